@@ -3,22 +3,16 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Status = Literal["ok", "warn", "FAIL"]
-
-GIB = 2**30
-MIB = 2**20
+GIB, MIB = 2**30, 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the report."""
+    """What was found, and what to do about it, if anything."""
 
     name: str
-    status: Status
-    """ok: nothing to do. warn: training may be slow or fail in some cases. FAIL: it can't run."""
+    status: Literal["ok", "warn", "FAIL"]
+    """warn: training may be slow or fail in some cases. FAIL: it can't run."""
 
     detail: str
-    """What was found."""
-
     advice: str = ""
-    """What to do about it; empty if nothing."""

@@ -1,10 +1,9 @@
 """The doctor: finds problems of this machine before a run does.
 
-Owns the order of the checks, the report and the exit status. Each check is a function that tests
-one thing and returns a Check; it changes nothing on the machine. Nothing here needs torch: a torch
-that can't be imported is a line of the report.
-
-Read next: software.py, gpus.py, machine.py, variables.py, network.py, selftest.py (the checks).
+Owns the order of the checks, the report and the exit status. Each check is a function of
+software.py, machine.py, variables.py, network.py or selftest.py that tests one thing and changes
+nothing on the machine. Nothing here needs torch: if it can't be imported, that is a line of the
+report.
 """
 
 import contextlib
@@ -14,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TextIO
 
-from ddp_runs import gpus, machine, network, selftest, software, variables
+from ddp_runs import machine, network, selftest, software, variables
 from ddp_runs.check import Check
 
 _OURS = logging.getLogger("hardened_ddp")
@@ -34,7 +33,9 @@ def run_doctor(
         _say(output, f"doctor: {platform.platform()}, host {platform.node()}")
         for check in list_checks(env) if checks is None else checks:
             done.append(_guarded(check))
-            _say(output, *_lines_of(done[-1]))
+            name, detail, advice = done[-1].name, done[-1].detail, done[-1].advice
+            _say(output, f"  {done[-1].status:<4}  {name:<{_NAME_WIDTH}}  {detail}")
+            _say(output, *([f"        {'':<{_NAME_WIDTH}}  do: {advice}"] if advice else []))
         num_failed = sum(check.status == "FAIL" for check in done)
         num_warned = sum(check.status == "warn" for check in done)
         verdict = "training can't run here as it is" if num_failed else "training can run here"
@@ -50,8 +51,8 @@ def list_checks(env: Mapping[str, str]) -> list[Callable[[], Check]]:
         software.check_torch,
         software.check_torchvision,
         software.check_packages,
-        gpus.check_gpus,
-        gpus.check_backends,
+        software.check_gpus,
+        software.check_backends,
         machine.check_cpus,
         machine.check_memory,
         machine.check_shared_memory,
@@ -81,13 +82,6 @@ def _guarded(check: Callable[[], Check]) -> Check:
         return Check(name, "warn", f"could not be checked: {type(error).__name__}: {error}")
     finally:
         _OURS.removeHandler(silence)
-
-
-def _lines_of(check: Check) -> list[str]:
-    lines = [f"  {check.status:<4}  {check.name:<{_NAME_WIDTH}}  {check.detail}"]
-    if check.advice:
-        lines.append(f"        {'':<{_NAME_WIDTH}}  do: {check.advice}")
-    return lines
 
 
 def _say(output: TextIO, *lines: str) -> None:

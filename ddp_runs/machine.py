@@ -69,22 +69,17 @@ def check_shared_memory(folder: Path = _SHARED_MEMORY) -> Check:
     return Check("shm", "ok", detail)
 
 
-def check_open_files() -> Check:
+def check_open_files(limits: tuple[int, int] | None = None) -> Check:
     """Check the limit of open files: each batch in flight and each connection is one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return judge_open_files(soft, hard)
-
-
-def judge_open_files(soft: int, hard: int) -> Check:
-    """Return whether these limits of open files are enough."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE) if limits is None else limits
     unlimited = resource.RLIM_INFINITY
     shown = [str(limit) if limit != unlimited else "unlimited" for limit in (soft, hard)]
     detail = f"{shown[0]}, can be raised to {shown[1]}"
-    advice = "in docker --ulimit nofile=65536; on a cluster ask its admin; else: ulimit -n 65536"
-    if hard != unlimited and hard < 256:
-        return Check("open files", "FAIL", detail, advice)
     if hard != unlimited and hard < 4096:
-        return Check("open files", "warn", detail, advice)
+        advice = (
+            "in docker --ulimit nofile=65536; on a cluster ask its admin; else: ulimit -n 65536"
+        )
+        return Check("open files", "FAIL" if hard < 256 else "warn", detail, advice)
     return Check("open files", "ok", detail)
 
 
@@ -124,26 +119,18 @@ def check_writing(folder: Path) -> Check:
 
 def check_orphans(proc: Path = _PROC) -> Check:
     """Look for DataLoader workers of dead runs, which hold memory and GPUs."""
-    orphans = find_orphans(proc)
-    if not orphans:
-        return Check("orphans", "ok", "no DataLoader workers of dead runs")
-    pids = " ".join(map(str, orphans))
-    detail = f"{len(orphans)} DataLoader workers whose run is dead"
-    return Check("orphans", "warn", detail, f"kill {pids}")
-
-
-def find_orphans(proc: Path) -> list[int]:
-    """List DataLoader workers of this user whose parent has died, so that init adopted them."""
-    found = []
+    orphans = []  # of this user, and adopted by init because their parent has died
     for folder in proc.glob("[0-9]*"):
         try:
-            if folder.stat().st_uid != os.getuid():
-                continue
-            if _comm(folder) == _WORKER_NAME and _is_reaper(proc / _parent(folder)):
-                found.append(int(folder.name))
+            is_own = folder.stat().st_uid == os.getuid()
+            if is_own and _comm(folder) == _WORKER_NAME and _is_reaper(proc / _parent(folder)):
+                orphans.append(int(folder.name))
         except (OSError, IndexError):  # it ended meanwhile
             continue
-    return sorted(found)
+    if not orphans:
+        return Check("orphans", "ok", "no DataLoader workers of dead runs")
+    detail = f"{len(orphans)} DataLoader workers whose run is dead"
+    return Check("orphans", "warn", detail, f"kill {' '.join(map(str, sorted(orphans)))}")
 
 
 def _write_probe(folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 Owns its text, its tables and how Plotly gets into it: compressed, which the browser unpacks, so
 that the page has 2 MB and not 5. All text from the run folder is escaped.
-Does not own: what is plotted (report_plots.py), the first words (report_verdict.py).
+Does not own: what is plotted (report_plots.py).
 """
 
 import base64
@@ -10,7 +10,6 @@ import gzip
 import html
 import json
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -18,22 +17,33 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ddp_runs import report_plots
-from ddp_runs.report_plots import Figure
-from ddp_runs.report_verdict import sentences_of
-from ddp_runs.run_files import RunView, find_run_folder, read_run
-from ddp_runs.watch_view import first_of
+from ddp_runs.report_plots import ACCOUNT, Figure
+from ddp_runs.run_files import RunView, read_run
+from ddp_runs.watch import duration, first_of
 from hardened_ddp.errors import MissingPackageError, RunFolderError
 from hardened_ddp.reporting.goodput import num_attempts
 from hardened_ddp.reporting.run_json import number_of
+from hardened_ddp.reporting.sinks import write_whole
 from hardened_ddp.settings.config import Config
+from hardened_ddp.settings.earlier_run import find_folder
 from hardened_ddp.settings.record import yaml_word
 from hardened_ddp.settings.schema import flatten
 from hardened_ddp.settings.typed_command import pip_command
-from hardened_ddp.settings.wording import as_typed, printable
+from hardened_ddp.settings.wording import as_typed, counted, printable
 
 FILE_NAME = "report.html"
 _MOST_ROWS = 300
 _MOST_SIZES = 6
+_GOOD_SHARE = 0.7
+_NOT_TRAINING = [name for name in ACCOUNT if name != "training"]
+_STATES = {
+    "finished": "Finished",
+    "stopped": "Stopped as it was told to, and saved,",
+    "running": "Still running,",
+    "failed": "Failed",
+    "dead": "Ended without a word",
+    "unknown": "Not known how it ended,",
+}
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 1.5em auto; max-width: 1180px;
   padding: 0 1em; color: #222; }
@@ -85,7 +95,7 @@ drawAll().catch((error) => {
 def run_report(options: Mapping[str, str], *, output: TextIO) -> int:
     """Write the report and say where it is. Raises RunFolderError, MissingPackageError."""
     names = options["run"].splitlines()
-    folders = [find_run_folder(name, options["output_dir"]) for name in names]
+    folders = [find_folder(name, Path(options["output_dir"])) for name in names]
     runs = name_runs([read_run(folder) for folder in folders])
     page = page_of(runs, read_plotly())
     if options["output"]:
@@ -94,7 +104,7 @@ def run_report(options: Mapping[str, str], *, output: TextIO) -> int:
         path = (folders[0] if len(folders) == 1 else Path(options["output_dir"])) / FILE_NAME
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_aside(path, page)
+        write_whole(path.resolve(), page)
     except OSError as error:
         raise RunFolderError(
             f"the report can't be written to {path}: {error.strerror}",
@@ -103,24 +113,6 @@ def run_report(options: Mapping[str, str], *, output: TextIO) -> int:
     size = path.stat().st_size / 1e6
     output.write(f"{as_typed(path)}: {size:.1f} MB; open it in a browser, it needs no network\n")
     return 0
-
-
-def write_aside(path: Path, text: str) -> None:
-    """Write a file whole or not at all, so that a full disk keeps the one of before.
-
-    Raises OSError.
-    """
-    if path.exists() and not path.is_file():  # WHY: a pipe or /dev/stdout must not be replaced
-        path.write_text(text, encoding="utf-8")
-        return
-    path = path.resolve()
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
 
 
 def name_runs(runs: list[RunView]) -> dict[str, RunView]:
@@ -198,6 +190,71 @@ def _verdict(name: str, run: RunView) -> str:
     name = f"{_text(name)}: " if name else ""
     lines = "".join(f"<br>{_text(sentence)}." for sentence in others)
     return f'<p class="verdict {_text(run.state)}"><b>{name}{_text(head)}.</b>{lines}</p>'
+
+
+def sentences_of(run: RunView) -> list[str]:
+    """Say whether it finished, how it went, what it survived and lost, and what is unusual."""
+    account, total = run.account, run.main.total_steps
+    head = f"{_STATES[run.state]} at step {run.step:,}"
+    head += f" of {total:,}" if total else ""
+    head += f" after {duration(account['wall'])}" if account else ""
+    return [part for part in (head, _went(run), _survived(run), _unusual(run)) if part]
+
+
+def _went(run: RunView) -> str:
+    """Say how the loss went, and the best value."""
+    words = []
+    _, losses = run.curve("loss/train")
+    if len(losses) > 1:
+        went = "fell" if losses[-1] < losses[0] else "rose" if losses[-1] > losses[0] else "stayed"
+        words.append(f"the loss {went} from {losses[0]:.4g} to {losses[-1]:.4g}")
+    if "step" in run.best:
+        metric = str(run.best.get("metric", "value")).removesuffix("/test")
+        words.append(f"best {metric} {number_of(run.best, 'value'):.4g} at step {run.best['step']}")
+    text = "; ".join(words)
+    return text[:1].upper() + text[1:]
+
+
+def _survived(run: RunView) -> str:
+    """Say which faults it came through, and what that cost."""
+    account = run.account
+    num_restarts = sum(bool(attempt.get("start_up")) for attempt in run.attempts[1:])
+    kinds = [event.kind for event in run.events if event.kind != "hang" or event.level == "ERROR"]
+    counts = [(len(run.failures), "failure"), (num_restarts, "restart")]
+    counts += [(kinds.count(kind), kind) for kind in ("hang", "rollback")]
+    counts.append((kinds.count("retry"), "retried step"))
+    told = [counted(number, noun) for number, noun in counts if number]
+    if run.left_out:
+        told.append(f"{counted(len(run.left_out), 'sample')} left out")
+    if not told:
+        return "No fault" if run.attempts or run.events else ""
+    went_on = "It came through" if run.state in ("finished", "stopped", "running") else "It had"
+    restarts = sum(number_of(attempt, "start_up") for attempt in run.attempts[1:])
+    gone = account.get("down", 0.0) + account.get("lost", 0.0) + restarts
+    share = f" ({gone / account['wall']:.1%})" if gone else ""
+    return f"{went_on} {', '.join(told)}; time lost by them: {duration(gone)}{share}"
+
+
+def _unusual(run: RunView) -> str:
+    """Say what a reader should look at."""
+    found = []
+    account = run.account
+    if account and account["goodput"] < _GOOD_SHARE:
+        largest = max(_NOT_TRAINING, key=lambda name: account.get(name, 0.0))
+        share = account[largest] / account["wall"]
+        found.append(f"goodput is {account['goodput']:.0%}: {ACCOUNT[largest][0]} took {share:.0%}")
+    steps, losses = run.curve("loss/train")
+    bad = [step for step, loss in zip(steps, losses, strict=True) if loss != loss]
+    if bad:
+        found.append(f"the loss is NaN at step {bad[0]}")
+    num_slow = sum(event.kind == "slow" for event in run.events)
+    if num_slow:
+        found.append(f"{counted(num_slow, 'warning')} of a slow rank")
+    if run.problems:
+        found.append(
+            f"{counted(len(run.problems), 'file')} of its folder can't be read or believed"
+        )
+    return f"Unusual: {'; '.join(found)}" if found else ""
 
 
 def _overview(runs: Mapping[str, RunView]) -> str:

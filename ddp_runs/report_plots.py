@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ddp_runs.run_files import RunView
-from ddp_runs.watch_view import ranks_of, spans_decades
+from ddp_runs.watch import ranks_of, spans_decades
 from hardened_ddp.reporting.rank_status import WAITS, RankStatus
 from hardened_ddp.reporting.run_json import number_of
 from hardened_ddp.settings.wording import counted
@@ -29,14 +29,14 @@ _PARTS = {
     WAITS[0]: "#7f7f7f",
     "other waits": "#c7c7c7",
 }
-_ACCOUNT = {
+ACCOUNT = {
     "training": ("training", "#2ca02c"),
     "start_up": ("start-up", "#1f77b4"),
     "data_wait": ("waiting for data", "#ff7f0e"),
     "evaluation": ("evaluation", "#9467bd"),
-    "checkpoint": ("checkpoint", "#8c564b"),
-    "lost": ("steps done twice", "#d62728"),
-    "down": ("down", "#7f7f7f"),
+    "checkpoint": ("checkpoints", "#8c564b"),
+    "lost": ("steps that were done twice", "#d62728"),
+    "down": ("being down between attempts", "#7f7f7f"),
 }
 SYMBOLS = {
     "failure": ("x", "#d62728"),
@@ -195,7 +195,7 @@ def goodput_plot(runs: Mapping[str, RunView]) -> Figure:
             "x": [round(run.account.get(name, 0.0), 3) for run in runs.values()],
             "marker": {"color": color},
         }
-        for name, (label, color) in _ACCOUNT.items()
+        for name, (label, color) in ACCOUNT.items()
         if any(run.account.get(name) for run in runs.values())
     ]
     words = [f"{name} {run.account['goodput']:.1%}" for name, run in runs.items() if run.account]

@@ -1,6 +1,6 @@
 """A run folder as the commands watch and report see it, from any host, without torch.
 
-Owns finding and reading it, and the state of the run: running, finished, stopped, failed or dead.
+Owns reading it, and the state of the run: running, finished, stopped, failed or dead.
 The files may be written at this moment, come from an earlier version, be cut off or be no files at
 all: what can't be read is left out, and named in problems.
 """
@@ -13,11 +13,8 @@ from pathlib import Path
 from typing import cast, get_args
 
 from ddp_runs.run_events import FAULTS, Event, read_events
-from hardened_ddp.errors import RunFolderError
 from hardened_ddp.ranks.start_command import LauncherName, command_words
-from hardened_ddp.reporting.goodput import NAME as ATTEMPTS_NAME
 from hardened_ddp.reporting.goodput import account_of, read_attempts
-from hardened_ddp.reporting.rank_status import FOLDER as STATUS_FOLDER
 from hardened_ddp.reporting.rank_status import SILENT_AFTER_S, RankStatus
 from hardened_ddp.reporting.run_json import (
     Json,
@@ -29,18 +26,22 @@ from hardened_ddp.reporting.run_json import (
     read_lines,
     read_text,
 )
-from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME, SAVED_SETTINGS, STEP_FOLDER
+from hardened_ddp.settings.earlier_run import (
+    CHECKPOINTS_NAME,
+    SAVED_SETTINGS,
+    STATUS_FOLDER,
+    STEP_FOLDER,
+    changed_at,
+)
+from hardened_ddp.settings.record import read_back
 from hardened_ddp.settings.typed_command import (
     StartCommand,
-    own_command,
     shell_command,
     working_folder,
 )
 
 MANIFEST_NAME = "manifest.json"  # WHY not from checkpoint/: that needs torch
-_METRICS_NAME = "metrics.jsonl"
 _WRITE_TAKES_S = 0.05
-_MOST_SETTINGS = 1000
 _ENDS = ("failed", "stopped", "finished")
 
 
@@ -137,38 +138,6 @@ class RunView:
         return [step for step, _ in pairs], [value for _, value in pairs]
 
 
-def find_run_folder(name: str, output_dir: str) -> Path:
-    """Find the folder of a run: a path, a name in output_dir, or without a name the newest run.
-
-    Raises RunFolderError.
-    """
-    output = Path(output_dir)
-    if not name:
-        _check_access(output)
-        found = [(_changed_at(path), path) for path in folders_in(output) if _is_run(path)]
-        if not found:
-            fix = "name its folder, or the folder of all runs with --output_dir"
-            raise RunFolderError(f"there is no run in {output}", fix=fix)
-        return max(found)[1]
-    paths = (Path(name), output / name)
-    for path in paths:
-        _check_access(path)
-        if _is_run(path):
-            return path
-    for path in paths:
-        if os.path.isdir(path):
-            raise RunFolderError(
-                f"{path} is not a run folder: no {CHECKPOINTS_NAME}, no {STATUS_FOLDER}, no logs",
-                fix=_known_runs(output),
-            )
-        if os.path.exists(path):
-            raise RunFolderError(f"{path} is a file, not a run folder", fix=_known_runs(output))
-    raise RunFolderError(
-        f"there is no run {name}: neither the folder {name} nor {output / name} exists",
-        fix=_known_runs(output),
-    )
-
-
 def resume_command(run: RunView) -> str:
     """Write the command that continues a run on as many ranks, as their status tells it."""
     told = run.main
@@ -192,12 +161,12 @@ def read_run(folder: Path) -> RunView:
     attempts = tuple(read_attempts(folder, problems))
     ranks = _read_ranks(folder, problems)
     now = time.time()
-    problems += _clock_problems(ranks, attempts, now=now)
+    problems += _clock_problems(ranks, now=now)
     return RunView(
         folder=folder,
         now=now,
         ranks=ranks,
-        points=_read_points(folder / _METRICS_NAME, problems),
+        points=_read_points(folder / "metrics.jsonl", problems),
         attempts=attempts,
         checkpoints=_read_checkpoints(folder / CHECKPOINTS_NAME, problems),
         best=read_json(folder / CHECKPOINTS_NAME / "best.json", problems),
@@ -205,21 +174,9 @@ def read_run(folder: Path) -> RunView:
         summary=read_json(folder / "summary.json", problems),
         failures=tuple(read_lines(folder / "failures.jsonl", problems)),
         left_out=tuple(read_lines(folder / "skipped_samples.jsonl", problems)),
-        settings=_read_settings(folder / SAVED_SETTINGS, problems),
+        settings=_read_settings(folder, problems),
         problems=tuple(problems),
     )
-
-
-def _check_access(folder: Path) -> None:
-    """Raise RunFolderError if a folder is there and may not be read."""
-    try:
-        os.listdir(folder)
-        (folder / CHECKPOINTS_NAME).stat()
-    except PermissionError as error:
-        fix = f"its owner can allow it: {shell_command('chmod', '-R', 'a+rX', folder)}"
-        raise RunFolderError(f"{folder} can't be read: {error.strerror}", fix=fix) from error
-    except (OSError, ValueError):  # it is no folder, or a run that has no checkpoint yet
-        return
 
 
 def _read_ranks(folder: Path, problems: list[str]) -> tuple[RankStatus, ...]:
@@ -239,22 +196,14 @@ def _read_ranks(folder: Path, problems: list[str]) -> tuple[RankStatus, ...]:
     return tuple(sorted(of_this_start, key=lambda status: status.rank))
 
 
-def _clock_problems(
-    ranks: Sequence[RankStatus], attempts: Sequence[Json], *, now: float
-) -> list[str]:
-    """Say where times can't be, so that a state or a duration may be wrong."""
-    found = [
+def _clock_problems(ranks: Sequence[RankStatus], *, now: float) -> list[str]:
+    """Say of which ranks the clock differs, so that a state or a duration may be wrong."""
+    return [
         f"rank-{rank.rank}.json: is {rank.now - now:.0f} s in the future: the clocks of its "
         "host and of this machine differ, so whether the rank is alive can't be told here"
         for rank in ranks
         if rank.now - now > SILENT_AFTER_S
     ]
-    if any(attempt["now"] < attempt["began_at"] for attempt in attempts):
-        found.append(
-            "attempts.jsonl: an attempt ends before it begins: a clock was set back, so the times "
-            "of this run are not exact"
-        )
-    return found
 
 
 def _read_points(path: Path, problems: list[str]) -> tuple[Point, ...]:
@@ -281,45 +230,15 @@ def _read_checkpoints(folder: Path, problems: list[str]) -> tuple[tuple[int, flo
         match = STEP_FOLDER.fullmatch(path.name)
         why: list[str] = []
         if match and read_json(path / MANIFEST_NAME, why):
-            found.append((int(match[1]), _changed_at(path)))
+            found.append((int(match[1]), changed_at(path)))
         elif match and os.path.isdir(path):  # WHY again: a running run removes its oldest ones
             why.append(f"has no {MANIFEST_NAME}")
             problems.append(f"{path.name}: is not a whole checkpoint: {why[0]}")
     return tuple(sorted(found))
 
 
-def _read_settings(path: Path, problems: list[str]) -> tuple[tuple[str, str, str], ...]:
-    """Read the saved settings: name: value  # where it came from."""
-    text = read_text(path, problems)
-    found = []
-    for line in text.splitlines()[:_MOST_SETTINGS]:
-        name, has_colon, rest = line.partition(":")
-        if has_colon and name.isidentifier():
-            value, _, source = rest.rpartition("  # ") if "  # " in rest else (rest, "", "")
-            found.append((name, value.strip(), source.strip()))
-    if text and not found:
-        problems.append(f"{path.name}: has no setting")
-    return tuple(found)
-
-
-def _is_run(folder: Path) -> bool:
-    parts = (CHECKPOINTS_NAME, STATUS_FOLDER, _METRICS_NAME, ATTEMPTS_NAME, "logs")
-    return any(os.path.exists(folder / name) for name in parts)
-
-
-def _changed_at(path: Path) -> float:
-    """Return when something in a folder last changed; 0 if it can't be seen."""
-    newest = 0.0
-    for place in (path, path / STATUS_FOLDER, path / STATUS_FOLDER / "rank-0.json"):
-        try:
-            newest = max(newest, place.stat().st_mtime)
-        except OSError:
-            continue
-    return newest
-
-
-def _known_runs(output: Path) -> str:
-    names = [path.name for path in folders_in(output) if _is_run(path)]
-    if not names:
-        return f"{output} has no run yet; start one: {own_command()}"
-    return f"choose a run of {output}: {', '.join(names[-5:])}"
+def _read_settings(folder: Path, problems: list[str]) -> tuple[tuple[str, str, str], ...]:
+    text = read_text(folder / SAVED_SETTINGS, problems)
+    found = read_back(text)
+    problems += [f"{SAVED_SETTINGS}: has no setting"] if text and not found else []
+    return found

@@ -4,23 +4,21 @@ Owns the two child processes: their environment, their time limit and their outp
 code of a real run (ranks/launch.py, ranks/group.py) with gloo on this machine's loopback address.
 """
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from time import monotonic
 from typing import IO
 
 from ddp_runs.check import Check
 from hardened_ddp.ranks.launch import environment, prepare_environment, read_launch
 from hardened_ddp.ranks.network import hold_port, port_of
 
-_LIMIT_S = 20.0
-_GROUP_LIMIT_S = 15.0
+_LIMIT_S, _GROUP_LIMIT_S = 20.0, 15.0
 _NUM_RANKS = 2
 _POLL_S = 0.05
 _ROOT = Path(__file__).resolve().parents[1]
@@ -29,30 +27,33 @@ _LAUNCHERS = ("TORCHELASTIC_", "SLURM_", "GROUP_", "ROLE_", "MASTER_")
 
 def check_all_reduce(env: Mapping[str, str], *, limit_s: float = _LIMIT_S) -> Check:
     """Have two processes add up a number over gloo, within limit_s."""
-    start = monotonic()
+    start = time.monotonic()
     ranks: list[subprocess.Popen[bytes]] = []
-    with (
-        hold_port() as holder,
-        tempfile.TemporaryFile() as first,
-        tempfile.TemporaryFile() as second,
-    ):
-        outputs = (first, second)
+    with hold_port() as holder, tempfile.TemporaryFile() as one, tempfile.TemporaryFile() as two:
+        outputs = (one, two)
         try:
             for rank, output in enumerate(outputs):
                 ranks.append(_start(rank, port_of(holder), env, output))
-            failed = _wait(ranks, until=start + limit_s)
+            statuses: list[int | None] = [None]
+            while None in statuses and not any(statuses) and time.monotonic() < start + limit_s:
+                time.sleep(_POLL_S)
+                statuses = [process.poll() for process in ranks]
         finally:
             for process in ranks:
-                _kill(process)
-        said = "" if failed is None else _last_line(outputs[failed])
-    if failed is not None and ranks[failed].returncode != -signal.SIGKILL:
-        said = said or f"ended with status {ranks[failed].returncode} and printed nothing"
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+        said = [_last_line(output) for output in outputs]
+    took_s = time.monotonic() - start
+    failed = [rank for rank, status in enumerate(statuses) if status]
+    if failed:
+        why = said[failed[0]] or f"ended with status {statuses[failed[0]]} and printed nothing"
         advice = "see the checks above first: torch, debugging, interfaces, loopback"
-        return Check("all-reduce", "FAIL", f"rank {failed} of 2: {said}", advice)
-    if failed is not None:
+        return Check("all-reduce", "FAIL", f"rank {failed[0]} of 2: {why}", advice)
+    if None in statuses:
         advice = "a firewall on lo, or a machine that is far too busy: see top, then try again"
         return Check("all-reduce", "FAIL", f"2 ranks did not finish within {limit_s:g} s", advice)
-    return Check("all-reduce", "ok", f"2 ranks over gloo, {monotonic() - start:.1f} s with start")
+    return Check("all-reduce", "ok", f"2 ranks over gloo, {took_s:.1f} s with start")
 
 
 def add_up() -> None:
@@ -102,25 +103,6 @@ def _start(
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
-
-
-def _wait(ranks: list["subprocess.Popen[bytes]"], *, until: float) -> int | None:
-    """Wait until all ranks end; return the first that failed or did not end in time, or None."""
-    while True:
-        statuses = [process.poll() for process in ranks]
-        for rank, status in enumerate(statuses):
-            if status or (status is None and monotonic() > until):
-                return rank
-        if None not in statuses:
-            return None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            ranks[statuses.index(None)].wait(_POLL_S)
-
-
-def _kill(process: "subprocess.Popen[bytes]") -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def _last_line(output: IO[bytes]) -> str:

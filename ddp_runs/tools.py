@@ -57,10 +57,10 @@ def _run(request: Request) -> int:
             return run_report(request.options, output=output)
         case "verify-ledger":
             from ddp_runs.ledger_check import check_ledger
-            from ddp_runs.run_files import find_run_folder
             from hardened_ddp.settings.config import Config
+            from hardened_ddp.settings.earlier_run import find_folder
 
-            run = find_run_folder(request.options["run"], Config().run.output_dir)
+            run = find_folder(request.options["run"], Path(Config().run.output_dir))
             return check_ledger(run, output=output)
         case "audit":
             from ddp_doctor.audit.command import Request as Audit
@@ -92,9 +92,9 @@ def _named(log: str) -> str:
     """Give the path of a log; newest, if no file is called so, is the newest run."""
     if log != "newest" or os.path.lexists(log):
         return log
-    from ddp_runs.run_files import find_run_folder
+    from hardened_ddp.settings.earlier_run import find_folder
 
-    return str(find_run_folder("", "runs"))
+    return str(find_folder("", Path("runs")))
 
 
 def _resume(run: Path, num_ranks: int) -> str:

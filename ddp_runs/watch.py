@@ -1,21 +1,27 @@
 """The command watch: what every rank of a run does, from another terminal or another host.
 
-Owns the loop. It reads the run folder only, so it costs the run nothing, and it needs no torch.
-Without a terminal, on one that can't move its cursor (TERM=dumb), or with --once, it prints plain
-text once.
-Does not own: reading the folder (run_files.py), what is drawn (watch_view.py), what the ranks write
-(reporting/rank_status.py).
+It reads the run folder only, so it costs the run nothing, and it needs no torch. Without a
+terminal, on one that can't move its cursor (TERM=dumb), or with --once, it prints plain text once.
+Owns the loop, the words and the columns. Does not own: reading the folder (run_files.py).
 """
 
+import math
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from ddp_runs.run_files import RunView, find_run_folder, read_run
-from ddp_runs.watch_view import COLUMNS, TEXT_COLUMNS, View, columns_for, view_of
+from ddp_runs.run_events import FAULTS
+from ddp_runs.run_files import RunView, read_run, resume_command
 from hardened_ddp.errors import ConfigError
+from hardened_ddp.reporting.goodput import num_attempts
+from hardened_ddp.reporting.rank_status import WAITS, RankStatus
+from hardened_ddp.reporting.run_json import number_of
+from hardened_ddp.settings.earlier_run import find_folder
 from hardened_ddp.settings.typed_command import own_command, pip_command
-from hardened_ddp.settings.wording import shown
+from hardened_ddp.settings.wording import as_typed, printable, shown
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -23,6 +29,33 @@ if TYPE_CHECKING:
 PLAIN_WIDTH = 160
 _COLORS = {"running": "bold green", "finished": "bold green", "stopped": "bold yellow"}
 _ROW_COLORS = ("", "yellow", "red")
+_SHARES = ("data", "forward", "backward", "optimizer")
+_BARS, _PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
+_CURVE_WIDTH, _SHORTEST_CURVE = 60, 8
+_TABLE_LINES, _FEWEST_ROWS, _MOST_PROBLEMS = 5, 3, 2
+_NEWEST_EVENTS = 3
+_MOST_RANKS = 100_000  # a damaged file may say any number
+COLUMNS: tuple[str, ...] = ("rank", "host", "device", "step", "doing", "for", "samples/s")
+COLUMNS += (*_SHARES, "waits", "memory")
+_TEXT_COLUMNS = ("host", "device", "doing")
+_LEFT_OUT_FIRST: tuple[str, ...] = ("device", "memory", "optimizer", "forward", "backward", "data")
+_LEFT_OUT_FIRST += ("host", "waits", "samples/s", "for")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class View:
+    """A run as words: what stands above the table, its rows, and what stands below."""
+
+    head: list[str]
+    """The first line begins with the folder and the state."""
+
+    rows: list[list[str]]
+    """A cell for each of COLUMNS."""
+
+    worries: list[int]
+    """Of each row: 2 for a rank that is lost, 1 for one that takes long, else 0."""
+
+    lines: list[str]
 
 
 def run_watch(options: Mapping[str, str], *, output: TextIO) -> int:
@@ -36,7 +69,7 @@ def run_watch(options: Mapping[str, str], *, output: TextIO) -> int:
             f"--every: found {shown(options['every'])}, needs seconds, from 0.1 to 3600",
             fix=own_command("watch", "--help"),
         )
-    folder = find_run_folder(options["run"], options["output_dir"])
+    folder = find_folder(options["run"], Path(options["output_dir"]))
     try:
         from rich.console import Console
         from rich.live import Live
@@ -54,7 +87,7 @@ def run_watch(options: Mapping[str, str], *, output: TextIO) -> int:
         if not output.isatty():  # a program that reads it finds the first lines unfolded
             console.width = max(PLAIN_WIDTH, *map(len, view.head))
         console.print(drawn(view, run.state, width=console.width, is_plain=True))
-        return exit_status(run)
+        return int(run.state in ("failed", "dead"))
     try:
         with Live(console=console, auto_refresh=False, screen=False) as live:
             before: RunView | None = None
@@ -64,16 +97,11 @@ def run_watch(options: Mapping[str, str], *, output: TextIO) -> int:
                 view = view_of(run, before=before, width=width, height=height, is_plain=is_plain)
                 live.update(drawn(view, run.state, width=width), refresh=True)
                 if run.state in ("finished", "stopped"):
-                    return exit_status(run)
+                    return 0
                 time.sleep(every_s)
                 before, run = run, read_run(folder)
     except KeyboardInterrupt:
         return 0
-
-
-def exit_status(run: RunView) -> int:
-    """Return 1 if the run failed or is dead, else 0."""
-    return int(run.state in ("failed", "dead"))
 
 
 def drawn(view: View, state: str, *, width: int, is_plain: bool = False) -> "Group":
@@ -92,7 +120,7 @@ def drawn(view: View, state: str, *, width: int, is_plain: bool = False) -> "Gro
             name,
             # WHY: in a narrow terminal what a rank does is cut, not its number
             min_width=None if name == "doing" else max(map(len, [name, *cells[i]])),
-            justify="left" if name in TEXT_COLUMNS else "right",
+            justify="left" if name in _TEXT_COLUMNS else "right",
             no_wrap=True,
             overflow="ellipsis",
         )
@@ -103,3 +131,224 @@ def drawn(view: View, state: str, *, width: int, is_plain: bool = False) -> "Gro
     overflow: OverflowMethod = "fold" if is_plain else "ellipsis"
     lines = [Text(line, overflow=overflow, no_wrap=not is_plain) for line in view.lines]
     return Group(first, *rest, *([table] if view.rows else []), *lines)
+
+
+def view_of(
+    run: RunView,
+    *,
+    before: RunView | None = None,
+    width: int,
+    height: int | None = None,
+    is_plain: bool = False,
+) -> View:
+    """Describe a run; before: an earlier look, since which the shares of the time are counted.
+
+    width, height: of the terminal. If not all ranks fit, those that need a look come first.
+    """
+    ranks, most_rows = list(run.ranks), len(run.ranks)
+    head, lines = _head(run), _lines(run, is_plain, width)
+    problems = list(run.problems)
+    if height is not None and len(problems) > _MOST_PROBLEMS:
+        rest = f"and {len(problems) - _MOST_PROBLEMS} more: --once prints all"
+        problems = [*problems[:_MOST_PROBLEMS], rest]
+    lines += [f"problem     {problem}" for problem in problems]
+    if height is not None:
+        others = sum(-(-len(line) // width) for line in head) + len(lines) + _TABLE_LINES
+        most_rows = max(_FEWEST_ROWS, height - others)
+    if len(ranks) > most_rows:
+        ranks = sorted(ranks, key=lambda rank: (-_worry(run, rank), rank.rank))[: most_rows - 1]
+    earlier = {rank.rank: rank for rank in (before.ranks if before else ())}
+    rows = [_row(run, rank, earlier.get(rank.rank)) for rank in ranks]
+    worries = [_worry(run, rank) for rank in ranks]
+    if len(ranks) < len(run.ranks):
+        more = {"rank": "...", "doing": f"{len(run.ranks) - len(ranks)} more ranks"}
+        rows.append([more.get(name, "") for name in COLUMNS])
+        worries.append(0)
+    return View(
+        head=list(map(_as_line, head)),
+        rows=[list(map(_as_line, row)) for row in rows],
+        worries=worries,
+        lines=list(map(_as_line, lines)),
+    )
+
+
+def _as_line(text: str) -> str:
+    """Write text of a file so that it stays in its place on the screen."""
+    return printable(text).replace("\n", "\\n").replace("\t", " ")
+
+
+def columns_for(rows: Sequence[Sequence[str]], width: int) -> list[int]:
+    """Choose the columns that fit into so many characters, in their order."""
+    longest = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
+    kept = list(range(len(COLUMNS)))
+    for name in _LEFT_OUT_FIRST:
+        # between two columns are a space, a line and a space; at each end is a line
+        if sum(longest[i] for i in kept) + 3 * (len(kept) - 1) + 2 <= width:
+            break
+        kept.remove(COLUMNS.index(name))
+    return kept
+
+
+def _head(run: RunView) -> list[str]:
+    name = as_typed(run.folder)
+    lines = [", ".join([f"{name}: {run.state}", *_progress_words(run)])]
+    if run.state == "dead":
+        clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.newest_sign))
+        lines.append(f"no heartbeat since {clock}, {duration(run.now - run.newest_sign)} ago")
+    if run.state in ("dead", "failed"):
+        lines.append(f"why: {own_command('explain', run.folder)}")
+        lines.append(f"continue: {resume_command(run)}")
+    elif run.state == "unknown":
+        lines.append("no rank has written anything yet")
+    return lines
+
+
+def _progress_words(run: RunView) -> list[str]:
+    """Say how far the run is, and how long it still takes."""
+    main, step = run.main, run.step
+    words = [f"step {step}" + (f" of {main.total_steps}" if main.total_steps else "")]
+    if main.epochs and step == main.step:
+        words.append(f"epoch {min(main.epoch + 1, main.epochs)} of {main.epochs}")
+    if (count := num_attempts(run.attempts)) > 1:
+        words.append(f"{count} attempts")
+    if run.account:
+        words.append(f"goodput {run.account['goodput']:.0%}")
+    if run.state == "running" and main.steps_here and main.total_steps > step:
+        left_s = (main.total_steps - step) * sum(main.at_work_s().values()) / main.steps_here
+        words += [f"about {duration(left_s)} left"] if left_s else []
+    return words
+
+
+def _worry(run: RunView, rank: RankStatus) -> int:
+    """Return 2 for a rank that is lost, 1 for one that takes longer than others, else 0."""
+    if rank.state == "failed" or (rank.state == "running" and rank.is_silent(run.now)):
+        return 2
+    return int(rank.state == "running" and rank.phase_s > 10)
+
+
+def _row(run: RunView, rank: RankStatus, before: RankStatus | None) -> list[str]:
+    doing, age_s = rank.phase, rank.phase_s
+    if rank.state != "running":
+        doing, age_s = rank.state, run.now - rank.now
+    elif rank.is_silent(run.now):
+        doing, age_s = f"silent, was in {doing}", run.now - rank.now
+    has_name = rank.device != "cpu" and rank.device_name
+    return [
+        str(rank.rank),
+        str(rank.process.get("host", "?")),
+        f"{rank.device} {rank.device_name}" if has_name else rank.device,
+        str(rank.step),
+        doing,
+        duration(age_s),
+        f"{rank.samples_per_s / max(1, rank.world_size):.0f}",
+        *_shares(rank, before),
+        f"{rank.rss_mib / 1024:.1f} GiB"
+        + (f", GPU {rank.gpu_mib / 1024:.1f}" if rank.gpu_mib else ""),
+    ]
+
+
+def _shares(rank: RankStatus, before: RankStatus | None) -> list[str]:
+    """Return the share of each part of the time since the earlier look, and that of waiting."""
+    spent = rank.at_work_s()
+    if not rank.split_s and before is not None and before.process == rank.process:
+        old = before.at_work_s()
+        newer = {name: seconds - old.get(name, 0.0) for name, seconds in spent.items()}
+        spent = newer if sum(newer.values()) > 0.2 else spent
+    total = sum(spent.values())
+    if total <= 0:
+        return ["-"] * (len(_SHARES) + 1)
+    waits = sum(spent.get(name, 0.0) for name in WAITS)
+    return [f"{spent.get(name, 0.0) / total:.0%}" for name in _SHARES] + [f"{waits / total:.0%}"]
+
+
+def _lines(run: RunView, is_plain: bool, width: int) -> list[str]:
+    """Write what is below the table."""
+    lines = []
+    known = {rank.rank for rank in run.ranks}
+    world_size = max((rank.world_size for rank in run.ranks), default=0)
+    missing = [n for n in range(min(world_size, _MOST_RANKS)) if n not in known]
+    if missing:
+        yet = " yet" if run.state == "running" else ""
+        lines.append(f"missing     no status{yet} of {ranks_of(missing)}")
+    steps, losses = run.curve("loss/train")
+    if losses:
+        # WHY the newest value first: a narrow terminal cuts the end of a line
+        line = f"loss        {losses[-1]:.4g} at step {steps[-1]}"
+        first = f" from {losses[0]:.4g}"
+        room = min(_CURVE_WIDTH, width - len(line) - len(first) - 2)
+        if room >= _SHORTEST_CURVE:
+            bars = _PLAIN_BARS if is_plain else _BARS
+            line += f"  {sparkline(losses, bars, width=room)}{first}"
+        lines.append(line)
+    if run.tested:
+        words = [f"{name} {values[-1]:.4g}" for name, (_, values) in run.tested.items()]
+        at = next(iter(run.tested.values()))[0][-1]
+        lines.append(f"test set    {', '.join(words)} at step {at}")
+    saved = "none yet"
+    if run.checkpoints:
+        step, moment = run.checkpoints[-1]
+        ago = duration(run.now - moment)
+        saved = f"{len(run.checkpoints)}, the newest of step {step}, {ago} ago"
+        if "step" in run.best:
+            value = f"{number_of(run.best, 'value'):.4g}"
+            saved += f"; best: step {run.best['step']}, {run.best.get('metric', 'value')} {value}"
+    lines.append(f"checkpoints {saved}")
+    # WHY not in the table: a long message would take the width of every other column
+    for event in run.events[-_NEWEST_EVENTS:]:
+        lines.append(f"{event.level.lower():<11} {ranks_of(event.ranks)}: {event.text}")
+    counts = Counter(event.kind for event in run.events)
+    others = [f"{n} x {kind}" for kind, n in counts.items() if kind not in FAULTS]
+    lines.append(f"faults      {', '.join(run.faults) or 'none'}")
+    if others:
+        lines.append(f"also        {', '.join(others)}")
+    return lines
+
+
+def ranks_of(numbers: Sequence[int]) -> str:
+    """Name some ranks: rank 3, ranks 0, 1, ranks 0, 1, 2, 3 ..."""
+    return f"rank{'s' * (len(numbers) != 1)} {first_of(numbers, 4)}"
+
+
+def first_of(numbers: Sequence[int], most: int) -> str:
+    """List some numbers: 0, 1, 2, 3 ..."""
+    return ", ".join(map(str, numbers[:most])) + " ..." * (len(numbers) > most)
+
+
+def sparkline(values: Sequence[float], bars: str, *, width: int = _CURVE_WIDTH) -> str:
+    """Draw a curve in one line of text: the mean of each part of the values, ? for NaN.
+
+    By the logarithm, if the values are positive and differ by more than a decade.
+    """
+    width = min(width, len(values))
+    parts = [
+        values[i * len(values) // width : (i + 1) * len(values) // width] for i in range(width)
+    ]
+    means = [sum(part) / len(part) for part in parts]
+    finite = [mean for mean in means if math.isfinite(mean)] or [0.0]
+    if spans_decades(finite):
+        means = [math.log(mean) if math.isfinite(mean) else mean for mean in means]
+        finite = [math.log(mean) for mean in finite]
+    low, high = min(finite), max(finite)
+    scale = (len(bars) - 1) / (high - low) if high > low else 0.0
+    heights = [round((mean - low) * scale) if math.isfinite(mean) else None for mean in means]
+    return "".join("?" if height is None else bars[height] for height in heights)
+
+
+def spans_decades(values: Sequence[float]) -> bool:
+    """Whether positive values differ by more than a decade, so that a log scale shows more."""
+    return bool(values) and 0 < 10 * min(values) < max(values)
+
+
+def duration(seconds: float) -> str:
+    """Write a time as a person reads it: 0.4s, 12s, 3m20s, 5h02m, 2d04h."""
+    seconds = max(0.0, seconds)
+    if seconds < 9.95:
+        return f"{seconds:.1f}s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"

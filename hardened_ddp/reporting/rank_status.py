@@ -13,7 +13,6 @@ from hardened_ddp.ranks.phase import FIRST_WAIT, Phase
 from hardened_ddp.ranks.process import ProcessMark, is_gone
 from hardened_ddp.reporting.run_json import Json, is_number, number_of
 
-FOLDER = "status"
 WAITS = tuple(phase.label for phase in Phase if phase >= FIRST_WAIT)
 """The phases in which a rank only waits for others."""
 

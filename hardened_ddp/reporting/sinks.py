@@ -35,6 +35,24 @@ def write_text(path: Path, text: str, *, mode: str = "w") -> None:
         file.write(text)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file complete or not at all: a full disk keeps the one of before. Raises OSError."""
+    if path.exists() and not path.is_file():  # WHY: a pipe must not be replaced
+        path.write_text(text, encoding="utf-8")
+        return
+    aside = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        with open(aside, "w", encoding="utf-8", opener=open_no_link) as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise
+
+
 class TextSink:
     """A terminal, pipe or file that somebody else opened. tqdm can write to it too."""
 

@@ -27,9 +27,10 @@ import torch
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import PHASE, SINCE, STEP, Phase
 from hardened_ddp.ranks.process import this_process
-from hardened_ddp.reporting.rank_status import FOLDER, RankStatus, silent_after_s
+from hardened_ddp.reporting.rank_status import RankStatus, silent_after_s
 from hardened_ddp.reporting.resources import read_rss_mib
 from hardened_ddp.reporting.sinks import open_no_link
+from hardened_ddp.settings.earlier_run import STATUS_FOLDER
 from hardened_ddp.settings.typed_command import working_folder
 
 log = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class StatusWriter:
     """Writes the status of this rank. Use it in a with statement."""
 
     def __init__(self, folder: Path, group: Group) -> None:
-        self._path = folder / FOLDER / f"rank-{group.launch.rank}.json"
+        self._path = folder / STATUS_FOLDER / f"rank-{group.launch.rank}.json"
         self._group = group
         self._every_s = max(EVERY_S, group.world_size / MOST_WRITES_PER_S)
         self._work = Work()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from hardened_ddp.errors import RunFolderError
-from hardened_ddp.reporting.sinks import open_no_link
+from hardened_ddp.reporting.sinks import write_whole
 from hardened_ddp.settings.typed_command import own_command, python_command, shell_command
 from hardened_ddp.settings.wording import printable
 
@@ -25,9 +25,8 @@ READER_HAS_GONE = 141
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
     """Write summary.json, complete or not at all. A failure is a warning."""
-    text = json.dumps(_plain(summary), indent=2, allow_nan=False)
     try:
-        _write_whole(folder / _NAME, text)
+        write_whole(folder / _NAME, json.dumps(_plain(summary), indent=2, allow_nan=False) + "\n")
     except OSError as error:
         log.warning("summary.json can't be written: %s", error)
 
@@ -44,7 +43,10 @@ def finished_at(folder: Path) -> int | None:
 
 def withdraw_summary(folder: Path) -> None:
     """Remove the summary of an earlier start. WHY: it says nothing about the one that begins."""
-    _remove(folder / _NAME)
+    try:
+        (folder / _NAME).unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("%s can't be removed: %s", folder / _NAME, error)
 
 
 def closing_lines(
@@ -74,7 +76,7 @@ def write_report(path: Path, report: Mapping[str, Any]) -> None:
     """Write the report, complete or not at all. Raises RunFolderError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_whole(path, json.dumps(report, indent=1))
+        write_whole(path, json.dumps(report, indent=1) + "\n")
     except OSError as error:
         raise RunFolderError(
             f"the report can't be written to {path}: {error}",
@@ -109,20 +111,6 @@ def print_report(
     return True
 
 
-def _write_whole(path: Path, text: str) -> None:
-    """Write a text file, complete or not at all. Raises OSError."""
-    aside = path.with_name(f".{path.name}-{os.getpid()}")
-    try:
-        with open(aside, "w", encoding="utf-8", opener=open_no_link) as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    except OSError:
-        _remove(aside)
-        raise
-
-
 def _plain(value: Any) -> Any:  # Any: JSON
     """Convert what json can't write: NaN and infinity to null, other types to text."""
     if isinstance(value, Mapping):
@@ -132,10 +120,3 @@ def _plain(value: Any) -> Any:  # Any: JSON
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, bool | int | str) else str(value)
-
-
-def _remove(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        log.warning("%s can't be removed: %s", path, error)

@@ -1,21 +1,25 @@
 """The earlier run that a new one continues: its folder, and the settings saved in it.
 
-Owns: what --resume newest and --resume PATH mean on the disk, and the names of the folders that
-hold checkpoints: they are read here first, and torch is not loaded yet.
+Owns: what --resume newest and --resume PATH mean on the disk, what watch, report and explain take
+for a run, and the names of the folders that hold checkpoints: they are read here first, and torch
+is not loaded yet.
 Does not own: which checkpoint is used, and whether it is valid (checkpoint/).
 What goes wrong here: a path that does not exist, or that is no run folder.
 """
 
+import contextlib
 import os
 import re
 import shlex
 from pathlib import Path
 
 from hardened_ddp.errors import RunFolderError
+from hardened_ddp.settings.typed_command import own_command
 from hardened_ddp.settings.wording import nearest, shown
 
 SAVED_SETTINGS = "config.yaml"
 CHECKPOINTS_NAME = "checkpoints"
+STATUS_FOLDER = "status"
 STEP_FOLDER = re.compile(r"step-([0-9]{9,15})")
 """The name of a finished checkpoint: one that is being written, or set aside, has another."""
 
@@ -68,6 +72,61 @@ def newest_run(output_dir: Path) -> Path | None:
         if not checkpoints.parent.is_symlink() and _has_checkpoint(checkpoints)
     ]
     return max(found)[1] if found else None
+
+
+def find_folder(name: str, output_dir: Path) -> Path:
+    """Find a run to look at: a path, a name in output_dir, or without a name the newest run.
+
+    It may have no checkpoint yet. Raises RunFolderError.
+    """
+    places = [Path(name), output_dir / name] if name else []
+    for place in places or [output_dir]:
+        _check_access(place)
+        if place in places and _has_part_of_run(place):
+            return place
+    runs = [run for run in map(output_dir.joinpath, _names_in(output_dir)) if _has_part_of_run(run)]
+    if not name and runs:
+        return max(runs, key=changed_at)
+    fix = f"choose a run of {output_dir}: {', '.join(run.name for run in runs[-5:])}"
+    if not runs:
+        fix = f"{output_dir} has no run yet; start one: {own_command()}"
+    found = next((place for place in places if os.path.exists(place)), None)
+    if not name:
+        why = f"there is no run in {output_dir}"
+        fix = "name its folder, or the folder of all runs with --output_dir"
+    elif found is None:
+        why = f"there is no run {name}: neither the folder {name} nor {output_dir / name} exists"
+    elif found.is_dir():
+        why = f"{found} is not a run folder: no {CHECKPOINTS_NAME}, no {STATUS_FOLDER}, no logs"
+    else:
+        why = f"{found} is a file, not a run folder"
+    raise RunFolderError(why, fix=fix)
+
+
+def _check_access(folder: Path) -> None:
+    """Raise RunFolderError if a folder is there and may not be read."""
+    try:
+        os.listdir(folder)
+        (folder / CHECKPOINTS_NAME).stat()
+    except PermissionError as error:
+        fix = f"its owner can allow it: chmod -R a+rX {shlex.quote(str(folder))}"
+        raise RunFolderError(f"{folder} can't be read: {error.strerror}", fix=fix) from error
+    except (OSError, ValueError):  # it is no folder, or a run that has no checkpoint yet
+        return
+
+
+def _has_part_of_run(folder: Path) -> bool:
+    parts = (CHECKPOINTS_NAME, STATUS_FOLDER, "metrics.jsonl", "attempts.jsonl", "logs")
+    return any(os.path.exists(folder / name) for name in parts)
+
+
+def changed_at(run: Path) -> float:
+    """Return when something in a run folder last changed; 0 if it can't be seen."""
+    newest = 0.0
+    for place in (run, run / STATUS_FOLDER, run / STATUS_FOLDER / "rank-0.json"):
+        with contextlib.suppress(OSError):
+            newest = max(newest, place.stat().st_mtime)
+    return newest
 
 
 def refuse_links(run: Path | None) -> None:

@@ -21,6 +21,7 @@ from hardened_ddp.settings.wording import unbroken, wrapped
 
 WIDTH = 100
 _SOURCE_COLUMN = 40
+_MOST_LINES = 1000  # a damaged file may have any number
 _PLAIN_WORD = re.compile(r"[A-Za-z_./][A-Za-z0-9_./-]*")
 _YAML_1_1_BOOLS = frozenset({"y", "n", "yes", "no", "on", "off"})
 _TEMPLATE_HEAD = """\
@@ -55,6 +56,17 @@ def dump(config: Config, sources: Mapping[str, str]) -> str:
             lines.append(f"{line:<{_SOURCE_COLUMN}}  # {safe}\n")
         lines.append("\n")
     return "".join(lines).rstrip("\n") + "\n"
+
+
+def read_back(text: str) -> tuple[tuple[str, str, str], ...]:
+    """Read what dump wrote: of each setting its name, its value as YAML, and where it came from."""
+    found = []
+    for line in text.splitlines()[:_MOST_LINES]:
+        name, has_colon, rest = line.partition(":")
+        if has_colon and name.isidentifier():
+            value, _, source = rest.rpartition("  # ") if "  # " in rest else (rest, "", "")
+            found.append((name, value.strip(), source.strip()))
+    return tuple(found)
 
 
 def template() -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ddp_runs import gpus, machine, network, selftest, software, variables
+from ddp_runs import machine, network, selftest, software, variables
 from ddp_runs.check import Check
 from ddp_runs.doctor import list_checks, run_doctor
 from tests.harness.processes import ROOT, clean_environment, limit_of
@@ -177,19 +177,19 @@ class TestGpus:
         self, line: str, tmp_path: Path
     ) -> None:
         (tmp_path / "version").write_text(f"{line}\nGCC version:  gcc version 12.2.0\n")
-        assert gpus.read_driver(tmp_path / "version") == "535.104.05"
+        assert software.read_driver(tmp_path / "version") == "535.104.05"
 
     def test_a_gpu_that_this_torch_was_not_built_for_is_a_warning(self, tmp_path: Path) -> None:
         if not software.is_cpu_build():
             pytest.skip("this torch is built for GPUs")
-        assert gpus.check_gpus(tmp_path / "none", tmp_path).status == "ok"
+        assert software.check_gpus(tmp_path / "none", tmp_path).status == "ok"
         (tmp_path / "nvidia0").touch()
-        check = gpus.check_gpus(tmp_path / "none", tmp_path)
+        check = software.check_gpus(tmp_path / "none", tmp_path)
         assert check.status == "warn"
         assert "built for CPUs" in check.detail
 
     def test_gloo_is_there(self) -> None:
-        assert gpus.check_backends().detail.startswith("gloo")
+        assert software.check_backends().detail.startswith("gloo")
 
 
 class TestMachine:
@@ -225,7 +225,7 @@ class TestMachine:
         ("soft", "hard", "status"), [(64, 128, "FAIL"), (1024, 1024, "warn"), (1024, -1, "ok")]
     )
     def test_few_open_files_are_told_of(self, soft: int, hard: int, status: str) -> None:
-        assert machine.judge_open_files(soft, hard).status == status
+        assert machine.check_open_files((soft, hard)).status == status
 
     def test_the_disk_is_measured_where_runs_go(self, tmp_path: Path) -> None:
         assert str(tmp_path) in machine.check_disk(tmp_path).detail
@@ -266,10 +266,9 @@ class TestMachine:
         add(90, "pt_data_worker", 50)
         add(95, "pt_data_worker", 4711)  # its parent ends while this looks
         (tmp_path / "100").mkdir()
-        assert machine.find_orphans(tmp_path) == [80, 90]
         assert machine.check_orphans(tmp_path).advice == "kill 80 90"
         monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
-        assert machine.find_orphans(tmp_path) == []  # those of other users
+        assert machine.check_orphans(tmp_path).status == "ok"  # those of other users
 
     def test_workers_of_a_run_that_is_process_1_of_its_container_are_no_orphans(
         self, tmp_path: Path

@@ -17,9 +17,8 @@ from typing import Any
 
 import pytest
 
-from ddp_runs.report import page_of, run_report
+from ddp_runs.report import page_of, run_report, sentences_of
 from ddp_runs.report_plots import MOST_POINTS, thinned
-from ddp_runs.report_verdict import sentences_of
 from ddp_runs.run_files import read_run
 from hardened_ddp.errors import MissingPackageError, RunFolderError
 from hardened_ddp.settings.cli import parse

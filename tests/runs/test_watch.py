@@ -22,12 +22,12 @@ from rich.console import Console
 from ddp_runs.report import page_of
 from ddp_runs.report_plots import rank_plot
 from ddp_runs.run_events import events_of, merged
-from ddp_runs.run_files import RunView, find_run_folder, read_run
+from ddp_runs.run_files import RunView, read_run
 from ddp_runs.tools import run_tool
-from ddp_runs.watch import drawn, run_watch
-from ddp_runs.watch_view import COLUMNS, sparkline, view_of
+from ddp_runs.watch import COLUMNS, drawn, run_watch, sparkline, view_of
 from hardened_ddp.errors import CheckpointError, ConfigError, RunFolderError
 from hardened_ddp.settings.cli import parse
+from hardened_ddp.settings.earlier_run import find_folder
 from hardened_ddp.training.run_report import _own_split
 from tests.harness.marks import slow_after
 from tests.harness.processes import ROOT, clean_environment, deadline
@@ -205,13 +205,10 @@ def test_broken_files_are_named_and_never_raise(tmp_path: Path) -> None:
         reported(folder)
         path.rmdir()
         path.write_bytes(whole)
-    status, attempts = folder / "status" / "rank-1.json", folder / "attempts.jsonl"
+    status = folder / "status" / "rank-1.json"
     status.write_text(json.dumps({**json.loads(status.read_text()), "now": time.time() + 4000}))
-    last = json.loads(attempts.read_text().splitlines()[-1])
-    attempts.write_text(json.dumps({**last, "now": last["began_at"] - 60}) + "\n")
     for text in (watched(folder)[1], reported(folder)):
         assert re.search(r"rank-1.json: is \d{4} s in the future", text)
-        assert "attempts.jsonl: an attempt ends before it begins" in text
     (folder / "metrics.jsonl").write_bytes(GARBAGE[1])
     assert "metrics.jsonl: 1 line can't be read" in watched(folder)[1]
     assert "metrics.jsonl: 1 line can&#x27;t be read" in reported(folder)
@@ -469,7 +466,7 @@ def test_a_folder_of_the_same_name_here_does_not_hide_a_run(
     monkeypatch.chdir(tmp_path)
     for folder in ("first", "runs/first/checkpoints"):
         (tmp_path / folder).mkdir(parents=True)
-    assert find_run_folder("first", "runs") == Path("runs/first")
+    assert find_folder("first", Path("runs")) == Path("runs/first")
 
 
 def test_verify_ledger_finds_a_run_by_its_name_and_says_if_there_is_none(
