@@ -1,6 +1,6 @@
 """The plots of the command report, as figures of Plotly: plain data, no library.
 
-Owns what is plotted, and how many points at most. Does not own: the page (report_page.py).
+Owns what is plotted, and how many points at most. Does not own: the page (report.py).
 """
 
 import math
@@ -39,6 +39,7 @@ ACCOUNT = {
     "down": ("being down between attempts", "#7f7f7f"),
 }
 SYMBOLS = {
+    "checkpoint": ("line-ns-open", "#8c564b"),
     "failure": ("x", "#d62728"),
     "restart": ("triangle-right", "#1f77b4"),
     "error": ("x", "#d62728"),
@@ -58,7 +59,7 @@ _ON_CURVES: tuple[str, ...] = ("failure", "hang", "rollback", "retry", "left out
 _ON_CURVES += ("survivor save", "restart")
 """What has a step, the gravest first."""
 
-_MOST_MARKS, _MOST_MARKS_IN_TIME = 300, 500
+_MOST_MARKS = 400
 _SCALED = ("loss", "perplexity", "learning rate", "gradient norm")
 
 
@@ -140,19 +141,9 @@ def _marks_on_curve(run: RunView, name: str, label: str) -> list[Figure]:
         found = sorted(step for step, gravest in kinds.items() if gravest == kind)[-_MOST_MARKS:]
         if not found:
             continue
-        symbol, color = SYMBOLS[kind]
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": f"{label} {kind}".strip(),
-                "x": found,
-                "y": [values[max(0, bisect_right(steps, step) - 1)] for step in found],
-                "text": ["<br>".join(text for _, text in at[step]) for step in found],
-                "hoverinfo": "text",
-                "marker": {"symbol": symbol, "color": color, "size": 10, "line": {"width": 1}},
-            }
-        )
+        at_curve = [values[max(0, bisect_right(steps, step) - 1)] for step in found]
+        texts = ["<br>".join(text for _, text in at[step]) for step in found]
+        traces.append(_marks(kind, found, at_curve, texts, name=f"{label} {kind}".strip()))
     return traces
 
 
@@ -186,18 +177,11 @@ def shortened(text: str, *, most: int = 160) -> str:
 
 def goodput_plot(runs: Mapping[str, RunView]) -> Figure:
     """Plot where the wall time of each run went."""
-    traces = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": label,
-            "y": list(runs),
-            "x": [round(run.account.get(name, 0.0), 3) for run in runs.values()],
-            "marker": {"color": color},
-        }
-        for name, (label, color) in ACCOUNT.items()
-        if any(run.account.get(name) for run in runs.values())
-    ]
+    traces = []
+    for part, (label, color) in ACCOUNT.items():
+        seconds = [round(run.account.get(part, 0.0), 3) for run in runs.values()]
+        bar = {"type": "bar", "orientation": "h", "name": label, "marker": {"color": color}}
+        traces += [bar | {"y": list(runs), "x": seconds}] if any(seconds) else []
     words = [f"{name} {run.account['goodput']:.1%}" for name, run in runs.items() if run.account]
     # WHY reversed: Plotly begins at the bottom, and the table above it begins with the first run
     axis = {"autorange": "reversed"}
@@ -215,17 +199,9 @@ def step_time_plot(run: RunView) -> Figure:
             continue
         # WHY every n-th: stacked areas need the same steps
         every = -(-len(steps) // MOST_POINTS)
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "stackgroup": "parts",
-                "name": name,
-                "x": steps[::every],
-                "y": [1000 * value for value in values[::every]],
-                "line": {"color": color, "width": 1},
-            }
-        )
+        line = {"x": steps[::every], "y": [1000 * value for value in values[::every]]}
+        look = {"stackgroup": "parts", "line": {"color": color, "width": 1}}
+        traces.append({"type": "scatter", "mode": "lines", "name": name, **line, **look})
     layout = {"xaxis": titled("step"), "yaxis": titled("ms per step")}
     return {"title": "step time of rank 0", "data": traces, "layout": layout}
 
@@ -233,17 +209,11 @@ def step_time_plot(run: RunView) -> Figure:
 def rank_plot(run: RunView) -> Figure:
     """Plot the parts of the step time of each rank: a mean over the newest start."""
     times = {rank.rank: _parts_of(rank) for rank in run.ranks if rank.steps_here > 0}
-    traces = [
-        {
-            "type": "bar",
-            "name": name,
-            "x": [f"rank {rank}" for rank in times],
-            "y": [round(1000 * parts.get(name, 0.0), 4) for parts in times.values()],
-            "marker": {"color": color},
-        }
-        for name, color in _PARTS.items()
-        if any(parts.get(name) for parts in times.values())
-    ]
+    labels, traces = [f"rank {rank}" for rank in times], []
+    for name, color in _PARTS.items():
+        values = [round(1000 * parts.get(name, 0.0), 4) for parts in times.values()]
+        bar = {"type": "bar", "name": name, "x": labels, "y": values, "marker": {"color": color}}
+        traces += [bar] if any(values) else []
     layout = {"barmode": "stack", "yaxis": titled("ms per step")}
     return {"title": "step time by rank, newest start", "data": traces, "layout": layout}
 
@@ -296,62 +266,35 @@ def titled(text: str) -> dict[str, Any]:  # Any: JSON
 def attempts_plot(run: RunView) -> Figure:
     """Plot the attempts of a run on a time axis, with everything that happened to it."""
     texts = _attempt_texts(run)
-    bars = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": "attempt",
-            "showlegend": False,
-            "y": ["attempts"] * len(run.attempts),
-            "base": [_moment(a["began_at"]) for a in run.attempts],
-            "x": [1000 * max(0.5, a["now"] - a["began_at"])
-                  for a in run.attempts],
-            "text": texts,
-            "hovertext": texts,
-            "hoverinfo": "text",
-            "textposition": "inside",
-            "insidetextanchor": "start",
-            "marker": {
-                "color": ["#9ecae1" if n % 2 else "#c6dbef" for n in range(len(run.attempts))],
-                "line": {"color": "#3182bd", "width": 1},
-            },
-        }
-    ]  # fmt: skip
-    marks = [
-        _marks(
-            "checkpoint", "line-ns-open", "#8c564b",
-            [(moment, f"checkpoint of step {step}") for step, moment in run.checkpoints],
-        )
-    ]  # fmt: skip
-    for kind, (symbol, color) in SYMBOLS.items():
-        found = [
-            (e.time, f"{kind}: {ranks_of(e.ranks)}: {e.text}") for e in run.events if e.kind == kind
-        ]
-        marks.append(_marks(kind, symbol, color, found))
-    data = [*bars, *(mark for mark in marks if mark["x"])]
-    layout = {
-        "xaxis": {"type": "date"},
-        "barmode": "overlay",
-        "height": 320,
-        "hovermode": "closest",
-    }
-    return {"title": "attempts, and what happened (times in UTC)", "data": data, "layout": layout}
+    colors = ["#9ecae1" if n % 2 else "#c6dbef" for n in range(len(run.attempts))]
+    bar: Figure = {"type": "bar", "orientation": "h", "name": "attempt", "showlegend": False}
+    bar |= {"text": texts, "hovertext": texts, "hoverinfo": "text", "textposition": "inside"}
+    bar |= {"marker": {"color": colors, "line": {"color": "#3182bd", "width": 1}}}
+    bar |= {"base": [_moment(a["began_at"]) for a in run.attempts], "insidetextanchor": "start"}
+    bar |= {"x": [1000 * max(0.5, a["now"] - a["began_at"]) for a in run.attempts]}
+    traces = [bar | {"y": ["attempts"] * len(run.attempts)}]
+    happened = {"checkpoint": [(at, f"checkpoint of step {step}") for step, at in run.checkpoints]}
+    for event in run.events:
+        if event.kind in SYMBOLS and event.kind != "checkpoint":
+            text = f"{event.kind}: {ranks_of(event.ranks)}: {event.text}"
+            happened.setdefault(event.kind, []).append((event.time, text))
+    for kind in (kind for kind in SYMBOLS if happened.get(kind)):
+        found = happened[kind][-_MOST_MARKS:]
+        moments, texts = [_moment(at) for at, _ in found], [shortened(text) for _, text in found]
+        traces.append(_marks(kind, moments, [kind] * len(found), texts, shows="text+x"))
+    layout = {"xaxis": {"type": "date"}, "barmode": "overlay", "height": 320}
+    layout["hovermode"] = "closest"
+    return {"title": "attempts, and what happened (times in UTC)", "data": traces, "layout": layout}
 
 
 def _marks(
-    name: str, symbol: str, color: str, found: Sequence[tuple[float, str]]
-) -> dict[str, Any]:  # Any: JSON
-    found = found[-_MOST_MARKS_IN_TIME:]
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": name,
-        "x": [_moment(moment) for moment, _ in found],
-        "y": [name] * len(found),
-        "text": [shortened(text) for _, text in found],
-        "hoverinfo": "text+x",
-        "marker": {"symbol": symbol, "color": color, "size": 11, "line": {"width": 1}},
-    }
+    kind: str, x: list[Any], y: list[Any], texts: list[str], *, name: str = "", shows: str = "text"
+) -> Figure:  # Any: a step, a time, a value, or a name
+    """Draw a mark for each time that something happened, with its text under the mouse."""
+    symbol, color = SYMBOLS[kind]
+    trace = {"type": "scatter", "mode": "markers", "name": name or kind, "hoverinfo": shows}
+    marker = {"symbol": symbol, "color": color, "size": 10, "line": {"width": 1}}
+    return {**trace, "x": x, "y": y, "text": texts, "marker": marker}
 
 
 def _attempt_texts(run: RunView) -> list[str]:
