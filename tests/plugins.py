@@ -1,4 +1,7 @@
-"""Datasets and models that tests plug in by import path, as a user would."""
+"""Datasets and models that tests plug in by import path, as a user would.
+
+What goes wrong in them is what goes wrong in drills: see with_fault.
+"""
 
 import errno
 import gc
@@ -17,7 +20,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset, get_worker_info
 
-from ddp_drills.injectors import FAULTS, flip_bit
+from ddp_drills.injections import Injection
+from ddp_drills.injectors import FAULTS, change_output, do, flip_bit
 from hardened_ddp.guard.neighbours import Neighbour
 from hardened_ddp.model.zoo import BUILT_IN
 
@@ -112,21 +116,51 @@ def point_stream(
     return PointStream(lengths if train else (9, 0, 8), says=says, pace=pace, broken=broken)
 
 
-class PacedPoints(Points):
-    """Points that take their time as long as a file is there."""
+class SlowPoints(Points):
+    """Take pause_s to read: all of them or the one at index, with pace while that file is there,
+    with a marker once."""
 
-    def __init__(self, size: int, pace: str) -> None:
+    def __init__(
+        self, size: int, pause_s: float, *, index: int = -1, pace: str = "", marker: str = ""
+    ) -> None:
         super().__init__(size)
-        self.pace = pace
+        self.pause_s, self.index, self.pace, self.marker = pause_s, index, pace, marker
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        if os.path.exists(self.pace):
-            time.sleep(0.02)
+        is_slow = self.index in (-1, index) and (not self.pace or os.path.exists(self.pace))
+        if is_slow and is_first_time(self.marker):
+            time.sleep(self.pause_s)
         return super().__getitem__(index)
 
 
 def paced_points(train: bool, pace: str) -> Points:
-    return PacedPoints(400, pace) if train else Points(17)
+    return SlowPoints(400, 0.02, pace=pace) if train else Points(17)
+
+
+def points_slow_to_test(train: bool, size: int = 40) -> Points:
+    return Points(size) if train else SlowPoints(200, 0.05)
+
+
+def points_that_stall(train: bool, index: int = 133, stall_s: float = 6.0) -> Points:
+    return SlowPoints(200, stall_s, index=index) if train else Points(17)
+
+
+def points_that_hang(train: bool, index: int, marker: str = "", size: int = 40) -> Points:
+    return SlowPoints(size, 1e6, index=index, marker=marker) if train else Points(17)
+
+
+def points_with_nan(train: bool, size: int = 40) -> Points:
+    return FaultyPoints(size, {13: "nan"}, "") if train else Points(17)
+
+
+def is_first_time(marker: str) -> bool:
+    """Say whether the file marker is not there yet, and make it; always, without a name."""
+    try:
+        if marker:
+            open(marker, "x").close()
+    except FileExistsError:
+        return False
+    return True
 
 
 def cause_fault(kind: str) -> None:
@@ -213,38 +247,79 @@ class Forwards:
             self._counts[id(model)] = count
 
 
-class Poisoned(nn.Module):
-    """Gives NaN from its forward number nan_from on."""
+class Plain(nn.Module):
+    """One layer, which counts its forwards of training."""
 
     num_forwards = Forwards()
 
-    def __init__(self, num_classes: int, nan_from: int = 10**9) -> None:
+    def __init__(self, num_classes: int) -> None:
         super().__init__()
-        self.layer = nn.Linear(3, num_classes)
-        self.nan_from, self.num_forwards = nan_from, 0
+        self.layer, self.num_forwards = nn.Linear(3, num_classes), 0
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self.num_forwards += self.training
         logits: torch.Tensor = self.layer(inputs)
-        return logits * float("nan") if self.num_forwards > self.nan_from else logits
-
-
-class PoisonedBackward(nn.Module):
-    """Its loss is always a number; the gradient of one forward, number nan_at, is not."""
-
-    num_forwards = Forwards()
-
-    def __init__(self, num_classes: int, nan_at: int = 8) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, num_classes)
-        self.nan_at, self.num_forwards = nan_at, 0
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.num_forwards += self.training
-        logits: torch.Tensor = self.layer(inputs)
-        if self.training and self.num_forwards == self.nan_at:
-            logits.register_hook(lambda gradient: gradient * float("nan"))
         return logits
+
+
+def with_fault(kind: str, values: torch.Tensor) -> torch.Tensor:
+    """Have a fault of the drills happen to values of a forward, or in their backward."""
+    if kind.endswith(" in backward"):
+        fault = Injection(kind=kind.removesuffix(" in backward"), phase="backward")
+        values.register_hook(lambda gradient: do(fault, None, 0, gradient))
+        return values
+    if kind == "nan":
+        return change_output("nan", values)  # type: ignore[no-any-return]  # as it got a tensor
+    if kind in ("sleep", "hold"):
+        hang(kind)
+    FAULTS[kind]()
+    return values
+
+
+def hang(how: str) -> None:
+    """Never come back, asleep or with Python's lock in hand."""
+    if how == "hold":
+        re.match(r"(a?){64}a{64}", "a" * 64)
+    FAULTS["hang"]()
+
+
+class Faulty(Plain):
+    """Has a fault in the forwards first to last, on one rank or on all; with a marker only once."""
+
+    def __init__(
+        self,
+        num_classes: int,
+        kind: str = "nan",
+        rank: int | None = None,
+        first: int = 8,
+        last: int = 10**9,
+        marker: str = "",
+    ) -> None:
+        super().__init__(num_classes)
+        self.is_it = rank is None or os.environ.get("RANK", "0") == str(rank)
+        self.kind, self.first, self.last, self.marker = kind, first, last, marker
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(inputs)
+        is_now = self.training and self.is_it and self.first <= self.num_forwards <= self.last
+        return with_fault(self.kind, logits) if is_now and is_first_time(self.marker) else logits
+
+
+def dying(num_classes: int, forward_number: int = 3) -> Faulty:
+    return Faulty(num_classes, "kill itself", 1, forward_number, forward_number)
+
+
+def hanging(
+    num_classes: int, rank: int = 1, forward_number: int = 12, how: str = "sleep", marker: str = ""
+) -> Faulty:
+    return Faulty(num_classes, how, rank, forward_number, forward_number, marker)
+
+
+def hanging_unseen(num_classes: int, **how: Any) -> Faulty:
+    """The same, and the watch of rank 0 has run for too short a time to see that one is silent."""
+    if os.environ.get("RANK") == "0":
+        Neighbour.is_lost = property(lambda _: False)  # type: ignore[assignment,method-assign]
+    return hanging(num_classes, **how)
 
 
 class OwnLoss(nn.Module):
@@ -263,74 +338,34 @@ class OwnLoss(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
-class Fading(nn.Module):
+class Fading(Plain):
     """Stops using its second layer after a number of forwards, on one rank only."""
 
-    num_forwards = Forwards()
-
     def __init__(self, num_classes: int, last: int = 8) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, num_classes), nn.Linear(num_classes, num_classes)
-        self.last, self.num_forwards = last, 0
+        super().__init__(num_classes)
+        self.second, self.last = nn.Linear(num_classes, num_classes), last
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.num_forwards += self.training
-        is_main = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-        hidden: torch.Tensor = self.first(inputs)
-        if self.num_forwards > self.last and not is_main:
+        hidden = super().forward(inputs)
+        if self.num_forwards > self.last and os.environ.get("RANK", "0") != "0":
             return hidden
         logits: torch.Tensor = self.second(hidden)
         return logits
 
 
-class Crashing(nn.Module):
+class Crashing(Plain):
     """Raises from one forward on, after its buffers have changed, on one rank only."""
 
-    num_forwards = Forwards()
-
     def __init__(self, num_classes: int, rank: int = 0, forward_number: int = 8) -> None:
-        super().__init__()
-        self.layer, self.norm = nn.Linear(3, num_classes), nn.BatchNorm1d(3)
-        self.rank, self.forward_number, self.num_forwards = rank, forward_number, 0
+        super().__init__(num_classes)
+        self.norm, self.forward_number = nn.BatchNorm1d(3), forward_number
+        self.is_it = int(os.environ.get("RANK", "0")) == rank
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.num_forwards += self.training
-        is_it = int(os.environ.get("RANK", "0")) == self.rank
-        hidden: torch.Tensor = self.norm(inputs)
-        if is_it and self.num_forwards >= self.forward_number:
+        logits = super().forward(self.norm(inputs))
+        if self.is_it and self.num_forwards >= self.forward_number:
             raise ValueError("a fault of this model")
-        logits: torch.Tensor = self.layer(hidden)
         return logits
-
-
-class Dying(nn.Module):
-    """Kills its process in one forward, on one rank only."""
-
-    num_forwards = Forwards()
-
-    def __init__(self, num_classes: int, rank: int = 1, forward_number: int = 3) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, num_classes)
-        self.rank, self.forward_number, self.num_forwards = rank, forward_number, 0
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.num_forwards += self.training
-        if self.num_forwards == self.forward_number and os.environ["RANK"] == str(self.rank):
-            FAULTS["kill itself"]()
-        logits: torch.Tensor = self.layer(inputs)
-        return logits
-
-
-class SlowPoints(Points):
-    """Takes a moment to read each sample."""
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        time.sleep(0.05)
-        return super().__getitem__(index)
-
-
-def points_slow_to_test(train: bool, size: int = 40) -> Points:
-    return Points(size) if train else SlowPoints(200)
 
 
 def paced(
@@ -371,38 +406,26 @@ class FailingOnce(nn.Module):
         self.num_forwards += self.training
         kind = self.faults.get(self.num_forwards, "") if self.training else ""
         hidden = self.drop(self.hidden(self.norm(inputs)).relu())
-        # Of the first layer: the gradient of the second one is there.
-        if kind == "backward":
-            hidden.register_hook(lambda gradient: FAULTS["raise"]())
-        if kind == "memory in backward":
-            hidden.register_hook(lambda gradient: FAULTS["memory"]())
+        if kind.endswith(" in backward"):  # of the first layer: the second one's gradient is there
+            hidden = with_fault(kind, hidden)
         logits: torch.Tensor = self.layer(hidden)
-        match kind:
-            case "forward":
-                FAULTS["raise"]()
-            case "memory":
-                raise torch.OutOfMemoryError("CUDA out of memory, as a test has it")
-            case "nan":
-                return logits * float("nan")
-        return logits
+        if kind == "memory":
+            raise torch.OutOfMemoryError("CUDA out of memory, as a test has it")
+        return with_fault(kind, logits) if kind and not kind.endswith(" in backward") else logits
 
 
-class Greedy(nn.Module):
+class Greedy(Plain):
     """Has no memory for more than most samples at once, on rank 1, after its first forwards."""
 
-    num_forwards = Forwards()
-
     def __init__(self, num_classes: int, most: int = 1000, num_first: int = 8) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, num_classes)
+        super().__init__(num_classes)
         self.most = most if os.environ.get("RANK") == "1" else 1000
-        self.num_first, self.num_forwards = num_first, 0
+        self.num_first = num_first
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.num_forwards += self.training
+        logits = super().forward(inputs)
         if self.num_forwards > self.num_first and self.training and len(inputs) > self.most:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory, as a test has it")
-        logits: torch.Tensor = self.layer(inputs)
+            FAULTS["memory"]()
         return logits
 
 
@@ -439,106 +462,17 @@ class Hungry(nn.Module):
         return _HungryStep.apply(logits, self.phase, len(inputs) * self.sample_bytes)
 
 
-class Picky(nn.Module):
+class Picky(Plain):
     """Raises whenever one certain sample of Points is among its inputs."""
 
     def __init__(self, num_classes: int, sample: int = 13) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, num_classes)
+        super().__init__(num_classes)
         self.sample = Points(40)[sample][0]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if self.training and bool((inputs == self.sample).all(dim=1).any()):
             raise ValueError("I do not like this one")
-        logits: torch.Tensor = self.layer(inputs)
-        return logits
-
-
-def hang(how: str) -> None:
-    """Never come back, asleep or with Python's lock in hand."""
-    if how == "hold":
-        re.match(r"(a?){64}a{64}", "a" * 64)
-    FAULTS["hang"]()
-
-
-def is_first_time(marker: str) -> bool:
-    """Say whether the file marker is not there yet, and make it; always, without a name."""
-    try:
-        if marker:
-            open(marker, "x").close()
-    except FileExistsError:
-        return False
-    return True
-
-
-class Hanging(nn.Module):
-    """Hangs in one of its forwards, on one rank; with a marker only once."""
-
-    num_forwards = Forwards()
-
-    def __init__(
-        self,
-        num_classes: int,
-        rank: int = 1,
-        forward_number: int = 12,
-        how: str = "sleep",
-        marker: str = "",
-    ) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, num_classes)
-        self.is_it = os.environ.get("RANK", "0") == str(rank)
-        self.number, self.how, self.marker = forward_number, how, marker
-        self.num_forwards = 0
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.num_forwards += self.training
-        if self.is_it and self.num_forwards == self.number and is_first_time(self.marker):
-            hang(self.how)
-        logits: torch.Tensor = self.layer(inputs)
-        return logits
-
-
-class HangingUnseen(Hanging):
-    """The same, and the watch of rank 0 has run for too short a time to see that one is silent."""
-
-    def __init__(self, num_classes: int, **how: Any) -> None:
-        super().__init__(num_classes, **how)
-        if os.environ.get("RANK") == "0":
-            Neighbour.is_lost = property(lambda _: False)  # type: ignore[assignment,method-assign]
-
-
-class HangingPoints(Points):
-    """Hangs where one sample is read; with a marker only once."""
-
-    def __init__(self, size: int, index: int, marker: str) -> None:
-        super().__init__(size)
-        self.index, self.marker = index, marker
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        if index == self.index and is_first_time(self.marker):
-            hang("sleep")
-        return super().__getitem__(index)
-
-
-class StallingPoints(Points):
-    """One sample takes as long as a storage that stalls."""
-
-    def __init__(self, size: int, index: int, stall_s: float) -> None:
-        super().__init__(size)
-        self.index, self.stall_s = index, stall_s
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        if index == self.index:
-            time.sleep(self.stall_s)
-        return super().__getitem__(index)
-
-
-def points_that_stall(train: bool, index: int = 133, stall_s: float = 6.0) -> Points:
-    return StallingPoints(200, index, stall_s) if train else Points(17)
-
-
-def points_that_hang(train: bool, index: int, marker: str = "", size: int = 40) -> Points:
-    return HangingPoints(size, index, marker) if train else Points(17)
+        return super().forward(inputs)
 
 
 class LateMean(nn.Module):
@@ -560,49 +494,29 @@ class LateMean(nn.Module):
         return logits
 
 
-class Pausing(nn.Module):
+class Pausing(Plain):
     """Takes 50 ms for each forward."""
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, num_classes)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         time.sleep(0.05)
-        logits: torch.Tensor = self.layer(inputs)
-        return logits
+        return super().forward(inputs)
 
 
-class SlowAtFirst(nn.Module):
+class SlowAtFirst(Plain):
     """Takes two seconds for one of its first forwards, and for each one in an evaluation."""
 
-    num_forwards = Forwards()
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, num_classes)
-        self.num_forwards = 0
-
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.num_forwards += self.training
-        if not self.training or self.num_forwards == 5:
+        if not self.training or self.num_forwards == 4:
             time.sleep(2)
-        logits: torch.Tensor = self.layer(inputs)
-        return logits
+        return super().forward(inputs)
 
 
-class Straggling(nn.Module):
+class Straggling(Plain):
     """Takes 40 ms for a forward on rank 1, and 10 ms on the others."""
 
-    def __init__(self, num_classes: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, num_classes)
-        self.pause_s = 0.04 if os.environ.get("RANK") == "1" else 0.01
-
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        time.sleep(self.pause_s)
-        logits: torch.Tensor = self.layer(inputs)
-        return logits
+        time.sleep(0.04 if os.environ.get("RANK") == "1" else 0.01)
+        return super().forward(inputs)
 
 
 class _SpoiledGradient(torch.autograd.Function):
@@ -657,18 +571,6 @@ class Spoiled(nn.Module):
             hidden = hidden / 0 * 0
         logits: torch.Tensor = self.head(hidden)
         return logits
-
-
-class PointsWithNan(Points):
-    """Points of which one is not made of numbers."""
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        point, label = super().__getitem__(index)
-        return (point * float("nan") if index == 13 else point), label
-
-
-def points_with_nan(train: bool, size: int = 40) -> Points:
-    return PointsWithNan(size) if train else Points(17)
 
 
 class Flipping(nn.Module):

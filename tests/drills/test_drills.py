@@ -254,8 +254,8 @@ class TestCommand:
     @pytest.mark.slow
     def test_a_work_that_fails_by_itself_is_told_and_has_status_1(self, tmp_path: Path) -> None:
         argv = ["python", "ddp_training.py", "drill", "nan-once", "--cpu_only", "--ranks", "1"]
-        argv += ["--dataset", "tests.plugins:points", "--model", "tests.plugins:Poisoned"]
-        argv += ["--model_args", "{nan_from: 4}"]
+        argv += ["--dataset", "tests.plugins:points", "--model", "tests.plugins:Faulty"]
+        argv += ["--model_args", "{first: 5}"]
         completed = run_program(argv, timeout_s=170, env={"TMPDIR": str(tmp_path)})
         assert completed.status == 1, completed.output
         assert "the run fails without any fault" in completed.stdout

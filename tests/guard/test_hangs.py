@@ -36,7 +36,7 @@ Words = list[str | Path]
 POINTS: Words = ["--cpu_only", "--batch_size", "2", "--log_interval", "1", "--eval_every", "0"]
 POINTS += ["--checkpoint_every_steps", "0", "--lr_schedule", "constant", "--epochs", "3"]
 PLAIN: Words = [*POINTS, "--dataset", "tests.plugins:points", "--num_workers", "0"]
-HANGING: Words = [*PLAIN, "--model", "tests.plugins:Hanging", "--hang_after_s", "2"]
+HANGING: Words = [*PLAIN, "--model", "tests.plugins:hanging", "--hang_after_s", "2"]
 LEFT = HangError.exit_status
 
 
@@ -92,7 +92,7 @@ def test_a_rank_that_hangs_in_forward_is_named_and_the_others_save_and_leave(
 
 @pytest.mark.slow
 def test_a_rank_that_only_one_neighbour_sees_silent_is_ended_all_the_same(tmp_path: Path) -> None:
-    argv = [*PLAIN, "--model", "tests.plugins:HangingUnseen", "--hang_after_s", "2"]
+    argv = [*PLAIN, "--model", "tests.plugins:hanging_unseen", "--hang_after_s", "2"]
     argv += ["--model_args", "{rank: 2, how: hold}", "--output_dir", tmp_path]
     finished = train(argv, 3, timeout_s=30)
     assert finished.statuses == (LEFT, LEFT, -signal.SIGKILL)
@@ -132,13 +132,13 @@ def test_a_hang_in_the_data_names_the_sample(world_size: int, tmp_path: Path) ->
     verdict = (folder / "verdict.txt").read_text(encoding="utf-8")
     found = re.match(r"rank (\d), step (\d+), data, sample 433, \d+ s", verdict)
     assert found is not None, verdict
-    assert "in hang" in (folder / f"rank_{found[1]}.txt").read_text(encoding="utf-8")
+    assert "in __getitem__" in (folder / f"rank_{found[1]}.txt").read_text(encoding="utf-8")
     check_saved(finished, tmp_path)
 
 
 @pytest.mark.slow
 def test_after_a_hang_torchrun_restarts_to_the_same_weights(tmp_path: Path) -> None:
-    undisturbed = [*PLAIN, "--model", "tests.plugins:Hanging", "--model_args", "{rank: 9}"]
+    undisturbed = [*PLAIN, "--model", "tests.plugins:hanging", "--model_args", "{rank: 9}"]
     train([*undisturbed, "--output_dir", tmp_path / "undisturbed"], 2).ok()
     once = f"{{marker: {tmp_path / 'hung'}}}"
     argv = ["torchrun", "--standalone", "--nproc_per_node=2", "--max_restarts=2"]

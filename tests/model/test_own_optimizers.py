@@ -398,11 +398,11 @@ def test_a_resumed_run_and_one_with_a_fault_have_the_same_weights_bit_for_bit(
     words = [*RUNS[name], "--model", "tests.plugins:FailingOnce", "--model_args"]
     whole = learn(tmp_path / "whole", *words, "{faults: {}}")
     assert any(key.startswith("optimizer.") for key in whole)
-    fault = learn(tmp_path / "fault", *words, "{faults: {1: {9: forward}}}")
+    fault = learn(tmp_path / "fault", *words, "{faults: {1: {9: raise}}}")
     assert fault.keys() == whole.keys()
     assert all(torch.equal(fault[key], whole[key]) for key in whole)
     # Without a retry the fault ends the run after some steps; then it is resumed.
-    args = "{faults: {1: {9: forward}}}"
+    args = "{faults: {1: {9: raise}}}"
     cut = learn(tmp_path / "cut", *words, args, "--step_retry", "off", ok=False)
     assert any(not torch.equal(cut[key], whole[key]) for key in whole)
     resumed = learn(tmp_path / "cut", *words, "{faults: {}}", "--step_retry", "off")

@@ -39,7 +39,7 @@ STEADY += ["--lr_schedule", "constant", "--log_interval", "1", "--eval_every", "
 PACED = ["--model", "tests.plugins:paced_mlp"]
 
 # Each attempt does two steps or more (its first forward is the warm-up's), and dies.
-DYING: list[str | Path] = [*POINTS, "--model", "tests.plugins:Dying", "--run_name", "run"]
+DYING: list[str | Path] = [*POINTS, "--model", "tests.plugins:dying", "--run_name", "run"]
 DYING += ["--model_args", "{forward_number: 4}", "--epochs", "100", "--timeout_s", "60"]
 
 
@@ -77,7 +77,7 @@ def check_progress(output_dir: Path) -> None:
 
 @pytest.mark.slow
 def test_a_restart_goes_on_in_its_run_whatever_resume_said(tmp_path: Path) -> None:
-    argv = [*POINTS, "--model", "tests.plugins:Dying", "--model_args", "{forward_number: 8}"]
+    argv = [*POINTS, "--model", "tests.plugins:dying", "--model_args", "{forward_number: 8}"]
     argv += ["--resume", "never", "--output_dir", tmp_path]
     env = {"TORCHELASTIC_RUN_ID": "job"}
     train(argv, 2, env=env)

@@ -34,7 +34,7 @@ def test_what_only_a_gpu_has_works(check: Callable[[torch.device], str]) -> None
 def test_faults_within_steps_leave_no_trace_in_the_weights(
     amp: str, ranks: list[str], tmp_path: Path
 ) -> None:
-    faults = {0: {8: "forward", 11: "backward"}, 1: {14: "backward", 17: "forward"}}
+    faults = {0: {8: "raise", 11: "raise in backward"}, 1: {14: "raise in backward", 17: "raise"}}
     argv = [*POINTS, *ranks, "--amp", amp, "--model", "tests.plugins:FailingOnce", "--model_args"]
     world_size = 2 if ranks else 1
     undisturbed, faulty = tmp_path / "undisturbed", tmp_path / "faulty"

@@ -52,12 +52,12 @@ def test_faults_of_ranks_inside_of_steps_leave_no_trace_in_the_weights(
     model = [*flags, "--model", f"{place}:FailingOnce", "--model_args"]
     # By rank and forward. A step that is retried is another forward; 12 fails on all ranks.
     faults = {
-        0: {8: "forward", 12: "backward", 18: "nan"},
-        1: {10: "backward", 12: "forward", 15: "nan", 20: "forward"},
-        2: {12: "nan", 16: "backward"},
+        0: {8: "raise", 12: "raise in backward", 18: "nan"},
+        1: {10: "raise in backward", 12: "raise", 15: "nan", 20: "raise"},
+        2: {12: "nan", 16: "raise in backward"},
     }
     if "--accumulation_steps" in flags:  # two forwards of a rank in each step
-        faults = {0: {8: "forward"}, 1: {14: "backward"}, 2: {20: "nan"}}
+        faults = {0: {8: "raise"}, 1: {14: "raise in backward"}, 2: {20: "nan"}}
     run(tmp_path / "undisturbed", world_size, *model, "{}").ok()
     faulty = run(tmp_path / "faulty", world_size, *model, str({"faults": faults})).ok()
     assert last_tensors(tmp_path / "faulty") == last_tensors(tmp_path / "undisturbed")
@@ -92,7 +92,7 @@ def test_a_rank_that_fails_in_the_first_step_keeps_no_other_waiting(
 def test_with_fp16_a_fault_that_is_learned_of_late_leaves_no_trace_in_its_scale(
     world_size: int, tmp_path: Path
 ) -> None:
-    faults = {0: {8: "forward", 18: "nan"}, 1: {12: "backward"}, 2: {14: "forward"}}
+    faults = {0: {8: "raise", 18: "nan"}, 1: {12: "raise in backward"}, 2: {14: "raise"}}
     half = ["--dataset", "tests.halves:points", "--dataset_args", "{}", HOOKS, "--epochs", "5"]
     half += ["--model", "tests.plugins:FailingOnce", "--model_args"]
     run(tmp_path / "undisturbed", world_size, *half, "{}").ok()
@@ -251,7 +251,7 @@ def test_a_layer_that_one_rank_stops_using_switches_the_search_on(tmp_path: Path
 
 @pytest.mark.slow
 def test_without_step_retry_the_first_exception_ends_the_run(tmp_path: Path) -> None:
-    model = ["--model", "tests.plugins:FailingOnce", "--model_args", "{faults: {1: {7: forward}}}"]
+    model = ["--model", "tests.plugins:FailingOnce", "--model_args", "{faults: {1: {7: raise}}}"]
     finished = run(tmp_path, 2, *model, "--step_retry", "off")
     assert finished.statuses == (75, 1)
     assert "a fault of the drill" in finished.output

@@ -237,7 +237,7 @@ def test_more_errors_than_allowed_stop_all_ranks_with_the_reason(tmp_path: Path)
 
 
 def test_a_step_with_nan_is_left_out_under_continue_on_error(tmp_path: Path) -> None:
-    argv = [*POINTS, "--model", "tests.plugins:Poisoned", "--model_args", "{nan_from: 8}"]
+    argv = [*POINTS, "--model", "tests.plugins:Faulty", "--model_args", "{first: 9}"]
     argv += ["--continue_on_error", "--batch_size", "4", "--epochs", "2", "--rollback_after", "0"]
     finished = train([*argv, "--eval_every", "0", "--output_dir", str(tmp_path)], 2).ok()
     assert "left out the whole step" in finished.output
@@ -294,7 +294,7 @@ def test_bf16_compression_without_nccl_is_refused_with_what_works(tmp_path: Path
 @pytest.mark.slow
 def test_a_model_with_a_loss_of_its_own_trains_alike(tmp_path: Path) -> None:
     own = [*POINTS, "--model", "tests.plugins:OwnLoss", "--batch_size", "12"]
-    ours = [*POINTS, "--model", "tests.plugins:Poisoned", "--batch_size", "12"]
+    ours = [*POINTS, "--model", "tests.plugins:Plain", "--batch_size", "12"]
     [[first]] = run_ranks(step_gradients, 1, own, [0])
     [[second]] = run_ranks(step_gradients, 1, ours, [0])
     assert_close(first, second)

@@ -162,7 +162,7 @@ def evaluate_distance(argv: list[str]) -> tuple[Evaluation, Evaluation | None]:
 
 
 def test_evaluation_measures_what_the_task_names() -> None:
-    argv = ["--dataset", "tests.plugins:points", "--model", "tests.plugins:Poisoned"]
+    argv = ["--dataset", "tests.plugins:points", "--model", "tests.plugins:Plain"]
     for found, stopped in run_ranks(evaluate_distance, 2, [*argv, "--eval_batch_size", "5"]):
         assert found.num_samples == 17
         assert found.metrics.keys() == {"distance", "near"}
@@ -171,7 +171,7 @@ def test_evaluation_measures_what_the_task_names() -> None:
 
 def test_the_best_checkpoint_is_the_one_of_the_first_metric_of_the_task(tmp_path: Path) -> None:
     argv: list[str | Path] = ["--dataset", "tests.plugins:points", "--cpu_only"]
-    argv += ["--model", "tests.plugins:Poisoned", "--task", "tests.task.test_task:Distance"]
+    argv += ["--model", "tests.plugins:Plain", "--task", "tests.task.test_task:Distance"]
     argv += ["--epochs", "4", "--lr_schedule", "constant", "--learning_rate", "0.1"]
     train([*argv, "--output_dir", tmp_path, "--run_name", "one"], 1).ok()
     lines = (tmp_path / "one" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
