@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ddp_runs import report_plots
-from ddp_runs.report_plots import ACCOUNT, Figure
+from ddp_runs.report_plots import ACCOUNT, Figure, moment
 from ddp_runs.run_files import RunView, read_run
 from ddp_runs.watch import duration, first_of
 from hardened_ddp.errors import MissingPackageError, RunFolderError
@@ -96,7 +96,9 @@ def run_report(options: Mapping[str, str], *, output: TextIO) -> int:
     """Write the report and say where it is. Raises RunFolderError, MissingPackageError."""
     names = options["run"].splitlines()
     folders = [find_folder(name, Path(options["output_dir"])) for name in names]
-    runs = name_runs([read_run(folder) for folder in folders])
+    short = [folder.resolve().name for folder in folders]
+    shown = [str(f) if short.count(n) > 1 else n for f, n in zip(folders, short, strict=True)]
+    runs = {name: read_run(folder) for name, folder in zip(shown, folders, strict=True)}
     page = page_of(runs, read_plotly())
     if options["output"]:
         path = Path(options["output"])
@@ -113,18 +115,6 @@ def run_report(options: Mapping[str, str], *, output: TextIO) -> int:
     size = path.stat().st_size / 1e6
     output.write(f"{as_typed(path)}: {size:.1f} MB; open it in a browser, it needs no network\n")
     return 0
-
-
-def name_runs(runs: list[RunView]) -> dict[str, RunView]:
-    """Give each run a name of its own: that of its folder, with a number if it comes twice."""
-    found: dict[str, RunView] = {}
-    for run in runs:
-        name = run.folder.resolve().name
-        number = 1
-        while (unique := name if number == 1 else f"{name} ({number})") in found:
-            number += 1
-        found[unique] = run
-    return found
 
 
 def read_plotly() -> str:
@@ -149,9 +139,9 @@ def page_of(runs: Mapping[str, RunView], plotly: str) -> str:
     title = f"Training report: {', '.join(runs)}"
     body = [
         f"<h1>{_text(title)}</h1>",
-        f'<p class="quiet">made {_clock(time.time())} by the command report'
+        f'<p class="quiet">made {moment(time.time())[:19]} UTC by the command report'
         '</p><p id="trouble" class="bad"></p>',
-        *(_verdict(name if len(runs) > 1 else "", run) for name, run in runs.items()),
+        *(_verdict(f"{name}: " if len(runs) > 1 else "", run) for name, run in runs.items()),
         '<div class="plots">',
         _place(report_plots.goodput_plot(runs), figures, is_wide=True),
         *(_place(figure, figures) for figure in report_plots.curve_plots(runs)),
@@ -186,10 +176,9 @@ def _place(figure: Figure, figures: list[Figure], *, is_wide: bool = False) -> s
 
 def _verdict(name: str, run: RunView) -> str:
     """Write how a run went, above everything else."""
-    head, *others = sentences_of(run)
-    name = f"{_text(name)}: " if name else ""
-    lines = "".join(f"<br>{_text(sentence)}." for sentence in others)
-    return f'<p class="verdict {_text(run.state)}"><b>{name}{_text(head)}.</b>{lines}</p>'
+    head, *others = map(_text, sentences_of(run))
+    lines = "".join(f"<br>{sentence}." for sentence in others)
+    return f'<p class="verdict {run.state}"><b>{_text(name)}{head}.</b>{lines}</p>'
 
 
 def sentences_of(run: RunView) -> list[str]:
@@ -259,42 +248,48 @@ def _unusual(run: RunView) -> str:
 
 def _overview(runs: Mapping[str, RunView]) -> str:
     """Write a column for each run."""
-    rows = {
-        "folder": [str(run.folder) for run in runs.values()],
-        "state": [run.state for run in runs.values()],
-        "step": [_steps(run) for run in runs.values()],
-        "result": [_result(run) for run in runs.values()],
-        "ranks": [_ranks(run) for run in runs.values()],
-        "wall time": [_seconds(run.account.get("wall")) for run in runs.values()],
-        "goodput": [_share(run.account.get("goodput")) for run in runs.values()],
-        "attempts": [str(num_attempts(run.attempts)) for run in runs.values()],
-        "faults": [", ".join(run.faults) or "none" for run in runs.values()],
-        "samples left out": [str(len(run.left_out)) for run in runs.values()],
-        "checkpoints": [_checkpoints(run) for run in runs.values()],
-        "data": [_setting(run, "dataset") for run in runs.values()],
-        "model": [_setting(run, "model") for run in runs.values()],
+    columns = [_facts_of(run) for run in runs.values()]
+    return _table(["", *runs], [[name, *(each[name] for each in columns)] for name in columns[0]])
+
+
+def _facts_of(run: RunView) -> dict[str, str]:
+    """Say the most important things of a run."""
+    account, total = run.account, run.main.total_steps
+    results = ", ".join(f"{name} {values[-1]:.5g}" for name, (_, values) in run.tested.items())
+    wall_s = account.get("wall", 0.0)
+    wall = f"{wall_s:,.1f} s" if wall_s < 3600 else f"{timedelta(seconds=round(wall_s))} h"
+    saved = first_of([step for step, _ in run.checkpoints], 16) or "none"
+    settings = {name: value.strip("'\"") for name, value, _ in run.settings}
+    return {
+        "folder": str(run.folder),
+        "state": run.state,
+        "step": f"{run.step} of {total}" if total else str(run.step),
+        "result": results or "no evaluation",
+        "ranks": _ranks(run),
+        "wall time": wall if account else "",
+        "goodput": f"{account['goodput']:.1%}" if account else "",
+        "attempts": str(num_attempts(run.attempts)),
+        "faults": ", ".join(run.faults) or "none",
+        "samples left out": str(len(run.left_out)),
+        "checkpoints": f"{saved}; best: {run.best['step']}" if "step" in run.best else saved,
+        "data": settings.get("dataset", ""),
+        "model": settings.get("model", ""),
     }
-    head = ["", *runs]
-    return _table(head, [[name, *cells] for name, cells in rows.items()])
 
 
 def _one_run(name: str, run: RunView, figures: list[Figure]) -> str:
     parts = [f"<h2>{_text(name)}</h2>", '<div class="plots">']
     if run.attempts or run.events or run.checkpoints:
         parts.append(_place(report_plots.attempts_plot(run), figures, is_wide=True))
-    for figure in (
-        report_plots.step_time_plot(run),
-        report_plots.rank_plot(run),
-        report_plots.rank_memory_plot(run),
-    ):
-        parts.append(_place(figure, figures))
+    by_rank = (report_plots.rank_plot(run), report_plots.rank_memory_plot(run))
+    parts += [_place(each, figures) for each in (report_plots.step_time_plot(run), *by_rank)]
     parts.append("</div>")
     if run.problems:
         parts.append("<h3>Files that can't be read or believed</h3>")
         parts.append(_table(["file"], [[problem] for problem in run.problems]))
     events = [
         [
-            _clock(e.time),
+            f"{moment(e.time)[:19]} UTC",
             "" if e.step is None else str(e.step),
             e.kind,
             first_of(e.ranks, 16),
@@ -368,16 +363,6 @@ def _table(
     return "\n".join(lines)
 
 
-def _steps(run: RunView) -> str:
-    total = run.main.total_steps
-    return f"{run.step} of {total}" if total else str(run.step)
-
-
-def _result(run: RunView) -> str:
-    words = [f"{name} {values[-1]:.5g}" for name, (_, values) in run.tested.items()]
-    return ", ".join(words) or "no evaluation"
-
-
 def _ranks(run: RunView) -> str:
     sizes = [f"{number_of(a, 'world_size'):.0f}" for a in run.attempts if a.get("world_size")]
     each = [size for n, size in enumerate(sizes) if n == 0 or size != sizes[n - 1]]
@@ -386,32 +371,6 @@ def _ranks(run: RunView) -> str:
         sizes.sort(key=int)
         return f"{sizes[0]} to {sizes[-1]}, {len(each) - 1} changes, x {device}"
     return f"{', then '.join(each) or len(run.ranks)} x {device}"
-
-
-def _checkpoints(run: RunView) -> str:
-    steps = first_of([step for step, _ in run.checkpoints], 16) or "none"
-    return f"{steps}; best: {run.best['step']}" if "step" in run.best else steps
-
-
-def _setting(run: RunView, name: str) -> str:
-    return next((value.strip("'\"") for n, value, _ in run.settings if n == name), "")
-
-
-def _seconds(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:,.1f} s" if value < 3600 else f"{timedelta(seconds=round(value))} h"
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"
-
-
-def _clock(seconds: float) -> str:
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds)) + " UTC"
-    except (ValueError, OverflowError, OSError):
-        return ""
 
 
 def _text(value: str) -> str:

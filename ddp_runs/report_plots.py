@@ -270,7 +270,7 @@ def attempts_plot(run: RunView) -> Figure:
     bar: Figure = {"type": "bar", "orientation": "h", "name": "attempt", "showlegend": False}
     bar |= {"text": texts, "hovertext": texts, "hoverinfo": "text", "textposition": "inside"}
     bar |= {"marker": {"color": colors, "line": {"color": "#3182bd", "width": 1}}}
-    bar |= {"base": [_moment(a["began_at"]) for a in run.attempts], "insidetextanchor": "start"}
+    bar |= {"base": [moment(a["began_at"]) for a in run.attempts], "insidetextanchor": "start"}
     bar |= {"x": [1000 * max(0.5, a["now"] - a["began_at"]) for a in run.attempts]}
     traces = [bar | {"y": ["attempts"] * len(run.attempts)}]
     happened = {"checkpoint": [(at, f"checkpoint of step {step}") for step, at in run.checkpoints]}
@@ -280,7 +280,7 @@ def attempts_plot(run: RunView) -> Figure:
             happened.setdefault(event.kind, []).append((event.time, text))
     for kind in (kind for kind in SYMBOLS if happened.get(kind)):
         found = happened[kind][-_MOST_MARKS:]
-        moments, texts = [_moment(at) for at, _ in found], [shortened(text) for _, text in found]
+        moments, texts = [moment(at) for at, _ in found], [shortened(text) for _, text in found]
         traces.append(_marks(kind, moments, [kind] * len(found), texts, shows="text+x"))
     layout = {"xaxis": {"type": "date"}, "barmode": "overlay", "height": 320}
     layout["hovermode"] = "closest"
@@ -311,7 +311,7 @@ def _attempt_texts(run: RunView) -> list[str]:
     return found
 
 
-def _moment(seconds: float) -> str:
+def moment(seconds: float) -> str:
     """Write a time as Plotly reads it."""
     try:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")
