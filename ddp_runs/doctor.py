@@ -59,7 +59,6 @@ def list_checks(env: Mapping[str, str]) -> list[Callable[[], Check]]:
         machine.check_open_files,
         lambda: machine.check_disk(here),
         lambda: machine.check_writing(here),
-        machine.check_orphans,
         lambda: variables.check_launcher(env),
         lambda: variables.check_debugging(env, is_cpu_build=software.is_cpu_build()),
         lambda: variables.check_threads(env),

@@ -1,4 +1,4 @@
-"""Checks of the machine or container: CPUs, memory, shared memory, files, disk, orphans."""
+"""Checks of the machine or container: CPUs, memory, shared memory, files, disk."""
 
 import fcntl
 import os
@@ -14,12 +14,8 @@ from hardened_ddp.reporting.resources import read_container_memory
 
 _CGROUP = Path("/sys/fs/cgroup")
 _SHARED_MEMORY = Path("/dev/shm")
-_PROC = Path("/proc")
 _PROBE_BYTES = MIB
 _SLOW_PROBE_S = 1.0
-# comm of a DataLoader worker, set by torch; and of the processes that adopt orphans.
-_WORKER_NAME = "pt_data_worker"
-_REAPERS = ("init", "systemd", "tini", "dumb-init", "docker-init", "catatonit", "launchd")
 
 
 def check_cpus() -> Check:
@@ -117,22 +113,6 @@ def check_writing(folder: Path) -> Check:
     return Check("writing", "ok", detail)
 
 
-def check_orphans(proc: Path = _PROC) -> Check:
-    """Look for DataLoader workers of dead runs, which hold memory and GPUs."""
-    orphans = []  # of this user, and adopted by init because their parent has died
-    for folder in proc.glob("[0-9]*"):
-        try:
-            is_own = folder.stat().st_uid == os.getuid()
-            if is_own and _comm(folder) == _WORKER_NAME and _is_reaper(proc / _parent(folder)):
-                orphans.append(int(folder.name))
-        except (OSError, IndexError):  # it ended meanwhile
-            continue
-    if not orphans:
-        return Check("orphans", "ok", "no DataLoader workers of dead runs")
-    detail = f"{len(orphans)} DataLoader workers whose run is dead"
-    return Check("orphans", "warn", detail, f"kill {' '.join(map(str, sorted(orphans)))}")
-
-
 def _write_probe(folder: Path) -> None:
     """Do the file operations of a checkpoint once. Raises OSError if one fails."""
     content = os.urandom(_PROBE_BYTES)
@@ -145,18 +125,3 @@ def _write_probe(folder: Path) -> None:
     partial.rename(final)
     if final.read_bytes() != content:
         raise OSError("what was written is not what is read")
-
-
-def _is_reaper(folder: Path) -> bool:
-    """Return whether this process only adopts orphans; in a container pid 1 may be the run."""
-    name = _comm(folder)
-    return name in _REAPERS or (folder.name == "1" and not name.startswith(("python", "pt_")))
-
-
-def _comm(folder: Path) -> str:
-    return (folder / "comm").read_text(errors="replace").strip()
-
-
-def _parent(folder: Path) -> str:
-    # WHY after the last bracket: the name before it may contain blanks and brackets
-    return (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]

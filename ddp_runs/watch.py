@@ -9,7 +9,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -25,6 +24,7 @@ from hardened_ddp.settings.wording import as_typed, printable, shown
 
 if TYPE_CHECKING:
     from rich.console import Group
+    from rich.table import Table
 
 PLAIN_WIDTH = 160
 _COLORS = {"running": "bold green", "finished": "bold green", "stopped": "bold yellow"}
@@ -40,22 +40,6 @@ COLUMNS += (*_SHARES, "waits", "memory")
 _TEXT_COLUMNS = ("host", "device", "doing")
 _LEFT_OUT_FIRST: tuple[str, ...] = ("device", "memory", "optimizer", "forward", "backward", "data")
 _LEFT_OUT_FIRST += ("host", "waits", "samples/s", "for")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class View:
-    """A run as words: what stands above the table, its rows, and what stands below."""
-
-    head: list[str]
-    """The first line begins with the folder and the state."""
-
-    rows: list[list[str]]
-    """A cell for each of COLUMNS."""
-
-    worries: list[int]
-    """Of each row: 2 for a rank that is lost, 1 for one that takes long, else 0."""
-
-    lines: list[str]
 
 
 def run_watch(options: Mapping[str, str], *, output: TextIO) -> int:
@@ -83,19 +67,18 @@ def run_watch(options: Mapping[str, str], *, output: TextIO) -> int:
     console = Console(file=output, width=None if output.isatty() else PLAIN_WIDTH, highlight=False)
     can_redraw = output.isatty() and not console.is_dumb_terminal
     if options["once"] or not can_redraw or run.state != "running":
-        view = view_of(run, width=console.width, is_plain=True)
         if not output.isatty():  # a program that reads it finds the first lines unfolded
-            console.width = max(PLAIN_WIDTH, *map(len, view.head))
-        console.print(drawn(view, run.state, width=console.width, is_plain=True))
+            console.width = max(PLAIN_WIDTH, *map(len, _head(run)))
+        console.print(drawn(run, width=console.width))
         return int(run.state in ("failed", "dead"))
     try:
         with Live(console=console, auto_refresh=False, screen=False) as live:
             before: RunView | None = None
             while True:
                 width, height = console.size
-                is_plain = console.options.ascii_only
-                view = view_of(run, before=before, width=width, height=height, is_plain=is_plain)
-                live.update(drawn(view, run.state, width=width), refresh=True)
+                bars = _PLAIN_BARS if console.options.ascii_only else _BARS
+                screen = drawn(run, before=before, width=width, height=height, bars=bars)
+                live.update(screen, refresh=True)
                 if run.state in ("finished", "stopped"):
                     return 0
                 time.sleep(every_s)
@@ -104,54 +87,29 @@ def run_watch(options: Mapping[str, str], *, output: TextIO) -> int:
         return 0
 
 
-def drawn(view: View, state: str, *, width: int, is_plain: bool = False) -> "Group":
-    """Draw a view with rich, for a terminal of so many columns."""
-    from rich import box
-    from rich.console import Group, OverflowMethod
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.ASCII if is_plain else box.SIMPLE, pad_edge=False)
-    kept = columns_for(view.rows, width)
-    cells = list(zip(*view.rows, strict=True)) or [()] * len(COLUMNS)
-    for i in kept:
-        name = COLUMNS[i]
-        table.add_column(
-            name,
-            # WHY: in a narrow terminal what a rank does is cut, not its number
-            min_width=None if name == "doing" else max(map(len, [name, *cells[i]])),
-            justify="left" if name in _TEXT_COLUMNS else "right",
-            no_wrap=True,
-            overflow="ellipsis",
-        )
-    for row, worry in zip(view.rows, view.worries, strict=True):
-        table.add_row(*(Text(row[i]) for i in kept), style=_ROW_COLORS[worry])
-    first, *rest = (Text(line, overflow="fold") for line in view.head)
-    first.highlight_words([f": {state}"], _COLORS.get(state, "bold red"))
-    overflow: OverflowMethod = "fold" if is_plain else "ellipsis"
-    lines = [Text(line, overflow=overflow, no_wrap=not is_plain) for line in view.lines]
-    return Group(first, *rest, *([table] if view.rows else []), *lines)
-
-
-def view_of(
+def drawn(
     run: RunView,
     *,
     before: RunView | None = None,
     width: int,
     height: int | None = None,
-    is_plain: bool = False,
-) -> View:
-    """Describe a run; before: an earlier look, since which the shares of the time are counted.
+    bars: str = _PLAIN_BARS,
+) -> "Group":
+    """Draw a run with rich; before: an earlier look, since which shares of the time are counted.
 
     width, height: of the terminal. If not all ranks fit, those that need a look come first.
+    Without a height everything is drawn, as plain text.
     """
-    ranks, most_rows = list(run.ranks), len(run.ranks)
-    head, lines = _head(run), _lines(run, is_plain, width)
+    from rich.console import Group, OverflowMethod
+    from rich.text import Text
+
     problems = list(run.problems)
     if height is not None and len(problems) > _MOST_PROBLEMS:
         rest = f"and {len(problems) - _MOST_PROBLEMS} more: --once prints all"
         problems = [*problems[:_MOST_PROBLEMS], rest]
-    lines += [f"problem     {problem}" for problem in problems]
+    head = [_as_line(line) for line in _head(run)]
+    lines = [*_lines(run, bars, width), *(f"problem     {problem}" for problem in problems)]
+    ranks, most_rows = list(run.ranks), len(run.ranks)
     if height is not None:
         others = sum(-(-len(line) // width) for line in head) + len(lines) + _TABLE_LINES
         most_rows = max(_FEWEST_ROWS, height - others)
@@ -159,34 +117,52 @@ def view_of(
         ranks = sorted(ranks, key=lambda rank: (-_worry(run, rank), rank.rank))[: most_rows - 1]
     earlier = {rank.rank: rank for rank in (before.ranks if before else ())}
     rows = [_row(run, rank, earlier.get(rank.rank)) for rank in ranks]
-    worries = [_worry(run, rank) for rank in ranks]
+    colors = [_ROW_COLORS[_worry(run, rank)] for rank in ranks]
     if len(ranks) < len(run.ranks):
         more = {"rank": "...", "doing": f"{len(run.ranks) - len(ranks)} more ranks"}
         rows.append([more.get(name, "") for name in COLUMNS])
-        worries.append(0)
-    return View(
-        head=list(map(_as_line, head)),
-        rows=[list(map(_as_line, row)) for row in rows],
-        worries=worries,
-        lines=list(map(_as_line, lines)),
-    )
+        colors.append("")
+    table = _table(rows, colors, width=width, is_plain=height is None)
+    first, *rest_of_head = (Text(line, overflow="fold") for line in head)
+    first.highlight_words([f": {run.state}"], _COLORS.get(run.state, "bold red"))
+    overflow: OverflowMethod = "fold" if height is None else "ellipsis"
+    below = [Text(_as_line(x), overflow=overflow, no_wrap=height is not None) for x in lines]
+    return Group(first, *rest_of_head, *([table] if ranks else []), *below)
+
+
+def _table(
+    rows: Sequence[Sequence[str]], colors: Sequence[str], *, width: int, is_plain: bool
+) -> "Table":
+    """Draw the ranks, in the columns that fit into so many characters."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    cells = [list(map(_as_line, column)) for column in zip(COLUMNS, *rows, strict=True)]
+    kept = list(range(len(COLUMNS)))
+    for name in _LEFT_OUT_FIRST:
+        # between two columns are a space, a line and a space; at each end is a line
+        if sum(max(map(len, cells[i])) for i in kept) + 3 * (len(kept) - 1) + 2 <= width:
+            break
+        kept.remove(COLUMNS.index(name))
+    table = Table(box=box.ASCII if is_plain else box.SIMPLE, pad_edge=False)
+    for i in kept:
+        table.add_column(
+            COLUMNS[i],
+            # WHY: in a narrow terminal what a rank does is cut, not its number
+            min_width=None if COLUMNS[i] == "doing" else max(map(len, cells[i])),
+            justify="left" if COLUMNS[i] in _TEXT_COLUMNS else "right",
+            no_wrap=True,
+            overflow="ellipsis",
+        )
+    for number, color in enumerate(colors, start=1):  # cells[i][0] is the name of the column
+        table.add_row(*(Text(cells[i][number]) for i in kept), style=color)
+    return table
 
 
 def _as_line(text: str) -> str:
     """Write text of a file so that it stays in its place on the screen."""
     return printable(text).replace("\n", "\\n").replace("\t", " ")
-
-
-def columns_for(rows: Sequence[Sequence[str]], width: int) -> list[int]:
-    """Choose the columns that fit into so many characters, in their order."""
-    longest = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
-    kept = list(range(len(COLUMNS)))
-    for name in _LEFT_OUT_FIRST:
-        # between two columns are a space, a line and a space; at each end is a line
-        if sum(longest[i] for i in kept) + 3 * (len(kept) - 1) + 2 <= width:
-            break
-        kept.remove(COLUMNS.index(name))
-    return kept
 
 
 def _head(run: RunView) -> list[str]:
@@ -261,7 +237,7 @@ def _shares(rank: RankStatus, before: RankStatus | None) -> list[str]:
     return [f"{spent.get(name, 0.0) / total:.0%}" for name in _SHARES] + [f"{waits / total:.0%}"]
 
 
-def _lines(run: RunView, is_plain: bool, width: int) -> list[str]:
+def _lines(run: RunView, bars: str, width: int) -> list[str]:
     """Write what is below the table."""
     lines = []
     known = {rank.rank for rank in run.ranks}
@@ -277,7 +253,6 @@ def _lines(run: RunView, is_plain: bool, width: int) -> list[str]:
         first = f" from {losses[0]:.4g}"
         room = min(_CURVE_WIDTH, width - len(line) - len(first) - 2)
         if room >= _SHORTEST_CURVE:
-            bars = _PLAIN_BARS if is_plain else _BARS
             line += f"  {sparkline(losses, bars, width=room)}{first}"
         lines.append(line)
     if run.tested:

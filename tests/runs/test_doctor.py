@@ -249,37 +249,6 @@ class TestMachine:
         assert "No space left" in machine.check_writing(tmp_path).detail
         assert not list(tmp_path.iterdir())
 
-    def test_loader_workers_of_dead_runs_are_found_and_those_of_living_ones_left_alone(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def add(pid: int, name: str, parent: int) -> None:
-            folder = tmp_path / str(pid)
-            folder.mkdir()
-            (folder / "comm").write_text(f"{name}\n")
-            (folder / "stat").write_text(f"{pid} (a) b) S {parent} 0 0\n")
-
-        add(1, "tini", 0)
-        add(50, "systemd", 1)
-        add(60, "python", 1)
-        add(70, "pt_data_worker", 60)
-        add(80, "pt_data_worker", 1)
-        add(90, "pt_data_worker", 50)
-        add(95, "pt_data_worker", 4711)  # its parent ends while this looks
-        (tmp_path / "100").mkdir()
-        assert machine.check_orphans(tmp_path).advice == "kill 80 90"
-        monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
-        assert machine.check_orphans(tmp_path).status == "ok"  # those of other users
-
-    def test_workers_of_a_run_that_is_process_1_of_its_container_are_no_orphans(
-        self, tmp_path: Path
-    ) -> None:
-        for pid, name, parent in ((1, "python", 0), (80, "pt_data_worker", 1)):
-            folder = tmp_path / str(pid)
-            folder.mkdir()
-            (folder / "comm").write_text(name)
-            (folder / "stat").write_text(f"{pid} ({name}) S {parent} 0 0\n")
-        assert machine.check_orphans(tmp_path).status == "ok"
-
 
 def raise_no_space(descriptor: int) -> None:
     raise OSError(28, "No space left on device")

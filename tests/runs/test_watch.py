@@ -24,7 +24,7 @@ from ddp_runs.report_plots import rank_plot
 from ddp_runs.run_events import events_of, merged
 from ddp_runs.run_files import RunView, read_run
 from ddp_runs.tools import run_tool
-from ddp_runs.watch import COLUMNS, drawn, run_watch, sparkline, view_of
+from ddp_runs.watch import COLUMNS, drawn, run_watch, sparkline
 from hardened_ddp.errors import CheckpointError, ConfigError, RunFolderError
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.earlier_run import find_folder
@@ -242,8 +242,7 @@ def test_a_narrow_terminal_gets_fewer_columns_and_none_is_cut(width: int, tmp_pa
 
     def table() -> tuple[str, dict[str, str]]:
         output = io.StringIO()
-        view = view_of(read_run(tmp_path), width=width, is_plain=True)
-        drawing = drawn(view, "running", width=width, is_plain=True)
+        drawing = drawn(read_run(tmp_path), width=width)
         Console(file=output, width=width).print(drawing)
         assert max(map(len, output.getvalue().splitlines())) <= width
         head, row = rows_of(output.getvalue())
