@@ -45,7 +45,6 @@ def run_doctor(
 
 def list_checks(env: Mapping[str, str]) -> list[Callable[[], Check]]:
     """List all checks, quick ones first."""
-    here = Path()
     return [
         software.check_python,
         software.check_torch,
@@ -57,8 +56,8 @@ def list_checks(env: Mapping[str, str]) -> list[Callable[[], Check]]:
         machine.check_memory,
         machine.check_shared_memory,
         machine.check_open_files,
-        lambda: machine.check_disk(here),
-        lambda: machine.check_writing(here),
+        lambda: machine.check_disk(Path()),
+        lambda: machine.check_writing(Path()),
         lambda: variables.check_launcher(env),
         lambda: variables.check_debugging(env, is_cpu_build=software.is_cpu_build()),
         lambda: variables.check_threads(env),

@@ -31,7 +31,6 @@ from hardened_ddp.settings.schema import flatten
 from hardened_ddp.settings.typed_command import pip_command
 from hardened_ddp.settings.wording import as_typed, counted, printable
 
-FILE_NAME = "report.html"
 _MOST_ROWS = 300
 _MOST_SIZES = 6
 _GOOD_SHARE = 0.7
@@ -103,7 +102,7 @@ def run_report(options: Mapping[str, str], *, output: TextIO) -> int:
     if options["output"]:
         path = Path(options["output"])
     else:
-        path = (folders[0] if len(folders) == 1 else Path(options["output_dir"])) / FILE_NAME
+        path = (folders[0] if len(folders) == 1 else Path(options["output_dir"])) / "report.html"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path.resolve(), page)

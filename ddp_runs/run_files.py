@@ -7,7 +7,7 @@ all: what can't be read is left out, and named in problems.
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast, get_args
@@ -50,7 +50,6 @@ class Point:
     """One line of metrics.jsonl."""
 
     step: int
-    time: float
     values: Mapping[str, float]
 
 
@@ -161,7 +160,12 @@ def read_run(folder: Path) -> RunView:
     attempts = tuple(read_attempts(folder, problems))
     ranks = _read_ranks(folder, problems)
     now = time.time()
-    problems += _clock_problems(ranks, now=now)
+    problems += [
+        f"rank-{rank.rank}.json: is {rank.now - now:.0f} s in the future: the clocks of its "
+        "host and of this machine differ, so whether the rank is alive can't be told here"
+        for rank in ranks
+        if rank.now - now > SILENT_AFTER_S
+    ]
     return RunView(
         folder=folder,
         now=now,
@@ -196,16 +200,6 @@ def _read_ranks(folder: Path, problems: list[str]) -> tuple[RankStatus, ...]:
     return tuple(sorted(of_this_start, key=lambda status: status.rank))
 
 
-def _clock_problems(ranks: Sequence[RankStatus], *, now: float) -> list[str]:
-    """Say of which ranks the clock differs, so that a state or a duration may be wrong."""
-    return [
-        f"rank-{rank.rank}.json: is {rank.now - now:.0f} s in the future: the clocks of its "
-        "host and of this machine differ, so whether the rank is alive can't be told here"
-        for rank in ranks
-        if rank.now - now > SILENT_AFTER_S
-    ]
-
-
 def _read_points(path: Path, problems: list[str]) -> tuple[Point, ...]:
     """Read metrics.jsonl: training and evaluation of one step are different lines."""
     found: dict[tuple[int, str], Point] = {}
@@ -220,8 +214,8 @@ def _read_points(path: Path, problems: list[str]) -> tuple[Point, ...]:
         }
         # WHY: after a restart from an earlier step, the later steps of before never happened
         kind = "test" if "loss/test" in values else "train" if "loss/train" in values else "end"
-        found[step, kind] = Point(step=step, time=number_of(entry, "time"), values=values)
-    return tuple(sorted(found.values(), key=lambda point: (point.step, point.time)))
+        found[step, kind] = Point(step=step, values=values)
+    return tuple(sorted(found.values(), key=lambda point: point.step))
 
 
 def _read_checkpoints(folder: Path, problems: list[str]) -> tuple[tuple[int, float], ...]:

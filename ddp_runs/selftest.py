@@ -19,7 +19,6 @@ from hardened_ddp.ranks.launch import environment, prepare_environment, read_lau
 from hardened_ddp.ranks.network import hold_port, port_of
 
 _LIMIT_S, _GROUP_LIMIT_S = 20.0, 15.0
-_NUM_RANKS = 2
 _POLL_S = 0.05
 _ROOT = Path(__file__).resolve().parents[1]
 _LAUNCHERS = ("TORCHELASTIC_", "SLURM_", "GROUP_", "ROLE_", "MASTER_")
@@ -87,8 +86,8 @@ def _start(
     own |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(_NUM_RANKS),
-        "LOCAL_WORLD_SIZE": str(_NUM_RANKS),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "PYTHONPATH": os.pathsep.join(paths),

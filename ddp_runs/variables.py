@@ -20,26 +20,22 @@ _COSTLY = {
     "PYTORCH_NO_CUDA_MEMORY_CACHING": (("1",), "each tensor is a slow allocation"),
     "CUDA_VISIBLE_DEVICES": (("", "-1"), "all GPUs are hidden"),
 }
-# Old names: torch ignores them or supports them only partly.
-_RENAMED = {
-    "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    "NCCL_BLOCKING_WAIT": "TORCH_NCCL_BLOCKING_WAIT",
-    "NCCL_DESYNC_DEBUG": "TORCH_NCCL_DESYNC_DEBUG",
-}
+# Old names, now with TORCH_ before them: torch ignores them or supports them only partly.
+_RENAMED = ("NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT", "NCCL_DESYNC_DEBUG")
 
 
 def check_launcher(env: Mapping[str, str]) -> Check:
     """Check that all of a launcher's variables are set, or none."""
     try:
         launch = read_launch(env)
-    except (LaunchError, ValueError) as error:
-        if isinstance(error, LaunchError):
-            return Check("launcher", "FAIL", error.message, error.fix)
+    except LaunchError as error:
+        return Check("launcher", "FAIL", error.message, error.fix)
+    except ValueError as error:
         return Check("launcher", "FAIL", str(error), "open a new shell")
     if launch.launcher == "none":
         return Check("launcher", "ok", "none: RANK, WORLD_SIZE and the like are not set")
-    detail = f"{launch.launcher}, rank {launch.rank} of {launch.world_size}"
-    return Check("launcher", "ok", detail)
+    where = f"rank {launch.rank} of {launch.world_size}"
+    return Check("launcher", "ok", f"{launch.launcher}, {where}")
 
 
 def check_debugging(env: Mapping[str, str], *, is_cpu_build: bool) -> Check:
@@ -91,7 +87,7 @@ def check_settings(env: Mapping[str, str]) -> Check:
         for name, (values, cost) in _COSTLY.items()
         if name in env and env[name].upper() in values
     ]
-    problems += [f"{old} is now {new}" for old, new in _RENAMED.items() if old in env]
+    problems += [f"{old} is now TORCH_{old}" for old in _RENAMED if old in env]
     if problems:
         names = [name for name in (*_COSTLY, *_RENAMED) if any(name in text for text in problems)]
         advice = f"unless this is intended: unset {' '.join(names)}"
