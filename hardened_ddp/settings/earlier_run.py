@@ -84,22 +84,23 @@ def find_folder(name: str, output_dir: Path) -> Path:
         _check_access(place)
         if place in places and _has_part_of_run(place):
             return place
-    runs = [run for run in map(output_dir.joinpath, _names_in(output_dir)) if _has_part_of_run(run)]
+    found = sorted(path for path in output_dir.glob("*") if not path.is_symlink())
+    runs = [path for path in found if _has_part_of_run(path)]
     if not name and runs:
         return max(runs, key=changed_at)
     fix = f"choose a run of {output_dir}: {', '.join(run.name for run in runs[-5:])}"
     if not runs:
         fix = f"{output_dir} has no run yet; start one: {own_command()}"
-    found = next((place for place in places if os.path.exists(place)), None)
+    there = next((place for place in places if os.path.exists(place)), None)
     if not name:
         why = f"there is no run in {output_dir}"
         fix = "name its folder, or the folder of all runs with --output_dir"
-    elif found is None:
+    elif there is None:
         why = f"there is no run {name}: neither the folder {name} nor {output_dir / name} exists"
-    elif found.is_dir():
-        why = f"{found} is not a run folder: no {CHECKPOINTS_NAME}, no {STATUS_FOLDER}, no logs"
+    elif there.is_dir():
+        why = f"{there} is not a run folder: no {CHECKPOINTS_NAME}, no {STATUS_FOLDER}, no logs"
     else:
-        why = f"{found} is a file, not a run folder"
+        why = f"{there} is a file, not a run folder"
     raise RunFolderError(why, fix=fix)
 
 
