@@ -222,7 +222,7 @@ MUTATIONS = [
         GOODPUT,
     ),
     Mutation(
-        "reporting/summary.py",
+        "reporting/sinks.py",
         "        aside.replace(path)\n",
         "        path.write_bytes(aside.read_bytes())\n",
         REPORTING,

@@ -56,22 +56,18 @@ def make_run(folder: Path, *, batch_size: int = 8) -> Path:
         said = f"{clock}.000 WARNING hardened_ddp.step.retry: retrying step 18: </script> & OSError"
         said += f"\n{clock}.500 WARNING hardened_ddp.guard.slow: rank 1 is slow"
         (folder / "logs" / f"rank-{rank}.log").write_text(said + "\n")
-        status = {
-            "rank": rank,
-            "state": "finished",
-            "world_size": 2,
-            "now": BEGAN + 60,
-            "step": 200,
-        }
-        status |= {
-            "steps_here": 120,
-            "spent_s": {"forward": 1.2, "all-reduce": 0.6},
-            "rss_mib": 300,
-        }
+        status = {"rank": rank, "state": "finished", "world_size": 2, "now": BEGAN + 60}
+        status |= {"step": 200, "spent_s": {"forward": 1.2, "all-reduce": 0.6}}
+        status |= {"steps_here": 120, "rss_mib": 300}
         status |= {"versions": {"torch": "2.13.0"}, "process": {"host": "node7"}}
         (folder / "status" / f"rank-{rank}.json").write_text(json.dumps(status))
     (folder / "skipped_samples.jsonl").write_text('{"step": 3, "sample": 77, "error": "<b>"}\n')
     return folder
+
+
+def figures_of(page: str) -> dict[str, dict[str, Any]]:  # Any: JSON
+    figures = json.loads(page.partition('id="figures">')[2].partition("</script>")[0])
+    return {figure["title"]: figure for figure in figures}
 
 
 def drawn_in_a_browser(page: Path) -> tuple[str, str]:
@@ -127,8 +123,7 @@ def test_the_page_has_faults_goodput_settings_and_machines(tmp_path: Path) -> No
     assert '<tr class="other"><td>batch_size</td><td>8   (command line)</td>' in page
     assert "<tr><td>run_name</td><td>r   (command line)</td>" in page
     assert page.count("</script>") == 3
-    figures = json.loads(page.partition('id="figures">')[2].partition("</script>")[0])
-    by_title = {figure["title"]: figure for figure in figures}
+    by_title = figures_of(page)
     assert "where the time went, in seconds; goodput: first 40.0%, second 40.0%" in by_title
     attempts = by_title["attempts, and what happened (times in UTC)"]
     assert attempts["data"][0]["text"][1] == "2: steps 80 to 200, 1 rank, finished"
@@ -162,11 +157,6 @@ def test_the_first_words_say_how_the_run_went(tmp_path: Path) -> None:
     assert sentences_of(replace(run, ranks=(), attempts=(), points=(), events=(), left_out=(),
                                 problems=(), summary={}, checkpoints=())) == [
         "Not known how it ended, at step 0"]  # fmt: skip
-
-
-def figures_of(page: str) -> dict[str, dict[str, Any]]:  # Any: JSON
-    figures = json.loads(page.partition('id="figures">')[2].partition("</script>")[0])
-    return {figure["title"]: figure for figure in figures}
 
 
 def test_a_loss_that_falls_by_decades_is_on_a_log_scale_with_a_switch(tmp_path: Path) -> None:
@@ -234,14 +224,6 @@ def test_of_a_dead_run_the_newest_step_that_is_known_counts(tmp_path: Path) -> N
     assert "<tr><td>step</td><td>240</td></tr>" in page_of({"r": dead}, "")
 
 
-def test_a_run_that_is_not_there_is_one_clear_error(tmp_path: Path) -> None:
-    make_run(tmp_path / "first")
-    options = parse(["report", "frist", "--output_dir", str(tmp_path)]).options
-    with pytest.raises(RunFolderError, match="there is no run frist") as caught:
-        run_report(options, output=io.StringIO())
-    assert "first" in caught.value.fix
-
-
 def test_where_the_disk_is_full_the_report_of_before_is_kept(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "first")
     (folder / "report.html").write_text("before")
@@ -286,15 +268,9 @@ def test_the_page_of_a_run_that_failed_often_is_readable(tmp_path: Path) -> None
     saved = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(re.sub("# default$", "# run", saved, flags=re.MULTILINE))
     attempt = {"step": 5, "first_step": 0, **PARTS}
+    times = [{"began_at": BEGAN + 2000 * n, "now": BEGAN + 2000 * n + 9} for n in range(9)]
     attempts = [
-        {
-            **attempt,
-            "began_at": BEGAN + 2000 * n,
-            "now": BEGAN + 2000 * n + 9,
-            "world_size": n % 2 + 3,
-            "restart": n,
-        }
-        for n in range(9)
+        {**attempt, **each, "world_size": n % 2 + 3, "restart": n} for n, each in enumerate(times)
     ]
     (folder / "attempts.jsonl").write_text("".join(json.dumps(a) + "\n" for a in attempts))
     (folder / "failures.jsonl").write_text('{"step": 5, "is_peer": true, "error": "lost rank 1"}\n')
@@ -305,7 +281,8 @@ def test_the_page_of_a_run_that_failed_often_is_readable(tmp_path: Path) -> None
     settings = page.partition("<h2>Settings")[2].partition("<details>")[0]
     assert "<td>batch_size</td><td>8   (command line)</td>" in settings
     assert "(run)" not in settings  # those at their default are folded, also after a resume
-    figures = json.loads(page.partition('id="figures">')[2].partition("</script>")[0])
-    [texts] = [f["data"][0]["text"] for f in figures if f["title"].startswith("attempts")]
+    [texts] = [
+        f["data"][0]["text"] for n, f in figures_of(page).items() if n.startswith("attempts")
+    ]
     assert texts[0] == "1: steps 0 to 5, 3 ranks, failed or killed"
     assert texts[-1] == "9: steps 0 to 5, 3 ranks, finished"

@@ -49,6 +49,14 @@ def reported(folder: Path) -> str:
     return page_of({"r": read_run(folder)}, "")
 
 
+def write_status(folder: Path, **more: object) -> None:
+    """Write the status of a rank that runs."""
+    status = {"rank": 0, "world_size": 1, "state": "running", "step": 7}
+    status |= {"now": time.time(), "phase": "forward", "phase_s": 0.1, **more}
+    (folder / "status").mkdir(parents=True, exist_ok=True)
+    (folder / "status" / f"rank-{status['rank']}.json").write_text(json.dumps(status) + "\n")
+
+
 def await_view(folder: Path, wanted: Callable[[RunView], bool], *, what: str) -> RunView:
     end = deadline(60)
     while time.monotonic() < end:
@@ -215,15 +223,9 @@ def test_broken_files_are_named_and_never_raise(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_is_silent_beside_others_is_named(tmp_path: Path) -> None:
-    place = tmp_path / "status"
-    place.mkdir()
-    now = time.time()
     for rank in range(3):
-        status = {"rank": rank, "world_size": 4, "state": "running", "every_s": 2.0, "step": 7}
-        status |= {"now": now - 60 * (rank == 1), "phase": "forward", "phase_s": 0.1}
-        (place / f"rank-{rank}.json").write_text(json.dumps(status) + "\n")
-    of_a_larger_start = {"rank": 9, "state": "running", "now": 1}
-    (place / "rank-9.json").write_text(json.dumps(of_a_larger_start))
+        write_status(tmp_path, rank=rank, world_size=4, now=time.time() - 60 * (rank == 1))
+    write_status(tmp_path, rank=9, now=1)  # of a larger start
     status, text = watched(tmp_path)
     assert status == 0
     rows = rows_of(text)[1:]
@@ -234,11 +236,8 @@ def test_a_rank_that_is_silent_beside_others_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
 def test_a_narrow_terminal_gets_fewer_columns_and_none_is_cut(width: int, tmp_path: Path) -> None:
-    (tmp_path / "status").mkdir()
-    status = {"rank": 0, "world_size": 1, "state": "running", "every_s": 2.0, "step": 123456}
-    status |= {"now": time.time(), "phase": "all-reduce", "phase_s": 0.1, "rss_mib": 9000}
-    status |= {"device": "cuda:0", "device_name": "NVIDIA H100 80GB HBM3", "gpu_mib": 70000}
-    (tmp_path / "status" / "rank-0.json").write_text(json.dumps(status))
+    gpu = {"device": "cuda:0", "device_name": "NVIDIA H100 80GB HBM3", "gpu_mib": 70000}
+    write_status(tmp_path, step=123456, phase="all-reduce", rss_mib=9000, **gpu)
 
     def table() -> tuple[str, dict[str, str]]:
         output = io.StringIO()
@@ -254,8 +253,7 @@ def test_a_narrow_terminal_gets_fewer_columns_and_none_is_cut(width: int, tmp_pa
     assert ("waits" in cells) == (width >= 60)
     assert cells["doing"] == "all-reduce"
     assert text.isascii()  # no column ends with three dots
-    status |= {"now": time.time() - 60, "phase": "opening the run folder"}
-    (tmp_path / "status" / "rank-0.json").write_text(json.dumps(status))
+    write_status(tmp_path, step=123456, now=time.time() - 60, phase="opening the run folder")
     _, cells = table()
     assert (cells["rank"], cells["step"]) == ("0", "123456")
     assert cells["doing"].startswith("silent, was")
@@ -263,15 +261,12 @@ def test_a_narrow_terminal_gets_fewer_columns_and_none_is_cut(width: int, tmp_pa
 
 def make_busy_run(folder: Path, *, num_ranks: int) -> None:
     """Write a run of many ranks with a loss of four decades, checkpoints, faults and warnings."""
-    for name in ("status", "logs", "checkpoints/step-000005000"):
+    for name in ("logs", "checkpoints/step-000005000"):
         (folder / name).mkdir(parents=True)
-    now = time.time()
+    place = {"device": "cpu", "process": {"host": "gpu-node-17"}, "world_size": num_ranks}
+    place |= {"rss_mib": 9000, "samples_per_s": 1e4, "silent_after_s": 3000.0, "total_steps": 9000}
     for rank in range(num_ranks):
-        status = {"rank": rank, "world_size": num_ranks, "state": "running", "every_s": 600.0}
-        status |= {"now": now, "step": 5400, "total_steps": 9000, "phase": "all-reduce"}
-        status |= {"phase_s": 0.1, "rss_mib": 9000, "device": "cpu", "samples_per_s": 1e4}
-        status |= {"process": {"host": "gpu-node-17"}}
-        (folder / "status" / f"rank-{rank}.json").write_text(json.dumps(status))
+        write_status(folder, rank=rank, step=5400, phase="all-reduce", **place)
     points = [{"step": n, "time": 1.0, "loss/train": 2.4 * 10 ** (-n / 1200)} for n in
               range(0, 5401, 100)]  # fmt: skip
     lines = [*points, {"step": 5000, "time": 1.0, "loss/test": 0.02, "accuracy/test": 0.99}]
@@ -338,11 +333,8 @@ def on_a_terminal(output_dir: Path, *, width: int, height: int) -> list[str]:
 
 
 def test_a_long_warning_takes_no_room_from_the_table(tmp_path: Path) -> None:
-    (tmp_path / "status").mkdir()
     (tmp_path / "logs").mkdir()
-    status = {"rank": 0, "world_size": 1, "state": "running", "every_s": 2.0, "step": 345}
-    status |= {"now": time.time(), "phase": "forward", "phase_s": 0.1}
-    (tmp_path / "status" / "rank-0.json").write_text(json.dumps(status))
+    write_status(tmp_path, step=345)
     warning = "rank 0 is slow: " + "data 10.4 ms, forward 8.65 ms, " * 10
     line = f"2026-11-22 12:00:00.000 WARNING hardened_ddp.guard.slow: {warning}\n"
     (tmp_path / "logs" / "rank-0.log").write_text(line)
@@ -355,9 +347,7 @@ def test_a_long_warning_takes_no_room_from_the_table(tmp_path: Path) -> None:
 
 def test_a_program_that_reads_the_first_line_finds_all_of_it(tmp_path: Path) -> None:
     folder = tmp_path / ("a folder with a long name " * 6)
-    (folder / "status").mkdir(parents=True)
-    status = {"rank": 0, "world_size": 1, "state": "running", "now": time.time() + 60, "step": 7}
-    (folder / "status" / "rank-0.json").write_text(json.dumps(status))
+    write_status(folder)
     assert watched(folder)[1].splitlines()[0].startswith(f"{folder}: running, step 7")
 
 
@@ -379,9 +369,7 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_the_table_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", "dumb")
-    (tmp_path / "status").mkdir()
-    status = {"rank": 0, "world_size": 1, "state": "running", "now": time.time() + 60, "step": 7}
-    (tmp_path / "status" / "rank-0.json").write_text(json.dumps(status))
+    write_status(tmp_path)
     output = Terminal()
     assert run_watch(parse(["watch", str(tmp_path)]).options, output=output) == 0
     # such a terminal has 80 columns for rich, or COLUMNS: the line is folded where the path ends it
@@ -396,18 +384,15 @@ def test_of_a_gpu_the_parts_are_those_that_the_gpu_measured(tmp_path: Path) -> N
     split = _own_split(
         {"data": 0.1, "forward": 0.3, "backward": 0.5, "optimizer": 0.1}, torch.device("cuda", 0)
     )
-    status = {"rank": 0, "world_size": 1, "state": "running", "every_s": 2.0, "step": 7}
-    status |= {"now": time.time(), "steps_here": 7, "phase": "forward", "device": "cuda:0"}
-    status |= {"split_s": split, "spent_s": {"forward": 9.0}, "gpu_mib": 2048, "rss_mib": 1024}
-    (tmp_path / "status").mkdir()
-    (tmp_path / "status" / "rank-0.json").write_text(json.dumps(status) + "\n")
+    times = {"split_s": split, "spent_s": {"forward": 9.0}, "steps_here": 7}
+    write_status(tmp_path, device="cuda:0", gpu_mib=2048, rss_mib=1024, **times)
     head, row = rows_of(watched(tmp_path)[1])
     cells = dict(zip(head, row, strict=True))
     parts = [cells[name] for name in ("data", "forward", "backward", "optimizer")]
     assert parts == ["10%", "30%", "50%", "10%"]
     assert cells["memory"] == "1.0 GiB, GPU 2.0"
-    times = {trace["name"]: trace["y"] for trace in rank_plot(read_run(tmp_path))["data"]}
-    assert times == {"data": [100], "forward": [300], "backward": [500], "optimizer": [100]}
+    drawn_parts = {trace["name"]: trace["y"] for trace in rank_plot(read_run(tmp_path))["data"]}
+    assert drawn_parts == {"data": [100], "forward": [300], "backward": [500], "optimizer": [100]}
 
 
 def test_what_ranks_log_becomes_events_with_their_kind_and_step() -> None:
@@ -452,6 +437,10 @@ def test_a_wrong_run_or_interval_is_one_clear_error(tmp_path: Path) -> None:
         watched(tmp_path, "--every", "0")
     with pytest.raises(RunFolderError, match="there is no run xxx"):
         watched(Path("x" * 300))  # no file system has such a name
+    with pytest.raises(RunFolderError, match="there is no run frist") as caught:
+        find_folder("frist", tmp_path.parent)
+    assert "choose a run of " in caught.value.fix
+    assert tmp_path.name in caught.value.fix
     with without_rights(tmp_path):
         for words in ([str(tmp_path)], ["--output_dir", str(tmp_path)]):
             with pytest.raises(RunFolderError, match="can't be read: Permission denied"):
