@@ -19,7 +19,7 @@ from ddp_doctor.explain.events import Blame, Event, Line, Raised, Tier
 from ddp_doctor.explain.exits import ExitReader
 from ddp_doctor.explain.lines import Habits, lines_of, parse_line, with_lead
 from ddp_doctor.explain.matching import Match, Matcher
-from ddp_doctor.explain.run_folder import RankStack, RankStatus
+from ddp_doctor.explain.run_folder import LastStatus, RankStack
 from ddp_doctor.explain.sources import Source
 from ddp_doctor.explain.tracebacks import Assembler, Found
 
@@ -79,7 +79,7 @@ class Evidence:
     """Of each log of our own runs the lines where a process begins, with the local time there."""
 
     labels_are_ranks: bool = True
-    statuses: list[RankStatus] = field(default_factory=list)
+    statuses: list[LastStatus] = field(default_factory=list)
     stacks: list[RankStack] = field(default_factory=list)
     error_line: Line | None = None
     """The last line that a program calls an error, and that no entry of the catalogue knows."""

@@ -33,7 +33,7 @@ _OUR_FILES = re.compile(r"(?:^|/)(?:hardened_ddp/|ddp_training\.py$)")
 
 
 @dataclass(frozen=True, slots=True)
-class RankStatus:
+class LastStatus:
     """The newest status of one rank."""
 
     rank: int
@@ -73,7 +73,7 @@ class RankStack:
     """None: it did not answer, and was asked from outside."""
 
 
-def read_status(text: str, name: str) -> RankStatus | None:
+def read_status(text: str, name: str) -> LastStatus | None:
     """Read status/rank-N.json; None if it is cut off or something else."""
     try:
         entry: Any = json.loads(text)  # Any: whatever the file has
@@ -82,7 +82,7 @@ def read_status(text: str, name: str) -> RankStatus | None:
         float(entry["now"])
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return RankStatus(rank, line, entry)
+    return LastStatus(rank, line, entry)
 
 
 def _as_text(entry: dict[str, Any]) -> str:  # Any: JSON
@@ -159,13 +159,13 @@ def _place(lines: Sequence[str], thread: str) -> tuple[int, str]:
     return number, place + (inside if innermost is not frame else "")
 
 
-def events_of_folder(statuses: Sequence[RankStatus], stacks: Sequence[RankStack]) -> list[Event]:
+def events_of_folder(statuses: Sequence[LastStatus], stacks: Sequence[RankStack]) -> list[Event]:
     """Make events of what a run folder says beside its logs."""
     found = (_silent_event(statuses, time.time()), _hang_event(stacks))
     return [event for event in found if event is not None]
 
 
-def _silent_event(statuses: Sequence[RankStatus], now: float) -> Event | None:
+def _silent_event(statuses: Sequence[LastStatus], now: float) -> Event | None:
     """Find the ranks that ended without a word, while others said how they ended."""
     newest = max(statuses, key=lambda status: status.sign, default=None)
     if newest is None:
