@@ -19,7 +19,6 @@ from ddp_drills.fault import TWO_HOSTS, Fault
 from ddp_drills.faults import all_faults, find
 from ddp_drills.injections import DEPENDS_ON_PARTS, Board, Injection
 from ddp_drills.injectors import tensors_of
-from ddp_drills.processes import SCRIPT
 from ddp_drills.runner import Drills
 from ddp_drills.two_hosts import why_not
 from hardened_ddp.errors import ConfigError, HardenedError
@@ -28,7 +27,11 @@ from tests.harness.forked_drills import forked_drills
 from tests.harness.marks import slow_after
 from tests.harness.ranks import run_command, run_program
 
-DrillsOf = Callable[[int], Drills]
+Where = int | str
+"""How many ranks; hooks: 2 ranks, whose gradients the hooks of DDP average; late: the same, but
+they learn of a bad gradient one step later, as on GPUs."""
+
+DrillsOf = Callable[[Where], Drills]
 # The others are slow: these show each a way that a run can end.
 QUICK = ("kill-forward", "raise-loss-one", "sigterm-data", "bad-sample-left-out")
 ON_MORE_RANKS = ("kill-sum", "kill-rank-0", "sigterm-evaluation", "raise-backward-some")
@@ -39,95 +42,42 @@ UNDER_HOOKS += ("nan-once", "memory-backward", "unused-parameter")
 LATE = (*UNDER_HOOKS, "kill-forward", "kill-optimizer", "kill-sum", "sigterm-backward")
 LATE += ("raise-loss-one", "raise-optimizer", "nan-repeated", "nan-gradient", "bit-flip")
 LATE += ("stop-forward", "bad-sample", "kill-evaluation", "kill-checkpoint")
-# How many there are of a family, by the first part of the names.
-FAMILIES = {
-    "kill": 9,
-    "segfault": 7,
-    "abort": 7,
-    "stop": 7,
-    "sigterm": 7,
-    "raise": 11,
-    "memory": 5,
-    "worker": 6,
-    "bad": 8,
-    "nan": 3,
-    "hang": 3,
-}
+CASES: list[tuple[str, Where]] = [(name, 2) for name in QUICK]
+CASES += [(fault.name, 2) for fault in all_faults() if fault.name not in QUICK]
+CASES += [(name, 3) for name in ON_MORE_RANKS] + [(name, 4) for name in ON_FOUR_RANKS]
+CASES += [(name, "hooks") for name in UNDER_HOOKS] + [(name, "late") for name in LATE]
 
 
 @pytest.fixture(scope="module")
 def drills_of(tmp_path_factory: pytest.TempPathFactory) -> DrillsOf:
-    """Give the drills by number of ranks: with one undisturbed run for all of them."""
+    """Give the drills by where they run: with one undisturbed run for all of them."""
 
     @cache
-    def drills(num_ranks: int) -> Drills:
-        return forked_drills(tmp_path_factory.mktemp("drills"), num_ranks=num_ranks)
+    def drills(where: Where) -> Drills:
+        folder = tmp_path_factory.mktemp("drills")
+        if isinstance(where, int):
+            return forked_drills(folder, num_ranks=where)
+        model = {"model": "tests.late_looks:mlp"} if where == "late" else {}
+        return forked_drills(folder, flags=["--no_shared_memory"], **model)
 
     return drills
 
 
-@pytest.fixture(scope="module")
-def drills_under_hooks(tmp_path_factory: pytest.TempPathFactory) -> Drills:
-    return forked_drills(tmp_path_factory.mktemp("hooks"), flags=["--no_shared_memory"])
-
-
-@pytest.fixture(scope="module")
-def drills_that_look_late(tmp_path_factory: pytest.TempPathFactory) -> Drills:
-    """Drills on CPU ranks that learn of a bad gradient one step later, as on GPUs."""
-    folder = tmp_path_factory.mktemp("late")
-    return forked_drills(folder, flags=["--no_shared_memory"], model="tests.late_looks:mlp")
-
-
-def check(drills: Drills, fault: Fault) -> None:
-    """Do one drill; show what the command would have said if it fails."""
-    output = io.StringIO()
-    [verdict] = report(drills, [fault], output)
-    assert verdict.passed, f"{output.getvalue()}{drills.output_of(fault)}"
-
-
 @pytest.mark.parametrize(
-    "name",
-    slow_after(len(QUICK), [*QUICK, *(f.name for f in all_faults() if f.name not in QUICK)]),
+    "case",
+    slow_after(len(QUICK), CASES),
+    ids=lambda case: case[0] if case[1] == 2 else f"{case[0]}-{case[1]}",
 )
-def test_a_fault_comes_to_its_verdict(name: str, drills_of: DrillsOf) -> None:
+def test_a_fault_comes_to_its_verdict(case: tuple[str, Where], drills_of: DrillsOf) -> None:
+    name, where = case
     fault = find(name)
     assert fault is not None
     if fault.outside == TWO_HOSTS and (reason := why_not()):
         pytest.skip(reason)
-    check(drills_of(2), fault)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "num_ranks"),
-    [*((name, 3) for name in ON_MORE_RANKS), *((name, 4) for name in ON_FOUR_RANKS)],
-)
-def test_a_fault_comes_to_its_verdict_on_more_ranks(
-    name: str, num_ranks: int, drills_of: DrillsOf
-) -> None:
-    fault = find(name)
-    assert fault is not None
-    check(drills_of(num_ranks), fault)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", UNDER_HOOKS)
-def test_a_fault_comes_to_its_verdict_where_hooks_of_ddp_average(
-    name: str, drills_under_hooks: Drills
-) -> None:
-    fault = find(name)
-    assert fault is not None
-    check(drills_under_hooks, fault)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LATE)
-def test_a_fault_comes_to_its_verdict_where_ranks_learn_of_it_a_step_later(
-    name: str, drills_that_look_late: Drills
-) -> None:
-    fault = find(name)
-    assert fault is not None
-    check(drills_that_look_late, fault)
+    output, drills = io.StringIO(), drills_of(where)
+    [verdict] = report(drills, [fault], output)
+    # what the command would have said
+    assert verdict.passed, f"{output.getvalue()}{drills.output_of(fault)}"
 
 
 @pytest.mark.slow
@@ -187,17 +137,11 @@ def test_weights_that_differ_by_more_than_rounding_are_found(
     assert distance(fault, runs["one wrong gradient"], runs["undisturbed"]) == (True, "")
 
 
-def test_a_drill_outside_of_the_tests_finds_the_script() -> None:
-    assert SCRIPT.is_file()
-
-
 class TestTable:
-    def test_it_has_every_family_with_names_texts_and_verdicts(self) -> None:
+    def test_each_fault_has_a_name_of_its_own_a_text_and_a_verdict(self) -> None:
         faults = all_faults()
         names = [fault.name for fault in faults]
         assert len(set(names)) == len(names) >= 80
-        for first, number in FAMILIES.items():
-            assert sum(name.startswith(f"{first}-") for name in names) == number, first
         assert all(fault.text and fault.verdict for fault in faults)
 
     def test_a_code_that_is_expected_exists(self) -> None:
