@@ -16,8 +16,8 @@ from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.tracker import Tracker
 from hardened_ddp.reporting.goodput import Goodput
-from hardened_ddp.reporting.status_writer import StatusWriter
 from hardened_ddp.reporting.sinks import FileSink, write_text
+from hardened_ddp.reporting.status_writer import StatusWriter
 from hardened_ddp.settings.earlier_run import newest_run, refuse_links
 from hardened_ddp.training.run_folder import RunFolder, create_run_folder, find_place
 from tests.harness.forks import give_up_privileges, run_forked
