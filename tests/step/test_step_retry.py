@@ -81,7 +81,7 @@ def test_a_rank_that_fails_in_the_first_step_keeps_no_other_waiting(
     flags, first = form
     model = [HOOKS, *flags, "--max_steps", "2", "--model", "tests.plugins:FailingOnce"]
     run(tmp_path / "undisturbed", 3, *model).ok()
-    faults = str({"faults": {1: {first: "forward"}}})
+    faults = str({"faults": {1: {first: "raise"}}})
     faulty = run(tmp_path / "faulty", 3, *model, "--model_args", faults).ok()
     assert "retrying step 0: rank 1" in faulty.outputs[0]
     assert last_tensors(tmp_path / "faulty") == last_tensors(tmp_path / "undisturbed")
