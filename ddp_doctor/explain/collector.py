@@ -110,11 +110,6 @@ class Evidence:
         ending = self.endings.get(line.file)
         return self.ends_well or (ending is not None and ending.goes_on_after(line.number))
 
-    def event_of(self, raised: Raised | None) -> Event | None:
-        """Find the event of an exception that came shortly before."""
-        newest = reversed(self.events[-8:])
-        return next((event for event in newest if raised and event.raised is raised), None)
-
     @property
     def world_size(self) -> int | None:
         """The number of ranks, if the log says one."""
@@ -210,7 +205,10 @@ class Collector:
         line.order = self._order
         text = line.text
         if not text or text.lstrip().startswith("frame #"):
-            self._pass_blank(line)
+            stream = line.stream
+            if stream in self._open:
+                self._streams[stream].take(line)
+                self._note_open(stream)
             return
         evidence = self.evidence
         if evidence.exits.take(line):
@@ -222,12 +220,6 @@ class Collector:
         self._note_facts(line)
         evidence.collectives.take(line)
         self._take_text(line, text)
-
-    def _pass_blank(self, line: Line) -> None:
-        stream = line.stream
-        if stream in self._open:
-            self._streams[stream].take(line)
-            self._note_open(stream)
 
     def _take_text(self, line: Line, text: str) -> None:
         stream = line.stream
@@ -281,7 +273,8 @@ class Collector:
         is_killed = raised.name == "CalledProcessError" and match is not None
         if raised.name in _LAUNCHER_TYPES and not is_killed:
             tier, cause = Tier.LAUNCHER, None
-        before = self.evidence.event_of(raised.before)
+        newest = reversed(self.evidence.events[-8:])
+        before = next((e for e in newest if raised.before and e.raised is raised.before), None)
         if before is not None and raised.link == "inner" and before.tier == Tier.EXCEPTION:
             before.is_weak = True  # a quoted traceback says more than the exception that quotes it
         event = Event(

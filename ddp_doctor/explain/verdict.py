@@ -20,7 +20,7 @@ from ddp_doctor.explain.endings import (
     weaken_survived,
     without_restarted,
 )
-from ddp_doctor.explain.events import Blame, Event, Tier
+from ddp_doctor.explain.events import Blame, Cause, Event, Tier
 from ddp_doctor.explain.exits import Exit
 from ddp_doctor.explain.run_folder import HUNG, events_of_folder, newest_stacks
 
@@ -149,26 +149,25 @@ def _exit_events(evidence: Evidence) -> list[Event]:
     events = []
     others_failed = any(e.status not in (0, _FORCED) for e in evidence.exits.exits)
     for ended in evidence.exits.exits:
-        code = _OF_SIGNAL.get(ended.status)
-        if code is None:
-            continue
-        cause = BY_CODE[code]
-        # WHY: srun ends the other tasks with SIGKILL after one of them failed
-        is_srun = "srun: error" in ended.line.text
-        tier = (
-            Tier.TEARDOWN if ended.status == _FORCED and is_srun and others_failed else cause.tier
-        )
-        event = Event(
-            kind="exit",
-            tier=tier,
-            line=ended.line,
-            cause=cause,
-            rank=ended.rank,
-            host=ended.host,
-            fields={"pid": str(ended.pid)} if ended.pid else {},
-        )
-        events.append(event)
+        if code := _OF_SIGNAL.get(ended.status):
+            # WHY: srun ends the other tasks with SIGKILL after one of them failed
+            is_srun = "srun: error" in ended.line.text and ended.status == _FORCED
+            event = _exit_event(ended, BY_CODE[code])
+            event.tier = Tier.TEARDOWN if is_srun and others_failed else event.tier
+            events.append(event)
     return events
+
+
+def _exit_event(ended: Exit, cause: Cause) -> Event:
+    return Event(
+        kind="exit",
+        tier=cause.tier,
+        line=ended.line,
+        cause=cause,
+        rank=ended.rank,
+        host=ended.host,
+        fields={"pid": str(ended.pid)} if ended.pid else {},
+    )
 
 
 def _root(events: Sequence[Event], evidence: Evidence) -> Event | None:
@@ -302,16 +301,7 @@ def silent_ends(events: Sequence[Event], evidence: Evidence) -> list[Event]:
     failed = [ended for ended in table if ended.status > 0]
     silent = [ended for ended in failed if ended.rank not in speakers]
     if len(silent) == 1:
-        [ended] = silent
-        end = Event(
-            kind="exit",
-            tier=Tier.EXCEPTION,
-            line=ended.line,
-            cause=SILENT,
-            rank=ended.rank,
-            host=ended.host,
-        )
-        return [end]
+        return [_exit_event(silent[0], SILENT)]
     is_one_node = evidence.num_nodes == 1 and all(e.rank == e.local for e in table)
     if failed and not silent and is_one_node and len(speakers) == len(lost) == len(table):
         line = min((event.line for event in lost), key=lambda line: line.order)
@@ -392,7 +382,9 @@ def who(
     if root.rank is None and len(alike) == 1:
         return Guilty(alike[0], root.host, CERTAIN, "the message names the rank"), ()
     if root.rank is not None:
-        return Guilty(root.rank, _host(root, evidence), CERTAIN, "its own line says the rank"), ()
+        hosts = [e.host for e in evidence.exits.exits if e.rank == root.rank and e.host]
+        host = root.host or next(iter(hosts), None)
+        return Guilty(root.rank, host, CERTAIN, "its own line says the rank"), ()
     return _by_process(root, evidence), ()
 
 
@@ -417,15 +409,6 @@ def _alike(root: Event, events: Sequence[Event]) -> tuple[int, ...]:
     return tuple(sorted(ranks))
 
 
-def _host(root: Event, evidence: Evidence) -> str | None:
-    if root.host:
-        return root.host
-    for ended in evidence.exits.exits:
-        if ended.rank == root.rank and ended.host:
-            return ended.host
-    return None
-
-
 def _by_process(root: Event, evidence: Evidence) -> Guilty | None:
     """Find the rank through the pid, or through the only process that failed."""
     exits = [ended for ended in evidence.exits.exits if ended.status != 0]
@@ -440,16 +423,10 @@ def _by_process(root: Event, evidence: Evidence) -> Guilty | None:
     if is_killed and len(killed) == 1:
         [ended] = killed.values()
         return Guilty(ended.rank, ended.host, LIKELY, "only this rank was killed")
-    if root.cause is not None and root.cause.accuses == Blame.NOBODY:
-        return Guilty(None, root.host, LIKELY, "its own line says the host") if root.host else None
-    only = _only_failure(exits)
-    if only is not None and root.count == 1 and root.tier == Tier.EXCEPTION:
+    # in torchrun's table, without those that it ended itself
+    own = {e.rank: e for e in exits if e.from_block and (e.is_root or e.status != _TERMINATED)}
+    is_blamed = root.cause is None or root.cause.accuses != Blame.NOBODY
+    if len(own) == 1 and is_blamed and root.count == 1 and root.tier == Tier.EXCEPTION:
+        [only] = own.values()
         return Guilty(only.rank, only.host, LIKELY, "no other process failed")
     return Guilty(None, root.host, LIKELY, "its own line says the host") if root.host else None
-
-
-def _only_failure(exits: Sequence[Exit]) -> Exit | None:
-    """Give the process that failed, if torchrun's table has one only that it did not end itself."""
-    own = [ended for ended in exits if ended.from_block and (ended.is_root or ended.status != -15)]
-    named = {ended.rank: ended for ended in own}
-    return next(iter(named.values())) if len(named) == 1 else None

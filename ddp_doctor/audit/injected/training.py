@@ -22,6 +22,8 @@ BY_HAND_AT = (3, 6, 12, 24, 48, 96)
 """Numbers of backwards after which weights are looked at that no torch optimizer moves."""
 
 MAX_FACTORS = 8
+_SHARDING = ("deepspeed", "megatron.core", "colossalai")
+"""Libraries that give each rank other parts of the model."""
 
 MAX_NODES = 40
 MEAN, SUM, UNKNOWN = "mean", "sum", "unknown"
@@ -145,7 +147,8 @@ class Training:
             made=[self._replicas.made_at.get(id(p), "") for p in parameters],
             in_ddp=[int(id(p) in averaged) for p in parameters],
             trainable=[int(p.requires_grad) for p in parameters],
-            is_sharded=any(is_sharded(p) for p in parameters) or is_engine_loaded(),
+            is_sharded=any(is_sharded(p) for p in parameters)
+            or any(n in sys.modules for n in _SHARDING),
             first=known.first,
         )
 
@@ -436,11 +439,6 @@ def is_sharded(parameter: Foreign) -> bool:
     return type(parameter).__name__ in ("DTensor", "FlatParameter") or any(
         base.__name__ == "DTensor" for base in type(parameter).__mro__
     )
-
-
-def is_engine_loaded() -> bool:
-    """Whether a library that gives each rank other parts of the model is in use."""
-    return any(name in sys.modules for name in ("deepspeed", "megatron.core", "colossalai"))
 
 
 def is_compiling() -> bool:
