@@ -2,7 +2,6 @@
 
 Owns its output and its exit status: 0 healthy, 1 mistakes found, 2 could not observe.
 Puts the verdicts together: each cause once, and what follows from another one as advice only.
-Does not own: what a mistake is (source_rules.py and the judges).
 """
 
 import sys

@@ -44,11 +44,9 @@ _DEFAULT_GROUP = re.compile(r"default_pg|GUID 0\b|^PG 0\b|^PG \(0\)|^$")
 _NO_SEQ = -1
 _MOST_APART = 100
 _MOST_PLACES, _MOST_NAMED = 4, 16
-
 _RANK = re.compile(r"(\d+)$")
 PICKLE = b"\x80"
 MAX_BYTES = 256 * 1024 * 1024
-_DONE = "completed"
 
 
 @dataclass(slots=True)
@@ -341,7 +339,7 @@ def _is_done(entry: Mapping[str, Any], dump: Mapping[str, Any]) -> bool:
         status = (dump.get("pg_status") or {}).get(str(group[0])) or {}
         last = status.get("last_completed_collective", -1)
         return bool(entry.get("retired")) or int(entry["collective_seq_id"]) <= last
-    return entry.get("state") == _DONE
+    return entry.get("state") == "completed"
 
 
 def rank_of(dump: Mapping[str, Any], name: str) -> int | None:

@@ -38,17 +38,14 @@ _RETRIED = re.compile(r"\b[Rr]etry(?:ing)?\b|\bWARNING\b")
 _WARNS = re.compile(r"\[W\d{0,4} [^\]]*\.cpp:\d+\]")
 _SPAWNED = re.compile(r"-- Process (?P<rank>\d+) terminated with the following error")
 _BOX = ("\u2502", "\u2503", "\u256d", "\u2570")
-_LAUNCHER_TYPES = {
-    "ChildFailedError",
-    "CalledProcessError",
-    "ProcessRaisedException",
-    "ProcessExitedException",
-}
+_LAUNCHER_TYPES = (
+    *("ChildFailedError", "CalledProcessError"),
+    *("ProcessRaisedException", "ProcessExitedException"),
+)
 _MAX_EVENTS = 4000
 _MAX_STREAMS = 4096
 _MAX_IDLE_LINES = 4096
 """Lines of others within which an open traceback goes on; more ranks than that do not alternate."""
-
 
 _WORLD = (
     re.compile(r"world[_ ]size[\"']?[ =:]+(?P<size>\d+)", re.IGNORECASE),

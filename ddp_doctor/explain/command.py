@@ -20,23 +20,10 @@ from ddp_doctor.explain.events import Tier
 from ddp_doctor.explain.lines import habits_of, stack_of_error_file
 from ddp_doctor.explain.matching import Matcher
 from ddp_doctor.explain.reader import Search, decoder_of, read_lines, read_sample
-from ddp_doctor.explain.report import (
-    Answer,
-    Commands,
-    as_json,
-    as_text,
-    describe,
-    list_of,
-)
+from ddp_doctor.explain.report import Answer, Commands, as_json, as_text, describe, list_of
 from ddp_doctor.explain.run_folder import read_stack, read_status
 from ddp_doctor.explain.run_story import ENDED_WELL, tell
-from ddp_doctor.explain.sources import (
-    Source,
-    are_alike,
-    find_sources,
-    is_run_folder,
-    jobs_of,
-)
+from ddp_doctor.explain.sources import Source, are_alike, find_sources, is_run_folder, jobs_of
 from ddp_doctor.explain.verdict import Verdict, judge
 from ddp_doctor.terminal import UnreadableLogError, UsageError
 

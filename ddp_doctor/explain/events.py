@@ -1,7 +1,6 @@
 """What a log says, as data: lines, exceptions, and events with the tier that they belong to.
 
 Owns the types that the reader fills in and the verdict reads.
-Does not own: recognising them (lines.py, tracebacks.py, collector.py), choosing one (verdict.py).
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns the prefixes of launchers, schedulers, containers and log libraries, and lines that are JSON.
 A prefix that may be something else (`3: ` of srun --label) counts only if most of the file has it.
-Does not own: reading files (reader.py), the ranks that messages name (catalogue/).
 """
 
 import json

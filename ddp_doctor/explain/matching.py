@@ -19,7 +19,6 @@ _WORDS = (
     *(b"SIG", b"ignal ", b"exitcode", b"exit code"),
 )
 _LITERAL_ESCAPES = set(".()[]{}|*+?^$\\/-'\"#& ")
-_SHORTEST = 4
 _SAME_DIGITS = str.maketrans("0123456789", "0" * 10)
 _LONGEST_FORM = 1000
 _MAX_FORMS = 20_000
@@ -91,7 +90,7 @@ def literal_of(phrase: str) -> str:
     Raises ValueError if it is too short to be looked for.
     """
     longest = max(_literals(phrase), key=len, default="")
-    if len(longest) < _SHORTEST:
+    if len(longest) < 4:
         raise ValueError(f"no literal text in the phrase {phrase!r}")
     return longest
 

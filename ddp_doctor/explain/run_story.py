@@ -2,7 +2,6 @@
 
 Owns reading attempts.jsonl, failures.jsonl and summary.json, and keeping the newest failure apart
 from what earlier and later attempts left in the same files.
-Does not own: why the newest one failed (verdict.py), the files' format (reporting/goodput.py).
 What goes wrong here: clocks. Logs have the local time of their host, attempts.jsonl has UTC.
 """
 

@@ -2,7 +2,6 @@
 
 Owns how a path becomes files: a file, a folder of logs, `-` for standard input, or .gz; and which
 files of a folder surely belong to different jobs.
-Does not own: reading lines (reader.py), what a run folder of ours says (run_folder.py).
 """
 
 import gzip

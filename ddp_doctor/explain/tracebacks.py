@@ -3,7 +3,6 @@
 Owns plain tracebacks, those of rich in its boxes, quoted ones (of a DataLoader worker, of spawn),
 and chains. Lines of other ranks may stand between: each stream has an assembler of its own; if
 unlabelled tracebacks are mixed, each last line still gives one exception.
-Does not own: what an exception means (catalogue/), whose stream a line is (lines.py).
 """
 
 import re

@@ -51,7 +51,7 @@ MAX_FUNCTION_LINES, MAX_PARAMETERS = 60, 6
 # needs more takes it from what docs/PROMISES.md does not name.
 BUDGETS = {
     "ddp_training.py": 450,
-    "ddp_doctor/*": 11_600,
+    "ddp_doctor/*": 11_500,
     "ddp_runs/*": 2_960,
     "hardened_ddp/*": 34_000,
     "hardened_ddp/gradients/*": 895,

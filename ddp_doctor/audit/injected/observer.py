@@ -16,18 +16,11 @@ from ddp_doctor.audit.injected.collectives import Collectives
 from ddp_doctor.audit.injected.files import Files
 from ddp_doctor.audit.injected.loaders import Loaders
 from ddp_doctor.audit.injected.randomness import Randomness
-from ddp_doctor.audit.injected.recorder import (
-    Foreign,
-    Recorder,
-    is_library,
-    user_line,
-)
+from ddp_doctor.audit.injected.recorder import Foreign, Recorder, is_library, user_line
 from ddp_doctor.audit.injected.replicas import Replicas
 from ddp_doctor.audit.injected.training import Clipping, Training
 
 PATIENCE_VARIABLE = "HARDENED_DDP_AUDIT_PATIENCE"
-
-
 Patch = Callable[[Foreign], None]
 
 

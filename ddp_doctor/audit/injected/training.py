@@ -27,17 +27,14 @@ _SHARDING = ("deepspeed", "megatron.core", "colossalai")
 
 MAX_NODES = 40
 MEAN, SUM, UNKNOWN = "mean", "sum", "unknown"
-
 _PASSES_ON = tuple(
     f"{name}Backward"
     for name in ("Clone", "View", "Alias", "ToCopy", "Squeeze", "Unsqueeze", "Expand", "Detach")
 )
 _REDUCES = ("LossBackward", "CrossEntropyWithLogits", "BinaryCrossEntropy", "KlDiv")
 MAX_RECORDS = 40
-
 NUM_PROBES, NUM_VALUES = 3, 8
 MAX_EVERY = 256
-
 SAMPLING_SHARE = 0.03
 """Of the time of a step: more than that, and fewer steps are sampled."""
 
