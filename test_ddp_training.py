@@ -73,6 +73,11 @@ TYPED_WITH_OTHER_FLAGS = {
     "torchrun --nproc_per_node=2 ddp_training.py --find_unused_parameters --num_workers 0"
     " --batch_size 8 --continue_on_error": LEARNED,
     "python ddp_training.py --cpu_only --batch_size 8 --epochs 2": 0.9,
+    # of the tutorial
+    "torchrun --nproc_per_node=2 ddp_training.py --batch_size 16 --epochs 5"
+    " --no_shared_memory": LEARNED,
+    "torchrun --standalone --nproc_per_node=2 ddp_training.py --run_name counted --epochs 2"
+    " --ledger --no_shared_memory": 0.75,
 }
 
 
