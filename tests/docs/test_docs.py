@@ -98,7 +98,7 @@ FOR_REAL |= {line for line in commands_of(README) if " audit " in line}
 # Commands that end with another status than 0, because the text says so.
 STATUSES = {
     'grep -h "DDP-" runs/first/logs/*.log | grep -v "DDP-G04"': 1,  # a good run has none
-    "torchrun --nproc_per_node=2 ddp_training.py --cpu_only --max_steps 5"
+    "torchrun --nproc_per_node=2 ddp_training.py --cpu_only --no_shared_memory --max_steps 5"
     " --model forgetful:Forgetful --find_unused_parameters off": 1,
 }
 TEST_OF_OTHER_RANKS = "test_any_number_of_ranks_goes_on_with_the_same_samples_in_each_step"
