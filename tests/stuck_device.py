@@ -167,13 +167,13 @@ def submit(self: CheckpointWriter, *arguments: Any, **named: Any) -> bool:
     return is_begun
 
 
-def write_stream(self: CheckpointStore, *arguments: Any, **named: Any) -> Any:
+def write_from(self: CheckpointStore, *arguments: Any, **named: Any) -> Any:
     _is_writing.set()
-    return _write_stream(self, *arguments, **named)
+    return _write_from(self, *arguments, **named)
 
 
 _is_writing, _has_updated = threading.Event(), threading.Event()
-_submit, _write_stream = CheckpointWriter.submit, CheckpointStore.write_stream
+_submit, _write_from = CheckpointWriter.submit, CheckpointStore.write_from
 
 
 class Net(nn.Module):
@@ -222,5 +222,5 @@ async_device.Flag = QueuedFlag  # type: ignore[misc]
 Buckets._send = send  # type: ignore[method-assign]
 Stepper._compute_gradient = compute_gradient  # type: ignore[method-assign]
 CheckpointWriter.submit = submit  # type: ignore[method-assign]
-CheckpointStore.write_stream = write_stream  # type: ignore[method-assign]
+CheckpointStore.write_from = write_from  # type: ignore[method-assign]
 torch.optim.AdamW.step = do_step  # type: ignore[method-assign, assignment]
