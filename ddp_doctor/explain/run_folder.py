@@ -18,7 +18,6 @@ from ddp_doctor.explain.catalogue import BY_CODE
 from ddp_doctor.explain.events import Event, Frame, Line, Tier
 
 SILENT, HUNG = "killed-outside", "DDP-G05"
-_SILENT_AFTER_S = 30.0  # where a status does not say it itself
 _SAME_START_S = 600.0
 _THREAD = re.compile(r"(?:Current t|T)hread (?P<id>0x[0-9a-f]+)")
 _FRAME = re.compile(r'\s+File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)')
@@ -53,8 +52,7 @@ class LastStatus:
         """Whether its process is gone, or it gave no sign of life for long."""
         process = self.entry.get("process")
         gone = _is_gone(process) if isinstance(process, dict) else None
-        limit_s = self.entry.get("silent_after_s")
-        limit_s = limit_s if isinstance(limit_s, float) else _SILENT_AFTER_S
+        limit_s = float(self.entry.get("silent_after_s", 30.0))  # older runs do not say it
         return gone if gone is not None else now - self.sign > limit_s
 
 
@@ -79,7 +77,7 @@ def read_status(text: str, name: str) -> LastStatus | None:
         entry: Any = json.loads(text)  # Any: whatever the file has
         rank = int(entry["rank"])
         line = Line(file=name, number=1, text="", raw=_as_text(entry), rank=rank)
-        float(entry["now"])
+        float(entry["now"]), float(entry.get("silent_after_s", 0.0))
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return LastStatus(rank, line, entry)
