@@ -1,8 +1,8 @@
 """The model of memory.py: many layers of one size, and each rank's peak of memory at its end."""
 
-import atexit
 import json
 import os
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import torch
@@ -33,7 +33,9 @@ class Layers(nn.Module):
 def build(num_classes: int, input_shape: tuple[int, ...], num_parameters: int) -> nn.Module:
     """Build the model, for --model; $MEMORY_FILE is where the peak goes, with the rank behind."""
     if "MEMORY_FILE" in os.environ:
-        atexit.register(_write, Path(f"{os.environ['MEMORY_FILE']}.{os.environ['RANK']}"))
+        file = Path(f"{os.environ['MEMORY_FILE']}.{os.environ['RANK']}")
+        # WHY not atexit: ranks that multiprocessing started end without that
+        Finalize(None, _write, args=(file,), exitpriority=0)
     return Layers(torch.Size(input_shape).numel(), num_classes, num_parameters)
 
 

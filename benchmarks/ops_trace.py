@@ -12,7 +12,6 @@ Does not own: the bars (step_ops.py). What it can't see: copies from memory that
 kernels; one operation may be several.
 """
 
-import atexit
 import contextlib
 import functools
 import json
@@ -21,6 +20,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +144,8 @@ class StepTrace:
         self._trace, self._bare, self._file = trace, bare, file
         self._found: list[dict[str, Any]] = []
         self._kind = START
-        atexit.register(self.write)
+        # WHY not atexit: ranks that multiprocessing started end without that
+        Finalize(None, self.write, exitpriority=0)
 
     def begin(self, kind: str) -> None:
         """Begin a part of the run of this kind; what was counted before belongs to the last one."""

@@ -162,7 +162,7 @@ MUTATIONS = [
         "    value = mix(seed, index)\n",
         f"{LOADER} {DATASETS}",
     ),
-    Mutation("ranks/process.py", " or fields[_START_FIELD] != started", "", f"{LOCK} {FILES}"),
+    Mutation("ranks/process.py", " or fields[START_FIELD] != started", "", f"{LOCK} {FILES}"),
     Mutation(
         "ranks/launchers_env.py",
         'env.get("MASTER_ADDR", hosts[0])',

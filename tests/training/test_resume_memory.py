@@ -62,10 +62,10 @@ def test_a_state_goes_over_nccl_where_there_is_one(
     monkeypatch.setattr(state, "restore_state", nothing)
     parts: Any = SimpleNamespace(
         group=SimpleNamespace(device=gpu, backend=backend),
+        gradients=SimpleNamespace(local=SimpleNamespace(by_name={})),
         optimizer=torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))]),
         replica=SimpleNamespace(
             module=SimpleNamespace(load_state_dict=nothing),
-            trainable=(),
             attributes=SimpleNamespace(load=nothing),
         ),
         precision=SimpleNamespace(scaler=None),
