@@ -11,10 +11,11 @@ from hardened_ddp.errors import CheckpointError, PeerLostError
 from hardened_ddp.reporting.summary import finished_at, write_summary
 from hardened_ddp.training.survivor_save import read_failures
 from tests.harness.marks import slow_after
-from tests.harness.processes import kill
+from tests.harness.processes import ROOT, kill
 from tests.harness.ranks import (
     Running,
     held_port,
+    run_command,
     run_program,
     start_program,
     start_training,
@@ -79,12 +80,12 @@ def check_progress(output_dir: Path) -> None:
 def test_a_restart_goes_on_in_its_run_whatever_resume_said(tmp_path: Path) -> None:
     argv = [*POINTS, "--model", "tests.plugins:dying", "--model_args", "{forward_number: 8}"]
     argv += ["--resume", "never", "--output_dir", tmp_path]
-    env = {"TORCHELASTIC_RUN_ID": "job"}
-    train(argv, 2, env=env)
+    # WHY a real torchrun: its agent, by which a restart finds its run, is its ranks' parent
+    torchrun = ["torchrun", "--standalone", "--nproc_per_node=2", "--max_restarts=1"]
+    finished = run_command([*torchrun, ROOT / "ddp_training.py", *argv], timeout_s=120)
     run = only_run(tmp_path)
-    finished = train(argv, 2, env={**env, "TORCHELASTIC_RESTART_COUNT": "1"})
     assert f"resuming {run}" in finished.output
-    assert only_run(tmp_path) == run
+    assert len(read_failures(run)) == 2
 
 
 @pytest.mark.slow
