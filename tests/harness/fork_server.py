@@ -144,6 +144,11 @@ def keep(channel: socket.socket, folder: Path, rank: int) -> NoReturn:
             used = resource.getrusage(resource.RUSAGE_CHILDREN)
             told = {"status": process.exitcode, "cpu_s": used.ru_utime + used.ru_stime}
             channel.send(json.dumps(told).encode())
+            # What the rank left behind has this process for a parent now: let nobody stay a zombie.
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
             channel.recv(1)
     kill_descendants(os.getpid())
     os._exit(0)
