@@ -205,7 +205,6 @@ def test_a_slow_start_and_a_slow_evaluation_are_no_hangs(tmp_path: Path) -> None
     assert finished.outputs[0].count("test accuracy") >= 2
 
 
-@pytest.mark.slow
 def test_a_slow_rank_is_named_with_its_split_of_the_step_time(tmp_path: Path) -> None:
     argv = [*PLAIN, "--model", "tests.plugins:Straggling", "--epochs", "900"]
     with start_training([*argv, "--output_dir", tmp_path], 3) as running:
