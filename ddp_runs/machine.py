@@ -72,9 +72,7 @@ def check_open_files(limits: tuple[int, int] | None = None) -> Check:
     shown = [str(limit) if limit != unlimited else "unlimited" for limit in (soft, hard)]
     detail = f"{shown[0]}, can be raised to {shown[1]}"
     if hard != unlimited and hard < 4096:
-        advice = (
-            "in docker --ulimit nofile=65536; on a cluster ask its admin; else: ulimit -n 65536"
-        )
+        advice = "docker: --ulimit nofile=65536; a cluster: ask its admin; else ulimit -n 65536"
         return Check("open files", "FAIL" if hard < 256 else "warn", detail, advice)
     return Check("open files", "ok", detail)
 

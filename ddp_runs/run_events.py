@@ -1,7 +1,7 @@
 """What happened to a run: the warnings and errors in RUN/logs/rank-N.log.
 
 Owns what kind of event a line is: a retry, a rollback, a hang, a stop. The kind follows from the
-module that logged it, so a new message needs no change here. Why a run failed is explain's.
+module that logged it, so a new message needs no change here. Why a run failed is told by explain.
 """
 
 import re
@@ -38,6 +38,7 @@ _KINDS = (
     ("hardened_ddp.guard.hang", "hang"),
     ("hardened_ddp.guard", "stop"),
     ("hardened_ddp.data", "data"),
+    ("hardened_ddp.streams", "data"),
     ("hardened_ddp.checkpoint", "checkpoint"),
     ("hardened_ddp.training.state", "checkpoint"),
     ("hardened_ddp.training.run_folder", "checkpoint"),

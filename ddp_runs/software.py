@@ -18,6 +18,7 @@ NEWEST_TRIED_TORCH = (2, 13)
 _DRIVER = Path("/proc/driver/nvidia/version")
 _DEVICES = Path("/dev")
 _LEAST_FREE_SHARE = 0.5
+_INSTALL = pip_command("requirements.txt")
 # Without these nothing runs; each of the others is for one feature.
 _NEEDED = ("numpy", "pyyaml", "safetensors", "psutil")
 _FEATURES = {
@@ -45,7 +46,7 @@ def check_torch() -> Check:
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: one of its libraries is missing
-        return Check("torch", "FAIL", f"can't be imported: {error}", _install())
+        return Check("torch", "FAIL", f"can't be imported: {error}", _INSTALL)
     return judge_torch(torch.__version__)
 
 
@@ -54,9 +55,9 @@ def judge_torch(version: str) -> Check:
     found = re.match(r"(\d+)\.(\d+)", version)
     number = (int(found[1]), int(found[2])) if found else (0, 0)
     if number < OLDEST_TORCH:
-        return Check("torch", "FAIL", f"{version} is older than 2.11", _install())
+        return Check("torch", "FAIL", f"{version} is older than 2.11", _INSTALL)
     if number > NEWEST_TRIED_TORCH:
-        advice = f"this version is not tested: if it fails: {_install()}"
+        advice = f"this version is not tested: if it fails: {_INSTALL}"
         return Check("torch", "warn", version, advice)
     return Check("torch", "ok", version)
 
@@ -68,7 +69,7 @@ def check_torchvision() -> Check:
     try:
         from hardened_ddp.data.foreign_code import WITHOUT_OPERATORS, import_torchvision
     except (ImportError, OSError) as error:
-        return Check(name, "warn", f"can't be imported: {error}", _install())
+        return Check(name, "warn", f"can't be imported: {error}", _INSTALL)
     try:
         version = import_torchvision().__version__
     except DataError as error:
@@ -86,10 +87,10 @@ def check_packages() -> Check:
     detail = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
     missing = [name for name, version in versions.items() if version is None]
     if set(missing) & set(_NEEDED):
-        return Check("packages", "FAIL", detail, _install())
+        return Check("packages", "FAIL", detail, _INSTALL)
     if missing:
         without = ", ".join(f"{name}: {_FEATURES[name]}" for name in missing)
-        return Check("packages", "warn", detail, f"for {without}: {_install()}")
+        return Check("packages", "warn", detail, f"for {without}: {_INSTALL}")
     return Check("packages", "ok", detail)
 
 
@@ -171,10 +172,6 @@ def is_cpu_build() -> bool:
     except (ImportError, OSError):
         return False
     return torch.version.cuda is None
-
-
-def _install() -> str:
-    return pip_command("requirements.txt")
 
 
 def _has_compiled_operators() -> bool:

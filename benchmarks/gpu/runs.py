@@ -20,7 +20,8 @@ from benchmarks.gpu.row import MISS, OPEN, PASS, ROOT, TIMED_OUT, Done, Row, end
 DRILLS = ("memory-forward", "memory-backward", "memory-optimizer", "nan-once", "nan-repeated")
 DRILLS += ("kill-backward", "stop-backward")
 DRY_DRILLS = ("nan-once",)
-_TESTED = re.compile(r"^tests/test_gpu\.py::(.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
+_TESTS = "tests/step/test_gpu.py"
+_TESTED = re.compile(rf"^{_TESTS}::(.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
 _VERDICTS = {"PASSED": PASS, "SKIPPED": OPEN}
 _SCRIPT = ROOT / "ddp_training.py"
 _STATES_GB = (1, 10)
@@ -44,9 +45,9 @@ def first_tests(*, dry: bool, ends_at: float) -> Iterator[Row]:
     if dry:
         return
     if find_spec("pytest") is None:
-        yield Row("tests/step/test_gpu.py", "pytest is not installed (requirements-dev.txt)", OPEN)
+        yield Row(_TESTS, "pytest is not installed (requirements-dev.txt)", OPEN)
         return
-    command = ["python", "-m", "pytest", "-v", "-rA", "tests/step/test_gpu.py"]
+    command = ["python", "-m", "pytest", "-v", "-rA", _TESTS]
     # WHY: the ranks are forked from a process that has torch, which must not start the driver
     env = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "PYTEST_ADDOPTS": "", "PYTHONUNBUFFERED": "1"}
     done = run(command, limit_s=_left(ends_at), env=env)
@@ -55,7 +56,7 @@ def first_tests(*, dry: bool, ends_at: float) -> Iterator[Row]:
     for name, word in found.items():
         yield Row(name, "" if word == "PASSED" else word.lower(), _VERDICTS.get(word, MISS))
     if not found or set(found.values()) != {"PASSED"} or done.status:
-        yield _verdict("tests/step/test_gpu.py", done)
+        yield _verdict(_TESTS, done)
 
 
 def faults(*, dry: bool, ends_at: float) -> Iterator[Row]:

@@ -67,6 +67,21 @@ def test_the_driver_knows_the_sizes_of_the_works() -> None:
     assert num_parameters == pytest.approx(124e6, rel=0.01)
 
 
+def test_each_test_that_pytest_names_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def say(command: Sequence[str], **_: object) -> row.Done:
+        name = command[-1]
+        said = f"{name}::test_a PASSED [ 50%]\n{name}::test_b[x y] FAILED [100%]\n"
+        return row.Done(1, said) if "pytest" in command else row.Done(0, "PASS\ta check\t1\n")
+
+    monkeypatch.setattr(runs, "run", say)
+    _, *found, whole = runs.first_tests(dry=False, ends_at=0.0)
+    assert [(one.what, one.verdict) for one in found] == [
+        ("test_a", row.PASS),
+        ("test_b[x y]", row.MISS),
+    ]
+    assert (whole.what, whole.verdict) == ("tests/step/test_gpu.py", row.MISS)
+
+
 def test_a_command_that_hangs_is_killed_with_its_children() -> None:
     done = row.run(["bash", "-c", "echo begun; sleep 1000 & wait"], limit_s=1.0)
     assert done.status == row.TIMED_OUT

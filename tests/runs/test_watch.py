@@ -406,11 +406,14 @@ def test_what_ranks_log_becomes_events_with_their_kind_and_step() -> None:
         line.format(4, "ERROR", "hardened_ddp", "[DDP-R01] lost"),
         line.format(4, "ERROR", "hardened_ddp", "why: python ddp_training.py explain runs/first"),
         line.format(5, "WARNING", "hardened_ddp.guard.hang", "rank 2 is slow: 41.3 ms of work"),
+        line.format(6, "WARNING", "hardened_ddp.streams.views", "shard 3 ends early: OSError"),
+        line.format(7, "WARNING", "hardened_ddp.data.batches.fetch", "sample 5 was skipped"),
     ]
     found = merged(event for rank in (0, 1) for event in events_of("\n".join(said), rank=rank))
     kinds = [(event.kind, event.step) for event in found]
-    assert kinds == [("retry", 18), ("stop", 20), ("error", None), ("slow", None)]
-    assert [event.ranks for event in found] == [(0, 1)] * 4
+    assert kinds[:4] == [("retry", 18), ("stop", 20), ("error", None), ("slow", None)]
+    assert kinds[4:] == [("data", None)] * 2
+    assert {event.ranks for event in found} == {(0, 1)}
     assert found[0].text == retry
 
 
