@@ -52,7 +52,7 @@ class Buckets:
         self._under_way: list[list[torch.Tensor]] = []
         self._buffers: list[torch.Tensor] = []
         self._futures: list[Work] = []
-        self._counts = counts
+        self._sums_count = counts
         self._count: float | torch.Tensor = 0.0
         self._total = torch.zeros((), dtype=torch.float64, device=group.device)
         self._total_work: dist.Work | None = None
@@ -86,7 +86,7 @@ class Buckets:
             return False
         self._group.tracker.enter(Phase.ALL_REDUCE)
         remaining = self._layout[len(self._under_way) :]
-        is_beside = self._counts and not self._under_way
+        is_beside = self._sums_count and not self._under_way
         if remaining and is_beside and not self._rides(remaining[0][0].dtype):
             dist.all_reduce(torch.full_like(self._total, math.nan))
         for number, parameters in enumerate(remaining, start=len(self._under_way)):
@@ -187,7 +187,7 @@ class Buckets:
 
     def _size(self, number: int, parameters: Sequence[torch.Tensor]) -> int:
         """Return how many values are sent for a bucket: the count goes behind the first one's."""
-        rides = self._counts and number == 0 and self._rides(parameters[0].dtype)
+        rides = self._sums_count and number == 0 and self._rides(parameters[0].dtype)
         return sum(parameter.numel() for parameter in parameters) + rides
 
     def _rides(self, dtype: torch.dtype) -> bool:
@@ -207,7 +207,7 @@ class Buckets:
         buffer = bucket.buffer()
         self._buffers.append(buffer)
         sent = buffer if self._sent_as is None else buffer.to(self._sent_as)
-        if self._counts and len(self._buffers) == 1:
+        if self._sums_count and len(self._buffers) == 1:
             return self._send_with_count(buffer, sent)
         future = dist.all_reduce(sent, async_op=True).get_future()  # collective
         done: Work

@@ -46,7 +46,7 @@ class ByDdp:
         self._ddp: DistributedDataParallel | None = ddp
         self._group = group
         self._buckets = buckets
-        self._counts = counts
+        self._sums_count = counts
         self._finds_unused = ddp.find_unused_parameters
         self._is_within = False
 
@@ -89,7 +89,7 @@ class ByDdp:
             return self._sum_local(mine)  # collective
         buckets = self._buckets
         if buckets is None:
-            count = self._sum_count(mine.count) if self._counts else 0.0  # collective
+            count = self._sum_count(mine.count) if self._sums_count else 0.0  # collective
             return Sums(num_samples=window.size, count=count)
         if on_device and not buckets.are_old:
             return self._sums_on_device(buckets, mine, window)
@@ -99,7 +99,7 @@ class ByDdp:
             return None
         if buckets.are_old:
             buckets.renew()  # collective
-        count = float(buckets.total()) if self._counts else 0.0
+        count = float(buckets.total()) if self._sums_count else 0.0
         return Sums(num_samples=window.size, count=count, are_finite=are_finite)
 
     def allow_unused(self) -> None:
@@ -140,7 +140,7 @@ class ByDdp:
             buckets.disarm()
             is_bad = torch.ones((), device=self._group.device)
             return Sums(num_samples=window.size, is_bad=is_bad)
-        count = buckets.total() if self._counts else 0.0
+        count = buckets.total() if self._sums_count else 0.0
         return Sums(num_samples=window.size, count=count, is_bad=buckets.are_bad())
 
     def _sum_local(self, mine: Marks) -> Sums | None:
