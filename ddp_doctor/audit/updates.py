@@ -1,7 +1,7 @@
 """Judges the optimizer's steps: zeroed gradients, their scale, clipping, parameters that stay put.
 
-The ranks agree on these, so one rank tells; but clipping before the all-reduce shows only between
-ranks.
+The ranks agree on these, so the records of one rank are enough; but clipping before the all-reduce
+shows only between ranks.
 """
 
 import ast

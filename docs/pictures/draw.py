@@ -226,8 +226,8 @@ def lost_at_a_fault() -> str:
 
 
 def products() -> str:
-    """Draw the three products, what each reads, and who starts them."""
-    picture = Picture(760, 326, "The three products")
+    """Draw the three products and the drills, what each reads, and who starts them."""
+    picture = Picture(760, 402, "The three products and the drills")
     picture.box(
         (20, 20), (720, 44), "ddp_training.py: the run as one page; hands the others their command"
     )
@@ -235,29 +235,31 @@ def products() -> str:
         (
             "hardened_ddp",
             BLUE,
-            ("trains: settings, ranks, reporting,", "data, task, model, checkpoint,"),
+            ("trains: settings, ranks, reporting,", "data, streams, task, model,"),
         ),
         (RUN_TOOLS, GREEN, ("looks at runs: doctor, watch,", "report, verify-ledger")),
         ("ddp_doctor", ORANGE, ("helps any DDP program:", "explain a log, audit a run")),
     )
     more = (
-        ("guard, step, training, export;", "imports torch"),
+        ("gradients, checkpoint, guard, step,", "preflight, training, export;", "imports torch"),
         ("imports the layers that own", "the files of a run"),
         ("imports nothing of the others;", "works as one folder, alone"),
     )
     for column, (title, color, lines) in enumerate(columns):
         x = 20 + column * 245
         picture.arrow((x + 115, 64), (x + 115, 92))
-        picture.box((x, 94), (230, 130), color=color)
+        picture.box((x, 94), (230, 150), color=color)
         picture.text((x + 115, 116), title, anchor="middle", bold=True)
         for row, line in enumerate((*lines, *more[column])):
             picture.text((x + 115, 142 + row * 21), line, anchor="middle")
-    picture.box((20, 262), (475, 44), "run folder: checkpoints, status, metrics, ledger, logs")
-    picture.box((510, 262), (230, 44), "logs and records of any program")
-    picture.arrow((135, 224), (135, 260))
-    picture.arrow((380, 260), (380, 226))
-    picture.arrow((460, 260), (540, 226))
-    picture.arrow((625, 260), (625, 226))
+    picture.box((20, 282), (475, 44), "run folder: checkpoints, status, metrics, ledger, logs")
+    picture.box((510, 282), (230, 44), "logs and records of any program")
+    picture.arrow((135, 244), (135, 280))
+    picture.arrow((380, 280), (380, 246))
+    picture.arrow((460, 280), (540, 246))
+    picture.arrow((625, 280), (625, 246))
+    drills = "ddp_drills: trains with faults from outside, and compares with an undisturbed run"
+    picture.box((20, 346), (720, 44), drills, RED)
     return picture.svg()
 
 

@@ -4,8 +4,8 @@ Owns: manifest.json and its own digest, so that every change of a byte is detect
 step-000000123, discarded-step-... and best.json, and the choice of what to drop; the check of one
 folder before anything in it is used: type, owner, mode, manifest, size and sha256. Its result is
 Found, or Rejected with the reason. From that: the newest checkpoint that is valid, the one that a
-user's path means, and its tensors. Also probe_folder, which shows at the start of a run, and not
-after an hour, that its folder can't be written.
+user's path means, and its tensors. Also probe_folder: that a folder can't be written is found at
+the start of a run, not at the first save.
 Does not own: writing and removing (store.py).
 What goes wrong here: the newest checkpoint can be broken. Then it is returned with the reason, and
 the next older one is used; the caller decides whether to continue from that one. A manifest may

@@ -1,8 +1,8 @@
 """The checkpoints of one run: complete or absent, and written while training continues.
 
 Owns: CheckpointStore, which writes and removes the folders step-000000123 of a run;
-CheckpointWriter, its thread (one, one checkpoint in flight), the rule when live tensors are copied,
-and the copies from a GPU.
+CheckpointWriter, its thread (one, one checkpoint in flight), the rule for when live tensors are
+copied, and the copies from a GPU.
 Does not own: the bytes (tensors.py), what a valid folder is (folder.py), what the tensors mean and
 when a checkpoint is due (training/). It has no lock: whoever writes holds the run's lock.
 What goes wrong here: a crash between any two calls, and a full disk. So everything is written under

@@ -7,7 +7,8 @@ for such copies, and write_tensors.
 The format, from https://github.com/huggingface/safetensors#format: 8 bytes, the length of the
 header, little-endian; the header, JSON, {name: {dtype, shape, data_offsets: [begin, end]}}, padded
 with spaces; then the bytes of the tensors, little-endian, row-major, without holes. No code in it.
-Does not own: threads and streams of a GPU (store.py), hashes (folder.py).
+Does not own: threads and streams of a GPU (store.py), hashing (disk.py), checking the hash
+(folder.py).
 What goes wrong here: reading a tensor while the optimizer changes it gives a file with a correct
 hash and a state that never existed. The rule that prevents it: bytes before `position` are read,
 those after it are live or in the arena, and both sides move under one lock, held for the copy of

@@ -73,7 +73,7 @@ def run_export(options: Mapping[str, str], *, output: TextIO) -> int:
 def export_model(source: Path, *, output: Path, form: str = SAFETENSORS) -> Path:
     """Write the model of a run or a checkpoint to the new folder output, and return that path.
 
-    Of a run, its best checkpoint is used, or else its newest valid one. form: see commands.py.
+    Of a run, its best checkpoint is used, or else its newest valid one. form: settings/commands.py.
     Raises CheckpointError; forms that run the model also ModelError and MissingPackageError.
     """
     if os.path.lexists(output) and not (output.is_dir() and not any(output.iterdir())):

@@ -4,8 +4,8 @@ Owns the store keys for this, in rounds. A regular beat says where a rank is. A 
 reason raises the alarm; then every rank that can reports where it is now; the first verdict made
 from these reports (hang_rules.py) holds for all. If no rank hangs, the next round begins.
 WHY the store, not a collective: ranks that wait in one collective can't call another.
-One thread serves the store. So each rank asks it the more rarely, the more ranks there are, and
-what all of them report is one value, which is read with one question.
+One thread serves the store. So the more ranks there are, the more rarely each one asks it; and what
+all of them report is one value, which is read with one question.
 What goes wrong here: the rank that serves the store hangs. Then each machine judges by itself.
 """
 

@@ -1,7 +1,7 @@
-"""What is slow, and told before it looks like a hang: a rank beside the others, the storage.
+"""Tells what is slow before it looks like a hang: a rank compared with the others, or the storage.
 
 Ranks are compared by their own work in a step: time that a rank waits for others in a collective
-does not count. Storage is told while training waits for it. WHY: a stall of minutes looks like a
+does not count. Storage is named while training waits for it. WHY: a stall of minutes looks like a
 hang to whoever reads the log, and it may end the run; the samples in question point to the file.
 Does not own: when that counts as a hang (hang_rules.py).
 """

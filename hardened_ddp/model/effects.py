@@ -1,4 +1,4 @@
-"""What a forward and backward change beside gradients: found by what is written, and undone.
+"""What a forward and backward change besides gradients: found by what is written, and undone.
 
 Owns the trials of that. A value that stays as it was may have been written: an average of zeros
 over zeros. So no single sign is enough: the version counter of a tensor misses .data and numpy, the

@@ -6,7 +6,7 @@ collective inside forward, where one rank's exception would leave the others wai
 
 Evaluate and save replica.module: a DDP object must not be called on one rank alone, or it hangs.
 Does not own: the sum of the gradients (gradients/).
-Read next: probe.py (what is learned about the model), step/step.py (the caller).
+Read next: preflight/probe.py (what is learned about the model), step/step.py (the caller).
 """
 
 import hashlib

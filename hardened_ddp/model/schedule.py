@@ -26,7 +26,7 @@ from hardened_ddp.settings.declare import ImportPath
 log = logging.getLogger(__name__)
 
 STEP_DROPS = 3
-"""lr_schedule step has this many parts of equal length; the rate of each is a tenth of the last."""
+"""The equal parts of lr_schedule step; the rate of each is a tenth of that of the part before."""
 
 _ENDS = ("total_steps", "num_training_steps", "T_max")
 """What schedulers call the steps of the whole run."""

@@ -4,7 +4,7 @@ Owns the check of that before training, and before the command evaluate: which w
 and settings can't give it. Then the run is refused with what to change, where it would hang in the
 last step of an epoch.
 Does not own: finding the collectives (forward_collectives.py), the number of micro-batches, which
-is the same on all ranks that have samples for it (data/sampler.py).
+is the same on all ranks that have samples for it (data/batches/sampler.py).
 """
 
 import logging

@@ -5,7 +5,7 @@ sample's loss and gradient are the same however much it is padded. Not so with a
 normalization over the padding, or with a loss that compares the samples of a batch.
 WHY a rule, not a measurement of time: two runs of one seed should agree bit for bit. A resumed run
 keeps the choice that it began with, for the same reason.
-Does not own: where a micro-batch is cut (data/length_split.py).
+Does not own: where a micro-batch is cut (data/batches/length_split.py).
 """
 
 import logging

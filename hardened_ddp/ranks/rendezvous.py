@@ -3,7 +3,7 @@
 Owns the TCPStore: who serves it, on which address, and which ranks joined which round. A rendezvous
 that fails says what was tried, which ranks are missing, and why, as far as one machine can see it.
 One that takes long says so after seconds.
-Does not own: the process group that is formed over it (group.py), the network (reach.py).
+Does not own: the process group that is formed over it (group.py), the network (network.py).
 What goes wrong here: a port is taken; rank 0 is elsewhere; a firewall; the same rank twice.
 
 WHY rounds: torchrun keeps one store over all restarts, and a restarted rank that reads the
@@ -12,8 +12,8 @@ attempts on one node; with elastic nodes the counts differ. So rank 0 gives each
 each rank joins with its own random token, and rank 0 opens the round by repeating the tokens: what
 a dead attempt left never holds the token of a living rank.
 
-A store serves thousands of ranks with one thread. So a rank asks the more rarely, the more ranks
-there are; and only rank 0 reads what each of them wrote.
+A store serves thousands of ranks with one thread. The more ranks there are, the more rarely each
+one asks; and only rank 0 reads what each of them wrote.
 """
 
 import ipaddress

@@ -1,8 +1,8 @@
 """What a rank asks of its interpreter, its C library and its system: garbage, memory, open files.
 
 Importing torch makes 600,000 objects, and none of them is garbage. With Python's own thresholds,
-looking for some is a quarter of the CPU time of a short run: during the imports, then now and then
-in the middle of a step, and once more at the end of the process.
+searching for it takes a quarter of the CPU time of a short run: during the imports, then now and
+then in the middle of a step, and once more at the end of the process.
 """
 
 import ctypes

@@ -2,7 +2,7 @@
 
 Owns attempts.jsonl in the run folder, and the account computed from it. Rank 0 writes a line every
 few seconds: seconds of each phase since its attempt began, and the step. The first one is written
-when the folder is open: an attempt that dies in its start-up is there. The last line of each
+when the folder is open: an attempt that dies in its start-up is counted too. The last line of each
 attempt counts, so a killed attempt is counted up to a few seconds before its end. The time between
 that line and the next attempt's start is down time, unless the run had ended as it should and
 somebody started it again; steps that an attempt did and a later one repeated are lost time.

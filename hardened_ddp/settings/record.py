@@ -3,7 +3,7 @@
 Owns the YAML that we write. It reads back to the same values with document.py, and with any other
 YAML reader: words that YAML 1.1 takes for truth values are quoted.
 
-Does not own: where the text is saved (checkpoint/ owns the run folder).
+Does not own: where the text is saved (training/run_folder.py).
 config.yaml at the top is template(). A test keeps it so; after a change of a setting write it with
   python -m tests.documents
 """

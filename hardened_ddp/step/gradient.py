@@ -3,8 +3,8 @@
 Losses are sums, divided by the samples of the whole step: so accumulation, a short last step and
 uneven shares all give the gradient of one big batch. A loss may also be a mean over something else,
 such as tokens. How many of them a step has over all ranks is known only after backward: until then
-losses are divided by a power of two near the samples, which keeps numbers in range and costs no
-precision.
+losses are divided by a power of two near the number of samples, which keeps numbers in range and
+costs no precision.
 
 Owns one try at that, and what a failure in it is called. Does not own: what follows from a failure
 (retry.py), the update (step.py), how gradients get to the other ranks (gradients/).

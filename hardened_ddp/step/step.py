@@ -2,7 +2,7 @@
 
 Forward, backward and the sum are in gradient.py; how gradients get to the other ranks, in
 gradients/. What happens when a rank fails is in retry.py. A GPU runs behind the host: what follows
-from that is in async_device.py, and marked "device" here; on the CPU there is none.
+from that is in async_device.py, and here where Stepper.device is used, which is None on the CPU.
 """
 
 import contextlib

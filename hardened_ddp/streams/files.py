@@ -3,7 +3,7 @@
 Owns the pieces of a set of files, how they make shards, and the reader that goes through the pieces
 of one shard. With fewer files than shards a file is cut into several pieces; with more, a shard has
 several files. The number of shards does not depend on the ranks, so neither does the order.
-Does not own: reading one piece (formats.py, parquet_shards.py, tar_shards.py).
+Does not own: reading one piece (formats.py).
 """
 
 import glob

@@ -120,7 +120,7 @@ class Share:
 
 def shard_order(seed: int, epoch: int, num_shards: int) -> Numbers:
     """Return the order in which the shards of an epoch take turns."""
-    # WHY hashes: as for the samples of a map-style dataset (sampler.py).
+    # WHY hashes: as for the samples of a map-style dataset (data/batches/sampler.py).
     words = np.arange(num_shards, dtype=np.uint64)
     order: Numbers = np.argsort(hash_words(words, key=mix(seed, epoch, _SHARDS)))
     return order

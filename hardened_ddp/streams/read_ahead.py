@@ -4,7 +4,8 @@ Owns what is asked for, in which order, and the samples that have come but were 
 shard is read in blocks, by the same worker as long as it lives; whichever worker answers, the block
 is the same. Samples are shuffled within blocks: a run that resumes reads the block again, so no
 buffer has to be saved.
-Does not own: reading a block (block_reader.py), the plan (planner.py), workers (loader.py).
+Does not own: reading a block (block_reader.py), the plan (planner.py), workers
+(data/batches/loader.py).
 What goes wrong here: a shard has another length than before. That is an error: what is behind the
 end would never be read.
 """

@@ -2,7 +2,8 @@
 
 Owns how they are made: as micro-batches, for one step or for several at once, and the samples that
 are held because parts of a batch may be made again.
-Does not own: which samples a step takes (shard_loader.py), what a batch consists of (fetch.py).
+Does not own: which samples a step takes (shard_loader.py), what a batch consists of
+(data/batches/fetch.py).
 """
 
 from collections import deque

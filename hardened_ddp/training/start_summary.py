@@ -1,7 +1,7 @@
 """The start of a run in a few lines: where it runs, what it trains, and what was decided for it.
 
-Owns these lines. Rank 0 logs them before the first step; in each rank's log file, and with --debug
-on the console, stand the facts of that rank.
+Owns these lines. Rank 0 logs them before the first step. The facts of each rank are in its own log
+file, and with --debug on the console.
 """
 
 import logging

@@ -1,9 +1,9 @@
 """Observes collectives by the user's line, and a main thread that makes no progress.
 
 The collectives that the program calls are recorded in order; those inside DDP's backward are not.
-A thread looks twice a second whether batches, backwards, steps or collectives are counted on; if
-not, it records where the main thread stands. What that means the report decides, which sees all
-ranks.
+Twice a second a thread looks whether the program has done anything more: a batch, a backward, a
+step or a collective. If not for long, it records where the main thread is. What that means is
+decided by the report, which sees all ranks.
 """
 
 import sys

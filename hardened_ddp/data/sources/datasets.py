@@ -3,7 +3,7 @@
 Owns opening the training and the test set and their facts: classes, shape, fingerprint.
 prepare_data may download, on one rank of each node; build_data only opens, on every rank.
 What goes wrong here: a wrong name, missing files, no network; each is a DataError before training.
-Does not own: the order of samples (sampler.py), reading them (loader.py).
+Does not own: the order of samples (data/batches/sampler.py), reading them (data/batches/loader.py).
 """
 
 import contextlib
