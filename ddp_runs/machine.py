@@ -14,7 +14,6 @@ from hardened_ddp.reporting.resources import read_container_memory
 
 _CGROUP = Path("/sys/fs/cgroup")
 _SHARED_MEMORY = Path("/dev/shm")
-_PROBE_BYTES = MIB
 _SLOW_PROBE_S = 1.0
 
 
@@ -58,8 +57,7 @@ def check_shared_memory(folder: Path = _SHARED_MEMORY) -> Check:
     free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
     detail = f"{folder}: {free / GIB:.2f} of {total / GIB:.2f} GiB free"
     if free < 16 * MIB:
-        advice = f"remove what others left (ls -l {folder}); {larger}"
-        return Check("shm", "FAIL", detail, advice)
+        return Check("shm", "FAIL", detail, f"remove what others left (ls -l {folder}); {larger}")
     if free < GIB:
         return Check("shm", "warn", detail, f"use --num_workers 0, or {larger}")
     return Check("shm", "ok", detail)
@@ -113,7 +111,7 @@ def check_writing(folder: Path) -> Check:
 
 def _write_probe(folder: Path) -> None:
     """Do the file operations of a checkpoint once. Raises OSError if one fails."""
-    content = os.urandom(_PROBE_BYTES)
+    content = os.urandom(MIB)
     partial, final = folder / "partial", folder / "final"
     with partial.open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -235,8 +235,7 @@ def _unusual(run: RunView) -> str:
     bad = [step for step, loss in zip(steps, losses, strict=True) if loss != loss]
     if bad:
         found.append(f"the loss is NaN at step {bad[0]}")
-    num_slow = sum(event.kind == "slow" for event in run.events)
-    if num_slow:
+    if num_slow := sum(event.kind == "slow" for event in run.events):
         found.append(f"{counted(num_slow, 'warning')} of a slow rank")
     if run.problems:
         found.append(

@@ -60,6 +60,7 @@ _ON_CURVES += ("survivor save", "restart")
 """What has a step, the gravest first."""
 
 _MOST_MARKS = 400
+_MEMORY = ("memory/rss_mib", "memory/gpu_peak_mib", "memory/gpu_reserved_mib")
 _SCALED = ("loss", "perplexity", "learning rate", "gradient norm")
 
 
@@ -72,14 +73,10 @@ def curve_plots(runs: Mapping[str, RunView]) -> list[Figure]:
         if name.startswith(("optimizer/", "speed/")):
             title = name.partition("/")[2].replace("_", " ")
             figures.append(_curves(runs, title, {name: ""}))
-    memory = {n: n.partition("/")[2].removesuffix("_mib") for n in names if _is_memory(n)}
+    memory = {n: n.partition("/")[2].removesuffix("_mib") for n in names if n in _MEMORY}
     if memory:
         figures.append(_curves(runs, "memory of rank 0, MiB", memory))
     return figures
-
-
-def _is_memory(name: str) -> bool:
-    return name in ("memory/rss_mib", "memory/gpu_peak_mib", "memory/gpu_reserved_mib")
 
 
 def _curves(runs: Mapping[str, RunView], title: str, names: Mapping[str, str]) -> Figure:

@@ -34,11 +34,7 @@ from hardened_ddp.settings.earlier_run import (
     changed_at,
 )
 from hardened_ddp.settings.record import read_back
-from hardened_ddp.settings.typed_command import (
-    StartCommand,
-    shell_command,
-    working_folder,
-)
+from hardened_ddp.settings.typed_command import StartCommand, shell_command, working_folder
 
 MANIFEST_NAME = "manifest.json"  # WHY not from checkpoint/: that needs torch
 _WRITE_TAKES_S = 0.05

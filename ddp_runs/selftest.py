@@ -64,9 +64,8 @@ def add_up() -> None:
 
     launch = read_launch(environment())
     prepare_environment(launch, environment())
-    device = torch.device("cpu")
     group = open_group(  # collective
-        launch, device=device, backend="gloo", timeout_s=_GROUP_LIMIT_S
+        launch, device=torch.device("cpu"), backend="gloo", timeout_s=_GROUP_LIMIT_S
     )
     try:
         total = group.sum_(torch.tensor([launch.rank + 1.0])).item()  # collective
@@ -108,9 +107,8 @@ def _last_line(output: IO[bytes]) -> str:
     """Return the last output line of a failed process, without the `next:` line of our errors."""
     output.seek(0)
     text = output.read().decode(errors="replace")
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    lines = [line for line in lines if not line.startswith("next: ")]
-    return lines[-1] if lines else ""
+    lines = [line for line in map(str.strip, text.splitlines()) if line]
+    return next((line for line in reversed(lines) if not line.startswith("next: ")), "")
 
 
 if __name__ == "__main__":
