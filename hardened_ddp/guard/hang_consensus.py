@@ -119,7 +119,9 @@ class HangConsensus:
         hang = None
         if is_witness or mine.rank < NUM_WITNESSES or not self._await_verdict():
             lost = {rank: report for rank, report in neighbours().items() if report.state}
-            reports = {**neighbours(), **self._collect({mine.rank: mine, **lost})}
+            reported = self._collect({mine.rank: mine, **lost})
+            # WHY asked again, and only now: one may have left during the wait
+            reports = {**neighbours(), **reported}
             missing = self._missing(reports)
             hang = decide(list(reports.values()), wait_limit_s=wait_limit_s, missing=missing)
         # The verdict that is published first holds for all ranks.

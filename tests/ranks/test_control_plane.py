@@ -148,6 +148,21 @@ def test_the_ranks_agree_on_who_hangs_and_all_but_the_witnesses_only_wait(
     assert inner.asked["compare_set"] < 60
 
 
+def test_a_neighbour_that_leaves_while_reports_are_awaited_does_not_hang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hardened_ddp.guard.hang_consensus.COLLECT_S", 0.3)
+    store = patient(CountingStore())
+    mine, other = (HangConsensus(store, rank=rank, world_size=2) for rank in (0, 1))
+    other.leave()
+    gone_at = time.monotonic() + 0.2
+
+    def neighbours() -> dict[int, Report]:
+        return {} if time.monotonic() > gone_at else {1: replace(HUNG, rank=1)}
+
+    assert mine.agree(WAITING, neighbours, is_witness=True, wait_limit_s=540.0) is None
+
+
 def test_one_rank_of_a_machine_asks_for_an_alarm_until_it_has_seen_one() -> None:
     others: Any = {rank: SimpleNamespace(silent_s=0.0, words=new_words()) for rank in (0, 2)}
     neighbours = object.__new__(Neighbours)
