@@ -74,11 +74,10 @@ def read_events(folder: Path, problems: list[str], *, began_at: float) -> tuple[
         text = read_text(path, problems, most_bytes=_MAX_BYTES) if rank else ""
         if rank is None or not text:
             continue
-        first = next(filter(None, map(_LINE.match, text.splitlines())), None)
-        if first is None:
+        if not any(map(_LINE.match, text.splitlines())):
             problems.append(f"{path.name}: has no line of a log")
         elif shift_s is None:
-            shift_s = _zone_shift_s(began_at - _seconds(first[1])) if began_at else 0.0
+            shift_s = _zone_shift_s(path, began_at)
         found += events_of(text, rank=int(rank[1]))
     return tuple(replace(event, time=event.time + (shift_s or 0.0)) for event in merged(found))
 
@@ -119,8 +118,14 @@ def merged(events: Iterable[Event]) -> list[Event]:
     return found
 
 
-def _zone_shift_s(off_s: float) -> float:
-    """Return what a time zone explains of so many seconds."""
+def _zone_shift_s(log: Path, began_at: float) -> float:
+    """Return what to add to the times of a log that was written in another time zone."""
+    try:
+        with log.open(encoding="utf-8", errors="replace") as file:
+            first = _LINE.match(file.readline(1000))  # WHY not of its text: that may be the end
+    except OSError:
+        first = None
+    off_s = began_at - _seconds(first[1]) if first and began_at else 0.0
     shift_s = _ZONE_STEP_S * round(off_s / _ZONE_STEP_S)
     return shift_s if abs(off_s - shift_s) < _START_TAKES_S and abs(off_s) < 86400 else 0.0
 
