@@ -105,7 +105,8 @@ def run_report(options: Mapping[str, str], *, output: TextIO) -> int:
         path = (folders[0] if len(folders) == 1 else Path(options["output_dir"])) / "report.html"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path.resolve(), page)
+        # WHY not resolved: what /dev/stdout leads to is no path if it is a pipe
+        write_whole(path if path.is_fifo() else path.resolve(), page)
     except OSError as error:
         raise RunFolderError(
             f"the report can't be written to {path}: {error.strerror}",

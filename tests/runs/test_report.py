@@ -240,6 +240,15 @@ def test_where_the_disk_is_full_the_report_of_before_is_kept(tmp_path: Path) -> 
     assert sorted(folder.iterdir()) == names
 
 
+def test_a_report_may_go_through_a_pipe(tmp_path: Path) -> None:
+    make_run(tmp_path / "first")
+    words = ["report", "first", "--output_dir", str(tmp_path), "--output", "/dev/stdout"]
+    command = [sys.executable, ROOT / "ddp_training.py", *words]
+    done = subprocess.run(command, capture_output=True, timeout=120, text=True, check=True)
+    assert done.stdout.startswith("<!DOCTYPE html>")
+    assert "</html>" in done.stdout
+
+
 def test_a_report_needs_only_what_the_set_up_installs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
