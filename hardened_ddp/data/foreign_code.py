@@ -133,13 +133,16 @@ def lacks_operators(error: BaseException) -> bool:
     return "operator torchvision::" in str(error)
 
 
-def describe(error: BaseException) -> str:
-    """Return type and shortened text of an exception, even if its __str__ raises."""
+def describe(error: BaseException, *, most: int | None = _MAX_TEXT) -> str:
+    """Return type and shortened text of an exception, even if its __str__ raises.
+
+    most: of its characters; None: all.
+    """
     try:
         text = str(error)
     except Exception as second:  # WHY broad: the user's code, and it must not hide the first error
         text = f"(its text is not available: {type(second).__name__})"
-    return f"{type(error).__name__}: {text}"[:_MAX_TEXT]
+    return f"{type(error).__name__}: {text}"[:most]
 
 
 def line_of_user(error: BaseException) -> str:

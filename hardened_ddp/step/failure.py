@@ -120,7 +120,7 @@ def _explain(error: BaseException, group: Group, where: str, *, memory_fix: str)
     if (lost := lost_peer(error, group)) is not None:
         return lost
     log.debug("%s", where, exc_info=error)
-    text = f"rank {group.launch.rank}, {where}: {describe(error)} ({where_of(error)})"
+    text = f"rank {group.launch.rank}, {where}: {describe(error, most=None)} ({where_of(error)})"
     if is_out_of_memory(error):
         return OutOfMemoryError(text, fix=memory_fix)
     return StepError(text, fix="the traceback is in this rank's log file")

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from hardened_ddp.checkpoint.folder import load_checkpoint, open_checkpoint
 from hardened_ddp.errors import OutOfMemoryError, PeerLostError
+from hardened_ddp.step.failure import explain_failure
 from hardened_ddp.step.memory import is_out_of_memory
 from tests.harness.marks import slow_after
 from tests.harness.ranks import train
@@ -187,6 +189,16 @@ def test_memory_for_not_even_one_sample_stops_all_ranks_with_that_cause(tmp_path
 def test_want_of_memory_is_known_by_all_its_words(error: Exception) -> None:
     assert is_out_of_memory(error)
     assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access"))
+
+
+def test_an_error_of_a_step_is_told_in_full() -> None:
+    text = "CUDA out of memory. " + "Of the allocated memory 1 GiB is allocated by torch. " * 20
+    group: Any = SimpleNamespace(launch=SimpleNamespace(rank=1), world_size=1)
+    try:
+        raise torch.OutOfMemoryError(text + "The end.")
+    except torch.OutOfMemoryError as error:
+        found = explain_failure(error, group, step=3, phase="forward", samples=[1])
+    assert f"samples [1]: OutOfMemoryError: {text}The end. (" in found.message
 
 
 @pytest.mark.slow
