@@ -222,6 +222,17 @@ def test_broken_files_are_named_and_never_raise(tmp_path: Path) -> None:
     assert "metrics.jsonl: 1 line can&#x27;t be read" in reported(folder)
 
 
+def test_an_attempt_that_ends_before_it_begins_is_named(tmp_path: Path) -> None:
+    numbers = ("first_step", "step", "start_up", "data_wait", "training", "evaluation")
+    entry = dict.fromkeys((*numbers, "checkpoint"), 1)
+    for now, is_named in ((2000, False), (900, True)):
+        attempt = json.dumps({**entry, "began_at": 1000, "now": now})
+        (tmp_path / "attempts.jsonl").write_text(attempt + "\n")
+        found = [problem for problem in read_run(tmp_path).problems if "clock" in problem]
+        assert bool(found) is is_named
+    assert found[0].startswith("attempts.jsonl: an attempt ends before it begins: a clock was set")
+
+
 def test_a_rank_that_is_silent_beside_others_is_named(tmp_path: Path) -> None:
     for rank in range(3):
         write_status(tmp_path, rank=rank, world_size=4, now=time.time() - 60 * (rank == 1))
