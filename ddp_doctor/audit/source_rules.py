@@ -319,10 +319,7 @@ def find_hard_coded_device(script: Script) -> Found:
             continue
         if name.startswith(("torch.load", "tl.")) or not _is_top_of_training(script, node):
             continue
-        yield (
-            node,
-            f"{ast.unparse(node)} names the same GPU on every rank",
-        )
+        yield node, f"{ast.unparse(node)} names the same GPU on every rank"
 
 
 def _is_top_of_training(script: Script, node: ast.AST) -> bool:

@@ -44,7 +44,8 @@ class Verdict:
 
     @property
     def line(self) -> int:
-        return int(self.place.rpartition(":")[2] or 0)
+        line = self.place.rpartition(":")[2]
+        return int(line) if line.isdigit() else 0
 
 
 def shown_path(path: str) -> str:

@@ -306,3 +306,10 @@ def test_without_anything_to_look_at_it_says_what_to_type(
 
 def test_unobserved_is_never_healthy() -> None:
     assert json.loads(as_json([], was_observed=False)) == {"verdicts": [], "healthy": False}
+
+
+@pytest.mark.parametrize("place", ["", "model.py", "<string>:?"])
+def test_a_place_without_a_line_number_is_written_as_line_0(place: str) -> None:
+    verdict = Verdict(code="bypasses-ddp", sentence="s", place=place)
+    [row] = json.loads(as_json([verdict]))["verdicts"]
+    assert row["line"] == 0
