@@ -428,6 +428,13 @@ def test_what_ranks_log_becomes_events_with_their_kind_and_step() -> None:
     assert found[0].text == retry
 
 
+def test_logs_of_earlier_versions_have_the_same_kinds() -> None:
+    line = "2026-11-22 12:00:00.000 WARNING hardened_ddp.training.{}: said"
+    said = [line.format(name) for name in ("saving", "resume", "plan")]
+    found = events_of("\n".join(said), rank=0)
+    assert [event.kind for event in found] == ["checkpoint", "checkpoint", "resize"]
+
+
 def test_the_time_zone_of_a_long_log_is_that_of_its_first_line(tmp_path: Path) -> None:
     began_at, ahead_s = 1_795_000_000.0, 5 * 3600  # by the clock of the run's host
     lines = []
