@@ -45,6 +45,7 @@ from tests.harness.scripted import (
     numbers,
     read,
 )
+from tests.plugins import cause_fault
 
 
 def die_once_when_all_else_is_read(flag: Path) -> None:
@@ -55,6 +56,10 @@ def die_once_when_all_else_is_read(flag: Path) -> None:
 
 def crash_always(flag: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def strike_bus(flag: Path) -> None:
+    cause_fault("bus")
 
 
 def hang_always(flag: Path) -> None:
@@ -168,13 +173,18 @@ def test_a_killed_worker_costs_nothing(
     assert f"instead of {num_workers} workers" in caplog.text
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_a_sample_that_crashes_its_reader_is_named_and_the_rank_lives(num_workers: int) -> None:
-    loader = make_loader(Scripted(crash_always), num_workers)
+@pytest.mark.parametrize(
+    ("act", "num_workers", "sign"),
+    [(crash_always, 1, "SIGKILL"), (crash_always, 2, "SIGKILL"), (strike_bus, 1, "SIGBUS")],
+)
+def test_a_sample_that_crashes_its_reader_is_named_and_the_rank_lives(
+    act: Act, num_workers: int, sign: str
+) -> None:
+    loader = make_loader(Scripted(act), num_workers)
     batches = read(loader)
     loader.close()
     assert bad_numbers(batches) == [MARKED]
-    assert "ended with SIGKILL" in next(bad.error for batch in batches for bad in batch.bad)
+    assert f"ended with {sign}" in next(bad.error for batch in batches for bad in batch.bad)
     expected = content(read(make_loader(Scripted())))
     del expected[MARKED]
     assert content(batches) == expected

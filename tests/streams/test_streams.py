@@ -154,6 +154,14 @@ def test_auto_keeps_the_schedule_that_it_chose(tmp_path: Path) -> None:
     assert "lr_schedule cosine needs the number of steps" in done.output
 
 
+@pytest.mark.parametrize("length", [["--max_steps", "5"], [*arguments(says=True), "--epochs", "1"]])
+def test_a_number_of_steps_makes_auto_the_cosine(tmp_path: Path, length: list[str | Path]) -> None:
+    for schedule in ("auto", "cosine"):
+        argv = [*STREAM, *length, "--lr_schedule", schedule]
+        train([*argv, "--output_dir", tmp_path / schedule]).ok()
+    assert last_tensors(tmp_path / "auto") == last_tensors(tmp_path / "cosine")
+
+
 @pytest.mark.slow
 def test_a_bad_sample_is_named_by_shard_and_position(tmp_path: Path) -> None:
     argv = [*STEADY, "--output_dir", tmp_path, *arguments(broken="2/17")]
