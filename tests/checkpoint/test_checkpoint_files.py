@@ -18,7 +18,7 @@ from hardened_ddp.checkpoint.folder import (
 from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.errors import CheckpointError
 from hardened_ddp.ranks.process import this_process
-from tests.checkpoint_states import found_in, small_state
+from tests.checkpoint_states import assert_holds, found_in, small_state, write_step
 
 
 def test_the_newest_and_the_best_are_kept(store: CheckpointStore) -> None:
@@ -59,6 +59,13 @@ def test_a_valid_checkpoint_of_the_same_step_is_kept(store: CheckpointStore) -> 
     assert (first / "state.safetensors").stat().st_ino == inode
     assert found_in(store).manifest.meta == {"n": 1}
     assert store.best_step() == 1
+
+
+def test_a_broken_checkpoint_of_the_same_step_is_written_again(store: CheckpointStore) -> None:
+    (write_step(store, 1) / "manifest.json").unlink()
+    write_step(store, 1)
+    assert_holds(found_in(store))
+    assert os.listdir(store.root) == ["step-000000001"]
 
 
 def test_the_newest_valid_one_is_found_and_the_others_are_named(store: CheckpointStore) -> None:

@@ -218,6 +218,14 @@ def test_every_bit_counts_in_a_checksum() -> None:
     assert all(torch.equal(tensors[name], before[name]) for name in tensors)
 
 
+@pytest.mark.parametrize("other", [60_000, 60_001, 65_541])  # also in the same half of a word
+def test_values_that_changed_places_are_seen(other: int) -> None:
+    values = torch.randn(70_000)
+    swapped = values.clone()
+    swapped[[5, other]] = values[[other, 5]]
+    assert not torch.equal(*(combine(checksums({"values": t})) for t in (values, swapped)))
+
+
 @pytest.mark.parametrize("start", [0, 1, 7, 32_770])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
 def test_changes_that_cancel_in_a_linear_sum_are_seen(dtype: torch.dtype, start: int) -> None:
