@@ -229,6 +229,17 @@ class TestLogFile:
         assert first.endswith(" DEBUG hardened_ddp.tests: early detail")
         assert second.endswith(" INFO hardened_ddp.tests: later")
 
+    def test_what_waits_for_the_file_is_bounded(
+        self, stderr: Callable[[], str], tmp_path: Path
+    ) -> None:
+        start_logging(rank=1, world_size=2, debug=False)
+        for number in range(2500):
+            log.debug("line %d", number)
+        add_log_file(tmp_path, rank=1)
+        lines = (tmp_path / "rank-1.log").read_text().splitlines()
+        assert len(lines) == 2000
+        assert lines[-1].endswith("line 2499")
+
     def test_what_waits_for_the_file_keeps_nothing_alive_that_was_logged(self) -> None:
         program = (
             "import logging, weakref\n"
@@ -480,6 +491,15 @@ class TestProgressBar:
         bar.close()
         assert stderr() == ""
 
+    def test_without_a_terminal_tqdm_is_not_even_loaded(self) -> None:
+        program = (
+            "import sys\n"
+            "from hardened_ddp.reporting.progress import ProgressBar\n"
+            "ProgressBar(total_steps=9, initial_step=0).update(1)\n"
+            "print('tqdm' in sys.modules)\n"
+        )
+        assert run_command([sys.executable, "-c", program], timeout_s=30).ok().stdout == "False\n"
+
     def test_a_bar_that_was_asked_for_is_drawn_into_any_stream_but_seldom(
         self, stderr: Callable[[], str]
     ) -> None:
@@ -609,6 +629,14 @@ class TestMetrics:
         assert [line["step"] for line in read_lines(tmp_path)] == list(range(1, 100))
         steps = [point.step for point in read_board(tmp_path).Scalars("accuracy")]
         assert steps == list(range(1, 100))
+
+    def test_half_a_line_of_a_killed_run_does_not_spoil_the_next(self, tmp_path: Path) -> None:
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lo')
+        metrics = MetricsLog(tmp_path, tensorboard=False, is_main=True)
+        metrics.scalars(2, {"loss": 1.0})
+        metrics.close()
+        last = (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]
+        assert json.loads(last)["step"] == 2
 
     def test_a_full_disk_is_one_warning_with_the_reason_and_a_count_at_the_end(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture, full: set[Path]
