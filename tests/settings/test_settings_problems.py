@@ -61,6 +61,7 @@ class TestProblems:
         ("given", "meant"),
         [
             ("batch_sze", "batch_size"),
+            ("epoch", "epochs"),  # a flag is never shortened
             ("lr", "learning_rate"),
             ("Epochs", "epochs"),
             ("no_tensorbord", "tensorboard"),
