@@ -18,6 +18,7 @@ from hardened_ddp.checkpoint import store
 from hardened_ddp.checkpoint.disk import Disk
 from hardened_ddp.data.batches.ledger import Done, LedgerWriter, next_start, verify_ledger
 from hardened_ddp.errors import RunFolderError
+from hardened_ddp.step.left_out import NAME as SKIPPED
 from tests.harness.marks import slow_after
 from tests.harness.ranks import run_program, run_ranks, start_training, train
 from tests.harness.run_folder import find_checkpoints, only_run, read_summary
@@ -253,7 +254,10 @@ def train_and_record(output: Path, has_bad: bool) -> list[tuple[str, str]]:
         events.append((name, threading.current_thread().name))
 
     def sync(descriptor: int) -> None:
-        note(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        note(path.name)
+        if path.name == SKIPPED:  # the last step that it names
+            note(f"{SKIPPED} {json.loads(path.read_text().splitlines()[-1])['step']}")
         fsync(descriptor)
 
     class Noting(Disk):
@@ -275,11 +279,18 @@ def test_what_a_checkpoint_covers_is_on_the_disk_before_it(has_bad: bool, tmp_pa
     names = [name for name, _ in events]
     commits = [number for number, name in enumerate(names) if name.startswith("step-")]
     assert len(commits) >= 3
+    file = only_run(tmp_path) / SKIPPED
+    skipped = (
+        [json.loads(line)["step"] for line in file.read_text().splitlines()] if has_bad else []
+    )
+    assert any(at < 6 for at in skipped) == has_bad
     begin = 0
     for commit in commits:
-        found = names[begin:commit]
-        assert {"0001-rank-0.bin", "0001-rank-1.bin"} <= set(found)
-        assert ("skipped_samples.jsonl" in found) == has_bad
+        assert {"0001-rank-0.bin", "0001-rank-1.bin"} <= set(names[begin:commit])
+        # WHY all before: a late writer may have had what this checkpoint covers on the disk already
+        synced = [int(name.split()[1]) for name in names[:commit] if name.startswith(f"{SKIPPED} ")]
+        covered_steps = [at for at in skipped if at < int(names[commit].removeprefix("step-"))]
+        assert max(synced, default=-1) >= max(covered_steps, default=-1)
         begin = commit + 1
     covered = {(name, thread) for name, thread in events if name.endswith(("bin", "jsonl"))}
     in_front = {name for name, thread in covered if thread == "MainThread"}
