@@ -11,7 +11,6 @@ import torch
 from hardened_ddp.data.sources.datasets import build_data
 from hardened_ddp.errors import DataError
 from hardened_ddp.settings.config import DataConfig
-from tests.harness.marks import slow_after
 from tests.harness.ranks import import_in_server, run_program, train
 from tests.harness.run_folder import last_tensors, only_run, read_summary
 from tests.model.test_hub_text import VOCABULARY, saved
@@ -45,7 +44,8 @@ def batch_of(data: Any, *indices: int) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("model", slow_after(1, ["GPT2LMHeadModel", "BertForMaskedLM"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["GPT2LMHeadModel", "BertForMaskedLM"])
 def test_a_tokenised_folder_trains(model: str, tmp_path: Path) -> None:
     for name in ("datasets", "transformers.models.auto.modeling_auto"):
         import_in_server(name)

@@ -474,10 +474,10 @@ def test_a_wrong_run_or_interval_is_one_clear_error(tmp_path: Path) -> None:
         watched(tmp_path, "--every", "0")
     with pytest.raises(RunFolderError, match="there is no run xxx"):
         watched(Path("x" * 300))  # no file system has such a name
+    (tmp_path / "output" / "first" / "logs").mkdir(parents=True)
     with pytest.raises(RunFolderError, match="there is no run frist") as caught:
-        find_folder("frist", tmp_path.parent)
-    assert "choose a run of " in caught.value.fix
-    assert tmp_path.name in caught.value.fix
+        find_folder("frist", tmp_path / "output")
+    assert caught.value.fix == f"choose a run of {tmp_path / 'output'}: first"
     with without_rights(tmp_path):
         for words in ([str(tmp_path)], ["--output_dir", str(tmp_path)]):
             with pytest.raises(RunFolderError, match="can't be read: Permission denied"):
