@@ -85,9 +85,9 @@ def try_on_all_ranks(
 ) -> list[list[Any] | None]:
     """Do work with each item, and undo it; return each rank's outcomes. Collective: all ranks.
 
-    work: rank-local, with what it has changed so far; returns JSON. evaluates: in evaluation mode.
-    If it failed on any rank, raises as refusal says on all ranks alike; without a refusal that
-    rank's outcome is None.
+    work: with what it has changed so far; returns JSON. Its collectives must be those of all ranks.
+    evaluates: in evaluation mode. If it failed on any rank, raises as refusal says on all ranks
+    alike; without a refusal that rank's outcome is None.
     """
     mine: dict[str, Any] = {"found": []}
     modes = [(module, module.training) for module in trial.model.modules()]

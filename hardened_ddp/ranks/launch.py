@@ -246,6 +246,10 @@ def _words_of_ancestor(is_launcher: Callable[[list[str]], bool]) -> list[str]:
             if first < 1 or words[first:] != given:
                 break
             # WHY: ranks run in the Python of their launcher, which may be typed as any name of it.
-            is_python = Path(words[0]).name.startswith("python")
-            return [sys.executable if is_python else words[0], *words[1:first]]
+            if Path(words[0]).name.startswith("python"):
+                words[0] = sys.executable
+                # Who types torchrun is shown as `python /env/bin/torchrun`.
+                if first > 1 and os.path.dirname(words[1]) == os.path.dirname(sys.executable):
+                    return words[1:first]
+            return words[:first]
     return []

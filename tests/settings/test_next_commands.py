@@ -310,6 +310,18 @@ def test_a_run_is_resumed_by_the_launcher_that_started_it(name: str, shell: Shel
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_active", [True, False])
+def test_torchrun_is_named_as_the_shell_finds_it(is_active: bool, shell: Shell) -> None:
+    own = Path(PYTHON).parent
+    path = {"PATH": f"{own}:{SYSTEM_PATH}"} if is_active else {}
+    torchrun = "torchrun" if is_active else own / "torchrun"
+    words = [torchrun, "--standalone", "--nproc_per_node=2", SCRIPT, *TRAIN]
+    resume = command_after(shell.run(*words, **path).ok().output, "resume: ")
+    assert resume.startswith("torchrun --standalone ") == is_active
+    trains_on(shell, resume, 2, **path)
+
+
+@pytest.mark.slow
 def test_a_preset_from_another_folder_names_commands_for_that_folder(shell: Shell) -> None:
     path = f"{Path(PYTHON).parent}:{SYSTEM_PATH}"
     runs = shell.folder / "runs"
