@@ -18,7 +18,7 @@ usage: ./launch_examples.sh [--dry-run] PRESET [more arguments for its command]
    8    continue the newest run in one process (on all GPUs: 2 --resume newest)
    9    TensorBoard on all runs
   10    doctor: what is wrong with this machine?
-  test  one test of each promise, 4 minutes (--all: everything, 16; also --hostile and --soak)
+  test  the quick tests, 3 minutes (--all: everything, 16; also --hostile and --soak)
 
 --dry-run prints the command, quoted for the shell, and does nothing else.
 TEXT

@@ -13,7 +13,6 @@ from ddp_doctor.audit.injected.recorder import Recorder, user_line
 from ddp_doctor.audit.program import BUSY_STALLS, hangs
 from ddp_doctor.audit.records import Follower, read_ranks
 from tests.audit.programs import MISTAKES, PLAIN, Case
-from tests.harness.marks import slow_after
 from tests.harness.processes import ROOT
 from tests.harness.ranks import Finished, held_port, run_command, run_program
 
@@ -105,7 +104,8 @@ def test_ranks_that_spawn_starts_are_observed(tmp_path: Path) -> None:
     assert (verdict["code"], verdict["line"]) == ("gradients-not-averaged", line)
 
 
-@pytest.mark.parametrize("wants_json", slow_after(1, [True, False]))
+@pytest.mark.slow
+@pytest.mark.parametrize("wants_json", [True, False])
 def test_one_process_has_nothing_to_be_compared_with(wants_json: bool, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(ALONE)

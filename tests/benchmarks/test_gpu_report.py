@@ -99,6 +99,7 @@ def test_a_part_that_raises_is_missed_and_what_it_had_found_stays() -> None:
     assert "ZeroDivisionError: of the report" in found[1].details
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_says_so_and_a_dry_run_needs_a_file() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

@@ -106,6 +106,7 @@ def leave_politely(flag: Path) -> None:
     sys.exit(0)
 
 
+@pytest.mark.slow
 def test_a_run_with_workers_leaves_no_folder_of_sockets(tmp_path: Path) -> None:
     argv = ["--cpu_only", "--dataset", "tests.plugins:points", "--model", "mlp", "--epochs", "1"]
     argv += ["--num_workers", "2", "--output_dir", tmp_path / "runs"]

@@ -178,6 +178,7 @@ def publish_mnist(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mnist, "mirrors", [server.url("/")])
 
 
+@pytest.mark.slow
 def test_a_dataset_is_fetched_unpacked_and_opened(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

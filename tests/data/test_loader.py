@@ -351,6 +351,7 @@ for pid in (tracker, "self"):
 """
 
 
+@pytest.mark.slow
 def test_the_tracker_of_shared_memory_leaves_them_alone_too() -> None:
     done = subprocess.run(
         [sys.executable, "-c", TRACKER], capture_output=True, text=True, timeout=60, check=True

@@ -81,7 +81,8 @@ def test_a_worker_is_reached_though_temporary_paths_are_too_long_for_a_socket(
     assert not list(folder.iterdir())
 
 
-@pytest.mark.parametrize("number", [254, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [254, 300])
 def test_a_dataset_of_as_many_tensors_as_a_process_can_be_sent_files_has_a_worker(
     number: int, caplog: pytest.LogCaptureFixture
 ) -> None:

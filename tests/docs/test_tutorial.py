@@ -95,9 +95,8 @@ def chapter_of(number: int) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(n, marks=() if n == 3 else pytest.mark.slow) for n in RUNS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", RUNS)
 def test_a_chapter_breaks_and_mends_as_it_says(number: int, tmp_path: Path) -> None:
     import_in_server("sklearn.datasets")
     chapter = text_of(chapter_of(number))

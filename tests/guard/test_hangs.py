@@ -356,6 +356,7 @@ def test_a_verdict_has_time_before_torchs_own_timeout(timeout_s: float, patience
     assert longest_wait_s(timeout_s) == patience_s
 
 
+@pytest.mark.slow
 def test_stacks_come_from_a_process_that_holds_pythons_lock() -> None:
     code = (
         "from hardened_ddp.ranks.stacks import offer_stacks; from tests.plugins import hang\n"

@@ -40,6 +40,7 @@ def test_an_epoch_compiles_for_training_for_its_last_batch_and_for_the_test(
     assert "compiled no part" not in finished.outputs[0]
 
 
+@pytest.mark.slow
 def test_compile_refuses_buckets_that_the_compiler_can_not_take(tmp_path: Path) -> None:
     argv = [*EPOCH, "--bucket_cap_mb", "0.3", "--output_dir", tmp_path]
     finished = train(argv, 2)

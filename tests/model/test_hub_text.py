@@ -52,6 +52,7 @@ def build(model: str, task: str, *, num_classes: int = 0) -> Any:
 IDS = torch.arange(2 * LENGTH).view(2, LENGTH) % VOCABULARY
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "task", "num_classes", "shape"),
     [

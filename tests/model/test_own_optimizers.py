@@ -410,7 +410,8 @@ def test_a_resumed_run_and_one_with_a_fault_have_the_same_weights_bit_for_bit(
     assert all(torch.equal(resumed[key], whole[key]) for key in whole)
 
 
-@pytest.mark.parametrize("ranks", slow_after(1, ["1", "01"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["1", "01"])
 def test_memory_that_runs_out_within_an_update_changes_no_bit(ranks: str, tmp_path: Path) -> None:
     words = ["--optimizer", f"{OWN}:Starved", "--model", "mlp", "--checkpoint_every_steps", "3"]
     words += ["--optimizer_args", f"{{flags: {tmp_path}}}"]

@@ -79,6 +79,7 @@ def test_a_model_of_lazy_and_complex_parameters_is_trained_alike_on_any_number_o
         torch.testing.assert_close(two[name], tensor, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_lazy_model_is_resumed_evaluated_and_a_start_for_another(tmp_path: Path) -> None:
     every = ["--epochs", "2", "--checkpoint_every_epochs", "1", "--batch_size", "4"]
     run(tmp_path, "whole", 2, *every).ok()

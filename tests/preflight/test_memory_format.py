@@ -167,6 +167,7 @@ def page_faults_of_a_loop(keeps: bool) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
+@pytest.mark.slow
 def test_memory_that_is_kept_is_not_mapped_anew() -> None:
     [usual], [kept] = (
         run_ranks(page_faults_of_a_loop, 1, False),

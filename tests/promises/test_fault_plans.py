@@ -80,6 +80,7 @@ def drills(tmp_path_factory: pytest.TempPathFactory) -> Drills:
     return forked_drills(folder, num_ranks=NUM_RANKS, flags=FLAGS)
 
 
+@pytest.mark.slow
 def test_ten_faults_in_a_hundred_steps_leave_no_trace(plan_seed: int, drills: Drills) -> None:
     fault = fault_of(plan_seed)
     verdict = drills.run(fault)

@@ -18,7 +18,6 @@ from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.store import RunStore
 from hardened_ddp.ranks.tracker import Tracker
-from tests.harness.marks import slow_after
 from tests.harness.ranks import run_ranks, start_ranks
 
 TIMEOUT_S, PAUSE_S = 2.0, 4.0
@@ -133,7 +132,8 @@ def meet(group: Group, what: str, number: int) -> None:
     assert mine.item() == number
 
 
-@pytest.mark.parametrize("what", slow_after(1, ["sum", "agreement"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["sum", "agreement"])
 def test_ranks_that_were_stopped_for_longer_than_the_timeout_go_on(what: str) -> None:
     assert run_ranks(go_on_after_a_pause, 2, what) == [True, True]
 

@@ -132,6 +132,7 @@ def test_a_part_of_the_start_that_takes_long_gives_a_sign_of_life(
         starting.close()
 
 
+@pytest.mark.slow
 def test_what_takes_long_is_named_and_not_what_was_before(tmp_path: Path) -> None:
     argv = ["--cpu_only", "--dataset", "tests.plugins:points_that_stall", "--model", "mlp"]
     argv += ["--dataset_args", "{stall_s: 3}", "--batch_size", "200", "--max_steps", "1"]

@@ -276,7 +276,8 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize("variant", slow_after(1, VARIANTS))
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_each_way_of_training_learns(tmp_path: Path, variant: str) -> None:
     argv = ["--cpu_only", "--epochs", "2", "--batch_size", "16", *variant.split()]
     train([*argv, "--output_dir", str(tmp_path)], 2).ok()

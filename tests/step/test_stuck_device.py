@@ -18,7 +18,6 @@ from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.step.async_device import AsyncDevice, Event
 from hardened_ddp.step.progress import Progress
-from tests.harness.marks import slow_after
 from tests.harness.ranks import start_training, train
 from tests.harness.run_folder import find_checkpoints, last_tensors, only_run, step_of
 
@@ -74,7 +73,8 @@ LEAVING = [
 ]
 
 
-@pytest.mark.parametrize("leaving", slow_after(1, LEAVING), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("leaving", LEAVING, ids=str)
 def test_at_most_the_step_under_way_is_lost(
     leaving: tuple[int, str, str, int], tmp_path: Path, undisturbed: Undisturbed
 ) -> None:

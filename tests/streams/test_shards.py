@@ -131,6 +131,7 @@ def test_more_ranks_than_shards_share_them() -> None:
     assert all(max(step) - min(step) <= 1 for step in zip(*sizes, strict=True))
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     LENGTHS.filter(any),

@@ -69,6 +69,7 @@ class Powered(Task):
         )
 
 
+@pytest.mark.slow
 def test_a_task_of_the_users_gets_its_arguments_and_the_stream(tmp_path: Path) -> None:
     found = []
     for world_size in (1, 2):
@@ -114,6 +115,7 @@ def test_a_stop_and_a_resume_with_the_same_ranks_change_no_bit(tmp_path: Path) -
     assert ledger_of(run).count("232 samples, each exactly once") == 3
 
 
+@pytest.mark.slow
 def test_workers_change_no_bit(tmp_path: Path) -> None:
     for number in ("0", "2"):
         argv = [*STEADY, "--output_dir", tmp_path / number, "--epochs", "2"]
@@ -191,6 +193,7 @@ def test_a_stream_with_another_number_of_shards_is_refused(tmp_path: Path) -> No
     assert "Traceback" not in done.output
 
 
+@pytest.mark.slow
 def test_a_file_that_changed_since_the_checkpoint_is_named(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text("".join(f"{name} {i * 'x'}\n" for i in range(40)))

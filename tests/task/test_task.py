@@ -169,6 +169,7 @@ def test_evaluation_measures_what_the_task_names() -> None:
         assert stopped is None
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_the_one_of_the_first_metric_of_the_task(tmp_path: Path) -> None:
     argv: list[str | Path] = ["--dataset", "tests.plugins:points", "--cpu_only"]
     argv += ["--model", "tests.plugins:Plain", "--task", "tests.task.test_task:Distance"]

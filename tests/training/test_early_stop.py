@@ -26,6 +26,7 @@ def digest_of(run: Path, step: int) -> str:
     return str(json.loads(manifest.read_text())["files"]["state.safetensors"]["sha256"])
 
 
+@pytest.mark.slow
 def test_a_run_stops_when_it_no_longer_improves_and_a_resumed_one_at_the_same_step(
     tmp_path: Path,
 ) -> None:

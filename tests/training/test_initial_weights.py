@@ -117,6 +117,7 @@ def test_tied_weights_need_one_name() -> None:
     assert told == ["--init_from weights: 1 of 1 tensors, 100.0% of values"]
 
 
+@pytest.mark.slow
 def test_a_run_a_checkpoint_and_an_export_are_understood(tmp_path: Path) -> None:
     argv = ["--cpu_only", "--dataset", "tests.plugins:points", "--model", "mlp", "--epochs", "1"]
     first = [*argv, "--output_dir", str(tmp_path / "runs"), "--run_name", "first"]
@@ -147,6 +148,7 @@ def test_a_run_that_nothing_fits_ends_with_one_error(tmp_path: Path) -> None:
     assert "Traceback" not in finished.output
 
 
+@pytest.mark.slow
 def test_a_folder_of_hugging_face_is_understood_also_in_shards(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs requirements-extras.txt")
     transformers = import_extra("transformers", what="this test")

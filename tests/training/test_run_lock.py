@@ -161,6 +161,7 @@ def test_a_job_that_was_started_again_elsewhere_gets_its_lock_back(
             RunLock.acquire(tmp_path, jobs=jobs, restart=restart, silent_after_s=0.3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mark", [{"host": "node7", "machine": "another"}, {}])
 def test_a_heartbeat_keeps_a_lock_whatever_else_speaks_for_a_dead_holder(
     tmp_path: Path, mark: dict[str, Any]
