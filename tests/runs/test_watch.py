@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import struct
 import subprocess
 import sys
@@ -117,7 +118,7 @@ def test_a_run_is_shown_while_it_runs_when_it_died_and_when_it_finished(
     assert found is not None
     assert int(found[1]) >= max([*saved, *curve])
     assert "no heartbeat since" in text
-    assert f"explain {folder}" in text
+    assert f"explain {shlex.quote(str(folder))}" in text
     assert "<td>dead</td>" in reported(folder)
     train([*argv, "--max_steps", "6", "--eval_every", "1"], world_size).ok()
     status, text = watched(folder)

@@ -230,7 +230,8 @@ def test_a_command_is_written_for_where_the_user_stands(
     assert shell_command("rm", Path("-r")) == "rm ./-r"
     # A run is continued in its own folder: there are its data, and the user's modules.
     elsewhere = StartCommand((str(own / "python"), "x.py"), str(tmp_path)).typed("--a", Path("b"))
-    assert elsewhere == f"(cd {tmp_path} && '{own}/python' x.py --a '{own}/b')"
+    home = shlex.quote(str(tmp_path))
+    assert elsewhere == f"(cd {home} && '{own}/python' x.py --a '{own}/b')"
     # launch_examples.sh went into the project's folder; its user did not.
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("sys.argv", [str(SCRIPT)])

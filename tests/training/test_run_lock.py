@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import socket
 import threading
 import time
@@ -27,7 +28,7 @@ def test_a_second_writer_is_refused_with_host_and_pid_of_the_first(tmp_path: Pat
         def second() -> None:
             with pytest.raises(RunFolderError, match=wanted) as caught:
                 RunLock.acquire(tmp_path)
-            assert f"rm {tmp_path / LOCK_NAME}" in caught.value.fix
+            assert f"rm {shlex.quote(str(tmp_path / LOCK_NAME))}" in caught.value.fix
 
         assert run_forked(second) == 0
         second()  # nor may this process have it twice
