@@ -100,19 +100,19 @@ def drawn(
     width, height: of the terminal. If not all ranks fit, those that need a look come first.
     Without a height everything is drawn, as plain text.
     """
-    from rich.console import Group, OverflowMethod
+    from rich.console import Console, Group, OverflowMethod
     from rich.text import Text
 
     problems = list(run.problems)
     if height is not None and len(problems) > _MOST_PROBLEMS:
         rest = f"and {len(problems) - _MOST_PROBLEMS} more: --once prints all"
         problems = [*problems[:_MOST_PROBLEMS], rest]
-    head = [_as_line(line) for line in _head(run)]
+    head = [Text(_as_line(line), overflow="fold") for line in _head(run)]
     lines = [*_lines(run, bars, width), *(f"problem     {problem}" for problem in problems)]
     ranks, most_rows = list(run.ranks), len(run.ranks)
     if height is not None:
-        others = sum(-(-len(line) // width) for line in head) + len(lines) + _TABLE_LINES
-        most_rows = max(_FEWEST_ROWS, height - others)
+        above = sum(len(text.wrap(Console(), width)) for text in head)
+        most_rows = max(_FEWEST_ROWS, height - above - len(lines) - _TABLE_LINES)
     if len(ranks) > most_rows:
         ranks = sorted(ranks, key=lambda rank: (-_worry(run, rank), rank.rank))[: most_rows - 1]
     earlier = {rank.rank: rank for rank in (before.ranks if before else ())}
@@ -123,11 +123,10 @@ def drawn(
         rows.append([more.get(name, "") for name in COLUMNS])
         colors.append("")
     table = _table(rows, colors, width=width, is_plain=height is None)
-    first, *rest_of_head = (Text(line, overflow="fold") for line in head)
-    first.highlight_words([f": {run.state}"], _COLORS.get(run.state, "bold red"))
+    head[0].highlight_words([f": {run.state}"], _COLORS.get(run.state, "bold red"))
     overflow: OverflowMethod = "fold" if height is None else "ellipsis"
     below = [Text(_as_line(x), overflow=overflow, no_wrap=height is not None) for x in lines]
-    return Group(first, *rest_of_head, *([table] if ranks else []), *below)
+    return Group(*head, *([table] if ranks else []), *below)
 
 
 def _table(

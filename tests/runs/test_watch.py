@@ -301,8 +301,9 @@ def make_busy_run(folder: Path, *, num_ranks: int) -> None:
 def test_a_screen_of_any_size_has_the_current_loss_and_all_its_lines(
     width: int, height: int, num_ranks: int, tmp_path: Path
 ) -> None:
-    make_busy_run(tmp_path / "r", num_ranks=num_ranks)
-    shown = on_a_terminal(tmp_path, width=width, height=height)
+    folder = tmp_path / f"7 {'9' * (width - 4)}"  # which is broken at its space, and then within
+    make_busy_run(folder / "r", num_ranks=num_ranks)
+    shown = on_a_terminal(folder, width=width, height=height)
     assert len(shown) < height
     assert max(map(len, shown)) <= width
     [loss] = [line for line in shown if line.startswith("loss ")]
