@@ -12,7 +12,7 @@ from hardened_ddp.ranks.group import Group, lost_peer, open_group
 from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.ranks.shared_sum import CHUNK_BYTES, PeerGone, SharedSum, create_memory
 from tests.harness.marks import slow_after
-from tests.harness.processes import HOUR_S
+from tests.harness.processes import HOUR_S, deadline
 from tests.harness.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -84,17 +84,20 @@ def test_a_fast_rank_never_overwrites_what_a_slow_one_still_reads() -> None:
     assert run_ranks(sum_with_changing_pace, 3) == [expected] * 3
 
 
-def lose_a_rank(how: str) -> str:
+def lose_a_rank(how: str, told: Path) -> str:
     group = rendezvous(timeout_s=1 if how == "late" else HOUR_S)
     if group.launch.rank == 1:
         if how == "closes":
             assert group.shared is not None
             group.shared.close()
-        time.sleep(2.5 if how == "late" else 0)
+        end = deadline(60)
+        while how == "late" and not told.exists() and time.monotonic() < end:
+            time.sleep(0.01)
         return ""
     with pytest.raises(PeerGone) as caught:
         group.sum_(torch.ones(4))
     lost = lost_peer(caught.value, group)
+    told.touch()
     assert lost is not None
     return lost.message
 
@@ -102,8 +105,8 @@ def lose_a_rank(how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "says"), [("closes", "rank 1 left"), ("late", "Timed out waiting 1 s for rank 1")]
 )
-def test_a_rank_that_does_not_come_is_named(how: str, says: str) -> None:
-    assert says in run_ranks(lose_a_rank, 2, how)[0]
+def test_a_rank_that_does_not_come_is_named(how: str, says: str, tmp_path: Path) -> None:
+    assert says in run_ranks(lose_a_rank, 2, how, tmp_path / "told")[0]
 
 
 def test_a_killed_rank_ends_the_wait() -> None:
