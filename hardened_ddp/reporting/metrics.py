@@ -18,8 +18,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from hardened_ddp.reporting import event_file
 from hardened_ddp.reporting.background import ReportWriter
 from hardened_ddp.reporting.sinks import FileSink
@@ -72,14 +70,6 @@ class MetricsLog:
             for tracker in self._trackers:
                 tracker.log(step, numbers)
 
-    def images(self, step: int, tag: str, images: torch.Tensor, titles: Sequence[str]) -> None:
-        """Write up to 16 images (N, C, H, W) of any range as one grid, and their titles as text."""
-        if self._has_board and images.dim() == 4 and images.numel():
-            # WHY not in the writer thread: torch would start another thread pool for it.
-            picture = event_file.draw_grid(images)
-            self._writer.do(partial(self._add_picture, step, tag, picture, time.time()))
-            self._add_text(step, f"{tag}/titles", _as_table(titles[: event_file.MAX_PICTURES]))
-
     def text(self, tag: str, text: str) -> None:
         """Write a text, shown verbatim."""
         self._add_text(0, tag, f"```\n{text}\n```")
@@ -120,12 +110,6 @@ class MetricsLog:
             self._has_restart_record = True
             self._add_event(event_file.scalars_record(step, numbers, wall_time=now))
 
-    def _add_picture(self, step: int, tag: str, picture: event_file.Picture, now: float) -> None:
-        png = event_file.encode_png(picture)
-        width, height = picture.width, picture.height
-        record = event_file.image_record(step, tag, png, width=width, height=height, wall_time=now)
-        self._add_event(record)
-
     def _add_text(self, step: int, tag: str, text: str) -> None:
         if self._has_board:
             job = partial(event_file.text_record, step, tag, text, wall_time=time.time())
@@ -151,12 +135,3 @@ class MetricsLog:
                 self._failing.add(sink.path)
                 log.warning("%s can't be written, training continues: %s", sink.path, sink.error)
         return is_all_written
-
-
-def _as_table(titles: Sequence[str]) -> str:
-    """Arrange titles in a table like the images in the grid."""
-    columns = max(1, min(event_file.COLUMNS, len(titles)))
-    cells = [title.replace("|", "/") for title in titles]
-    rows = [cells[start : start + columns] for start in range(0, len(cells), columns)]
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([*lines[:1], "|" + "---|" * columns, *lines[1:]])

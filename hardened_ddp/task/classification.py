@@ -12,14 +12,14 @@ from torch.nn.functional import cross_entropy
 
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.errors import ModelError
-from hardened_ddp.task.details import ConfusionMatrix, name_of
+from hardened_ddp.task.details import ConfusionMatrix
 from hardened_ddp.task.output import (
     are_one_hot,
     described_labels,
     logits_of,
     split_output,
 )
-from hardened_ddp.task.task import Figures, Metric, Mistake, Score, Task
+from hardened_ddp.task.task import Figures, Metric, Score, Task
 
 ACCURACY = Metric("accuracy", form=".2%", short_name="acc", short_form=".1%")
 TOP5 = Metric("top5_accuracy", form=".2%", short_name="top5", short_form=".1%")
@@ -131,24 +131,6 @@ class Classification(Task):
         """
         found = {"accuracy": sums["correct"] / count}
         return found | ({TOP5.name: sums["in_top5"] / count} if "in_top5" in sums else {})
-
-    def is_wrong(self, score: Score, batch: Batch) -> torch.Tensor:
-        wrong: torch.Tensor = score.predictions.ne(batch.targets)
-        return wrong
-
-    def mistakes(self, score: Score, batch: Batch, *, most: int) -> list[Mistake]:
-        inputs, targets = batch.inputs, batch.targets
-        if not isinstance(inputs, torch.Tensor):
-            return []
-        wrong = score.predictions.ne(targets).nonzero().flatten()[:most].tolist()
-        return [
-            Mistake(
-                inputs[i].cpu(),
-                f"true {name_of(int(targets[i]), self.class_names)}, "
-                f"predicted {name_of(int(score.predictions[i]), self.class_names)}",
-            )
-            for i in wrong
-        ]
 
     def table(self, device: torch.device) -> ConfusionMatrix:
         return ConfusionMatrix(self.num_classes, names=self.class_names, device=device)

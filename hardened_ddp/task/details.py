@@ -1,8 +1,7 @@
-"""What an evaluation shows of a task besides its metrics: tables, and the first mistakes.
+"""What the command evaluate shows of a task besides its metrics: tables.
 
 Owns the counting per label, class, token or output number, and the reports made from it. Counts are
 sums of integers or of the task's own sums, so they are the same on any number of ranks.
-Does not own: what is wrong, and how a mistake is shown (Task.is_wrong, Task.mistakes).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,11 +10,10 @@ from typing import Any
 import torch
 
 from hardened_ddp.data.batches.batch import Batch
-from hardened_ddp.task.task import Mistake, Score, Task, number_text
+from hardened_ddp.task.task import Score, number_text
 
 MAX_ROWS = 20  # of a printed table: of more, single ones say little, and the file has all
 MAX_COLUMNS = 20  # classes in the printed matrix: a wider one does not fit on a line
-MAX_PICTURES = 16
 _NAME_WIDTH = 20
 
 Row = Mapping[str, Any]  # Any: text, numbers, None where a divisor is 0
@@ -144,54 +142,6 @@ class TokenTable:
     def lines(self, report: Mapping[str, Any]) -> list[str]:
         """Format the tokens as a table, if they are few."""
         return row_lines(report["rows"])
-
-
-class FirstMistakes:
-    """Collects them: call add with each batch, then copy, wait for the device, then read."""
-
-    def __init__(self, task: Task, *, most: int = MAX_PICTURES) -> None:
-        self._task = task
-        self._most = most
-        self._columns: list[torch.Tensor] = []
-        """1 for each sample that is wrong, inputs, labels, predictions: at most `most` rows."""
-
-        self._shows = type(task).mistakes is not Task.mistakes
-
-    def add(self, batch: Batch, score: Score) -> None:
-        """Look at one batch. The host does not wait for the device."""
-        inputs, targets, predictions = batch.inputs, batch.targets, score.predictions
-        columns = [inputs, targets, predictions]
-        if not self._shows or not all(isinstance(column, torch.Tensor) for column in columns):
-            return
-        if inputs.dim() != 4 or len(targets) != len(inputs) or len(predictions) != len(inputs):
-            return  # not a picture for each sample
-        wrong = self._task.is_wrong(score, batch).to(torch.uint8)
-        new = self._first([wrong, *columns])
-        if self._columns:
-            if any(a.shape[1:] != b.shape[1:] for a, b in zip(self._columns, new, strict=True)):
-                return  # pictures of another size
-            pairs = zip(self._columns, new, strict=True)
-            new = self._first([torch.cat(pair) for pair in pairs])
-        self._columns = new
-
-    def copy(self) -> None:
-        """Start the copy to the host. It is there once the host has waited for the device."""
-        self._columns = [column.to("cpu", non_blocking=True) for column in self._columns]
-
-    def read(self) -> list[Mistake]:
-        """Return the mistakes, in the order of the samples. After copy, and a wait."""
-        if not self._columns:
-            return []
-        wrong, inputs, targets, predictions = self._columns
-        batch = Batch(inputs, targets, torch.arange(len(inputs)))
-        score = Score(torch.zeros(()), int(wrong.sum()), predictions=predictions)
-        return self._task.mistakes(score, batch, most=self._most)
-
-    def _first(self, columns: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the first rows that are wrong, and if these are too few, others behind them."""
-        # WHY stable: it keeps the order of the samples
-        order = columns[0].argsort(descending=True, stable=True)[: self._most]
-        return [column.index_select(0, order) for column in columns]
 
 
 def shares_of(hit: float, *, predicted: float, labelled: float) -> dict[str, float | None]:

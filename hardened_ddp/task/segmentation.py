@@ -15,7 +15,7 @@ from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.errors import ModelError
 from hardened_ddp.task.details import SumsTable, name_of
 from hardened_ddp.task.output import logits_of, shape_of
-from hardened_ddp.task.task import Figures, Metric, Mistake, Score, Task
+from hardened_ddp.task.task import Figures, Metric, Score, Task
 
 IGNORED = -100
 _NEED = "(num_samples, num_classes, height, width)"
@@ -120,26 +120,6 @@ class Segmentation(Task):
             found.append(row[index] / either if either else None)
         return found
 
-    def is_wrong(self, score: Score, batch: Batch) -> torch.Tensor:
-        pixels = score.predictions.ne(batch.targets) & batch.targets.ne(self.ignore_index)
-        wrong: torch.Tensor = pixels.flatten(1).any(dim=1)
-        return wrong
-
-    def mistakes(self, score: Score, batch: Batch, *, most: int) -> list[Mistake]:
-        """Return the first images with their share of wrong pixels."""
-        inputs, targets = batch.inputs, batch.targets
-        if not isinstance(inputs, torch.Tensor) or inputs.dim() != 4:
-            return []
-        found = []
-        for index in range(min(most, len(inputs))):
-            counts = targets[index] != self.ignore_index
-            wrong = (score.predictions[index] != targets[index]) & counts
-            num_wrong, num_pixels = int(wrong.sum()), int(counts.sum())
-            if num_wrong:
-                picture = _side_by_side(inputs[index], targets[index], score.predictions[index])
-                found.append(Mistake(picture, f"{num_wrong} of {num_pixels} pixels wrong"))
-        return found
-
     def _confusion(
         self, predictions: torch.Tensor, labels: torch.Tensor, counts: torch.Tensor
     ) -> torch.Tensor:
@@ -150,14 +130,3 @@ class Segmentation(Task):
         found = torch.zeros(size * size + 1, dtype=torch.int64, device=labels.device)
         found.scatter_add_(0, places, torch.ones_like(places))
         return found[:-1].view(size, size)
-
-
-def _side_by_side(
-    image: torch.Tensor, labels: torch.Tensor, predictions: torch.Tensor
-) -> torch.Tensor:
-    """Return one picture (C, H, 3 W): the image, its labels and the predictions in grey."""
-    top = max(1, int(labels.max()), int(predictions.max()))
-    low, high = image.min(), image.max()
-    shown = (image - low) / (high - low).clamp(min=1e-6)
-    greys = [part.clamp(min=0).float().div(top).expand_as(image) for part in (labels, predictions)]
-    return torch.cat([shown, *greys], dim=2).cpu()

@@ -76,16 +76,6 @@ class Metric:
 LOSS_METRIC = Metric(LOSS, is_higher_better=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Mistake:
-    """A test sample that the model got wrong, for the report."""
-
-    image: torch.Tensor
-    """The input, on the CPU; it is shown as a picture if it has the shape of one."""
-
-    caption: str
-
-
 class Table(Protocol):
     """What the command evaluate reports for a task besides its metrics."""
 
@@ -203,20 +193,6 @@ class Task:
         """
         pairs = {m.name: (sums[m.name], sums[f"{m.name}/count"]) for m in self.metrics}
         return {name: total / max(1e-300, count) for name, (total, count) in pairs.items()}
-
-    def is_wrong(self, score: Score, batch: Batch) -> torch.Tensor:
-        """Return for each sample whether the model got it wrong, for mistakes: of shape (N,).
-
-        On the device, without a wait for it. Default: each may be wrong.
-        """
-        return torch.ones(len(batch.inputs), dtype=torch.bool, device=batch.inputs.device)
-
-    def mistakes(self, score: Score, batch: Batch, *, most: int) -> list[Mistake]:
-        """Return the first samples that the model got wrong, at most `most` of them.
-
-        The batch, on the CPU, is made of pictures for which is_wrong was true, and maybe others.
-        """
-        return []
 
     def table(self, device: torch.device) -> Table | None:
         """Return an empty table for the command evaluate; None if the task has none."""

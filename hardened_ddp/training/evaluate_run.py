@@ -129,7 +129,7 @@ def measure(
             leaves_out=loop.leaves_out,
             instead="evaluate in one process, without torchrun",
         )
-        found = loop.run(model, totals, look)  # collective
+        found = loop.run(model, totals, look=look)  # collective
     finally:
         loader.close()
     assert found is not None  # no should_stop is given

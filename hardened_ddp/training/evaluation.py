@@ -26,8 +26,7 @@ from hardened_ddp.step.failure import explain_evaluation
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import NEVER_FINITE, Progress, Totals
 from hardened_ddp.task.build import metric_of
-from hardened_ddp.task.details import FirstMistakes
-from hardened_ddp.task.task import LOSS, Metric, Mistake, Score, Task
+from hardened_ddp.task.task import LOSS, Metric, Score, Task
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +40,6 @@ class Evaluation:
     """Of the task, by name."""
 
     num_samples: int
-    mistakes: tuple[Mistake, ...]
-    """The first few in this rank's share."""
 
     @property
     def figures(self) -> Mapping[str, float]:
@@ -76,17 +73,15 @@ class EvaluationLoop:
         self,
         module: nn.Module,
         totals: Totals,
-        look: Callable[[Batch, Score], None],
         *,
-        before_read: Callable[[], None] = lambda: None,
+        look: Callable[[Batch, Score], None] = lambda batch, score: None,
         should_stop: Callable[[], object] = lambda: False,
     ) -> tuple[dict[str, float], list[BadSample]] | None:
         """Measure module; return the figures and the samples left out. Collective: all ranks.
 
-        look is called with each batch of this rank and its score; before_read after the last of
-        them, before the one wait for the device. should_stop is called between batches, on all
-        ranks equally often; if it is true, returns None. Raises SampleError, or an error that names
-        the rank whose model or data failed.
+        look is called with each batch of this rank and its score. should_stop is called between
+        batches, on all ranks equally often; if it is true, returns None. Raises SampleError, or an
+        error that names the rank whose model or data failed.
         """
         left_out: list[BadSample] = []
         if self.task.own:
@@ -121,7 +116,6 @@ class EvaluationLoop:
                     look(batch, score)
                 self._add_own(output, batch)  # collective
             next(batches, None)  # WHY: the stream then reaches its end, and keeps its idle workers
-            before_read()
             figures = totals.read(self.group)  # collective
             if self.task.own:
                 figures |= self.task.own.compute(self.group)  # collective
@@ -166,21 +160,12 @@ def evaluate(
     should_stop is called between batches, on all ranks equally often; if true, returns None.
     """
     module, task = parts.replica.module, parts.task
-    mistakes = FirstMistakes(task)
-    is_main = parts.group.is_main  # the only rank that shows them
-
-    def look(batch: Batch, score: Score) -> None:
-        if is_main:
-            mistakes.add(batch, score)
-
     loop = loop_of(parts, loader)
     module.eval()
     try:
         totals = Totals(task, parts.device)
         with parts.group.tracker.within(Phase.EVALUATION), parts.replica.attributes.kept():
-            found = loop.run(  # collective
-                module, totals, look, before_read=mistakes.copy, should_stop=should_stop
-            )
+            found = loop.run(module, totals, should_stop=should_stop)  # collective
     finally:
         module.train()
     if found is None:
@@ -194,7 +179,6 @@ def evaluate(
             if metric.name in figures
         },
         int(figures["samples"]),
-        tuple(mistakes.read()),
         tuple(f"{bad.name}: {bad.error}" for bad in left_out),
     )
 

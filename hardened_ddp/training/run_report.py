@@ -170,7 +170,7 @@ class RunReport:
             self._settings_text = ""
 
     def log_evaluation(self, progress: Progress, evaluation: Evaluation) -> None:
-        """Report the test set's loss and metrics, and pictures of mistakes. Rank-local."""
+        """Report the test set's loss and metrics. Rank-local."""
         self.last_evaluation = evaluation
         if not self.is_main:
             return
@@ -199,14 +199,6 @@ class RunReport:
                 **_times(self.goodput.account()),
             },
         )
-        mistakes = evaluation.mistakes
-        if mistakes and mistakes[0].image.dim() == 3:
-            self.metrics.images(
-                progress.step,
-                "mistakes/test",
-                torch.stack([mistake.image for mistake in mistakes]),
-                [mistake.caption for mistake in mistakes],
-            )
 
     def go_back(self, left_at: int, step: int) -> None:
         """Account for a return to an earlier step: the time after it is lost. Rank-local."""

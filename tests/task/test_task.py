@@ -130,21 +130,6 @@ def test_a_metric_says_which_value_is_better_and_how_it_is_printed() -> None:
     )
 
 
-def test_mistakes_are_shown_with_names_also_of_an_output_that_has_none() -> None:
-    task = Classification(num_classes=2, class_names=("cat", "dog"))
-    images = torch.rand(4, 3, 2, 2)
-    logits = torch.tensor([[1.0, 0, 0], [1.0, 0, 0], [0, 0, 1.0], [0, 1.0, 0]])
-    targets = torch.tensor([0, 1, 1, 0])
-    batch = batch_of(images, targets)
-    score = task.score(logits, batch)
-    first, second, third = task.mistakes(score, batch, most=4)
-    assert first.caption == "true dog, predicted cat"
-    assert second.caption == "true dog, predicted 2"
-    assert third.caption == "true cat, predicted dog"
-    assert torch.equal(first.image, images[1])
-    assert len(task.mistakes(score, batch, most=2)) == 2
-
-
 def evaluate_distance(argv: list[str]) -> tuple[Evaluation, Evaluation | None]:
     """Evaluate with a task that has no accuracy, once to the end and once stopped in it."""
     launch = read_launch(environment())
