@@ -179,6 +179,12 @@ class Totals:
 
     def read(self, group: Group) -> dict[str, float]:
         """Return the mean loss, each metric and the samples over all ranks. Collective."""
+        sums, count = self.gather(group)  # collective
+        figures = self.task.figures(sums, count)
+        return {LOSS: sums[LOSS] / count, **figures, "samples": sums["samples"]}
+
+    def gather(self, group: Group) -> tuple[dict[str, Any], float]:  # Any: numbers, nested lists
+        """Return the sums by name and what the loss is a mean over, of all ranks. Collective."""
         device = self.loss_sum.device
         totals = [self.loss_sum, *self.sums.values()]
         # WHY full: a tensor made of a list would be copied to the device, which waits for it
@@ -190,8 +196,5 @@ class Totals:
             part = values[position : position + total.numel()]
             position += total.numel()
             sums.append(torch.tensor(part, dtype=torch.float64).view(total.shape).tolist())
-        loss = sums.pop(0)
-        named: dict[str, Any] = dict(zip(self.sums, sums, strict=True))
-        count = max(1.0, named.pop(COUNT, samples))
-        figures = self.task.figures({**named, LOSS: loss}, count)
-        return {LOSS: loss / count, **figures, "samples": samples}
+        named: dict[str, Any] = dict(zip((LOSS, *self.sums), sums, strict=True))
+        return {**named, "samples": samples}, max(1.0, named.get(COUNT, samples))

@@ -4,10 +4,9 @@ Owns --task auto: which task fits the labels and the output of the first batch, 
 the log. Where labels fit two tasks, or none, it refuses: a wrong guess would train, and wrongly.
 """
 
-import contextlib
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -57,11 +56,12 @@ def check_metrics(config: TaskConfig, *, stop_when: str) -> None:
 
     Before any data are seen: of a task that is built in, or of all of them where auto chooses.
     """
-    name, own = config.task, OwnMetrics(config.metrics)
+    name = config.task
+    OwnMetrics(config.metrics)  # raises if one can't be built
     if ":" in name:
         return  # what it measures is known when it is built
     tasks = BUILT_IN.values() if name == "auto" else [BUILT_IN[name]]
-    known = {*own.names, LOSS, *(metric.name for task in tasks for metric in task.all_metrics())}
+    known = {*config.metrics, LOSS, *(metric.name for task in tasks for metric in task.metrics)}
     asked = {"best_metric": config.best_metric, "stop_when": stop_when}
     for setting, wanted in asked.items():
         if wanted not in {"", "auto", *known}:
@@ -96,22 +96,14 @@ def choose_task(
 
 
 def find_task(name: str) -> Callable[..., Any]:
-    """Return what builds the task called name. Raises ConfigError. Rank-local."""
+    """Return what builds a task, a built-in one or the user's. Rank-local. Raises ConfigError."""
     if ":" in name:
         return import_callable(name, setting="task", error=ConfigError)
-    if name not in BUILT_IN:
-        raise ConfigError(
-            f"no task is called {name!r}",
-            fix=f"--task auto | {' | '.join(CHOICES)} | package.module:Class",
-        )
     return BUILT_IN[name]
 
 
 def build_task(name: str, model: nn.Module, data: TaskData, config: TaskConfig) -> Task:
-    """Build the task called name, by which model is trained on data. Rank-local.
-
-    Raises ConfigError for an unknown name, or arguments that it does not take.
-    """
+    """Build the task called name. Rank-local. Raises ConfigError."""
     build = find_task(name)
     facts = {
         "model": model,
@@ -196,22 +188,22 @@ def task_that_fits(output: Any, batch: Batch) -> tuple[str, str]:  # Any: whatev
         return name, shapes
     if loss is not None:
         return "own", f"the model returns its loss, and no other task fits: {shapes}"
-    raise _undecided(
-        f"{shapes}: they fit {_fits(logits, labels)}", output, fix=_fix_of(logits, labels)
-    )
+    fits, fix = _advice(logits, labels)
+    raise _undecided(f"{shapes}: they fit {fits}", output, fix=fix)
 
 
 def _fitting_name(model: nn.Module, sample: Batch, group: Group) -> str:
     """Return the name of the task that fits the first batches of all ranks. Collective."""
     mine: dict[str, str] = {}
+    was_training, caller = model.training, Task()
+    model.eval()
     try:
-        with _evaluating(model):
-            caller = Task()
-            caller.attach(model)
-            shapes = saved_shapes(model)
+        caller.attach(model)
+        shapes = saved_shapes(model)
+        with torch.no_grad():
             name, why = task_that_fits(caller.forward(model, sample), sample)
-            refuse_late_buffers(model, shapes)
-            mine = {"name": name, "why": why}
+        refuse_late_buffers(model, shapes)
+        mine = {"name": name, "why": why}
     except HardenedError as error:
         mine = {"error": error.message, "fix": error.fix}
     except ANY_FAILURE as error:  # WHY broad: the user's model; the probe then tells it in full
@@ -220,6 +212,8 @@ def _fitting_name(model: nn.Module, sample: Batch, group: Group) -> str:
             "error": f"the model failed on a first batch: {describe(error)}{line_of_user(error)}",
             "fix": fix_for(error, sample.inputs, has_labels=sample.targets is not None),
         }
+    finally:
+        model.train(was_training)
     everyone = group.gather_json(mine)  # collective
     names = sorted({notes["name"] for notes in everyone if "name" in notes})
     if len(names) != 1:
@@ -235,18 +229,6 @@ def _fitting_name(model: nn.Module, sample: Batch, group: Group) -> str:
     found = str(names[0])
     log.info("task: %s, because of the first batch: %s", found, reason)
     return found
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Run forwards that change nothing: in evaluation mode, without gradients."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)
 
 
 def _by_shape(logits: torch.Tensor, labels: torch.Tensor) -> str:
@@ -269,28 +251,23 @@ def _by_shape(logits: torch.Tensor, labels: torch.Tensor) -> str:
     return "regression" if is_alike and not is_binary and not are_shares(labels) else ""
 
 
-def _fits(logits: torch.Tensor, labels: torch.Tensor) -> str:
+def _advice(logits: torch.Tensor, labels: torch.Tensor) -> tuple[str, str]:
+    """Return what fits labels for which there is no one task, and what to do; empty: choose one."""
     if labels.numel() == logits.numel() and bool(((labels == 0) | (labels == 1)).all()):
-        return "multilabel and regression alike"
-    if labels.shape == logits.shape and are_shares(labels):
-        return "regression, and probabilities of classes (each row adds up to 1) alike"
-    return "no task"
-
-
-def _fix_of(logits: torch.Tensor, labels: torch.Tensor) -> str:
-    """Say what to do about labels that are probabilities, or an output in another order."""
+        return "multilabel and regression alike", ""
     if labels.shape == logits.shape and are_shares(labels):
         return (
+            "regression, and probabilities of classes (each row adds up to 1) alike",
             "for numbers: --task regression; for probabilities: --task package.module:Class, whose "
-            "score() has cross_entropy(logits, labels), see docs/TASKS.md"
+            "score() has cross_entropy(logits, labels), see docs/TASKS.md",
         )
-    if labels.is_floating_point() or logits.dim() != labels.dim() + 1:
-        return ""
-    if labels.dim() == 2 and (logits.shape[0], logits.shape[2]) == tuple(labels.shape):
-        return "--task tokens needs the vocabulary last: return logits.transpose(1, 2)"
-    if labels.dim() == 3 and logits.shape[:3] == labels.shape:
-        return "--task segmentation needs the classes second: return logits.permute(0, 3, 1, 2)"
-    return ""
+    fix = ""
+    if not labels.is_floating_point() and labels.dim() in (2, 3):
+        if logits.shape[:1] + logits.shape[2:] == labels.shape and labels.dim() == 2:
+            fix = "--task tokens needs the vocabulary last: return logits.transpose(1, 2)"
+        elif logits.shape[:-1] == labels.shape and labels.dim() == 3:
+            fix = "--task segmentation needs the classes second: return logits.permute(0, 3, 1, 2)"
+    return "no task", fix
 
 
 def _undecided(why: str, output: Any, *, fix: str = "") -> ModelError:

@@ -12,12 +12,14 @@ from torch.nn.functional import cross_entropy
 
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.errors import ModelError
-from hardened_ddp.task.details import ConfusionMatrix
+from hardened_ddp.task.details import name_of, shares_of
 from hardened_ddp.task.output import (
     are_one_hot,
+    check_range,
     described_labels,
     logits_of,
     split_output,
+    widened,
 )
 from hardened_ddp.task.task import Figures, Metric, Score, Task
 
@@ -30,7 +32,9 @@ FEW_CLASSES = 10
 class Classification(Task):
     """Cross-entropy of logits (num_samples, num_classes) and labels (num_samples,) int64."""
 
+    metrics: Sequence[Metric] = (ACCURACY, TOP5)  # of an instance: what its classes have
     counts_samples = True
+    learns = ("num_classes",)
 
     def __init__(
         self,
@@ -49,15 +53,15 @@ class Classification(Task):
         top5 = (TOP5,) if num_classes > FEW_CLASSES else ()
         self.metrics = (ACCURACY, *top5)
 
-    @classmethod
-    def all_metrics(cls) -> Sequence[Metric]:
-        return ACCURACY, TOP5
-
     @property
     def sums(self) -> Mapping[str, torch.Tensor]:
         found = {"correct": torch.zeros((), dtype=torch.int64)}
         if TOP5 in self.metrics:
             found["in_top5"] = torch.zeros((), dtype=torch.int64)
+        if self.in_detail:
+            # The last column is for outputs beyond the classes: a model may have more of them.
+            shape = (self.num_classes, self.num_classes + 1)
+            found["confusion"] = torch.zeros(shape, dtype=torch.int64)
         return found
 
     def score(self, output: Any, batch: Batch) -> Score:
@@ -69,12 +73,8 @@ class Classification(Task):
             logits = logits_of(output, need="(num_samples, num_classes)")  # raises
         num_samples = targets.shape[0]
         if mean_loss is None:
-            # WHY float(): under autocast logits are bf16, and a sum over a batch needs fp32.
             loss_sum = cross_entropy(
-                logits if logits.dtype == torch.float64 else logits.float(),
-                targets,
-                reduction="sum",
-                label_smoothing=self.label_smoothing,
+                widened(logits), targets, reduction="sum", label_smoothing=self.label_smoothing
             )
         else:  # a model's own loss is a mean, by convention
             loss_sum = mean_loss.float() * num_samples
@@ -82,13 +82,15 @@ class Classification(Task):
         sums = {"correct": predictions.eq(targets).sum()}
         if TOP5 in self.metrics:
             sums["in_top5"] = _are_in_top5(logits.detach(), targets).sum()
-        return Score(loss_sum, num_samples, sums, predictions)
+        if self.in_detail:
+            width = self.num_classes + 1
+            places = targets * width + predictions.clamp(max=self.num_classes)
+            counts = torch.bincount(places, minlength=self.num_classes * width)
+            sums["confusion"] = counts.view(self.num_classes, width)
+        return Score(loss_sum, num_samples, sums)
 
     def check(self, output: Any, batch: Batch) -> None:
-        """Raise ModelError if logits or labels do not fit the number of classes.
-
-        WHY before the loss: a wrong label raises there; on a GPU it ends the CUDA context.
-        """
+        """Raise ModelError if logits or labels do not fit the number of classes."""
         targets = batch.targets
         logits = logits_of(output, need="(num_samples, num_classes)")
         shape = tuple(logits.shape)
@@ -110,16 +112,12 @@ class Classification(Task):
                 fix="give the model's last layer one output for each class",
             )
         self._know(self.num_classes or shape[1])
-        low, high = int(targets.min()), int(targets.max())
-        if low < 0 or high >= shape[1]:
-            raise ModelError(
-                f"labels run from {low} to {high}, but the model knows classes 0 to {shape[1] - 1}",
-                fix="number the classes from 0, or give the model more outputs",
-            )
-
-    def learned(self) -> dict[str, Any]:
-        """Return what the first batch has shown: the classes, if the dataset does not say."""
-        return {"num_classes": self.num_classes} if self.num_classes else {}
+        check_range(
+            targets,
+            shape[1],
+            what="classes",
+            fix="number the classes from 0, or give the model more outputs",
+        )
 
     def take_over(self, learned: Mapping[str, Any]) -> None:
         self._know(learned.get("num_classes", self.num_classes))
@@ -132,8 +130,24 @@ class Classification(Task):
         found = {"accuracy": sums["correct"] / count}
         return found | ({TOP5.name: sums["in_top5"] / count} if "in_top5" in sums else {})
 
-    def table(self, device: torch.device) -> ConfusionMatrix:
-        return ConfusionMatrix(self.num_classes, names=self.class_names, device=device)
+    def report(self, sums: Mapping[str, Any], count: float) -> dict[str, Any]:
+        """Return the figures of each class, and the confusion matrix."""
+        rows = [[int(number) for number in row] for row in sums["confusion"]]
+        predicted = [sum(column) for column in zip(*rows, strict=True)]
+        classes = [
+            {
+                "name": name_of(index, self.class_names),
+                "samples": sum(row),
+                "predicted": predicted[index],
+                **shares_of(row[index], predicted=predicted[index], labelled=sum(row)),
+            }
+            for index, row in enumerate(rows)
+        ]
+        return {
+            "classes": classes,
+            "confusion": [row[:-1] for row in rows],
+            "predicted_no_class": predicted[-1],
+        }
 
 
 def _fix_for_labels(labels: Any) -> str:  # Any: a dataset's labels

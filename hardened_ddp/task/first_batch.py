@@ -1,8 +1,6 @@
 """What a first batch must show: a score that can be added up, and a state that can be saved.
 
-Owns what a user's task can get wrong in score(), each as one ModelError; refusing buffers that a
-forward makes or resizes, and naming attributes that are not saved. It reads values, so it waits for
-the device: the trials before training call it, no step does.
+It reads values, so it waits for the device: the trials before training call it, no step does.
 Does not own: finding what a forward changes (model/effects.py).
 """
 
@@ -15,6 +13,7 @@ from torch import nn
 
 from hardened_ddp.errors import ModelError
 from hardened_ddp.reporting.log import ON_EVERY_RANK
+from hardened_ddp.task.output import described
 from hardened_ddp.task.task import Score, Task
 
 log = logging.getLogger(__name__)
@@ -41,7 +40,7 @@ def check_score(task: Task, score: Any) -> Score:  # Any: whatever a user's task
         )
     wanted = task.sums
     for metric, value in task.sums_of(score).items():
-        _check_sum(name, metric, value, wanted.get(metric))
+        _check_sum(name, metric, value, wanted[metric])
     return score
 
 
@@ -81,7 +80,7 @@ def warn_of_unsaved(own: Sequence[str]) -> None:
 def _check_loss(name: str, loss: Any) -> None:  # Any: as above
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
         raise ModelError(
-            f"task {name}: loss_sum is not a scalar tensor but {_described(loss)}",
+            f"task {name}: loss_sum is not a scalar tensor but {described(loss)}",
             fix="return the sum of the losses: losses.sum()",
         )
     if torch.is_grad_enabled() and not loss.requires_grad:
@@ -95,31 +94,20 @@ def _check_count(name: str, count: Any) -> None:  # Any: as above
     is_tensor = isinstance(count, torch.Tensor) and count.dim() == 0
     is_number = isinstance(count, int | float) and not isinstance(count, bool)
     if not (is_tensor or is_number) or not 0 <= float(count) < float("inf"):
-        what = f"{float(count):g}" if is_tensor or is_number else _described(count)
+        what = f"{float(count):g}" if is_tensor or is_number else described(count)
         raise ModelError(
             f"task {name}: count is {what}, not a number from 0",
             fix="return what the loss is a mean over, such as batch.num_samples",
         )
 
 
-def _check_sum(name: str, metric: str, value: Any, wanted: torch.Tensor | None) -> None:
+def _check_sum(name: str, metric: str, value: Any, wanted: torch.Tensor) -> None:
     """Check one of the sums of a score. Any: as above; wanted: a zero of its shape."""
     metric = metric.removesuffix("/count")
-    if wanted is None:
-        raise ModelError(
-            f"task {name}: sums_of() gives {metric}, which is not among its sums",
-            fix="name it in the property sums, with a zero of its dtype and shape",
-        )
     is_number = isinstance(value, torch.Tensor | int | float)
     if not is_number or torch.as_tensor(value).shape != wanted.shape:
         need = "a number" if wanted.dim() == 0 else f"a tensor of shape {tuple(wanted.shape)}"
         raise ModelError(
-            f"task {name}: its metric {metric} is {_described(value)}, not {need}",
+            f"task {name}: its metric {metric} is {described(value)}, not {need}",
             fix="give the sum over the samples of the batch, such as errors.sum()",
         )
-
-
-def _described(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"shape {tuple(value.shape)}"
-    return f"a {type(value).__name__}"

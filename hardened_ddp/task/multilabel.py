@@ -12,8 +12,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.errors import ModelError
-from hardened_ddp.task.details import SumsTable, name_of, shares_of
-from hardened_ddp.task.output import logits_of, shape_of
+from hardened_ddp.task.details import name_of, shares_of
+from hardened_ddp.task.output import described_labels, logits_of, widened
 from hardened_ddp.task.task import Figures, Metric, Score, Task
 
 _NEED = "(num_samples, num_labels)"
@@ -30,6 +30,7 @@ class Multilabel(Task):
         Metric("exact_match", form=".2%", short_name="exact", short_form=".1%"),
     )
     counts_samples = True
+    learns = ("num_labels",)
 
     def __init__(self, *, num_labels: int, class_names: Sequence[str] = ()) -> None:
         self.num_labels = num_labels
@@ -48,7 +49,7 @@ class Multilabel(Task):
     def score(self, output: Any, batch: Batch) -> Score:
         """Compare each logit with its label; a logit above 0 predicts the label."""
         logits, targets = _alike(logits_of(output, need=_NEED), batch.targets)
-        wide = logits if logits.dtype == torch.float64 else logits.float()
+        wide = widened(logits)
         losses = binary_cross_entropy_with_logits(wide, targets.to(wide.dtype), reduction="none")
         predictions, labels = logits.detach() > 0, targets > 0
         sums = {
@@ -57,7 +58,7 @@ class Multilabel(Task):
             "positive": labels.sum(0),
             "exact": predictions.eq(labels).all(1).sum(),
         }
-        return Score(losses.mean(1).sum(), len(labels), sums, predictions)
+        return Score(losses.mean(1).sum(), len(labels), sums)
 
     def check(self, output: Any, batch: Batch) -> None:
         """Raise ModelError if logits and labels differ in shape, or a label is not 0 or 1."""
@@ -68,7 +69,7 @@ class Multilabel(Task):
         if not is_labelled or pair[0].dim() != 2 or pair[0].shape != pair[1].shape:
             raise ModelError(
                 f"the model gives logits of shape {tuple(logits.shape)} for labels of "
-                f"{shape_of(targets)}; multilabel needs both alike: (num_samples, num_labels)",
+                f"{described_labels(targets)}; multilabel needs both alike: {_NEED}",
                 fix="give the model's last layer one output for each label",
             )
         self.num_labels = pair[0].shape[1]
@@ -79,26 +80,19 @@ class Multilabel(Task):
                 fix="give 0 or 1 for each label; for numbers: --task regression",
             )
 
-    def learned(self) -> dict[str, Any]:
-        """Return what the first batch has shown: the number of labels."""
-        return {"num_labels": self.num_labels}
-
-    def take_over(self, learned: Mapping[str, Any]) -> None:
-        self.num_labels = learned.get("num_labels", self.num_labels)
-
     def figures(self, sums: Mapping[str, Any], count: float) -> Figures:
         """Return the mean F1 of the labels, and the share of samples with every label right."""
-        scores = [entry["f1"] for entry in self.label_figures(sums) if entry["f1"] is not None]
+        scores = [entry["f1"] for entry in self._label_figures(sums) if entry["f1"] is not None]
         return {
             "f1": sum(scores) / len(scores) if scores else 0.0,
             "exact_match": sums["exact"] / count,
         }
 
-    def table(self, device: torch.device) -> SumsTable:
-        """Return an empty table: a row for each label."""
-        return SumsTable(self.sums, lambda sums, _: self.label_figures(sums), device=device)
+    def report(self, sums: Mapping[str, Any], count: float) -> dict[str, Any]:
+        """Return a row for each label."""
+        return {"rows": self._label_figures(sums)}
 
-    def label_figures(self, sums: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _label_figures(self, sums: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return precision, recall and F1 of each label; None where the divisor is 0."""
         columns = zip(sums["true_positive"], sums["predicted"], sums["positive"], strict=True)
         return [

@@ -200,9 +200,22 @@ def described_labels(labels: object) -> str:
     return f"a {type(labels).__name__}"
 
 
-def shape_of(labels: object) -> object:
-    """Return the shape of labels for a message, whatever they are."""
-    return tuple(labels.shape) if isinstance(labels, torch.Tensor) else "no shape"
+def widened(logits: torch.Tensor) -> torch.Tensor:
+    """Return logits for a loss. WHY: under autocast they are bf16, and a sum needs fp32."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def check_range(labels: torch.Tensor, count: int, *, what: str, fix: str) -> None:
+    """Raise ModelError if labels are not from 0 to count - 1. Waits for the device.
+
+    WHY before the loss: a wrong label raises there; on a GPU it ends the CUDA context.
+    """
+    if labels.numel() and (int(labels.min()) < 0 or int(labels.max()) >= count):
+        raise ModelError(
+            f"labels run from {int(labels.min())} to {int(labels.max())}, and there are {count} "
+            f"{what}, 0 to {count - 1}",
+            fix=fix,
+        )
 
 
 def described(output: object) -> str:

@@ -4,7 +4,6 @@ Its loss is a mean, by convention. It is a mean over what the output names as co
 labels that are not -100, if there are several integers for each sample; or over samples.
 """
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,18 +15,16 @@ from hardened_ddp.task.output import described, refuse_several_losses, split_out
 from hardened_ddp.task.task import Score, Task
 from hardened_ddp.task.tokens import IGNORED, find_shift
 
-log = logging.getLogger(__name__)
-
 
 class Own(Task):
     """The loss that the model returns: a scalar, or {"loss": scalar, "count": number}."""
 
+    learns = ("shift",)
+
     def __init__(self, *, ignore_index: int = IGNORED, shift: int | None = None) -> None:
         """shift: 1 if the model's loss leaves out the first label of each sequence."""
         self.ignore_index = ignore_index
-        self.shift = 0 if shift is None else shift
-        self.finds_shift = shift is None
-        self._has_told = False
+        self.shift = shift
 
     def score(self, output: Any, batch: Batch) -> Score:
         """Turn the model's mean loss into a sum."""
@@ -41,7 +38,7 @@ class Own(Task):
         return Score(torch.where(count > 0, loss * count, torch.zeros_like(loss)), count)
 
     def check(self, output: Any, batch: Batch) -> None:
-        """Raise ModelError if the output has no scalar loss with a gradient."""
+        """Raise ModelError if the output has no scalar loss; find out how it shifts labels."""
         refuse_several_losses(output)
         logits, loss = split_output(output)
         if loss is None:
@@ -51,33 +48,13 @@ class Own(Task):
                 f"--task own: the model's loss is {described(loss)}, not a scalar",
                 fix="return the mean over the samples: loss.mean()",
             )
-        if torch.is_grad_enabled() and not loss.requires_grad:
-            raise ModelError(
-                "--task own: the model's loss does not depend on any parameter that is trained",
-                fix="compute it inside of forward, without detach() or no_grad()",
-            )
         labels = batch.targets
-        if torch.is_grad_enabled() and not self._has_told and _are_many(labels):
-            self._has_told = True
-            if _named_count(output) is None:
-                log.info(
-                    "task own: the loss is taken for a mean over the labels that are not %d; if it "
-                    "is over something else, such as samples, return that number as 'count'",
-                    self.ignore_index,
-                )
-        if logits is None or not self.finds_shift or not _are_many(labels):
+        if logits is None or self.shift is not None or not _are_many(labels):
             return
         if logits.dim() == 3 and logits.shape[:2] == labels.shape:
             found = find_shift(logits, labels, loss.detach(), ignore_index=self.ignore_index)
             if found is not None:
-                self.take_over({"shift": found[0]})
-
-    def learned(self) -> dict[str, Any]:
-        return {} if self.finds_shift else {"shift": self.shift}
-
-    def take_over(self, learned: Mapping[str, Any]) -> None:
-        if learned:
-            self.shift, self.finds_shift = learned["shift"], False
+                self.shift = found[0]
 
     def _count(self, output: Any, batch: Batch, device: torch.device) -> int | torch.Tensor:
         """Return what the loss is a mean over: the samples, or a number on device."""
@@ -89,7 +66,7 @@ class Own(Task):
             # WHY full: a number of the host would be copied to the device, which waits for it
             return torch.full((), number, device=device)
         if _are_many(batch.targets):
-            labels: torch.Tensor = batch.targets[:, self.shift :]
+            labels: torch.Tensor = batch.targets[:, self.shift or 0 :]
             return labels.ne(self.ignore_index).sum()
         return batch.num_samples
 

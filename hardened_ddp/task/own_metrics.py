@@ -42,11 +42,6 @@ class OwnMetrics:
     def __bool__(self) -> bool:
         return bool(self._objects)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """What the metrics are called."""
-        return tuple(self._objects)
-
     def reset(self) -> None:
         """Forget all samples."""
         for metric in self._objects.values():
@@ -156,11 +151,7 @@ def _keep_on_rank(metric: Any) -> None:  # Any: the user's class
     """
     for part in metric.modules() if isinstance(metric, nn.Module) else [metric]:
         if hasattr(part, "distributed_available_fn"):
-            part.distributed_available_fn = _has_no_ranks
-
-
-def _has_no_ranks() -> bool:
-    return False
+            part.distributed_available_fn = lambda: False
 
 
 def _gathered(tensors: list[torch.Tensor], group: Group) -> list[list[torch.Tensor]]:

@@ -7,18 +7,15 @@ those of the first batch: of large numbers that differ little the digits would c
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.errors import ConfigError, ModelError
-from hardened_ddp.task.details import SumsTable
-from hardened_ddp.task.output import logits_of
+from hardened_ddp.task.output import logits_of, widened
 from hardened_ddp.task.task import Figures, Metric, Score, Task
-
-LossName = Literal["mse", "l1", "huber"]
 
 _LOSSES: Mapping[str, Callable[..., torch.Tensor]] = {
     "mse": functional.mse_loss,
@@ -38,12 +35,12 @@ class Regression(Task):
     )
     counts_samples = True
 
-    def __init__(self, *, loss: LossName = "mse", num_outputs: int = 1) -> None:
+    def __init__(self, *, loss: str = "mse", num_outputs: int = 1) -> None:
         """num_outputs: the numbers of one label."""
         if loss not in _LOSSES:
             raise ConfigError(
                 f"task_args: regression has no loss {loss!r}",
-                fix=f"--task_args '{{loss: {' | '.join(get_args(LossName))}}}'",
+                fix=f"--task_args '{{loss: {' | '.join(_LOSSES)}}}'",
             )
         self.loss = loss
         self.num_outputs = num_outputs
@@ -71,7 +68,7 @@ class Regression(Task):
             "label": wanted.sum(0),
             "squared_label": wanted.square().sum(0),
         }
-        return Score(loss_sum, len(labels), sums, outputs.detach())
+        return Score(loss_sum, len(labels), sums)
 
     def check(self, output: Any, batch: Batch) -> None:
         """Raise ModelError if outputs and labels have different sizes, or labels are NaN."""
@@ -82,17 +79,14 @@ class Regression(Task):
                 f"regression needs numbers as labels, not a {type(targets).__name__}",
                 fix="make dataset[i] return (input, tensor of numbers)",
             )
-        rows = [tuple(part.flatten(1).shape) if part.dim() > 1 else (len(part), 1)
-                for part in (outputs, targets)]  # fmt: skip
-        if rows[0] != rows[1]:
+        found, numbers = (part.reshape(len(part), -1) for part in (outputs, targets))
+        if found.shape != numbers.shape:
             raise ModelError(
                 f"the model gives outputs of shape {tuple(outputs.shape)} for labels of shape "
                 f"{tuple(targets.shape)}; regression needs one output for each number",
-                fix=f"give the model's last layer {rows[1][1]} outputs",
+                fix=f"give the model's last layer {numbers.shape[1]} outputs",
             )
-        is_wrong = (
-            ~targets.flatten(1).isfinite().all(1) if targets.dim() > 1 else ~targets.isfinite()
-        )
+        is_wrong = ~numbers.isfinite().all(1)
         if bool(is_wrong.any()):
             raise ModelError(
                 f"the label of sample {int(batch.indices[is_wrong][0])} is NaN or infinite",
@@ -100,8 +94,7 @@ class Regression(Task):
             )
         # WHY with gradients: that is the probe, which has all ranks take over the same numbers.
         if self.origin is None and torch.is_grad_enabled():
-            numbers = targets.double().reshape(len(targets), -1)
-            self.take_over({"origin": numbers.mean(0).tolist()})
+            self.take_over({"origin": numbers.double().mean(0).tolist()})
 
     def learned(self) -> dict[str, Any]:
         return {} if self.origin is None else {"origin": self.origin.tolist()}
@@ -125,25 +118,19 @@ class Regression(Task):
             "r2": sum(scores) / len(scores) if scores else float("nan"),
         }
 
-    def table(self, device: torch.device) -> SumsTable:
-        """Return an empty table: a row for each number of a label."""
-        return SumsTable(self.sums, self._rows, device=device)
-
-    def _rows(self, sums: Mapping[str, Any], count: float) -> list[dict[str, Any]]:
+    def report(self, sums: Mapping[str, Any], count: float) -> dict[str, Any]:
+        """Return a row for each number of a label."""
         single = Regression()
         rows = []
         for index in range(self.num_outputs):
-            own = {name: [values[index]] for name, values in sums.items()}
+            own = {name: [sums[name][index]] for name in self.sums}
             rows.append({"name": f"output {index}", **single.figures(own, count)})
-        return rows
+        return {"rows": rows}
 
     def _alike(
         self, outputs: torch.Tensor, labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return both as (num_samples, num_outputs), in the wider of their precisions."""
         # WHY: (N, 1) - (N,) would be broadcast to (N, N), silently.
-        wide = torch.float64 if outputs.dtype == torch.float64 else torch.float32
-        return (
-            outputs.to(wide).reshape(-1, self.num_outputs),
-            labels.to(wide).reshape(-1, self.num_outputs),
-        )
+        outputs = widened(outputs).reshape(-1, self.num_outputs)
+        return outputs, labels.to(outputs.dtype).reshape(-1, self.num_outputs)

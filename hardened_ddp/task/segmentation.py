@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.errors import ModelError
-from hardened_ddp.task.details import SumsTable, name_of
-from hardened_ddp.task.output import logits_of, shape_of
+from hardened_ddp.task.details import name_of
+from hardened_ddp.task.output import check_range, described_labels, logits_of, widened
 from hardened_ddp.task.task import Figures, Metric, Score, Task
 
 IGNORED = -100
@@ -30,6 +30,8 @@ class Segmentation(Task):
         Metric("mean_iou", form=".2%", short_name="IoU", short_form=".1%"),
         Metric("pixel_accuracy", form=".2%", short_name="acc", short_form=".1%"),
     )
+
+    learns = ("num_classes",)
 
     def __init__(
         self, *, num_classes: int, class_names: Sequence[str] = (), ignore_index: int = IGNORED
@@ -48,16 +50,13 @@ class Segmentation(Task):
         targets = batch.targets
         logits = logits_of(output, need=_NEED)
         labels = targets.long()
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        loss_sum = cross_entropy(wide, labels, reduction="sum", ignore_index=self.ignore_index)
+        loss_sum = cross_entropy(
+            widened(logits), labels, reduction="sum", ignore_index=self.ignore_index
+        )
         counts = labels.ne(self.ignore_index)
         predictions = logits.detach()[:, : self.num_classes].argmax(dim=1)
-        return Score(
-            loss_sum,
-            counts.sum(),
-            {"confusion": self._confusion(predictions, labels, counts)},
-            predictions,
-        )
+        confusion = self._confusion(predictions, labels, counts)
+        return Score(loss_sum, counts.sum(), {"confusion": confusion})
 
     def check(self, output: Any, batch: Batch) -> None:
         """Raise ModelError if logits and labels differ in size, or a label is no class."""
@@ -68,57 +67,46 @@ class Segmentation(Task):
         is_map = is_labelled and targets.dim() in _SIZES and logits.dim() == targets.dim() + 1
         if not is_map or (shape[0], *shape[2:]) != tuple(targets.shape):
             raise ModelError(
-                f"the model gives logits of shape {shape} for labels of {shape_of(targets)}; "
-                f"segmentation needs {_NEED} for labels (num_samples, height, width) of integers, "
-                "or both with a depth before the height",
+                f"the model gives logits of shape {shape} for labels of "
+                f"{described_labels(targets)}; segmentation needs {_NEED} for labels (num_samples, "
+                "height, width) of integers, or both with a depth before the height",
                 fix="give one output channel for each class, at the size of the labels",
             )
         self.num_classes = self.num_classes or shape[1]
-        valid = targets[targets != self.ignore_index]
-        most = min(self.num_classes, shape[1])
-        if valid.numel() and (int(valid.min()) < 0 or int(valid.max()) >= most):
-            raise ModelError(
-                f"labels run from {int(valid.min())} to {int(valid.max())}, and there are {most} "
-                f"classes, 0 to {most - 1}",
-                fix="if one of them marks pixels that don't count: --task_args '{ignore_index: "
-                f"{int(valid.max())}}}'; else give the model more classes",
-            )
-
-    def learned(self) -> dict[str, Any]:
-        """Return what the first batch has shown: the classes, if the dataset does not say."""
-        return {"num_classes": self.num_classes} if self.num_classes else {}
-
-    def take_over(self, learned: Mapping[str, Any]) -> None:
-        self.num_classes = learned.get("num_classes", self.num_classes)
+        check_range(
+            targets[targets != self.ignore_index],
+            min(self.num_classes, shape[1]),
+            what="classes",
+            fix="if one of them marks pixels that don't count: --task_args '{ignore_index: NUMBER}'"
+            "; else give the model more classes",
+        )
 
     def figures(self, sums: Mapping[str, Any], count: float) -> Figures:
         """Return the mean IoU of the classes that occur, and the share of right pixels."""
-        shares = [share for share in self.class_shares(sums["confusion"]) if share is not None]
+        shares = [share for share in self._class_shares(sums["confusion"]) if share is not None]
         correct = sum(row[index] for index, row in enumerate(sums["confusion"]))
         return {
             "mean_iou": sum(shares) / len(shares) if shares else 0.0,
             "pixel_accuracy": correct / count,
         }
 
-    def table(self, device: torch.device) -> SumsTable:
-        """Return an empty table: a row for each class."""
-        return SumsTable(self.sums, self._rows, device=device)
-
-    def _rows(self, sums: Mapping[str, Any], count: float) -> list[dict[str, Any]]:
+    def report(self, sums: Mapping[str, Any], count: float) -> dict[str, Any]:
+        """Return a row for each class."""
         confusion = sums["confusion"]
-        shares = self.class_shares(confusion)
-        return [
+        shares = self._class_shares(confusion)
+        rows = [
             {"name": name_of(index, self.class_names), "pixels": int(sum(row)), "iou": share}
             for index, (row, share) in enumerate(zip(confusion, shares, strict=True))
         ]
+        return {"rows": rows}
 
-    def class_shares(self, confusion: Sequence[Sequence[float]]) -> list[float | None]:
+    def _class_shares(self, confusion: Sequence[Sequence[float]]) -> list[float | None]:
         """Return the IoU of each class; None for one that is neither labelled nor predicted."""
-        found = []
-        for index, row in enumerate(confusion):
-            either = sum(row) + sum(other[index] for other in confusion) - row[index]
-            found.append(row[index] / either if either else None)
-        return found
+        matrix = torch.tensor(confusion, dtype=torch.float64)
+        hits = matrix.diag()
+        either = matrix.sum(0) + matrix.sum(1) - hits
+        pairs = zip(hits.tolist(), either.tolist(), strict=True)
+        return [hit / count if count else None for hit, count in pairs]
 
     def _confusion(
         self, predictions: torch.Tensor, labels: torch.Tensor, counts: torch.Tensor

@@ -1,8 +1,7 @@
 """The task of a run: how the model is called, and the loss and metrics of its output.
 
-Owns the interface between training and the task; nothing in it is specific to one task. Training
-adds up scores, divides the gradient by their count, and prints the metrics that the task names;
-only the task knows what the labels are.
+Training adds up scores, divides the gradient by their count, and prints the metrics that the task
+names; only the task knows what the labels are.
 WHY sums: the loss divided once by the count of the whole step gives the gradient of one big batch,
 however ranks and micro-batches share the step; and metrics are the same on any number of ranks.
 Read next: classification.py, the simplest task; tokens.py, one whose count is not the samples.
@@ -10,7 +9,7 @@ Read next: classification.py, the simplest task; tokens.py, one whose count is n
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,7 +28,7 @@ LOSS = "loss"
 
 @dataclass(slots=True)
 class Score:
-    """Loss, metrics and predictions of one forward."""
+    """Loss and metrics of one forward."""
 
     loss_sum: torch.Tensor
     """Scalar with its graph: the loss, summed over what count counts."""
@@ -40,9 +39,6 @@ class Score:
     metrics: Mapping[str, Any] = field(default_factory=dict)  # Any: a sum, or (sum, count)
     """For each name in the task's sums one tensor of that shape. In a task of your own: for each
     of its metrics a sum, which is divided by count, or a pair (sum, what it is divided by)."""
-
-    predictions: Any = None
-    """The predictions, detached, in a form that the task chooses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,52 +55,21 @@ class Metric:
 
     is_higher_better: bool = True
 
-    @property
-    def direction(self) -> str:
-        """Which values are better."""
-        return "higher is better" if self.is_higher_better else "lower is better"
-
     def is_better(self, value: float, than: float) -> bool:
         """Return whether value is at least as good as `than`: of two equal ones, the newer."""
         return value >= than if self.is_higher_better else value <= than
 
     def record(self, value: float) -> dict[str, Any]:
         """Return what best.json says of a checkpoint with this value."""
-        return {"metric": self.name, "value": value, "direction": self.direction}
+        direction = "higher is better" if self.is_higher_better else "lower is better"
+        return {"metric": self.name, "value": value, "direction": direction}
 
 
 LOSS_METRIC = Metric(LOSS, is_higher_better=False)
 
 
-class Table(Protocol):
-    """What the command evaluate reports for a task besides its metrics."""
-
-    @property
-    def sums(self) -> torch.Tensor:
-        """The counts, of the same shape on all ranks: they are all-reduced in place."""
-
-    def add(self, score: Score, batch: Batch) -> None:
-        """Add one forward."""
-
-    def report(self) -> dict[str, Any]:  # Any: JSON
-        """Return the entries for the report file."""
-
-    def lines(self, report: Mapping[str, Any]) -> list[str]:  # Any: JSON
-        """Format the result of report as lines of text."""
-
-
 class Task:
-    """What training and evaluation need of a task. A task of your own defines score.
-
-    The simplest one::
-
-        class AbsoluteError(Task):
-            metrics = (Metric("mae", is_higher_better=False),)
-
-            def score(self, output, batch):
-                error = (output.squeeze(1) - batch.targets).abs().sum()
-                return Score(error, batch.num_samples, {"mae": error.detach()})
-    """
+    """What training and evaluation need of a task. Your own defines score: see docs/TASKS.md."""
 
     name = ""
     """As --task names it; never auto."""
@@ -115,6 +80,12 @@ class Task:
     counts_samples = False
     """Every sample counts as exactly one in Score.count. Then the number of the whole step is known
     before backward; else it is summed over the ranks together with the gradients."""
+
+    in_detail = False
+    """The sums have what report() needs, too: in the command evaluate."""
+
+    learns: Sequence[str] = ()
+    """Attributes that check sets on the first batch, as JSON; None: not known yet."""
 
     own: "OwnMetrics | None" = None
     """Metrics of the test set that the user brings."""
@@ -145,11 +116,6 @@ class Task:
             return call(*inputs, **labels)
         return call(inputs, **labels)
 
-    @classmethod
-    def all_metrics(cls) -> Sequence[Metric]:
-        """Return what some data may have measured; metrics is what these data have."""
-        return cls.metrics
-
     def score(self, output: Any, batch: Batch) -> Score:
         """Compare the output with batch.targets. Rank-local. Raises ModelError."""
         raise NotImplementedError(f"{type(self).__name__} must define score(output, batch)")
@@ -164,10 +130,13 @@ class Task:
 
     def learned(self) -> dict[str, Any]:
         """Return what check found out on the first batch, as JSON: the same for all ranks."""
-        return {}
+        found = {name: getattr(self, name) for name in self.learns}
+        return {name: value for name, value in found.items() if value is not None}
 
     def take_over(self, learned: Mapping[str, Any]) -> None:
         """Use what another rank, or an earlier start of the run, has learned."""
+        for name in self.learns:
+            setattr(self, name, learned.get(name, getattr(self, name)))
 
     @property
     def sums(self) -> Mapping[str, torch.Tensor]:
@@ -194,9 +163,12 @@ class Task:
         pairs = {m.name: (sums[m.name], sums[f"{m.name}/count"]) for m in self.metrics}
         return {name: total / max(1e-300, count) for name, (total, count) in pairs.items()}
 
-    def table(self, device: torch.device) -> Table | None:
-        """Return an empty table for the command evaluate; None if the task has none."""
-        return None
+    def report(self, sums: Mapping[str, Any], count: float) -> dict[str, Any]:  # Any: JSON
+        """Return what the command evaluate reports besides the metrics: under "rows" a table.
+
+        sums, count: as for figures; in_detail was true when they were added up.
+        """
+        return {}
 
 
 def with_loss(loss: float, metrics: str = "") -> str:

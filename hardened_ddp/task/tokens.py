@@ -19,8 +19,14 @@ from torch.nn.functional import cross_entropy
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.fetch import preserved_rng
 from hardened_ddp.errors import ANY_FAILURE, ModelError
-from hardened_ddp.task.details import TokenTable
-from hardened_ddp.task.output import logits_of, may_be_left_out, shape_of, split_output
+from hardened_ddp.task.output import (
+    check_range,
+    described_labels,
+    logits_of,
+    may_be_left_out,
+    split_output,
+    widened,
+)
 from hardened_ddp.task.own_metrics import OwnMetrics
 from hardened_ddp.task.task import Figures, Metric, Score, Task
 
@@ -48,14 +54,13 @@ class Tokens(Task):
         None: as the model's own loss says; none if it computes no loss.
         """
         self.ignore_index = ignore_index
-        self.shift = 0 if shift is None else shift
+        self.shift = shift
         self.vocabulary = 0
         """The logits of one position; 0: not known yet."""
 
         self.uses_model_loss = False
         """The model's own loss is not this cross-entropy: it is used as it is."""
 
-        self.finds_shift = shift is None
         self._model: nn.Module | None = None
         self._parameter = ""  # of its forward, for the labels
 
@@ -66,7 +71,11 @@ class Tokens(Task):
 
     @property
     def sums(self) -> Mapping[str, torch.Tensor]:
-        return {"correct": torch.zeros((), dtype=torch.int64)}
+        found = {"correct": torch.zeros((), dtype=torch.int64)}
+        if self.in_detail:
+            zeros = torch.zeros(self.vocabulary, dtype=torch.int64)
+            found |= {"labels": zeros, "correct_labels": zeros}
+        return found
 
     def score(self, output: Any, batch: Batch) -> Score:
         """Compare the logits at each position that counts with its label."""
@@ -74,17 +83,25 @@ class Tokens(Task):
         logits, own_loss = split_output(output)
         if logits is None:
             logits = logits_of(output, need=_NEED)  # raises
-        logits, labels = aligned(logits, targets, self.shift)
+        logits, labels = aligned(logits, targets, self.shift or 0)
         counts = labels.ne(self.ignore_index)
         count = counts.sum()
         if self.uses_model_loss and own_loss is not None:
             # WHY where: the mean over no token is NaN.
             loss_sum = torch.where(count > 0, own_loss.float() * count, torch.zeros_like(own_loss))
         else:
-            loss_sum = self._loss(logits, labels)
-        predictions = logits.detach().argmax(dim=-1)
-        correct = (predictions.eq(labels) & counts).sum()
-        return Score(loss_sum, count, {"correct": correct}, predictions)
+            loss_sum = cross_entropy(
+                widened(logits).flatten(0, 1),
+                labels.flatten(),
+                reduction="sum",
+                ignore_index=self.ignore_index,
+            )
+        are_correct = logits.detach().argmax(dim=-1).eq(labels) & counts
+        sums = {"correct": are_correct.sum()}
+        if self.in_detail:
+            for name, places in (("labels", counts), ("correct_labels", are_correct)):
+                sums[name] = torch.bincount(labels[places], minlength=self.vocabulary)
+        return Score(loss_sum, count, sums)
 
     def check(self, output: Any, batch: Batch) -> None:
         """Raise ModelError if logits and labels do not fit; find out how the model shifts them."""
@@ -94,22 +111,21 @@ class Tokens(Task):
         if not is_labelled or logits.dim() != 3 or logits.shape[:2] != targets.shape:
             raise ModelError(
                 f"the model gives logits of shape {tuple(logits.shape)} for labels of "
-                f"{shape_of(targets)}; --task tokens needs {_NEED} for labels (num_samples, "
-                "length)",
+                f"{described_labels(targets)}; --task tokens needs {_NEED} for labels "
+                "(num_samples, length)",
                 fix="return logits for every position, and give each an integer label "
                 f"({self.ignore_index}: none)",
             )
-        valid = targets[targets != self.ignore_index]
-        if valid.numel() and (int(valid.min()) < 0 or int(valid.max()) >= logits.shape[-1]):
-            raise ModelError(
-                f"labels run from {int(valid.min())} to {int(valid.max())}, but the model knows "
-                f"tokens 0 to {logits.shape[-1] - 1}",
-                fix=f"mark what has no label with {self.ignore_index}, or name its number: "
-                "--task_args '{ignore_index: NUMBER}'",
-            )
+        check_range(
+            targets[targets != self.ignore_index],
+            logits.shape[-1],
+            what="tokens",
+            fix=f"mark what has no label with {self.ignore_index}, or name its number: "
+            "--task_args '{ignore_index: NUMBER}'",
+        )
         self.vocabulary = logits.shape[-1]
         own_loss = split_output(output)[1]
-        if own_loss is not None and self.finds_shift:
+        if own_loss is not None and self.shift is None:
             loss, wanted = own_loss.detach(), targets.long()
             found = find_shift(logits, wanted, loss, ignore_index=self.ignore_index)
             if found is not None:
@@ -120,7 +136,7 @@ class Tokens(Task):
 
     def learned(self) -> dict[str, Any]:
         found: dict[str, Any] = {"vocabulary": self.vocabulary} if self.vocabulary else {}
-        if not self.finds_shift:
+        if self.shift is not None:
             found |= {"shift": self.shift, "uses_model_loss": self.uses_model_loss}
             found["needs_labels"] = bool(self.labels_name)
         return found
@@ -129,7 +145,6 @@ class Tokens(Task):
         self.vocabulary = learned.get("vocabulary", self.vocabulary)
         if "shift" in learned:
             self.shift, self.uses_model_loss = learned["shift"], learned["uses_model_loss"]
-            self.finds_shift = False
         if "needs_labels" in learned:
             self.labels_name = self._parameter if learned["needs_labels"] else ""
 
@@ -138,11 +153,16 @@ class Tokens(Task):
         exponent = min(sums["loss"] / count, _MOST_EXPONENT)
         return {"perplexity": math.exp(exponent), "token_accuracy": sums["correct"] / count}
 
-    def table(self, device: torch.device) -> TokenTable | None:
-        """Return an empty table of the tokens; None before the model's vocabulary is known."""
-        if not self.vocabulary:
-            return None
-        return TokenTable(self.vocabulary, self._counted, device=device)
+    def report(self, sums: Mapping[str, Any], count: float) -> dict[str, Any]:
+        """Return a row for each token that occurs, the most frequent first."""
+        counts, correct = sums["labels"], sums["correct_labels"]
+        order = sorted(range(len(counts)), key=lambda token: -counts[token])
+        rows = [
+            {"name": str(t), "labels": int(counts[t]), "accuracy": correct[t] / counts[t]}
+            for t in order
+            if counts[t]
+        ]
+        return {"rows": rows}
 
     def _is_same_without_labels(self, batch: Batch) -> bool:
         """Return whether the model gives the same logits if it gets no labels.
@@ -167,24 +187,6 @@ class Tokens(Task):
             self.labels_name = given
             model.train(was_training)
         return wanted is not None and found is not None and torch.equal(wanted, found)
-
-    def _counted(
-        self, predictions: torch.Tensor, targets: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return predictions and labels of the positions that count, both flat."""
-        labels = targets[:, self.shift :]
-        counts = labels.ne(self.ignore_index)
-        return predictions[counts], labels[counts]
-
-    def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        # WHY float(): under autocast logits are bf16, and a sum over a batch needs fp32.
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        return cross_entropy(
-            wide.flatten(0, 1),
-            labels.flatten(),
-            reduction="sum",
-            ignore_index=self.ignore_index,
-        )
 
 
 def aligned(

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from hardened_ddp.checkpoint.folder import Found, open_checkpoint
-from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.loader_setup import build_eval_loader
 from hardened_ddp.data.sources.datasets import TaskData, build_data, prepare_data
 from hardened_ddp.errors import DataError, StepError
@@ -30,7 +29,8 @@ from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.layers import Resolved
 from hardened_ddp.step.progress import Totals
 from hardened_ddp.task.build import build_task
-from hardened_ddp.task.task import Score, Table, Task, described, with_loss
+from hardened_ddp.task.details import report_lines
+from hardened_ddp.task.task import Task, described, with_loss
 from hardened_ddp.training.evaluation import EvaluationLoop
 from hardened_ddp.training.run_folder import share_checkpoint
 from hardened_ddp.training.state import receive
@@ -63,8 +63,8 @@ def evaluate_run(settings: Resolved, group: Group, *, output: str) -> int:
     task = build_task(saved_task["name"], model, data, config.task)
     task.take_over(saved_task["learned"])
     MovingAttributes(model, task).load(shared.meta.get("attributes", {}))
-    table = task.table(group.device)
-    report = measure(model, task, table, data, config, group)  # collective
+    task.in_detail = True
+    report = measure(model, task, data, config, group)  # collective
     report |= {
         "dataset": config.data.dataset,
         "is_data_of_training": data.fingerprint == shared.meta.get("dataset_fingerprint"),
@@ -82,8 +82,8 @@ def evaluate_run(settings: Resolved, group: Group, *, output: str) -> int:
         report["checkpoint"] = str(path)
         write_report(place, report)
         metrics = with_loss(report["loss"], described(task.test_metrics, report))
-        lines = table.lines(report) if table is not None else []
-        return print_report(report, metrics=metrics, table=lines, place=place, output=sys.stdout)
+        table = report_lines(report)
+        return print_report(report, metrics=metrics, table=table, place=place, output=sys.stdout)
 
     is_read = group.run_on_main(tell, what="writing the report")  # collective
     # WHY only alone: torchrun would show its ranks as failed.
@@ -91,14 +91,9 @@ def evaluate_run(settings: Resolved, group: Group, *, output: str) -> int:
 
 
 def measure(
-    model: nn.Module,
-    task: Task,
-    table: Table | None,
-    data: TaskData,
-    config: Config,
-    group: Group,
+    model: nn.Module, task: Task, data: TaskData, config: Config, group: Group
 ) -> dict[str, Any]:
-    """Measure loss and metrics on the test set, and fill table. Collective: all ranks."""
+    """Measure loss and metrics on the test set. Collective: all ranks."""
     loader = build_eval_loader(data, config.data, launch=group.launch, device=group.device)
     if loader is None:
         raise DataError(
@@ -114,10 +109,6 @@ def measure(
         checks=True,
     )
 
-    def look(batch: Batch, score: Score) -> None:
-        if table is not None:
-            table.add(score, batch)
-
     # WHY float64: a sum over many batches would lose digits in float32.
     totals = Totals(task, group.device, loss_dtype=torch.float64)
     collect_as_usual()
@@ -129,13 +120,12 @@ def measure(
             leaves_out=loop.leaves_out,
             instead="evaluate in one process, without torchrun",
         )
-        found = loop.run(model, totals, look=look)  # collective
+        found = loop.run(model, totals)  # collective
     finally:
         loader.close()
     assert found is not None  # no should_stop is given
     figures, bad = found
-    if table is not None:
-        group.sum_(table.sums)  # collective
+    report = task.report(*totals.gather(group))  # collective
     num_samples, expected = int(figures.pop("samples")), len(data.test)  # type: ignore[arg-type]  # it has one
     if num_samples + len(bad) != expected:
         raise StepError(f"{num_samples} of {expected} test samples were counted: a bug, report it")
@@ -146,5 +136,5 @@ def measure(
             for sample in sorted(bad, key=lambda sample: sample.index)
         ],
         **figures,
-        **(table.report() if table is not None else {}),
+        **report,
     }

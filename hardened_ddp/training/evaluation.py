@@ -26,7 +26,7 @@ from hardened_ddp.step.failure import explain_evaluation
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import NEVER_FINITE, Progress, Totals
 from hardened_ddp.task.build import metric_of
-from hardened_ddp.task.task import LOSS, Metric, Score, Task
+from hardened_ddp.task.task import LOSS, Metric, Task
 
 log = logging.getLogger(__name__)
 
@@ -74,14 +74,12 @@ class EvaluationLoop:
         module: nn.Module,
         totals: Totals,
         *,
-        look: Callable[[Batch, Score], None] = lambda batch, score: None,
         should_stop: Callable[[], object] = lambda: False,
     ) -> tuple[dict[str, float], list[BadSample]] | None:
         """Measure module; return the figures and the samples left out. Collective: all ranks.
 
-        look is called with each batch of this rank and its score. should_stop is called between
-        batches, on all ranks equally often; if it is true, returns None. Raises SampleError, or an
-        error that names the rank whose model or data failed.
+        should_stop is called between batches, on all ranks equally often; if it is true, returns
+        None. Raises SampleError, or an error that names the rank whose model or data failed.
         """
         left_out: list[BadSample] = []
         if self.task.own:
@@ -113,7 +111,6 @@ class EvaluationLoop:
                             self.task.check(output, batch)
                         score = self.task.score(output, batch)
                     totals.add(score, batch.num_samples)
-                    look(batch, score)
                 self._add_own(output, batch)  # collective
             next(batches, None)  # WHY: the stream then reaches its end, and keeps its idle workers
             figures = totals.read(self.group)  # collective

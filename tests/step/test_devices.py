@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hardened_ddp.gradients.sums import LocalGradients, count_on
+from hardened_ddp.step.progress import Totals
 from hardened_ddp.training.evaluation import evaluate
 from tests.harness.marks import slow_after
 from tests.pretended_gpu import CPU, GPU, Mix, PretendedGpu
@@ -75,12 +76,14 @@ def trained(
     assert found is not None
     waits.append([] if gpu is None else list(gpu.waits))
     figures |= found.figures
-    if (table := parts.task.table(parts.device)) is not None:
-        with torch.no_grad():
-            batch = parts.eval_loader.first_samples().to(parts.device)
-            output = parts.task.forward(parts.replica.module, batch)
-            table.add(parts.task.score(output, batch), batch)
-        figures["table"] = table.report()
+    task = parts.task
+    task.in_detail = True
+    with torch.no_grad():
+        batch = parts.eval_loader.first_samples().to(parts.device)
+        totals = Totals(task, parts.device)
+        output = task.forward(parts.replica.module, batch)
+        totals.add(task.score(output, batch), batch.num_samples)
+    figures["report"] = task.report(*totals.gather(parts.group))
     parts.close()
     parts.group.close()
     return figures, waits

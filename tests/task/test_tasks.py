@@ -1,7 +1,6 @@
 """The tasks that are built in: losses and metrics beside plain torch, and what they refuse."""
 
 import math
-import warnings
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from hardened_ddp.settings.layers import resolve
 from hardened_ddp.step.progress import Totals
 from hardened_ddp.task.build import build_task, choose_task, metric_of, task_that_fits
 from hardened_ddp.task.classification import Classification
+from hardened_ddp.task.details import report_lines
 from hardened_ddp.task.multilabel import Multilabel
 from hardened_ddp.task.output import fix_for
 from hardened_ddp.task.own import Own
@@ -48,6 +48,14 @@ def figures_of(task: Task, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> di
         task.check(output, batch_of(targets))
         totals.add(task.score(output, batch_of(targets)), len(targets))
     return totals.read(ALONE)
+
+
+def report_of(task: Task, output: torch.Tensor, targets: torch.Tensor) -> dict[str, Any]:
+    """Give what the command evaluate reports of one batch."""
+    task.in_detail = True
+    totals = Totals(task, CPU)
+    totals.add(task.score(output, batch_of(targets)), len(targets))
+    return task.report(*totals.gather(ALONE))
 
 
 def in_parts(output: torch.Tensor, targets: torch.Tensor, *sizes: int) -> list[Any]:
@@ -90,11 +98,9 @@ def test_multilabel_is_measured_per_label() -> None:
     # a: TP 1, FP 1, FN 1; b: TP 2; c never occurs
     assert found["f1"] == pytest.approx((0.5 + 1.0) / 2)
     assert found["exact_match"] == pytest.approx(1 / 3)
-    table = task.table(CPU)
-    table.add(task.score(logits, batch_of(labels)), batch_of(labels))
-    rows = table.report()["rows"]
+    rows = report_of(task, logits, labels)["rows"]
     assert [row["f1"] for row in rows] == [0.5, 1.0, None]
-    lines = table.lines({"rows": [*rows, {**rows[0], "name": "small", "f1": 2e-7}]})
+    lines = report_lines({"rows": [*rows, {**rows[0], "name": "small", "f1": 2e-7}]})
     assert any(line.startswith("b ") and "1.0000" in line for line in lines)
     assert lines[-1].endswith(" 2e-07")
 
@@ -145,10 +151,8 @@ def test_tokens_are_measured_over_those_that_count() -> None:
     counts = labels != -100
     share = float((logits.argmax(2) == labels)[counts].float().mean())
     assert found["token_accuracy"] == pytest.approx(share)
-    table = task.table(CPU)
-    assert table is not None
-    table.add(task.score(logits, batch_of(labels)), batch_of(labels))
-    assert sum(row["labels"] for row in table.report()["rows"]) == int(counts.sum())
+    rows = report_of(task, logits, labels)["rows"]
+    assert sum(row["labels"] for row in rows) == int(counts.sum())
 
 
 FITS: list[tuple[str, Any, Any]] = [
@@ -174,34 +178,29 @@ def test_auto_takes_the_task_that_fits(name: str, output: Any, labels: Any) -> N
     assert task_that_fits(output, batch_of(labels, inputs=[1, 2]))[0] == name
 
 
+CHOOSE = "--task classification | multilabel"
+
+
 @pytest.mark.parametrize(
-    ("output", "labels", "told"),
+    ("output", "labels", "told", "fix"),
     [
-        (torch.randn(4, 1), torch.tensor([0.0, 1, 1, 0]), "multilabel and regression alike"),
-        (torch.randn(4, 3), torch.randn(4), "fit no task"),
-        (torch.randn(4, 3), None, "labels are a NoneType, not a tensor"),
-        ("text", torch.tensor([0, 1]), "neither logits nor a loss"),
-        (torch.randn(2, 3, 4, 4), torch.randint(3, (2, 4, 4, 4)), "fit no task"),
+        (
+            torch.randn(4, 1),
+            torch.tensor([0.0, 1, 1, 0]),
+            "multilabel and regression alike",
+            CHOOSE,
+        ),
+        (torch.randn(4, 3), torch.randn(4), "fit no task", CHOOSE),
+        (torch.randn(4, 3), None, "labels are a NoneType, not a tensor", CHOOSE),
+        ("text", torch.tensor([0, 1]), "neither logits nor a loss", CHOOSE),
+        (torch.randn(2, 3, 4, 4), torch.randint(3, (2, 4, 4, 4)), "fit no task", CHOOSE),
+        (torch.randn(2, 5, 6), torch.randint(5, (2, 6)), "fit no task", "logits.transpose(1, 2)"),
+        (torch.randn(2, 4, 4, 3), torch.randint(3, (2, 4, 4)), "fit no", "permute(0, 3, 1, 2)"),
+        (torch.randn(4, 3), torch.randn(4, 3).softmax(1), "alike", "cross_entropy(logits, labels)"),
     ],
 )
-def test_auto_refuses_with_the_choices(output: Any, labels: Any, told: str) -> None:
+def test_auto_refuses_and_says_what_to_do(output: Any, labels: Any, told: str, fix: str) -> None:
     with pytest.raises(ModelError, match=told) as caught:
-        task_that_fits(output, batch_of(labels, inputs=[1, 2]))
-    assert "--task classification | multilabel" in caught.value.fix
-
-
-@pytest.mark.parametrize(
-    ("output", "labels", "fix"),
-    [
-        (torch.randn(2, 5, 6), torch.randint(5, (2, 6)), "logits.transpose(1, 2)"),
-        (torch.randn(2, 4, 4, 3), torch.randint(3, (2, 4, 4)), "logits.permute(0, 3, 1, 2)"),
-        (torch.randn(4, 3), torch.randn(4, 3).softmax(1), "cross_entropy(logits, labels)"),
-    ],
-)
-def test_dimensions_in_another_order_and_probabilities_as_labels_are_told_what_to_do(
-    output: torch.Tensor, labels: torch.Tensor, fix: str
-) -> None:
-    with pytest.raises(ModelError) as caught:
         task_that_fits(output, batch_of(labels, inputs=[1, 2]))
     assert fix in caught.value.fix
 
@@ -212,53 +211,34 @@ LOSS = torch.ones((), requires_grad=True)
 @pytest.mark.parametrize(
     ("output", "told"),
     [
-        ({"loss": {"g": torch.ones(()), "d": torch.ones(())}}, r"2 losses \(loss g, "),
-        ({"loss": [torch.ones(()), torch.ones(())]}, "a step has one"),
+        ({"loss": {"g": LOSS, "d": LOSS}}, r"2 losses \(loss g, "),
+        ({"loss": [LOSS, LOSS]}, "a step has one"),
+        ({"loss_g": LOSS, "loss_d": LOSS}, "2 losses"),
         ((LOSS, LOSS), r"2 losses \(part 0, part 1\)"),
     ],
 )
 def test_several_losses_are_refused_in_whatever_form_they_come(output: Any, told: str) -> None:
-    with pytest.raises(ModelError, match=told) as caught:
-        Own().check(output, batch_of(None, inputs=[1, 2]))
-    assert caught.value.fix
+    for refuse in (Own().check, task_that_fits):
+        with pytest.raises(ModelError, match=told) as caught:
+            refuse(output, batch_of(None, inputs=[1, 2]))
+        assert caught.value.fix
 
 
-def test_several_losses_are_refused_by_auto_too_and_a_number_beside_the_loss_is_none() -> None:
-    losses = {"loss_g": torch.ones(()), "loss_d": torch.ones(())}
-    with pytest.raises(ModelError, match="2 losses"):
-        task_that_fits(losses, batch_of(None, inputs=[1, 2]))
-    assert task_that_fits((LOSS, torch.ones(())), batch_of(None, inputs=[1, 2]))[0] == "own"
+def test_a_number_beside_the_loss_is_no_loss() -> None:
+    nothing = batch_of(None, inputs=[1, 2])
+    assert task_that_fits((LOSS, torch.ones(())), nothing)[0] == "own"
     named = {"loss": LOSS, "aux_loss": torch.ones(()), "main_loss": torch.ones(())}
-    Own().check(named, batch_of(None, inputs=[1, 2]))
+    Own().check(named, nothing)
 
 
-def test_what_an_own_loss_is_taken_to_be_a_mean_over_is_said_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level("INFO")
-    words = batch_of(torch.ones(2, 3, dtype=torch.int64))
-    Own().check({"loss": LOSS, "count": 2}, words)
-    Own().check({"loss": LOSS}, batch_of(torch.ones(2)))
-    assert not caplog.messages
-    task = Own()
-    task.check({"loss": LOSS}, words)
-    task.check({"loss": LOSS}, words)
-    assert len([m for m in caplog.messages if "return that number as 'count'" in m]) == 1
-
-
-def test_finding_what_an_own_loss_is_a_mean_over_warns_of_nothing() -> None:
+def test_the_first_batch_shows_which_labels_an_own_loss_is_a_mean_over() -> None:
     logits = torch.randn(2, 3, 7, requires_grad=True)
     labels = torch.randint(7, (2, 3))
     loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     task = Own()
-    torch.set_warn_always(True)  # WHY: else torch warns once per process, maybe in another test
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            task.check({"loss": loss, "logits": logits}, batch_of(labels))
-    finally:
-        torch.set_warn_always(False)
+    task.check({"loss": loss, "logits": logits}, batch_of(labels))
     assert task.learned() == {"shift": 1}
+    assert task.score({"loss": loss}, batch_of(labels)).count == 4
 
 
 class NoScore:
@@ -328,7 +308,6 @@ def built(*argv: str) -> Task:
         (("--task", "tests.task.test_tasks:NoScore"), "is no Task"),
         (("--task", "tests.task.test_tasks:Refusing"), "no such table"),
         (("--task", "tokens", "--metrics", "{x: nothing}"), "need package.module:Class"),
-        (("--task", "tokens", "--metrics", "{x: tests.task.test_tasks:NoScore}"), "without update"),
         (
             ("--task", "tokens", "--metrics", "{x: {class: tests.task.test_tasks:Sum, y: 1}}"),
             "built",
@@ -462,20 +441,46 @@ def test_top_5_accuracy_is_measured_where_there_are_more_than_10_classes() -> No
     assert [metric.name for metric in unknown.metrics] == ["accuracy", "top5_accuracy"]
 
 
-ODD_INPUTS: list[tuple[Any, str]] = [
-    ({"input_ids": [torch.tensor([5, 6])] * 3}, "input_ids: a list in each sample"),
-    ({"text": ["one", "two"], "size": torch.ones(2)}, "text: text, which a model can't take"),
-    (["one", "two"], "the input: text, which"),
-    ({"pixels": torch.ones(2, 3)}, "they go to forward by name: pixels"),
-    ([torch.ones(2), torch.ones(2)], "the other 2 parts go to forward as one argument"),
+LISTED = TypeError("embedding(): argument 'indices' is a list")
+UNEXPECTED = TypeError("forward() got an unexpected keyword argument 'mask'")
+MISSING = TypeError("forward() missing 1 required positional argument: 'second'")
+SHAPES = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+TWO = torch.ones(2, 3)
+ODD_INPUTS: list[tuple[Exception, Any, str]] = [
+    (LISTED, {"input_ids": [torch.tensor([5, 6])] * 3}, "input_ids: a list in each sample"),
+    (LISTED, {"text": ["one", "two"], "size": TWO}, "text: text, which a model can't take"),
+    (LISTED, ["one", "two"], "the input: text, which"),
+    (LISTED, {"pixels": TWO}, "they go to forward by name: pixels"),
+    (LISTED, [TWO, TWO], "the other 2 parts go to forward as one argument"),
+    (MISSING, TWO, "last part of a sample is its label"),
+    (RuntimeError("shapes differ"), [TWO, TWO], "traceback"),
+    (
+        RuntimeError("mat1 and mat2 must have the same dtype, but got Double and Float"),
+        torch.ones(2, 4).double(),
+        "(2, 4) float64; the model computes with another type: return float32",
+    ),
+    (
+        RuntimeError("Input type (unsigned char) and bias type"),
+        torch.ones(2, 8, 8, 3).byte(),
+        "permute",
+    ),
+    (SHAPES, torch.ones(2, 28, 28), "(2, 28, 28) float32; the whole"),
+    (SHAPES, {"x": torch.ones(2, 4)}, "x is (2, 4) float32"),
+    (RuntimeError("same dtype"), {"x": 3}, "the whole traceback"),
 ]
 
 
-@pytest.mark.parametrize(("inputs", "told"), ODD_INPUTS, ids=[told for _, told in ODD_INPUTS])
+@pytest.mark.parametrize(("error", "inputs", "told"), ODD_INPUTS, ids=[t for *_, t in ODD_INPUTS])
 def test_an_error_of_the_first_forward_says_what_is_odd_in_the_input(
-    inputs: Any, told: str
+    error: Exception, inputs: Any, told: str
 ) -> None:
-    assert told in fix_for(TypeError("embedding(): argument 'indices' is a list"), inputs)
+    assert told in fix_for(error, inputs)
+
+
+def test_an_input_too_much_is_told_what_is_taken_as_the_label() -> None:
+    parts = {"image": TWO, "mask": TWO}
+    assert "labels, label, targets or target" in fix_for(UNEXPECTED, parts, has_labels=False)
+    assert "none of them" not in fix_for(UNEXPECTED, parts)
 
 
 def test_a_forward_that_differentiates_without_enabling_gradients_is_told_to() -> None:
@@ -483,36 +488,6 @@ def test_a_forward_that_differentiates_without_enabling_gradients_is_told_to() -
     with torch.no_grad(), pytest.raises(RuntimeError) as caught:
         torch.autograd.grad((weight * 2).sum(), weight)
     assert "torch.enable_grad()" in fix_for(caught.value, torch.ones(2))
-
-
-def test_a_sample_of_which_no_part_or_a_part_too_much_became_the_label_is_told_so() -> None:
-    missing = TypeError("forward() missing 1 required positional argument: 'second'")
-    assert "last part of a sample is its label" in fix_for(missing, torch.ones(2, 3))
-    unexpected = TypeError("forward() got an unexpected keyword argument 'mask'")
-    parts = {"image": torch.ones(2, 3), "mask": torch.ones(2, 3)}
-    assert "labels, label, targets or target" in fix_for(unexpected, parts, has_labels=False)
-    assert "none of them" not in fix_for(unexpected, parts)
-    assert "traceback" in fix_for(RuntimeError("shapes differ"), [torch.ones(2), torch.ones(2)])
-
-
-@pytest.mark.parametrize(
-    ("error", "inputs", "told"),
-    [
-        (
-            "mat1 and mat2 must have the same dtype",
-            torch.ones(2, 3).double(),
-            "dtype=torch.float32",
-        ),
-        ("Input type (unsigned char) and bias type", torch.ones(2, 8, 8, 3).byte(), "permute"),
-        ("mat1 and mat2 shapes cannot be", torch.ones(2, 28, 28), "(2, 28, 28) float32; the whole"),
-        ("mat1 and mat2 shapes cannot be", {"x": torch.ones(2, 4)}, "x is (2, 4) float32"),
-        ("same dtype", {"x": 3}, "the whole traceback"),
-    ],
-)
-def test_an_error_of_tensors_that_do_not_fit_says_what_the_inputs_are(
-    error: str, inputs: Any, told: str
-) -> None:
-    assert told in fix_for(RuntimeError(error), inputs)
 
 
 @pytest.mark.parametrize("kind", [torch.int8, torch.int16, torch.int32, torch.uint8])
@@ -526,12 +501,9 @@ def test_labels_may_be_of_any_integer_type(kind: torch.dtype) -> None:
     for task, logits, labels in cases:
         scores = []
         for wanted in (labels, labels.to(kind)):
-            batch = batch_of(wanted, inputs=torch.zeros(len(wanted)))
-            task.check(logits, batch)
-            scores.append(task.score(logits, batch))
-            table = task.table(torch.device("cpu"))
-            assert table is not None
-            table.add(scores[-1], batch)
+            task.check(logits, batch_of(wanted))
+            scores.append(task.score(logits, batch_of(wanted)))
+            assert report_of(task, logits, wanted)
         assert torch.equal(scores[0].loss_sum, scores[1].loss_sum)
         assert all(torch.equal(a, scores[1].metrics[n]) for n, a in scores[0].metrics.items())
 

@@ -12,7 +12,8 @@ from hardened_ddp.checkpoint.folder import load_checkpoint, open_checkpoint
 from hardened_ddp.data.sources.built_in import open_digits
 from hardened_ddp.errors import CheckpointMismatchError, ModelError
 from hardened_ddp.reporting.summary import print_report
-from hardened_ddp.task.details import ConfusionMatrix
+from hardened_ddp.task.classification import Classification
+from hardened_ddp.task.details import report_lines
 from hardened_ddp.training.weights import example_inputs, model_tensors, rebuild_model
 from tests.harness.ranks import train
 from tests.harness.run_folder import only_run
@@ -108,9 +109,9 @@ def test_a_model_that_has_changed_since_is_refused_with_what_differs(digits_run:
 
 
 def test_figures_of_a_class_are_those_of_the_textbook() -> None:
-    matrix = ConfusionMatrix(3, names=["a", "b"], device=torch.device("cpu"))
-    matrix.sums[:, :3] = torch.tensor([[3, 1, 0], [2, 4, 1], [0, 0, 0]])
-    first, second, third = matrix.report()["classes"]
+    confusion = [[3.0, 1.0, 0.0, 0.0], [2.0, 4.0, 1.0, 0.0], [0.0] * 4]
+    task = Classification(num_classes=3, class_names=["a", "b"])
+    first, second, third = task.report({"confusion": confusion}, 11)["classes"]
     assert first == {
         "name": "a",
         "samples": 4,
@@ -126,8 +127,7 @@ def test_figures_of_a_class_are_those_of_the_textbook() -> None:
 def test_many_classes_are_printed_short(capsys: pytest.CaptureFixture[str]) -> None:
     import sys
 
-    matrix = ConfusionMatrix(200, device=torch.device("cpu"))
-    matrix.sums[:, :200] = torch.eye(200)
+    confusion = torch.cat([torch.eye(200), torch.zeros(200, 1)], dim=1).tolist()
     report = {
         "checkpoint": "x",
         "step": 1,
@@ -135,9 +135,9 @@ def test_many_classes_are_printed_short(capsys: pytest.CaptureFixture[str]) -> N
         "num_samples": 200,
         "is_data_of_training": True,
         "left_out": [],
-        **matrix.report(),
+        **Classification(num_classes=200).report({"confusion": confusion}, 200),
     }
-    table = matrix.lines(report)
+    table = report_lines(report)
     assert print_report(report, metrics="", table=table, place=Path("x"), output=sys.stdout)
     reading, writing = os.pipe()
     os.close(reading)
