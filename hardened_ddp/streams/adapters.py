@@ -1,7 +1,6 @@
 """Iterable datasets of other libraries, adapted to the contract of a stream (contract.py).
 
-Owns the adapters for torch's IterableDataset and for Hugging Face's, and what is refused: a shuffle
-buffer, whose samples would be lost or repeated when a run resumes.
+A shuffle buffer is refused: its samples would be lost or repeated when a run resumes.
 A torch dataset with an attribute num_shards splits itself by get_worker_info(), as most do: it then
 sees itself as worker shard of num_shards. Without it, it is one shard, which each rank reads.
 """

@@ -1,10 +1,8 @@
 """Blocks of a stream's shards, as a BatchReader requests them.
 
-Owns the answer to a request: the samples of a block, those that are bad, the end of the shard if it
-was met, and the reader's state. A block is read in one run as long as nothing happens; then sample
-by sample, which finds the bad one. On the way from a worker to its rank samples are packed into few
-tensors: to send one costs as much as to send a thousand numbers, and a block of 64 samples would be
-128 tensors. They come out as they went in, as views of the packed tensors.
+A block is read in one run as long as nothing happens; then sample by sample, which finds the bad
+one. On the way from a worker to its rank samples are packed into few tensors: to send one costs as
+much as to send a thousand numbers, and a block of 64 samples would be 128 tensors.
 Does not own: the readers (shard_reader.py), the order of the samples in a block (read_ahead.py).
 """
 
@@ -32,8 +30,8 @@ class BlockReader:
     """Reads blocks of a stream's shards: what a BatchReader of a stream calls its fetcher.
 
     A request is (epoch, numbers of consecutive samples of one shard); the batch that answers holds
-    the samples packed, and beside them the end of the shard if it was met, whether an error keeps
-    readers from it, and the reader's state.
+    the samples packed, the end of the shard if it was met, whether an error keeps readers from it,
+    and the reader's state.
     """
 
     def __init__(self, stream: Stream, *, seed: int) -> None:

@@ -6,7 +6,6 @@ several files. The number of shards does not depend on the ranks, so neither doe
 Does not own: reading one piece (formats.py).
 """
 
-import glob
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,17 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
-from hardened_ddp.data.foreign_code import import_callable
-from hardened_ddp.errors import DataError
-
 NUM_SHARDS = 64
 """Shards where --dataset_args does not say how many. For balance, 8 x ranks or more."""
-
-COUNTED_BYTES = 64 << 20
-"""Sets of files up to this size are counted before training, so that their length is known."""
-
-_COMPRESSED = {"gzip": b"\x1f\x8b", "zstd": b"\x28\xb5\x2f\xfd", "xz": b"\xfd7zXZ\x00"}
-"""How files of these formats begin."""
 
 _DTYPES = {
     "int": torch.int64,
@@ -138,46 +128,6 @@ class PieceReader:
         return [self._number, self._at]
 
 
-def open_files(
-    make: Callable[[int], Format],
-    name: str,
-    *,
-    train: bool,
-    test: str = "",
-    transform: str = "",
-    num_shards: int = NUM_SHARDS,
-    num_classes: int = 0,
-) -> FileStream | None:
-    """Open the files of --dataset text:GLOB and the like; for the test part those of test.
-
-    make: makes the format, given the bytes of all files. transform: package.module:callable, makes
-    a sample of what a file holds. Raises DataError.
-    """
-    kind, _, pattern = name.partition(":")
-    if not train:
-        if not test:
-            return None
-        pattern = test
-    files = sorted(glob.glob(pattern, recursive=True))
-    if not files:
-        raise DataError(
-            f"--dataset {kind}:{pattern}: no file matches",
-            fix="give a pattern in quotes, such as 'text:corpus/*.txt'; ** matches folders",
-        )
-    if num_shards < 1:
-        raise DataError(
-            f"--dataset_args num_shards is {num_shards}; need 1 or more",
-            fix="leave it out, or give 8 x ranks or more",
-        )
-    change = None
-    if transform:
-        change = import_callable(transform, setting="dataset_args transform", error=DataError)
-    stream = FileStream(files, make(sum(map(_size, files))), num_shards=num_shards, change=change)
-    if num_classes:
-        stream.num_classes = num_classes  # type: ignore[attr-defined]  # only if there are classes
-    return stream
-
-
 def as_sample(row: dict[str, Any], kinds: Mapping[str, str]) -> Any:  # Any: as below
     """Make tensors of the numbers of a row; two columns, one of them the label, become a pair.
 
@@ -205,21 +155,3 @@ def _tensor(value: Any, kind: str) -> Any:  # Any: a cell
         except (TypeError, ValueError, RuntimeError):  # lists of several lengths, or a null
             return value
     return value
-
-
-def _size(file: str) -> int:
-    """Return the bytes of a file. Raises DataError if it can't be read, or is compressed."""
-    try:
-        with open(file, "rb") as opened:
-            start, size = opened.read(8), opened.seek(0, 2)
-    except OSError as error:
-        raise DataError(
-            f"{file} can't be read: {error}", fix="check the path and its permissions"
-        ) from error
-    # WHY refused: no reader can go on in the middle of it without reading all that is before.
-    if kind := next((name for name, magic in _COMPRESSED.items() if start.startswith(magic)), ""):
-        raise DataError(
-            f"{file} is compressed ({kind}): it can't be read from its middle",
-            fix="unpack it; or read it by a class of your own, with num_shards and open()",
-        )
-    return size

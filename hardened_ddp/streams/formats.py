@@ -1,33 +1,32 @@
 """Formats of files that are read as a stream: --dataset text:GLOB, parquet:GLOB, tar:GLOB.
 
-Owns reading a piece of a file, and the --dataset_args of each format.
+Owns reading a piece of a file, and the --dataset_args.
 What goes wrong here: a file that was cut off, a line or an image that can't be decoded.
 Does not own: what the formats have in common (files.py).
 """
 
+import glob
 import importlib
 import io
 import json
 import os
 import tarfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from hardened_ddp.data.batches.images import pixels_of
-from hardened_ddp.data.foreign_code import import_extra
+from hardened_ddp.data.foreign_code import import_callable, import_extra
 from hardened_ddp.errors import DataError
-from hardened_ddp.streams.files import (
-    COUNTED_BYTES,
-    NUM_SHARDS,
-    FileStream,
-    Piece,
-    as_sample,
-    open_files,
-)
+from hardened_ddp.streams.files import NUM_SHARDS, FileStream, Format, Piece, as_sample
+
+COUNTED_BYTES = 64 << 20
+"""Sets of files up to this size are counted before training, so that their length is known."""
+
+_COMPRESSED = {"gzip": b"\x1f\x8b", "zstd": b"\x28\xb5\x2f\xfd", "xz": b"\xfd7zXZ\x00"}
+"""How files of these formats begin."""
 
 
 class TextFormat:
@@ -198,10 +197,7 @@ class TarFormat:
         return raw
 
 
-open_text = partial(open_files, TextFormat)
-
-
-def open_parquet(
+def open_files(
     name: str,
     *,
     train: bool,
@@ -210,43 +206,64 @@ def open_parquet(
     num_shards: int = NUM_SHARDS,
     num_classes: int = 0,
     columns: Sequence[str] = (),
-) -> FileStream | None:
-    """Open parquet files. columns: only these. transform: makes a sample of a row."""
-    return open_files(
-        lambda _: ParquetFormat(columns),
-        name,
-        train=train,
-        test=test,
-        transform=transform,
-        num_shards=num_shards,
-        num_classes=num_classes,
-    )
-
-
-def open_tar(
-    name: str,
-    *,
-    train: bool,
-    test: str = "",
-    transform: str = "",
-    num_shards: int = NUM_SHARDS,
-    num_classes: int = 0,
     image_size: int = 0,
 ) -> FileStream | None:
-    """Open tar files. image_size: scale images. transform: makes a sample of the members."""
-    return open_files(
-        lambda total_bytes: TarFormat(total_bytes, image_size=image_size),
-        name,
-        train=train,
-        test=test,
-        transform=transform,
-        num_shards=num_shards,
-        num_classes=num_classes,
-    )
+    """Open the files of --dataset text:GLOB and the like; for the test part those of test.
+
+    transform: package.module:callable, makes a sample of what a file holds. columns: of parquet,
+    image_size: of tar, see there. Raises DataError.
+    """
+    kind, _, pattern = name.partition(":")
+    if (columns and kind != "parquet") or (image_size and kind != "tar"):
+        raise DataError(
+            f"--dataset_args {'columns' if columns else 'image_size'}: --dataset {kind}: has none",
+            fix="columns are of parquet files, and image_size is of tar files",
+        )
+    if not train:
+        if not test:
+            return None
+        pattern = test
+    files = sorted(glob.glob(pattern, recursive=True))
+    if not files:
+        raise DataError(
+            f"--dataset {kind}:{pattern}: no file matches",
+            fix="give a pattern in quotes, such as 'text:corpus/*.txt'; ** matches folders",
+        )
+    if num_shards < 1:
+        raise DataError(
+            f"--dataset_args num_shards is {num_shards}; need 1 or more",
+            fix="leave it out, or give 8 x ranks or more",
+        )
+    change = None
+    if transform:
+        change = import_callable(transform, setting="dataset_args transform", error=DataError)
+    total_bytes = sum(map(_size, files))
+    form: Format
+    if kind == "parquet":
+        form = ParquetFormat(columns)
+    elif kind == "tar":
+        form = TarFormat(total_bytes, image_size=image_size)
+    else:
+        form = TextFormat(total_bytes)
+    stream = FileStream(files, form, num_shards=num_shards, change=change)
+    if num_classes:
+        stream.num_classes = num_classes  # type: ignore[attr-defined]  # only if there are classes
+    return stream
 
 
-FILE_STREAMS: Mapping[str, Callable[..., FileStream | None]] = {
-    "text": open_text,
-    "parquet": open_parquet,
-    "tar": open_tar,
-}
+def _size(file: str) -> int:
+    """Return the bytes of a file. Raises DataError if it can't be read, or is compressed."""
+    try:
+        with open(file, "rb") as opened:
+            start, size = opened.read(8), opened.seek(0, 2)
+    except OSError as error:
+        raise DataError(
+            f"{file} can't be read: {error}", fix="check the path and its permissions"
+        ) from error
+    # WHY refused: no reader can go on in the middle of it without reading all that is before.
+    if kind := next((name for name, magic in _COMPRESSED.items() if start.startswith(magic)), ""):
+        raise DataError(
+            f"{file} is compressed ({kind}): it can't be read from its middle",
+            fix="unpack it; or read it by a class of your own, with num_shards and open()",
+        )
+    return size

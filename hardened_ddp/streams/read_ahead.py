@@ -1,13 +1,11 @@
 """The samples of a rank's shards, read ahead of the steps that take them.
 
-Owns what is asked for, in which order, and the samples that have come but were not taken yet. A
-shard is read in blocks, by the same worker as long as it lives; whichever worker answers, the block
-is the same. Samples are shuffled within blocks: a run that resumes reads the block again, so no
-buffer has to be saved.
+A shard is read in blocks, by the same worker as long as it lives; whichever worker answers, the
+block is the same. Samples are shuffled within blocks: a run that resumes reads the block again, so
+no buffer has to be saved. A shard that has another length than before is an error: what is behind
+the end would never be read.
 Does not own: reading a block (block_reader.py), the plan (planner.py), workers
 (data/batches/loader.py).
-What goes wrong here: a shard has another length than before. That is an error: what is behind the
-end would never be read.
 """
 
 import logging

@@ -30,17 +30,13 @@ MOST_COUNTED = 2**20
 """Samples of a shard of a test part that are counted: larger ones say their length."""
 
 
-def view_to_train(dataset: Any, name: str) -> "StreamView":  # Any: what a user's callable returned
-    """Return a dataset that is no map-style one as a view of its stream. Raises DataError."""
-    return StreamView(adapt(dataset, name))
-
-
 def view_to_test(
     dataset: Any, name: str, *, evaluates: bool
 ) -> tuple["StreamInOrder | None", bool]:
-    """Return the same to test on, and whether its samples have to be counted for that.
+    """Return a view of a stream to test on, and whether its samples have to be counted for that.
 
     evaluates: else those are not counted, because there may be no end, and there is no view.
+    Raises DataError.
     """
     stream = adapt(dataset, name, is_resumed=False)
     is_counted = not says_sizes(stream)

@@ -48,8 +48,17 @@ def block(stream: Any, shard: int, indices: range, reader: BlockReader | None = 
     return (reader or BlockReader(stream, seed=1))[(0, ids)]
 
 
-def positions(batch: Batch, num_shards: int = 2) -> list[int]:
-    return [int(i) // num_shards for i in batch.indices]
+def positions(batch: Batch) -> list[int]:
+    """Give the samples' positions in their shard, of two."""
+    return [int(i) // 2 for i in batch.indices]
+
+
+def read_blocks(stream: Any, *starts: int) -> tuple[list[int], list[int], int]:
+    """Read blocks of four samples of shard 1: the positions of good and of bad ones, the end."""
+    reader = BlockReader(stream, seed=1)
+    batches = [block(stream, 1, range(at, at + 4), reader) for at in starts]
+    good = [place for batch in batches for place in positions(batch)]
+    return good, [bad.index // 2 for b in batches for bad in b.bad], batches[-1].inputs["end"]
 
 
 @pytest.fixture(autouse=True)
@@ -113,19 +122,7 @@ class WithoutState(SomeFaultyCursor):
     """The same without a state."""
 
     def open(self, shard: int, *, epoch: int, state: Any) -> Iterator[Any]:
-        cursor = super().open(shard, epoch=epoch, state=None)
-        return Plain(cursor)
-
-
-class Plain:
-    def __init__(self, cursor: Iterator[Any]) -> None:
-        self.cursor = cursor
-
-    def __iter__(self) -> "Plain":
-        return self
-
-    def __next__(self) -> Any:
-        return next(self.cursor)
+        return map(lambda row: row, super().open(shard, epoch=epoch, state=None))
 
 
 class SomeFragile(SomeFaulty):
@@ -138,18 +135,22 @@ class SomeFragile(SomeFaulty):
         return FragileReader(self, rows, state or 0)
 
 
-@pytest.mark.parametrize("kind", [SomeFaultyCursor, WithoutState, SomeFragile])
-@pytest.mark.parametrize("bad", [(2, 5), (0, 1, 2), (1, 6, 7)])
+@pytest.mark.parametrize(
+    ("kind", "bad"),
+    [
+        *itertools.product(
+            [SomeFaultyCursor, WithoutState, SomeFragile], [(2, 5), (0, 1, 2), (1, 6, 7)]
+        ),
+        # behind a last sample that is bad a state finds the end
+        (SomeFaultyCursor, (3, 8)),
+        (SomeFragile, (3, 8)),
+    ],
+)
 def test_several_bad_samples_of_a_shard_lose_only_themselves(
     bad: tuple[int, ...], kind: type[SomeFaulty]
 ) -> None:
-    reader = BlockReader(kind(bad), seed=1)
-    batches = [block(reader.dataset, 1, range(at, at + 4), reader) for at in (0, 4, 8)]
-    assert [place for batch in batches for place in positions(batch)] == [
-        place for place in range(9) if place not in bad
-    ]
-    assert [sample.index // 2 for batch in batches for sample in batch.bad] == list(bad)
-    assert batches[-1].inputs["end"] == 9
+    good = [place for place in range(9) if place not in bad]
+    assert read_blocks(kind(bad), 0, 4, 8) == (good, list(bad), 9)
 
 
 @pytest.mark.parametrize("kind", [SomeFaultyCursor, WithoutState, SomeFragile, SomeFaulty])
@@ -172,14 +173,6 @@ def test_more_bad_samples_before_a_resume_than_python_can_recurse() -> None:
     assert not batch.bad
 
 
-@pytest.mark.parametrize("kind", [SomeFaultyCursor, SomeFragile])
-def test_behind_a_last_sample_that_is_bad_a_state_finds_the_end(kind: type[SomeFaulty]) -> None:
-    reader = BlockReader(kind((3, 8)), seed=1)
-    batches = [block(reader.dataset, 1, range(at, at + 4), reader) for at in (0, 4, 8)]
-    assert [sample.index // 2 for batch in batches for sample in batch.bad] == [3, 8]
-    assert batches[-1].inputs["end"] == 9
-
-
 def test_an_end_right_after_an_error_is_not_believed(tmp_path: Path) -> None:
     class Wrapped(Faulty):
         """An object around a generator: after an error it only seems to go on."""
@@ -188,10 +181,7 @@ def test_an_end_right_after_an_error_is_not_believed(tmp_path: Path) -> None:
             return map(lambda row: row, super().open(shard, epoch=epoch, state=state))
 
     stream = Wrapped(tmp_path / "flag", 99, ValueError("a bad row"))
-    batch = block(stream, 1, range(6))
-    assert positions(batch) == [0, 1]
-    assert len(batch.bad) == 4
-    assert batch.inputs["end"] == -1
+    assert read_blocks(stream, 0, 4) == ([0, 1], [2, 3, 4, 5, 6, 7], -1)
 
 
 def test_an_exception_that_is_given_is_a_bad_sample() -> None:
@@ -373,12 +363,7 @@ def test_what_is_behind_a_sample_that_kills_can_not_be_read_without_skip(tmp_pat
 def test_behind_an_error_a_reader_whose_state_stayed_there_is_not_believed() -> None:
     stream = SomeFragile((2,))
     stream.moves = False
-    reader = BlockReader(stream, seed=1)
-    batches = [block(stream, 1, range(at, at + 4), reader) for at in (0, 4)]
-    assert [place for batch in batches for place in positions(batch)] == [0, 1]
-    assert batches[0].bad[0].error == "ValueError: a bad row"
-    assert sum(len(batch.bad) for batch in batches) == 6
-    assert batches[1].inputs["end"] == -1
+    assert read_blocks(stream, 0, 4) == ([0, 1], [2, 3, 4, 5, 6, 7], -1)
 
 
 class FragileReader:

@@ -7,8 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hardened_ddp.data.batches.batch import Batch
-from hardened_ddp.task.task import Metric, Score, Task
 from tests.harness.ranks import run_program, start_training, train
 from tests.harness.run_folder import find_checkpoints, last_tensors, only_run, samples_by_step
 
@@ -52,33 +50,6 @@ def test_the_weights_are_the_same_on_any_number_of_ranks(tmp_path: Path, says: b
     for samples, weights in found[1:]:
         assert samples == found[0][0]
         assert_close(weights, found[0][1])
-
-
-class Powered(Task):
-    """A task of a user's: the distance of the first output, to some power."""
-
-    metrics = (Metric("distance", is_higher_better=False),)
-
-    def __init__(self, power: float) -> None:
-        self.power = power
-
-    def score(self, output: torch.Tensor, batch: Batch) -> Score:
-        distance = (output[:, 0] - batch.targets).abs()
-        return Score(
-            distance.pow(self.power).sum(), batch.num_samples, {"distance": distance.sum().detach()}
-        )
-
-
-@pytest.mark.slow
-def test_a_task_of_the_users_gets_its_arguments_and_the_stream(tmp_path: Path) -> None:
-    found = []
-    for world_size in (1, 2):
-        place = tmp_path / str(world_size)
-        task = ["--task", "tests.streams.test_streams:Powered", "--task_args", "{power: 3.0}"]
-        done = train([*STEADY, *task, "--epochs", "1", "--output_dir", place], world_size).ok()
-        assert "test distance" in done.output
-        found.append(weights_of(place))
-    assert_close(*found)
 
 
 def test_a_kill_and_other_numbers_of_ranks_cost_no_sample(tmp_path: Path) -> None:
@@ -134,12 +105,24 @@ def test_a_schedule_that_needs_the_length_says_what_to_give(tmp_path: Path) -> N
     train([*argv, *arguments(says=True), "--epochs", "1"]).ok()
 
 
-def test_a_stream_of_unknown_length_trains_with_the_default_settings(tmp_path: Path) -> None:
-    argv = [*STREAM, "--epochs", "2", "--warmup_steps", "3", "--output_dir"]
+@pytest.mark.parametrize(
+    ("length", "chosen"),
+    [
+        (["--epochs", "2"], "constant"),
+        (["--max_steps", "5"], "cosine"),
+        ([*arguments(says=True), "--epochs", "1"], "cosine"),
+    ],
+    ids=["unknown", "max_steps", "sizes"],
+)
+def test_auto_takes_the_schedule_that_the_length_allows(
+    tmp_path: Path, length: list[str | Path], chosen: str
+) -> None:
+    argv = [*STREAM, *length, "--warmup_steps", "3", "--output_dir"]
     done = train([*argv, tmp_path / "auto"]).ok()
-    assert "lr_schedule constant (the number of steps is not known" in done.output
-    train([*argv, tmp_path / "constant", "--lr_schedule", "constant"]).ok()
-    assert last_tensors(tmp_path / "auto") == last_tensors(tmp_path / "constant")
+    is_told = "lr_schedule constant (the number of steps is not known" in done.output
+    assert is_told is (chosen == "constant")
+    train([*argv, tmp_path / chosen, "--lr_schedule", chosen]).ok()
+    assert last_tensors(tmp_path / "auto") == last_tensors(tmp_path / chosen)
 
 
 def test_auto_keeps_the_schedule_that_it_chose(tmp_path: Path) -> None:
@@ -154,14 +137,6 @@ def test_auto_keeps_the_schedule_that_it_chose(tmp_path: Path) -> None:
     done = train([*argv, tmp_path / "cosine", *again])
     assert done.statuses == (2,)
     assert "lr_schedule cosine needs the number of steps" in done.output
-
-
-@pytest.mark.parametrize("length", [["--max_steps", "5"], [*arguments(says=True), "--epochs", "1"]])
-def test_a_number_of_steps_makes_auto_the_cosine(tmp_path: Path, length: list[str | Path]) -> None:
-    for schedule in ("auto", "cosine"):
-        argv = [*STREAM, *length, "--lr_schedule", schedule]
-        train([*argv, "--output_dir", tmp_path / schedule]).ok()
-    assert last_tensors(tmp_path / "auto") == last_tensors(tmp_path / "cosine")
 
 
 @pytest.mark.slow

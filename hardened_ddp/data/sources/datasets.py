@@ -1,8 +1,7 @@
 """Datasets by name or by import path.
 
-Owns opening the training and the test set and their facts: classes, shape, fingerprint.
-prepare_data may download, on one rank of each node; build_data only opens, on every rank.
-What goes wrong here: a wrong name, missing files, no network; each is a DataError before training.
+prepare_data may download, on one rank of each node; build_data only opens, on every rank. A wrong
+name, missing files and no network are each a DataError before training.
 Does not own: the order of samples (data/batches/sampler.py), reading them (data/batches/loader.py).
 """
 
@@ -166,9 +165,10 @@ def _open_both(
 
         test, is_counted = view_to_test(test, config.dataset, evaluates=evaluates)
     if train is not None and not is_map_style(train):
-        from hardened_ddp.streams.views import view_to_train
+        from hardened_ddp.streams.adapters import adapt
+        from hardened_ddp.streams.views import StreamView
 
-        train = view_to_train(train, config.dataset)
+        train = StreamView(adapt(train, config.dataset))
     if train is None or len(train) == 0:  # type: ignore[arg-type]  # map-style: it has a length
         raise DataError(f"dataset {config.dataset} has no training sample", fix="check its folder")
     if test is not None and len(test) == 0:  # type: ignore[arg-type]  # as above
@@ -236,9 +236,9 @@ def find_source(name: str, config: DataConfig) -> Callable[..., Any]:
 
         return functools.partial(open_hub_stream, name)
     if (kind := name.partition(":")[0]) in STREAM_FORMATS:
-        from hardened_ddp.streams.formats import FILE_STREAMS
+        from hardened_ddp.streams.formats import open_files
 
-        return functools.partial(FILE_STREAMS[kind], name)
+        return functools.partial(open_files, name)
     if kind == "image_folder" and ":" in name and importlib.util.find_spec(kind) is None:
         raise DataError(
             f"--dataset {name}: no path follows the name of this dataset",
