@@ -7,7 +7,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -54,8 +54,19 @@ class Named(Pairs):
         return {"pixels": image, "mask": torch.ones(4), "labels": label}
 
 
-def open_pairs(*, train: bool, size: int = 20, noise: float = 0.0) -> Pairs:
-    return Pairs(size if train else 4, noise=noise)
+def open_pairs(
+    *,
+    train: bool,
+    size: int = 20,
+    noise: float = 0.0,
+    num_classes: int | None = 2,
+    says: Mapping[str, Any] | None = None,
+) -> Pairs:
+    """says: attributes of the dataset."""
+    dataset = Pairs(min(size, 20 if train else 4), noise=noise, num_classes=num_classes)
+    for name, value in (says or {}).items():
+        setattr(dataset, name, value)
+    return dataset
 
 
 class Unseeded(Pairs):
@@ -73,36 +84,6 @@ def open_named(*, train: bool) -> Named:
 
 def open_without_test(*, train: bool) -> Pairs | None:
     return Pairs() if train else None
-
-
-def open_without_classes(*, train: bool) -> Pairs:
-    return Pairs(num_classes=None)
-
-
-def open_by_targets(*, train: bool) -> Pairs:
-    dataset = Pairs(num_classes=None)
-    dataset.targets = [0, 1, 4, 1]  # type: ignore[attr-defined]
-    return dataset
-
-
-def open_label_out_of_range(*, train: bool) -> Pairs:
-    dataset = Pairs(num_classes=3)
-    dataset.targets = torch.tensor([0, 2, 3, 1])  # type: ignore[attr-defined]
-    return dataset
-
-
-def open_other_classes(*, train: bool) -> Pairs:
-    dataset = Pairs(num_classes=None)
-    dataset.classes = ["cat", "dog"] if train else ["cat", "owl"]  # type: ignore[attr-defined]
-    return dataset
-
-
-def open_empty(*, train: bool) -> Pairs:
-    return Pairs(0)
-
-
-def open_iterable(*, train: bool) -> Any:
-    return iter([1, 2, 3])
 
 
 def open_unlabelled(*, train: bool) -> Any:
@@ -191,20 +172,10 @@ def test_an_unknown_name_gets_the_nearest_one_and_the_list() -> None:
     assert "digits | synthetic | mnist" in caught.value.fix
 
 
-MISTAKES = {
-    "open_empty": "no training sample",
-    "open_iterable": "is an iterator, which can be read only once",
-    "open_label_out_of_range": "sample 2 has label 3.*3 classes",
-    "open_other_classes": "different classes \\(dog, owl",
-    "open_nothing_of_that_name": "can't be imported",
-    "no.such.module:it": "can't be imported",
-}
-
-
 def test_labels_and_their_number_may_be_unknown_until_a_model_needs_them() -> None:
-    unlabelled = build_data(DataConfig(dataset="tests.data.test_datasets:open_unlabelled"))
+    unlabelled = build_data(config("open_unlabelled"))
     assert not unlabelled.labels_are_classes
-    unknown = build_data(DataConfig(dataset="tests.data.test_datasets:open_without_classes"))
+    unknown = build_data(config("open_pairs", dataset_args={"num_classes": None}))
     assert unknown.num_classes == 0
     with pytest.raises(DataError, match="does not say how many classes"):
         build_model(ModelConfig(model="mlp"), num_classes=0, input_shape=(2,))
@@ -215,10 +186,17 @@ def test_labels_and_their_number_may_be_unknown_until_a_model_needs_them() -> No
     assert model(torch.zeros(1, 2)).shape == (1, 3)
 
 
-@pytest.mark.parametrize("dataset", MISTAKES)
-def test_a_dataset_that_is_of_no_use_is_refused_before_training(dataset: str) -> None:
-    with pytest.raises(DataError, match=MISTAKES[dataset]) as caught:
-        build_data(config(dataset))
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"size": 0}, "no training sample"),
+        ({"num_classes": 3, "says": {"targets": [0, 2, 3, 1]}}, "sample 2 has label 3.*3 classes"),
+    ],
+    ids=["empty", "label"],
+)
+def test_data_without_samples_or_with_wrong_labels_are_refused(arguments: Any, told: str) -> None:
+    with pytest.raises(DataError, match=told) as caught:
+        build_data(config("open_pairs", dataset_args=arguments))
     assert caught.value.fix
 
 
@@ -253,7 +231,8 @@ def test_samples_may_be_mappings_with_labels() -> None:
 
 
 def test_the_largest_target_tells_the_number_of_classes_and_there_need_not_be_a_test_set() -> None:
-    assert build_data(config("open_by_targets")).num_classes == 5
+    arguments = {"num_classes": None, "says": {"targets": [0, 1, 4, 1]}}
+    assert build_data(config("open_pairs", dataset_args=arguments)).num_classes == 5
     assert build_data(config("open_without_test")).test is None
 
 

@@ -1,12 +1,10 @@
 """Download the published datasets and weights: resumed, verified, and complete or absent.
 
-Owns the list of files, taken from torchvision with its addresses, names and hashes, and their
-transfer over HTTP. The bytes so far are in NAME.part; the next try requests the rest (Range). A
-file gets its name when its hash is right. One process at a time downloads it, so all ranks of a
-node, or of several nodes with one folder, may call fetch at once. Weights go where torch.hub looks
-for them under TORCH_HOME, which a run sets to ./models if that folder has some.
-What goes wrong here: no network, a connection that breaks, a server that sends something else.
-Does not own: opening the data (vision.py).
+Addresses, names and hashes are torchvision's. The bytes so far are in NAME.part; the next try
+requests the rest (Range). A file gets its name when its hash is right. One process at a time
+downloads it, so all ranks of a node, or of several nodes with one folder, may call fetch at once.
+Weights go where torch.hub looks for them under TORCH_HOME, which a run sets to ./models if that
+folder has some.
 """
 
 import contextlib

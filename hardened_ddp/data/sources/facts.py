@@ -1,8 +1,7 @@
 """The facts of an opened dataset before training: classes, labels, shape, fingerprint.
 
-Owns the inspection of a dataset, which may be the user's, and the errors for what it lacks. Reading
-a few samples finds a wrong dataset in a second, and does not change the run's random state.
-Does not own: opening it (datasets.py).
+Owns the errors for what a dataset, which may be the user's, lacks. Reading a few samples finds a
+wrong one in a second, and does not change the run's random state.
 """
 
 import hashlib
@@ -81,12 +80,8 @@ def check_opened(dataset: Any, name: str) -> None:  # Any: what a user's callabl
             f"dataset {name}: its classes are {classes!r}, not a list of names",
             fix="make classes the names, or call it num_classes if it is their number",
         )
-    if number is not None and not isinstance(number, numbers.Number | torch.Tensor):
-        raise DataError(
-            f"dataset {name}: its num_classes is {number!r}, not a number",
-            fix="make num_classes the number of classes",
-        )
-    if number is not None and not isinstance(number, torch.Tensor) and int(number) < 1:  # type: ignore[call-overload]  # a number
+    is_number = isinstance(number, torch.Tensor | numbers.Number)
+    if number is not None and not (is_number and int(number) > 0):
         raise DataError(
             f"dataset {name}: its num_classes is {number!r}; need a whole number from 1",
             fix="make num_classes the number of classes, or leave it out where labels are none",
@@ -133,12 +128,11 @@ def count_outputs(dataset: AnyDataset, labels: Any, *, are_classes: bool) -> int
 
     labels: of a few samples. are_classes: each is the number of a class.
     """
-    for found in (
-        getattr(dataset, "num_classes", None),
-        len(getattr(dataset, "classes", None) or ()) or None,
-    ):
-        if found is not None:
-            return int(found)
+    found = getattr(dataset, "num_classes", None)
+    if found is None:
+        found = len(getattr(dataset, "classes", None) or ()) or None
+    if found is not None:
+        return int(found)
     if are_classes:
         known = getattr(dataset, "targets", None)
         return int(torch.as_tensor(known).max()) + 1 if known is not None and len(known) else 0
@@ -196,10 +190,7 @@ def check_labels(
         if leaves_out:
             log.warning("%s; %d such samples will be left out", text, len(wrong))
             return
-        raise DataError(
-            text,
-            fix="number the labels from 0, or correct num_classes",
-        )
+        raise DataError(text, fix="number the labels from 0, or correct num_classes")
 
 
 def is_in_memory(dataset: AnyDataset) -> bool:

@@ -1,12 +1,10 @@
 """Sets of the datasets library, by folder or by name: --dataset hf:PATH_OR_NAME.
 
-Owns opening one, and its rows: of images as (image, label), float tensors with channels first, in
+Owns loading them, and the rows of those that are no stream: of images as (image, label), in
 [-1, 1], as most image models expect; of tokenised texts as a mapping, padded at their end, so that
-no position of padding counts in the loss or is attended to. PATH is what save_to_disk() wrote, or a
-folder that load_dataset() can read; a NAME is looked up on the hub when the data is prepared, once
-per node, and read from the library's cache after that.
-Does not own: sets that are read as a stream (hub_stream.py).
-What goes wrong here: a missing column or part, images of several sizes, no network.
+padding is neither attended to nor counts in the loss. A PATH is what save_to_disk() wrote, or a
+folder that load_dataset() can read; a NAME is looked up on the Hub once per node, when the data is
+prepared, and read from the library's cache after that.
 """
 
 from collections.abc import Mapping, Sequence
@@ -140,23 +138,23 @@ def open_hub_set(
     height and width; 0: don't scale. subset: one of several sets under the same name. columns, pad,
     num_classes: of texts, see HubTokens.
     """
-    parts = _load(name, subset, data_dir=data_dir, download=download)
-    part = choose_part(name, list(parts), train=train, train_part=train_part, test_part=test_part)
-    if part is None:
+    parts = load_parts(name, subset, data_dir=data_dir, download=download)
+    rows = choose_part(name, parts, train=train, train_part=train_part, test_part=test_part)
+    if rows is None:
         return None
-    rows = parts[part]
-    if not image and IDS in rows.features and not set(IMAGE_COLUMNS) & rows.features.keys():
-        label = _column(name, rows, label, LABEL_COLUMNS)
-        return HubTokens(rows, label=label, columns=columns, pad=pad, num_classes=num_classes)
-    image = _column(name, rows, image, IMAGE_COLUMNS)
+    is_text = not image and IDS in rows.features and not set(IMAGE_COLUMNS) & rows.features.keys()
+    if not is_text:
+        image = _column(name, rows, image, IMAGE_COLUMNS)
     label = _column(name, rows, label, LABEL_COLUMNS)
+    if is_text:
+        return HubTokens(rows, label=label, columns=columns, pad=pad, num_classes=num_classes)
     return HubImages(rows, image=image, label=label, image_size=image_size)
 
 
 def choose_part(
-    name: str, parts: Sequence[str], *, train: bool, train_part: str, test_part: str
-) -> str | None:
-    """Choose the part to train or to test on; None: there is none to test on. Raises DataError."""
+    name: str, parts: Mapping[str, Any], *, train: bool, train_part: str, test_part: str
+) -> Any:
+    """Return the part to train or to test on; None: there is none to test on. Raises DataError."""
     wanted = [train_part] if train else [test_part] if test_part else _TEST_PARTS
     part = next((key for key in wanted if key in parts), None)
     if part is None and (train or test_part):
@@ -164,69 +162,48 @@ def choose_part(
             f"{name} has no part {wanted[0]!r}; it has: {', '.join(map(str, parts))}",
             fix="--dataset_args '{train_part: NAME, test_part: NAME}'",
         )
-    return part
-
-
-def library_error(name: str, error: Exception) -> DataError:
-    """Make the error for a dataset that the library can't open."""
-    text = str(error).partition("\n")[0][:300]
-    return DataError(
-        f"{name} can't be opened: {type(error).__name__}: {text}",
-        fix="check the name; without network: on a machine with network, run load_dataset(NAME)"
-        ".save_to_disk(FOLDER) of the datasets package, copy FOLDER, and use --dataset hf:FOLDER",
-    )
+    return None if part is None else parts[part]
 
 
 def load_parts(
-    datasets: Any, name: str, subset: str, *, data_dir: str, download: bool, **how: Any
+    name: str, subset: str, *, data_dir: str, download: bool, streaming: bool = False
 ) -> Mapping[str, Any]:
-    """Load a folder or a name of the Hub; from the library's cache alone if the Hub is away.
+    """Load all parts of a folder or a name; from the library's cache alone if the Hub is away.
 
-    datasets: the library. Runs no code of the dataset: the library dropped such datasets.
+    Runs no code of the dataset: the library dropped such datasets. Raises DataError.
     """
-    place = find_place(name, error=DataError)
+    place = find_place(name, error=DataError)  # WHY first: importing the library takes longer
+    datasets = import_extra("datasets", what=f"--dataset {name}")
+    datasets.disable_progress_bars()
     before = getattr(datasets.config, "HF_HUB_OFFLINE", False)
     is_away = not is_on_disk(place) and not hub_answers()
     datasets.config.HF_HUB_OFFLINE = before or is_away
     try:
-        loaded = datasets.load_dataset(
-            place,
-            subset or None,
-            cache_dir=str(Path(data_dir) / "huggingface"),
-            download_config=datasets.DownloadConfig(local_files_only=not download),
-            **how,
+        if (Path(place) / "dataset_dict.json").is_file():
+            return dict(datasets.load_from_disk(place))
+        if (Path(place) / "state.json").is_file():
+            return {"train": datasets.load_from_disk(place)}
+        return dict(
+            datasets.load_dataset(
+                place,
+                subset or None,
+                cache_dir=str(Path(data_dir) / "huggingface"),
+                download_config=datasets.DownloadConfig(local_files_only=not download),
+                streaming=streaming,
+            )
         )
     except Exception as error:  # WHY broad: the library passes on any error of network or files
-        raise (
-            no_answer(name, error=DataError) if is_away else library_error(name, error)
+        if is_away:
+            raise no_answer(name, error=DataError) from error
+        text = str(error).partition("\n")[0][:300]
+        raise DataError(
+            f"{name} can't be opened: {type(error).__name__}: {text}",
+            fix="check the name; without network: on a machine with network, run "
+            "load_dataset(NAME).save_to_disk(FOLDER) of the datasets package, copy FOLDER, and use "
+            "--dataset hf:FOLDER",
         ) from error
     finally:
         datasets.config.HF_HUB_OFFLINE = before
-    return dict(loaded)
-
-
-def load_saved(datasets: Any, name: str) -> Mapping[str, Any] | None:
-    """Return the parts of a folder that save_to_disk() wrote; None if it is no such folder."""
-    folder = Path(find_place(name, error=DataError))
-    try:
-        if (folder / "dataset_dict.json").is_file():
-            return dict(datasets.load_from_disk(str(folder)))
-        if (folder / "state.json").is_file():
-            return {"train": datasets.load_from_disk(str(folder))}
-    except Exception as error:  # WHY broad: as in load_parts
-        raise library_error(name, error) from error
-    return None
-
-
-def _load(name: str, subset: str, *, data_dir: str, download: bool) -> Mapping[str, Any]:
-    """Return all parts by name. Raises DataError."""
-    find_place(name, error=DataError)  # WHY first: importing the library takes longer
-    datasets = import_extra("datasets", what=f"--dataset {name}")
-    datasets.disable_progress_bars()
-    if (saved := load_saved(datasets, name)) is not None:
-        return saved
-    how = {} if download else {"download_mode": "reuse_dataset_if_exists"}
-    return load_parts(datasets, name, subset, data_dir=data_dir, download=download, **how)
 
 
 def _column(

@@ -9,14 +9,12 @@ from functools import partial
 from typing import Any
 
 from hardened_ddp.data.batches.images import pixels_of
-from hardened_ddp.data.foreign_code import import_callable, import_extra
-from hardened_ddp.data.sources.hub_place import find_place
+from hardened_ddp.data.foreign_code import import_callable
 from hardened_ddp.data.sources.hub_sets import (
     IMAGE_COLUMNS,
     LABEL_COLUMNS,
     choose_part,
     load_parts,
-    load_saved,
 )
 from hardened_ddp.errors import DataError
 from hardened_ddp.streams.adapters import HubStream
@@ -42,11 +40,12 @@ def open_hub_stream(
     image_size: scale images to this height and width. num_shards: fewer than the files are.
     transform: package.module:callable, makes a sample of a row.
     """
-    parts = _load(name, subset, data_dir=data_dir, download=download)
-    part = choose_part(name, list(parts), train=train, train_part=train_part, test_part=test_part)
-    if part is None:
+    parts = load_parts(name, subset, data_dir=data_dir, download=download, streaming=True)
+    rows = choose_part(name, parts, train=train, train_part=train_part, test_part=test_part)
+    if rows is None:
         return None
-    rows = parts[part]
+    if hasattr(rows, "to_iterable_dataset"):  # save_to_disk() wrote it
+        rows = rows.to_iterable_dataset(num_shards=max(1, min(NUM_SHARDS, len(rows))))
     features = getattr(rows, "features", None) or {}
     kinds = {
         column: str(getattr(getattr(feature, "feature", None), "dtype", ""))
@@ -59,22 +58,6 @@ def open_hub_stream(
     if num_classes:
         stream.num_classes = num_classes  # type: ignore[attr-defined]  # only if there are classes
     return stream
-
-
-def _load(name: str, subset: str, *, data_dir: str, download: bool) -> Mapping[str, Any]:
-    """Return all parts by name, as the library's iterable datasets. Raises DataError."""
-    find_place(name, error=DataError)  # WHY first: importing the library takes longer
-    datasets = import_extra("datasets", what=f"--dataset {name} --streaming")
-    datasets.disable_progress_bars()
-    saved = load_saved(datasets, name)
-    if saved is None:
-        return load_parts(
-            datasets, name, subset, data_dir=data_dir, download=download, streaming=True
-        )
-    return {
-        key: rows.to_iterable_dataset(num_shards=max(1, min(NUM_SHARDS, len(rows))))
-        for key, rows in saved.items()
-    }
 
 
 def _sample_of(
