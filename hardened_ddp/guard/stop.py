@@ -38,7 +38,6 @@ import torch.distributed as dist
 from hardened_ddp.errors import PeerLostError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import SAVE_REQUESTS
-from hardened_ddp.reporting.log import ON_EVERY_RANK
 
 log = logging.getLogger(__name__)
 
@@ -150,11 +149,7 @@ class StopRequest:
         self.has_looked = False
         """The last poll checked file and time: about every CHECK_EVERY_S. The loop uses it too."""
 
-        self._notice = ""
-
-        self._num_notices = 0
-        self._told = ""
-        self._word = torch.zeros(3, dtype=torch.int64)
+        self._word = torch.zeros(2, dtype=torch.int64)  # the code, the interval
         self._check_every_s = max(CHECK_EVERY_S, CHECK_PER_RANK_S * group.world_size)
         self._pending: dist.Work | None = None
         self._interval = 1
@@ -229,10 +224,6 @@ class StopRequest:
             )
         return self.reason
 
-    def tell(self, notice: str) -> None:
-        """Make the other ranks log a notice of rank 0 too: each text once. Rank-local."""
-        self._notice = notice
-
     @contextmanager
     def another_pace(self) -> Iterator[None]:
         """Agree again on the interval of polls: the work inside takes another time than a step.
@@ -264,7 +255,6 @@ class StopRequest:
             # WHY: an all-reduce started before a change of pace has the interval of the old one
             self._interval = 1 if self._has_new_pace else max(1, int(self._word[1]))
             self._pending = None
-            self._read_notice(int(self._word[2]))
         if not code:
             self._start()
         return code
@@ -295,25 +285,9 @@ class StopRequest:
         self._word[0] = self.code
         interval = min(MAX_INTERVAL, max(1, int(self._check_every_s / poll_time)))
         self._word[1] = 1 if self._has_new_pace else interval  # no poll was timed yet
-        self._word[2] = self._tell_notice()
         self._pending = self.group.start_max(self._word)  # collective
         self._started_tick, self._started_at = self._tick, now
         self._has_new_pace = False
-
-    def _tell_notice(self) -> int:
-        """Publish a new notice for the other ranks; return the number of notices."""
-        if self._notice != self._told and self.group.launch.is_main:
-            self._told = self._notice
-            if self._notice:
-                self._num_notices += 1
-                self.group.publish(f"notice/{self._num_notices}", self._notice)
-        return self._num_notices
-
-    def _read_notice(self, number: int) -> None:
-        if number > self._num_notices:
-            self._num_notices = number
-            notice = self.group.published(f"notice/{number}")
-            log.warning("rank 0: %s", notice, extra=ON_EVERY_RANK)
 
     def _look_around(self) -> None:
         """Check whether the stop file exists, or the time limit is over."""

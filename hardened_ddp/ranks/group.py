@@ -42,7 +42,6 @@ from hardened_ddp.ranks.shared_sum import SharedSum, is_supported, open_shared_s
 from hardened_ddp.ranks.store import (
     DEFER_S,
     RunStore,
-    ask_store,
     await_listeners,
     poll_s,
     publish_failure,
@@ -182,14 +181,6 @@ class Group:
                 fix="give every node the same code, settings and data, then start again. A dataset "
                 "must not be split by rank: each rank trains on its own part of all samples",
             )
-
-    def publish(self, key: str, text: str) -> None:
-        """Write a text to the store, for published(). Rank-local."""
-        ask_store(self.store, lambda store: store.set(key, text), otherwise=None)
-
-    def published(self, key: str) -> str:
-        """Read what another rank has published; empty if it is not there. Rank-local."""
-        return ask_store(self.store, lambda store: store.look_up(key), otherwise="")
 
     def publish_failure(self, text: str) -> None:
         """Write the reason for this rank's failure to the store, for its peers. Rank-local."""

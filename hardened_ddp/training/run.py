@@ -116,7 +116,6 @@ class Run:
         self.saver.tell_errors()
         if self.progress.step > 0 and self.saver.is_time():
             self.save()
-        self.stop.tell(self.saver.warning)
 
     def save(self) -> None:
         """Start writing a checkpoint, unless its weights may be bad. Rank-local: on rank 0."""

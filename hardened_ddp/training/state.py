@@ -293,9 +293,6 @@ class Saver:
         self._store = store
         self._saved_step = self._needed_step = -1
         self._in_need = threading.Lock()
-        self.warning = ""
-        """Why the last checkpoint could not be written; empty: it could."""
-
         # A checkpoint is due after these steps and epochs; or else when is_time says so.
         run = parts.config.run
         self.due_steps = _multiples_of(run.checkpoint_every_steps)
@@ -405,8 +402,7 @@ class Saver:
             log.warning("set aside %s: its state may be wrong", path)
 
     def _warn(self, error: CheckpointError) -> None:
-        self.warning = f"no new checkpoint, training continues with the older ones: {error}"
-        log.warning("%s", self.warning)
+        log.warning("no new checkpoint, training continues with the older ones: %s", error)
 
 
 def _multiples_of(every: int | None) -> range:

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import logging
 import os
 import signal
 import socket
@@ -343,32 +342,6 @@ def test_a_stop_file_ends_the_run_with_a_checkpoint(tmp_path: Path, world_size: 
     saved = sorted((metrics.parent / "checkpoints").glob("step-*"))
     assert int(saved[-1].name.removeprefix("step-")) == summary["step"]
     assert not (metrics.parent / STOP_FILE).exists(), "the run that continues would stop at once"
-
-
-def tell_notice() -> str:
-    group = rendezvous()
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    handler.addFilter(lambda record: hasattr(record, "on_every_rank"))  # rank 0 has printed it
-    logging.getLogger("hardened_ddp.guard.stop").addHandler(handler)
-    with StopRequest(group) as stop:
-        end, num_after = deadline(40), 0
-        while num_after < 100:  # WHY so many: it is to be told once
-            if group.launch.is_main:
-                stop.tell("no new checkpoint: the disk is full")
-            stop.poll()
-            is_late = time.monotonic() > end
-            num_told, num_late = group.sum_(torch.tensor([float(bool(messages)), is_late])).tolist()
-            num_after += bool(num_late) or num_told == group.world_size - 1
-        stop.finish()
-    group.close()
-    return "\n".join(messages)
-
-
-def test_what_rank_0_could_not_write_is_told_once_on_all_other_ranks() -> None:
-    told = run_ranks(tell_notice, 3)
-    assert told == ["", *["rank 0: no new checkpoint: the disk is full"] * 2]
 
 
 ENDS_WITH_ITS_PARENT = """
