@@ -41,6 +41,7 @@ from hardened_ddp.ranks.phase import (
     FIRST_WAIT,
     HEART,
     LIMITS,
+    NUM_PHASES,
     PHASE,
     SINCE,
     STEP,
@@ -90,7 +91,8 @@ class HangWatch:
         self._tick_s = min(TICK_S, hang_after_s / 4, self._wait_limit_s / 4)
         self._subject = Subject(save=lambda *why: None)
         self._age_s = self._muted_s = self._compare_in_s = 0.0
-        self._seen_since = 0
+        self._seen_since = self._seen_phase = 0
+        self._longest_s = [0.0] * NUM_PHASES  # of each phase, without the first steps
         self._slow = SlowRanks()
         self._slow_data = SlowData()
         self._end = threading.Event()
@@ -161,8 +163,6 @@ class HangWatch:
             now_s = awake.passed_s()
             awake_s, last_s = now_s - last_s, now_s
             try:
-                if awake.paused_s:
-                    self._group.tracker.note_pause(awake.paused_s)
                 self._tick(awake_s)
             except Exception:  # WHY broad: if the watch ended, the next hang would not be noticed
                 log.debug("hang detection raised an error", exc_info=True)
@@ -174,7 +174,8 @@ class HangWatch:
         self._age(awake_s)
         self._set_limits()
         report = self._report()
-        self._slow_data.tell(report, tracker=self._group.tracker, samples=self._subject.samples)
+        longest_s = self._longest_s[Phase.DATA]
+        self._slow_data.tell(report, longest_s=longest_s, samples=self._subject.samples)
         if self._group.world_size > 1:
             self._consensus.beat(report, words[HEART], self._subject.split())
             self._neighbours.look(awake_s)
@@ -191,19 +192,25 @@ class HangWatch:
             self._answer_alarm(self._folder / alarm, is_witness=is_suspicious)
 
     def _age(self, awake_s: float) -> None:
-        """Add up how long this rank has been in its phase, while this thread was awake."""
-        since = self._group.tracker.words[SINCE]
-        age_s = (time.monotonic_ns() - since) / 1e9
-        is_new = since != self._seen_since
-        self._age_s = min(age_s, awake_s if is_new else self._age_s + awake_s)
-        self._seen_since = since
+        """Add up how long this rank has been in its phase, while this thread was awake.
+
+        WHY not the time of the tracker: a limit would grow by the hour in which a job was stopped.
+        """
+        tracker = self._group.tracker
+        since = tracker.words[SINCE]
+        if since != self._seen_since:
+            phase, longest_s = self._seen_phase, self._longest_s
+            if tracker.is_warm:
+                longest_s[phase] = max(longest_s[phase], self._age_s)
+            self._seen_since, self._seen_phase, self._age_s = since, tracker.words[PHASE], 0.0
+        self._age_s = min((time.monotonic_ns() - since) / 1e9, self._age_s + awake_s)
 
     def _set_limits(self) -> None:
         """Update the limit of each phase, and publish it to the neighbours."""
         tracker = self._group.tracker
         limits = limits_ns(
             hang_after_s=self._hang_after_s,
-            longest_ns=tracker.longest_ns,
+            longest_s=self._longest_s,
             is_warm=tracker.is_warm,
             least_s=self._subject.least_s,
         )
@@ -307,4 +314,4 @@ class HangWatch:
         self._compare_in_s -= awake_s
         if self._group.launch.is_main and self._compare_in_s <= 0:
             self._compare_in_s = _COMPARE_EVERY_S
-            self._slow.tell(self._consensus.splits())
+            self._slow.note(self._consensus.splits())

@@ -74,20 +74,20 @@ class Hang:
 def limits_ns(
     *,
     hang_after_s: float,
-    longest_ns: Sequence[int],
+    longest_s: Sequence[float],
     is_warm: bool,
     least_s: Mapping[int, float],
 ) -> list[int]:
     """Return the limit of each phase, in ns.
 
-    longest_ns: the longest time of each so far. is_warm: these times are typical. least_s: phases
+    longest_s: the longest time of each so far. is_warm: these times are typical. least_s: phases
     with a limit above hang_after_s.
     """
     found = []
     for phase in range(NUM_PHASES):
         factor = LONG_FACTOR if phase in _LONG or not is_warm else 1
         floor_s = max(factor * hang_after_s, least_s.get(phase, 0.0))
-        found.append(max(int(floor_s * 1e9), LEARNED_FACTOR * longest_ns[phase]))
+        found.append(int(1e9 * max(floor_s, LEARNED_FACTOR * longest_s[phase])))
     return found
 
 

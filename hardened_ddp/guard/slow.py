@@ -13,7 +13,6 @@ from statistics import median
 
 from hardened_ddp.guard.hang_rules import LEARNED_FACTOR, Report
 from hardened_ddp.ranks.phase import Phase
-from hardened_ddp.ranks.tracker import Tracker
 
 log = logging.getLogger(__name__)
 
@@ -64,13 +63,11 @@ class SlowRanks:
         self._in_a_row: dict[int, int] = {}
         self._seen: dict[int, int] = {}
 
-    def tell(self, splits: Mapping[int, tuple[int, Split]]) -> None:
-        """Log which ranks became slow, or no longer are, by the newest splits of all ranks."""
-        for text in self.note(splits):
-            log.warning("%s", text)
-
     def note(self, splits: Mapping[int, tuple[int, Split]]) -> list[str]:
-        """Add the newest split of each rank with its number; return what to log."""
+        """Add the newest split of each rank, with its number.
+
+        Log and return which ranks became slow, and which no longer are.
+        """
         if len(splits) < 2:
             return []
         work = {rank: work_s(split) for rank, (_, split) in splits.items()}
@@ -97,6 +94,8 @@ class SlowRanks:
             else:
                 self._slow.discard(rank)
                 told.append(f"rank {rank} is no longer slow: {_ms(work[rank])} of work a step")
+        for text in told:
+            log.warning("%s", text)
         return told
 
 
@@ -123,17 +122,19 @@ class SlowData:
         self._told_s = 0.0
 
     def tell(
-        self, report: Report, *, tracker: Tracker, samples: Callable[[int], Sequence[int]]
+        self, report: Report, *, longest_s: float, samples: Callable[[int], Sequence[int]]
     ) -> None:
-        """Log a wait that takes long, and its end. samples: those that a phase processes."""
-        longest_s = tracker.longest_ns[Phase.DATA] / 1e9
+        """Log a wait that takes long, and its end.
+
+        longest_s: the longest such wait before. samples: those that a phase processes.
+        """
         if text := self.note(report, longest_s=longest_s, samples=lambda: samples(Phase.DATA)):
             log.warning("%s", text)
 
     def note(
         self, report: Report, *, longest_s: float, samples: Callable[[], Sequence[int]]
     ) -> str:
-        """Return what to tell; empty: nothing. longest_s: the longest such wait before."""
+        """Return what to tell; empty: nothing."""
         if report.phase != Phase.DATA or report.age_s < self._told_s:
             told_s, self._told_s, self._due_s = self._told_s, 0.0, SLOW_AFTER_S
             return f"the data came after {told_s:.0f} s or more" if told_s else ""

@@ -59,16 +59,12 @@ class AwakeTime:
         self._longest_gap_s = longest_gap_s
         self._last = time.monotonic()
         self._passed_s = 0.0
-        self.paused_s = 0.0
-        """What the last call left out."""
 
     def passed_s(self) -> float:
         """Return the seconds awake since the start."""
         now = time.monotonic()
-        gap_s, self._last = now - self._last, now
-        counted_s = min(gap_s, self._longest_gap_s)
-        self.paused_s = gap_s - counted_s
-        self._passed_s += counted_s
+        self._passed_s += min(now - self._last, self._longest_gap_s)
+        self._last = now
         return self._passed_s
 
 

@@ -1,8 +1,8 @@
 """The phase that this rank is in, and the time spent in each phase.
 
 Owns the one tracker of a rank, which is told each phase once. From that it keeps the heartbeat that
-others read, the longest time of each phase (the hang watch learns from it), the seconds of each
-phase per step (reports, slow ranks), and the wall time of each phase (goodput).
+others read, the seconds of each phase per step (reports, slow ranks), and the wall time of each
+phase (goodput).
 """
 
 import logging
@@ -47,15 +47,11 @@ class Tracker:
         self.num_steps = 0
         """Steps done by this process."""
 
-        self.longest_ns = [0] * NUM_PHASES
-        """The longest time of each phase, without the first steps."""
-
         self._work = int(Phase.START_UP)  # the last phase that was not only waiting
         self._wall_ns = [0] * NUM_PHASES  # by _work: a wait counts for the phase it interrupts
         self._spent_ns = [0] * NUM_PHASES  # since the last read_split
         self._earlier_ns = [0] * NUM_PHASES  # before it
         self._num_counted = 0
-        self._paused_ns = 0  # in this phase, by whoever noted it
         self._timeline: Timeline | None = None
         self._part = ("starting", monotonic_ns())
 
@@ -89,9 +85,6 @@ class Tracker:
         words[PHASE] = phase
         self._spent_ns[before] += took
         self._wall_ns[self._work] += took
-        if took > self.longest_ns[before]:
-            self.longest_ns[before] = max(self.longest_ns[before], took - self._paused_ns)
-        self._paused_ns = 0
         if phase < FIRST_WAIT:
             self._work = phase
             if self._timeline is not None:
@@ -113,18 +106,6 @@ class Tracker:
         self.words[STEP] = step
         self.num_steps += 1
         self._num_counted += 1
-        if self.num_steps <= NUM_FIRST_STEPS:
-            self.longest_ns = [0] * NUM_PHASES
-
-    def note_pause(self, paused_s: float) -> None:
-        """Note that this process was stopped for so long. Any thread, soon after it.
-
-        WHY: a limit that is learned from the longest time of a phase would grow by the pause. The
-        phase may have ended between the pause and this call; then its time holds it already.
-        """
-        paused_ns = int(paused_s * 1e9)
-        self._paused_ns += paused_ns
-        self.longest_ns = [ns - paused_ns if ns >= paused_ns else ns for ns in self.longest_ns]
 
     def start_at(self, step: int) -> None:
         """Note that training continues after this step, as after a resume. Main thread."""

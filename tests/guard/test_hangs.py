@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from hardened_ddp.errors import HangError
+from hardened_ddp.guard.hang import HangWatch
 from hardened_ddp.guard.hang_rules import (
     HELD,
     LONG_FACTOR,
@@ -23,7 +25,9 @@ from hardened_ddp.guard.hang_rules import (
     longest_wait_s,
 )
 from hardened_ddp.guard.slow import NUM_REPORTS, SlowRanks
-from hardened_ddp.ranks.phase import NUM_PHASES, Phase
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.launch import Launch
+from hardened_ddp.ranks.phase import LIMITS, NUM_PHASES, SINCE, Phase
 from hardened_ddp.ranks.stacks import ask_for_stacks, is_debugged
 from hardened_ddp.ranks.tracker import NUM_FIRST_STEPS, Tracker
 from hardened_ddp.reporting.goodput import read_attempts
@@ -292,29 +296,35 @@ def test_what_keeps_a_rank_from_answering_is_said(state: str) -> None:
 
 
 def test_a_phase_may_take_five_times_the_longest_and_never_less_than_the_floor() -> None:
-    longest = [0] * NUM_PHASES
-    longest[Phase.FORWARD] = 20 * 10**9
-    limits = limits_ns(hang_after_s=60, longest_ns=longest, is_warm=True, least_s={Phase.DATA: 150})
+    longest = [0.0] * NUM_PHASES
+    longest[Phase.FORWARD] = 20.0
+    limits = limits_ns(hang_after_s=60, longest_s=longest, is_warm=True, least_s={Phase.DATA: 150})
     assert limits[Phase.FORWARD] == 100 * 10**9
     assert limits[Phase.ALL_REDUCE] == 60 * 10**9
     assert limits[Phase.DATA] == 150 * 10**9
     assert limits[Phase.EVALUATION] == LONG_FACTOR * 60 * 10**9
-    cold = limits_ns(hang_after_s=60, longest_ns=longest, is_warm=False, least_s={})
+    cold = limits_ns(hang_after_s=60, longest_s=longest, is_warm=False, least_s={})
     assert min(cold) == LONG_FACTOR * 60 * 10**9
 
 
-def test_first_steps_teach_nothing() -> None:
+def test_a_limit_learns_neither_from_first_steps_nor_from_a_pause_of_the_job(
+    tmp_path: Path,
+) -> None:
     tracker = Tracker()
-    for step in range(NUM_FIRST_STEPS):
+    group = Group(Launch(), torch.device("cpu"), tracker=tracker)
+    watch = HangWatch(group, tmp_path, hang_after_s=60)
+    for step in range(NUM_FIRST_STEPS + 2):
         tracker.enter(Phase.FORWARD)
-        assert not tracker.is_warm
+        tracker.words[SINCE] -= 3600 * 10**9  # it began an hour ago
+        for _ in range(20):
+            watch._age(1.0)
         tracker.end_step(step)
-    assert not any(tracker.longest_ns)
-    with tracker.within(Phase.FORWARD):
-        tracker.enter(Phase.DATA)
-    tracker.end_step(NUM_FIRST_STEPS)
+        watch._age(1.0)
+        watch._set_limits()
+        learned = 20 if tracker.is_warm else 0
+        least = 60 if tracker.is_warm else LONG_FACTOR * 60
+        assert tracker.words[LIMITS + Phase.FORWARD] == max(least, 5 * learned) * 10**9
     assert tracker.is_warm
-    assert tracker.longest_ns[Phase.FORWARD] > 0
     assert {"forward", "data"} <= tracker.read_split().keys()
     assert tracker.read_split() == {}
 
