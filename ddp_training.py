@@ -40,19 +40,17 @@ from hardened_ddp.errors import (
     PeerLostError,
     StepError,
 )
-from hardened_ddp.ranks.error_file import (
-    is_told_by_another_rank,
-    leave_failed,
-    log_failure,
-    write_error_file,
-)
 from hardened_ddp.ranks.launch import (
     Launch,
     environment,
+    is_told_by_another_rank,
     keep_nccl_from_exiting,
+    leave_failed,
+    log_failure,
     prepare_environment,
     prepare_signals,
     read_launch,
+    write_error_file,
 )
 from hardened_ddp.ranks.resources import collect_rarely, keep_imported
 from hardened_ddp.reporting.sinks import printed

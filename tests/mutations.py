@@ -165,8 +165,8 @@ MUTATIONS = [
     Mutation("ranks/process.py", " or fields[START_FIELD] != started", "", f"{LOCK} {FILES}"),
     Mutation(
         "ranks/launchers_env.py",
-        'env.get("MASTER_ADDR", hosts[0])',
-        'env.get("MASTER_ADDR", hosts[-1])',
+        'nodelist).split(",")[0]',
+        'nodelist).split(",")[-1]',
         ENVIRONMENTS,
     ),
     Mutation("ranks/launchers_env.py", "int(match[2] or 1)", "1", ENVIRONMENTS),

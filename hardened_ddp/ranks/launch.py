@@ -4,14 +4,13 @@ Owns the environment: the only module that reads or sets environment variables. 
 recognised once, its variables are checked against each other, and all other modules get the frozen
 Launch. An incomplete environment is an error: guessing rank 0 would train N separate models.
 
-Owns finding the command that started this run, too. Our launchers that a rank can't see name theirs
-in a variable; torchrun, mpirun and run_with_python.py are ancestors of this process on this host,
-and their command lines are taken as they are. What can't be found is composed.
-
-Does not own: what each launcher's variables mean (launchers_env.py), the process group (group.py).
-Read next: group.py, which turns a Launch into a process group.
+Owns finding the command that started this run, too: a variable names it, or it is that of an
+ancestor of this process, or it is composed. And the end of a rank that failed: what the log and
+torch elastic's error file say.
 """
 
+import json
+import logging
 import os
 import select
 import shlex
@@ -19,10 +18,12 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from hardened_ddp.errors import CrashLoopError, HardenedError, PeerLostError
 from hardened_ddp.ranks.launchers_env import (
     TORCHRUN,
     is_of_operator,
@@ -40,6 +41,9 @@ from hardened_ddp.ranks.launchers_env import Launch as Launch  # for those who a
 from hardened_ddp.ranks.process import START_FIELD, ancestors, stat_fields
 from hardened_ddp.ranks.start_command import COMMAND, command_words, srun_words
 from hardened_ddp.settings.typed_command import StartCommand, working_folder
+from hardened_ddp.settings.wording import printable
+
+log = logging.getLogger(__name__)
 
 MODELS_FOLDER = Path("models")  # made by setup.sh
 SAVE_REQUESTS = (signal.SIGUSR1, signal.SIGUSR2)
@@ -142,19 +146,11 @@ def end_with_launcher(launch: Launch) -> None:
     """Send this process SIGTERM when its launcher has ended. Rank-local, on Linux.
 
     WHY: ranks of a killed torchrun would train on as orphans, beside the restarted job. SIGTERM
-    makes them save and leave.
+    makes them save and leave. WHY not the kernel's PR_SET_PDEATHSIG: it sends its signal when the
+    thread that started the process ends. A thread pool, a notebook or Ray starts processes from
+    threads that end early.
     """
-    if launch.launcher not in ("none", "operator"):
-        end_with_parent()
-
-
-def end_with_parent() -> None:
-    """Start the thread that sends this process SIGTERM when its parent has ended. Rank-local.
-
-    WHY not the kernel's PR_SET_PDEATHSIG: it sends its signal when the thread that started the
-    process ends. A thread pool, a notebook or Ray starts processes from threads that end early.
-    """
-    if not hasattr(os, "pidfd_open"):
+    if launch.launcher in ("none", "operator") or not hasattr(os, "pidfd_open"):
         return
     try:
         parent = os.pidfd_open(os.getppid())
@@ -171,15 +167,54 @@ def end_with_parent() -> None:
     threading.Thread(target=wait, name="parent-watch", daemon=True).start()
 
 
-def stop_launcher(launch: Launch) -> None:
-    """Stop torchrun, so that it does not restart. Rank-local, on one rank of each node."""
-    if launch.launcher == "torchrun" and launch.is_local_main:
-        os.kill(os.getppid(), signal.SIGTERM)
-
-
 def environment() -> MutableMapping[str, str]:
     """Return this process's environment. The one place that touches os.environ."""
     return os.environ
+
+
+def leave_failed(error: Exception, launch: Launch) -> int:
+    """Tell the launcher of a rank why it ends; return the exit status. Rank-local."""
+    write_error_file(error, environment())
+    is_torchruns = launch.launcher == "torchrun" and launch.is_local_main
+    if isinstance(error, CrashLoopError) and is_torchruns:
+        os.kill(os.getppid(), signal.SIGTERM)  # WHY: torchrun must not start it again
+    return error.exit_status if isinstance(error, HardenedError) else HardenedError.exit_status
+
+
+def log_failure(error: Exception) -> None:
+    """Log why this rank ends: in a few lines, or with a traceback if that is not known."""
+    if not isinstance(error, HardenedError):
+        log.error("[DDP-X01] an unexpected error; its traceback:", exc_info=error)
+        return
+    log.error("%s", error)
+    for raised in (error, error.__cause__):
+        for note in getattr(raised, "__notes__", ()):
+            log.error("%s", note)
+
+
+def write_error_file(error: BaseException, env: Mapping[str, str]) -> None:
+    """Write the error of this rank for the last block of torchrun's output. Rank-local.
+
+    A rank that only lost another one writes none: torchrun would call it the cause.
+    """
+    path = env.get("TORCHELASTIC_ERROR_FILE", "")
+    if not path or isinstance(error, PeerLostError) or Path(path).exists():
+        return
+    text = printable(f"{type(error).__name__}: {error}")
+    info = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    entry = {"message": {"message": text, "extraInfo": info}}
+    try:
+        # WHY renamed: torchrun's agent reads it at any moment, and fails on half of one
+        partial = Path(f"{path}.{os.getpid()}")
+        partial.write_text(json.dumps(entry), encoding="utf-8")
+        partial.replace(path)
+    except OSError as problem:
+        log.warning("torchrun's error file can't be written: %s", problem)
+
+
+def is_told_by_another_rank(env: Mapping[str, str]) -> bool:
+    """Say whether rank 0 of this node, too, is started by torchrun and makes the same mistake."""
+    return "TORCHELASTIC_RUN_ID" in env and env.get("LOCAL_RANK", "0") != "0"
 
 
 def _agent_key(launcher_id: str) -> str:

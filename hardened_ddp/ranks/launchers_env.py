@@ -1,14 +1,13 @@
 """What each launcher's environment variables say of this process: its place among the ranks.
 
 Owns Launch, and one reader for each launcher: torchrun, operators of Kubernetes, mpirun, srun, our
-own. A reader takes the variables, checks them against each other and returns a Launch, or raises
-LaunchError with the right command. Nothing here reads os.environ or imports torch.
-Does not own: which of them started this process (launch.py).
+own. A reader checks the variables against each other and returns a Launch, or raises LaunchError
+with the right command. Nothing here reads os.environ or imports torch.
 
 What goes wrong here: two launchers at once. Each task of srun starts a torchrun that does not know
 the others; or RANK was exported once, before srun, and is 0 in every task. And python in a batch
 script without srun: there SLURM_PROCID is 0 and SLURM_NTASKS may be 8, but the seven others were
-never started. Slurm's lists are read here, because scontrol is missing inside containers.
+never started.
 """
 
 import os
@@ -269,21 +268,11 @@ def read_step(env: Mapping[str, str]) -> Launch:
     """Read the variables of srun: one task per rank. Rank-local."""
     need(env, ("SLURM_JOB_ID", *STEP.values(), TASKS, HOSTS))
     numbers = {ours: whole_number(env, theirs) for ours, theirs in STEP.items()}
-    tasks, hosts = tasks_of(env[TASKS]), hosts_of(env[HOSTS])
-    problems = [
-        f"{STEP['NODES']}={numbers['NODES']}, but {name}={env[name]} are {len(found)} nodes"
-        for name, found in ((TASKS, tasks), (HOSTS, hosts))
-        if len(found) != numbers["NODES"]
-    ]
-    if sum(tasks) != numbers["WORLD_SIZE"]:
-        problems.append(
-            f"{STEP['WORLD_SIZE']}={numbers['WORLD_SIZE']}, but {TASKS}={env[TASKS]} are "
-            f"{sum(tasks)} tasks"
-        )
-    if numbers["NODE"] >= len(tasks):
-        problems.append(f"{STEP['NODE']}={numbers['NODE']} must be below {len(tasks)} nodes")
-    refuse(problems, env)
-    numbers["LOCAL_WORLD_SIZE"] = tasks[numbers["NODE"]]
+    tasks, node, num_nodes = tasks_of(env[TASKS]), numbers["NODE"], numbers["NODES"]
+    if (len(tasks), sum(tasks)) != (num_nodes, numbers["WORLD_SIZE"]) or node >= num_nodes:
+        names = (TASKS, STEP["NODES"], STEP["WORLD_SIZE"], STEP["NODE"])
+        refuse([", ".join(f"{name}={env[name]}" for name in names)], env)
+    numbers["LOCAL_WORLD_SIZE"] = tasks[node]
     check_ranks(numbers, {**STEP, "LOCAL_WORLD_SIZE": "the tasks of this node"}, env)
     return Launch(
         launcher="slurm",
@@ -291,9 +280,11 @@ def read_step(env: Mapping[str, str]) -> Launch:
         local_rank=numbers["LOCAL_RANK"],
         world_size=numbers["WORLD_SIZE"],
         local_world_size=numbers["LOCAL_WORLD_SIZE"],
-        num_nodes=numbers["NODES"],
+        num_nodes=num_nodes,
         # WHY the first host: srun puts task 0 there.
-        master_addr="127.0.0.1" if len(hosts) == 1 else env.get("MASTER_ADDR", hosts[0]),
+        master_addr="127.0.0.1"
+        if num_nodes == 1
+        else env.get("MASTER_ADDR", first_host(env[HOSTS])),
         master_port=read_port(env, f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"),
         has_own_gpus="SLURM_GPUS_PER_TASK" in env
         or env.get("SLURM_GPU_BIND", "").startswith(("single", "per_task")),
@@ -312,25 +303,10 @@ def refuse_missing_srun(env: Mapping[str, str]) -> None:
         )
 
 
-def hosts_of(nodelist: str) -> list[str]:
-    """Expand Slurm's list of hosts: gpu[01-02,7],login gives gpu01, gpu02, gpu7, login."""
-    hosts = []
-    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist.strip()):
-        before, bracket, rest = part.partition("[")
-        inside, _, after = rest.partition("]")
-        if not bracket:
-            hosts.append(part)
-            continue
-        for numbers in inside.split(","):
-            first, _, last = numbers.partition("-")
-            if not first.isdecimal() or not (last or first).isdecimal():
-                raise LaunchError(
-                    f"{HOSTS}={nodelist} can't be read at [{numbers}]",
-                    fix="let srun set it, which writes numbers and ranges of numbers there",
-                )
-            for number in range(int(first), int(last or first) + 1):
-                hosts += hosts_of(f"{before}{number:0{len(first)}}{after}")
-    return hosts
+def first_host(nodelist: str) -> str:
+    """Return the first host of Slurm's list: gpu01 of gpu[01-02,7],login."""
+    # WHY not scontrol: it is missing inside containers
+    return re.sub(r"\[(\d+)[^]]*]", r"\1", nodelist).split(",")[0]
 
 
 def tasks_of(text: str) -> list[int]:

@@ -24,8 +24,8 @@ from hardened_ddp.errors import (
     StepError,
     UnusedParameterError,
 )
-from hardened_ddp.ranks.error_file import log_failure
 from hardened_ddp.ranks.group import Group, lost_peer
+from hardened_ddp.ranks.launch import log_failure
 from hardened_ddp.settings.typed_command import own_command
 from hardened_ddp.step.memory import is_out_of_memory
 

@@ -81,9 +81,10 @@ def test_one_node_talks_over_loopback_unless_told_otherwise() -> None:
         "NCCL_SOCKET_IFNAME": "eth7",
         "OMP_NUM_THREADS": "2",
     }
-    env = {"OMP_NUM_THREADS": "2"}
-    prepare_environment(Launch(world_size=4, num_nodes=2), env)
-    assert env == {"OMP_NUM_THREADS": "2"}
+    prepare_environment(Launch(world_size=4, num_nodes=2), env := {})
+    assert env == {"OMP_NUM_THREADS": "1"}, "as torchrun sets it"
+    prepare_environment(Launch(), env := {})
+    assert not env
 
 
 def test_a_watched_run_keeps_nccl_from_ending_ranks_that_have_not_saved() -> None:
@@ -346,8 +347,8 @@ def test_a_stop_file_ends_the_run_with_a_checkpoint(tmp_path: Path, world_size: 
 
 ENDS_WITH_ITS_PARENT = """
 import signal, sys
-from hardened_ddp.ranks.launch import end_with_parent
-end_with_parent()
+from hardened_ddp.ranks.launch import Launch, end_with_launcher
+end_with_launcher(Launch(launcher="torchrun"))
 print("ready", flush=True)
 if "pause" in sys.argv:
     signal.pause()
