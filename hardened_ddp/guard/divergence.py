@@ -1,12 +1,10 @@
 """Replicas that are no longer equal: found by a checksum, named by rank and tensor.
 
-Owns the comparison and its verdict. DDP keeps replicas equal by giving all of them the same
-gradients; it never compares them. A flipped bit in the memory of one rank stays there, and the
-gradients that it computes with the wrong weights go into the weights of all ranks.
-
-The comparison costs one pass over the tensors, one small all-reduce and one wait for the device;
-the checksums of all tensors are exchanged only if it fails.
-Does not own: when to compare and what is done about it (training/rollback.py).
+DDP keeps replicas equal by giving all of them the same gradients; it never compares them. A flipped
+bit in the memory of one rank stays there, and the gradients that it computes with the wrong weights
+go into the weights of all ranks. The comparison costs one pass over the tensors, one small
+all-reduce and one wait for the device; checksums of all tensors are exchanged only if it fails.
+When it is made and what is done about it: training/rollback.py.
 """
 
 from collections import Counter

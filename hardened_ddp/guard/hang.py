@@ -8,11 +8,8 @@ last completed step, kill the ranks that can't exit by themselves, and exit with
 the launcher starts again.
 
 Time counts only while the thread itself runs: a job that was stopped as a whole and continued, or a
-machine that slept, did not hang. Neither does a rank in a debugger.
-What it can't see: a process that is alone on its machine while native code holds the GIL. Its
-stacks are written even then (outside_view.py), but it does not exit.
-
-Does not own: what is saved (training/survivor_save.py).
+machine that slept, did not hang. A process that is alone on its machine while native code holds the
+GIL does not exit; outside_view.py writes its stacks.
 """
 
 import contextlib
@@ -102,17 +99,18 @@ class HangWatch:
 
     def __enter__(self) -> "HangWatch":
         """Start the watch. Main thread. Collective: all ranks."""
-        group, store, fds = self._group, None, (-1, -1)
+        group, fds = self._group, (-1, -1)
         if self._hang_after_s > 0:
             fds = group.tracker.share(), offer_stacks()
         self._heartbeat_fd, self._stacks_fd = fds
         self._neighbours = Neighbours(group, fds, stopped_limit_s=self._hang_after_s)  # collective
         if self._hang_after_s <= 0:
             return self
-        with contextlib.suppress(RuntimeError):  # no answer: then each rank watches only itself
-            store = None if group.store is None else group.store.second()
         self._consensus = HangConsensus(
-            store, rank=group.launch.rank, world_size=group.world_size, tick_s=self._tick_s
+            group.store.second(),
+            rank=group.launch.rank,
+            world_size=group.world_size,
+            tick_s=self._tick_s,
         )
         if not self._neighbours.reports() and min(fds) >= 0:
             launch = group.launch

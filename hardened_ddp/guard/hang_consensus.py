@@ -3,10 +3,9 @@
 Owns the store keys for this, in rounds. A regular beat says where a rank is. A rank that sees a
 reason raises the alarm; then every rank that can reports where it is now; the first verdict made
 from these reports (hang_rules.py) holds for all. If no rank hangs, the next round begins.
-WHY the store, not a collective: ranks that wait in one collective can't call another.
-One thread serves the store. So the more ranks there are, the more rarely each one asks it; and what
-all of them report is one value, which is read with one question.
-What goes wrong here: the rank that serves the store hangs. Then each machine judges by itself.
+WHY the store, not a collective: ranks that wait in one collective can't call another. One thread
+serves it: the more ranks there are, the more rarely each one asks. If its server hangs, each
+machine judges by itself.
 """
 
 import json
@@ -20,7 +19,6 @@ from hardened_ddp.guard.slow import Split
 from hardened_ddp.ranks.store import (
     MOST_READ,
     RunStore,
-    ask_store,
     poll_s,
     publish_failure,
     read_failures,
@@ -42,10 +40,8 @@ _POLL_PER_RANK_S = 5e-4  # all but the witnesses wait for a verdict
 class HangConsensus:
     """This rank's part in the consensus. All methods are called from one thread."""
 
-    def __init__(
-        self, store: RunStore | None, *, rank: int, world_size: int, tick_s: float = 1.0
-    ) -> None:
-        """store: None where there are no other ranks. tick_s: how often beat is called."""
+    def __init__(self, store: RunStore, *, rank: int, world_size: int, tick_s: float = 1.0) -> None:
+        """tick_s: how often beat is called."""
         self._store = store
         self._rank = rank
         self._world_size = world_size
@@ -97,9 +93,7 @@ class HangConsensus:
         An empty name only asks; an empty answer: there is no alarm.
         """
         key = f"hang/{self.round}/alarm"
-        return ask_store(
-            self._store, lambda s: s.claim(key, name) if name else s.look_up(key), otherwise=name
-        )
+        return self._store.claim(key, name) if name else self._store.look_up(key)
 
     def agree(
         self,
@@ -114,8 +108,7 @@ class HangConsensus:
         mine: this rank's own report. neighbours: the others of this machine, as seen.
         is_witness: this rank raised the alarm, or would have. Takes COLLECT_S or a little more.
         """
-        line = json.dumps(asdict(mine)) + "\n"
-        ask_store(self._store, lambda s: s.append(self._key("reports"), line), otherwise=None)
+        self._store.append(self._key("reports"), json.dumps(asdict(mine)) + "\n")
         hang = None
         if is_witness or mine.rank < NUM_WITNESSES or not self._await_verdict():
             lost = {rank: report for rank, report in neighbours().items() if report.state}
@@ -126,9 +119,7 @@ class HangConsensus:
             hang = decide(list(reports.values()), wait_limit_s=wait_limit_s, missing=missing)
         # The verdict that is published first holds for all ranks.
         text = json.dumps(None if hang is None else [hang.text, hang.ranks])
-        found = json.loads(
-            ask_store(self._store, lambda s: s.claim(self._key("verdict"), text), otherwise=text)
-        )
+        found = json.loads(self._store.claim(self._key("verdict"), text))
         if found is None:
             self.round += 1
             return None
@@ -143,14 +134,10 @@ class HangConsensus:
 
     def await_others(self, *, is_server: bool, limit_s: float) -> None:
         """Publish that this rank is done; the store's server waits for all that reported."""
-
-        def wait(store: RunStore) -> None:
-            store.set(self._key(f"done/{self._rank}"), "")
-            if is_server:
-                done = [self._key(f"done/{rank}") for rank in self._read_reports(store)]
-                store.wait(done, limit_s)
-
-        ask_store(self._store, wait, otherwise=None)
+        self._store.set(self._key(f"done/{self._rank}"), "")
+        if is_server:
+            done = [self._key(f"done/{rank}") for rank in self._read_reports()]
+            self._store.wait(done, limit_s)
 
     def _key(self, name: str) -> str:
         return f"hang/{self.round}/{name}"
@@ -158,12 +145,10 @@ class HangConsensus:
     def _await_verdict(self) -> bool:
         """Wait for another rank's verdict; return whether there is one."""
         end = time.monotonic() + _VERDICT_S
-        has: bool | None = False
-        while has is False and time.monotonic() < end:
-            has = ask_store(self._store, lambda s: s.has(self._key("verdict")), otherwise=None)
-            if has is False:
-                time.sleep(max(_POLL_S, _POLL_PER_RANK_S * self._world_size))
-        return bool(has)
+        store, key = self._store, self._key("verdict")
+        while not (has := store.has(key)) and not store.is_gone and time.monotonic() < end:
+            time.sleep(max(_POLL_S, _POLL_PER_RANK_S * self._world_size))
+        return has
 
     def _collect(self, known: Mapping[int, Report]) -> dict[int, Report]:
         """Wait for the reports of all ranks; return them and the known ones.
@@ -173,10 +158,9 @@ class HangConsensus:
         found = dict(known)
         end = time.monotonic() + COLLECT_S
         while len(found) < self._world_size:
-            reports = ask_store(self._store, self._read_reports, otherwise=None)
-            if reports is None:
+            found.update(self._read_reports())
+            if self._store.is_gone:
                 break
-            found.update(reports)
             if time.monotonic() > end:
                 age_s = max(report.age_s for report in known.values())
                 last = {rank: _report_of(b[1]) for rank, b in self._beats_now().items()}
@@ -190,8 +174,8 @@ class HangConsensus:
         left = {rank for rank, text in self._read_beats().items() if text == json.dumps(LEFT)}
         return [r for r in range(self._world_size) if r not in reports and r not in left]
 
-    def _read_reports(self, store: RunStore) -> dict[int, Report]:
-        lines = store.look_up(self._key("reports")).splitlines()
+    def _read_reports(self) -> dict[int, Report]:
+        lines = self._store.look_up(self._key("reports")).splitlines()
         return {report.rank: report for report in map(_report_of, map(json.loads, lines))}
 
     def _beats_now(self) -> dict[int, Any]:
@@ -201,12 +185,10 @@ class HangConsensus:
 
     def _read_beats(self) -> dict[int, str]:
         keys = {f"hang/beat/{rank}": rank for rank in range(self._world_size)}
-        texts: dict[str, str] = ask_store(self._store, lambda s: s.read(list(keys)), otherwise={})
-        return {keys[key]: text for key, text in texts.items()}
+        return {keys[key]: text for key, text in self._store.read(list(keys)).items()}
 
     def _publish_beat(self, value: object) -> None:
-        text = json.dumps(value)
-        ask_store(self._store, lambda s: s.set(f"hang/beat/{self._rank}", text), otherwise=None)
+        self._store.set(f"hang/beat/{self._rank}", json.dumps(value))
 
 
 def _report_of(entry: Mapping[str, Any]) -> Report:  # Any: JSON that asdict made

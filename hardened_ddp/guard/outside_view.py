@@ -1,12 +1,10 @@
 """Stacks of a rank that is alone on its machine, when native code holds its GIL.
 
-With the GIL held, the rank's own watch can't run, and no other rank is there to look. So such a
-rank starts this module as a small process beside it, which watches its heartbeat: if the watch of
-the rank no longer ticks, it writes the rank's stacks to a file and says so on stderr.
+Its own watch can't run then, and no other rank is there to look. So such a rank starts this module
+as a small process beside it: if the heartbeat of the watch stops, it writes the rank's stacks to a
+file and says so on stderr.
 WHY a process, not faulthandler.dump_traceback_later: its timer reads the stacks of threads that may
 be running, for it also fires when a stopped job continues; that can crash the process it watches.
-
-Does not own: the verdict (hang.py); it does not end the rank.
 """
 
 import contextlib

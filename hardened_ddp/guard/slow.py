@@ -2,8 +2,7 @@
 
 Ranks are compared by their own work in a step: time that a rank waits for others in a collective
 does not count. Storage is named while training waits for it. WHY: a stall of minutes looks like a
-hang to whoever reads the log, and it may end the run; the samples in question point to the file.
-Does not own: when that counts as a hang (hang_rules.py).
+hang to whoever reads the log; the samples in question point to the file.
 """
 
 import logging

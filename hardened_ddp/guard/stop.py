@@ -1,19 +1,17 @@
 """Stopping on request: a signal, a file or the time limit ends the run at one agreed step.
 
-Owns the signal handlers. A handler only records the signal; nothing is saved or sent inside it. A
-small all-reduce (a maximum) over the control group carries it: started at one step boundary and
-read at a later one, so no rank waits for it. All ranks learn of the stop at the same step, and save
-together. WHY not at every step: ranks agree, in the same all-reduce, on an interval of about
-CHECK_EVERY_S, so that even steps of a millisecond cost nothing more.
-A second signal restores torch's and Python's own handlers, and so ends this process at once.
+A signal handler only records the signal. A small all-reduce (a maximum) over the control group
+carries it: started at one step boundary and read at a later one, so no rank waits for it. All ranks
+learn of the stop at the same step, and save together. WHY not at every step: ranks agree, in the
+same all-reduce, on an interval of about CHECK_EVERY_S, so that even steps of a millisecond cost
+nothing more. A second signal ends this process at once.
 
 Owns the last resort, too: a thread for a rank that does not reach a step boundary. WHY: Python runs
 a signal's handler in the main thread, between two bytecodes. A main thread that waits in a
 collective for a rank that hangs runs none, until the launcher kills it (torchrun and Slurm: 30 s
 after SIGTERM), and all steps since the last checkpoint are lost. The weights in its memory are
-those of the last completed step; the thread saves them and ends the process.
-
-Does not own: what is saved and by which rank (training/survivor_save.py).
+those of the last completed step; the thread saves them (training/survivor_save.py) and ends the
+process.
 """
 
 import contextlib

@@ -1,17 +1,14 @@
 """Limits on waits: a call that may never return, and time in which this process could run.
 
-What goes wrong here: a device behind an all-reduce that never ends, a store whose server hangs.
-Such a call can't be cancelled: its thread stays until the process ends.
-Does not own: the limits. Those that torch keeps inside of a collective follow the clock.
+A device behind an all-reduce that never ends, or a store whose server hangs, can't be cancelled:
+the thread of such a call stays until the process ends.
 """
 
 import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol, TypeVar
-
-_LONGEST_GAP_S, _LONGEST_NAP_S = 1.0, 0.005
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -39,13 +36,6 @@ def call_within(question: Callable[[], T], limit_s: float) -> T:
     return answer[0]
 
 
-class Work(Protocol):
-    """A collective under way, as torch.distributed returns it."""
-
-    def is_completed(self) -> bool: ...
-    def wait(self) -> bool: ...
-
-
 class AwakeTime:
     """Adds up the time between calls of passed_s; a gap counts for at most longest_gap_s.
 
@@ -66,14 +56,3 @@ class AwakeTime:
         self._passed_s += min(now - self._last, self._longest_gap_s)
         self._last = now
         return self._passed_s
-
-
-def finish_work(work: Work, *, limit_s: float) -> None:
-    """Wait for a collective whose own timeout is long. Raises RuntimeError if it fails or lasts."""
-    waited, nap_s = AwakeTime(_LONGEST_GAP_S), 1e-5
-    while not work.is_completed():
-        if waited.passed_s() > limit_s:
-            raise RuntimeError(f"Timed out waiting {limit_s:g} s for the other ranks")
-        time.sleep(nap_s)
-        nap_s = min(2 * nap_s, _LONGEST_NAP_S)
-    work.wait()

@@ -7,7 +7,6 @@ Rules: all ranks reach every collective, in the same order (calls are marked # c
 that only rank 0 does goes through run_on_main, so that its error reaches all ranks; values travel
 as JSON bytes, never as pickles. When a peer is lost, torch raises a plain RuntimeError at the next
 collective: lost_peer turns it into PeerLostError.
-Read next: gradients/, which sums gradients over this group.
 """
 
 import ctypes
@@ -32,7 +31,7 @@ from hardened_ddp.errors import (
     RankMismatchError,
     first_line,
 )
-from hardened_ddp.ranks.call_timeout import finish_work
+from hardened_ddp.ranks.call_timeout import AwakeTime
 from hardened_ddp.ranks.device import choose_backend, gpu_id
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.phase import Phase
@@ -59,6 +58,7 @@ LISTEN_LIMIT_S = 2.0
 the others have read its own."""
 
 _NO_LIMIT = timedelta(days=365)
+_LONGEST_GAP_S, _LONGEST_NAP_S = 1.0, 0.005
 # The error messages of gloo and NCCL when another rank died, left or no longer answers.
 _LOST_PEER = re.compile(
     r"Connection (closed|reset) by peer|Timed out waiting|Application timeout caused|"
@@ -85,7 +85,7 @@ class Group:
         self.world_size = launch.world_size
         self.is_main, self.is_local_main = launch.is_main, launch.is_local_main
         self.tracker = tracker or Tracker()
-        self.store: RunStore | None = None
+        self.store = RunStore()
         self.control: dist.ProcessGroup | None = None
         self.shared: SharedSum | None = None
         """Sums CPU tensors if all ranks are on one machine; None: gloo sums them."""
@@ -133,7 +133,13 @@ class Group:
     @waits_in(Phase.AGREEMENT)
     def finish(self, work: "dist.Work") -> None:
         """Wait for what start_max began. Collective: all ranks. Raises RuntimeError."""
-        finish_work(work, limit_s=self.timeout_s)  # collective
+        waited, nap_s = AwakeTime(_LONGEST_GAP_S), 1e-5
+        while not work.is_completed():
+            if waited.passed_s() > self.timeout_s:
+                raise RuntimeError(f"Timed out waiting {self.timeout_s:g} s for the other ranks")
+            time.sleep(nap_s)
+            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+        work.wait()  # collective
 
     @waits_in(Phase.BROADCAST)
     def broadcast_(self, tensor: torch.Tensor, *, source: int = 0) -> torch.Tensor:
@@ -225,7 +231,7 @@ class Group:
             # WHY: the destructor would join a thread that waits for a stopped rank, without limit.
             # With one more reference the group is never destroyed; the process ends anyway.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.control))
-        self.store = self.control = None
+        self.store, self.control = RunStore(), None
 
     def _group_of(self, tensor: torch.Tensor) -> "dist.ProcessGroup | None":
         """Choose the group for a tensor: NCCL moves only CUDA tensors, so CPU ones take control."""
@@ -275,7 +281,7 @@ def open_group(
     group = Group(launch, device, timeout_s=timeout_s, tracker=tracker)
     if launch.world_size == 1:
         return group
-    raise_open_file_limit(world_size=launch.world_size)
+    raise_open_file_limit()
     name = choose_backend(device, backend)
     gpu = gpu_id(device) if name == "nccl" else ""
     timeout = timedelta(seconds=timeout_s)

@@ -84,7 +84,7 @@ def read_launch(env: Mapping[str, str]) -> Launch:
     attempt = launch.attempt + requeues
     return replace(
         launch,
-        start=find_start_command(env, launch),
+        start=_find_start_command(env, launch),
         attempt=attempt,
         job_key=job_key,
         agent_key=agent_key,
@@ -230,15 +230,10 @@ def _agent_key(launcher_id: str) -> str:
     return f"{socket.gethostname()}-{launcher_id}-{parent}-{started[0]}"
 
 
-def find_start_command(env: Mapping[str, str], launch: Launch) -> StartCommand:
+def _find_start_command(env: Mapping[str, str], launch: Launch) -> StartCommand:
     """Find how all ranks of this run are started again. Rank-local."""
-    words, note = _find_words(env, launch)
-    return StartCommand(tuple(words), working_folder(), note)
-
-
-def _find_words(env: Mapping[str, str], launch: Launch) -> tuple[Sequence[str], str]:
     if told := env.get(COMMAND):
-        return shlex.split(told), ""
+        return StartCommand(tuple(shlex.split(told)), working_folder())
     found: Sequence[str] = ()
     if launch.launcher == "mpi":
         found = _words_of_ancestor(lambda words: Path(words[0]).name.startswith(_MPI))
@@ -256,12 +251,12 @@ def _find_words(env: Mapping[str, str], launch: Launch) -> tuple[Sequence[str], 
         by_variable = [f"{name}={value}" for name, value in env.items() if name.startswith("PET_")]
         found = [*(["env", *sorted(by_variable)] if by_variable else []), *found]
         if is_step(env):
-            return [*srun_words(env, launch.num_nodes, num_nodes=launch.num_nodes), *found], ""
-        if launch.num_nodes > 1:
+            found = [*srun_words(env, launch.num_nodes, num_nodes=launch.num_nodes), *found]
+        elif launch.num_nodes > 1:
             note = (
                 f"on each of the {launch.num_nodes} nodes, with its own --node_rank if it has one"
             )
-    return found, note
+    return StartCommand(tuple(found), working_folder(), note)
 
 
 def _words_of_ancestor(is_launcher: Callable[[list[str]], bool]) -> list[str]:

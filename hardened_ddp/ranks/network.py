@@ -1,7 +1,6 @@
 """Ports and addresses: a port that stays free, and why an address can't be reached from here.
 
 Owns Notices, too, which paces what is told in a wait.
-Does not own: the store at the address of rank 0 (rendezvous.py).
 """
 
 import logging

@@ -1,11 +1,9 @@
 """The phases of a run, and the heartbeat: shared memory that says what a rank does at the moment.
 
 Owns the heartbeat's layout, and how another process of this machine maps it, which works even while
-this process is stopped or native code holds the GIL. The tracker (tracker.py) writes most of it.
-WHY no lock and no message: it is written several times in each step. A reader may see values that
-are a moment old, so nothing is decided from a single read.
-
-Does not own: what happens when a phase takes too long (guard/hang.py).
+this process is stopped or native code holds the GIL. WHY no lock and no message: it is written
+several times in each step. A reader may see values that are a moment old, so nothing is decided
+from a single read.
 """
 
 import mmap

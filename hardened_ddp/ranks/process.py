@@ -1,16 +1,11 @@
 """Which process made a file, and whether it is still alive.
 
-Owns: ProcessMark, which a process writes beside its files to identify itself; and the heartbeat, a
-count that the holder of a lock writes into it and other hosts watch. WHY a count in the file: the
-file system is the only thing that two hosts are sure to share. Their clocks may differ, and the
-times of a file are cached or set by either host on some file systems.
-Does not own: what is decided from them (checkpoint/disk.py).
-What goes wrong here: a pid alone is ambiguous. It is reused after a while, means another process
-after a reboot, and another one in each container; so a mark holds the start time, the boot and the
-namespace too. Outside Linux those are empty, and only the pid is compared. A host's name is
-ambiguous as well: machines made from one image, or containers, may all be called the same. A
-holder that is stopped and continued later is silent too: it finds out that its lock was taken over
-before it writes the next checkpoint.
+Owns ProcessMark, which a process writes beside its files, and the heartbeat that the holder of a
+lock writes into it. WHY a mark: a pid is reused after a while, means another process after a
+reboot, and another one in each container. Outside Linux only the pid is compared. WHY a count in
+the file: the file system is the only thing that two hosts are sure to share. Their clocks may
+differ, the times of a file are cached, and hosts made from one image may have one name.
+What is decided from them: checkpoint/disk.py.
 """
 
 import hashlib

@@ -2,9 +2,6 @@
 
 Owns the TCPStore: who serves it, on which address, and which ranks joined which round. A rendezvous
 that fails says what was tried, which ranks are missing, and why, as far as one machine can see it.
-One that takes long says so after seconds.
-Does not own: the process group that is formed over it (group.py), the network (network.py).
-What goes wrong here: a port is taken; rank 0 is elsewhere; a firewall; the same rank twice.
 
 WHY rounds: torchrun keeps one store over all restarts, and a restarted rank that reads the
 addresses which a dead attempt left there hangs or fails. A restart count would distinguish the
@@ -16,7 +13,6 @@ A store serves thousands of ranks with one thread. The more ranks there are, the
 one asks; and only rank 0 reads what each of them wrote.
 """
 
-import ipaddress
 import json
 import os
 import socket
@@ -191,14 +187,12 @@ def _shared_gpu(gpus: Sequence[str]) -> str | None:
 
 
 def _conflict_error(conflict: str, launch: Launch) -> LaunchError:
-    if launch.launcher == "operator":
-        fix = "one process is one pod here: where a host has several, give each its LOCAL_RANK and "
-        fix += "LOCAL_WORLD_SIZE, or start torchrun there, which does"
-    else:
-        here = command_words("torchrun", launch.local_world_size, env={})
-        fix = "start each rank once, and let a launcher number them, on this host: "
-        fix += with_arguments(here)
-    return LaunchError(f"{conflict}: the ranks can't tell each other apart", fix=fix)
+    words = command_words("torchrun", launch.local_world_size, env={})
+    return LaunchError(
+        f"{conflict}: the ranks can't tell each other apart",
+        fix="start each rank once, and let a launcher number them (or give each its LOCAL_RANK and "
+        f"LOCAL_WORLD_SIZE), on this host: {with_arguments(words)}",
+    )
 
 
 def _who_is_missing(store: dist.Store, launch: Launch) -> str:
@@ -247,7 +241,8 @@ def _listen(launch: Launch) -> int:
     # WHY not with IPv4: torch looks up the name of each client, on the thread that serves all. As
     # IPv6 addresses (::ffff:10.0.0.2) they are not in /etc/hosts, and a name server that does not
     # answer would delay every rank.
-    is_dual = not (is_local or _is_ipv4(launch.master_addr)) and socket.has_dualstack_ipv6()
+    is_ipv4 = launch.master_addr.replace(".", "").isdecimal()  # 10.0.0.1
+    is_dual = not (is_local or is_ipv4) and socket.has_dualstack_ipv6()
     try:
         listener = socket.create_server(
             ("127.0.0.1" if is_local else "", launch.master_port),
@@ -270,11 +265,3 @@ def _another_port(launch: Launch) -> str:
         return "set MASTER_PORT to another port for all ranks; torchrun takes it as --master_port"
     alone = command_words("torchrun", launch.world_size, env={})
     return f"torchrun takes a free one: {with_arguments(alone)}"
-
-
-def _is_ipv4(address: str) -> bool:
-    """Return whether an address is written as numbers of IPv4: 10.0.0.1."""
-    try:
-        return ipaddress.ip_address(address).version == 4
-    except ValueError:
-        return False

@@ -1,11 +1,9 @@
 """Seeds: every random number is a pure function of where it is used.
 
-Owns all seeding. Model randomness (dropout) is a function of (seed, step, rank), sample randomness
-(augmentation) of (seed, epoch, sample index). WHY: no random state has to be saved, a retried step
-draws the same numbers, and neither workers nor restarts shift a sequence.
-
-What goes wrong here: a generator that the model owns is not seeded by us. Its state is put back and
-saved (model/moving_attributes.py).
+Model randomness (dropout) is a function of (seed, step, rank), sample randomness (augmentation) of
+(seed, epoch, sample index). WHY: no random state has to be saved, a retried step draws the same
+numbers, and neither workers nor restarts shift a sequence. A generator that the model owns is not
+seeded here: its state is put back and saved (model/moving_attributes.py).
 """
 
 import random

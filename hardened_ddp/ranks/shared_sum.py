@@ -1,20 +1,17 @@
 """The sum over the ranks of one machine, through memory that they share.
 
-Owns: that memory, the counters in it, and waiting for the others. It is for the CPU: gloo moves
-tensors over TCP and through two threads per rank, and if every core is busy training, each of
-these waits for a core. Measured with 2 ranks on 2 cores, 25,450 floats: 1.4 to 2 ms with gloo, more
-than forward, backward and update of a small model together, and 0.05 ms here.
+For the CPU: gloo moves tensors over TCP and through two threads per rank, and if every core is busy
+training, each of these waits for a core. Measured with 2 ranks on 2 cores, 25,450 floats: 1.4 to 2
+ms with gloo, more than forward, backward and update of a small model together, and 0.05 ms here.
 
 Tensors are summed in chunks that fit a core's cache. For each chunk a rank fills its own slot, then
 increments its counter; when all counters are up, each rank adds all slots in the order of the
 ranks, so that all get the same bits. With many ranks each adds one slice of all slots only, and
 takes the others' slices after a second wait: else the work of each would grow with their number.
 Chunks alternate between two sets of slots: when a rank fills a slot again, all ranks have read its
-previous content.
+previous content. Only x86 guarantees that others see the data before the counter.
 WHY memfd: this memory has no name that a killed process would leave behind in /dev/shm.
-What goes wrong here: a rank that ends is noticed by its pidfd, a rank that leaves sets a flag
-beside its counter, a rank that hangs runs into the timeout. Only x86 guarantees that others see the
-data before the counter.
+A rank that ends is noticed by its pidfd, one that leaves by a flag, one that hangs by the timeout.
 """
 
 import logging

@@ -2,8 +2,7 @@
 
 Owns the signal for that. Its handler is C code (faulthandler), which runs at once and without the
 GIL, so it works even while native code holds the GIL. A stopped process answers only when it
-continues, and one in an uninterruptible call when that ends: too late for both.
-The answer goes to a file in memory, and the process that asked decides where to save it.
+continues, and one in an uninterruptible call when that ends.
 """
 
 import contextlib

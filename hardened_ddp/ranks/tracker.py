@@ -49,9 +49,8 @@ class Tracker:
 
         self._work = int(Phase.START_UP)  # the last phase that was not only waiting
         self._wall_ns = [0] * NUM_PHASES  # by _work: a wait counts for the phase it interrupts
-        self._spent_ns = [0] * NUM_PHASES  # since the last read_split
-        self._earlier_ns = [0] * NUM_PHASES  # before it
-        self._num_counted = 0
+        self._spent_ns = [0] * NUM_PHASES  # a wait counts for itself
+        self._read_ns, self._num_read = [0] * NUM_PHASES, 0  # at the last read_split
         self._timeline: Timeline | None = None
         self._part = ("starting", monotonic_ns())
 
@@ -105,7 +104,6 @@ class Tracker:
         self.enter(Phase.DATA)
         self.words[STEP] = step
         self.num_steps += 1
-        self._num_counted += 1
 
     def start_at(self, step: int) -> None:
         """Note that training continues after this step, as after a resume. Main thread."""
@@ -132,12 +130,12 @@ class Tracker:
 
     def read_split(self) -> dict[str, float]:
         """Return the mean seconds of each phase in the steps since the last call. Main thread."""
-        count, spent = self._num_counted, self._spent_ns
-        self._num_counted, self._spent_ns = 0, [0] * NUM_PHASES
-        # WHY after that: spent_s may miss these for a moment, and never counts them twice
-        self._earlier_ns = [a + b for a, b in zip(self._earlier_ns, spent, strict=True)]
+        now_ns, then_ns = list(self._spent_ns), self._read_ns
+        count = self.num_steps - self._num_read
+        self._read_ns, self._num_read = now_ns, self.num_steps
         if not count:
             return {}
+        spent = [now - then for now, then in zip(now_ns, then_ns, strict=True)]
         return {Phase(i).label: ns / 1e9 / count for i, ns in enumerate(spent) if ns}
 
     def wall_s(self) -> list[float]:
@@ -154,8 +152,7 @@ class Tracker:
 
         Other than in wall_s, a wait for other ranks counts for itself.
         """
-        pairs = zip(self._earlier_ns, self._spent_ns, strict=True)
-        return {Phase(i).label: (a + b) / 1e9 for i, (a, b) in enumerate(pairs) if a + b}
+        return {Phase(i).label: ns / 1e9 for i, ns in enumerate(self._spent_ns) if ns}
 
     def share(self) -> int:
         """Let other processes of this machine read the heartbeat; return its descriptor, or -1."""

@@ -213,20 +213,13 @@ def _say_saved(progress: Progress, launch: Launch, folder: Path) -> None:
 
 def _claim_save(group: Group, step: int) -> bool:
     """Claim the survivor save of step for this rank; False if another rank has it."""
-    if group.store is None:
-        return True
-    key = f"survivor_save/{step}"
-    try:
-        if not group.launch.is_main:
-            end = time.monotonic() + HEAD_START_S
-            is_left = group.shared is not None and group.shared.has_left(0)
-            while not is_left and time.monotonic() < end and not group.store.has(key):
-                time.sleep(poll_s(group.world_size))
-        mine = str(group.launch.rank)
-        return group.store.claim(key, mine) == mine
-    except RuntimeError as error:  # rank 0 served the store, and is dead or hangs
-        log.debug("the store is gone: %s", error)
-        return True
+    store, key, mine = group.store, f"survivor_save/{step}", str(group.launch.rank)
+    if not group.launch.is_main:
+        end = time.monotonic() + HEAD_START_S
+        is_left = group.shared is not None and group.shared.has_left(0)
+        while not is_left and time.monotonic() < end and not store.has(key) and not store.is_gone:
+            time.sleep(poll_s(group.world_size))
+    return store.claim(key, mine) == mine  # also if the store died with rank 0, which served it
 
 
 def _note_failure(folder: Path, step: int, error: Exception) -> None:

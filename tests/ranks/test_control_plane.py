@@ -41,13 +41,9 @@ class CountingStore:
         return getattr(self._store, name)
 
 
-def patient(store: Any) -> RunStore:
-    return RunStore(store)
-
-
 def test_a_rank_reads_the_reasons_of_others_with_one_question() -> None:
-    inner = CountingStore()
-    store = patient(inner)
+    inner: Any = CountingStore()
+    store = RunStore(inner)
     assert read_failures(store, reader=0) == {}
     assert inner.asked.total() == 1
     for rank in range(MOST_READ + 3):
@@ -60,7 +56,7 @@ def test_a_rank_reads_the_reasons_of_others_with_one_question() -> None:
 
 
 def test_of_ranks_with_the_same_error_one_tells_it_and_leaves_last() -> None:
-    inner = CountingStore()
+    inner: Any = CountingStore()
     told: list[tuple[int, str]] = []
 
     def fail(rank: int, text: str, defer_s: float) -> bool:
@@ -90,8 +86,8 @@ def test_of_ranks_with_the_same_error_one_tells_it_and_leaves_last() -> None:
 
 def test_a_rank_whose_store_is_gone_or_whose_teller_died_tells_its_error_itself() -> None:
     told: list[int] = []
-    assert tell_once(None, 1, "x", lambda: told.append(1), world_size=1)
-    inner = CountingStore()
+    assert tell_once(RunStore(), 1, "x", lambda: told.append(1), world_size=1)
+    inner: Any = CountingStore()
     inner.set("told/" + sha256(b"x").hexdigest(), "0")  # rank 0 died before it told it
     assert tell_once(RunStore(inner), 2, "x", lambda: told.append(2), world_size=3)
 
@@ -99,13 +95,14 @@ def test_a_rank_whose_store_is_gone_or_whose_teller_died_tells_its_error_itself(
         def __getattr__(self, name: str) -> Any:
             raise RuntimeError("Connection reset by peer")
 
-    assert tell_once(patient(Gone()), 3, "x", lambda: told.append(3), world_size=3, defer_s=9.0)
+    gone: Any = Gone()
+    assert tell_once(RunStore(gone), 3, "x", lambda: told.append(3), world_size=3, defer_s=9.0)
     assert told == [1, 2, 3]
 
 
 def test_missing_keys_are_found_with_few_questions() -> None:
-    inner = CountingStore()
-    store = patient(inner)
+    inner: Any = CountingStore()
+    store = RunStore(inner)
     for number in range(256):
         if number not in (7, 200):
             store.set(f"key/{number}", str(number))
@@ -125,12 +122,12 @@ def test_the_ranks_agree_on_who_hangs_and_all_but_the_witnesses_only_wait(
     is_silent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hardened_ddp.guard.hang_consensus.COLLECT_S", 0.3)
-    inner = CountingStore()
+    inner: Any = CountingStore()
     world_size = 6
 
     def judge(rank: int) -> Hang | None:
         mine = replace(HUNG if rank == HUNG.rank else WAITING, rank=rank)
-        consensus = HangConsensus(patient(inner), rank=rank, world_size=world_size)
+        consensus = HangConsensus(RunStore(inner), rank=rank, world_size=world_size)
         consensus.beat(mine, 1, (0, {}))
         consensus.alarm("hang" if rank == 1 else "")
         if is_silent and rank == HUNG.rank:
@@ -152,7 +149,7 @@ def test_a_neighbour_that_leaves_while_reports_are_awaited_does_not_hang(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("hardened_ddp.guard.hang_consensus.COLLECT_S", 0.3)
-    store = patient(CountingStore())
+    store = RunStore(dist.HashStore())
     mine, other = (HangConsensus(store, rank=rank, world_size=2) for rank in (0, 1))
     other.leave()
     gone_at = time.monotonic() + 0.2
@@ -178,8 +175,8 @@ def test_one_rank_of_a_machine_asks_for_an_alarm_until_it_has_seen_one() -> None
 
 
 def test_a_rank_of_many_beats_more_rarely_and_is_not_silent_for_that() -> None:
-    inner = CountingStore()
-    beating, watching = (HangConsensus(patient(inner), rank=r, world_size=2000) for r in (1, 0))
+    inner: Any = CountingStore()
+    beating, watching = (HangConsensus(RunStore(inner), rank=r, world_size=2000) for r in (1, 0))
     report = replace(WAITING, rank=1, limit_s=2.0)
     for number in range(9):
         beating.beat(report, number, (0, {}))

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from hardened_ddp.errors import LaunchError
-from hardened_ddp.ranks import resources
 from hardened_ddp.ranks.device import pick_device
 from hardened_ddp.ranks.group import open_group
 from hardened_ddp.ranks.launch import Launch, read_launch
@@ -66,18 +65,6 @@ def test_two_ranks_with_one_gpu_are_refused_on_all_ranks_before_nccl_hangs() -> 
     assert all("ranks 0 and 2 would use the same GPU (GPU-a)" in text for text in messages)
 
 
-def meet_as_pods_with_one_gpu() -> str:
-    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):  # which an operator does not set
-        del os.environ[name]
-    return meet_with_gpus(["GPU-a", "GPU-a"])
-
-
-def test_two_processes_of_an_operator_on_one_gpu_are_told_what_tells_them_apart() -> None:
-    for text in run_ranks(meet_as_pods_with_one_gpu, 2):
-        assert "ranks 0 and 1 would use the same GPU" in text
-        assert "give each its LOCAL_RANK and LOCAL_WORLD_SIZE" in text
-
-
 def test_ranks_with_gpus_of_their_own_or_none_meet() -> None:
     assert run_ranks(meet_with_gpus, 2, ["GPU-a", "GPU-b"]) == ["", ""]
     assert run_ranks(meet_with_gpus, 2, ["", ""]) == ["", ""]
@@ -94,13 +81,3 @@ def open_with_few_files() -> int:
 
 def test_the_limit_of_open_files_is_raised_before_the_ranks_connect() -> None:
     assert min(run_ranks(open_with_few_files, 2)) > 128
-
-
-def test_too_low_a_hard_limit_for_so_many_ranks_is_told_at_the_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(resources.resource, "getrlimit", lambda kind: (1024, 1024))
-    resources.raise_open_file_limit(world_size=64)
-    with pytest.raises(LaunchError, match="each of 1000 ranks opens about 2254 files") as caught:
-        resources.raise_open_file_limit(world_size=1000)
-    assert "ulimit -Hn" in caught.value.fix
