@@ -1,6 +1,5 @@
 """train.slurm and srun on a real Slurm of two nodes that the tests start themselves."""
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,17 +58,6 @@ def test_one_torchrun_per_node_under_srun_is_one_run(
     argv += ["127.0.0.1:29544", "ddp_training.py", *RUN]
     cluster.run(*argv, "--output_dir", tmp_path, timeout_s=120).ok()
     assert last_tensors(tmp_path) == by_torchrun
-
-
-def test_torchruns_that_know_nothing_of_each_other_are_refused(
-    cluster: SlurmCluster, tmp_path: Path
-) -> None:
-    argv = ["srun", "--nodes=2", "--ntasks-per-node=1", "torchrun", "--nproc_per_node=1"]
-    argv += ["ddp_training.py", *RUN, "--output_dir", str(tmp_path)]
-    done = cluster.run(*argv, timeout_s=120)
-    assert done.status != 0
-    assert "srun started torchrun 2 times, but this one knows of 1 nodes" in done.stderr
-    assert "torchrun --nnodes=2" in done.stderr
 
 
 def test_a_submitted_job_finishes_on_two_nodes(
@@ -154,16 +142,6 @@ def test_a_job_that_fails_is_failed_and_not_queued_again(
     assert state == "FAILED"
     assert cluster.show(job)["ExitCode"] == "2:0"
     assert "the run failed with status 2; not queued again" in output.read_text()
-
-
-def test_python_without_srun_is_refused_in_a_job_of_several_tasks(
-    cluster: SlurmCluster, tmp_path: Path
-) -> None:
-    argv = ["--ntasks=2", "--wrap", f"cd {ROOT} && python ddp_training.py --cpu_only"]
-    job, output = cluster.submit(argv)
-    cluster.wait_for_state(job, "COMPLETED", "FAILED", timeout_s=60, output=output)
-    assert cluster.show(job)["ExitCode"] == "2:0"
-    assert re.search(r"DDP-L01\] job \d+ has SLURM_NTASKS=2 tasks", output.read_text())
 
 
 def wait_for_steps(cluster: SlurmCluster, job: str, output: Path, runs: Path) -> None:

@@ -110,32 +110,51 @@ def test_as_typed_a_bad_environment_is_status_2_and_no_traceback() -> None:
     assert "Traceback" not in done.output
 
 
-def test_one_process_in_each_pod_of_an_operator_is_its_local_rank_0() -> None:
-    one_each = {**PYTORCH_JOB, "WORLD_SIZE": "2", "PET_NPROC_PER_NODE": "1"}
-    for env in (OPERATOR, one_each, changed(one_each, {"PET_NPROC_PER_NODE": None})):
-        launch = read_launch(env)
-        assert (launch.launcher, launch.rank, launch.local_rank) == ("operator", 1, 0)
-        assert (launch.world_size, launch.local_world_size, launch.num_nodes) == (2, 1, 2)
-        assert (launch.master_addr, launch.master_port) == ("job-master-0", 23456)
+ONE_EACH = {**PYTORCH_JOB, "WORLD_SIZE": "2", "PET_NPROC_PER_NODE": "1"}
+# A launcher's environment, and of the rank: launcher, rank, local rank, world size, local world
+# size, number of nodes.
+GOOD: list[tuple[Mapping[str, str], tuple[str, int, int, int, int, int]]] = [
+    ({"HOME": "/root", "MASTER_ADDR": "left over"}, ("none", 0, 0, 1, 1, 1)),
+    ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "1"}, ("none", 0, 0, 1, 1, 1)),
+    ({**BATCH, "SLURM_NTASKS": "1"}, ("none", 0, 0, 1, 1, 1)),  # a shell in a job of one task
+    (AGENT, ("torchrun", 1, 1, 4, 2, 2)),
+    ({**PYTORCH_JOB, **AGENT}, ("torchrun", 1, 1, 4, 2, 2)),
+    ({**SRUN_AGENTS, **AGENT}, ("torchrun", 1, 1, 4, 2, 2)),
+    ({**BATCH, **AGENT}, ("torchrun", 1, 1, 4, 2, 2)),
+    ({**TORCHRUN, "HARDENED_DDP_LAUNCHER": "spawn"}, ("spawn", 1, 1, 4, 2, 2)),
+    (OPERATOR, ("operator", 1, 0, 2, 1, 2)),  # one process in each pod
+    (ONE_EACH, ("operator", 1, 0, 2, 1, 2)),
+    (changed(ONE_EACH, {"PET_NPROC_PER_NODE": None}), ("operator", 1, 0, 2, 1, 2)),
+    (SRUN, ("slurm", 3, 1, 4, 2, 2)),
+    ({**SRUN, "PMI_RANK": "3", "PMI_SIZE": "4"}, ("slurm", 3, 1, 4, 2, 2)),
+    (OPEN_MPI, ("mpi", 1, 1, 2, 2, 1)),
+    (HYDRA, ("mpi", 1, 1, 2, 2, 1)),
+    ({**BATCH, **OPEN_MPI}, ("mpi", 1, 1, 2, 2, 1)),
+    ({**SRUN, **HYDRA}, ("mpi", 1, 1, 2, 2, 1)),
+]
+
+
+@pytest.mark.parametrize(("env", "expected"), GOOD, ids=lambda value: str(value)[:60])
+def test_a_launcher_and_the_place_of_a_rank_are_recognised(
+    env: Mapping[str, str], expected: tuple[str, int, int, int, int, int]
+) -> None:
+    launch = read_launch(env)
+    place = (launch.rank, launch.local_rank, launch.world_size, launch.local_world_size)
+    assert (launch.launcher, *place, launch.num_nodes) == expected
+    assert read_launch(env).master_port == launch.master_port
+
+
+def test_pods_meet_over_the_network() -> None:
+    launch = read_launch(OPERATOR)
+    assert (launch.master_addr, launch.master_port) == ("job-master-0", 23456)
     prepare_environment(launch, chosen := {})
-    assert "GLOO_SOCKET_IFNAME" not in chosen  # the pods meet over the network
+    assert "GLOO_SOCKET_IFNAME" not in chosen
 
 
-def test_ranks_that_torchrun_starts_in_the_pods_are_those_of_torchrun() -> None:
-    launch = read_launch({**PYTORCH_JOB, **AGENT})
-    assert (launch.launcher, launch.local_rank, launch.local_world_size) == ("torchrun", 1, 2)
-    one_pod = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "1"}
-    assert read_launch(one_pod).launcher == "none"
-
-
-def test_srun_is_recognised() -> None:
+def test_steps_of_a_job_meet_at_the_first_host_on_ports_of_their_own() -> None:
     launch = read_launch(SRUN)
-    assert (launch.launcher, launch.rank, launch.local_rank) == ("slurm", 3, 1)
-    assert (launch.world_size, launch.local_world_size, launch.num_nodes) == (4, 2, 2)
     assert launch.master_addr == "gpu09"
-    assert launch.job_key == "slurm-77"
-    other_step = read_launch({**SRUN, "SLURM_STEP_ID": "1"})
-    assert launch.master_port != other_step.master_port
+    assert launch.master_port != read_launch({**SRUN, "SLURM_STEP_ID": "1"}).master_port
 
 
 def test_all_tasks_of_a_step_derive_the_same_master_address() -> None:
@@ -152,35 +171,6 @@ def test_all_tasks_of_a_step_derive_the_same_master_address() -> None:
 def test_a_job_may_say_itself_where_rank_0_is() -> None:
     launch = read_launch({**SRUN, "MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "4444"})
     assert (launch.master_addr, launch.master_port) == ("10.0.0.9", 4444)
-
-
-def test_srun_that_sets_pmi_is_still_srun() -> None:
-    assert read_launch({**SRUN, "PMI_RANK": "3", "PMI_SIZE": "4"}).launcher == "slurm"
-
-
-@pytest.mark.parametrize("env", [OPEN_MPI, HYDRA, {**BATCH, **OPEN_MPI}, {**SRUN, **HYDRA}])
-def test_mpirun_is_recognised_also_inside_of_a_slurm_job(env: dict[str, str]) -> None:
-    launch = read_launch(env)
-    assert (launch.launcher, launch.rank, launch.local_rank) == ("mpi", 1, 1)
-    assert (launch.world_size, launch.local_world_size, launch.num_nodes) == (2, 2, 1)
-    assert launch.master_addr == "127.0.0.1"
-    assert read_launch(env).master_port == launch.master_port
-
-
-def test_torchrun_inside_of_a_slurm_job_is_torchrun() -> None:
-    launch = read_launch({**SRUN_AGENTS, **AGENT})
-    assert (launch.launcher, launch.rank, launch.world_size) == ("torchrun", 1, 4)
-    assert launch.num_nodes == 2
-    assert read_launch({**BATCH, **AGENT}).launcher == "torchrun"
-
-
-def test_spawn_is_recognised_by_its_mark() -> None:
-    assert read_launch({**TORCHRUN, "HARDENED_DDP_LAUNCHER": "spawn"}).launcher == "spawn"
-
-
-def test_a_shell_in_a_job_of_one_task_is_one_rank() -> None:
-    launch = read_launch({**BATCH, "SLURM_NTASKS": "1"})
-    assert (launch.launcher, launch.world_size) == ("none", 1)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,9 @@ from tests.harness.run_folder import (
 )
 
 RUN = ["--cpu_only", "--epochs", "2", "--batch_size", "64"]
+ELASTIC = ["--cpu_only", "--batch_size", "12", "--epochs", "1000", "--num_workers", "0", "--ledger"]
+ELASTIC += ["--lr_schedule", "constant", "--log_interval", "1", "--eval_every", "0"]
+PACED = ["--model", "tests.plugins:paced_mlp"]
 TIMEOUT_S = 8.0
 SSHD = "/usr/sbin/sshd"
 MARK = "OVER_SSH"
@@ -120,42 +123,35 @@ def test_a_real_ssh_server_on_each_host_is_one_run_and_ends_with_it(
     assert step_of(find_checkpoints(tmp_path / "runs")[-1]) == summary["step"]
 
 
+def start_elastic(hosts: TwoHosts, index: int, *words: str | Path) -> Running:
+    """Start the torchrun of one host, in a run of one or two; words: of torchrun and the script."""
+    argv = ["torchrun", "--nnodes=1:2", "--nproc_per_node=1", "--max_restarts=3"]
+    argv += ["--rdzv_backend=c10d", "--rdzv_conf=last_call_timeout=1"]
+    argv += [f"--local_addr={ADDRESSES[index]}"]
+    # WHY: torch 2.13's agents wait for each other for ever when a node joins and they share it
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return start_program([*argv, *words], host=hosts.host(index), env=env)
+
+
+def await_steps(running: Running, output: Path, *, num_ranks: int) -> None:
+    running.wait_for(
+        lambda: ranks_of_newest_start(output) == num_ranks, timeout_s=120, what=f"{num_ranks} ranks"
+    )
+    begin = last_step(output)
+    running.wait_for(lambda: is_past(output, begin + 5), timeout_s=60, what="their steps")
+
+
 @pytest.mark.slow
 def test_a_killed_agent_of_an_elastic_run_changes_nothing_but_the_speed(
     hosts: TwoHosts, tmp_path: Path
 ) -> None:
     output = tmp_path / "runs"
-    argv = ["torchrun", "--nnodes=1:2", "--nproc_per_node=1", "--max_restarts=3"]
-    argv += ["--rdzv_backend=c10d", "--rdzv_endpoint=node0:29701", "--rdzv_id=job"]
-    argv += ["--rdzv_conf=last_call_timeout=1"]
-    words = [
-        "--cpu_only",
-        "--batch_size",
-        "12",
-        "--epochs",
-        "1000",
-        "--num_workers",
-        "0",
-        "--ledger",
-    ]
-    words += ["--lr_schedule", "constant", "--log_interval", "1", "--eval_every", "0"]
-    paced = ["--model", "tests.plugins:paced_mlp", "--timeout_s", "20", "--output_dir", str(output)]
-    # WHY: torch 2.13's agents wait for each other for ever when a node joins and they share it
-    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-
-    def on(index: int) -> Running:
-        agent = [*argv, f"--local_addr={ADDRESSES[index]}"]
-        command = [*agent, "ddp_training.py", *words, *paced]
-        return start_program(command, host=hosts.host(index), env=env)
-
-    with on(0) as first, on(1) as second:
-        first.wait_for(lambda: ranks_of_newest_start(output) == 2, timeout_s=40, what="two ranks")
-        begin = last_step(output)
-        first.wait_for(lambda: is_past(output, begin + 5), timeout_s=60, what="steps of two")
+    job = ["--rdzv_endpoint=node0:29701", "--rdzv_id=job", "ddp_training.py", *ELASTIC, *PACED]
+    job += ["--timeout_s", "20", "--output_dir", str(output)]
+    with start_elastic(hosts, 0, *job) as first, start_elastic(hosts, 1, *job) as second:
+        await_steps(first, output, num_ranks=2)
         kill(second.pid)  # the agent alone: its rank finds out by itself, and leaves
-        first.wait_for(lambda: ranks_of_newest_start(output) == 1, timeout_s=90, what="one rank")
-        begin = last_step(output)
-        first.wait_for(lambda: is_past(output, begin + 5), timeout_s=60, what="steps of one")
+        await_steps(first, output, num_ranks=1)
         first.kill(0, signal.SIGTERM)
         completed = first.wait(timeout_s=60)
     run = only_run(output)
@@ -163,8 +159,8 @@ def test_a_killed_agent_of_an_elastic_run_changes_nothing_but_the_speed(
     assert "resuming" in completed.output
     assert summary["status"] == "stopped"
     # Two ranks with 12 samples each make the same global batch as one with 24.
-    words[words.index("12")] = "24"
-    alone = [*words, "--model", "mlp", "--run_name", "run", "--max_steps", str(summary["step"])]
+    alone = [*ELASTIC, "--batch_size", "24", "--model", "mlp", "--run_name", "run"]
+    alone += ["--max_steps", str(summary["step"])]
     train([*alone, "--output_dir", tmp_path / "alone"], 1).ok()
     assert samples_by_step(run) == samples_by_step(tmp_path / "alone" / "run")
 
@@ -174,37 +170,17 @@ def test_a_dead_host_with_rank_0_does_not_keep_the_run_from_a_restart_on_another
     hosts: TwoHosts, tmp_path: Path
 ) -> None:
     output = tmp_path / "runs"
-    argv = ["torchrun", "--nnodes=1:2", "--nproc_per_node=1", "--max_restarts=3"]
-    argv += ["--rdzv_backend=c10d", "--rdzv_endpoint=node1:29702"]  # and the id that all jobs have
-    argv += ["--rdzv_conf=last_call_timeout=1"]
-    words = ["--cpu_only", "--epochs", "1000", "--num_workers", "0", "--eval_every", "0"]
-    words += ["--log_interval", "1", "--ledger", "--timeout_s", "40"]
-    words += [
-        "--batch_size",
-        "12",
-        "--model",
-        "tests.plugins:paced_mlp",
-        "--output_dir",
-        str(output),
-    ]
-    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # see above
-
-    def on(index: int) -> Running:
-        agent = [*argv, f"--local_addr={ADDRESSES[index]}"]
-        return start_program([*agent, "ddp_training.py", *words], host=hosts.host(index), env=env)
-
-    with on(1) as second, on(0) as first:
-        second.wait_for(lambda: ranks_of_newest_start(output) == 2, timeout_s=40, what="two ranks")
-        begin = last_step(output)
-        second.wait_for(lambda: is_past(output, begin + 10), timeout_s=60, what="steps of two")
+    # Without --rdzv_id: with the id that all jobs have.
+    job = ["--rdzv_endpoint=node1:29702", "ddp_training.py", *ELASTIC, *PACED]
+    job += ["--timeout_s", "40", "--output_dir", str(output)]
+    with start_elastic(hosts, 1, *job) as second, start_elastic(hosts, 0, *job) as first:
+        await_steps(second, output, num_ranks=2)
         lock = json.loads((only_run(output) / LOCK_NAME).read_text())
         assert lock["mark"]["host"] == "node0"
         for pid in (first.pid, *first.living_ranks()):
             kill(pid)
         first.wait(timeout_s=20)
-        second.wait_for(lambda: ranks_of_newest_start(output) == 1, timeout_s=120, what="one rank")
-        begin = last_step(output)
-        second.wait_for(lambda: is_past(output, begin + 5), timeout_s=60, what="steps of one")
+        await_steps(second, output, num_ranks=1)
         second.kill(0, signal.SIGTERM)
         completed = second.wait(timeout_s=60)
     assert "an earlier attempt of this job" in completed.output
@@ -322,41 +298,26 @@ def test_a_failed_rendezvous_says_what_was_tried(
 
 
 @pytest.mark.slow
-def test_a_head_node_that_cannot_be_reached_is_told_within_seconds(
-    hosts: TwoHosts, tmp_path: Path
+@pytest.mark.parametrize(
+    ("rank", "address", "texts"),
+    [
+        (1, "node7", ["s for rank 0 at node7:29700", "the name node7 can't be resolved here"]),
+        (0, ADDRESSES[0], ["ranks these have not joined: [1]. Joined: rank 0 (process"]),
+    ],
+)
+def test_whom_a_rank_waits_for_is_told_within_seconds(
+    rank: int, address: str, texts: list[str], hosts: TwoHosts, tmp_path: Path
 ) -> None:
     argv = ["python", "ddp_training.py", "--cpu_only", "--output_dir", tmp_path]
-    with start_command(hosts.on(1, *argv), env=by_hand(1, address="node7")) as waiting:
-        waiting.wait_for(
-            lambda: "s for rank 0 at node7:29700" in waiting.stderr,
-            timeout_s=15,
-            what="word of the wait",
-        )
-        lines = news_of(waiting.stderr)
+    with start_command(hosts.on(rank, *argv), env=by_hand(rank, address=address)) as waiting:
+        waiting.wait_for(lambda: texts[0] in waiting.stderr, timeout_s=15, what="word of the wait")
+        # without the signs of life, which only say how long a part takes so far
+        lines = [n for n in waiting.stderr.splitlines() if not n.endswith(" s so far")]
         waiting.kill(0, signal.SIGINT)
         waiting.wait(timeout_s=20)
-    assert "the name node7 can't be resolved here" in lines[-1]
-    assert "10.77.0.2" in lines[-1]  # what this machine is called itself
     assert len(lines) == 1, "torch's warnings bury it"
-
-
-def news_of(output: str) -> list[str]:
-    """Give its lines without the signs of life, which only say how long a part takes so far."""
-    return [line for line in output.splitlines() if not line.endswith(" s so far")]
-
-
-@pytest.mark.slow
-def test_rank_0_tells_for_whom_it_waits(hosts: TwoHosts, tmp_path: Path) -> None:
-    argv = ["python", "ddp_training.py", "--cpu_only", "--output_dir", tmp_path]
-    with start_command(hosts.on(0, *argv), env=by_hand(0)) as waiting:
-        waiting.wait_for(
-            lambda: "ranks these have not joined: [1]. Joined: rank 0 (process" in waiting.stderr,
-            timeout_s=15,
-            what="word of the wait",
-        )
-        assert len(news_of(waiting.stderr)) == 1, "torch's warnings bury it"
-        waiting.kill(0, signal.SIGINT)
-        waiting.wait(timeout_s=20)
+    assert all(text in lines[0] for text in texts)
+    assert rank == 0 or "10.77.0.2" in lines[0]  # what this machine is called itself
 
 
 def make_ssh(hosts: TwoHosts, path: Path, *, host: str, command: str) -> Path:
