@@ -8,8 +8,8 @@ last completed step, kill the ranks that can't exit by themselves, and exit with
 the launcher starts again.
 
 Time counts only while the thread itself runs: a job that was stopped as a whole and continued, or a
-machine that slept, did not hang. A process that is alone on its machine while native code holds the
-GIL does not exit; outside_view.py writes its stacks.
+machine that slept, did not hang. Neither does a rank in a debugger. A process that is alone on its
+machine while native code holds the GIL does not exit; outside_view.py writes its stacks.
 """
 
 import contextlib
@@ -177,7 +177,10 @@ class HangWatch:
         if self._group.world_size > 1:
             self._consensus.beat(report, words[HEART], self._subject.split())
             self._neighbours.look(awake_s)
-            self._compare_speeds(awake_s)
+            self._compare_in_s -= awake_s
+            if self._group.launch.is_main and self._compare_in_s <= 0:
+                self._compare_in_s = _COMPARE_EVERY_S
+                self._slow.note(self._consensus.splits())
         self._muted_s = max(0.0, self._muted_s - awake_s)
         is_suspicious = self._muted_s == 0.0 and self._is_suspicious(report, awake_s)
         # WHY step and time: tells several hangs of one run apart, with one name on all ranks
@@ -306,10 +309,3 @@ class HangWatch:
         for pid, text in self._subject.worker_stacks().items():
             path = folder / f"rank_{report.rank}_worker_{pid}.txt"
             write_text(path, text or "no stacks: it does not answer\n")
-
-    def _compare_speeds(self, awake_s: float) -> None:
-        """On rank 0, tell which rank has become slow, and which one no longer is."""
-        self._compare_in_s -= awake_s
-        if self._group.launch.is_main and self._compare_in_s <= 0:
-            self._compare_in_s = _COMPARE_EVERY_S
-            self._slow.note(self._consensus.splits())

@@ -48,7 +48,7 @@ class HangConsensus:
         self.round = 0
         """How many alarms ended without a verdict."""
 
-        self._beats: dict[int, str] = {}
+        self._beats: dict[int, Any] = {}
         self._silent_s: dict[int, float] = {}
         self._beat_every = max(1, world_size // _BEATS_PER_TICK)
         self._beat_s = self._beat_every * tick_s
@@ -66,8 +66,8 @@ class HangConsensus:
 
     def splits(self) -> dict[int, tuple[int, Split]]:
         """Return the newest split of each rank's step time, with its number."""
-        beats = self._beats_now()
-        return {rank: (beat[2][0], beat[2][1]) for rank, beat in beats.items() if beat[2][1]}
+        splits = {rank: beat[2] for rank, beat in self._read_beats().items() if beat != LEFT}
+        return {rank: (number, split) for rank, (number, split) in splits.items() if split}
 
     def watch_beats(self, awake_s: float) -> dict[int, Report]:
         """Return where each rank is by its beat. Silent: no beat for longer than its limit.
@@ -75,11 +75,10 @@ class HangConsensus:
         awake_s: since the last call. A rank without a beat so far is left out.
         """
         found = {}
-        for rank, text in self._read_beats().items():
-            is_new = text != self._beats.get(rank)
+        for rank, beat in self._read_beats().items():
+            is_new = beat != self._beats.get(rank)
             self._silent_s[rank] = 0.0 if is_new else self._silent_s.get(rank, 0.0) + awake_s
-            self._beats[rank] = text
-            beat = json.loads(text)
+            self._beats[rank] = beat
             if beat != LEFT:
                 report = _report_of(beat[1])
                 limit_s = max(report.limit_s, 2 * self._beat_s)
@@ -163,29 +162,28 @@ class HangConsensus:
                 break
             if time.monotonic() > end:
                 age_s = max(report.age_s for report in known.values())
-                last = {rank: _report_of(b[1]) for rank, b in self._beats_now().items()}
-                silent = {r: replace(b, state=SILENT, age_s=age_s) for r, b in last.items()}
+                beats = {r: beat for r, beat in self._read_beats().items() if beat != LEFT}
+                silent = {
+                    rank: replace(_report_of(beat[1]), state=SILENT, age_s=age_s)
+                    for rank, beat in beats.items()
+                }
                 return {**silent, **found}
             time.sleep(max(_POLL_S, poll_s(self._world_size)))
         return found
 
     def _missing(self, reports: Collection[int]) -> list[int]:
         """Return the ranks that neither reported nor left."""
-        left = {rank for rank, text in self._read_beats().items() if text == json.dumps(LEFT)}
+        left = {rank for rank, beat in self._read_beats().items() if beat == LEFT}
         return [r for r in range(self._world_size) if r not in reports and r not in left]
 
     def _read_reports(self) -> dict[int, Report]:
         lines = self._store.look_up(self._key("reports")).splitlines()
         return {report.rank: report for report in map(_report_of, map(json.loads, lines))}
 
-    def _beats_now(self) -> dict[int, Any]:
-        """Return the last beat of each rank that has not left: its number, report and split."""
-        beats = {rank: json.loads(text) for rank, text in self._read_beats().items()}
-        return {rank: beat for rank, beat in beats.items() if beat != LEFT}
-
-    def _read_beats(self) -> dict[int, str]:
+    def _read_beats(self) -> dict[int, Any]:
+        """Return the last beat of each rank: its number, report and split; or LEFT."""
         keys = {f"hang/beat/{rank}": rank for rank in range(self._world_size)}
-        return {keys[key]: text for key, text in self._store.read(list(keys)).items()}
+        return {keys[key]: json.loads(text) for key, text in self._store.read(list(keys)).items()}
 
     def _publish_beat(self, value: object) -> None:
         self._store.set(f"hang/beat/{self._rank}", json.dumps(value))

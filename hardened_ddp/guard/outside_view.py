@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+from hardened_ddp.ranks.call_timeout import AwakeTime
 from hardened_ddp.ranks.phase import HEART, LIMITS, PHASE, STEP, Phase, open_words
 from hardened_ddp.ranks.process import stat_fields
 from hardened_ddp.ranks.stacks import ask_for_stacks
@@ -42,21 +43,17 @@ def main() -> None:
     pid, heartbeat_fd, token, stacks_fd = map(int, sys.argv[1:5])
     file, tick_s = Path(sys.argv[5]), float(sys.argv[6])
     words = open_words(pid, heartbeat_fd, token)
-    heart, silent_s, last = -1, 0.0, time.monotonic()
-    is_told = False
+    # Only time in which both processes could run counts.
+    awake, heart, seen_s, is_told = AwakeTime(_MAX_TICKS * tick_s), -1, 0.0, False
     while words is not None and os.getppid() == pid:
         time.sleep(tick_s)
-        now = time.monotonic()
-        # Only time in which both processes could run counts.
-        awake_s, last = min(now - last, _MAX_TICKS * tick_s), now
-        is_stopped = stat_fields(pid)[:1] in (["T"], ["t"])
-        if words[HEART] != heart or is_stopped:
-            if words[HEART] != heart and is_told:
-                file.unlink(missing_ok=True)
-                is_told = False
-            heart, silent_s = words[HEART], 0.0
-            continue
-        silent_s += awake_s
+        now_s = awake.passed_s()
+        if words[HEART] != heart and is_told:
+            file.unlink(missing_ok=True)
+            is_told = False
+        if words[HEART] != heart or stat_fields(pid)[:1] in (["T"], ["t"]):
+            heart, seen_s = words[HEART], now_s
+        silent_s = now_s - seen_s
         if silent_s > 2 * words[LIMITS + words[PHASE]] / 1e9 > 0 and not is_told:
             is_told = True
             where = f"{Phase(words[PHASE]).label} of step {words[STEP]}"

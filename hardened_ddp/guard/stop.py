@@ -189,7 +189,7 @@ class StopRequest:
         fd = self.last_resort.wakeup_fd
         signal.set_wakeup_fd(fd, warn_on_full_buffer=False)
         # WHY: a signal to a forked worker would be written to this process's wakeup fd.
-        os.register_at_fork(after_in_child=_reset_wakeup_fd)
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
     def leave_children_alone(self) -> None:
         """Take SIGCHLD back from torch's DataLoader. Rank-local.
@@ -326,10 +326,6 @@ class StopRequest:
         elif now - self._noted_at > SAME_REQUEST_S:
             self.release()
             signal.raise_signal(number)
-
-
-def _reset_wakeup_fd() -> None:
-    signal.set_wakeup_fd(-1)
 
 
 def _describe(code: int) -> str:

@@ -1,7 +1,7 @@
 """The device of this rank (its own GPU, else the CPU) and the backend of its collectives."""
 
 import faulthandler
-from typing import Literal, assert_never
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -49,18 +49,14 @@ def gpu_id(device: torch.device) -> str:
 
 def choose_backend(device: torch.device, backend: Backend) -> Literal["nccl", "gloo"]:
     """Choose the backend of the collectives between ranks with such devices. Rank-local."""
-    match backend:
-        case "auto":
-            return "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
-        case "nccl" if device.type != "cuda":
-            raise LaunchError(
-                "backend nccl needs a GPU on every rank, and this rank has none",
-                fix="leave --backend out: gloo is chosen on the CPU",
-            )
-        case "nccl" | "gloo":
-            return backend
-        case _:
-            assert_never(backend)
+    if backend == "auto":
+        return "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+    if backend == "nccl" and device.type != "cuda":
+        raise LaunchError(
+            "backend nccl needs a GPU on every rank, and this rank has none",
+            fix="leave --backend out: gloo is chosen on the CPU",
+        )
+    return backend
 
 
 def name_lines_of_failures() -> None:

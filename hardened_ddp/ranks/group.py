@@ -47,7 +47,7 @@ from hardened_ddp.ranks.store import (
     read_failures,
     tell_once,
 )
-from hardened_ddp.ranks.tracker import Tracker, waits_in
+from hardened_ddp.ranks.tracker import Tracker
 from hardened_ddp.settings.config import Backend
 from hardened_ddp.settings.typed_command import own_command
 
@@ -100,13 +100,13 @@ class Group:
         """nccl or gloo; none with one rank."""
         return str(dist.get_backend()) if self.world_size > 1 else "none"
 
-    @waits_in(Phase.ALL_REDUCE)
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum tensor over the ranks, in place, and return it. Collective: all ranks."""
-        if self.shared is not None and tensor.is_cpu:
-            self.shared.sum_([tensor])  # collective
-        elif self.world_size > 1:
-            dist.all_reduce(tensor, group=self._group_of(tensor))  # collective
+        with self.tracker.within(Phase.ALL_REDUCE):
+            if self.shared is not None and tensor.is_cpu:
+                self.shared.sum_([tensor])  # collective
+            elif self.world_size > 1:
+                dist.all_reduce(tensor, group=self._group_of(tensor))  # collective
         return tensor
 
     def sum_each_(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -130,37 +130,37 @@ class Group:
         self._agreement = self.control.allreduce([tensor], options)  # collective
         return self._agreement
 
-    @waits_in(Phase.AGREEMENT)
     def finish(self, work: "dist.Work") -> None:
         """Wait for what start_max began. Collective: all ranks. Raises RuntimeError."""
-        waited, nap_s = AwakeTime(_LONGEST_GAP_S), 1e-5
-        while not work.is_completed():
-            if waited.passed_s() > self.timeout_s:
-                raise RuntimeError(f"Timed out waiting {self.timeout_s:g} s for the other ranks")
-            time.sleep(nap_s)
-            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
-        work.wait()  # collective
+        limit_s, waited, nap_s = self.timeout_s, AwakeTime(_LONGEST_GAP_S), 1e-5
+        with self.tracker.within(Phase.AGREEMENT):
+            while not work.is_completed():
+                if waited.passed_s() > limit_s:
+                    raise RuntimeError(f"Timed out waiting {limit_s:g} s for the other ranks")
+                time.sleep(nap_s)
+                nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+            work.wait()  # collective
 
-    @waits_in(Phase.BROADCAST)
     def broadcast_(self, tensor: torch.Tensor, *, source: int = 0) -> torch.Tensor:
         """Give every rank the tensor of rank source, in place. Collective: all ranks."""
         if self.world_size > 1:
-            dist.broadcast(tensor, src=source, group=self._group_of(tensor))  # collective
+            with self.tracker.within(Phase.BROADCAST):
+                dist.broadcast(tensor, src=source, group=self._group_of(tensor))  # collective
         return tensor
 
-    @waits_in(Phase.GATHER)
     def gather_json(self, value: Any) -> list[Any]:  # Any: JSON
         """Give every rank the values of all ranks, in rank order. Collective: all ranks."""
         if self.world_size == 1:
             return [value]
         mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(lengths, torch.tensor([len(mine)]), group=self.control)  # collective
-        longest = max(int(length) for length in lengths)
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: len(mine)] = mine
-        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
-        dist.all_gather(parts, padded, group=self.control)  # collective
+        with self.tracker.within(Phase.GATHER):
+            dist.all_gather(lengths, torch.tensor([len(mine)]), group=self.control)  # collective
+            longest = max(int(length) for length in lengths)
+            padded = torch.zeros(longest, dtype=torch.uint8)
+            padded[: len(mine)] = mine
+            parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
+            dist.all_gather(parts, padded, group=self.control)  # collective
         texts = (bytes(part[: int(n)].tolist()) for part, n in zip(parts, lengths, strict=True))
         return [json.loads(text) for text in texts]
 

@@ -92,10 +92,8 @@ def is_pid_gone(pid: int, *, started: str) -> bool:
         return fields[_STATE_FIELD] in "ZX" or fields[START_FIELD] != started
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
+    except OSError as error:  # if it is not permitted, the process lives
+        return isinstance(error, ProcessLookupError)
     return False
 
 

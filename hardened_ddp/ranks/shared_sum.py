@@ -163,7 +163,8 @@ class SharedSum:
         if len(slots) < _SLICES_FROM:
             _add_up(slots[:, :size], out=total)
         else:
-            mine = _slice_of(self._rank, len(slots), size)
+            first, last = (rank * size // len(slots) for rank in (self._rank, self._rank + 1))
+            mine = slice(first, last)  # near-equal parts
             # WHY into the first slot: of this slice, no other rank reads any slot
             _add_up(slots[:, mine], out=slots[0, mine])
             self._counters[self._rank * _LINE_WORDS + _ADDED] = self._number
@@ -218,11 +219,6 @@ def _add_up(slots: torch.Tensor, *, out: torch.Tensor) -> None:
     torch.add(first, second, out=out)
     for other in others:
         out.add_(other)
-
-
-def _slice_of(rank: int, world_size: int, size: int) -> slice:
-    """Return the near-equal part of size elements that a rank adds up."""
-    return slice(rank * size // world_size, (rank + 1) * size // world_size)
 
 
 def _is_dead(pidfd: int) -> bool:

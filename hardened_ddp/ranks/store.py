@@ -72,9 +72,9 @@ class RunStore:
     def set(self, key: str, text: str) -> None:
         self._ask(lambda store: store.set(key, text), otherwise=None)
 
-    def add(self, key: str, number: int = 1) -> int:
-        """Add to the number under key, 0 if there is none, and return the sum."""
-        return self._ask(lambda store: int(store.add(key, number)), otherwise=0)
+    def count(self, key: str) -> int:
+        """Add 1 to the number under key, 0 if there is none, and return the sum."""
+        return self._ask(lambda store: int(store.add(key, 1)), otherwise=0)
 
     def claim(self, key: str, name: str) -> str:
         """Write name under key if nothing is there yet; return what is there then."""
@@ -151,7 +151,7 @@ def publish_failure(store: RunStore, rank: int, text: str, *, is_last: bool = Tr
 
     is_last: it asks the store for nothing after this.
     """
-    if 0 < store.add(_COUNTER) <= MOST_READ:
+    if 0 < store.count(_COUNTER) <= MOST_READ:
         store.append(_REASONS, json.dumps([rank, text]) + "\n")
     if is_last:
         _note_heard(store, rank)  # it has a cause of its own, and reads no other

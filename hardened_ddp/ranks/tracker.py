@@ -8,9 +8,7 @@ phase (goodput).
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
 from time import monotonic_ns
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from hardened_ddp.ranks.phase import (
     FIRST_WAIT,
@@ -23,19 +21,10 @@ from hardened_ddp.ranks.phase import (
     share_words,
 )
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 log = logging.getLogger(__name__)
 
 NUM_FIRST_STEPS = 3
 """Steps that compile, tune and allocate: their times say nothing about later steps."""
-
-
-class Timeline(Protocol):
-    """Follows the phases on a device that runs asynchronously to the CPU."""
-
-    def enter(self, phase: int) -> None: ...
 
 
 class Tracker:
@@ -51,7 +40,7 @@ class Tracker:
         self._wall_ns = [0] * NUM_PHASES  # by _work: a wait counts for the phase it interrupts
         self._spent_ns = [0] * NUM_PHASES  # a wait counts for itself
         self._read_ns, self._num_read = [0] * NUM_PHASES, 0  # at the last read_split
-        self._timeline: Timeline | None = None
+        self._follow: Callable[[int], None] | None = None
         self._part = ("starting", monotonic_ns())
 
     def begin(self, part: str) -> None:
@@ -86,8 +75,8 @@ class Tracker:
         self._wall_ns[self._work] += took
         if phase < FIRST_WAIT:
             self._work = phase
-            if self._timeline is not None:
-                self._timeline.enter(phase)
+            if self._follow is not None:
+                self._follow(phase)
         return before
 
     @contextmanager
@@ -109,9 +98,9 @@ class Tracker:
         """Note that training continues after this step, as after a resume. Main thread."""
         self.words[STEP] = step
 
-    def follow_on(self, timeline: Timeline) -> None:
-        """Pass each phase on to timeline. WHY: a GPU runs the work later than the CPU queues it."""
-        self._timeline = timeline
+    def follow_on(self, follow: Callable[[int], None]) -> None:
+        """Pass each phase on to follow. WHY: a GPU runs the work later than the CPU queues it."""
+        self._follow = follow
 
     @property
     def phase(self) -> Phase:
@@ -158,30 +147,3 @@ class Tracker:
         """Let other processes of this machine read the heartbeat; return its descriptor, or -1."""
         self.words, fd = share_words(self.words)
         return fd
-
-
-class _Tracked(Protocol):
-    @property
-    def tracker(self) -> Tracker: ...
-
-
-S = TypeVar("S", bound=_Tracked)
-
-
-def waits_in(
-    phase: Phase,
-) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
-    """Make a method enter phase while it runs. Its object has a tracker."""
-
-    def decorate(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-        @wraps(method)
-        def tracked(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            before = self.tracker.enter(phase)
-            try:
-                return method(self, *args, **kwargs)
-            finally:
-                self.tracker.enter(before)
-
-        return tracked
-
-    return decorate

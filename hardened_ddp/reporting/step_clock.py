@@ -38,7 +38,7 @@ class StepClock:
         self._timeline: GpuTimeline | None = None
         if device.type == "cuda":
             self._timeline = GpuTimeline(partial(_record, device), sample_every=SAMPLE_EVERY)
-            tracker.follow_on(self._timeline)
+            tracker.follow_on(self._timeline.enter)
 
     def read_and_reset(self) -> Mapping[str, float]:
         """Return the mean seconds per step of each phase; empty if no step was timed."""
