@@ -108,9 +108,10 @@ class RunStore:
 
         WHY: a call that waits forever would block everybody who shares its connection.
         """
-        if not hasattr(self._store, "clone"):
+        clone = getattr(self._store, "clone", None)
+        if clone is None:
             return RunStore(self._store)
-        return RunStore(self._ask(lambda store: store.clone(), otherwise=None))
+        return RunStore(self._ask(lambda store: clone(), otherwise=None))
 
     def wait(self, keys: list[str], limit_s: float) -> None:
         """Wait until all keys exist, at most limit_s. For the rank that serves the store."""
