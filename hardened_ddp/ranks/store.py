@@ -83,7 +83,10 @@ class RunStore:
 
     def append(self, key: str, text: str) -> None:
         """Add text to the end of the value of key."""
-        self._ask(lambda store: store.append(key, text), otherwise=None)  # type: ignore[attr-defined]  # no stub
+        self._ask(
+            lambda store: store.append(key, text),  # type: ignore[attr-defined]  # no stub
+            otherwise=None,
+        )
 
     def read(self, keys: Sequence[str]) -> dict[str, str]:
         """Return the values of those keys that exist."""
