@@ -273,6 +273,7 @@ def read_step(env: Mapping[str, str]) -> Launch:
         names = (TASKS, STEP["NODES"], STEP["WORLD_SIZE"], STEP["NODE"])
         refuse([", ".join(f"{name}={env[name]}" for name in names)], env)
     numbers["LOCAL_WORLD_SIZE"] = tasks[node]
+    head = env.get("MASTER_ADDR", first_host(env[HOSTS]))  # WHY the first: srun puts task 0 there
     check_ranks(numbers, {**STEP, "LOCAL_WORLD_SIZE": "the tasks of this node"}, env)
     return Launch(
         launcher="slurm",
@@ -281,10 +282,7 @@ def read_step(env: Mapping[str, str]) -> Launch:
         world_size=numbers["WORLD_SIZE"],
         local_world_size=numbers["LOCAL_WORLD_SIZE"],
         num_nodes=num_nodes,
-        # WHY the first host: srun puts task 0 there.
-        master_addr="127.0.0.1"
-        if num_nodes == 1
-        else env.get("MASTER_ADDR", first_host(env[HOSTS])),
+        master_addr="127.0.0.1" if num_nodes == 1 else head,
         master_port=read_port(env, f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"),
         has_own_gpus="SLURM_GPUS_PER_TASK" in env
         or env.get("SLURM_GPU_BIND", "").startswith(("single", "per_task")),
