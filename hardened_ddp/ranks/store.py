@@ -104,7 +104,8 @@ class RunStore:
             there = existing(store, keys) if keys else []
             return dict(zip(there, store.multi_get(there) if there else [], strict=True))
 
-        return {key: raw.decode() for key, raw in self._ask(look, otherwise={}).items()}
+        nothing: dict[str, bytes] = {}
+        return {key: raw.decode() for key, raw in self._ask(look, otherwise=nothing).items()}
 
     def second(self) -> "RunStore":
         """Return the same store over a separate connection, if torch supports that.
