@@ -1,24 +1,17 @@
 """Outputs for text and records: a terminal or a file whose failures never raise.
 
-Owns the writing. A sink accepts everything, counts what it has to drop, and remembers why.
+A sink accepts everything, counts what it has to drop, and remembers why.
 WHY not Python's own streams: a stream keeps what it could not write, raises the error again at the
 next write, and once more when Python exits, which turns the exit status into 120.
-
-Does not own: what is written, and the report that something was lost (log.py, metrics.py).
 """
 
 import contextlib
-import io
 import os
-import select
 from collections import deque
 from pathlib import Path
 from typing import Any, TextIO, cast
 
 from hardened_ddp.settings.wording import printable
-
-_PATIENCE_S = 0.5
-"""How long to wait for a non-blocking terminal whose buffer is full."""
 
 
 def open_no_link(path: str | os.PathLike[str], flags: int) -> int:
@@ -70,9 +63,17 @@ class TextSink:
 
     def write(self, text: str) -> bool:
         """Write text at once; False if that failed, and then it is counted as lost."""
+        data = text.encode("ascii", "backslashreplace")
         try:
-            self._write(text.encode("ascii", "backslashreplace"))
-        except (OSError, ValueError) as error:  # ValueError: somebody closed the stream
+            if self._stream is None or self._stream.closed:
+                raise ValueError("the stream is closed")
+            if self._fd is None:
+                self._stream.write(data.decode("ascii"))
+                self._stream.flush()
+                return True
+            while data:
+                data = data[os.write(self._fd, data) :]
+        except (OSError, ValueError) as error:
             self.num_lost += 1
             self.error = error
             return False
@@ -90,22 +91,8 @@ class TextSink:
     def isatty(self) -> bool:
         return self._fd is not None and os.isatty(self._fd)
 
-    def _write(self, data: bytes) -> None:
-        if self._stream is None or self._stream.closed:
-            raise ValueError("the stream is closed")
-        if self._fd is None:
-            self._stream.write(data.decode("ascii"))
-            self._stream.flush()
-            return
-        while data:
-            try:
-                data = data[os.write(self._fd, data) :]
-            except BlockingIOError:
-                if not select.select([], [self._fd], [], _PATIENCE_S)[1]:
-                    raise
 
-
-class PrintableOutput:
+class _PrintableOutput:
     """A stream that gets only text that can't steer a terminal."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -120,7 +107,7 @@ class PrintableOutput:
 
 def printed(stream: TextIO) -> TextIO:
     """Give a stream for text that comes from files, names and exceptions."""
-    return cast(TextIO, PrintableOutput(stream))
+    return cast(TextIO, _PrintableOutput(stream))
 
 
 class FileSink:
@@ -141,8 +128,8 @@ class FileSink:
         self._keep_bytes = keep_bytes
         self._has_lines = has_lines
         self._waiting: deque[bytes] = deque()
-        self._size = 0
-        self._done_of_first = 0
+        self._size = 0  # of what waits
+        self._rest = b""  # of a record that was written in part
         self._fd: int | None = None
 
     def add(self, record: bytes) -> None:
@@ -153,52 +140,39 @@ class FileSink:
     def flush(self) -> bool:
         """Write the queued records; return whether all are written. Never raises OSError."""
         try:
-            if self._fd is None:
-                self._open()
-            while self._waiting:
-                self._write_first()
+            fd = self._open() if self._fd is None else self._fd
+            while self._rest or self._waiting:
+                record = self._rest or self._waiting[0]
+                num_written = os.write(fd, record)
+                if not self._rest:
+                    self._size -= len(self._waiting.popleft())
+                self._rest = record[num_written:]
         except OSError as error:
             self.error = error
             # WHY: after a lost mount the old descriptor stays dead; the path may come back.
             self._close_fd()
-            self._drop_oldest()
+            while self._size > self._keep_bytes:  # but never the rest of a record
+                self._size -= len(self._waiting.popleft())
+                self.num_lost += 1
             return False
         return True
 
     def close(self) -> bool:
         """Write the queued records and close; return whether all were written."""
         is_written = self.flush()
-        self.num_lost += len(self._waiting)
+        self.num_lost += len(self._waiting) + bool(self._rest)
         self._waiting.clear()
-        self._size = self._done_of_first = 0
+        self._size, self._rest = 0, b""
         self._close_fd()
         return is_written
 
-    def _open(self) -> None:
+    def _open(self) -> int:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = open_no_link(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
-        size = os.fstat(self._fd).st_size
-        is_begun = self._done_of_first > 0
-        if self._has_lines and size and not is_begun and os.pread(self._fd, 1, size - 1) != b"\n":
-            os.write(self._fd, b"\n")
-
-    def _write_first(self) -> None:
-        """Write the oldest record, or the part of it that fits."""
-        assert self._fd is not None
-        first = self._waiting[0]
-        self._done_of_first += os.write(self._fd, first[self._done_of_first :])
-        if self._done_of_first == len(first):
-            self._waiting.popleft()
-            self._size -= len(first)
-            self._done_of_first = 0
-
-    def _drop_oldest(self) -> None:
-        """Drop the oldest records above keep_bytes, but never a partly written one."""
-        begun = [self._waiting.popleft()] if self._done_of_first else []
-        while self._waiting and self._size > self._keep_bytes:
-            self._size -= len(self._waiting.popleft())
-            self.num_lost += 1
-        self._waiting.extendleft(begun)
+        fd = self._fd = open_no_link(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        size = os.fstat(fd).st_size
+        if self._has_lines and size and not self._rest and os.pread(fd, 1, size - 1) != b"\n":
+            os.write(fd, b"\n")
+        return fd
 
     def _close_fd(self) -> None:
         if self._fd is not None:
@@ -209,8 +183,6 @@ class FileSink:
 
 def _fd_of(stream: TextIO | None) -> int | None:
     """Return the descriptor of a stream; None if it is in memory or closed."""
-    if stream is None:
-        return None
-    with contextlib.suppress(OSError, ValueError, AttributeError, io.UnsupportedOperation):
-        return stream.fileno()
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return None if stream is None else stream.fileno()
     return None

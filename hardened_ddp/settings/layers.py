@@ -1,11 +1,8 @@
 """The settings of this run, put together from all places, and where each one came from.
 
-Owns the order: default < config.yaml beside the script < settings saved with the run that is
-continued < --config FILE < command line; a later one wins. config.yaml lists every setting, so what
-it has as the default counts as not set there. One ConfigError lists all problems of all places,
-before anything is started. Sources read "default", "run", "FILE:LINE" or "command line".
-
-Does not own: reading a file (document.py), the command line (cli.py), one value (schema.py).
+The order: default < config.yaml beside the script < settings saved with the run that is continued <
+--config FILE < command line; a later one wins. config.yaml lists every setting, so what it has as
+the default counts as not set there. One ConfigError lists all problems of all places.
 Read next: record.py, which writes the result beside the run.
 """
 
@@ -33,7 +30,7 @@ from hardened_ddp.settings.rules import (
     problems_error,
 )
 from hardened_ddp.settings.schema import SETTINGS, TITLES, Misfit, assemble, fit, flatten
-from hardened_ddp.settings.wording import OLD_NAMES, advice, as_word
+from hardened_ddp.settings.wording import advice, as_word
 
 RUN = "run"
 
@@ -84,12 +81,11 @@ def resolve(request: Request, *, world_size: int = 1) -> Resolved:
     )
     merged = _merge(_default_layer(), edited, run, file, command_line)
     config = assemble(merged.values)
-    problems = merged.problems
-    problems += broken_rules(
-        config,
-        world_size=world_size,
-        sources=merged.sources,
-        apart_from=merged.bad_names | _unsure_names(merged),
+    unsure = set(merged.bad_names)
+    if not merged.is_complete:  # what can't be read may set these
+        unsure |= {name for name, source in merged.sources.items() if source in (DEFAULT, RUN)}
+    problems = merged.problems + broken_rules(
+        config, world_size=world_size, sources=merged.sources, apart_from=unsure
     )
     if problems:
         is_edited = bool(edited.sources or edited.problems)
@@ -131,13 +127,6 @@ def _merge(*layers: _Layer) -> _Layer:
     return merged
 
 
-def _unsure_names(merged: _Layer) -> set[str]:
-    """Name the settings that a file which can't be read may set."""
-    if merged.is_complete:
-        return set()
-    return {name for name, source in merged.sources.items() if source in (DEFAULT, RUN)}
-
-
 def _earlier_run(chosen: _Layer, *, is_named: bool) -> tuple[Path | None, _Layer]:
     """Find the run to continue, and give what is inherited from its saved settings.
 
@@ -148,20 +137,22 @@ def _earlier_run(chosen: _Layer, *, is_named: bool) -> tuple[Path | None, _Layer
     where = "RUN" if is_named else place("resume", chosen.sources["resume"])
     try:
         folder = find_run(**{name: chosen.values[name] for name in WHICH_RUN})
+        if folder is None:
+            return None, _Layer()
+        if _names_another_run(chosen, folder):
+            told = f"{where} continues {folder}, which is another run; leave out one of them"
+            where = place("run_name", chosen.sources["run_name"])
+            raise NoSuchRun(told)
     except NoSuchRun as error:
         told = str(error).replace("--resume ", "") if is_named else str(error)
         return None, _Layer(problems=[f"{where}: {told}"], is_complete=False)
     except OSError as error:
         problem = f"{where}: {error.filename} can't be read: {error.strerror}"
         return None, _Layer(problems=[problem], is_complete=False)
-    if folder is None:
-        return None, _Layer()
-    if _names_another_run(chosen, folder):
-        name = place("run_name", chosen.sources["run_name"])
-        problem = f"{name}: {where} continues {folder}, which is another run; leave out one of them"
-        return None, _Layer(problems=[problem], is_complete=False)
     path = str(folder / SAVED_SETTINGS)
-    layer = _layer(_to_inherit(read_file(path)), path)
+    saved = read_file(path)
+    entries = tuple(entry for entry in saved.entries if entry.key not in NOT_INHERITED)
+    layer = _layer(replace(saved, entries=entries), path)
     return folder, replace(layer, sources=dict.fromkeys(layer.values, RUN))
 
 
@@ -174,21 +165,6 @@ def _names_another_run(chosen: _Layer, folder: Path) -> bool:
     if not name or (by_command and chosen.sources["run_name"] != COMMAND_LINE):
         return False
     return name not in (folder.name, folder.resolve().name)
-
-
-def _to_inherit(saved: Document) -> Document:
-    """Take what a run inherits, also under names of earlier versions.
-
-    WHY only in a saved run: no user wrote that file.
-    """
-    keys = {entry.key for entry in saved.entries}
-    new_names = {old: new for old, new in OLD_NAMES.items() if new not in keys}
-    entries = (
-        replace(entry, key=new_names.get(entry.key, entry.key))
-        for entry in saved.entries
-        if entry.key not in NOT_INHERITED
-    )
-    return replace(saved, entries=tuple(entries))
 
 
 def _layer(document: Document, path: str) -> _Layer:

@@ -1,11 +1,7 @@
 """The settings as one flat table, and whether a value fits its setting.
 
-Owns: the table SETTINGS, built from the dataclass of each section; the check of one value by type,
-choices and bounds; the way between a Config and a flat mapping of name to value.
-
 Types are strict, as in YAML: an integer fits a float, but true fits no number, 3.0 no integer and
 3 no text. Where the type is "X | None", the word auto stands for None.
-
 Does not own: rules that tie two settings (rules.py); where values come from (layers.py).
 """
 
@@ -64,7 +60,7 @@ class Misfit(ValueError):
 
 
 def read_table() -> dict[str, Setting]:
-    """Read the dataclasses of Config as a table. Names are unique over all sections."""
+    """Read the sections of Config. Names are unique over all of them."""
     table: dict[str, Setting] = {}
     for section in dataclasses.fields(Config):
         assert isinstance(section.type, type)
@@ -90,9 +86,6 @@ SETTINGS: Mapping[str, Setting] = read_table()
 TITLES: Mapping[str, str] = {
     section.name: section.metadata["title"] for section in dataclasses.fields(Config)
 }
-_CLASSES: Mapping[str, Any] = {  # Any: a class with keywords of its own
-    section.name: section.type for section in dataclasses.fields(Config)
-}
 
 
 def flatten(config: Config) -> dict[str, Any]:  # Any: each value has the type of its setting
@@ -104,18 +97,21 @@ def flatten(config: Config) -> dict[str, Any]:  # Any: each value has the type o
 
 def assemble(values: Mapping[str, Any]) -> Config:  # Any: as in flatten
     """Build a Config from values that fit; what is missing has its default."""
-    sections: dict[str, dict[str, Any]] = {section: {} for section in TITLES}
-    for name, value in values.items():
-        sections[SETTINGS[name].section][name] = value
-    return Config(**{name: _CLASSES[name](**given) for name, given in sections.items()})
+    config = Config()
+    for section in TITLES:
+        given = {n: value for n, value in values.items() if SETTINGS[n].section == section}
+        changed = dataclasses.replace(getattr(config, section), **given)
+        config = dataclasses.replace(config, **{section: changed})
+    return config
 
 
 def from_text(setting: Setting, text: str) -> Any:  # Any: the type of the setting
     """Read a word of the command line. Raises Misfit."""
     if setting.type is dict:
-        value, problems = read_word(text, where=f"--{setting.name}")
-        if problems:
-            raise Misfit("; ".join(problem.partition(": ")[2] for problem in problems))
+        try:
+            value = read_word(text)
+        except ValueError as error:
+            raise Misfit(str(error)) from error
         return fit(setting, value)
     return fit(setting, text if setting.type is str else plain_value(text))
 
@@ -130,7 +126,9 @@ def fit(setting: Setting, value: Any) -> Any:  # Any: from YAML; to the type of 
         return "on" if str(value).lower() == "true" else "off"
     if setting.type is bool and str(value).lower() in ("on", "off"):  # as the start summary says it
         return str(value).lower() == "on"
-    number = _as_float(value) if setting.type is float and type(value) is int else value
+    number = value
+    if setting.type is float and type(value) is int:
+        number = float(str(value))  # WHY str: of 400 digits it is infinite, and no OverflowError
     if type(number) is not setting.type:
         kind = _FOUND_WORDS.get(type(value), "")
         is_unquoted = setting.type is str and not setting.choices and type(value) in (int, float)
@@ -170,7 +168,7 @@ def limits(setting: Setting) -> str:
 def range_words(bounds: Bounds, *, found: float = 0) -> str:
     """Say in words which numbers are within the bounds."""
     low = f"above {bounds.low:g}" if bounds.is_low_open else f"{bounds.low:g} or more"
-    if not _is_finite(found):
+    if isinstance(found, float) and not math.isfinite(found):
         return f"{low}, finite"
     # WHY: that a count must fit into 32 bits matters only to someone who exceeded it
     if math.isinf(bounds.high) or (bounds.high >= LARGEST_COUNT and found <= bounds.high):
@@ -182,19 +180,7 @@ def is_within(value: float, bounds: Bounds) -> bool:
     """Say whether value is a finite number between the ends."""
     is_above = value > bounds.low if bounds.is_low_open else value >= bounds.low
     is_below = value < bounds.high if bounds.is_high_open else value <= bounds.high
-    return is_above and is_below and _is_finite(value)
-
-
-def _is_finite(value: float) -> bool:
-    # WHY not isfinite alone: it can't take an integer of 400 digits
-    return isinstance(value, int) or math.isfinite(value)
-
-
-def _as_float(value: int) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
+    return is_above and is_below and value < math.inf
 
 
 def _check(setting: Setting, value: Any, *, given: object) -> None:  # Any: the type of the setting
@@ -206,11 +192,6 @@ def _check(setting: Setting, value: Any, *, given: object) -> None:  # Any: the 
         hint = f"; did you mean {near}?" if near else ""
     elif setting.type is str:
         is_fit = re.fullmatch(setting.facts.shape.pattern, value) is not None
-        if any("\udc80" <= letter <= "\udcff" for letter in value):
-            raise Misfit(
-                f"found {shown(value)}, of bytes that are no text in this locale (LANG, LC_ALL); "
-                "needs one of UTF-8: export LC_ALL=C.UTF-8"
-            )
         if not value.isprintable():
             raise Misfit(f"found {shown(value)}, needs text without control characters")
         if setting.facts.is_place and (problem := url_problem(value)):
@@ -218,18 +199,14 @@ def _check(setting: Setting, value: Any, *, given: object) -> None:  # Any: the 
         if value.startswith("~"):
             raise Misfit(f"found {shown(value)}, needs the whole path: only the shell knows ~")
     elif setting.type is dict:
-        _check_arguments(value)
         is_fit = True
+        for key in value:
+            if not key.isidentifier():
+                # WHY the hint: in YAML {depth:18} is the key "depth:18" without a value
+                hint = "; is a space missing after the colon?" if ":" in key else ""
+                raise Misfit(f"found the key {shown(key)}, needs the name of an argument{hint}")
     else:
         is_fit = setting.facts.bounds is None or is_within(value, setting.facts.bounds)
     if not is_fit:
         found = 0 if isinstance(value, str) else value
         raise Misfit(f"found {shown(given)}, needs {needs(setting, found=found)}{hint}")
-
-
-def _check_arguments(value: Mapping[str, object]) -> None:
-    for key in value:
-        if not key.isidentifier():
-            # WHY the hint: in YAML {depth:18} is the key "depth:18" without a value
-            hint = "; is a space missing after the colon?" if ":" in key else ""
-            raise Misfit(f"found the key {shown(key)}, needs the name of an argument{hint}")

@@ -1,7 +1,4 @@
-"""How messages name a value, and the name that was probably meant.
-
-Does not own: what is wrong (document.py, schema.py, cli.py, rules.py).
-"""
+"""How messages name a value, and the name that was probably meant."""
 
 import os
 import re
@@ -15,12 +12,8 @@ _CONTROLS = re.compile(
     "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u061c\\u200e\\u200f\\u2028-\\u202e\\u2066-\\u2069]"
 )
 # Also behind the word that says what a place holds: text:s3://bucket/*.txt
-_URL = re.compile(
-    r"\s*(?P<before>(\w+:)?)(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL
-)
+_URL = re.compile(r"\s*(\w+:)?(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://")
 _NO_BREAK = "\0"  # stands for a space that stays inside its line
-# Names that a setting had in earlier versions. A saved run is read with them, too (layers.py).
-OLD_NAMES = {"recovery": "step_retry"}
 # What other programs call a setting of ours, where the name is too different to guess it.
 _TOLD_ELSEWHERE = {
     "learning_rate": ("lr",),
@@ -67,14 +60,8 @@ def printable(text: str) -> str:
 
 def url_problem(value: str) -> str:
     """Say what to write instead of a URL where a folder or a file is meant; empty if it is none."""
-    match = _URL.match(value)
-    if match is None:
+    if (match := _URL.match(value)) is None:
         return ""
-    if match["scheme"].lower() == "file":
-        from urllib.parse import unquote  # WHY here: as in nearest()
-
-        path = match["before"] + unquote(match["rest"]).removeprefix("localhost")
-        return f"found {shown(value)}, needs the path alone: {as_word(path)}"
     return (
         f"found {shown(value)}, needs a folder or file of this machine: {match['scheme']}:// can't "
         "be read or written here; copy first what is to be read, write to a folder here and copy "
@@ -112,8 +99,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     import difflib  # WHY here: only a mistake needs it, and --help need not wait for it
 
     known = list(known)
-    meant = OLD_NAMES.get(name.lower()) or OTHER_NAMES.get(name.lower(), "")
-    if meant in known:
+    meant = OTHER_NAMES.get(name.lower())
+    if meant is not None and meant in known:
         return meant
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6)
     return near[0] if near else ""
@@ -131,6 +118,4 @@ def advice(name: str, known: Iterable[str], *, prefix: str = "") -> str:
     if name == "local_rank":
         return "torch.distributed.launch passes it; start with torchrun instead"
     near = nearest(name, known)
-    if near:
-        return f"did you mean {prefix}{near}?"
-    return "--help lists all of them"
+    return f"did you mean {prefix}{near}?" if near else "--help lists all of them"
