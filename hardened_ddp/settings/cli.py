@@ -1,14 +1,9 @@
 """The command line: which command, and which settings with which values.
 
-Owns how words become a command, flags and values. A flag is --name, with dashes or underscores,
-never abbreviated; a switch is --flag, --flag true|false or --no_flag; if a flag is given twice, the
-last one wins, so that a command can be extended by hand.
-
-WHY not argparse: it stops at the first mistake, while we list all of them, those in the file
-included; and it reads -1e-3 as a flag.
-
-Does not own: which commands there are (commands.py); what --help says (manual.py); the other
-sources of values (layers.py).
+A flag is --name, with dashes or underscores, never abbreviated; a switch is --flag, --flag
+true|false or --no_flag; if a flag is given twice, the last one wins, so that a command can be
+extended by hand. WHY not argparse: it stops at the first mistake, while we list all of them, those
+in the file included; and it reads -1e-3 as a flag.
 """
 
 from collections.abc import Mapping, Sequence
@@ -76,7 +71,7 @@ def parse(argv: Sequence[str], *, edited_file: str = "") -> Request:
     if command not in (TRAIN, HELP, *COMMANDS):
         near = nearest(command, (TRAIN, HELP, *COMMANDS))
         known = f"did you mean {near}?" if near else f"known: {', '.join((TRAIN, *COMMANDS))}"
-        raise _command_error([f"{shown(command)}: no such command; {known}"], "")
+        raise _command_error([f"{shown(command)}: no such command; {known}"])
     if command == HELP or any(flag.given in ("-h", "--help") for flag in flags):
         words = [word for flag in flags for word in flag.words] if command == HELP else [command]
         topic = words[0] if words and words[0] in COMMANDS else TRAIN
@@ -117,13 +112,15 @@ def _train_request(flags: Sequence[_Flag], edited_file: str) -> Request:
     for flag in flags:
         name = _setting_name(flag.name)
         try:
-            if flag.given.startswith("--") and flag.name == "config":
+            if not flag.given.startswith("--"):
+                problems.append(_unknown(flag))
+            elif flag.name == "config":
                 if problem := url_problem(file := _only_word(flag)):
                     raise Misfit(problem)
                 files.append(file)
-            elif flag.given.startswith("--") and flag.name == NO_CONFIG and not flag.words:
+            elif flag.name == NO_CONFIG and not flag.words:
                 edited_file = ""
-            elif flag.given.startswith("--") and name:
+            elif name:
                 settings[name] = _read_flag(flag, name)
             else:
                 problems.append(_unknown(flag))
@@ -196,6 +193,8 @@ def _read_options(command: str, flags: Sequence[_Flag]) -> dict[str, str]:
     """Read the options of a command of COMMANDS. Raises ConfigError."""
     options = {option.name: option for option in COMMANDS[command].options}
     by_flag = [option.name for option in options.values() if not option.is_word]
+    by_place = [option.name for option in options.values() if option.is_word]
+    known = f"known: {', '.join(f'--{name}' for name in by_flag)}" if by_flag else "it takes none"
     values: dict[str, str] = {}
     problems: list[str] = []
     words: list[str] = []
@@ -203,9 +202,7 @@ def _read_options(command: str, flags: Sequence[_Flag]) -> dict[str, str]:
         if not flag.given:
             words += flag.words
         elif not flag.given.startswith("--") or flag.name not in by_flag:
-            problems.append(
-                f"{as_word(flag.given)}: no such option of {command}; {_known(by_flag)}"
-            )
+            problems.append(f"{as_word(flag.given)}: no such option of {command}; {known}")
         elif options[flag.name].is_switch:
             values[flag.name] = "true"
             words += flag.words
@@ -214,7 +211,6 @@ def _read_options(command: str, flags: Sequence[_Flag]) -> dict[str, str]:
         else:
             values[flag.name] = flag.words[0]
             words += flag.words[1:]
-    by_place = [option.name for option in options.values() if option.is_word]
     if by_place and options[by_place[-1]].is_repeated and len(words) > len(by_place):
         last = len(by_place) - 1
         words = [*words[:last], "\n".join(words[last:])]
@@ -222,27 +218,20 @@ def _read_options(command: str, flags: Sequence[_Flag]) -> dict[str, str]:
     problems += [f"{shown(word)}: unexpected behind {command}" for word in words[len(by_place) :]]
     for name, option in options.items():
         value = values.setdefault(name, option.default)
+        place = name.upper() if option.is_word else f"--{name}"
         if option.is_word and not value and not option.is_optional:
-            problems.append(f"{name.upper()}: is missing: {option.text}")
-        place = f"--{name}" if not option.is_word else name.upper()
+            problems.append(f"{place}: is missing: {option.text}")
         if option.is_place:
             found = filter(None, map(url_problem, value.split("\n")))
             problems += [f"{place}: {problem}" for problem in found]
         if option.choices and value not in option.choices:
-            problems.append(
-                f"--{name}: found {shown(value)}, needs one of {', '.join(option.choices)}"
-            )
+            needed = ", ".join(option.choices)
+            problems.append(f"{place}: found {shown(value)}, needs one of {needed}")
     if problems:
-        raise _command_error(problems, f" {command}")
+        raise _command_error(problems, command)
     return values
 
 
-def _command_error(problems: Sequence[str], words: str) -> ConfigError:
-    return ConfigError(
-        "\n  ".join(["the command line can't be used", *problems]),
-        fix=own_command(*words.split(), "--help"),
-    )
-
-
-def _known(names: Sequence[str]) -> str:
-    return f"known: {', '.join(f'--{name}' for name in names)}" if names else "it takes none"
+def _command_error(problems: Sequence[str], *command: str) -> ConfigError:
+    told = "\n  ".join(["the command line can't be used", *problems])
+    return ConfigError(told, fix=own_command(*command, "--help"))

@@ -5,7 +5,8 @@ Does not own: reading the command line (cli.py), what a command does.
 """
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
 
 TRAIN = "train"
 HELP = "help"
@@ -48,24 +49,22 @@ class Command:
     """What follows "--" is the command line of another program, and is not read here."""
 
 
-RUN = Option("run", "Run folder or checkpoint folder.", is_word=True, is_place=True)
-OUTPUT_DIR = Option(
-    "output_dir", "Folder that holds the run folders.", default="runs", is_place=True
-)
+_place = partial(Option, is_place=True)  # a folder or a file, by a flag
+_word = partial(Option, is_word=True, is_place=True)  # one without a flag
+RUN = _word("run", "Run folder or checkpoint folder.")
+OUTPUT_DIR = _place("output_dir", "Folder that holds the run folders.", default="runs")
 
 COMMANDS: Mapping[str, Command] = {
     "doctor": Command("Check this machine: Python, torch, GPUs, network, disk, memory."),
     "explain": Command(
         "Explain the log of any DDP job: which rank failed, why, and how to fix it.",
         (
-            Option(
+            _word(
                 "log",
                 "Log files, .gz, folders of logs, run folders, newest for the newest run in runs, "
                 "or - for standard input.",
-                is_word=True,
                 is_optional=True,
                 is_repeated=True,
-                is_place=True,
             ),
             Option("cause", "Code of a cause of docs/CAUSES.md: print it in full."),
             Option("json", "Write JSON instead of text.", is_switch=True),
@@ -74,12 +73,10 @@ COMMANDS: Mapping[str, Command] = {
     "watch": Command(
         "Watch a run: every rank, what it does and how fast, the loss, and faults so far.",
         (
-            Option(
+            _word(
                 "run",
                 "Run folder, or its name in output_dir. Default: the newest run.",
-                is_word=True,
                 is_optional=True,
-                is_place=True,
             ),
             OUTPUT_DIR,
             Option("every", "Seconds between two updates.", default="1"),
@@ -89,34 +86,26 @@ COMMANDS: Mapping[str, Command] = {
     "report": Command(
         "Write one HTML file of a run, or of several side by side: curves, faults, times.",
         (
-            Option(
-                "run",
-                "Run folders, or their names in output_dir.",
-                is_word=True,
-                is_repeated=True,
-                is_place=True,
-            ),
+            _word("run", "Run folders, or their names in output_dir.", is_repeated=True),
             OUTPUT_DIR,
-            Option(
+            _place(
                 "output",
                 "File to write. Default: report.html in the run folder; of several runs, in "
                 "output_dir.",
-                is_place=True,
             ),
         ),
     ),
     "verify-ledger": Command(
         "Prove from a run's ledger that each epoch took every sample exactly once.",
-        (replace(RUN, text="Run folder, or its name in runs."),),
+        (_word("run", "Run folder, or its name in runs."),),
     ),
     "evaluate": Command(
         "Evaluate a trained model on its whole test set; under torchrun the ranks share it.",
         (
             RUN,
-            Option(
+            _place(
                 "output",
                 "JSON file to write. Default: a file in the run folder, named after the step.",
-                is_place=True,
             ),
         ),
         takes_settings=True,
@@ -131,7 +120,7 @@ COMMANDS: Mapping[str, Command] = {
                 "Seconds without progress on any rank after which the program counts as hung.",
                 default="20",
             ),
-            Option("source", "Python file to read instead; nothing is run.", is_place=True),
+            _place("source", "Python file to read instead; nothing is run."),
             Option("json", "Print the report as JSON.", is_switch=True),
         ),
         takes_program=True,
@@ -146,7 +135,7 @@ COMMANDS: Mapping[str, Command] = {
                 is_optional=True,
             ),
             Option("ranks", "Number of training processes.", default="2"),
-            Option("table", "File to write the verdicts to, as a Markdown table.", is_place=True),
+            _place("table", "File to write the verdicts to, as a Markdown table."),
         ),
         takes_settings=True,
     ),
@@ -161,10 +150,9 @@ COMMANDS: Mapping[str, Command] = {
                 default="safetensors",
                 choices=("safetensors", "huggingface", "torch_export", "onnx"),
             ),
-            Option(
+            _place(
                 "output",
                 "New folder to write to. Default: exports/ and the run's name (and format).",
-                is_place=True,
             ),
         ),
     ),

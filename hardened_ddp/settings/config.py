@@ -2,9 +2,6 @@
 
 Each section is a frozen dataclass; the other layers receive the section that they need. Names are
 flat and unique over all sections: `batch_size` is a line of a YAML file and `--batch_size` a flag.
-
-Does not own: how a setting is declared (declare.py), reading values (cli.py, layers.py), rules that
-tie two settings (rules.py).
 Read next: schema.py, which reads these dataclasses as a table.
 """
 
@@ -124,9 +121,7 @@ class DataConfig:
         "data", "Folder of the datasets, on each node.", may_differ=True, is_place=True
     )
     download: bool = setting(
-        True,
-        "Download a missing dataset, once per node. false: a missing dataset is an error.",
-        may_differ=True,
+        True, "Download a missing dataset, once per node. false: it is an error.", may_differ=True
     )
     batch_size: int | None = setting(
         32,
@@ -250,9 +245,7 @@ class ModelConfig:
         "samples. GPU only. Costs one collective per layer.",
     )
     gradient_checkpointing: bool = setting(
-        False,
-        "Recompute activations in backward instead of keeping them: less memory, about a third "
-        "more time.",
+        False, "Recompute activations in backward: less memory, about a third more time."
     )
     channels_last: bool | None = setting(
         None,
@@ -309,9 +302,7 @@ class DdpConfig:
         "If the promise is broken, gradients are wrong.",
     )
     gradient_as_bucket_view: bool = setting(
-        True,
-        "Make gradients views into DDP's buckets. Saves a copy, and as much memory as the "
-        "gradients take.",
+        True, "Make gradients views into DDP's buckets. Saves a copy, and the gradients' memory."
     )
     bucket_cap_mb: float = setting(
         25.0,
@@ -380,9 +371,7 @@ class OptimizerConfig:
         0, "Steps in which the learning rate rises linearly to its peak.", bounds=COUNT_OR_ZERO
     )
     accumulation_steps: int = setting(
-        1,
-        "Micro-batches per optimizer step: a larger global batch in the same memory.",
-        bounds=COUNT,
+        1, "Micro-batches per optimizer step: a larger batch in the same memory.", bounds=COUNT
     )
     clip_grad_norm: float = setting(
         0.0, "Clip gradients to this norm. 0: no clipping.", bounds=NOT_NEGATIVE
@@ -414,9 +403,7 @@ class LoopConfig:
         3, "With stop_when: so many evaluations in a row without a better value.", bounds=COUNT
     )
     log_interval: int = setting(
-        50,
-        "Steps between progress reports. Each report waits for the GPU once.",
-        bounds=COUNT,
+        50, "Steps between progress reports. Each report waits for the GPU once.", bounds=COUNT
     )
     time_limit: str = setting(
         "",
@@ -452,8 +439,7 @@ class LoopConfig:
         "error, with smaller micro-batches. off: the first exception ends the run.",
     )
     continue_on_error: bool = setting(
-        False,
-        "Leave out a bad sample, count it and name it, instead of stopping the run.",
+        False, "Leave out a bad sample, count it and name it, instead of stopping the run."
     )
     max_errors: int = setting(
         100, "With continue_on_error: stop if more samples than this were left out.", bounds=COUNT
@@ -495,9 +481,7 @@ class RunConfig:
         0, "Write a checkpoint every this many epochs too. 0: no.", bounds=COUNT_OR_ZERO
     )
     keep_last: int = setting(
-        3,
-        "Number of checkpoints to keep, besides the best one. Older ones are removed.",
-        bounds=COUNT,
+        3, "Checkpoints to keep, besides the best one. Older ones are removed.", bounds=COUNT
     )
     resume: str = setting(
         "auto",
@@ -507,9 +491,7 @@ class RunConfig:
         is_place=True,
     )
     tensorboard: bool = setting(
-        True,
-        "Write curves for TensorBoard into the run folder, if tracker names it.",
-        may_differ=True,
+        True, "Write curves for TensorBoard to the run folder if tracker names it.", may_differ=True
     )
     tracker: str = setting(
         "tensorboard",
@@ -529,8 +511,7 @@ class RunConfig:
         "epoch used every sample exactly once.",
     )
     profile: bool = setting(
-        False,
-        "Record a few steps with torch.profiler into the run folder. Those steps are slower.",
+        False, "Record a few steps with torch.profiler to the run folder. Those steps are slower."
     )
 
 

@@ -1,11 +1,7 @@
 """How a setting is declared: its default, its text, and the values that it takes.
 
-The dataclasses of the sections are in config.py.
 The text beside a setting is its only documentation: --help and config.yaml show it.
 WHY not a docstring under the field: Python throws those away, so there would be a second copy.
-
-Owns the bounds and shapes that several settings have; those of one setting are in config.py.
-Does not own: checking a value against them (schema.py).
 """
 
 from copy import copy

@@ -1,10 +1,6 @@
-"""The earlier run that a new one continues: its folder, and the settings saved in it.
+"""Run folders on the disk, without torch: which one --resume, watch, report and explain mean.
 
-Owns: what --resume newest and --resume PATH mean on the disk, what watch, report and explain take
-for a run, and the names of the folders that hold checkpoints: they are read here first, and torch
-is not loaded yet.
 Does not own: which checkpoint is used, and whether it is valid (checkpoint/).
-What goes wrong here: a path that does not exist, or that is no run folder.
 """
 
 import contextlib
@@ -51,15 +47,12 @@ def find_run(*, resume: str, run_name: str, output_dir: str) -> Path | None:
             return folder if run_name and (folder / SAVED_SETTINGS).is_file() else None
         case "newest":
             newest = newest_run(Path(output_dir))
-            if newest is None:
-                raise NoSuchRun(
-                    f"there is no run with a checkpoint in {output_dir}; auto starts a new run"
-                )
-            if not _is_run(newest):
-                raise NoSuchRun(
-                    f"the newest run, {newest}, has no {SAVED_SETTINGS}; give another one"
-                )
-            return newest
+            why = f"there is no run with a checkpoint in {output_dir}; auto starts a new run"
+            if newest is not None and not _is_run(newest):
+                why = f"the newest run, {newest}, has no {SAVED_SETTINGS}; give another one"
+            elif newest is not None:
+                return newest
+            raise NoSuchRun(why)
     return _run_at(Path(resume), Path(output_dir))
 
 
@@ -86,16 +79,16 @@ def find_folder(name: str, output_dir: Path) -> Path:
             return place
     found = sorted(path for path in output_dir.glob("*") if not path.is_symlink())
     runs = [path for path in found if _has_part_of_run(path)]
-    if not name and runs:
-        return max(runs, key=changed_at)
+    if not name:
+        if runs:
+            return max(runs, key=changed_at)
+        fix = "name its folder, or the folder of all runs with --output_dir"
+        raise RunFolderError(f"there is no run in {output_dir}", fix=fix)
     fix = f"choose a run of {output_dir}: {', '.join(run.name for run in runs[-5:])}"
     if not runs:
         fix = f"{output_dir} has no run yet; start one: {own_command()}"
     there = next((place for place in places if os.path.exists(place)), None)
-    if not name:
-        why = f"there is no run in {output_dir}"
-        fix = "name its folder, or the folder of all runs with --output_dir"
-    elif there is None:
+    if there is None:
         why = f"there is no run {name}: neither the folder {name} nor {output_dir / name} exists"
     elif there.is_dir():
         why = f"{there} is not a run folder: no {CHECKPOINTS_NAME}, no {STATUS_FOLDER}, no logs"

@@ -1,11 +1,8 @@
 """Settings written down: beside a run, and in config.yaml.
 
-Owns the YAML that we write. It reads back to the same values with document.py, and with any other
-YAML reader: words that YAML 1.1 takes for truth values are quoted.
-
-Does not own: where the text is saved (training/run_folder.py).
-config.yaml at the top is template(). A test keeps it so; after a change of a setting write it with
-  python -m tests.documents
+The YAML reads back to the same values with document.py, and with any other YAML reader: words that
+YAML 1.1 takes for truth values are quoted. config.yaml at the top is template(); after a change of
+a setting write it anew: python -m tests.documents
 """
 
 import json
@@ -21,7 +18,6 @@ from hardened_ddp.settings.wording import unbroken, wrapped
 
 WIDTH = 100
 _SOURCE_COLUMN = 40
-_MOST_LINES = 1000  # a damaged file may have any number
 _PLAIN_WORD = re.compile(r"[A-Za-z_./][A-Za-z0-9_./-]*")
 _YAML_1_1_BOOLS = frozenset({"y", "n", "yes", "no", "on", "off"})
 _TEMPLATE_HEAD = """\
@@ -61,7 +57,7 @@ def dump(config: Config, sources: Mapping[str, str]) -> str:
 def read_back(text: str) -> tuple[tuple[str, str, str], ...]:
     """Read what dump wrote: of each setting its name, its value as YAML, and where it came from."""
     found = []
-    for line in text.splitlines()[:_MOST_LINES]:
+    for line in text.splitlines():
         name, has_colon, rest = line.partition(":")
         if has_colon and name.isidentifier():
             value, _, source = rest.rpartition("  # ") if "  # " in rest else (rest, "", "")
@@ -84,11 +80,9 @@ def template() -> str:
 def agreed_settings(config: Config) -> dict[str, str]:
     """Give the settings, as text, that all ranks must agree on.
 
-    Left out is what has may_differ: it may differ between nodes and changes neither what a run
-    computes nor when its ranks meet. These are paths (data_dir, output_dir), how batches are loaded
-    (num_workers, pin_memory, download, ...) and what is shown (tensorboard, progress). All other
-    settings are in, also those that change no weight: a rank with another checkpoint_every_steps or
-    eval_every would wait for ranks that never come.
+    Left out is what has may_differ: it changes neither what a run computes nor when its ranks meet,
+    such as data_dir and num_workers. All others are in, also those that change no weight: a rank
+    with another eval_every would wait for ranks that never come.
     """
     values = flatten(config)
     return {
@@ -106,27 +100,21 @@ def yaml_word(value: object) -> str:
 def _flow(value: object) -> str:
     """Write any value that document.py reads, in flow style."""
     match value:
-        case None:
-            return "null"
-        case bool():
-            return str(value).lower()
+        case str():
+            return _text(value)
         case float():
             return _number(value)
-        case int():
-            return str(value)
         case list():
             return "[" + ", ".join(_flow(item) for item in value) + "]"
         case Mapping():
             pairs = (f"{_flow(key)}: {_flow(item)}" for key, item in value.items())
             return "{" + ", ".join(pairs) + "}"
-    return _text(str(value))
+    return json.dumps(value)  # null, true, 3
 
 
 def _number(value: float) -> str:
-    if math.isnan(value):
-        return ".nan"
-    if math.isinf(value):
-        return ".inf" if value > 0 else "-.inf"
+    if not math.isfinite(value):
+        return {math.inf: ".inf", -math.inf: "-.inf"}.get(value, ".nan")
     mantissa, has_exponent, exponent = repr(value).partition("e")
     # WHY the point: YAML 1.1 reads 1e-05 as text
     if has_exponent and "." not in mantissa:
@@ -135,19 +123,12 @@ def _number(value: float) -> str:
 
 
 def _text(value: str) -> str:
-    is_plain = (
-        _PLAIN_WORD.fullmatch(value)
-        and isinstance(plain_value(value), str)
-        and value.lower() not in _YAML_1_1_BOOLS
-    )
-    if is_plain:
+    is_text = isinstance(plain_value(value), str) and value.lower() not in _YAML_1_1_BOOLS
+    if is_text and _PLAIN_WORD.fullmatch(value):
         return value
     quoted = json.dumps(value, ensure_ascii=False)
-    return "".join(char if char.isprintable() else _escaped(char) for char in quoted)
-
-
-def _escaped(char: str) -> str:
-    return f"\\u{ord(char):04x}" if ord(char) < 0x10000 else f"\\U{ord(char):08x}"
+    # WHY not by json: it writes a letter above U+FFFF as two
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in quoted)
 
 
 def names_of(section: str) -> list[str]:

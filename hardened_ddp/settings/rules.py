@@ -1,9 +1,6 @@
-"""Rules that tie settings to each other and to the number of ranks.
+"""Rules that tie settings to each other and to the number of ranks; schema.py checks one setting.
 
-Owns every check across settings; schema.py owns those of one setting.
-What goes wrong here: two settings, each valid by itself, contradict each other. They may come from
-two places, so the message says where each one came from.
-
+Two settings that contradict each other may come from two places: the message says from which.
 Does not own: what depends on the machine (GPUs, memory) or on the disk.
 """
 
@@ -20,8 +17,7 @@ COMMAND_LINE = "command line"
 DEFAULT = "default"
 LEAVE_OUT = "leave one of them out"
 
-Contradiction = tuple[tuple[str, ...], str]
-"""The settings that a broken rule ties, and why they can't run so."""
+Contradiction = tuple[tuple[str, ...], str]  # the settings that a broken rule ties, and why
 
 
 def contradictions(config: Config, world_size: int) -> Iterator[Contradiction]:
@@ -94,8 +90,7 @@ def broken_rules(
     for names, why in contradictions(config, world_size):
         if not any(name in apart_from for name in names):
             found = " with ".join(
-                f"{place(name, sources.get(name, COMMAND_LINE))} {_word(values[name])}"
-                for name in names
+                f"{place(name, sources[name])} {_word(values[name])}" for name in names
             )
             ranks = f" with {world_size} ranks" if len(names) == 1 < world_size else ""
             problems.append(f"{found}{ranks}: {why}")
@@ -108,10 +103,7 @@ def place(name: str, source: str) -> str:
 
 
 def problems_error(problems: Sequence[str], *, edited_file: str = "") -> ConfigError:
-    """Make the one error that lists all problems.
-
-    edited_file: config.yaml beside the script, if it sets anything.
-    """
+    """Make the one error; edited_file: config.yaml beside the script, if it sets anything."""
     count = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
     return ConfigError(
         "\n  ".join([f"{count} in the settings; nothing has been started", *problems]),

@@ -1,11 +1,9 @@
 """The commands that messages print: each works when it is pasted where the user stands.
 
-Owns how a program, a path and an argument are typed there, StartCommand, and what to type if a
-package that every run needs is missing.
+That may be outside of the project's folder, in a shell where the environment of setup.sh is not
+active, and a path may have a space.
 Does not own: which launcher started the ranks, and how (ranks/start_command.py); packages that only
 some commands need (data/foreign_code.py).
-What goes wrong here: the user is not in the project's folder, the environment of setup.sh is not
-active in the shell, a path has a space.
 """
 
 import os
@@ -74,13 +72,13 @@ def missing_package(error: ModuleNotFoundError) -> MissingPackageError | None:
     """Return the error to report, or None if the missing package is another one."""
     if error.name not in NEEDED:
         return None
-    activate = shell_command("source", ROOT / ".venv" / "bin" / "activate")
-    fix = f"after this the same command again: {activate}"
-    if not (ROOT / ".venv" / "bin" / "activate").is_file():
-        fix = f"after this the same command again: {shell_command(ROOT / 'setup.sh')} && {activate}"
+    script = ROOT / ".venv" / "bin" / "activate"
+    command = shell_command("source", script)
+    if not script.is_file():
+        command = f"{shell_command(ROOT / 'setup.sh')} && {command}"
     return MissingPackageError(
         f"{sys.executable} has no package {error.name}, without which nothing can be trained",
-        fix=fix,
+        fix=f"after this the same command again: {command}",
     )
 
 
@@ -125,12 +123,9 @@ def _found(word: str) -> str | Path:
         return word
     name = os.path.basename(word)
     for known in ("python", name) if name.startswith("python") else (name,):
-        found = shutil.which(known)
+        found = shutil.which(known) or ""
         # WHY the folder too: the Python of two environments may be links to the same file.
-        if found and os.path.dirname(found) == os.path.dirname(word) and _is_same(found, word):
+        is_beside = os.path.dirname(found) == os.path.dirname(word)
+        if is_beside and os.path.realpath(found) == os.path.realpath(word):
             return known
     return Path(word)
-
-
-def _is_same(found: str, word: str) -> bool:
-    return os.path.realpath(found) == os.path.realpath(word)
