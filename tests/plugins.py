@@ -26,22 +26,6 @@ from hardened_ddp.guard.neighbours import Neighbour
 from hardened_ddp.model.zoo import BUILT_IN
 
 
-class Writing(Dataset[tuple[torch.Tensor, int]]):
-    """Points of which none can be read, for a reason that writes to the terminal."""
-
-    num_classes = 2
-
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        raise ValueError("\x1b]0;owned\x07 it can't be read")
-
-
-def points_that_write(train: bool) -> Writing:
-    return Writing()
-
-
 class Points(Dataset[tuple[torch.Tensor, int]]):
     """size points in a plane, of 2 classes; those listed in broken can't be read."""
 

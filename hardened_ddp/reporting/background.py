@@ -1,10 +1,7 @@
 """One thread that writes, so that training never waits for a disk.
 
-Owns the thread and its queue. The queue is bounded: while a disk hangs, further jobs are counted
-and dropped. The thread is a daemon: it can't keep the program from ending.
-
-What goes wrong here: the program ends without close(). Then the reports of the last second are
-lost, and nothing else.
+The queue is bounded: while a disk hangs, further jobs are counted and dropped. The thread is a
+daemon: it can't keep the program from ending. Without close() the last second's reports are lost.
 """
 
 import logging
@@ -55,22 +52,18 @@ class ReportWriter:
             self._jobs.put(last)
         self._jobs.put(None)
         self._thread.join(timeout_s)
-        is_done = not self._thread.is_alive()
-        if is_done:
-            self._thread = None
-        return is_done
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         due: float | None = None  # when to flush; None: all is written
         last_flush = float("-inf")
         while True:
-            if due is not None and monotonic() >= due:
-                is_written = self._do(self._flush)
-                last_flush = monotonic()
-                due = None if is_written else last_flush + _RETRY_AFTER_S
             try:
                 job = self._jobs.get(timeout=None if due is None else max(0.0, due - monotonic()))
             except queue.Empty:
+                is_written = self._do(self._flush)
+                last_flush = monotonic()
+                due = None if is_written else last_flush + _RETRY_AFTER_S
                 continue
             if job is None:
                 self._do(self._flush)

@@ -1,15 +1,10 @@
 """The wall time of a run by phase, over all its attempts.
 
-Owns attempts.jsonl in the run folder, and the account computed from it. Rank 0 writes a line every
-few seconds: seconds of each phase since its attempt began, and the step. The first one is written
-when the folder is open: an attempt that dies in its start-up is counted too. The last line of each
-attempt counts, so a killed attempt is counted up to a few seconds before its end. The time between
-that line and the next attempt's start is down time, unless the run had ended as it should and
-somebody started it again; steps that an attempt did and a later one repeated are lost time.
-
-Goodput is the share of the wall time that went into steps that count (the word is from Google's
-ML Goodput, 2024; here waiting for data and evaluation are not part of it).
-Does not own: the split of a step into forward and backward (step_clock.py).
+Rank 0 writes a line of attempts.jsonl every few seconds: seconds of each phase since its attempt
+began, and the step. The last line of each attempt counts. The time between that line and the next
+attempt's start is down time, unless the run had ended as it should and somebody started it again;
+steps that an attempt did and a later one repeated are lost time. Goodput is the share of the wall
+time that went into steps that count: waiting for data and evaluation are not part of it.
 """
 
 import json
@@ -49,12 +44,11 @@ class Goodput:
         self._path = folder / NAME
         self._tracker = tracker
         self._launch = launch
-        self._is_main = launch.is_main
         self._earlier = read_attempts(folder) if launch.is_main else []
-        self._began_at = began_at = launch.started_at
+        self._began_at = launch.started_at
         self._ended = ""
         self._first_step = self._step = step
-        self._start_up_s = max(0.0, time.time() - began_at)
+        self._start_up_s = max(0.0, time.time() - launch.started_at)
         self._before_s = tracker.wall_s()
         self._written_at = time.perf_counter()
 
@@ -65,7 +59,7 @@ class Goodput:
         """
         self._step, self._ended = step, ended
         now = time.perf_counter()
-        if not self._is_main or (now - self._written_at < WRITE_EVERY_S and not is_last):
+        if not self._launch.is_main or (now - self._written_at < WRITE_EVERY_S and not is_last):
             return
         self._written_at = now
         try:

@@ -1,11 +1,7 @@
 """Logging: one console, one file per rank, and neither ever stops training.
 
-Owns the handlers of the program. A line that can't be written (disk full, terminal closed) is
-counted and dropped, and the count is logged when writing works again. WHY: a run of days must not
-die because somebody closed its terminal.
-
-Does not own: the writing itself (sinks.py), the progress bar that log lines must not break
-(progress.py passes it to write_within).
+A line that can't be written (disk full, terminal closed) is counted and dropped, and the count is
+logged when writing works again: a run of days must not die because somebody closed its terminal.
 """
 
 import contextlib
@@ -29,15 +25,13 @@ ON_EVERY_RANK = {"on_every_rank": True}
 _ROOT = logging.getLogger()
 _OURS = logging.getLogger("hardened_ddp")
 _MAX_EARLY_LINES = 2_000
-_KEEP_BYTES = 256 * 1024
-"""How much of a rank's log is kept in memory while its disk is full."""
+_KEEP_BYTES = 256 * 1024  # of a rank's log, in memory, while its disk is full
 
 
 def start_logging(*, rank: int, world_size: int, debug: bool) -> None:
-    """Log to stderr: INFO on rank 0, warnings on the other ranks; with debug everything.
+    """Log to stderr: INFO on rank 0, warnings of its own on another rank; with debug everything.
 
-    Of the other ranks' warnings not those that rank 0 has too. Their files have every line.
-    From here on lines are also kept for the file of add_log_file. Calls stop_logging first.
+    The file of add_log_file has every line, also those from here to its opening.
     """
     stop_logging()
     tag = f"[rank {rank}] " if world_size > 1 else ""
@@ -98,8 +92,7 @@ class ConsoleHandler(logging.Handler):
         line = _format(self._loud if is_loud else self._plain, record)
         if record.name == "py.warnings":  # its second line quotes the source: only the file gets it
             line = line.partition("\n")[0]
-        num_lost = self.sink.num_lost
-        if num_lost:
+        if num_lost := self.sink.num_lost:
             line = f"{_notice(num_lost, self.sink.error)}\n{line}"
         # WHY the pid: a forked worker must not wait for the bar's lock, which its parent may hold.
         is_fork = os.getpid() != self._pid

@@ -1,11 +1,8 @@
 """Metrics on disk: metrics.jsonl and TensorBoard. A write that fails never stops training.
 
-Owns the list of files and the warnings when one can't be written. After a restart from an earlier
-step both contain some steps twice: TensorBoard is told to discard the first, and a reader of
-metrics.jsonl takes the last line of a step.
-
-Does not own: the formats (event_file.py), the thread (background.py), the disk
-(sinks.py).
+After a restart from an earlier step both contain some steps twice: TensorBoard is told to discard
+the first, and a reader of metrics.jsonl takes the last line of a step.
+Does not own: the formats (event_file.py), the thread (background.py), the disk (sinks.py).
 """
 
 import json
@@ -25,9 +22,7 @@ from hardened_ddp.reporting.trackers import TrackerThread
 
 log = logging.getLogger(__name__)
 
-_KEEP_BYTES = 1024 * 1024
-"""How much of each file is kept in memory while the disk is full."""
-
+_KEEP_BYTES = 1024 * 1024  # of each file, in memory, while the disk is full
 _CLOSE_LIMIT_S = 10.0
 
 

@@ -1,16 +1,12 @@
 """What shows whoever waits that a run goes on: signs of life while it starts, then a progress bar.
 
-Between the command and the first step lie the import of torch, the other ranks, a download, the
-trials, the loader's workers and perhaps a compiler: a thread names the part that takes long. The
-bar is one, on rank 0, and only in a terminal; log lines appear above it, and carry the same
-information where there is none. A terminal that is closed ends the bar, not the run.
-
-Does not own: the parts of the start, which the tracker is told (ranks/tracker.py).
+While a run starts, a thread names the part that takes long, as the tracker is told. The bar is one,
+on rank 0, and only in a terminal; log lines appear above it, and carry the same information where
+there is none. A terminal that is closed ends the bar, not the run.
 """
 
 import logging
 import math
-import os
 import sys
 import threading
 from contextlib import AbstractContextManager, nullcontext
@@ -35,7 +31,6 @@ _REDRAW_S = 0.2
 _REDRAW_IN_FILE_S = 10.0
 """If the bar is enabled without a terminal, each drawing is a line in a file."""
 
-_COLUMNS_IF_UNKNOWN = 80
 _OPEN_LAYOUT = "{desc}step {n_fmt} [{elapsed}]"  # while the number of all steps is not known
 _LAYOUT = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]"
 
@@ -78,11 +73,7 @@ class ProgressBar:
     """Shows how far a run is. Costs one clock read per step, and nothing when it is off."""
 
     def __init__(
-        self,
-        *,
-        total_steps: int | None,
-        initial_step: int,
-        enabled: bool | None = None,
+        self, *, total_steps: int | None, initial_step: int, enabled: bool | None = None
     ) -> None:
         """total_steps None: not known yet. enabled None: on if stderr is a terminal."""
         self._bar: tqdm[Any] | None = None  # Any: it iterates over nothing
@@ -130,13 +121,6 @@ class ProgressBar:
         if self._bar is not None and self._bar.total != total_steps:
             self._bar.total, self._bar.bar_format = total_steps, _LAYOUT
 
-    def clear(self) -> None:
-        """Clear the bar; the next update draws it again. Log lines don't need this call."""
-        if self._bar is not None:
-            self._bar.clear()
-            self._next_draw = 0.0
-            self._end_if_gone()
-
     def close(self) -> None:
         """End the bar. Safe to call twice."""
         if self._bar is not None:
@@ -165,23 +149,13 @@ def _open_bar(sink: TextSink, *, total: int | None, initial: int) -> "tqdm[Any]"
     tqdm.monitor_interval = 0  # WHY: its monitor thread would outlive the run
     # WHY our own lock: tqdm's also locks between processes, which costs a semaphore.
     tqdm.set_lock(threading.RLock())
-    is_sized = _has_size(sink)
     return tqdm(
         total=total,
         initial=initial,
         file=sink,
         bar_format=_LAYOUT if total is not None else _OPEN_LAYOUT,
         ascii=True,
-        dynamic_ncols=is_sized,
-        ncols=None if is_sized else _COLUMNS_IF_UNKNOWN,
+        dynamic_ncols=True,
         mininterval=0,
         leave=False,
     )
-
-
-def _has_size(sink: TextSink) -> bool:
-    """Return whether the terminal reports its width. WHY: with 0 columns tqdm draws nothing."""
-    try:
-        return os.get_terminal_size(sink.fileno()).columns > 0
-    except OSError:
-        return False

@@ -1,7 +1,6 @@
 """The format of RUN/status/rank-N.json: what a rank does. No torch: watch answers at once.
 
-Owns RankStatus, its reading, and when a rank counts as silent. Does not own: writing it every few
-seconds (status_writer.py).
+Does not own: writing it every few seconds (status_writer.py).
 """
 
 import contextlib

@@ -1,8 +1,7 @@
 """Memory use of this process, the machine or its container, the GPU and /dev/shm.
 
-Owns the figures and the warning before memory runs out. Reads /proc directly if there is one: that
-is faster than psutil, and psutil is not loaded. Nor is torch: the doctor asks for a container's
-memory without it.
+Owns the figures and the warning before memory runs out. Reads /proc itself, without psutil, and
+loads no torch: the doctor asks for a container's memory without it.
 """
 
 import logging
@@ -22,6 +21,12 @@ _SHM_LIMIT_PERCENT = 90.0
 _PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
 _MOST_BYTES = 16384
 _SHARED_MEMORY = "/dev/shm"
+# The files of the limit, what is in use, and the statistics; the file cache in the last one.
+_CGROUP_V2 = ("memory.max", "memory.current", "memory.stat", "inactive_file")
+_CGROUP_V1 = (
+    *("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+    "total_inactive_file",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,45 +52,30 @@ class ResourceMonitor:
     def __init__(self, device: "torch.device", *, source: MemorySource | None = None) -> None:
         self._device = device
         self._source = source or MemorySource()
-        self._has_proc = self._source.process.exists()
-        self._is_limited = True  # until the first read: most machines set no limit
-        self._first_rss: float | None = None
         self._warned: set[str] = set()
 
     def sample(self) -> dict[str, float]:
-        """Return the figures by name, memory/... in MiB or percent; unavailable ones are left out.
-
-        memory/rss_growth_mib is the growth of this process since the first sample.
-        """
+        """Return memory/... in MiB or percent; unavailable figures are left out."""
         found: dict[str, float] = {}
         for read in (self._read_memory, self._read_container, self._read_shm, self._read_gpu):
             try:
                 read(found)
-            except (OSError, ValueError, LookupError, ImportError, RuntimeError) as error:
+            except (OSError, ValueError, LookupError, RuntimeError) as error:
                 self._say_once(f"{read.__name__}: {error}", logging.DEBUG)
         return found
 
     def _read_memory(self, found: dict[str, float]) -> None:
-        if self._has_proc:
-            rss = int(_read(self._source.process).split()[1]) * _PAGE_SIZE / _MIB
-            system = read_used_percent(self._source.system)
-        else:
-            # WHY here: only needed without /proc, so not on Linux.
-            import psutil
-
-            rss = psutil.Process().memory_info().rss / _MIB
-            system = psutil.virtual_memory().percent
-        self._first_rss = rss if self._first_rss is None else self._first_rss
-        found["memory/rss_mib"] = rss
-        found["memory/rss_growth_mib"] = rss - self._first_rss
-        found["memory/system_used_percent"] = system
-        self._warn_above("system memory", system, _SYSTEM_LIMIT_PERCENT)
+        found["memory/rss_mib"] = _rss_mib(self._source.process)
+        words = _read(self._source.system).split()
+        total = int(words[words.index(b"MemTotal:") + 1])
+        percent = 100 - 100 * int(words[words.index(b"MemAvailable:") + 1]) / total
+        found["memory/system_used_percent"] = percent
+        self._warn_above("system memory", percent, _SYSTEM_LIMIT_PERCENT)
 
     def _read_container(self, found: dict[str, float]) -> None:
-        limit = read_container_memory(self._source.cgroup) if self._is_limited else None
-        self._is_limited = limit is not None
-        if limit is not None:
-            percent = 100 * limit.used_bytes / limit.limit_bytes
+        memory = read_container_memory(self._source.cgroup)
+        if memory is not None:
+            percent = 100 * memory.used_bytes / memory.limit_bytes
             found["memory/container_used_percent"] = percent
             self._warn_above("this container's memory", percent, _SYSTEM_LIMIT_PERCENT)
 
@@ -121,30 +111,14 @@ class ResourceMonitor:
 def read_rss_mib() -> float:
     """Read the memory of this process; 0 where there is no /proc. Any thread."""
     try:
-        return int(_read(Path("/proc/self/statm")).split()[1]) * _PAGE_SIZE / _MIB
+        return _rss_mib(MemorySource().process)
     except OSError:
         return 0.0
 
 
-def read_used_percent(meminfo: Path) -> float:
-    """Read how much of the machine's memory is in use, in percent."""
-    words = _read(meminfo).split()
-    total = int(words[words.index(b"MemTotal:") + 1])
-    available = int(words[words.index(b"MemAvailable:") + 1])
-    return 100 * (total - available) / total
-
-
 def read_container_memory(cgroup: Path) -> ContainerMemory | None:
     """Read the limit of this process's container (cgroup v2 or v1); None without a limit."""
-    for limit_name, used_name, stat_name, cache_name in (
-        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-        (
-            "memory/memory.limit_in_bytes",
-            "memory/memory.usage_in_bytes",
-            "memory/memory.stat",
-            "total_inactive_file",
-        ),
-    ):
+    for limit_name, used_name, stat_name, cache_name in (_CGROUP_V2, _CGROUP_V1):
         try:
             limit = (cgroup / limit_name).read_text("ascii").strip()
         except OSError:
@@ -157,6 +131,10 @@ def read_container_memory(cgroup: Path) -> ContainerMemory | None:
         used = int((cgroup / used_name).read_text("ascii"))
         return ContainerMemory(limit_bytes=int(limit), used_bytes=max(0, used - cache))
     return None
+
+
+def _rss_mib(statm: Path) -> float:
+    return int(_read(statm).split()[1]) * _PAGE_SIZE / _MIB
 
 
 def _read(path: Path) -> bytes:

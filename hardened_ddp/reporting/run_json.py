@@ -1,7 +1,6 @@
 """The JSON files of a run folder, which may be half written, cut off, or not readable at all.
 
-Owns listing and reading them without ever raising: what can't be read is named in problems, and
-left out.
+Nothing here raises: what can't be read is named in problems, and left out.
 """
 
 import json
@@ -80,19 +79,18 @@ def read_text(path: Path, problems: list[str], *, most_bytes: int = _MOST_BYTES)
         return ""
 
 
-def files_in(folder: Path, problems: list[str] | None = None) -> list[Path]:
+def files_in(folder: Path, problems: list[str]) -> list[Path]:
     """List what is in a folder; what can't be read is named in problems."""
     try:
         return sorted(folder.iterdir())
     except FileNotFoundError:
         return []
     except OSError as error:
-        if problems is not None:
-            problems.append(f"{folder.name}: can't be read: {error.strerror}")
+        problems.append(f"{folder.name}: can't be read: {error.strerror}")
         return []
 
 
-def folders_in(folder: Path, problems: list[str] | None = None) -> list[Path]:
+def folders_in(folder: Path, problems: list[str]) -> list[Path]:
     """List the folders in a folder, without links to some."""
     found = files_in(folder, problems)
     # WHY not Path.is_dir: it raises where a folder may not be read

@@ -3,9 +3,6 @@
 A thread writes RUN/status/rank-N.json (rank_status.py), about 1 KB, anew every few seconds. The
 training thread does nothing for it: the thread reads the tracker. All ranks together write at most
 MOST_WRITES_PER_S, and one rank spends at most 1 % of the time on it, however slow the disk is.
-
-What goes wrong here: a reader may see half of a file that is just written (it reads again); a disk
-is full or hangs (then the file is old, and training goes on).
 """
 
 import contextlib
@@ -19,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -80,12 +76,7 @@ class StatusWriter:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, error: object, *rest: object) -> None:
         """Write the last status. Takes two seconds at most, even if the disk hangs."""
         if self._state == "running":
             self._state = "finished" if error is None else "failed"
@@ -93,7 +84,7 @@ class StatusWriter:
         self._thread.join(_END_LIMIT_S)
 
     def attach(self, work: Work) -> None:
-        """Say what is trained, once it is known. Main thread."""
+        """Say what is trained. Main thread."""
         self._work = work
 
     def close_as(self, state: str) -> None:
@@ -110,9 +101,10 @@ class StatusWriter:
             phase, phase_s = tracker.part_of_start()
         device, is_gpu = self._group.device, self._group.device.type == "cuda"
         reserved = peak = 0
-        with contextlib.suppress(RuntimeError):  # the device failed, which others will report
-            reserved = torch.cuda.memory_reserved(device) if is_gpu else 0
-            peak = torch.cuda.max_memory_allocated(device) if is_gpu else 0
+        if is_gpu:
+            with contextlib.suppress(RuntimeError):  # the device failed, which others will report
+                reserved = torch.cuda.memory_reserved(device)
+                peak = torch.cuda.max_memory_allocated(device)
         return replace(
             self._facts,
             now=round(time.time(), 3),
@@ -133,8 +125,9 @@ class StatusWriter:
         )
 
     def _run(self) -> None:
-        failed, wait_s = "", 0.0
-        while not self._end.wait(wait_s):
+        failed, wait_s, is_over = "", 0.0, False
+        while not is_over:
+            is_over = self._end.wait(wait_s)
             began = time.monotonic()
             try:
                 self._write()
@@ -144,23 +137,16 @@ class StatusWriter:
                     log.debug("%s can't be written: %s", self._path, error)
                 failed = str(error)
             wait_s = max(self._every_s, (time.monotonic() - began) / _SHARE_OF_TIME)
-        with contextlib.suppress(Exception):  # WHY broad: as above, and the run is over
-            self._write()
 
     def _write(self) -> None:
         """Write in place. WHY not aside and rename: on a shared disk that is three times as much.
 
         The file ends with a line break, which a reader looks for.
         """
-        text = json.dumps(asdict(self.read())) + "\n"
-        flags = os.O_WRONLY | os.O_CREAT
+        data = (json.dumps(asdict(self.read())) + "\n").encode()
+        self._path.parent.mkdir(exist_ok=True)
+        descriptor = open_no_link(self._path, os.O_WRONLY | os.O_CREAT)
         try:
-            descriptor = open_no_link(self._path, flags)
-        except FileNotFoundError:
-            self._path.parent.mkdir(exist_ok=True)
-            descriptor = open_no_link(self._path, flags)
-        try:
-            data = text.encode()
             os.pwrite(descriptor, data, 0)
             os.ftruncate(descriptor, len(data))
         finally:

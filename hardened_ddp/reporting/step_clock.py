@@ -1,9 +1,9 @@
 """The time of each phase of a step: data, forward, backward, all-reduce, optimizer.
 
-On the CPU these are the tracker's own sums. A GPU runs asynchronously, so the CPU's clock would
-measure only the queueing. So each change of phase records an event in the GPU's stream, without
-waiting, and only in one of sample_every steps. On a GPU the data phase is the time in which it is
-idle because no batch is there; backward includes the all-reduces.
+On the CPU these are the tracker's own sums. On a GPU that clock sees only the queueing: each
+change of phase records an event in the GPU's stream, without waiting, and only in one of
+sample_every steps. There the data phase is the time in which the GPU is idle because no batch is
+there; backward includes the all-reduces.
 """
 
 from collections import deque

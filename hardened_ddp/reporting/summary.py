@@ -1,7 +1,4 @@
-"""The results of a run: summary.json and the commands to continue with; the report of evaluate.
-
-Does not own: what a task adds to the report, such as a table of classes (task/).
-"""
+"""The results of a run: summary.json and the commands to continue with; the report of evaluate."""
 
 import json
 import logging
@@ -54,7 +51,7 @@ def closing_lines(
 ) -> list[str]:
     """Return lines that say how the run ended, and the commands to continue with.
 
-    result: the result of the last evaluation; empty if there was none. resume: the command.
+    result: of the last evaluation; empty if there was none. resume: the command.
     """
     lines = [
         f"{status}: {result or 'no evaluation'}",

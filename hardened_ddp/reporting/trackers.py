@@ -1,8 +1,7 @@
 """Trackers: where the curves of a run go besides metrics.jsonl, such as Weights & Biases.
 
-Owns the seam for trackers, and one thread for each: a tracker that is slow, hangs or raises is
-named once and left behind, and training goes on. WandbTracker is the one that is built in. Another
-one is any class such as
+Each has a thread: a tracker that is slow, hangs or raises is named once and left behind, and
+training goes on. WandbTracker is built in. Another one is any class such as
 
     class MyTracker:
         def __init__(self, *, folder: Path, settings: Mapping[str, Any]) -> None: ...
@@ -10,7 +9,6 @@ one is any class such as
         def close(self) -> None: ...
 
 Only rank 0 has trackers. All three are called in the tracker's own thread, one after the other.
-Does not own: TensorBoard, whose files are written without its package (event_file.py).
 """
 
 import logging
@@ -25,11 +23,8 @@ from hardened_ddp.reporting.sinks import write_text
 
 log = logging.getLogger(__name__)
 
-_CLOSE_LIMIT_S = 30.0
-"""How long the end of a run waits for a tracker that sends its last values over a network."""
-
-_QUIET_S = 2.0
-"""How long it waits for one without saying so."""
+# How long the end of a run waits for a tracker that sends its last values, and how long silently.
+_CLOSE_LIMIT_S, _QUIET_S = 30.0, 2.0
 
 
 class Tracker(Protocol):
@@ -70,15 +65,12 @@ class TrackerThread:
             log.warning("tracker %s: %d values were dropped", self.name, self._writer.num_refused)
         if self._writer.close(timeout_s=_QUIET_S, last=partial(self._do, self._close)):
             return
+        limit_s = _CLOSE_LIMIT_S
         log.info(
-            "waiting for tracker %s to take its last values, for %.0f s at most",
-            self.name,
-            _CLOSE_LIMIT_S,
+            "waiting for tracker %s to take its last values, %.0f s at most", self.name, limit_s
         )
-        if not self._writer.close(timeout_s=_CLOSE_LIMIT_S):
-            log.warning(
-                "tracker %s did not close in time: its last values may be missing", self.name
-            )
+        if not self._writer.close(timeout_s=limit_s):
+            log.warning("tracker %s did not close in time: values may be missing", self.name)
 
     def _log(self, step: int, values: Mapping[str, float]) -> None:
         if self._tracker is None:

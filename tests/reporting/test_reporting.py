@@ -19,7 +19,7 @@ import termios
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ from hardened_ddp.reporting.log import (
 from hardened_ddp.reporting.metrics import MetricsLog
 from hardened_ddp.reporting.progress import ProgressBar
 from hardened_ddp.reporting.resources import MemorySource, ResourceMonitor
-from hardened_ddp.reporting.sinks import FileSink, TextSink
+from hardened_ddp.reporting.sinks import FileSink
 from hardened_ddp.reporting.step_clock import GpuTimeline, StepClock
 from hardened_ddp.reporting.summary import (
     closing_lines,
@@ -84,17 +84,6 @@ def stderr(capfd: pytest.CaptureFixture[str]) -> Callable[[], str]:
     return lambda: capfd.readouterr().err
 
 
-def cheapest(work: Callable[[], object], *, times: int, rounds: int = 7) -> float:
-    """Measure seconds of this thread's CPU per call, in the least disturbed of some rounds."""
-    taken = []
-    for _ in range(rounds):
-        start = time.thread_time()
-        for _ in range(times):
-            work()
-        taken.append((time.thread_time() - start) / times)
-    return min(taken)
-
-
 class TestConsole:
     def test_rank_0_says_everything_from_info_on_and_others_only_warnings(
         self, stderr: Callable[[], str]
@@ -133,11 +122,7 @@ class TestConsole:
         log.debug("detail")
         logging.getLogger("other").debug("noise")
         assert stderr()[8:] == " [rank 1] detail\n"
-
-    def test_lines_are_ascii_whatever_they_say_and_one_process_needs_no_tag(
-        self, stderr: Callable[[], str]
-    ) -> None:
-        start_logging(rank=0, world_size=1, debug=False)
+        start_logging(rank=0, world_size=1, debug=False)  # one process needs no tag
         log.info("sample \u00fcber \U0001f600 \udcff.png")
         assert stderr()[8:] == " sample \\xfcber \\U0001f600 \\udcff.png\n"
 
@@ -188,8 +173,7 @@ class TestConsole:
         self, stream: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         file = (tmp_path / "x").open("w")
-        start_with_none = stream is None
-        monkeypatch.setattr(sys, "stderr", None if start_with_none else file)
+        monkeypatch.setattr(sys, "stderr", None if stream is None else file)
         start_logging(rank=0, world_size=1, debug=False)
         file.close()
         log.error("nobody hears this")
@@ -301,41 +285,28 @@ class TestLogFile:
 
 
 class TestFileSink:
-    def test_a_file_at_its_limit_is_continued_without_a_gap_or_a_double(
-        self, tmp_path: Path
+    @pytest.mark.parametrize(
+        ("keep_bytes", "kept"), [(100_000, range(50)), (250, (0, 1, 2, 48, 49))]
+    )
+    def test_a_file_at_its_limit_is_continued_with_the_rest_of_a_record(
+        self, keep_bytes: int, kept: Sequence[int], tmp_path: Path
     ) -> None:
-        records = [b"%03d-%s\n" % (number, b"x" * 96) for number in range(50)]
+        records = [b"%02d-%s-%02d\n" % (number, b"x" * 93, number) for number in range(50)]
 
         def write() -> None:
             _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (2_050, hard))  # in the middle of a record
-            sink = FileSink(tmp_path / "file", keep_bytes=100_000)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (250, hard))  # in the middle of a record
+            sink = FileSink(tmp_path / "file", keep_bytes=keep_bytes)
             for record in records:
                 sink.add(record)
             assert not sink.flush()
             assert "File too large" in str(sink.error)
             resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
             assert sink.close()
-            assert sink.num_lost == 0
+            assert sink.num_lost == 50 - len(kept)
 
         assert run_forked(write) == 0
-        assert (tmp_path / "file").read_bytes() == b"".join(records)
-
-    def test_a_record_that_was_begun_is_finished_whatever_is_dropped(self, tmp_path: Path) -> None:
-        def write() -> None:
-            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (250, hard))
-            sink = FileSink(tmp_path / "file", keep_bytes=250)
-            for number in range(50):
-                sink.add(b"%02d-%s-%02d\n" % (number, b"x" * 93, number))
-            assert not sink.flush()
-            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-            assert sink.close()
-            assert sink.num_lost == 46
-
-        assert run_forked(write) == 0
-        lines = (tmp_path / "file").read_text().splitlines()
-        assert [line[:3] + line[-3:] for line in lines] == ["00--00", "01--01", "02--02", "49--49"]
+        assert (tmp_path / "file").read_bytes() == b"".join(records[number] for number in kept)
 
     def test_what_is_too_much_to_keep_is_dropped_oldest_first_and_counted(
         self, tmp_path: Path, full: set[Path]
@@ -355,9 +326,9 @@ class TestFileSink:
 class Terminal:
     """A terminal in the place of stderr."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, columns: int = 100) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
         self.stream = os.fdopen(slave, "w")
         self._monkeypatch = monkeypatch
 
@@ -417,7 +388,6 @@ class TestProgressBar:
             bar.describe(
                 epoch=2, num_epochs=5, loss=0.1234, metrics="acc 97.1%", samples_per_s=1234.4
             )
-            bar.clear()  # so that the next update draws at once
             bar.update(200)
             [line] = terminal.screen()
             bar.close()
@@ -448,19 +418,6 @@ class TestProgressBar:
             log.info("finished")
             assert [line[9:] for line in terminal.screen()] == ["finished", ""]
 
-    def test_an_unknown_width_or_number_leaves_a_bar_all_the_same(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        with Terminal(monkeypatch, columns=0) as terminal:
-            bar = ProgressBar(total_steps=10, initial_step=0)
-            bar.describe(epoch=1, num_epochs=5, samples_per_s=20)
-            bar.clear()
-            bar.update(5)
-            [line] = terminal.screen()
-            bar.close()
-        assert line.startswith("epoch 1/5 | 20 samples/s  50%|####")
-        assert 60 < len(line) <= 80
-
     def test_a_terminal_that_goes_away_ends_the_bar_and_nothing_else(
         self, terminal: Terminal, tmp_path: Path
     ) -> None:
@@ -469,7 +426,6 @@ class TestProgressBar:
             add_log_file(tmp_path, rank=0)
             bar = ProgressBar(total_steps=10, initial_step=0)
             terminal.hang_up()
-            bar.clear()
             bar.update(3)
             bar.describe(epoch=1, num_epochs=5, loss=1.0)
             log.info("training goes on")
@@ -487,7 +443,6 @@ class TestProgressBar:
         bar = ProgressBar(total_steps=10, initial_step=0, enabled=enabled)
         bar.update(5)
         bar.describe(epoch=1, num_epochs=1)
-        bar.clear()
         bar.close()
         assert stderr() == ""
 
@@ -508,13 +463,6 @@ class TestProgressBar:
             bar.update(step)
         assert 1 <= stderr().count("/1000 [") <= 3
         bar.close()
-
-    def test_an_update_costs_less_than_2_us(self, terminal: Terminal) -> None:
-        with terminal:
-            bar = ProgressBar(total_steps=10, initial_step=0)
-            taken = cheapest(lambda: bar.update(5), times=2000)
-            bar.close()
-        assert taken < 2e-6
 
 
 def read_lines(folder: Path) -> list[dict[str, Any]]:
@@ -618,14 +566,6 @@ class TestMetrics:
         steps = [point.step for point in read_board(tmp_path).Scalars("accuracy")]
         assert steps == list(range(1, 100))
 
-    def test_half_a_line_of_a_killed_run_does_not_spoil_the_next(self, tmp_path: Path) -> None:
-        (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lo')
-        metrics = MetricsLog(tmp_path, tensorboard=False, is_main=True)
-        metrics.scalars(2, {"loss": 1.0})
-        metrics.close()
-        last = (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]
-        assert json.loads(last)["step"] == 2
-
     def test_a_full_disk_is_one_warning_with_the_reason_and_a_count_at_the_end(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture, full: set[Path]
     ) -> None:
@@ -717,11 +657,6 @@ class TestStepClock:
         assert clock.read_and_reset() == times
         assert clock.read_and_reset() == {}
 
-    def test_to_enter_a_phase_costs_about_a_microsecond(self) -> None:
-        tracker = Tracker()
-        # 0.4 us alone; the rest is for a machine on which others work, too
-        assert cheapest(lambda: tracker.enter(Phase.FORWARD), times=5000) < 2e-6
-
     def test_a_gpu_is_timed_by_its_own_queue_and_only_in_sampled_steps(self) -> None:
         gpu = FakeGpu()
         timeline = GpuTimeline(gpu.record, sample_every=4)
@@ -778,14 +713,12 @@ class FakeEvent:
 
 
 class TestResources:
-    def test_memory_is_what_the_kernel_says_and_growth_counts_from_the_first_sample(self) -> None:
+    def test_memory_is_what_the_kernel_says(self) -> None:
         monitor = ResourceMonitor(CPU)
         first = monitor.sample()
         block = b"\1" * (64 * 2**20)
         second = monitor.sample()
-        assert first["memory/rss_growth_mib"] == 0
-        assert 60 < second["memory/rss_growth_mib"] < 80
-        assert first["memory/rss_mib"] > 50
+        assert 60 < second["memory/rss_mib"] - first["memory/rss_mib"] < 80
         assert 0 < first["memory/system_used_percent"] < 100
         assert first["memory/shm_used_mib"] >= 0
         assert "memory/gpu_allocated_mib" not in first
@@ -818,8 +751,6 @@ class TestResources:
         broken.write_text("?")
         source = MemorySource(process=broken, system=broken, cgroup=tmp_path)
         assert set(ResourceMonitor(CPU, source=source).sample()) == {"memory/shm_used_mib"}
-        source = MemorySource(process=tmp_path / "none")  # psutil is asked where there is no /proc
-        assert ResourceMonitor(CPU, source=source).sample()["memory/rss_mib"] > 50
 
 
 class TestSummary:
@@ -877,28 +808,10 @@ class TestSummary:
         ]
 
     def test_a_folder_elsewhere_is_named_in_full(self, tmp_path: Path) -> None:
-        lines = closing_lines(
-            tmp_path / "run", status="stopped", result="", resume="", has_tensorboard=False
-        )
-        folder = shlex.quote(f"{tmp_path}/run")
-        assert lines[:2] == ["stopped: no evaluation", f"run folder:  {folder}"]
+        folder = tmp_path / "run"
+        lines = closing_lines(folder, status="stopped", result="", resume="", has_tensorboard=False)
+        assert lines[:2] == [
+            "stopped: no evaluation",
+            f"run folder:  {shlex.quote(str(folder))}",
+        ]
         assert not any("tensorboard" in line for line in lines)
-
-
-def test_a_terminal_that_takes_nothing_just_now_is_waited_for(tmp_path: Path) -> None:
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-    received = []
-
-    def read() -> None:
-        while part := os.read(read_end, 65536):
-            received.append(part)
-
-    reader = threading.Thread(target=read)
-    with os.fdopen(write_end, "w") as stream:
-        sink = TextSink(stream)
-        reader.start()
-        assert sink.write("x" * 1_000_000)
-    reader.join()
-    os.close(read_end)
-    assert sum(map(len, received)) == 1_000_000
