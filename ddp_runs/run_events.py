@@ -42,9 +42,6 @@ _KINDS = (
     ("hardened_ddp.checkpoint", "checkpoint"),
     ("hardened_ddp.training.state", "checkpoint"),
     ("hardened_ddp.training.run_folder", "checkpoint"),
-    ("hardened_ddp.training.saving", "checkpoint"),  # this one and the next two: in older runs
-    ("hardened_ddp.training.resume", "checkpoint"),
-    ("hardened_ddp.training.plan", "resize"),
 )
 FAULTS = ("error", "hang", "rollback", "retry", "left out", "data", "slow", "survivor save")
 """Kinds that tell of something that went wrong, the gravest first."""
