@@ -189,6 +189,6 @@ def _value(node: Any, seen: set[int], *, depth: int = 0) -> Any:  # Any: a yaml.
             return [_value(child, seen, depth=depth + 1) for child in node.value]
         case "mapping", "map":
             lines: dict[str, int] = {}
-            found = [_entry(*pair, lines, seen, depth=depth) for pair in node.value]
+            found = [_entry(k, child, lines, seen, depth=depth) for k, child in node.value]
             return {entry.key: entry.value for entry in found}
     raise _Unreadable(f"has the tag {node.tag}, which is not supported: remove it", line=line)

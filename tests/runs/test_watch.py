@@ -369,6 +369,25 @@ def test_a_name_that_the_output_cannot_encode_is_escaped_and_the_first_line_is_w
     assert "gr\\xf6\\xdfe : running, step 7" in done.stdout.splitlines()[0]
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_the_table_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    write_status(tmp_path)
+    output = Terminal()
+    assert run_watch(parse(["watch", str(tmp_path)]).options, output=output) == 0
+    # such a terminal has 80 columns for rich, or COLUMNS: the line is folded where the path ends it
+    seen, wanted = (
+        "".join(text.split()) for text in (output.getvalue(), f"{tmp_path}: running, step 7")
+    )
+    assert seen.startswith(wanted)
+
+
 def test_of_a_gpu_the_parts_are_those_that_the_gpu_measured(tmp_path: Path) -> None:
     # The names are those that a rank on a GPU publishes.
     split = _own_split(
