@@ -13,6 +13,12 @@ from tests.plugins import NormingTests
 BACKEND = "aot_eager"
 
 
+def tell(what: Any) -> None:
+    """Print which part of a model was compiled. what: as torch describes it."""
+    if what.callback_trigger.name == "DYNAMO":  # else the backward of such a part
+        print("compiled part", what.compile_id.partition("/")[0], flush=True)
+
+
 class Compiled(nn.Module):
     """A network for the digits, of 2 MB: so torch splits it by DDP's buckets."""
 
@@ -23,6 +29,7 @@ class Compiled(nn.Module):
         self.spare = nn.Linear(2, 2) if spare else None
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
+        torch._dynamo.callback.on_compile_end(tell)
         super().compile(*args, **{**kwargs, "backend": BACKEND})
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:

@@ -12,11 +12,12 @@ Read next: preflight/probe.py (what is learned about the model), step/step.py (t
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch import nn
 
 from hardened_ddp.errors import ModelError, RankMismatchError
-from hardened_ddp.model.compiling import Compilations, compile_model
 from hardened_ddp.model.moving_attributes import MovingAttributes
 from hardened_ddp.model.moving_buffers import MovingBuffers
 from hardened_ddp.ranks.group import Group
@@ -77,16 +78,9 @@ class Replica:
         self.collectives = collectives
         """Those that the model calls in its forward, such as those of SyncBatchNorm."""
 
-        self.compilations: Compilations | None = None
-        """What torch has compiled; None: the model is not compiled."""
-
     def copy_inputs(self) -> None:
         """Give forward and loss a copy of each batch from now on. Rank-local."""
         self.inputs = replace(self.inputs, are_copied=True)
-
-    def compile(self) -> None:
-        """Compile the model from its next forward on. Rank-local."""
-        self.compilations = compile_model(self.module)
 
     def sync_buffers(self, group: Group) -> None:
         """Make the moving buffers equal on all ranks. Collective: all ranks."""
@@ -94,6 +88,24 @@ class Replica:
             self.buffers.equalize(  # collective
                 group.sum_, world_size=group.world_size, is_main=group.launch.is_main
             )
+
+
+def compile_model(
+    model: nn.Module,
+    *,
+    backend: Any = "inductor",  # Any: as torch.compile takes it
+) -> None:
+    """Compile the model from its next forward on, in place. Rank-local.
+
+    WHY after the trials (probe, task, memory): their batches have other sizes and run without DDP,
+    so each would be compiled, and then compiled again for training.
+    """
+    if type(model).forward.__module__.startswith("torch.nn."):
+        # WHY: torch does not compile what calls a class of its own, such as nn.Sequential
+        model.forward = torch.compile(model.forward, backend=backend)
+    else:
+        # WHY not torch.compile(model): that would rename all parameters
+        model.compile(backend=backend)
 
 
 def refuse_new_parameters(module: nn.Module, known: Mapping[str, nn.Parameter]) -> None:

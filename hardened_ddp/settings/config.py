@@ -255,8 +255,7 @@ class ModelConfig:
     )
     compile: bool = setting(
         False,
-        "Compile the model with torch.compile: a slow first step, faster steps after it. How often "
-        "it compiled in the first epoch is logged.",
+        "Compile the model with torch.compile: a slow first step, faster steps after it.",
     )
 
 

@@ -5,12 +5,12 @@ nothing. Running out of it later is handled by retry.py; both keep the gradient 
 """
 
 import logging
+from contextlib import nullcontext
 
 import torch
 
 from hardened_ddp.data.batches.batch import Batch, take
 from hardened_ddp.errors import OutOfMemoryError
-from hardened_ddp.model.compiling import uncompiled
 from hardened_ddp.model.effects import untouched
 from hardened_ddp.model.optimizer import allocate_state
 from hardened_ddp.step.parts import Parts
@@ -83,13 +83,15 @@ def _max_that_fit(parts: Parts, share: int) -> int:
 
 def _fits(parts: Parts, sample: Batch, num_samples: int) -> bool:
     """Try forward and backward of num_samples, without other ranks; discard the gradients."""
+    is_compiled = parts.config.model.compile
     try:
         batch = take(sample, [i % sample.num_samples for i in range(num_samples)])
         batch = batch.to(parts.device, channels_last=parts.replica.inputs.channels_last)
         with (
             untouched(parts.replica.module),
             parts.gradients.around(is_last=False),
-            uncompiled(),
+            # WHY: each size that is tried would be compiled
+            torch.compiler.set_stance("force_eager") if is_compiled else nullcontext(),
         ):
             with parts.precision.autocast():
                 score = parts.task.score(parts.task.forward(parts.replica.module, batch), batch)

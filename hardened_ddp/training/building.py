@@ -31,7 +31,7 @@ from hardened_ddp.model.effects import untouched
 from hardened_ddp.model.moving_attributes import MovingAttributes
 from hardened_ddp.model.moving_buffers import MovingBuffers
 from hardened_ddp.model.optimizer import find_optimizer
-from hardened_ddp.model.replica import Inputs, Replica, check_same_model
+from hardened_ddp.model.replica import Inputs, Replica, check_same_model, compile_model
 from hardened_ddp.model.zoo import build_model, check_model, place_model
 from hardened_ddp.preflight.lazy import shape_by_forward
 from hardened_ddp.preflight.memory_format import choose_channels_last
@@ -250,7 +250,7 @@ def build_replica(
     )
     sums.warm_up(lambda call: _run_once(call, trial, samples[0].copied()))  # collective
     if config.model.compile:
-        replica.compile()  # after the trials, which have other sizes
+        compile_model(model)  # after the trials, which have other sizes
     return replica, sums
 
 

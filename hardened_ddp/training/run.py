@@ -81,7 +81,6 @@ class Run:
         watch.attach(subject)
         stop.start_last_resort(subject.save, grace_s=parts.config.loop.stop_grace_s)
         parts.call_after_workers_start(stop.leave_children_alone)
-        self._first_epoch, self._first_step = progress.epoch, progress.step  # of this process
         collect_as_usual()  # from here on garbage may hold large tensors
         parts.group.tracker.begin("reading the first batch")
 
@@ -99,8 +98,6 @@ class Run:
         """Give the windows of each epoch, until the run is over or was stopped in an evaluation."""
         parts, progress = self.parts, self.progress
         while not (self.stop.reason or stops_early(parts, progress)):
-            if progress.epoch > self._first_epoch:
-                self._tell_compilations()
             found = parts.train_loader.windows(progress.epoch, progress.cursor, progress.step)
             found = islice(found, max(0, parts.length.total - progress.step))
             yield chain(self.report.profiled(found), [(None, [])])
@@ -152,18 +149,10 @@ class Run:
 
     def close(self, status: Ending) -> None:
         """Finish the last write; close loaders and reports. Rank-local."""
-        if self.progress.step > self._first_step:
-            self._tell_compilations()
         self.saver.close()
         self.stepper.close_ledger()
         self.parts.close()
         self.report.close(self.progress, status=status)
-
-    def _tell_compilations(self) -> None:
-        """Report once how often torch compiled the model, if it did. Rank-local."""
-        compilations = self.parts.replica.compilations
-        if compilations is not None and self.parts.group.is_main:
-            compilations.tell()
 
 
 def hang_subject(run: Run) -> Subject:
