@@ -15,16 +15,26 @@ WIDTH = 5
 class Base(nn.Module):
     """A layer whose bias is zero, and a count of the forwards in training, in a buffer."""
 
-    def __init__(self, num_classes: int) -> None:
+    every = 1
+    """It changes something in each call of this number."""
+
+    def __init__(self, num_classes: int, every: int = 0) -> None:
         super().__init__()
         self.body, self.head = nn.Linear(3, WIDTH), nn.Linear(WIDTH, num_classes)
         nn.init.zeros_(self.body.bias)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        if every:
+            self.every = every
+        self.build()
+
+    def build(self) -> None:
+        """Make what shift depends on."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.calls += 1
-            self.change(inputs)
+            if int(self.calls) % self.every == 0:
+                self.change(inputs)
         logits: torch.Tensor = self.head(torch.tanh(self.body(inputs)) + self.shift(inputs))
         return logits
 
@@ -33,23 +43,25 @@ class Base(nn.Module):
 
     def shift(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return what the output depends on besides the weights."""
-        raise NotImplementedError
+        return torch.zeros(1, WIDTH)
 
 
 class ZeroTeacher(Base):
     """A frozen copy follows the weights, of which some are zero at first."""
 
-    def __init__(self, num_classes: int) -> None:
-        super().__init__(num_classes)
+    def build(self) -> None:
         self.teacher = copy.deepcopy(self.body).requires_grad_(False)
+
+    def its(self) -> nn.Module:
+        return self.teacher
 
     @torch.no_grad()
     def change(self, inputs: torch.Tensor) -> None:
-        for its, mine in zip(self.teacher.parameters(), self.body.parameters(), strict=True):
+        for its, mine in zip(self.its().parameters(), self.body.parameters(), strict=True):
             its.lerp_(mine, 0.1)
 
     def shift(self, inputs: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.teacher(inputs))
+        return torch.tanh(self.its()(inputs))
 
 
 class ReplacedTeacher(ZeroTeacher):
@@ -61,56 +73,39 @@ class ReplacedTeacher(ZeroTeacher):
 
 
 class ZeroedTarget(ZeroTeacher):
-    """A target network that is copied in every 4th call."""
+    """A target network that is copied now and then."""
 
-    def __init__(self, num_classes: int, every: int = 4) -> None:
-        super().__init__(num_classes)
-        self.every = every
+    every = 4
 
     @torch.no_grad()
     def change(self, inputs: torch.Tensor) -> None:
-        if int(self.calls) % self.every == 0:
-            self.teacher.load_state_dict(self.body.state_dict())
+        self.its().load_state_dict(self.body.state_dict())
 
 
-class DataTarget(ZeroedTarget):
-    """The same through .data, in every 2nd call; if no trial sees it, only the values tell."""
+class DataTarget(ZeroTeacher):
+    """The same through .data; if no trial sees it, only the values tell."""
 
-    def __init__(self, num_classes: int, every: int = 2) -> None:
-        super().__init__(num_classes, every)
+    every = 2
 
     def change(self, inputs: torch.Tensor) -> None:
-        if int(self.calls) % self.every == 0:
-            self.teacher.weight.data.copy_(self.body.weight.data)
+        self.teacher.weight.data.copy_(self.body.weight.data)
 
 
-class HiddenTeacher(Base):
+class HiddenTeacher(ZeroTeacher):
     """A teacher in a list: neither its parameters nor its state are the model's."""
 
-    def __init__(self, num_classes: int) -> None:
-        super().__init__(num_classes)
+    def build(self) -> None:
         self.hidden = [copy.deepcopy(self.body).requires_grad_(False)]
 
-    @torch.no_grad()
-    def change(self, inputs: torch.Tensor) -> None:
-        for its, mine in zip(self.hidden[0].parameters(), self.body.parameters(), strict=True):
-            its.lerp_(mine, 0.1)
-
-    def shift(self, inputs: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.hidden[0](inputs))
+    def its(self) -> nn.Module:
+        return self.hidden[0]
 
 
 class HiddenTarget(HiddenTeacher):
-    """Copied in every 7th call."""
+    """The same, copied now and then."""
 
-    def __init__(self, num_classes: int, every: int = 7) -> None:
-        super().__init__(num_classes)
-        self.every = every
-
-    @torch.no_grad()
-    def change(self, inputs: torch.Tensor) -> None:
-        if int(self.calls) % self.every == 0:
-            self.hidden[0].load_state_dict(self.body.state_dict())
+    every = 7
+    change = ZeroedTarget.change
 
 
 class Shadow:
@@ -128,8 +123,7 @@ class Shadow:
 class Shadowed(Base):
     """Has such averages."""
 
-    def __init__(self, num_classes: int) -> None:
-        super().__init__(num_classes)
+    def build(self) -> None:
         self.shadow = Shadow(self.body)
 
     def change(self, inputs: torch.Tensor) -> None:
@@ -143,8 +137,7 @@ class Shadowed(Base):
 class PlainMean(Base):
     """A mean of its inputs in a plain attribute, which is a new tensor each time."""
 
-    def __init__(self, num_classes: int) -> None:
-        super().__init__(num_classes)
+    def build(self) -> None:
         self.mean, self.shown = torch.zeros(3), torch.zeros(1)
 
     def change(self, inputs: torch.Tensor) -> None:
@@ -158,8 +151,7 @@ class PlainMean(Base):
 class Queue(Base):
     """A queue of the last outputs with its place, in plain attributes, written in place."""
 
-    def __init__(self, num_classes: int) -> None:
-        super().__init__(num_classes)
+    def build(self) -> None:
         self.queue, self.place = torch.zeros(4, 3), torch.zeros((), dtype=torch.int64)
 
     def change(self, inputs: torch.Tensor) -> None:
@@ -173,8 +165,7 @@ class Queue(Base):
 class Unsaved(Base):
     """A buffer that is not in the state dict, and is bound anew each time."""
 
-    def __init__(self, num_classes: int) -> None:
-        super().__init__(num_classes)
+    def build(self) -> None:
         self.register_buffer("mean", torch.zeros(3), persistent=False)
         self.mean: torch.Tensor
 
@@ -188,8 +179,7 @@ class Unsaved(Base):
 class Numpy(Base):
     """A buffer of zeros that is averaged by way of numpy."""
 
-    def __init__(self, num_classes: int) -> None:
-        super().__init__(num_classes)
+    def build(self) -> None:
         self.register_buffer("mean", torch.zeros(WIDTH))
         self.mean: torch.Tensor
 
@@ -203,17 +193,13 @@ class Numpy(Base):
 class Decayed(Base):
     """Weights that are trained, and that forward decays; spectral norm in its head."""
 
-    def __init__(self, num_classes: int) -> None:
-        super().__init__(num_classes)
-        self.head = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, num_classes))
+    def build(self) -> None:
+        self.head = nn.utils.parametrizations.spectral_norm(self.head)
 
     @torch.no_grad()
     def change(self, inputs: torch.Tensor) -> None:
         self.body.bias.mul_(0.9)
         self.body.weight.data.clamp_(-0.5, 0.5)
-
-    def shift(self, inputs: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(1, WIDTH)
 
 
 class InBackward(ZeroTeacher):

@@ -25,16 +25,17 @@ from torch import nn
 from hardened_ddp.errors import CheckpointMismatchError
 from hardened_ddp.model.plain_values import (
     ABSENT,
+    GENERATORS,
     Copy,
     as_json,
     copy_of,
-    is_generator,
+    from_json,
     is_users,
     kept_parts,
     kind_of,
     put_back,
-    read_json,
 )
+from hardened_ddp.model.reach import OF_MODULES
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.reporting.log import ON_EVERY_RANK
 
@@ -46,20 +47,25 @@ _SHOWN = 8
 TASK = "(task)."
 """Begins the names of the task's attributes."""
 _OURS = ("hardened_ddp", "builtins")
+_OWN = (
+    "to other values on each rank. A checkpoint holds those of one rank, which all ranks take at a "
+    "resume"
+)
+_UNSAVED = "which no checkpoint holds. A resumed run begins with those that the constructor makes"
 
 
 class MovingAttributes:
     """The plain attributes of a model, and of a task of the user's. The default has none."""
 
     def __init__(self, model: nn.Module | None = None, task: object = None) -> None:
-        self._owners: dict[str, dict[str, Any]] = {} if model is None else _owners_in(model, "")
+        self._owners: dict[str, object] = {} if model is None else _owners_in(model, "")
         if any(cls.__module__.split(".")[0] not in _OURS for cls in type(task).__mro__):
-            self._owners[TASK] = vars(task)
+            self._owners[TASK] = task
             for name, part in vars(task).items():
                 if isinstance(part, nn.Module) and part is not model:
                     self._owners |= _owners_in(part, f"{TASK}{name}.")
         self._first = self._last = self._copy_all()
-        self.watched: tuple[str, ...] = tuple(sorted(self._candidates(model, task)))
+        self.watched: tuple[str, ...] = tuple(sorted(self._candidates()))
         """What is copied before each step."""
 
         self.shared: tuple[str, ...] = ()
@@ -127,11 +133,7 @@ class MovingAttributes:
         self.reset()
         try:
             for name, data in saved.items():
-                owner, attribute = self._place(name)
-                if data == as_json(ABSENT):
-                    owner.pop(attribute, None)
-                else:
-                    owner[attribute] = put_back(read_json(data, owner.get(attribute)))
+                self._put_json(name, data)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointMismatchError(
                 f"the checkpoint's value of the attribute {name} does not fit the model: {error!r}",
@@ -144,9 +146,10 @@ class MovingAttributes:
         """Return what has changed since it was built, as JSON for agree. Rank-local."""
         self._last = now = self._copy_all()
         moved = _changed(self._first, now)
-        lost = [n for n in moved if _kept(now.get(n)) != _kept(self._first.get(n))]
+        pairs = {name: (self._first.get(name, ABSENT), now.get(name, ABSENT)) for name in moved}
+        lost = [name for name, (old, new) in pairs.items() if kept_parts(old) != kept_parts(new)]
         names = sorted({*moved, *self.watched})
-        return [{name: _digest([now.get(name, ABSENT)]) for name in names}, moved, lost]
+        return [{name: _digest(as_json(now.get(name, ABSENT))) for name in names}, moved, lost]
 
     def agree(self, everyone: Sequence[list[Any]]) -> bool:
         """Take up the changes of all ranks, and say what can't be resumed. The same on all ranks.
@@ -160,8 +163,7 @@ class MovingAttributes:
         self.shared = tuple(n for n in self.watched if n not in unsaved | own)
         if not self._moving - unsaved - own:
             self.shared = ()
-        self._tell(unsaved, "which no checkpoint holds. A resumed run begins with those that the "
-                   "constructor makes")  # fmt: skip
+        self._tell(unsaved, _UNSAVED)
         self._tell((own & self._moving) - unsaved, _OWN)
         return bool(self._moving)
 
@@ -171,12 +173,11 @@ class MovingAttributes:
         WHY: a rank without a sample runs no forward. is_even: all ranks have run the same
         forwards; what differs then is meant to. Rank 0 has the largest share of each step.
         """
-        copies = [self._copy(name) for name in self.shared]
+        mine = {name: as_json(self._copy(name)) for name in self.shared}
         table = torch.zeros(group.world_size, dtype=torch.int64)
-        table[group.launch.rank] = _digest(copies)
+        table[group.launch.rank] = _digest(mine)
         if len(set(group.sum_(table).tolist())) == 1:  # collective
             return
-        mine = {name: as_json(copy) for name, copy in zip(self.shared, copies, strict=True)}
         everyone = group.gather_json(mine)  # collective
         differing = {n for n in self.shared if any(each[n] != everyone[0][n] for each in everyone)}
         if is_even:
@@ -184,8 +185,7 @@ class MovingAttributes:
             self._tell(differing, _OWN)
         elif not group.is_main:
             for name in differing:
-                owner, attribute = self._place(name)
-                owner[attribute] = put_back(read_json(everyone[0][name], owner.get(attribute)))
+                self._put_json(name, everyone[0][name])
 
     def _tell(self, names: set[str], text: str) -> None:
         if new := sorted(names - self._told):
@@ -212,55 +212,48 @@ class MovingAttributes:
             elif kind_of(owner.get(attribute)) != "kept":
                 owner.pop(attribute, None)
 
+    def _put_json(self, name: str, data: Any) -> None:  # Any: JSON
+        owner, attribute = self._place(name)
+        if data == as_json(ABSENT):
+            owner.pop(attribute, None)
+        else:
+            owner[attribute] = from_json(data, owner.get(attribute))
+
     def _place(self, name: str) -> tuple[dict[str, Any], str]:
         prefix, dot, attribute = name.rpartition(".")
-        if attribute in _internals():
+        if attribute in OF_MODULES:
             raise KeyError(name)
-        return self._owners[prefix + dot], attribute
+        return vars(self._owners[prefix + dot]), attribute
 
     def _copy(self, name: str) -> Copy:
         owner, attribute = self._place(name)
         return copy_of(owner[attribute]) if attribute in owner else ABSENT
 
     def _copy_all(self) -> Copies:
-        return {
-            f"{prefix}{name}": copy_of(value)
-            for prefix, owner in self._owners.items()
-            for name, value in list(owner.items())
-            if not (name in _internals() or isinstance(value, torch.Tensor | nn.Module))
-        }
+        return {name: copy_of(value) for name, _, value in self._plain()}
 
-    def _candidates(self, model: nn.Module | None, task: object) -> Iterator[str]:
-        """Yield what methods assign, and all generators: they may begin to change later."""
-        parts: list[object] = [task, *(() if model is None else model.modules())]
-        classes: dict[int, Any] = {id(vars(part)): type(part) for part in parts if part is not None}
+    def _plain(self) -> Iterator[tuple[str, object, Any]]:  # Any: values of any kind
+        """Yield name, owner and value of each plain attribute."""
         for prefix, owner in self._owners.items():
-            assigned = _assigned(classes[id(owner)]) if id(owner) in classes else frozenset()
-            for name, value in owner.items():
-                is_plain = not isinstance(value, torch.Tensor | nn.Module)
-                if is_plain and (name in assigned - _internals() or is_generator(value)):
-                    yield f"{prefix}{name}"
+            for name, value in list(vars(owner).items()):
+                if not (name in OF_MODULES or isinstance(value, torch.Tensor | nn.Module)):
+                    yield f"{prefix}{name}", owner, value
+
+    def _candidates(self) -> Iterator[str]:
+        """Yield what methods assign, and all generators: they may begin to change later."""
+        for name, owner, value in self._plain():
+            cls: Any = type(owner)  # Any: mypy takes a type for no key
+            if name.rpartition(".")[2] in _assigned(cls) or kind_of(value) in GENERATORS:
+                yield name
 
 
-_OWN = (
-    "to other values on each rank. A checkpoint holds those of one rank, which all ranks take at a "
-    "resume"
-)
-
-
-def _owners_in(model: nn.Module, prefix: str) -> dict[str, dict[str, Any]]:
-    """Return the attributes of each module by the beginning of their names; torch's have none."""
+def _owners_in(model: nn.Module, prefix: str) -> dict[str, object]:
+    """Return each module by the beginning of its attributes' names; torch's have none."""
     return {
-        f"{prefix}{name}." if name else prefix: vars(module)
+        f"{prefix}{name}." if name else prefix: module
         for name, module in model.named_modules()
         if not type(module).__module__.startswith("torch.")
     }
-
-
-@cache
-def _internals() -> frozenset[str]:
-    """Name the attributes that torch gives to each module."""
-    return frozenset({*vars(nn.Module()), "_compiled_call_impl"})
 
 
 @cache
@@ -287,10 +280,5 @@ def _changed(before: Copies, now: Copies) -> list[str]:
     return [name for name in names if before.get(name, ABSENT) != now.get(name, ABSENT)]
 
 
-def _kept(copy: Copy | None) -> list[Any]:
-    return [] if copy is None else kept_parts(copy)
-
-
-def _digest(copies: Sequence[Copy]) -> int:
-    text = json.dumps([as_json(copy) for copy in copies])
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+def _digest(data: Any) -> int:  # Any: JSON
+    return int.from_bytes(hashlib.sha256(json.dumps(data).encode()).digest()[:7])

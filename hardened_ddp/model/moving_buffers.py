@@ -1,8 +1,7 @@
 """Buffers that change in forward, such as the statistics of a BatchNorm: copied, and made equal.
 
 Also parameters that forward changes, such as those of a teacher that follows the model as a moving
-average (BYOL, MoCo, a mean teacher), and tensors that only an attribute holds: "buffer" means all
-of them here.
+average (BYOL, MoCo), and tensors that only an attribute holds: "buffer" means all of them here.
 Owns the list of them, and the arithmetic on all of them at once: a ResNet-50 has 159, and a kernel
 for each would take longer than the optimizer's update.
 What goes wrong here: a buffer that begins to move later (an average that begins after a warm-up, a
@@ -17,10 +16,6 @@ from torch import nn
 
 from hardened_ddp.model.checksum import checksums
 from hardened_ddp.model.reach import Place, Reach
-
-_PIECE_BITS = 16
-_NUM_PIECES = 64 // _PIECE_BITS
-_PIECE_MASK = (1 << _PIECE_BITS) - 1
 
 
 class MovingBuffers:
@@ -41,12 +36,11 @@ class MovingBuffers:
         self._module = module
         reach = Reach(module)
         self._places = reach.places
-        self._saved = set(module.state_dict())
         self._own, self._outputs = set(own), set(outputs)
         self.names = [name for name in names if name in self._places]
         """What is made equal on all ranks, in an order that is the same on all."""
 
-        self.known = [*self.names, *own]
+        self.known: list[str] = []
         """What is copied before a step, in the order of its copies; may differ between ranks."""
 
         self.may_move = frozenset(reach.may_move())
@@ -56,7 +50,7 @@ class MovingBuffers:
         self.watched: list[torch.Tensor] = []
         """What is believed still, and has a version; the trained weights too."""
 
-        self._watch()
+        self._take_up([*self.names, *own])
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -96,26 +90,20 @@ class MovingBuffers:
     @torch.no_grad()
     def note_bits(self) -> None:
         """Note the values of what is believed still, for changed_bits. Rank-local."""
-        self._bits = _bits_of(self._unmoved())
+        self._bits = self._bits_now()
 
     @torch.no_grad()
     def changed_bits(self) -> list[str]:
         """Take up what was believed still, and has other values than noted; name it. Rank-local."""
-        unmoved = {n: t for n, t in self._unmoved().items() if n in self._bits}
-        found = _bits_of(unmoved)
-        changed = [name for name in found if found[name] != self._bits[name]]
+        now = self._bits_now().items()
+        changed = [name for name, bits in now if self._bits.get(name, bits) != bits]
         self._take_up(changed)
         return changed
 
-    def are_saved(self, names: Iterable[str]) -> bool:
-        """Return whether every checkpoint has these, also if they were not known to move."""
-        return self._saved.issuperset(names)
-
     def to_save(self, copies: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
         """Return what moves: of those that there are the copies, else the live tensors."""
-        live = [self._place(name) for name in self.known[len(copies) :]]
-        found = [*copies, *(None if place is None else place.get() for place in live)]
-        named = zip(self.known, found, strict=True)
+        live = [self._live(name) for name in self.known[len(copies) :]]
+        named = zip(self.known, [*copies, *live], strict=True)
         return {n: t.detach() for n, t in named if t is not None and n not in self._own}
 
     @torch.no_grad()
@@ -129,15 +117,12 @@ class MovingBuffers:
     @torch.no_grad()
     def copies(self) -> list[torch.Tensor | None]:
         """Copy what moves, into one tensor for each dtype; return a view for each."""
-        found = [None if (p := self._place(name)) is None else p.get() for name in self.known]
-        copies: list[torch.Tensor | None] = [None] * len(found)
-        there = [place for place, tensor in enumerate(found) if tensor is not None]
-        tensors = [tensor for tensor in found if tensor is not None]
-        for group in _by_dtype(tensors):
-            flat = torch.cat([tensors[index].reshape(-1) for index in group])
-            parts = torch.split(flat, [tensors[index].numel() for index in group])
-            for index, part in zip(group, parts, strict=True):
-                copies[there[index]] = part.view(tensors[index].shape)
+        copies: list[torch.Tensor | None] = [self._live(name) for name in self.known]
+        for group in _by_dtype(copies):
+            flat = torch.cat([tensor.reshape(-1) for _, tensor in group])
+            parts = torch.split(flat, [tensor.numel() for _, tensor in group])
+            for (index, tensor), part in zip(group, parts, strict=True):
+                copies[index] = part.view(tensor.shape)
         return copies
 
     @torch.no_grad()
@@ -166,22 +151,22 @@ class MovingBuffers:
         so its counters are never behind.
         """
         self._take_parameters(sum_, is_main=is_main)  # collective
-        tensors = [tensor for tensor in self.tensors if not isinstance(tensor, nn.Parameter)]
-        floats = [_real(buffer) for buffer in tensors if not _is_whole(buffer)]
-        doubles = [buffer for buffer in floats if buffer.dtype == torch.float64]
-        singles = [buffer for buffer in floats if buffer.dtype != torch.float64]
-        counters = [buffer for buffer in tensors if _is_whole(buffer)]
+        buffers = [_real(t) for t in self.tensors if not isinstance(t, nn.Parameter)]
+        doubles = [buffer for buffer in buffers if buffer.dtype == torch.float64]
+        counters = [buffer for buffer in buffers if not buffer.is_floating_point()]
+        singles = [b for b in buffers if b.is_floating_point() and b.dtype != torch.float64]
         # WHY one device: a model on a GPU may keep a count on the host
-        device = next((t.device for t in tensors if not t.is_cpu), torch.device("cpu"))
+        device = next((t.device for t in buffers if not t.is_cpu), torch.device("cpu"))
         parts = [buffer.reshape(-1).float().to(device) for buffer in singles]
         if counters:
-            counts = [counter.to(device) for counter in counters]
-            parts.append(_to_pieces(counts, is_main=is_main))
+            # WHY bytes: float32 adds them up exactly, and one sum is then enough for all
+            whole = torch.cat([counter.reshape(-1).long().to(device) for counter in counters])
+            parts.append(whole.view(torch.uint8).float().mul_(float(is_main)))
         if parts:
             flat = sum_(torch.cat(parts))  # collective
             num_singles = sum(buffer.numel() for buffer in singles)
             if counters:
-                copy_each(counters, _from_pieces(flat[num_singles:], counters))
+                _spread(flat[num_singles:].to(torch.uint8).view(torch.int64), counters)
             _spread(flat[:num_singles].mul_(1 / world_size), singles)
         if doubles:
             flat = torch.cat([buffer.reshape(-1).to(device) for buffer in doubles])
@@ -193,6 +178,10 @@ class MovingBuffers:
             self._places = Reach(self._module).places | self._places
         return self._places.get(name)
 
+    def _live(self, name: str) -> torch.Tensor | None:
+        place = self._place(name)
+        return None if place is None else place.get()
+
     def _now(self, name: str) -> torch.Tensor:
         place = self._places[name]
         now = place.get()
@@ -200,28 +189,28 @@ class MovingBuffers:
 
     def _take_up(self, names: Iterable[str]) -> None:
         self.known += [name for name in names if name not in self.known]
-        self._watch()
-
-    def _watch(self) -> None:
-        passed = {*self.known, *self._outputs}
         self.watched = [
             place.home
-            for name, place in self._places.items()
-            if name not in passed and not place.home.is_inference() and not place.is_relocated
+            for place in self._believed_still(self._places).values()
+            if not place.home.is_inference() and not place.is_relocated
         ]
 
-    def _unmoved(self) -> dict[str, torch.Tensor]:
-        passed = {*self.known, *self._outputs}
-        found = Reach(self._module).may_move().items()
-        return {name: place.home for name, place in found if name not in passed}
+    def _believed_still(self, places: Mapping[str, Place]) -> dict[str, Place]:
+        known = {*self.known, *self._outputs}
+        return {name: place for name, place in places.items() if name not in known}
+
+    def _bits_now(self) -> dict[str, list[int]]:
+        places = self._believed_still(Reach(self._module).may_move()).items()
+        dense = {name: place.home for name, place in places if _has_bits(place.home)}
+        return dict(zip(dense, checksums(dense).tolist(), strict=True)) if dense else {}
 
     def _take_parameters(
         self, sum_: Callable[[torch.Tensor], torch.Tensor], *, is_main: bool
     ) -> None:
         """Take rank 0's parameters. Collective: all ranks."""
         found = [_real(t.detach()) for t in self.tensors if isinstance(t, nn.Parameter)]
-        for places in _by_dtype(found):
-            parts = [found[place] for place in places]
+        for group in _by_dtype(found):
+            parts = [part for _, part in group]
             flat = torch.cat([part.reshape(-1) for part in parts])
             wide = flat if flat.dtype == torch.float64 else flat.float()
             sums = sum_(wide if is_main else torch.zeros_like(wide))  # collective
@@ -239,9 +228,8 @@ def _set(place: Place, copy: torch.Tensor | None) -> None:
         place.put(None if copy is None else copy.clone())
 
 
-def _bits_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
-    dense = {n: t for n, t in tensors.items() if t.layout == torch.strided and not t.is_quantized}
-    return dict(zip(dense, checksums(dense).tolist(), strict=True)) if dense else {}
+def _has_bits(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_quantized
 
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -261,33 +249,15 @@ def _spread(flat: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
     copy_each(targets, [p.view(t.shape) for p, t in zip(parts, targets, strict=True)])
 
 
-def _to_pieces(counters: Sequence[torch.Tensor], *, is_main: bool) -> torch.Tensor:
-    """Write whole numbers as pieces of 16 bits, which float32 adds up exactly; 0 but on rank 0."""
-    whole = torch.cat([counter.reshape(-1).long() for counter in counters])
-    pieces = (whole[:, None] >> _shifts(whole.device)) & _PIECE_MASK
-    return pieces.float().mul_(float(is_main)).view(-1)
-
-
-def _from_pieces(pieces: torch.Tensor, counters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    whole = (pieces.view(-1, _NUM_PIECES).long() << _shifts(pieces.device)).sum(dim=1)
-    parts = torch.split(whole, [counter.numel() for counter in counters])
-    return [p.view(c.shape).to(c.dtype) for p, c in zip(parts, counters, strict=True)]
-
-
-def _shifts(device: torch.device) -> torch.Tensor:
-    # WHY arange: a tensor made of a list would be copied to the device, which waits for it
-    return torch.arange(0, 64, _PIECE_BITS, device=device)
-
-
-def _by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    places: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+def _by_dtype(
+    tensors: Sequence[torch.Tensor | None],
+) -> Iterable[list[tuple[int, torch.Tensor]]]:
+    """Group the tensors that can be one, each with its place."""
+    groups: dict[tuple[torch.dtype, torch.device], list[tuple[int, torch.Tensor]]] = {}
     for place, tensor in enumerate(tensors):
-        places.setdefault((tensor.dtype, tensor.device), []).append(place)
-    return list(places.values())
-
-
-def _is_whole(buffer: torch.Tensor) -> bool:
-    return not buffer.is_floating_point() and not buffer.is_complex()
+        if tensor is not None:
+            groups.setdefault((tensor.dtype, tensor.device), []).append((place, tensor))
+    return groups.values()
 
 
 def _real(buffer: torch.Tensor) -> torch.Tensor:

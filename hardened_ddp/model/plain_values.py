@@ -23,7 +23,11 @@ import numpy as np
 import torch
 from torch import nn
 
-MOST_PARTS = 20_000
+from hardened_ddp.model.reach import version_of
+
+GENERATORS = ("random", "numpy generator", "numpy state", "torch generator")
+
+_MOST_PARTS = 20_000
 """Of one value. WHY a limit: a model may hold its dataset, or a cache."""
 
 _MOST_BYTES = 2**20  # of an array
@@ -39,7 +43,7 @@ _KINDS: dict[type, str] = {
     torch.Generator: "torch generator",
 }
 _AS_THEY_ARE = ("None", "bool", "int", "str")
-_GENERATORS = ("random", "numpy generator", "numpy state", "torch generator")
+_IN_PLACE = ("list", "deque", "set", "dict", "object", "array", *GENERATORS)
 _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 _FOREIGN = ("torch", "numpy", "hardened_ddp")
 
@@ -67,7 +71,7 @@ def kind_of(value: Any) -> str:
     if isinstance(value, enum.Enum):
         return "enum"
     for cls, kind in _KINDS.items():
-        if kind in _EMPTY and isinstance(value, cls):  # such as a Random of the user's
+        if kind in _IN_PLACE and isinstance(value, cls):  # such as a Random of the user's
             return kind
     is_opaque = isinstance(value, nn.Module | torch.Tensor | type) or not hasattr(value, "__dict__")
     found: Any = type(value)  # Any: mypy takes a type for no key
@@ -83,15 +87,10 @@ def is_users(cls: type) -> bool:
     return not is_installed and name.partition(".")[0] not in {*sys.stdlib_module_names, *_FOREIGN}
 
 
-def is_generator(value: Any) -> bool:
-    """Return whether a value is a generator of random numbers."""
-    return kind_of(value) in _GENERATORS
-
-
 def copy_of(value: Any) -> Copy:
     """Copy a value, as far as it can be copied."""
     try:
-        return _copy(value, [MOST_PARTS])
+        return _copy(value, [_MOST_PARTS])
     except (RuntimeError, OverflowError):  # too deep, or another thread changes it
         return Copy("kept", _mark(value), value)
 
@@ -119,7 +118,8 @@ def _copy(value: Any, room: list[int]) -> Copy:
         case "deque":
             content = [_copy(value.maxlen, room), _copy(list(value), room)]
         case "set" | "frozenset":
-            content = sorted((_copy(part, room) for part in list(value)), key=_sort_key)
+            parts = [_copy(part, room) for part in list(value)]
+            content = sorted(parts, key=lambda part: json.dumps(as_json(part)))
         case "dict" | "object":
             pairs = value if kind == "dict" else vars(value)
             content = [[_copy(k, room), _copy(part, room)] for k, part in list(pairs.items())]
@@ -138,17 +138,21 @@ def _copy(value: Any, room: list[int]) -> Copy:
 
 def put_back(copy: Copy) -> Any:
     """Give a value its content of before, in place, and return it."""
-    target, content = copy.original, _each(put_back, copy.content)
-    match copy.kind:
+    return _fill(copy.kind, copy.original, _each(put_back, copy.content))
+
+
+def _fill(kind: str, target: Any, content: Any) -> Any:
+    """Give target its content, if it is of a kind that can change; return it."""
+    match kind:
         case "list":
             target[:] = content
         case "deque":
             target.clear()
             target.extend(content[1])
         case "set" | "dict" | "object":
-            store = vars(target) if copy.kind == "object" else target
+            store = vars(target) if kind == "object" else target
             store.clear()
-            store.update(content if copy.kind == "set" else dict(content))
+            store.update(content if kind == "set" else dict(content))
         case "array":
             target[...] = _array_of(content)
         case "random":
@@ -158,84 +162,78 @@ def put_back(copy: Copy) -> Any:
         case "numpy state":
             target.set_state(content)
         case "torch generator":
-            target.set_state(torch.frombuffer(bytearray(_from_text(content)), dtype=torch.uint8))
+            state = bytearray(base64.b64decode(content))
+            target.set_state(torch.frombuffer(state, dtype=torch.uint8))
     return target
 
 
 def as_json(copy: Copy) -> Any:
-    """Write a copy as JSON; read_json reads it."""
+    """Write a copy as JSON; from_json reads it."""
     if copy.kind in _AS_THEY_ARE:
         return copy.content
     return [copy.kind, None if copy.kind == "kept" else _each(as_json, copy.content)]
 
 
-def read_json(data: Any, live: Any) -> Copy:
-    """Return the copy that data says, to be put back into live if that is of its kind.
+def from_json(data: Any, live: Any) -> Any:
+    """Return the value that data says; in place in live, and in its parts, if of the same kind.
 
-    Raises ValueError, KeyError or TypeError if as_json can't have written data.
+    Raises ValueError, KeyError, TypeError or AttributeError if as_json can't have written data.
     """
     if not isinstance(data, list):
-        return Copy(_KINDS[type(data)], data, data)
+        return data
     kind, content = data
     is_same = kind_of(live) == kind
-    if kind in _FRESH:
-        return Copy(kind, content, _FRESH[kind](content, live))
-    target = live if is_same else _EMPTY[kind]() if kind in _EMPTY else live
     match kind:
-        case "list" | "tuple" | "set" | "frozenset":
-            olds = list(live) if is_same and "set" not in kind else []
+        case "kept":
+            return live
+        case "object" if not is_same:
+            return live  # a class is not looked up by its name
+        case "enum":
+            return type(live)[content] if isinstance(live, enum.Enum) else live
+        case "list" | "tuple":
+            olds = [*live] if is_same else []
             olds += [None] * (len(content) - len(olds))
-            content = [read_json(part, old) for part, old in zip(content, olds, strict=False)]
-            if kind in ("tuple", "frozenset"):
-                target = {"tuple": tuple, "frozenset": frozenset}[kind](map(put_back, content))
+            content = [from_json(part, old) for part, old in zip(content, olds, strict=False)]
+        case "set" | "frozenset":
+            content = [from_json(part, None) for part in content]
         case "deque":
-            most, parts = content
-            content = [read_json(most, None), read_json(parts, list(live) if is_same else None)]
-            target = live if is_same else deque(maxlen=most)
+            content = [content[0], from_json(content[1], [*live] if is_same else None)]
         case "dict" | "object":
-            if kind == "object" and not is_same:
-                return Copy("kept", None, live)  # a class is not looked up by its name
             old = {} if not is_same else live if kind == "dict" else vars(live)
-            keys = [read_json(key, None) for key, _ in content]
-            content = [
-                [key, read_json(part, old.get(put_back(key)))]
-                for key, (_, part) in zip(keys, content, strict=True)
-            ]
+            pairs = [(from_json(key, None), part) for key, part in content]
+            content = [(key, from_json(part, old.get(key))) for key, part in pairs]
         case "random" | "numpy state" | "numpy generator":
-            content = read_json(content, None)
-            if kind == "numpy generator":
-                name = put_back(content)["bit_generator"]
-                if name not in _BIT_GENERATORS:
-                    raise ValueError(f"there is no bit generator {name!r}")
-                if not is_same or live.bit_generator.state["bit_generator"] != name:
-                    target = np.random.Generator(getattr(np.random, name)())
+            content = from_json(content, None)
         case "array":
-            made = _array_of(content)
-            has_room = is_same and (live.dtype, live.shape) == (made.dtype, made.shape)
-            target = live if has_room else made.copy()
-        case "kept" | "torch generator":
-            pass
-        case _:
-            raise ValueError(f"there is no kind {kind!r}")
-    return Copy(kind, content, target)
+            is_same = is_same and [live.dtype.str, [*live.shape]] == content[:2]
+    is_live = is_same and kind in _IN_PLACE
+    return _fill(kind, live if is_live else _NEW[kind](content), content)
 
 
-_EMPTY: dict[str, Any] = {
+def _new_generator(state: Any) -> np.random.Generator:
+    if (name := state["bit_generator"]) not in _BIT_GENERATORS:
+        raise ValueError(f"there is no bit generator {name!r}")
+    return np.random.Generator(getattr(np.random, name)())
+
+
+_NEW: dict[str, Callable[[Any], Any]] = {
+    "float": float.fromhex,
+    "complex": lambda content: complex(*map(float.fromhex, content)),
+    "bytes": base64.b64decode,
+    "number": lambda content: _array_of(content)[()],
+    "array": lambda content: _array_of(content).copy(),
     "list": list,
-    "deque": deque,
+    "tuple": tuple,
     "set": set,
+    "frozenset": frozenset,
+    "deque": lambda content: deque(maxlen=content[0]),
     "dict": dict,
-    "random": random.Random,
-    "numpy state": np.random.RandomState,
-    "torch generator": torch.Generator,
+    "random": lambda _: random.Random(),
+    "numpy generator": _new_generator,
+    "numpy state": lambda _: np.random.RandomState(),
+    "torch generator": lambda _: torch.Generator(),
 }
-_FRESH: dict[str, Any] = {  # what can't change in place
-    "float": lambda content, _: float.fromhex(content),
-    "complex": lambda content, _: complex(*map(float.fromhex, content)),
-    "bytes": lambda content, _: _from_text(content),
-    "number": lambda content, _: _array_of(content)[()],
-    "enum": lambda content, live: type(live)[content] if isinstance(live, enum.Enum) else live,
-}
+"""Makes a value of its content."""
 
 
 def kept_parts(copy: Copy) -> list[Any]:
@@ -257,23 +255,14 @@ def _mark(value: Any) -> tuple[Any, ...]:
     if isinstance(value, torch.device | torch.dtype | torch.Size):
         return (repr(value),)
     if isinstance(value, torch.Tensor):
-        is_counted = not value.is_inference() and hasattr(value, "_version")
-        return (id(value), value._version if is_counted else -1)
+        return (id(value), version_of(value))
     return (id(value), len(value) if isinstance(value, list | dict | set | deque) else 0)
-
-
-def _sort_key(copy: Copy) -> str:
-    return json.dumps(as_json(copy))
 
 
 def _as_text(data: Any) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
-def _from_text(text: str) -> bytes:
-    return base64.b64decode(text)
-
-
 def _array_of(content: Any) -> Any:
     dtype, shape, text = content
-    return np.frombuffer(_from_text(text), dtype=np.dtype(dtype)).reshape(shape)
+    return np.frombuffer(base64.b64decode(text), dtype=np.dtype(dtype)).reshape(shape)

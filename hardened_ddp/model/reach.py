@@ -14,7 +14,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-_OF_MODULES = frozenset(vars(nn.Module()))
+OF_MODULES = frozenset({*vars(nn.Module()), "_compiled_call_impl"})
+"""The attributes that torch gives to each module."""
+
 _FOREIGN = sys.stdlib_module_names | {"torch", "numpy"}
 """Objects of their classes are not entered."""
 
@@ -95,7 +97,7 @@ class Reach:
                 for name in list(held):
                     self._add(held, name, _joined(path, name), owner=part)
         for path, part in parts:
-            for name in [name for name in vars(part) if name not in _OF_MODULES]:
+            for name in [name for name in vars(part) if name not in OF_MODULES]:
                 self._add(vars(part), name, _joined(path, name))
 
     def _add(

@@ -190,8 +190,8 @@ def has_all_that_moves(parts: Parts, saved: Saved) -> bool:
 
     What began to move after it was saved, and only an attribute holds, is not in it.
     """
-    buffers = parts.replica.buffers
-    hidden = [name for name in buffers.to_save(()) if not buffers.are_saved([name])]
+    replica = parts.replica
+    hidden = replica.buffers.to_save(()).keys() - replica.module.state_dict().keys()
     is_here = all(f"{MOVING}{name}" in saved.specs for name in hidden)
     return all(parts.group.gather_json(is_here))  # collective
 
