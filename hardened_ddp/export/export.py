@@ -1,9 +1,7 @@
 """Export the trained model to its own folder, for use without the training.
 
-Owns: export_model and the content of that folder: the model in one format, config.json, a model
-card.
-Does not own: the checkpoint it is made from (checkpoint/), the formats that hold more
-than the weights (formats.py).
+Owns the content of that folder: the model in one format, config.json, a model card. Does not own
+the formats that hold more than the weights (formats.py).
 What goes wrong here: an export that is incomplete, or that differs from the checkpoint. So it is
 written under a temporary name, read back, compared, and renamed into place.
 """
@@ -44,7 +42,7 @@ from hardened_ddp.export.formats import (
     write_model,
 )
 from hardened_ddp.export.preparation import how_to_add
-from hardened_ddp.model.described import DESCRIPTION
+from hardened_ddp.model.zoo import DESCRIPTION
 from hardened_ddp.settings.typed_command import shell_command
 from hardened_ddp.training.weights import MODEL_PREFIX, model_tensors
 
@@ -101,7 +99,9 @@ def export_model(source: Path, *, output: Path, form: str = SAFETENSORS) -> Path
             config: dict[str, JSON] = {key: meta.get(key) for key in CONFIG_KEYS}
             config |= {"step": found.step, "epoch": meta.get("epoch")}
             if form == SAFETENSORS:
-                config["sha256"] = _write_weights(aside, weights)
+                stream = TensorReader(weights, plan=plan_file(weights))
+                config["sha256"] = write_tensors(aside / WEIGHTS_NAME, stream, disk=disk)
+                _compare(read_tensors(aside / WEIGHTS_NAME), weights)
             else:
                 missing = write_model(aside, form, weights, meta)
             if form != HUGGINGFACE:  # that format has its own config.json
@@ -122,14 +122,6 @@ def export_model(source: Path, *, output: Path, form: str = SAFETENSORS) -> Path
             f"the export to {output} failed: {error}", fix=f"check the disk: df {output.parent}"
         ) from error
     return output
-
-
-def _write_weights(folder: Path, weights: Mapping[str, Tensor]) -> str:
-    """Write only the weights, read them back and compare, and return the file's sha256."""
-    stream = TensorReader(weights, plan=plan_file(weights))
-    sha256 = write_tensors(folder / WEIGHTS_NAME, stream, disk=Disk())
-    _compare(read_tensors(folder / WEIGHTS_NAME), weights)
-    return sha256
 
 
 def _compare(written: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
@@ -157,7 +149,7 @@ def _model_card(
     shape = " and have the shape (samples, *input_shape)" if meta.get("input_shape") else ""
     return f"""---
 library_name: pytorch
-{_pipeline_of(meta)}---
+---
 
 # {meta.get("model") or "Model"}
 
@@ -177,23 +169,3 @@ Exported from `{found.path.parent.parent.name}/{found.path.name}` (optimizer ste
 Inputs are prepared as the dataset above prepares them{shape}. The
 export was read back and compared with the checkpoint before it was put in place.
 """
-
-
-def _pipeline_of(meta: Mapping[str, JSON]) -> str:
-    """Return the line of a model card that says what a model is for; empty if it is not known."""
-    described = meta.get("hub_config")
-    name = str(described["architectures"][0]) if isinstance(described, dict) else ""
-    task = meta.get("task")
-    kinds = {
-        "LMHeadModel": "text-generation",
-        "ForCausalLM": "text-generation",
-        "ForMaskedLM": "fill-mask",
-        "ForSequenceClassification": "text-classification",
-        "ForTokenClassification": "token-classification",
-    }
-    found = [pipeline for ending, pipeline in kinds.items() if name.endswith(ending)]
-    is_image = len(meta.get("input_shape") or ()) == 3  # type: ignore[arg-type]  # a list
-    if not found and is_image and isinstance(task, dict):
-        images = {"classification": "image-classification", "segmentation": "image-segmentation"}
-        found = [images[task["name"]]] if task.get("name") in images else []
-    return f"pipeline_tag: {found[0]}\n" if found else ""

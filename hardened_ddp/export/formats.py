@@ -1,9 +1,7 @@
 """The formats of an export that hold a whole model: huggingface, torch_export, onnx.
 
-Owns: writing each format with its own library, reading it back with the same library, and comparing
-its logits with those of the checkpoint's model, for two batch sizes. An export with other logits is
-an error, and is not kept.
-Does not own: the folder, which is written under a temporary name and renamed (export.py).
+Each is written by its own library, read back by it, and compared by its logits with the
+checkpoint's model, for two batch sizes. An export with other logits is an error, and is not kept.
 What goes wrong here: a package is not installed; a model can't be traced.
 """
 
@@ -22,9 +20,9 @@ from torch import Tensor, nn
 from hardened_ddp.data.foreign_code import describe, import_extra
 from hardened_ddp.errors import ANY_FAILURE, CheckpointError, HardenedError, ModelError
 from hardened_ddp.export.preparation import IMAGE_PROCESSOR, TOKENIZER, write_preparation
-from hardened_ddp.model.described import DESCRIPTION
 from hardened_ddp.model.huggingface import HubModel as HubNet
 from hardened_ddp.model.huggingface import ImageClassifier, TextModel
+from hardened_ddp.model.zoo import DESCRIPTION
 from hardened_ddp.training.weights import example_inputs, rebuild_model
 
 HUGGINGFACE, TORCH_EXPORT, ONNX = "huggingface", "torch_export", "onnx"
@@ -54,6 +52,13 @@ import onnxruntime
 session = onnxruntime.InferenceSession("{ONNX_NAME}")
 [logits] = session.run(["logits"], {{"inputs": inputs}})  # inputs: float32 array""",
 }
+_OF_IMAGES = """\
+# Inputs need the image size and channels of config.json: in training, other sizes were scaled
+# to that size (bilinear, antialias), and a grey channel was repeated.
+logits = model(pixel_values=inputs).logits"""
+_OF_TOKENS = """\
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")  # if the export has one
+logits = model(**tokenizer(text, return_tensors="pt")).logits"""
 _OF_TEXT = {
     TORCH_EXPORT: ("model(inputs)", 'model(tokens["input_ids"], tokens["attention_mask"])'),
     ONNX: ('{"inputs": inputs})  # inputs: float32 array', "dict(tokens))  # int64 arrays"),
@@ -228,16 +233,12 @@ def how_to_load(form: str, meta: Mapping[str, Any]) -> str:
     described = meta.get("hub_config")
     if form == HUGGINGFACE and described:
         kind = described["architectures"][0]
-        names = kind if kind.endswith("ForImageClassification") else f"{kind}, AutoTokenizer"
-        head = f'from transformers import {names}\n\nmodel = {kind}.from_pretrained("FOLDER")\n'
-        if not kind.endswith("ForImageClassification"):
-            return f"""\
-{head}tokenizer = AutoTokenizer.from_pretrained("FOLDER")  # if the export has one
-logits = model(**tokenizer(text, return_tensors="pt")).logits"""
+        is_image = kind.endswith("ForImageClassification")
         return f"""\
-{head}# Inputs need the image size and channels of config.json: in training, other sizes were scaled
-# to that size (bilinear, antialias), and a grey channel was repeated.
-logits = model(pixel_values=inputs).logits"""
+from transformers import {kind}{"" if is_image else ", AutoTokenizer"}
+
+model = {kind}.from_pretrained("FOLDER")
+{_OF_IMAGES if is_image else _OF_TOKENS}"""
     if described and not meta.get("input_shape"):
         return _HOW_TO_LOAD[form].replace(*_OF_TEXT[form])
     return _HOW_TO_LOAD[form]

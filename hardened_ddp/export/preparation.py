@@ -1,9 +1,8 @@
 """What prepares the inputs of an exported transformers model: its tokenizer or image processor.
 
-Owns finding it where the model or the dataset came from, in a folder or in the cache of the Hub,
-without a network; writing it beside the model, with the settings for generation; and what to say
-where there is none. WHY not left to the user: from a folder without one, AutoTokenizer makes an
-empty tokenizer, without an error.
+It is found where the model or the dataset came from, in a folder or in the cache of the Hub,
+without a network, and written beside the model, with the settings for generation. WHY not left to
+the user: from a folder without one, AutoTokenizer makes an empty tokenizer, without an error.
 """
 
 import json
@@ -29,12 +28,9 @@ def write_preparation(folder: Path, meta: Mapping[str, Any], *, kind: str) -> bo
     kind: TOKENIZER or IMAGE_PROCESSOR. Raises CheckpointError if it reads back otherwise.
     """
     sources = list(_sources(meta))
-    generation = folder / _GENERATION_NAME
-    if generation.exists():  # the library made it from the model's configuration alone
-        for source in sources:
-            if (source / _GENERATION_NAME).is_file():
-                generation.write_bytes((source / _GENERATION_NAME).read_bytes())
-                break
+    settings = [path for s in sources if (path := s / _GENERATION_NAME).is_file()]
+    if settings and (folder / _GENERATION_NAME).exists():  # from the model's configuration alone
+        (folder / _GENERATION_NAME).write_bytes(settings[0].read_bytes())
     write = _write_tokenizer if kind == TOKENIZER else _write_processor
     return any(write(source, folder, meta) for source in sources)
 

@@ -3,7 +3,7 @@
     from hardened_ddp.model.hub import HubModel
     model = HubModel.from_pretrained("exports/first-huggingface")
 
-Owns only this form: described.py builds the model, huggingface_hub reads and writes it.
+Owns only this form: zoo.py builds the model, huggingface_hub reads and writes it.
 Importing this module needs huggingface_hub (requirements-extras.txt); nothing else here does.
 """
 
@@ -14,7 +14,7 @@ import torch
 from huggingface_hub import PyTorchModelHubMixin
 from torch import nn
 
-from hardened_ddp.model.described import build_described
+from hardened_ddp.model.zoo import build_described
 
 
 class HubModel(nn.Module, PyTorchModelHubMixin):

@@ -60,10 +60,6 @@ class ImageClassifier(nn.Module):
         logits: torch.Tensor = self.net(pixel_values=images).logits
         return logits
 
-    def gradient_checkpointing_enable(self, **how: Any) -> None:
-        """Recompute activations in backward, by the blocks that the model defines."""
-        self.net.gradient_checkpointing_enable(**how)
-
     @property
     def hub_config(self) -> dict[str, Any]:
         """The transformers configuration as JSON, from which the model is built again."""
@@ -88,10 +84,6 @@ class TextModel(nn.Module):
         found = self.net(labels=labels, **inputs)
         losses = {} if found.loss is None else {"loss": found.loss}
         return {"logits": found.logits, **losses}
-
-    def gradient_checkpointing_enable(self, **how: Any) -> None:
-        """Recompute activations in backward, by the blocks that the model defines."""
-        self.net.gradient_checkpointing_enable(**how)
 
     @property
     def hub_config(self) -> dict[str, Any]:
@@ -149,9 +141,7 @@ def load_hub_model(
         return _wrapped(net, kind, input_shape)
     except HardenedError:
         raise
-    except (
-        Exception
-    ) as error:  # WHY broad: the library raises many kinds of errors for a bad folder
+    except Exception as error:  # WHY broad: the library raises many kinds for a bad folder
         log.debug("loading %s failed", name, exc_info=True)
         raise ModelError(
             f"{config.model} can't be loaded: {describe(error)}",
@@ -189,10 +179,7 @@ def _kind_of(transformers: Any, config: Any, task: str, *, has_classes: bool) ->
 
     The task decides; where it leaves a choice, the head that the folder has. Raises ModelError.
     """
-    heads = [
-        name for name in (config.architectures or []) for name in [_kind_by_name(name)] if name
-    ]
-    head = heads[0] if heads else ""
+    head = next(filter(None, map(_kind_by_name, config.architectures or [])), "")
     is_image = type(config) in transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
     if task == "classification" or (task == "auto" and not head and is_image):
         return "ImageClassification" if is_image else "SequenceClassification"

@@ -1,8 +1,6 @@
 """The optimizer: built in, or the user's by import path.
 
-Owns the choice, the arguments that it gets, what can't be trained with here, and the state that is
-allocated before the first step.
-What goes wrong here: arguments that it does not take, a step that needs a closure.
+Owns the choice, its arguments, and the state that is allocated before the first step.
 Does not own: its parameter groups (parameter_groups.py), the learning rate (schedule.py), saving
 its state (optimizer_state.py).
 """
@@ -41,12 +39,15 @@ def build_optimizer(
     build, given = find_optimizer(config)
     trainable = [parameter for group in groups for parameter in group["params"]]
     if build in KNOWN and not any(given.get(option) for option in _ONLY_ONE):
-        given["fused"] = all(_can_fuse(build, parameter) for parameter in trainable)
-        given |= {
-            name: config.optimizer_args[name] for name in _ONLY_ONE & config.optimizer_args.keys()
-        }
+        given.setdefault("fused", all(_can_fuse(build, parameter) for parameter in trainable))
     optimizer = _call(build, groups, given, config)
-    _check_step(optimizer, config.optimizer)
+    if needed := needed_arguments(optimizer.step):
+        raise OptimizerError(
+            f"{config.optimizer} can't be used: its step() needs {', '.join(needed)}. Such an "
+            "optimizer computes the loss several times in one step; here all ranks compute one "
+            "gradient, together, and then update once",
+            fix="choose one whose step() takes nothing, such as adamw or torch.optim:RAdam",
+        )
     updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if updated != {id(parameter) for parameter in trainable}:
         raise OptimizerError(
@@ -177,14 +178,3 @@ def _call(
             "returns one",
         )
     return found
-
-
-def _check_step(optimizer: Optimizer, name: str) -> None:
-    """Refuse an optimizer whose step needs the loss to be computed again, as LBFGS."""
-    if needed := needed_arguments(optimizer.step):
-        raise OptimizerError(
-            f"{name} can't be used: its step() needs {', '.join(needed)}. Such an optimizer "
-            "computes the loss several times in one step; here all ranks compute one gradient, "
-            "together, and then update once",
-            fix="choose one whose step() takes nothing, such as adamw or torch.optim:RAdam",
-        )

@@ -35,8 +35,7 @@ Tree = Any
 
 
 def is_known(optimizer: Optimizer) -> bool:
-    """Return whether it is one of torch's that are known here. WHY the exact type: a subclass may
-    have another state, and another step."""
+    """Return whether it is one of KNOWN. WHY the exact type: a subclass may do anything."""
     return type(optimizer) in KNOWN
 
 
@@ -123,11 +122,8 @@ def state_problems(
 
 def _has_own_format(optimizer: Optimizer) -> bool:
     """Return whether its class saves and loads its state in its own way."""
-    kind = type(optimizer)
-    return (
-        kind.state_dict is not Optimizer.state_dict
-        or kind.load_state_dict is not Optimizer.load_state_dict
-    )
+    saves, loads = type(optimizer).state_dict, type(optimizer).load_state_dict
+    return saves is not Optimizer.state_dict or loads is not Optimizer.load_state_dict
 
 
 def _changed_options(schedule: Schedule, tensors: dict[str, Tensor]) -> list[dict[str, Tree]]:
@@ -135,16 +131,15 @@ def _changed_options(schedule: Schedule, tensors: dict[str, Tensor]) -> list[dic
 
     WHY only those: the others are settings, and a resumed run may have other ones.
     """
-    found = []
     groups = zip(schedule.optimizer.param_groups, schedule.base, strict=True)
-    for number, (group, base) in enumerate(groups):
-        changed = {
+    return [
+        {
             option: _pack(value, f"{PREFIX}groups.{number}.{option}", tensors)
             for option, value in group.items()
             if option != "params" and not (option in base and _is_same(value, base[option]))
         }
-        found.append(changed)
-    return found
+        for number, (group, base) in enumerate(groups)
+    ]
 
 
 def _is_same(one: Any, other: Any) -> bool:  # Any: options of a parameter group

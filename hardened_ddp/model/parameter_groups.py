@@ -2,8 +2,7 @@
 
 Owns: the groups that a model or task names in parameter_groups(), the groups without weight decay
 (--no_weight_decay), and the check that each trainable parameter is in one group, once.
-What goes wrong here: a group with a parameter of another model, a parameter in two groups or in
-none, a model made for several optimizers. Each is an OptimizerError before the first step.
+What goes wrong here: a parameter in two groups or in none, a model made for several optimizers.
 Does not own: the optimizer (optimizer.py).
 """
 
@@ -26,18 +25,6 @@ Group = dict[str, Any]
 """{"params": [...], option: value, ...}, as torch's optimizers take it. Any: an option's value."""
 
 _NUM_NAMED = 6  # parameters that a message names
-_NORMS = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.RMSNorm,
-)
 
 
 def parameter_groups(
@@ -131,7 +118,8 @@ def _without_decay(groups: Sequence[Group], model: nn.Module) -> list[Group]:
     WHY vectors: that is what everybody means by it (GPT-2, timm): decay is for matrices, which
     multiply; a scale or an offset has no reason to be near 0.
     """
-    of_norms = {id(p) for m in model.modules() if isinstance(m, _NORMS) for p in m.parameters()}
+    norms = [m for m in model.modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm)]
+    of_norms = {id(p) for norm in norms for p in norm.parameters()}  # they may have matrices
     found: list[Group] = []
     for group in groups:
         if "weight_decay" in group:

@@ -8,7 +8,7 @@ overflowed: all ranks see the same averaged gradients, so all ranks skip it with
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal, assert_never
@@ -21,11 +21,7 @@ from hardened_ddp.settings.config import Amp
 log = logging.getLogger(__name__)
 
 PrecisionName = Literal["off", "bf16", "fp16"]
-_DTYPES: Mapping[PrecisionName, torch.dtype | None] = {
-    "off": None,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
@@ -34,12 +30,11 @@ class Precision:
     def __init__(self, amp: Amp, device: torch.device) -> None:
         self.name = _choose(amp, device)
         self.device_type = device.type
-        dtype = _DTYPES[self.name]
         self.autocast: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
         """Gives the context for forward and loss, in which matrix work runs in 16 bits."""
 
-        if dtype is not None:
-            self.autocast = partial(torch.autocast, device.type, dtype=dtype)
+        if self.name != "off":
+            self.autocast = partial(torch.autocast, device.type, dtype=_DTYPES[self.name])
         self.scaler = torch.amp.GradScaler(device.type) if self.name == "fp16" else None
         if self.scaler is not None:
             # WHY: creates its scale now, not lazily
@@ -66,33 +61,25 @@ class Precision:
                 least.grad = gradient = torch.zeros_like(least)
             gradient[(0,) * gradient.dim()].masked_fill_(flag.bool(), math.nan)
 
-    def mark(self) -> list[torch.Tensor]:
-        """Copy the scaler's numbers for go_back, on the device, without a wait for it."""
-        return [number.clone() for number in self._numbers()]
+    def mark(self) -> Any:  # Any: for go_back only
+        """Copy the scaler's scale and growth tracker, on the device, without a wait for it."""
+        if self.scaler is None:
+            return ()
+        return [number.clone() for number in self._numbers()] or self.state()
 
-    def go_back(self, mark: Sequence[torch.Tensor]) -> None:
+    def go_back(self, mark: Any) -> None:  # Any: from mark
         """Restore the scaler's numbers of mark."""
-        if self.scaler is not None and not self._shows_numbers:
-            scale, num_held = (copy.item() for copy in mark)
-            self.restore({**self.state(), "scale": scale, "_growth_tracker": int(num_held)})
+        if isinstance(mark, dict):
+            self.restore(mark)
             return
         for number, copy in zip(self._numbers(), mark, strict=True):
             number.copy_(copy)
 
     def _numbers(self) -> list[torch.Tensor]:
         """Return scale and growth tracker. WHY private attributes: state_dict waits."""
-        if self.scaler is None:
-            return []
-        if not self._shows_numbers:
-            state = self.scaler.state_dict()
-            return [torch.tensor(state["scale"]), torch.tensor(state["_growth_tracker"])]
-        numbers = (self.scaler._scale, self.scaler._growth_tracker)
-        return [number for number in numbers if number is not None]
-
-    @property
-    def _shows_numbers(self) -> bool:
-        """Whether this torch has the private attributes that are read without a wait."""
-        return hasattr(self.scaler, "_scale") and hasattr(self.scaler, "_growth_tracker")
+        if hasattr(self.scaler, "_scale") and hasattr(self.scaler, "_growth_tracker"):
+            return [self.scaler._scale, self.scaler._growth_tracker]
+        return []
 
     def state(self) -> dict[str, Any]:  # Any: JSON numbers
         """Return the scaler's state for a checkpoint."""

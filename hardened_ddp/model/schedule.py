@@ -46,8 +46,8 @@ class Schedule:
         total_steps: UNKNOWN_STEPS if nobody knows them. Raises OptimizerError.
         """
         if config.lr_schedule == "auto":
-            chosen: LrSchedule = "constant" if total_steps == UNKNOWN_STEPS else "cosine"
-            config = replace(config, lr_schedule=chosen)
+            is_known = total_steps != UNKNOWN_STEPS
+            config = replace(config, lr_schedule="cosine" if is_known else "constant")
         self.optimizer = optimizer
         self.config = config
         """With the schedule that auto became."""
@@ -98,21 +98,20 @@ class Schedule:
         """Copy the scheduler's state, for go_back; None without one."""
         if self._scheduler is None:
             return None
-        groups = [_options(group) for group in self.optimizer.param_groups]
-        return copy.deepcopy(self._scheduler.state_dict()), groups
+        return copy.deepcopy(self.state()), [_options(g) for g in self.optimizer.param_groups]
 
     def go_back(self, mark: Any) -> None:  # Any: from mark
         """Restore the state of mark, and the options of the groups."""
         if mark is None:
             return
         state, groups = mark
-        self._scheduler.load_state_dict(copy.deepcopy(state))
+        self.restore(copy.deepcopy(state))
         for group, options in zip(self.optimizer.param_groups, groups, strict=True):
             group.update(options)
 
-    def state(self) -> Mapping[str, Any] | None:  # Any: a scheduler's state
-        """Return the scheduler's state; None without one."""
-        return None if self._scheduler is None else dict(self._scheduler.state_dict())
+    def state(self) -> dict[str, Any]:  # Any: a scheduler's state
+        """Return the scheduler's state, if has_state."""
+        return dict(self._scheduler.state_dict())
 
     def restore(self, state: Mapping[str, Any]) -> None:  # Any: as in state
         """Restore the scheduler's state."""
@@ -192,7 +191,7 @@ class Schedule:
                 f"--lr_schedule {path} can't be built with {dict(arguments)}: {describe(error)}"
                 f"{line_of_user(error)}",
                 fix="correct --lr_schedule_args; it takes: "
-                + ", ".join(name for name in inspect.signature(build).parameters),
+                + ", ".join(inspect.signature(build).parameters),
             ) from error
         for method in ("step", "state_dict", "load_state_dict"):
             if not callable(getattr(made, method, None)):

@@ -1,7 +1,7 @@
 """Models by name or by import path, with their head fitted to the classes.
 
-Owns building a plain nn.Module. Does not own: DDP (gradients/), the data that says how many
-channels and classes there are, the checkpoint that may overwrite the weights.
+Owns building a plain nn.Module, also from its description in a checkpoint or an export. Does not
+own: DDP (gradients/), the weights of a checkpoint.
 What goes wrong here: a misspelled name, arguments that the model does not take, weights that can't
 be downloaded. Each is a ModelError before training.
 """
@@ -27,11 +27,17 @@ from hardened_ddp.data.foreign_code import (
 )
 from hardened_ddp.data.sources.hub_place import PREFIX
 from hardened_ddp.errors import ANY_FAILURE, DataError, HardenedError, ModelError
-from hardened_ddp.model.huggingface import load_hub_model
-from hardened_ddp.model.torchvision_models import build_classifier
+from hardened_ddp.model.huggingface import build_from_config, load_hub_model
+from hardened_ddp.model.torchvision_models import WITH_AUXILIARY, build_classifier
 from hardened_ddp.settings.config import ModelConfig
 
 log = logging.getLogger(__name__)
+
+DESCRIPTION = (
+    *("model", "model_args", "pretrained", "hub_config"),
+    *("num_classes", "input_shape", "class_names"),
+)
+"""The keys that describe a model."""
 
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
 
@@ -141,6 +147,26 @@ def build_model(
     if config.gradient_checkpointing:
         _checkpoint_blocks(model, config.model)
     return model
+
+
+def build_described(facts: Mapping[str, Any]) -> nn.Module:
+    """Build the model that facts describe. Rank-local; advances the random number generators.
+
+    Nothing is downloaded: published weights would be overwritten anyway. Raises ModelError.
+    """
+    if not isinstance(facts.get("model"), str):
+        raise ModelError("the checkpoint does not say which model it belongs to")
+    input_shape = tuple(facts.get("input_shape") or ())
+    if facts.get("hub_config"):
+        return build_from_config(facts["hub_config"], input_shape=input_shape)
+    arguments = dict(facts.get("model_args") or {})
+    if facts.get("pretrained") and facts["model"] in WITH_AUXILIARY:
+        arguments["transform_input"] = True
+    return build_model(
+        ModelConfig(model=facts["model"], model_args=arguments),
+        num_classes=int(facts.get("num_classes") or 0),
+        input_shape=input_shape,
+    )
 
 
 def check_model(name: str) -> None:
@@ -273,10 +299,11 @@ def _make_dense(model: nn.Module) -> None:
 
 def _checkpoint_blocks(model: nn.Module, name: str) -> None:
     """Recompute each block's activations in backward instead of keeping them."""
-    enable = getattr(model, "gradient_checkpointing_enable", None)
-    if callable(enable):  # models of transformers define their own blocks
-        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return
+    for owner in (model, getattr(model, "net", None)):  # of transformers: they know their blocks
+        enable = getattr(owner, "gradient_checkpointing_enable", None)
+        if callable(enable):
+            enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            return
     blocks = [
         block
         for parent in model.modules()

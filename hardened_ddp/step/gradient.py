@@ -81,8 +81,8 @@ class Attempt:
     attributes: Copies = field(default_factory=dict)
     """The plain attributes that may move, before it."""
 
-    scale_before: Sequence[torch.Tensor] = ()
-    """Scale and growth tracker of fp16's scaler before it."""
+    scale_before: Any = ()
+    """Scale and growth tracker of fp16's scaler before it. Any: from Precision.mark."""
 
     schedule_before: Any = None
     """The state of the schedule before it, if it has one. Any: from Schedule.mark."""

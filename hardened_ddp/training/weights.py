@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from hardened_ddp.checkpoint.folder import MANIFEST_NAME, load_checkpoint, open_checkpoint
 from hardened_ddp.checkpoint.tensors import differences, read_tensors, spec_of, specs_of
 from hardened_ddp.errors import CheckpointError, CheckpointMismatchError, ModelError
-from hardened_ddp.model.described import build_described
 from hardened_ddp.model.moving_attributes import TASK, MovingAttributes
+from hardened_ddp.model.zoo import build_described
 from hardened_ddp.preflight.lazy import shape_by_weights
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME

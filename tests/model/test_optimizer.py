@@ -1,14 +1,11 @@
-"""The optimizer and its learning rate; and that no code guesses what an unknown choice means."""
+"""The built-in optimizers and schedules."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 import torch
 
-from hardened_ddp.gradients import choose
 from hardened_ddp.model.optimizer import (
     allocate_state,
     build_optimizer,
@@ -18,30 +15,19 @@ from hardened_ddp.model.optimizer import (
 from hardened_ddp.model.optimizer_state import KNOWN
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.schedule import learning_rate
-from hardened_ddp.preflight.probe import Findings, choose_find_unused
-from hardened_ddp.ranks.device import choose_backend
-from hardened_ddp.settings.config import Config, LrSchedule, OptimizerConfig, OptimizerName
+from hardened_ddp.settings.config import OptimizerConfig, OptimizerName
 from hardened_ddp.settings.declare import ImportPath
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-SCHEDULES = [name for name in get_args(LrSchedule) if name != "auto"]
+CPU = torch.device("cpu")
 OPTIMIZERS = get_args(OptimizerName)
 # Those whose state is made before the first step.
 FUSED = [n for n in OPTIMIZERS if find_optimizer(OptimizerConfig(optimizer=n))[0] in KNOWN]
-UNKNOWN: Any = "a new choice"
-"""What a setting would give if a choice was added to it, and nothing else."""
 
 
 def curve(schedule: str, *, warmup_steps: int = 0) -> list[float]:
     config = OptimizerConfig(learning_rate=1.0, warmup_steps=warmup_steps)
-    config = replace(config, lr_schedule=schedule)  # type: ignore[arg-type]  # one of SCHEDULES
+    config = replace(config, lr_schedule=schedule)  # type: ignore[arg-type]  # a choice
     return [learning_rate(config, step=step, total_steps=12) for step in range(12)]
-
-
-def test_each_schedule_begins_at_the_peak_and_has_its_own_curve() -> None:
-    curves = [tuple(curve(schedule)) for schedule in SCHEDULES]
-    assert all(found[0] == 1.0 for found in curves)
-    assert len(set(curves)) == len(SCHEDULES)
 
 
 def test_the_schedules_are_the_known_ones() -> None:
@@ -132,31 +118,3 @@ def test_fp16_on_the_cpu_is_said_to_run_in_fp32(caplog: pytest.LogCaptureFixture
     caplog.clear()
     assert Precision("auto", CPU).name == "off"
     assert not caplog.records
-
-
-NOTHING_UNUSED, SOME_UNUSED = (Findings(names, False, "a", ()) for names in ((), ("a",)))
-WITHOUT_A_CASE: dict[str, Callable[[], object]] = {
-    "a schedule": lambda: curve(UNKNOWN),
-    "an optimizer": lambda: build_optimizer([], OptimizerConfig(optimizer=UNKNOWN)),
-    "a precision": lambda: Precision(UNKNOWN, CPU),
-    "a precision on a GPU": lambda: Precision(UNKNOWN, GPU),
-    "a backend": lambda: choose_backend(CPU, UNKNOWN),
-    "a search for unused parameters": lambda: choose_find_unused(UNKNOWN, NOTHING_UNUSED),
-    "such a search that is needed": lambda: choose_find_unused(UNKNOWN, SOME_UNUSED),
-}
-
-
-@pytest.mark.parametrize("choice", WITHOUT_A_CASE)
-def test_a_choice_without_a_case_is_refused(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
-    with pytest.raises(AssertionError, match="a new choice"):
-        WITHOUT_A_CASE[choice]()
-
-
-def test_a_hook_without_a_case_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "_build_ddp", lambda *_, **__: None)
-    group: Any = SimpleNamespace(world_size=2, shared=None, backend="gloo")
-    config = Config()
-    config = replace(config, ddp=replace(config.ddp, comm_hook=UNKNOWN))
-    with pytest.raises(KeyError, match="a new choice"):
-        choose.sum_gradients_of(torch.nn.Linear(2, 2), group, config, finds_unused=False)
