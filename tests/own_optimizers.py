@@ -1,7 +1,7 @@
 """Optimizers and schedules that tests plug in by import path, as a user would; some are wrong."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -255,27 +255,21 @@ class Grouped(nn.Module):
 
     def parameter_groups(self) -> Any:
         body = [*self.body.parameters(), *self.norm.parameters()]
-        head: Iterable[Any] = self.head.parameters()
-        match self.how:
-            case "":
-                return [{"params": body, "lr": 0.001}, {"params": head, "weight_decay": 0.3}]
-            case "twice":
-                return [{"params": body}, {"params": [*head, body[0]]}]
-            case "left out":
-                return [{"params": body}]
-            case "foreign":
-                return [{"params": [*body, *head, nn.Parameter(torch.zeros(7))]}]
-            case "names":
-                return [{"params": ["body.weight"]}]
-            case "no params":
-                return [{"parameters": body}]
-            case "a mapping":
-                return {"params": [*body, *head]}
-            case "nothing":
-                return None
-            case "misspelled":
-                return [{"params": body}, {"params": head, "weight_decy": 0.3}]
-        raise RuntimeError("no groups today")
+        head = list(self.head.parameters())
+        found: dict[str, Any] = {
+            "": [{"params": body, "lr": 0.001}, {"params": head, "weight_decay": 0.3}],
+            "twice": [{"params": body}, {"params": [*head, body[0]]}],
+            "left out": [{"params": body}],
+            "foreign": [{"params": [*body, *head, nn.Parameter(torch.zeros(7))]}],
+            "names": [{"params": ["body.weight"]}],
+            "no params": [{"parameters": body}],
+            "a mapping": {"params": [*body, *head]},
+            "nothing": None,
+            "misspelled": [{"params": body}, {"params": head, "weight_decy": 0.3}],
+        }
+        if self.how not in found:
+            raise RuntimeError("no groups today")
+        return found[self.how]
 
 
 class Gan(nn.Module):

@@ -65,7 +65,8 @@ class Effects:
         self._module = module
         reach = Reach(module)
         self._before = reach.places
-        self._marks = {name: _mark(place.home) for name, place in self._before.items()}
+        homes = {name: place.home for name, place in self._before.items()}
+        self._marks = {name: (version_of(home), span_of(home)) for name, home in homes.items()}
         self._copies = {name: p.home.detach().clone() for name, p in reach.may_move().items()}
         self._holders = [(holder, holder.copy()) for holder in reach.holders()]
         self._written: set[str] = set()
@@ -194,10 +195,6 @@ def has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
         return torch.equal(one, other)
     first, second = (t.detach().contiguous().view(-1).view(torch.uint8) for t in (one, other))
     return torch.equal(first, second)
-
-
-def _mark(tensor: torch.Tensor) -> tuple[int, Span]:
-    return version_of(tensor), span_of(tensor)
 
 
 def _form(place: Place) -> tuple[torch.Size, torch.dtype]:
