@@ -102,7 +102,7 @@ class MovingBuffers:
 
     def to_save(self, copies: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
         """Return what moves: of those that there are the copies, else the live tensors."""
-        live = [self._live(name) for name in self.known[len(copies) :]]
+        live = self._live(self.known[len(copies) :])
         named = zip(self.known, [*copies, *live], strict=True)
         return {n: t.detach() for n, t in named if t is not None and n not in self._own}
 
@@ -117,7 +117,7 @@ class MovingBuffers:
     @torch.no_grad()
     def copies(self) -> list[torch.Tensor | None]:
         """Copy what moves, into one tensor for each dtype; return a view for each."""
-        copies: list[torch.Tensor | None] = [self._live(name) for name in self.known]
+        copies = self._live(self.known)
         for group in _by_dtype(copies):
             flat = torch.cat([tensor.reshape(-1) for _, tensor in group])
             parts = torch.split(flat, [tensor.numel() for _, tensor in group])
@@ -178,9 +178,8 @@ class MovingBuffers:
             self._places = Reach(self._module).places | self._places
         return self._places.get(name)
 
-    def _live(self, name: str) -> torch.Tensor | None:
-        place = self._place(name)
-        return None if place is None else place.get()
+    def _live(self, names: Iterable[str]) -> list[torch.Tensor | None]:
+        return [None if place is None else place.get() for place in map(self._place, names)]
 
     def _now(self, name: str) -> torch.Tensor:
         place = self._places[name]

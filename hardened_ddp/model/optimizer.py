@@ -107,16 +107,6 @@ def _builder(config: OptimizerConfig) -> Callable[..., Any]:
             assert_never(name)
 
 
-def described(optimizer: Optimizer, config: OptimizerConfig) -> str:
-    """Say what a user's optimizer was given, and in how many groups; empty for a plain one."""
-    num_groups = len(optimizer.param_groups)
-    if is_known(optimizer) and num_groups == 1 and not config.optimizer_args:
-        return ""
-    words = ", ".join(f"{name}={value!r}" for name, value in find_optimizer(config)[1].items())
-    groups = "" if num_groups == 1 else f", {num_groups} parameter groups"
-    return f"optimizer: {config.optimizer}({words}){groups}"
-
-
 def skips_by_flag(optimizer: Optimizer) -> bool:
     """Return whether its step changes nothing if found_inf is 1.0: torch's own fused ones."""
     return is_known(optimizer) and all(group.get("fused") for group in optimizer.param_groups)

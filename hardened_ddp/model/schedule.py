@@ -59,9 +59,6 @@ class Schedule:
         self._peaks = [options.get("lr") for options in self.base]
         self._share: Callable[[int], float] | None = None
         self._scheduler: Any = None  # Any: a scheduler of torch, or one with its methods
-        self.described = ""
-        """A line for the log about a scheduler object."""
-
         self.is_bound = False
         """The scheduler was made for total_steps, and can't go beyond them."""
 
@@ -207,8 +204,6 @@ class Schedule:
                 fix="choose one that depends on the steps, such as cosine, or "
                 "torch.optim.lr_scheduler:OneCycleLR",
             )
-        words = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-        self.described = f"lr_schedule: {path}({words}), stepped after each optimizer step"
         return made
 
 

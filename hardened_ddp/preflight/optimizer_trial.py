@@ -9,7 +9,6 @@ Does not own: saving (model/optimizer_state.py). torch's adamw, adam and sgd are
 """
 
 import json
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -19,15 +18,13 @@ from torch.nn import Parameter
 from hardened_ddp.checkpoint.tensors import plan_file
 from hardened_ddp.errors import CheckpointError, OptimizerError
 from hardened_ddp.model.effects import Effects, has_same_bits
-from hardened_ddp.model.optimizer import build_optimizer, described
+from hardened_ddp.model.optimizer import build_optimizer
 from hardened_ddp.model.optimizer_state import is_known, restore_state, save_state
 from hardened_ddp.model.parameter_groups import Group, parameter_groups
 from hardened_ddp.model.schedule import Schedule
 from hardened_ddp.preflight.trial import Refusal, Trial, try_on_all_ranks
 from hardened_ddp.ranks.seeding import seed_update
 from hardened_ddp.settings.config import OptimizerConfig
-
-log = logging.getLogger(__name__)
 
 _STEPS_BEFORE, _STEPS_AFTER = 3, 2
 _PER_GROUP = 2  # stand-ins of each group: the smallest parameters, of different dimensions
@@ -49,9 +46,6 @@ def build_schedule(trial: Trial, config: OptimizerConfig, *, total_steps: int) -
         name = f"--optimizer {config.optimizer} with --lr_schedule {config.lr_schedule}"
         refusal = replace(_FAILS, what=f"the trial of {name} failed")
         try_on_all_ranks(trial, [groups], run, refusal)  # collective
-    for line in (described(optimizer, config), schedule.described):
-        if line:
-            log.info("%s", line)
     return schedule
 
 
