@@ -77,8 +77,9 @@ class Precision:
 
     def _numbers(self) -> list[torch.Tensor]:
         """Return scale and growth tracker. WHY private attributes: state_dict waits."""
-        if hasattr(self.scaler, "_scale") and hasattr(self.scaler, "_growth_tracker"):
-            return [self.scaler._scale, self.scaler._growth_tracker]
+        scaler: Any = self.scaler
+        if hasattr(scaler, "_scale") and hasattr(scaler, "_growth_tracker"):
+            return [scaler._scale, scaler._growth_tracker]
         return []
 
     def state(self) -> dict[str, Any]:  # Any: JSON numbers
