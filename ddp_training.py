@@ -55,7 +55,6 @@ from hardened_ddp.ranks.launch import (
 from hardened_ddp.ranks.resources import collect_rarely, keep_imported
 from hardened_ddp.reporting.sinks import printed
 from hardened_ddp.settings.cli import parse
-from hardened_ddp.settings.earlier_run import refuse_links
 from hardened_ddp.settings.layers import Resolved, resolve
 from hardened_ddp.settings.manual import help_text
 from hardened_ddp.settings.typed_command import missing_package, own_command
@@ -134,6 +133,7 @@ def run_ranks(
     start_up = StartUp(tracker, launch, debug=debug)
     tracker.begin("importing torch")
     # WHY here: it imports torch, which takes a second, and everything above answers without it.
+    from hardened_ddp.checkpoint.disk import refuse_links
     from hardened_ddp.ranks.device import name_lines_of_failures, pick_device
     from hardened_ddp.ranks.group import open_group
     from hardened_ddp.ranks.seeding import seed_run
@@ -191,6 +191,7 @@ def train(settings: Resolved, group: Group) -> int:
     from hardened_ddp.guard.hang import HangWatch
     from hardened_ddp.guard.stop import StopRequest
     from hardened_ddp.preflight.evaluation_trial import check_evaluation
+    from hardened_ddp.reporting.goodput import Goodput
     from hardened_ddp.reporting.log import add_log_file
     from hardened_ddp.reporting.status_writer import StatusWriter
     from hardened_ddp.training.evaluation import check_stop_when, stops_early
@@ -206,6 +207,7 @@ def train(settings: Resolved, group: Group) -> int:
     with (
         StopRequest(group, time_limit=loop.time_limit) as stop,
         open_run(settings.config, group) as folder,  # collective
+        Goodput(folder.folder, group.tracker, group.launch, step=folder.step) as goodput,
         HangWatch(group, folder.folder, hang_after_s=loop.hang_after_s) as watch,  # collective
         StatusWriter(folder.folder, group) as rank_status,  # for the commands watch and report
     ):
@@ -222,9 +224,11 @@ def train(settings: Resolved, group: Group) -> int:
         folder.write_settings(settings)  # WHY not before: they may not fit the run to be continued
         tell_start(settings, parts, progress)
         is_over = progress.step >= parts.length.total or stops_early(parts, progress)
-        if is_over and folder.close_if_finished(group, progress.step):  # collective
+        if is_over and folder.is_finished(group, progress.step):  # collective
+            goodput.leave(ended="finished")
             return 0
-        run = Run(parts, progress, folder, stop, watch)  # collective
+        run = Run(parts, progress, folder, goodput, stop)  # collective
+        watch.attach(run.subject)
         rank_status.attach(run.work())
         status = Ending.FAILED
         try:
@@ -356,7 +360,6 @@ def fit(run: Run) -> Ending:
 def finish_epoch(run: Run) -> None:
     """Evaluate and save if that is due; a stop meanwhile leaves the epoch open. Collective."""
     from hardened_ddp.step.step import is_due
-    from hardened_ddp.task.build import metric_of
     from hardened_ddp.training.evaluation import evaluate, note_evaluation, stops_early
 
     parts, progress, stop = run.parts, run.progress, run.stop
@@ -373,11 +376,7 @@ def finish_epoch(run: Run) -> None:
             progress.reopen_epoch(parts.sampler.end)  # the next start evaluates again
             return
         run.report.log_evaluation(progress, evaluation)
-        metric = metric_of(parts.task, parts.config.task.best_metric, setting="best_metric")
-        value = evaluation.figures[metric.name]
-        if progress.note_best(metric, value):
-            best = metric.record(value)
-        note_evaluation(parts, progress, evaluation)
+        best = note_evaluation(parts, progress, evaluation)
     if best is not None or progress.epoch in run.saver.due_epochs:
         run.saver.save(progress, best=best)
     if stops_early(parts, progress) and not is_last:

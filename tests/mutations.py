@@ -249,8 +249,8 @@ MUTATIONS = [
     ),
     Mutation(
         "checkpoint/disk.py",
-        "if entry.is_dir(follow_symlinks=False):",
-        "if entry.is_dir():",
+        "    if not is_real_folder(path):\n        disk.unlink(path)",
+        "    if not path.is_dir():\n        disk.unlink(path)",
         HOSTILE,
     ),
     Mutation(

@@ -1,22 +1,14 @@
 """Every call that changes the disk, and which process may write in a run's folder.
 
-Owns: the calls that make, write, sync, rename and remove files (Disk), and the few ways we combine
-them: a file that is hashed while it is written, a small file that is replaced atomically, a folder
-that is removed, what dead writers left behind. And RunLock, a file in the run's folder that says
-which process writes there. Tests pass another Disk, which stops the process at the k-th call.
-Does not own: what a checkpoint is (store.py, folder.py), how a process is recognised and the
-heartbeat in the lock (ranks/process.py).
-What goes wrong here: full disks (DISK_FULL_ERRORS), and files that reach the disk later than the
-names that point to them. So: sync the file, then its folder, and rename last. A crash while a
-folder is removed: it is renamed first, so that a partly removed folder never looks like a
-checkpoint. And a folder that a live process is writing looks like a leftover; its name says which
-process that is.
+Owns: the calls that make, write, sync, rename and remove files (Disk; tests pass another one, which
+stops the process at the k-th call), the few ways we combine them, and RunLock.
+What goes wrong here: files reach the disk later than the names that point to them. So: sync the
+file, then its folder, and rename last; what is removed is renamed first, so that half of it never
+looks like a checkpoint.
 A job that was killed leaves its lock, which must not stop a restart; a live job must never lose it.
-A dead process on this host is recognised, whatever container it ran in. One on another host can't
-be seen. Its lock is taken over if it belongs to an earlier attempt of the same job, or to this
-machine before a reboot, and if its heartbeat stopped. A process that was only stopped finds out
-before it commits a checkpoint. Locks of the file system are only used between containers of one
-host, because between hosts many file systems don't keep them.
+A dead process on this host is seen, whatever container it ran in. The lock of one on another host
+is taken over if it is of the same job, or of this machine before a reboot, and its heartbeat
+(ranks/process.py) stopped. A process that was only stopped learns it before its next checkpoint.
 """
 
 import errno
@@ -34,7 +26,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, TypeVar
 
 from hardened_ddp.errors import CheckpointError, RunFolderError
@@ -49,6 +40,7 @@ from hardened_ddp.ranks.process import (
     this_process,
     with_count,
 )
+from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME
 from hardened_ddp.settings.typed_command import look_at, shell_command
 
 log = logging.getLogger(__name__)
@@ -61,6 +53,8 @@ _ASIDE = re.compile(r"\.(?:partial|dropped)-.+-([0-9a-f]{12})-(\d+)-(\d*)")
 # A leftover from another host counts as dead after this time: its writer can't be checked.
 _FOREIGN_AGE_S = 3600
 LOCK_NAME = "run.lock"
+# W&B makes links of its own; a checkpoint that is a link is passed over, with the reason.
+_MAY_HAVE_LINKS = ("wandb", CHECKPOINTS_NAME)
 _MAX_LOCK_BYTES = 1 << 20  # it lists a key for each node of the job
 
 T = TypeVar("T")
@@ -215,12 +209,12 @@ def make_folders(path: Path, *, disk: Disk) -> None:
 
 
 def remove_tree(path: Path, *, disk: Disk) -> None:
-    """Remove a folder and its content; never follow a link out of it. Raises OSError."""
-    for entry in list(os.scandir(path)):
-        if entry.is_dir(follow_symlinks=False):
-            remove_tree(Path(entry.path), disk=disk)
-        else:
-            disk.unlink(Path(entry.path))
+    """Remove a folder with its content, or a file; never follow a link. Raises OSError."""
+    if not is_real_folder(path):
+        disk.unlink(path)
+        return
+    for entry in list(path.iterdir()):
+        remove_tree(entry, disk=disk)
     disk.remove_folder(path)
 
 
@@ -233,17 +227,9 @@ def drop_folder(path: Path, *, disk: Disk) -> None:
     """Remove a checkpoint's folder atomically: it is renamed first. Raises OSError."""
     aside = aside_path(path, what="dropped")
     if os.path.lexists(aside):
-        remove_aside(aside, disk=disk)
+        remove_tree(aside, disk=disk)
     disk.rename(path, aside)
-    remove_aside(aside, disk=disk)
-
-
-def remove_aside(path: Path, *, disk: Disk) -> None:
-    """Remove a folder under a temporary name. Raises OSError."""
-    if is_real_folder(path):
-        remove_tree(path, disk=disk)
-    else:
-        disk.unlink(path)
+    remove_tree(aside, disk=disk)
 
 
 def sweep_leftovers(root: Path, *, disk: Disk) -> None:
@@ -252,7 +238,7 @@ def sweep_leftovers(root: Path, *, disk: Disk) -> None:
         if not _is_leftover(path):
             continue
         try:
-            remove_aside(path, disk=disk)
+            remove_tree(path, disk=disk)
         except OSError as error:
             log.warning("%s, a leftover of a dead writer, can't be removed: %s", path, error)
 
@@ -286,6 +272,26 @@ def is_real_folder(path: Path) -> bool:
         return False
 
 
+def refuse_links(run: Path | None) -> None:
+    """Raise RunFolderError if a link in a run folder leads out of it; None: a new run. Rank-local.
+
+    WHY: what is written there goes to the file that whoever made the link has chosen.
+    """
+    if run is None:
+        return
+    for folder, folders, files in os.walk(run):  # what can't be read is told by who opens it
+        links = (os.path.join(folder, name) for name in sorted((*folders, *files)))
+        if link := next(filter(os.path.islink, links), ""):
+            raise RunFolderError(
+                f"{link} is a symbolic link to {os.readlink(link)}: what the run writes there "
+                "would change something outside of its folder",
+                fix=f"look at it, and remove it: {shell_command('rm', link)}",
+            )
+        # what is looked into: the folders of the run, but not those in them
+        is_run = folder == str(run)
+        folders[:] = [name for name in folders if is_run and name not in _MAY_HAVE_LINKS]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Holder:
     """Who holds a lock."""
@@ -296,10 +302,6 @@ class _Holder:
 
     jobs: tuple[str, ...]
     """The keys by which launchers know the job; two attempts of one job share at least one."""
-
-    restart: int
-    beats: int = 0
-    """Counted up by the holder; 0: it can't count in this file system."""
 
 
 class RunLock:
@@ -313,31 +315,26 @@ class RunLock:
 
     @classmethod
     def acquire(
-        cls,
-        folder: Path,
-        *,
-        jobs: Collection[str] = (),
-        restart: int = 0,
-        silent_after_s: float = SILENT_AFTER_S,
+        cls, folder: Path, *, jobs: Collection[str] = (), silent_after_s: float = SILENT_AFTER_S
     ) -> "RunLock":
         """Lock a run's folder. Rank-local: one rank calls it.
 
-        jobs and restart: the keys of this job and its count of starts, if launchers have them.
-        Waits at most 2 * silent_after_s, and only for a lock of this job, or of this machine before
-        a reboot. Raises RunFolderError if another process holds the lock, with its host and pid.
+        jobs: the keys of this job, if launchers have them. Waits at most 2 * silent_after_s, and
+        only for a lock of this job, or of this machine before a reboot. Raises RunFolderError if
+        another process holds the lock, with its host and pid.
         """
         path = folder / LOCK_NAME
-        holder = _Holder(
-            mark=this_process(), token=uuid.uuid4().hex, jobs=tuple(sorted(jobs)), restart=restart
-        )
+        mine = _Holder(mark=this_process(), token=uuid.uuid4().hex, jobs=tuple(sorted(jobs)))
         try:
             with _alone_in(folder):
-                try:
-                    write_file(path, _encode_lock(holder), disk=Disk())
-                except FileExistsError:
-                    _take_over_lock(path, holder, silent_after_s=silent_after_s)
-                    write_file(path, _encode_lock(holder), disk=Disk())
+                _remove_if_dead(path, mine, silent_after_s=silent_after_s)
+                write_file(path, _encode_lock(mine), disk=Disk())
                 descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except (BlockingIOError, FileExistsError):
+            raise RunFolderError(
+                f"another job is locking {folder} at this moment",
+                fix="give another run_name, or wait for that job",
+            ) from None
         except OSError as error:
             raise RunFolderError(
                 f"{path} can't be written: {error}",
@@ -347,7 +344,7 @@ class RunLock:
         # closes the file. WHY no error: a file system without locks is no reason to stop.
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return cls(path, token=holder.token, descriptor=descriptor)
+        return cls(path, token=mine.token, descriptor=descriptor)
 
     def release(self) -> None:
         """Release the lock. A second call does nothing."""
@@ -363,25 +360,20 @@ class RunLock:
     def __enter__(self) -> "RunLock":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Keep other processes of this host out of acquire. Raises RunFolderError if one is there."""
+    """Keep other processes out of acquire. Raises BlockingIOError if one is there."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise _taken_now(folder) from None
-        except OSError as error:  # then only the rename in _take_over_lock protects
+            raise
+        except OSError as error:  # then check_held says which one has to leave
             log.debug("%s has no locks: %s", folder, error)
         yield
     finally:
@@ -404,15 +396,8 @@ def check_held(folder: Path, token: str) -> None:
         )
 
 
-def _taken_now(folder: Path) -> RunFolderError:
-    return RunFolderError(
-        f"another job is locking {folder} at this moment",
-        fix="give another run_name, or wait for that job",
-    )
-
-
-def _take_over_lock(path: Path, mine: _Holder, *, silent_after_s: float) -> None:
-    """Remove a dead process's lock. Raises RunFolderError if its process may be alive."""
+def _remove_if_dead(path: Path, mine: _Holder, *, silent_after_s: float) -> None:
+    """Remove a lock of a dead process, if there is one. Raises RunFolderError if it may live."""
     content = _read_lock(path)
     if content is None:
         return
@@ -430,18 +415,8 @@ def _take_over_lock(path: Path, mine: _Holder, *, silent_after_s: float) -> None
             fix="wait for it or give another run_name; if that process is gone: "
             + shell_command("rm", path),
         )
-    # WHY rename and read again: of two processes that found the same dead lock, the second one
-    # would otherwise remove the new lock of the first
-    aside = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     with suppress(FileNotFoundError):
-        Disk().rename(path, aside)
-        taken = _read_lock(aside)
-        if taken != content:
-            with suppress(FileExistsError):
-                os.link(aside, path)
-        Disk().unlink(aside)
-        if taken != content:
-            raise _taken_now(path.parent)
+        Disk().unlink(path)
 
 
 def _is_dead(path: Path, holder: _Holder, mine: _Holder, *, silent_after_s: float) -> bool:
@@ -449,10 +424,8 @@ def _is_dead(path: Path, holder: _Holder, mine: _Holder, *, silent_after_s: floa
     if gone is not None:
         return gone
     if holder.mark.boot == mine.mark.boot and holder.mark.boot:
-        return not _is_locked(path)
+        return not _is_locked(path)  # another container of this host
     is_same_job = not {*holder.jobs}.isdisjoint(mine.jobs)
-    if not holder.beats:
-        return is_same_job and holder.restart < mine.restart
     if not is_same_job and not is_earlier_boot(holder.mark, mine.mark):
         return False
     log.warning(
@@ -488,10 +461,6 @@ def _read_lock(path: Path) -> bytes | None:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            return b"symbolic link"
-        raise
     with os.fdopen(descriptor, "rb") as file:
         return file.read(_MAX_LOCK_BYTES)
 
@@ -502,9 +471,7 @@ def _is_held(path: Path, token: str) -> bool:
 
 
 def _encode_lock(holder: _Holder) -> bytes:
-    fields = asdict(holder)
-    del fields["beats"]
-    return with_count(json.dumps(fields).encode() + b"\n")
+    return with_count(json.dumps(asdict(holder)).encode() + b"\n")
 
 
 def _parse_lock(content: bytes) -> _Holder | None:
@@ -514,8 +481,6 @@ def _parse_lock(content: bytes) -> _Holder | None:
             mark=ProcessMark(**body["mark"]),
             token=str(body["token"]),
             jobs=tuple(map(str, body["jobs"])),
-            restart=int(body["restart"]),
-            beats=int(body["beats"]),
         )
     except (ValueError, TypeError, KeyError, RecursionError):
         return None

@@ -1,18 +1,12 @@
 """A checkpoint's folder: its manifest, its name, and the check that only we could have written it.
 
-Owns: manifest.json and its own digest, so that every change of a byte is detected; the folders
-step-000000123, discarded-step-... and best.json, and the choice of what to drop; the check of one
-folder before anything in it is used: type, owner, mode, manifest, size and sha256. Its result is
-Found, or Rejected with the reason. From that: the newest checkpoint that is valid, the one that a
-user's path means, and its tensors. Also probe_folder: that a folder can't be written is found at
-the start of a run, not at the first save.
+Owns: manifest.json and its own digest, so that every change of a byte is detected; the check of a
+folder before anything in it is used (type, owner, mode, manifest, size and sha256), whose result is
+Found, or Rejected with the reason; the choice of the newest valid one, and of what to drop. Also
+probe_folder: that a folder can't be written is found at the start, not at the first save.
 Does not own: writing and removing (store.py).
-What goes wrong here: the newest checkpoint can be broken. Then it is returned with the reason, and
-the next older one is used; the caller decides whether to continue from that one. A manifest may
-contain anything, so the type of each field is checked before it is used. And a check that is too
-strict starts a run from the beginning although its checkpoints are valid. Some mounts give every
-file the same foreign owner or mode 777; so before a folder is rejected for these, a new folder
-shows whether this mount does that.
+What goes wrong here: the newest checkpoint can be broken; then the next older one is used. A
+manifest may contain anything, so the type of each field is checked before it is used.
 """
 
 import hashlib
@@ -180,9 +174,6 @@ def discard_newer(root: Path, step: int) -> list[Path]:
 def _read_files(files: object) -> tuple[int, str]:
     if not isinstance(files, dict):
         _refuse("has no list of files")
-    for name in files:
-        if "/" in name or "\\" in name or name in ("", ".", ".."):
-            _refuse(f"names the file {name!r:.80}, outside the checkpoint's folder")
     if set(files) != {STATE_NAME}:
         _refuse(f"names the files {sorted(files)!r:.80} and not {STATE_NAME}")
     record = files[STATE_NAME]
@@ -325,6 +316,8 @@ def open_checkpoint(path: Path, *, prefer_best: bool = False) -> Found:
         log.warning("the best checkpoint can't be used (%s): the newest one is used", checked)
     found, rejected = find_newest(root)
     if found is not None:
+        for checked in rejected:
+            log.warning("passed over the checkpoint %s", checked)
         return found
     reasons = "".join(f"\n  {checked}" for checked in rejected)
     raise CheckpointError(
@@ -395,20 +388,17 @@ def _check_trust(path: Path, status: os.stat_result, *, wants_folder: bool) -> N
         raise ValueError("is not a folder")
     if not wants_folder and not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path.name} is not a regular file")
-    # WHY that owner too: whoever owns the run may have written what is in it
-    run = (path if wants_folder else path.parent).absolute().parent.parent
-    is_foreign = status.st_uid not in (0, os.geteuid(), run.stat().st_uid)
-    is_open = bool(status.st_mode & stat.S_IWOTH)
-    if not is_foreign and not is_open:
-        return
-    usual = _status_of_new_folder(path.parent if wants_folder else path.parent.parent)
+    run = (path if wants_folder else path.parent).absolute().parent.parent.stat()
     what = "the folder" if wants_folder else path.name
-    if is_foreign and (usual is None or status.st_uid != usual.st_uid):
+    # WHY that owner too: whoever owns the run may have written what is in it
+    if status.st_uid not in (0, os.geteuid(), run.st_uid):
         raise ValueError(
             f"{what} belongs to user {status.st_uid} and not to you ({os.geteuid()}): "
             "copy the checkpoint if you trust it"
         )
-    if is_open and (usual is None or not usual.st_mode & stat.S_IWOTH):
+    # WHY not if the run is open too: some mounts, as of Windows drives, give all files mode 777
+    is_open = bool(status.st_mode & stat.S_IWOTH)
+    if is_open and not run.st_mode & stat.S_IWOTH:
         mode = stat.S_IMODE(status.st_mode)
         raise ValueError(
             f"every user may write to {what} (mode {mode:o}): chmod o-w if you trust it"
@@ -455,16 +445,3 @@ def unusable_folder(folder: Path, error: OSError) -> RunFolderError:
         "checkpoints could not be written there",
         fix=f"give another output_dir, or look at it: {look_at(folder)}",
     )
-
-
-def _status_of_new_folder(parent: Path) -> os.stat_result | None:
-    """Return the status that this mount gives to a private new folder; None if it can't be made."""
-    probe = parent / f".probe-{uuid.uuid4().hex}"
-    try:
-        probe.mkdir(mode=0o700)
-        try:
-            return probe.lstat()
-        finally:
-            probe.rmdir()
-    except OSError:
-        return None

@@ -1,17 +1,14 @@
 """The checkpoints of one run: complete or absent, and written while training continues.
 
-Owns: CheckpointStore, which writes and removes the folders step-000000123 of a run;
-CheckpointWriter, its thread (one, one checkpoint in flight), the rule for when live tensors are
-copied, and the copies from a GPU.
-Does not own: the bytes (tensors.py), what a valid folder is (folder.py), what the tensors mean and
-when a checkpoint is due (training/). It has no lock: whoever writes holds the run's lock.
-What goes wrong here: a crash between any two calls, and a full disk. So everything is written under
-a temporary name, the manifest last, then renamed into place; what is removed is renamed first.
+Owns: CheckpointStore, which writes and removes the folders step-000000123 of a run, under a
+temporary name first, the manifest last; CheckpointWriter, its thread (one, one checkpoint in
+flight), and the rule for when live tensors are copied. Whoever writes holds the run's lock.
 Between two optimizer steps parameters and optimizer state don't change, so the thread reads them in
 place. before_update is called right before a change and copies what is not read yet. From a GPU
-everything is copied at submit, on a side stream; before_update makes the update wait for that. So
-the other thing that goes wrong is a change without before_update: an update in place, a load of
-other weights, buffers that a forward changes (name these in `volatile`: they are copied at submit).
+everything is copied at submit, on a side stream; before_update makes the update wait for that.
+What goes wrong here: a crash between any two calls, a full disk; and a change without
+before_update: an update in place, a load of other weights, buffers that a forward changes (name
+these in `volatile`: they are copied at submit).
 """
 
 import json
@@ -35,7 +32,7 @@ from hardened_ddp.checkpoint.disk import (
     drop_folder,
     is_real_folder,
     make_folders,
-    remove_aside,
+    remove_tree,
     replace_file,
     sweep_leftovers,
     write_file,
@@ -182,7 +179,7 @@ class CheckpointStore:
         finally:
             if os.path.lexists(partial):
                 try:
-                    remove_aside(partial, disk=self._disk)
+                    remove_tree(partial, disk=self._disk)
                 except OSError as error:
                     log.warning(
                         "%s, an unfinished checkpoint, can't be removed: %s", partial, error

@@ -1,19 +1,15 @@
 """The file of tensors: the safetensors format, written by us and read by its library.
 
-Owns: the layout of a file (plan_file), reading one back (read_tensors), the shape and dtype of
-tensors (TensorSpec, specs_of, differences); TensorReader, which reads live tensors in the order of
-the file, in place, and copies them only if they are about to change (freeze), HostArena, the memory
-for such copies, and write_tensors.
+Owns: the layout of a file (plan_file), reading one back, the shape and dtype of tensors; and
+TensorReader, which reads live tensors in the order of the file, in place, and copies them only if
+they are about to change (freeze), to the memory of HostArena.
 The format, from https://github.com/huggingface/safetensors#format: 8 bytes, the length of the
 header, little-endian; the header, JSON, {name: {dtype, shape, data_offsets: [begin, end]}}, padded
 with spaces; then the bytes of the tensors, little-endian, row-major, without holes. No code in it.
-Does not own: threads and streams of a GPU (store.py), hashing (disk.py), checking the hash
-(folder.py).
 What goes wrong here: reading a tensor while the optimizer changes it gives a file with a correct
 hash and a state that never existed. The rule that prevents it: bytes before `position` are read,
 those after it are live or in the arena, and both sides move under one lock, held for the copy of
-one chunk and never while the disk works. And the library's tensors are views of the mapped file:
-reading them raises SIGBUS when the file is truncated, so each one is copied.
+one chunk and never while the disk works.
 """
 
 import json
@@ -159,6 +155,7 @@ def read_tensors(path: Path, *, names: Sequence[str] | None = None) -> dict[str,
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             for name in file.keys() if names is None else names:
+                # WHY clone: a view of the mapped file raises SIGBUS once that is truncated
                 found[name] = file.get_tensor(name).clone()
     except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(f"{path} can't be read as safetensors: {error}") from error

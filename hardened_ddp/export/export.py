@@ -20,7 +20,7 @@ from hardened_ddp.checkpoint.disk import (
     Disk,
     aside_path,
     make_folders,
-    remove_aside,
+    remove_tree,
     sync_files,
     write_file,
 )
@@ -91,7 +91,7 @@ def export_model(source: Path, *, output: Path, form: str = SAFETENSORS) -> Path
     try:
         make_folders(aside.parent, disk=disk)
         if os.path.lexists(aside):
-            remove_aside(aside, disk=disk)
+            remove_tree(aside, disk=disk)
         disk.make_folder(aside)
         try:
             card = _model_card(found, weights=weights, meta=meta, form=form)
@@ -116,7 +116,7 @@ def export_model(source: Path, *, output: Path, form: str = SAFETENSORS) -> Path
                 log.warning("%s", how_to_add(output, meta, kind=missing))
         finally:
             if os.path.lexists(aside):
-                remove_aside(aside, disk=disk)
+                remove_tree(aside, disk=disk)
     except OSError as error:
         raise CheckpointError(
             f"the export to {output} failed: {error}", fix=f"check the disk: df {output.parent}"

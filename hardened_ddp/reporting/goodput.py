@@ -52,6 +52,16 @@ class Goodput:
         self._before_s = tracker.wall_s()
         self._written_at = time.perf_counter()
 
+    def __enter__(self) -> "Goodput":
+        """Write a first line: an attempt that dies in its start-up is counted, too."""
+        self.leave()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Account for an attempt that failed, up to here."""
+        if error[0] is not None:
+            self.leave()
+
     def note(self, step: int, *, is_last: bool = False, ended: str = "") -> None:
         """Note the step; write a line if the last one is WRITE_EVERY_S old.
 

@@ -26,8 +26,6 @@ NOT_INHERITED = frozenset(
 )
 WHICH_RUN = ("resume", "run_name", "output_dir")
 WORDS = ("auto", "never", "newest")
-# W&B makes links of its own; a checkpoint that is a link is passed over, with the reason.
-_MAY_HAVE_LINKS = ("wandb", CHECKPOINTS_NAME)
 
 
 class NoSuchRun(ValueError):
@@ -121,26 +119,6 @@ def changed_at(run: Path) -> float:
         with contextlib.suppress(OSError):
             newest = max(newest, place.stat().st_mtime)
     return newest
-
-
-def refuse_links(run: Path | None) -> None:
-    """Raise RunFolderError if a link in a run folder leads out of it; None: a new run. Rank-local.
-
-    WHY: what is written there goes to the file that whoever made the link has chosen.
-    """
-    if run is None:
-        return
-    for folder, folders, files in os.walk(run):  # what can't be read is told by who opens it
-        links = (os.path.join(folder, name) for name in sorted((*folders, *files)))
-        if link := next(filter(os.path.islink, links), ""):
-            raise RunFolderError(
-                f"{link} is a symbolic link to {os.readlink(link)}: what the run writes there "
-                "would change something outside of its folder",
-                fix=f"look at it, and remove it: rm {shlex.quote(link)}",
-            )
-        # what is looked into: the folders of the run, but not those in them
-        is_run = folder == str(run)
-        folders[:] = [name for name in folders if is_run and name not in _MAY_HAVE_LINKS]
 
 
 def run_of_checkpoint(path: Path) -> Path | None:

