@@ -54,22 +54,22 @@ def evaluate_run(settings: Resolved, group: Group, *, output: str) -> int:
     names = [name for name in shared.specs if name.startswith(MODEL_PREFIX)]
     weights = receive(group, shared, names, torch.device("cpu"))  # collective
     group.run_on_local_main(lambda: prepare_data(config.data), what="preparing data")  # collective
-    saved_task = shared.meta.get("task") or {"name": "classification", "learned": {}}
+    saved_task = shared.meta["task"]
     leaves_out = config.loop.continue_on_error
     data = build_data(config.data, leaves_out=leaves_out, task=saved_task["name"])
     model = rebuild_model(model_tensors(weights), shared.meta).to(group.device)
-    if shared.meta.get("channels_last"):  # WHY: the same order of additions as in training
+    if shared.meta["channels_last"]:  # WHY: the same order of additions as in training
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch
     task = build_task(saved_task["name"], model, data, config.task)
     task.take_over(saved_task["learned"])
-    MovingAttributes(model, task).load(shared.meta.get("attributes", {}))
+    MovingAttributes(model, task).load(shared.meta["attributes"])
     task.in_detail = True
     report = measure(model, task, data, config, group)  # collective
     report |= {
         "dataset": config.data.dataset,
-        "is_data_of_training": data.fingerprint == shared.meta.get("dataset_fingerprint"),
-        "step": shared.meta.get("step"),
-        "epoch": shared.meta.get("epoch"),
+        "is_data_of_training": data.fingerprint == shared.meta["dataset_fingerprint"],
+        "step": shared.meta["step"],
+        "epoch": shared.meta["epoch"],
         "world_size": group.world_size,
     }
 

@@ -8,13 +8,13 @@ Does not own: how they are written (reporting/), which never stops training.
 import importlib.util
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import profile, schedule
 
 from hardened_ddp.data.foreign_code import import_callable
 from hardened_ddp.errors import ConfigError, MissingPackageError
@@ -86,9 +86,7 @@ class RunReport:
         self._num_rollbacks = self._num_diverged = 0
         self._time_spent = ""
         rank = parts.group.launch.rank
-        self._step_done = (
-            start_profile(self.folder, rank=rank, device=parts.device) if run.profile else None
-        )
+        self._profiler = start_profile(self.folder, rank=rank) if run.profile else None
 
     def tick(self, step: int) -> None:
         """Update the progress bar and the account of time. Rank-local."""
@@ -108,7 +106,26 @@ class RunReport:
             if self.parts.config.loop.debug:
                 self._tell_rank(progress.step, times)
             self.splits.add(_own_split(times, self.parts.device))
-            self._log_training(progress, sums, rate, grad_norm, times)
+            before, self._trained_s = self._trained_s, self._training_s()
+            speed = sums["samples"] / max(1e-9, self._trained_s - before)
+            self.last_train = sums
+            if not self.is_main:
+                return
+            self._show_training(progress, sums, rate, speed)
+            values = {
+                "loss/train": sums["loss"],
+                **{f"{m.name}/train": sums[m.name] for m in self.parts.task.metrics},
+                "optimizer/learning_rate": rate,
+                "speed/samples_per_s": speed,
+                **{f"step_time/{name}_s": times[name] for name in REPORTED if name in times},
+                **self.resources.sample(),
+            }
+            if grad_norm is not None:
+                values["optimizer/gradient_norm"] = float(grad_norm)
+            self.metrics.scalars(progress.step, values)
+            if self._settings_text:
+                self.metrics.text("settings", self._settings_text)
+                self._settings_text = ""
 
     def _tell_rank(self, step: int, times: Mapping[str, float]) -> None:
         """Log what only --debug wants to know: where this rank's time and memory went."""
@@ -124,19 +141,10 @@ class RunReport:
             else "",
         )
 
-    def _log_training(
-        self,
-        progress: Progress,
-        sums: Mapping[str, float],
-        rate: float,
-        grad_norm: torch.Tensor | None,
-        times: Mapping[str, float],
+    def _show_training(
+        self, progress: Progress, sums: Mapping[str, float], rate: float, speed: float
     ) -> None:
-        before, self._trained_s = self._trained_s, self._training_s()
-        speed = sums["samples"] / max(1e-9, self._trained_s - before)
-        self.last_train = sums
-        if not self.is_main:
-            return
+        """Show the newest figures in the progress bar, and log them."""
         self._note_left_out()
         if self.parts.length.is_known:
             self.bar.expect(self.parts.length.total)
@@ -157,20 +165,6 @@ class RunReport:
             rate,
             speed,
         )
-        values = {
-            "loss/train": sums["loss"],
-            **{f"{m.name}/train": sums[m.name] for m in self.parts.task.metrics},
-            "optimizer/learning_rate": rate,
-            "speed/samples_per_s": speed,
-            **{f"step_time/{name}_s": times[name] for name in REPORTED if name in times},
-            **self.resources.sample(),
-        }
-        if grad_norm is not None:
-            values["optimizer/gradient_norm"] = float(grad_norm)
-        self.metrics.scalars(progress.step, values)
-        if self._settings_text:
-            self.metrics.text("settings", self._settings_text)
-            self._settings_text = ""
 
     def log_evaluation(self, progress: Progress, evaluation: Evaluation) -> None:
         """Report the test set's loss and metrics. Rank-local."""
@@ -215,10 +209,12 @@ class RunReport:
 
     def profiled(self, steps: Iterator[T]) -> Iterator[T]:
         """Iterate over steps; with --profile, a few of them are recorded."""
-        return steps if self._step_done is None else profiled(steps, self._step_done)
+        return steps if self._profiler is None else _stepped(steps, self._profiler)
 
     def close(self, progress: Progress, *, status: str) -> None:
         """Write the summary and close all files. Rank-local."""
+        if self._profiler is not None:
+            self._profiler.stop()
         self.bar.close()
         ended = status if status in ("finished", "stopped") else ""
         self.goodput.note(progress.step, is_last=True, ended=ended)
@@ -326,11 +322,8 @@ def _make(name: str, config: Config, folder: Path) -> Tracker:
     return tracker
 
 
-def start_profile(folder: Path, *, rank: int, device: torch.device) -> Callable[[], None]:
-    """Start profiling this rank; call the result after each step. The trace goes to folder."""
-    activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
+def start_profile(folder: Path, *, rank: int) -> profile:
+    """Start profiling this rank; call step() after each step. The trace goes to folder."""
     path = folder / f"profile-rank-{rank}.json"
 
     def save(profiler: profile) -> None:
@@ -341,26 +334,14 @@ def start_profile(folder: Path, *, rank: int, device: torch.device) -> Callable[
             log.warning("the profile can't be written: %s", error)
 
     profiler = profile(
-        activities=activities,
         schedule=schedule(wait=NUM_SKIPPED - 1, warmup=1, active=NUM_STEPS, repeat=1),
         on_trace_ready=save,
     )
     profiler.start()
-    num_done = 0
-
-    def step_done() -> None:
-        nonlocal num_done
-        num_done += 1
-        if num_done <= NUM_SKIPPED + NUM_STEPS:
-            profiler.step()
-        if num_done == NUM_SKIPPED + NUM_STEPS:
-            profiler.stop()
-
-    return step_done
+    return profiler
 
 
-def profiled(steps: Iterator[T], step_done: Callable[[], None]) -> Iterator[T]:
-    """Yield from steps; call step_done after each."""
+def _stepped(steps: Iterator[T], profiler: profile) -> Iterator[T]:
     for step in steps:
         yield step
-        step_done()
+        profiler.step()

@@ -1,11 +1,9 @@
 """The state of a run: what is in it, how it is saved, and how it is loaded on all ranks.
 
-Owns the calls into checkpoint/ during training, when a checkpoint is due, and the names inside of
-one: model.NAME, optimizer.PARAMETER.KEY. Rank 0 writes, in the background. A failed write is a
-warning: training goes on and older checkpoints stay. There is nothing of a single rank in a
-checkpoint, no random state and no sampler state: those follow from seed, step and cursor. And
-whether a state fits, how it gets from the rank that has it to the others, and where the run then
-stands.
+Owns when a checkpoint is due, and the names inside of one: model.NAME, optimizer.PARAMETER.KEY.
+Rank 0 writes, in the background; a failed write is a warning, and older checkpoints stay. There is
+nothing of a single rank in a checkpoint, no random state and no sampler state: those follow from
+seed, step and cursor. Also whether a state fits, and how it gets from one rank to the others.
 Does not own: how it gets to disk (checkpoint/), which checkpoint is taken (run_folder.py).
 """
 
@@ -15,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +48,19 @@ MOVING = "moving."
 """Begins the names of tensors that a forward changes, and that only an attribute holds."""
 
 _CHUNK_BYTES = 16 * 2**20
+
+TRAINING_SHARE = 0.01
+"""Of training's time that saving may take."""
+
+DISK_SHARE = 0.1
+"""Of the disk's time: others use it, and each write wears it."""
+
+MOST_S = 600.0
+"""Until the first save, whatever its size: a loss of more would be a surprise."""
+
+# Of a disk, in bytes/s, and what a small write takes: assumed until a first write was measured.
+_SPEED = 500e6
+_LEAST_S = 0.01
 
 OTHER_THREAD_S = 600.0
 """How long a thread that must save waits for another one that does."""
@@ -141,8 +152,9 @@ def check_fits(parts: Parts, saved: Saved) -> None:
             f"{type(parts.optimizer).__name__}"
         )
     else:
-        rest = meta.get("optimizer_state", {})
-        problems += state_problems(parts.schedule, parts.gradients.local.by_name, rest)
+        problems += state_problems(
+            parts.schedule, parts.gradients.local.by_name, meta["optimizer_state"]
+        )
     if parts.schedule.is_bound and parts.length.total > meta["total_steps"]:
         problems.append(
             f"lr_schedule: its scheduler was made for {meta['total_steps']} steps, and the run now "
@@ -154,9 +166,8 @@ def check_fits(parts: Parts, saved: Saved) -> None:
             f"now it is {parts.config.data.dataset} {parts.data.fingerprint[:12]}: the order of "
             "samples would change"
         )
-    problems += parts.sampler.problems_with(meta.get("stream"))
-    task = meta.get("task", {"name": "classification"})["name"]
-    if task != parts.task.name:
+    problems += parts.sampler.problems_with(meta["stream"])
+    if (task := meta["task"]["name"]) != parts.task.name:
         problems.append(
             f"task: the checkpoint was trained with {task}, now it is {parts.task.name}"
         )
@@ -221,63 +232,24 @@ def restore(parts: Parts, saved: Saved) -> Progress:
     small = [name for name in rest if name not in set(large)]  # such as step counts on the host
     state = receive(group, saved, large, device)  # collective
     state |= receive(group, saved, small, cpu)  # collective
-    restore_state(
-        parts.schedule, parts.gradients.local.by_name, state, meta.get("optimizer_state", {})
-    )
-    parts.replica.attributes.load(meta.get("attributes", {}))
+    restore_state(parts.schedule, parts.gradients.local.by_name, state, meta["optimizer_state"])
+    parts.replica.attributes.load(meta["attributes"])
     if parts.precision.scaler is not None:
         parts.precision.restore(dict(meta["precision"]))
-    parts.sampler.restore(meta.get("stream"), epoch=int(meta["epoch"]), cursor=int(meta["cursor"]))
-    return Progress(
-        step=int(meta["step"]),
-        epoch=int(meta["epoch"]),
-        cursor=int(meta["cursor"]),
-        # Checkpoints of earlier versions knew the accuracy only; -1: none yet.
-        best_metric=meta.get(
-            "best_metric", "accuracy" if meta.get("best_accuracy", -1) >= 0 else ""
-        ),
-        best_value=float(meta.get("best_value", meta.get("best_accuracy", 0.0))),
-        stop_metric=str(meta.get("stop_metric", "")),
-        stop_value=float(meta.get("stop_value", 0.0)),
-        num_worse=int(meta.get("num_worse", 0)),
-        num_errors=int(meta["num_errors"]),
-        # called most_samples in checkpoints of earlier versions
-        max_micro_batch=int(meta.get("max_micro_batch", meta.get("most_samples", 0))),
-    )
+    parts.sampler.restore(meta["stream"], epoch=meta["epoch"], cursor=meta["cursor"])
+    # WHY if: a checkpoint of an earlier version may have fewer
+    known = (field.name for field in fields(Progress) if field.name in meta)
+    return Progress(**{name: meta[name] for name in known})
 
 
-class Pace:
-    """Says when it is time to save, so that saving takes at most a share of the time."""
+def save_interval_s(size_bytes: int, measured: WriteCost | None) -> float:
+    """Return how long to wait between two saves, so that they take at most a share of the time.
 
-    SHARE = 0.01
-    """Of training's time."""
-
-    DISK_SHARE = 0.1
-    """Of the disk's time: others use it, and each write wears it."""
-
-    MOST_S = 600.0
-    """Until the first save, whatever its size: a loss of more would be a surprise."""
-
-    # Of a disk, in bytes/s, and what a small write takes: assumed until a first write was measured.
-    _SPEED = 500e6
-    _LEAST_S = 0.01
-
-    def __init__(self, size_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        cost_s = self._LEAST_S + size_bytes / self._SPEED
-        self._interval_s = min(self.MOST_S, cost_s / self.SHARE)
-        self._began_at = clock()
-
-    def is_time(self, measured: WriteCost | None) -> bool:
-        """Say whether the last save began long enough ago. measured: what the last one cost."""
-        if measured is not None:
-            costs_s = (measured.training_s / self.SHARE, measured.disk_s / self.DISK_SHARE)
-            self._interval_s = max(costs_s)
-        return self._clock() - self._began_at >= self._interval_s
-
-    def begin(self) -> None:
-        """Note that a save begins."""
-        self._began_at = self._clock()
+    size_bytes: of a state; it counts until a first write was measured.
+    """
+    if measured is not None:
+        return max(measured.training_s / TRAINING_SHARE, measured.disk_s / DISK_SHARE)
+    return min(MOST_S, (_LEAST_S + size_bytes / _SPEED) / TRAINING_SHARE)
 
 
 class Saver:
@@ -299,20 +271,20 @@ class Saver:
         self.due_epochs = _multiples_of(run.checkpoint_every_epochs)
         self._is_auto = run.checkpoint_every_steps is None
         # Weights, and as a rule two numbers more for each in the optimizer.
-        self._pace = Pace(3 * sum(p.nbytes for p in parts.replica.module.parameters()))
+        self._size_bytes = 3 * sum(p.nbytes for p in parts.replica.module.parameters())
+        self._began_at = time.monotonic()
 
     def is_time(self) -> bool:
         """Say whether a checkpoint is due by the clock, or was when the last one was under way.
 
         Rank-local: False but on rank 0.
         """
-        if self._writer is None:
+        if self._writer is None or self._writer.is_busy:
             return False
-        if self._writer.is_wanted:  # it was due while the writer was busy
-            return True
-        if self._writer.is_busy:
-            return False
-        return self._is_auto and self._pace.is_time(self._writer.cost)
+        if self._writer.is_wanted or not self._is_auto:  # wanted: it was due while it was busy
+            return self._writer.is_wanted
+        interval_s = save_interval_s(self._size_bytes, self._writer.cost)
+        return time.monotonic() - self._began_at >= interval_s
 
     def save(self, progress: Progress, *, best: Best | None = None) -> None:
         """Start writing the state of this step boundary; training goes on beside it. Rank-local."""
@@ -331,7 +303,7 @@ class Saver:
                 ):
                     self.reads_weights = True
                     self._saved_step = progress.step
-                    self._pace.begin()
+                    self._began_at = time.monotonic()
             except CheckpointError as error:
                 self._warn(error)
 

@@ -2,12 +2,10 @@
 
 Every rank holds the whole state of the last completed step, so as long as one rank lives, nothing
 is lost: one surviving rank writes it, and a restart continues with the next step. Which one: rank 0
-if it can, else the first to claim it in the store; without a store, every surviving rank. If two of
-them write the same step, the second finds it there (checkpoint/store.py).
-A half updated state (Stepper.live) is not saved, and after some errors none is (_NOT_SAVED).
-A GPU may be stuck in an all-reduce that never ends: then what it has finished is saved
-(step/async_device.py).
-
+if it can, else the first to claim it in the store; without a store, every surviving rank, and the
+second one finds it there (checkpoint/store.py).
+A half updated state (Stepper.live) is not saved, and after some errors none is (_NOT_SAVED). Of a
+GPU that is stuck in an all-reduce, what it has finished is saved (step/async_device.py).
 No collective here: some rank may be dead.
 """
 
@@ -18,7 +16,6 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from hardened_ddp.errors import (
     CheckpointError,
@@ -32,6 +29,7 @@ from hardened_ddp.ranks.call_timeout import call_within
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.store import poll_s
+from hardened_ddp.reporting.run_json import Json, read_lines
 from hardened_ddp.reporting.sinks import write_text
 from hardened_ddp.step.async_device import Boundary, beside, copy_beside, read_beside
 from hardened_ddp.step.parts import Parts
@@ -68,24 +66,12 @@ def save_as_survivor(error: Exception, stepper: Stepper, saver: Saver, folder: P
     Never raises: the error that ended training is the one to report.
     """
     is_seen_early = isinstance(error, NonFiniteError) and not error.reached_weights
-    is_wanted = is_seen_early or not isinstance(error, _NOT_SAVED)
-    if not is_wanted or not stepper.live.is_at_boundary:
+    if not is_seen_early and isinstance(error, _NOT_SAVED):
         return
-    group, progress = stepper.parts.group, stepper.progress
     try:
         # WHY first: the other ranks wait for this one, and one of them may be the one that saves
-        group.leave()
-        if stepper.device is not None:
-            _save_boundary(stepper, saver, folder, error=error, limit_s=DEVICE_LIMIT_S)
-            return
-        if _warn_if_lost(stepper) or not _claim_save(group, progress.step):
-            return
-        _note_failure(folder, progress.step, error)
-        # WHY is_finite: the loss is checked when it is reported, which may be some steps ago
-        if progress.step == 0 or not stepper.is_finite():
-            return
-        saver.save_in_need(progress)
-        _say_saved(progress, group.launch, folder)
+        stepper.parts.group.leave()
+        _save(stepper, saver, folder, error=error, limit_s=DEVICE_LIMIT_S)
     except Exception:  # WHY broad: the error that ended training must be the one that is reported
         log.warning("the last state could not be saved", exc_info=True)
 
@@ -98,33 +84,22 @@ def save_while_stuck(
     error: the reason, for the list of failures. Runs on its own thread; the process ends after
     it. Never raises.
     """
-    progress = stepper.progress
     # WHY no release: if the main thread's wait ends after all, the weights must not change.
     if not stepper.live.lock.acquire(timeout=LOCK_LIMIT_S):
         log.warning("weights are being updated: they are not saved, the last checkpoint stays")
         return
     try:
-        if stepper.device is not None:
-            if stepper.live.is_at_boundary:
-                _save_boundary(stepper, saver, folder, error=error, limit_s=LOCK_LIMIT_S)
-            return
-        is_good = progress.step == 0 or stepper.is_finite()
-        is_good = is_good and stepper.live.is_at_boundary and not _warn_if_lost(stepper)
-        if not (is_good and _claim_save(stepper.parts.group, progress.step)):
-            return
-        if error is not None:
-            _note_failure(folder, progress.step, error)
-        if progress.step > 0:
-            tensors = collect_tensors(stepper.parts, buffers=stepper.live.buffers_before or ())
-            saver.save_in_need(replace(progress), tensors=tensors)
-            _say_saved(progress, stepper.parts.group.launch, folder)
+        _save(stepper, saver, folder, error=error, limit_s=LOCK_LIMIT_S)
     except Exception:  # WHY broad: the process ends in any case
         log.warning("the last state could not be saved", exc_info=True)
 
 
 def refuse_crash_loop(parts: Parts, progress: Progress, folder: Path) -> None:
-    """Raise CrashLoopError if the last attempts all failed at the current step. Rank-local."""
-    failures = read_failures(folder)[-NUM_ATTEMPTS:]
+    """Raise CrashLoopError if the last attempts all failed at the current step. Rank-local.
+
+    Only in a restart by the launcher: a person who starts the run again may have fixed the cause.
+    """
+    failures = read_failures(folder)[-NUM_ATTEMPTS:] if parts.group.launch.is_restart else []
     if len(failures) < NUM_ATTEMPTS or any(f["step"] != progress.step for f in failures):
         return
     causes = sorted({str(failure["error"]) for failure in failures})
@@ -135,27 +110,43 @@ def refuse_crash_loop(parts: Parts, progress: Progress, folder: Path) -> None:
     )
 
 
-def read_failures(folder: Path) -> list[dict[str, Any]]:
+def read_failures(folder: Path) -> list[Json]:
     """Read the failures of all attempts, oldest first; what can't be read is left out."""
-    try:
-        text = (folder / FAILURES_NAME).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    found = []
-    for line in text.splitlines():
-        try:
-            failure = json.loads(line)
-        except (ValueError, RecursionError):  # a line that was cut off
-            continue
-        if isinstance(failure, dict) and "step" in failure and "error" in failure:
-            found.append(failure)
-    return found
+    lines = read_lines(folder / FAILURES_NAME, [])
+    return [failure for failure in lines if "step" in failure and "error" in failure]
+
+
+def _save(
+    stepper: Stepper, saver: Saver, folder: Path, *, error: Exception | None, limit_s: float
+) -> None:
+    """Save the last step boundary, if this rank is the one to do it. Rank-local.
+
+    limit_s: how long to wait for a device that runs behind the host.
+    """
+    live, group, progress = stepper.live, stepper.parts.group, stepper.progress
+    if not live.is_at_boundary:
+        return
+    if stepper.device is not None:
+        _save_boundary(stepper, saver, folder, error=error, limit_s=limit_s)
+        return
+    # WHY is_finite: the loss is checked when it is reported, which may be some steps ago
+    is_good = progress.step == 0 or stepper.is_finite()
+    if not is_good or _warn_if_lost(stepper) or not _claim_save(group, progress.step):
+        return
+    if error is not None:
+        _note_failure(folder, progress.step, error)
+    if progress.step > 0:
+        tensors = None
+        if live.buffers_before is not None:  # a forward is under way
+            tensors = collect_tensors(stepper.parts, buffers=live.buffers_before)
+        saver.save_in_need(replace(progress), tensors=tensors)
+        _say_saved(progress, group.launch, folder)
 
 
 def _save_boundary(
     stepper: Stepper, saver: Saver, folder: Path, *, error: Exception | None, limit_s: float
 ) -> None:
-    """Save the last step boundary that the device has reached, if this rank is the one to do it.
+    """Do as _save with the last boundary that the device has reached.
 
     Rank-local, while no other thread commits a step.
     """

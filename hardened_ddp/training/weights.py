@@ -1,13 +1,10 @@
 """Weights from a file or a checkpoint: those that a new run starts from, and a model rebuilt.
 
-Owns: what the path of --init_from means (an export, a run or a checkpoint of ours, a safetensors
-file, a folder of Hugging Face), which of its tensors fit which of the model's, and the report of
-those that do not. And the nn.Module of a checkpoint, rebuilt in eval mode, on the CPU.
+Owns: what the path of --init_from means, which of its tensors fit which of the model's, and the
+report of those that do not. And the nn.Module of a checkpoint, rebuilt in eval mode, on the CPU.
 What goes wrong here: another model's weights. Those that fit by name and shape are loaded, the
 others are named; if none fits, that is an error. Weights in a pickle are refused: reading one can
-run code. And the code of the user's own model is missing or has changed since: then names or shapes
-differ from those saved, and the error lists them.
-Does not own: resuming a run (run_folder.py, state.py), which loads all or nothing.
+run code. Does not own: resuming a run (run_folder.py, state.py), which loads all or nothing.
 """
 
 import json
@@ -74,7 +71,10 @@ def load_initial_weights(model: nn.Module, path: str, group: Group) -> None:
 
     def load() -> bool:
         fit = fit_weights(read_weights(source), model, source)
-        _copy(fit, model)
+        live = model.state_dict()
+        with torch.no_grad():
+            for name, tensor in fit.loaded.items():
+                live[name].copy_(tensor)
         for line in report_lines(fit, model, source):
             log.warning("%s", line) if line[0] == " " else log.info("%s", line)
         return True
@@ -91,18 +91,13 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     is_ours = (path / MANIFEST_NAME).is_file() or (path / CHECKPOINTS_NAME).is_dir()
     if is_ours or path.name == CHECKPOINTS_NAME:
         return model_tensors(load_checkpoint(open_checkpoint(path, prefer_best=True))[0])
-    indices = sorted(path.glob("*.safetensors.index.json"))
-    if indices:
+    if indices := sorted(path.glob("*.safetensors.index.json")):
         return _read_shards(indices[0])
     files = sorted(path.glob("*.safetensors"))
-    if len(files) == 1:
-        return _read_file(files[0])
-    names = ", ".join(file.name for file in files)
-    if not files:
-        pickles = [file for file in sorted(path.iterdir()) if file.suffix in _PICKLES]
-        if pickles:
-            return _read_file(pickles[0])
-        names = "no *.safetensors"
+    pickles = [file for file in sorted(path.iterdir()) if file.suffix in _PICKLES]
+    if len(files) == 1 or (pickles and not files):
+        return _read_file((files or pickles)[0])
+    names = ", ".join(file.name for file in files) or "no *.safetensors"
     raise CheckpointError(
         f"--init_from {path}: the folder has {names}, so it is not clear which weights are meant",
         fix=f"give {_KINDS}",
@@ -177,13 +172,6 @@ def report_lines(fit: Fit, model: nn.Module, path: Path) -> list[str]:
     return lines
 
 
-@torch.no_grad()
-def _copy(fit: Fit, model: nn.Module) -> None:
-    live = model.state_dict()
-    for name, tensor in fit.loaded.items():
-        live[name].copy_(tensor)
-
-
 def _read_file(path: Path) -> dict[str, Tensor]:
     if path.suffix in _PICKLES:
         convert = "import torch; from safetensors.torch import save_file; "
@@ -192,21 +180,16 @@ def _read_file(path: Path) -> dict[str, Tensor]:
             f"--init_from {path} is a pickle: reading one can run code that is hidden in it",
             fix=f"if you trust it, convert it: {python_command('-c', convert)}",
         )
-    found = read_tensors(path)
-    if not found:
-        raise CheckpointError(f"--init_from {path} holds no tensor", fix=f"give {_KINDS}")
-    return found
+    return read_tensors(path)
 
 
 def _read_shards(index: Path) -> dict[str, Tensor]:
     """Read the files that an index of Hugging Face names."""
     try:
         places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(places.values()))
+        names = sorted({Path(name).name for name in places.values()})  # all in the same folder
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is no index of weights: {error!r}") from error
-    if any(Path(name).name != name for name in names):
-        raise CheckpointError(f"{index} names a file outside its folder: {', '.join(names)[:200]}")
     found: dict[str, Tensor] = {}
     for name in names:
         found |= read_tensors(index.parent / name)

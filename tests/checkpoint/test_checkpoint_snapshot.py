@@ -3,8 +3,6 @@
 import errno
 import os
 import threading
-import timeit
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -27,7 +25,7 @@ from hardened_ddp.checkpoint.store import (
 from hardened_ddp.checkpoint.tensors import HostArena, TensorReader, flat_bytes, plan_file
 from hardened_ddp.errors import CheckpointError
 from hardened_ddp.training.run import Run
-from hardened_ddp.training.state import Pace, Saver
+from hardened_ddp.training.state import Saver, save_interval_s
 from tests.checkpoint_states import assert_same, found_in
 
 LIMIT_S = 90
@@ -112,7 +110,7 @@ def change(state: dict[str, Tensor]) -> None:
         tensor.zero_()
 
 
-@pytest.mark.parametrize("num_writes", [0, 1, 2, 5, 20, 60, 200])
+@pytest.mark.parametrize("num_writes", [0, 2, 20, 200])
 def test_the_state_written_is_that_of_submit_however_far_the_writer_was(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, num_writes: int
 ) -> None:
@@ -142,19 +140,6 @@ def test_an_undisturbed_write_copies_nothing(bench: Bench) -> None:
     bench.writer.close(timeout_s=LIMIT_S)
     bench.writer.before_update()
     assert bench.writer._arena._blocks == []
-
-
-def test_volatile_tensors_are_copied_at_submit(bench: Bench) -> None:
-    state = some_state()
-    expected = copy_of(state)
-    bench.writer.submit(
-        5, tensors=state, meta={}, volatile={"model.half", "model.conv", "not.there"}
-    )
-    state["model.half"].zero_()  # a forward, long before the update
-    state["model.conv"].zero_()
-    bench.disk.open()
-    bench.writer.close(timeout_s=LIMIT_S)
-    assert_same(bench.loaded(5), expected)
 
 
 def test_training_beside_the_writer_saves_each_step_as_it_was(
@@ -287,26 +272,6 @@ def test_a_disk_that_hangs_does_not_hold_the_last_save_for_ever(bench: Bench) ->
         bench.writer.close(timeout_s=0.05)
 
 
-def test_the_writer_is_one_thread_that_ends_with_its_write(bench: Bench) -> None:
-    def writers() -> list[str]:
-        names = (thread.name for thread in threading.enumerate())
-        return [name for name in names if name.startswith("checkpoint-")]
-
-    assert writers() == []
-    bench.writer.submit(1, tensors=some_state(), meta={})
-    assert writers() == ["checkpoint-1"]
-    bench.disk.open()
-    bench.writer.close(timeout_s=LIMIT_S)
-    assert writers() == []
-
-
-def test_before_update_costs_less_than_a_microsecond_when_nothing_is_in_flight(
-    bench: Bench,
-) -> None:
-    seconds = min(timeit.repeat(bench.writer.before_update, number=10_000, repeat=5)) / 10_000
-    assert seconds < 1e-6
-
-
 def test_the_copies_of_a_gpu_land_where_the_writer_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the way of a GPU's tensors with tensors of the host; a GPU has a test of its own."""
     monkeypatch.setattr(tensors_module, "_BLOCK_BYTES", 128)
@@ -367,35 +332,19 @@ def test_only_the_rank_that_writes_waits_for_the_device_before_a_save() -> None:
     assert asked == [True]
 
 
-HOUR = 3600.0
 DISK = 1e9  # bytes/s
 
 
-def save_for(hours: float, size_bytes: float, training_s: float) -> list[float]:
-    """Return when a run saves whose writes cost so much."""
-    now, free_at = 0.0, 0.0
-    pace, saved_at = Pace(int(size_bytes), clock=lambda: now), list[float]()
-    while now < hours * HOUR:
-        now += 0.25
-        cost = WriteCost(training_s, size_bytes / DISK) if saved_at else None
-        if now >= free_at and pace.is_time(cost):
-            pace.begin()
-            saved_at.append(now)
-            free_at = now + size_bytes / DISK
-    return saved_at
-
-
-@pytest.mark.parametrize("parameters", [1e5, 25.6e6, 1e9, 3e9, 30e9])
+@pytest.mark.parametrize("parameters", [1e5, 25.6e6, 30e9])
 @pytest.mark.parametrize("training_s", [0.0, 0.02, 5.0])
 def test_saving_takes_at_most_a_hundredth_of_the_time_and_a_tenth_of_the_disk(
     parameters: float, training_s: float
 ) -> None:
-    size_bytes = 12 * parameters
-    saved_at = save_for(6, size_bytes, training_s)
-    assert saved_at[0] <= 600.25
-    gaps = [after - before for before, after in pairwise(saved_at)]
-    assert all(gap >= training_s / 0.01 for gap in gaps)
-    assert all(gap >= size_bytes / DISK / 0.1 for gap in gaps)
+    size_bytes = int(12 * parameters)
+    assert 0 < save_interval_s(size_bytes, None) <= 600
+    interval_s = save_interval_s(size_bytes, WriteCost(training_s, size_bytes / DISK))
+    assert interval_s >= training_s / 0.01
+    assert interval_s >= size_bytes / DISK / 0.1
 
 
 class SlowDisk(Disk):

@@ -1,5 +1,6 @@
 """A resume needs no more memory than a run from the start, on any rank."""
 
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from hardened_ddp.step.progress import Progress
 from hardened_ddp.training import state
 from tests.harness.ranks import train
 from tests.harness.run_folder import last_tensors, only_run
@@ -74,7 +76,8 @@ def test_a_state_goes_over_nccl_where_there_is_one(
     )
     shapes = {"model.weight": (3,), "optimizer.weight.exp_avg": (3,), "optimizer.weight.step": ()}
     specs = {name: SimpleNamespace(shape=shape) for name, shape in shapes.items()}
-    meta = {"step": 7, "epoch": 1, "cursor": 8, "num_errors": 0, "max_micro_batch": 8}
+    rest = {"stream": None, "optimizer_state": {}, "attributes": {}}
+    meta = asdict(Progress(step=7)) | rest
     saved: Any = SimpleNamespace(specs=specs, meta=meta)
     assert state.restore(parts, saved).step == 7
     large = gpu if backend == "nccl" else cpu

@@ -191,7 +191,7 @@ class FakeSaver:
         self.steps: list[int] = []
         self.error = error
 
-    def save_in_need(self, progress: Progress) -> None:
+    def save_in_need(self, progress: Progress, *, tensors: object) -> None:
         if self.error is not None:
             raise self.error
         self.steps.append(progress.step)
@@ -204,7 +204,7 @@ class FakeStepper:
         self, *, is_at_boundary: bool = True, is_finite: bool = True, step: int = 5
     ) -> None:
         self.parts = SimpleNamespace(group=Group(Launch(), torch.device("cpu")))
-        self.live = SimpleNamespace(is_at_boundary=is_at_boundary)
+        self.live = SimpleNamespace(is_at_boundary=is_at_boundary, buffers_before=None)
         self.is_finite = lambda: is_finite
         self.device = None
         self.progress = Progress(step=step)
@@ -290,7 +290,7 @@ def test_only_failures_at_the_same_step_are_a_crash_loop(tmp_path: Path) -> None
     for step in (4, 5, 5):
         save_after(StepError("no"), FakeSaver(), tmp_path, step=step)
     parts: Any = SimpleNamespace(  # Any: all that is asked of Parts
-        next_samples=lambda progress: [1, 2], group=SimpleNamespace(launch=Launch())
+        next_samples=lambda progress: [1, 2], group=SimpleNamespace(launch=Launch(attempt=3))
     )
     refuse_crash_loop(parts, Progress(step=5), tmp_path)
     save_after(StepError("no"), FakeSaver(), tmp_path, step=5)
