@@ -37,7 +37,6 @@ from hardened_ddp.preflight.lazy import shape_by_forward
 from hardened_ddp.preflight.memory_format import choose_channels_last
 from hardened_ddp.preflight.padding import choose_split
 from hardened_ddp.preflight.probe import choose_find_unused, probe
-from hardened_ddp.preflight.shared_loss import warn_of_shared_loss
 from hardened_ddp.preflight.trial import Trial
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.config import AUTO_BATCH_SIZE, Config
@@ -219,8 +218,6 @@ def build_replica(
     # DDP would wait for those for ever, unless find_unused_parameters is on.
     findings = probe(trial, samples)  # collective
     find_unused = choose_find_unused(config.ddp.find_unused_parameters, findings)
-    # WHY no condition around it: one rank alone may have found collectives in its forward
-    warn_of_shared_loss(trial, () if findings.collectives else samples)  # collective
     # Samples of different lengths: in two parts, with less padding, if that changes nothing else.
     split = choose_split(trial, samples, findings, config=config, saved=saved)  # collective
     loader.split_by_length(split)
