@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from hardened_ddp.checkpoint.store import CheckpointStore, CheckpointWriter
-from hardened_ddp.gradients.buckets import Buckets
+from hardened_ddp.gradients.by_ddp import Buckets
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.step import async_device, parts
 from hardened_ddp.step.gradient import Attempt

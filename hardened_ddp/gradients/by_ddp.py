@@ -3,22 +3,29 @@
 A step in which some rank has no sample, and each retry, keep their gradients on the rank, and add
 them up once backward is over, in the order of the buckets: so the weights are bitwise the same.
 
-Read next: buckets.py, the communication hook, and how a rank that failed takes part in the sums.
-The documented methods are in sums.py.
+The communication hook (Buckets) records the order and the content of the buckets, so that a rank
+whose forward or backward failed can still take part in the remaining all-reduces: it sends NaN.
+Then no rank waits forever, and every rank sees in its own sums that one failed, without a message.
+WHY sums: losses are divided by the samples of the whole step, so the sum is the mean.
+The documented methods are in sums.py. Read next: step/retry.py, what happens after a failure.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.gradients.after_backward import sum_with_marks, used_anywhere
-from hardened_ddp.gradients.buckets import Buckets, forget_used
-from hardened_ddp.gradients.sums import LocalGradients, Marks, Sums
+from hardened_ddp.gradients.sums import LocalGradients, Marks, Sums, count_on, flag_of
 from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.phase import Phase
+
+Work = torch.futures.Future[torch.Tensor]
 
 
 class ByDdp:
@@ -31,7 +38,7 @@ class ByDdp:
         ddp: DistributedDataParallel,
         group: Group,
         *,
-        buckets: Buckets | None,
+        buckets: "Buckets | None",
         counts: bool,
         allows_unused: bool,
     ) -> None:
@@ -134,7 +141,7 @@ class ByDdp:
             self.call = self._ddp.module
             self._ddp = None
 
-    def _sums_on_device(self, buckets: Buckets, mine: Marks, window: Window) -> Sums:
+    def _sums_on_device(self, buckets: "Buckets", mine: Marks, window: Window) -> Sums:
         """Leave it to the device whether some rank failed, or the gradient is not finite."""
         if mine.has_failed:
             buckets.disarm()
@@ -152,8 +159,11 @@ class ByDdp:
             self._buckets.sum_local(parameters)  # collective
             parameters = []
         found = sum_with_marks(parameters, mine, self._group)  # collective
-        if self._ddp is not None:
-            forget_used(self._ddp)
+        if (ddp := self._ddp) is not None and ddp.find_unused_parameters and not ddp.static_graph:
+            # WHY: DDP clears its marks of what was used when it sends gradients; these would count
+            # in the next step, for a parameter without a gradient there. With this search DDP
+            # rebuilds no buckets after a reset.
+            ddp.reducer._reset_state()
         return found
 
     def _sum_count(self, count: float | torch.Tensor) -> float:
@@ -161,3 +171,231 @@ class ByDdp:
         device = self._group.device
         total = torch.as_tensor(count, dtype=torch.float64, device=device).clone()
         return float(self._group.sum_(total))  # collective
+
+
+class Buckets:
+    """The sums of one model's gradients over all ranks, by DDP's hooks."""
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        group: Group,
+        *,
+        sent_as: torch.dtype | None = None,
+        counts: bool = False,
+        calls_collectives: bool = False,
+    ) -> None:
+        """Register the hook of ddp. sent_as: the dtype for sending; None: that of the gradients.
+
+        counts: add up over the ranks, with the gradients, what note_count noted. calls_collectives:
+        the model does so in its forward.
+        """
+        self._ddp = ddp
+        self._group = group
+        self._device = group.device
+        self._sent_as = sent_as
+        self._layout: list[list[torch.Tensor]] = []
+        self._under_way: list[list[torch.Tensor]] = []
+        self._buffers: list[torch.Tensor] = []
+        self._futures: list[Work] = []
+        self._sums_count = counts
+        self._count: float | torch.Tensor = 0.0
+        self._total = torch.zeros((), dtype=torch.float64, device=group.device)
+        self._total_work: dist.Work | None = None
+        self.are_old = False
+        """DDP has to rebuild its buckets. The same on all ranks."""
+
+        ddp.register_comm_hook(None, self._send)
+
+        self.can_send_nan = not calls_collectives  # WHY: SyncBatchNorm's are seen by no hook
+        """A rank that failed can take part in the all-reduces of the others."""
+
+    def begin(self) -> None:
+        """Forget what was sent in the last backward. Rank-local."""
+        self._under_way, self._buffers, self._futures = [], [], []
+
+    def note_count(self, count: float | torch.Tensor) -> None:
+        """Note what counts in this rank's samples, such as valid tokens, before a backward."""
+        self._count = count
+
+    def send_nan_for_rest(self) -> bool:
+        """Send NaN in all remaining all-reduces of a backward that failed, or never began.
+
+        Returns False if that is impossible or none remained: then the other ranks don't know that
+        this one failed. Collective: the others are in that backward.
+        """
+        if not self.can_send_nan:
+            return False
+        self._group.tracker.enter(Phase.ALL_REDUCE)
+        remaining = self._layout[len(self._under_way) :]
+        is_beside = self._sums_count and not self._under_way
+        if remaining and is_beside and not self._rides(remaining[0][0].dtype):
+            dist.all_reduce(torch.full_like(self._total, math.nan))
+        for number, parameters in enumerate(remaining, start=len(self._under_way)):
+            size = self._size(number, parameters)
+            dtype = self._sent_as or parameters[0].dtype
+            dist.all_reduce(torch.full((size,), math.nan, dtype=dtype, device=self._device))
+        if remaining and self._ddp.find_unused_parameters and not self._ddp.static_graph:
+            # After the last bucket DDP adds up which parameters each rank has used. WHY ones: it
+            # takes the sum only for those, and each rank must see the NaN.
+            count = sum(len(parameters) for parameters in self._layout)
+            dist.all_reduce(torch.ones(count, dtype=torch.int32, device=self._device))
+        for future in self._futures:
+            future.wait()
+        return bool(remaining)
+
+    def read(self, failed_here: bool) -> tuple[bool, bool]:
+        """Return whether any rank sent NaN in the last backward, the same on all ranks.
+
+        And whether the sums are known to be finite. On the CPU they show both. WHY not on a GPU:
+        reading a sum waits for the device. There the ranks exchange a flag over the CPU while the
+        GPU still computes. Collective there.
+        """
+        if self._device.type == "cpu":
+            if failed_here:
+                return True, False
+            # NaN and inf persist in a sum: one sum per bucket is usually enough
+            are_finite = math.isfinite(sum(buffer.sum().item() for buffer in self._buffers))
+            has_nan = not are_finite and any(math.isnan(buffer[0]) for buffer in self._buffers)
+            return has_nan, are_finite
+        if not self.can_send_nan:  # then a rank that fails ends the attempt
+            return False, False
+        flag = torch.tensor([float(failed_here)])
+        if (work := self._group.start_max(flag)) is not None:  # collective
+            self._group.finish(work)  # collective
+        return bool(flag), False
+
+    def are_bad(self) -> torch.Tensor:
+        """Return 1.0 if a sum of the last backward is not finite, else 0.0. On the device, ().
+
+        For a rank that did not fail itself. NaN sent by another rank counts too.
+        """
+        return flag_of(self._buffers)
+
+    def disarm(self) -> None:
+        """Make DDP ready for the next forward after a backward that did not end. Rank-local.
+
+        DDP then rebuilds its buckets after the next backward, which is a collective: reset makes
+        the other ranks do the same. torch has no public function for either.
+        """
+        self.begin()
+        self._ddp.reducer._reset_state()
+
+    def reset(self) -> None:
+        """Disarm DDP, and have renew rebuild its buckets. Rank-local: all ranks call it."""
+        self.disarm()
+        self.are_old = True
+
+    def renew(self) -> None:
+        """Rebuild DDP's buckets after a reset and a backward in which no rank failed.
+
+        WHY not in its next forward, as DDP does: a rank may fail before it. Collective.
+        """
+        self.are_old = False
+        self._ddp.reducer._rebuild_buckets()  # collective
+
+    @torch.no_grad()
+    def sum_local(self, used: Iterable[torch.Tensor]) -> None:
+        """Add up gradients that stayed local, in the same order as the hook does. Collective.
+
+        used: the parameters that have a gradient on some rank; the others keep none.
+        """
+        before = self._group.tracker.enter(Phase.ALL_REDUCE)
+        used_ids = {id(parameter) for parameter in used}
+        for number, parameters in enumerate(self._layout):
+            size = self._size(number, parameters)
+            flat = torch.zeros(size, dtype=parameters[0].dtype, device=self._device)
+            places = _places(flat, parameters)
+            for place, parameter in zip(places, parameters, strict=True):
+                if parameter.grad is not None:
+                    place.copy_(parameter.grad)
+            sent = flat if self._sent_as is None else flat.to(self._sent_as)
+            dist.all_reduce(sent)  # collective
+            if sent is not flat:
+                flat.copy_(sent)
+            for place, parameter in zip(places, parameters, strict=True):
+                if id(parameter) in used_ids:
+                    parameter.grad = place
+        self._group.tracker.enter(before)
+
+    def total(self) -> torch.Tensor:
+        """Return the sum of count over the ranks after the last backward: float64, of shape ()."""
+        if self._total_work is not None:
+            self._total_work.wait()
+            self._total_work = None
+        return self._total
+
+    def _size(self, number: int, parameters: Sequence[torch.Tensor]) -> int:
+        """Return how many values are sent for a bucket: the count goes behind the first one's."""
+        rides = self._sums_count and number == 0 and self._rides(parameters[0].dtype)
+        return sum(parameter.numel() for parameter in parameters) + rides
+
+    def _rides(self, dtype: torch.dtype) -> bool:
+        """Return whether the count is sent within a bucket of gradients of dtype, or beside it.
+
+        WHY not in 16 bits: bf16 counts to 256, fp16 to 2048.
+        """
+        return (self._sent_as or dtype) in (torch.float32, torch.float64)
+
+    def _send(self, state: None, bucket: dist.GradBucket) -> Work:
+        """Start the all-reduce of one bucket: DDP's communication hook."""
+        self._under_way.append(bucket.parameters())
+        if bucket.is_last():
+            self._layout = self._under_way
+            # From here on backward waits for the other ranks.
+            self._group.tracker.enter(Phase.ALL_REDUCE)
+        buffer = bucket.buffer()
+        self._buffers.append(buffer)
+        sent = buffer if self._sent_as is None else buffer.to(self._sent_as)
+        if self._sums_count and len(self._buffers) == 1:
+            return self._send_with_count(buffer, sent)
+        future = dist.all_reduce(sent, async_op=True).get_future()  # collective
+        done: Work
+        if sent is buffer:
+            done = future.then(lambda summed: summed.value()[0])
+        else:
+            done = future.then(lambda summed: buffer.copy_(summed.value()[0]))
+        self._futures.append(done)
+        return done
+
+    def _send_with_count(self, buffer: torch.Tensor, sent: torch.Tensor) -> Work:
+        """Start the all-reduce of the first bucket, and that of the count: within it, or beside."""
+        rides = self._rides(buffer.dtype)
+        if rides:
+            count = count_on(sent.device, self._count).to(sent.dtype)
+            sent = torch.cat([sent, count.view(1)])
+        else:
+            self._total = count_on(sent.device, self._count).clone()
+            self._total_work = dist.all_reduce(self._total, async_op=True)  # collective
+        future = dist.all_reduce(sent, async_op=True).get_future()  # collective
+
+        def received(summed: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            found = summed.value()[0]
+            if rides:
+                self._total = found[-1].double()
+            return buffer.copy_(found[: buffer.numel()])
+
+        done: Work = future.then(received)
+        self._futures.append(done)
+        return done
+
+
+def _places(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the view of a bucket for each parameter, with the memory layout of the parameter.
+
+    WHY: the order of additions depends on the position in the bucket.
+    """
+    found, begin = [], 0
+    for parameter in parameters:
+        is_image_like = parameter.dim() == 4 and parameter.is_contiguous(
+            memory_format=torch.channels_last
+        )
+        is_dense = parameter.is_contiguous() or is_image_like
+        part = flat[begin : begin + parameter.numel()]
+        found.append(
+            part.as_strided(parameter.size(), parameter.stride(), part.storage_offset())
+            if is_dense
+            else part.view(parameter.size())
+        )
+        begin += parameter.numel()
+    return found

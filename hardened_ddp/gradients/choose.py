@@ -10,9 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hardened_ddp.errors import ModelError
-from hardened_ddp.gradients.after_backward import AfterBackward, OneRank
-from hardened_ddp.gradients.buckets import Buckets
-from hardened_ddp.gradients.by_ddp import ByDdp
+from hardened_ddp.gradients.after_backward import AfterBackward
+from hardened_ddp.gradients.by_ddp import Buckets, ByDdp
 from hardened_ddp.gradients.sums import GradientSum
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.config import Config, DdpConfig
@@ -43,7 +42,7 @@ def sum_gradients_of(
     """
     comm_hook, retries = config.ddp.comm_hook, config.loop.step_retry == "on"
     if group.world_size == 1:
-        return OneRank(module, group.device)
+        return AfterBackward(module, group, allows_unused=True)
     # WHY always: it checks that the ranks' parameters agree, and broadcasts them
     ddp = _build_ddp(module, group, config.ddp, finds_unused=finds_unused)  # collective
     # WHY not with --debug: whoever wants to see DDP at work is shown it
@@ -65,16 +64,7 @@ def sum_gradients_of(
             counts=counts,
             calls_collectives=calls_collectives,
         )
-    found = ByDdp(ddp, group, buckets=buckets, counts=counts, allows_unused=finds_unused)
-    if (
-        retries and not found.tells_of_failures and not calls_collectives
-    ):  # those are said elsewhere
-        log.warning(
-            "an error of one rank within a step ends this attempt, and a restart continues from "
-            "the step before: with powersgd, or a torch whose reducer lacks _reset_state or "
-            "_rebuild_buckets, a failed rank can't tell the others in time"
-        )
-    return found
+    return ByDdp(ddp, group, buckets=buckets, counts=counts, allows_unused=finds_unused)
 
 
 def _build_ddp(
@@ -110,5 +100,6 @@ def _use_power_sgd(ddp: DistributedDataParallel) -> None:
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     log.warning(
         "comm_hook powersgd keeps an error memory on each rank that is not in checkpoints: "
-        "a resumed run is close to the unbroken one, not bitwise equal"
+        "a resumed run is close to the unbroken one, not bitwise equal. A rank that fails in a "
+        "step can't tell the others in time, and ends this attempt"
     )

@@ -1,9 +1,8 @@
 """What a step asks of the object that sums its gradients over the ranks.
 
-There are three: OneRank (nothing to add up) and AfterBackward (CPU ranks of one machine: once
-backward is over, through shared memory) in after_backward.py, and ByDdp (DDP's hooks: while
-backward still runs) in by_ddp.py. A step never asks which one it has. In each of them the sums
-themselves tell all ranks that one failed: no further message is sent.
+There are two: AfterBackward (one rank, or CPU ranks of one machine: once backward is over, through
+shared memory), and ByDdp (DDP's hooks: while backward still runs). A step never asks which one it
+has. In both the sums themselves tell all ranks that one failed: no further message is sent.
 """
 
 import math
@@ -75,16 +74,12 @@ class LocalGradients:
     def scale(self, factor: float | torch.Tensor) -> None:
         """Multiply all gradients by factor; on a GPU by one kernel."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        if isinstance(factor, float) and factor == 1.0:
+        if not gradients or (isinstance(factor, float) and factor == 1.0):
             return
-        if gradients and hasattr(torch, "_foreach_mul_"):
-            if isinstance(factor, torch.Tensor) and len({g.dtype for g in gradients}) == 1:
-                # WHY: with a factor of another dtype, CUDA launches a kernel for each gradient
-                factor = factor.to(gradients[0].dtype)
-            torch._foreach_mul_(gradients, factor)
-            return
-        for gradient in gradients:
-            gradient.mul_(factor)
+        if isinstance(factor, torch.Tensor) and len({g.dtype for g in gradients}) == 1:
+            # WHY: with a factor of another dtype, CUDA launches a kernel for each gradient
+            factor = factor.to(gradients[0].dtype)
+        torch._foreach_mul_(gradients, factor)
 
     def real(self) -> list[torch.Tensor]:
         """Return the gradients that there are, of complex parameters as pairs of real numbers."""

@@ -1,7 +1,7 @@
 """What only a device that runs behind the host needs, such as a GPU: the host queues work, goes on.
 
 - Whether the gradient of a step was good is read one step later, without a wait: reading a number
-  waits for all work before it. A rank that failed has sent NaN (gradients/buckets.py). That, or a
+  waits for all work before it. A rank that failed has sent NaN (gradients/by_ddp.py). That, or a
   gradient that is not finite by itself, sets a flag on the device, which is the same on all ranks,
   because the sums are. It makes the optimizer skip the update: it is found_inf of torch's fused
   optimizers, with which GradScaler skips a step. The host reads its copy while the next step

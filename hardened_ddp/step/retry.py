@@ -1,7 +1,7 @@
 """Retry of a step in which a rank failed: all ranks try it again, or give it up.
 
 A rank that failed still takes part in the sums: with NaN where DDP's hooks send them
-(gradients/buckets.py), with a mark where they are made after backward. So all ranks know. Then all
+(gradients/by_ddp.py), with a mark where they are made after backward. So all ranks know. Then all
 ranks undo the step, exchange their failures, and try again with local gradients: with the same
 random numbers and the same order of additions, so that the weights are those of a run without the
 fault.

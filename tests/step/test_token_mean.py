@@ -8,8 +8,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from hardened_ddp.gradients.buckets import Buckets
-from hardened_ddp.gradients.by_ddp import ByDdp
+from hardened_ddp.gradients.by_ddp import Buckets, ByDdp
 from hardened_ddp.ranks.group import open_group
 from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.step.gradient import Outcome
