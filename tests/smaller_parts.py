@@ -28,7 +28,7 @@ def _limit(step: int, most: int) -> None:
 
     def limited(gradient: Gradient, attempt: Attempt, *, is_retry: bool) -> Failure | None:
         if gradient.progress.step >= step:
-            gradient.progress.limit_micro_batches(most)
+            gradient.progress.max_micro_batch = most
         return run(gradient, attempt, is_retry=is_retry)
 
     Gradient.run = limited  # type: ignore[method-assign]  # of this process alone

@@ -24,7 +24,7 @@ from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.settings.config import OptimizerConfig
 from hardened_ddp.step.async_device import Flag
-from hardened_ddp.step.progress import Totals
+from hardened_ddp.step.gradient import Totals
 from hardened_ddp.task.classification import Classification
 
 _MIB = 2**20

@@ -13,8 +13,8 @@
   reached before the copy, and the one before the next update is not reached after it. The host is
   at most one update ahead, so there is only one next update.
 
-What goes wrong here: a kernel on the second stream. To load one may wait for the whole device, so
-there are only copies. Read next: training/survivor_save.py, which saves what find() returns.
+WHY only copies on the second stream: to load a kernel may wait for the whole device.
+Read next: training/survivor_save.py, which saves what find() returns.
 """
 
 import time
@@ -29,9 +29,9 @@ from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.gradients.sums import Sums
 from hardened_ddp.model.optimizer import skips_by_flag
 from hardened_ddp.ranks.phase import Phase
-from hardened_ddp.step.gradient import Attempt, divide_on_device
+from hardened_ddp.step.gradient import Attempt, Totals, divide_on_device
 from hardened_ddp.step.parts import Parts
-from hardened_ddp.step.progress import Progress, Totals
+from hardened_ddp.step.progress import Progress
 
 _LOOK_EVERY_S = 0.01
 
@@ -152,8 +152,6 @@ class AsyncDevice:
         self._before: Event | None = None
         self._progress_before = progress
         self._last: Update | None = None
-        # WHY: such an optimizer keeps numbers on the host, which would be ahead of the weights.
-        self._waits_for_gradient = not skips_by_flag(parts.optimizer)
 
     def can_run_ahead(self, window: Window) -> bool:
         """Return whether the step over window may be queued before the last flag is read."""
@@ -176,19 +174,15 @@ class AsyncDevice:
         self._current.flag = Flag(is_bad)
         self._current.loss_after = self._totals.loss_sum.clone()
 
-    def has_bad_step(self) -> bool:
-        """Return whether the last step must be done again. Waits for the device."""
-        if self.unconfirmed is None:
-            return False
-        # WHY: this rank may wait here for another one that has not joined an all-reduce
-        with self._parts.group.tracker.within(Phase.ALL_REDUCE):
-            return self.unconfirmed.is_bad()
-
     def take_bad(self) -> QueuedStep | None:
         """Return the last step if it must be done again; it is confirmed now. Waits."""
-        is_bad, last = self.has_bad_step(), self.unconfirmed
+        if self.unconfirmed is None:
+            return None
+        # WHY: this rank may wait here for another one that has not joined an all-reduce
+        with self._parts.group.tracker.within(Phase.ALL_REDUCE):
+            last = self.unconfirmed if self.unconfirmed.is_bad() else None
         self.unconfirmed = None
-        return last if is_bad else None
+        return last
 
     def before_update(self) -> None:
         """Note that the update of the current step comes next. Main thread, before the commit.
@@ -201,13 +195,14 @@ class AsyncDevice:
         if self.checks_one_step_late:
             on_device = None if flag is None else flag.on_device
             self._parts.precision.leave_out(self._parts.optimizer, on_device)
-        self._before = before = Event() if flag is None else flag.send()
+        self._before = Event() if flag is None else flag.send()
         self._progress_before = replace(self._progress)
         if flag is not None:
             return
-        limit: Event | None = before
-        if not self._waits_for_gradient:
-            limit = None if self._last is None else self._last.after
+        limit = self._last.after if self._last is not None else None
+        # WHY: an optimizer of another kind keeps numbers on the host, ahead of the weights
+        if not skips_by_flag(self._parts.optimizer):
+            limit = self._before
         if limit is not None and not limit.is_reached():
             # WHY: this rank may wait here for another one that has not joined an all-reduce
             with self._parts.group.tracker.within(Phase.ALL_REDUCE):

@@ -1,7 +1,6 @@
 """What an exception in a step means: which rank raised it, where, and what to do.
 
-Owns turning it into one of our errors, with rank, step, phase and samples; and the form in which
-ranks report it to each other.
+It becomes one of our errors, or what ranks report to each other: with rank, step, phase, samples.
 """
 
 import logging
@@ -120,7 +119,7 @@ def _explain(error: BaseException, group: Group, where: str, *, memory_fix: str)
     if (lost := lost_peer(error, group)) is not None:
         return lost
     log.debug("%s", where, exc_info=error)
-    text = f"rank {group.launch.rank}, {where}: {describe(error, most=None)} ({where_of(error)})"
+    text = f"rank {group.launch.rank}, {where}: {in_full(error)}"
     if is_out_of_memory(error):
         return OutOfMemoryError(text, fix=memory_fix)
     return StepError(text, fix="the traceback is in this rank's log file")
@@ -134,8 +133,7 @@ def explain_outside(error: Exception, group: Group) -> HardenedError | None:
         return None
     log.debug("out of memory", exc_info=error)
     return OutOfMemoryError(
-        f"rank {group.launch.rank} ran out of memory outside of the steps: "
-        f"{describe(error)} ({where_of(error)})",
+        f"rank {group.launch.rank} ran out of memory outside of the steps: {in_full(error)}",
         fix="take a smaller model, or a dataset that reads samples only when needed; what else "
         f"uses that memory is seen by: {own_command('doctor')}",
     )
@@ -191,10 +189,10 @@ def _tell(error: Exception, group: Group) -> None:
         log.debug("another rank tells why this one ends: %s", error)
 
 
-def where_of(error: BaseException) -> str:
-    """Return the file and line where an exception was raised."""
+def in_full(error: BaseException) -> str:
+    """Return type and text of an exception, and the file and line where it was raised."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{frame.filename}:{frame.lineno}"
+    return f"{describe(error, most=None)} ({frame.filename}:{frame.lineno})"
 
 
 def join_causes(causes: Mapping[int, Failure]) -> str:

@@ -1,13 +1,10 @@
-"""The gradient of one step: this rank's forward and backward, then the sum over the ranks.
+"""One try at the gradient of a step: this rank's forward and backward, the sum over the ranks.
 
 Losses are sums, divided by the samples of the whole step: so accumulation, a short last step and
 uneven shares all give the gradient of one big batch. A loss may also be a mean over something else,
 such as tokens. How many of them a step has over all ranks is known only after backward: until then
 losses are divided by a power of two near the number of samples, which keeps numbers in range and
-costs no precision.
-
-Owns one try at that, and what a failure in it is called. Does not own: what follows from a failure
-(retry.py), the update (step.py), how gradients get to the other ranks (gradients/).
+costs no precision. What follows from a failure is in retry.py.
 """
 
 import logging
@@ -24,12 +21,11 @@ import torch
 from hardened_ddp.data.batches.batch import Batch, split
 from hardened_ddp.data.batches.nesting import tensors_of
 from hardened_ddp.data.batches.sampler import Window, WindowSampler
-from hardened_ddp.data.foreign_code import describe
 from hardened_ddp.errors import ANY_FAILURE
 from hardened_ddp.gradients.sums import LocalGradients, Marks, Sums
 from hardened_ddp.model.moving_attributes import Copies
 from hardened_ddp.model.replica import Replica
-from hardened_ddp.ranks.group import lost_peer
+from hardened_ddp.ranks.group import Group, lost_peer
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.seeding import seed_step
 from hardened_ddp.reporting.log import ON_EVERY_RANK
@@ -41,18 +37,25 @@ from hardened_ddp.step.failure import (
     LossNotFinite,
     error_of,
     format_samples,
-    where_of,
+    in_full,
 )
 from hardened_ddp.step.left_out import LeftOut
 from hardened_ddp.step.memory import is_out_of_memory
 from hardened_ddp.step.nonfinite import watch
 from hardened_ddp.step.parts import Parts
-from hardened_ddp.step.progress import Mark, Progress, Totals
+from hardened_ddp.step.progress import Progress
+from hardened_ddp.task.task import LOSS, Score, Task
 
 log = logging.getLogger(__name__)
 
 INPUTS = "the batch"
 """In the list of what a forward has written: the samples themselves."""
+
+Mark = tuple[torch.Tensor | float, list[torch.Tensor | float], int]
+"""The loss, the sums of the metrics and the number of samples at one moment."""
+
+COUNT = "count"
+"""The sum of what the loss is a mean over, among the sums of a task that does not count samples."""
 
 _VERSION = operator.attrgetter("_version")  # of a tensor: it grows with each write in place
 
@@ -145,23 +148,18 @@ class Writes:
 class Gradient:
     """Computes gradients of steps, and adds up the losses."""
 
-    def __init__(
-        self,
-        parts: Parts,
-        progress: Progress,
-        totals: Totals,
-        *,
-        left_out: LeftOut,
-    ) -> None:
+    def __init__(self, parts: Parts, progress: Progress, *, left_out: LeftOut) -> None:
         self.parts = parts
         self.progress = progress
-        self.totals = totals
+        self.totals = Totals(parts.task, parts.device)
         self.left_out = left_out
         self.batch: Batch | None = None
         """The current micro-batch, for a message about a hang in it."""
 
         self.writes = Writes(parts.replica)
-        self._searches_for_nan = False
+        self.searches_for_nan = False
+        """In the next tries, search the module that gives NaN or inf first."""
+
         config = parts.config.loop
         # WHY: a rank that fails in forward leaves the others in its collectives.
         self.retries = config.step_retry == "on" and not parts.replica.collectives
@@ -169,7 +167,8 @@ class Gradient:
 
         self._leaves_out = config.continue_on_error
         self._counts_samples = parts.task.counts_samples
-        self._watches_loss = parts.watches_loss
+        # WHY not before backward with collectives in forward: the other ranks wait there
+        self._watches_loss = parts.checks_loss and not parts.replica.collectives
         checks_late = parts.checks_one_step_late
         self._checks_sums = parts.checks_loss or self._leaves_out or checks_late
         self._moves_batches = parts.device.type != "cpu" or parts.replica.inputs.channels_last
@@ -183,19 +182,17 @@ class Gradient:
         rank, batches = parts.group.launch.rank, attempt.batches
         # WHY local too if samples may be left out: the sum after backward counts those that are not
         parts.gradients.begin(attempt.window, keeps_local=is_retry or self._leaves_out)
-        if (
-            bad := [sample for batch in batches for sample in batch.bad]
-        ) or progress.max_micro_batch:
-            if bad and not self._leaves_out:
-                text = f"rank {rank} can't read sample {bad[0].name}: {bad[0].error}"
-                return Failure("sample", text)
+        bad = [sample for batch in batches for sample in batch.bad]
+        if bad and not self._leaves_out:
+            return Failure("sample", f"rank {rank} can't read sample {bad[0].name}: {bad[0].error}")
+        if bad or progress.max_micro_batch:
             batches = split(batches, progress.max_micro_batch)
         if not parts.schedule.is_constant:
             parts.schedule.begin_step(progress.step)
         seed = parts.config.device.seed
         seed_step(seed, step=progress.step, rank=rank, device_type=parts.device.type)
         try:
-            if self._searches_for_nan:
+            if self.searches_for_nan:
                 self._find_nan(attempt, batches)
             else:
                 self._forward_backward(attempt, batches)
@@ -229,8 +226,11 @@ class Gradient:
         sums = gradients.finish(mine, window=window, on_device=on_device)  # collective
         if sums is None:
             return None
-        are_finite = sums.are_finite or sums.is_bad is not None or self._may_be_infinite()
-        if not are_finite and not gradients.local.are_finite():
+        is_checked = self._checks_sums or self.searches_for_nan
+        # WHY not with a scaler: it handles an overflow of fp16 itself
+        is_checked = is_checked and parts.precision.scaler is None
+        is_known = sums.are_finite or sums.is_bad is not None
+        if is_checked and not is_known and not gradients.local.are_finite():
             attempt.failure = Failure("not finite", BAD_SUM)
             return None
         if sums.num_samples < window.size:
@@ -244,15 +244,13 @@ class Gradient:
         if sums.is_bad is None and not self._counts_samples:  # else it is done on the device
             self._divide_by_count(attempt, float(sums.count))
         if parts.replica.attributes.shared and parts.group.world_size > 1:
-            is_even = self._is_even(window) and sums.num_samples == window.size
+            # each rank has as many samples of it; a stream's shards may end on some
+            is_even = isinstance(parts.sampler, WindowSampler) and sums.num_samples == window.size
+            is_even = is_even and window.size % parts.group.world_size == 0
             parts.replica.attributes.equalize(parts.group, is_even=is_even)  # collective
         if attempt.outcome is Outcome.DONE and parts.replica.buffers.names:
             parts.replica.sync_buffers(parts.group)  # collective
         return sums
-
-    def search_for_nan(self, *, is_on: bool) -> None:
-        """In the next tries, search the module that gives NaN or inf first. Rank-local."""
-        self._searches_for_nan = is_on
 
     def undo(self, attempt: Attempt) -> None:
         """Undo what forward and backward have changed. Rank-local."""
@@ -328,17 +326,6 @@ class Gradient:
         self.parts.replica.buffers.put_back(attempt.buffers)
         attempt.outcome = Outcome.EMPTY
 
-    def _is_even(self, window: Window) -> bool:
-        """Return whether each rank has as many samples of it. The same on all ranks."""
-        is_cut_evenly = isinstance(self.parts.sampler, WindowSampler)  # a stream's shards may end
-        return is_cut_evenly and not window.size % self.parts.group.world_size
-
-    def _may_be_infinite(self) -> bool:
-        """Return whether a gradient that is not finite is no failure of a step."""
-        # WHY not with a scaler: it handles an overflow of fp16 itself.
-        is_checked = self._checks_sums or self._searches_for_nan
-        return not is_checked or self.parts.precision.scaler is not None
-
     def _failure_of(self, error: BaseException, batches: Sequence[Batch]) -> Failure:
         """Return this rank's failure for an exception. Rank-local.
 
@@ -354,8 +341,7 @@ class Gradient:
         log.debug("step %d failed", self.progress.step, exc_info=error)
         kind: Kind = "out of memory" if is_out_of_memory(error) else "error"
         work = self.parts.group.tracker.work
-        text = f"{self.where()}, {work}, samples {format_samples(batches)}: "
-        text += f"{describe(error)} ({where_of(error)})"
+        text = f"{self.where()}, {work}, samples {format_samples(batches)}: {in_full(error)}"
         return Failure(kind, text, max(len(batch.indices) for batch in batches))
 
     def _find_nan(self, attempt: Attempt, batches: Sequence[Batch]) -> None:
@@ -366,20 +352,103 @@ class Gradient:
         with watch(self.parts.replica.module) as finder:
             try:
                 self._forward_backward(attempt, batches)
-                problem = self._own_problem(attempt)
+                loss = self.totals.loss_since(attempt.totals_before)
+                problem = "" if math.isfinite(loss) else f"the loss is {loss}"
+                gradients, scaler = self.parts.gradients.local, self.parts.precision.scaler
+                if not problem and scaler is None and not gradients.are_finite():
+                    problem = "the gradient is not finite"
             except LossNotFinite as error:
                 problem = str(error)
         if problem:
             raise LossNotFinite(problem, found=finder.tell(problem, batches))
 
-    def _own_problem(self, attempt: Attempt) -> str:
-        """Describe what of this rank's own loss and gradient is not finite; else empty."""
-        loss = self.totals.loss_since(attempt.totals_before)
-        if not math.isfinite(loss):
-            return f"the loss is {loss}"
-        if self.parts.precision.scaler is None and not self.parts.gradients.local.are_finite():
-            return "the gradient is not finite"
-        return ""
+
+class Totals:
+    """Loss, sums of the task's metrics, and their count, since the last reading.
+
+    They stay on the device, so that adding to them never waits for it. WHY in place: small tensors
+    that outlive a step fragment the memory that the step frees, so the next step's large tensors do
+    not fit there: memory grew by 200 MiB for a 2 MiB model.
+    """
+
+    def __init__(
+        self, task: Task, device: torch.device, *, loss_dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.task = task
+        self.loss_sum = torch.zeros((), dtype=loss_dtype, device=device)
+        zeros = dict(task.sums)
+        if not task.counts_samples:
+            zeros[COUNT] = torch.zeros((), dtype=torch.float64)
+        self.sums = {name: torch.zeros_like(zero, device=device) for name, zero in zeros.items()}
+        self.num_samples = 0
+        self.grad_norm: torch.Tensor | None = None
+        """The gradient's norm in the last reported step."""
+
+        self.num_steps = 0
+        """Steps since the last reading, also those that were left out. The same on all ranks."""
+
+    def add(self, score: Score, num_samples: int) -> None:
+        """Add the score of one forward on num_samples samples."""
+        with torch.no_grad():
+            self.loss_sum += score.loss_sum
+        for name, value in self.task.sums_of(score).items():
+            self.sums[name] += value
+        if COUNT in self.sums:
+            self.sums[COUNT] += score.count
+        self.num_samples += num_samples
+
+    def reset(self) -> None:
+        """Begin again at zero."""
+        for total in (self.loss_sum, *self.sums.values()):
+            total.zero_()
+        self.num_samples = self.num_steps = 0
+
+    def mark(self) -> Mark:
+        """Copy the current sums, for go_back or a comparison. On the CPU without new scalars."""
+        is_cpu, sums = self.loss_sum.is_cpu, self.sums.values()
+        copies = [total.item() if is_cpu and not total.dim() else total.clone() for total in sums]
+        return self.loss_sum.item() if is_cpu else self.loss_sum.clone(), copies, self.num_samples
+
+    def go_back(self, mark: Mark) -> None:
+        """Restore the sums of mark."""
+        loss_sum, sums, self.num_samples = mark
+        for total, before in zip(
+            (self.loss_sum, *self.sums.values()), (loss_sum, *sums), strict=True
+        ):
+            if isinstance(before, torch.Tensor):
+                total.copy_(before)
+            else:
+                total.fill_(before)
+
+    def loss(self) -> float:
+        """Return the sum of the losses. Waits for the device."""
+        return float(self.loss_sum)
+
+    def loss_since(self, mark: Mark) -> float:
+        """Return the loss added since mark. Waits for the device."""
+        return self.loss() - float(mark[0])
+
+    def read(self, group: Group) -> dict[str, float]:
+        """Return the mean loss, each metric and the samples over all ranks. Collective."""
+        sums, count = self.gather(group)  # collective
+        figures = self.task.figures(sums, count)
+        return {LOSS: sums[LOSS] / count, **figures, "samples": sums["samples"]}
+
+    def gather(self, group: Group) -> tuple[dict[str, Any], float]:  # Any: numbers, nested lists
+        """Return the sums by name and what the loss is a mean over, of all ranks. Collective."""
+        device = self.loss_sum.device
+        totals = [self.loss_sum, *self.sums.values()]
+        # WHY full: a tensor made of a list would be copied to the device, which waits for it
+        num_samples = torch.full((1,), self.num_samples, dtype=torch.float64, device=device)
+        flat = torch.cat([*(total.double().reshape(-1) for total in totals), num_samples])
+        values = group.sum_(flat).tolist()  # collective
+        samples, position, sums = values.pop(), 0, []
+        for total in totals:
+            part = values[position : position + total.numel()]
+            position += total.numel()
+            sums.append(torch.tensor(part, dtype=torch.float64).view(total.shape).tolist())
+        named: dict[str, Any] = dict(zip((LOSS, *self.sums), sums, strict=True))
+        return {**named, "samples": samples}, max(1.0, named.get(COUNT, samples))
 
 
 def divide_on_device(

@@ -1,7 +1,7 @@
 """What fits into memory: the optimizer's state, and the samples of one backward.
 
-Owns both trials, made before the first step of a new run, where running out of memory costs
-nothing. Running out of it later is handled by retry.py; both keep the gradient of the step.
+Both are tried before the first step of a new run, where running out of memory costs nothing.
+Running out of it later is handled by retry.py; both keep the gradient of the step.
 """
 
 import logging

@@ -1,9 +1,8 @@
 """The search for the module that gives the first NaN or inf, in the retry of a step that had one.
 
-Owns the hooks for that: on all modules in forward, and on their inputs and outputs in backward.
-They change nothing, so a step that succeeds with them counts like any other; they wait for the
-device at every module, so they are used in such retries only.
-What goes wrong here: hooks of modules inside of a compiled model are not called.
+By hooks on all modules in forward, and on their inputs and outputs in backward. They change
+nothing, so a step that succeeds with them counts like any other; they wait for the device at every
+module, so they are used in such retries only. A compiled model does not call those of its parts.
 """
 
 import weakref

@@ -1,15 +1,10 @@
-"""The parts of a run, built once and passed on.
-
-Owns only the grouping: each part is owned by its layer.
-"""
+"""The parts of a run, built once and passed on; each is owned by its layer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from hardened_ddp.data.batches.ledger import LedgerWriter, next_start
 from hardened_ddp.data.batches.loader import EvalLoader
 from hardened_ddp.data.batches.run_length import RunLength
 from hardened_ddp.data.loader_setup import AnyLoader, AnySampler
@@ -64,11 +59,6 @@ class Parts:
         return is_cheap and (loop.step_retry == "on" or loop.continue_on_error)
 
     @property
-    def watches_loss(self) -> bool:
-        """Check it before backward. WHY not with collectives in forward: the others wait there."""
-        return self.checks_loss and not self.replica.collectives
-
-    @property
     def checks_one_step_late(self) -> bool:
         """Read a step later whether a gradient was good: async_device.py. The same on all ranks."""
         loop = self.config.loop
@@ -85,15 +75,6 @@ class Parts:
     def compares_every(self) -> int:
         """Steps from one comparison of the replicas to the next; 0: never."""
         return self.config.loop.check_replicas_every if self.group.world_size > 1 else 0
-
-    def open_ledger(self, folder: Path, *, step: int) -> LedgerWriter | None:
-        """Open this rank's part of the ledger, if --ledger is set. Collective: all ranks."""
-        if not self.config.run.ledger:
-            return None
-        start = self.group.run_on_main(lambda: next_start(folder), what="opening the ledger")
-        facts = self.sampler.ledger_facts()
-        rank = self.group.launch.rank
-        return LedgerWriter(folder, start=start, rank=rank, step=step, facts=facts)
 
     def next_samples(self, progress: Progress) -> list[int]:
         """Return the indices of the samples of the next step, over all ranks."""

@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from enum import Enum
-from typing import NoReturn
 
 from hardened_ddp.data.batches.batch import BadSample, Batch, take
 from hardened_ddp.errors import StepError
@@ -84,7 +83,7 @@ class StepRetry:
                 if self.gradient.reduce(attempt, on_device=False) is not None:  # collective
                     return
         finally:
-            self.gradient.search_for_nan(is_on=False)
+            self.gradient.searches_for_nan = False
 
     def do_again(self, attempt: Attempt, *, loss: float) -> None:
         """Retry a step that the device found to be bad; its outcome is then final. Collective.
@@ -107,14 +106,22 @@ class StepRetry:
     def _undo(self, attempt: Attempt) -> dict[int, Failure]:
         """Undo a failed try; return how ranks failed in it, by rank. The same on all. Collective.
 
-        Empty if fp16's scaler may skip the step. Raises StepError if it can't be undone.
+        Empty if fp16's scaler may skip the step. Raises StepError if what forward changed can't be
+        put back.
         """
         self.gradient.undo(attempt)
         mine = [attempt.failure and asdict(attempt.failure), self.gradient.lost()]
         everyone = self.parts.group.gather_json(mine)  # collective
         causes = {rank: Failure(**cause) for rank, (cause, _) in enumerate(everyone) if cause}
         if lost := sorted({name for _, names in everyone for name in names}):
-            self._stop_undone(causes, lost)
+            self.parts.replica.buffers.add(name for name in lost if name != INPUTS)
+            what = join_causes(causes) if causes else BAD_SUM
+            raise StepError(
+                f"step {self.progress.step} can't be done again, since its forward changed what no "
+                f"step before had changed: {', '.join(lost[:NUM_SHOWN])}; it failed with: {what}",
+                fix="start the same command again: it continues at the last checkpoint",
+                is_undone=False,
+            )
         if not causes and self.parts.precision.scaler is None:
             causes = {0: Failure("not finite", BAD_SUM)}  # no rank failed, so it is their sum
         return causes
@@ -145,7 +152,7 @@ class StepRetry:
         """Log a decision, and change for the next try what it says. Raises the error of STOP."""
         told = (self.progress.step, join_causes(causes))
         if causes:
-            self.gradient.search_for_nan(is_on=_has_nan(causes))
+            self.gradient.searches_for_nan = _has_nan(causes)
         match decision:
             case Decision.STOP:
                 raise error_of(next(iter(causes.values())).kind, join_causes(causes))
@@ -157,7 +164,7 @@ class StepRetry:
                 log.warning(text, *told, extra=ON_EVERY_RANK)
             case Decision.SMALLER:
                 limit = _max_without_memory(causes) // 2
-                self.progress.limit_micro_batches(limit)
+                self.progress.max_micro_batch = limit
                 text = "micro-batches have %d samples at most from now on; retrying step %d, for "
                 text += "the same gradient: %s"
                 log.warning(text, limit, *told, extra=ON_EVERY_RANK)
@@ -174,17 +181,6 @@ class StepRetry:
         text = attempt.failure.text if attempt.failure else ""
         self.gradient.left_out.add(attempt.batches, text, self.progress)  # collective
         attempt.outcome = Outcome.LEFT_OUT
-
-    def _stop_undone(self, causes: dict[int, Failure], lost: list[str]) -> NoReturn:
-        """Raise one error, the same on all ranks: what forward changed can't be put back."""
-        self.parts.replica.buffers.add(name for name in lost if name != INPUTS)
-        what = join_causes(causes) if causes else BAD_SUM
-        raise StepError(
-            f"step {self.progress.step} can't be done again, since its forward changed what no "
-            f"step before had changed: {', '.join(lost[:NUM_SHOWN])}; it failed with: {what}",
-            fix="start the same command again: it continues at the last checkpoint",
-            is_undone=False,
-        )
 
     def _without_bad(self, attempt: Attempt) -> list[Batch]:
         """Run each sample alone; return the batches without those that fail. Rank-local.

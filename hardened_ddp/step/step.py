@@ -12,13 +12,13 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 
 from hardened_ddp.checkpoint.disk import Disk, sync_files
 from hardened_ddp.data.batches.batch import Batch
-from hardened_ddp.data.batches.ledger import LedgerWriter
+from hardened_ddp.data.batches.ledger import LedgerWriter, next_start
 from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.errors import ANY_FAILURE, HardenedError
 from hardened_ddp.model.optimizer_state import is_known
@@ -29,7 +29,7 @@ from hardened_ddp.step.failure import explain_failure
 from hardened_ddp.step.gradient import Attempt, Gradient, Outcome
 from hardened_ddp.step.left_out import LeftOut
 from hardened_ddp.step.parts import Parts
-from hardened_ddp.step.progress import Progress, Totals
+from hardened_ddp.step.progress import Progress
 from hardened_ddp.step.retry import StepRetry
 
 log = logging.getLogger(__name__)
@@ -71,20 +71,16 @@ class Stepper:
     """Does optimizer steps with the parts of a run."""
 
     def __init__(
-        self,
-        parts: Parts,
-        progress: Progress,
-        *,
-        left_out: LeftOut,
-        saver: ReadsWeights,
+        self, parts: Parts, progress: Progress, *, left_out: LeftOut, saver: ReadsWeights
     ) -> None:
         self.parts = parts
         self.progress = progress
-        totals = Totals(parts.task, parts.device)
-        self.device = AsyncDevice(parts, progress, totals) if parts.is_async_device else None
+        self.gradient = Gradient(parts, progress, left_out=left_out)
+        self.device: AsyncDevice | None = None
         """What only a device that runs behind the host needs; None: the host does the work."""
 
-        self.gradient = Gradient(parts, progress, totals, left_out=left_out)
+        if parts.is_async_device:
+            self.device = AsyncDevice(parts, progress, self.gradient.totals)
         self.retry = StepRetry(self.gradient)
         self.live = Live()
         self.last_good = -1
@@ -109,8 +105,7 @@ class Stepper:
         if self.device is not None and not self.device.can_run_ahead(window):
             self.confirm_last_step()  # collective
         attempt = self._compute_gradient(window, batches)  # collective: forward, backward, sum
-        if self.device is not None and self.device.has_bad_step():
-            self.confirm_last_step()  # collective
+        if self.device is not None and self.confirm_last_step():  # collective
             attempt = self._compute_gradient(window, batches)  # collective: at the right weights
         self.commit(attempt)  # the update
         self.parts.group.tracker.end_step(progress.step)
@@ -134,7 +129,7 @@ class Stepper:
             attempt.schedule_before = parts.schedule.mark()
         if self.device is not None:
             self.device.begin(attempt)
-        with self._explained(attempt):
+        try:
             on_device = self.device is not None and self.device.checks_one_step_late
             attempt.failure = self.gradient.run(attempt, is_retry=False)  # collective
             sums = self.gradient.reduce(attempt, on_device=on_device)  # collective
@@ -142,26 +137,31 @@ class Stepper:
                 self.retry.until_done(attempt)  # collective
             elif self.device is not None:
                 self.device.note(sums)
+        except ANY_FAILURE as error:
+            self._fail(error, attempt)
         return attempt
 
     def commit(self, attempt: Attempt) -> None:
         """Update weights and progress. Rank-local: every rank has the same gradient."""
-        if self.device is not None:
-            with self._explained(attempt):
-                self.device.before_update()
-        with self._explained(attempt), self.live.lock:
-            if attempt.outcome is Outcome.DONE:
-                self._update(attempt)
-                self.last_good = self.progress.step
-                self.retry.given_up.clear()
-            if self.parts.schedule.has_state:
-                self._end_schedule_step()
-            self.progress.commit(attempt.window)
-            self.live.buffers_before = None
-            if attempt.attributes:
-                self.parts.replica.attributes.end_step()
+        window, progress = attempt.window, self.progress
+        try:
             if self.device is not None:
-                self.device.after_update()
+                self.device.before_update()
+            with self.live.lock:
+                if attempt.outcome is Outcome.DONE:
+                    self._update(attempt)
+                    self.last_good = progress.step
+                    self.retry.given_up.clear()
+                if self.parts.schedule.has_state:
+                    self._end_schedule_step()
+                progress.step, progress.cursor = progress.step + 1, window.start + window.size
+                self.live.buffers_before = None
+                if attempt.attributes:
+                    self.parts.replica.attributes.end_step()
+                if self.device is not None:
+                    self.device.after_update()
+        except ANY_FAILURE as error:
+            self._fail(error, attempt)
         self.parts.optimizer.zero_grad(set_to_none=True)
         self.gradient.totals.num_steps += 1
 
@@ -205,29 +205,28 @@ class Stepper:
         is_compared = is_due(step, parts.compares_every)
         return is_last or is_compared or is_due(step, parts.config.loop.log_interval)
 
-    def confirm_last_step(self) -> None:
+    def confirm_last_step(self) -> bool:
         """Read the flag of the last step; do the step again if it was bad. Collective: all ranks.
 
-        Call it before weights, losses or progress are used for anything but the next step.
+        Returns whether it was bad. Call it before weights, losses or progress are used for anything
+        but the next step.
         """
         step = None if self.device is None else self.device.take_bad()
         if step is None or self.device is None:
-            return
-        attempt = step.attempt
+            return False
+        attempt, progress = step.attempt, self.progress
         with self.live.lock:
             self.gradient.undo(attempt)
             self.take_back_on_host(attempt)
             self.live.buffers_before = attempt.buffers
-            self.progress.take_back(attempt.window)
+            progress.step, progress.cursor = progress.step - 1, attempt.window.start
             self.device.take_back(step)
-        with self._explained(attempt):
+        try:
             self.retry.do_again(attempt, loss=step.loss())  # collective
+        except ANY_FAILURE as error:
+            self._fail(error, attempt)
         self.commit(attempt)
-
-    def lost(self, *, reads_bits: bool) -> list[str]:
-        """Name what a forward under way changed, and nobody has as it was. Rank-local."""
-        is_under_way = self.live.buffers_before is not None
-        return self.gradient.lost(is_under_way=is_under_way, reads_bits=reads_bits)
+        return True
 
     def take_back_on_host(self, attempt: Attempt) -> None:
         """Undo what a commit without an update has changed besides the tensors. Rank-local."""
@@ -235,23 +234,19 @@ class Stepper:
         self.parts.schedule.go_back(attempt.schedule_before)
         self.parts.replica.attributes.put_back(attempt.attributes)
 
-    @contextlib.contextmanager
-    def _explained(self, attempt: Attempt) -> Iterator[None]:
-        """Undo the changes of a step that fails, and name the step in the error."""
-        try:
-            yield
-        except ANY_FAILURE as error:
-            if self.live.is_at_boundary:
-                self.gradient.writes.note()
-                self.parts.replica.buffers.put_back(attempt.buffers)
-                self.parts.replica.attributes.put_back(attempt.attributes)
-            if isinstance(error, HardenedError):
-                raise
-            samples = [int(index) for batch in attempt.batches for index in batch.indices]
-            group, step = self.parts.group, self.progress.step
-            raise explain_failure(
-                error, group, step=step, phase=group.tracker.work, samples=samples
-            ) from error
+    def _fail(self, error: BaseException, attempt: Attempt) -> NoReturn:
+        """Undo the changes of a step that fails, and raise its error, which names the step."""
+        if self.live.is_at_boundary:
+            self.gradient.writes.note()
+            self.parts.replica.buffers.put_back(attempt.buffers)
+            self.parts.replica.attributes.put_back(attempt.attributes)
+        if isinstance(error, HardenedError):
+            raise error
+        samples = [int(index) for batch in attempt.batches for index in batch.indices]
+        group, step = self.parts.group, self.progress.step
+        raise explain_failure(
+            error, group, step=step, phase=group.tracker.work, samples=samples
+        ) from error
 
     def end_epoch(self) -> None:
         """Go to the start of the next epoch, if this one is over. Rank-local."""
@@ -276,12 +271,17 @@ class Stepper:
         return not is_bad and math.isfinite(self.gradient.totals.loss())
 
     def open_ledger(self, folder: Path) -> None:
-        """Record in the ledger from now on which samples each step takes. Collective: all ranks."""
-        if self._ledger is not None:
-            self._ledger.close()
-        self._ledger = self.parts.open_ledger(folder, step=self.progress.step)  # collective
-        if self._ledger is not None:
-            self.gradient.left_out.begin(self._ledger.start)
+        """With --ledger, record from now on which samples each step takes. Collective."""
+        self.close_ledger()
+        group, facts = self.parts.group, self.parts.sampler.ledger_facts()
+        if self.parts.config.run.ledger:
+            start = group.run_on_main(  # collective
+                lambda: next_start(folder), what="opening the ledger"
+            )
+            self._ledger = LedgerWriter(
+                folder, start=start, rank=group.launch.rank, step=self.progress.step, facts=facts
+            )
+            self.gradient.left_out.begin(start)
 
     def sync_records(self) -> None:
         """Have on the disk what is recorded of the steps that are done. Any thread, any rank.

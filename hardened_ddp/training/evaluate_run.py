@@ -20,14 +20,14 @@ from hardened_ddp.data.sources.datasets import TaskData, build_data, prepare_dat
 from hardened_ddp.errors import DataError, StepError
 from hardened_ddp.model.moving_attributes import MovingAttributes
 from hardened_ddp.model.precision import Precision
-from hardened_ddp.preflight.equal_forwards import check_equal_evaluation
+from hardened_ddp.preflight.forward_collectives import check_equal_evaluation
 from hardened_ddp.preflight.trial import Trial
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.resources import collect_as_usual
 from hardened_ddp.reporting.summary import READER_HAS_GONE, print_report, write_report
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.layers import Resolved
-from hardened_ddp.step.progress import Totals
+from hardened_ddp.step.gradient import Totals
 from hardened_ddp.task.build import build_task
 from hardened_ddp.task.details import report_lines
 from hardened_ddp.task.task import Task, described, with_loss

@@ -24,8 +24,9 @@ from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.settings.wording import counted
 from hardened_ddp.step.failure import explain_evaluation
+from hardened_ddp.step.gradient import Totals
 from hardened_ddp.step.parts import Parts
-from hardened_ddp.step.progress import NEVER_FINITE, Progress, Totals
+from hardened_ddp.step.progress import NEVER_FINITE, Progress
 from hardened_ddp.task.build import metric_of
 from hardened_ddp.task.task import LOSS, Metric, Task
 

@@ -187,7 +187,9 @@ def _copy(stepper: Stepper, boundary: Boundary) -> Tensors | None:
 
 def _warn_if_lost(stepper: Stepper) -> bool:
     """Warn if a forward under way changed what nobody has as it was; return whether. Rank-local."""
-    lost = stepper.lost(reads_bits=stepper.device is None)
+    lost = stepper.gradient.lost(
+        is_under_way=stepper.live.buffers_before is not None, reads_bits=stepper.device is None
+    )
     if lost:
         log.warning(
             "the forward under way changed %s for the first time: nothing is saved, the last "

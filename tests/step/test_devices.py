@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hardened_ddp.gradients.sums import LocalGradients, count_on
-from hardened_ddp.step.progress import Totals
+from hardened_ddp.step.gradient import Totals
 from hardened_ddp.training.evaluation import evaluate
 from tests.harness.marks import slow_after
 from tests.pretended_gpu import CPU, GPU, Mix, PretendedGpu
@@ -140,16 +140,13 @@ def test_a_count_that_is_a_number_of_the_host_is_sent_without_a_wait(count: Any)
         (0, lambda here, host: torch.where(here > 0, 1.0, here)),
         (0, lambda here, host: here.copy_(host, non_blocking=True)),
         (0, lambda here, host: torch.empty(3, pin_memory=True).copy_(here, non_blocking=True)),
-        (0, lambda here, host: here.to("cpu", non_blocking=True)),
         (0, lambda here, host: torch.full((), 3.0, device=here.device)),
         (1, lambda here, host: torch.empty(3).copy_(here, non_blocking=True)),
         (1, lambda here, host: here.copy_(host)),
         (1, lambda here, host: torch.as_tensor(3.0, device=here.device)),
         (1, lambda here, host: torch.where(host[0] > 0, here, here)),
-        (1, lambda here, host: here[torch.tensor([0, 2])]),
         (1, lambda here, host: here[here > 0]),
         (1, lambda here, host: here.cpu()),
-        (1, lambda here, host: here.tolist()),
         (1, lambda here, host: bool(here.sum() > 0)),
     ],
 )

@@ -61,27 +61,20 @@ def test_lambdas_and_comprehensions_are_part_of_their_function(tmp_path: Path) -
     watch = Watch(str(tmp_path))
     found = seen(watch, watch, code_in(tmp_path)["outer"])
     assert found == {"outer", "outer.<locals>.inner", "Part.do", "Part.one", "part"}
-
-
-def test_only_what_runs_within_a_function_counts_if_one_is_named(tmp_path: Path) -> None:
     watch = Watch(str(tmp_path))
     found = seen(watch.within(("Part.do",)), watch, code_in(tmp_path)["outer"])
     assert found == {"Part.do", "Part.one", "part"}
 
 
-def test_code_of_others_and_of_a_module_does_not_count(tmp_path: Path) -> None:
-    ours, others = tmp_path / "ours", tmp_path / "others"
-    watch = Watch(str(ours))
-    assert seen(watch, watch, code_in(others)["outer"]) == set()
-    assert seen(watch, watch, lambda: code_in(ours)) == {"Part"}  # the lambda of its body
-
-
-def test_an_environment_in_the_checkout_is_not_ours(
+def test_code_of_others_and_of_a_module_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
-    watch = Watch(str(tmp_path))
-    assert seen(watch, watch, code_in(tmp_path / ".venv")["outer"]) == set()
+    ours = tmp_path / "ours"
+    monkeypatch.setattr(sys, "prefix", str(ours / ".venv"))
+    watch = Watch(str(ours))
+    for others in (tmp_path / "others", ours / ".venv"):
+        assert seen(watch, watch, code_in(others)["outer"]) == set()
+    assert seen(watch, watch, lambda: code_in(ours)) == {"Part"}  # the lambda of its body
 
 
 @pytest.mark.slow

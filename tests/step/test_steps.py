@@ -1,7 +1,6 @@
 """One optimizer step, for real: what gradient comes of its samples, however ranks share them."""
 
 import json
-import multiprocessing
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -84,21 +83,16 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def how_summed(flags: list[str]) -> tuple[str, list[str]]:
+    """Do a step; say how gradients are summed, and what is called for a forward."""
     parts = parts_of([*POINTS, "--batch_size", "4", *flags])
-    found = parts.gradients.how, _hooks_called(parts)
-    parts.close()
-    parts.group.close()
-    return found
-
-
-def _hooks_called(parts: Parts) -> list[str]:
-    """Do a step; name the calls of DDP's forward."""
     called: list[str] = []
     parts.gradients.call.register_forward_hook(
         lambda module, *_: called.append(type(module).__name__)
     )
     stepper_of(parts).train_step(*next(iter(parts.train_loader.windows(0, 0))))
-    return called
+    parts.close()
+    parts.group.close()
+    return parts.gradients.how, called
 
 
 @pytest.mark.parametrize(
@@ -144,13 +138,6 @@ def test_any_sharing_gives_the_gradient_of_one_big_batch(shared: tuple[int, list
             assert_close(found, expected)
 
 
-def test_the_gradient_of_a_step_is_the_mean_over_its_samples() -> None:
-    data = [*POINTS, "--dataset_args", "{size: 24}"]
-    [[whole]] = run_ranks(step_gradients, 1, [*data, "--batch_size", "24"], [0])
-    [halves] = run_ranks(step_gradients, 1, [*data, "--batch_size", "12"], [0, 1])
-    assert_close((halves[0] + halves[1]) / 2, whole)
-
-
 def test_samples_left_out_leave_the_mean_over_the_others() -> None:
     """Broken samples 3 and 7: the gradient is that of the step without them."""
     broken = [*POINTS, "--dataset_args", "{size: 12, broken: [3, 7]}", "--continue_on_error"]
@@ -189,27 +176,6 @@ def test_evaluation_counts_every_sample_once(world_size: int) -> None:
         assert count == 17
         assert accuracy == alone[1]
         assert loss == pytest.approx(alone[2], rel=1e-6)
-
-
-def workers_of_evaluations(argv: list[str]) -> list[list[int]]:
-    """Evaluate twice; give the pids of the workers after each."""
-    parts = parts_of(argv)
-    assert parts.eval_loader is not None
-    found = []
-    for _ in range(2):
-        evaluate(parts, parts.eval_loader)
-        found.append(sorted(process.pid or 0 for process in multiprocessing.active_children()))
-    parts.close()
-    parts.group.close()
-    return found
-
-
-@pytest.mark.slow
-def test_lasting_workers_read_for_each_evaluation() -> None:
-    argv = [*POINTS, "--eval_batch_size", "5", "--num_workers", "1", "--persistent_workers"]
-    for first, second in run_ranks(workers_of_evaluations, 2, argv):
-        assert len(first) == 1
-        assert first == second
 
 
 @pytest.mark.parametrize("world_size", slow_after(1, [2, 1]))

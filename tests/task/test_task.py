@@ -15,7 +15,7 @@ from hardened_ddp.ranks.group import Group, open_group
 from hardened_ddp.ranks.launch import Launch, environment, read_launch
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.layers import resolve
-from hardened_ddp.step.progress import Totals
+from hardened_ddp.step.gradient import Totals
 from hardened_ddp.task.classification import Classification
 from hardened_ddp.task.task import Metric, Score, Task, described, shortly_described, with_loss
 from hardened_ddp.training.evaluation import Evaluation, evaluate

@@ -17,7 +17,7 @@ from hardened_ddp.ranks.launch import Launch, environment, read_launch
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.layers import resolve
-from hardened_ddp.step.progress import Totals
+from hardened_ddp.step.gradient import Totals
 from hardened_ddp.task.build import build_task, choose_task, metric_of, task_that_fits
 from hardened_ddp.task.classification import Classification
 from hardened_ddp.task.details import report_lines

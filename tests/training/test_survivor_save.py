@@ -205,12 +205,10 @@ class FakeStepper:
     ) -> None:
         self.parts = SimpleNamespace(group=Group(Launch(), torch.device("cpu")))
         self.live = SimpleNamespace(is_at_boundary=is_at_boundary, buffers_before=None)
+        self.gradient = SimpleNamespace(lost=lambda **_: [])
         self.is_finite = lambda: is_finite
         self.device = None
         self.progress = Progress(step=step)
-
-    def lost(self, *, reads_bits: bool) -> list[str]:
-        return []
 
 
 def save_after(
