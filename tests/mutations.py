@@ -365,8 +365,8 @@ MUTATIONS = [
     Mutation("model/checksum.py", "((upper, factors[1]),", "((piece, factors[1]),", NUMBERS),
     Mutation(
         "preflight/memory_format.py",
-        "            is_chosen = all(",
-        "            is_chosen = any(",
+        "        is_chosen = all(",
+        "        is_chosen = any(",
         FORMAT,
     ),
     Mutation(

@@ -163,7 +163,7 @@ class ByDdp:
             # WHY: DDP clears its marks of what was used when it sends gradients; these would count
             # in the next step, for a parameter without a gradient there. With this search DDP
             # rebuilds no buckets after a reset.
-            ddp.reducer._reset_state()
+            _reset_reducer(ddp)
         return found
 
     def _sum_count(self, count: float | torch.Tensor) -> float:
@@ -207,7 +207,11 @@ class Buckets:
 
         ddp.register_comm_hook(None, self._send)
 
-        self.can_send_nan = not calls_collectives  # WHY: SyncBatchNorm's are seen by no hook
+        # WHY: a collective within forward, as SyncBatchNorm's, is seen by no hook. And a reducer
+        # that waits for a backward that never came has to be reset, and has to rebuild its buckets
+        # before a rank can fail again; torch has no public function for either.
+        has_functions = all(hasattr(ddp.reducer, n) for n in ("_reset_state", "_rebuild_buckets"))
+        self.can_send_nan = not calls_collectives and has_functions
         """A rank that failed can take part in the all-reduces of the others."""
 
     def begin(self) -> None:
@@ -276,10 +280,10 @@ class Buckets:
         """Make DDP ready for the next forward after a backward that did not end. Rank-local.
 
         DDP then rebuilds its buckets after the next backward, which is a collective: reset makes
-        the other ranks do the same. torch has no public function for either.
+        the other ranks do the same.
         """
         self.begin()
-        self._ddp.reducer._reset_state()
+        _reset_reducer(self._ddp)
 
     def reset(self) -> None:
         """Disarm DDP, and have renew rebuild its buckets. Rank-local: all ranks call it."""
@@ -292,7 +296,8 @@ class Buckets:
         WHY not in its next forward, as DDP does: a rank may fail before it. Collective.
         """
         self.are_old = False
-        self._ddp.reducer._rebuild_buckets()  # collective
+        if hasattr(self._ddp.reducer, "_rebuild_buckets"):  # else see can_send_nan
+            self._ddp.reducer._rebuild_buckets()  # collective
 
     @torch.no_grad()
     def sum_local(self, used: Iterable[torch.Tensor]) -> None:
@@ -378,6 +383,11 @@ class Buckets:
         done: Work = future.then(received)
         self._futures.append(done)
         return done
+
+
+def _reset_reducer(ddp: DistributedDataParallel) -> None:
+    if hasattr(ddp.reducer, "_reset_state"):  # else see can_send_nan
+        ddp.reducer._reset_state()
 
 
 def _places(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -64,7 +64,14 @@ def sum_gradients_of(
             counts=counts,
             calls_collectives=calls_collectives,
         )
-    return ByDdp(ddp, group, buckets=buckets, counts=counts, allows_unused=finds_unused)
+    found = ByDdp(ddp, group, buckets=buckets, counts=counts, allows_unused=finds_unused)
+    if retries and not found.tells_of_failures and not calls_collectives:  # else said elsewhere
+        log.warning(
+            "an error of one rank within a step ends this attempt, and a restart continues from "
+            "the step before: with powersgd, or a torch whose reducer lacks _reset_state or "
+            "_rebuild_buckets, a failed rank can't tell the others in time"
+        )
+    return found
 
 
 def _build_ddp(
@@ -100,6 +107,5 @@ def _use_power_sgd(ddp: DistributedDataParallel) -> None:
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     log.warning(
         "comm_hook powersgd keeps an error memory on each rank that is not in checkpoints: "
-        "a resumed run is close to the unbroken one, not bitwise equal. A rank that fails in a "
-        "step can't tell the others in time, and ends this attempt"
+        "a resumed run is close to the unbroken one, not bitwise equal"
     )

@@ -74,12 +74,16 @@ class LocalGradients:
     def scale(self, factor: float | torch.Tensor) -> None:
         """Multiply all gradients by factor; on a GPU by one kernel."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        if not gradients or (isinstance(factor, float) and factor == 1.0):
+        if isinstance(factor, float) and factor == 1.0:
             return
-        if isinstance(factor, torch.Tensor) and len({g.dtype for g in gradients}) == 1:
-            # WHY: with a factor of another dtype, CUDA launches a kernel for each gradient
-            factor = factor.to(gradients[0].dtype)
-        torch._foreach_mul_(gradients, factor)
+        if gradients and hasattr(torch, "_foreach_mul_"):
+            if isinstance(factor, torch.Tensor) and len({g.dtype for g in gradients}) == 1:
+                # WHY: with a factor of another dtype, CUDA launches a kernel for each gradient
+                factor = factor.to(gradients[0].dtype)
+            torch._foreach_mul_(gradients, factor)
+            return
+        for gradient in gradients:
+            gradient.mul_(factor)
 
     def real(self) -> list[torch.Tensor]:
         """Return the gradients that there are, of complex parameters as pairs of real numbers."""

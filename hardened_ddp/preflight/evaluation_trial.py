@@ -1,8 +1,7 @@
 """The trial of the test set before training: a few of its samples, scored as in an evaluation.
 
-Owns finding a test set that can't be measured. WHY at the start: the first evaluation may be hours
-away, and labels of another form than those of the training part would end the run there.
-Does not own: the evaluation (training/evaluation.py), the probe of the training part (probe.py).
+WHY at the start: the first evaluation may be hours away, and labels of another form than those of
+the training part would end the run there.
 """
 
 import copy
@@ -14,8 +13,11 @@ import torch
 from hardened_ddp.data.batches.loader import EvalLoader
 from hardened_ddp.errors import ANY_FAILURE, ModelError
 from hardened_ddp.model.effects import Effects
-from hardened_ddp.preflight.equal_forwards import CANT_EVALUATE, check_equal_evaluation
-from hardened_ddp.preflight.forward_collectives import watching
+from hardened_ddp.preflight.forward_collectives import (
+    CANT_EVALUATE,
+    check_equal_evaluation,
+    watching,
+)
 from hardened_ddp.preflight.trial import Trial, try_on_all_ranks
 from hardened_ddp.reporting.log import ON_EVERY_RANK
 from hardened_ddp.step.parts import Parts

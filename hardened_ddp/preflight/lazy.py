@@ -1,8 +1,7 @@
-"""Lazy modules, such as LazyLinear and LazyConv2d: their parameters get a shape in a first forward.
+"""Lazy modules, such as LazyLinear: their parameters get a shape before anything asks for it.
 
-Owns giving them one before anything asks for it: by a forward on a first batch when a run starts,
-and by the weights of a checkpoint where a model is built again.
-What goes wrong here: a part that this forward does not reach stays without a shape.
+By a forward on a first batch when a run starts; by the weights of a checkpoint where a model is
+built again.
 """
 
 import itertools

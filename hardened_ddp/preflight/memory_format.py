@@ -1,10 +1,9 @@
 """Channels last or not: a rule about the model's convolutions and its micro-batch.
 
-Owns the setting channels_last. Images are stored as (N, C, H, W) either channel by channel or,
-with channels last, pixel by pixel; the numbers are the same, the order of additions is not.
-WHY a rule, not a measurement: two runs of one seed should agree bit for bit, and a measurement near
-its threshold decides differently each time.
-A resumed run keeps the order that it began with, or it would not be bitwise equal.
+Images are stored as (N, C, H, W) either channel by channel or, with channels last, pixel by pixel;
+the numbers are the same, the order of additions is not. WHY a rule, not a measurement: two runs of
+one seed should agree bit for bit, and a measurement near its threshold decides differently each
+time. A resumed run keeps the order that it began with, or it would not be bitwise equal.
 """
 
 from collections.abc import Sequence
@@ -36,21 +35,19 @@ def choose_channels_last(
     began_with: the choice of the run that is resumed. Raises ModelError on all ranks if channels
     last is asked for and the model fails with it.
     """
-    is_chosen = config.model.channels_last
+    asked = config.model.channels_last
+    is_chosen = began_with if asked is None else asked
+    if is_chosen is None and config.model.compile:
+        is_chosen = False  # WHY: the compiler chooses orders itself
     if is_chosen is None:
-        is_chosen = began_with
-    if is_chosen is None:
-        is_chosen = not config.model.compile  # WHY: the compiler chooses orders itself
-        if is_chosen:
-            num_samples = config.data.batch_size or AUTO_BATCH_SIZE
-            counts = count_values(trial, sample)  # collective
-            is_chosen = all(
-                pays(trial, num_weights * sample.num_samples, num_values * num_samples)
-                for num_weights, num_values in counts
-            )
+        num_samples = config.data.batch_size or AUTO_BATCH_SIZE
+        is_chosen = all(
+            pays(trial, num_weights * sample.num_samples, num_values * num_samples)
+            for num_weights, num_values in count_values(trial, sample)  # collective
+        )
     if is_chosen:
         _store(trial.model, torch.channels_last)
-    if config.model.channels_last:
+    if asked:
         stored = sample.to(trial.group.device, channels_last=True)
 
         def run(batch: Batch, effects: Effects) -> None:

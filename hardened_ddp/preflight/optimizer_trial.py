@@ -1,11 +1,9 @@
 """The trial of a user's optimizer and schedule, before the first step: can they be resumed?
 
-Owns the question whether a run that is saved and loaded goes on with the same updates, bit for bit.
 Stand-ins for a few parameters are updated some times; the state is saved and loaded into a second
-optimizer; both go on, and must stay equal. That finds what a class keeps outside of its state, a
-step that needs a closure, and values that can't be saved.
-What goes wrong here: the user's class raises. Its text and line are in the OptimizerError.
-Does not own: saving (model/optimizer_state.py). torch's adamw, adam and sgd are not tried.
+optimizer; both go on, and must stay equal, bit for bit. That finds what a class keeps outside of
+its state, a step that needs a closure, and values that can't be saved.
+torch's adamw, adam and sgd are not tried.
 """
 
 import json

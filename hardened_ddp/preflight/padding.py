@@ -1,17 +1,15 @@
-"""Whether micro-batches come in two parts of similar lengths: a rule about model, task and collate.
+"""Whether micro-batches come in two parts of similar lengths: the setting split_by_length.
 
-Owns the setting split_by_length. auto: only where a trial shows that the collate pads, and that a
-sample's loss and gradient are the same however much it is padded. Not so with a mean or a
-normalization over the padding, or with a loss that compares the samples of a batch.
-WHY a rule, not a measurement of time: two runs of one seed should agree bit for bit. A resumed run
-keeps the choice that it began with, for the same reason.
-Does not own: where a micro-batch is cut (data/batches/length_split.py).
+auto: only where a trial shows that the collate pads, and that a sample's loss and gradient are the
+same however much it is padded. Not so with a mean or a normalization over the padding, or with a
+loss that compares the samples of a batch. WHY a rule, not a measurement of time: two runs of one
+seed should agree bit for bit. A resumed run keeps its choice, for the same reason.
+Where a micro-batch is cut is in data/batches/length_split.py.
 """
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -66,8 +64,7 @@ def choose_split(
             return []
         with watching(trial.model, trial.group, refuses=True):
             together, apart = _run(trial, [batch]), _run(trial, alone)
-        if not together.equals(apart) or not together.num_calls:
-            log.debug("split_by_length: %s together, but %s apart", together, apart)
+        if not _are_equal(together, apart) or not together.num_calls:
             return [None]
         return [-(-_LEAST_OUTPUT * together.num_calls * _num_values(batch) // together.num_outputs)]
 
@@ -95,14 +92,13 @@ def _num_values(batch: Batch) -> int:
     return sum(tensor.numel() for tensor in tensors_of((batch.inputs, batch.targets)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Sums:
+class _Sums(NamedTuple):
     """What forward and backward gave."""
 
     loss: float
     count: float
-    gradients: tuple[float, ...] = field(repr=False)
-    """The norm for each parameter."""
+    norms: list[float]
+    """Of the gradient of each parameter."""
 
     num_calls: int
     """Of modules without parts."""
@@ -110,15 +106,16 @@ class _Sums:
     num_outputs: int
     """Values that these returned."""
 
-    def equals(self, other: "_Sums") -> bool:
-        """Return whether loss, count and gradients are equal up to rounding."""
-        most = max(self.gradients, default=0.0)
-        pairs = zip(self.gradients, other.gradients, strict=True)
-        return (
-            abs(self.loss - other.loss) <= _TOLERANCE * abs(self.loss)
-            and self.count == other.count
-            and all(abs(one - two) <= _TOLERANCE * max(one, 0.01 * most) for one, two in pairs)
-        )
+
+def _are_equal(one: _Sums, other: _Sums) -> bool:
+    """Return whether loss, count and gradients are equal up to rounding."""
+    least = 0.01 * max(one.norms, default=0.0)
+    pairs = zip(one.norms, other.norms, strict=True)
+    return (
+        abs(one.loss - other.loss) <= _TOLERANCE * abs(one.loss)
+        and one.count == other.count
+        and all(abs(norm - its) <= _TOLERANCE * max(norm, least) for norm, its in pairs)
+    )
 
 
 def _run(trial: Trial, batches: Sequence[Batch]) -> _Sums:
@@ -137,7 +134,7 @@ def _run(trial: Trial, batches: Sequence[Batch]) -> _Sums:
             score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
             loss, count = loss + score.loss_sum.item(), count + float(score.count)
         parameters = trial.model.parameters()
-        norms = tuple(float(p.grad.norm()) for p in parameters if p.grad is not None)
+        norms = [float(p.grad.norm()) for p in parameters if p.grad is not None]
     finally:
         trial.model.zero_grad(set_to_none=True)
         for hook in hooks:

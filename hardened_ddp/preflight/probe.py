@@ -1,14 +1,14 @@
 """The probe before training: a few samples forward and backward, whose effects are undone.
 
-Owns its findings: which parameters get no gradient (by name, on each rank), which buffers and
-attributes a forward changes, whether logits and labels fit.
+It finds which parameters get no gradient (by name, on each rank), which buffers and attributes a
+forward changes, and whether logits and labels fit.
 """
 
 import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, assert_never
+from typing import Any
 
 import torch
 from torch import nn
@@ -209,30 +209,20 @@ def choose_find_unused(wanted: FindUnused, findings: Findings) -> bool:
 
     Raises UnusedParameterError if it is switched off but needed.
     """
+    if not findings.unused:
+        return wanted == "on"
     kind = "on some ranks or batches" if findings.is_varying else "on all ranks"
     gets = "gets" if len(findings.unused) == 1 else "get"
     unused = counted(len(findings.unused), "parameter")
     text = f"{unused} {gets} no gradient {kind}: {findings.where}"
-    match wanted:
-        case "auto" | "on" if findings.unused:
-            log.warning("find_unused_parameters: on, because %s", text)
-            return True
-        case "off" if findings.unused:
-            raise UnusedParameterError(
-                f"{text}. DDP would wait forever for their gradients",
-                fix="--find_unused_parameters auto, or use them in forward, or freeze them "
-                "(requires_grad=False)",
-            )
-        case "on":
-            log.info(
-                "find_unused_parameters: on as asked; every parameter got a gradient in the probe, "
-                "so 'auto' would save the search of the graph in each step"
-            )
-            return True
-        case "auto" | "off":
-            return False
-        case _:
-            assert_never(wanted)
+    if wanted == "off":
+        raise UnusedParameterError(
+            f"{text}. DDP would wait forever for their gradients",
+            fix="--find_unused_parameters auto, or use them in forward, or freeze them "
+            "(requires_grad=False)",
+        )
+    log.warning("find_unused_parameters: on, because %s", text)
+    return True
 
 
 def _compare(everyone: Sequence[Sequence[dict[str, Any]]]) -> Findings:

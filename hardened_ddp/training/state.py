@@ -30,7 +30,7 @@ from hardened_ddp.model.optimizer_state import (
     save_state,
     state_problems,
 )
-from hardened_ddp.preflight.equal_forwards import check_forwards
+from hardened_ddp.preflight.forward_collectives import check_forwards
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.resources import keep_freed_memory

@@ -2,6 +2,7 @@
 
 import os
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -237,3 +238,20 @@ def test_ranks_with_gpus_ask_each_other_only_if_a_failed_one_could_tell(can_send
     buckets._device = gpus.device
     assert buckets.read(False) == (False, False)
     assert len(asked) == can_send_nan
+
+
+@pytest.mark.parametrize("missing", ["_reset_state", "_rebuild_buckets"])
+def test_without_a_private_name_of_the_reducer_an_error_ends_the_attempt(missing: str) -> None:
+    called = []
+    names = {"_reset_state", "_rebuild_buckets"} - {missing}
+    reducer = SimpleNamespace(**{name: lambda name=name: called.append(name) for name in names})
+    ddp: Any = SimpleNamespace(
+        reducer=reducer, module=nn.Linear(2, 2), register_comm_hook=lambda state, hook: None
+    )
+    buckets = Buckets(ddp, Group(read_launch({}), CPU))
+    assert not buckets.can_send_nan
+    assert not buckets.send_nan_for_rest()
+    buckets.reset()
+    buckets.renew()
+    assert called == [*names]
+    assert not buckets.are_old
