@@ -381,7 +381,8 @@ BY_HAND: Sequence[Edit] = (
     ),
     ("self.norm = nn.BatchNorm1d(32)", "self.norm = nn.LayerNorm(32)"),
 )
-FROZEN = "        self.b = nn.Linear(32, 4)\n"
+AVERAGE = "            for p in net.parameters():\n                dist.all_reduce(p.grad)\n"
+AVERAGE += "                p.grad /= world_size\n"
 HEALTHY: Sequence[Case] = (
     Case("the tutorial"),
     Case("accumulation", [NULLCONTEXT, ACCUMULATE]),
@@ -428,13 +429,7 @@ HEALTHY: Sequence[Case] = (
     Case("two losses, two backwards", [
         (BACKWARD, "            loss.backward(retain_graph=True)\n"
                    "            (0.1 * net.a.weight.pow(2).mean()).backward()\n"),
-        (LOSS, "            loss = F.cross_entropy(model(x), y)\n"),
-        ("    model = DDP(net)\n", "    model = net  # averaged by hand below\n"
-         "    for t in net.state_dict().values():\n        dist.broadcast(t, 0)\n"),
-        (STEP, "            for p in net.parameters():\n                dist.all_reduce(p.grad)\n"
-               "                p.grad /= world_size\n" + STEP),
-        ("            for x, y in test_loader:", "            for x, y in test_loader:"),
-        ("self.norm = nn.BatchNorm1d(32)", "self.norm = nn.LayerNorm(32)"),
+        *BY_HAND, (STEP, AVERAGE + STEP),
     ]),
     Case("gradients averaged by hand, and by the loss", [
         *BY_HAND, (LOSS, LOSS.replace("\n", " / world_size\n")),
@@ -452,9 +447,7 @@ HEALTHY: Sequence[Case] = (
         (TEST, "shuffle=False)\n"), ("(model(x).argmax", "(net(x).argmax"),
     ]),
     Case("a file per rank", [(SAVE, '        torch.save(net.state_dict(), f"model-{rank}.pt")\n')]),
-    Case("a frozen layer", [
-        (WRAP, "    net.a.requires_grad_(False)\n" + WRAP),
-    ]),
+    Case("a frozen layer", [(WRAP, "    net.a.requires_grad_(False)\n" + WRAP)]),
     Case("uneven batches with join", [
         (SAMPLER, "    mine = range(100) if rank else range(100, 320)\n"
                   "    train = torch.utils.data.Subset(train, mine)\n"),
@@ -503,9 +496,7 @@ MISTAKES: Sequence[Case] = (
         ("DDP(net)", "DDP(net, find_unused_parameters=True)"),
     ], "weights-differ"),
     Case("no wrap", [
-        (WRAP, "    model = net\n    for t in net.state_dict().values():\n"
-               "        dist.broadcast(t, 0)\n"),
-        (OPTIMIZER, OPTIMIZER.replace("\n", "  # here\n")),
+        BY_HAND[0], (OPTIMIZER, OPTIMIZER.replace("\n", "  # here\n")),
     ], "gradients-not-averaged"),
     Case("changed on one rank", [
         (STEP, "            if rank == 0:\n"
@@ -621,12 +612,8 @@ for index, (x, y) in enumerate(loader):
         (STEP, "            scaler.step(optimizer)\n            scaler.update()\n"),
     ], "clipped-before-unscale"),
     Case("clipping before the all-reduce", [
-        (WRAP, "    model = net\n    for t in net.state_dict().values():\n"
-               "        dist.broadcast(t, 0)\n"),
-        (STEP, "            clip_grad_norm_(net.parameters(), 0.1)  # here\n"
-               "            for p in net.parameters():\n"
-               "                dist.all_reduce(p.grad)\n"
-               "                p.grad /= world_size\n" + STEP),
+        BY_HAND[0],
+        (STEP, "            clip_grad_norm_(net.parameters(), 0.1)  # here\n" + AVERAGE + STEP),
     ], "clipped-before-all-reduce"),
     Case("equal dropout masks", [("manual_seed(rank)\n", "manual_seed(7)  # here\n")],
          "same-dropout"),
@@ -710,7 +697,6 @@ for index, (x, y) in enumerate(loader):
     ], "divided-twice", "accelerate"),
     Case("Accelerate through the bare net", [
         ("F.cross_entropy(model(x), y)", "F.cross_entropy(net(x), y)  # here"),
-        ("model, optimizer, loader =", "model, optimizer, loader ="),
     ], "gradients-not-averaged", "accelerate"),
     Case("Fabric without its loader", [
         ("fabric.setup_dataloaders(DataLoader(train, 16, shuffle=True))",

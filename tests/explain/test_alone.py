@@ -27,11 +27,12 @@ LOG = """\
 """
 
 
-@pytest.fixture
-def alone(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that has ddp_doctor, and nothing else of the repository."""
-    shutil.copytree(ROOT / "ddp_doctor", tmp_path / "ddp_doctor")
-    return tmp_path
+    folder = tmp_path_factory.mktemp("alone")
+    shutil.copytree(ROOT / "ddp_doctor", folder / "ddp_doctor")
+    return folder
 
 
 def run(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":

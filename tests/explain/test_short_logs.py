@@ -1,0 +1,374 @@
+"""explain on short logs: the cause of each, and the rank at fault where the evidence names one."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.explain.composed import (
+    PEER,
+    block_of,
+    joined,
+    of_rank,
+    timeouts,
+    traceback_of,
+    with_other_size,
+)
+from tests.explain.explained import code_of, explain_text, rank_of
+
+KEY_ERROR = traceback_of("KeyError: 'label'")
+ECHO = traceback_of(PEER)
+OTHERS_OF_1000 = [f"[rank{rank}]: step 7 | loss 2.5" for rank in range(2, 1000)]
+OOM = "[811.123456] Out of memory: Killed process 4001 (python) total-vm:8kB\n"
+EXHAUSTED = [
+    of_rank(0, traceback_of("RuntimeError: Rank 0 exhausted all inputs.")),
+    of_rank(
+        1, traceback_of("RuntimeError: Detected at least one rank that exhausted inputs. Throwing.")
+    ),
+]
+SUB_GROUP = "PG ID 5 PG GUID 37(TENSOR)"
+DEFAULT_GROUP = "PG ID 0 PG GUID 0(default_pg)"
+SPAWN = "torch.multiprocessing.spawn.ProcessExitedException: process 2 terminated with "
+STACK = 'Current thread 0x00007f66 (most recent call first):\n  File "/opt/torch/'
+CRASH = f"Fatal Python error: Segmentation fault\n\n{STACK}"
+BARRIER = "RuntimeError: [Rank 0]: Rank 4 failed to pass monitoredBarrier in 60000 ms"
+CLOSING = "W1122 08:08:33.1 9 x/api.py:900] Sending process 4000 closing signal SIGTERM\n"
+DETERMINED = "[2024-02-27T21:05:20.718657Z] fa88a9df [rank=5] || "
+GLOBAL_RANKS = (
+    "Global rank 3 (PID 3812) exited with code 1\n"
+    f"----------Begin global rank 3 STDERR----------\n{joined(KEY_ERROR)}"
+    "----------End global rank 3 STDERR----------\n"
+    "Global rank 0 (PID 3809) exited with code -15\n"
+)
+SRUN_ENDS_OTHERS = (
+    "srun: error: n1: task 3: Exited with exit code 1\n"
+    "srun: Terminating StepId=12.0\n"
+    "srun: error: n1: tasks 0-2: Killed\n"
+)
+SLURM_OOM = (
+    "slurmstepd: error: Detected 1 oom_kill event in StepId=8811.0.\n"
+    "srun: error: nid002: task 1: Out Of Memory\n"
+)
+AGENT_OF_TORCHRUN = (
+    "0: W0714 10:11:12.1 811 torch/distributed/elastic/agent/server/api.py:719] Received SIGTERM "
+    "signal\n"
+)
+WATCHDOG = """\
+[rank0]:[E1122 08:08:33.1 ProcessGroupNCCL.cpp:1785] [PG ID 0 PG GUID 0 Rank 0] Process group \
+watchdog thread terminated with exception: CUDA error: an illegal memory access was encountered
+Fatal Python error: Aborted
+"""
+OUTLIVES_GROUP = """\
+Process 5084: python train.py
+Thread 5084 (idle): "MainThread"
+    c10d::ProcessGroupGloo::~ProcessGroupGloo (libtorch_cpu.so)
+    c10d::ProcessGroup::~ProcessGroup (libtorch_cpu.so)
+    c10d::Reducer::~Reducer (libtorch_cpu.so)
+Thread 5090 (idle)
+    pybind11::gil_scoped_acquire::gil_scoped_acquire (libtorch_python.so)
+    c10d::ProcessGroupGloo::AsyncWork::~AsyncWork (libtorch_cpu.so)
+    c10d::ProcessGroupGloo::runLoop (libtorch_cpu.so)
+"""
+CHAIN = """\
+Traceback (most recent call last):
+  File "/opt/python3.11/socket.py", line 836, in create_connection
+    sock.connect(sa)
+ConnectionRefusedError: [Errno 111] Connection refused
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "/home/me/train.py", line 152, in load
+    urllib.request.urlopen(url)
+urllib.error.URLError: <urlopen error [Errno 111] Connection refused>
+"""
+SIZES = """\
+Traceback (most recent call last):
+  File "/home/me/train.py", line 12, in main
+    model.load_state_dict(state)
+RuntimeError: Error(s) in loading state_dict for Linear:
+\tsize mismatch for weight: copying a param with shape torch.Size([2, 2]) from checkpoint, \
+the shape in current model is torch.Size([5, 2]).
+"""
+GROUP = """\
+[rank1]:   + Exception Group Traceback (most recent call last):
+[rank1]:   |   File "/home/ana/train.py", line 8, in <module>
+[rank1]:   |     asyncio.run(main())
+[rank1]:   | ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception)
+[rank1]:   +-+---------------- 1 ----------------
+[rank1]:     | Traceback (most recent call last):
+[rank1]:     |   File "/home/ana/train.py", line 3, in fetch
+[rank1]:     |     raise KeyError("label")
+[rank1]:     | KeyError: 'label'
+[rank1]:     +------------------------------------
+"""
+GROUP_WITHOUT_TRACEBACK = """\
+  + Exception Group Traceback (most recent call last):
+  |   File "/home/ana/train.py", line 76, in <module>
+  |     raise ExceptionGroup("prefetch failed", [ValueError("bad shard 3")])
+  | ExceptionGroup: prefetch failed (1 sub-exception)
+  +-+---------------- 1 ----------------
+    | ValueError: bad shard 3
+    +------------------------------------
+"""
+LOGGED_BY_A_LIBRARY = [
+    "Traceback (most recent call last):",
+    '  File "/opt/env/lib/python3.11/site-packages/torch/x.py", line 2, in read_metadata',
+    "    open(path)",
+    "FileNotFoundError: [Errno 2] No such file or directory: '/ckpt/.metadata'",
+    "Falling back to rank local metadata.",
+]
+NAN = "".join(f"{{'loss': 0.0, 'grad_norm': nan, 'epoch': {epoch}}}\n" for epoch in range(3))
+TRAINED = "{'train_runtime': 12.1}\n"
+ELASTIC = "torch.distributed.elastic.multiprocessing.api:"
+SIGTERM, FAILED = (
+    f"{ELASTIC}Sending process 41 closing signal SIGTERM",
+    f"{ELASTIC}failed (exitcode: 1) local_rank: 0 (pid: 9)",
+)
+VALUE_ERROR = joined(traceback_of("ValueError: the mask and the input differ in length"))
+LAUNCHER = "subprocess.CalledProcessError: Command '['python', 'train.py']' "
+RAY = (
+    "step 3\n2023-01-17 17:21:35,472\tWARNING worker.py:1829 -- A worker died or was killed while "
+    "executing a task by an unexpected system error.\n"
+)
+RAY_END = "2023-01-17 17:21:35,509\tERROR trial_runner.py:980 -- Error processing event.\n"
+
+
+def lost_by(*ranks: int) -> str:
+    return joined(*(of_rank(rank, ECHO) for rank in ranks))
+
+
+def behind(prefix: str, lines: list[str]) -> str:
+    return joined([prefix + line for line in lines])
+
+
+def raised(last: str) -> str:
+    return joined(traceback_of(last))
+
+
+LOGS: Mapping[str, tuple[str, str]] = {
+    # who is at fault: only what the evidence names
+    "the first exception, not the rank that lost it": (
+        "python-keyerror of rank 5",
+        lost_by(0) + joined(of_rank(5, KEY_ERROR)),
+    ),
+    "lines of two ranks that alternate": (
+        "python-keyerror of rank 2",
+        joined(*map(list, zip(of_rank(0, ECHO), of_rank(2, KEY_ERROR), strict=False))),
+    ),
+    "a traceback with a line of each of 1000 ranks between its lines": (
+        "python-keyerror of rank 1",
+        joined(*([line, *OTHERS_OF_1000] for line in of_rank(1, KEY_ERROR))),
+    ),
+    "the same error on all ranks accuses nobody": (
+        "python-keyerror of nobody",
+        joined(*(of_rank(rank, KEY_ERROR) for rank in range(8))),
+    ),
+    "without prefixes: the only failed process": (
+        "python-keyerror of rank 3",
+        joined(KEY_ERROR) + block_of({3: 1}, root=3),
+    ),
+    "without prefixes: several failed processes": (
+        "python-keyerror of nobody",
+        joined(KEY_ERROR, ECHO) + block_of({0: 1, 3: 1}, root=0),
+    ),
+    "the only process that torchrun did not end itself": (
+        "python-keyerror of rank 3",
+        joined(KEY_ERROR) + block_of({3: 1, 0: -15, 1: -15}, root=3),
+    ),
+    "two processes that torchrun did not end itself": (
+        "python-keyerror of nobody",
+        joined(KEY_ERROR) + block_of({3: 1, 0: 1, 1: -15}, root=3),
+    ),
+    "a killed rank comes before the echo of the others": (
+        "killed-sigkill of rank 1",
+        lost_by(0) + block_of({0: 1, 1: -9}, root=1),
+    ),
+    "the kernel's pid leads to the rank": (
+        "memory-kernel-oom of rank 1",
+        block_of({0: 1, 1: -9}, root=0) + OOM,
+    ),
+    "the rank that is missing at a timeout": (
+        "nccl-timeout of rank 6",
+        timeouts({rank: 808 for rank in range(8) if rank != 6}, world_size=8),
+    ),
+    "the lowest sequence number is behind": (
+        "nccl-timeout of rank 2",
+        timeouts({0: 90, 1: 90, 2: 88, 3: 90}, world_size=4),
+    ),
+    "half of the ranks are not called missing": (
+        "nccl-timeout of nobody",
+        timeouts({0: 90, 1: 90}, world_size=4),
+    ),
+    "of 64 ranks three say where they are": (
+        "nccl-timeout of nobody",
+        timeouts({0: 90, 1: 90, 2: 91}, world_size=64),
+    ),
+    "of two ranks one has another size: nobody knows whose is right": (
+        "collective-mismatch of nobody",
+        with_other_size(timeouts({0: 90, 1: 90}, world_size=2), rank=1),
+    ),
+    "ranks of a sub-group, without prefixes": (
+        "nccl-timeout of nobody",
+        timeouts({0: 90, 1: 90, 3: 90}, world_size=8).replace(DEFAULT_GROUP, SUB_GROUP),
+    ),
+    "a rank that may be in no such sub-group": (
+        "nccl-timeout of nobody",
+        timeouts({0: 90, 1: 90, 2: 90}, world_size=4).replace(DEFAULT_GROUP, SUB_GROUP),
+    ),
+    "gloo's barrier names one rank": (
+        "gloo-barrier of rank 4",
+        joined(of_rank(0, traceback_of(BARRIER))),
+    ),
+    "a rank out of data speaks first": ("data-uneven of rank 0", joined(*EXHAUSTED)),
+    "a rank out of data speaks last": ("data-uneven of rank 0", joined(*reversed(EXHAUSTED))),
+    # which of several failures is the cause
+    "a watchdog passes an error on": ("gpu-illegal-access of rank 0", WATCHDOG),
+    "a traceback without an end hides nothing": (
+        "killed-sigkill of rank 2",
+        joined(KEY_ERROR[:3]) + raised(f"{SPAWN}signal SIGKILL"),
+    ),
+    "of a chain the exception that is known": ("data-hub", CHAIN),
+    "of a chain of rank 1": ("data-hub", behind("[rank1]: ", CHAIN.splitlines())),
+    "a message of several lines behind a level": (
+        "checkpoint-size",
+        behind("[2026-11-22 08:08:33,1][ERROR] ", SIZES.splitlines()),
+    ),
+    "a killed rank in the words of torch 1": (
+        "killed-sigkill of rank 2",
+        "epoch 1\nChild process 17057 (local_rank 2) FAILED (exitcode -9)\n",
+    ),
+    "a crash while DDP is made": (
+        "gloo-detail-crash of nobody",
+        f'{CRASH}nn/parallel/distributed.py", line 1473 in _ddp_init_helper\n' * 2
+        + "process 1 terminated with signal SIGSEGV\n",
+    ),
+    "a crash elsewhere": ("killed-segfault", f"{CRASH}a.py"),
+    "a process that waits in its end": (
+        "gloo-destroy-hang of nobody",
+        f'Timeout (0:05:00)!\n{STACK}distributed/distributed_c10d.py", line 2308 in '
+        "destroy_process_group\n",
+    ),
+    "the native stack of DDP that outlived its group": ("gloo-ddp-outlives-group", OUTLIVES_GROUP),
+    "composer": (
+        "killed-bus of rank 2",
+        "Building trainer...\nERROR:composer.cli.launcher:Rank 2 crashed with exit code -7.\n",
+    ),
+    "composer quotes a rank": ("python-keyerror of rank 3", GLOBAL_RANKS),
+    "determined": ("python-keyerror of rank 5", behind(DETERMINED, KEY_ERROR)),
+    # consequences
+    "what torchrun ends itself, beside a rank that says nothing": (
+        "unknown of nobody",
+        CLOSING + block_of({0: -15, 1: 1}, root=1),
+    ),
+    "what was told to stop": ("stop-sigterm", CLOSING + block_of({0: -15}, root=0)),
+    "srun ends the other tasks": (
+        "python-keyerror of rank 3",
+        behind("3: ", KEY_ERROR) + SRUN_ENDS_OTHERS,
+    ),
+    "a failed process without a message": ("unknown", block_of({3: 1}, root=3)),
+    "a task of srun that ran out of memory": ("memory-slurm-oom of rank 1", SLURM_OOM),
+    "a task of srun that is a launcher is no rank": (
+        "memory-slurm-oom of nobody",
+        SLURM_OOM + AGENT_OF_TORCHRUN,
+    ),
+    "a rank that ended without an exception": (
+        "stop-silent of rank 1",
+        lost_by(0, 2) + block_of({1: 3, 0: -15, 2: 1}, root=1),
+    ),
+    "a rank that finished before the others": (
+        "lost-finished-rank of nobody",
+        lost_by(1) + block_of({1: 1}, root=1),
+    ),
+    "two ranks that ended without an exception": (
+        "lost-peer",
+        lost_by(0) + block_of({1: 3, 2: 3, 0: 1}, root=1),
+    ),
+    "a lost rank, and nobody knows whose traceback it is": (
+        "lost-peer",
+        joined(ECHO) + block_of({1: 3, 0: 1}, root=1),
+    ),
+    # what a program or a library caught, logged and went on from
+    "what a library logged does not hide what ended the process": (
+        "python-keyerror",
+        behind("2026-11-22T08:08:33.1Z ", [*LOGGED_BY_A_LIBRARY, *KEY_ERROR]),
+    ),
+    "what a library logged last": (
+        "data-missing-file",
+        behind("2026-11-22T08:08:33.1Z ", LOGGED_BY_A_LIBRARY),
+    ),
+    "words of success do not hide what torch says of a rank": (
+        "python-keyerror of rank 1",
+        joined(of_rank(1, KEY_ERROR), ["Training complete"]),
+    ),
+    "a task that failed before another one finished": (
+        "python-keyerror of rank 1",
+        behind("1: ", KEY_ERROR)
+        + "srun: error: n1: task 1: Exited with exit code 1\n0: Training complete\n",
+    ),
+    "an exception that the program raises": (
+        "python-raised",
+        joined([*KEY_ERROR[:2], "    raise RuntimeError(text)", "RuntimeError: a new text"]),
+    ),
+    "an operation that fails": (
+        "python-operation",
+        joined([*KEY_ERROR[:2], "    y = x @ w", "RuntimeError: a new text"]),
+    ),
+    "a loss that is NaN until the end": ("amp-nan", NAN + TRAINED),
+    "a loss that was NaN": (
+        "healthy",
+        NAN + "{'loss': 0.1, 'grad_norm': 1.0, 'epoch': 3}\n" + TRAINED,
+    ),
+    # other launchers and libraries of logs
+    "metrics as JSON": (
+        "healthy of nobody",
+        joined([json.dumps({"epoch": n, "error": None, "failed": 0}) for n in range(3)]),
+    ),
+    "lines of a logger are no part of the message before": (
+        "python-valueerror",
+        f"{VALUE_ERROR}WARNING:{SIGTERM}\nERROR:{FAILED}\n",
+    ),
+    "a line of a logger with its level behind its name": (
+        "python-valueerror",
+        f"{VALUE_ERROR}[2024-05-08 08:47:31,261] {SIGTERM.replace('api:', 'api: [WARNING] ')}\n",
+    ),
+    "a warning before the error that ends the log": ("launch-ray-actor", RAY + RAY_END),
+    "a warning, and it goes on": ("healthy of nobody", f"{RAY}step 4\nstep 5\n"),
+    "an exception in a group": ("python-keyerror of rank 1", GROUP),
+    "a group whose exceptions have no traceback": (
+        "python-raised of rank 3",
+        GROUP_WITHOUT_TRACEBACK + block_of({0: -15, 3: 1}, root=3),
+    ),
+    "a launcher that knows the signal": (
+        "killed-sigkill",
+        raised(f"{LAUNCHER}died with <Signals.SIGKILL: 9>."),
+    ),
+    "a launcher that knows the status": (
+        "killed-segfault",
+        raised(f"{LAUNCHER}returned non-zero exit status -11."),
+    ),
+    "a service that says no more than that it failed": (
+        "unknown",
+        "epoch 1\nsagemaker-containers ERROR    ExecuteUserScriptError:\n",
+    ),
+    "a pod that ended": (
+        "unknown",
+        "epoch 1\n1.7e+09\tDEBUG\tevents\tPod: kubeflow.job-worker-0 exited with code 1\t{}\n",
+    ),
+    "of many error lines the last one counts": (
+        "unknown",
+        joined([f"ERROR: could not upload part {n}\nstep {n}" for n in range(40)])
+        + "ERROR: giving up\n",
+    ),
+}
+"""What each log tells, and the verdict; without `of`, it does not matter whom it names."""
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_the_cause_and_the_rank_at_fault(name: str, tmp_path: Path) -> None:
+    verdict, text = LOGS[name]
+    found = explain_text(text, tmp_path)
+    rank = rank_of(found)
+    whose = "nobody" if rank is None else f"rank {rank}"
+    assert verdict in (code_of(found), f"{code_of(found)} of {whose}")
