@@ -1,4 +1,4 @@
-"""explain on composed logs: causes, ranks, forms of logs, healthy logs, and what is not a log."""
+"""explain on composed logs: causes, timeouts, forms of logs, files, healthy logs, and no logs."""
 
 import gzip
 import json
@@ -456,9 +456,6 @@ class TestHealthy:
         found = explain_text(healthy.LOGS[name], tmp_path)
         assert found["verdict"] == "healthy"
         assert found["cause"] is None
-
-    def test_there_are_enough(self) -> None:
-        assert len(healthy.LOGS) >= 20
 
 
 class TestUnknown:
