@@ -2,11 +2,10 @@
 
     python -m tests.harness.fork_server DESCRIPTOR FOLDER    a listening socket; where its log is
 
-One server is for all processes of pytest. It forks a keeper for each connection. The keeper has the
-rank as its child, tells its process id and its end, and owns all that the rank leaves behind: when
-the connection closes, because a test or pytest ended in whatever way, it kills that. A rank is a
-child of multiprocessing: it ends as such, without the 0.4 s of CPU time that taking 3000 modules
-down would cost, and its atexit handlers do not run.
+It forks a keeper for each connection. The keeper has the rank as its child, tells its process id
+and its end, and kills what the rank leaves behind when the connection closes, however pytest ended.
+A rank ends as a child of multiprocessing, without the 0.4 s of CPU time that taking 3000 modules
+down would cost; its atexit handlers do not run.
 
 A rank may be a program, a command line of python or torchrun. torchrun's agent is torch's own, with
 its rendezvous, restarts and signals; its ranks are forked from it instead of started. All other

@@ -91,10 +91,11 @@ def take_snapshot() -> Snapshot:
 def find_leftovers(before: Snapshot, *, grace_s: float = GRACE_S) -> list[str]:
     """Say what is there that was not there before; what is ending has grace_s for that."""
     end = time.monotonic() + PATIENCE * grace_s
-    lasting = [*_changed_state(before), *_new_files(before)]
+    new_files = sorted(_list_files() - before.files)
+    lasting = [*_changed_state(before), *(f"file in the checkout: {path}" for path in new_files)]
     while ending := [
-        *_new_processes(before),
-        *_new_segments(before),
+        *map(_describe_process, _our_new_pids(before)),
+        *(f"shared memory {SHM / name}" for name in _unused_new_segments(before)),
         *_new_threads(before),
     ]:
         if time.monotonic() > end:
@@ -118,10 +119,6 @@ def clear_away(before: Snapshot) -> None:
         sys.modules["torch.distributed"].destroy_process_group()
 
 
-def _new_processes(before: Snapshot) -> list[str]:
-    return [_describe_process(pid) for pid in _our_new_pids(before)]
-
-
 def _our_new_pids(before: Snapshot) -> list[int]:
     """List the new descendants of pytest and of the keepers of this test's ranks."""
     found = descendants_of(os.getpid(), *ranks.keepers(), without=ranks.server_pids())
@@ -137,10 +134,6 @@ def _describe_process(pid: int) -> str:
 
 def _list_segments() -> frozenset[str]:
     return frozenset(os.listdir(SHM)) if SHM.is_dir() else frozenset()
-
-
-def _new_segments(before: Snapshot) -> list[str]:
-    return [f"shared memory {SHM / name}" for name in _unused_new_segments(before)]
 
 
 def _unused_new_segments(before: Snapshot) -> list[str]:
@@ -178,10 +171,6 @@ def _list_files() -> frozenset[Path]:
         if not name.startswith((".", "__pycache__"))  # caches of tools
         and folder / name not in _MADE_BY_SETUP
     )
-
-
-def _new_files(before: Snapshot) -> list[str]:
-    return [f"file in the checkout: {path}" for path in sorted(_list_files() - before.files)]
 
 
 def _changed_state(before: Snapshot) -> list[str]:

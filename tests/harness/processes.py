@@ -94,17 +94,13 @@ def adopt_orphans() -> None:
 
 def descendants_of(*roots: int, without: Collection[int] = ()) -> list[int]:
     """List the living processes that these have started, and so on. without: and their own."""
-    living = [p for p in map(read_process, list_pids()) if p is not None and p.is_alive]
-    children: dict[int, list[int]] = {}
-    for process in living:
-        children.setdefault(process.parent, []).append(process.pid)
     found: list[int] = []
     waiting = list(roots)
     while waiting:
-        own = [pid for pid in children.get(waiting.pop(), []) if pid not in without]
+        own = [pid for pid in _children_of(waiting.pop()) if pid not in without]
         found += own
         waiting += own
-    return found
+    return [pid for pid in found if (process := read_process(pid)) and process.is_alive]
 
 
 def kill_descendants(root: int) -> None:
@@ -122,6 +118,16 @@ def kill(pid: int, number: int = signal.SIGKILL) -> None:
         os.kill(pid, number)
     except ProcessLookupError:
         return
+
+
+def _children_of(pid: int) -> list[int]:
+    """List what the threads of a process have forked, and what it has adopted."""
+    # WHY not by the parents of all processes: each test asks, and there may be hundreds
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except FileNotFoundError:
+        return []
+    return [int(child) for task in threads for child in _read(pid, f"task/{task}/children").split()]
 
 
 def _read(pid: int, name: str) -> bytes:

@@ -63,20 +63,11 @@ class RankFailure(AssertionError):
 class Finished:
     """How the ranks ended, in rank order; a program is one rank."""
 
-    statuses: tuple[int, ...]
-    """Exit statuses; -N where signal N ended the rank."""
-
-    outputs: tuple[str, ...]
-    """What each rank wrote to stdout, and to stderr if it is no program."""
-
-    stderr: str
-    """What a program wrote there."""
-
-    stacks: tuple[str, ...]
-    """Where each rank was that hung; else empty."""
-
-    values: tuple[Any, ...]  # Any: what a test's function returns
-    """What a test's function returned; None where it did not."""
+    statuses: tuple[int, ...]  # -N where signal N ended the rank
+    outputs: tuple[str, ...]  # stdout of each rank, and stderr if it is no program
+    stderr: str  # of a program
+    stacks: tuple[str, ...]  # where each rank was that hung; else empty
+    values: tuple[Any, ...]  # Any: what a test's function returned; None where it did not
 
     @property
     def status(self) -> int:
@@ -354,7 +345,6 @@ def start_ranks(
                 {"GLOO_SOCKET_IFNAME": "lo", **_launch(rank, world_size, port), **(env or {})}
             ),
             "cwd": str(Path.cwd()),
-            "sys_path": [str(ROOT), *sys.path],
         }
         for rank in range(world_size)
     ]
@@ -377,18 +367,16 @@ def start_training(
     if launcher == "none" and world_size != 1:
         raise ValueError(f"without a launcher there is one rank, and not {world_size}")
     port = held_port()
-    jobs = []
-    for rank in range(world_size - missing):
-        variables = _launch(rank, world_size, port) if launcher != "none" else {}
-        jobs.append(
-            {
-                "kind": "script",
-                "argv": [str(word) for word in argv],
-                "env": clean_environment({**variables, **(env or {})}),
-                "cwd": str(cwd or ROOT),
-                "sys_path": [str(ROOT), *sys.path],
-            }
-        )
+    launches = [_launch(rank, world_size, port) for rank in range(world_size - missing)]
+    jobs = [
+        {
+            "kind": "script",
+            "argv": [str(word) for word in argv],
+            "env": clean_environment({**(launch if launcher != "none" else {}), **(env or {})}),
+            "cwd": str(cwd or ROOT),
+        }
+        for launch in launches
+    ]
     return _start(jobs)
 
 
@@ -414,7 +402,6 @@ def start_program(
         "argv": [str(word) for word in argv],
         "env": _environment_of_program(folder, env),
         "cwd": str(cwd or ROOT),
-        "sys_path": sys.path,
         "host": host,
     }
     return _start([job], folder)
@@ -561,6 +548,7 @@ def _start(jobs: Sequence[Mapping[str, Any]], folder: Path | None = None) -> Run
     """Fork a rank for each job. folder: of their jobs and their output."""
     folder = folder or _new_folder()
     for rank, job in enumerate(jobs):
+        job = {"sys_path": [str(ROOT), *sys.path], **job}
         (folder / f"job-{rank}.pickle").write_bytes(pickle.dumps(job))
     return Running([ForkedChild(folder, rank) for rank in range(len(jobs))], folder)
 

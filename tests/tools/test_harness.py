@@ -9,8 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -67,20 +65,8 @@ def give_randomness() -> float:
     return random.random()
 
 
-def leave_status(status: int) -> None:
-    sys.exit(status)
-
-
 def leave_a_child() -> int:
     return subprocess.Popen(WAITS, stdout=subprocess.DEVNULL, start_new_session=True).pid
-
-
-def leave_a_fork() -> int:
-    pid = os.fork()
-    if pid == 0:
-        os.setsid()
-        signal.pause()
-    return pid
 
 
 def count_threads() -> int:
@@ -115,12 +101,6 @@ def test_a_killed_rank_is_named_and_the_other_keeps_its_result() -> None:
         run_ranks(die_on, 2, 1, timeout_s=30)
     assert failure.value.finished.statuses == (0, -signal.SIGKILL)
     assert failure.value.finished.values == ("survived", None)
-
-
-def test_the_exit_status_of_a_rank_is_kept() -> None:
-    with pytest.raises(RankFailure) as failure:
-        run_ranks(leave_status, 1, 7, timeout_s=30)
-    assert failure.value.finished.statuses == (7,)
 
 
 @pytest.fixture
@@ -185,10 +165,9 @@ def test_a_forked_torchrun_restarts_ranks_of_its_own_and_ends_with_their_status(
         assert lines == [f"a rank 1 2 {count} {launched.pid} {fails}" for count in (0, 1)]
 
 
-@pytest.mark.parametrize("leave", [leave_a_child, leave_a_fork])
-def test_a_process_that_a_rank_leaves_is_noticed_and_cleared_away(leave: Callable[[], int]) -> None:
+def test_a_process_that_a_rank_leaves_is_noticed_and_cleared_away() -> None:
     before = take_snapshot()
-    [pid] = run_ranks(leave, 1, timeout_s=30)
+    [pid] = run_ranks(leave_a_child, 1, timeout_s=30)
     # WHY not all of them: without grace, one that is just ending may be among them
     assert any(f"process {pid}" in leftover for leftover in find_leftovers(before, grace_s=0.0))
     clear_away(before)
@@ -231,15 +210,7 @@ def test_threads_variables_files_handlers_and_shared_memory_are_noticed(
     assert find_leftovers(before) == []
 
 
-def test_the_check_for_leftovers_is_cheap() -> None:
-    start = time.process_time()
-    assert find_leftovers(take_snapshot()) == []
-    assert time.process_time() - start < 0.2  # about 10 ms on a machine with 100 processes
-
-
-def test_a_command_sees_no_launcher(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_command_sees_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "7")
     shown = run_command(["env"], timeout_s=10, env={"EXTRA": "yes"}).ok().stdout.splitlines()
@@ -319,18 +290,8 @@ def test_a_test_that_leaves_something_behind_fails_and_the_next_one_starts_clean
         "def test_first(): os.environ['LEFT_VARIABLE'] = '1'\n"
         "def test_second(): assert 'LEFT_VARIABLE' not in os.environ\n"
     )
-    completed = run_command(
-        [
-            "python",
-            "-m",
-            "pytest",
-            "-p",
-            "tests.harness.leftovers",
-            f"--rootdir={tmp_path}",
-            str(tmp_path),
-        ],
-        timeout_s=30,
-    )
+    argv = ["python", "-m", "pytest", "-p", "tests.harness.leftovers", f"--rootdir={tmp_path}"]
+    completed = run_command([*argv, tmp_path], timeout_s=30)
     assert completed.status == 1, completed.output
     assert "2 passed, 1 error" in completed.stdout
     assert "environment variable LEFT_VARIABLE: was None, is '1'" in completed.stdout
