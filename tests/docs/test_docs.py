@@ -50,6 +50,7 @@ from tests.harness.run_folder import fingerprints
 from tests.launchers.test_run_with import INSPECT
 from tests.launchers.test_run_with import LAUNCHERS as RUN_WITH
 from tests.launchers.test_slurm import SBATCH, SRUN
+from tests.tools.test_architecture import PRODUCT, nodes_of, parts_of
 
 TYPED_TEST = "test_ddp_training.py::test_a_command_as_typed_trains_and_leaves_a_whole_run_folder"
 # Commands that are not run here, and the test that does run them. Those of its table TYPED, too.
@@ -379,12 +380,11 @@ def error_classes() -> list[type[HardenedError]]:
 
 def said_by_the_program() -> str:
     """Give all texts in the program, with a line break where a value is filled in."""
-    texts = []
-    for path in (ROOT / "ddp_training.py", *(ROOT / "hardened_ddp").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                texts.append(node.value)
-    return "\n".join(texts)
+    others = ("ddp_doctor", "ddp_runs", "ddp_drills")
+    trees = [tree for name, tree, _ in map(parts_of, PRODUCT) if not name.startswith(others)]
+    nodes = [node for tree in trees for node in nodes_of(tree)]
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant)]
+    return "\n".join(text for text in texts if isinstance(text, str))
 
 
 def typed_elsewhere() -> set[str]:

@@ -72,6 +72,9 @@ BUDGETS = {
     "launchers/*": 692,
     "tests/*": 35_900,
 }
+# So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
+# unless its docstring says why not. This number only falls.
+MAX_SMALL_MODULES, SMALL_LINES = 2, 80
 # What everything passes through holds few things: class, its file, how many attributes at most.
 MAX_ATTRIBUTES = [("Stepper", "step/step.py", 10), ("Replica", "model/replica.py", 6)]
 # Functions that take one value, by its name, for each thing that they make or pass on.
@@ -126,7 +129,7 @@ def find_upward_imports(name: str, tree: ast.AST, full: dict[str, str]) -> Itera
     own = name.split("/")[0].removesuffix(".py")
     layer = layer_of(name.removesuffix(".py"))
     allowed = LAYERS[: LAYERS.index(layer) + 1] if layer else LAYERS
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             yield f"{node.lineno}: a relative import; write the whole name"
     for module in full.values():
@@ -158,7 +161,7 @@ def may_be_in_doctor(name: str, package: str) -> bool:
 
 def find_foreign_acts(name: str, tree: ast.AST, full: dict[str, str]) -> Iterator[str]:
     """What only one place may do is done only there."""
-    for node, act in acts_of(tree, full):
+    for node, act in acts_of(tree):
         owners = owners_of(act)
         if not any(fnmatch.fnmatchcase(name, owner) for owner in owners.split()):
             yield f"{node.lineno}: {act} belongs to {owners}"
@@ -181,13 +184,13 @@ def find_private_torch(name: str, tree: ast.AST, full: dict[str, str]) -> Iterat
     """
     asked = {
         argument.value
-        for node in ast.walk(tree)
+        for node in nodes_of(tree)
         if isinstance(node, ast.Call) and dotted(node.func) in ("hasattr", "getattr")
         for argument in node.args
         if isinstance(argument, ast.Constant)
     }
     own = names_made_in(tree)
-    for node, act in acts_of(tree, full):
+    for node, act in acts_of(tree):
         private = {part for part in act.split(".")[1:] if part[0] == "_" and part[-1] != "_"}
         if not act.startswith("torch"):
             # An object that is not imported may be one of torch: self.scaler, or a parameter.
@@ -199,7 +202,7 @@ def find_private_torch(name: str, tree: ast.AST, full: dict[str, str]) -> Iterat
 
 def find_long(name: str, tree: ast.AST, full: dict[str, str]) -> Iterator[str]:
     """Functions and their parameter lists fit on a screen."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if num_lines > MAX_FUNCTION_LINES:
@@ -213,7 +216,7 @@ def find_long(name: str, tree: ast.AST, full: dict[str, str]) -> Iterator[str]:
 
 def find_silence(name: str, tree: ast.AST, full: dict[str, str]) -> Iterator[str]:
     """An except says what it catches, and does something about it."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.ExceptHandler):
             if node.type is None:
                 yield f"{node.lineno}: except without a class"
@@ -306,6 +309,19 @@ def test_each_package_keeps_its_budget_of_lines() -> None:
     assert not over
 
 
+def test_small_modules_of_one_importer_become_no_more() -> None:
+    small = [p for p in PRODUCT if len(p.read_text(encoding="utf-8").splitlines()) < SMALL_LINES]
+    named = [p for p in small if p.stem not in ("__init__", "__main__")]
+    found = [name_of(p) for p in named if len(importers_of(module_of(p))) == 1]
+    assert len(found) <= MAX_SMALL_MODULES, f"merge one into its importer: {found}"
+
+
+def importers_of(module: str) -> list[Path]:
+    """List the files of the product that import a module, or something in it."""
+    names = {path: parts_of(path)[2].values() for path in PRODUCT}
+    return [p for p in PRODUCT if any(module in (n, n.rpartition(".")[0]) for n in names[p])]
+
+
 def test_functions_of_the_launchers_are_short() -> None:
     found = [f"{name_of(p)}: {problem}" for p in LAUNCHERS for problem in find_long(*parts_of(p))]
     assert not found, "\n".join(found)
@@ -314,7 +330,7 @@ def test_functions_of_the_launchers_are_short() -> None:
 @pytest.mark.parametrize(("name", "file", "most"), MAX_ATTRIBUTES)
 def test_what_everything_passes_through_holds_few_things(name: str, file: str, most: int) -> None:
     _, tree, _ = parts_of(ROOT / "hardened_ddp" / file)
-    [found] = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == name]
+    [found] = [n for n in nodes_of(tree) if isinstance(n, ast.ClassDef) and n.name == name]
     stored = {n for n in ast.walk(found) if isinstance(n, ast.Attribute)}
     names = {n.attr for n in stored if isinstance(n.ctx, ast.Store) and dotted(n.value) == "self"}
     assert 0 < len(names) <= most, sorted(names)
@@ -379,19 +395,28 @@ for module in MODULES:
 """
 
 
-def acts_of(tree: ast.AST, full: dict[str, str]) -> Iterator[tuple[ast.expr, str]]:
-    """Yield the full name of everything that is called, read or set by name."""
-    inner = {node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    for node in ast.walk(tree):
+@cache  # WHY: several rules ask for the same files
+def nodes_of(tree: ast.AST) -> list[ast.AST]:
+    return list(ast.walk(tree))
+
+
+@cache
+def acts_of(tree: ast.AST) -> list[tuple[ast.expr, str]]:
+    """List the full name of everything that is called, read or set by name."""
+    full, found = full_names(tree), []
+    inner = {node.value for node in nodes_of(tree) if isinstance(node, ast.Attribute)}
+    for node in nodes_of(tree):
         if isinstance(node, ast.Attribute | ast.Name) and node not in inner:
             first, _, rest = dotted(node).partition(".")
-            yield node, ".".join(filter(None, (full.get(first, first), rest)))
+            found.append((node, ".".join(filter(None, (full.get(first, first), rest)))))
+    return found
 
 
+@cache
 def full_names(tree: ast.AST) -> dict[str, str]:
     """Map each imported name to what it stands for: np to numpy."""
     names = {}
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 # WHY: import a.b binds a, and still has to be seen as an import of a.b
@@ -406,7 +431,7 @@ def full_names(tree: ast.AST) -> dict[str, str]:
 def names_made_in(tree: ast.AST) -> set[str]:
     """Collect the names that a file itself gives: to functions, classes, fields, attributes."""
     names = set()
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
                 names.add(name)
