@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -43,15 +43,19 @@ def launch(script: Path) -> list[str]:
 
 
 def run_audit(
-    source: str, folder: Path, *options: str, env: Mapping[str, str] | None = None
+    source: str, folder: Path, *options: str, launcher: Sequence[str] = (), wants_json: bool = True
 ) -> Finished:
-    """Audit a program of two ranks with torchrun; its report is JSON."""
+    """Audit a program, of two ranks by torchrun or of another launcher; its report is JSON."""
     script = folder / "train.py"
     script.write_text(source)
-    argv = ["python", ROOT / "ddp_training.py", "audit", "--json", *options]
-    return run_command(
-        [*argv, "--", *launch(script)], timeout_s=90, cwd=folder, env={**(env or {})}
-    )
+    command = [*launcher, str(script)] if launcher else launch(script)
+    report = ["--json"] if wants_json else []
+    argv = ["python", ROOT / "ddp_training.py", "audit", *report, *options, "--", *command]
+    return run_command(argv, timeout_s=90, cwd=folder)
+
+
+def line_of(source: str) -> int:
+    return next(i for i, text in enumerate(source.splitlines(), 1) if "# here" in text)
 
 
 def planted(name: str) -> Case:
@@ -77,10 +81,7 @@ def test_a_healthy_program_ends_with_0_and_with_the_weights_of_a_run_without_aud
 @pytest.mark.slow
 def test_a_mistake_ends_with_1_and_text_names_line_evidence_and_fix(tmp_path: Path) -> None:
     case = planted("bypass")
-    script = tmp_path / "train.py"
-    script.write_text(case.source())
-    argv = ["python", ROOT / "ddp_training.py", "audit", "--", *launch(script)]
-    done = run_command(argv, timeout_s=90, cwd=tmp_path)
+    done = run_audit(case.source(), tmp_path, wants_json=False)
     assert done.status == 1, done.output
     assert f"train.py:{case.line()}: error gradients-not-averaged" in done.stdout
     assert "    seen: ranks 0 and 1, step 1:" in done.stdout
@@ -94,24 +95,16 @@ def test_ranks_that_spawn_starts_are_observed(tmp_path: Path) -> None:
     source = SPAWNED.replace("{port}", str(held_port())).replace(
         "(model(x), y)\n", "(model.module(x), y)  # here\n"
     )
-    script = tmp_path / "train.py"
-    script.write_text(source)
-    line = next(i for i, t in enumerate(source.splitlines(), 1) if "# here" in t)
-    argv = ["python", ROOT / "ddp_training.py", "audit", "--json", "--", "python", script]
-    done = run_command(argv, timeout_s=90, cwd=tmp_path)
+    done = run_audit(source, tmp_path, launcher=["python"])
     assert done.status == 1, done.output
     [verdict] = [v for v in json.loads(done.stdout)["verdicts"] if v["severity"] != "advice"]
-    assert (verdict["code"], verdict["line"]) == ("gradients-not-averaged", line)
+    assert (verdict["code"], verdict["line"]) == ("gradients-not-averaged", line_of(source))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wants_json", [True, False])
 def test_one_process_has_nothing_to_be_compared_with(wants_json: bool, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(ALONE)
-    options = ["--json"] if wants_json else []
-    argv = ["python", ROOT / "ddp_training.py", "audit", *options, "--", "python", script]
-    done = run_command(argv, timeout_s=90, cwd=tmp_path)
+    done = run_audit(ALONE, tmp_path, launcher=["python"], wants_json=wants_json)
     assert done.status == 0, done.output
     if wants_json:
         assert json.loads(done.stdout)["ranks"] == 1
@@ -138,13 +131,12 @@ def test_one_process_has_nothing_to_be_compared_with(wants_json: bool, tmp_path:
 )
 def test_a_hang_is_ended_and_named_by_line(planted: str, codes: set[str], tmp_path: Path) -> None:
     source = PLAIN.replace("        scheduler.step()\n", "        scheduler.step()\n" + planted)
-    line = next(i for i, t in enumerate(source.splitlines(), 1) if "# here" in t)
     done = run_audit(source, tmp_path, "--hang_after", "6")
     assert done.status == 1, done.output
     mistakes = [v for v in json.loads(done.stdout)["verdicts"] if v["severity"] != "advice"]
     assert len(mistakes) == 1, done.stdout
     assert mistakes[0]["code"] in codes
-    assert mistakes[0]["line"] == line
+    assert mistakes[0]["line"] == line_of(source)
     assert any("rank 0" in fact for fact in mistakes[0]["evidence"])
 
 
@@ -159,10 +151,8 @@ def test_a_long_program_is_ended_after_its_steps_and_leaves_no_process(tmp_path:
 
 @pytest.mark.slow
 def test_a_program_that_fails_before_training_was_not_observed(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("import torch\nraise ValueError('no data')\n")
-    argv = ["python", ROOT / "ddp_training.py", "audit", "--json", "--", "python", script]
-    done = run_command(argv, timeout_s=90, cwd=tmp_path)
+    source = "import torch\nraise ValueError('no data')\n"
+    done = run_audit(source, tmp_path, launcher=["python"])
     assert done.status == 2, done.output
     assert json.loads(done.stdout) == {"verdicts": [], "healthy": False}
     assert "could not observe" in done.stderr

@@ -24,10 +24,10 @@ LIMIT_S = 40
 class Zygote:
     """The process that forks the ranks of each program."""
 
-    def __init__(self, packages: Sequence[str]) -> None:
+    def __init__(self) -> None:
         extra = os.environ.get("PYTHONPATH", "")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.audit.zygote", *packages],
+            [sys.executable, "-m", "tests.audit.zygote"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -64,8 +64,7 @@ class Zygote:
 
 @pytest.fixture(scope="module")
 def zygote() -> Iterator[Zygote]:
-    packages = [p for p in ("accelerate", "transformers") if importlib.util.find_spec(p)]
-    process = Zygote(packages if os.environ.get("AUDIT_PRELOAD") else [])
+    process = Zygote()
     yield process
     process.close()
 

@@ -21,16 +21,13 @@ from hardened_ddp.errors import HardenedError
 POLL_S = 0.02
 
 
-def serve(packages: list[str]) -> None:
+def serve() -> None:
     """Fork ranks for each request until stdin ends."""
     observer = start("/nonexistent")
-    for name in ["torch", "torch.distributed", *packages]:
-        __import__(name)
-    import torch
+    import torch.distributed
 
-    from hardened_ddp.data.foreign_code import (
-        import_torchvision,  # after the observer: it has torch
-    )
+    # WHY here: after the observer, as it has torch
+    from hardened_ddp.data.foreign_code import import_torchvision
 
     # WHY: transformers imports torchvision, whose binary may not match torch's
     with contextlib.suppress(HardenedError):
@@ -102,4 +99,4 @@ def be_rank(observer: Observer, request: dict[str, object], rank: int) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1:])
+    serve()
