@@ -54,17 +54,10 @@ class Conditions:
     """What differs from run to run; the rest of it is the same in all."""
 
     seed: int
-    is_long: bool
-    """TMPDIR has LONG characters, or else SHORT ones."""
-
-    is_narrow: bool
-    """COLUMNS is 40, or else not set."""
-
-    is_other_user: bool
-    """Not root, if root asks: a user whom /etc/passwd does not know."""
-
-    has_space: bool
-    """TMPDIR has one."""
+    is_long: bool  # TMPDIR has LONG characters, or else SHORT ones
+    is_narrow: bool  # COLUMNS is 40, or else not set
+    is_other_user: bool  # not root, if root asks: a user whom /etc/passwd does not know
+    has_space: bool  # TMPDIR has one
 
 
 def draw(seed: int) -> Conditions:
@@ -188,14 +181,8 @@ def _find_user(place: _Place) -> tuple[list[str], str]:
     script = "set -e\n" + "".join(_show_python(place.home.parent)) + 'exec "$@"'
     words = ["unshare", "--mount", "--propagation", "private", "bash", "-c", script, "bash"]
     words += ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--"]
-    tried = subprocess.run(
-        [*words, sys.executable, "-c", "import pytest, torch"],
-        cwd="/",
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    argv = [*words, sys.executable, "-c", "import pytest, torch"]
+    tried = subprocess.run(argv, cwd="/", capture_output=True, text=True, timeout=300, check=False)
     if tried.returncode:
         return [], f"root (another can't run this Python: {tried.stderr.strip()[-200:]})"
     for folder in (place.checkout, place.home, place.temporary):
@@ -266,7 +253,6 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def stay_busy() -> None:
-    """Use a core, for ever."""
     while True:
         pass
 

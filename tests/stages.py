@@ -48,9 +48,6 @@ def run_stage(argv: Sequence[str]) -> int:
     if "--hostile" in words:
         words.remove("--hostile")
         return run_hostile(words)
-    if "--quick" in words:
-        print("test: there is no --quick; did you mean no flag? (--all runs the slow tests, too)")
-        return int(pytest.ExitCode.USAGE_ERROR)
     if any(Path(word.partition("::")[0]).exists() for word in words):
         return int(pytest.main([*CONFIGURED, *words]))
     is_all = "--all" in words

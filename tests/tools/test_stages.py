@@ -40,11 +40,6 @@ def test_files_that_are_named_run_with_their_slow_tests(pytests_words: list[str]
     assert pytests_words == [*stages.CONFIGURED, "tests/tools/test_stages.py", "-x"]
 
 
-def test_the_old_name_of_the_first_stage_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_stage(["--quick"]) == pytest.ExitCode.USAGE_ERROR
-    assert "did you mean no flag?" in capsys.readouterr().out
-
-
 def test_a_soak_ends_with_the_seed_of_the_first_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
