@@ -85,25 +85,6 @@ class Starved(Lion):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory, as a test has it")
 
 
-class OwnFormat(Lion):
-    """Saves its state in its own way."""
-
-    num_steps = 0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        self.num_steps += 1
-        self.param_groups[0]["params"][0].mul_(1 - 0.01 / self.num_steps)
-        super().step()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "num_steps": self.num_steps}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.num_steps = state_dict["num_steps"]
-        super().load_state_dict({k: v for k, v in state_dict.items() if k != "num_steps"})
-
-
 class Forgetful(Lion):
     """Keeps the number of its steps where nobody saves it."""
 
@@ -114,6 +95,17 @@ class Forgetful(Lion):
         self.num_steps += 1
         self.param_groups[0]["params"][0].mul_(1 - 0.01 / self.num_steps)
         super().step()
+
+
+class OwnFormat(Forgetful):
+    """Saves the number, in its own way."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "num_steps": self.num_steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.num_steps = state_dict["num_steps"]
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != "num_steps"})
 
 
 class Holding(Lion):

@@ -75,45 +75,43 @@ def test_time_runs_from_the_fault_to_the_next_step() -> None:
     assert seconds_to_next_step(starts, 20.0) is None
 
 
-def observed(*statuses: int | None, starts: list[Start], fault: str = "kill") -> Observed:
+def observed(*statuses: int | None, steps: list[list[int]], fault: str = "kill") -> Observed:
+    """Make a run by the status of each attempt, and the steps of each start."""
     attempts = [Attempt(status=s, wall_s=1.0, num_orphans=0, error="") for s in statuses]
+    starts = [make_start(run, dict.fromkeys(done, ())) for run, done in enumerate(steps)]
     return Observed("bare", FAULTS[fault], attempts, starts, fault_time=0.0)
 
 
 @pytest.mark.parametrize(
-    ("seen", "words"),
+    ("statuses", "steps", "words"),
     [
+        ((1, 0), [[1], [2, TOTAL_STEPS]], "ended with status 1; second start resumed at step 2"),
         (
-            observed(
-                1, 0, starts=[make_start(0, {1: ()}), make_start(1, {2: (), TOTAL_STEPS: ()})]
-            ),
-            "ended with status 1; second start resumed at step 2",
-        ),
-        (
-            observed(None, 1, starts=[make_start(0, {1: ()})]),
+            (None, 1),
+            [[1]],
             "hung (no step for 60 s, killed); second start: ended with status 1, without a step",
         ),
+        ((0,), [[1, TOTAL_STEPS]], "went on to the end by itself"),
         (
-            observed(0, starts=[make_start(0, {1: (), TOTAL_STEPS: ()})]),
-            "went on to the end by itself",
-        ),
-        (
-            observed(0, 0, starts=[make_start(0, {1: ()}), make_start(1, {TOTAL_STEPS: ()})]),
+            (0, 0),
+            [[1], [TOTAL_STEPS]],
             f"stopped with status 0 after step 1; second start resumed at step {TOTAL_STEPS}",
         ),
         (
-            observed(1, 1, starts=[make_start(0, {5: ()}), make_start(1, {1: ()})]),
+            (1, 1),
+            [[5], [1]],
             "ended with status 1; second start began anew at step 1, then ended with status 1",
         ),
     ],
-    ids=range(5),
 )
-def test_what_happened_is_said(seen: Observed, words: str) -> None:
-    assert describe(seen) == words
+def test_what_happened_is_said(
+    statuses: tuple[int | None, ...], steps: list[list[int]], words: str
+) -> None:
+    assert describe(observed(*statuses, steps=steps)) == words
 
 
 def test_a_fault_that_never_came_is_no_result() -> None:
-    seen = observed(0, starts=[make_start(0, {TOTAL_STEPS: ()})])
+    seen = observed(0, steps=[[TOTAL_STEPS]])
     seen.fault_time = None
     row = figures_of(seen)
     assert row["happened"] == "no fault came: ended with status 0"
@@ -121,14 +119,13 @@ def test_a_fault_that_never_came_is_no_result() -> None:
 
 
 def test_a_run_that_did_not_end_has_no_count_of_samples() -> None:
-    row = figures_of(observed(1, 1, starts=[make_start(0, {1: ()})]))
+    row = figures_of(observed(1, 1, steps=[[1]]))
     assert row["surplus"] is row["missing"] is row["seconds"] is None
 
 
 def test_each_fault_has_a_table_with_a_cell_for_each_figure() -> None:
-    first, second = make_start(0, {1: (), 2: ()}), make_start(1, {2: (), TOTAL_STEPS: ()})
-    row = figures_of(observed(1, 0, starts=[first, second]))
-    other = figures_of(observed(1, 1, starts=[first], fault="nan")) | {"contender": "trainer"}
+    row = figures_of(observed(1, 0, steps=[[1, 2], [2, TOTAL_STEPS]]))
+    other = figures_of(observed(1, 1, steps=[[1, 2]], fault="nan")) | {"contender": "trainer"}
     parts = markdown([other, row], FAULTS).split("\n\n")
     assert parts[0] == f"### {FAULTS['kill'].title}"
     assert parts[2] == f"### {FAULTS['nan'].title}"
