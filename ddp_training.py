@@ -194,7 +194,7 @@ def train(settings: Resolved, group: Group) -> int:
     from hardened_ddp.reporting.goodput import Goodput
     from hardened_ddp.reporting.log import add_log_file
     from hardened_ddp.reporting.status_writer import StatusWriter
-    from hardened_ddp.training.evaluation import check_stop_when, stops_early
+    from hardened_ddp.training.evaluation import check_stop_when, is_over
     from hardened_ddp.training.run import Ending, Run
     from hardened_ddp.training.run_folder import open_run, read_checkpoint
     from hardened_ddp.training.start_summary import tell_start
@@ -213,9 +213,7 @@ def train(settings: Resolved, group: Group) -> int:
     ):
         add_log_file(folder.folder / "logs", rank=group.launch.rank)
         saved = read_checkpoint(folder, group)  # collective: rank 0 reads, all get it
-        if saved is not None:
-            log.info("resuming %s from step %d", folder.folder, saved.meta["step"])
-        else:
+        if saved is None:
             folder.write_settings(settings)
         parts = build(settings, group, saved)  # collective
         check_stop_when(parts)
@@ -223,8 +221,7 @@ def train(settings: Resolved, group: Group) -> int:
         progress = begin(parts, saved)  # collective
         folder.write_settings(settings)  # WHY not before: they may not fit the run to be continued
         tell_start(settings, parts, progress)
-        is_over = progress.step >= parts.length.total or stops_early(parts, progress)
-        if is_over and folder.is_finished(group, progress.step):  # collective
+        if is_over(parts, progress) and folder.is_finished(group, progress.step):  # collective
             goodput.leave(ended="finished")
             return 0
         run = Run(parts, progress, folder, goodput, stop)  # collective
@@ -232,8 +229,7 @@ def train(settings: Resolved, group: Group) -> int:
         rank_status.attach(run.work())
         status = Ending.FAILED
         try:
-            if group.launch.is_restart:
-                refuse_crash_loop(parts, progress, run.folder)
+            refuse_crash_loop(parts, progress, run.folder)
             ending = fit(run)  # collective
             run.saver.save_last(progress)
             stop.finish()  # collective

@@ -3,12 +3,15 @@
 path = write_step(store, 4)     assert_holds(found_in(store))     reason_of(path)
 """
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hardened_ddp.checkpoint.disk import Disk
 from hardened_ddp.checkpoint.folder import (
     Best,
     Found,
@@ -106,3 +109,13 @@ def assert_holds(found: Found, *, size: int = 300) -> None:
     tensors, meta = load_checkpoint(found)
     assert_same(tensors, small_state(found.step, size=size))
     assert meta == {"step": found.step}
+
+
+def disk_with(around: Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]) -> Any:
+    """Make a disk that has around(name, call, arguments) do each of its calls."""
+
+    class DiskAround:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args: around(name, getattr(Disk(), name), args)
+
+    return DiskAround()

@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 from hardened_ddp.errors import CheckpointError, RunFolderError
 from hardened_ddp.ranks.process import (
@@ -112,37 +112,48 @@ class Disk:
         os.rmdir(path)
 
 
-class Retry(Protocol):
-    """Runs a call, and may run it a second time after making room on a full disk."""
+class DiskWithRoom:
+    """A disk that, where it is full for something new, has an old checkpoint dropped, once."""
 
-    def __call__(self, act: Callable[[], T], /) -> T: ...
+    def __init__(self, disk: Disk, make_room: Callable[[], bool]) -> None:
+        """make_room: drops something; False: there is nothing to drop."""
+        self._disk = disk
+        self._make_room = make_room
+        self._has_tried = False
 
+    def __getattr__(self, name: str) -> Any:  # Any: a call of Disk
+        call = getattr(self._disk, name)
+        # WHY not sync: after one that failed, nobody knows what is on the disk
+        return partial(self._do, call) if name in ("make_folder", "create", "write") else call
 
-def run_once(act: Callable[[], T], /) -> T:
-    """Run a call without a second try: the Retry of callers that can't make room."""
-    return act()
+    def _do(self, call: Callable[..., T], *given: Any) -> T:  # Any: what the call takes
+        try:
+            return call(*given)
+        except OSError as error:
+            if self._has_tried or error.errno not in DISK_FULL_ERRORS:
+                raise
+            self._has_tried = True
+            if not self._make_room():
+                raise
+            # WHY this call and not the file: what was written stays, so a source that can only be
+            # read once survives a disk that is full for a moment
+            return call(*given)
 
 
 class HashedFile:
-    """A new file whose size and sha256 are known when it is closed."""
+    """A new file whose sha256 is known when it is closed."""
 
-    def __init__(self, path: Path, *, disk: Disk, retry: Retry = run_once) -> None:
+    def __init__(self, path: Path, *, disk: Disk) -> None:
         self._disk = disk
-        self._retry = retry
         self._hash = hashlib.sha256()
-        self.size_bytes = 0
-        self._descriptor = retry(lambda: disk.create(path))
+        self._descriptor = disk.create(path)
 
     def write(self, data: memoryview) -> None:
         """Write all of data. Raises OSError."""
         self._hash.update(data)
         written = 0
         while written < data.nbytes:
-            # WHY retry one call and not the file: what was written stays, so a source that can only
-            # be read once survives a disk that is full for a moment
-            rest = data[written:]
-            written += self._retry(partial(self._disk.write, self._descriptor, rest))
-        self.size_bytes += written
+            written += self._disk.write(self._descriptor, data[written:])
 
     def flush_early(self) -> None:
         """Start writing cached data to the disk."""
@@ -161,9 +172,9 @@ class HashedFile:
             self._disk.close(descriptor)
 
 
-def write_file(path: Path, content: bytes, *, disk: Disk, retry: Retry = run_once) -> None:
+def write_file(path: Path, content: bytes, *, disk: Disk) -> None:
     """Write and sync a small new file. Raises OSError; then the file does not exist."""
-    file = HashedFile(path, disk=disk, retry=retry)
+    file = HashedFile(path, disk=disk)
     try:
         file.write(memoryview(content))
         file.sync_and_close()

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -27,12 +27,11 @@ from torch import Tensor
 from hardened_ddp.checkpoint.disk import (
     DISK_FULL_ERRORS,
     Disk,
-    Retry,
+    DiskWithRoom,
     aside_path,
     drop_folder,
     is_real_folder,
     make_folders,
-    remove_tree,
     replace_file,
     sweep_leftovers,
     write_file,
@@ -67,7 +66,6 @@ from hardened_ddp.errors import CheckpointError
 from hardened_ddp.settings.typed_command import shell_command
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 # Longer than a working disk needs for any state; a network disk that hangs never finishes.
 _WAIT_S = 1800.0
@@ -172,33 +170,22 @@ class CheckpointStore:
     def _write_folder(
         self, final: Path, reader: TensorReader, *, step: int, meta: dict[str, JSON]
     ) -> None:
+        """Write the state, then the manifest, sync both to the disk, and give them their name."""
         partial = aside_path(final, what="partial")
+        disk = cast(Disk, DiskWithRoom(self._disk, self._make_room))
         try:
-            self._fill(partial, reader, step=step, meta=meta)
+            disk.make_folder(partial)
+            sha256 = write_tensors(partial / STATE_NAME, reader, disk=disk)
+            plan = reader.plan
+            manifest = Manifest(
+                step=step, meta=meta, size_bytes=plan.size_bytes, sha256=sha256, tensors=plan.specs
+            )
+            write_file(partial / MANIFEST_NAME, encode_manifest(manifest), disk=disk)
+            disk.sync_folder(partial)
             self._commit(partial, final)
         finally:
-            if os.path.lexists(partial):
-                try:
-                    remove_tree(partial, disk=self._disk)
-                except OSError as error:
-                    log.warning(
-                        "%s, an unfinished checkpoint, can't be removed: %s", partial, error
-                    )
-
-    def _fill(
-        self, partial: Path, reader: TensorReader, *, step: int, meta: dict[str, JSON]
-    ) -> None:
-        """Write the state, then the manifest, and sync both to the disk."""
-        disk, retry = self._disk, self._retry_with_room()
-        retry(lambda: disk.make_folder(partial))
-        sha256 = write_tensors(partial / STATE_NAME, reader, disk=disk, retry=retry)
-        plan = reader.plan
-        manifest = Manifest(
-            step=step, meta=meta, size_bytes=plan.size_bytes, sha256=sha256, tensors=plan.specs
-        )
-        content = encode_manifest(manifest)
-        write_file(partial / MANIFEST_NAME, content, disk=disk, retry=retry)
-        disk.sync_folder(partial)
+            # WHY here too: what a failed write leaves may fill the disk until the next one
+            sweep_leftovers(self.root, disk=self._disk)
 
     def _commit(self, partial: Path, final: Path) -> None:
         """Rename a complete checkpoint into place; before that no reader sees it."""
@@ -224,24 +211,6 @@ class CheckpointStore:
                 drop_folder(path, disk=self._disk)
             except OSError as error:
                 log.warning("%s, an old checkpoint, can't be removed: %s", path, error)
-
-    def _retry_with_room(self) -> Retry:
-        """Return a Retry that drops the oldest checkpoint, once, if the disk is full."""
-        is_used = False
-
-        def retry(act: Callable[[], T], /) -> T:
-            nonlocal is_used
-            try:
-                return act()
-            except OSError as error:
-                if is_used or error.errno not in DISK_FULL_ERRORS:
-                    raise
-                is_used = True
-                if not self._make_room():
-                    raise
-                return act()
-
-        return retry
 
     def _make_room(self) -> bool:
         newest, _ = find_newest(self.root)

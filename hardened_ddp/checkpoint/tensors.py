@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hardened_ddp.checkpoint.disk import Disk, HashedFile, Retry, run_once
+from hardened_ddp.checkpoint.disk import Disk, HashedFile
 from hardened_ddp.errors import CheckpointError
 
 # The format's names of torch's dtypes.
@@ -325,9 +325,9 @@ class TensorReader:
             source.release()
 
 
-def write_tensors(path: Path, reader: TensorReader, *, disk: Disk, retry: Retry = run_once) -> str:
+def write_tensors(path: Path, reader: TensorReader, *, disk: Disk) -> str:
     """Write and sync a new file of tensors, and return its sha256. Raises OSError."""
-    file = HashedFile(path, disk=disk, retry=retry)
+    file = HashedFile(path, disk=disk)
     try:
         file.write(memoryview(reader.plan.header))
         buffer = np.empty(CHUNK_BYTES, dtype=np.uint8)

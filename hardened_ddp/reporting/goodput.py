@@ -58,8 +58,7 @@ class Goodput:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Account for an attempt that failed, up to here."""
-        if error[0] is not None:
+        if error[0] is not None:  # an attempt that failed counts up to here
             self.leave()
 
     def note(self, step: int, *, is_last: bool = False, ended: str = "") -> None:

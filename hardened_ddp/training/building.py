@@ -1,11 +1,9 @@
 """What a run is made of, before its first step: its numbers, and its model with task and DDP.
 
-Owns the numbers that follow from settings, data and the checkpoint; the list of names in the
-settings that are checked before the ranks meet: a name that does not exist, or code of the user's
-that can't be imported, ends a run at once, without a process group and without a run folder; and
-the order in which the model is built, given its task, tried without DDP, and wrapped in it.
-Does not own: the checks (each beside what it names), how a model is built (model/zoo.py), the
-trials (preflight/), the sum of the gradients (gradients/), the task's choice (task/build.py).
+Owns the numbers that follow from settings, data and the checkpoint; which names in the settings are
+checked before the ranks meet; and the order in which the model is built, given its task, tried
+without DDP, and wrapped in it.
+Does not own: the checks and trials (each beside what it names; preflight/).
 """
 
 import functools

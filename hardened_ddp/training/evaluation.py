@@ -220,6 +220,11 @@ def why_stopped(metric: Metric, progress: Progress) -> str:
     return f"{metric.name} has not been better than {progress.stop_value:.6g} in {times}"
 
 
+def is_over(parts: Parts, progress: Progress) -> bool:
+    """Whether no step is left to do. The same on all ranks."""
+    return progress.step >= parts.length.total or stops_early(parts, progress)
+
+
 def stops_early(parts: Parts, progress: Progress) -> bool:
     """Whether the run is over before its last step. The same on all ranks."""
     loop = parts.config.loop

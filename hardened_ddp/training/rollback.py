@@ -6,17 +6,12 @@ Owns what happens when retrying a step (step/retry.py) is not enough, within thi
   back to the last checkpoint after which a step succeeded; if it happens again, all ranks stop.
 - replicas that are no longer equal (guard/divergence.py). Since the last comparison, gradients of
   the rank that differs went into the weights of all. So all ranks go back to a checkpoint from
-  before it, and end as if it had not happened. If there is none, the ranks that differ get the
-  state of the majority, which keeps these gradients; without a majority all ranks stop.
-
-Going back does for each part what a restart does, without a new process: a new ledger begins, the
-account of time counts what was lost, the loader starts at the checkpoint's cursor.
+  before it. If there is none, the ranks that differ get the state of the majority, which keeps
+  these gradients; without a majority all ranks stop.
 """
 
 import logging
-from collections.abc import Sequence
 from enum import Enum
-from functools import partial
 from typing import NoReturn
 
 from hardened_ddp.checkpoint.folder import discard_newer
@@ -31,7 +26,6 @@ from hardened_ddp.training.run_report import RunReport
 from hardened_ddp.training.state import (
     Saved,
     Saver,
-    Tensors,
     collect_meta,
     collect_tensors,
     has_all_that_moves,
@@ -197,8 +191,11 @@ class Rollback:
         tensors = {name: t.detach() for name, t in collect_tensors(parts).items()}
         mine = None
         if parts.group.launch.rank == source:
-            meta = collect_meta(parts, self.progress)
-            mine = Saved(specs_of(tensors), meta, read=partial(_named, tensors))
+            mine = Saved(
+                specs_of(tensors),
+                collect_meta(parts, self.progress),
+                read=lambda names: {name: tensors[name] for name in names},
+            )
         saved = share_state(parts.group, mine)  # collective
         if mine is None:
             tensors.clear()  # WHY: the state that is replaced would stay beside the new one
@@ -251,7 +248,3 @@ class Rollback:
             self._equal_at = progress.step
             group.tracker.start_at(progress.step)  # hangs are now reported for this step
         return True
-
-
-def _named(tensors: Tensors, names: Sequence[str]) -> Tensors:
-    return {name: tensors[name] for name in names}

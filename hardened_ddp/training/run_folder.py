@@ -179,7 +179,10 @@ def read_checkpoint(run: RunFolder, group: Group, *, at_most: int | None = None)
 
     if not group.run_on_main(choose, what="looking at the checkpoint"):  # collective
         return None
-    return share_checkpoint(group, chosen[0] if chosen else None)  # collective
+    saved = share_checkpoint(group, chosen[0] if chosen else None)  # collective
+    if at_most is None:
+        log.info("resuming %s from step %d", run.folder, saved.meta["step"])
+    return saved
 
 
 def share_checkpoint(group: Group, found: Found | None) -> Saved:

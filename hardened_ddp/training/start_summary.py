@@ -44,8 +44,22 @@ def tell_start(settings: Resolved, parts: Parts, progress: Progress) -> None:
             log.info("%s", line)
         if settings.not_used:
             log.warning("%s", not_used_line(settings))
-    for line in _rank_lines(parts):
-        log.debug("%s", line)
+    log.debug(
+        "process %d on %s, local rank %d of %d, device %s, %d threads, torch %s",
+        os.getpid(),
+        socket.gethostname(),
+        parts.group.launch.local_rank,
+        parts.group.launch.local_world_size,
+        parts.group.device,
+        torch.get_num_threads(),
+        torch.__version__,
+    )
+    log.debug(
+        "at most %d samples per forward, %d loader workers, dataset fingerprint %s",
+        parts.sampler.batch_size,
+        parts.train_loader.reader.num_workers,
+        parts.data.fingerprint[:16],
+    )
 
 
 def changed_settings(settings: Resolved) -> list[str]:
@@ -92,18 +106,14 @@ def _ranks_line(parts: Parts) -> str:
     on_gpu = group.device.type == "cuda"
     device = torch.cuda.get_device_name(group.device) if on_gpu else "CPU"
     precision = "fp32" if parts.precision.name == "off" else parts.precision.name
+    sums = "no process group"
+    if group.world_size > 1:
+        threads = counted(torch.get_num_threads(), "thread")
+        sums = f"backend {group.backend}, gradients {parts.gradients.how}, {threads}"
     return (
-        f"{count}{hosts}, started {_STARTED_BY[launch.launcher]}{attempt}: {device}, "
-        f"{_sums(parts)}precision {precision}"
+        f"{count}{hosts}, started {_STARTED_BY[launch.launcher]}{attempt}: {device}, {sums}, "
+        f"precision {precision}"
     )
-
-
-def _sums(parts: Parts) -> str:
-    """Say over what, and how, gradients are summed."""
-    if parts.group.world_size == 1:
-        return "no process group, "
-    threads = counted(torch.get_num_threads(), "thread")
-    return f"backend {parts.group.backend}, gradients {parts.gradients.how}, {threads}, "
 
 
 def _work_line(parts: Parts, progress: Progress) -> str:
@@ -159,17 +169,3 @@ def _lr_schedule(parts: Parts) -> str:
     if parts.length.most < UNKNOWN_STEPS:
         return "constant, as before"
     return "constant (the number of steps is not known; with --max_steps N: cosine)"
-
-
-def _rank_lines(parts: Parts) -> list[str]:
-    """Say what is particular to this rank."""
-    group, launch = parts.group, parts.group.launch
-    reader = parts.train_loader.reader
-    share = parts.sampler.batch_size
-    return [
-        f"process {os.getpid()} on {socket.gethostname()}, local rank "
-        f"{launch.local_rank} of {launch.local_world_size}, device {group.device}, "
-        f"{torch.get_num_threads()} threads, torch {torch.__version__}",
-        f"at most {share} samples per forward, {reader.num_workers} loader "
-        f"workers, dataset fingerprint {parts.data.fingerprint[:16]}",
-    ]

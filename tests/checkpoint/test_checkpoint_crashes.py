@@ -6,12 +6,12 @@ import resource
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hardened_ddp.checkpoint.disk import Disk
 from hardened_ddp.checkpoint.folder import (
     Found,
     Rejected,
@@ -22,7 +22,7 @@ from hardened_ddp.checkpoint.folder import (
 )
 from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.errors import CheckpointError, RunFolderError
-from tests.checkpoint_states import assert_holds, found_in, write_step
+from tests.checkpoint_states import assert_holds, disk_with, found_in, write_step
 from tests.harness.forks import run_forked
 from tests.harness.marks import slow_after
 
@@ -32,25 +32,19 @@ CRASHED = 9
 # --- crashes -------------------------------------------------------------------------------------
 
 
-class DyingDisk:
-    """A disk under which the process dies at the k-th call, or in the middle of it."""
+def dying_disk(dies_at: int, *, in_the_middle: bool) -> Any:
+    """Make a disk under which the process dies at the k-th call, or in the middle of it."""
+    numbers = count(1)
 
-    def __init__(self, dies_at: int, *, in_the_middle: bool) -> None:
-        self.num_calls = 0
-        self._dies_at = dies_at
-        self._in_the_middle = in_the_middle
+    def around(name: str, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if next(numbers) == dies_at:
+            if in_the_middle:
+                half = (args[1][: len(args[1]) // 2],) if name == "write" else args[1:]
+                call(args[0], *half)
+            os._exit(CRASHED)
+        return call(*args)
 
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any) -> Any:
-            self.num_calls += 1
-            if self.num_calls == self._dies_at:
-                if self._in_the_middle:
-                    half = (args[1][: len(args[1]) // 2],) if name == "write" else args[1:]
-                    getattr(Disk(), name)(args[0], *half)
-                os._exit(CRASHED)
-            return getattr(Disk(), name)(*args)
-
-        return call
+    return disk_with(around)
 
 
 def prepare_first(root: Path) -> None:
@@ -87,7 +81,7 @@ def test_a_crash_at_any_call_leaves_the_old_or_the_new_checkpoint(
     for dies_at in range(1, 200):
         root = tmp_path / f"run-{dies_at}" / "checkpoints"
         shutil.copytree(template.parent, root.parent)
-        disk: Any = DyingDisk(dies_at, in_the_middle=in_the_middle)
+        disk = dying_disk(dies_at, in_the_middle=in_the_middle)
         dying = CheckpointStore(root, keep_last=1, disk=disk)
         status = run_forked(lambda dying=dying: write_step(dying, 4, best={"value": 0.7}))
         after = CheckpointStore(root, keep_last=1)
@@ -122,29 +116,20 @@ def test_a_crash_at_any_call_leaves_the_old_or_the_new_checkpoint(
 # --- full disks ----------------------------------------------------------------------------------
 
 
-class FailingDisk:
-    """A disk on which calls of one name fail, after the first few."""
-
-    def __init__(self, name: str, number: int, *, after: int = 0, times: int = 1) -> None:
-        self._name = name
-        self._number = number
-        self._after = after
-        self._times = times
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any) -> Any:
-            if name == self._name:
-                self._after -= 1
-                if self._after < 0 < self._times:
-                    self._times -= 1
-                    raise OSError(self._number, os.strerror(self._number))
-            return getattr(Disk(), name)(*args)
-
-        return call
-
-
-def failing_store(root: Path, disk: Any) -> CheckpointStore:
+def store_on(root: Path, disk: Any) -> CheckpointStore:
     return CheckpointStore(root, keep_last=3, disk=disk)
+
+
+def failing_disk(failing: str, number: int, *, after: int = 0, times: int = 1) -> Any:
+    """Make a disk on which calls of one name fail, after the first few."""
+    numbers = count()
+
+    def around(name: str, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if name == failing and after <= next(numbers) < after + times:
+            raise OSError(number, os.strerror(number))
+        return call(*args)
+
+    return disk_with(around)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
@@ -157,7 +142,7 @@ def test_a_full_disk_costs_the_oldest_checkpoint_and_the_write_goes_on(
 ) -> None:
     for step in (1, 2, 3):
         write_step(store, step, best={"value": 1.0} if step == 1 else None)
-    full = failing_store(store.root, FailingDisk(call, number, after=after))
+    full = store_on(store.root, failing_disk(call, number, after=after))
     write_step(full, 4)
     assert store.steps() == [4, 3, 1]
     found = found_in(store)
@@ -168,7 +153,7 @@ def test_a_course_that_was_left_goes_first_when_the_disk_is_full(store: Checkpoi
     for step in (1, 2, 3):
         write_step(store, step)
     discard_newer(store.root, 2)
-    write_step(failing_store(store.root, FailingDisk("write", errno.ENOSPC)), 3)
+    write_step(store_on(store.root, failing_disk("write", errno.ENOSPC)), 3)
     assert store.steps() == [3, 2, 1]
     assert not list(store.root.glob("discarded*"))
 
@@ -180,7 +165,7 @@ def test_a_disk_that_stays_broken_is_an_error_and_the_newest_and_best_stay(
 ) -> None:
     write_step(store, 1, best={"value": 1.0})
     write_step(store, 2)
-    broken = failing_store(store.root, FailingDisk(call, number, times=99))
+    broken = store_on(store.root, failing_disk(call, number, times=99))
     with pytest.raises(CheckpointError, match=os.strerror(number)) as caught:
         write_step(broken, 3)
     if number == errno.ENOSPC:
@@ -246,44 +231,25 @@ def test_a_real_full_disk_keeps_the_newest_and_the_best(small_disk: Path) -> Non
 # --- other writers -------------------------------------------------------------------------------
 
 
-class OvertakenDisk:
-    """A disk on which another process commits the same step just before our rename."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any) -> Any:
-            if name == "rename":
-                assert (
-                    run_forked(lambda: write_step(CheckpointStore(self._root, keep_last=3), 1)) == 0
-                )
-            return getattr(Disk(), name)(*args)
-
-        return call
-
-
 def test_of_two_survivors_that_save_one_step_both_succeed(store: CheckpointStore) -> None:
-    path = write_step(failing_store(store.root, OvertakenDisk(store.root)), 1)
+    def overtake(name: str, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if name == "rename":
+            assert run_forked(lambda: write_step(store, 1)) == 0
+        return call(*args)
+
+    path = write_step(store_on(store.root, disk_with(overtake)), 1)
     found = verify_checkpoint(path)
     assert isinstance(found, Found)
     assert_holds(found)
     assert os.listdir(store.root) == [path.name]
 
 
-class ForgetfulDisk:
-    """A disk that renames, and says that it did not: NFS when the reply gets lost."""
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any) -> Any:
-            result = getattr(Disk(), name)(*args)
-            if name == "rename":
-                raise FileNotFoundError(errno.ENOENT, "lost reply")
-            return result
-
-        return call
-
-
 def test_a_rename_that_worked_and_reported_an_error_counts(store: CheckpointStore) -> None:
-    path = write_step(failing_store(store.root, ForgetfulDisk()), 1)
+    def forget(name: str, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        result = call(*args)
+        if name == "rename":  # as NFS, when the reply gets lost
+            raise FileNotFoundError(errno.ENOENT, "lost reply")
+        return result
+
+    path = write_step(store_on(store.root, disk_with(forget)), 1)
     assert isinstance(verify_checkpoint(path), Found)

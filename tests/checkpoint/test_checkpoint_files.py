@@ -2,12 +2,13 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hardened_ddp.checkpoint.disk import Disk, replace_file
+from hardened_ddp.checkpoint.disk import replace_file
 from hardened_ddp.checkpoint.folder import (
     Found,
     discard_newer,
@@ -18,7 +19,7 @@ from hardened_ddp.checkpoint.folder import (
 from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.errors import CheckpointError
 from hardened_ddp.ranks.process import this_process
-from tests.checkpoint_states import assert_holds, found_in, small_state, write_step
+from tests.checkpoint_states import assert_holds, disk_with, found_in, small_state, write_step
 
 
 def test_the_newest_and_the_best_are_kept(store: CheckpointStore) -> None:
@@ -32,13 +33,10 @@ def test_the_newest_and_the_best_are_kept(store: CheckpointStore) -> None:
     store.write(8, tensors=small_state(8), meta={})
     assert store.steps() == [8, 7, 6]
     assert json.loads((store.root / "best.json").read_text())["value"] == 0.9
-
-
-def test_one_kept_checkpoint_is_the_one_just_written(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep_last=1)
-    for step in (500, 450):  # 500 is of a course that was left without discard_newer
-        store.write(step, tensors=small_state(step), meta={})
-    assert store.steps() == [500, 450]
+    # 8 is of a course that was left without discard_newer: the one just written is kept.
+    one = CheckpointStore(store.root, keep_last=1)
+    write_step(one, 7)
+    assert one.steps() == [8, 7, 6]
 
 
 def test_best_must_be_there(store: CheckpointStore) -> None:
@@ -139,30 +137,27 @@ def test_what_dead_writers_left_is_removed_and_what_live_ones_write_is_not(
         assert (store.root / name).exists() == stays, name
 
 
-class RecordingDisk:
-    """A disk that notes the calls that change it."""
+def recording_disk(calls: list[str]) -> Any:
+    """Make a disk that notes the calls that change it."""
+    names: dict[int, str] = {}
 
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self._names: dict[int, str] = {}
+    def around(name: str, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        result = call(*args)
+        if name == "create":
+            names[result] = args[0].name
+        paths = [argument.name for argument in args if isinstance(argument, Path)]
+        target = paths[-1] if paths else names[args[0]]
+        calls.append(f"{name} {target.split('-step')[0]}")
+        return result
 
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any) -> Any:
-            result = getattr(Disk(), name)(*args)
-            if name == "create":
-                self._names[result] = args[0].name
-            paths = [argument.name for argument in args if isinstance(argument, Path)]
-            target = paths[-1] if paths else self._names[args[0]]
-            self.calls.append(f"{name} {target.split('-step')[0]}")
-            return result
-
-        return call
+    return disk_with(around)
 
 
 def test_the_manifest_comes_after_the_state_and_the_name_after_both(tmp_path: Path) -> None:
-    disk: Any = RecordingDisk()
-    CheckpointStore(tmp_path, keep_last=1, disk=disk).write(1, tensors=small_state(1), meta={})
-    assert disk.calls == [
+    calls: list[str] = []
+    store = CheckpointStore(tmp_path, keep_last=1, disk=recording_disk(calls))
+    store.write(1, tensors=small_state(1), meta={})
+    assert calls == [
         "make_folder .partial",
         "create state.safetensors",
         "write state.safetensors",
@@ -183,10 +178,10 @@ def test_the_manifest_comes_after_the_state_and_the_name_after_both(tmp_path: Pa
 def test_a_small_file_is_whole_on_the_disk_before_it_takes_the_place_of_the_old_one(
     tmp_path: Path,
 ) -> None:
-    disk: Any = RecordingDisk()
-    replace_file(tmp_path / "best.json", b"{}", disk=disk)
+    calls: list[str] = []
+    replace_file(tmp_path / "best.json", b"{}", disk=recording_disk(calls))
     aside = ".best.json.new"
-    assert disk.calls == [
+    assert calls == [
         *(f"{call} {aside}" for call in ("create", "write", "sync", "close")),
         "rename best.json",
         f"sync_folder {tmp_path.name}",

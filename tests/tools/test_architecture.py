@@ -50,7 +50,7 @@ MAX_FUNCTION_LINES, MAX_PARAMETERS = 60, 6
 # A file ends where its subject ends; a package has room for so many lines in all. A feature that
 # needs more takes it from what docs/PROMISES.md does not name.
 BUDGETS = {
-    "ddp_training.py": 450,
+    "ddp_training.py": 400,
     "ddp_doctor/*": 11_500,
     "ddp_runs/*": 2_300,
     "hardened_ddp/*": 33_200,
@@ -59,8 +59,8 @@ BUDGETS = {
     "hardened_ddp/step/*": 2_117,
     "hardened_ddp/reporting/*": 2_045,
     "hardened_ddp/task/*": 1_940,
-    "hardened_ddp/checkpoint/*": 1_890,
-    "hardened_ddp/training/*": 3_090,
+    "hardened_ddp/checkpoint/*": 1_797,
+    "hardened_ddp/training/*": 2_970,
     "hardened_ddp/export/*": 522,
     "hardened_ddp/model/*": 3_050,
     "hardened_ddp/preflight/*": 1_240,
