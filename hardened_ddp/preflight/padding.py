@@ -96,7 +96,7 @@ class _Sums(NamedTuple):
     """What forward and backward gave."""
 
     loss: float
-    count: float
+    num_counted: float
     norms: list[float]
     """Of the gradient of each parameter."""
 
@@ -113,7 +113,7 @@ def _are_equal(one: _Sums, other: _Sums) -> bool:
     pairs = zip(one.norms, other.norms, strict=True)
     return (
         abs(one.loss - other.loss) <= _TOLERANCE * abs(one.loss)
-        and one.count == other.count
+        and one.num_counted == other.num_counted
         and all(abs(norm - its) <= _TOLERANCE * max(norm, least) for norm, its in pairs)
     )
 
