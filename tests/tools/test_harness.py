@@ -232,7 +232,9 @@ def test_a_command_at_its_limit_is_killed_with_children_in_other_sessions(
         monkeypatch.setattr(processes, "LEAST_S", 0.0)
         with pytest.raises(RankFailure, match=r"did not end in 0\.03 s\n") as failure:
             command.wait(timeout_s=0.01)
-    child = read_process(int(str(failure.value).split("child ")[1].split()[0]))
+    pid = int(str(failure.value).split("child ")[1].split()[0])
+    _wait_until_gone(pid)
+    child = read_process(pid)
     assert child is None or not child.is_alive
 
 
