@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hardened_ddp.data.batches.own_order import MAX_KEPT_ORDER
-from hardened_ddp.data.batches.permutation import Words, hash_word, hash_words, permute
+from hardened_ddp.data.batches.permutation import Words, hash_words, permute
 from hardened_ddp.data.batches.sampler import (
     EpochOrder,
     Window,
@@ -98,14 +98,6 @@ PINNED_SMALL = [2, 9, 0, 7, 3, 4, 5, 8, 6, 1]
 PINNED_LARGE = [220888298, 4419216, 831747538]
 
 
-def test_an_order_outside_of_its_range_is_an_error() -> None:
-    order = EpochOrder(10, seed=0, epoch=0)
-    assert order.take(10, 10).tolist() == []
-    for start, stop in ((-1, 3), (5, 11), (6, 5)):
-        with pytest.raises(IndexError):
-            order.take(start, stop)
-
-
 def test_a_billion_samples_cost_no_time_and_no_memory() -> None:
     start = time.process_time()
     order = EpochOrder(10**9, seed=0, epoch=0)
@@ -146,9 +138,6 @@ def test_the_array_hash_is_the_hash_of_the_seeds() -> None:
     gamma = 0x9E3779B97F4A7C15
     word = hash_words(np.array([1], dtype=np.uint64), key=(gamma + 5) % 2**64)
     assert int(word[0]) >> 1 == mix(5)
-    for number in (0, 1, 2**40 + 7, 2**64 - 1):
-        [word] = hash_words(np.array([number], dtype=np.uint64), key=2**63 - 9)
-        assert int(word) == hash_word(number, key=2**63 - 9)
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 7, 8, 100])

@@ -18,13 +18,11 @@ Words = npt.NDArray[np.uint64]
 
 # The constants of SplitMix64: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number
 # Generators", OOPSLA 2014, figure 17 (gamma is the golden ratio; the others are Stafford's mix 13).
-_GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_MASK = (1 << 64) - 1
-
-# The same for arrays. WHY arrays of no dimension: with one, an operation on a few hundred words
-# takes 0.3 us; with np.uint64(30), built for the call, it takes 1.6 us (numpy 2.4).
-_GAMMA_WORD, _FIRST_WORD, _SECOND_WORD, _30, _27, _31 = (
-    np.array(value, dtype=np.uint64) for value in (_GAMMA, _FIRST, _SECOND, 30, 27, 31)
+# WHY arrays of no dimension: with one, an operation on a few hundred words takes 0.3 us; with
+# np.uint64(30), built for the call, it takes 1.6 us (numpy 2.4).
+_GAMMA, _FIRST, _SECOND, _30, _27, _31 = (
+    np.array(value, dtype=np.uint64)
+    for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 30, 27, 31)
 )
 
 
@@ -36,28 +34,17 @@ def hash_words(words: Words, *, key: int | Words) -> Words:
     This is output number `word` of the SplitMix64 generator that starts from key. Each of its
     operations can be undone, which is why no two words collide.
     """
-    hashed = words * _GAMMA_WORD  # WHY no overflow check: arithmetic is modulo 2**64 by design
+    hashed = words * _GAMMA  # WHY no overflow check: arithmetic is modulo 2**64 by design
     hashed += np.asarray(key, dtype=np.uint64)
     hashed ^= hashed >> _30
-    hashed *= _FIRST_WORD
+    hashed *= _FIRST
     hashed ^= hashed >> _27
-    hashed *= _SECOND_WORD
+    hashed *= _SECOND
     hashed ^= hashed >> _31
     return hashed
 
 
-def hash_word(word: int, *, key: int) -> int:
-    """Hash one word as hash_words does."""
-    hashed = (word * _GAMMA + key) & _MASK
-    hashed = ((hashed ^ (hashed >> 30)) * _FIRST) & _MASK
-    hashed = ((hashed ^ (hashed >> 27)) * _SECOND) & _MASK
-    return hashed ^ (hashed >> 31)
-
-
 _ROUNDS = 6
-# So few values are walked one by one: 5 us for each round trip, where the operations on an array,
-# however short, take 35 us.
-_FEW = 8
 
 
 def permute(
@@ -83,36 +70,19 @@ def permute(
         round_keys = [np.repeat(of_round, lengths) for of_round in round_keys]
     values = _feistel(positions, half_bits=half_bits, round_keys=round_keys)
     outside = np.flatnonzero(values >= num_samples)
-    while outside.size > _FEW:
-        walked = _feistel(values[outside], half_bits=half_bits, round_keys=_of(round_keys, outside))
+    while outside.size:
+        own_keys = [of_all if len(of_all) == 1 else of_all[outside] for of_all in round_keys]
+        walked = _feistel(values[outside], half_bits=half_bits, round_keys=own_keys)
         values[outside] = walked
         outside = outside[walked >= num_samples]
-    for index in outside.tolist():
-        value, of_one = int(values[index]), [int(k.item()) for k in _of(round_keys, [index])]
-        while value >= num_samples:
-            value = _feistel_of_one(value, half_bits=half_bits, round_keys=of_one)
-        values[index] = value
     return values
 
 
-def _of(round_keys: list[Words], indices: npt.NDArray[np.int64] | list[int]) -> list[Words]:
-    """Return the keys of some positions; the one key of all of them as it is."""
-    return [of_round if len(of_round) == 1 else of_round[indices] for of_round in round_keys]
-
-
 def _feistel(values: Words, *, half_bits: int, round_keys: list[Words]) -> Words:
-    shift = np.array(half_bits, dtype=np.uint64)  # arrays: see permutation.py
+    shift = np.array(half_bits, dtype=np.uint64)  # WHY arrays: see above
     mask = np.array((1 << half_bits) - 1, dtype=np.uint64)
     left, right = values >> shift, values & mask
     for round_key in round_keys:
         left, right = right, left ^ (hash_words(right, key=round_key) & mask)
     joined: Words = (left << shift) | right
     return joined
-
-
-def _feistel_of_one(value: int, *, half_bits: int, round_keys: list[int]) -> int:
-    mask = (1 << half_bits) - 1
-    left, right = value >> half_bits, value & mask
-    for round_key in round_keys:
-        left, right = right, left ^ (hash_word(right, key=round_key) & mask)
-    return (left << half_bits) | right
