@@ -1,6 +1,5 @@
 """Batches made by the user's collate: padding, faults of its own, and parts of such a batch."""
 
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -94,10 +93,6 @@ class PaddedRows(Rows):
     @staticmethod
     def collate_fn(samples: list[Any]) -> Any:
         return pad(samples)
-
-
-class NoCollate(Rows):
-    collate_fn = "pad"
 
 
 def rows(train: bool) -> Rows:
@@ -262,7 +257,6 @@ def test_the_collate_of_the_dataset_is_used_unless_another_is_named() -> None:
         ("no_such_package:pad", "can't be imported"),
         ("tests.data.test_collate:NO_LENGTH", "is of type int, not a class or function"),
         ("tests.data.test_collate:Needy", "can't be made without arguments"),
-        ("tests.data.test_collate:Rows", "that can't be called"),
     ],
 )
 def test_a_collate_that_cannot_be_used_is_told(setting: str, told: str) -> None:
@@ -270,18 +264,6 @@ def test_a_collate_that_cannot_be_used_is_told(setting: str, told: str) -> None:
         find_collate(Rows(), setting)
     assert told in caught.value.message
     assert caught.value.fix
-    with pytest.raises(DataError, match="collate_fn is a str, not a function"):
-        find_collate(NoCollate(), "auto")
-
-
-def test_a_collate_that_cannot_be_sent_is_run_in_process(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    local = Fetcher(Rows(), seed=0, collate=lambda samples: pad(samples))
-    with caplog.at_level(logging.WARNING):
-        stream = make_stream(Rows(), 1, start_method="forkserver")
-        type(stream).__init__(stream, local, stream.plan, stream.config, pin_memory=False)
-    assert "using 0: the dataset or its collate can't be sent to a worker" in caplog.text
 
 
 def learn(output: Path, *words: str) -> dict[str, torch.Tensor]:

@@ -1,18 +1,16 @@
 """How samples become a batch: torch's way, or a function of the user's.
 
-Owns the choice (--collate, or the dataset's own collate_fn), the split into inputs and labels, and
-what is reported when a batch can't be made: which samples, and the line of the user's code.
-What goes wrong here: it raises for one sample or for all, gives no (inputs, labels), or leaves
-samples out.
+The function is --collate, or the dataset's own collate_fn. It may raise for one sample or for all,
+give no (inputs, labels), or leave samples out: what is reported names the samples, and the line of
+the user's code.
 Does not own: reading the samples (fetch.py).
 """
 
 import contextlib
 import inspect
-import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -21,7 +19,7 @@ from torch.utils.data import Subset
 from hardened_ddp.data.batches.batch import BadSample, Batch
 from hardened_ddp.data.batches.length_split import LengthSplit
 from hardened_ddp.data.batches.nesting import fields_of, is_dataclass
-from hardened_ddp.data.foreign_code import describe, import_callable
+from hardened_ddp.data.foreign_code import describe, import_callable, line_of_user
 from hardened_ddp.errors import ANY_FAILURE, DataError, SampleError
 
 Collate = Callable[[list[Any]], Any]
@@ -42,29 +40,18 @@ def find_collate(dataset: Any, setting: str) -> Collate | None:  # Any: a map-st
     if setting == AUTO_COLLATE:
         while isinstance(dataset, Subset) and not hasattr(dataset, "collate_fn"):
             dataset = dataset.dataset
-        found = getattr(dataset, "collate_fn", None)
-        if found is not None and not callable(found):
-            raise DataError(
-                f"the dataset's collate_fn is a {type(found).__name__}, not a function",
-                fix="make it a method that takes a list of samples, or remove it",
-            )
-        return found
+        own: Collate | None = getattr(dataset, "collate_fn", None)
+        return own
     found = import_callable(setting, setting="collate", error=DataError)
     if not inspect.isclass(found):
         return found
     try:
-        made = found()
+        return cast(Collate, found())
     except ANY_FAILURE as error:  # WHY broad: the user's code
         raise DataError(
             f"--collate {setting} can't be made without arguments: {describe(error)}",
             fix="name a function that takes a list of samples, or a class without arguments",
         ) from error
-    if not callable(made):
-        raise DataError(
-            f"--collate {setting} makes a {type(made).__name__} that can't be called",
-            fix="give the class a method __call__(self, samples)",
-        )
-    return made
 
 
 def split_targets(data: Any) -> tuple[Any, Any]:  # Any: a foreign sample, or a batch of them
@@ -156,7 +143,7 @@ def collate_by(
         found = _failing_places(collate, samples)
         if not found or len(found) == len(samples):  # no single sample is the cause
             raise SampleError(
-                f"collate failed on samples {numbers[:4]}: {_described_with_line(error)}",
+                f"collate failed on samples {numbers[:4]}: {describe(error)}{line_of_user(error)}",
                 fix="it takes a list of samples, as dataset[i] returns them, and returns (inputs, "
                 "labels), or a mapping with 'labels'",
             ) from error
@@ -195,14 +182,8 @@ def _failing_places(collate: Collate, samples: Sequence[Any]) -> dict[int, str]:
         try:
             collate([sample])
         except ANY_FAILURE as error:  # WHY broad: the user's code; reported for its sample
-            found[place] = _described_with_line(error)
+            found[place] = f"{describe(error)}{line_of_user(error)}"
     return found
-
-
-def _described_with_line(error: BaseException) -> str:
-    """Describe an error of the user's code with the line that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{describe(error)} ({frames[-1].filename}:{frames[-1].lineno})"
 
 
 def _why_incomplete(labels: Any, num_samples: int) -> str:  # Any: as collate returned them

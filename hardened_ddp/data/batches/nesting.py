@@ -1,7 +1,6 @@
 """Samples and batches as datasets nest them: mappings, tuples, lists, dataclasses, None, strings.
 
-Owns the walk through such a value (map_tensors), making a batch of samples (stack), and taking some
-samples out of a batch (pick). What is no tensor and no container passes through unchanged.
+What is no tensor and no container passes through unchanged.
 Does not own: which part of a sample is its label, collating by a user's code (collate.py).
 """
 
@@ -99,16 +98,10 @@ def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the ordinary tensors that hold the values of a sparse, nested or ordinary one."""
     if tensor.is_nested:
         return list(tensor.unbind())
-    match tensor.layout:
-        case torch.sparse_coo:
-            whole = tensor.coalesce()
-            return [whole.indices(), whole.values()]
-        case torch.sparse_csr | torch.sparse_bsr:
-            return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-        case torch.sparse_csc | torch.sparse_bsc:
-            return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-        case _:
-            return [tensor]
+    if tensor.layout == torch.strided:
+        return [tensor]
+    whole = tensor.to_sparse().coalesce()
+    return [whole.indices(), whole.values()]
 
 
 def leaves(value: Any) -> Iterator[Any]:  # Any: a dataset's data
