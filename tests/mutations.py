@@ -96,15 +96,15 @@ MUTATIONS = [
     ),
     Mutation(
         "data/batches/checks.py",
-        "~tensor.isfinite() if is_alone else tensor.isnan()\n        counts",
-        "~tensor.isfinite()\n        counts",
+        "~tensor.isfinite() if is_alone else tensor.isnan()",
+        "~tensor.isfinite()",
         f"{FAULTS} -k 'number or mask or infin or nan'",
     ),
     Mutation("data/batches/checks.py", "or max(values) >= self.num_classes", "", FAULTS),
     Mutation(
         "data/batches/read_errors.py",
-        "following = reason if is_error else",
-        "following =",
+        "following = following.__cause__ or following.__context__",
+        "following = None",
         f"{FAULTS} -k 'moment or pass or transient'",
     ),
     Mutation(

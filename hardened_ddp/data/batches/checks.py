@@ -1,10 +1,9 @@
 """Values that a model can't take: labels out of range, inputs that are NaN or infinite.
 
-Owns finding them where a batch is made, on the CPU and by sample. WHY there: on a GPU a wrong label
+They are found where a batch is made, on the CPU and by sample. WHY there: on a GPU a wrong label
 ends the process with a device-side assert that names no sample, and one NaN spoils all weights.
-
-Cost: one reduction over labels and one over float inputs for each batch. Data in memory that never
-changes is checked once, when the loader is built, and not again.
+Cost: one reduction over labels and one over float inputs for each batch; data in memory that never
+changes is checked once, when the loader is built.
 """
 
 import math
@@ -64,11 +63,11 @@ class Checks:
 
     def problem_of(self, batch: Batch) -> str:
         """Say what is wrong in a batch that a user's collate made, as a whole; usually empty."""
+        is_alone = isinstance(batch.inputs, torch.Tensor)
+        for tensor in tensors_of(batch.inputs) if self.inputs else ():
+            if tensor.is_floating_point() and (count := int(_is_wrong(tensor, is_alone).sum())):
+                return _not_finite(count, is_alone)
         found: dict[int, str] = {}
-        if self.inputs:
-            is_alone = isinstance(batch.inputs, torch.Tensor)
-            for tensor in tensors_of(batch.inputs):
-                _note_not_finite(tensor, is_alone, found)
         labels = batch.targets
         is_tensor = isinstance(labels, torch.Tensor)
         if self.num_classes and is_tensor and len(labels) == batch.num_samples:
@@ -124,23 +123,20 @@ def _find_no_classes(labels: torch.Tensor, num_classes: int, found: dict[int, st
         )
 
 
-def _note_not_finite(tensor: torch.Tensor, is_alone: bool, found: dict[int, str]) -> None:
-    if not tensor.is_floating_point():
-        return
-    is_wrong = ~tensor.isfinite() if is_alone else tensor.isnan()
-    if count := int(is_wrong.sum()):
-        what = "NaN or infinite" if is_alone else "NaN"
-        found[0] = f"{count} {_NOT_FINITE} {what}"
-
-
 def _find_not_finite(batch: Batch, found: dict[int, str]) -> None:
-    # In a mapping or a tuple infinity may be a mask, so it is not checked there.
     is_alone = isinstance(batch.inputs, torch.Tensor)
     for tensor in tensors_of(batch.inputs):
         if not tensor.is_floating_point() or tensor.dim() == 0 or len(tensor) != batch.num_samples:
             continue
-        is_wrong = ~tensor.isfinite() if is_alone else tensor.isnan()
-        counts = is_wrong.view(len(tensor), -1).sum(dim=1)
+        counts = _is_wrong(tensor, is_alone).view(len(tensor), -1).sum(dim=1)
         for place in counts.nonzero().flatten().tolist():
-            what = "NaN or infinite" if is_alone else "NaN"
-            found[place] = f"{int(counts[place])} {_NOT_FINITE} {what}"
+            found[place] = _not_finite(int(counts[place]), is_alone)
+
+
+def _is_wrong(tensor: torch.Tensor, is_alone: bool) -> torch.Tensor:
+    # In a mapping or a tuple infinity may be a mask, so it is not checked there.
+    return ~tensor.isfinite() if is_alone else tensor.isnan()
+
+
+def _not_finite(count: int, is_alone: bool) -> str:
+    return f"{count} {_NOT_FINITE} {'NaN or infinite' if is_alone else 'NaN'}"

@@ -1,12 +1,9 @@
 """Batches in order, each exactly once, whatever happens to a worker: of training and of the test.
 
-Owns which batches are requested, and their reading: in this process, or by worker processes
-(worker_pool.py). Unanswered requests are kept, so no sample is lost when a worker dies: new workers
-start at the first unanswered request. Depending on the fault there are then half as many workers,
-or batches come through pipes; after a time without faults it goes back up (WorkerFallback).
-
-WHY no DataLoader without workers: it would cost a tiny model 8 % of each step.
-What goes wrong here: workers killed for memory, hung, or out of shared memory: see _recover.
+Batches are read in this process, or by worker processes (worker_pool.py). When a worker dies, hangs
+or runs out of shared memory, no sample is lost: new workers start at the first unanswered request.
+There are then half as many, or batches come through pipes; after a time without faults it goes back
+up (WorkerFallback). WHY no DataLoader without workers: it costs a tiny model 8 % of each step.
 Does not own: which rank gets which samples (sampler.py), making a batch of them (fetch.py).
 """
 
@@ -14,7 +11,7 @@ import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -44,11 +41,9 @@ log = logging.getLogger(__name__)
 
 Requests = Callable[[], Iterator[Request]]
 MAX_LOST_PER_BATCH = 3  # with more, the cause is the storage, not the samples
+MOST_DOUBLINGS = 6  # of the required time without faults: from 5 minutes to 5 hours
+_FIRST_SAMPLES = 8  # of the test set: a wrong form shows in the first ones
 _LOST = "its worker was lost"
-
-
-MOST_DOUBLINGS = 6
-"""How often the required time without faults doubles: from 5 minutes to 5 hours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +76,6 @@ class WorkerFallback:
         self._num_doublings = 0
         self._moved_at = clock()
         self._went_up = False
-        self.is_low = False
-        """Whether a level above was left."""
 
     @property
     def wait_s(self) -> float:
@@ -95,7 +88,7 @@ class WorkerFallback:
             is_soon = self._clock() - self._moved_at < 2 * self.wait_s
             self._num_doublings = min(self._num_doublings + 1, MOST_DOUBLINGS) if is_soon else 0
         self._above.append(self.level)
-        self.level, self.is_low = level, True
+        self.level = level
         self._moved_at, self._went_up = self._clock(), False
 
     def stay(self) -> None:
@@ -103,13 +96,12 @@ class WorkerFallback:
         self._moved_at = self._clock()
 
     def is_quiet(self) -> bool:
-        """Return whether there was no fault for long enough to go up."""
-        return self.is_low and 0 < self.wait_s <= self._clock() - self._moved_at
+        """Return whether there is a level to go up to, and was no fault for long enough."""
+        return bool(self._above) and 0 < self.wait_s <= self._clock() - self._moved_at
 
     def go_up(self) -> None:
         """Go back to the level that was left last."""
         self.level = self._above.pop()
-        self.is_low = bool(self._above)
         self._moved_at, self._went_up = self._clock(), True
 
 
@@ -164,36 +156,38 @@ class BatchReader:
         Raises LoaderError if several samples in a row kill or hang their reader.
         """
         pending = self._pending = _PendingRequests(requests())
-        is_done = False
-        while not is_done:
+        while True:
             self._go_up_if_quiet()
+            read = self._read_by_workers if self.num_workers else self._read_here
             try:
-                read = self._read_by_workers if self.num_workers else self._read_here
-                is_done = yield from read(pending)
+                for batch in read(pending):
+                    pending.unanswered.popleft()
+                    if batch.troubles:
+                        self.retries.note(batch.troubles)
+                    yield batch
+                    if self.fallback.is_quiet():
+                        break  # to continue with more workers
+                else:
+                    return
             except WorkersLost as lost:
                 yield from self._recover(lost, pending.unanswered)
 
-    def _read_by_workers(self, pending: "_PendingRequests") -> Generator[Batch, None, bool]:
-        """Yield batches that workers read; False: not at the end, to continue with more workers."""
-        pool = self._start(pending.read())
-        while (batch := self._receive(pool, pending)) is not None:
-            if not (pending.unanswered and self.fetcher.answers(batch, pending.unanswered[0])):
+    def _read_by_workers(self, pending: "_PendingRequests") -> Iterator[Batch]:
+        unanswered, pool = pending.unanswered, self._start(pending.read())
+        while True:
+            self._waited_for = unanswered[0] if unanswered else None
+            if (batch := pool.receive()) is None:
+                break
+            if not (unanswered and self.fetcher.answers(batch, unanswered[0])):
                 raise WorkersLost("a batch came that was not requested")
-            pending.unanswered.popleft()
-            if batch.troubles:
-                self.retries.note(batch.troubles)
             yield batch
-            if self.fallback.is_low and self.fallback.is_quiet():
-                return False
-        if pending.unanswered:
+        if unanswered:
             raise WorkersLost("workers ended before they had answered all requests")
         self._is_idle = True
         if not self.config.persistent_workers:
             self.close()
-        return True
 
-    def _read_here(self, pending: "_PendingRequests") -> Generator[Batch, None, bool]:
-        """Yield batches that this process reads; False: not at the end, workers continue."""
+    def _read_here(self, pending: "_PendingRequests") -> Iterator[Batch]:
         for request in pending.read():
             self._waited_for = request
             try:
@@ -203,13 +197,7 @@ class BatchReader:
                     f"out of memory while reading samples {request[1][:4].tolist()} ...: {error}",
                     fix="lower --batch_size or --prefetch_factor, then --resume the run",
                 ) from error
-            pending.unanswered.popleft()
-            if batch.troubles:
-                self.retries.note(batch.troubles)
             yield batch
-            if self.fallback.is_low and self.fallback.is_quiet():
-                return False
-        return True
 
     def call_after_start(self, call: Callable[[], None]) -> None:
         """Register a function to call when workers have started: torch then replaced SIGCHLD."""
@@ -268,10 +256,6 @@ class BatchReader:
         self._pool.start(requests)
         self._after_start()
         return self._pool
-
-    def _receive(self, pool: WorkerPool, pending: "_PendingRequests") -> Batch | None:
-        self._waited_for = pending.unanswered[0] if pending.unanswered else None
-        return pool.receive()
 
     def _recover(self, lost: WorkersLost, unanswered: deque[Request]) -> Iterator[Batch]:
         """Go one level down, depending on the fault; yield the batches that were read one by one.
@@ -401,9 +385,6 @@ class _PendingRequests:
             self.num_read += 1
             self.unanswered.append(request)
             yield request
-
-
-_FIRST_SAMPLES = 8  # of the test set: a wrong form shows in the first ones
 
 
 class TrainLoader:

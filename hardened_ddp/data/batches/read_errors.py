@@ -1,7 +1,7 @@
 """Read errors of samples: which ones are transient, and how they are retried and reported.
 
-Owns which errors are transient (a network disk that is busy, a connection that broke), the waits
-between retries, and the log: reads that succeeded after a retry are summed up in one line a minute.
+Transient is a network disk that is busy, or a connection that broke. Reads that succeeded after a
+retry are summed up in one line a minute.
 Does not own: reading (fetch.py), workers that die (loader.py).
 """
 
@@ -124,12 +124,9 @@ class RetryReport:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and its causes."""
     following: BaseException | None = error
     for _ in range(_MOST_CAUSES):
         if following is None:
             return
         yield following
-        reason = getattr(following, "reason", None)  # urllib's way
-        is_error = isinstance(reason, BaseException)
-        following = reason if is_error else following.__cause__ or following.__context__
+        following = following.__cause__ or following.__context__

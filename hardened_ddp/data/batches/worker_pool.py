@@ -1,13 +1,11 @@
 """Worker processes that read micro-batches for one rank, through torch's DataLoader.
 
-Owns their start, the wait for a batch, and their end; WorkersLost says what happened to them. Also
-the signals that are for a rank and not for its workers: a scheduler and torchrun send SIGTERM, and
-Ctrl-C reaches every process of a terminal, but until it stops, a rank needs batches.
+A worker may run out of memory, crash in a decoder, hang on a disk. torch notices a dead one only
+when a wait for data has timed out, so we wait with short timeouts. WHY never next() again after any
+other error: torch would silently skip the lost batch.
+Signals are for a rank and not for its workers: a scheduler and torchrun send SIGTERM, and Ctrl-C
+reaches every process of a terminal, but until it stops, a rank needs batches.
 Does not own: what is done about lost workers (loader.py), how many there are (workers.py).
-
-What goes wrong here: a worker runs out of memory, crashes in a decoder, hangs on a disk. torch
-notices a dead worker only when a wait for data has timed out, so we wait with short timeouts.
-WHY never next() again after any other error: torch would silently skip the lost batch.
 """
 
 import contextlib
@@ -24,7 +22,6 @@ from functools import partial
 from multiprocessing import resource_tracker, util
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
-from types import FrameType
 from typing import Any
 
 import torch
@@ -85,7 +82,9 @@ class WorkerPool:
         self.timeout_s = timeout_s
         self._requests = _Requests()
         self._workers: list[BaseProcess] = []
-        kill_at_exit(self, self._workers)
+        # WHY: at the end of a process that left them, multiprocessing sends SIGTERM, and waits for
+        # them. These are killed then, or when this object is gone.
+        util.Finalize(self, _kill, (self._workers,), exitpriority=0)
         self._iterator: Iterator[Any] | None = None  # Any: what _Reader sends
         _make_folder_of_sockets()
         context = multiprocessing.get_context(plan.start_method)
@@ -306,7 +305,7 @@ def _prepare_worker(worker_id: int) -> None:
     info = get_worker_info()
     if info is not None and isinstance(info.dataset, _Reader):
         info.dataset.begin(worker_id)
-    leave_signals_to_rank()
+    _leave_signals_to_rank()
     torch.set_num_threads(1)
 
 
@@ -369,29 +368,17 @@ def signals_of_rank_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def leave_signals_to_rank() -> None:
+def _leave_signals_to_rank() -> None:
     """Let them do nothing in this process, a worker.
 
     WHY a handler for SIGTERM: programs that the dataset starts would inherit a mask, and could not
     be ended by it.
     """
-    signal.signal(signal.SIGTERM, _do_nothing)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS_OF_THE_RANK - {signal.SIGTERM})
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-
-
-def kill_at_exit(pool: object, workers: Sequence[BaseProcess]) -> None:
-    """Kill what is in workers when pool is gone, or when this process ends.
-
-    WHY: at the end of a process that left them, multiprocessing sends SIGTERM, and waits for them.
-    """
-    util.Finalize(pool, _kill, (workers,), exitpriority=0)
 
 
 def _kill(workers: Sequence[BaseProcess]) -> None:
     for worker in workers:
         worker.kill()
-
-
-def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """Take a signal."""
