@@ -1,8 +1,8 @@
 """Reading the samples of one micro-batch, in this process or in a worker.
 
-Owns the handling of a sample that can't be read: it is retried, then reported with its reason, and
-the batch holds the other samples; the caller decides what to do. The same holds for a sample with a
-value that the model can't take (checks.py).
+A sample that can't be read is retried, then reported with its reason, and the batch holds the other
+samples; the caller decides what to do. The same holds for a sample with a value that the model
+can't take (checks.py).
 WHY errors are not raised as exceptions: one that can't be pickled would hang a worker's reader, and
 one sample's error would cost the whole batch.
 """
@@ -71,9 +71,11 @@ class Fetcher:
         if collate is not None and self.uses_randomness:
             self.reads_batches = False
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        sent = (self.dataset, self.seed, self.checks, self.collate, self.split)
-        return _unpack, (_Needs("torchvision" in sys.modules), sent)
+    def __getstate__(self) -> dict[str, Any]:
+        # WHY first: unpickling a torchvision dataset imports torchvision, and a worker must repair
+        # that import before if this process had to.
+        needed = {"_needed": _Torchvision()} if "torchvision" in sys.modules else {}
+        return {**needed, **self.__dict__, "reading": [-1]}
 
     def __getitem__(self, request: Request) -> Batch:
         """Read one micro-batch. torch's DataLoader calls this in a worker."""
@@ -184,24 +186,22 @@ class Fetcher:
 
     def _read_sample(self, epoch: int, index: int, troubles: list[str]) -> Any:
         """Read one sample, with retries. Raises the dataset's error. Any: the dataset's sample"""
-        try:
-            # WHY per sample: its augmentation must not depend on which rank or worker reads it.
+
+        def read() -> Any:  # Any: as above
+            # WHY per sample: its augmentation must not depend on which rank or worker reads it, nor
+            # on a retry.
             if self.uses_randomness:
                 seed_sample(self.seed, epoch, index)
             return self.dataset[index]
+
+        try:
+            return read()
         except MemoryError:
             raise
         except Exception as error:  # WHY broad: the user's code
             if is_permanent(error):
                 raise
             first = error
-
-        def read() -> Any:  # Any: as above
-            # WHY seed again: a retry must not change the sample's random numbers.
-            if self.uses_randomness:
-                seed_sample(self.seed, epoch, index)
-            return self.dataset[index]
-
         # WHY retry once in any case: a file that was read while incomplete may be complete now.
         return retry_read(read, first, troubles) if is_transient(first) else read()
 
@@ -261,24 +261,13 @@ def preserved_rng() -> Iterator[None]:
         np.random.set_state(numpy_state)
 
 
-class _Needs:
-    """What must be imported before the dataset is unpickled: so it comes first in the pickle.
-
-    WHY: unpickling a torchvision dataset imports torchvision, and a worker must repair that import
-    first if this process had to.
-    """
-
-    def __init__(self, has_torchvision: bool) -> None:
-        self.has_torchvision = has_torchvision
-        if has_torchvision:
-            import_torchvision()
+class _Torchvision:
+    """Imports torchvision where it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Needs, (self.has_torchvision,)
+        return _import_torchvision, ()
 
 
-def _unpack(_: _Needs, sent: Any) -> Fetcher:
-    dataset, seed, checks, collate, split = sent
-    fetcher = Fetcher(dataset, seed=seed, checks=checks, collate=collate)
-    fetcher.split = split
-    return fetcher
+def _import_torchvision() -> _Torchvision:
+    import_torchvision()
+    return _Torchvision()

@@ -1,22 +1,20 @@
 """What a dataset costs each loader worker that it is sent to.
 
-Owns the measurement, made by a trial that writes nothing, and the choice that follows: tensors go
-through shared memory, as torch's own DataLoader sends them, so that all workers of a rank have one
-copy; what else a dataset holds (numpy arrays, lists) is copied into each worker.
-What goes wrong here: /dev/shm is small in containers, and each shared tensor is an open file. Then
-tensors are copied, too.
+Tensors go through shared memory, as torch's own DataLoader sends them, so that all workers of a
+rank have one copy; what else a dataset holds (numpy arrays, lists) is copied into each worker. So
+are tensors where /dev/shm is small, as in containers, or where there are too many: each shared one
+is an open file. A trial that writes nothing measures it.
 """
 
-import os
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-SHARED_MEMORY = Path("/dev/shm")
+from hardened_ddp.data.batches.workers import SHARED_MEMORY, free_shared_memory
+
 MOST_PRIVATE_BYTES = 100 * 2**20
 """Of one worker. More of it is worth a warning."""
 
@@ -38,28 +36,23 @@ class SendingCost:
 
     def fits(self, *, local_world_size: int) -> bool:
         """Return whether the tensors of all ranks here can be in shared memory."""
-        if self.num_tensors > _MOST_SHARED_TENSORS:
-            return False
-        try:
-            status = os.statvfs(SHARED_MEMORY)
-        except OSError:
-            return False
-        free_bytes = status.f_bavail * status.f_frsize
-        return self.tensor_bytes * local_world_size * _SHM_MARGIN <= free_bytes
+        needed_bytes = self.tensor_bytes * local_world_size * _SHM_MARGIN
+        is_few = self.num_tensors <= _MOST_SHARED_TENSORS
+        return is_few and needed_bytes <= (free_shared_memory() or 0)
 
     def warning(self, *, num_workers: int, shares: bool) -> str:
         """Return what to do about memory that each worker copies; empty: it is not much."""
-        is_many = self.num_tensors > _MOST_SHARED_TENSORS
-        why = f"it holds {self.num_tensors} tensors" if is_many else "/dev/shm is too small"
         private_bytes = self.private_bytes + (0 if shares else self.tensor_bytes)
         if private_bytes <= MOST_PRIVATE_BYTES:
             return ""
-        size = f"about {private_bytes / 2**20:.0f} MiB"
+        is_many = self.num_tensors > _MOST_SHARED_TENSORS
+        why = f"it holds {self.num_tensors} tensors" if is_many else f"{SHARED_MEMORY} is too small"
         what = "its arrays and lists are copied" if shares else f"it is copied ({why})"
         return (
-            f"each of {num_workers} workers takes {size} of memory for the dataset, because "
-            f"{what}. Hold large data in a few torch tensors, which workers share, or in files "
-            "that are mapped (np.load(..., mmap_mode='r')); or take fewer workers (--num_workers)"
+            f"each of {num_workers} workers takes about {private_bytes / 2**20:.0f} MiB of memory "
+            f"for the dataset, because {what}. Hold large data in a few torch tensors, which "
+            "workers share, or in files that are mapped (np.load(..., mmap_mode='r')); or take "
+            "fewer workers (--num_workers)"
         )
 
 

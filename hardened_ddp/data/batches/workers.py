@@ -1,10 +1,8 @@
 """The number of loader workers and how they start, decided from the machine's real limits.
 
-Owns the decision, and reports it where it differs from the settings.
 WHY not os.cpu_count(): in a container it counts the host's CPUs; and every rank has workers.
 """
 
-import logging
 import multiprocessing
 import os
 from dataclasses import dataclass
@@ -12,8 +10,6 @@ from pathlib import Path, PurePosixPath
 
 from hardened_ddp.settings.config import DataConfig
 from hardened_ddp.settings.wording import counted
-
-log = logging.getLogger(__name__)
 
 MOST_WORKERS = 8
 SHARED_MEMORY = Path("/dev/shm")
@@ -143,17 +139,25 @@ def _read_v1(folder: Path) -> float | None:
         return None
 
 
+def free_shared_memory() -> int | None:
+    """Return the bytes that are free in /dev/shm; None: unknown."""
+    try:
+        status = os.statvfs(SHARED_MEMORY)
+    except OSError:
+        return None
+    return status.f_bavail * status.f_frsize
+
+
 def _fit_shared_memory(
     workers: int, prefetch: int, bytes_per_batch: int, reasons: list[str]
 ) -> tuple[int, int]:
     """Reduce prefetching, then workers, until the batches in flight fit into /dev/shm."""
     if workers == 0:
         return 0, prefetch
-    try:
-        status = os.statvfs(SHARED_MEMORY)
-    except OSError:
+    free_bytes = free_shared_memory()
+    if free_bytes is None:
         return workers, prefetch
-    room = int(status.f_bavail * status.f_frsize / (_SHM_MARGIN * max(1, bytes_per_batch)))
+    room = int(free_bytes / (_SHM_MARGIN * max(1, bytes_per_batch)))
     if workers * prefetch <= room:
         return workers, prefetch
     fitted_prefetch = max(1, min(prefetch, room // workers))
