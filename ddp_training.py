@@ -295,7 +295,7 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
         data=data,
         sampler=sampler,
         train_loader=loader,
-        eval_loader=build_eval_loader(data, config.data, launch=launch, device=group.device),
+        eval_loader=build_eval_loader(data, config.data, group),
         replica=replica,
         gradients=sums,
         task=task,

@@ -43,9 +43,8 @@ def build_sampler(
 ) -> AnySampler:
     """Build what deals the samples to steps and ranks. Rank-local.
 
-    Of a map-style dataset it is a DistributedSampler: each rank gets its share of every window of
-    global_batch samples. Of a stream it stands where the checkpoint does. Raises DataError, or
-    CheckpointMismatchError if it is not the stream of the checkpoint.
+    Of a map-style dataset it is a DistributedSampler; of a stream it stands where the checkpoint
+    does. Raises DataError, or CheckpointMismatchError if it is not the stream of the checkpoint.
     """
     how: dict[str, Any] = {  # Any: numbers and flags
         "num_replicas": launch.world_size,
@@ -115,40 +114,25 @@ def build_train_loader(
 
     length: of the run; with a stream it learns the number of steps as soon as that is known.
     """
-    launch, device = group.launch, group.device
     if not isinstance(sampler, WindowSampler):
         sampler.length = length
         return _build_shard_loader(data, sampler, config, group=group)
-    checks = _checks_of(data.train, data, config.data)
-    collate = find_collate(data.train, config.data.collate)
-    fetcher = Fetcher(data.train, seed=sampler.seed, checks=checks, collate=collate)
-    reader = _build_reader(
-        fetcher, data, config.data, launch=launch, device=device, batch_size=sampler.batch_size
-    )
+    fetcher = _build_fetcher(data.train, data, config.data, seed=sampler.seed)
+    reader = _build_reader(fetcher, data, config.data, group, batch_size=sampler.batch_size)
     return TrainLoader(sampler, reader)
 
 
-def build_eval_loader(
-    data: TaskData, config: DataConfig, *, launch: Launch, device: torch.device
-) -> EvalLoader | None:
+def build_eval_loader(data: TaskData, config: DataConfig, group: Group) -> EvalLoader | None:
     """Build the loader of this rank's share of the test set; None without one. Rank-local."""
     if data.test is None:
         return None
-    collate = find_collate(data.test, config.collate)
-    reader = _build_reader(
-        Fetcher(data.test, seed=0, checks=_checks_of(data.test, data, config), collate=collate),
-        data,
-        config,
-        launch=launch,
-        device=device,
-        batch_size=config.eval_batch_size,
-    )
+    fetcher = _build_fetcher(data.test, data, config, seed=0)
     return EvalLoader(
         len(data.test),  # type: ignore[arg-type]  # map-style: it has a length
-        reader,
+        _build_reader(fetcher, data, config, group, batch_size=config.eval_batch_size),
         batch_size=config.eval_batch_size,
-        rank=launch.rank,
-        world_size=launch.world_size,
+        rank=group.launch.rank,
+        world_size=group.launch.world_size,
     )
 
 
@@ -159,75 +143,57 @@ def _build_shard_loader(
     from hardened_ddp.streams.shard_loader import ShardLoader
     from hardened_ddp.streams.stream_batches import HeldSamples
 
-    checks = _checks_of(data.train, data, config.data)
-    collate = find_collate(data.train, config.data.collate)
-    held = HeldSamples(sampler.stream, num_windows=_WINDOWS_HELD if collate is not None else 1)
+    of_stream = _build_fetcher(data.train, data, config.data, seed=sampler.seed)
+    plan = _plan(of_stream, data, config.data, group, batch_size=sampler.shuffle_block)
+    checks, collate = of_stream.checks, of_stream.collate
+    held = HeldSamples(sampler.stream, num_windows=1 if collate is None else _WINDOWS_HELD)
     fetcher = Fetcher(held, seed=sampler.seed, checks=checks, collate=collate)
     fetcher.shares_memory = False  # its batches are made in this process
-    plan = _plan(
-        Fetcher(data.train, seed=0, collate=collate),
-        data,
-        config.data,
-        launch=group.launch,
-        device=group.device,
-        batch_size=sampler.shuffle_block,
-    )
     num_mine = sampler.num_shards // (1 if sampler.is_shared else sampler.num_replicas)
     plan = replace(plan, num_workers=min(plan.num_workers, num_mine))
+    blocks = BlockReader(sampler.stream, seed=sampler.seed)
     return ShardLoader(
         sampler,
-        BatchReader(
-            BlockReader(sampler.stream, seed=sampler.seed), plan, config.data, pin_memory=False
-        ),
+        BatchReader(blocks, plan, config.data, pin_memory=False),
         fetcher,
         group,
         epochs=config.loop.epochs,
-        pin_memory=_pins_memory(config.data, group.device),
+        pin_memory=_pins_memory(config.data, group),
     )
 
 
-def _checks_of(dataset: AnyDataset, data: TaskData, config: DataConfig) -> Checks:
-    """Choose what to check in samples. Rank-local; checks all of a dataset in memory now."""
+def _build_fetcher(
+    dataset: AnyDataset, data: TaskData, config: DataConfig, *, seed: int
+) -> Fetcher:
+    """Build what reads batches. Rank-local; checks all of a dataset in memory now."""
     num_classes = data.num_classes if data.labels_are_classes else 0
-    return Checks.of(dataset, num_classes=num_classes, inputs=config.check_inputs)
+    checks = Checks.of(dataset, num_classes=num_classes, inputs=config.check_inputs)
+    return Fetcher(dataset, seed=seed, checks=checks, collate=find_collate(dataset, config.collate))
 
 
 def _build_reader(
-    fetcher: Fetcher,
-    data: TaskData,
-    config: DataConfig,
-    *,
-    launch: Launch,
-    device: torch.device,
-    batch_size: int,
+    fetcher: Fetcher, data: TaskData, config: DataConfig, group: Group, *, batch_size: int
 ) -> BatchReader:
-    plan = _plan(fetcher, data, config, launch=launch, device=device, batch_size=batch_size)
+    plan = _plan(fetcher, data, config, group, batch_size=batch_size)
     if getattr(fetcher.dataset, "is_read_in_order", False):
         # WHY one at most: it reads in order; several would each read all of it.
         plan = replace(plan, num_workers=min(1, plan.num_workers))
-    return BatchReader(fetcher, plan, config, pin_memory=_pins_memory(config, device))
+    return BatchReader(fetcher, plan, config, pin_memory=_pins_memory(config, group))
 
 
 def _plan(
-    fetcher: Fetcher,
-    data: TaskData,
-    config: DataConfig,
-    *,
-    launch: Launch,
-    device: torch.device,
-    batch_size: int,
+    fetcher: Fetcher, data: TaskData, config: DataConfig, group: Group, *, batch_size: int
 ) -> WorkerPlan:
     """Decide the workers of a loader from the size of a sample. Rank-local; reads one sample."""
     sample_bytes = fetcher[(0, torch.zeros(1, dtype=torch.int64))].size_bytes()
     return plan_workers(
         config,
         in_memory=data.in_memory,
-        local_world_size=launch.local_world_size,
-        uses_gpu=device.type == "cuda",
+        local_world_size=group.launch.local_world_size,
+        uses_gpu=group.device.type == "cuda",
         batch_bytes=sample_bytes * batch_size,
     )
 
 
-def _pins_memory(config: DataConfig, device: torch.device) -> bool:
-    uses_gpu = device.type == "cuda"
-    return uses_gpu if config.pin_memory is None else config.pin_memory and uses_gpu
+def _pins_memory(config: DataConfig, group: Group) -> bool:
+    return group.device.type == "cuda" and config.pin_memory is not False

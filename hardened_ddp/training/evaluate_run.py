@@ -94,7 +94,7 @@ def measure(
     model: nn.Module, task: Task, data: TaskData, config: Config, group: Group
 ) -> dict[str, Any]:
     """Measure loss and metrics on the test set. Collective: all ranks."""
-    loader = build_eval_loader(data, config.data, launch=group.launch, device=group.device)
+    loader = build_eval_loader(data, config.data, group)
     if loader is None:
         raise DataError(
             f"dataset {config.data.dataset} has no test set to evaluate on",
