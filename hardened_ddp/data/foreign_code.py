@@ -1,11 +1,9 @@
 """Code of others: importing a package or the user's module, and describing the errors it raises.
 
-Owns package.module:callable, the packages that only some commands need, and torchvision, whose
-wheel from the package index is built for CUDA: with a CPU build of torch its compiled operators
-don't load, and then its import fails when it registers their shapes. Datasets, transforms and
-classifiers need none of them: it is enough to declare the two that the import needs.
-What goes wrong here: a wrong path, the wrong folder, a name that is not a class or function, and an
-error in the user's module itself; that error is reported with its file and line.
+torchvision's wheel from the package index is built for CUDA: with a CPU build of torch its compiled
+operators don't load, and then its import fails when it registers their shapes. Datasets, transforms
+and classifiers need none of them: it is enough to declare the two that the import needs.
+An error in the user's module itself is reported with its file and line.
 Does not own: the call of what was imported.
 """
 
@@ -93,16 +91,16 @@ def import_extra(name: str, *, what: str) -> ModuleType:
     Raises MissingPackageError.
     """
     install = pip_command("requirements-extras.txt")
-    if importlib.util.find_spec(name) is not None:
-        if name == "transformers":
-            with contextlib.suppress(DataError):
-                import_torchvision()
-        try:
-            return importlib.import_module(name)
-        except ImportError as error:
-            reason = f"which can't be imported: {error}"
-            raise MissingPackageError(f"{what} needs {name}, {reason}", fix=install) from error
-    raise MissingPackageError(f"{what} needs {name}, which is not installed", fix=install)
+    if importlib.util.find_spec(name) is None:
+        raise MissingPackageError(f"{what} needs {name}, which is not installed", fix=install)
+    if name == "transformers":
+        with contextlib.suppress(DataError):
+            import_torchvision()
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        reason = f"which can't be imported: {error}"
+        raise MissingPackageError(f"{what} needs {name}, {reason}", fix=install) from error
 
 
 @cache

@@ -1,6 +1,6 @@
 """A batch: the samples of one micro-batch, and those that could not be read.
 
-Owns splitting a batch and moving it. Tensors may be nested as the dataset nests them (nesting.py).
+Tensors may be nested as the dataset nests them (nesting.py).
 Does not own: reading one (fetch.py).
 """
 

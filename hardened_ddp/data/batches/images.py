@@ -1,8 +1,7 @@
 """Images that are in memory as one tensor, fetched a batch at a time.
 
-Owns the batch-wise fetch, its normalisation and its augmentation. WHY batch-wise: taking 32 rows of
-one tensor costs as much as taking one, so it is ten times as fast as sample by sample, and faster
-than a worker process could send them.
+WHY batch-wise: taking 32 rows of one tensor costs as much as taking one, so it is ten times as fast
+as sample by sample, and faster than a worker process could send them.
 Augmentation is a function of (seed, epoch, sample index): neither ranks nor workers nor restarts
 change it.
 """

@@ -1,6 +1,6 @@
 """The ledger: the samples that each step consumed, and the proof that each was taken exactly once.
 
-Owns the files ledger/NNNN-rank-R.bin of a run folder: one for each rank and each start of the run.
+The files are ledger/NNNN-rank-R.bin of a run folder: one for each rank and each start of the run.
 A rank writes the samples of a step before it trains on them; the step counts if the run continued
 from that step or a later one. So a start from step S invalidates what earlier starts wrote for S
 and later steps: that work was lost, and is repeated.
@@ -226,11 +226,8 @@ def _records(raw: bytes, dtype: str) -> Iterator[tuple[int, int, Ids]]:
         position += _HEAD.size
         if position + count * width > len(raw):
             return  # cut off by a crash
-        yield (
-            step,
-            epoch,
-            np.frombuffer(raw, dtype=dtype, count=count, offset=position).astype("u8"),
-        )
+        ids = np.frombuffer(raw, dtype=dtype, count=count, offset=position)
+        yield step, epoch, ids.astype("u8")
         position += count * width
 
 
