@@ -18,25 +18,76 @@ from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import Phase
 
 
-class AfterBackward:
-    """The GradientSum of one rank, whose gradients are the sums, or of ranks that share memory."""
+class OneRank:
+    """The GradientSum of a run on one rank: its gradients are the sums."""
 
+    how = "of one rank"
+    tells_of_failures = True
+    allows_unused = True  # no other rank waits for a gradient
+    factor = 1.0
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self.local = LocalGradients(module)
+        self.call = module
+        self._device = device
+        self._nothing = nullcontext()
+
+    def sends_within(self, window: Window) -> bool:
+        return True  # nothing is to be sent after it
+
+    def begin(self, window: Window, *, keeps_local: bool) -> None:
+        """Nothing is left of an earlier try."""
+
+    def around(self, *, is_last: bool) -> AbstractContextManager[object]:
+        return self._nothing
+
+    def note_count(self, count: float | torch.Tensor) -> None:
+        """Its mark has it."""
+
+    def send_nan_for_rest(self) -> bool:
+        return True  # nobody waits
+
+    def finish(self, mine: Marks, *, window: Window, on_device: bool) -> Sums | None:
+        if not on_device:
+            if mine.has_failed:
+                return None
+            return Sums(num_samples=mine.num_samples, count=float(mine.count))
+        if mine.has_failed:
+            is_bad = torch.ones((), device=self._device)
+        else:
+            is_bad = flag_of(self.local.real()).to(self._device)
+        count = count_on(self._device, mine.count)
+        return Sums(num_samples=window.size, count=count, is_bad=is_bad)
+
+    def allow_unused(self) -> None:
+        """It is always allowed."""
+
+    def start_over(self) -> None:
+        """Nothing is left of a try."""
+
+    def warm_up(self, run: Callable[[nn.Module], None]) -> None:
+        """Nothing changes with the first backward."""
+
+    def release(self) -> None:
+        """There is no process group."""
+
+
+class AfterBackward:
+    """The GradientSum of CPU ranks that share memory."""
+
+    how = "summed through shared memory after backward (--no_shared_memory: by DDP)"
     tells_of_failures = True
     factor = 1.0
 
     def __init__(self, module: nn.Module, group: Group, *, allows_unused: bool) -> None:
         self.local = LocalGradients(module)
         self.call = module
-        self._is_alone = group.world_size == 1
-        self.how = "of one rank"
-        if not self._is_alone:
-            self.how = "summed through shared memory after backward (--no_shared_memory: by DDP)"
-        self.allows_unused = allows_unused or self._is_alone  # no other rank waits for a gradient
+        self.allows_unused = allows_unused
         self._group = group
         self._nothing = nullcontext()
 
     def sends_within(self, window: Window) -> bool:
-        return self._is_alone  # nothing is to be sent after it
+        return False
 
     def begin(self, window: Window, *, keeps_local: bool) -> None:
         """Nothing is left of an earlier try."""
@@ -51,21 +102,10 @@ class AfterBackward:
         return True  # its mark is enough
 
     def finish(self, mine: Marks, *, window: Window, on_device: bool) -> Sums | None:
-        if not self._is_alone:
-            parameters = self.local.parameters
-            if self.allows_unused:
-                parameters = used_anywhere(parameters, self._group)  # collective
-            return sum_with_marks(parameters, mine, self._group)  # collective
-        if not on_device:
-            if mine.has_failed:
-                return None
-            return Sums(num_samples=mine.num_samples, count=float(mine.count))
-        device = self._group.device
-        if mine.has_failed:
-            is_bad = torch.ones((), device=device)
-        else:
-            is_bad = flag_of(self.local.real()).to(device)
-        return Sums(num_samples=window.size, count=count_on(device, mine.count), is_bad=is_bad)
+        parameters = self.local.parameters
+        if self.allows_unused:
+            parameters = used_anywhere(parameters, self._group)  # collective
+        return sum_with_marks(parameters, mine, self._group)  # collective
 
     def allow_unused(self) -> None:
         self.allows_unused = True

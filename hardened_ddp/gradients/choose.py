@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hardened_ddp.errors import ModelError
-from hardened_ddp.gradients.after_backward import AfterBackward
+from hardened_ddp.gradients.after_backward import AfterBackward, OneRank
 from hardened_ddp.gradients.by_ddp import Buckets, ByDdp
 from hardened_ddp.gradients.sums import GradientSum
 from hardened_ddp.ranks.group import Group
@@ -42,7 +42,7 @@ def sum_gradients_of(
     """
     comm_hook, retries = config.ddp.comm_hook, config.loop.step_retry == "on"
     if group.world_size == 1:
-        return AfterBackward(module, group, allows_unused=True)
+        return OneRank(module, group.device)
     # WHY always: it checks that the ranks' parameters agree, and broadcasts them
     ddp = _build_ddp(module, group, config.ddp, finds_unused=finds_unused)  # collective
     # WHY not with --debug: whoever wants to see DDP at work is shown it

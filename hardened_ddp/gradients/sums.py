@@ -1,8 +1,9 @@
 """What a step asks of the object that sums its gradients over the ranks.
 
-There are two: AfterBackward (one rank, or CPU ranks of one machine: once backward is over, through
-shared memory), and ByDdp (DDP's hooks: while backward still runs). A step never asks which one it
-has. In both the sums themselves tell all ranks that one failed: no further message is sent.
+There are three: OneRank (nothing to add up) and AfterBackward (CPU ranks of one machine: once
+backward is over, through shared memory) in after_backward.py, and ByDdp (DDP's hooks: while
+backward still runs) in by_ddp.py. A step never asks which one it has. In each of them the sums
+themselves tell all ranks that one failed: no further message is sent.
 """
 
 import math

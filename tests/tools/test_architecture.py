@@ -54,7 +54,7 @@ BUDGETS = {
     "ddp_doctor/*": 11_500,
     "ddp_runs/*": 2_300,
     "hardened_ddp/*": 33_200,
-    "hardened_ddp/gradients/*": 821,
+    "hardened_ddp/gradients/*": 865,
     "hardened_ddp/settings/*": 2_475,
     "hardened_ddp/step/*": 2_117,
     "hardened_ddp/reporting/*": 2_045,
