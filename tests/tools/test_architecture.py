@@ -53,7 +53,7 @@ BUDGETS = {
     "ddp_training.py": 400,
     "ddp_doctor/*": 11_500,
     "ddp_runs/*": 2_300,
-    "hardened_ddp/*": 33_200,
+    "hardened_ddp/*": 31_050,
     "hardened_ddp/gradients/*": 865,
     "hardened_ddp/settings/*": 2_475,
     "hardened_ddp/step/*": 2_117,
@@ -70,7 +70,7 @@ BUDGETS = {
     "hardened_ddp/streams/*": 2_725,
     "ddp_drills/*": 2_590,
     "launchers/*": 692,
-    "tests/*": 35_900,
+    "tests/*": 34_400,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.
