@@ -1,7 +1,8 @@
 """Hugging Face datasets read as a stream: --dataset hf:PATH_OR_NAME --streaming.
 
 Owns opening one, and what a row becomes: (image, label) where it has such columns, else a mapping
-of its columns with lists of numbers as tensors. Each file of the dataset is a shard.
+of its columns with lists of numbers as tensors. Each file of the dataset is a shard. A file of its
+own, because only --streaming needs what it imports.
 """
 
 from collections.abc import Mapping
