@@ -213,8 +213,7 @@ def train(settings: Resolved, group: Group) -> int:
     ):
         add_log_file(folder.folder / "logs", rank=group.launch.rank)
         saved = read_checkpoint(folder, group)  # collective: rank 0 reads, all get it
-        if saved is None:
-            folder.write_settings(settings)
+        folder.begin(settings, saved)
         parts = build(settings, group, saved)  # collective
         check_stop_when(parts)
         check_evaluation(parts)  # collective

@@ -106,6 +106,13 @@ class RunFolder:
             before_commit=partial(check_held, self.folder, self.token),
         )
 
+    def begin(self, settings: Resolved, saved: Saved | None) -> None:
+        """Say what is resumed; of a new run, write the settings at once."""
+        if saved is None:
+            self.write_settings(settings)
+        else:
+            log.info("resuming %s from step %d", self.folder, saved.meta["step"])
+
     def write_settings(self, settings: Resolved) -> None:
         """Write the settings beside the run, on rank 0; a resume takes them up.
 
@@ -179,10 +186,7 @@ def read_checkpoint(run: RunFolder, group: Group, *, at_most: int | None = None)
 
     if not group.run_on_main(choose, what="looking at the checkpoint"):  # collective
         return None
-    saved = share_checkpoint(group, chosen[0] if chosen else None)  # collective
-    if at_most is None:
-        log.info("resuming %s from step %d", run.folder, saved.meta["step"])
-    return saved
+    return share_checkpoint(group, chosen[0] if chosen else None)  # collective
 
 
 def share_checkpoint(group: Group, found: Found | None) -> Saved:
