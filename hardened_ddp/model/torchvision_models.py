@@ -83,12 +83,24 @@ def _fit_head(model: nn.Module, num_classes: int, name: str) -> None:
 
 def _fit_channels(model: nn.Module, channels: int) -> None:
     """Let the first convolution take the data's channels; RGB weights are summed over colour."""
-    convolutions = [part for part in model.modules() if isinstance(part, nn.Conv2d)]
-    if not convolutions or convolutions[0].in_channels == channels:
+    found = next(
+        (item for item in model.named_modules() if isinstance(item[1], nn.Conv2d)), (None, None)
+    )
+    path, first = found
+    if path is None or not isinstance(first, nn.Conv2d) or first.in_channels == channels:
         return
-    first = convolutions[0]
+    fitted = nn.Conv2d(
+        channels,
+        first.out_channels,
+        first.kernel_size,  # type: ignore[arg-type]  # a pair, typed as any tuple
+        stride=first.stride,  # type: ignore[arg-type]
+        padding=first.padding,  # type: ignore[arg-type]
+        bias=first.bias is not None,
+    )
     with torch.no_grad():
         # WHY: the result is that of a grey image in three equal channels.
         mean_weight = first.weight.sum(dim=1, keepdim=True) / channels
-        first.weight = nn.Parameter(mean_weight.repeat(1, channels, 1, 1))
-    first.in_channels = channels
+        fitted.weight.copy_(mean_weight.expand_as(fitted.weight))
+        if first.bias is not None and fitted.bias is not None:
+            fitted.bias.copy_(first.bias)
+    model.set_submodule(path, fitted)
