@@ -12,7 +12,7 @@ from tests.documents import promised
 from tests.harness.ranks import run_program
 from tests.stages import run_stage, soak
 
-# Slurm looks at time limits every 30 seconds only, and a hundred steps with ten faults take a minute.
+# Slurm looks at time limits every 30 s only, and ten faults in a hundred steps take a minute.
 NOT_AT_FIRST = ("A Slurm job that reaches its time limit", "Ten faults in a run of a hundred steps")
 
 
