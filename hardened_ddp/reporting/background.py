@@ -58,12 +58,13 @@ class ReportWriter:
         due: float | None = None  # when to flush; None: all is written
         last_flush = float("-inf")
         while True:
-            try:
-                job = self._jobs.get(timeout=None if due is None else max(0.0, due - monotonic()))
-            except queue.Empty:
+            if due is not None and monotonic() >= due:  # also while one job follows another
                 is_written = self._do(self._flush)
                 last_flush = monotonic()
                 due = None if is_written else last_flush + _RETRY_AFTER_S
+            try:
+                job = self._jobs.get(timeout=None if due is None else max(0.0, due - monotonic()))
+            except queue.Empty:
                 continue
             if job is None:
                 self._do(self._flush)

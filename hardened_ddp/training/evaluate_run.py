@@ -62,7 +62,7 @@ def evaluate_run(settings: Resolved, group: Group, *, output: str) -> int:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch
     task = build_task(saved_task["name"], model, data, config.task)
     task.take_over(saved_task["learned"])
-    MovingAttributes(model, task).load(shared.meta["attributes"])
+    MovingAttributes(model, task).load(shared.meta.get("attributes", {}))
     task.in_detail = True
     report = measure(model, task, data, config, group)  # collective
     report |= {

@@ -233,11 +233,11 @@ def restore(parts: Parts, saved: Saved) -> Progress:
     state = receive(group, saved, large, device)  # collective
     state |= receive(group, saved, small, cpu)  # collective
     restore_state(parts.schedule, parts.gradients.local.by_name, state, meta["optimizer_state"])
-    parts.replica.attributes.load(meta["attributes"])
+    parts.replica.attributes.load(meta.get("attributes", {}))
     if parts.precision.scaler is not None:
         parts.precision.restore(dict(meta["precision"]))
     parts.sampler.restore(meta["stream"], epoch=meta["epoch"], cursor=meta["cursor"])
-    # WHY if: a checkpoint of an earlier version may have fewer
+    # WHY if, and get: a checkpoint of an earlier version may have fewer
     known = (field.name for field in fields(Progress) if field.name in meta)
     return Progress(**{name: meta[name] for name in known})
 
