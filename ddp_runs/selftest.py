@@ -18,7 +18,7 @@ from ddp_runs.check import Check
 from hardened_ddp.ranks.launch import environment, prepare_environment, read_launch
 from hardened_ddp.ranks.network import hold_port, port_of
 
-_LIMIT_S, _GROUP_LIMIT_S = 20.0, 15.0
+_LIMIT_S, _GROUP_LIMIT_S = 60.0, 45.0
 _POLL_S = 0.05
 _ROOT = Path(__file__).resolve().parents[1]
 _LAUNCHERS = ("TORCHELASTIC_", "SLURM_", "GROUP_", "ROLE_", "MASTER_")
