@@ -64,7 +64,7 @@ class LeftOut:
                     extra=ON_EVERY_RANK,
                 )
                 self.entries.append({"rank": rank, **entry})
-                progress.num_errors += 1
+                progress.count_errors(1)
         limit = self.parts.config.loop.max_errors
         if progress.num_errors > limit:
             raise TooManyErrors(

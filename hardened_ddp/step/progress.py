@@ -4,6 +4,7 @@ import math
 import sys
 from dataclasses import dataclass, fields
 
+from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.task.task import Metric
 
 NEVER_FINITE = sys.float_info.max
@@ -41,6 +42,22 @@ class Progress:
 
     max_micro_batch: int = 0
     """The limit of samples in a micro-batch, found when memory ran out. 0: no limit."""
+
+    def commit(self, window: Window) -> None:
+        """Count the step over window as done."""
+        self.step, self.cursor = self.step + 1, window.start + window.size
+
+    def take_back(self, window: Window) -> None:
+        """Count the last step, that over window, as not done."""
+        self.step, self.cursor = self.step - 1, window.start
+
+    def limit_micro_batches(self, max_micro_batch: int) -> None:
+        """Limit micro-batches to max_micro_batch from now on."""
+        self.max_micro_batch = max_micro_batch
+
+    def count_errors(self, count: int) -> None:
+        """Count samples or steps that were left out."""
+        self.num_errors += count
 
     def go_back_to(self, earlier: "Progress") -> None:
         """Take the values of an earlier state of the run. The limit max_micro_batch stays."""

@@ -83,7 +83,7 @@ class StepRetry:
                 if self.gradient.reduce(attempt, on_device=False) is not None:  # collective
                     return
         finally:
-            self.gradient.searches_for_nan = False
+            self.gradient.search_for_nan(is_on=False)
 
     def do_again(self, attempt: Attempt, *, loss: float) -> None:
         """Retry a step that the device found to be bad; its outcome is then final. Collective.
@@ -152,7 +152,7 @@ class StepRetry:
         """Log a decision, and change for the next try what it says. Raises the error of STOP."""
         told = (self.progress.step, join_causes(causes))
         if causes:
-            self.gradient.searches_for_nan = _has_nan(causes)
+            self.gradient.search_for_nan(is_on=_has_nan(causes))
         match decision:
             case Decision.STOP:
                 raise error_of(next(iter(causes.values())).kind, join_causes(causes))
@@ -164,7 +164,7 @@ class StepRetry:
                 log.warning(text, *told, extra=ON_EVERY_RANK)
             case Decision.SMALLER:
                 limit = _max_without_memory(causes) // 2
-                self.progress.max_micro_batch = limit
+                self.progress.limit_micro_batches(limit)
                 text = "micro-batches have %d samples at most from now on; retrying step %d, for "
                 text += "the same gradient: %s"
                 log.warning(text, limit, *told, extra=ON_EVERY_RANK)

@@ -143,18 +143,17 @@ class Stepper:
 
     def commit(self, attempt: Attempt) -> None:
         """Update weights and progress. Rank-local: every rank has the same gradient."""
-        window, progress = attempt.window, self.progress
         try:
             if self.device is not None:
                 self.device.before_update()
             with self.live.lock:
                 if attempt.outcome is Outcome.DONE:
                     self._update(attempt)
-                    self.last_good = progress.step
+                    self.last_good = self.progress.step
                     self.retry.given_up.clear()
                 if self.parts.schedule.has_state:
                     self._end_schedule_step()
-                progress.step, progress.cursor = progress.step + 1, window.start + window.size
+                self.progress.commit(attempt.window)
                 self.live.buffers_before = None
                 if attempt.attributes:
                     self.parts.replica.attributes.end_step()
@@ -214,12 +213,12 @@ class Stepper:
         step = None if self.device is None else self.device.take_bad()
         if step is None or self.device is None:
             return False
-        attempt, progress = step.attempt, self.progress
+        attempt = step.attempt
         with self.live.lock:
             self.gradient.undo(attempt)
             self.take_back_on_host(attempt)
             self.live.buffers_before = attempt.buffers
-            progress.step, progress.cursor = progress.step - 1, attempt.window.start
+            self.progress.take_back(attempt.window)
             self.device.take_back(step)
         try:
             self.retry.do_again(attempt, loss=step.loss())  # collective

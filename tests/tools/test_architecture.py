@@ -56,7 +56,7 @@ BUDGETS = {
     "hardened_ddp/*": 31_050,
     "hardened_ddp/gradients/*": 865,
     "hardened_ddp/settings/*": 2_475,
-    "hardened_ddp/step/*": 2_117,
+    "hardened_ddp/step/*": 2_140,
     "hardened_ddp/reporting/*": 1_935,
     "hardened_ddp/task/*": 1_940,
     "hardened_ddp/checkpoint/*": 1_797,

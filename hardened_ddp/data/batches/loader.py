@@ -72,7 +72,9 @@ class WorkerFallback:
         self.level = top
         self._quiet_s = quiet_s
         self._clock = clock
-        self._above: list[WorkerLevel] = []
+        self.above: list[WorkerLevel] = []
+        """The levels that were left, the highest first; empty: there was no fault."""
+
         self._num_doublings = 0
         self._moved_at = clock()
         self._went_up = False
@@ -87,7 +89,7 @@ class WorkerFallback:
         if self._went_up:  # else this is the first fault, or it follows another one
             is_soon = self._clock() - self._moved_at < 2 * self.wait_s
             self._num_doublings = min(self._num_doublings + 1, MOST_DOUBLINGS) if is_soon else 0
-        self._above.append(self.level)
+        self.above.append(self.level)
         self.level = level
         self._moved_at, self._went_up = self._clock(), False
 
@@ -97,11 +99,11 @@ class WorkerFallback:
 
     def is_quiet(self) -> bool:
         """Return whether there is a level to go up to, and was no fault for long enough."""
-        return bool(self._above) and 0 < self.wait_s <= self._clock() - self._moved_at
+        return bool(self.above) and 0 < self.wait_s <= self._clock() - self._moved_at
 
     def go_up(self) -> None:
         """Go back to the level that was left last."""
-        self.level = self._above.pop()
+        self.level = self.above.pop()
         self._moved_at, self._went_up = self._clock(), True
 
 
@@ -165,7 +167,7 @@ class BatchReader:
                     if batch.troubles:
                         self.retries.note(batch.troubles)
                     yield batch
-                    if self.fallback.is_quiet():
+                    if self.fallback.above and self.fallback.is_quiet():
                         break  # to continue with more workers
                 else:
                     return
