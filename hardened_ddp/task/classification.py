@@ -19,9 +19,8 @@ from hardened_ddp.task.output import (
     described_labels,
     logits_of,
     split_output,
-    widened,
 )
-from hardened_ddp.task.task import Figures, Metric, Score, Task
+from hardened_ddp.task.task import Figures, Metric, Score, Task, widened
 
 ACCURACY = Metric("accuracy", form=".2%", short_name="acc", short_form=".1%")
 TOP5 = Metric("top5_accuracy", form=".2%", short_name="top5", short_form=".1%")

@@ -200,11 +200,6 @@ def described_labels(labels: object) -> str:
     return f"a {type(labels).__name__}"
 
 
-def widened(logits: torch.Tensor) -> torch.Tensor:
-    """Return logits for a loss. WHY: under autocast they are bf16, and a sum needs fp32."""
-    return logits if logits.dtype == torch.float64 else logits.float()
-
-
 def check_range(labels: torch.Tensor, count: int, *, what: str, fix: str) -> None:
     """Raise ModelError if labels are not from 0 to count - 1. Waits for the device.
 

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.errors import ConfigError, ModelError
-from hardened_ddp.task.output import logits_of, widened
-from hardened_ddp.task.task import Figures, Metric, Score, Task
+from hardened_ddp.task.output import logits_of
+from hardened_ddp.task.task import Figures, Metric, Score, Task, widened
 
 _LOSSES: Mapping[str, Callable[..., torch.Tensor]] = {
     "mse": functional.mse_loss,

@@ -192,3 +192,8 @@ def shortly_described(metrics: Sequence[Metric], figures: Mapping[str, float]) -
     """Format the figures of metrics in their short form: acc 97.1%."""
     known = [metric for metric in metrics if metric.name in figures]
     return " ".join(f"{m.short_name or m.name} {figures[m.name]:{m.short_form}}" for m in known)
+
+
+def widened(logits: torch.Tensor) -> torch.Tensor:
+    """Return logits for a loss. WHY: under autocast they are bf16, and a sum needs fp32."""
+    return logits if logits.dtype == torch.float64 else logits.float()

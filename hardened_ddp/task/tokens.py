@@ -25,10 +25,9 @@ from hardened_ddp.task.output import (
     logits_of,
     may_be_left_out,
     split_output,
-    widened,
 )
 from hardened_ddp.task.own_metrics import OwnMetrics
-from hardened_ddp.task.task import Figures, Metric, Score, Task
+from hardened_ddp.task.task import Figures, Metric, Score, Task, widened
 
 IGNORED = -100
 """Marks a position without a label, in torch's cross-entropy and in Hugging Face."""
