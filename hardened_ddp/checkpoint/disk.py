@@ -8,7 +8,9 @@ looks like a checkpoint.
 A job that was killed leaves its lock, which must not stop a restart; a live job must never lose it.
 A dead process on this host is seen, whatever container it ran in. The lock of one on another host
 is taken over if it is of the same job, or of this machine before a reboot, and its heartbeat
-(ranks/process.py) stopped. A process that was only stopped learns it before its next checkpoint.
+(ranks/process.py) stopped; if it never could count, by a later start of its own job only. A process
+that was only stopped learns it before its next checkpoint. Locks of the file system are only used
+between containers of one host, because between hosts many file systems don't keep them.
 """
 
 import errno
@@ -314,6 +316,10 @@ class _Holder:
     jobs: tuple[str, ...]
     """The keys by which launchers know the job; two attempts of one job share at least one."""
 
+    restart: int
+    beats: int = 0
+    """Counted up by the holder; 0: it can't count in this file system."""
+
 
 class RunLock:
     """The right to write into a run's folder, held until release or the end of the process."""
@@ -326,26 +332,31 @@ class RunLock:
 
     @classmethod
     def acquire(
-        cls, folder: Path, *, jobs: Collection[str] = (), silent_after_s: float = SILENT_AFTER_S
+        cls,
+        folder: Path,
+        *,
+        jobs: Collection[str] = (),
+        restart: int = 0,
+        silent_after_s: float = SILENT_AFTER_S,
     ) -> "RunLock":
         """Lock a run's folder. Rank-local: one rank calls it.
 
-        jobs: the keys of this job, if launchers have them. Waits at most 2 * silent_after_s, and
-        only for a lock of this job, or of this machine before a reboot. Raises RunFolderError if
-        another process holds the lock, with its host and pid.
+        jobs and restart: the keys of this job and its count of starts, if launchers have them.
+        Waits at most 2 * silent_after_s, and only for a lock of this job, or of this machine before
+        a reboot. Raises RunFolderError if another process holds the lock, with its host and pid.
         """
         path = folder / LOCK_NAME
-        mine = _Holder(mark=this_process(), token=uuid.uuid4().hex, jobs=tuple(sorted(jobs)))
+        holder = _Holder(
+            mark=this_process(), token=uuid.uuid4().hex, jobs=tuple(sorted(jobs)), restart=restart
+        )
         try:
             with _alone_in(folder):
-                _remove_if_dead(path, mine, silent_after_s=silent_after_s)
-                write_file(path, _encode_lock(mine), disk=Disk())
+                try:
+                    write_file(path, _encode_lock(holder), disk=Disk())
+                except FileExistsError:
+                    _take_over_lock(path, holder, silent_after_s=silent_after_s)
+                    write_file(path, _encode_lock(holder), disk=Disk())
                 descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except (BlockingIOError, FileExistsError):
-            raise RunFolderError(
-                f"another job is locking {folder} at this moment",
-                fix="give another run_name, or wait for that job",
-            ) from None
         except OSError as error:
             raise RunFolderError(
                 f"{path} can't be written: {error}",
@@ -355,7 +366,7 @@ class RunLock:
         # closes the file. WHY no error: a file system without locks is no reason to stop.
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return cls(path, token=mine.token, descriptor=descriptor)
+        return cls(path, token=holder.token, descriptor=descriptor)
 
     def release(self) -> None:
         """Release the lock. A second call does nothing."""
@@ -377,14 +388,14 @@ class RunLock:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Keep other processes out of acquire. Raises BlockingIOError if one is there."""
+    """Keep other processes of this host out of acquire. Raises RunFolderError if one is there."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise
-        except OSError as error:  # then check_held says which one has to leave
+            raise _taken_now(folder) from None
+        except OSError as error:  # then only the rename in _take_over_lock protects
             log.debug("%s has no locks: %s", folder, error)
         yield
     finally:
@@ -407,8 +418,15 @@ def check_held(folder: Path, token: str) -> None:
         )
 
 
-def _remove_if_dead(path: Path, mine: _Holder, *, silent_after_s: float) -> None:
-    """Remove a lock of a dead process, if there is one. Raises RunFolderError if it may live."""
+def _taken_now(folder: Path) -> RunFolderError:
+    return RunFolderError(
+        f"another job is locking {folder} at this moment",
+        fix="give another run_name, or wait for that job",
+    )
+
+
+def _take_over_lock(path: Path, mine: _Holder, *, silent_after_s: float) -> None:
+    """Remove a dead process's lock. Raises RunFolderError if its process may be alive."""
     content = _read_lock(path)
     if content is None:
         return
@@ -426,8 +444,18 @@ def _remove_if_dead(path: Path, mine: _Holder, *, silent_after_s: float) -> None
             fix="wait for it or give another run_name; if that process is gone: "
             + shell_command("rm", path),
         )
+    # WHY rename and read again: of two processes that found the same dead lock, the second one
+    # would otherwise remove the new lock of the first
+    aside = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     with suppress(FileNotFoundError):
-        Disk().unlink(path)
+        Disk().rename(path, aside)
+        taken = _read_lock(aside)
+        if taken != content:
+            with suppress(FileExistsError):
+                os.link(aside, path)
+        Disk().unlink(aside)
+        if taken != content:
+            raise _taken_now(path.parent)
 
 
 def _is_dead(path: Path, holder: _Holder, mine: _Holder, *, silent_after_s: float) -> bool:
@@ -435,8 +463,10 @@ def _is_dead(path: Path, holder: _Holder, mine: _Holder, *, silent_after_s: floa
     if gone is not None:
         return gone
     if holder.mark.boot == mine.mark.boot and holder.mark.boot:
-        return not _is_locked(path)  # another container of this host
+        return not _is_locked(path)
     is_same_job = not {*holder.jobs}.isdisjoint(mine.jobs)
+    if not holder.beats:
+        return is_same_job and holder.restart < mine.restart
     if not is_same_job and not is_earlier_boot(holder.mark, mine.mark):
         return False
     log.warning(
@@ -472,6 +502,10 @@ def _read_lock(path: Path) -> bytes | None:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return b"symbolic link"
+        raise
     with os.fdopen(descriptor, "rb") as file:
         return file.read(_MAX_LOCK_BYTES)
 
@@ -482,7 +516,9 @@ def _is_held(path: Path, token: str) -> bool:
 
 
 def _encode_lock(holder: _Holder) -> bytes:
-    return with_count(json.dumps(asdict(holder)).encode() + b"\n")
+    fields = asdict(holder)
+    del fields["beats"]
+    return with_count(json.dumps(fields).encode() + b"\n")
 
 
 def _parse_lock(content: bytes) -> _Holder | None:
@@ -492,6 +528,8 @@ def _parse_lock(content: bytes) -> _Holder | None:
             mark=ProcessMark(**body["mark"]),
             token=str(body["token"]),
             jobs=tuple(map(str, body["jobs"])),
+            restart=int(body["restart"]),
+            beats=int(body["beats"]),
         )
     except (ValueError, TypeError, KeyError, RecursionError):
         return None

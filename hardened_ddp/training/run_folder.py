@@ -147,7 +147,7 @@ def open_run(config: Config, group: Group) -> RunFolder:
         noted = (Path(name) for name, *_ in notes if name)
         folder, checkpoint = find_place(config, next(filter(Path.is_dir, noted), None))
         refuse_links(folder)
-        lock = RunLock.acquire(folder, jobs=jobs)
+        lock = RunLock.acquire(folder, jobs=jobs, restart=group.launch.attempt)
         try:
             probe_folder(folder)
         except RunFolderError:

@@ -59,7 +59,7 @@ BUDGETS = {
     "hardened_ddp/step/*": 2_140,
     "hardened_ddp/reporting/*": 1_935,
     "hardened_ddp/task/*": 1_940,
-    "hardened_ddp/checkpoint/*": 1_797,
+    "hardened_ddp/checkpoint/*": 1_835,
     "hardened_ddp/training/*": 2_970,
     "hardened_ddp/export/*": 522,
     "hardened_ddp/model/*": 3_065,

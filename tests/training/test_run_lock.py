@@ -62,14 +62,12 @@ def test_a_lock_lives_as_long_as_its_process_even_if_that_was_forked(tmp_path: P
         assert lock.path.exists()
 
 
-def leave_lock(folder: Path, *, jobs: Sequence[str] = (), **mark: Any) -> None:
+def leave_lock(
+    folder: Path, *, jobs: Sequence[str] = (), restart: int = 0, beats: int = 7, **mark: Any
+) -> None:
     """Leave the lock of a process like this one, but for what is given."""
-    body = {
-        "beats": 7,
-        "mark": asdict(this_process()) | mark,
-        "token": "theirs",
-        "jobs": list(jobs),
-    }
+    body = {"mark": asdict(this_process()) | mark, "token": "theirs"}
+    body |= {"jobs": list(jobs), "restart": restart, "beats": beats}
     (folder / LOCK_NAME).write_text(json.dumps(body))
 
 
@@ -100,33 +98,30 @@ class Beating:
 DEAD_PID = 2**22 + 1  # above the highest that the kernel gives
 
 
-ELSEWHERE = {"boot": "another", "host": "node7", "machine": "another"}
-
-
 @pytest.mark.parametrize(
-    ("mark", "jobs", "is_taken"),
+    ("mark", "is_taken"),
     [
-        ({"pid": DEAD_PID}, [], True),
-        ({"started": "1"}, [], True),  # the pid was used again
-        ({"boot": "another"}, [], True),  # this host was started again: no heartbeat since
-        ({"boot": "another", "machine": "another"}, [], False),  # a host of the same name
-        ({}, [], False),
-        (ELSEWHERE | {"pid": DEAD_PID}, [], False),  # can't be seen from here
-        ({"namespace": "pid:[1]", "pid": 1, "started": "1"}, [], True),  # a container that ended
-        (ELSEWHERE, ["agent"], True),  # started again elsewhere, with one of its agents
-        (ELSEWHERE, ["43"], False),
+        ({"pid": DEAD_PID}, True),
+        ({"started": "1"}, True),  # the pid was used again
+        ({"boot": "another"}, True),  # this host was started again: no heartbeat since
+        ({"boot": "another", "beats": 0}, False),  # its holder could not count
+        ({"boot": "another", "machine": "another"}, False),  # a host of the same name
+        ({}, False),
+        ({"boot": "another", "host": "node7"}, False),  # can't be seen from here
+        ({"boot": "another", "host": "node7", "pid": DEAD_PID}, False),
+        ({"namespace": "pid:[1]", "pid": 1, "started": "1"}, True),  # a container that ended
     ],
 )
 def test_a_lock_is_taken_over_only_from_a_process_known_to_be_dead(
-    tmp_path: Path, mark: dict[str, Any], jobs: list[str], is_taken: bool
+    tmp_path: Path, mark: dict[str, Any], is_taken: bool
 ) -> None:
-    leave_lock(tmp_path, jobs=["42", "agent"], **mark)
+    leave_lock(tmp_path, **mark)
     if is_taken:
-        RunLock.acquire(tmp_path, jobs=jobs, silent_after_s=0.3).release()
+        RunLock.acquire(tmp_path, silent_after_s=0.3).release()
         assert os.listdir(tmp_path) == []
     else:
         with pytest.raises(RunFolderError, match="in use by process"):
-            RunLock.acquire(tmp_path, jobs=jobs, silent_after_s=0.3)
+            RunLock.acquire(tmp_path, silent_after_s=0.3)
         assert os.listdir(tmp_path) == [LOCK_NAME]
 
 
@@ -144,6 +139,29 @@ def test_a_live_process_in_another_container_keeps_its_lock(tmp_path: Path) -> N
         assert run_forked(second) == 0
 
 
+@pytest.mark.parametrize(
+    ("jobs", "restart", "beats", "is_taken"),
+    [
+        (["42", "agent"], 0, 7, True),  # an elastic restart: counts of different nodes differ
+        (["agent"], 1, 7, True),
+        (["43"], 1, 7, False),
+        ([], 1, 7, False),
+        (["42"], 1, 0, True),  # no heartbeat there: then the count of starts decides
+        (["42"], 0, 0, False),
+    ],
+)
+def test_a_job_that_was_started_again_elsewhere_gets_its_lock_back(
+    tmp_path: Path, jobs: list[str], restart: int, beats: int, is_taken: bool
+) -> None:
+    there = {"host": "node7", "boot": "another", "machine": "another"}
+    leave_lock(tmp_path, jobs=["42", "agent", "agent2"], beats=beats, **there)
+    if is_taken:
+        RunLock.acquire(tmp_path, jobs=jobs, restart=restart, silent_after_s=0.3).release()
+    else:
+        with pytest.raises(RunFolderError, match="node7"):
+            RunLock.acquire(tmp_path, jobs=jobs, restart=restart, silent_after_s=0.3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mark", [{"host": "node7", "machine": "another"}, {}])
 def test_a_heartbeat_keeps_a_lock_whatever_else_speaks_for_a_dead_holder(
@@ -151,7 +169,7 @@ def test_a_heartbeat_keeps_a_lock_whatever_else_speaks_for_a_dead_holder(
 ) -> None:
     leave_lock(tmp_path, jobs=["42"], boot="another", **mark)
     with Beating(tmp_path), pytest.raises(RunFolderError, match=r"in use by process|is locking"):
-        RunLock.acquire(tmp_path, jobs=["42"], silent_after_s=1.5)
+        RunLock.acquire(tmp_path, jobs=["42"], restart=1, silent_after_s=1.5)
 
 
 def test_a_holder_counts_up_and_its_lock_stays_readable(tmp_path: Path) -> None:
@@ -191,9 +209,10 @@ def test_a_process_that_lost_its_lock_while_it_was_stopped_commits_no_checkpoint
         assert store.steps() == [2, 1]
 
 
-@pytest.mark.parametrize(
-    "content", ["", "null", '{"mark": {"pid": 1}}', pytest.param("[" * 100_000, id="brackets")]
-)
+BROKEN = ["", "{", "[]", '{"mark": {"pid": 1}}', "null"]
+
+
+@pytest.mark.parametrize("content", [*BROKEN, pytest.param("[" * 100_000, id="brackets")])
 def test_a_lock_that_cannot_be_read_is_nobodys_to_break(tmp_path: Path, content: str) -> None:
     (tmp_path / LOCK_NAME).write_text(content)
     with pytest.raises(RunFolderError, match="can't be read as a lock") as caught:
