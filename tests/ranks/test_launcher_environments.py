@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pytest
 
 from hardened_ddp.errors import LaunchError
-from hardened_ddp.ranks.launch import prepare_environment, read_launch
+from hardened_ddp.ranks.launch import Launch, prepare_environment, read_launch
 from hardened_ddp.ranks.launchers_env import first_host, tasks_of
 from tests.harness.ranks import run_command
 from tests.launcher_environments import (
@@ -154,6 +154,7 @@ def test_pods_meet_over_the_network() -> None:
 def test_steps_of_a_job_meet_at_the_first_host_on_ports_of_their_own() -> None:
     launch = read_launch(SRUN)
     assert launch.master_addr == "gpu09"
+    assert launch.job_key == "slurm-77"
     assert launch.master_port != read_launch({**SRUN, "SLURM_STEP_ID": "1"}).master_port
 
 
@@ -171,6 +172,30 @@ def test_all_tasks_of_a_step_derive_the_same_master_address() -> None:
 def test_a_job_may_say_itself_where_rank_0_is() -> None:
     launch = read_launch({**SRUN, "MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "4444"})
     assert (launch.master_addr, launch.master_port) == ("10.0.0.9", 4444)
+
+
+@pytest.mark.parametrize("env", [OPEN_MPI, HYDRA])
+def test_the_ranks_of_mpirun_on_one_host_meet_on_it(env: dict[str, str]) -> None:
+    assert read_launch(env).master_addr == "127.0.0.1"
+
+
+def test_a_requeued_step_is_a_restart() -> None:
+    launch = read_launch({**SRUN, "SLURM_RESTART_COUNT": "2"})
+    assert launch.is_restart
+    assert launch.attempt == 2
+
+
+def test_gpus_bound_to_tasks_are_the_first_that_each_task_sees() -> None:
+    assert read_launch({**SRUN, "SLURM_GPUS_PER_TASK": "1"}).has_own_gpus
+    assert not read_launch(SRUN).has_own_gpus
+
+
+def test_ranks_without_torchrun_get_one_thread_as_with_it() -> None:
+    env: dict[str, str] = {}
+    prepare_environment(Launch(launcher="slurm", world_size=4, num_nodes=2), env)
+    assert env == {"OMP_NUM_THREADS": "1"}
+    prepare_environment(Launch(), other := {})
+    assert not other
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from hardened_ddp.gradients.by_ddp import Buckets
+from hardened_ddp.gradients.by_ddp import Buckets, ByDdp
 from hardened_ddp.ranks.group import open_group
 from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.step.gradient import Outcome
@@ -136,6 +136,22 @@ def test_a_step_without_any_label_that_counts_moves_nothing(
         assert is_same
         assert outcome == Outcome.EMPTY.value or "late" in how
         assert 0 < loss < 10
+
+
+def gradients_without_a_count(argv: list[str], which: list[int]) -> int:
+    """Do steps; fail if what counts is summed by a collective of its own."""
+
+    def refuse(*_: object) -> float:
+        raise AssertionError("a collective for the count")
+
+    ByDdp._sum_count = refuse  # type: ignore[method-assign]
+    return len(step_gradients(argv, which))
+
+
+def test_where_each_sample_counts_once_no_count_is_sent() -> None:
+    argv = ["--dataset", "tests.plugins:points", "--model", "mlp", "--batch_size", "4"]
+    how = ["--no_shared_memory", "--step_retry", "off"]
+    assert run_ranks(gradients_without_a_count, 2, [*argv, *how], [0, 1]) == [2, 2]
 
 
 def total_of_counts(dtype: torch.dtype, sent_as: torch.dtype | None) -> float:
