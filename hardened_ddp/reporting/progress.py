@@ -7,9 +7,10 @@ there is none. A terminal that is closed ends the bar, not the run.
 
 import logging
 import math
+import os
 import sys
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -149,13 +150,17 @@ def _open_bar(sink: TextSink, *, total: int | None, initial: int) -> "tqdm[Any]"
     tqdm.monitor_interval = 0  # WHY: its monitor thread would outlive the run
     # WHY our own lock: tqdm's also locks between processes, which costs a semaphore.
     tqdm.set_lock(threading.RLock())
+    is_sized = False
+    with suppress(OSError):  # WHY: of 0 columns tqdm gives the bar one
+        is_sized = os.get_terminal_size(sink.fileno()).columns > 0
     return tqdm(
         total=total,
         initial=initial,
         file=sink,
         bar_format=_LAYOUT if total is not None else _OPEN_LAYOUT,
         ascii=True,
-        dynamic_ncols=True,
+        dynamic_ncols=is_sized,
+        ncols=None if is_sized else 80,
         mininterval=0,
         leave=False,
     )

@@ -7,11 +7,14 @@ next write, and once more when Python exits, which turns the exit status into 12
 
 import contextlib
 import os
+import select
 from collections import deque
 from pathlib import Path
 from typing import Any, TextIO, cast
 
 from hardened_ddp.settings.wording import printable
+
+_PATIENCE_S = 0.5  # for a non-blocking terminal whose buffer is full
 
 
 def open_no_link(path: str | os.PathLike[str], flags: int) -> int:
@@ -72,7 +75,11 @@ class TextSink:
                 self._stream.flush()
                 return True
             while data:
-                data = data[os.write(self._fd, data) :]
+                try:
+                    data = data[os.write(self._fd, data) :]
+                except BlockingIOError:
+                    if not select.select([], [self._fd], [], _PATIENCE_S)[1]:
+                        raise
         except (OSError, ValueError) as error:
             self.num_lost += 1
             self.error = error

@@ -42,7 +42,7 @@ from hardened_ddp.reporting.log import (
 from hardened_ddp.reporting.metrics import MetricsLog
 from hardened_ddp.reporting.progress import ProgressBar
 from hardened_ddp.reporting.resources import MemorySource, ResourceMonitor
-from hardened_ddp.reporting.sinks import FileSink
+from hardened_ddp.reporting.sinks import FileSink, TextSink
 from hardened_ddp.reporting.step_clock import GpuTimeline, StepClock
 from hardened_ddp.reporting.summary import (
     closing_lines,
@@ -326,9 +326,9 @@ class TestFileSink:
 class Terminal:
     """A terminal in the place of stderr."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, columns: int = 100) -> None:
         self.master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         self.stream = os.fdopen(slave, "w")
         self._monkeypatch = monkeypatch
 
@@ -417,6 +417,18 @@ class TestProgressBar:
             bar.close()
             log.info("finished")
             assert [line[9:] for line in terminal.screen()] == ["finished", ""]
+
+    def test_an_unknown_width_or_number_leaves_a_bar_all_the_same(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with Terminal(monkeypatch, columns=0) as terminal:
+            bar = ProgressBar(total_steps=10, initial_step=0)
+            bar.describe(epoch=1, num_epochs=5, samples_per_s=20)
+            bar.update(5)
+            [line] = terminal.screen()
+            bar.close()
+        assert line.startswith("epoch 1/5 | 20 samples/s  50%|####")
+        assert 60 < len(line) <= 80
 
     def test_a_terminal_that_goes_away_ends_the_bar_and_nothing_else(
         self, terminal: Terminal, tmp_path: Path
@@ -565,6 +577,14 @@ class TestMetrics:
         assert [line["step"] for line in read_lines(tmp_path)] == list(range(1, 100))
         steps = [point.step for point in read_board(tmp_path).Scalars("accuracy")]
         assert steps == list(range(1, 100))
+
+    def test_half_a_line_of_a_killed_run_does_not_spoil_the_next(self, tmp_path: Path) -> None:
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lo')
+        metrics = MetricsLog(tmp_path, tensorboard=False, is_main=True)
+        metrics.scalars(2, {"loss": 1.0})
+        metrics.close()
+        last = (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]
+        assert json.loads(last)["step"] == 2
 
     def test_a_full_disk_is_one_warning_with_the_reason_and_a_count_at_the_end(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture, full: set[Path]
@@ -719,6 +739,7 @@ class TestResources:
         block = b"\1" * (64 * 2**20)
         second = monitor.sample()
         assert 60 < second["memory/rss_mib"] - first["memory/rss_mib"] < 80
+        assert first["memory/rss_mib"] > 50
         assert 0 < first["memory/system_used_percent"] < 100
         assert first["memory/shm_used_mib"] >= 0
         assert "memory/gpu_allocated_mib" not in first
@@ -815,3 +836,22 @@ class TestSummary:
             f"run folder:  {shlex.quote(str(folder))}",
         ]
         assert not any("tensorboard" in line for line in lines)
+
+
+def test_a_terminal_that_takes_nothing_just_now_is_waited_for(tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    received = []
+
+    def read() -> None:
+        while part := os.read(read_end, 65536):
+            received.append(part)
+
+    reader = threading.Thread(target=read)
+    with os.fdopen(write_end, "w") as stream:
+        sink = TextSink(stream)
+        reader.start()
+        assert sink.write("x" * 1_000_000)
+    reader.join()
+    os.close(read_end)
+    assert sum(map(len, received)) == 1_000_000
