@@ -249,6 +249,18 @@ def test_a_report_may_go_through_a_pipe(tmp_path: Path) -> None:
     assert "</html>" in done.stdout
 
 
+def test_a_report_needs_only_what_the_set_up_installs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extras = (ROOT / "requirements-extras.txt").read_text(encoding="utf-8")
+    for name in re.findall(r"^(\w+)==", extras, re.MULTILINE):
+        for module in [name, *(m for m in sys.modules if m.startswith(f"{name}."))]:
+            monkeypatch.setitem(sys.modules, module, None)
+    make_run(tmp_path / "first")
+    options = parse(["report", "first", "--output_dir", str(tmp_path)]).options
+    assert run_report(options, output=io.StringIO()) == 0
+
+
 def test_without_plotly_the_command_that_installs_it_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

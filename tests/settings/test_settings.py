@@ -168,11 +168,18 @@ class TestContinuedRun:
         assert resolved.config.run.resume == "runs/first"
         assert resolved.sources["cpu_only"] == "default"
 
+    def test_the_file_can_say_which_run_to_continue(self) -> None:
+        make_run("first", command="--epochs 2")
+        Path("my.yaml").write_text("resume: runs/first\n")
+        assert settings_of("--config my.yaml").config.loop.epochs == 2
+
     def test_newest_is_the_run_whose_checkpoints_changed_last(self) -> None:
+        without = make_run("without_checkpoint", step=None)
+        assert "no run with a checkpoint in runs" in problem_of("--resume newest")
         for time_s, name in enumerate(("b", "a", "c")):
             folder = make_run(name, command=f"--epochs {time_s + 1}")
             os.utime(folder / "checkpoints", (time_s, time_s))
-        os.utime(make_run("without_checkpoint", step=None) / "checkpoints", (9, 9))
+        os.utime(without / "checkpoints", (9, 9))
         assert settings_of("--resume newest").run_folder == Path("runs/c")
         assert settings_of("--resume newest").config.loop.epochs == 3
         assert "no run with a checkpoint in none" in problem_of("--resume newest --output_dir none")
@@ -243,11 +250,15 @@ class TestWords:
             ("--learning_rate 1", "learning_rate", 1.0),
             ("--batch-size 64", "batch_size", 64),
             ("--num_workers auto", "num_workers", None),
+            ("--num_workers 0", "num_workers", 0),
             ("--single_gpu", "single_gpu", True),
             ("--single_gpu false", "single_gpu", False),
             ("--no_download", "download", False),
             ("--progress", "progress", True),
+            ("--no_progress", "progress", False),
             ("--find_unused_parameters", "find_unused_parameters", "on"),
+            ("--find_unused_parameters --epochs 1", "find_unused_parameters", "on"),
+            ("--find_unused_parameters auto", "find_unused_parameters", "auto"),
             ("--channels_last off", "channels_last", False),
             ("--augment ON", "augment", True),
             ("--find_unused_parameters false", "find_unused_parameters", "off"),
@@ -272,15 +283,18 @@ class TestWords:
         ("line", "value"),
         [
             ("learning_rate: 1e-4", 1e-4),
+            ("learning_rate: 5e-05", 5e-05),
             ("batch_size: 0x10", 16),
             ("batch_size: 010", 10),  # in YAML 1.1 this was 8
             ("num_workers: auto", None),
             ("pin_memory: true", True),
             ("find_unused_parameters: on", "on"),
+            ("find_unused_parameters: true", "on"),
             ("find_unused_parameters: False", "off"),
             ('run_name: "3"', "3"),
             ("run_name: 1_000", "1_000"),
             ("data_dir: 12:30", "12:30"),  # in YAML 1.1 this was 750
+            ("data_dir: 2024-01-01", "2024-01-01"),
             ("model_args:\n  size: 28\n  names: [y, n]", {"size": 28, "names": ["y", "n"]}),
         ],
     )

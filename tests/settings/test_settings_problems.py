@@ -12,6 +12,7 @@ from hardened_ddp.settings.layers import resolve
 from hardened_ddp.settings.schema import SETTINGS
 from hardened_ddp.settings.wording import OTHER_NAMES
 from tests.harness.settings_given import (
+    make_run,
     problem_of,
     problems_in,
     problems_of,
@@ -89,15 +90,18 @@ class TestProblems:
         ("flags", "told"),
         [
             ("--epochs", "--epochs: has no value, needs an integer, 1 or more"),
+            ("--batch_size --epochs 3", "--batch_size: has no value"),
             ("--batch_size 3 4", "--batch_size: found '4' after its value '3'"),
             ("--epochs -3", "--epochs: found -3, needs an integer, 1 or more"),
             ("--epochs 3.0", "found 3.0 (a number), needs an integer"),
             ("--epochs true", "found true (a boolean), needs an integer"),
+            ("--epochs auto", "found 'auto' (text), needs an integer"),
             ("--batch_size 3000000000", "at most 2147483647"),
             ("--num_workers -1", "needs auto or an integer, 0 or more"),
             ("--learning_rate -1e-3", "--learning_rate: found -0.001, needs a number, 0 or more"),
             ("--learning_rate .nan", "--learning_rate: found nan, needs a number"),
             ("--learning_rate -inf", "--learning_rate: found '-inf' (text), needs a number"),
+            ("--learning_rate 1e999", "--learning_rate: found inf, needs a number"),
             ("--label_smoothing 1", "found 1, needs a number, 0 or more, below 1"),
             ("--timeout_s 0", "found 0, needs a number, above 0"),
             ("--timeout_s 1e9", "at most 604800"),
@@ -105,15 +109,19 @@ class TestProblems:
             ("--no_single_gpu true", "--no_single_gpu: found 'true', needs no value"),
             ("--backend ncl", "found 'ncl', needs one of auto, nccl, gloo; did you mean nccl?"),
             ("--optimizer adamx", "needs one of adamw, adam, sgd, or package.module:Class; did"),
+            ("--optimizer 'a:B, c:D'", "sgd, or package.module:Class"),
             ("--lr_schedule cosin", "step, or package.module:callable; did you mean cosine?"),
+            ("--collate pad", "found 'pad', needs auto, or package.module:callable"),
             ("--collate a.b:c:d", "found 'a.b:c:d', needs auto, or package.module:callable"),
             ("--amp true", "--amp: found 'true', needs one of auto, off, bf16, fp16"),
             ("--model ''", "--model: found '', needs text that is not empty"),
             ("--run_name ../x", "--run_name: found '../x', needs letters"),
+            ("--run_name=-x", "--run_name: found '-x', needs letters"),
             (f"--run_name {'x' * 129}", "128 at most"),
             ("--data_dir '~/data'", "only the shell knows ~"),
             ("--data_dir 'a\nb'", "needs text without control characters"),
             ("--model_args 3", "found 3 (an integer), needs a mapping"),
+            ("--model_args ''", "has no value, needs a mapping"),
             ("--model_args '{depth:18}'", "is a space missing after the colon?"),
             ("--model_args '{a: 1, a: 2}'", "a: is already set in line 1"),
             ("--model_args '{a: ['", "--model_args: is not YAML"),
@@ -130,16 +138,22 @@ class TestProblems:
         ("text", "told"),
         [
             ("epochs: 0\n", "my.yaml:1: epochs: found 0, needs an integer, 1 or more"),
+            ("\n\nepochs: '3'\n", "my.yaml:3: epochs: found '3' (text), needs an integer"),
+            ("epochs:\n", "my.yaml:1: epochs: has no value, needs an integer"),
             ("num_workers: null\n", "my.yaml:1: num_workers: has no value, needs auto or"),
+            ("epochs: {a: 1}\n", "found {'a': 1} (a mapping)"),
+            ("epochs: 3.0\n", "found 3.0 (a number)"),
             ("download: yes\n", "found 'yes' (text), needs true or false"),
             ("amp: false\n", "found false (a boolean), needs one of auto, off"),
             ("run_name: 3\n", 'as text it is written "3"'),
+            ("learning_rate: .nan\n", "found nan, needs a number, 0 or more, finite"),
             (f"learning_rate: 1{'0' * 400}\n", "needs a number, 0 or more, finite"),
             (f"seed: {'9' * 5000}\n", "my.yaml:1: "),
             ("epochs: 3\nseed: 1\nepochs: 4\n", "my.yaml:3: epochs: is already set in line 1"),
             ("model_args: {a: 1, a: 2}\n", "my.yaml:1: a: is already set in line 1"),
             ("epochs: 1\nseed: [1\n", "my.yaml:3: is not YAML"),
             ("seed: 1\nepochs 2\n# more\namp: off\n", "a simple key that begins in line 2, could"),
+            ("a: b: c\n", "my.yaml:1: is not YAML"),
             ("seed: 1\n---\nseed: 2\n", "my.yaml:2: is not YAML"),
             ("seed: \x01\n", "my.yaml:1: is not YAML: character U+0001"),
             ("seed: *x\n", "undefined alias"),
@@ -150,6 +164,7 @@ class TestProblems:
             ("epochs\n", "my.yaml:1: found scalar, needs lines such as"),
             ("[1, 2]: 3\n", "my.yaml:1: a sequence: no such setting"),
             ("data:\n  batch_size: 4\n", "settings have no sections here"),
+            ("config: other.yaml\n", "my.yaml:1: config: no such setting"),
         ],
     )  # fmt: skip
     def test_a_bad_line_is_told_with_its_number(self, text: str, told: str) -> None:
@@ -223,7 +238,10 @@ class TestRules:
         [
             "--cpu_only --amp bf16 --backend gloo",
             "--cpu_only --comm_hook fp16",
+            "--num_workers 0 --prefetch_factor 4 --persistent_workers",
             "--static_graph --no_find_unused_parameters",
+            "--static_graph",
+            "--warmup_steps 10",
             "--warmup_steps 9 --max_steps 10",
             "--checkpoint_every_epochs 0 --checkpoint_every_steps 0 --resume auto",
             "--optimizer adam --momentum 0.5",
@@ -231,6 +249,9 @@ class TestRules:
     )
     def test_settings_that_go_together_are_taken(self, flags: str) -> None:
         settings_of(flags, world_size=2)
+
+    def test_all_broken_rules_are_told_at_once(self) -> None:
+        assert len(problems_of("--cpu_only --backend nccl --amp fp16")) == 2
 
     def test_a_rule_is_not_asked_about_a_value_that_is_unknown(self) -> None:
         assert len(problems_of("--static_graph --find_unused_parameters maybe")) == 1
@@ -260,7 +281,10 @@ class TestPlaces:
         ("words", "url"),
         [
             *((words, "s3://bucket/runs") for words in ("--config", *PLACES, *WORDS)),
-            *(("--data_dir", url) for url in ("gs://b", "HTTPS://a.b/c?d=e", "file:///a")),
+            *(
+                ("--data_dir", url)
+                for url in ("gs://b", "HTTPS://a.b/c?d=e", "a+b.c://", "file:///a")
+            ),
         ],
     )
     def test_a_url_is_refused_where_a_folder_or_a_file_is_meant(self, words: str, url: str) -> None:
@@ -282,3 +306,11 @@ class TestPlaces:
             assert values_of("--output_dir '" + place + "'")["output_dir"] == place
         given = values_of("--dataset m:f --dataset_args '{url: s3://b, test: s3://c}'")
         assert given["dataset_args"]["url"] == "s3://b"
+
+    def test_a_run_that_an_earlier_version_wrote_beside_the_bucket_is_continued(self) -> None:
+        run = make_run("a")
+        saved = run / "config.yaml"
+        text = saved.read_text(encoding="utf-8")
+        saved.write_text(text.replace("output_dir: runs", "output_dir: s3://bucket/runs"))
+        assert "s3://" in saved.read_text(encoding="utf-8")
+        assert settings_of("--resume runs/a").run_folder == run

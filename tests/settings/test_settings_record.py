@@ -100,12 +100,14 @@ def taken(name: str, word: str) -> Config | None:
 class TestCommands:
     def test_evaluate_takes_a_run_a_file_and_settings(self) -> None:
         request = parse(["evaluate", "runs/a", "--output", "x.json", "--cpu_only"])
+        assert request.command == "evaluate"
         assert request.options == {"run": "runs/a", "output": "x.json"}
         assert request.settings == {"resume": "runs/a", "cpu_only": True}
         assert parse(["evaluate", "runs/a", "--epoch", "3"]).problems
 
     def test_drill_takes_a_name_or_none_ranks_a_file_and_settings(self) -> None:
         request = parse(["drill", "nan-once", "--ranks", "3", "--model", "resnet18"])
+        assert request.command == "drill"
         assert request.options == {"name": "nan-once", "ranks": "3", "table": ""}
         assert request.settings == {"model": "resnet18"}
         assert parse(["drill"]).options["name"] == ""
@@ -127,8 +129,9 @@ class TestCommands:
 
     def test_export_takes_a_run_a_format_and_a_folder(self) -> None:
         assert parse(["doctor"]) == Request(command="doctor")
-        options = parse(["export", "runs/first"]).options
-        assert options == {"run": "runs/first", "format": "safetensors", "output": ""}
+        request = parse(["export", "runs/first"])
+        assert request.command == "export"
+        assert request.options == {"run": "runs/first", "format": "safetensors", "output": ""}
         for words in (["runs/a", "--output", "x"], ["--output=x", "runs/a"]):
             options = parse(["export", *words]).options
             assert (options["run"], options["output"]) == ("runs/a", "x")
