@@ -49,6 +49,17 @@ def points(train: bool, size: int = 40, broken: tuple[int, ...] = ()) -> Points:
     return Points(size, tuple(broken)) if train else Points(17)
 
 
+class Writing(Points):
+    """Points of which none can be read, for a reason that writes to the terminal."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        raise ValueError("\x1b]0;owned\x07 it can't be read")
+
+
+def points_that_write(train: bool) -> Writing:
+    return Writing(40)
+
+
 def points_to_test(train: bool, broken: tuple[int, ...] = (), none: bool = False) -> Points | None:
     """Give points of which test samples are broken, or none is there."""
     return Points(40) if train else None if none else Points(17, tuple(broken))

@@ -15,7 +15,9 @@ import torch
 from hardened_ddp.errors import HangError
 from hardened_ddp.guard.hang import HangWatch
 from hardened_ddp.guard.hang_rules import (
+    HELD,
     LONG_FACTOR,
+    SILENT,
     STOPPED,
     Report,
     decide,
@@ -283,6 +285,16 @@ def test_the_verdict_names_who_holds_up_the_others(
     assert (verdict and verdict.text) == text
 
 
+@pytest.mark.parametrize("state", [HELD, SILENT, "D"])
+def test_what_keeps_a_rank_from_answering_is_said(state: str) -> None:
+    verdict = decide(
+        [at(0, 7, Phase.ALL_REDUCE, 9), at(1, 7, Phase.FORWARD, 9, state=state)], wait_limit_s=540
+    )
+    assert verdict is not None
+    assert verdict.ranks == (1,)
+    assert re.match(r"rank 1, step 7, forward, 9 s, [a-z].*; rank 0 waits", verdict.text)
+
+
 def test_a_phase_may_take_five_times_the_longest_and_never_less_than_the_floor() -> None:
     longest = [0.0] * NUM_PHASES
     longest[Phase.FORWARD] = 20.0
@@ -302,17 +314,17 @@ def test_a_limit_learns_neither_from_first_steps_nor_from_a_pause_of_the_job(
     group = Group(Launch(), torch.device("cpu"), tracker=tracker)
     watch = HangWatch(group, tmp_path, hang_after_s=60)
     for step in range(NUM_FIRST_STEPS + 2):
+        is_first = step < NUM_FIRST_STEPS
         tracker.enter(Phase.FORWARD)
         tracker.words[SINCE] -= 3600 * 10**9  # it began an hour ago
-        for _ in range(20):
+        for _ in range(50 if is_first else 20):
             watch._age(1.0)
         tracker.end_step(step)
+        assert tracker.is_warm != is_first
         watch._age(1.0)
         watch._set_limits()
-        learned = 20 if tracker.is_warm else 0
-        least = 60 if tracker.is_warm else LONG_FACTOR * 60
-        assert tracker.words[LIMITS + Phase.FORWARD] == max(least, 5 * learned) * 10**9
-    assert tracker.is_warm
+        limit_s = LONG_FACTOR * 60 if is_first else 5 * 20
+        assert tracker.words[LIMITS + Phase.FORWARD] == limit_s * 10**9
     assert {"forward", "data"} <= tracker.read_split().keys()
     assert tracker.read_split() == {}
 

@@ -68,6 +68,14 @@ def test_each_process_is_shown_once_in_rank_order() -> None:
     assert "all-gather  gives every rank all of them:    [1, 2]" in done.stdout
 
 
+@pytest.mark.slow
+def test_four_processes_are_in_rank_order_too() -> None:
+    argv = ["torchrun", "--nproc_per_node=4", "launchers/run_with_torchrun.py", "--inspect"]
+    done = run_program(argv, timeout_s=LIMIT_S).ok()
+    found = re.findall(r"rank (\d)  local rank (\d)  world size 4", done.stdout)
+    assert found == [(str(rank), str(rank)) for rank in range(4)]
+
+
 @pytest.fixture(scope="module")
 def by_torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The tensors that a torchrun of the script ends in; its ranks are forked."""

@@ -45,6 +45,7 @@ def test_a_rank_takes_a_gpu_by_what_it_sees(
     else:
         device = pick_device(launch, cpu_only=False, backend="auto")
         assert device == torch.device("cuda", index)
+    assert pick_device(launch, cpu_only=True, backend="auto") == torch.device("cpu")
 
 
 def meet_with_gpus(gpus: list[str]) -> str:
@@ -62,7 +63,9 @@ def meet_with_gpus(gpus: list[str]) -> str:
 
 def test_two_ranks_with_one_gpu_are_refused_on_all_ranks_before_nccl_hangs() -> None:
     messages = run_ranks(meet_with_gpus, 3, ["GPU-a", "GPU-b", "GPU-a"])
-    assert all("ranks 0 and 2 would use the same GPU (GPU-a)" in text for text in messages)
+    for text in messages:
+        assert "ranks 0 and 2 would use the same GPU (GPU-a)" in text
+        assert "give each its LOCAL_RANK and LOCAL_WORLD_SIZE" in text
 
 
 def test_ranks_with_gpus_of_their_own_or_none_meet() -> None:

@@ -31,6 +31,8 @@ BAD: list[tuple[Mapping[str, str], Change, str, str]] = [
     (TORCHRUN, {"LOCAL_RANK": None}, "but not LOCAL_RANK", "env -u RANK -u WORLD_SIZE"),
     (TORCHRUN, {"RANK": "one"}, "RANK='one'", "torchrun"),
     (TORCHRUN, {"RANK": "-1"}, "RANK='-1'", "torchrun"),
+    (TORCHRUN, {"WORLD_SIZE": "2.5"}, "WORLD_SIZE='2.5'", "torchrun"),
+    (TORCHRUN, {"WORLD_SIZE": "0"}, "RANK=1 must be below WORLD_SIZE=0", "torchrun"),
     (TORCHRUN, {"RANK": "4"}, "RANK=4 must be below WORLD_SIZE=4", "torchrun"),
     (TORCHRUN, {"LOCAL_RANK": "2"}, "LOCAL_RANK=2 must be below LOCAL_WORLD_SIZE=2", "torchrun"),
     (TORCHRUN, {"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE=8 can't be above", "torchrun"),
@@ -40,6 +42,7 @@ BAD: list[tuple[Mapping[str, str], Change, str, str]] = [
     # An operator of Kubernetes.
     (OPERATOR, {"MASTER_ADDR": None}, "but not MASTER_ADDR", "env -u RANK -u WORLD_SIZE"),
     (OPERATOR, {"RANK": "2"}, "RANK=2 must be below WORLD_SIZE=2", "torchrun"),
+    (OPERATOR, {"WORLD_SIZE": "two"}, "WORLD_SIZE='two'", "torchrun"),
     (OPERATOR, {"LOCAL_RANK": "0"}, "but not LOCAL_WORLD_SIZE", "torchrun"),
     (PYTORCH_JOB, {}, "PET_NPROC_PER_NODE=4", "torchrun "),
     (PYTORCH_JOB, {"PET_NPROC_PER_NODE": None}, "PET_NNODES=2", "torchrun "),
@@ -82,6 +85,7 @@ BAD: list[tuple[Mapping[str, str], Change, str, str]] = [
     (OPEN_MPI, {"OMPI_COMM_WORLD_RANK": None}, "but not OMPI_COMM_WORLD_RANK", "mpirun -np 2"),
     (OPEN_MPI, {"OMPI_COMM_WORLD_RANK": "2"}, "OMPI_COMM_WORLD_RANK=2 must be below", "mpirun"),
     (OPEN_MPI, {"OMPI_COMM_WORLD_SIZE": "two"}, "OMPI_COMM_WORLD_SIZE='two'", "mpirun"),
+    (OPEN_MPI, {"MASTER_PORT": "-5"}, "MASTER_PORT='-5'", "mpirun"),
     (OPEN_MPI_ON_TWO_HOSTS, {}, "MASTER_ADDR and MASTER_PORT not set", "run_with_mpirun.py"),
     (OPEN_MPI_ON_TWO_HOSTS, {"MASTER_ADDR": "a"}, "MASTER_PORT not set", "run_with_mpirun.py"),
     (HYDRA, {"MPI_LOCALRANKID": None}, "but not MPI_LOCALRANKID", "env -u PMI_RANK"),
@@ -141,6 +145,7 @@ def test_a_launcher_and_the_place_of_a_rank_are_recognised(
     launch = read_launch(env)
     place = (launch.rank, launch.local_rank, launch.world_size, launch.local_world_size)
     assert (launch.launcher, *place, launch.num_nodes) == expected
+    assert launch.is_main == (launch.rank == 0)
     assert read_launch(env).master_port == launch.master_port
 
 
@@ -174,7 +179,7 @@ def test_a_job_may_say_itself_where_rank_0_is() -> None:
     assert (launch.master_addr, launch.master_port) == ("10.0.0.9", 4444)
 
 
-@pytest.mark.parametrize("env", [OPEN_MPI, HYDRA])
+@pytest.mark.parametrize("env", [OPEN_MPI, HYDRA, {**BATCH, **OPEN_MPI}, {**SRUN, **HYDRA}])
 def test_the_ranks_of_mpirun_on_one_host_meet_on_it(env: dict[str, str]) -> None:
     assert read_launch(env).master_addr == "127.0.0.1"
 

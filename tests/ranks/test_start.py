@@ -96,6 +96,13 @@ def test_settings_are_named_with_the_place_that_changed_them(
     edited = replace(found, not_used={"seed": "config.yaml:2"})
     assert not_used_line(edited).startswith("not used: seed (config.yaml:2): the continued run")
     assert not_used_line(edited).endswith("give it as a flag: --seed VALUE")
+    many = settings_of(
+        "--seed 1 --epochs 2 --batch_size 3 --momentum 0.1 --learning_rate 1 --weight_decay 1 "
+        "--max_steps 9 --warmup_steps 3 --keep_last 1 --log_interval 2 --eval_every 2 --ledger "
+        "--profile --augment"
+    )
+    [line] = changed_settings(many)
+    assert line.endswith(", and 2 more")
 
 
 def test_a_part_of_the_start_that_takes_long_gives_a_sign_of_life(

@@ -88,3 +88,12 @@ def test_a_log_has_no_control_character_of_a_users_exception(
     for text in (capfd.readouterr().err, (tmp_path / "rank-0.log").read_text(encoding="utf-8")):
         assert not CONTROLS.search(text), ascii(text)
         assert text.count("\n") >= 4  # of a traceback the lines stay
+
+
+def test_a_run_tells_what_a_dataset_raised_without_its_controls(tmp_path: Path) -> None:
+    argv = ["--dataset", "tests.plugins:points_that_write", "--cpu_only", "--num_workers", "0"]
+    finished = train([*argv, "--output_dir", tmp_path])
+    assert all(finished.statuses)
+    assert "it can't be read" in finished.output
+    assert not CONTROLS.search(finished.output)
+    assert "\\u001b]0;owned\\u0007" in finished.output
