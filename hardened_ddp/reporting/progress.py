@@ -29,9 +29,7 @@ FIRST_SIGN_S = 2.0
 _TICK_S = 0.5
 _END_LIMIT_S = 2.0
 _REDRAW_S = 0.2
-_REDRAW_IN_FILE_S = 10.0
-"""If the bar is enabled without a terminal, each drawing is a line in a file."""
-
+_REDRAW_IN_FILE_S = 10.0  # without a terminal each drawing is a line in a file
 _OPEN_LAYOUT = "{desc}step {n_fmt} [{elapsed}]"  # while the number of all steps is not known
 _LAYOUT = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]"
 

@@ -14,8 +14,6 @@ from typing import Any, TextIO, cast
 
 from hardened_ddp.settings.wording import printable
 
-_PATIENCE_S = 0.5  # for a non-blocking terminal whose buffer is full
-
 
 def open_no_link(path: str | os.PathLike[str], flags: int) -> int:
     """Open a file of a run folder, but not through a link; an opener for open(). Raises OSError.
@@ -77,8 +75,8 @@ class TextSink:
             while data:
                 try:
                     data = data[os.write(self._fd, data) :]
-                except BlockingIOError:
-                    if not select.select([], [self._fd], [], _PATIENCE_S)[1]:
+                except BlockingIOError:  # a full buffer: it has 0.5 s to take more
+                    if not select.select([], [self._fd], [], 0.5)[1]:
                         raise
         except (OSError, ValueError) as error:
             self.num_lost += 1
