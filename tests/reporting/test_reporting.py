@@ -18,6 +18,7 @@ import sys
 import termios
 import threading
 import time
+import timeit
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -475,6 +476,17 @@ class TestProgressBar:
             bar.update(step)
         assert 1 <= stderr().count("/1000 [") <= 3
         bar.close()
+
+    def test_a_step_costs_the_bar_and_a_phase_the_tracker_less_than_2_us(
+        self, terminal: Terminal
+    ) -> None:
+        tracker = Tracker()
+        with terminal:
+            bar = ProgressBar(total_steps=10, initial_step=0)
+            for work in (lambda: bar.update(5), lambda: tracker.enter(Phase.FORWARD)):
+                taken = timeit.repeat(work, timer=time.thread_time, number=2000, repeat=7)
+                assert min(taken) / 2000 < 2e-6
+            bar.close()
 
 
 def read_lines(folder: Path) -> list[dict[str, Any]]:
