@@ -209,7 +209,16 @@ class RunReport:
 
     def profiled(self, steps: Iterator[T]) -> Iterator[T]:
         """Iterate over steps; with --profile, a few of them are recorded."""
-        return steps if self._profiler is None else _stepped(steps, self._profiler)
+        return steps if self._profiler is None else self._recorded(steps)
+
+    def _recorded(self, steps: Iterator[T]) -> Iterator[T]:
+        for step in steps:
+            yield step
+            if self._profiler is not None:
+                self._profiler.step()
+                if self._profiler.step_num == NUM_SKIPPED + NUM_STEPS:
+                    self._profiler.stop()  # WHY now: it costs each step time
+                    self._profiler = None
 
     def close(self, progress: Progress, *, status: str) -> None:
         """Write the summary and close all files. Rank-local."""
@@ -339,9 +348,3 @@ def start_profile(folder: Path, *, rank: int) -> profile:
     )
     profiler.start()
     return profiler
-
-
-def _stepped(steps: Iterator[T], profiler: profile) -> Iterator[T]:
-    for step in steps:
-        yield step
-        profiler.step()

@@ -185,12 +185,13 @@ class TestProblems:
         with pytest.raises(ConfigError, match="null byte"):
             resolve(parse(["--config", "a\0b"]))
 
-    def test_arguments_that_are_not_utf8_are_told(self) -> None:
+    def test_arguments_that_are_not_utf8_are_told_and_of_a_path_what_to_set(self) -> None:
         bad = os.fsdecode(b"\xff")
         for words in (["--model_args", bad], [f"--{bad}"], ["--data_dir", bad]):
             with pytest.raises(ConfigError) as caught:
                 resolve(parse(words))
             assert str(caught.value).isascii()
+        assert "export LC_ALL=C.UTF-8" in str(caught.value)
 
     def test_many_aliases_of_one_file_are_one_line(self) -> None:
         lines = [f"  k{number}: *x\n" for number in range(30)]
