@@ -42,6 +42,7 @@ from tests.harness.scripted import (
     Whole,
     bad_numbers,
     content,
+    die_once,
     make_loader,
     read,
 )
@@ -270,6 +271,18 @@ def test_going_up_keeps_every_sample_in_its_place(
     assert content(read(loader, 1)) == undisturbed(1)
     assert loader.reader.fallback.level == WorkerLevel(2)
     loader.close()
+
+
+def test_a_killed_worker_is_missed_for_a_while_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = make_loader(Scripted(die_once, tmp_path / "flag"), 2, loader_quiet_s=0.01)
+    assert content(read(loader, 0)) == undisturbed(0)
+    assert content(read(loader, 1)) == undisturbed(1)
+    assert loader.reader.num_workers == 2
+    loader.close()
+    after_the_loss = caplog.text.partition("with 1 instead of 2 workers")[2]
+    assert "with 2 workers instead of 1" in after_the_loss
 
 
 # Storage that fails for a moment.

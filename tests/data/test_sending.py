@@ -19,6 +19,7 @@ from hardened_ddp.data.batches.worker_memory import measure_sending
 from hardened_ddp.data.batches.workers import WorkerPlan
 from hardened_ddp.settings.config import DataConfig
 from hardened_ddp.streams.block_reader import BlockReader
+from tests.harness.marks import slow_after
 from tests.harness.ranks import run_ranks
 
 MIB = 2**20
@@ -51,14 +52,42 @@ class Held:
         return iter(self.samples)
 
 
-def read_by_a_worker(source: BatchSource) -> Batch:
-    """Read ten samples; fail if the worker was given up."""
-    plan = WorkerPlan(num_workers=1, prefetch_factor=2, start_method="forkserver")
+class Counting(Dataset[Any]):
+    """Samples that say how often shared memory was made in their process since the first one."""
+
+    count = -1
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if self.count < 0:
+            make, self.count = torch.UntypedStorage._new_shared, 0
+
+            def noted(*given: Any, **how: Any) -> torch.UntypedStorage:
+                self.count += 1
+                return make(*given, **how)
+
+            torch.UntypedStorage._new_shared = noted  # type: ignore[method-assign]
+        return torch.tensor([float(self.count)]), 0
+
+
+def read_by_a_worker(source: BatchSource, **how: Any) -> Batch:
+    """Read ten samples, twice; fail if the worker was given up."""
+    plan = WorkerPlan(num_workers=1, prefetch_factor=2, start_method="forkserver", **how)
     stream = BatchReader(source, plan, DataConfig(), pin_memory=False)
-    [batch] = list(stream.batches(lambda: iter([(0, torch.arange(10))])))
+    [_, batch] = list(stream.batches(lambda: iter([(0, torch.arange(10))] * 2)))
     stream.close()
     assert stream.num_workers == 1
     return batch
+
+
+@pytest.mark.parametrize("shares_memory", slow_after(1, [False, True]))
+def test_a_worker_that_is_told_to_send_through_pipes_makes_no_shared_memory(
+    shares_memory: bool,
+) -> None:
+    batch = read_by_a_worker(Fetcher(Counting(), seed=0), shares_memory=shares_memory)
+    assert bool(batch.inputs.any()) == shares_memory
 
 
 def are_shared_in_a_worker() -> bool:
