@@ -266,6 +266,14 @@ def test_a_collate_that_cannot_be_used_is_told(setting: str, told: str) -> None:
     assert caught.value.fix
 
 
+def test_a_collate_that_cannot_be_sent_is_run_in_process(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stream = make_stream(Rows(), 1, start_method="forkserver", collate=lambda samples: pad(samples))
+    assert stream.num_workers == 0
+    assert "using 0: the dataset or its collate can't be sent to a worker" in caplog.text
+
+
 def learn(output: Path, *words: str) -> dict[str, torch.Tensor]:
     """Train on 2 ranks; return the weights at the end."""
     argv = ["--cpu_only", "--dataset", "tests.data.test_collate:rows", "--batch_size", "3"]

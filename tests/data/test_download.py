@@ -178,6 +178,17 @@ def publish_mnist(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mnist, "mirrors", [server.url("/")])
 
 
+def test_a_dataset_is_fetched_unpacked_and_opened(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish_mnist(server, monkeypatch)
+    said: list[str] = []
+    for _ in range(2):  # the second time all of it is here
+        fetch_dataset("mnist", tmp_path, say=said.append)
+        assert said[-2:] == ["mnist: 6 samples to train on", "mnist: 6 samples to test on"]
+        assert len(server.asked) == 4
+
+
 def test_training_fetches_as_the_command_does(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,3 +125,4 @@ def test_a_set_of_other_columns_is_told_with_those_that_it_has(tmp_path: Path) -
     ) as caught:
         opened(folder)
     assert "of a text: its tokens in a column input_ids" in caught.value.fix
+    assert "download" not in f"{caught.value.message} {caught.value.fix}"

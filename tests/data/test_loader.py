@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -191,7 +192,8 @@ def test_a_worker_that_ends_costs_nothing(
     assert bad_numbers(batches) == []
     assert f"ended with {sign}" in caplog.text
     assert caplog.text.count("No sample is lost") == 1
-    assert f"instead of {num_workers} workers" in caplog.text
+    fewer = f"{num_workers // 2 or 'no'} instead of {num_workers} workers"
+    assert f"continuing at the same sample with {fewer}" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -305,8 +307,13 @@ def test_what_will_not_change_is_not_waited_for(error: OSError, num_tries: int) 
     assert len(attempts) == num_tries
 
 
-def test_a_dataset_that_cannot_be_sent_is_read_in_process(caplog: pytest.LogCaptureFixture) -> None:
-    loader = make_loader(Scripted(lambda flag: None), 2, start_method="forkserver")
+@pytest.mark.parametrize("held", [lambda: None, threading.Lock()], ids=["lambda", "lock"])
+def test_a_dataset_that_cannot_be_sent_is_read_in_process(
+    held: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset: Any = Scripted()
+    dataset.held = held
+    loader = make_loader(dataset, 2, start_method="forkserver")
     assert content(read(loader)) == content(read(make_loader(Scripted())))
     assert "num_workers 2 requested, using 0: the dataset or its collate can't be" in caplog.text
     assert not multiprocessing.active_children()

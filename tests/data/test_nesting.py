@@ -107,6 +107,7 @@ def test_any_nesting_moves_to_a_device() -> None:
     found = [leaf for leaf in leaves((moved.inputs, moved.targets))]
     tensors = [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
     assert {tensor.device.type for tensor in tensors} == {"meta"}
+    assert moved.indices.device.type == "cpu"
     assert [leaf for leaf in found if str(leaf).startswith("label")] == ["label 0", "label 1"]
     assert type(moved.inputs["frozen"]) is Frozen
 

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.checks import Checks
+from hardened_ddp.data.batches.collate import Collate
 from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.data.batches.loader import BatchReader, TrainLoader
 from hardened_ddp.data.batches.sampler import WindowSampler
@@ -76,10 +77,11 @@ def make_stream(
     *,
     start_method: str = "fork",
     checks: Checks | None = None,
+    collate: Collate | None = None,
     **settings: Any,
 ) -> BatchReader:
     plan = WorkerPlan(num_workers=num_workers, prefetch_factor=2, start_method=start_method)
-    fetcher = Fetcher(dataset, seed=1, checks=checks)
+    fetcher = Fetcher(dataset, seed=1, checks=checks, collate=collate)
     stream = BatchReader(fetcher, plan, DataConfig(**settings), pin_memory=False)
     stream.call_after_start(give_back_sigchld)
     return stream
