@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,6 +25,7 @@ from hardened_ddp.checkpoint.store import (
 )
 from hardened_ddp.checkpoint.tensors import HostArena, TensorReader, flat_bytes, plan_file
 from hardened_ddp.errors import CheckpointError
+from hardened_ddp.training import state as state_module
 from hardened_ddp.training.run import Run
 from hardened_ddp.training.state import Saver, save_interval_s
 from tests.checkpoint_states import assert_same, found_in
@@ -110,7 +112,7 @@ def change(state: dict[str, Tensor]) -> None:
         tensor.zero_()
 
 
-@pytest.mark.parametrize("num_writes", [0, 2, 20, 200])
+@pytest.mark.parametrize("num_writes", [0, 1, 2, 5, 20, 60, 200])
 def test_the_state_written_is_that_of_submit_however_far_the_writer_was(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, num_writes: int
 ) -> None:
@@ -318,6 +320,25 @@ def test_a_save_that_was_refused_is_due_as_soon_as_the_writer_is_free() -> None:
         assert saver.is_time() == is_wanted
 
 
+def test_a_save_is_due_when_the_last_one_began_long_enough_ago(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, saved_at, nothing = 0.0, list[float](), SimpleNamespace(step=1)
+    monkeypatch.setattr(state_module, "time", SimpleNamespace(monotonic=lambda: now))
+    for name in ("collect_tensors", "collect_meta", "volatile_names"):
+        monkeypatch.setattr(state_module, name, lambda *_: {})
+    saver: Any = Saver.__new__(Saver)
+    cost, submit = WriteCost(5.0, 1.0), lambda *_, **__: True
+    saver._writer = SimpleNamespace(is_wanted=False, is_busy=False, cost=cost, submit=submit)
+    saver._tracker = SimpleNamespace(within=lambda _: nullcontext())
+    saver.parts, saver._is_auto, saver._size_bytes, saver._began_at = nothing, True, 0, now
+    for now in range(0, 1800, 100):
+        if saver.is_time():
+            saver.save(nothing)
+            saved_at.append(now)
+    assert saved_at == [500, 1000, 1500]
+
+
 def test_only_the_rank_that_writes_waits_for_the_device_before_a_save() -> None:
     asked: list[bool] = []
     for is_main in (False, True):
@@ -335,7 +356,7 @@ def test_only_the_rank_that_writes_waits_for_the_device_before_a_save() -> None:
 DISK = 1e9  # bytes/s
 
 
-@pytest.mark.parametrize("parameters", [1e5, 25.6e6, 30e9])
+@pytest.mark.parametrize("parameters", [1e5, 25.6e6, 1e9, 3e9, 30e9])
 @pytest.mark.parametrize("training_s", [0.0, 0.02, 5.0])
 def test_saving_takes_at_most_a_hundredth_of_the_time_and_a_tenth_of_the_disk(
     parameters: float, training_s: float
