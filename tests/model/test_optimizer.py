@@ -1,11 +1,14 @@
 """The built-in optimizers and schedules."""
 
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 import torch
 
+from hardened_ddp.gradients import choose
 from hardened_ddp.model.optimizer import (
     allocate_state,
     build_optimizer,
@@ -15,7 +18,7 @@ from hardened_ddp.model.optimizer import (
 from hardened_ddp.model.optimizer_state import KNOWN
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.schedule import learning_rate
-from hardened_ddp.settings.config import OptimizerConfig, OptimizerName
+from hardened_ddp.settings.config import Config, OptimizerConfig, OptimizerName
 from hardened_ddp.settings.declare import ImportPath
 
 CPU = torch.device("cpu")
@@ -33,7 +36,8 @@ def curve(schedule: str, *, warmup_steps: int = 0) -> list[float]:
 def test_the_schedules_are_the_known_ones() -> None:
     assert curve("constant") == [1.0] * 12
     assert curve("linear") == pytest.approx([1 - step / 12 for step in range(12)])
-    assert curve("cosine")[6] == pytest.approx(0.5)
+    cosine = [(1 + math.cos(math.pi * step / 12)) / 2 for step in range(12)]
+    assert curve("cosine") == pytest.approx(cosine)
     assert curve("step") == pytest.approx([1.0] * 4 + [0.1] * 4 + [0.01] * 4)
     assert curve("constant", warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
 
@@ -118,3 +122,13 @@ def test_fp16_on_the_cpu_is_said_to_run_in_fp32(caplog: pytest.LogCaptureFixture
     caplog.clear()
     assert Precision("auto", CPU).name == "off"
     assert not caplog.records
+
+
+def test_a_hook_without_a_case_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "_build_ddp", lambda *_, **__: None)
+    group: Any = SimpleNamespace(world_size=2, shared=None, backend="gloo")
+    hook: Any = "a new choice"
+    config = Config()
+    config = replace(config, ddp=replace(config.ddp, comm_hook=hook))
+    with pytest.raises(KeyError, match="a new choice"):
+        choose.sum_gradients_of(torch.nn.Linear(2, 2), group, config, finds_unused=False)

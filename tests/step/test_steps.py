@@ -1,6 +1,7 @@
 """One optimizer step, for real: what gradient comes of its samples, however ranks share them."""
 
 import json
+import multiprocessing
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -138,6 +139,13 @@ def test_any_sharing_gives_the_gradient_of_one_big_batch(shared: tuple[int, list
             assert_close(found, expected)
 
 
+def test_the_gradient_of_a_step_is_the_mean_over_its_samples() -> None:
+    data = [*POINTS, "--dataset_args", "{size: 24}"]
+    [[whole]] = run_ranks(step_gradients, 1, [*data, "--batch_size", "24"], [0])
+    [halves] = run_ranks(step_gradients, 1, [*data, "--batch_size", "12"], [0, 1])
+    assert_close((halves[0] + halves[1]) / 2, whole)
+
+
 def test_samples_left_out_leave_the_mean_over_the_others() -> None:
     """Broken samples 3 and 7: the gradient is that of the step without them."""
     broken = [*POINTS, "--dataset_args", "{size: 12, broken: [3, 7]}", "--continue_on_error"]
@@ -176,6 +184,26 @@ def test_evaluation_counts_every_sample_once(world_size: int) -> None:
         assert count == 17
         assert accuracy == alone[1]
         assert loss == pytest.approx(alone[2], rel=1e-6)
+
+
+def workers_of_evaluations(argv: list[str]) -> list[set[int | None]]:
+    """Evaluate twice; give the pids of the workers after each."""
+    parts, found = parts_of(argv), []
+    assert parts.eval_loader is not None
+    for _ in range(2):
+        evaluate(parts, parts.eval_loader)
+        found.append({process.pid for process in multiprocessing.active_children()})
+    parts.close()
+    parts.group.close()
+    return found
+
+
+@pytest.mark.slow
+def test_lasting_workers_read_for_each_evaluation() -> None:
+    argv = [*POINTS, "--eval_batch_size", "5", "--num_workers", "1", "--persistent_workers"]
+    for first, second in run_ranks(workers_of_evaluations, 2, argv):
+        assert len(first) == 1
+        assert first == second
 
 
 @pytest.mark.parametrize("world_size", slow_after(1, [2, 1]))
