@@ -363,6 +363,7 @@ def test_what_is_behind_a_sample_that_kills_can_not_be_read_without_skip(tmp_pat
 def test_behind_an_error_a_reader_whose_state_stayed_there_is_not_believed() -> None:
     stream = SomeFragile((2,))
     stream.moves = False
+    assert block(stream, 1, range(4)).bad[0].error == "ValueError: a bad row"
     assert read_blocks(stream, 0, 4) == ([0, 1], [2, 3, 4, 5, 6, 7], -1)
 
 

@@ -7,7 +7,7 @@ import json
 import pickle
 import tarfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from hardened_ddp.streams.adapters import HubStream, adapt
 from hardened_ddp.streams.contract import changes, digests_of
 from hardened_ddp.streams.formats import open_files
 from hardened_ddp.streams.views import StreamInOrder, StreamView
-from tests.streams.stream_programs import merged, read_epoch
+from tests.streams.stream_programs import all_ids, merged, read_epoch
 
 
 def read_all(stream: Any, *, again_at: int = -1) -> list[list[Any]]:
@@ -172,6 +172,21 @@ def test_no_file_a_packed_one_and_a_wrong_number_of_shards_are_told(texts: Path)
         open_files(f"text:{texts}/*", train=True)
 
 
+def check_steps(make: Callable[[], Any], lengths: list[int]) -> None:
+    """Check that steps are the same on any ranks and after a resume, and hold each sample once."""
+    alone = read_epoch(make, 1)
+    steps = merged(alone)
+    assert sorted(itertools.chain(*steps)) == all_ids(lengths)
+    assert merged(read_epoch(make, 3)) == steps
+    assert steps == steps[:2] + merged(read_epoch(make, 2, facts=alone[0][1][2]))
+
+
+def test_steps_of_text_files_are_the_same_on_any_ranks_and_after_a_resume(texts: Path) -> None:
+    how: dict[str, Any] = {"num_shards": 6, "transform": "tests.plugins:length_of"}
+    stream: Any = open_files(f"text:{texts}/*.txt", train=True, **how)
+    check_steps(lambda: stream, stream.sizes)
+
+
 def test_a_file_that_changed_is_named(texts: Path) -> None:
     stream = open_files(f"text:{texts}/*.txt", train=True)
     before = digests_of(stream)
@@ -273,6 +288,8 @@ def test_a_dataset_that_can_not_be_copied_is_read_if_it_is_one_shard() -> None:
 def test_what_can_be_read_only_once_is_refused() -> None:
     with pytest.raises(DataError, match="is an iterator, which can be read only once"):
         adapt((i for i in range(3)), "numbers")
+    with pytest.raises(DataError, match="num_shards is 0"):
+        adapt(Numbers(3, 0), "numbers")
     assert is_map_style([1, 2])
     assert not is_map_style(Sized())
 
@@ -336,7 +353,7 @@ class TestHuggingFace:
             dataset_args={"num_classes": 2, **more},
         )
 
-    def test_each_row_once_and_from_any_state(self, folder: Path) -> None:
+    def test_each_row_once_on_any_ranks_and_after_a_resume(self, folder: Path) -> None:
         data = build_data(self.config(folder))
         assert isinstance(data.train, StreamView)
         stream = data.train.stream
@@ -344,6 +361,7 @@ class TestHuggingFace:
         found = read_all(stream)
         assert sorted(map(len, found)) == [11, 25, 30]
         assert repr(read_all(stream, again_at=4)) == repr(found)
+        check_steps(lambda: stream, [len(samples) for samples in found])
 
     def test_a_shuffle_buffer_and_a_split_are_refused(self, folder: Path) -> None:
         import datasets

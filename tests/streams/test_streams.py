@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from tests.harness.ranks import run_program, start_training, train
 from tests.harness.run_folder import find_checkpoints, last_tensors, only_run, samples_by_step
+from tests.task.test_task import Distance
 
 STREAM: list[str | Path] = ["--cpu_only", "--dataset", "tests.plugins:point_stream"]
 STREAM += ["--model", "mlp", "--num_workers", "0", "--learning_rate", "0.01"]
@@ -50,6 +51,20 @@ def test_the_weights_are_the_same_on_any_number_of_ranks(tmp_path: Path, says: b
     for samples, weights in found[1:]:
         assert samples == found[0][0]
         assert_close(weights, found[0][1])
+
+
+class Powered(Distance):
+    def __init__(self, power: float) -> None:  # it has to be given
+        super().__init__(power)
+
+
+def test_a_task_of_the_users_gets_its_arguments_and_the_stream(tmp_path: Path) -> None:
+    task = ["--task", "tests.streams.test_streams:Powered", "--task_args", "{power: 3.0}"]
+    for world_size in (1, 2):
+        place = ["--output_dir", tmp_path / str(world_size)]
+        done = train([*STEADY, *task, "--epochs", "1", *place], world_size).ok()
+        assert "test distance" in done.output
+    assert_close(weights_of(tmp_path / "1"), weights_of(tmp_path / "2"))
 
 
 def test_a_kill_and_other_numbers_of_ranks_cost_no_sample(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The tasks that are built in: losses and metrics beside plain torch, and what they refuse."""
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -205,15 +206,15 @@ def test_auto_refuses_and_says_what_to_do(output: Any, labels: Any, told: str, f
     assert fix in caught.value.fix
 
 
-LOSS = torch.ones((), requires_grad=True)
+LOSS, PLAIN = torch.ones((), requires_grad=True), torch.ones(())
 
 
 @pytest.mark.parametrize(
     ("output", "told"),
     [
-        ({"loss": {"g": LOSS, "d": LOSS}}, r"2 losses \(loss g, "),
-        ({"loss": [LOSS, LOSS]}, "a step has one"),
-        ({"loss_g": LOSS, "loss_d": LOSS}, "2 losses"),
+        ({"loss": {"g": PLAIN, "d": PLAIN}}, r"2 losses \(loss g, "),
+        ({"loss": [PLAIN, PLAIN]}, "a step has one"),
+        ({"loss_g": PLAIN, "loss_d": PLAIN}, "2 losses"),
         ((LOSS, LOSS), r"2 losses \(part 0, part 1\)"),
     ],
 )
@@ -236,7 +237,13 @@ def test_the_first_batch_shows_which_labels_an_own_loss_is_a_mean_over() -> None
     labels = torch.randint(7, (2, 3))
     loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     task = Own()
-    task.check({"loss": loss, "logits": logits}, batch_of(labels))
+    torch.set_warn_always(True)  # WHY: else torch warns once per process, maybe in another test
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            task.check({"loss": loss, "logits": logits}, batch_of(labels))
+    finally:
+        torch.set_warn_always(False)
     assert task.learned() == {"shift": 1}
     assert task.score({"loss": loss}, batch_of(labels)).count == 4
 
@@ -457,7 +464,8 @@ ODD_INPUTS: list[tuple[Exception, Any, str]] = [
     (
         RuntimeError("mat1 and mat2 must have the same dtype, but got Double and Float"),
         torch.ones(2, 4).double(),
-        "(2, 4) float64; the model computes with another type: return float32",
+        "(2, 4) float64; the model computes with another type: return float32 from the dataset, "
+        "such as torch.as_tensor(x, dtype=torch.float32)",
     ),
     (
         RuntimeError("Input type (unsigned char) and bias type"),
