@@ -103,6 +103,12 @@ def test_a_killed_rank_is_named_and_the_other_keeps_its_result() -> None:
     assert failure.value.finished.values == ("survived", None)
 
 
+def test_the_exit_status_of_a_rank_is_kept() -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(sys.exit, 1, 7, timeout_s=30)
+    assert failure.value.finished.statuses == (7,)
+
+
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits of less than a second."""

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shlex
 from datetime import datetime
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from tests.harness.forks import give_up_privileges, run_forked
 from tests.harness.marks import slow_after
 from tests.harness.ranks import start_training, train
 from tests.harness.run_folder import only_run
-from tests.harness.settings_given import make_run, settings_of
+from tests.harness.settings_given import make_run, problems_of, settings_of
 
 NOW = datetime(2031, 2, 3, 4, 5, 6)
 
@@ -57,6 +58,14 @@ def test_a_given_name_is_taken_or_numbered(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     assert create(tmp_path, "linked").name == "linked-2"
     assert create(tmp_path, "file").name == "file-2"
+
+
+@pytest.mark.parametrize(
+    "name", ["../out", "/etc/x", "a/b", "..", ".", ".hidden", "-rf", "a\nb", "a b", "x" * 129, "\0"]
+)
+def test_a_name_that_leads_elsewhere_is_refused(name: str) -> None:
+    [problem] = problems_of(f"--run_name={shlex.quote(name)}")
+    assert problem.startswith("--run_name: found")
 
 
 def test_an_output_folder_may_be_a_link_to_a_bigger_disk(tmp_path: Path) -> None:
