@@ -101,6 +101,7 @@ reproduce(
     lambda folder: read(lambda index: time.sleep(30), num_workers=1, timeout=0.2),
 )
 reproduce("data-collate", lambda folder: read(lambda index: torch.zeros(index + 1)))
+reproduce("data-collate", lambda folder: read(lambda index: torch.zeros(index + 1), num_workers=1))
 reproduce("data-collate", lambda folder: read(lambda index: object()))
 reproduce("python-keyerror", lambda folder: read(lambda index: {}[f"image_{index}"], num_workers=1))
 reproduce(

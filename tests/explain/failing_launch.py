@@ -156,6 +156,7 @@ reproduce(
     "launch-arguments",
     lambda folder: argparse.ArgumentParser(prog="train.py").parse_args(["--nproc_per_node=2"]),
 )
+reproduce("launch-no-group", lambda folder: dist.barrier())
 reproduce(
     "launch-command",
     lambda folder: subprocess.run(["bash", "-c", "no-such-torchrun train.py"], check=False),
@@ -166,6 +167,7 @@ reproduce(
 )
 reproduce("stop-aborted", lambda folder: os.abort())
 reproduce("killed-sigkill", lambda folder: os.kill(os.getpid(), signal.SIGKILL))
+reproduce("killed-segfault", lambda folder: os.kill(os.getpid(), signal.SIGSEGV))
 reproduce("killed-bus", lambda folder: os.kill(os.getpid(), signal.SIGBUS))
 reproduce(
     "data-pickle",

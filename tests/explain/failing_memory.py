@@ -16,6 +16,14 @@ def memory_host_python(rank: int, folder: Path) -> None:
     bytearray(2**40)
 
 
+@reproduces("memory-gpu")
+def memory_gpu(rank: int, folder: Path) -> None:
+    raise torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB "
+        "of which 1.19 GiB is free."
+    )
+
+
 @reproduces("python-keyerror", num_ranks=2, guilty=1)
 def python_key_error_on_one(rank: int, folder: Path) -> None:
     batch = {"image": torch.ones(4)}

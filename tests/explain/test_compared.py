@@ -36,6 +36,22 @@ def test_the_last_block_names_a_rank_and_maybe_an_exception(output: str, answer:
 
 
 @pytest.mark.parametrize(
+    ("named", "guilty", "judged"),
+    [
+        (1, 1, "right"),
+        (0, 1, "wrong: rank 0"),
+        (0, None, "names rank 0"),
+        (None, None, "none"),
+        (None, 1, "not named"),
+    ],
+)
+def test_a_rank_is_judged_by_what_the_reproducer_knows(
+    named: int | None, guilty: int | None, judged: str
+) -> None:
+    assert Answer(named, "").judged(guilty) == judged
+
+
+@pytest.mark.parametrize(
     ("failure", "answer"),
     [
         ({"rank": "3", "failure_class": "observed_exception"}, Answer(3, "observed_exception")),
