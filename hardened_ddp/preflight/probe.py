@@ -210,6 +210,11 @@ def choose_find_unused(wanted: FindUnused, findings: Findings) -> bool:
     Raises UnusedParameterError if it is switched off but needed.
     """
     if not findings.unused:
+        if wanted == "on":
+            log.info(
+                "find_unused_parameters: on as asked; every parameter got a gradient in the probe, "
+                "so 'auto' would save the search of the graph in each step"
+            )
         return wanted == "on"
     kind = "on some ranks or batches" if findings.is_varying else "on all ranks"
     gets = "gets" if len(findings.unused) == 1 else "get"
