@@ -40,7 +40,7 @@ def check_score(task: Task, score: Any) -> Score:  # Any: whatever a user's task
         )
     wanted = task.sums
     for metric, value in task.sums_of(score).items():
-        _check_sum(name, metric, value, wanted[metric])
+        _check_sum(name, metric, value, wanted.get(metric))
     return score
 
 
@@ -101,9 +101,14 @@ def _check_count(name: str, count: Any) -> None:  # Any: as above
         )
 
 
-def _check_sum(name: str, metric: str, value: Any, wanted: torch.Tensor) -> None:
+def _check_sum(name: str, metric: str, value: Any, wanted: torch.Tensor | None) -> None:
     """Check one of the sums of a score. Any: as above; wanted: a zero of its shape."""
     metric = metric.removesuffix("/count")
+    if wanted is None:
+        raise ModelError(
+            f"task {name}: sums_of() gives {metric}, which is not among its sums",
+            fix="name it in the property sums, with a zero of its dtype and shape",
+        )
     is_number = isinstance(value, torch.Tensor | int | float)
     if not is_number or torch.as_tensor(value).shape != wanted.shape:
         need = "a number" if wanted.dim() == 0 else f"a tensor of shape {tuple(wanted.shape)}"

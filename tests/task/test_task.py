@@ -11,12 +11,14 @@ from torch import nn
 
 import ddp_training
 from hardened_ddp.data.batches.batch import Batch
+from hardened_ddp.errors import ModelError
 from hardened_ddp.ranks.group import Group, open_group
 from hardened_ddp.ranks.launch import Launch, environment, read_launch
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.layers import resolve
 from hardened_ddp.step.gradient import Totals
 from hardened_ddp.task.classification import Classification
+from hardened_ddp.task.first_batch import check_score
 from hardened_ddp.task.task import Metric, Score, Task, described, shortly_described, with_loss
 from hardened_ddp.training.evaluation import Evaluation, evaluate
 from tests.harness.ranks import run_ranks, train
@@ -172,3 +174,14 @@ def test_the_best_checkpoint_is_the_one_of_the_first_metric_of_the_task(tmp_path
     assert (found["metric"], found["direction"]) == ("distance", "lower is better")
     assert found["value"] == min(distances.values())
     assert found["value"] == distances[found["step"]]
+
+
+class Undeclared(Classification):
+    def sums_of(self, score: Score) -> dict[str, Any]:
+        return {**super().sums_of(score), "seen": 1}
+
+
+def test_a_sum_that_a_task_does_not_declare_is_told() -> None:
+    score = Score(torch.ones((), requires_grad=True), 1, {"correct": torch.tensor(1)})
+    with pytest.raises(ModelError, match=r"gives seen, which is not among its sums"):
+        check_score(Undeclared(num_classes=2), score)

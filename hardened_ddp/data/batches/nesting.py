@@ -98,10 +98,16 @@ def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the ordinary tensors that hold the values of a sparse, nested or ordinary one."""
     if tensor.is_nested:
         return list(tensor.unbind())
-    if tensor.layout == torch.strided:
-        return [tensor]
-    whole = tensor.to_sparse().coalesce()
-    return [whole.indices(), whole.values()]
+    match tensor.layout:
+        case torch.sparse_coo:
+            whole = tensor.coalesce()
+            return [whole.indices(), whole.values()]
+        case torch.sparse_csr | torch.sparse_bsr:
+            return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+        case torch.sparse_csc | torch.sparse_bsc:
+            return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+        case _:
+            return [tensor]
 
 
 def leaves(value: Any) -> Iterator[Any]:  # Any: a dataset's data
