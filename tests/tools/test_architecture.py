@@ -70,7 +70,7 @@ BUDGETS = {
     "hardened_ddp/streams/*": 2_725,
     "ddp_drills/*": 2_590,
     "launchers/*": 692,
-    "tests/*": 34_400,
+    "tests/*": 34_700,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.
