@@ -133,6 +133,12 @@ class SlurmCluster:
         change = ["StartTime=now+2", f"TimeLimit={minutes}"]
         self._run("scontrol", "update", f"JobId={job}", *change).ok()
 
+    def end_in(self, job: str, *, minutes: int) -> None:
+        """Set the time limit of a running job so that it ends within so many minutes."""
+        hours, passed, _ = map(int, self.show(job)["RunTime"].split(":"))
+        limit = f"TimeLimit={60 * hours + passed + minutes}"
+        self._run("scontrol", "update", f"JobId={job}", limit).ok()
+
     def cancel(self, job: str) -> None:
         self._run("scancel", job).ok()
 

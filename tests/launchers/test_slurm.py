@@ -79,21 +79,24 @@ def test_before_the_time_limit_the_job_saves_and_is_queued_again_and_loses_nothi
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     # As long as the file is there, a sample takes its time: the job then meets its limit.
+    # WHY a limit only once it trains: Slurm gives its signal to the job steps of that moment, up
+    # to 60 seconds early.
     pace = tmp_path / "slow"
     pace.touch()
-    run = ["--cpu_only", "--num_workers", "0", "--batch_size", "10", "--epochs", "20"]
+    run = ["--cpu_only", "--num_workers", "0", "--batch_size", "10", "--epochs", "40"]
     run += ["--model", "mlp", "--dataset", "tests.plugins:paced_points"]
     run += ["--dataset_args", f"{{pace: {pace}}}"]
-    argv = ["--time=1", "--signal=USR1@50", "train.slurm", *run]
+    argv = ["--time=10", "--signal=USR1@50", "train.slurm", *run]
     job, output = cluster.submit(argv, env={"OUTPUT_DIR": str(tmp_path / "requeued")})
-    cluster.wait_for_state(job, "RUNNING", timeout_s=60, output=output)
+    wait_for_steps(cluster, job, output, tmp_path / "requeued")
+    cluster.end_in(job, minutes=2)
     cluster.wait_for_state(job, "PENDING", "FAILED", timeout_s=JOB_LIMIT_S, output=output)
     text = output.read_text()
     assert "SIGUSR1: stopping" in text, text
     assert "stopped and saved; queued again" in text, text
     stopped_at = read_summary(only_run(tmp_path / "requeued"))
     assert stopped_at["status"] == "stopped"
-    assert 0 < stopped_at["step"] < 400
+    assert 0 < stopped_at["step"] < 800
     pace.unlink()
     cluster.start_now(job, minutes=10)
     state = cluster.wait_for_state(job, "COMPLETED", "FAILED", timeout_s=JOB_LIMIT_S, output=output)
