@@ -7,8 +7,10 @@
 import gc
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Generator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -45,6 +47,12 @@ WHOLE += ("test_streams.py",)
 # that; then no Ctrl-C of a test would reach anybody.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# WHY: without an active environment, as by README's command on a new machine, a shell finds neither
+# torchrun nor this python, and messages name both otherwise.
+_BIN = str(Path(sys.executable).parent)
+if _BIN not in os.environ.get("PATH", "").split(os.pathsep)[:1]:
+    os.environ["PATH"] = os.pathsep.join([_BIN, *filter(None, [os.environ.get("PATH")])])
 
 # Until all tests are collected: importing torch and them makes 700,000 objects, and no garbage.
 gc.disable()

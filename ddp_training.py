@@ -190,7 +190,7 @@ def train(settings: Resolved, group: Group) -> int:
     """Open the run folder, build every part, train from where the run stands, say how it ended."""
     from hardened_ddp.guard.hang import HangWatch
     from hardened_ddp.guard.stop import StopRequest
-    from hardened_ddp.preflight.evaluation_trial import check_evaluation
+    from hardened_ddp.preflight.probe import check_evaluation
     from hardened_ddp.reporting.goodput import Goodput
     from hardened_ddp.reporting.log import add_log_file
     from hardened_ddp.reporting.status_writer import StatusWriter
@@ -235,6 +235,7 @@ def train(settings: Resolved, group: Group) -> int:
             status = ending
         except Exception as error:
             watch.close()  # if a rank hung: this waits for the verdict, and the process ends
+            stop.relieve_last_resort()  # it would end the process amid the save of this thread
             # This rank failed, or another one: a surviving rank saves the last completed step.
             save_as_survivor(error, run.stepper, run.saver, run.folder)
             if group.launch.is_main or not isinstance(error, PeerLostError):

@@ -1,6 +1,6 @@
 """Datasets, models and tasks for test_devices.py."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.task.task import Metric, Score, Task
+from tests.token_data import sequences
 
 
 class Made(Dataset[tuple[torch.Tensor, Any]]):
@@ -47,6 +48,32 @@ def maps(train: bool) -> Made:
             torch.randint(3, (4, 4), generator=rng),
         ),
     )
+
+
+class Wrong(Dataset[Any]):
+    """Samples of another dataset; some have a number out of range in them."""
+
+    def __init__(self, samples: Dataset[Any], ids: list[int], labels: list[int]) -> None:
+        self.samples, self.ids, self.labels = samples, ids, labels
+        self.num_classes = getattr(samples, "num_classes", None)
+
+    def __len__(self) -> int:
+        return len(self.samples)  # type: ignore[arg-type]  # all of them have a length
+
+    def __getitem__(self, index: int) -> Any:
+        sample = self.samples[index]
+        names = ("ids", "labels") if isinstance(sample, dict) else (0, 1)
+        for name, numbers in zip(names, (self.ids, self.labels), strict=True):
+            if index in numbers:
+                sample[name].view(-1)[-1 if name == "ids" else 0] = 60_000
+        return sample
+
+
+def wrong(
+    train: bool, of: str = "sequences", ids: Sequence[int] = (), labels: Sequence[int] = ()
+) -> Wrong:
+    made = maps(train) if of == "maps" else sequences(train)
+    return Wrong(made, list(ids) if train else [], list(labels) if train else [])
 
 
 class Net(nn.Module):

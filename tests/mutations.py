@@ -124,8 +124,8 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
             f"{STEPS} {SAMPLER} {REPLICA}",
         ),
         (
-            "    value = mix(seed, epoch, index)\n",
-            "    value = mix(seed, index)\n",
+            "_seed_all(mix(seed, epoch, index))",
+            "_seed_all(mix(seed, index))",
             f"{LOADER} {DATASETS}",
         ),
     ],
@@ -282,8 +282,8 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
     ],
     "preflight/padding.py": [
         (
-            "with watching(trial.model, trial.group, refuses=True):",
-            "with watching(trial.model, trial.group):",
+            "calls = findings.collectives or findings.collectives.in_evaluation",
+            "calls = findings.collectives",
             "tests/data/test_length_split.py",
         ),
     ],

@@ -30,6 +30,7 @@ GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 READS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2")
 SIZED_BY_VALUES = ("bincount", "repeat_interleave")
 """Operations of which CUDA's kernels ask the device how large their result is."""
+ASSERT = "CUDA error: device-side assert triggered"
 
 
 class Mix(RuntimeError):
@@ -43,6 +44,9 @@ class PretendedGpu(TorchDispatchMode):
         super().__init__()
         self.waits: list[str] = []
         """What waited, and where."""
+
+        self.is_lost = False
+        """A kernel has met a number out of range: as on a GPU, nothing runs any more."""
 
         self._on_gpu: dict[int, StorageWeakRef] = {}
         self._pinned: dict[int, StorageWeakRef] = {}
@@ -111,6 +115,8 @@ class PretendedGpu(TorchDispatchMode):
         on_gpu = [tensor for tensor in tensors if self.has(tensor)]
         if not on_gpu:
             return func(*args, **kwargs)
+        if self.is_lost:
+            raise RuntimeError(ASSERT)
         if name == "copy_":
             self._copy(*args, **kwargs)
             return args[0]
@@ -122,7 +128,13 @@ class PretendedGpu(TorchDispatchMode):
         )
         if name in (*READS, *SIZED_BY_VALUES) or is_masked:
             self.wait(name)
-        return self.take(func(*args, **kwargs))
+        try:
+            return self.take(func(*args, **kwargs))
+        except (IndexError, RuntimeError) as error:
+            if not any(sign in str(error) for sign in ("out of bounds", "out of range")):
+                raise
+            self.is_lost = True
+            raise RuntimeError(ASSERT) from error
 
     def _judge_mix(self, func: Any, name: str, on_host: list[torch.Tensor], args: Any) -> None:
         """Raise Mix unless a GPU allows it: single numbers, and indices, which it fetches."""
@@ -138,7 +150,7 @@ class PretendedGpu(TorchDispatchMode):
         """Copy between the devices, or on this one."""
         ends = [self.has(target), self.has(source)]
         host = source if ends[0] else target
-        if not all(ends) and not (non_blocking and (ends[0] or _key(host) in self._pinned)):
+        if not all(ends) and not (non_blocking and _key(host) in self._pinned):
             self.wait("copy_")
         torch.ops.aten.copy_(target, source)
 
@@ -162,6 +174,8 @@ class _Arguments(TorchFunctionMode):
         tensor = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if name == "pin_memory" and tensor is not None:
             return gpu.pin(tensor.clone())
+        if name == "is_pinned" and tensor is not None:
+            return _key(tensor) in gpu._pinned
         is_pinned = bool(kwargs.pop("pin_memory", False))
         if name in ("tolist", "numpy", "__array__") and tensor is not None and gpu.has(tensor):
             if name != "tolist":
@@ -201,7 +215,8 @@ class _Arguments(TorchFunctionMode):
         args, kwargs = tree_map(_as_host, (args, kwargs))
         is_blocking = not (kwargs.get("non_blocking") or (name == "to" and True in args))
         changes = (is_wanted_here and not is_here) or (is_wanted_on_host and is_here)
-        if changes and is_blocking:
+        # WHY of pageable memory too: the driver stages it behind the work that is queued
+        if changes and (is_blocking or (is_wanted_here and _key(tensor) not in gpu._pinned)):
             gpu.wait(name)
         moved = tensor.to(*args, **kwargs) if name == "to" else tensor
         if not changes:

@@ -28,6 +28,7 @@ from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.step import async_device, parts
 from hardened_ddp.step.gradient import Attempt
 from hardened_ddp.step.step import Stepper
+from hardened_ddp.training import survivor_save
 from tests import plugins
 
 PLAN = json.loads(os.environ["STUCK_DEVICE"])
@@ -98,12 +99,12 @@ class QueuedFlag(async_device.Flag):
 
 def send(self: Buckets, state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Queue the all-reduce of a bucket, and go on: DDP's communication hook."""
-    self._under_way.append(bucket.parameters())
-    if bucket.is_last():
-        self._layout = self._under_way
-        self._group.tracker.enter(Phase.ALL_REDUCE)
     buffer = bucket.buffer()
+    self._under_way.append(bucket.parameters())
     self._buffers.append(buffer)
+    if bucket.is_last():
+        self._layout, self._flats = self._under_way, self._buffers
+        self._group.tracker.enter(Phase.ALL_REDUCE)
     _device().submit(lambda: _device().sum_(buffer))
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(buffer)
@@ -216,6 +217,15 @@ def _leave_in(phase: str) -> None:
         os.kill(os.getpid(), getattr(signal, PLAN["signal"]))
 
 
+def copy_beside(*arguments: Any) -> Any:
+    """Fail on one rank, as memory does that can't be corrected."""
+    if dist.get_rank() == PLAN.get("unreadable"):
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+    return _copy_beside(*arguments)
+
+
+_copy_beside = survivor_save.copy_beside
+survivor_save.copy_beside = copy_beside
 parts.ASYNC_DEVICES = (*parts.ASYNC_DEVICES, "cpu")
 async_device.Event = QueuedEvent  # type: ignore[assignment, misc]
 async_device.Flag = QueuedFlag  # type: ignore[misc]

@@ -9,6 +9,8 @@ also return a figure for the report. tests/step/test_gpu.py runs the same functi
 import argparse
 import contextlib
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 
@@ -23,11 +25,14 @@ from hardened_ddp.model.precision import Precision
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.settings.config import OptimizerConfig
-from hardened_ddp.step.async_device import Flag
+from hardened_ddp.step.async_device import Event, Flag, copy_beside
 from hardened_ddp.step.gradient import Totals
 from hardened_ddp.task.classification import Classification
 
 _MIB = 2**20
+_LAUNCHES = 3000  # a queue holds about 1,024
+_QUEUE_FULL_S = 1.0  # in which all of them are launched, or the queue is full
+_STUCK_CYCLES = 1 << 33  # some seconds
 _MOST_WORKSPACE_MIB = 300  # of checksums: while factors of 128 MiB are mixed, as much again
 
 
@@ -96,11 +101,15 @@ def a_flag_is_queued_without_a_wait(device: torch.device) -> str:
         torch.arange(8),
     )
     score = task.score(torch.rand(8, 4, device=device), batch)
-    Flag(flag_of(gradients)).is_up()  # allocates the pinned memory
+    uses_gpu = device.type == "cuda"  # events are a GPU's
+    if uses_gpu:
+        Flag(flag_of(gradients)).send().wait()  # allocates the pinned memory
     with _no_wait(device):
         flag = Flag(flag_of(gradients))
         totals.mark()
         totals.add(score, 8)
+        if uses_gpu:
+            flag.send()
     assert not flag.is_up()
     assert totals.read(_alone(device))["samples"] == 8.0
     return ""
@@ -131,6 +140,41 @@ def sums_after_backward_copy_the_gradients_once(device: torch.device) -> str:
     return f"{share:.2f} x the gradients"
 
 
+def a_state_is_copied_behind_a_full_launch_queue(device: torch.device) -> str:
+    """With more launches behind a stuck kernel than the queue holds, copies beside still end."""
+    state = {"weight": torch.arange(1 << 20, dtype=torch.float32, device=device)}
+    expected = {name: tensor.cpu() for name, tensor in state.items()}
+    state["weight"].add_(0)  # WHY: to load a kernel may wait for the whole device
+    copy_beside(state, device)
+    with _stuck(device) as is_over:
+        # WHY a thread: the host waits in a launch once the queue is full
+        thread = threading.Thread(target=_launch_many, args=(state["weight"],), daemon=True)
+        thread.start()
+        thread.join(_QUEUE_FULL_S)
+        began_at = time.monotonic()
+        copied = copy_beside(state, device)
+        took_s = time.monotonic() - began_at
+        was_over = is_over()
+    thread.join()
+    assert not was_over, "the copy waited for the stuck kernel"
+    if device.type == "cuda":
+        assert torch.equal(copied["weight"], expected["weight"])
+    return f"{_LAUNCHES} launches queued; the copy took {took_s:.2f} s"
+
+
+def a_pageable_copy_behind_a_stuck_kernel(device: torch.device) -> str:
+    """A copy from memory that is not pinned may hold up the host: the figure says if it does."""
+    target = torch.zeros(1 << 20, device=device)
+    source = torch.ones(1 << 20)
+    target.copy_(source, non_blocking=True)
+    found = []
+    for name, on_host in (("pageable", source), ("pinned", _pinned(source, device))):
+        with _stuck(device) as is_over:
+            target.copy_(on_host, non_blocking=True)
+            found.append(f"{name}: the host {'waits' if is_over() else 'goes on'}")
+    return ", ".join(found)
+
+
 CHECKS: tuple[Callable[[torch.device], str], ...] = (
     nan_and_inf_are_found_in_every_type,
     fused_optimizers_skip_a_step_whose_flag_is_up,
@@ -138,6 +182,8 @@ CHECKS: tuple[Callable[[torch.device], str], ...] = (
     a_flag_is_queued_without_a_wait,
     checksums_need_little_memory,
     sums_after_backward_copy_the_gradients_once,
+    a_state_is_copied_behind_a_full_launch_queue,
+    a_pageable_copy_behind_a_stuck_kernel,
 )
 
 
@@ -169,6 +215,32 @@ def _no_wait(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@contextlib.contextmanager
+def _stuck(device: torch.device) -> Iterator[Callable[[], bool]]:
+    """Let the device work for seconds on one kernel; give whether it is over. Waits at the end."""
+    if device.type != "cuda":
+        yield lambda: False
+        return
+    torch.cuda.synchronize(device)
+    torch.cuda._sleep(_STUCK_CYCLES)  # type: ignore[no-untyped-call]  # torch's
+    after = Event()
+    try:
+        yield after.is_reached
+    finally:
+        torch.cuda.synchronize(device)
+
+
+def _launch_many(tensor: torch.Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.set_device(tensor.device)
+    for _ in range(_LAUNCHES):
+        tensor.add_(1)
+
+
+def _pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 @contextlib.contextmanager

@@ -4,7 +4,8 @@
 
 The bare loop (bare.py) and this project (`--model benchmarks.gpu.meter:build`) are measured by the
 same hook, behind each optimizer step. After WARM_UP steps: so many steps are timed between two
-waits for the device; then PROFILED steps are recorded by torch's profiler.
+waits for the device; one is left out, since a report may follow the last timed one; then PROFILED
+steps are recorded by torch's profiler. What the meter itself waits for lies outside of its marks.
 """
 
 import json
@@ -21,6 +22,7 @@ from benchmarks.gpu import works
 
 WARM_UP = 10
 PROFILED = 5
+BEGIN, END = "meter: begin", "meter: end"
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 
 
@@ -48,8 +50,9 @@ class Meter:
             seconds = self._wait() - self._began
             self._found["samples_per_s"] = self._steps * self._batch_size / seconds
             self._found["peak_mib"] = self._peak_mib()
+        elif self._count == WARM_UP + self._steps + 1:
             self._start_profile()
-        elif self._count == WARM_UP + self._steps + PROFILED:
+        elif self._count == WARM_UP + self._steps + 1 + PROFILED:
             self._end_profile()
             Path(self._file).write_text(json.dumps(self._found), encoding="utf-8")
 
@@ -70,17 +73,23 @@ class Meter:
         kinds += [torch.profiler.ProfilerActivity.CUDA] if self._uses_gpu else []
         self._profile = torch.profiler.profile(activities=kinds)
         self._profile.start()
+        with torch.profiler.record_function(BEGIN):
+            pass
 
     def _end_profile(self) -> None:
+        with torch.profiler.record_function(END):
+            pass
         self._wait()
         self._profile.stop()
         events = list(self._profile.events())
+        at = {e.name: e.time_range.start for e in events if e.name in (BEGIN, END)}
         on_gpu = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
         kernels = on_gpu if self._uses_gpu else [e for e in events if e.name.startswith("aten::")]
-        waits = [e for e in events if e.name in WAITS]
+        waits = [
+            e for e in events if e.name in WAITS and at[BEGIN] <= e.time_range.start <= at[END]
+        ]
         self._found["kernels"] = len(kernels) / PROFILED
-        # WHY less one: the wait above
-        self._found["waits"] = (len(waits) - self._uses_gpu) / PROFILED
+        self._found["waits"] = len(waits) / PROFILED
 
 
 def install() -> None:

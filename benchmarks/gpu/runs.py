@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,31 +17,31 @@ from pathlib import Path
 from benchmarks.equal_weights import hash_tensors
 from benchmarks.gpu.row import MISS, OPEN, PASS, ROOT, TIMED_OUT, Done, Row, end_of, guarded, run
 
-DRILLS = ("memory-forward", "memory-backward", "memory-optimizer", "nan-once", "nan-repeated")
-DRILLS += ("kill-backward", "stop-backward")
-DRY_DRILLS = ("nan-once",)
+FIRST_DRILLS = ("kill-backward", "memory-forward", "stop-backward")
+FIRST_DRILLS += ("memory-backward", "memory-optimizer")
+DRY_DRILLS = ("memory-forward",)
+NAN_DRILLS = ("nan-once", "nan-repeated")
 _TESTS = "tests/step/test_gpu.py"
 _TESTED = re.compile(rf"^{_TESTS}::(.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
 _VERDICTS = {"PASSED": PASS, "SKIPPED": OPEN}
 _SCRIPT = ROOT / "ddp_training.py"
 _STATES_GB = (1, 10)
+_HANG_AFTER_S = 20.0
 _MOST_COPIES = 3  # the one that is kept, the one that is written, and a survivor's
 _BYTES_PER_PARAMETER = 12  # weight and two of AdamW, in fp32
+
+
+def first_contact(*, dry: bool, ends_at: float) -> Iterator[Row]:
+    """Train; kill and resume; memory gone; a hang: what matters most, on two ranks over gloo."""
+    names = DRY_DRILLS if dry else FIRST_DRILLS
+    yield from _drills(names, amp="off", dry=dry, ends_at=ends_at)
 
 
 def first_tests(*, dry: bool, ends_at: float) -> Iterator[Row]:
     """Run the checks, and on a GPU tests/step/test_gpu.py."""
     flags = ["--device", "cpu"] if dry else []
-    done = run(["python", "-m", "benchmarks.gpu.checks", *flags], limit_s=_left(ends_at))
-    lines = [
-        line.split("\t") for line in done.output.splitlines() if line[:5] in ("PASS\t", "MISS\t")
-    ]
-    rows = [Row(name, found, verdict) for verdict, name, found in lines]
-    if not rows or (done.status and all(row.verdict == PASS for row in rows)):
-        rows.append(_verdict("the checks", done))
-    elif done.status:
-        rows.append(Row("the checks that failed", "their tracebacks", "", _details(done, MISS)))
-    yield from rows
+    words: list[str | Path] = ["python", "-m", "benchmarks.gpu.checks", *flags]
+    yield from _lines("the checks", words, ends_at)
     if dry:
         return
     if find_spec("pytest") is None:
@@ -60,17 +60,44 @@ def first_tests(*, dry: bool, ends_at: float) -> Iterator[Row]:
 
 
 def faults(*, dry: bool, ends_at: float) -> Iterator[Row]:
-    """Cause faults, alone and with two ranks on one GPU, which NCCL refuses and gloo allows."""
-    num_ranks = 1 if dry else 2
-    with tempfile.TemporaryDirectory(prefix="gpu-report-") as folder:
-        yield _assert_on_device(Path(folder), dry=dry, ends_at=ends_at)
-    for name in DRY_DRILLS if dry else DRILLS:
-        flags = ["--cpu_only"] if dry else ["--backend", "gloo"]
-        flags += ["--ranks", str(num_ranks)]
-        for amp in ("off",) if dry or not name.startswith("nan") else ("bf16", "fp16"):
-            words = ["python", _SCRIPT, "drill", name, "--amp", amp, *flags]
-            what = f"drill {name}, amp {amp}, ranks: {num_ranks}"
-            yield _tried(what, words, ends_at)
+    """Cause faults that only a GPU has, and NaN in 16 bits."""
+    for name, cause in (("an assert", assert_on_device), ("the hook", memory_gone_in_the_hook)):
+        with tempfile.TemporaryDirectory(prefix="gpu-report-") as folder:
+            yield from guarded(name, partial(_one, cause, Path(folder), dry=dry, ends_at=ends_at))
+    for amp in () if dry else ("bf16", "fp16"):
+        yield from _drills(NAN_DRILLS, amp=amp, dry=dry, ends_at=ends_at)
+
+
+def _one(cause: Callable[..., Row], folder: Path, *, dry: bool, ends_at: float) -> Iterator[Row]:
+    yield cause(folder, dry=dry, ends_at=ends_at)
+
+
+def _drills(names: Sequence[str], *, amp: str, dry: bool, ends_at: float) -> Iterator[Row]:
+    """Run drills with one undisturbed run; two ranks on one GPU, which only gloo allows."""
+    flags = ["--cpu_only", "--ranks", "1"] if dry else ["--ranks", "2"]
+    words: list[str | Path] = ["python", "-m", "benchmarks.gpu.drills", *names, "--amp", amp]
+    found = list(_lines(f"drills, amp {amp}", [*words, *flags], ends_at))
+    yield from found
+    told = " ".join(row.what for row in found)
+    yield from (
+        Row(f"drill {name}, amp {amp}", "no time left in this part", OPEN)
+        for name in names
+        if f"drill {name}," not in told
+    )
+
+
+def _lines(what: str, words: Sequence[str | Path], ends_at: float) -> Iterator[Row]:
+    """Run what prints a line for each of its rows, and give them, also if it is cut off."""
+    done = run(words, limit_s=_left(ends_at))
+    lines = [
+        line.split("\t") for line in done.output.splitlines() if line[:5] in ("PASS\t", "MISS\t")
+    ]
+    rows = [Row(name, found, verdict) for verdict, name, found in lines]
+    yield from rows
+    if not rows or (done.status and all(row.verdict == PASS for row in rows)):
+        yield _verdict(what, done)
+    elif done.status:
+        yield Row(f"{what} that failed", "what they wrote", "", _details(done, MISS))
 
 
 def checkpoints(*, dry: bool, ends_at: float) -> Iterator[Row]:
@@ -80,19 +107,21 @@ def checkpoints(*, dry: bool, ends_at: float) -> Iterator[Row]:
             f"a checkpoint of {size_gb} GB",
             partial(_checkpoints_of, size_gb, dry=dry, ends_at=ends_at),
         )
+        with tempfile.TemporaryDirectory(prefix="gpu-report-", dir=_place()) as folder:
+            cause = partial(survivor_save, size_gb=size_gb)
+            yield from guarded(
+                f"a survivor save of {size_gb} GB",
+                partial(_one, cause, Path(folder), dry=dry, ends_at=ends_at),
+            )
 
 
 def _checkpoints_of(size_gb: float, *, dry: bool, ends_at: float) -> Iterator[Row]:
     name = f"a checkpoint of {size_gb} GB: share of the time that it held up training"
-    place = ROOT.parent if os.access(ROOT.parent, os.W_OK) else Path(tempfile.gettempdir())
-    free_gb = shutil.disk_usage(place).free / 1e9
-    if free_gb < _MOST_COPIES * size_gb + 1:
-        yield Row(name, f"{free_gb:.0f} GB free in {place}: too little", OPEN)
+    if too_little := _too_little(size_gb):
+        yield Row(name, too_little, OPEN)
         return
-    width = 256 if dry else 4096
-    depth = max(1, round(size_gb * 1e9 / _BYTES_PER_PARAMETER / width**2))
-    with tempfile.TemporaryDirectory(prefix="gpu-report-", dir=place) as folder:
-        argv = _argv(Path(folder), dry=dry, model=f"wide, width: {width}, depth: {depth}")
+    with tempfile.TemporaryDirectory(prefix="gpu-report-", dir=_place()) as folder:
+        argv = _argv(Path(folder), dry=dry, model=f"wide, {_shape(size_gb, dry=dry)}")
         argv += ["--keep_last", "1", "--checkpoint_every_steps", "10", "--max_steps"]
         done = run([*argv, "40"], limit_s=_left(ends_at))
         if done.status:
@@ -108,6 +137,45 @@ def _checkpoints_of(size_gb: float, *, dry: bool, ends_at: float) -> Iterator[Ro
         verdict = _verdict(name, done).verdict
         verdict = MISS if verdict == PASS and "resuming" not in done.output else verdict
         yield Row(f"a restart with {size_gb} GB", found, verdict, _details(done, verdict))
+
+
+def survivor_save(folder: Path, *, size_gb: float, dry: bool, ends_at: float) -> Row:
+    """Kill a rank of two; give the seconds from the kill to the manifest of the survivor's save."""
+    text = f"a survivor save of {size_gb} GB: from the kill of another rank to the manifest"
+    if too_little := _too_little(size_gb):
+        return Row(text, too_little, OPEN)
+    mark = folder / "killed"
+    model = f"killed, mark: {mark}, {_shape(size_gb, dry=dry)}"
+    argv = _argv(folder / "runs", dry=dry, model=model, ranks=2)
+    argv += ["--max_steps", "12", "--run_name", "run", "--checkpoint_every_epochs", "0"]
+    argv += ["--checkpoint_every_steps", "0"]
+    done = run(argv, limit_s=_left(ends_at))
+    if done.status == TIMED_OUT:
+        return _verdict(text, done)
+    saved = list((folder / "runs").glob("run/checkpoints/step-*/manifest.json"))
+    if not mark.exists() or not saved or done.status == 0:
+        found = f"status {done.status}, {len(saved)} checkpoints"
+        return Row(text, found, MISS, end_of(done.output))
+    took_s = max(path.stat().st_mtime for path in saved) - mark.stat().st_mtime
+    return Row(text, f"{took_s:.1f} s", PASS)
+
+
+def memory_gone_in_the_hook(folder: Path, *, dry: bool, ends_at: float) -> Row:
+    """Memory is gone where DDP's hook allocates: the step is done again, and no rank hangs."""
+    text = "memory gone in the communication hook: the step is done again"
+    mark = folder / "happened"
+    argv = _argv(folder / "runs", dry=dry, model=f"hook, mark: {mark}, width: 1024", ranks=2)
+    argv += ["--max_steps", "12", "--comm_hook", "fp16", "--hang_after_s", f"{_HANG_AFTER_S:.0f}"]
+    limit_s = _left(ends_at)
+    done = run(argv, limit_s=limit_s)
+    if done.status == TIMED_OUT:
+        # WHY: cut off before the hang watch could have spoken, it says nothing
+        is_hang = mark.exists() and limit_s >= 3 * _HANG_AFTER_S
+        found = f"killed after {limit_s:.0f} s"
+        return Row(text, found, MISS if is_hang else OPEN, end_of(done.output))
+    is_good = done.status == 0 and mark.exists() and (dry or "retrying step" in done.output)
+    found = f"status {done.status}"
+    return Row(text, found, PASS if is_good else MISS, "" if is_good else end_of(done.output))
 
 
 def life_of_a_run(*, dry: bool, ends_at: float) -> Iterator[Row]:
@@ -140,12 +208,16 @@ def _resumes(folder: Path, *, dry: bool, ends_at: float) -> Iterator[Row]:
     yield Row(text, "equal" if same else "different", PASS if same else MISS)
 
 
-def _assert_on_device(folder: Path, *, dry: bool, ends_at: float) -> Row:
-    """A label out of range fails in a kernel: the run ends with a cause, and a re-run finishes."""
+def assert_on_device(folder: Path, *, dry: bool, ends_at: float) -> Row:
+    """An index out of range fails in a kernel, while a checkpoint is being written.
+
+    The model has a BatchNorm, whose statistics that step may have moved. The run ends with its
+    cause, and a re-run finishes.
+    """
     text = "a device-side assert ends the run with its cause, and the same command finishes it"
-    mark = folder / "happened"
-    argv = _argv(folder / "runs", dry=dry, model=f"asserts, mark: {mark}")
-    argv += ["--max_steps", "12", "--run_name", "run", "--checkpoint_every_steps", "2"]
+    mark, width = folder / "happened", 32 if dry else 4096
+    argv = _argv(folder / "runs", dry=dry, model=f"asserts, mark: {mark}, width: {width}")
+    argv += ["--max_steps", "12", "--run_name", "run", "--checkpoint_every_steps", "1"]
     first = run(argv, limit_s=_left(ends_at))
     second = run(argv, limit_s=_left(ends_at))
     if TIMED_OUT in (first.status, second.status):
@@ -157,10 +229,32 @@ def _assert_on_device(folder: Path, *, dry: bool, ends_at: float) -> Row:
     return Row(text, found, PASS if is_good else MISS, "" if is_good else end_of(output))
 
 
-def _argv(folder: Path, *, dry: bool, model: str) -> list[str | Path]:
+def _place() -> Path:
+    return ROOT.parent if os.access(ROOT.parent, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def _too_little(size_gb: float) -> str:
+    """Say that there is not room enough on the disk; empty: there is."""
+    free_gb = shutil.disk_usage(_place()).free / 1e9
+    is_enough = free_gb >= _MOST_COPIES * size_gb + 1
+    return "" if is_enough else f"{free_gb:.0f} GB free in {_place()}: too little"
+
+
+def _shape(size_gb: float, *, dry: bool) -> str:
+    """Return the arguments of a model whose state has so many GB."""
+    width = 256 if dry else 4096
+    depth = max(1, round(size_gb * 1e9 / _BYTES_PER_PARAMETER / width**2))
+    return f"width: {width}, depth: {depth}"
+
+
+def _argv(folder: Path, *, dry: bool, model: str, ranks: int = 1) -> list[str | Path]:
     """Return the command of a run with one of the models in trials.py."""
-    argv: list[str | Path] = ["python", _SCRIPT, "--no_config", "--no_progress"]
-    argv += ["--cpu_only"] if dry else ["--single_gpu"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    argv: list[str | Path] = ["python", *(launcher if ranks > 1 else [])]
+    argv += [_SCRIPT, "--no_config", "--no_progress"]
+    # WHY gloo: NCCL refuses two ranks on one GPU
+    on_gpu = ["--backend", "gloo"] if ranks > 1 else ["--single_gpu"]
+    argv += ["--cpu_only", "--no_shared_memory"] if dry else on_gpu
     argv += ["--dataset", "synthetic", "--dataset_args", "{num_samples: 512, image_size: 16}"]
     argv += ["--batch_size", "8", "--eval_every", "0", "--output_dir", folder]
     argv += ["--model", "benchmarks.gpu.trials:build", "--model_args", f"{{kind: {model}}}"]

@@ -12,7 +12,18 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.gpu.row import MISS, OPEN, PASS, ROOT, TIMED_OUT, Row, end_of, guarded, run
+from benchmarks.gpu.row import (
+    MISS,
+    OPEN,
+    PASS,
+    ROOT,
+    TIMED_OUT,
+    WITHIN_NOISE,
+    Row,
+    end_of,
+    guarded,
+    run,
+)
 
 # As in meter.py and works.py, which need torch; test_gpu_report.py compares them.
 WARM_UP, PROFILED = 10, 5
@@ -72,7 +83,7 @@ def measure(
         return Row(name, "no time left in this part", OPEN)
     batch_size = (SMALL_BATCHES if dry else BATCHES)[work]
     timed = SMALL_STEPS if dry else STEPS[work]
-    steps = WARM_UP + timed + PROFILED
+    steps = WARM_UP + timed + 1 + PROFILED
     with tempfile.TemporaryDirectory(prefix="gpu-report-") as folder:
         file = Path(folder) / "figures.json"
         command = _command(contender, work, dry, compiled, steps, batch_size, Path(folder))
@@ -106,13 +117,17 @@ def rows_of(name: str, rounds: Sequence[dict[str, Figures]], *, bar: float) -> l
     def both(figure: str, form: str) -> str:
         return f"{middle(OURS, figure):{form}}, bare {middle(BARE, figure):{form}}"
 
+    bare = [found[BARE]["samples_per_s"] for found in rounds]
+    noise = (max(bare) - min(bare)) / max(1e-9, statistics.median(bare))
     speed, memory, waits = ratio("samples_per_s"), ratio("peak_mib"), middle(OURS, "waits")
     kernels = middle(OURS, "kernels") - middle(BARE, "kernels")
     return [
         Row(
             f"{name}: samples/s, at least {bar:.2f} x bare",
-            f"{speed:.3f} x ({both('samples_per_s', ',.0f')}; {len(rounds)} rounds)",
-            PASS if speed >= bar else MISS,
+            f"{speed:.3f} x ({both('samples_per_s', ',.0f')}; {len(rounds)} rounds, of which the "
+            f"bare loop differs by {noise:.1%})",
+            # WHY: what lies within the noise of the bare loop itself says nothing
+            PASS if speed >= bar else WITHIN_NOISE if speed >= bar - noise else MISS,
         ),
         Row(
             f"{name}: peak memory, at most {MEMORY_BAR} x bare",

@@ -1,12 +1,16 @@
 """The models of runs.py, by --model benchmarks.gpu.trials:build."""
 
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 _CLASSES = 10
-_ASSERT_AT = 6
+_FAIL_AT = 6
+_LAST_RANK = "1"
 
 
 class Wide(nn.Module):
@@ -30,9 +34,10 @@ class Wide(nn.Module):
 class Asserts(Wide):
     """In one step of training, once, it looks up a row that its table does not have."""
 
-    def __init__(self, inputs: int, mark: str) -> None:
-        super().__init__(inputs, 32, 1)
-        self.table = nn.Embedding(4, 32)
+    def __init__(self, inputs: int, width: int, mark: str) -> None:
+        super().__init__(inputs, width, 1)
+        self.table = nn.Embedding(4, width)
+        self.norm = nn.BatchNorm1d(width)
         self.mark = Path(mark)
         self.num_forwards = 0
 
@@ -40,24 +45,73 @@ class Asserts(Wide):
         """Give the logits; a kernel fails in the chosen forward."""
         self.num_forwards += self.training
         place = 0
-        if self.num_forwards == _ASSERT_AT and not self.mark.exists():
+        if self.num_forwards == _FAIL_AT and not self.mark.exists():
             self.mark.touch()
             place = 1_000_000
         places = torch.full((len(images),), place, dtype=torch.int64, device=images.device)
-        found = self.first(images.flatten(1)) + self.table(places)
+        found = self.norm(self.first(images.flatten(1)) + self.table(places))
         logits: torch.Tensor = self.head(found)
         return logits + self.layers[0](found).sum() * 0
+
+
+class Killed(Wide):
+    """Rank 1 is killed in the forward of one step of training, once."""
+
+    def __init__(self, inputs: int, width: int, depth: int, mark: str) -> None:
+        super().__init__(inputs, width, depth)
+        self.mark = Path(mark)
+        self.num_forwards = 0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Give the logits; the mark says when the kill came."""
+        self.num_forwards += self.training
+        is_due = self.num_forwards >= _FAIL_AT and os.environ.get("RANK") == _LAST_RANK
+        if is_due and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(images)
+
+
+class FullInHook(Killed):
+    """In one backward of rank 1 no memory is left for what DDP's hook allocates, once."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Give the logits; the memory is taken as soon as a gradient is there."""
+        self.num_forwards += self.training
+        _limit_memory(None)
+        logits = Wide.forward(self, images)
+        is_due = self.num_forwards >= _FAIL_AT and os.environ.get("RANK") == _LAST_RANK
+        if is_due and logits.requires_grad and not self.mark.exists():
+            self.mark.touch()
+            logits.register_hook(_limit_memory)
+        return logits
+
+
+def _limit_memory(gradient: Any) -> None:  # Any: of a tensor's hook; None: no limit any more
+    """Let torch's allocator take nothing beyond what it has now; leave it nothing in reserve."""
+    if not torch.cuda.is_available():
+        return
+    share = 1.0
+    if gradient is not None:
+        torch.cuda.empty_cache()
+        whole = torch.cuda.get_device_properties(0).total_memory
+        share = min(1.0, torch.cuda.memory_reserved() / whole)
+    torch.cuda.set_per_process_memory_fraction(share)
 
 
 def build(
     input_shape: tuple[int, ...], kind: str, width: int = 64, depth: int = 1, mark: str = ""
 ) -> nn.Module:
-    """Build one of the models: wide, asserts, images."""
+    """Build one of the models: wide, asserts, killed, hook, images."""
     inputs = torch.Size(input_shape).numel()
     if kind == "wide":
         return Wide(inputs, width, depth)
     if kind == "asserts":
-        return Asserts(inputs, mark)
+        return Asserts(inputs, width, mark)
+    if kind == "killed":
+        return Killed(inputs, width, depth, mark)
+    if kind == "hook":
+        return FullInHook(inputs, width, depth, mark)
     convolutions = [nn.Conv2d(input_shape[0], 16, 3), nn.BatchNorm2d(16), nn.ReLU()]
     return nn.Sequential(
         *convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, _CLASSES)

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from psutil import virtual_memory
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -200,11 +201,13 @@ class HostArena:
         self._blocks: list[Tensor] = []
 
     def reserve(self, size_bytes: int, *, pinned: bool) -> None:
-        """Allocate size_bytes. Raises RuntimeError if the driver can't pin that much."""
-        for index in range(-(-size_bytes // _BLOCK_BYTES)):
-            wanted = min(_BLOCK_BYTES, size_bytes - index * _BLOCK_BYTES)
-            if index < len(self._blocks) and self._blocks[index].numel() >= wanted:
-                continue
+        """Allocate size_bytes. Raises RuntimeError if that much can't, or must not, be pinned."""
+        sizes = [min(_BLOCK_BYTES, size_bytes - at) for at in range(0, size_bytes, _BLOCK_BYTES)]
+        here = [block.numel() for block in self._blocks] + [0] * len(sizes)
+        missing = {i: wanted for i, wanted in enumerate(sizes) if wanted > here[i]}
+        if pinned and sum(missing.values()) > (free := virtual_memory().available) // 2:
+            raise RuntimeError(f"{free} bytes of host memory are free, of which half may be pinned")
+        for index, wanted in missing.items():
             # WHY numpy: with deterministic algorithms on, torch.empty would fill every page
             block = (
                 torch.empty(wanted, dtype=torch.uint8, pin_memory=True)

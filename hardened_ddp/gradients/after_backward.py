@@ -135,11 +135,12 @@ def sum_with_marks(parameters: Sequence[torch.Tensor], mine: Marks, group: Group
             parameter.grad = torch.zeros_like(parameter)
         gradient = real(parameter.grad) if parameter.is_complex() else parameter.grad
         by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    # WHY before the marks: on a GPU to read or to make them waits, perhaps for another rank
+    before = group.tracker.enter(Phase.ALL_REDUCE)
     count = 0.0 if mine.has_failed else float(mine.count)
     marks = torch.tensor([mine.has_failed, mine.num_samples, count], device=group.device)
     # WHY among the gradients: saves an all-reduce
     by_dtype.setdefault(marks.dtype, []).append(marks)
-    before = group.tracker.enter(Phase.ALL_REDUCE)
     are_finite = group.shared is not None and bool(parameters)
     # WHY no early exit: every sum is a collective, also after one that is not finite
     for each in by_dtype.values():
@@ -147,8 +148,8 @@ def sum_with_marks(parameters: Sequence[torch.Tensor], mine: Marks, group: Group
             are_finite &= group.shared.sum_(each, checks=True)  # collective
         else:
             group.sum_each_(each)  # collective
-    group.tracker.enter(before)
     num_failed, num_samples, total = marks.tolist()
+    group.tracker.enter(before)
     if num_failed > 0:
         return None
     return Sums(num_samples=int(num_samples), count=total, are_finite=are_finite)

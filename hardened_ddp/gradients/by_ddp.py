@@ -11,13 +11,15 @@ The documented methods are in sums.py. Read next: step/retry.py, what happens af
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.gradients.after_backward import sum_with_marks, used_anywhere
@@ -80,7 +82,17 @@ class ByDdp:
         # WHY around forward too: DDP decides there whether its hooks send what backward gives.
         if (is_last and self._is_within) or self._ddp is None:
             return nullcontext()
-        return self._ddp.no_sync()
+        return self._keep_local(self._ddp)
+
+    @contextmanager
+    def _keep_local(self, ddp: DistributedDataParallel) -> Iterator[None]:
+        hooks = [] if self._buckets is None else self._buckets.take_in()
+        try:
+            with ddp.no_sync():
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def note_count(self, count: float | torch.Tensor) -> None:
         if self._buckets is not None:
@@ -128,7 +140,7 @@ class ByDdp:
         """
         for _ in range(3 if self._ddp is not None and self._ddp.static_graph else 2):
             if self._buckets is not None:
-                self._buckets.begin()
+                self._buckets.let_go()
             run(self.call)  # collective
 
     def release(self) -> None:
@@ -169,8 +181,9 @@ class ByDdp:
     def _sum_count(self, count: float | torch.Tensor) -> float:
         """Add up what counts over the ranks, where no hook of ours sends it. Collective."""
         device = self._group.device
-        total = torch.as_tensor(count, dtype=torch.float64, device=device).clone()
-        return float(self._group.sum_(total))  # collective
+        with self._group.tracker.within(Phase.ALL_REDUCE):  # WHY here: on a GPU float() waits
+            total = torch.as_tensor(count, dtype=torch.float64, device=device).clone()
+            return float(self._group.sum_(total))  # collective
 
 
 class Buckets:
@@ -195,8 +208,14 @@ class Buckets:
         self._device = group.device
         self._sent_as = sent_as
         self._layout: list[list[torch.Tensor]] = []
+        self._flats: list[torch.Tensor] = []
+        """DDP's memory of each bucket; none before a backward has shown it."""
+
         self._under_way: list[list[torch.Tensor]] = []
         self._buffers: list[torch.Tensor] = []
+        self._first = torch.empty(0)
+        """The first bucket with the count behind it. WHY kept: sending needs no new memory."""
+
         self._futures: list[Work] = []
         self._sums_count = counts
         self._count: float | torch.Tensor = 0.0
@@ -217,6 +236,12 @@ class Buckets:
     def begin(self) -> None:
         """Forget what was sent in the last backward. Rank-local."""
         self._under_way, self._buffers, self._futures = [], [], []
+        self._total_work = None
+
+    def let_go(self) -> None:
+        """Drop all memory of DDP's buckets, before DDP builds others. Rank-local."""
+        self.begin()
+        self._flats = []
 
     def note_count(self, count: float | torch.Tensor) -> None:
         """Note what counts in this rank's samples, such as valid tokens, before a backward."""
@@ -231,14 +256,18 @@ class Buckets:
         if not self.can_send_nan:
             return False
         self._group.tracker.enter(Phase.ALL_REDUCE)
-        remaining = self._layout[len(self._under_way) :]
-        is_beside = self._sums_count and not self._under_way
-        if remaining and is_beside and not self._rides(remaining[0][0].dtype):
-            dist.all_reduce(torch.full_like(self._total, math.nan))
-        for number, parameters in enumerate(remaining, start=len(self._under_way)):
-            size = self._size(number, parameters)
-            dtype = self._sent_as or parameters[0].dtype
-            dist.all_reduce(torch.full((size,), math.nan, dtype=dtype, device=self._device))
+        remaining = range(len(self._under_way), len(self._layout))
+        is_beside = self._sums_count and self._total_work is None
+        if remaining and is_beside and not self._rides(self._layout[0][0].dtype):
+            dist.all_reduce(self._total.fill_(math.nan))
+        for number in remaining:
+            # WHY memory that is there: perhaps no other is left
+            flat = self._flat(number)
+            if number == 0 and self._rides(flat.dtype):
+                flat = self._with_count(flat)
+            elif self._sent_as is not None:
+                flat = flat.view(self._sent_as)[: flat.numel()]
+            dist.all_reduce(flat.fill_(math.nan))
         if remaining and self._ddp.find_unused_parameters and not self._ddp.static_graph:
             # After the last bucket DDP adds up which parameters each rank has used. WHY ones: it
             # takes the sum only for those, and each rank must see the NaN.
@@ -296,8 +325,23 @@ class Buckets:
         WHY not in its next forward, as DDP does: a rank may fail before it. Collective.
         """
         self.are_old = False
+        self.let_go()
         if hasattr(self._ddp.reducer, "_rebuild_buckets"):  # else see can_send_nan
             self._ddp.reducer._rebuild_buckets()  # collective
+
+    def take_in(self) -> list[RemovableHandle]:
+        """Have backward move gradients that stay local into DDP's buckets, until removed.
+
+        WHY: beside them they take as much again, which a rank out of memory does not have.
+        """
+        if not (self._ddp.gradient_as_bucket_view and self._flats):
+            return []
+        return [
+            parameter.register_post_accumulate_grad_hook(partial(_move, place))  # type: ignore[no-untyped-call]
+            for flat, parameters in zip(self._flats, self._layout, strict=True)
+            for place, parameter in zip(_places(flat, parameters), parameters, strict=True)
+            if parameter.requires_grad  # else it was frozen since
+        ]
 
     @torch.no_grad()
     def sum_local(self, used: Iterable[torch.Tensor]) -> None:
@@ -308,19 +352,19 @@ class Buckets:
         before = self._group.tracker.enter(Phase.ALL_REDUCE)
         used_ids = {id(parameter) for parameter in used}
         for number, parameters in enumerate(self._layout):
-            size = self._size(number, parameters)
-            flat = torch.zeros(size, dtype=parameters[0].dtype, device=self._device)
+            flat = self._flat(number)
             places = _places(flat, parameters)
             for place, parameter in zip(places, parameters, strict=True):
-                if parameter.grad is not None:
-                    place.copy_(parameter.grad)
-            sent = flat if self._sent_as is None else flat.to(self._sent_as)
+                if parameter.grad is None:
+                    place.zero_()
+                else:
+                    _move(place, parameter)
+            sent = self._sent(number, flat)
             dist.all_reduce(sent)  # collective
             if sent is not flat:
-                flat.copy_(sent)
+                flat.copy_(sent[: flat.numel()])
             for place, parameter in zip(places, parameters, strict=True):
-                if id(parameter) in used_ids:
-                    parameter.grad = place
+                parameter.grad = place if id(parameter) in used_ids else None
         self._group.tracker.enter(before)
 
     def total(self) -> torch.Tensor:
@@ -330,57 +374,62 @@ class Buckets:
             self._total_work = None
         return self._total
 
-    def _size(self, number: int, parameters: Sequence[torch.Tensor]) -> int:
-        """Return how many values are sent for a bucket: the count goes behind the first one's."""
-        rides = self._sums_count and number == 0 and self._rides(parameters[0].dtype)
-        return sum(parameter.numel() for parameter in parameters) + rides
+    def _flat(self, number: int) -> torch.Tensor:
+        """Return DDP's memory of a bucket, or other memory while that is not known."""
+        if self._flats:
+            return self._flats[number]
+        parameters = self._layout[number]
+        return parameters[0].new_empty(sum(parameter.numel() for parameter in parameters))
 
     def _rides(self, dtype: torch.dtype) -> bool:
-        """Return whether the count is sent within a bucket of gradients of dtype, or beside it.
+        """Return whether the count is sent within the first bucket, of gradients of dtype.
 
-        WHY not in 16 bits: bf16 counts to 256, fp16 to 2048.
+        Else beside it. WHY not in 16 bits: bf16 counts to 256, fp16 to 2048.
         """
-        return (self._sent_as or dtype) in (torch.float32, torch.float64)
+        is_wide = (self._sent_as or dtype) in (torch.float32, torch.float64)
+        return self._sums_count and is_wide
+
+    def _sent(self, number: int, flat: torch.Tensor) -> torch.Tensor:
+        """Return what is sent for a bucket: itself, in 16 bits, or with the count behind it."""
+        if number == 0 and self._rides(flat.dtype):
+            sent = self._with_count(flat)
+            sent[:-1].copy_(flat)
+            sent[-1].copy_(count_on(flat.device, self._count))
+            return sent
+        return flat if self._sent_as is None else flat.to(self._sent_as)
+
+    def _with_count(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the memory in which the first bucket is sent with the count."""
+        if self._first.numel() != flat.numel() + 1:
+            self._first = flat.new_empty(flat.numel() + 1)
+        return self._first
 
     def _send(self, state: None, bucket: dist.GradBucket) -> Work:
-        """Start the all-reduce of one bucket: DDP's communication hook."""
+        """Start the all-reduce of one bucket: DDP's communication hook.
+
+        What has no memory raises. WHY noted after its launch: what is not noted is still to send.
+        """
+        number, buffer = len(self._under_way), bucket.buffer()
+        rides = number == 0 and self._rides(buffer.dtype)
+        if self._sums_count and number == 0 and not rides:
+            self._total.copy_(count_on(buffer.device, self._count))
+            self._total_work = dist.all_reduce(self._total, async_op=True)  # collective
+        sent = self._sent(number, buffer)
+        work = dist.all_reduce(sent, async_op=True)  # collective
         self._under_way.append(bucket.parameters())
+        self._buffers.append(buffer)
         if bucket.is_last():
-            self._layout = self._under_way
+            self._layout, self._flats = self._under_way, self._buffers
             # From here on backward waits for the other ranks.
             self._group.tracker.enter(Phase.ALL_REDUCE)
-        buffer = bucket.buffer()
-        self._buffers.append(buffer)
-        sent = buffer if self._sent_as is None else buffer.to(self._sent_as)
-        if self._sums_count and len(self._buffers) == 1:
-            return self._send_with_count(buffer, sent)
-        future = dist.all_reduce(sent, async_op=True).get_future()  # collective
-        done: Work
-        if sent is buffer:
-            done = future.then(lambda summed: summed.value()[0])
-        else:
-            done = future.then(lambda summed: buffer.copy_(summed.value()[0]))
-        self._futures.append(done)
-        return done
-
-    def _send_with_count(self, buffer: torch.Tensor, sent: torch.Tensor) -> Work:
-        """Start the all-reduce of the first bucket, and that of the count: within it, or beside."""
-        rides = self._rides(buffer.dtype)
-        if rides:
-            count = count_on(sent.device, self._count).to(sent.dtype)
-            sent = torch.cat([sent, count.view(1)])
-        else:
-            self._total = count_on(sent.device, self._count).clone()
-            self._total_work = dist.all_reduce(self._total, async_op=True)  # collective
-        future = dist.all_reduce(sent, async_op=True).get_future()  # collective
 
         def received(summed: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             found = summed.value()[0]
             if rides:
-                self._total = found[-1].double()
-            return buffer.copy_(found[: buffer.numel()])
+                self._total.copy_(found[-1])
+            return found if sent is buffer else buffer.copy_(found[: buffer.numel()])
 
-        done: Work = future.then(received)
+        done: Work = work.get_future().then(received)
         self._futures.append(done)
         return done
 
@@ -388,6 +437,15 @@ class Buckets:
 def _reset_reducer(ddp: DistributedDataParallel) -> None:
     if hasattr(ddp.reducer, "_reset_state"):  # else see can_send_nan
         ddp.reducer._reset_state()
+
+
+@torch.no_grad()
+def _move(place: torch.Tensor, parameter: torch.Tensor) -> None:
+    """Let the gradient of parameter lie at place: it adds up there."""
+    gradient = parameter.grad
+    if gradient is not None and gradient.data_ptr() != place.data_ptr():
+        place.copy_(gradient)
+        parameter.grad = place
 
 
 def _places(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:

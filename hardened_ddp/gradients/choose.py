@@ -44,7 +44,7 @@ def sum_gradients_of(
     if group.world_size == 1:
         return OneRank(module, group.device)
     # WHY always: it checks that the ranks' parameters agree, and broadcasts them
-    ddp = _build_ddp(module, group, config.ddp, finds_unused=finds_unused)  # collective
+    ddp = _build_ddp(module, config.ddp, finds_unused=finds_unused)  # collective
     # WHY not with --debug: whoever wants to see DDP at work is shown it
     if group.shared is not None and comm_hook == "none" and not config.loop.debug:
         return AfterBackward(module, group, allows_unused=finds_unused)
@@ -75,16 +75,16 @@ def sum_gradients_of(
 
 
 def _build_ddp(
-    module: nn.Module, group: Group, config: DdpConfig, *, finds_unused: bool
+    module: nn.Module, config: DdpConfig, *, finds_unused: bool
 ) -> DistributedDataParallel:
     # WHY off: DDP's own broadcast of buffers is a collective inside forward, where the exception
     # of one rank would leave the others waiting. torch 2.13 renamed the argument.
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     renamed = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     arguments: dict[str, Any] = {renamed: False}  # Any: mypy knows one of the names
+    # WHY no device_ids: with them DDP walks through all inputs again, to move what is there
     return DistributedDataParallel(  # collective
         module,
-        device_ids=[group.device.index] if group.device.type == "cuda" else None,
         find_unused_parameters=finds_unused,
         static_graph=config.static_graph,
         gradient_as_bucket_view=config.gradient_as_bucket_view,

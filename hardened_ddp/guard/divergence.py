@@ -15,6 +15,7 @@ import torch
 
 from hardened_ddp.model.checksum import checksums, combine
 from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.phase import Phase
 
 _SHOWN = 6
 
@@ -62,7 +63,8 @@ def _gather_if_different(group: Group, tensors: Mapping[str, torch.Tensor]) -> l
     # WHY an all-reduce: the fastest collective of a group. Each rank fills its own row.
     table = torch.zeros(group.world_size, 2, dtype=torch.int64, device=pairs.device)
     table[group.launch.rank] = combine(pairs)
-    rows = group.sum_(table).tolist()  # collective
+    with group.tracker.within(Phase.ALL_REDUCE):  # WHY here: on a GPU tolist is what waits
+        rows = group.sum_(table).tolist()  # collective
     if all(row == rows[0] for row in rows):
         return []
     mine = {name: str(pair) for name, pair in zip(tensors, pairs.tolist(), strict=True)}

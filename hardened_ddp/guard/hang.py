@@ -5,7 +5,7 @@ the other ranks of its machine (neighbours.py). If a phase takes longer than its
 raises the alarm. Then the threads of all ranks write Python's stacks to RUN/hangs and agree
 (hang_consensus.py) on which ranks hang, by the rules of hang_rules.py. If one does, they save the
 last completed step, kill the ranks that can't exit by themselves, and exit with a status on which
-the launcher starts again.
+the launcher starts again. So does a rank that waits on a GPU for one whose process ended.
 
 Time counts only while the thread itself runs: a job that was stopped as a whole and continued, or a
 machine that slept, did not hang. Neither does a rank in a debugger. A process that is alone on its
@@ -22,9 +22,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from hardened_ddp.errors import HangError
+from hardened_ddp.errors import HangError, PeerLostError
 from hardened_ddp.guard.hang_consensus import NUM_WITNESSES, HangConsensus
 from hardened_ddp.guard.hang_rules import Hang, Report, decide, limits_ns, longest_wait_s
 from hardened_ddp.guard.neighbours import Neighbours
@@ -32,7 +33,7 @@ from hardened_ddp.guard.outside_view import start_outside_view
 from hardened_ddp.guard.slow import SlowData, SlowRanks, Split
 from hardened_ddp.guard.stop import leave_at_once
 from hardened_ddp.ranks.call_timeout import AwakeTime
-from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.group import Group, lost_peer
 from hardened_ddp.ranks.phase import (
     ALARM,
     FIRST_WAIT,
@@ -46,6 +47,7 @@ from hardened_ddp.ranks.phase import (
     Phase,
 )
 from hardened_ddp.ranks.stacks import is_debugged, offer_stacks, withdraw_stacks
+from hardened_ddp.ranks.threads import HelperThread
 from hardened_ddp.reporting.sinks import open_no_link, write_text
 
 log = logging.getLogger(__name__)
@@ -55,6 +57,9 @@ TICK_S = 1.0
 _MAX_TICKS = 3
 _COMPARE_EVERY_S = 2.0
 _END_LIMIT_S = 3.0
+_DEVICE_WAITS = (Phase.ALL_REDUCE, Phase.BROADCAST)
+_DEVICE_WORK, _DEVICE_WORK_S = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER), 3.0
+_RAISE_S = 0.25  # until the main thread raises by itself, where it does
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +67,7 @@ class Subject:
     """What the watch needs from the run. Called on the watch's thread."""
 
     save: Callable[..., None]
-    """Write the last completed step if this rank is the one to save. Takes the HangError."""
+    """Save the last completed step, here or on another rank. Takes the error that ends the run."""
 
     samples: Callable[[int], Sequence[int]] = lambda phase: ()
     """The samples that this rank processes in that phase."""
@@ -94,7 +99,7 @@ class HangWatch:
         self._slow_data = SlowData()
         self._end = threading.Event()
         self._is_deciding = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread: HelperThread | None = None
         self._outside: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "HangWatch":
@@ -122,7 +127,7 @@ class HangWatch:
                 tick_s=self._tick_s,
             )
         self._main_thread = threading.get_ident()
-        self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
+        self._thread = HelperThread(self._watch, name="hang-watch")
         self._thread.start()
         return self
 
@@ -172,11 +177,13 @@ class HangWatch:
         self._age(awake_s)
         self._set_limits()
         report = self._report()
-        longest_s = self._longest_s[Phase.DATA]
-        self._slow_data.tell(report, longest_s=longest_s, samples=self._subject.samples)
+        longest_s, samples = self._longest_s[Phase.DATA], partial(self._subject.samples, Phase.DATA)
+        if text := self._slow_data.note(report, longest_s=longest_s, samples=samples):
+            log.warning("%s", text)
         if self._group.world_size > 1:
             self._consensus.beat(report, words[HEART], self._subject.split())
             self._neighbours.look(awake_s)
+            self._leave_if_alone(report)
             self._compare_in_s -= awake_s
             if self._group.launch.is_main and self._compare_in_s <= 0:
                 self._compare_in_s = _COMPARE_EVERY_S
@@ -243,6 +250,28 @@ class HangWatch:
         if len(seen) < self._group.world_size:
             return False
         return decide(list(seen.values()), wait_limit_s=self._wait_limit_s) is not None
+
+    def _leave_if_alone(self, report: Report) -> None:
+        """Save and exit if a neighbour's process ended, and the main thread waits for it for ever.
+
+        WHY: NCCL raises nothing then. With gloo the main thread raises, and saves by itself.
+        """
+        words, since = self._group.tracker.words, self._seen_since
+        is_gpu = self._group.device.type == "cuda"  # there a forward may wait, too
+        is_stuck = is_gpu and report.phase in _DEVICE_WORK and report.age_s > _DEVICE_WORK_S
+        if not (is_stuck or report.phase in _DEVICE_WAITS) or not (gone := self._neighbours.gone()):
+            return
+        if self._end.wait(_RAISE_S) or self._group.is_broken or words[SINCE] != since:
+            return
+        self._is_deciding.set()
+        where = f"{Phase(report.phase).label} of step {report.step}"
+        why = RuntimeError(f"Connection closed by peer: rank {gone[0]} ended, in {where}")
+        error = lost_peer(why, self._group, is_dead=True)
+        log.error("%s", error)
+        try:
+            self._subject.save(error)
+        finally:
+            leave_at_once(PeerLostError.exit_status)
 
     def _answer_alarm(self, folder: Path, *, is_witness: bool) -> None:
         """Write stacks, and agree on which ranks hang; then end the run, or continue if none does.

@@ -138,6 +138,10 @@ class Neighbours:
         """Return those that can't answer any more."""
         return [neighbour for neighbour in self._found.values() if neighbour.is_lost]
 
+    def gone(self) -> list[int]:
+        """Return those whose process ended."""
+        return [rank for rank, neighbour in self._found.items() if neighbour.state() == GONE]
+
     def reports(self) -> dict[int, Report]:
         """Return where each of them is by its heartbeat, without those that ended."""
         living = {r: n for r, n in self._found.items() if n.state() != GONE}

@@ -69,7 +69,7 @@ class SlowRanks:
         """
         if len(splits) < 2:
             return []
-        work = {rank: work_s(split) for rank, (_, split) in splits.items()}
+        work = {r: sum(split.get(name, 0.0) for name in _WORK) for r, (_, split) in splits.items()}
         told = []
         for rank, (number, split) in splits.items():
             if number == self._seen.get(rank):
@@ -84,29 +84,15 @@ class SlowRanks:
             if self._in_a_row[rank] < NUM_REPORTS:
                 continue
             self._in_a_row[rank] = 0
+            self._slow ^= {rank}
+            text = f"rank {rank} is no longer slow: {_ms(work[rank])} of work a step"
             if is_slow:
-                self._slow.add(rank)
-                told.append(
-                    f"rank {rank} is slow: {_ms(work[rank])} of work a step beside {_ms(usual)} of "
-                    f"the others (median): {describe(split)}"
-                )
-            else:
-                self._slow.discard(rank)
-                told.append(f"rank {rank} is no longer slow: {_ms(work[rank])} of work a step")
-        for text in told:
+                parts = [f"{name} {_ms(s)}" for name, s in split.items() if s > LEAST_S / 10]
+                beside = f"beside {_ms(usual)} of the others (median): {', '.join(parts)}"
+                text = f"rank {rank} is slow: {_ms(work[rank])} of work a step {beside}"
             log.warning("%s", text)
+            told.append(text)
         return told
-
-
-def work_s(split: Split) -> float:
-    """Return the seconds of a rank's own work in a step."""
-    return sum(split.get(name, 0.0) for name in _WORK)
-
-
-def describe(split: Split) -> str:
-    """Format a split as text, with the waiting."""
-    parts = [f"{name} {_ms(s)}" for name, s in split.items() if s > LEAST_S / 10]
-    return ", ".join(parts)
 
 
 def _ms(seconds: float) -> str:
@@ -120,20 +106,13 @@ class SlowData:
         self._due_s = SLOW_AFTER_S
         self._told_s = 0.0
 
-    def tell(
-        self, report: Report, *, longest_s: float, samples: Callable[[int], Sequence[int]]
-    ) -> None:
-        """Log a wait that takes long, and its end.
-
-        longest_s: the longest such wait before. samples: those that a phase processes.
-        """
-        if text := self.note(report, longest_s=longest_s, samples=lambda: samples(Phase.DATA)):
-            log.warning("%s", text)
-
     def note(
         self, report: Report, *, longest_s: float, samples: Callable[[], Sequence[int]]
     ) -> str:
-        """Return what to tell; empty: nothing."""
+        """Return what to tell of a wait that takes long, or of its end; empty: nothing.
+
+        longest_s: the longest such wait before. samples: those that are being read.
+        """
         if report.phase != Phase.DATA or report.age_s < self._told_s:
             told_s, self._told_s, self._due_s = self._told_s, 0.0, SLOW_AFTER_S
             return f"the data came after {told_s:.0f} s or more" if told_s else ""

@@ -22,7 +22,6 @@ import select
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -36,6 +35,7 @@ import torch.distributed as dist
 from hardened_ddp.errors import PeerLostError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import SAVE_REQUESTS
+from hardened_ddp.ranks.threads import HelperThread
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class LastResort:
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._is_relieved = False
-        self._thread = threading.Thread(target=self._listen, name="last-resort", daemon=True)
+        self._thread = HelperThread(self._listen, name="last-resort")
         self._thread.start()
 
     @property
@@ -173,7 +173,7 @@ class StopRequest:
         if kind is None:
             self.release()
         else:
-            self._relieve_last_resort()
+            self.relieve_last_resort()
 
     def watch(self, folder: Path) -> None:
         """Look for the stop file in folder. Rank-local, before the first poll."""
@@ -212,7 +212,7 @@ class StopRequest:
         if not code:
             return ""
         self.reason = _describe(code)
-        self._relieve_last_resort()  # all ranks stop here: no rank waits for another one
+        self.relieve_last_resort()  # all ranks stop here: no rank waits for another one
         if code >= _LOST_CODE:
             raise PeerLostError(
                 f"the launcher of rank {code - _LOST_CODE}, torchrun for instance, died on one of "
@@ -268,7 +268,7 @@ class StopRequest:
 
     def release(self) -> None:
         """Restore the previous signal handlers. Rank-local."""
-        self._relieve_last_resort()
+        self.relieve_last_resort()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -297,7 +297,8 @@ class StopRequest:
         elif self._ends_at is not None and time.time() >= self._ends_at:
             self.code = _TIME_CODE
 
-    def _relieve_last_resort(self) -> None:
+    def relieve_last_resort(self) -> None:
+        """End it: the main thread takes care of the stop, or saves by itself. Main thread."""
         if self.last_resort is not None:
             # WHY first: further signals would be written to whatever file gets the descriptor next.
             signal.set_wakeup_fd(-1)
@@ -329,7 +330,7 @@ class StopRequest:
 
 
 def _describe(code: int) -> str:
-    if code == 0 or code >= _LOST_CODE:
+    if code >= _LOST_CODE:
         return ""
     return {_FILE_CODE: STOP_FILE, _TIME_CODE: "time_limit"}.get(code) or signal.Signals(code).name
 

@@ -19,10 +19,13 @@ from hardened_ddp.data.batches.nesting import tensors_of
 from hardened_ddp.model.reach import Place, Reach, version_of
 
 Span = tuple[int, int]
-_Mode: Any = getattr(getattr(torch.utils, "_python_dispatch", None), "TorchDispatchMode", object)
+DispatchMode: Any = getattr(
+    getattr(torch.utils, "_python_dispatch", None), "TorchDispatchMode", contextlib.nullcontext
+)
+"""torch's way to see all operators that run inside; where torch has none, nothing is seen."""
 
 
-class Writes(_Mode):  # type: ignore[misc]  # Any: torch may not have it
+class Writes(DispatchMode):  # type: ignore[misc]  # Any: torch may not have it
     """Notes which tensors operators write, and which they read, by their addresses."""
 
     supports_higher_order_operators = True

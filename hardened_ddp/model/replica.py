@@ -10,13 +10,15 @@ Read next: preflight/probe.py (what is learned about the model), step/step.py (t
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from hardened_ddp.data.batches.batch import Batch
+from hardened_ddp.data.batches.checks import Limit
 from hardened_ddp.errors import ModelError, RankMismatchError
 from hardened_ddp.model.moving_attributes import MovingAttributes
 from hardened_ddp.model.moving_buffers import MovingBuffers
@@ -30,11 +32,11 @@ class ForwardCollectives:
     calls: tuple[str, ...] = ()
     """Each with its place in the model's code: all_gather in my_model.py:12."""
 
+    in_evaluation: tuple[str, ...] = ()
+    """The same of a forward in evaluation mode."""
+
     fit_batch: bool = False
     """The sizes of their tensors follow from the size of the batch."""
-
-    in_evaluation: bool = False
-    """A forward in evaluation mode calls some, too."""
 
     def __bool__(self) -> bool:
         return bool(self.calls)
@@ -52,6 +54,16 @@ class Inputs:
 
     are_copied: bool = False
     """Forward or loss change a batch in place: they get a copy, so that a retry has it."""
+
+    limits: Sequence[Limit] = ()
+    """Of numbers that choose a row or a class, where the device would not survive a wrong one."""
+
+    def send(self, batch: Batch, device: torch.device) -> Batch:
+        """Return a batch on device, as the model gets it. Raises IndexError: see limits."""
+        for limit in self.limits:
+            limit.check(batch)
+        batch = batch.to(device, channels_last=self.channels_last)
+        return batch.copied() if self.are_copied else batch
 
 
 DEFAULT_INPUTS = Inputs()

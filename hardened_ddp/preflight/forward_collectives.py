@@ -9,7 +9,7 @@ and settings. What a failed rank does is in step/retry.py.
 import contextlib
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,12 @@ from torch import nn
 
 from hardened_ddp.data.batches.batch import Batch, take
 from hardened_ddp.data.batches.loader import EvalLoader
+from hardened_ddp.data.batches.nesting import tensors_of
 from hardened_ddp.data.batches.sampler import WindowSampler, num_micro_batches, share_of
 from hardened_ddp.errors import ModelError
-from hardened_ddp.model.effects import Effects
+from hardened_ddp.model.effects import DispatchMode, Effects
 from hardened_ddp.model.replica import NO_COLLECTIVES, ForwardCollectives
 from hardened_ddp.preflight.trial import Refusal, Trial, try_on_all_ranks
-from hardened_ddp.ranks.group import Group
 from hardened_ddp.reporting.log import ON_EVERY_RANK
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
@@ -48,29 +48,19 @@ CANT_EVALUATE = Refusal(
     what="the test set can't be evaluated",
     fix=lambda error: fix_for_gradients(error) or "the whole traceback is in this rank's log",
 )
-_LEAVE_OUT = "leave out --continue_on_error, and remove samples that can't be read from the dataset"
-_IN_TRAINING_ONLY = "call them in training only: if self.training"
+_LEFT_OUT = (
+    "a sample that is left out would be missing in one rank's batch",
+    "leave out --continue_on_error, and remove samples that can't be read from the dataset",
+)
 
 
-_CAN_WATCH = hasattr(torch.utils, "_python_dispatch")
-_Mode: Any = torch.utils._python_dispatch.TorchDispatchMode if _CAN_WATCH else object
+class Watch(DispatchMode):  # type: ignore[misc]  # Any: torch's, which is private
+    """Notes the collectives that are called inside."""
 
-
-class RefusedCollectiveError(Exception):
-    """A collective was called where ranks must not wait for each other."""
-
-
-class Watch(_Mode):  # type: ignore[misc]  # Any: torch's, which is private
-    """Notes the collectives that are called inside.
-
-    refuses: raise RefusedCollectiveError in place of them.
-    """
-
-    def __init__(self, *, refuses: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.refuses = refuses
         self.calls: list[str] = []
-        self.shapes: list[tuple[int, ...]] = []
+        self.shapes: list[torch.Size] = []
         """Of the tensors that are sent and received."""
 
     def __torch_dispatch__(
@@ -83,62 +73,38 @@ class Watch(_Mode):  # type: ignore[misc]  # Any: torch's, which is private
         if func.namespace in _NAMESPACES and not func.__name__.startswith(_NO_COLLECTIVES):
             name = func.__name__.partition(".")[0].strip("_")
             self.calls.append(f"{_WORDS.get(name, name)} in {_place()}")
-            self.shapes += [tuple(tensor.shape) for tensor in _tensors_in(args)]
-            if self.refuses:
-                raise RefusedCollectiveError(self.calls[-1])
+            self.shapes += [tensor.shape for tensor in tensors_of(args)]
         return func(*args, **(kwargs or {}))
 
 
-def calls_of(call: Callable[[], object], group: Group) -> list[str]:
-    """Return the collectives that call makes. With one rank there is nothing to see."""
-    watch = Watch()
-    with watch if _CAN_WATCH and group.world_size > 1 else contextlib.nullcontext():
-        call()
-    return watch.calls
-
-
 @contextlib.contextmanager
-def watching(
-    module: nn.Module, group: Group, *, calls_forward: bool = False, refuses: bool = False
-) -> Iterator[Watch]:
-    """Watch a forward of module inside. With one rank there is nothing to see.
+def watching(*, is_on: bool = True) -> Iterator[Watch]:
+    """Note the collectives that are called inside. Not with one rank, nor of a compiled model.
 
-    calls_forward: what is called is its method forward, which is not what Module.compile compiles.
-    refuses: the first collective raises instead, so that the forward is rank-local.
+    WHY not: torch does not compile under such a mode.
     """
-    watch = Watch(refuses=refuses)
-    # WHY not of a compiled model: torch does not compile under such a mode
-    is_compiled = any(
-        getattr(part, "_compiled_call_impl", None)
-        for part in module.modules()
-        if not (calls_forward and part is module)
-    )
-    can_watch = _CAN_WATCH and not is_compiled and group.world_size > 1
-    with watch if can_watch else contextlib.nullcontext():
-        yield watch
-    has_sync_norm = any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
-    if not can_watch and group.world_size > 1 and module.training and has_sync_norm:
-        watch.calls.append("all_gather in SyncBatchNorm")
+    seen = Watch()
+    with seen if is_on else contextlib.nullcontext():
+        yield seen
 
 
-def find_collectives(trial: Trial, watch: Watch, batch: Batch) -> ForwardCollectives:
-    """Find out more about a model whose forward on batch was watched. Collective: all ranks.
+def find_collectives(
+    trial: Trial, sample: Batch, refusal: Refusal, *, in_training: bool
+) -> ForwardCollectives:
+    """Find the collectives of forwards, in training and in evaluation. Collective: all ranks.
 
-    Of a batch with one sample more, and in evaluation mode.
+    in_training: the probe has seen some there. Raises as refusal says if such a forward fails; one
+    in evaluation is tried later.
     """
-    if not watch.shapes:  # it could not be watched
-        return ForwardCollectives(tuple(watch.calls))
-    with torch.no_grad(), Watch() as longer:
-        trial.score(_with_one_more(batch))
-    trial.model.eval()
-    try:
-        with torch.no_grad(), Watch() as evaluation:
-            trial.score(batch)
-    finally:
-        trial.model.train()
-    return ForwardCollectives(
-        tuple(watch.calls), longer.shapes != watch.shapes, bool(evaluation.calls)
-    )
+    if trial.group.world_size == 1:
+        return NO_COLLECTIVES
+    if trial.is_compiled:
+        syncs = any(isinstance(part, nn.SyncBatchNorm) for part in trial.model.modules())
+        return ForwardCollectives(("all_gather in SyncBatchNorm",)) if syncs else NO_COLLECTIVES
+    none: tuple[tuple[str, ...], bool] = (), False
+    calls, fit_batch = _find(trial, sample, refusal) if in_training else none  # collective
+    in_evaluation, fit_too = _find(trial, sample, evaluates=True)  # collective
+    return ForwardCollectives(calls, in_evaluation, fit_batch or fit_too)
 
 
 def check_forwards(parts: Parts, progress: Progress) -> None:
@@ -146,43 +112,84 @@ def check_forwards(parts: Parts, progress: Progress) -> None:
 
     Say once which collectives there are.
     """
-    found = parts.replica.collectives
-    if not found or parts.group.world_size == 1:
+    found, loop = parts.replica.collectives, parts.config.loop
+    if not (found or found.in_evaluation):
         return
     log.warning(
         "the model's forward runs collectives (%s): every rank runs the same number of forwards in "
-        "each step, and an error of one rank in it ends this attempt",
-        "; ".join(dict.fromkeys(found.calls)),
+        "each step and evaluation, and an error of one rank in it ends this attempt",
+        _named(found),
         extra=ON_EVERY_RANK,
     )
-    if problem := _problem(parts, progress):
-        raise _refusal(found, *problem)
+    if found:
+        _refuse(found, _problem_in_training(parts, progress))
+    if parts.eval_loader is not None and loop.eval_every:
+        _refuse_evaluation(
+            found,
+            parts.eval_loader,
+            parts.group.world_size,
+            leaves_out=loop.continue_on_error,
+            instead="--eval_every 0",
+        )
 
 
-def check_equal_evaluation(
-    trial: Trial, loader: EvalLoader, *, channels_last: bool, leaves_out: bool, instead: str
-) -> None:
-    """Raise ModelError if ranks would run unequal forwards in an evaluation. Collective: all ranks.
+def check_equal_evaluation(trial: Trial, loader: EvalLoader, *, leaves_out: bool) -> None:
+    """Raise ModelError if ranks of evaluate would run unequal forwards. Collective: all ranks.
 
-    For a model that no probe has seen in it. It runs a sample through it, where that can matter.
-    leaves_out: samples that can't be read. instead: what the user can do.
+    leaves_out: samples that can't be read. It runs a sample through the model, where that can
+    matter. WHY the same one on all ranks: a rank may have none of its own.
     """
     world_size = trial.group.world_size
     is_even = loader.size % world_size == 0 and not leaves_out
-    if world_size == 1 or is_even:
+    if world_size == 1 or is_even or trial.is_compiled:
         return
-    found = _try_a_sample(trial, loader, channels_last=channels_last)  # collective
-    if not found:
-        return
-    text = _uneven_in(loader, world_size, fit_batch=found.fit_batch)
-    fix = f"{instead}; or {_IN_TRAINING_ONLY}"
-    if leaves_out and not text:
-        text, fix = "a sample that is left out would be missing in one rank's batch", _LEAVE_OUT
-    if text:
-        raise _refusal(found, text, fix)
+    samples: list[Batch] = []
+
+    def read(loader: EvalLoader, effects: Effects) -> bool:
+        samples.append(loader.reader.fetcher[(0, torch.arange(min(4, loader.size)))])
+        return samples[0].num_samples > 0
+
+    is_read = try_on_all_ranks(trial, [loader], read, CANT_EVALUATE)  # collective
+    if any(flags != [True] for flags in is_read):
+        return  # the evaluation will report it
+    one = take(samples[0], [0]).to(trial.group.device)
+    calls, fit_batch = _find(trial, one, CANT_EVALUATE, evaluates=True)  # collective
+    _refuse_evaluation(
+        ForwardCollectives((), calls, fit_batch),
+        loader,
+        world_size,
+        leaves_out=leaves_out,
+        instead="evaluate in one process, without torchrun",
+    )
 
 
-def _problem(parts: Parts, progress: Progress) -> tuple[str, str] | None:
+def _find(
+    trial: Trial, sample: Batch, refusal: Refusal | None = None, *, evaluates: bool = False
+) -> tuple[tuple[str, ...], bool]:
+    """Return the collectives of a forward, and whether their sizes follow from its batch's.
+
+    Collective: all ranks.
+    """
+
+    def run(batch: Batch, effects: Effects) -> tuple[list[str], bool]:
+        longer = take(batch, [*range(batch.num_samples), 0]).to(trial.group.device)
+        with torch.set_grad_enabled(trial.model.training):
+            with watching() as seen:
+                trial.score(batch.copied())
+            if not seen.calls:
+                return [], False
+            with watching() as more:
+                trial.score(longer)
+        return seen.calls, seen.shapes != more.shapes
+
+    everyone = try_on_all_ranks(  # collective
+        trial, [sample], run, refusal, evaluates=evaluates
+    )
+    calls, fit_batch = next((found[0] for found in everyone if found), ([], False))
+    return tuple(calls), fit_batch
+
+
+def _problem_in_training(parts: Parts, progress: Progress) -> tuple[str, str] | None:
     """Return why ranks would run unequal forwards, and the fix; None if they don't."""
     config, sampler, found = parts.config, parts.sampler, parts.replica.collectives
     if config.data.batch_size is None:
@@ -191,7 +198,7 @@ def _problem(parts: Parts, progress: Progress) -> tuple[str, str] | None:
             "give a --batch_size; --max_steps 20 shows soon whether it fits",
         )
     if config.loop.continue_on_error:
-        return ("a sample that is left out would be missing in one rank's batch", _LEAVE_OUT)
+        return _LEFT_OUT
     if parts.train_loader.split is not None:
         return ("--split_by_length cuts a micro-batch by its samples", "--no_split_by_length")
     if not isinstance(sampler, WindowSampler):
@@ -212,57 +219,39 @@ def _problem(parts: Parts, progress: Progress) -> tuple[str, str] | None:
             elif sampler.size < sampler.global_batch:
                 fix = "a smaller --batch_size, and --drop_last"
             return f"{when} has {size} samples for {world_size} ranks: {text}", fix
-    loader = parts.eval_loader
-    if loader is None or not config.loop.eval_every or not found.in_evaluation:
-        return None
-    text = _uneven_in(loader, world_size, fit_batch=found.fit_batch)
-    return (text, f"--eval_every 0, or {_IN_TRAINING_ONLY}") if text else None
+    return None
 
 
-def _try_a_sample(trial: Trial, loader: EvalLoader, *, channels_last: bool) -> ForwardCollectives:
-    """Find the collectives of a forward on one of the first test samples. Collective.
-
-    WHY the same sample on all ranks: a rank may have none of its own.
-    """
-    indices = torch.arange(min(4, loader.size))  # one of them is used
-    batches: list[Batch] = []
-    watches: list[Watch] = []
-
-    def read(loader: EvalLoader, effects: Effects) -> bool:
-        batches.extend(loader.reader.batches(lambda: iter([(0, indices)])))
-        return batches[0].num_samples > 0
-
-    def run(batch: Batch, effects: Effects) -> None:
-        one = take(batch, [0]).to(trial.group.device, channels_last=channels_last)
-        with torch.no_grad(), trial.precision.autocast():
-            for part in (one, _with_one_more(one)):
-                with watching(trial.model, trial.group, calls_forward=True) as watch:
-                    trial.task.forward(trial.model.forward, part)  # collective
-                watches.append(watch)
-                if not watch.shapes:
-                    break
-
-    is_read = try_on_all_ranks(trial, [loader], read, CANT_EVALUATE)  # collective
-    if any(flags != [True] for flags in is_read):  # the evaluation will report it
-        return NO_COLLECTIVES
-    try_on_all_ranks(trial, batches, run, CANT_EVALUATE, evaluates=True)  # collective
-    calls = tuple(watches[0].calls)
-    return ForwardCollectives(calls, watches[0].shapes != watches[-1].shapes, bool(calls))
+def _refuse_evaluation(
+    found: ForwardCollectives,
+    loader: EvalLoader,
+    world_size: int,
+    *,
+    leaves_out: bool,
+    instead: str,
+) -> None:
+    """Raise ModelError if ranks would run unequal forwards in an evaluation."""
+    if not found.in_evaluation:
+        return
+    size = loader.size
+    if text := _uneven(world_size, size, loader.batch_size, fit_batch=found.fit_batch):
+        text = f"the test set has {size} samples for {world_size} ranks: {text}"
+        _refuse(found, (text, f"{instead}; or call them in training only: if self.training"))
+    if leaves_out:
+        _refuse(found, _LEFT_OUT)
 
 
-def _refusal(found: ForwardCollectives, text: str, fix: str) -> ModelError:
-    calls = "; ".join(dict.fromkeys(found.calls))
-    return ModelError(
-        f"the model's forward runs collectives ({calls}), in which all ranks wait for each "
-        f"other: {text}",
-        fix=fix,
-    )
+def _refuse(found: ForwardCollectives, problem: tuple[str, str] | None) -> None:
+    if problem is not None:
+        raise ModelError(
+            f"the model's forward runs collectives ({_named(found)}), in which all ranks wait for "
+            f"each other: {problem[0]}",
+            fix=problem[1],
+        )
 
 
-def _uneven_in(loader: EvalLoader, world_size: int, *, fit_batch: bool) -> str:
-    """Say how forwards on a test set differ between ranks; empty if they don't."""
-    text = _uneven(world_size, loader.size, loader.batch_size, fit_batch=fit_batch)
-    return text and f"the test set has {loader.size} samples for {world_size} ranks: {text}"
+def _named(found: ForwardCollectives) -> str:
+    return "; ".join(dict.fromkeys([*found.calls, *found.in_evaluation]))
 
 
 def _uneven(world_size: int, size: int, batch_size: int, *, fit_batch: bool) -> str:
@@ -278,18 +267,6 @@ def _uneven(world_size: int, size: int, batch_size: int, *, fit_batch: bool) -> 
             "collectives need equal sizes"
         )
     return ""
-
-
-def _with_one_more(batch: Batch) -> Batch:
-    return take(batch, [*range(batch.num_samples), 0])
-
-
-def _tensors_in(value: Any) -> list[torch.Tensor]:  # Any: arguments of a collective
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [tensor for part in value for tensor in _tensors_in(part)]
-    return []
 
 
 def _place() -> str:

@@ -14,7 +14,7 @@ from torch import nn
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.nesting import tensors_of
 from hardened_ddp.model.effects import Effects
-from hardened_ddp.preflight.trial import Refusal, Trial, try_on_all_ranks
+from hardened_ddp.preflight.trial import Refusal, Trial, hooked, try_on_all_ranks
 from hardened_ddp.ranks.seeding import seed_step
 from hardened_ddp.settings.config import AUTO_BATCH_SIZE, Config
 
@@ -49,11 +49,7 @@ def choose_channels_last(
         _store(trial.model, torch.channels_last)
     if asked:
         stored = sample.to(trial.group.device, channels_last=True)
-
-        def run(batch: Batch, effects: Effects) -> None:
-            trial.train(batch.copied())
-
-        try_on_all_ranks(trial, [stored], run, _FAILS)  # collective
+        try_on_all_ranks(trial, [stored], trial.train, _FAILS)  # collective
     return is_chosen
 
 
@@ -74,56 +70,47 @@ def pays(trial: Trial, num_weights: int, num_values: int) -> bool:
 def count_values(trial: Trial, sample: Batch) -> list[tuple[int, int]]:
     """Try channels last; return the weights of kernels and values of images on each rank.
 
-    Collective. A 1x1 kernel does not count: it is the same in both orders. Both are 0 if there are
+    Collective. A 1x1 kernel does not count: it is the same in both orders. Only (0, 0) if there are
     no convolutions, or if the model fails or gives other outputs on some rank.
     """
-    model, group, device = trial.model, trial.group, trial.group.device
+    model, group = trial.model, trial.group
     convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
-    nothing = [(0, 0)] * group.world_size
     if not convolutions:
-        return nothing
-    outputs: list[list[torch.Tensor]] = []
+        return [(0, 0)]
+    counts = [0, 0]
 
-    def run(draw: int, effects: Effects) -> bool:
-        """Note what the model returns, from the 2nd call on with channels last."""
-        seed_step(0, step=draw, rank=0, device_type=device.type)
-        if outputs:
-            _store(model, torch.channels_last)
-        batch = sample.to(device, channels_last=bool(outputs)).copied()
-        with torch.no_grad():
-            outputs.append([t.clone() for t in tensors_of(trial.task.forward(model, batch))])
-        if len(outputs) < 3:
-            return True
+    def note(kernel: nn.Conv2d, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        counts[0] += kernel.weight.numel() if max(kernel.kernel_size) > 1 else 0
+        counts[1] += inputs[0].numel() + output.numel()
+
+    def compare(sample: Batch, effects: Effects) -> bool:
+        outputs: list[list[torch.Tensor]] = []
+        # the same random numbers twice, then others
+        for draw, is_last in ((0, False), (0, True), (1, True)):
+            seed_step(0, step=draw, rank=0, device_type=group.device.type)
+            if is_last:
+                _store(model, torch.channels_last)
+            batch = sample.to(group.device, channels_last=is_last).copied()
+            with torch.no_grad():
+                outputs.append([t.clone() for t in tensors_of(trial.task.forward(model, batch))])
         usual, last, drawn_again = outputs
         # Where random numbers change the outputs, their order in memory does too.
         return _are_alike(usual, last) or not _are_alike(last, drawn_again)
 
-    def count(batch: Batch, effects: Effects) -> tuple[int, int]:
-        num_weights = num_values = 0
-
-        def note(kernel: nn.Conv2d, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
-            nonlocal num_weights, num_values
-            num_weights += kernel.weight.numel() if max(kernel.kernel_size) > 1 else 0
-            num_values += inputs[0].numel() + output.numel()
-
-        hooks = [kernel.register_forward_hook(note) for kernel in convolutions]
-        try:
-            trial.train(batch.copied())
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return num_weights, num_values
+    def train(sample: Batch, effects: Effects) -> list[int]:
+        with hooked(convolutions, note):
+            trial.train(sample, effects)
+        return counts
 
     try:
-        # the same random numbers twice, then others
-        tried = try_on_all_ranks(trial, (0, 0, 1), run, evaluates=True)  # collective
-        if not all(found is not None and all(found) for found in tried):
-            return nothing
-        stored = sample.to(device, channels_last=True)
-        counts = try_on_all_ranks(trial, [stored], count)  # collective
+        tried = try_on_all_ranks(trial, [sample], compare, evaluates=True)  # collective
+        if tried != [[True]] * group.world_size:
+            return [(0, 0)]
+        stored = sample.to(group.device, channels_last=True)
+        found = try_on_all_ranks(trial, [stored], train)  # collective
     finally:
         _store(model, torch.contiguous_format)
-    return [(0, 0) if found is None else (found[0][0], found[0][1]) for found in counts]
+    return [(each[0][0], each[0][1]) if each else (0, 0) for each in found]
 
 
 def _are_alike(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:

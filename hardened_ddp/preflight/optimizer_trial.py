@@ -8,7 +8,6 @@ torch's adamw, adam and sgd are not tried.
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch.nn import Parameter
@@ -37,24 +36,21 @@ def build_schedule(trial: Trial, config: OptimizerConfig, *, total_steps: int) -
     optimizer = build_optimizer(groups, config)
     schedule = Schedule(optimizer, config, total_steps=total_steps)
     if not is_known(optimizer) or schedule.has_state:
+        refusal = Refusal(
+            what=f"the trial of --optimizer {config.optimizer} with --lr_schedule "
+            f"{config.lr_schedule} failed",
+            fix=lambda _: (
+                "they must work with a plain step(), and give their state by state_dict(); an "
+                "optimizer that needs the loss again, in a closure, can't be used"
+            ),
+            error=OptimizerError,
+        )
 
         def run(groups: Sequence[Group], effects: Effects) -> None:
             _try([_stand_ins(group) for group in groups], config, total_steps)
 
-        name = f"--optimizer {config.optimizer} with --lr_schedule {config.lr_schedule}"
-        refusal = replace(_FAILS, what=f"the trial of {name} failed")
         try_on_all_ranks(trial, [groups], run, refusal)  # collective
     return schedule
-
-
-_FAILS = Refusal(
-    what="the trial of the optimizer failed",
-    fix=lambda _: (
-        "they must work with a plain step(), and give their state by state_dict(); an "
-        "optimizer that needs the loss again, in a closure, can't be used"
-    ),
-    error=OptimizerError,
-)
 
 
 def _try(groups: Sequence[Group], config: OptimizerConfig, total_steps: int) -> None:

@@ -17,9 +17,8 @@ from hardened_ddp.data.batches.batch import Batch, take
 from hardened_ddp.data.batches.length_split import FEWEST_SAMPLES, LengthSplit
 from hardened_ddp.data.batches.nesting import tensors_of
 from hardened_ddp.model.effects import Effects
-from hardened_ddp.preflight.forward_collectives import watching
 from hardened_ddp.preflight.probe import Findings
-from hardened_ddp.preflight.trial import Trial, try_on_all_ranks
+from hardened_ddp.preflight.trial import Trial, hooked, try_on_all_ranks
 from hardened_ddp.settings.config import AUTO_BATCH_SIZE, Config
 
 log = logging.getLogger(__name__)
@@ -62,11 +61,10 @@ def choose_split(
         alone = [take(batch, [place]) for place in range(batch.num_samples)]
         if sum(map(_num_values, alone)) >= _num_values(batch):
             return []
-        with watching(trial.model, trial.group, refuses=True):
-            together, apart = _run(trial, [batch]), _run(trial, alone)
-        if not _are_equal(together, apart) or not together.num_calls:
+        whole, parts = _run(trial, [batch]), _run(trial, alone)
+        if not _are_equal(whole, parts) or not whole.outputs:
             return [None]
-        return [-(-_LEAST_OUTPUT * together.num_calls * _num_values(batch) // together.num_outputs)]
+        return [-(-_LEAST_OUTPUT * len(whole.outputs) * _num_values(batch) // sum(whole.outputs))]
 
     # WHY as in an evaluation: dropout would differ between two forwards
     everyone = try_on_all_ranks(trial, samples, compare, evaluates=True)  # collective
@@ -82,9 +80,13 @@ def _may_pay(trial: Trial, findings: Findings, config: Config) -> bool:
     is_small = (config.data.batch_size or AUTO_BATCH_SIZE) < FEWEST_SAMPLES
     # WHY not on a GPU: small parts may not fill it. WHY nothing that moves: statistics of a batch.
     moves = findings.moving_buffers or findings.own_tensors or findings.moves_attributes
-    depends = trial.group.device.type != "cpu" or moves or findings.collectives
+    depends = trial.group.device.type != "cpu" or moves
+    # WHY both: the trial is as in an evaluation, on each rank by itself
+    calls = findings.collectives or findings.collectives.in_evaluation
     is_fixed = config.model.compile or config.ddp.static_graph
-    return not (is_recurrent or is_small or depends or is_fixed or trial.task.name == "own")
+    return not (
+        is_recurrent or is_small or depends or calls or is_fixed or trial.task.name == "own"
+    )
 
 
 def _num_values(batch: Batch) -> int:
@@ -100,11 +102,8 @@ class _Sums(NamedTuple):
     norms: list[float]
     """Of the gradient of each parameter."""
 
-    num_calls: int
-    """Of modules without parts."""
-
-    num_outputs: int
-    """Values that these returned."""
+    outputs: list[int]
+    """The values that each call of a module without parts returned."""
 
 
 def _are_equal(one: _Sums, other: _Sums) -> bool:
@@ -121,22 +120,16 @@ def _are_equal(one: _Sums, other: _Sums) -> bool:
 def _run(trial: Trial, batches: Sequence[Batch]) -> _Sums:
     """Go forward and backward in fp32; discard the gradients."""
     loss, count = 0.0, 0.0
-    sizes: list[int] = []
+    outputs: list[int] = []
 
     def note(module: nn.Module, inputs: Any, output: Any) -> None:  # Any: the model's own
-        sizes.extend(tensor.numel() for tensor in tensors_of(output))
+        outputs.extend(tensor.numel() for tensor in tensors_of(output))
 
-    leaves = [module for module in trial.model.modules() if not any(module.children())]
-    hooks = [module.register_forward_hook(note) for module in leaves]
-    try:
+    trial.model.zero_grad(set_to_none=True)
+    with hooked([module for module in trial.model.modules() if not any(module.children())], note):
         for batch in [batch.copied() for batch in batches]:
             score = trial.task.score(trial.task.forward(trial.model, batch), batch)
             score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
             loss, count = loss + score.loss_sum.item(), count + float(score.count)
-        parameters = trial.model.parameters()
-        norms = [float(p.grad.norm()) for p in parameters if p.grad is not None]
-    finally:
-        trial.model.zero_grad(set_to_none=True)
-        for hook in hooks:
-            hook.remove()
-    return _Sums(loss, count, norms, len(sizes), sum(sizes))
+    norms = [float(p.grad.norm()) for p in trial.model.parameters() if p.grad is not None]
+    return _Sums(loss, count, norms, outputs)

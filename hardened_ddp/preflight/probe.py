@@ -1,34 +1,35 @@
 """The probe before training: a few samples forward and backward, whose effects are undone.
 
 It finds which parameters get no gradient (by name, on each rank), which buffers and attributes a
-forward changes, and whether logits and labels fit.
+forward changes, and whether logits and labels fit; those of the test set, too.
 """
 
+import contextlib
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from hardened_ddp.data.batches.batch import Batch
+from hardened_ddp.data.batches.checks import Limit, parts_of
 from hardened_ddp.data.batches.fetch import preserved_rng
+from hardened_ddp.data.batches.loader import EvalLoader
 from hardened_ddp.errors import ModelError, UnusedParameterError
-from hardened_ddp.model.effects import Effects, InputEffects
+from hardened_ddp.model.effects import Effects, InputEffects, span_of
 from hardened_ddp.model.replica import NO_COLLECTIVES, ForwardCollectives
-from hardened_ddp.preflight.forward_collectives import calls_of, find_collectives, watching
+from hardened_ddp.preflight.forward_collectives import CANT_EVALUATE, find_collectives, watching
 from hardened_ddp.preflight.trial import Refusal, Trial, fix_by, try_on_all_ranks
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.config import FindUnused
 from hardened_ddp.settings.wording import counted
-from hardened_ddp.task.first_batch import (
-    check_score,
-    refuse_late_buffers,
-    saved_shapes,
-    warn_of_unsaved,
-)
+from hardened_ddp.step.parts import Parts
+from hardened_ddp.task.first_batch import refuse_late_buffers, saved_shapes, warn_of_unsaved
 from hardened_ddp.task.own_metrics import OwnMetrics
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,9 @@ class Findings:
     changes_inputs: bool = False
     """Forward or loss change a batch in place."""
 
+    limits: Sequence[Limit] = ()
+    """Of inputs that are the numbers of rows of an embedding."""
+
     moves_attributes: bool = False
     """It changes plain attributes of model or task, such as a counter of its calls."""
 
@@ -72,18 +76,16 @@ def probe(trial: Trial, samples: Sequence[Batch]) -> Findings:
     """
     module, task, group = trial.model, trial.task, trial.group
     shapes = saved_shapes(module)
-    collectives = NO_COLLECTIVES
+    refusal = Refusal(what="a first batch can't be trained on", fix=fix_by(samples[0]))
 
     def run(batch: Batch | None, effects: Effects) -> Any:  # Any: JSON
-        nonlocal collectives
         if batch is None:
             return trial.attributes.changes()
         refuse_nan(module)
         inputs = InputEffects(batch.copied())
-        with trial.precision.autocast(), watching(module, group) as watch:
-            output = task.forward(module, inputs.batch)
-            task.check(output, inputs.batch)
-            score = check_score(task, task.score(output, inputs.batch))
+        watches = group.world_size > 1 and not trial.is_compiled
+        with _limits_of(module, inputs.batch) as limits, watching(is_on=watches) as seen:
+            output, score = trial.score(inputs.batch)
         if task.own is not None:
             try_metrics(task.own, output, inputs.batch, group)
         refuse_unregistered(module, score.loss_sum)
@@ -91,25 +93,27 @@ def probe(trial: Trial, samples: Sequence[Batch]) -> Findings:
         score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
         refuse_sparse(module)
         unused = [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None]
-        if not watch.calls:
+        if not seen.calls and not trial.is_compiled:
             _look_closer(trial, effects, inputs)
-        notes = {
+        return {
             "unused": unused,
             "moving": sorted(effects.moving()),
             "own": sorted(effects.remade()),
             "outputs": sorted(effects.outputs()),
             "inputs": inputs.are_changed(),
+            "limits": limits,
+            "calls": seen.calls,
             "learned": task.learned(),
         }
-        if watch.calls and not collectives:
-            collectives = find_collectives(trial, watch, batch)  # collective
-        return notes
 
-    refusal = Refusal(what="a first batch can't be trained on", fix=fix_by(samples[0]))
     # None: what is no tensor is looked at once the tensors of all samples are put back
     everyone = try_on_all_ranks(trial, [*samples, None], run, refusal)  # collective
     notes = [found[:-1] for found in everyone if found is not None]
     findings = _compare(notes)
+    has_calls = any(each["calls"] for found in notes for each in found)
+    collectives = find_collectives(  # collective
+        trial, samples[0], refusal, in_training=has_calls
+    )
     learned: dict[str, Any] = {}
     for found in reversed(notes):  # the lowest rank that found something out
         learned |= found[-1]["learned"]
@@ -118,6 +122,65 @@ def probe(trial: Trial, samples: Sequence[Batch]) -> Findings:
     trial.attributes.note_built()
     moves = trial.attributes.agree([found[-1] for found in everyone if found is not None])
     return replace(findings, collectives=collectives, moves_attributes=moves)
+
+
+@contextlib.contextmanager
+def _limits_of(module: nn.Module, batch: Batch) -> Iterator[list[tuple[str, int, str]]]:
+    """Note which inputs, as they are, choose rows of an embedding in a forward, and of how many."""
+    found: list[tuple[str, int, str]] = []
+    parts = parts_of(batch.inputs).items()
+    inputs = {name: part for name, part in parts if isinstance(part, torch.Tensor)}
+
+    def note(name: str, embedding: Any, args: Any, named: Any) -> None:  # Any: of either class
+        rows = args[0] if args else named["input"]
+        for part, tensor in inputs.items():
+            is_it = span_of(rows) == span_of(tensor) and rows.numel() == tensor.numel()
+            if is_it and rows.dtype == tensor.dtype:
+                found.append((part, embedding.num_embeddings, f"the embedding {name}"))
+
+    hooks = [
+        part.register_forward_pre_hook(partial(note, name), with_kwargs=True)
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag)
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def check_evaluation(parts: Parts) -> None:
+    """Raise ModelError on every rank if the test set can't be measured. Collective: all ranks.
+
+    Scores the first samples of each rank's share. WHY at the start: the first evaluation may be
+    hours away, and labels of another form than those of the training part would end the run there.
+    """
+    config, loader, replica = parts.config, parts.eval_loader, parts.replica
+    if loader is None or not config.loop.eval_every:
+        return
+    if replica.collectives.in_evaluation:
+        return  # a rank whose sample can't be read would leave the others waiting in forward
+    # WHY a copy: a check learns from what it sees, and each rank sees something else.
+    trial = Trial(replica.module, copy.copy(parts.task), parts.precision, parts.group)
+    is_compiled = config.model.compile
+
+    def score(loader: EvalLoader, effects: Effects) -> None:
+        batch = loader.first_samples()
+        if batch.bad and not config.loop.continue_on_error:
+            bad = batch.bad[0]
+            raise ModelError(
+                f"test sample {bad.name} can't be read: {bad.error}",
+                fix="fix it, or leave such samples out with --continue_on_error",
+            )
+        # WHY eager: the model would be compiled for this size, too
+        eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
+        if batch.num_samples:
+            with torch.no_grad(), eager:
+                trial.score(replica.inputs.send(batch, parts.device))
+
+    refusal = replace(CANT_EVALUATE, also="; --eval_every 0 trains without evaluations")
+    try_on_all_ranks(trial, [loader], score, refusal, evaluates=True)  # collective
 
 
 def _look_closer(trial: Trial, effects: Effects, inputs: InputEffects) -> None:
@@ -132,8 +195,6 @@ def _look_closer(trial: Trial, effects: Effects, inputs: InputEffects) -> None:
             score = task.score(task.forward(trial.model, batch), batch)
         score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
 
-    if any(getattr(part, "_compiled_call_impl", None) for part in trial.model.modules()):
-        return
     try:
         with preserved_rng():
             effects.run(train, inputs, batch)
@@ -195,8 +256,9 @@ def try_metrics(own: OwnMetrics, output: Any, batch: Batch, group: Group) -> Non
 
     output: whatever a model returned.
     """
-    calls = calls_of(lambda: own.check(output, batch), group)
-    if calls:
+    with watching(is_on=group.world_size > 1) as seen:
+        own.check(output, batch)
+    if calls := seen.calls:
         raise ModelError(
             f"--metrics: {calls[0]} is called by a metric. Rank 0 alone measures, with the "
             "samples of all ranks: it would wait for the others forever",
@@ -244,6 +306,7 @@ def _compare(everyone: Sequence[Sequence[dict[str, Any]]]) -> Findings:
         where = "; ".join(
             f"rank {rank}: {', '.join(names[:8]) or 'none'}" for rank, names in enumerate(of_each)
         )
+    limits = [limit for notes in everyone for found in notes for limit in found["limits"]]
     different = {tuple(found["unused"]) for notes in everyone for found in notes}
     return Findings(
         unused=tuple(unused),
@@ -253,4 +316,5 @@ def _compare(everyone: Sequence[Sequence[dict[str, Any]]]) -> Findings:
         own_tensors=tuple(own),
         outputs=tuple(name for name in union("outputs") if name not in {*moving, *own}),
         changes_inputs=any(found["inputs"] for notes in everyone for found in notes),
+        limits=[Limit(*limit) for limit in sorted({tuple(limit) for limit in limits})],
     )

@@ -6,8 +6,9 @@ they were when the Trial was made.
 Does not own: what is tried (the other files here).
 """
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from hardened_ddp.model.effects import Effects, untouched
 from hardened_ddp.model.moving_attributes import MovingAttributes
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.ranks.group import Group
+from hardened_ddp.task.first_batch import check_score
 from hardened_ddp.task.output import fix_for
 from hardened_ddp.task.task import Score, Task
 
@@ -44,16 +46,24 @@ class Trial:
     def __post_init__(self) -> None:
         object.__setattr__(self, "attributes", MovingAttributes(self.model, self.task))
 
-    def score(self, batch: Batch) -> Score:
-        """Run the forward of a batch. Rank-local."""
-        with self.precision.autocast():
-            return self.task.score(self.task.forward(self.model, batch), batch)
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a part of the model is: torch does not compile it under a DispatchMode."""
+        return any(getattr(part, "_compiled_call_impl", None) for part in self.model.modules())
 
-    def train(self, batch: Batch) -> Score:
-        """Run forward and backward of a batch. Rank-local."""
-        score = self.score(batch)
-        score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
-        return score
+    def score(self, batch: Batch) -> tuple[Any, Score]:
+        """Run the forward of a batch; return its output and score, which are checked. Rank-local.
+
+        Raises ModelError. Any: whatever a model returned.
+        """
+        with self.precision.autocast():
+            output = self.task.forward(self.model, batch)
+            self.task.check(output, batch)
+            return output, check_score(self.task, self.task.score(output, batch))
+
+    def train(self, batch: Batch, effects: Effects) -> None:
+        """Run forward and backward of a copy of a batch: work of try_on_all_ranks."""
+        self.score(batch.copied())[1].loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +83,17 @@ class Refusal:
 def fix_by(sample: Batch) -> Callable[[BaseException], str]:
     """Return what says how to mend a model that failed on sample, by its error."""
     return partial(fix_for, inputs=sample.inputs, has_labels=sample.targets is not None)
+
+
+@contextlib.contextmanager
+def hooked(modules: Iterable[nn.Module], note: Callable[..., None]) -> Iterator[None]:
+    """Have note called with each module, its inputs and its output, after its forward."""
+    hooks = [module.register_forward_hook(note) for module in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def try_on_all_ranks(

@@ -4,11 +4,14 @@ A device behind an all-reduce that never ends, or a store whose server hangs, ca
 the thread of such a call stays until the process ends.
 """
 
-import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from typing import TypeVar
+
+from hardened_ddp.ranks.threads import HelperThread
 
 T = TypeVar("T")
 
@@ -18,22 +21,36 @@ def call_within(question: Callable[[], T], limit_s: float) -> T:
 
     Raises TimeoutError if it takes longer than limit_s.
     """
-    answers: queue.SimpleQueue[tuple[T] | Exception] = queue.SimpleQueue()
+    answer: Future[T] = Future()
 
     def ask() -> None:
         try:
-            answers.put((question(),))
+            answer.set_result(question())
         except Exception as error:  # WHY broad: raised again in the thread that waits
-            answers.put(error)
+            answer.set_exception(error)
 
-    threading.Thread(target=ask, name="ask-within", daemon=True).start()
+    HelperThread(ask, name="ask-within").start()
+    if not wait([answer], limit_s).done:
+        raise TimeoutError(f"no answer for {limit_s:g} s")
+    return answer.result()
+
+
+@contextmanager
+def repeating(act: Callable[[], object], *, every_s: float) -> Iterator[None]:
+    """Call act again and again, on another thread, while the work inside goes on. Rank-local."""
+    is_over = threading.Event()
+
+    def repeat() -> None:
+        while not is_over.wait(every_s):
+            act()
+
+    thread = HelperThread(repeat, name="repeating")
+    thread.start()
     try:
-        answer = answers.get(timeout=limit_s)
-    except queue.Empty:
-        raise TimeoutError(f"no answer for {limit_s:g} s") from None
-    if isinstance(answer, Exception):
-        raise answer
-    return answer[0]
+        yield
+    finally:
+        is_over.set()
+        thread.join()  # WHY: after the work inside act is not called any more
 
 
 class AwakeTime:

@@ -39,13 +39,11 @@ from hardened_ddp.ranks.rendezvous import open_store, rendezvous
 from hardened_ddp.ranks.resources import raise_open_file_limit
 from hardened_ddp.ranks.shared_sum import SharedSum, is_supported, open_shared_sum
 from hardened_ddp.ranks.store import (
-    DEFER_S,
     RunStore,
     await_listeners,
     poll_s,
     publish_failure,
     read_failures,
-    tell_once,
 )
 from hardened_ddp.ranks.tracker import Tracker
 from hardened_ddp.settings.config import Backend
@@ -57,14 +55,38 @@ LISTEN_LIMIT_S = 2.0
 """How long a rank that lost a peer polls for the reason, and how long a failed rank waits until
 the others have read its own."""
 
+_GATHERED_BYTES = 4096
+"""Longer values are broadcast by their rank. WHY: what is gathered is padded to the longest, so
+1 MB of one rank would be 1 GB on each of 1,000 ranks."""
+
 _NO_LIMIT = timedelta(days=365)
 _LONGEST_GAP_S, _LONGEST_NAP_S = 1.0, 0.005
 # The error messages of gloo and NCCL when another rank died, left or no longer answers.
 _LOST_PEER = re.compile(
-    r"Connection (closed|reset) by peer|Timed out waiting|Application timeout caused|"
-    r"Socket closed|Broken pipe|NCCL|connectFullMesh failed|Read error|Connection refused|"
-    r"wait timeout|recvValue failed|sendBytes failed|recvVector failed"
+    r"Connection (closed|reset) by (remote )?peer|Timed out waiting|Application timeout caused|"
+    r"Socket closed|Broken pipe|connectFullMesh failed|Read error|Connection (refused|timed out)|"
+    r"wait timeout|recvValue failed|sendBytes failed|recvVector failed|ncclRemoteError|"
+    r"Watchdog caught collective operation timeout|timed out in blocking wait|NCCL timeout in|"
+    r"NCCL communicator (was aborted|encountered error)|Some NCCL operations have failed"
 )
+# What this rank did itself, also if NCCL left for it.
+_OWN_ERROR = re.compile(
+    "out of memory|nccl(UnhandledCuda|Internal)Error|ncclInvalid(Usage|Argument)"
+)
+# What NCCL says at a start -> what helps; the first that is found counts.
+_START_FIXES = {
+    "no socket interface": "NCCL_SOCKET_IFNAME must name an interface that each node has: leave it "
+    "out, or take one of: ip -br addr",
+    "[Ss]ocket\\w*Connect": "that address can't be reached: set NCCL_SOCKET_IFNAME on all "
+    "nodes to the interface of their common network (ip -br addr), and let a firewall pass all "
+    "ports between them",
+    "Duplicate GPU": "give each rank its own GPU: start as many ranks as there are GPUs",
+    "Mismatched NCCL": "install the same torch on all nodes, and let LD_LIBRARY_PATH and "
+    "LD_PRELOAD name no other NCCL",
+    "/dev/shm": "give the container more shared memory, such as --shm-size=8g or --ipc=host",
+    "out of memory": "end what else uses this GPU: nvidia-smi",
+    "NCCL": "set NCCL_DEBUG=INFO and start again: NCCL then tells what it tried",
+}
 
 
 class Group:
@@ -156,13 +178,17 @@ class Group:
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         with self.tracker.within(Phase.GATHER):
             dist.all_gather(lengths, torch.tensor([len(mine)]), group=self.control)  # collective
-            longest = max(int(length) for length in lengths)
-            padded = torch.zeros(longest, dtype=torch.uint8)
-            padded[: len(mine)] = mine
-            parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
+            sizes = [int(length) for length in lengths]
+            padded = torch.zeros(min(max(sizes), _GATHERED_BYTES), dtype=torch.uint8)
+            parts = [torch.empty_like(padded) for _ in sizes]
+            start = mine[: len(padded)]
+            padded[: len(start)] = start
             dist.all_gather(parts, padded, group=self.control)  # collective
-        texts = (bytes(part[: int(n)].tolist()) for part, n in zip(parts, lengths, strict=True))
-        return [json.loads(text) for text in texts]
+            for rank, size in enumerate(sizes):
+                if size > len(padded):
+                    parts[rank] = mine if rank == self.launch.rank else mine.new_empty(size)
+                    dist.broadcast(parts[rank], src=rank, group=self.control)  # collective
+        return [json.loads(p[:n].numpy().tobytes()) for p, n in zip(parts, sizes, strict=True)]
 
     def run_on_main(self, work: Callable[[], Any], *, what: str) -> Any:  # Any: JSON
         """Run work on rank 0; every rank gets its JSON result or its error. Collective."""
@@ -192,21 +218,6 @@ class Group:
         """Write the reason for this rank's failure to the store, for its peers. Rank-local."""
         self.is_broken = True
         self._has_published = publish_failure(self.store, self.launch.rank, text, is_last=False)
-
-    def tell_once(self, text: str, tell: Callable[[], None], *, is_everywhere: bool) -> bool:
-        """Call tell, unless another rank tells the same text; return whether it did. Rank-local.
-
-        After publish_failure. is_everywhere: as a rule all ranks have such an error, and rank 0
-        tells it.
-        """
-        return tell_once(
-            self.store,
-            self.launch.rank,
-            text,
-            tell,
-            world_size=self.world_size,
-            defer_s=DEFER_S if is_everywhere else 0.0,
-        )
 
     def leave(self) -> None:
         """Tell the others at once that this rank joins no further collective. Rank-local.
@@ -311,22 +322,29 @@ def open_group(
     except RuntimeError as error:
         n = launch.world_size - 1
         others = "the other rank" if n == 1 else f"the other {n} ranks"
+        reason, last = first_line(error), str(error).partition("Last error:")[2].split()
+        if last:
+            reason = f"{' '.join(last)} ({reason})"
+        fixes = (fix for text, fix in _START_FIXES.items() if re.search(text, reason))
         raise GroupError(
-            f"rank {launch.rank} could not meet {others} at {where}: {first_line(error)}",
-            fix="check that this port is free and reachable from every node; the network of this "
-            f"machine is looked at by: {own_command('doctor')}",
+            f"rank {launch.rank} could not meet {others} at {where}: {reason}",
+            fix=next(fixes, "check that this port is free and reachable from every node")
+            + f"; the network of this machine is looked at by: {own_command('doctor')}",
         ) from error
     return group
 
 
-def lost_peer(error: BaseException, group: Group) -> PeerLostError | None:
-    """Return a PeerLostError with the peer's own cause if error means a lost peer, else None."""
-    if group.world_size == 1 or not isinstance(error, RuntimeError):
-        return None
-    if not _LOST_PEER.search(str(error)):
+def lost_peer(error: BaseException, group: Group, *, is_dead: bool = False) -> PeerLostError | None:
+    """Return a PeerLostError with the peer's own cause if error means a lost peer, else None.
+
+    is_dead: its process is known to have ended.
+    """
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    is_lost = _LOST_PEER.search(text) and not _OWN_ERROR.search(text)
+    if group.world_size == 1 or not is_lost:
         return None
     group.is_broken = True
-    failures = _await_failures(group)
+    failures = _await_failures(group, is_dead=is_dead)
     causes = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
     return PeerLostError(
         f"rank {group.launch.rank} lost another rank ({first_line(error)})"
@@ -339,13 +357,13 @@ def lost_peer(error: BaseException, group: Group) -> PeerLostError | None:
     )
 
 
-def _await_failures(group: Group) -> dict[int, str]:
+def _await_failures(group: Group, *, is_dead: bool) -> dict[int, str]:
     """Read the peers' failures; wait a moment for a peer that is about to write its own."""
     end = time.monotonic() + LISTEN_LIMIT_S
     while True:
         # WHY before reading: a process that has ended has already written its reason
-        has_dead_peer = group.shared is not None and group.shared.has_dead_peer()
+        is_dead = is_dead or (group.shared is not None and group.shared.has_dead_peer())
         found = read_failures(group.store, reader=group.launch.rank)
-        if found or has_dead_peer or time.monotonic() > end:
+        if found or is_dead or time.monotonic() > end:
             return found
         time.sleep(poll_s(group.world_size))

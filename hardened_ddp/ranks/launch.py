@@ -17,7 +17,6 @@ import shlex
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
@@ -40,6 +39,7 @@ from hardened_ddp.ranks.launchers_env import (
 from hardened_ddp.ranks.launchers_env import Launch as Launch  # for those who are launched
 from hardened_ddp.ranks.process import START_FIELD, ancestors, stat_fields
 from hardened_ddp.ranks.start_command import COMMAND, command_words, srun_words
+from hardened_ddp.ranks.threads import HelperThread
 from hardened_ddp.settings.typed_command import StartCommand, working_folder
 from hardened_ddp.settings.wording import printable
 
@@ -52,6 +52,16 @@ SAVE_REQUESTS = (signal.SIGUSR1, signal.SIGUSR2)
 # They leave a process only some GPUs: those of its rank if a wrapper sets them for each rank.
 _GPU_MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_NCCL_SETTINGS = {
+    # Its watchdog would rethrow an error of CUDA: SIGABRT, without a word of which rank and step.
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    # Its monitor would abort the process 8 minutes after a collective took longer than its limit
+    # by the clock, as in a job that was suspended; on all ranks, and again in the next attempt.
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # After an error it sleeps four times this, with a lock that the next collective takes.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",
+}
 _MPI = ("mpirun", "mpiexec", "orterun", "prterun", "prun")
 
 
@@ -127,9 +137,13 @@ def keep_nccl_from_exiting(launch: Launch, env: MutableMapping[str, str]) -> Non
     WHY: with 1, which torchrun sets, the watchdog of torch's NCCL aborts an all-reduce that lost a
     rank and ends the process: before a surviving rank has saved, and an update that waited for the
     all-reduce may run with a part of the gradient. Call it only where guard/hang.py ends the run.
+    What else of it would end a process or hold it up is off, too (_NCCL_SETTINGS).
     """
-    if launch.world_size > 1 and env.get(_NCCL_ERRORS, "1") == "1":
-        env[_NCCL_ERRORS] = "0"
+    if launch.world_size > 1:
+        for name, value in _NCCL_SETTINGS.items():
+            env.setdefault(name, value)
+        if env.get(_NCCL_ERRORS, "1") == "1":
+            env[_NCCL_ERRORS] = "0"
 
 
 def prepare_signals(launch: Launch) -> None:
@@ -164,7 +178,7 @@ def end_with_launcher(launch: Launch) -> None:
         os.close(parent)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
+    HelperThread(wait, name="parent-watch").start()
 
 
 def environment() -> MutableMapping[str, str]:

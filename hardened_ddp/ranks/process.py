@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hardened_ddp.ranks.call_timeout import AwakeTime
+from hardened_ddp.ranks.threads import HelperThread
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +141,7 @@ class LockHeartbeat:
         self._count = 0
         self._end = threading.Event()
         self._beat()
-        self._thread = threading.Thread(target=self._run, name="lock-heartbeat", daemon=True)
+        self._thread = HelperThread(self._run, name="lock-heartbeat")
         self._thread.start()
 
     def stop(self) -> None:

@@ -56,16 +56,17 @@ def seed_update(seed: int, *, step: int, device_type: str) -> None:
     WHY: forward draws other numbers on each rank, and weights must stay equal on all.
     """
     value = mix(seed, step)
-    torch.default_generator.manual_seed(value)
+    _seed_all(value)
     if device_type == "cuda":
         torch.cuda.manual_seed(value)
-    random.seed(value)
-    np.random.seed(value & 0xFFFFFFFF)
 
 
 def seed_sample(seed: int, epoch: int, index: int) -> None:
     """Seed the generators of one sample's augmentation: torch, random, numpy. Rank-local."""
-    value = mix(seed, epoch, index)
+    _seed_all(mix(seed, epoch, index))
+
+
+def _seed_all(value: int) -> None:
     torch.default_generator.manual_seed(value)
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)

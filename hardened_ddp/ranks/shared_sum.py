@@ -123,7 +123,8 @@ class SharedSum:
         """
         if not tensors:
             return checks
-        flats = [_flat(tensor) for tensor in tensors]
+        # WHY without a call for most: it is done for each parameter in each step
+        flats = [t.view(-1) if t.is_contiguous() else _flat(t) for t in tensors]
         limit = CHUNK_BYTES // tensors[0].element_size()
         are_finite = checks
         for chunk in _chunks(flats, limit):
@@ -228,10 +229,8 @@ def _is_dead(pidfd: int) -> bool:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements in memory order; a copy if there are gaps."""
-    if tensor.is_contiguous() or (
-        tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-    ):
+    """Return the elements of a tensor in their order in memory; a copy if there are gaps."""
+    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
         return tensor.as_strided((tensor.numel(),), (1,))
     return tensor.contiguous().view(-1)
 

@@ -14,18 +14,23 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from hashlib import sha256
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from hardened_ddp.ranks.call_timeout import call_within
+from hardened_ddp.ranks.call_timeout import AwakeTime, call_within, repeating
 
 log = logging.getLogger(__name__)
 
 ANSWER_LIMIT_S = 2.0
-TELL_LIMIT_S = 2.0
-"""How long a rank waits for another one that is about to tell the same error."""
+BEAT_S, SILENT_S = 1.0, 5.0
+"""How often a rank at work for all says so, and after how long a silence another one does it."""
+
+MOST_WAIT_S = 600.0  # for such work: its disk may hang, and then the launcher must end it
+MOST_TRIES = 3
+"""Ranks that try such work, one after the other: what fails on so many fails on all."""
 
 DEFER_S = 4.0
 """How long a rank waits for rank 0, which may be slower, before it tells such an error itself."""
@@ -33,7 +38,7 @@ DEFER_S = 4.0
 MOST_READ = 8  # those that failed first; later ones are consequences as a rule
 
 _COUNTER, _REASONS = "failures", "failures/reasons"
-_NOTHING = "\0nothing"
+_NOTHING, _DONE, _FAILED = "\0nothing", "done", "failed"
 
 # Times the number of ranks: one thread serves the store for all of them.
 _POLL_PER_RANK_S = 2e-4
@@ -163,6 +168,60 @@ def publish_failure(store: RunStore, rank: int, text: str, *, is_last: bool = Tr
     return not store.is_gone
 
 
+def do_once(
+    store: RunStore,
+    key: str,
+    work: Callable[[], object],
+    *,
+    rank: int,
+    world_size: int,
+    head_start_s: float = 0.0,
+) -> bool:
+    """Have one of the ranks that call this do work; return whether this rank did. Rank-local.
+
+    The first rank that comes does it. The others wait until it is done. WHY: when one has left, the
+    launcher ends the rest, also the one at work. If it can't do it (False), or is silent because it
+    died, another one does; without a store each rank. None waits for longer than MOST_WAIT_S.
+    head_start_s: how long rank 0 is waited for.
+    """
+    if rank > 0 and head_start_s > 0:
+        _await_text(store, f"{key}/0", limit_s=head_start_s, world_size=world_size)
+    mine, can_work = str(rank), True
+    for number in range(MOST_TRIES):
+        claim = f"{key}/{number}"
+        if can_work and store.claim(claim, mine) == mine:  # also if the store died with rank 0
+            with repeating(partial(_beat, store, claim, mine), every_s=BEAT_S):
+                can_work = work() is not False
+            store.set(claim, _DONE if can_work else _FAILED)
+            if can_work:
+                return True
+        elif _await_end(store, claim, world_size=world_size) != _FAILED:
+            return False
+    return False
+
+
+def _beat(store: RunStore, claim: str, mine: str) -> None:
+    store.set(claim, f"{mine} {time.monotonic()}")
+
+
+def _await_end(store: RunStore, claim: str, *, world_size: int) -> str:
+    """Wait until the work that another rank claimed has ended; return how.
+
+    Empty: no rank claimed it, or it takes longer than MOST_WAIT_S.
+    """
+    seen, silent, all_of_it = "", AwakeTime(BEAT_S), AwakeTime(BEAT_S)
+    while silent.passed_s() < SILENT_S:
+        text = store.look_up(claim)
+        if store.is_gone or text in (_DONE, _FAILED):
+            return text or _FAILED
+        if text != seen:
+            seen, silent = text, AwakeTime(BEAT_S)
+        if all_of_it.passed_s() > MOST_WAIT_S:
+            return ""
+        time.sleep(poll_s(world_size))
+    return _FAILED if seen else ""
+
+
 def tell_once(
     store: RunStore,
     rank: int,
@@ -174,20 +233,10 @@ def tell_once(
 ) -> bool:
     """Call tell unless another rank tells the same text; return whether it was called. Rank-local.
 
-    The first rank that comes tells it. The others wait until that is done. WHY: when one has left,
-    the launcher ends the rest, which might be the one that is about to tell it.
     defer_s: how long rank 0 is waited for, where all ranks have such an error as a rule.
     """
     key = f"told/{sha256(text.encode()).hexdigest()}"
-    if rank > 0 and defer_s > 0:
-        _await_text(store, key, limit_s=defer_s, world_size=world_size)
-    is_first = store.claim(key, str(rank)) == str(rank)
-    is_mine = is_first or not _await_text(
-        store, f"{key}/done", limit_s=TELL_LIMIT_S, world_size=world_size
-    )
-    if is_mine:
-        tell()
-        store.set(f"{key}/done", "told")
+    is_mine = do_once(store, key, tell, rank=rank, world_size=world_size, head_start_s=defer_s)
     _note_heard(store, rank)
     return is_mine
 

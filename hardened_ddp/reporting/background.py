@@ -6,9 +6,10 @@ daemon: it can't keep the program from ending. Without close() the last second's
 
 import logging
 import queue
-import threading
 from collections.abc import Callable
 from time import monotonic
+
+from hardened_ddp.ranks.threads import HelperThread
 
 log = logging.getLogger(__name__)
 
@@ -25,14 +26,14 @@ class ReportWriter:
         self._flush = flush
         self._name = name
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread: HelperThread | None = None
         self.num_refused = 0
         """Jobs that were dropped because too many were waiting."""
 
     def do(self, job: Callable[[], None]) -> bool:
         """Queue a job; never waits. Returns False if it is dropped, because too many wait."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread = HelperThread(self._run, name=self._name)
             self._thread.start()
         if self._jobs.qsize() >= _MAX_WAITING:
             self.num_refused += 1

@@ -67,7 +67,10 @@ class MetricsLog:
 
     def text(self, tag: str, text: str) -> None:
         """Write a text, shown verbatim."""
-        self._add_text(0, tag, f"```\n{text}\n```")
+        if self._has_board:
+            shown, now = f"```\n{text}\n```", time.time()
+            make = partial(event_file.text_record, 0, tag, shown, wall_time=now)
+            self._writer.do(lambda: self._add_event(make()))
 
     def close(self) -> None:
         """Write what is left and close. Takes a limited time, even if a disk or tracker hangs."""
@@ -104,11 +107,6 @@ class MetricsLog:
                 self._add_event(event_file.restart_record(step, wall_time=now))
             self._has_restart_record = True
             self._add_event(event_file.scalars_record(step, numbers, wall_time=now))
-
-    def _add_text(self, step: int, tag: str, text: str) -> None:
-        if self._has_board:
-            job = partial(event_file.text_record, step, tag, text, wall_time=time.time())
-            self._writer.do(lambda: self._add_event(job()))
 
     def _add_event(self, record: bytes) -> None:
         if not self._has_first_record:

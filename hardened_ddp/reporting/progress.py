@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.phase import Phase
+from hardened_ddp.ranks.threads import HelperThread
 from hardened_ddp.ranks.tracker import Tracker
 from hardened_ddp.reporting.log import start_logging, stop_logging, write_within
 from hardened_ddp.reporting.sinks import TextSink
@@ -44,7 +45,7 @@ class StartUp:
         self._tracker = tracker
         self._first_sign_s = first_sign_s
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="start-up", daemon=True)
+        self._thread = HelperThread(self._watch, name="start-up")
         self._thread.start()
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ import torch
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import PHASE, SINCE, STEP, Phase
 from hardened_ddp.ranks.process import this_process
+from hardened_ddp.ranks.threads import HelperThread
 from hardened_ddp.reporting.rank_status import RankStatus, silent_after_s
 from hardened_ddp.reporting.resources import read_rss_mib
 from hardened_ddp.reporting.sinks import open_no_link
@@ -69,7 +70,7 @@ class StatusWriter:
         self._state = "running"
         self._rates: deque[tuple[float, int]] = deque()
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="rank-status", daemon=True)
+        self._thread = HelperThread(self._run, name="rank-status")
         self._facts = self._read_facts()
 
     def __enter__(self) -> Self:

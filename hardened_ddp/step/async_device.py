@@ -263,10 +263,15 @@ def _before(update: Update) -> Boundary | None:
 
 
 def beside(device: torch.device) -> AbstractContextManager[Any]:  # Any: not used
-    """Queue the work inside on a stream of its own, which waits for no other."""
+    """Queue the work inside on a stream of its own, which waits for no other.
+
+    WHY the priority: torch has 32 streams of each. Those of 0 are given out in turn to the futures
+    of DDP's hooks too, and wait for an all-reduce, perhaps for ever.
+    """
     if device.type != "cuda":
         return nullcontext()
-    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]  # torch's
+    stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]  # torch's
+    return torch.cuda.stream(stream)
 
 
 def copy_beside(
@@ -279,9 +284,3 @@ def copy_beside(
             name: torch.empty_like(tensor, device="cpu").copy_(tensor)
             for name, tensor in tensors.items()
         }
-
-
-def read_beside(number: torch.Tensor | float, device: torch.device) -> float:
-    """Read a number on device without waiting for the work that is queued there."""
-    with beside(device):
-        return float(number)

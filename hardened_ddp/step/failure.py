@@ -25,6 +25,7 @@ from hardened_ddp.errors import (
 )
 from hardened_ddp.ranks.group import Group, lost_peer
 from hardened_ddp.ranks.launch import log_failure
+from hardened_ddp.ranks.store import DEFER_S, tell_once
 from hardened_ddp.settings.typed_command import own_command
 from hardened_ddp.step.memory import is_out_of_memory
 
@@ -185,7 +186,9 @@ def _tell(error: Exception, group: Group) -> None:
     # WHY by the status: a user's mistake is on all ranks, and found before anything trains
     is_users = isinstance(error, HardenedError) and error.exit_status == ConfigError.exit_status
     text = f"{type(error).__name__}: {error}"
-    if not group.tell_once(text, partial(log_failure, error), is_everywhere=is_users):
+    store, rank, defer_s = group.store, group.launch.rank, DEFER_S if is_users else 0.0
+    tell, ranks = partial(log_failure, error), group.world_size
+    if not tell_once(store, rank, text, tell, world_size=ranks, defer_s=defer_s):
         log.debug("another rank tells why this one ends: %s", error)
 
 

@@ -286,10 +286,8 @@ class Gradient:
         attempt.count = 0.0
         for index, batch in enumerate(batches):
             is_last = index == len(batches) - 1
-            if replica.inputs.are_copied:
-                batch = batch.copied()
-            if self._moves_batches:
-                batch = batch.to(parts.device, channels_last=replica.inputs.channels_last)
+            if self._moves_batches or replica.inputs.are_copied:
+                batch = replica.inputs.send(batch, parts.device)
             self.batch = batch
             tracker.enter(Phase.FORWARD)
             with gradients.around(is_last=is_last):  # DDP's no_sync, but for the last one
@@ -443,7 +441,8 @@ class Totals:
         # WHY full: a tensor made of a list would be copied to the device, which waits for it
         num_samples = torch.full((1,), self.num_samples, dtype=torch.float64, device=device)
         flat = torch.cat([*(total.double().reshape(-1) for total in totals), num_samples])
-        values = group.sum_(flat).tolist()  # collective
+        with group.tracker.within(Phase.ALL_REDUCE):  # WHY here: on a GPU tolist is what waits
+            values = group.sum_(flat).tolist()  # collective
         samples, position, sums = values.pop(), 0, []
         for total in totals:
             part = values[position : position + total.numel()]

@@ -54,7 +54,10 @@ class LeftOut:
             mine.append({**here, "window": samples, "error": failure})
         for rank, entries in enumerate(self.parts.group.gather_json(mine)):  # collective
             for entry in entries:
-                what = f"sample {entry['index']}" if "index" in entry else "the whole step"
+                what = "the whole step"
+                if "index" in entry:
+                    bad = BadSample(entry["index"], entry["error"], entry["file"])
+                    what = f"sample {bad.name}"
                 log.warning(
                     "step %d left out %s: rank %d, %s",
                     progress.step,

@@ -17,8 +17,18 @@ from hardened_ddp.step.parts import Parts
 
 log = logging.getLogger(__name__)
 
-_TEXTS = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""Texts of out-of-memory errors of other classes: host allocator, driver, cuBLAS."""
+_TEXTS = [
+    "can't allocate memory",
+    "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "Cuda failure 'out of memory'",
+    "Cuda failure 2 'out of memory'",
+]
+"""Texts of out-of-memory errors of other classes: host allocator, driver, libraries, NCCL."""
 
 _FINENESS = 8
 """The search ends when the answer is known to 1 / _FINENESS of itself."""
@@ -86,7 +96,7 @@ def _fits(parts: Parts, sample: Batch, num_samples: int) -> bool:
     is_compiled = parts.config.model.compile
     try:
         batch = take(sample, [i % sample.num_samples for i in range(num_samples)])
-        batch = batch.to(parts.device, channels_last=parts.replica.inputs.channels_last)
+        batch = parts.replica.inputs.send(batch, parts.device)
         with (
             untouched(parts.replica.module),
             parts.gradients.around(is_last=False),

@@ -23,6 +23,7 @@ from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.errors import ANY_FAILURE, HardenedError
 from hardened_ddp.model.optimizer_state import is_known
 from hardened_ddp.model.precision import clip
+from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.seeding import seed_update
 from hardened_ddp.step.async_device import AsyncDevice
 from hardened_ddp.step.failure import explain_failure
@@ -236,9 +237,14 @@ class Stepper:
     def _fail(self, error: BaseException, attempt: Attempt) -> NoReturn:
         """Undo the changes of a step that fails, and raise its error, which names the step."""
         if self.live.is_at_boundary:
-            self.gradient.writes.note()
-            self.parts.replica.buffers.put_back(attempt.buffers)
-            self.parts.replica.attributes.put_back(attempt.attributes)
+            self.live.is_at_boundary = False
+            # WHY suppress: on a GPU that reports an error all later calls fail. The first one tells
+            # rank, step and samples, and what can't be undone is not saved.
+            with contextlib.suppress(*ANY_FAILURE):
+                self.gradient.writes.note()
+                self.parts.replica.buffers.put_back(attempt.buffers)
+                self.parts.replica.attributes.put_back(attempt.attributes)
+                self.live.is_at_boundary = True
         if isinstance(error, HardenedError):
             raise error
         samples = [int(index) for batch in attempt.batches for index in batch.indices]
@@ -262,12 +268,16 @@ class Stepper:
     def is_finite(self) -> bool:
         """Return whether losses since the last reading, and the last gradient, are finite.
 
-        Rank-local; waits for the device. WHY: a checkpoint of weights with NaN would replace a
-        good one.
+        Rank-local; waits for the device, on the main thread. WHY: a checkpoint of weights with NaN
+        would replace a good one.
         """
-        unconfirmed = None if self.device is None else self.device.unconfirmed
-        is_bad = unconfirmed is not None and unconfirmed.is_bad()
-        return not is_bad and math.isfinite(self.gradient.totals.loss())
+        if self.device is None:
+            return math.isfinite(self.gradient.totals.loss())
+        # WHY: the device may wait for another rank, and this rank must not be named for it
+        with self.parts.group.tracker.within(Phase.ALL_REDUCE):
+            unconfirmed = self.device.unconfirmed
+            is_bad = unconfirmed is not None and unconfirmed.is_bad()
+            return not is_bad and math.isfinite(self.gradient.totals.loss())
 
     def open_ledger(self, folder: Path) -> None:
         """With --ledger, record from now on which samples each step takes. Collective."""

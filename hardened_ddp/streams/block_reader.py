@@ -13,15 +13,13 @@ import torch
 import torch.utils.data
 
 from hardened_ddp.data.batches.batch import BadSample, Batch, Request
+from hardened_ddp.data.batches.fetch import MOST_UNREACHABLE
 from hardened_ddp.data.batches.read_errors import is_transient
 from hardened_ddp.data.foreign_code import describe
 from hardened_ddp.errors import LoaderError
 from hardened_ddp.streams.contract import Stream, name_of
 from hardened_ddp.streams.planner import UNKNOWN, shard_of
 from hardened_ddp.streams.shard_reader import EndOfShard, SampleIsError, ShardReader
-
-MOST_UNREACHABLE = 3
-"""Samples of one block. If more can't be reached, the cause is the storage, not the samples."""
 
 _NO_TARGETS = torch.empty(0, dtype=torch.int64)  # of a block: its samples hold their labels
 

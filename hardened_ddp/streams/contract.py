@@ -90,10 +90,8 @@ def sizes_of(stream: Stream) -> Numbers:
 def forward(source: Any, target: Any) -> None:
     """Let target say of itself what source says, where it says nothing yet. Any: datasets."""
     for name in _FORWARDED:
-        if (
-            getattr(target, name, None) is None
-            and (value := getattr(source, name, None)) is not None
-        ):
+        value = getattr(source, name, None)
+        if value is not None and getattr(target, name, None) is None:
             setattr(target, name, value)
 
 

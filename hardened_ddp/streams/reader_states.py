@@ -25,6 +25,8 @@ EVERY_S = 5.0
 
 _BYTES_PER_S = 20_000  # with larger states notes are rarer
 
+StatesAt = Callable[[StreamPosition], Mapping[int, ReaderState]]
+
 
 class ShardStates:
     """Writes the states of this rank's readers, and reads those of all ranks."""
@@ -36,16 +38,10 @@ class ShardStates:
         self._rank = rank
         self._clock = clock
         self._next_at = clock() + EVERY_S
-        self._last: (
-            tuple[StreamPosition, Callable[[StreamPosition], Mapping[int, ReaderState]]] | None
-        ) = None
+        self._last: tuple[StreamPosition, StatesAt] | None = None
         self._is_on = True
 
-    def note(
-        self,
-        position: StreamPosition,
-        states: Callable[[StreamPosition], Mapping[int, ReaderState]],
-    ) -> None:
+    def note(self, position: StreamPosition, states: StatesAt) -> None:
         """Write the states up to position, if it is time. Disk errors never stop training."""
         self._last = (position, states)
         if self._is_on and self._clock() >= self._next_at:

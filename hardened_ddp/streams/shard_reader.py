@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.utils.data
 
-from hardened_ddp.data.batches.read_errors import is_permanent, is_transient, retry_read
+from hardened_ddp.data.batches.read_errors import PERMANENT, is_transient, retry_read
 from hardened_ddp.data.foreign_code import describe
 from hardened_ddp.errors import ANY_FAILURE, SampleError
 from hardened_ddp.ranks.seeding import seed_sample
@@ -196,7 +196,7 @@ class ShardReader:
         try:
             return self._read_once(epoch, shard, index)
         except ANY_FAILURE as error:  # WHY broad: as above
-            if isinstance(error, MemoryError | EndOfShard | SampleIsError) or is_permanent(error):
+            if isinstance(error, (MemoryError, EndOfShard, SampleIsError, *PERMANENT)):
                 raise
             first: BaseException = error
 

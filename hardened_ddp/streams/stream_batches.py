@@ -11,11 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from hardened_ddp.data.batches.batch import Batch, apart
 from hardened_ddp.data.batches.fetch import Fetcher
-from hardened_ddp.data.batches.nesting import map_tensors
 from hardened_ddp.data.batches.sampler import Window, split_micro_batches
 from hardened_ddp.errors import ANY_FAILURE
 from hardened_ddp.streams.contract import Stream, name_of
@@ -127,6 +124,5 @@ class BatchMaker:
     def _made_ready(self, batch: Batch, epoch: int) -> Batch:
         """Pin a batch, if that is wanted, and let its parts be made again."""
         if self._pins:
-            batch.inputs = map_tensors(batch.inputs, torch.Tensor.pin_memory)
-            batch.targets = map_tensors(batch.targets, torch.Tensor.pin_memory)
+            batch.pin()
         return self.fetcher.with_parts(batch, epoch)

@@ -1,7 +1,7 @@
-"""The choice of a run's task, by its settings, its data, and the first batch.
+"""Building a run's task, and which one fits the labels and the output of a batch: --task auto.
 
-Owns --task auto: which task fits the labels and the output of the first batch, and the reason for
-the log. Where labels fit two tasks, or none, it refuses: a wrong guess would train, and wrongly.
+Where labels fit two tasks, or none, it refuses: a wrong guess would train, and wrongly.
+Does not own: the first batch (preflight/first_forward.py).
 """
 
 import inspect
@@ -14,20 +14,18 @@ import torch
 from torch import nn
 
 from hardened_ddp.data.batches.batch import Batch
+from hardened_ddp.data.batches.checks import Limit
 from hardened_ddp.data.foreign_code import describe, import_callable, line_of_user
 from hardened_ddp.data.sources.datasets import TaskData
 from hardened_ddp.errors import ANY_FAILURE, ConfigError, HardenedError, ModelError
-from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.config import TASKS, TaskConfig
 from hardened_ddp.task.classification import Classification
-from hardened_ddp.task.first_batch import refuse_late_buffers, saved_shapes
 from hardened_ddp.task.multilabel import Multilabel
 from hardened_ddp.task.output import (
     are_one_hot,
     are_shares,
     described,
     described_labels,
-    fix_for,
     refuse_several_losses,
     split_output,
 )
@@ -36,7 +34,7 @@ from hardened_ddp.task.own_metrics import OwnMetrics
 from hardened_ddp.task.regression import Regression
 from hardened_ddp.task.segmentation import Segmentation
 from hardened_ddp.task.task import LOSS, LOSS_METRIC, Metric, Task
-from hardened_ddp.task.tokens import Tokens
+from hardened_ddp.task.tokens import IGNORED, Tokens
 
 log = logging.getLogger(__name__)
 
@@ -71,28 +69,6 @@ def check_metrics(config: TaskConfig, *, stop_when: str) -> None:
                 f"{setting}: {whose} has {'a' if name == 'auto' else 'no'} metric {wanted!r}",
                 fix=f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}",
             )
-
-
-def choose_task(
-    model: nn.Module,
-    sample: Batch,
-    data: TaskData,
-    config: TaskConfig,
-    group: Group,
-    *,
-    saved: Mapping[str, Any] | None = None,  # Any: the numbers of a checkpoint
-) -> Task:
-    """Return the task of a run: as asked, as it began, or as fits the first batch.
-
-    Collective: all ranks. Raises ModelError or ConfigError on all ranks alike.
-    """
-    began_with = (saved or {}).get("task", {})
-    name = config.task
-    if name == "auto":
-        name = began_with.get("name") or _fitting_name(model, sample, group)  # collective
-    task = build_task(name, model, data, config)
-    task.take_over(began_with.get("learned", {}))
-    return task
 
 
 def find_task(name: str) -> Callable[..., Any]:
@@ -144,6 +120,18 @@ def build_task(name: str, model: nn.Module, data: TaskData, config: TaskConfig) 
     return task
 
 
+def label_limit(task: Task) -> Limit | None:
+    """Return what labels may be, if another one would raise in the loss; None: anything."""
+    match task:
+        case Tokens(uses_model_loss=False):
+            return Limit(None, task.vocabulary, "the vocabulary", task.ignore_index)
+        case Segmentation():
+            return Limit(None, task.num_classes, "the task", task.ignore_index)
+        case Classification():
+            return Limit(None, task.num_classes, "the task", IGNORED)
+    return None
+
+
 def metric_of(task: Task, name: str, *, setting: str) -> Metric:
     """Return the metric of the test set that a setting names.
 
@@ -190,45 +178,6 @@ def task_that_fits(output: Any, batch: Batch) -> tuple[str, str]:  # Any: whatev
         return "own", f"the model returns its loss, and no other task fits: {shapes}"
     fits, fix = _advice(logits, labels)
     raise _undecided(f"{shapes}: they fit {fits}", output, fix=fix)
-
-
-def _fitting_name(model: nn.Module, sample: Batch, group: Group) -> str:
-    """Return the name of the task that fits the first batches of all ranks. Collective."""
-    mine: dict[str, str] = {}
-    was_training, caller = model.training, Task()
-    model.eval()
-    try:
-        caller.attach(model)
-        shapes = saved_shapes(model)
-        with torch.no_grad():
-            name, why = task_that_fits(caller.forward(model, sample), sample)
-        refuse_late_buffers(model, shapes)
-        mine = {"name": name, "why": why}
-    except HardenedError as error:
-        mine = {"error": error.message, "fix": error.fix}
-    except ANY_FAILURE as error:  # WHY broad: the user's model; the probe then tells it in full
-        log.debug("the first forward failed", exc_info=True)
-        mine = {
-            "error": f"the model failed on a first batch: {describe(error)}{line_of_user(error)}",
-            "fix": fix_for(error, sample.inputs, has_labels=sample.targets is not None),
-        }
-    finally:
-        model.train(was_training)
-    everyone = group.gather_json(mine)  # collective
-    names = sorted({notes["name"] for notes in everyone if "name" in notes})
-    if len(names) != 1:
-        failed = [(rank, notes) for rank, notes in enumerate(everyone) if "error" in notes]
-        if failed and not names:
-            rank, notes = failed[0]
-            raise ModelError(f"rank {rank}: {notes['error']}", fix=notes["fix"])
-        raise ModelError(
-            f"--task auto can't decide: the first batches of the ranks fit {' and '.join(names)}",
-            fix=f"choose one: --task {' | '.join(CHOICES)}",
-        )
-    reason = next(notes["why"] for notes in everyone if "name" in notes)
-    found = str(names[0])
-    log.info("task: %s, because of the first batch: %s", found, reason)
-    return found
 
 
 def _by_shape(logits: torch.Tensor, labels: torch.Tensor) -> str:

@@ -26,12 +26,11 @@ from hardened_ddp.errors import ConfigError, DataError, OptimizerError
 from hardened_ddp.gradients.choose import sum_gradients_of
 from hardened_ddp.gradients.sums import GradientSum
 from hardened_ddp.model.effects import untouched
-from hardened_ddp.model.moving_attributes import MovingAttributes
 from hardened_ddp.model.moving_buffers import MovingBuffers
 from hardened_ddp.model.optimizer import find_optimizer
 from hardened_ddp.model.replica import Inputs, Replica, check_same_model, compile_model
 from hardened_ddp.model.zoo import build_model, check_model, place_model
-from hardened_ddp.preflight.lazy import shape_by_forward
+from hardened_ddp.preflight.first_forward import choose_task, shape_by_forward
 from hardened_ddp.preflight.memory_format import choose_channels_last
 from hardened_ddp.preflight.padding import choose_split
 from hardened_ddp.preflight.probe import choose_find_unused, probe
@@ -41,7 +40,8 @@ from hardened_ddp.settings.config import AUTO_BATCH_SIZE, Config
 from hardened_ddp.settings.declare import ImportPath
 from hardened_ddp.settings.record import agreed_settings
 from hardened_ddp.settings.wording import counted
-from hardened_ddp.task.build import check_metrics, choose_task, find_task
+from hardened_ddp.step.parts import ASYNC_DEVICES
+from hardened_ddp.task.build import check_metrics, find_task, label_limit
 from hardened_ddp.task.task import Task
 from hardened_ddp.training.run_report import check_trackers
 from hardened_ddp.training.weights import load_initial_weights
@@ -188,13 +188,11 @@ def model_and_task(
         task=config.task.task,
     )
     samples = loader.sample_batches(group.device)
-    as_built = MovingAttributes(model)
     shape_by_forward(model, samples[0], group, seed=config.device.seed)  # collective
     load_initial_weights(model, "" if saved else config.model.init_from, group)  # collective
     model = place_model(model, config.model, device=group.device, world_size=group.world_size)
     # The task makes a loss and metrics of the output. auto: the first batch says which task it is.
     task = choose_task(model, samples[0], data, config.task, group, saved=saved)  # collective
-    as_built.reset()
     return model, task, samples
 
 
@@ -227,11 +225,13 @@ def build_replica(
     buffers = MovingBuffers(
         model, findings.moving_buffers, own=findings.own_tensors, outputs=findings.outputs
     )
+    is_async = group.device.type in ASYNC_DEVICES
+    limits = [limit for limit in (*findings.limits, label_limit(task)) if limit and is_async]
     replica = Replica(
         model,
         buffers,
         attributes=trial.attributes,
-        inputs=Inputs(channels_last, are_copied=findings.changes_inputs),
+        inputs=Inputs(channels_last, findings.changes_inputs, limits),
         collectives=findings.collectives,
     )
     # DDP sends gradients while backward runs; CPU ranks of one machine add them up after it.

@@ -113,13 +113,8 @@ def measure(
     totals = Totals(task, group.device, loss_dtype=torch.float64)
     collect_as_usual()
     try:
-        check_equal_evaluation(  # collective
-            Trial(model, task, loop.precision, group),
-            loader,
-            channels_last=False,
-            leaves_out=loop.leaves_out,
-            instead="evaluate in one process, without torchrun",
-        )
+        trial = Trial(model, task, loop.precision, group)
+        check_equal_evaluation(trial, loader, leaves_out=loop.leaves_out)  # collective
         found = loop.run(model, totals)  # collective
     finally:
         loader.close()

@@ -20,6 +20,7 @@ from hardened_ddp.data.batches.batch import BadSample, Batch
 from hardened_ddp.data.batches.loader import EvalLoader
 from hardened_ddp.errors import ANY_FAILURE, ConfigError, HardenedError, SampleError
 from hardened_ddp.model.precision import Precision
+from hardened_ddp.model.replica import DEFAULT_INPUTS, Inputs
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.settings.wording import counted
@@ -66,9 +67,7 @@ class EvaluationLoop:
     checks: bool = False
     """Check that each output and its labels fit. Waits for the device once per batch."""
 
-    channels_last: bool = False
-    copies_inputs: bool = False
-    """The model changes a batch in place, and the test set may hold on to it."""
+    inputs: Inputs = DEFAULT_INPUTS
 
     @torch.no_grad()
     def run(
@@ -104,9 +103,7 @@ class EvaluationLoop:
                 left_out += batch.bad
                 output = None
                 if batch.num_samples:
-                    if self.copies_inputs:
-                        batch = batch.copied()
-                    batch = batch.to(self.group.device, channels_last=self.channels_last)
+                    batch = self.inputs.send(batch, self.group.device)
                     with self.precision.autocast():
                         output = self.task.forward(module, batch)
                         if self.checks:
@@ -146,8 +143,7 @@ def loop_of(parts: Parts, loader: EvalLoader) -> EvaluationLoop:
         precision=parts.precision,
         group=parts.group,
         leaves_out=parts.config.loop.continue_on_error,
-        channels_last=parts.replica.inputs.channels_last,
-        copies_inputs=parts.replica.inputs.are_copied,
+        inputs=parts.replica.inputs,
     )
 
 

@@ -6,13 +6,14 @@ report, at the end. Each part owns what it does. Also what the watch for hangs n
 
 import logging
 import math
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from itertools import chain, islice
 
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.sampler import Window
-from hardened_ddp.errors import HangError, NonFiniteError
+from hardened_ddp.errors import HardenedError, NonFiniteError
 from hardened_ddp.guard.hang import Subject
 from hardened_ddp.guard.stop import StopRequest
 from hardened_ddp.model.replica import refuse_new_parameters
@@ -168,7 +169,11 @@ def hang_subject(run: Run) -> Subject:
     tracker.start_at(progress.step)
     parts.train_loader.reader.show_reading(tracker.words[SAMPLE : SAMPLE + 1])
 
-    def save(error: HangError | None = None) -> None:
+    ending = threading.Lock()
+
+    def save(error: HardenedError | None = None) -> None:
+        # WHY no release: whoever saves first ends the process, and nobody else does so meanwhile
+        ending.acquire()
         save_while_stuck(stepper, run.saver, run.folder, error=error)
         run.report.goodput.note(progress.step, is_last=True)  # the process ends after this
 

@@ -247,7 +247,8 @@ def _newest_valid(folder: Path) -> Found | None:
     if found is None and rejected:
         raise CheckpointError(
             f"none of the {len(rejected)} checkpoints in {folder} is valid",
-            fix="the log says what is wrong with each; start afresh with --resume never",
+            fix="the log says what is wrong with each; start afresh: --resume never and another "
+            "--run_name",
         )
     return found
 

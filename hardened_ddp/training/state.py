@@ -22,7 +22,7 @@ import torch
 from hardened_ddp.checkpoint.folder import Best
 from hardened_ddp.checkpoint.store import CheckpointStore, CheckpointWriter, WriteCost
 from hardened_ddp.checkpoint.tensors import TensorSpec, differences, specs_of
-from hardened_ddp.errors import CheckpointError, CheckpointMismatchError
+from hardened_ddp.errors import ANY_FAILURE, CheckpointError, CheckpointMismatchError
 from hardened_ddp.model.optimizer_state import (
     PREFIX,
     is_known,
@@ -102,16 +102,14 @@ def receive(group: Group, saved: Saved, names: Sequence[str], device: torch.devi
     Raises MainRankError on every rank if rank 0 can't read them.
     """
     received: Tensors = {}
-    own: Tensors = {}
-
-    def read() -> None:
-        own.update({} if saved.read is None else saved.read(chunk))
-
+    failures: list[BaseException] = []
     for chunk in _chunks(saved.specs, names):
-        if saved.source:  # that rank has them in its memory
-            read()
-        else:
-            group.run_on_main(read, what="reading the checkpoint")  # collective
+        own: Tensors = {}
+        if saved.read is not None and not failures:
+            try:
+                own = saved.read(chunk)
+            except ANY_FAILURE as error:  # WHY broad, and no raise: the others wait for the rest
+                failures.append(error)
         for name in chunk:
             shape, dtype = saved.specs[name]
             tensor = own.pop(name, None)
@@ -121,6 +119,15 @@ def receive(group: Group, saved: Saved, names: Sequence[str], device: torch.devi
             # WHY bytes: gloo does not move every dtype.
             flat = tensor.reshape(-1).view(torch.uint8)
             group.broadcast_(flat, source=saved.source)  # collective
+
+    def check() -> None:
+        if failures:
+            raise failures[0]
+
+    if saved.source:  # that rank had them in its memory
+        check()
+    else:  # WHY once, at the end: a vote for each chunk takes minutes for a large state
+        group.run_on_main(check, what="reading the checkpoint")  # collective
     return received
 
 
@@ -273,6 +280,9 @@ class Saver:
         # Weights, and as a rule two numbers more for each in the optimizer.
         self._size_bytes = 3 * sum(p.nbytes for p in parts.replica.module.parameters())
         self._began_at = time.monotonic()
+        if self._writer is not None and parts.device.type == "cuda":
+            size_bytes = sum(tensor.nbytes for tensor in collect_tensors(parts).values())
+            self._writer.pin_ahead(size_bytes)
 
     def is_time(self) -> bool:
         """Say whether a checkpoint is due by the clock, or was when the last one was under way.

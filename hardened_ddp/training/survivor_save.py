@@ -2,8 +2,9 @@
 
 Every rank holds the whole state of the last completed step, so as long as one rank lives, nothing
 is lost: one surviving rank writes it, and a restart continues with the next step. Which one: rank 0
-if it can, else the first to claim it in the store; without a store, every surviving rank, and the
-second one finds it there (checkpoint/store.py).
+if it can, else the first to claim it in the store, and the next one if it fails; the others wait
+for that. Without a store, every surviving rank, and the second one finds it there
+(checkpoint/store.py).
 A half updated state (Stepper.live) is not saved, and after some errors none is (_NOT_SAVED). Of a
 GPU that is stuck in an all-reduce, what it has finished is saved (step/async_device.py).
 No collective here: some rank may be dead.
@@ -12,7 +13,6 @@ No collective here: some rank may be dead.
 import json
 import logging
 import math
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,11 +27,10 @@ from hardened_ddp.errors import (
 )
 from hardened_ddp.ranks.call_timeout import call_within
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.ranks.store import poll_s
+from hardened_ddp.ranks.store import do_once
 from hardened_ddp.reporting.run_json import Json, read_lines
 from hardened_ddp.reporting.sinks import write_text
-from hardened_ddp.step.async_device import Boundary, beside, copy_beside, read_beside
+from hardened_ddp.step.async_device import Boundary, beside, copy_beside
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
 from hardened_ddp.step.step import Stepper
@@ -68,12 +67,9 @@ def save_as_survivor(error: Exception, stepper: Stepper, saver: Saver, folder: P
     is_seen_early = isinstance(error, NonFiniteError) and not error.reached_weights
     if not is_seen_early and isinstance(error, _NOT_SAVED):
         return
-    try:
-        # WHY first: the other ranks wait for this one, and one of them may be the one that saves
-        stepper.parts.group.leave()
-        _save(stepper, saver, folder, error=error, limit_s=DEVICE_LIMIT_S)
-    except Exception:  # WHY broad: the error that ended training must be the one that is reported
-        log.warning("the last state could not be saved", exc_info=True)
+    # WHY first: the other ranks wait for this one, and one of them may be the one that saves
+    stepper.parts.group.leave()
+    _save(stepper, saver, folder, error=error, limit_s=DEVICE_LIMIT_S)
 
 
 def save_while_stuck(
@@ -88,24 +84,25 @@ def save_while_stuck(
     if not stepper.live.lock.acquire(timeout=LOCK_LIMIT_S):
         log.warning("weights are being updated: they are not saved, the last checkpoint stays")
         return
-    try:
-        _save(stepper, saver, folder, error=error, limit_s=LOCK_LIMIT_S)
-    except Exception:  # WHY broad: the process ends in any case
-        log.warning("the last state could not be saved", exc_info=True)
+    _save(stepper, saver, folder, error=error, limit_s=LOCK_LIMIT_S)
 
 
 def refuse_crash_loop(parts: Parts, progress: Progress, folder: Path) -> None:
-    """Raise CrashLoopError if the last attempts all failed at the current step. Rank-local.
+    """Raise CrashLoopError if the last attempts all failed at a step still to be done. Rank-local.
 
     Only in a restart by the launcher: a person who starts the run again may have fixed the cause.
     """
     failures = read_failures(folder)[-NUM_ATTEMPTS:] if parts.group.launch.is_restart else []
-    if len(failures) < NUM_ATTEMPTS or any(f["step"] != progress.step for f in failures):
+    steps = {failure["step"] for failure in failures}
+    # WHY may the run stand before it: where nothing can be saved, it resumes from a checkpoint
+    if len(failures) < NUM_ATTEMPTS or len(steps) > 1 or progress.step > (step := steps.pop()):
         return
     causes = sorted({str(failure["error"]) for failure in failures})
+    next_samples = parts.next_samples(progress) if progress.step == step else []
+    samples = f". Its samples: {next_samples}" if next_samples else ""
     raise CrashLoopError(
-        f"{NUM_ATTEMPTS} attempts failed at step {progress.step}, one after the other: "
-        f"{'; '.join(causes)}. Its samples: {list(parts.next_samples(progress))}",
+        f"{NUM_ATTEMPTS} attempts failed at step {step}, one after the other: "
+        f"{'; '.join(causes)}{samples}",
         fix=f"fix the cause; then: {parts.group.launch.command('--resume', folder)}",
     )
 
@@ -119,69 +116,87 @@ def read_failures(folder: Path) -> list[Json]:
 def _save(
     stepper: Stepper, saver: Saver, folder: Path, *, error: Exception | None, limit_s: float
 ) -> None:
-    """Save the last step boundary, if this rank is the one to do it. Rank-local.
+    """Save the last step boundary, here or on another rank; return when it is. Rank-local.
 
-    limit_s: how long to wait for a device that runs behind the host.
+    While no other thread commits a step. limit_s: how long to wait for a device that runs behind
+    the host. Never raises.
     """
-    live, group, progress = stepper.live, stepper.parts.group, stepper.progress
+    group, boundary = stepper.parts.group, None
+    try:
+        try:
+            boundary = _find(stepper, limit_s)
+        finally:  # WHY also if it raises: a GPU with an error answers nothing; restarts must end
+            if error is not None:
+                progress = boundary.progress if boundary else stepper.progress
+                _note_failure(folder, progress.step, error, group)
+        if boundary is None or boundary.progress.step == 0 or _warn_if_lost(stepper):
+            return
+        shared = None if group.is_main else group.shared
+        has_left = shared is not None and shared.has_left(0)
+        do_once(
+            group.store,
+            f"survivor_save/{boundary.progress.step}",
+            partial(_try_to_write, stepper, saver, folder, boundary, limit_s),
+            rank=group.launch.rank,
+            world_size=group.world_size,
+            head_start_s=0.0 if has_left else HEAD_START_S,
+        )
+    except Exception:  # WHY broad: the error that ended training must be the one that is reported
+        log.warning("the last state could not be saved", exc_info=True)
+
+
+def _find(stepper: Stepper, limit_s: float) -> Boundary | None:
+    """Return the last step boundary whose state this rank has, if it may be saved. Rank-local."""
+    live, progress = stepper.live, replace(stepper.progress)
     if not live.is_at_boundary:
-        return
-    if stepper.device is not None:
-        _save_boundary(stepper, saver, folder, error=error, limit_s=limit_s)
-        return
-    # WHY is_finite: the loss is checked when it is reported, which may be some steps ago
-    is_good = progress.step == 0 or stepper.is_finite()
-    if not is_good or _warn_if_lost(stepper) or not _claim_save(group, progress.step):
-        return
-    if error is not None:
-        _note_failure(folder, progress.step, error)
-    if progress.step > 0:
-        tensors = None
-        if live.buffers_before is not None:  # a forward is under way
-            tensors = collect_tensors(stepper.parts, buffers=live.buffers_before)
-        saver.save_in_need(replace(progress), tensors=tensors)
-        _say_saved(progress, group.launch, folder)
+        return None
+    if stepper.device is None:
+        # WHY is_finite: the loss is checked when it is reported, which may be some steps ago
+        is_good = progress.step == 0 or stepper.is_finite()
+        return Boundary(progress, live.buffers_before or (), 0.0) if is_good else None
+    boundary = stepper.device.find(limit_s)
+    if boundary is None:
+        log.warning("the device does not answer: nothing is saved, the last checkpoint stays")
+    return boundary
 
 
-def _save_boundary(
-    stepper: Stepper, saver: Saver, folder: Path, *, error: Exception | None, limit_s: float
-) -> None:
-    """Do as _save with the last boundary that the device has reached.
-
-    Rank-local, while no other thread commits a step.
-    """
-    parts, device = stepper.parts, stepper.parts.device
-    while True:
-        boundary = None if stepper.device is None else stepper.device.find(limit_s)
-        if boundary is None:
-            log.warning("the device does not answer: nothing is saved, the last checkpoint stays")
-            return
-        progress = boundary.progress
-        if not _claim_save(parts.group, progress.step):
-            return
-        if error is not None:
-            _note_failure(folder, progress.step, error)
-        if progress.step == 0 or _warn_if_lost(stepper):
-            return
-        state = call_within(partial(_copy, stepper, boundary), COPY_LIMIT_S)
-        if state is None:
-            log.warning("the loss is not finite: nothing is saved, the last checkpoint stays")
-            return
-        if boundary.still_holds():  # else the device went on after all: its next state is good, too
-            break
-        error = None  # noted already
-    with beside(device):
-        if boundary.next is not None:
-            stepper.take_back_on_host(boundary.next.step.attempt)
-        saver.save_in_need(progress, tensors=state)
-    _say_saved(progress, parts.group.launch, folder)
+def _try_to_write(
+    stepper: Stepper, saver: Saver, folder: Path, boundary: Boundary, limit_s: float
+) -> bool:
+    """Write the state of a boundary; return False if another rank should try it. Rank-local."""
+    parts, device, tensors = stepper.parts, stepper.device, None
+    try:
+        if device is None and boundary.buffers:  # a forward is under way
+            tensors = collect_tensors(parts, buffers=boundary.buffers)
+        while device is not None:
+            tensors = call_within(partial(_copy, stepper, boundary), COPY_LIMIT_S)
+            if tensors is None:
+                log.warning("the loss is not finite: nothing is saved, the last checkpoint stays")
+                return True
+            if boundary.still_holds():
+                break
+            # the device went on after all: its next state is good, too
+            if (found := device.find(limit_s)) is None:
+                raise TimeoutError("the device does not answer")
+            boundary = found
+        with beside(parts.group.device):
+            if boundary.next is not None:
+                stepper.take_back_on_host(boundary.next.step.attempt)
+            saver.save_in_need(boundary.progress, tensors=tensors)
+    except Exception:  # WHY broad: whatever it is, another rank may be able to save
+        log.warning("the last state could not be saved by this rank", exc_info=True)
+        return False
+    resume = parts.group.launch.command("--resume", folder)
+    log.warning("the state after step %d is saved; to resume: %s", boundary.progress.step, resume)
+    return True
 
 
 def _copy(stepper: Stepper, boundary: Boundary) -> Tensors | None:
     """Copy the state of a boundary to the host; None: its losses are not finite. Rank-local."""
     parts = stepper.parts
-    if not math.isfinite(read_beside(boundary.loss, parts.device)):
-        return None
+    with beside(parts.device):
+        if not math.isfinite(float(boundary.loss)):
+            return None
     return copy_beside(collect_tensors(parts, buffers=boundary.buffers), parts.device)
 
 
@@ -199,23 +214,11 @@ def _warn_if_lost(stepper: Stepper) -> bool:
     return bool(lost)
 
 
-def _say_saved(progress: Progress, launch: Launch, folder: Path) -> None:
-    resume = launch.command("--resume", folder)
-    log.warning("the state after step %d is saved; to resume: %s", progress.step, resume)
-
-
-def _claim_save(group: Group, step: int) -> bool:
-    """Claim the survivor save of step for this rank; False if another rank has it."""
-    store, key, mine = group.store, f"survivor_save/{step}", str(group.launch.rank)
-    if not group.launch.is_main:
-        end = time.monotonic() + HEAD_START_S
-        is_left = group.shared is not None and group.shared.has_left(0)
-        while not is_left and time.monotonic() < end and not store.has(key) and not store.is_gone:
-            time.sleep(poll_s(group.world_size))
-    return store.claim(key, mine) == mine  # also if the store died with rank 0, which served it
-
-
-def _note_failure(folder: Path, step: int, error: Exception) -> None:
+def _note_failure(folder: Path, step: int, error: Exception, group: Group) -> None:
+    """Note why this attempt ends, unless another rank has. Rank-local."""
+    mine = str(group.launch.rank)
+    if group.store.claim("survivor_save/noted", mine) != mine:
+        return
     text = error.message if isinstance(error, HardenedError) else f"{type(error).__name__}: {error}"
     entry = {"step": step, "is_peer": isinstance(error, PeerLostError), "error": text}
     write_text(folder / FAILURES_NAME, json.dumps(entry) + "\n", mode="a")

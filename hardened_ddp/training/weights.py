@@ -22,7 +22,7 @@ from hardened_ddp.checkpoint.tensors import differences, read_tensors, spec_of, 
 from hardened_ddp.errors import CheckpointError, CheckpointMismatchError, ModelError
 from hardened_ddp.model.moving_attributes import TASK, MovingAttributes
 from hardened_ddp.model.zoo import build_described
-from hardened_ddp.preflight.lazy import shape_by_weights
+from hardened_ddp.preflight.first_forward import shape_by_weights
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME
 from hardened_ddp.settings.typed_command import python_command

@@ -291,6 +291,41 @@ def test_the_copies_of_a_gpu_land_where_the_writer_reads(monkeypatch: pytest.Mon
     assert buffer.tobytes() == expected
 
 
+def test_memory_for_the_copies_of_a_gpu_is_pinned_ahead_in_a_thread(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, second, calls = threading.Event(), torch.device("cuda", 1), list[Any]()
+
+    def reserve(arena: HostArena, size_bytes: int, *, pinned: bool) -> None:
+        assert gate.wait(LIMIT_S)
+        calls.append((threading.current_thread().name, size_bytes, pinned))
+
+    monkeypatch.setattr(HostArena, "reserve", reserve)
+    bench.writer.pin_ahead(100)
+    gate.set()  # training has gone on meanwhile
+    held = SimpleNamespace(is_cuda=True, device=second)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: calls.append("copies"))
+    with pytest.raises(AttributeError):  # there is no stream here
+        bench.writer._copy_from_gpus(
+            cast(Any, SimpleNamespace(plan=SimpleNamespace(data_bytes=90))),
+            cast(Any, {"weight": held}),
+            volatile=(),
+        )
+    pinned = [("pin-memory", 100, True), (threading.current_thread().name, 90, True)]
+    assert calls == [*pinned, "copies"]
+
+
+def test_at_most_half_of_the_memory_that_is_free_is_pinned(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    free = SimpleNamespace(available=150)
+    monkeypatch.setattr(tensors_module, "virtual_memory", lambda: free)
+    for _ in range(2):  # once there is memory of another kind, it stays
+        bench.writer._reserve_pinned(100)
+    assert len(caplog.records) == 1
+    assert "150 bytes of host memory are free" in caplog.text
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_state_on_a_gpu_is_written_as_it_was_at_submit(bench: Bench) -> None:

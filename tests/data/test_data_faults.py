@@ -533,7 +533,7 @@ def test_values_of_no_use_are_left_out_by_name_with_the_weights_of_samples_that_
 ) -> None:
     faults = {3: "nan", 13: "label", 22: "half", 30: "infinite"}
     flags = ["--continue_on_error"]
-    run(tmp_path / "wrong", *flags, faults=faults).ok()
+    wrong = run(tmp_path / "wrong", *flags, faults=faults).ok()
     run(tmp_path / "broken", *flags, faults=dict.fromkeys(faults, "broken")).ok()
     assert last_tensors(tmp_path / "wrong/runs") == last_tensors(tmp_path / "broken/runs")
     folder = only_run(tmp_path / "wrong/runs")
@@ -542,6 +542,7 @@ def test_values_of_no_use_are_left_out_by_name_with_the_weights_of_samples_that_
     assert sorted(entry["index"] for entry in entries) == sorted([*faults] * 2)
     for entry in entries:
         assert entry["file"] == str(tmp_path / f"wrong/flags/point-{entry['index']}")
+        assert f"left out sample {entry['index']} ({entry['file']})" in wrong.output
         assert "its " in entry["error"]
     assert read_summary(folder)["num_left_out"] == 8
     assert_ledger_is_exact(tmp_path / "wrong", num_left_out=4)

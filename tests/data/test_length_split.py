@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -18,7 +17,7 @@ from hardened_ddp.data.batches.length_split import LengthSplit
 from hardened_ddp.data.batches.loader import TrainLoader, WorkerLevel
 from hardened_ddp.data.batches.sampler import WindowSampler
 from hardened_ddp.model.precision import Precision
-from hardened_ddp.model.replica import ForwardCollectives
+from hardened_ddp.model.replica import NO_COLLECTIVES, ForwardCollectives
 from hardened_ddp.preflight.padding import choose_split
 from hardened_ddp.preflight.probe import Findings
 from hardened_ddp.preflight.trial import Trial
@@ -39,6 +38,7 @@ from tests.step.test_steps import parts_of
 from tests.token_data import Ragged, TinyLM, pad
 
 CPU = torch.device("cpu")
+HERE = ("all_reduce in mine.py:1",)
 ALWAYS = LengthSplit(least_values=0)
 TOLERANCES = {False: 1e-6, True: 1e-12}
 
@@ -263,12 +263,10 @@ def chosen(
     collate: Any = pad,
     saved: dict[str, Any] | None = None,
     moving: tuple[str, ...] = (),
-    calls: tuple[str, ...] = (),
+    calls: ForwardCollectives = NO_COLLECTIVES,
     name: str = "tokens",
-    world_size: int = 1,
 ) -> LengthSplit | None:
     group = Group(Launch(), CPU)
-    group.world_size = world_size
     fetcher = Fetcher(Ragged(8), seed=0, collate=collate or pad)
     samples = [fetcher[(0, torch.arange(i, i + 2))] for i in (0, 2)]
     if collate is not None:
@@ -279,7 +277,7 @@ def chosen(
     found = choose_split(
         Trial(model, task, Precision("off", CPU), group),
         samples,
-        Findings((), False, "", moving, ForwardCollectives(calls)),
+        Findings((), False, "", moving, calls),
         config=Config() if config is None else config,
         saved=saved,
     )
@@ -302,32 +300,13 @@ def test_auto_cuts_nothing_where_it_would_change_the_gradient_or_not_pay(kind: s
     assert chosen(Mixed(kind)) is None
 
 
-class GathersInEvaluation(TinyLM):
-    """Calls a collective in eval mode only, where ranks with and without padding differ."""
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        if not self.training:
-            dist.all_reduce(torch.zeros(1))
-        logits: torch.Tensor = super().forward(ids)
-        return logits
-
-
-def test_a_trial_runs_no_collective(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Group, "gather_json", lambda group, mine: [mine, {"found": [[5]]}])
-    assert chosen(TinyLM(), world_size=2) is not None
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        assert chosen(GathersInEvaluation(), world_size=2) is None
-    finally:
-        dist.destroy_process_group()
-
-
 def test_auto_cuts_nothing_in_other_cases() -> None:
     assert chosen(TinyLM(), collate=None, config=asks(True)) is None
     assert chosen(TinyLM(), collate=packed) is None
     assert chosen(TinyLM(), collate=to_40) is None
     assert chosen(Mixed("batch"), moving=("norm.running_mean",)) is None
-    assert chosen(TinyLM(), calls=("all_reduce in mine.py:1",)) is None
+    for calls in (ForwardCollectives(HERE), ForwardCollectives(in_evaluation=HERE)):
+        assert chosen(TinyLM(), calls=calls) is None
     assert chosen(TinyLM(), name="own") is None
     assert chosen(TinyLM(), config=Config(data=DataConfig(batch_size=7))) is None
     assert chosen(TinyLM(), config=Config(model=ModelConfig(compile=True))) is None

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from hardened_ddp.data.batches.loader import BatchReader, EvalLoader, TrainLoade
 from hardened_ddp.data.batches.sampler import WindowSampler
 from hardened_ddp.data.batches.workers import WorkerPlan
 from hardened_ddp.errors import LoaderError, SampleError
+from hardened_ddp.ranks.call_timeout import call_within
 from hardened_ddp.settings.config import DataConfig
 from tests.harness.processes import HOUR_S, deadline
 from tests.harness.ranks import run_ranks
@@ -243,6 +245,18 @@ def test_a_sample_that_hangs_its_reader_is_named() -> None:
 class AllCrash(Scripted):
     def __getitem__(self, index: int) -> Any:
         crash_always(self.flag)
+
+
+def test_a_lock_that_a_killed_worker_holds_is_not_waited_for() -> None:
+    """A worker takes that of torch's event, for a moment, before each request that it answers."""
+    plan = WorkerPlan(num_workers=1, prefetch_factor=2, start_method="forkserver")
+    pool = worker_pool.WorkerPool(
+        Fetcher(Scripted(), seed=0), plan, pin_memory=False, timeout_s=HOUR_S
+    )
+    pool.start(iter([(0, torch.arange(2))] * 9))
+    assert pool.receive() is not None
+    vars(pool._iterator)["_workers_done_event"]._cond.acquire()
+    call_within(partial(pool.close, is_broken=True), 60)
 
 
 def test_if_every_sample_kills_its_reader_the_storage_is_named_and_not_the_samples() -> None:

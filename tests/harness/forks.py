@@ -8,6 +8,7 @@ needs threads: those of the parent are not in the child.
 
 import ctypes
 import os
+import sys
 import traceback
 from collections.abc import Callable
 
@@ -20,6 +21,10 @@ def run_forked(work: Callable[[], object]) -> int:
     pid = os.fork()
     if pid == 0:
         try:
+            if (torch := sys.modules.get("torch")) is not None:
+                # WHY: the threads of a parallel operation of the parent are not in this child,
+                # which would wait for them for ever
+                torch.set_num_threads(1)
             work()
         except BaseException:
             traceback.print_exc()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hardened_ddp.checkpoint.folder import load_checkpoint, open_checkpoint
-from hardened_ddp.preflight.lazy import shape_by_weights
+from hardened_ddp.preflight.first_forward import shape_by_weights
 from tests.harness.ranks import Finished, train
 
 WORK = [

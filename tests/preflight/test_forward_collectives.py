@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hardened_ddp.model.replica import NO_COLLECTIVES, ForwardCollectives
-from hardened_ddp.preflight import evaluation_trial
+from hardened_ddp.preflight.probe import check_evaluation
 from tests.harness.ranks import train
 from tests.harness.run_folder import last_tensors, only_run, read_summary
 
@@ -112,14 +112,14 @@ def test_evaluate_is_refused_where_a_rank_would_lack_a_forward(tmp_path: Path) -
 
 
 def test_the_trial_of_the_test_set_is_left_out_where_a_rank_could_wait_in_it() -> None:
-    found = ForwardCollectives(("all_reduce in mine.py:1",), in_evaluation=True)
+    found = ForwardCollectives(in_evaluation=("all_reduce in mine.py:1",))
     parts: Any = SimpleNamespace(  # with nothing that a trial needs: it would raise
         config=SimpleNamespace(loop=SimpleNamespace(eval_every=1)),
         eval_loader=object(),
         group=None,
         replica=SimpleNamespace(collectives=found),
     )
-    evaluation_trial.check_evaluation(parts)
+    check_evaluation(parts)
     parts.replica.collectives = NO_COLLECTIVES
     with pytest.raises(AttributeError):
-        evaluation_trial.check_evaluation(parts)
+        check_evaluation(parts)

@@ -1,5 +1,6 @@
 """What the control plane asks of its one store: with many ranks, few questions of each."""
 
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +17,11 @@ from hardened_ddp.guard.hang_rules import Hang, Report, decide
 from hardened_ddp.guard.neighbours import Neighbours
 from hardened_ddp.ranks.phase import ALARM, Phase, new_words
 from hardened_ddp.ranks.store import (
+    BEAT_S,
     MOST_READ,
     RunStore,
     await_listeners,
+    do_once,
     publish_failure,
     read_failures,
     tell_once,
@@ -84,11 +87,81 @@ def test_of_ranks_with_the_same_error_one_tells_it_and_leaves_last() -> None:
     await_listeners(RunStore(inner), 6, 0.0)  # all have heard, so rank 0 may end the store
 
 
-def test_a_rank_whose_store_is_gone_or_whose_teller_died_tells_its_error_itself() -> None:
+def test_of_ranks_that_can_do_the_same_one_does_it_and_the_others_wait_for_its_end() -> None:
+    inner: Any = CountingStore()
+    begun, may_end = threading.Event(), threading.Event()
+
+    def work() -> bool:
+        begun.set()
+        return may_end.wait(60)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(do_once, RunStore(inner), "save", work, rank=1, world_size=3)
+        assert begun.wait(30)
+        other = pool.submit(do_once, RunStore(inner), "save", lambda: True, rank=2, world_size=3)
+        with pytest.raises(TimeoutError):  # when it has left, the launcher ends the first one
+            other.result(2 * BEAT_S)
+        may_end.set()
+        assert first.result(30)
+        assert not other.result(30)
+
+
+def test_work_that_never_ends_is_not_waited_for_without_a_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where a disk hangs: once the others have left, the launcher ends the rank at work."""
+    monkeypatch.setattr("hardened_ddp.ranks.store.MOST_WAIT_S", 0.5)
+    inner: Any = CountingStore()
+    may_end = threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(do_once, RunStore(inner), "save", may_end.wait, rank=0, world_size=2)
+        other = pool.submit(
+            do_once, RunStore(inner), "save", may_end.is_set, rank=1, world_size=2, head_start_s=30
+        )
+        try:
+            assert not other.result(30)
+        finally:
+            may_end.set()
+
+
+@pytest.mark.parametrize("how", ["it fails", "it died", "the store died with it"])
+def test_what_one_rank_can_not_do_another_one_does(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hardened_ddp.ranks.store.SILENT_S", 1.5)
+    inner: Any = CountingStore()
+    store, done = RunStore(inner), []
+
+    def work() -> bool:
+        done.append(1)
+        return True
+
+    with ThreadPoolExecutor(1) as pool:
+        if how == "it fails":
+            first = pool.submit(do_once, store, "save", lambda: False, rank=0, world_size=2)
+        else:
+            inner.set("save/0", "0")
+        if how == "the store died with it":
+            monkeypatch.setattr(CountingStore, "compare_set", _raise_once_claimed, raising=False)
+        assert do_once(store, "save", work, rank=1, world_size=2, head_start_s=30.0)
+        assert how != "it fails" or not first.result(30)
+    assert done == [1]
+
+
+def _raise_once_claimed(self: Any, key: str, expected: str, value: str) -> Any:
+    if not expected:  # a claim
+        return self._store.compare_set(key, expected, value)
+    raise RuntimeError("Connection reset by peer")
+
+
+def test_a_rank_whose_store_is_gone_or_whose_teller_died_tells_its_error_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hardened_ddp.ranks.store.SILENT_S", 1.5)
     told: list[int] = []
     assert tell_once(RunStore(), 1, "x", lambda: told.append(1), world_size=1)
     inner: Any = CountingStore()
-    inner.set("told/" + sha256(b"x").hexdigest(), "0")  # rank 0 died before it told it
+    inner.set(f"told/{sha256(b'x').hexdigest()}/0", "0")  # rank 0 died before it told it
     assert tell_once(RunStore(inner), 2, "x", lambda: told.append(2), world_size=3)
 
     class Gone:

@@ -11,9 +11,12 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ddp_training
 from hardened_ddp.errors import (
@@ -46,6 +49,7 @@ from tests.harness.ranks import held_port, run_ranks, start_training
 from tests.launcher_environments import TORCHRUN
 
 CPU = torch.device("cpu")
+LONG = 1_000_000
 STOPPED = "ddp_training.py: stopped by Ctrl-C; there was nothing to save\n"
 
 
@@ -83,6 +87,13 @@ def test_a_watched_run_keeps_nccl_from_ending_ranks_that_have_not_saved() -> Non
         env: dict[str, str] = dict(given)
         keep_nccl_from_exiting(two_nodes, env)
         assert env[name] == expected
+    # Whatever that says, its watchdog ends the process at an error of CUDA, and its monitor does
+    # after a collective that was late by the clock.
+    for end in ("RETHROW_CUDA_ERRORS", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT"):
+        for given, expected in (({}, "0"), ({f"TORCH_NCCL_{end}": "1"}, "1")):
+            keep_nccl_from_exiting(two_nodes, env := dict(given))
+            assert env[f"TORCH_NCCL_{end}"] == expected
+    assert int(env["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"]) < 1000
     keep_nccl_from_exiting(Launch(), alone := {})
     assert not alone
 
@@ -267,6 +278,34 @@ def test_ranks_share_values_results_and_errors_of_rank_0() -> None:
         == "dividing failed on rank 0: ZeroDivisionError: integer division or modulo by zero"
     )
     assert "rank 1: data is 'b', rank 0 has 'c'; rank 2: data is None, rank 0 has 'c'" in mismatch
+
+
+def share_a_long_value() -> tuple[int, list[int]]:
+    """Return how many bytes this rank takes part with, and the lengths of what it got."""
+    group, num_bytes = rendezvous(), 0
+    gather, send = dist.all_gather, dist.broadcast
+
+    def gather_counted(parts: list[torch.Tensor], mine: torch.Tensor, **named: Any) -> None:
+        nonlocal num_bytes
+        num_bytes += sum(part.nbytes for part in parts)
+        gather(parts, mine, **named)
+
+    def send_counted(tensor: torch.Tensor, **named: Any) -> None:
+        nonlocal num_bytes
+        num_bytes += tensor.nbytes
+        send(tensor, **named)
+
+    with mock.patch.multiple(dist, all_gather=gather_counted, broadcast=send_counted):
+        values = group.gather_json("x" * (LONG if group.launch.rank == 1 else group.launch.rank))
+        values.append(group.run_on_main(lambda: "y" * LONG, what="reading"))
+    group.close()
+    return num_bytes, [len(value) for value in values]
+
+
+def test_a_long_value_of_one_rank_is_not_padded_for_all_others() -> None:
+    for num_bytes, lengths in run_ranks(share_a_long_value, 3):
+        assert lengths == [0, LONG, 2, LONG]
+        assert num_bytes < 2.1 * LONG
 
 
 def stop_one_rank(number: int) -> tuple[int, str]:

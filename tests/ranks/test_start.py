@@ -52,7 +52,7 @@ def test_without_the_environment_the_next_command_is_told(words: list[str], tmp_
     done = run_command([sys.executable, script, *words[1:]], timeout_s=60, cwd=tmp_path, env=env)
     assert done.status == 2
     assert f"{sys.executable} has no package torch" in done.stderr
-    assert re.search(r"source \S*\.venv/bin/activate", done.stderr)
+    assert re.search(rf"source '?{re.escape(str(ROOT))}/\.venv/bin/activate", done.stderr)
     assert "Traceback" not in done.output
 
 

@@ -84,7 +84,7 @@ class TestRecord:
         text = path.read_text(encoding="utf-8")
         document = read_text(text, where="config.yaml")
         assert [entry.key for entry in document.entries] == list(SETTINGS)
-        assert settings_of(f"--config {path}").config == Config()
+        assert settings_of(f"--config {shlex.quote(str(path))}").config == Config()
         assert text == template(), "python -m tests.documents writes it as it is shipped"
         assert text.isascii()
         assert max(map(len, text.splitlines())) <= 100

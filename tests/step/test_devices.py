@@ -12,7 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+from hardened_ddp.data.batches.batch import Batch, split
+from hardened_ddp.errors import StepError
 from hardened_ddp.gradients.sums import LocalGradients, count_on
+from hardened_ddp.ranks.phase import PHASE, Phase
 from hardened_ddp.step.gradient import Totals
 from hardened_ddp.training.evaluation import evaluate
 from tests.harness.marks import slow_after
@@ -97,6 +100,8 @@ def on_gpu(argv: list[str]) -> tuple[dict[str, Any], list[list[str]]]:
 def check_waits(waits: list[list[str]], *, in_evaluation: int = 1) -> None:
     """Check that each step waits at most for the flag of the step before it."""
     *steps, evaluation = waits
+    # A task may keep a few numbers on the device: they are sent once.
+    steps[0] = [wait for wait in steps[0] if not wait.startswith("to at hardened_ddp/task/")]
     for step in steps:
         assert len(step) <= 1, step
         assert all(wait.startswith("event at hardened_ddp/step/async_device.py") for wait in step)
@@ -112,6 +117,43 @@ def test_a_task_trains_and_is_measured_on_a_gpu_as_on_the_cpu(task: str) -> None
     check_waits(waits, in_evaluation=1 + ("--metrics" in TASKS[task]))
 
 
+WRONG = {
+    "ids": [*TASKS["tokens"], "--dataset_args"],
+    "labels": [*TASKS["tokens"], "--dataset_args"],
+    "labels of pixels": [*MAPS, "--model", "tests.device_tasks:Pixels", "--dataset_args"],
+}
+
+
+def wrong(kind: str, samples: list[int]) -> list[str]:
+    """Give the flags of a run in which samples have a number out of range."""
+    of = "maps" if "pixels" in kind else "sequences"
+    given = f"{{of: {of}, {kind.split()[0]}: {samples}}}"
+    return [*WRONG[kind], given, "--dataset", "tests.device_tasks:wrong"]
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_number_out_of_range_is_left_out_by_name_on_a_gpu_as_on_the_cpu(kind: str) -> None:
+    parts = parts_of([*COMMON, *wrong(kind, [])])
+    order = parts.sampler.next_ids(0, 0) + parts.sampler.next_ids(0, 4)
+    parts.close()
+    argv = wrong(kind, order[-2:])  # the first ones are those of the trial
+    expected, _ = trained(CPU, [*argv, "--continue_on_error"])
+    found, _ = on_gpu([*argv, "--continue_on_error"])
+    assert found == expected
+    with pytest.raises(StepError, match=rf"sample {order[-2]}\b.* 60000"):
+        on_gpu(argv)
+
+
+def test_smaller_parts_of_a_batch_are_sent_without_a_wait() -> None:
+    # After an out of memory, or as --batch_size auto found.
+    with PretendedGpu().on() as gpu:
+        batch = Batch(torch.ones(4, 2), {"labels": torch.ones(4)}, torch.arange(4))
+        batch.pin()
+        for part in split([batch], 2):
+            part.to(GPU)
+        assert not gpu.waits
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("task", ["pictures and top 5", "tokens", "a user's"])
@@ -121,6 +163,22 @@ def test_each_way_of_training_does_on_a_gpu_as_on_the_cpu(task: str, way: str) -
     found, waits = on_gpu(argv)
     assert found == expected
     check_waits(waits)
+
+
+def test_a_rank_that_waits_for_its_device_between_steps_says_that_it_waits_for_others() -> None:
+    phases: list[int] = []
+    with PretendedGpu().on() as gpu:
+        parts = parts_of([*COMMON, *TASKS["pictures and top 5"]], device=GPU)
+        stepper = stepper_of(parts)
+        stepper.train_step(*next(iter(parts.train_loader.windows(0, 0))))
+        words = parts.group.tracker.words
+        with mock.patch.object(gpu, "wait", side_effect=lambda _: phases.append(words[PHASE])):
+            assert stepper.is_finite()
+            stepper.read_totals()
+        parts.close()
+        parts.group.close()
+    assert len(phases) > 2
+    assert set(phases) == {Phase.ALL_REDUCE}, "a hang of another rank would be told as one of this"
 
 
 @pytest.mark.parametrize("count", [3, 3.0, torch.tensor(3), torch.tensor(3.0)], ids=repr)
@@ -138,12 +196,15 @@ def test_a_count_that_is_a_number_of_the_host_is_sent_without_a_wait(count: Any)
     [
         (0, lambda here, host: here + torch.tensor(2.0)),
         (0, lambda here, host: torch.where(here > 0, 1.0, here)),
-        (0, lambda here, host: here.copy_(host, non_blocking=True)),
+        (0, lambda here, host: here.copy_(host.pin_memory(), non_blocking=True)),
+        (0, lambda here, host: host.pin_memory()[:2].to(here.device, non_blocking=True)),
         (0, lambda here, host: torch.empty(3, pin_memory=True).copy_(here, non_blocking=True)),
         (0, lambda here, host: here.to("cpu", non_blocking=True)),
         (0, lambda here, host: torch.full((), 3.0, device=here.device)),
         (1, lambda here, host: torch.empty(3).copy_(here, non_blocking=True)),
         (1, lambda here, host: here.copy_(host)),
+        (1, lambda here, host: here.copy_(host, non_blocking=True)),
+        (1, lambda here, host: host.to(here.device, non_blocking=True)),
         (1, lambda here, host: torch.as_tensor(3.0, device=here.device)),
         (1, lambda here, host: torch.where(host[0] > 0, here, here)),
         (1, lambda here, host: here[torch.tensor([0, 2])]),

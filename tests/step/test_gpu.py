@@ -1,13 +1,16 @@
 """Faults within steps on a real GPU: memory that is really gone, 16-bit training, a shared GPU."""
 
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.gpu import runs
 from benchmarks.gpu.checks import CHECKS
+from benchmarks.gpu.row import PASS, Row
 from hardened_ddp.step.async_device import Event, copy_beside
 from tests.harness.ranks import train
 from tests.harness.run_folder import last_tensors, only_run
@@ -21,6 +24,7 @@ pytestmark = [
 POINTS = ["--dataset", "tests.plugins:points", "--dataset_args", "{size: 48}", "--batch_size", "8"]
 POINTS += ["--epochs", "3", "--log_interval", "1", "--eval_every", "0", "--num_workers", "0"]
 POINTS += ["--deterministic"]
+RUN_LIMIT_S = 120.0
 SHARED = ["--backend", "gloo"]  # two ranks on one GPU, which NCCL refuses
 
 
@@ -86,3 +90,16 @@ def test_a_state_is_copied_while_the_gpu_is_stuck() -> None:
     for name, tensor in copied.items():
         assert torch.equal(tensor, expected[name])
     before.wait()
+
+
+@pytest.mark.parametrize("size_gb", [1, 10])
+def test_a_survivor_saves_a_large_state(size_gb: float, tmp_path: Path) -> None:
+    ends_at = time.monotonic() + RUN_LIMIT_S
+    row = runs.survivor_save(tmp_path, size_gb=size_gb, dry=False, ends_at=ends_at)
+    assert row.verdict == PASS, row
+
+
+@pytest.mark.parametrize("cause", [runs.assert_on_device, runs.memory_gone_in_the_hook])
+def test_a_fault_that_only_a_gpu_has(cause: Callable[..., Row], tmp_path: Path) -> None:
+    row = cause(tmp_path, dry=False, ends_at=time.monotonic() + RUN_LIMIT_S)
+    assert row.verdict == PASS, row

@@ -182,13 +182,36 @@ def test_memory_for_not_even_one_sample_stops_all_ranks_with_that_cause(tmp_path
         MemoryError(),
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
         RuntimeError("CUDA error: out of memory"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError(
+            "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
+        ),
+        RuntimeError("CUDA driver error: out of memory"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("NCCL error: unhandled cuda error\nLast error:\nCuda failure 'out of memory'"),
+        RuntimeError("ncclUnhandledCudaError: Last error:\nCuda failure 2 'out of memory'"),
     ],
     ids=str,
 )
 def test_want_of_memory_is_known_by_all_its_words(error: Exception) -> None:
     assert is_out_of_memory(error)
-    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: an illegal memory access",
+        "out of resource: shared memory, Required: 131072, Hardware limit: 101376. Reducing block "
+        "sizes or `num_stages` may help.",
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasSgemm(handle, opa, opb)`",
+        "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
+        "the cache is out of memory: 3 entries were dropped",
+        "NCCL error: unhandled cuda error\nLast error:\nCuda failure 'invalid argument'",
+    ],
+)
+def test_what_smaller_micro_batches_do_not_cure_is_no_want_of_memory(text: str) -> None:
+    assert not is_out_of_memory(RuntimeError(text))
 
 
 def test_an_error_of_a_step_is_told_in_full() -> None:

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
 
 import ddp_training
+from hardened_ddp.errors import StepError
 from hardened_ddp.ranks.group import open_group
 from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.ranks.seeding import seed_step
@@ -144,6 +146,24 @@ def test_the_gradient_of_a_step_is_the_mean_over_its_samples() -> None:
     [[whole]] = run_ranks(step_gradients, 1, [*data, "--batch_size", "24"], [0])
     [halves] = run_ranks(step_gradients, 1, [*data, "--batch_size", "12"], [0, 1])
     assert_close((halves[0] + halves[1]) / 2, whole)
+
+
+def test_an_error_after_which_nothing_can_be_undone_names_rank_step_and_samples() -> None:
+    # As on a GPU: after this one, each call that needs the device raises it.
+    error = RuntimeError("CUDA error: device-side assert triggered")
+    parts = parts_of([*POINTS, "--batch_size", "2"])
+    stepper = stepper_of(parts)
+    windows = iter(parts.train_loader.windows(0, 0))
+    stepper.train_step(*next(windows))
+    with (
+        mock.patch.object(stepper.gradient, "run", side_effect=error),
+        mock.patch.object(parts.replica.buffers, "put_back", side_effect=error),
+        pytest.raises(StepError, match=r"rank 0, step 1, .*, samples \[\d+, \d+\]: .*assert"),
+    ):
+        stepper.train_step(*next(windows))
+    assert not stepper.live.is_at_boundary, "its buffers are those of the step that failed"
+    parts.close()
+    parts.group.close()
 
 
 def test_samples_left_out_leave_the_mean_over_the_others() -> None:

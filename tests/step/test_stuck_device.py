@@ -6,6 +6,7 @@ The GPU is a thread of a CPU rank that does queued work: see stuck_device.py.
 import json
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ import torch
 
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.step.async_device import AsyncDevice, Event
+from hardened_ddp.step.async_device import AsyncDevice, Event, beside
 from hardened_ddp.step.progress import Progress
 from tests.harness.ranks import start_training, train
 from tests.harness.run_folder import find_checkpoints, last_tensors, only_run, step_of
@@ -53,6 +54,16 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
         return last_tensors(output / "runs")
 
     return final_tensors
+
+
+def test_the_copy_of_a_state_shares_no_stream_with_the_futures_of_collectives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *given, **named: made.append((given, named)))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    with beside(device := torch.device("cuda", 1)):
+        assert made == [((device,), {"priority": -1})]
 
 
 LEAVING = [
@@ -103,6 +114,25 @@ def test_at_most_the_step_under_way_is_lost(
     env, run = plan(tmp_path / "again"), only_run(tmp_path / "runs")
     train([*argv, "--resume", run], world_size, env=env).ok()
     assert last_tensors(tmp_path / "runs") == undisturbed(world_size)
+
+
+def test_a_rank_that_waits_on_its_device_for_one_that_died_saves_at_once(tmp_path: Path) -> None:
+    # No signal comes, as none does until torchrun has seen the death; and rank 0 can't save.
+    notes = tmp_path / "notes"
+    env = plan(notes, rank=2, phase="backward", call=10, signal="SIGKILL", unreadable=0)
+    argv = [*FLAGS, "--stop_grace_s", "3000", "--hang_after_s", "600"]
+    with start_training([*argv, "--output_dir", tmp_path / "runs"], 3, env=env) as running:
+        running.wait_for((notes / "left").exists, timeout_s=60, what="the fault")
+        finished = running.wait(40)
+    assert finished.statuses == (75, 75, -signal.SIGKILL)
+    num_done = len(list(notes.glob("sum-*-2"))) - NUM_WARM_UPS
+    [checkpoint] = find_checkpoints(tmp_path / "runs")
+    assert step_of(checkpoint) == num_done
+    assert "could not be saved by this rank" in finished.outputs[0]
+    assert f"the state after step {num_done} is saved" in finished.outputs[1]
+    assert "lost another rank (Connection closed by peer: rank 2 ended, in " in finished.outputs[1]
+    took_s = checkpoint.stat().st_mtime - (notes / "left").stat().st_mtime
+    assert took_s < 15, "it waited for a signal or a limit"
 
 
 def test_a_wait_for_the_device_blocks_and_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:

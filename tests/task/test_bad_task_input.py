@@ -11,7 +11,7 @@ import torch
 
 import ddp_training
 from hardened_ddp.errors import HardenedError
-from hardened_ddp.preflight.evaluation_trial import check_evaluation
+from hardened_ddp.preflight.probe import check_evaluation
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.settings.cli import parse

@@ -12,6 +12,7 @@ from torch.nn import functional
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.sources.datasets import build_data
 from hardened_ddp.errors import HardenedError, ModelError
+from hardened_ddp.preflight.first_forward import choose_task
 from hardened_ddp.preflight.probe import try_metrics
 from hardened_ddp.ranks.group import Group, open_group
 from hardened_ddp.ranks.launch import Launch, environment, read_launch
@@ -19,7 +20,7 @@ from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.layers import resolve
 from hardened_ddp.step.gradient import Totals
-from hardened_ddp.task.build import build_task, choose_task, metric_of, task_that_fits
+from hardened_ddp.task.build import build_task, metric_of, task_that_fits
 from hardened_ddp.task.classification import Classification
 from hardened_ddp.task.details import report_lines
 from hardened_ddp.task.multilabel import Multilabel
@@ -404,6 +405,29 @@ class Branching(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return self.layer(torch.ones(1)) * torch.ones(len(inputs), *self.shape)
+
+
+class Restless(Branching):
+    """Draws a number and writes a buffer in each forward, in evaluation mode too."""
+
+    def __init__(self) -> None:
+        super().__init__((2,))
+        self.register_buffer("drawn", torch.zeros(()))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.drawn += torch.rand(())
+        return super().forward(inputs)
+
+
+def test_choosing_a_task_by_a_first_batch_changes_nothing() -> None:
+    model, group = Restless(), Group(Launch(), CPU)
+    sample = batch_of(torch.tensor([0, 1]), inputs=torch.ones(2))
+    before = torch.get_rng_state()
+    task = choose_task(model, sample, build_data(Config().data), Config().task, group)
+    assert task.name == "classification"
+    assert float(model.drawn) == 0.0
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.training
 
 
 def choose_on_ranks() -> str:

@@ -53,24 +53,24 @@ BUDGETS = {
     "ddp_training.py": 400,
     "ddp_doctor/*": 11_500,
     "ddp_runs/*": 2_300,
-    "hardened_ddp/*": 31_050,
-    "hardened_ddp/gradients/*": 865,
+    "hardened_ddp/*": 31_240,
+    "hardened_ddp/gradients/*": 920,
     "hardened_ddp/settings/*": 2_475,
-    "hardened_ddp/step/*": 2_140,
+    "hardened_ddp/step/*": 2_155,
     "hardened_ddp/reporting/*": 1_935,
-    "hardened_ddp/task/*": 1_940,
+    "hardened_ddp/task/*": 1_885,
     "hardened_ddp/checkpoint/*": 1_835,
     "hardened_ddp/training/*": 2_970,
     "hardened_ddp/export/*": 522,
-    "hardened_ddp/model/*": 3_065,
-    "hardened_ddp/preflight/*": 1_240,
-    "hardened_ddp/ranks/*": 2_795,
+    "hardened_ddp/model/*": 3_070,
+    "hardened_ddp/preflight/*": 1_250,
+    "hardened_ddp/ranks/*": 2_900,
     "hardened_ddp/guard/*": 1_525,
-    "hardened_ddp/data/*": 4_945,
-    "hardened_ddp/streams/*": 2_725,
+    "hardened_ddp/data/*": 4_990,
+    "hardened_ddp/streams/*": 2_700,
     "ddp_drills/*": 2_590,
     "launchers/*": 692,
-    "tests/*": 34_700,
+    "tests/*": 35_590,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.
@@ -108,9 +108,8 @@ OWNERS = {
     "signal.signal": "guard/stop.py data/batches/worker_pool.py ddp_training.py",
     "signal.set_wakeup_fd signal.siginterrupt": "guard/stop.py",
     "threading.Thread threading.Timer _thread.* concurrent.futures.Thread*": (
-        "guard/stop.py guard/hang.py checkpoint/store.py reporting/* "
-        "data/batches/worker_pool.py ranks/call_timeout.py ranks/launch.py ranks/process.py "
-        "ddp_doctor/audit/injected/*"
+        # ranks/threads.py gives each thread its rank's GPU; the rest: in a foreign program
+        "ranks/threads.py ddp_doctor/audit/injected/*"
     ),
     "print": "reporting/* ddp_runs/* ddp_doctor/* ddp_drills/* ddp_training.py",
     "sys.exit exit quit": "ddp_training.py ddp_doctor/__main__.py",

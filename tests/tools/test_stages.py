@@ -3,12 +3,15 @@
 import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
 
 from tests import stages
 from tests.documents import promised
+from tests.harness.processes import ROOT
 from tests.harness.ranks import run_program
 from tests.stages import run_stage, soak
 
@@ -90,3 +93,12 @@ def pytests_words(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(pytest, "main", lambda argv: main(argv) or 0)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return words
+
+
+def test_the_tests_need_no_active_environment() -> None:
+    """README's command starts them by the path of their Python, on a PATH that lacks it."""
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    words += ["tests/ranks/test_launcher_environments.py", "-k", "bad_environment"]
+    env = {**os.environ, "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout

@@ -1,16 +1,23 @@
 """A resume needs no more memory than a run from the start, on any rank."""
 
+import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from hardened_ddp.checkpoint.tensors import TensorSpec
+from hardened_ddp.errors import MainRankError
+from hardened_ddp.ranks.group import open_group
+from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.step.progress import Progress
 from hardened_ddp.training import state
-from tests.harness.ranks import train
+from tests.harness.ranks import run_ranks, train
 from tests.harness.run_folder import last_tensors, only_run
 
 FLAGS: list[str | Path] = ["--cpu_only", "--dataset", "tests.plugins:points", "--batch_size", "8"]
@@ -82,6 +89,47 @@ def test_a_state_goes_over_nccl_where_there_is_one(
     assert state.restore(parts, saved).step == 7
     large = gpu if backend == "nccl" else cpu
     assert list(sent.values()) == [large, large, cpu], "step counts stay on the host"
+
+
+NAMES = [f"model.{number}" for number in range(5)]
+
+
+def received(fails_at: int) -> tuple[list[float], int, str]:
+    """Receive a state in chunks of one tensor; return it, the ranks' votes, and the error."""
+    cpu = torch.device("cpu")
+    group = open_group(read_launch(os.environ), device=cpu, backend="gloo", timeout_s=30)
+    votes, gather = [], group.gather_json
+
+    def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
+        numbers = [int(name.removeprefix("model.")) for name in names]
+        if fails_at in numbers:
+            raise OSError(f"tensor {fails_at} can't be read")
+        return {name: torch.full((3,), number) for name, number in zip(names, numbers, strict=True)}
+
+    def count(value: Any) -> list[Any]:
+        votes.append(value)
+        return gather(value)
+
+    specs = {name: TensorSpec((3,), "int64") for name in NAMES}
+    saved = state.Saved(specs, {}, read=read if group.is_main else None)
+    found, error = {}, ""
+    with (
+        mock.patch.object(state, "_CHUNK_BYTES", 1),
+        mock.patch.object(group, "gather_json", count),
+    ):
+        try:
+            found = state.receive(group, saved, NAMES, cpu)
+        except MainRankError as raised:
+            error = raised.message
+    group.close()
+    return [float(found[name][2]) for name in found], len(votes), error
+
+
+def test_the_ranks_agree_once_on_a_state_however_large_it_is() -> None:
+    assert run_ranks(received, 2, -1) == [([0.0, 1.0, 2.0, 3.0, 4.0], 1, "")] * 2
+    for found, votes, error in run_ranks(received, 2, 2):
+        assert (found, votes) == ([], 1)
+        assert "reading the checkpoint failed on rank 0: OSError: tensor 2 can't be read" in error
 
 
 def nothing(*arguments: object, **named: object) -> None:

@@ -1,5 +1,6 @@
 """No step is lost while one rank lives: the others save, and a restart goes on at the next step."""
 
+import os
 import signal
 import subprocess
 import threading
@@ -10,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -18,16 +20,20 @@ import torch
 from hardened_ddp.errors import (
     CheckpointError,
     CrashLoopError,
+    HangError,
     HardenedError,
     NonFiniteError,
     PeerLostError,
     StepError,
 )
+from hardened_ddp.guard import stop as stop_module
 from hardened_ddp.guard.stop import LastResort, seconds_of
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.step.progress import Progress
-from hardened_ddp.training import state
+from hardened_ddp.training import run as run_module
+from hardened_ddp.training import state, survivor_save
+from hardened_ddp.training.run import hang_subject
 from hardened_ddp.training.state import Saver
 from hardened_ddp.training.survivor_save import (
     read_failures,
@@ -204,10 +210,12 @@ class FakeStepper:
         self, *, is_at_boundary: bool = True, is_finite: bool = True, step: int = 5
     ) -> None:
         self.parts = SimpleNamespace(group=Group(Launch(), torch.device("cpu")))
-        self.live = SimpleNamespace(is_at_boundary=is_at_boundary, buffers_before=None)
+        self.live = SimpleNamespace(
+            is_at_boundary=is_at_boundary, buffers_before=None, lock=threading.Lock()
+        )
         self.gradient = SimpleNamespace(lost=lambda **_: [])
         self.is_finite = lambda: is_finite
-        self.device = None
+        self.device: Any = None
         self.progress = Progress(step=step)
 
 
@@ -302,6 +310,63 @@ def test_only_failures_at_the_same_step_are_a_crash_loop(tmp_path: Path) -> None
 def _is_alive(pid: int) -> bool:
     process = read_process(pid)
     return process is not None and process.state != "Z"
+
+
+@pytest.mark.filterwarnings("ignore:Exception in thread last-resort")
+def test_the_last_resort_does_not_end_a_process_whose_other_thread_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watch saves because a rank hangs; then that rank's exit sends a signal to this one."""
+    begun, may_end, left = threading.Event(), threading.Event(), threading.Event()
+
+    def write(progress: Progress, **tensors: object) -> None:
+        begun.set()
+        assert may_end.wait(60)
+
+    def leave(status: int) -> None:
+        left.set()
+        raise SystemExit  # ends the thread
+
+    monkeypatch.setattr(survivor_save, "LOCK_LIMIT_S", 0.2)
+    monkeypatch.setattr(stop_module, "leave_at_once", leave)
+    monkeypatch.setattr(run_module, "_least_s", lambda parts: {})
+    stepper, ending = FakeStepper(), threading.Lock()
+    run = mock.MagicMock(stepper=stepper, folder=tmp_path)
+    run.saver.save_in_need = write
+    with mock.patch("threading.Lock", return_value=ending):
+        subject = hang_subject(run)
+    watch = threading.Thread(target=subject.save, args=(HangError("rank 1"),), daemon=True)
+    watch.start()
+    assert begun.wait(30)
+    resort = LastResort(subject.save, signals=[signal.SIGTERM], grace_s=0.0)
+    os.write(resort.wakeup_fd, bytes([signal.SIGTERM]))
+    left_early = left.wait(1.5)
+    may_end.set()
+    watch.join(30)
+    if not left_early:
+        ending.release()  # as the end of the process would
+    assert left.wait(30)
+    resort.relieve()
+    assert not left_early, "the process ended amid the save"
+
+
+def test_a_failure_after_which_the_device_answers_nothing_is_noted_all_the_same(
+    tmp_path: Path,
+) -> None:
+    # As on a GPU after this error: each call that needs it raises it again.
+    gone = RuntimeError("CUDA error: device-side assert triggered")
+    stepper = FakeStepper(step=7)
+    stepper.device = SimpleNamespace(find=mock.Mock(side_effect=gone))
+    saver = FakeSaver()
+    for _ in range(3):
+        save_after(StepError("rank 0, step 7"), saver, tmp_path, stepper=stepper)
+    assert not saver.steps
+    assert [failure["step"] for failure in read_failures(tmp_path)] == [7, 7, 7]
+    parts: Any = SimpleNamespace(group=SimpleNamespace(launch=Launch(attempt=3)))
+    # Nothing was saved, so each restart begins at the last checkpoint before that step.
+    with pytest.raises(CrashLoopError, match=r"3 attempts failed at step 7, .*rank 0, step 7"):
+        refuse_crash_loop(parts, Progress(step=4), tmp_path)
+    refuse_crash_loop(parts, Progress(step=8), tmp_path)
 
 
 def test_a_process_that_holds_the_descriptors_of_the_last_resort_delays_no_stop() -> None:

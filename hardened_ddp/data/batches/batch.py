@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hardened_ddp.data.batches.nesting import dense_parts, map_parts, pick, tensors_of
+from hardened_ddp.data.batches.nesting import dense_parts, map_parts, map_tensors, pick, tensors_of
 
 Request = tuple[int, torch.Tensor]
 """(epoch, indices of one micro-batch)."""
@@ -91,6 +91,12 @@ class Batch:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         return replace(self, inputs=inputs, targets=move(self.targets, device), troubles=())
 
+    def pin(self) -> None:
+        """Move its tensors to page-locked memory: the host need not wait for copies to a GPU."""
+        self.inputs, self.targets = map_tensors((self.inputs, self.targets), pinned)
+        if self.longer is not None:
+            self.longer.pin()
+
     def copied(self) -> "Batch":
         """Return the batch with copies of its data, for a forward that changes its inputs."""
         return replace(self, inputs=_copied(self.inputs), targets=_copied(self.targets))
@@ -99,6 +105,11 @@ class Batch:
         """Count the bytes of all tensors."""
         tensors = tensors_of((self.inputs, self.targets))
         return sum(part.nbytes for tensor in tensors for part in dense_parts(tensor))
+
+
+def pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in page-locked memory; one that a dataset has on a GPU as it is."""
+    return tensor.pin_memory() if tensor.is_cpu else tensor
 
 
 def _copied(value: Any) -> Any:  # Any: a dataset's data

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
@@ -89,6 +90,48 @@ class Checks:
             return False
         # WHY a sum: a NaN or infinite value makes it non-finite too, at a tenth of isfinite's cost.
         return not inputs.is_floating_point() or math.isfinite(inputs.sum().item())
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The numbers in a tensor of a batch choose one of so many: token ids, labels."""
+
+    part: str | None
+    """Its name or place among the inputs, empty if it is all of them; None: it is the labels."""
+
+    count: int
+    what: str
+    ignored: int | None = None
+    """A number beside them that is allowed, too."""
+
+    def check(self, batch: Batch) -> None:
+        """Raise IndexError with the first sample whose number is out of range.
+
+        WHY: so does the CPU in forward; on a GPU the kernel ends the context of the process.
+        """
+        numbers = batch.targets if self.part is None else parts_of(batch.inputs).get(self.part)
+        if not isinstance(numbers, torch.Tensor) or not numbers.is_cpu:
+            return  # a dataset may have it on a GPU
+        array = numbers.numpy()
+        # WHY unsigned: one comparison finds those below 0, too
+        is_wrong = array.view(f"u{array.itemsize}") >= self.count
+        if not (array[is_wrong] != self.ignored).any():
+            return
+        place = tuple(np.argwhere(is_wrong & (array != self.ignored))[0])
+        is_row = len(array) == batch.num_samples
+        where = f"sample {int(batch.indices[place[0]])}" if is_row else "a sample of the batch"
+        raise IndexError(
+            f"{where} has the number {array[place]}, and {self.what} has "
+            f"{self.count}, 0 to {self.count - 1}"
+        )
+
+
+def parts_of(inputs: Any) -> Mapping[str, Any]:  # Any: as the dataset nests them
+    """Return the inputs of a batch by name or place; a tensor alone by the empty name."""
+    if isinstance(inputs, tuple | list):
+        inputs = dict(enumerate(inputs))
+    named = inputs if isinstance(inputs, Mapping) else {"": inputs}
+    return {str(name): part for name, part in named.items()}
 
 
 def fix_for_all(error: str) -> str:

@@ -25,13 +25,13 @@ from hardened_ddp.data.batches.collate import Collate, collate_by, collate_plain
 from hardened_ddp.data.batches.images import MemoryImages
 from hardened_ddp.data.batches.length_split import LengthSplit
 from hardened_ddp.data.batches.nesting import stack
-from hardened_ddp.data.batches.read_errors import file_of, is_permanent, is_transient, retry_read
+from hardened_ddp.data.batches.read_errors import PERMANENT, file_of, is_transient, retry_read
 from hardened_ddp.data.foreign_code import describe, import_torchvision
 from hardened_ddp.errors import ANY_FAILURE, LoaderError
 from hardened_ddp.ranks.seeding import seed_sample
 
 MOST_UNREACHABLE = 3
-"""Samples of one batch. If more can't be reached, the cause is the storage, not the samples."""
+"""Samples of a batch, or of a block. If more can't be reached, the storage is the cause."""
 
 
 class Fetcher:
@@ -196,11 +196,9 @@ class Fetcher:
 
         try:
             return read()
-        except MemoryError:
+        except (MemoryError, *PERMANENT):
             raise
         except Exception as error:  # WHY broad: the user's code
-            if is_permanent(error):
-                raise
             first = error
         # WHY retry once in any case: a file that was read while incomplete may be complete now.
         return retry_read(read, first, troubles) if is_transient(first) else read()

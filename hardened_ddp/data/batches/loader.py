@@ -199,6 +199,8 @@ class BatchReader:
                     f"out of memory while reading samples {request[1][:4].tolist()} ...: {error}",
                     fix="lower --batch_size or --prefetch_factor, then --resume the run",
                 ) from error
+            if self.pin_memory:
+                batch.pin()
             yield batch
 
     def call_after_start(self, call: Callable[[], None]) -> None:
@@ -393,15 +395,14 @@ class TrainLoader:
     """The training windows of this rank, with their micro-batches."""
 
     def __init__(self, sampler: WindowSampler, reader: BatchReader) -> None:
-        self.sampler = sampler
-        self.reader = reader
+        assert isinstance(reader.fetcher, Fetcher)
+        self.sampler, self.reader, self._fetcher = sampler, reader, reader.fetcher
         self.split: LengthSplit | None = None
         """Micro-batches come in two parts, where that leaves out enough padding."""
 
     def split_by_length(self, split: LengthSplit | None) -> None:
         """Cut micro-batches by this from now on. Before the first window."""
-        assert isinstance(self.reader.fetcher, Fetcher)
-        self.split = self.reader.fetcher.split = split
+        self.split = self._fetcher.split = split
 
     def windows(
         self, epoch: int, start: int, step: int = 0
@@ -412,13 +413,13 @@ class TrainLoader:
         """
         sampler = self.sampler
         sampler.set_epoch(epoch)
-
-        def requests() -> Iterator[Request]:
-            for window in sampler.windows(start):
-                for indices in sampler.micro_batches(window):
-                    yield epoch, indices
-
-        batches = self.reader.batches(requests)
+        batches = self.reader.batches(
+            lambda: (
+                (epoch, indices)
+                for window in sampler.windows(start)
+                for indices in sampler.micro_batches(window)
+            )
+        )
         for window in sampler.windows(start):
             # WHY without a call for one: this is the usual case, in each step
             is_one = (
@@ -428,7 +429,9 @@ class TrainLoader:
             share = [next(batches) for _ in range(number)]
             if self.split is not None:
                 share = apart(share)
-            yield window, [self.reader.fetcher.with_parts(batch, epoch) for batch in share]
+            if self._fetcher.collate is not None:
+                share = [self._fetcher.with_parts(batch, epoch) for batch in share]
+            yield window, share
         next(batches, None)  # WHY: the stream then reaches its end, and keeps its idle workers
 
     def sample_batches(self, device: torch.device) -> list[Batch]:
@@ -441,9 +444,9 @@ class TrainLoader:
         for number in range(8):
             first = (sampler.rank * 2 + number * 2 * sampler.num_replicas) % size
             indices = sampler.order(0).take(first, first + min(2, size - first))
-            batch = self.reader.fetcher[(0, indices)]
+            batch = self._fetcher[(0, indices)]
             if batch.num_samples:
-                found.append(self.reader.fetcher.with_parts(batch, 0).to(device))
+                found.append(self._fetcher.with_parts(batch, 0).to(device))
             if len(found) == 2:
                 return found
         if not found:

@@ -80,8 +80,10 @@ def pick(value: Any, positions: Sequence[int], *, num_samples: int) -> Any:  # A
 
     def taken(part: Any) -> Any:  # Any: as above
         if isinstance(part, torch.Tensor):
-            has_samples = part.dim() > 0 and len(part) == num_samples
-            return part[index.to(part.device)] if has_samples else part
+            if part.dim() == 0 or len(part) != num_samples:
+                return part
+            rows = part[index.to(part.device)]
+            return rows.pin_memory() if part.is_pinned() else rows
         if isinstance(part, list) and part and all(isinstance(p, str | bytes) for p in part):
             return [part[i] for i in positions] if len(part) == num_samples else part
         return map_parts(part, taken)

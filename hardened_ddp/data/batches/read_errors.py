@@ -36,7 +36,9 @@ _TRANSIENT = {
     )
     if hasattr(errno, name)
 }
-_PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+"""The same read will certainly fail again."""
+
 _MOST_CAUSES = 8  # how many errors of a chain are checked
 _FILE_LISTS = ("samples", "imgs", "files", "paths")
 
@@ -51,11 +53,6 @@ def is_transient(error: BaseException) -> bool:
         or (isinstance(cause, OSError) and cause.errno in _TRANSIENT)
         for cause in _causes(error)
     )
-
-
-def is_permanent(error: BaseException) -> bool:
-    """Return whether the same read will certainly fail again: no such file, no permission."""
-    return isinstance(error, _PERMANENT)
 
 
 def retry_read(read: Callable[[], T], error: BaseException, troubles: list[str]) -> T:

@@ -207,19 +207,17 @@ class WindowSampler(DistributedSampler[Any]):
         start, stop = share_of(window.size, rank=self.rank, world_size=self.num_replicas)
         if start == stop:
             return []
-        share = self._take(window, window.start + start, window.start + stop)
+        start, stop = window.start + start, window.start + stop
+        if self._alone is None:
+            share = self.order(window.epoch).take(start, stop)
+        else:
+            found = self._alone.find(window.epoch, start, stop)
+            if found is None:
+                found = self._alone.compute(self._shares_from(window))
+            share = torch.from_numpy(found)
         if window.size <= self.batch_size * self.num_replicas:
             return [share]
         return [share[first:last] for first, last in self._parts(window)]
-
-    def _take(self, window: Window, start: int, stop: int) -> torch.Tensor:
-        """Return the samples at positions start to stop - 1, all of them in window."""
-        if self._alone is None:
-            return self.order(window.epoch).take(start, stop)
-        found = self._alone.find(window.epoch, start, stop)
-        if found is None:
-            found = self._alone.compute(self._shares_from(window))
-        return torch.from_numpy(found)
 
     def _shares_from(self, window: Window) -> Iterator[Share]:
         """Yield the positions that this rank takes from window on, over all epochs to come."""

@@ -27,12 +27,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from hardened_ddp.data.batches.batch import Batch, BatchSource, Request
+from hardened_ddp.data.batches.batch import Batch, BatchSource, Request, pinned
 from hardened_ddp.data.batches.nesting import map_tensors
 from hardened_ddp.data.batches.worker_memory import Copied
 from hardened_ddp.data.batches.workers import WorkerPlan
 from hardened_ddp.ranks.call_timeout import AwakeTime
 from hardened_ddp.ranks.stacks import ask_for_stacks, offer_stacks
+from hardened_ddp.ranks.threads import HelperThread
 
 POLL_S = 0.5  # how long a dead worker may go unnoticed while a batch is waited for
 _LONGEST_GAP_S = 4 * POLL_S  # a longer one was no wait: the process was stopped
@@ -179,6 +180,9 @@ class WorkerPool:
         holds = lock is not None and lock.acquire(timeout=SENDING_S)
         for worker in self._workers:
             worker.kill()
+        if hasattr(iterator, "_workers_done_event"):
+            # WHY: torch sets it, for which it needs a lock that a worker may have died with
+            iterator._workers_done_event = threading.Event()
         if lock is not None and not holds:  # a worker died with it, or no one reads what it sends
             getattr(iterator, "_pin_memory_thread_done_event", threading.Event()).set()
             del iterator._pin_memory_thread  # torch neither writes to it nor waits for it
@@ -301,7 +305,7 @@ def _prepare_worker(worker_id: int) -> None:
     if parent is not None:
         # WHY not PR_SET_PDEATHSIG: the parent process is the fork server.
         watch = partial(_end_with, parent.sentinel)
-        threading.Thread(target=watch, name="end-with-rank", daemon=True).start()
+        HelperThread(watch, name="end-with-rank").start()
     info = get_worker_info()
     if info is not None and isinstance(info.dataset, _Reader):
         info.dataset.begin(worker_id)
@@ -338,7 +342,7 @@ class Payload:
 
     def pin_memory(self) -> Any:  # Any: as above
         """Unpickle and pin the tensors. torch calls this in its pinning thread."""
-        return map_tensors(self.open(), torch.Tensor.pin_memory)
+        return map_tensors(self.open(), pinned)
 
 
 def share(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,119 @@
+"""Errors of NCCL, in its own words: which of them mean a lost rank, and what is wrong at a start.
+
+The texts are those that torch puts together: its line, the code's explanation, NCCL's last error.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hardened_ddp.errors import GroupError
+from hardened_ddp.ranks import group as group_module
+from hardened_ddp.ranks.group import Group, lost_peer, open_group
+from hardened_ddp.ranks.launch import Launch
+
+CPU = torch.device("cpu")
+WHERE = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94"
+SYSTEM = (
+    f"{WHERE}, unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.5\n"
+    "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device "
+    "error. \nLast error:\n"
+)
+USAGE = (
+    f"{WHERE}, invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.27.5\n"
+    "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
+)
+CUDA = (
+    f"{WHERE}, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.5\n"
+    "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+)
+INTERNAL = (
+    f"{WHERE}, internal error - please report this issue to the NCCL developers, NCCL version "
+    "2.27.5\nncclInternalError: Internal check failed.\nLast error:\n"
+)
+ABORTED = "NCCL communicator was aborted on rank 0. Original reason for failure was: "
+LOST = [
+    f"{WHERE}, remote process exited or there was a network error, NCCL version 2.27.5\n"
+    "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting "
+    "prematurely.\nLast error:\n"
+    "socketProgress: Connection closed by remote peer node1<49814>",
+    SYSTEM + "ncclSocketProgress: Connection reset by peer node1<49814>",
+    SYSTEM + "socketPollConnect: connect to 10.0.0.2<41245> returned Connection timed out",
+    "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=27, OpType=ALLREDUCE, "
+    "NumelIn=25557032, NumelOut=25557032, Timeout(ms)=600000) ran for 600019 milliseconds before "
+    "timing out.",
+    f"{ABORTED}NCCL error: remote process exited or there was a network error, NCCL version 2.27.5",
+    "NCCL communicator encountered error set by ProcessGroupNCCL: [Rank 0] Watchdog caught "
+    "collective operation timeout: WorkNCCL(SeqNum=2, OpType=ALLREDUCE) ran for 10 milliseconds",
+]
+OWN = [
+    f"{CUDA}Cuda failure 2 'out of memory'",
+    f"{CUDA}Cuda failure 700 'an illegal memory access was encountered'",
+    f"{ABORTED}{CUDA}Cuda failure 719 'unspecified launch failure'",
+    f"{USAGE}Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000",
+    INTERNAL,
+    "CUDA out of memory. Tried to allocate 2.00 GiB. 18 GiB are allocated by NCCL.",
+    "Distributed package doesn't have NCCL built in",
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_lost"), [*((t, True) for t in LOST), *((t, False) for t in OWN)]
+)
+def test_only_what_another_rank_caused_is_a_lost_rank(
+    text: str, is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_module, "LISTEN_LIMIT_S", 0.0)
+    group = Group(Launch(world_size=2), CPU)
+    lost = lost_peer(dist.DistBackendError(text), group)
+    assert (lost is not None) == group.is_broken == is_lost
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "fix"),
+    [
+        (f"{INTERNAL}Bootstrap : no socket interface found", "no socket interface", "ip -br addr"),
+        (
+            f"{SYSTEM}socketPollConnect: connect to 172.17.0.2<41245> returned No route to host, "
+            "exceeded error retry count after 35 attempts",
+            "172.17.0.2<41245> returned No route to host",
+            "NCCL_SOCKET_IFNAME",
+        ),
+        (
+            f"{SYSTEM}socketStartConnect: Connect to 10.0.0.2<39123> failed : Software caused "
+            "connection abort",
+            "Connect to 10.0.0.2<39123>",
+            "firewall",
+        ),
+        (OWN[3], "both on CUDA device 1b000", "own GPU"),
+        (
+            f"{USAGE}Mismatched NCCL version detected : rank 0 version 22705 rank 1 version 22605",
+            "version 22605",
+            "same torch",
+        ),
+        (
+            f"{SYSTEM}Error while creating shared memory segment /dev/shm/nccl-o3XOed (size "
+            "9637888), error: No space left on device (28)",
+            "/dev/shm/nccl-o3XOed",
+            "--shm-size",
+        ),
+        (OWN[0], "out of memory", "nvidia-smi"),
+        (f"{CUDA}Cuda failure 802 'system not yet initialized'", "Cuda failure 802", "NCCL_DEBUG"),
+        ("Connect timeout [10.0.0.1]:3412", "Connect timeout", "port is free"),
+    ],
+)
+def test_a_start_that_fails_says_what_nccl_said_last_and_what_helps(
+    text: str, found: str, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: Any, **named: Any) -> None:
+        raise dist.DistBackendError(text)
+
+    monkeypatch.setattr(group_module, "open_store", lambda *given: dist.HashStore())
+    monkeypatch.setattr(group_module, "rendezvous", lambda store, *given, **named: store)
+    monkeypatch.setattr(dist, "init_process_group", refuse)
+    with pytest.raises(GroupError) as caught:
+        open_group(Launch(world_size=2), device=CPU, backend="gloo", timeout_s=1)
+    assert found in caught.value.message
+    assert fix in caught.value.fix

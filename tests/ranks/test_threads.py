@@ -1,0 +1,60 @@
+"""Helper threads: each works on the GPU of its rank, which CUDA does not do by itself."""
+
+import threading
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+
+from hardened_ddp.ranks.call_timeout import call_within
+from hardened_ddp.ranks.threads import HelperThread
+
+
+class Cuda:
+    """The device that each thread has, 0 at first, as with CUDA."""
+
+    def __init__(self) -> None:
+        self._own = threading.local()
+        self.is_lost = False
+
+    def get(self) -> int:
+        return getattr(self._own, "index", 0)
+
+    def set(self, index: int) -> None:
+        if self.is_lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        self._own.index = index
+
+
+@pytest.fixture
+def cuda() -> Iterator[Cuda]:
+    cuda = Cuda()
+    with mock.patch.multiple(
+        "torch.cuda", is_initialized=lambda: True, current_device=cuda.get, set_device=cuda.set
+    ):
+        cuda.set(5)
+        yield cuda
+
+
+def test_a_thread_works_on_the_gpu_of_the_rank_that_starts_it(cuda: Cuda) -> None:
+    seen: list[int] = []
+
+    def work() -> None:
+        seen.append(cuda.get())
+        seen.append(call_within(cuda.get, 60))  # as the hang watch does, to copy the state
+
+    thread = HelperThread(work, name="work")
+    assert (thread.name, thread.daemon) == ("work", True)
+    thread.start()
+    thread.join(60)
+    assert seen == [5, 5]
+
+
+def test_a_gpu_that_is_lost_does_not_keep_a_thread_from_working(cuda: Cuda) -> None:
+    cuda.is_lost = True
+    assert call_within(lambda: "told", 60) == "told"
+
+
+def test_without_cuda_a_thread_starts_none() -> None:
+    with mock.patch("torch.cuda.current_device", side_effect=AssertionError("it would start CUDA")):
+        assert call_within(lambda: "told", 60) == "told"
