@@ -104,6 +104,8 @@ def send(self: Buckets, state: None, bucket: dist.GradBucket) -> torch.futures.F
     self._buffers.append(buffer)
     if bucket.is_last():
         self._layout, self._flats = self._under_way, self._buffers
+        if self._when_computed is not None:  # in a step
+            self._when_computed()
         self._group.tracker.enter(Phase.ALL_REDUCE)
     _device().submit(lambda: _device().sum_(buffer))
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -206,13 +208,23 @@ def _device() -> Device:
     return _the_device[0]
 
 
+def _stay() -> None:
+    """A kernel that never ends. On the device's thread."""
+    _device().is_stuck.set()
+    (_FOLDER / "left").touch()
+    time.sleep(1e6)
+
+
 def _leave_in(phase: str) -> None:
-    """Kill or stop this process at the planned call in the planned phase."""
+    """Kill or stop this process, or its device, at the planned call in the planned phase."""
     if not dist.is_initialized() or [dist.get_rank(), phase] != [PLAN["rank"], PLAN["phase"]]:
         return
     _counts[phase] = _counts.get(phase, 0) + 1
     if _counts[phase] == PLAN["call"]:
         _device().settle()
+        if PLAN["signal"] == "kernel":
+            _device().submit(_stay)
+            return
         (_FOLDER / "left").touch()
         os.kill(os.getpid(), getattr(signal, PLAN["signal"]))
 
@@ -233,4 +245,6 @@ Buckets._send = send  # type: ignore[method-assign]
 Stepper._compute_gradient = compute_gradient  # type: ignore[method-assign]
 CheckpointWriter.submit = submit  # type: ignore[method-assign]
 CheckpointStore.write_from = write_from  # type: ignore[method-assign]
+record = torch._C._distributed_c10d
+record._dump_nccl_trace_json = lambda: b'{"entries": []}'  # type: ignore[attr-defined]
 torch.optim.AdamW.step = do_step  # type: ignore[method-assign, assignment]

@@ -35,8 +35,10 @@ class OneRank:
     def sends_within(self, window: Window) -> bool:
         return True  # nothing is to be sent after it
 
-    def begin(self, window: Window, *, keeps_local: bool) -> None:
-        """Nothing is left of an earlier try."""
+    def begin(
+        self, window: Window, *, keeps_local: bool, when_computed: Callable[[], None] | None = None
+    ) -> None:
+        """Nothing is left of an earlier try, and nothing is sent within backward."""
 
     def around(self, *, is_last: bool) -> AbstractContextManager[object]:
         return self._nothing
@@ -89,8 +91,10 @@ class AfterBackward:
     def sends_within(self, window: Window) -> bool:
         return False
 
-    def begin(self, window: Window, *, keeps_local: bool) -> None:
-        """Nothing is left of an earlier try."""
+    def begin(
+        self, window: Window, *, keeps_local: bool, when_computed: Callable[[], None] | None = None
+    ) -> None:
+        """Nothing is left of an earlier try, and nothing is sent within backward."""
 
     def around(self, *, is_last: bool) -> AbstractContextManager[object]:
         return self._nothing

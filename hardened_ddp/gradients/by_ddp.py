@@ -70,13 +70,15 @@ class ByDdp:
         can_send = self._finds_unused or not self.allows_unused
         return can_send and window.is_for_all(self._group.world_size)
 
-    def begin(self, window: Window, *, keeps_local: bool) -> None:
+    def begin(
+        self, window: Window, *, keeps_local: bool, when_computed: Callable[[], None] | None = None
+    ) -> None:
         self._is_within = not keeps_local and self.sends_within(window)
         # WHY: without our hook, DDP's own all-reduce divides by the ranks
         divides = self._is_within and self._buckets is None
         self.factor = float(self._group.world_size) if divides else 1.0
         if self._is_within and self._buckets is not None:
-            self._buckets.begin()
+            self._buckets.begin(when_computed)
 
     def around(self, *, is_last: bool) -> AbstractContextManager[object]:
         # WHY around forward too: DDP decides there whether its hooks send what backward gives.
@@ -217,6 +219,7 @@ class Buckets:
         """The first bucket with the count behind it. WHY kept: sending needs no new memory."""
 
         self._futures: list[Work] = []
+        self._when_computed: Callable[[], None] | None = None
         self._sums_count = counts
         self._count: float | torch.Tensor = 0.0
         self._total = torch.zeros((), dtype=torch.float64, device=group.device)
@@ -233,9 +236,10 @@ class Buckets:
         self.can_send_nan = not calls_collectives and has_functions
         """A rank that failed can take part in the all-reduces of the others."""
 
-    def begin(self) -> None:
+    def begin(self, when_computed: Callable[[], None] | None = None) -> None:
         """Forget what was sent in the last backward. Rank-local."""
         self._under_way, self._buffers, self._futures = [], [], []
+        self._when_computed = when_computed
         self._total_work = None
 
     def let_go(self) -> None:
@@ -415,6 +419,8 @@ class Buckets:
             self._total.copy_(count_on(buffer.device, self._count))
             self._total_work = dist.all_reduce(self._total, async_op=True)  # collective
         sent = self._sent(number, buffer)
+        if bucket.is_last() and self._when_computed is not None:
+            self._when_computed()
         work = dist.all_reduce(sent, async_op=True)  # collective
         self._under_way.append(bucket.parameters())
         self._buffers.append(buffer)

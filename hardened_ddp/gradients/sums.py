@@ -117,8 +117,13 @@ class GradientSum(Protocol):
     def sends_within(self, window: Window) -> bool:
         """Return whether gradients of a step are sent while its backward runs."""
 
-    def begin(self, window: Window, *, keeps_local: bool) -> None:
-        """Begin a try at a step. keeps_local: nothing is sent before finish. Rank-local."""
+    def begin(
+        self, window: Window, *, keeps_local: bool, when_computed: Callable[[], None] | None = None
+    ) -> None:
+        """Begin a try at a step. keeps_local: nothing is sent before finish. Rank-local.
+
+        when_computed: called within backward, before the last of the gradients are sent.
+        """
 
     def around(self, *, is_last: bool) -> AbstractContextManager[object]:
         """Surround forward and backward of a micro-batch; is_last: of this try. Rank-local.

@@ -32,8 +32,8 @@ from hardened_ddp.guard.neighbours import Neighbours
 from hardened_ddp.guard.outside_view import start_outside_view
 from hardened_ddp.guard.slow import SlowData, SlowRanks, Split
 from hardened_ddp.guard.stop import leave_at_once
-from hardened_ddp.ranks.call_timeout import AwakeTime
-from hardened_ddp.ranks.group import Group, lost_peer
+from hardened_ddp.ranks.call_timeout import AwakeTime, call_within
+from hardened_ddp.ranks.group import Group, lost_peer, nccl_trace
 from hardened_ddp.ranks.phase import (
     ALARM,
     FIRST_WAIT,
@@ -68,6 +68,9 @@ class Subject:
 
     save: Callable[..., None]
     """Save the last completed step, here or on another rank. Takes the error that ends the run."""
+
+    phase: Callable[[int], int] = lambda phase: phase
+    """The phase of this rank's device, by that of its main thread."""
 
     samples: Callable[[int], Sequence[int]] = lambda phase: ()
     """The samples that this rank processes in that phase."""
@@ -227,8 +230,10 @@ class HangWatch:
 
     def _report(self, samples: tuple[int, ...] = ()) -> Report:
         words, rank = self._group.tracker.words, self._group.launch.rank
+        limit_s = words[LIMITS + words[PHASE]] / 1e9
         phase = words[PHASE]
-        limit_s = words[LIMITS + phase] / 1e9
+        with contextlib.suppress(RuntimeError):  # a GPU with an error answers nothing
+            phase = self._subject.phase(phase)
         return Report(rank, words[STEP], phase, self._age_s, limit_s, samples)
 
     def _is_suspicious(self, report: Report, awake_s: float) -> bool:
@@ -335,6 +340,10 @@ class HangWatch:
             with contextlib.suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
                 file.write(f"rank {neighbour.rank}, process {neighbour.pid}, asked from outside\n")
                 file.write(neighbour.stacks())
+        # WHY a limit: the thread that waits for NCCL may hold what this takes
+        with contextlib.suppress(TimeoutError):
+            if trace := call_within(nccl_trace, _END_LIMIT_S):
+                write_text(folder / f"rank_{report.rank}_nccl.json", trace)
         for pid, text in self._subject.worker_stacks().items():
             path = folder / f"rank_{report.rank}_worker_{pid}.txt"
             write_text(path, text or "no stacks: it does not answer\n")

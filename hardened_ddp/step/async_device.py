@@ -69,6 +69,10 @@ class Flag:
         self._arrived = Event()
         return self._arrived
 
+    def has_arrived(self) -> bool:
+        """Return whether it can be read without a wait."""
+        return self._arrived is not None and self._arrived.is_reached()
+
     def is_up(self) -> bool:
         """Return whether the gradient was bad. Waits until the device has computed it."""
         if self._arrived is not None:
@@ -84,6 +88,9 @@ class QueuedStep:
     begun: Event
     """When the buffers and sums before it have been copied."""
 
+    computed: Event | None = None
+    """When this rank's own gradients are there. None: the host has not queued all of them."""
+
     flag: Flag | None = None
     """Up: some rank failed in it, or its gradient is not finite. None: known not to be so."""
 
@@ -93,6 +100,10 @@ class QueuedStep:
     def loss(self) -> float:
         """Return this rank's loss in it. Waits for the device."""
         return float(self.loss_after) - float(self.attempt.totals_before[0])
+
+    def note_computed(self) -> None:
+        """Note that this rank's gradients are queued, and the last of them are sent next."""
+        self.computed = Event()
 
     def is_bad(self) -> bool:
         """Return whether its flag is up. Waits for the device."""
@@ -160,6 +171,7 @@ class AsyncDevice:
     def begin(self, attempt: Attempt) -> None:
         """Note that a step begins; its buffers and sums are copied. Main thread."""
         self._current = QueuedStep(attempt, Event())
+        attempt.when_computed = self._current.note_computed
 
     def note(self, sums: Sums) -> None:
         """Take up the sums of the current step, if only the device knows whether they are good."""
@@ -224,6 +236,23 @@ class AsyncDevice:
         """
         step.flag = None
         self._current, self._last = step, None
+
+    def phase_of(self, host: int) -> int:
+        """Return the phase in which the device is, by that of the host. Any thread; never waits.
+
+        A host that waits for the sum may wait for its own device, stuck in a kernel of its own; and
+        one that queues work may wait for the other ranks: no more launches fit into the queue.
+        """
+        for step in (self.unconfirmed, self._current):
+            if step is None or step.computed is None:
+                continue
+            if step.flag is not None and step.flag.has_arrived():
+                continue
+            if not step.computed.is_reached():
+                return Phase.BACKWARD if host == Phase.ALL_REDUCE else host
+            is_queueing = step.flag is not None and host in (Phase.FORWARD, Phase.BACKWARD)
+            return Phase.ALL_REDUCE if is_queueing else host
+        return host
 
     def forget(self) -> None:
         """Drop what is known: another state was loaded. Main thread."""

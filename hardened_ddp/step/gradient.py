@@ -11,7 +11,7 @@ import logging
 import math
 import operator
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -83,6 +83,9 @@ class Attempt:
     totals_before: Mark
     attributes: Copies = field(default_factory=dict)
     """The plain attributes that may move, before it."""
+
+    when_computed: Callable[[], None] | None = None
+    """Called when this rank's gradients are computed, before the last of them are sent."""
 
     scale_before: Any = ()
     """Scale and growth tracker of fp16's scaler before it. Any: from Precision.mark."""
@@ -179,7 +182,11 @@ class Gradient:
         parts, progress = self.parts, self.progress
         rank, batches = parts.group.launch.rank, attempt.batches
         # WHY local too if samples may be left out: the sum after backward counts those that are not
-        parts.gradients.begin(attempt.window, keeps_local=is_retry or self._leaves_out)
+        parts.gradients.begin(
+            attempt.window,
+            keeps_local=is_retry or self._leaves_out,
+            when_computed=attempt.when_computed,
+        )
         bad = [sample for batch in batches for sample in batch.bad]
         if bad and not self._leaves_out:
             return Failure("sample", f"rank {rank} can't read sample {bad[0].name}: {bad[0].error}")

@@ -17,6 +17,7 @@ import torch
 
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
+from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.step.async_device import AsyncDevice, Event, beside
 from hardened_ddp.step.progress import Progress
 from tests.harness.ranks import start_training, train
@@ -133,6 +134,53 @@ def test_a_rank_that_waits_on_its_device_for_one_that_died_saves_at_once(tmp_pat
     assert "lost another rank (Connection closed by peer: rank 2 ended, in " in finished.outputs[1]
     took_s = checkpoint.stat().st_mtime - (notes / "left").stat().st_mtime
     assert took_s < 15, "it waited for a signal or a limit"
+
+
+def test_a_device_that_is_stuck_in_a_kernel_of_its_own_is_named(tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    env = plan(notes, rank=1, phase="forward", call=11, signal="kernel")
+    argv = [*FLAGS, "--output_dir", tmp_path / "runs", "--hang_after_s", "1"]
+    finished = train(argv, 2, env=env, timeout_s=60)
+    assert set(finished.statuses) <= {75, -signal.SIGKILL}
+    num_done = len(list(notes.glob("sum-*-1"))) - NUM_WARM_UPS
+    # Both main threads wait for the sum of the same step: the devices tell them apart.
+    assert f"rank 1, step {num_done + 1}, backward, " in finished.outputs[0]
+    assert f"rank 0 waits in all-reduce of step {num_done + 1}" in finished.outputs[0]
+    assert step_of(find_checkpoints(tmp_path / "runs")[-1]) == num_done
+    [trace] = (tmp_path / "runs").glob("*/hangs/*/rank_0_nccl.json")
+    assert trace.read_text() == '{"entries": []}'
+
+
+@pytest.mark.parametrize(
+    ("steps", "host", "device"),
+    [
+        ([], Phase.ALL_REDUCE, Phase.ALL_REDUCE),
+        (["computes"], Phase.ALL_REDUCE, Phase.BACKWARD),
+        (["sums"], Phase.ALL_REDUCE, Phase.ALL_REDUCE),
+        # no launch fits into the queue any more
+        (["sums", "queues"], Phase.FORWARD, Phase.ALL_REDUCE),
+        (["computes", "queues"], Phase.FORWARD, Phase.FORWARD),
+        (["is done", "computes"], Phase.ALL_REDUCE, Phase.BACKWARD),
+        (["is done", "queues"], Phase.BACKWARD, Phase.BACKWARD),
+        (["sums"], Phase.DATA, Phase.DATA),
+    ],
+    ids=str,
+)
+def test_the_device_tells_what_a_rank_is_at(steps: list[str], host: Phase, device: Phase) -> None:
+    class At:
+        """An event, or a flag."""
+
+        def __init__(self, is_reached: bool) -> None:
+            self.is_reached = self.has_arrived = lambda: is_reached
+
+    stages = ["queues", "computes", "sums", "is done"]
+    there = [SimpleNamespace(computed=None, flag=None), SimpleNamespace(computed=None, flag=None)]
+    for step, stage in zip(there, steps, strict=False):
+        number = stages.index(stage)
+        step.computed = At(number > 1) if number else None
+        step.flag = At(number > 2) if number else None
+    watched = cast(AsyncDevice, SimpleNamespace(unconfirmed=there[0], _current=there[1]))
+    assert AsyncDevice.phase_of(watched, host) == device
 
 
 def test_a_wait_for_the_device_blocks_and_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
