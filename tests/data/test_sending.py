@@ -19,7 +19,6 @@ from hardened_ddp.data.batches.worker_memory import measure_sending
 from hardened_ddp.data.batches.workers import WorkerPlan
 from hardened_ddp.settings.config import DataConfig
 from hardened_ddp.streams.block_reader import BlockReader
-from tests.harness.marks import slow_after
 from tests.harness.ranks import run_ranks
 
 MIB = 2**20
@@ -82,7 +81,8 @@ def read_by_a_worker(source: BatchSource, **how: Any) -> Batch:
     return batch
 
 
-@pytest.mark.parametrize("shares_memory", slow_after(1, [False, True]))
+@pytest.mark.slow
+@pytest.mark.parametrize("shares_memory", [False, True])
 def test_a_worker_that_is_told_to_send_through_pipes_makes_no_shared_memory(
     shares_memory: bool,
 ) -> None:

@@ -65,6 +65,7 @@ def load(folder: Path, *, input_shape: tuple[int, ...] = (3, 16, 16), **args: An
     return build_model(config, num_classes=10, input_shape=input_shape)
 
 
+@pytest.mark.slow
 def test_the_body_is_loaded_and_the_head_fits_the_classes(vit: Path) -> None:
     model = load(vit)
     auto = import_extra("transformers", what="this test").AutoModelForImageClassification
@@ -76,6 +77,7 @@ def test_the_body_is_loaded_and_the_head_fits_the_classes(vit: Path) -> None:
             assert torch.equal(tensor, saved[name]), name
 
 
+@pytest.mark.slow
 def test_small_grey_images_are_shown_as_the_model_knows_them(vit: Path) -> None:
     model = load(vit, input_shape=(1, 8, 8)).eval()
     grey = torch.rand(2, 1, 8, 8)
@@ -86,6 +88,7 @@ def test_small_grey_images_are_shown_as_the_model_knows_them(vit: Path) -> None:
     assert wanted.shape == (2, 10)
 
 
+@pytest.mark.slow
 def test_a_model_is_built_again_from_its_description_alone(vit: Path) -> None:
     model = load(vit).eval()
     again = build_from_config(json.loads(json.dumps(model.hub_config)), input_shape=(3, 16, 16))
@@ -94,6 +97,7 @@ def test_a_model_is_built_again_from_its_description_alone(vit: Path) -> None:
     assert torch.equal(again.eval()(images), model(images))
 
 
+@pytest.mark.slow
 def test_what_is_no_fitting_classifier_is_one_error(vit: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="3 channels, and the data has samples of shape"):
         load(vit, input_shape=(4, 16, 16))
@@ -104,6 +108,7 @@ def test_what_is_no_fitting_classifier_is_one_error(vit: Path, tmp_path: Path) -
         load(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_pickle_in_the_folder_is_never_read(vit: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((vit / "config.json").read_bytes())
     torch.save({"classifier.weight": torch.ones(3, 16)}, tmp_path / "pytorch_model.bin")

@@ -83,7 +83,8 @@ RAGGED = [("ragged", False, []), ("ragged", True, ["--no_shared_memory"])]
 RAGGED += [("ragged_stream", False, []), ("ragged", True, ["--batch_size", "8"])]
 
 
-@pytest.mark.parametrize("case", slow_after(1, RAGGED), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", RAGGED, ids=str)
 def test_after_an_out_of_memory_batches_that_were_cut_by_length_have_the_same_parts(
     case: tuple[str, bool, list[str]], tmp_path: Path
 ) -> None:

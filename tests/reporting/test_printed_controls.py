@@ -9,6 +9,7 @@ import pytest
 
 from hardened_ddp.reporting.log import add_log_file, start_logging, stop_logging
 from hardened_ddp.settings.wording import printable
+from tests.harness.marks import slow_after
 from tests.harness.processes import clean_environment
 from tests.harness.ranks import run_program, train
 from tests.harness.run_folder import only_run
@@ -52,10 +53,10 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "words",
-    ["watch RUN --once", "explain RUN", "explain RUN --json", "report RUN --output OUT",
-     "verify-ledger RUN", "explain MISSING", "watch MISSING", "--resume MISSING",
-     "--config MISSING", "evaluate MISSING", "export MISSING", "audit --source MISSING",
-     "MISSING", "--MISSING 1"],
+    slow_after(4, ["watch RUN --once", "explain RUN", "report RUN --output OUT", "--MISSING 1",
+     "explain RUN --json", "verify-ledger RUN", "explain MISSING", "watch MISSING",
+     "--resume MISSING", "--config MISSING", "evaluate MISSING", "export MISSING",
+     "audit --source MISSING", "MISSING"]),
 )  # fmt: skip
 def test_a_command_prints_no_control_character(words: str, hostile: Path, tmp_path: Path) -> None:
     places = {"RUN": hostile, "OUT": tmp_path / (EVIL + GOOD), "MISSING": f"no{EVIL}{GOOD}"}

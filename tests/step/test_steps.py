@@ -148,8 +148,8 @@ def test_the_gradient_of_a_step_is_the_mean_over_its_samples() -> None:
     assert_close((halves[0] + halves[1]) / 2, whole)
 
 
-def test_an_error_after_which_nothing_can_be_undone_names_rank_step_and_samples() -> None:
-    # As on a GPU: after this one, each call that needs the device raises it.
+def fail_for_good() -> None:
+    """As on a GPU: after this error, each call that needs the device raises it."""
     error = RuntimeError("CUDA error: device-side assert triggered")
     parts = parts_of([*POINTS, "--batch_size", "2"])
     stepper = stepper_of(parts)
@@ -164,6 +164,10 @@ def test_an_error_after_which_nothing_can_be_undone_names_rank_step_and_samples(
     assert not stepper.live.is_at_boundary, "its buffers are those of the step that failed"
     parts.close()
     parts.group.close()
+
+
+def test_an_error_after_which_nothing_can_be_undone_names_rank_step_and_samples() -> None:
+    run_ranks(fail_for_good, 1)
 
 
 def test_samples_left_out_leave_the_mean_over_the_others() -> None:

@@ -25,6 +25,7 @@ from hardened_ddp.streams.planner import (
     settle,
     shard_order,
 )
+from tests.harness.marks import slow_after
 from tests.streams.stream_programs import (
     Rows,
     StatefulRows,
@@ -159,7 +160,7 @@ def test_a_run_that_goes_on_elsewhere_takes_the_same_samples(
     assert found == expected
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
+@pytest.mark.parametrize("num_workers", slow_after(1, [2, 0, 1]))
 def test_workers_and_reading_again_change_nothing(num_workers: int) -> None:
     for kind in (Rows, StatefulRows):
         loaders = [shard_loader(kind(RAGGED), num_workers=n) for n in (0, num_workers)]
