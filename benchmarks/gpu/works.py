@@ -12,8 +12,6 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from hardened_ddp.data.foreign_code import import_torchvision
-
 _DISTINCT = 64
 
 
@@ -83,6 +81,47 @@ class Mlp(nn.Module):
         return logits
 
 
+class Bottleneck(nn.Module):
+    """A block of a ResNet-50: convolutions of 1x1, 3x3 and 1x1, and what goes past them."""
+
+    def __init__(self, before: int, width: int, *, stride: int) -> None:
+        super().__init__()
+        after = 4 * width
+        self.layers = nn.Sequential(
+            *_convolution(before, width, 1),
+            nn.ReLU(inplace=True),
+            *_convolution(width, width, 3, stride=stride),
+            nn.ReLU(inplace=True),
+            *_convolution(width, after, 1),
+        )
+        is_same = stride == 1 and before == after
+        past = [] if is_same else _convolution(before, after, 1, stride=stride)
+        self.past = nn.Sequential(*past)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Give the activations of the next block."""
+        return nn.functional.relu(self.layers(images) + self.past(images), inplace=True)
+
+
+def _convolution(before: int, after: int, size: int, *, stride: int = 1) -> list[nn.Module]:
+    convolution = nn.Conv2d(before, after, size, stride, padding=size // 2, bias=False)
+    return [convolution, nn.BatchNorm2d(after)]
+
+
+def _resnet50() -> nn.Module:
+    """Build ResNet-50 v1.5 (He et al. 2015; stride in the 3x3). WHY here: without torchvision."""
+    blocks: list[nn.Module] = []
+    before = 64
+    for width, depth in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for index in range(depth):
+            stride = 2 if index == 0 and width > 64 else 1
+            blocks.append(Bottleneck(before, width, stride=stride))
+            before = 4 * width
+    stem = [*_convolution(3, 64, 7, stride=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, CLASSES)]
+    return nn.Sequential(*stem, *blocks, *head)
+
+
 class Samples(Dataset[Any]):
     """num_samples samples of a work; the same few again and again."""
 
@@ -123,5 +162,4 @@ def model(work: str, *, small: bool) -> nn.Module:
         return Gpt(size)
     if work == "mlp":
         return Mlp(size)
-    found: nn.Module = import_torchvision().models.resnet50(num_classes=CLASSES)
-    return found
+    return _resnet50()
