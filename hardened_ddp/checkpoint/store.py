@@ -64,6 +64,7 @@ from hardened_ddp.checkpoint.tensors import (
     write_tensors,
 )
 from hardened_ddp.errors import CheckpointError
+from hardened_ddp.ranks.device import is_reached
 from hardened_ddp.ranks.threads import HelperThread
 from hardened_ddp.settings.typed_command import shell_command
 
@@ -443,7 +444,8 @@ class CheckpointWriter:
         copied = []
         for device in {tensor.device for tensor in on_gpu.values()}:
             if device not in self._copy_streams:
-                side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
+                # WHY a priority: those of 0 are also given to NCCL, which would wait for the copies
+                side = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
                 self._copy_streams[device] = side
             side = self._copy_streams[device]
             side.wait_stream(torch.cuda.current_stream(device))
@@ -474,7 +476,8 @@ def device_wait_s(waits: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]]) ->
     """Return how long devices stood still between reaching a wait and the event waited for."""
     longest_ms = 0.0
     for reached, event in waits:
-        reached.synchronize()
+        if not is_reached(reached):
+            continue  # WHY no wait: it may lie behind an all-reduce that never ends
         # negative if the event came first: then nothing waited
         longest_ms = max(longest_ms, reached.elapsed_time(event))
     return longest_ms / 1000

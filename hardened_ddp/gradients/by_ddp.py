@@ -461,10 +461,8 @@ def _places(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torc
     """
     found, begin = [], 0
     for parameter in parameters:
-        is_image_like = parameter.dim() == 4 and parameter.is_contiguous(
-            memory_format=torch.channels_last
-        )
-        is_dense = parameter.is_contiguous() or is_image_like
+        sides = zip(parameter.size(), parameter.stride(), strict=True)
+        is_dense = parameter.numel() == 1 + sum((size - 1) * stride for size, stride in sides)
         part = flat[begin : begin + parameter.numel()]
         found.append(
             part.as_strided(parameter.size(), parameter.stride(), part.storage_offset())

@@ -230,10 +230,12 @@ class HangWatch:
 
     def _report(self, samples: tuple[int, ...] = ()) -> Report:
         words, rank = self._group.tracker.words, self._group.launch.rank
-        limit_s = words[LIMITS + words[PHASE]] / 1e9
         phase = words[PHASE]
-        with contextlib.suppress(RuntimeError):  # a GPU with an error answers nothing
-            phase = self._subject.phase(phase)
+        limit_s = words[LIMITS + phase] / 1e9
+        if self._age_s > min(_DEVICE_WORK_S, limit_s / 2):
+            # WHY suppress: a GPU with an error, or a driver that is stuck, answers nothing
+            with contextlib.suppress(RuntimeError, TimeoutError):
+                phase = call_within(partial(self._subject.phase, phase), TICK_S)
         return Report(rank, words[STEP], phase, self._age_s, limit_s, samples)
 
     def _is_suspicious(self, report: Report, awake_s: float) -> bool:
@@ -312,6 +314,10 @@ class HangWatch:
             with contextlib.suppress(OSError):
                 write_text(folder / "verdict.txt", f"{hang.text}\n")
             self._subject.save(error)
+            # WHY now, and with a limit: the thread that waits for NCCL may hold what this takes
+            with contextlib.suppress(OSError, TimeoutError):
+                if trace := call_within(nccl_trace, _END_LIMIT_S):
+                    write_text(folder / f"rank_{self._group.launch.rank}_nccl.json", trace)
             # WHY every rank does it: the others may not have watched that neighbour for long enough
             # to know that it is lost. To kill it twice does no harm.
             for neighbour in self._neighbours.lost():
@@ -340,10 +346,6 @@ class HangWatch:
             with contextlib.suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
                 file.write(f"rank {neighbour.rank}, process {neighbour.pid}, asked from outside\n")
                 file.write(neighbour.stacks())
-        # WHY a limit: the thread that waits for NCCL may hold what this takes
-        with contextlib.suppress(TimeoutError):
-            if trace := call_within(nccl_trace, _END_LIMIT_S):
-                write_text(folder / f"rank_{report.rank}_nccl.json", trace)
         for pid, text in self._subject.worker_stacks().items():
             path = folder / f"rank_{report.rank}_worker_{pid}.txt"
             write_text(path, text or "no stacks: it does not answer\n")

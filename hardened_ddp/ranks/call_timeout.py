@@ -16,7 +16,7 @@ from hardened_ddp.ranks.threads import HelperThread
 T = TypeVar("T")
 
 
-def call_within(question: Callable[[], T], limit_s: float) -> T:
+def call_within(question: Callable[[], T], limit_s: float, *, uses_gpu: bool = True) -> T:
     """Call question; return its result or raise what it raises. Rank-local.
 
     Raises TimeoutError if it takes longer than limit_s.
@@ -29,7 +29,7 @@ def call_within(question: Callable[[], T], limit_s: float) -> T:
         except Exception as error:  # WHY broad: raised again in the thread that waits
             answer.set_exception(error)
 
-    HelperThread(ask, name="ask-within").start()
+    HelperThread(ask, name="ask-within", uses_gpu=uses_gpu).start()
     if not wait([answer], limit_s).done:
         raise TimeoutError(f"no answer for {limit_s:g} s")
     return answer.result()
@@ -44,7 +44,7 @@ def repeating(act: Callable[[], object], *, every_s: float) -> Iterator[None]:
         while not is_over.wait(every_s):
             act()
 
-    thread = HelperThread(repeat, name="repeating")
+    thread = HelperThread(repeat, name="repeating", uses_gpu=False)
     thread.start()
     try:
         yield

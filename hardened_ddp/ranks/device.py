@@ -1,6 +1,8 @@
 """The device of this rank (its own GPU, else the CPU) and the backend of its collectives."""
 
+import ctypes
 import faulthandler
+from functools import cache
 from typing import Literal
 
 import torch
@@ -10,6 +12,8 @@ from hardened_ddp.errors import LaunchError
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.start_command import command_words, with_arguments
 from hardened_ddp.settings.config import Backend
+
+_SUCCESS, _NOT_READY = 0, 600  # CUresult of <cuda.h>
 
 
 def pick_device(launch: Launch, *, cpu_only: bool, backend: str) -> torch.device:
@@ -45,6 +49,30 @@ def gpu_id(device: torch.device) -> str:
     if device.type != "cuda":
         return ""
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+
+
+def is_reached(event: torch.cuda.Event) -> bool:
+    """Return whether the GPU is past a recorded event. Any thread; never waits for the GPU's work.
+
+    WHY not torch's query: it keeps the GIL, and where another thread is stuck in the driver, behind
+    a full queue of launches for instance, it may wait for that one. Then no thread goes on.
+    """
+    driver = _driver()
+    if driver is not None:
+        status = driver.cuEventQuery(ctypes.c_void_p(event.cuda_event))
+        if status in (_SUCCESS, _NOT_READY):
+            return bool(status == _SUCCESS)
+    is_past: bool = event.query()  # type: ignore[no-untyped-call]  # raises what torch says
+    return is_past
+
+
+@cache
+def _driver() -> ctypes.CDLL | None:
+    """Return CUDA's driver, whose functions are called without the GIL; None: there is none."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:  # a build for another kind of device
+        return None
 
 
 def choose_backend(device: torch.device, backend: Backend) -> Literal["nccl", "gloo"]:

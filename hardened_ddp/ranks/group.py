@@ -299,7 +299,7 @@ def open_group(
     where = f"{launch.master_addr}:{launch.master_port}"
     try:
         store = rendezvous(  # collective
-            open_store(launch, timeout), launch, timeout_s, gpu=gpu
+            open_store(launch, timeout), launch, timeout_s, backend=name, gpu=gpu
         )
         group.store = RunStore(store)
         dist.init_process_group(

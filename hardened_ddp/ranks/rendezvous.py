@@ -18,7 +18,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from datetime import timedelta
 from typing import Any
 
@@ -35,6 +35,7 @@ POLL_S = 0.01
 _POLL_PER_RANK_S = 1e-3
 _LEAST_CONNECT_S = 2.0
 _SHOWN = 16
+_NO_GPU = "would use gloo, as without a GPU, and the others NCCL"
 
 
 def open_store(launch: Launch, timeout: timedelta) -> dist.Store:
@@ -76,16 +77,18 @@ def open_store(launch: Launch, timeout: timedelta) -> dist.Store:
     return store
 
 
-def rendezvous(store: dist.Store, launch: Launch, timeout_s: float, *, gpu: str = "") -> dist.Store:
+def rendezvous(
+    store: dist.Store, launch: Launch, timeout_s: float, *, backend: str = "gloo", gpu: str = ""
+) -> dist.Store:
     """Wait until every rank has joined; return the part of the store that belongs to this round.
 
     Collective: all ranks. gpu: the id of this rank's GPU, if no other rank may use it.
     Raises LaunchError on every rank if two processes have the same rank or GPU, or the ranks have
-    different world sizes; GroupError if a rank does not join within timeout_s.
+    different world sizes or backends; GroupError if a rank does not join within timeout_s.
     """
     end = time.monotonic() + timeout_s
     meet = _open_round if launch.is_main else _join_round
-    round_id = meet(store, launch, end, gpu)
+    round_id = meet(store, launch, end, {"who": _me(), "backend": backend, "gpu": gpu})
     if round_id is None:
         raise GroupError(
             f"rank {launch.rank} waited {timeout_s:g} s at {launch.master_addr}:"
@@ -96,10 +99,10 @@ def rendezvous(store: dist.Store, launch: Launch, timeout_s: float, *, gpu: str 
     return dist.PrefixStore(round_id, store)
 
 
-def _open_round(store: dist.Store, launch: Launch, end: float, gpu: str) -> str | None:
+def _open_round(store: dist.Store, launch: Launch, end: float, me: dict[str, str]) -> str | None:
     """Announce a round and wait until all have joined; then open it, or refuse it. On rank 0."""
     round_id = uuid.uuid4().hex
-    current = {"round_id": round_id, "world_size": launch.world_size, "who": _me()}
+    current = {"round_id": round_id, "world_size": launch.world_size, "who": me["who"]}
     store.set("round", json.dumps(current))
     keys = [f"{round_id}/joined/{rank}" for rank in range(1, launch.world_size)]
     notices = Notices()
@@ -109,7 +112,7 @@ def _open_round(store: dist.Store, launch: Launch, end: float, gpu: str) -> str 
         conflict = _read(store, f"{round_id}/conflict")
         if have_all_joined and conflict is None:
             joined = [json.loads(text) for text in store.multi_get(keys)]
-            conflict = _shared_gpu([gpu, *(rank["gpu"] for rank in joined)])
+            conflict = _mixed_backends([me, *joined]) or _shared_gpu([me, *joined])
         if conflict is not None:
             store.set(f"{round_id}/refused", json.dumps(conflict))
             # WHY: the others read it, and the store ends with this rank
@@ -132,14 +135,14 @@ def _open_round(store: dist.Store, launch: Launch, end: float, gpu: str) -> str 
         time.sleep(_poll_s(launch))
 
 
-def _join_round(store: dist.Store, launch: Launch, end: float, gpu: str) -> str | None:
+def _join_round(store: dist.Store, launch: Launch, end: float, me: dict[str, str]) -> str | None:
     """Join the newest round, again and again, until a round is opened with this rank's token."""
     token, round_id = uuid.uuid4().hex, ""
     while time.monotonic() < end:
         current = _read(store, "round")
         if current is not None and current["round_id"] != round_id:
             round_id = current["round_id"]
-            _join(store, launch, current, {"token": token, "who": _me(), "gpu": gpu})
+            _join(store, launch, current, {**me, "token": token})
         if round_id:
             if store.check([f"{round_id}/open/{token}"]):
                 return round_id
@@ -173,10 +176,23 @@ def _join(store: dist.Store, launch: Launch, current: Any, me: dict[str, str]) -
         store.set(f"{round_id}/conflict", json.dumps(conflict))
 
 
-def _shared_gpu(gpus: Sequence[str]) -> str | None:
-    """Return the conflict if two ranks have one GPU. gpus: the id of each rank's, or empty."""
+def _mixed_backends(joined: Sequence[Mapping[str, str]]) -> str | None:
+    """Return the conflict if some ranks see no GPU, and so use another backend than the others.
+
+    WHY here: each backend would wait for the ranks that use the other one. joined: of each rank.
+    """
+    if len({rank["backend"] for rank in joined}) == 1:
+        return None
+    named = [f"rank {rank} ({each['who']})" for rank, each in enumerate(joined)]
+    without = [who for who, each in zip(named, joined, strict=True) if each["backend"] != "nccl"]
+    more = f" and {len(without) - 1} more ranks" if len(without) > 1 else ""
+    return f"{without[0]}{more} {_NO_GPU}"
+
+
+def _shared_gpu(joined: Sequence[Mapping[str, str]]) -> str | None:
+    """Return the conflict if two ranks have one GPU. joined: of each rank."""
     first: dict[str, int] = {}
-    for rank, gpu in enumerate(gpus):
+    for rank, gpu in enumerate(each["gpu"] for each in joined):
         if gpu and first.setdefault(gpu, rank) != rank:
             return (
                 f"ranks {first[gpu]} and {rank} would use the same GPU ({gpu}), which NCCL "
@@ -187,6 +203,12 @@ def _shared_gpu(gpus: Sequence[str]) -> str | None:
 
 
 def _conflict_error(conflict: str, launch: Launch) -> LaunchError:
+    if conflict.endswith(_NO_GPU):
+        return LaunchError(
+            conflict,
+            fix="see on that host why: nvidia-smi, CUDA_VISIBLE_DEVICES, and python -c 'import "
+            "torch; torch.cuda.init()'; or leave all GPUs unused: --cpu_only",
+        )
     words = command_words("torchrun", launch.local_world_size, env={})
     return LaunchError(
         f"{conflict}: the ranks can't tell each other apart",

@@ -142,7 +142,7 @@ class RunStore:
                 is_answered.set()
 
         try:
-            answer = call_within(ask, ANSWER_LIMIT_S)
+            answer = call_within(ask, ANSWER_LIMIT_S, uses_gpu=False)
         except (RuntimeError, TimeoutError) as error:
             log.debug("the store does not answer: %s", error)
             self._is_answered, self.is_gone = is_answered, True

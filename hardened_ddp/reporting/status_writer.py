@@ -39,6 +39,7 @@ MOST_WRITES_PER_S = 64
 _SHARE_OF_TIME = 0.01
 _RATE_OVER_S = 15.0
 _END_LIMIT_S = 2.0
+_STUCK_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +69,7 @@ class StatusWriter:
         self._every_s = max(EVERY_S, group.world_size / MOST_WRITES_PER_S)
         self._work = Work()
         self._state = "running"
+        self._reserved = self._peak = 0  # bytes of the GPU, as last read
         self._rates: deque[tuple[float, int]] = deque()
         self._end = threading.Event()
         self._thread = HelperThread(self._run, name="rank-status")
@@ -101,11 +103,12 @@ class StatusWriter:
         if tracker.phase == Phase.START_UP:
             phase, phase_s = tracker.part_of_start()
         device, is_gpu = self._group.device, self._group.device.type == "cuda"
-        reserved = peak = 0
-        if is_gpu:
+        # WHY not of a stuck rank: torch keeps the GIL while it asks, and its main thread may hold
+        # what that waits for; then no thread goes on
+        if is_gpu and phase_s < _STUCK_S:
             with contextlib.suppress(RuntimeError):  # the device failed, which others will report
-                reserved = torch.cuda.memory_reserved(device)
-                peak = torch.cuda.max_memory_allocated(device)
+                self._reserved = torch.cuda.memory_reserved(device)
+                self._peak = torch.cuda.max_memory_allocated(device)
         return replace(
             self._facts,
             now=round(time.time(), 3),
@@ -121,8 +124,8 @@ class StatusWriter:
             split_s=dict(work.split()[1]) if is_gpu else {},
             samples_per_s=round(self._rate(step, tracker.wall_s()) * work.global_batch, 1),
             rss_mib=round(read_rss_mib(), 1),
-            gpu_mib=reserved / 2**20,
-            gpu_peak_mib=peak / 2**20,
+            gpu_mib=self._reserved / 2**20,
+            gpu_peak_mib=self._peak / 2**20,
         )
 
     def _run(self) -> None:

@@ -28,6 +28,7 @@ import torch
 from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.gradients.sums import Sums
 from hardened_ddp.model.optimizer import skips_by_flag
+from hardened_ddp.ranks.device import is_reached
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.step.gradient import Attempt, Totals, divide_on_device
 from hardened_ddp.step.parts import Parts
@@ -46,7 +47,7 @@ class Event:
 
     def is_reached(self) -> bool:
         """Return whether the device is past it. Does not wait."""
-        return bool(self._event.query())  # type: ignore[no-untyped-call]  # torch's
+        return is_reached(self._event)
 
     def wait(self) -> None:
         """Wait until the device is past it."""
@@ -68,10 +69,6 @@ class Flag:
             self._on_host.copy_(self.on_device, non_blocking=True)
         self._arrived = Event()
         return self._arrived
-
-    def has_arrived(self) -> bool:
-        """Return whether it can be read without a wait."""
-        return self._arrived is not None and self._arrived.is_reached()
 
     def is_up(self) -> bool:
         """Return whether the gradient was bad. Waits until the device has computed it."""
@@ -238,21 +235,22 @@ class AsyncDevice:
         self._current, self._last = step, None
 
     def phase_of(self, host: int) -> int:
-        """Return the phase in which the device is, by that of the host. Any thread; never waits.
+        """Return the phase in which the device is, by that of the host. Any thread.
 
-        A host that waits for the sum may wait for its own device, stuck in a kernel of its own; and
+        A host that waits for a sum may wait for its own device, stuck in a kernel of its own; and
         one that queues work may wait for the other ranks: no more launches fit into the queue.
         """
-        for step in (self.unconfirmed, self._current):
-            if step is None or step.computed is None:
-                continue
-            if step.flag is not None and step.flag.has_arrived():
-                continue
-            if not step.computed.is_reached():
-                return Phase.BACKWARD if host == Phase.ALL_REDUCE else host
-            is_queueing = step.flag is not None and host in (Phase.FORWARD, Phase.BACKWARD)
-            return Phase.ALL_REDUCE if is_queueing else host
-        return host
+        last, current = self._last, self._current
+        if self._parts.group.world_size == 1:  # it waits for no other
+            return Phase.BACKWARD if host == Phase.ALL_REDUCE else host
+        is_behind = last is not None and not last.before.is_reached()  # before the last update
+        step = last.step if last is not None and is_behind else current
+        if step is None or step.computed is None:
+            return host
+        if not step.computed.is_reached():
+            return Phase.BACKWARD if host == Phase.ALL_REDUCE else host
+        is_queueing = is_behind and host in (Phase.FORWARD, Phase.BACKWARD)
+        return Phase.ALL_REDUCE if is_queueing else host
 
     def forget(self) -> None:
         """Drop what is known: another state was loaded. Main thread."""

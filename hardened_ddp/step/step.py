@@ -20,13 +20,13 @@ from hardened_ddp.checkpoint.disk import Disk, sync_files
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.ledger import LedgerWriter, next_start
 from hardened_ddp.data.batches.sampler import Window
-from hardened_ddp.errors import ANY_FAILURE, HardenedError
+from hardened_ddp.errors import ANY_FAILURE, HardenedError, PeerLostError
 from hardened_ddp.model.optimizer_state import is_known
 from hardened_ddp.model.precision import clip
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.seeding import seed_update
 from hardened_ddp.step.async_device import AsyncDevice
-from hardened_ddp.step.failure import explain_failure
+from hardened_ddp.step.failure import error_of, explain_failure
 from hardened_ddp.step.gradient import Attempt, Gradient, Outcome
 from hardened_ddp.step.left_out import LeftOut
 from hardened_ddp.step.parts import Parts
@@ -249,9 +249,13 @@ class Stepper:
             raise error
         samples = [int(index) for batch in attempt.batches for index in batch.indices]
         group, step = self.parts.group, self.progress.step
-        raise explain_failure(
+        explained = explain_failure(
             error, group, step=step, phase=group.tracker.work, samples=samples
-        ) from error
+        )
+        # WHY: on a GPU with an error, what follows this rank's own failure raises again, elsewhere
+        if (first := attempt.failure) is not None and not isinstance(explained, PeerLostError):
+            explained = error_of(first.kind, first.text)
+        raise explained from error
 
     def end_epoch(self) -> None:
         """Go to the start of the next epoch, if this one is over. Rank-local."""

@@ -13,6 +13,7 @@ No collective here: some rank may be dead.
 import json
 import logging
 import math
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -154,7 +155,9 @@ def _find(stepper: Stepper, limit_s: float) -> Boundary | None:
         # WHY is_finite: the loss is checked when it is reported, which may be some steps ago
         is_good = progress.step == 0 or stepper.is_finite()
         return Boundary(progress, live.buffers_before or (), 0.0) if is_good else None
-    boundary = stepper.device.find(limit_s)
+    boundary = None
+    with suppress(TimeoutError):  # a driver that is stuck answers nothing
+        boundary = call_within(partial(stepper.device.find, limit_s), limit_s + COPY_LIMIT_S)
     if boundary is None:
         log.warning("the device does not answer: nothing is saved, the last checkpoint stays")
     return boundary

@@ -304,7 +304,7 @@ def test_memory_for_the_copies_of_a_gpu_is_pinned_ahead_in_a_thread(
     bench.writer.pin_ahead(100)
     gate.set()  # training has gone on meanwhile
     held = SimpleNamespace(is_cuda=True, device=second)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: calls.append("copies"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *given, **named: calls.append(named))
     with pytest.raises(AttributeError):  # there is no stream here
         bench.writer._copy_from_gpus(
             cast(Any, SimpleNamespace(plan=SimpleNamespace(data_bytes=90))),
@@ -312,7 +312,8 @@ def test_memory_for_the_copies_of_a_gpu_is_pinned_ahead_in_a_thread(
             volatile=(),
         )
     pinned = [("pin-memory", 100, True), (threading.current_thread().name, 90, True)]
-    assert calls == [*pinned, "copies"]
+    # WHY a priority: streams of 0 are given to NCCL, too
+    assert calls == [*pinned, {"priority": -1}]
 
 
 def test_at_most_half_of_the_memory_that_is_free_is_pinned(
@@ -421,15 +422,20 @@ def test_a_write_measures_how_long_the_disk_was_in_use(tmp_path: Path) -> None:
 
 
 class Event:
-    """A CUDA event at a time, in ms."""
+    """A CUDA event at a time, in ms; None: the device is not there yet, and may never be."""
 
-    def __init__(self, at_ms: float) -> None:
+    def __init__(self, at_ms: float | None) -> None:
         self.at_ms = at_ms
 
     def synchronize(self) -> None:
-        pass
+        raise AssertionError("a wait for an all-reduce that a dead rank does not join")
+
+    def query(self) -> bool:
+        return self.at_ms is not None
 
     def elapsed_time(self, end: "Event") -> float:
+        assert end.at_ms is not None
+        assert self.at_ms is not None
         return end.at_ms - self.at_ms
 
 
@@ -437,3 +443,4 @@ def test_the_wait_of_the_device_counts_from_where_it_begins() -> None:
     waits: list[Any] = [(Event(10.0), Event(250.0)), (Event(10.0), Event(8.0))]
     assert device_wait_s(waits) == 0.24
     assert device_wait_s(waits[1:]) == 0.0
+    assert device_wait_s([(Event(None), Event(250.0)), *waits]) == 0.24

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hardened_ddp.gradients.by_ddp import _places
 from hardened_ddp.gradients.choose import sum_gradients_of
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.layers import resolve
@@ -199,3 +200,23 @@ def test_ddp_does_not_look_for_inputs_to_move_to_the_gpu() -> None:
     with mock.patch("hardened_ddp.gradients.choose.DistributedDataParallel", Made):
         sum_gradients_of(model, group, config, finds_unused=False)
     assert made == [None]
+
+
+@pytest.mark.parametrize(
+    "parameter",
+    [
+        torch.empty(2, 3),
+        torch.empty(3, 2).t(),
+        torch.empty(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        torch.empty(2, 3, 4, 4, 4).to(memory_format=torch.channels_last_3d),
+    ],
+    ids=lambda parameter: str(parameter.stride()),
+)
+def test_a_gradient_lies_in_its_bucket_as_the_parameter_in_memory(parameter: torch.Tensor) -> None:
+    # So does DDP's: the order of additions is that of the places.
+    flat = torch.arange(parameter.numel() + 1.0)[1:]
+    [place] = _places(flat, [parameter])
+    assert place.stride() == parameter.stride()
+    assert sorted(place.flatten().tolist()) == flat.tolist()
+    [rows] = _places(flat, [parameter.new_empty(parameter.numel() * 2)[::2]])  # with gaps
+    assert rows.stride() == (1,)

@@ -1,13 +1,17 @@
 """Each rank gets its own GPU, however the launcher shows them; and enough open files."""
 
 import os
+import re
 import resource
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
 from hardened_ddp.errors import LaunchError
+from hardened_ddp.ranks import device
 from hardened_ddp.ranks.device import pick_device
 from hardened_ddp.ranks.group import open_group
 from hardened_ddp.ranks.launch import Launch, read_launch
@@ -43,16 +47,17 @@ def test_a_rank_takes_a_gpu_by_what_it_sees(
         with pytest.raises(LaunchError, match="has no GPU"):
             pick_device(launch, cpu_only=False, backend="auto")
     else:
-        device = pick_device(launch, cpu_only=False, backend="auto")
-        assert device == torch.device("cuda", index)
+        picked = pick_device(launch, cpu_only=False, backend="auto")
+        assert picked == torch.device("cuda", index)
     assert pick_device(launch, cpu_only=True, backend="auto") == torch.device("cpu")
 
 
-def meet_with_gpus(gpus: list[str]) -> str:
+def meet_with_gpus(gpus: list[str], backends: list[str]) -> str:
     launch = read_launch(os.environ)
     store = open_store(launch, timedelta(seconds=20))
     try:
-        met = rendezvous(store, launch, 20.0, gpu=gpus[launch.rank])
+        rank = launch.rank
+        met = rendezvous(store, launch, 20.0, backend=backends[rank], gpu=gpus[rank])
     except LaunchError as error:
         return str(error)
     met.set(f"done/{launch.rank}", "")
@@ -62,15 +67,53 @@ def meet_with_gpus(gpus: list[str]) -> str:
 
 
 def test_two_ranks_with_one_gpu_are_refused_on_all_ranks_before_nccl_hangs() -> None:
-    messages = run_ranks(meet_with_gpus, 3, ["GPU-a", "GPU-b", "GPU-a"])
+    messages = run_ranks(meet_with_gpus, 3, ["GPU-a", "GPU-b", "GPU-a"], ["nccl"] * 3)
     for text in messages:
         assert "ranks 0 and 2 would use the same GPU (GPU-a)" in text
         assert "give each its LOCAL_RANK and LOCAL_WORLD_SIZE" in text
 
 
 def test_ranks_with_gpus_of_their_own_or_none_meet() -> None:
-    assert run_ranks(meet_with_gpus, 2, ["GPU-a", "GPU-b"]) == ["", ""]
-    assert run_ranks(meet_with_gpus, 2, ["", ""]) == ["", ""]
+    assert run_ranks(meet_with_gpus, 2, ["GPU-a", "GPU-b"], ["nccl"] * 2) == ["", ""]
+    assert run_ranks(meet_with_gpus, 2, ["", ""], ["gloo"] * 2) == ["", ""]
+
+
+def test_a_rank_that_sees_no_gpu_is_named_before_the_others_wait_for_it_in_nccl() -> None:
+    backends = ["nccl", "gloo", "nccl"]
+    for text in run_ranks(meet_with_gpus, 3, ["GPU-a", "", "GPU-c"], backends):
+        assert re.search(r"rank 1 \(process \d+ on \S+\) would use gloo, as without a GPU", text)
+        assert "nvidia-smi" in text
+        assert "--cpu_only" in text
+
+
+class Driver:
+    """CUDA's driver, as ctypes gives it."""
+
+    def __init__(self, status: int) -> None:
+        self.cuEventQuery = lambda handle: status
+
+
+@pytest.mark.parametrize(
+    ("status", "is_there"), [(0, True), (600, False), (719, RuntimeError)], ids=str
+)
+def test_an_event_is_asked_for_without_the_gil_and_an_error_by_torch(
+    status: int, is_there: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask() -> bool:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    event = cast(torch.cuda.Event, SimpleNamespace(cuda_event=0x7F00, query=ask))
+    monkeypatch.setattr(device, "_driver", lambda: Driver(status))
+    if is_there is RuntimeError:
+        with pytest.raises(RuntimeError, match="launch failure"):
+            device.is_reached(event)
+    else:
+        assert device.is_reached(event) is is_there
+
+
+def test_without_nvidias_driver_torch_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_driver", lambda: None)
+    assert device.is_reached(cast(torch.cuda.Event, SimpleNamespace(query=lambda: True)))
 
 
 def open_with_few_files() -> int:

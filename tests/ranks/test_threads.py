@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
-from hardened_ddp.ranks.call_timeout import call_within
+from hardened_ddp.ranks.call_timeout import call_within, repeating
+from hardened_ddp.ranks.store import RunStore
 from hardened_ddp.ranks.threads import HelperThread
 
 
@@ -53,6 +55,17 @@ def test_a_thread_works_on_the_gpu_of_the_rank_that_starts_it(cuda: Cuda) -> Non
 def test_a_gpu_that_is_lost_does_not_keep_a_thread_from_working(cuda: Cuda) -> None:
     cuda.is_lost = True
     assert call_within(lambda: "told", 60) == "told"
+    with mock.patch("torch.cuda.current_device", side_effect=RuntimeError("CUDA error")):
+        assert call_within(lambda: "told", 60) == "told"
+
+
+def test_a_question_to_the_store_touches_no_gpu(cuda: Cuda) -> None:
+    # Its driver may be stuck, and torch would keep the GIL while it waits.
+    store = RunStore(dist.HashStore())
+    with mock.patch("torch.cuda.set_device", side_effect=AssertionError("it would wait")):
+        assert store.claim("key", "mine") == "mine"
+        with repeating(lambda: None, every_s=60):
+            pass
 
 
 def test_without_cuda_a_thread_starts_none() -> None:

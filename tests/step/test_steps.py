@@ -19,6 +19,7 @@ from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.ranks.seeding import seed_step
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.layers import resolve
+from hardened_ddp.step.failure import Failure
 from hardened_ddp.step.left_out import LeftOut
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
@@ -162,6 +163,15 @@ def fail_for_good() -> None:
     ):
         stepper.train_step(*next(windows))
     assert not stepper.live.is_at_boundary, "its buffers are those of the step that failed"
+    stepper.live.is_at_boundary = True
+    # Where a forward fails, what is sent for it fails, too: the first error is the one to tell.
+    failure = Failure("error", "rank 0, step 1, forward: model.py:7: device-side assert")
+    with (
+        mock.patch.object(stepper.gradient, "run", return_value=failure),
+        mock.patch.object(stepper.gradient, "reduce", side_effect=error),
+        pytest.raises(StepError, match=r"forward: model.py:7"),
+    ):
+        stepper.train_step(*next(windows))
     parts.close()
     parts.group.close()
 

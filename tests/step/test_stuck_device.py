@@ -152,35 +152,43 @@ def test_a_device_that_is_stuck_in_a_kernel_of_its_own_is_named(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("steps", "host", "device"),
+    ("last", "current", "host", "device"),
     [
-        ([], Phase.ALL_REDUCE, Phase.ALL_REDUCE),
-        (["computes"], Phase.ALL_REDUCE, Phase.BACKWARD),
-        (["sums"], Phase.ALL_REDUCE, Phase.ALL_REDUCE),
-        # no launch fits into the queue any more
-        (["sums", "queues"], Phase.FORWARD, Phase.ALL_REDUCE),
-        (["computes", "queues"], Phase.FORWARD, Phase.FORWARD),
-        (["is done", "computes"], Phase.ALL_REDUCE, Phase.BACKWARD),
-        (["is done", "queues"], Phase.BACKWARD, Phase.BACKWARD),
-        (["sums"], Phase.DATA, Phase.DATA),
+        # Whether the gradients of a step are computed, and whether the device has begun its update.
+        (None, None, Phase.ALL_REDUCE, Phase.ALL_REDUCE),
+        ((False, False), None, Phase.ALL_REDUCE, Phase.BACKWARD),
+        ((True, False), None, Phase.ALL_REDUCE, Phase.ALL_REDUCE),
+        # The work of the next step is queued behind a sum that others have not joined.
+        ((True, False), False, Phase.ALL_REDUCE, Phase.ALL_REDUCE),
+        # No launch fits into the queue any more.
+        ((True, False), None, Phase.FORWARD, Phase.ALL_REDUCE),
+        ((False, False), None, Phase.FORWARD, Phase.FORWARD),
+        ((True, True), False, Phase.ALL_REDUCE, Phase.BACKWARD),
+        ((True, True), True, Phase.ALL_REDUCE, Phase.ALL_REDUCE),
+        ((True, True), None, Phase.BACKWARD, Phase.BACKWARD),
+        ((True, False), None, Phase.DATA, Phase.DATA),
     ],
     ids=str,
 )
-def test_the_device_tells_what_a_rank_is_at(steps: list[str], host: Phase, device: Phase) -> None:
-    class At:
-        """An event, or a flag."""
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_device_tells_what_a_rank_is_at(
+    last: tuple[bool, bool] | None,
+    current: bool | None,
+    host: Phase,
+    device: Phase,
+    world_size: int,
+) -> None:
+    def event(is_reached: bool | None) -> Any:
+        return None if is_reached is None else SimpleNamespace(is_reached=lambda: is_reached)
 
-        def __init__(self, is_reached: bool) -> None:
-            self.is_reached = self.has_arrived = lambda: is_reached
-
-    stages = ["queues", "computes", "sums", "is done"]
-    there = [SimpleNamespace(computed=None, flag=None), SimpleNamespace(computed=None, flag=None)]
-    for step, stage in zip(there, steps, strict=False):
-        number = stages.index(stage)
-        step.computed = At(number > 1) if number else None
-        step.flag = At(number > 2) if number else None
-    watched = cast(AsyncDevice, SimpleNamespace(unconfirmed=there[0], _current=there[1]))
-    assert AsyncDevice.phase_of(watched, host) == device
+    update = last and SimpleNamespace(
+        step=SimpleNamespace(computed=event(last[0])), before=event(last[1])
+    )
+    parts = SimpleNamespace(group=SimpleNamespace(world_size=world_size))
+    step = SimpleNamespace(computed=event(current))
+    watched = cast(AsyncDevice, SimpleNamespace(_parts=parts, _last=update, _current=step))
+    alone = Phase.BACKWARD if host == Phase.ALL_REDUCE else host
+    assert AsyncDevice.phase_of(watched, host) == (device if world_size == 2 else alone)
 
 
 def test_a_wait_for_the_device_blocks_and_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.errors import RunFolderError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
+from hardened_ddp.ranks.phase import SINCE, Phase
 from hardened_ddp.ranks.tracker import Tracker
 from hardened_ddp.reporting.goodput import Goodput
 from hardened_ddp.reporting.sinks import FileSink, write_text
@@ -323,3 +324,20 @@ def test_a_link_that_is_put_there_during_the_run_is_not_followed(tmp_path: Path)
     with StatusWriter(tmp_path, Group(Launch(), torch.device("cpu"))):
         pass
     assert victim.read_text() == "years of work"
+
+
+def test_the_memory_of_a_gpu_is_not_asked_for_while_its_rank_is_stuck(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch keeps the GIL for it, and may wait for what the main thread holds in the driver.
+    group = Group(Launch(), torch.device("cpu"))
+    status = StatusWriter(tmp_path, group)
+    group.tracker.start_at(0)
+    group.tracker.enter(Phase.FORWARD)
+    group.device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * 2**20)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**20)
+    assert (status.read().gpu_mib, status.read().gpu_peak_mib) == (3.0, 1.0)
+    monkeypatch.delattr(torch.cuda, "memory_reserved")
+    group.tracker.words[SINCE] -= 10**10
+    assert (status.read().gpu_mib, status.read().gpu_peak_mib) == (3.0, 1.0)
