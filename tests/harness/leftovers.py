@@ -8,7 +8,6 @@ What goes wrong here: other programs start processes and segments at the same ti
 descendants of pytest and of the keepers of the test's ranks, as both adopt orphans.
 """
 
-import contextlib
 import os
 import signal
 import sys
@@ -27,7 +26,6 @@ from tests.harness.processes import (
     adopt_orphans,
     descendants_of,
     kill,
-    list_pids,
     read_command_line,
     read_process,
 )
@@ -48,15 +46,14 @@ _OWN_THREADS = ("_DummyThread", "TMonitor")  # C++ threads that ran Python; tqdm
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state of everything that a test must leave as it was."""
+    """What a test must leave as it was."""
 
-    pids: frozenset[int]
-    segments: frozenset[str]
-    threads: frozenset[int]
-    files: frozenset[Path]
+    state: dict[str, object]
     environment: dict[str, str]
     folder: str
-    handlers: tuple[object, ...]
+    pids: frozenset[int]
+    threads: frozenset[int]
+    files: frozenset[Path]
 
 
 @pytest.fixture(autouse=True)
@@ -78,24 +75,27 @@ def leaves_nothing_behind() -> Iterator[None]:
 def take_snapshot() -> Snapshot:
     """Note what is there now."""
     return Snapshot(
-        pids=frozenset(descendants_of(os.getpid(), without=ranks.server_pids())),
-        segments=_list_segments(),
-        threads=frozenset(id(thread) for thread in threading.enumerate()),
-        files=_list_files(),
+        state=_read_state(),
         environment=dict(os.environ),
         folder=os.getcwd(),
-        handlers=tuple(map(signal.getsignal, _SIGNALS)),
+        pids=frozenset(descendants_of(os.getpid(), without=ranks.server_pids())),
+        threads=frozenset(id(thread) for thread in threading.enumerate()),
+        files=frozenset(_list_files()),
     )
 
 
 def find_leftovers(before: Snapshot, *, grace_s: float = GRACE_S) -> list[str]:
     """Say what is there that was not there before; what is ending has grace_s for that."""
     end = time.monotonic() + PATIENCE * grace_s
-    new_files = sorted(_list_files() - before.files)
-    lasting = [*_changed_state(before), *(f"file in the checkout: {path}" for path in new_files)]
+    now = _read_state()
+    lasting = [
+        f"{name}: was {before.state.get(name)!r}, is {now.get(name)!r}"
+        for name in sorted(now.keys() | before.state.keys())
+        if now.get(name) != before.state.get(name)
+    ]
     while ending := [
         *map(_describe_process, _our_new_pids(before)),
-        *(f"shared memory {SHM / name}" for name in _unused_new_segments(before)),
+        *(f"file {path}" for path in _our_new_files(before)),
         *_new_threads(before),
     ]:
         if time.monotonic() > end:
@@ -108,15 +108,28 @@ def clear_away(before: Snapshot) -> None:
     """Undo what can be undone, so that the next test starts clean."""
     for pid in _our_new_pids(before):
         kill(pid)
-    for name in _unused_new_segments(before):
-        (SHM / name).unlink(missing_ok=True)
+    for path in _our_new_files(before):
+        if path.parent == SHM:
+            path.unlink(missing_ok=True)
     os.environ.clear()
     os.environ.update(before.environment)
     os.chdir(before.folder)
-    for number, handler in zip(_SIGNALS, before.handlers, strict=True):
-        signal.signal(number, handler)  # type: ignore[arg-type]  # it came from getsignal
+    for number in _SIGNALS:
+        signal.signal(number, before.state[number.name])  # type: ignore[arg-type]  # of getsignal
     if _has_process_group():
         sys.modules["torch.distributed"].destroy_process_group()
+
+
+def _read_state() -> dict[str, object]:
+    """Give what only an act changes, each thing by its name."""
+    variables = {
+        f"environment variable {name}": value
+        for name, value in os.environ.items()
+        if not name.startswith(_OWN_VARIABLES)
+    }
+    handlers = {number.name: signal.getsignal(number) for number in _SIGNALS}
+    places = {"working folder": os.getcwd(), "process group in pytest": _has_process_group()}
+    return {**variables, **handlers, **places}
 
 
 def _our_new_pids(before: Snapshot) -> list[int]:
@@ -132,26 +145,27 @@ def _describe_process(pid: int) -> str:
     return f"process {pid} (parent {parent}): {read_command_line(pid)[:300]}"
 
 
-def _list_segments() -> frozenset[str]:
-    return frozenset(os.listdir(SHM)) if SHM.is_dir() else frozenset()
-
-
-def _unused_new_segments(before: Snapshot) -> list[str]:
-    """List new segments of torch by a process of ours, which no other process works with.
+def _our_new_files(before: Snapshot) -> list[Path]:
+    """List new files in the checkout, and new segments of torch by a process of ours.
 
     torch names a segment by the process that made it; those of other test sessions come and go.
     """
-    new = {name for name in _list_segments() - before.segments if name.startswith("torch_")}
-    if not new:  # WHY first: looking into all processes is slow
+    new = {path for path in _list_files() if path not in before.files}
+    if not new:  # WHY first: looking for processes takes time
         return []
-    ours = {os.getpid(), *ranks.rank_pids(), *descendants_of(os.getpid(), *ranks.keepers())}
-    new = {name for name in new if any(name.startswith(f"torch_{pid}_") for pid in ours)}
-    others = list_pids() - {os.getpid()}
-    for pid in others:
-        with contextlib.suppress(OSError):  # the process is gone by now, or another user's
-            used = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
-            new = {name for name in new if f"{SHM / name}" not in used}
-    return sorted(new)
+    pids = {os.getpid(), *ranks.rank_pids(), *descendants_of(os.getpid(), *ranks.keepers())}
+    ours = tuple(f"torch_{pid}_" for pid in pids)
+    return sorted(path for path in new if path.parent != SHM or path.name.startswith(ours))
+
+
+def _list_files() -> Iterator[Path]:
+    """List the files of the folders that are watched, and torch's segments of shared memory."""
+    yield from SHM.glob("torch_*")
+    for folder in filter(Path.is_dir, _WATCHED_FOLDERS):
+        for name in os.listdir(folder):
+            # WHY but these: they are caches of tools
+            if not name.startswith((".", "__pycache__")) and folder / name not in _MADE_BY_SETUP:
+                yield folder / name
 
 
 def _new_threads(before: Snapshot) -> list[str]:
@@ -160,34 +174,6 @@ def _new_threads(before: Snapshot) -> list[str]:
         for thread in threading.enumerate()
         if id(thread) not in before.threads and type(thread).__name__ not in _OWN_THREADS
     ]
-
-
-def _list_files() -> frozenset[Path]:
-    return frozenset(
-        folder / name
-        for folder in _WATCHED_FOLDERS
-        if folder.is_dir()
-        for name in os.listdir(folder)
-        if not name.startswith((".", "__pycache__"))  # caches of tools
-        and folder / name not in _MADE_BY_SETUP
-    )
-
-
-def _changed_state(before: Snapshot) -> list[str]:
-    found = []
-    names = before.environment.keys() | os.environ.keys()
-    for name in sorted(name for name in names if not name.startswith(_OWN_VARIABLES)):
-        old, new = before.environment.get(name), os.environ.get(name)
-        if old != new:
-            found.append(f"environment variable {name}: was {old!r}, is {new!r}")
-    if os.getcwd() != before.folder:
-        found.append(f"working folder: was {before.folder}, is {os.getcwd()}")
-    for number, handler in zip(_SIGNALS, before.handlers, strict=True):
-        if signal.getsignal(number) != handler:
-            found.append(f"handler of {number.name}: was {handler}")
-    if _has_process_group():
-        found.append("an initialised process group in pytest")
-    return found
 
 
 def _has_process_group() -> bool:

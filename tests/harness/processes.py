@@ -76,6 +76,12 @@ def read_process(pid: int) -> Process | None:
     return Process(pid=pid, state=fields[0], parent=int(fields[1]), group=int(fields[2]))
 
 
+def is_alive(pid: int) -> bool:
+    """Say whether a process has not ended: one that only waits to be buried has."""
+    process = read_process(pid)
+    return process is not None and process.is_alive
+
+
 def read_environment(pid: int) -> dict[str, str]:
     """Read the environment that a process was started with."""
     entries = _read(pid, "environ").decode(errors="replace").split("\0")

@@ -37,6 +37,7 @@ from tests.harness.processes import (
     clean_environment,
     deadline,
     descendants_of,
+    is_alive,
     kill,
     limit_of,
     read_environment,
@@ -196,8 +197,7 @@ class Running:
 
     def living_ranks(self) -> list[int]:
         """List the process ids of torchrun's ranks that live, also of those that it has left."""
-        found = (read_process(pid) for _, pid in self._ranks_of_torchrun())
-        return [process.pid for process in found if process and process.is_alive]
+        return [pid for _, pid in self._ranks_of_torchrun() if is_alive(pid)]
 
     def _ranks_of_torchrun(self) -> list[tuple[int, int]]:
         """List rank and process id of all that it has started, the newest first."""

@@ -18,7 +18,7 @@ import pytest
 
 from hardened_ddp.checkpoint.folder import find_newest
 from hardened_ddp.reporting.summary import finished_at
-from tests.harness.processes import deadline, kill, read_process
+from tests.harness.processes import deadline, is_alive, kill
 from tests.harness.ranks import start_program, start_training, train
 from tests.harness.run_folder import last_tensors, only_run, read_summary
 
@@ -185,8 +185,3 @@ def disturb_torchrun(argv: list[str | Path], world_size: int, fault: Fault, watc
     while living := [pid for pid in pids if pid is not None and is_alive(pid)]:
         assert time.monotonic() < end, f"ranks {living} outlive their torchrun"
         time.sleep(0.02)
-
-
-def is_alive(pid: int) -> bool:
-    process = read_process(pid)
-    return process is not None and process.state != "Z"

@@ -15,40 +15,19 @@ import pytest
 
 from tests.harness import processes
 from tests.harness.fork_server import is_of_checkout
-from tests.harness.leftovers import clear_away, find_leftovers, take_snapshot
-from tests.harness.processes import ROOT, read_process
+from tests.harness.processes import ROOT, is_alive
 from tests.harness.ranks import (
     RankFailure,
     held_port,
-    kill_running,
     release_ports,
     run_command,
     run_program,
     run_ranks,
     start_command,
-    start_program,
     start_ranks,
-    train,
 )
 
 WAITS = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(1000)"]
-
-
-def describe_rank(word: str) -> tuple[str, ...]:
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RESTART_COUNT")
-    return (word, *(os.environ[name] for name in names))
-
-
-def fail_on(rank: int) -> None:
-    print(f"this is rank {os.environ['RANK']}")
-    if int(os.environ["RANK"]) == rank:
-        raise ValueError("the odd one")
-
-
-def die_on(rank: int) -> str:
-    if int(os.environ["RANK"]) == rank:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return "survived"
 
 
 def hang_on(rank: int) -> None:
@@ -65,65 +44,36 @@ def give_randomness() -> float:
     return random.random()
 
 
-def leave_a_child() -> int:
-    return subprocess.Popen(WAITS, stdout=subprocess.DEVNULL, start_new_session=True).pid
-
-
 def count_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def test_results_come_in_rank_order_with_the_environment_of_torchrun() -> None:
-    results = run_ranks(describe_rank, 3, "word", timeout_s=30)
-    assert results == [("word", str(rank), str(rank), "3", "127.0.0.1", "0") for rank in range(3)]
+def fail_die_or_hang() -> str:
+    print(f"this is rank {os.environ['RANK']}")
+    match os.environ["RANK"]:
+        case "1":
+            raise ValueError("the odd one")
+        case "2":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "3":
+            sys.exit(7)
+    return "survived"
 
 
-def test_a_rank_starts_with_one_thread_and_its_own_randomness() -> None:
-    assert run_ranks(count_threads, 1, timeout_s=30) == [1]
-    first, second = run_ranks(give_randomness, 2, timeout_s=30)
-    assert first != second
-
-
-def test_a_failure_names_its_rank_with_traceback_and_output() -> None:
-    with pytest.raises(RankFailure) as failure:
-        run_ranks(fail_on, 2, 1, timeout_s=30)
-    text = str(failure.value)
-    assert "rank 1 ended with status 1" in text
-    assert "ValueError: the odd one" in text
-    assert "in fail_on" in text
+def test_what_fails_is_named_with_its_end_traceback_and_output() -> None:
+    with pytest.raises(RankFailure, match="rank 1, 2, 3 failed") as failure:
+        run_ranks(fail_die_or_hang, 4, timeout_s=30)
+    finished, text = failure.value.finished, str(failure.value)
+    assert finished.statuses == (0, 1, -signal.SIGKILL, 7)
+    assert finished.values == ("survived", None, None, None)
+    for words in ("rank 1 ended with status 1", "ValueError: the odd one", "in fail_die_or_hang"):
+        assert words in text
+    assert "rank 2 ended with SIGKILL" in text
     assert "this is rank 1" in text
     assert "this is rank 0" not in text
-    assert failure.value.finished.statuses == (0, 1)
 
 
-def test_a_killed_rank_is_named_and_the_other_keeps_its_result() -> None:
-    with pytest.raises(RankFailure, match="rank 1 ended with SIGKILL") as failure:
-        run_ranks(die_on, 2, 1, timeout_s=30)
-    assert failure.value.finished.statuses == (0, -signal.SIGKILL)
-    assert failure.value.finished.values == ("survived", None)
-
-
-def test_the_exit_status_of_a_rank_is_kept() -> None:
-    with pytest.raises(RankFailure) as failure:
-        run_ranks(sys.exit, 1, 7, timeout_s=30)
-    assert failure.value.finished.statuses == (7,)
-
-
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limits of less than a second."""
-    monkeypatch.setattr(processes, "LEAST_S", 0.0)
-
-
-@pytest.mark.usefixtures("impatient")
-def test_a_hanging_rank_is_killed_and_shows_its_stack() -> None:
-    with pytest.raises(RankFailure, match=r"rank 1 did not end in 1\.5 s") as failure:
-        run_ranks(hang_on, 2, 1, timeout_s=0.5)
-    assert failure.value.finished.statuses == (0, -signal.SIGKILL)
-    assert "in hang_on" in str(failure.value)
-
-
-def test_a_running_rank_is_watched_signalled_and_waited_for(
+def test_a_rank_is_watched_signalled_and_shows_its_stack_at_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with start_ranks(say_and_hang, 2) as running:
@@ -131,89 +81,67 @@ def test_a_running_rank_is_watched_signalled_and_waited_for(
         running.kill(1, signal.SIGTERM)
         running.wait_for(lambda: running.living() == [0], timeout_s=20, what="the end of rank 1")
         monkeypatch.setattr(processes, "LEAST_S", 0.0)
-        with pytest.raises(RankFailure, match=r"0\.6 s went by without a miracle"):
+        with pytest.raises(RankFailure, match=r"0\.6 s went by without a miracle") as failure:
             running.wait_for(lambda: False, timeout_s=0.2, what="a miracle")
+        assert "in say_and_hang" in str(failure.value)
         assert running.wait(5).statuses == (-signal.SIGKILL, -signal.SIGTERM)
 
 
-def test_ranks_that_a_test_leaves_running_are_killed_and_told() -> None:
-    running = start_ranks(say_and_hang, 2)
-    assert sorted(kill_running()) == sorted(running.pids)
-    assert running.living() == []
-    assert kill_running() == []
+LEAVING = """
+import os, signal, subprocess, sys, threading
+from pathlib import Path
+from tests.harness import leftovers, processes, ranks
+from tests.tools.test_harness import WAITS, leave_a_child, say_and_hang
+processes.PATIENCE = leftovers.PATIENCE = 0.01
+def test_all():
+    os.environ["LEFT_VARIABLE"] = "1"
+    os.chdir("/")
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    threading.Thread(target=threading.Event().wait, name="left-thread", daemon=True).start()
+    Path(f"/dev/shm/torch_{os.getpid()}_left").touch()
+    subprocess.Popen(WAITS)
+    ranks.run_ranks(leave_a_child, 1)
+    ranks.start_ranks(say_and_hang, 1)
+def test_next():
+    assert "LEFT_VARIABLE" not in os.environ
+    assert os.getcwd() != "/"
+    assert not processes.descendants_of(os.getpid(), without=ranks.server_pids())
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    assert not Path(f"/dev/shm/torch_{os.getpid()}_left").exists()
+def test_what_is_just_ending_is_no_leftover():
+    leftovers.PATIENCE = 3
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5)"])
+"""
 
 
-def test_the_script_runs_in_a_forked_rank_and_its_output_is_kept() -> None:
-    finished = train(["--no_such_flag"], timeout_s=30, launcher="none")
-    assert finished.statuses == (2,)
-    assert "no_such_flag" in finished.output
+def leave_a_child() -> None:
+    subprocess.Popen(WAITS, stdout=subprocess.DEVNULL, start_new_session=True)
 
 
-@pytest.mark.slow
-def test_a_forked_torchrun_restarts_ranks_of_its_own_and_ends_with_their_status(
+def test_a_test_that_leaves_something_behind_fails_and_the_next_one_starts_clean(
     tmp_path: Path,
 ) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os, sys\n"
-        "names = ('RANK', 'WORLD_SIZE', 'TORCHELASTIC_RESTART_COUNT')\n"
-        "print('a rank', *(os.environ[name] for name in names), os.getppid(), *sys.argv[1:])\n"
-        "sys.exit(os.environ['RANK'] == '1' and int(os.environ[names[2]]) < int(sys.argv[1]))\n"
-    )
-    for fails, status in ((1, 0), (9, 1)):
-        argv = ["torchrun", "--standalone", "--nproc_per_node=2", "--max_restarts=1", script]
-        with start_program([*argv, str(fails)]) as launched:
-            done = launched.wait(timeout_s=60)
-        assert done.status == status, done.output
-        assert ("ChildFailedError" in done.output) == bool(status)
-        # Of rank 1: the other one may be stopped before it says anything.
-        lines = [line for line in done.stdout.splitlines() if line.startswith("a rank 1")]
-        assert lines == [f"a rank 1 2 {count} {launched.pid} {fails}" for count in (0, 1)]
+    (tmp_path / "test_leaving.py").write_text(LEAVING)
+    argv = ["python", "-m", "pytest", "-p", "tests.harness.leftovers", f"--rootdir={tmp_path}"]
+    completed = run_command([*argv, "-W", "ignore", tmp_path], timeout_s=60)
+    assert completed.status == 1, completed.output
+    assert "3 passed, 1 error" in completed.stdout, completed.output
+    for words in (
+        "environment variable LEFT_VARIABLE: was None, is '1'",
+        f"working folder: was {str(ROOT)!r}, is '/'",
+        "SIGUSR1: was",
+        "thread 'left-thread' of pytest",
+        "file /dev/shm/torch_",
+        "rank still running: process ",
+    ):
+        assert words in completed.stdout
+    assert completed.stdout.count("import time; print('up'") == 2, "of the test, and of its rank"
 
 
-def test_a_process_that_a_rank_leaves_is_noticed_and_cleared_away() -> None:
-    before = take_snapshot()
-    [pid] = run_ranks(leave_a_child, 1, timeout_s=30)
-    # WHY not all of them: without grace, one that is just ending may be among them
-    assert any(f"process {pid}" in leftover for leftover in find_leftovers(before, grace_s=0.0))
-    clear_away(before)
-    assert find_leftovers(before) == []
-
-
-def test_a_process_that_is_just_ending_is_no_leftover() -> None:
-    before = take_snapshot()
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    assert process.stdin is not None
-    assert find_leftovers(before, grace_s=0.0)
-    process.stdin.close()
-    assert find_leftovers(before) == []
-    process.wait()
-
-
-def test_threads_variables_files_handlers_and_shared_memory_are_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = take_snapshot()
-    release = threading.Event()
-    thread = threading.Thread(target=release.wait, name="left-thread")
-    segment = Path(f"/dev/shm/torch_{os.getpid()}_left")
-    handler = signal.getsignal(signal.SIGUSR1)
-    with contextlib.ExitStack() as undo:
-        thread.start()
-        undo.callback(release.set)
-        segment.touch()
-        undo.callback(segment.unlink)
-        undo.callback(signal.signal, signal.SIGUSR1, handler)
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        monkeypatch.setenv("LEFT_VARIABLE", "1")
-        monkeypatch.chdir(tmp_path)
-        text = "\n".join(find_leftovers(before, grace_s=0.0))
-    thread.join()
-    monkeypatch.undo()
-    for name in ("left-thread", "LEFT_VARIABLE", str(tmp_path), "SIGUSR1"):
-        assert name in text
-    assert str(segment) in text
-    assert find_leftovers(before) == []
+def test_a_rank_starts_with_one_thread_and_its_own_randomness() -> None:
+    assert run_ranks(count_threads, 1, timeout_s=30) == [1]
+    first, second = run_ranks(give_randomness, 2, timeout_s=30)
+    assert first != second
 
 
 def test_a_command_sees_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,8 +168,7 @@ def test_a_command_at_its_limit_is_killed_with_children_in_other_sessions(
             command.wait(timeout_s=0.01)
     pid = int(str(failure.value).split("child ")[1].split()[0])
     _wait_until_gone(pid)
-    child = read_process(pid)
-    assert child is None or not child.is_alive
+    assert not is_alive(pid)
 
 
 def test_a_command_that_ends_too_early_tells_its_status() -> None:
@@ -290,21 +217,6 @@ def test_a_held_port_is_for_those_who_are_told_it() -> None:
         socket.create_connection(("127.0.0.1", port), timeout=10)
 
 
-def test_a_test_that_leaves_something_behind_fails_and_the_next_one_starts_clean(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "test_leaking.py").write_text(
-        "import os\n"
-        "def test_first(): os.environ['LEFT_VARIABLE'] = '1'\n"
-        "def test_second(): assert 'LEFT_VARIABLE' not in os.environ\n"
-    )
-    argv = ["python", "-m", "pytest", "-p", "tests.harness.leftovers", f"--rootdir={tmp_path}"]
-    completed = run_command([*argv, tmp_path], timeout_s=30)
-    assert completed.status == 1, completed.output
-    assert "2 passed, 1 error" in completed.stdout
-    assert "environment variable LEFT_VARIABLE: was None, is '1'" in completed.stdout
-
-
 @pytest.mark.slow  # it starts a second fork server
 def test_the_end_of_pytest_ends_the_server_and_its_ranks() -> None:
     script = (
@@ -318,8 +230,7 @@ def test_the_end_of_pytest_ends_the_server_and_its_ranks() -> None:
     assert len(pids) == 3, completed.output
     for pid in pids:
         _wait_until_gone(pid)
-        process = read_process(pid)
-        assert process is None or not process.is_alive
+        assert not is_alive(pid)
 
 
 def _wait_until_gone(pid: int) -> None:

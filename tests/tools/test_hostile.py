@@ -12,7 +12,7 @@ import pytest
 
 from tests import hostile
 from tests.harness.marks import slow_after
-from tests.harness.processes import ROOT, deadline, list_pids, read_command_line, read_process
+from tests.harness.processes import ROOT, deadline, is_alive, list_pids, read_command_line
 from tests.harness.ranks import start_command
 from tests.hostile import LONG, SHORT, draw, run_hostile, shuffled
 
@@ -124,5 +124,5 @@ def test_whatever_ends_it_ends_the_processes_beside_it(number: int) -> None:
         command.kill(0, number)
         command.wait(timeout_s=30)
     end = deadline(30)
-    while any((found := read_process(pid)) and found.is_alive for pid in pids):
+    while any(map(is_alive, pids)):
         assert time.monotonic() < end

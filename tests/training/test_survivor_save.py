@@ -40,7 +40,7 @@ from hardened_ddp.training.survivor_save import (
     refuse_crash_loop,
     save_as_survivor,
 )
-from tests.harness.processes import deadline, kill, read_process
+from tests.harness.processes import deadline, is_alive, kill
 from tests.harness.ranks import run_program, start_program, start_training, train
 from tests.harness.run_folder import (
     find_checkpoints,
@@ -152,7 +152,7 @@ def test_ranks_of_a_killed_torchrun_save_and_leave(tmp_path: Path) -> None:
         assert len(ranks) == 2
         kill(command.pid)
         end = deadline(30)
-        while living := [pid for pid in ranks if _is_alive(pid)]:
+        while living := [pid for pid in ranks if is_alive(pid)]:
             assert time.monotonic() < end, f"{living} live on"
             time.sleep(0.05)
     summary = read_summary(only_run(tmp_path))
@@ -305,11 +305,6 @@ def test_only_failures_at_the_same_step_are_a_crash_loop(tmp_path: Path) -> None
     refuse_crash_loop(parts, Progress(step=6), tmp_path)
     with pytest.raises(CrashLoopError, match=r"3 attempts failed at step 5.*\[1, 2\]"):
         refuse_crash_loop(parts, Progress(step=5), tmp_path)
-
-
-def _is_alive(pid: int) -> bool:
-    process = read_process(pid)
-    return process is not None and process.state != "Z"
 
 
 @pytest.mark.filterwarnings("ignore:Exception in thread last-resort")
