@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tests.explain.reproducers import reproduce, reproduces
+from tests.explain.reproducers import reproduce, reproduces, throw
 
 
 class Settings:
@@ -72,11 +72,6 @@ def checkpoint_disk_full(rank: int, folder: Path) -> None:
         file.write("x")
 
 
-@reproduces("checkpoint-permission")
-def checkpoint_read_only(rank: int, folder: Path) -> None:
-    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/scratch/runs/a.pt")
-
-
 @reproduces("checkpoint-optimizer")
 def checkpoint_optimizer(rank: int, folder: Path) -> None:
     state = torch.optim.SGD(nn.Linear(2, 2).parameters()).state_dict()
@@ -99,3 +94,9 @@ reproduce(
 )
 reproduce("checkpoint-permission", lambda folder: torch.save({}, folder / "no" / "such" / "a.pt"))
 reproduce("checkpoint-rng", lambda folder: torch.set_rng_state(torch.ones(3)))
+reproduce(
+    "checkpoint-permission",
+    lambda folder: throw(
+        PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/scratch/runs/a.pt")
+    ),
+)

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from tests.explain.reproducers import reproduce, reproduces
+from tests.explain.reproducers import reproduce, reproduces, throw
 
 
 class Calling(Dataset[Any]):
@@ -46,11 +46,6 @@ def data_open_files(rank: int, folder: Path) -> None:
         files.append(open(os.devnull))  # noqa: SIM115
 
 
-@reproduces("data-missing-file")
-def data_missing_file(rank: int, folder: Path) -> None:
-    read(lambda index: open(f"/data/train/{index}.jpg").read())  # noqa: SIM115
-
-
 @reproduces("data-bad-image")
 def data_bad_image(rank: int, folder: Path) -> None:
     from PIL import Image
@@ -63,11 +58,6 @@ def data_bad_image(rank: int, folder: Path) -> None:
 def data_sampler(rank: int, folder: Path) -> None:
     sampler = torch.utils.data.DistributedSampler(range(4), 2, 0)  # type: ignore[arg-type]
     DataLoader(Calling(int), sampler=sampler, shuffle=True)
-
-
-@reproduces("data-storage")
-def data_storage(rank: int, folder: Path) -> None:
-    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), "/mnt/nfs/train/00017.tar")
 
 
 @reproduces("data-uneven", num_ranks=2, guilty=0)
@@ -122,3 +112,13 @@ reproduce(
 )
 reproduce("data-empty", lambda folder: torch.utils.data.RandomSampler([]))
 reproduce("gpu-none", lambda folder: torch.ones(2).cuda())
+reproduce(
+    "data-missing-file",
+    lambda folder: read(lambda index: Path(f"/data/train/{index}.jpg").read_text()),
+)
+reproduce(
+    "data-storage",
+    lambda folder: throw(
+        OSError(errno.ESTALE, os.strerror(errno.ESTALE), "/mnt/nfs/train/00017.tar")
+    ),
+)

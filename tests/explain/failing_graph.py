@@ -99,11 +99,6 @@ def graph_inference_mode(rank: int, folder: Path) -> None:
     nn.Linear(4, 1)(inputs).sum().backward()
 
 
-@reproduces("graph-nothing-to-train", num_ranks=1, group=True)
-def graph_nothing_to_train(rank: int, folder: Path) -> None:
-    DistributedDataParallel(TwoLayers().requires_grad_(False))
-
-
 @reproduces("graph-models-differ", num_ranks=2)
 def graph_models_differ(rank: int, folder: Path) -> None:
     DistributedDataParallel(nn.Sequential(*[nn.Linear(4, 4) for _ in range(rank + 1)]))
@@ -112,16 +107,6 @@ def graph_models_differ(rank: int, folder: Path) -> None:
 @reproduces("graph-models-differ", num_ranks=2)
 def graph_shapes_differ(rank: int, folder: Path) -> None:
     DistributedDataParallel(nn.Linear(4, 4 + rank))
-
-
-@reproduces("graph-ddp-device", num_ranks=1, group=True)
-def graph_ddp_device(rank: int, folder: Path) -> None:
-    DistributedDataParallel(TwoLayers(), device_ids=[0])
-
-
-@reproduces("graph-lazy", num_ranks=1, group=True)
-def graph_lazy(rank: int, folder: Path) -> None:
-    DistributedDataParallel(nn.LazyLinear(3))
 
 
 @reproduces("graph-checkpoint-differs")
@@ -142,10 +127,17 @@ def graph_syncbn(rank: int, folder: Path) -> None:
     layer(torch.ones(3, 4))
 
 
-@reproduces("graph-shapes", guilty=None)
-def graph_shapes(rank: int, folder: Path) -> None:
-    nn.Linear(784, 10)(torch.ones(8, 3, 28))
-
-
 reproduce("graph-no-grad", lambda folder: torch.ones(2).sum().backward())
 reproduce("graph-batchnorm-single", lambda folder: nn.BatchNorm1d(4)(torch.ones(1, 4)))
+reproduce(
+    "graph-nothing-to-train",
+    lambda folder: DistributedDataParallel(TwoLayers().requires_grad_(False)),
+    group=True,
+)
+reproduce(
+    "graph-ddp-device",
+    lambda folder: DistributedDataParallel(TwoLayers(), device_ids=[0]),
+    group=True,
+)
+reproduce("graph-lazy", lambda folder: DistributedDataParallel(nn.LazyLinear(3)), group=True)
+reproduce("graph-shapes", lambda folder: nn.Linear(784, 10)(torch.ones(8, 3, 28)))

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.explain.reproducers import reproduce, reproduces
+from tests.explain.reproducers import reproduce, reproduces, throw
 
 
 @reproduces("lost-peer", num_ranks=2)
@@ -99,12 +99,8 @@ def nccl_wrong_device_tensor(rank: int, folder: Path) -> None:
     dist.all_reduce(torch.ones(4))
 
 
-@reproduces("launch-route")
-def launch_route(rank: int, folder: Path) -> None:
-    raise OSError(113, os.strerror(113))
-
-
 reproduce(
     "nccl-missing",
     lambda folder: dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1),
 )
+reproduce("launch-route", lambda folder: throw(OSError(113, os.strerror(113))))

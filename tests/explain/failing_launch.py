@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DistributedSampler
 
-from tests.explain.reproducers import reproduce, reproduces
+from tests.explain.reproducers import reproduce, reproduces, throw
 
 SECOND = timedelta(seconds=1)
 
@@ -59,16 +60,6 @@ def launch_local_rank_flag(rank: int, folder: Path) -> None:
     parser.parse_args(["--local-rank=1"])
 
 
-@reproduces("launch-no-group")
-def launch_no_group(rank: int, folder: Path) -> None:
-    torch.utils.data.DistributedSampler(range(10))  # type: ignore[arg-type]
-
-
-@reproduces("launch-group-twice", group=True)
-def launch_group_twice(rank: int, folder: Path) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-
 @reproduces("launch-spawn-guard")
 def launch_spawn_guard(rank: int, folder: Path) -> None:
     script = folder / "train.py"
@@ -82,11 +73,6 @@ def launch_spawn_guard(rank: int, folder: Path) -> None:
 @reproduces("launch-import")
 def launch_import(rank: int, folder: Path) -> None:
     import no_such_package  # type: ignore[import-not-found]  # noqa: F401
-
-
-@reproduces("launch-rank-range")
-def launch_rank_range(rank: int, folder: Path) -> None:
-    torch.utils.data.DistributedSampler(range(10), num_replicas=2, rank=2)  # type: ignore[arg-type]
 
 
 @reproduces("stop-sighup")
@@ -142,11 +128,6 @@ def spawned_key_error(rank: int, folder: Path) -> None:
     torch.multiprocessing.start_processes(_fail_with_key, nprocs=1, start_method="fork")
 
 
-@reproduces("openmp-threads")
-def openmp_threads(rank: int, folder: Path) -> None:
-    raise RuntimeError("can't start new thread")
-
-
 reproduce(
     "launch-ranks-missing",
     lambda folder: dist.TCPStore("127.0.0.1", 0, 3, is_master=True, timeout=SECOND),
@@ -173,3 +154,11 @@ reproduce(
     "data-pickle",
     lambda folder: multiprocessing.get_context("spawn").Process(target=lambda: None).start(),
 )
+reproduce("launch-no-group", lambda folder: DistributedSampler([1]))  # type: ignore[arg-type]
+reproduce(
+    "launch-group-twice",
+    lambda folder: dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1),
+    group=True,
+)
+reproduce("launch-rank-range", lambda folder: DistributedSampler([1], 2, 2))  # type: ignore[arg-type]
+reproduce("openmp-threads", lambda folder: throw(RuntimeError("can't start new thread")))

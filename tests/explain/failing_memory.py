@@ -7,21 +7,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.explain.reproducers import reproduce, reproduces
+from tests.explain.reproducers import reproduce, reproduces, throw
+
+FULL = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of "
+FULL += "which 1.19 GiB is free."
 
 
 @reproduces("memory-host")
 def memory_host_python(rank: int, folder: Path) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))
     bytearray(2**40)
-
-
-@reproduces("memory-gpu")
-def memory_gpu(rank: int, folder: Path) -> None:
-    raise torch.OutOfMemoryError(
-        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB "
-        "of which 1.19 GiB is free."
-    )
 
 
 @reproduces("python-keyerror", num_ranks=2, guilty=1)
@@ -78,16 +73,6 @@ def python_assertion(rank: int, folder: Path) -> None:
     assert not folder.exists(), "the folder is there"
 
 
-@reproduces("python-attributeerror")
-def python_attribute(rank: int, folder: Path) -> None:
-    None.shape  # type: ignore[attr-defined]  # noqa: B018
-
-
-@reproduces("python-typeerror")
-def python_type(rank: int, folder: Path) -> None:
-    torch.nn.Linear(4)  # type: ignore[call-arg]
-
-
 @reproduces("DDP-S02")
 def own_codes(rank: int, folder: Path) -> None:
     from hardened_ddp.errors import OutOfMemoryError
@@ -100,3 +85,6 @@ def own_codes(rank: int, folder: Path) -> None:
 reproduce("memory-host", lambda folder: torch.empty(2**60, dtype=torch.uint8))
 reproduce("python-jsondecodeerror", lambda folder: json.loads("{"))
 reproduce("python-stopiteration", lambda folder: next(iter([])))
+reproduce("memory-gpu", lambda folder: throw(torch.OutOfMemoryError(FULL)))
+reproduce("python-attributeerror", lambda folder: None.shape)  # type: ignore[attr-defined]
+reproduce("python-typeerror", lambda folder: torch.nn.Linear(4))  # type: ignore[call-arg]

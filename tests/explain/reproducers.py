@@ -55,12 +55,16 @@ def reproduces(
     return register
 
 
-def reproduce(code: str, fail: Callable[[Path], Any]) -> None:
+def reproduce(code: str, fail: Callable[[Path], Any], *, group: bool = False) -> None:
     """Register what fails in one expression, on one rank, under the name of its cause."""
     name = code.replace("-", "_")
     while name in ALL:
         name += "_too"
-    ALL[name] = Reproducer(name, code, lambda rank, folder: fail(folder))
+    ALL[name] = Reproducer(name, code, lambda rank, folder: fail(folder), 1, group)
+
+
+def throw(error: BaseException) -> None:
+    raise error
 
 
 def load() -> dict[str, Reproducer]:
