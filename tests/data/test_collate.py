@@ -250,19 +250,9 @@ def test_the_collate_of_the_dataset_is_used_unless_another_is_named() -> None:
     assert isinstance(find_collate(dataset, "tests.data.test_collate:Padding"), Padding)
 
 
-@pytest.mark.parametrize(
-    ("setting", "told"),
-    [
-        ("tests.data.test_collate:missing", "can't be imported"),
-        ("no_such_package:pad", "can't be imported"),
-        ("tests.data.test_collate:NO_LENGTH", "is of type int, not a class or function"),
-        ("tests.data.test_collate:Needy", "can't be made without arguments"),
-    ],
-)
-def test_a_collate_that_cannot_be_used_is_told(setting: str, told: str) -> None:
-    with pytest.raises(DataError) as caught:
-        find_collate(Rows(), setting)
-    assert told in caught.value.message
+def test_a_collate_that_needs_arguments_is_told() -> None:
+    with pytest.raises(DataError, match="can't be made without arguments") as caught:
+        find_collate(Rows(), "tests.data.test_collate:Needy")
     assert caught.value.fix
 
 

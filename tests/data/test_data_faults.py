@@ -28,7 +28,6 @@ from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.data.batches.images import MemoryImages
 from hardened_ddp.data.batches.loader import TrainLoader, WorkerFallback, WorkerLevel
 from hardened_ddp.data.batches.read_errors import RetryReport, file_of, is_transient
-from hardened_ddp.errors import LoaderError
 from tests.harness.marks import slow_after
 from tests.harness.processes import HOUR_S
 from tests.harness.ranks import run_program, run_ranks, train
@@ -64,25 +63,12 @@ def undisturbed(epoch: int = 0) -> dict[int, tuple[float, ...]]:
 # Workers.
 
 
-def leave_politely(flag: Path) -> None:
-    sys.exit(0)
-
-
 @pytest.mark.slow
 def test_a_run_with_workers_leaves_no_folder_of_sockets(tmp_path: Path) -> None:
     argv = ["--cpu_only", "--dataset", "tests.plugins:points", "--model", "mlp", "--epochs", "1"]
     argv += ["--num_workers", "2", "--output_dir", tmp_path / "runs"]
     train(argv, launcher="none", env={"TMPDIR": str(tmp_path)}).ok()
     assert not list(tmp_path.glob("pymp-*"))
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_sample_that_asks_to_exit_is_a_bad_one_and_the_rank_lives(num_workers: int) -> None:
-    loader = make_loader(Scripted(leave_politely), num_workers)
-    batches = read(loader)
-    loader.close()
-    assert bad_numbers(batches) == [MARKED]
-    assert len(content(batches)) == SIZE - 1
 
 
 # Shared memory and open files.
@@ -336,11 +322,6 @@ def test_a_read_that_fails_for_a_moment_costs_nothing(
     assert caplog.text.count("storage had errors") == 1
 
 
-class AllUnreachable(Scripted):
-    def __getitem__(self, index: int) -> Any:
-        raise OSError(errno.EIO, "input/output error")
-
-
 def test_errors_that_pass_are_known() -> None:
     assert all(map(is_transient, PASSING.values()))
     for error in (
@@ -351,15 +332,6 @@ def test_errors_that_pass_are_known() -> None:
         OSError(errno.ENOSPC, "full"),
     ):
         assert not is_transient(error), error
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_storage_that_is_gone_is_named_and_not_its_samples(num_workers: int) -> None:
-    loader = make_loader(AllUnreachable(), num_workers)
-    loader.sampler.batch_size = 8
-    with pytest.raises(LoaderError, match=r"could not be reached.*input/output error"):
-        read(loader)
-    loader.close()
 
 
 def test_many_retries_are_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,10 +1,11 @@
-"""Datasets and models by import path, package.module:callable: the same words for both."""
+"""Datasets, models and collates by import path, package.module:callable: the same words for all."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from hardened_ddp.data.batches.collate import find_collate
 from hardened_ddp.data.sources.datasets import build_data
 from hardened_ddp.errors import DataError, HardenedError, ModelError
 from hardened_ddp.model.zoo import build_model
@@ -21,10 +22,18 @@ def open_model(path: str) -> None:
     build_model(ModelConfig(model=path), num_classes=2, input_shape=(1, 8, 8))
 
 
+def open_collate(path: str) -> None:
+    find_collate([], path)
+
+
 WAYS = pytest.mark.parametrize(
     ("setting", "load", "kind"),
-    [("dataset", open_dataset, DataError), ("model", open_model, ModelError)],
-    ids=["dataset", "model"],
+    [
+        ("dataset", open_dataset, DataError),
+        ("model", open_model, ModelError),
+        ("collate", open_collate, DataError),
+    ],
+    ids=["dataset", "model", "collate"],
 )
 MISTAKES = {
     "no.such.module:it": "can't be imported: No module named 'no'",

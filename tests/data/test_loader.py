@@ -25,13 +25,12 @@ from hardened_ddp.data.batches import read_errors, worker_pool
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.data.batches.images import MemoryImages
-from hardened_ddp.data.batches.loader import BatchReader, EvalLoader, TrainLoader
-from hardened_ddp.data.batches.sampler import WindowSampler
+from hardened_ddp.data.batches.loader import BatchReader, EvalLoader
 from hardened_ddp.data.batches.workers import WorkerPlan
 from hardened_ddp.errors import LoaderError, SampleError
 from hardened_ddp.ranks.call_timeout import call_within
 from hardened_ddp.settings.config import DataConfig
-from tests.harness.processes import HOUR_S, deadline
+from tests.harness.processes import HOUR_S, deadline, is_alive
 from tests.harness.ranks import run_ranks
 from tests.harness.scripted import (
     MARKED,
@@ -95,6 +94,10 @@ def raise_unprintable(flag: Path) -> None:
             raise RuntimeError
 
     raise Silent
+
+
+def ask_to_exit(flag: Path) -> None:
+    sys.exit(0)
 
 
 def give_another_shape(flag: Path) -> Any:
@@ -259,11 +262,25 @@ def test_a_lock_that_a_killed_worker_holds_is_not_waited_for() -> None:
     call_within(partial(pool.close, is_broken=True), 60)
 
 
-def test_if_every_sample_kills_its_reader_the_storage_is_named_and_not_the_samples() -> None:
-    dataset = AllCrash()
-    sampler = WindowSampler(dataset, num_replicas=1, rank=0, seed=1, global_batch=8, batch_size=8)
-    loader = TrainLoader(sampler, make_stream(dataset, 1))
-    with pytest.raises(LoaderError, match="ended or hung the worker each time"):
+class AllUnreachable(Scripted):
+    def __getitem__(self, index: int) -> Any:
+        raise OSError(errno.EIO, "input/output error")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "num_workers", "told"),
+    [
+        (AllCrash(), 1, "ended or hung the worker each time"),
+        (AllUnreachable(), 0, r"could not be reached.*input/output error"),
+        (AllUnreachable(), 1, r"could not be reached.*input/output error"),
+    ],
+)
+def test_storage_that_is_gone_is_named_and_not_its_samples(
+    dataset: Scripted, num_workers: int, told: str
+) -> None:
+    loader = make_loader(dataset, num_workers)
+    loader.sampler.batch_size = 8
+    with pytest.raises(LoaderError, match=told):
         read(loader)
     loader.close()
 
@@ -271,6 +288,7 @@ def test_if_every_sample_kills_its_reader_the_storage_is_named_and_not_the_sampl
 BAD = {
     raise_unpicklable: "Local: (1, 2)",
     raise_unprintable: "Silent",
+    ask_to_exit: "SystemExit",
     give_another_shape: "others",
 }
 
@@ -451,23 +469,16 @@ def test_no_worker_outlives_a_killed_rank(tmp_path: Path) -> None:
         time.sleep(0.01)
     worker = int(flag.read_text())
     assert worker != rank.pid
-    assert _is_running(worker)
+    assert is_alive(worker)
     rank.kill()
     rank.join(60)
     end = deadline(5)
-    while _is_running(worker) and time.monotonic() < end:
+    while is_alive(worker) and time.monotonic() < end:
         time.sleep(0.01)
-    has_outlived = _is_running(worker)
+    has_outlived = is_alive(worker)
     if has_outlived:
         os.kill(worker, signal.SIGKILL)
     assert not has_outlived
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
 
 
 def test_reading_leaves_the_random_numbers_of_data_without_randomness_alone() -> None:

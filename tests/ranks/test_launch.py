@@ -42,29 +42,14 @@ from tests.harness.processes import (
     ROOT,
     clean_environment,
     deadline,
+    is_alive,
     limit_of,
-    read_process,
 )
 from tests.harness.ranks import held_port, run_ranks, start_training
-from tests.launcher_environments import TORCHRUN
 
 CPU = torch.device("cpu")
 LONG = 1_000_000
 STOPPED = "ddp_training.py: stopped by Ctrl-C; there was nothing to save\n"
-
-
-def test_a_restart_by_torchrun_is_recognised() -> None:
-    launch = read_launch({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "3"})
-    assert launch.is_restart
-    assert launch.attempt == 3
-
-
-def test_a_requeued_slurm_job_keeps_its_name() -> None:
-    first = read_launch({"SLURM_JOB_ID": "77"})
-    second = read_launch({"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1"})
-    assert first.job_key == second.job_key == "slurm-77"
-    assert not first.is_restart
-    assert second.is_restart
 
 
 def test_one_node_talks_over_loopback_unless_told_otherwise() -> None:
@@ -417,6 +402,6 @@ def test_a_rank_ends_with_the_process_that_started_it() -> None:
     with os.fdopen(reader) as told:
         pid = int(told.readline())
     end = deadline(10)
-    while (process := read_process(pid)) and process.is_alive:
+    while is_alive(pid):
         assert time.monotonic() < end, "the rank lives on"
         time.sleep(0.01)

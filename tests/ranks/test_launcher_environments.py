@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pytest
 
 from hardened_ddp.errors import LaunchError
-from hardened_ddp.ranks.launch import Launch, prepare_environment, read_launch
+from hardened_ddp.ranks.launch import prepare_environment, read_launch
 from hardened_ddp.ranks.launchers_env import first_host, tasks_of
 from tests.harness.ranks import run_command
 from tests.launcher_environments import (
@@ -184,23 +184,14 @@ def test_the_ranks_of_mpirun_on_one_host_meet_on_it(env: dict[str, str]) -> None
     assert read_launch(env).master_addr == "127.0.0.1"
 
 
-def test_a_requeued_step_is_a_restart() -> None:
-    launch = read_launch({**SRUN, "SLURM_RESTART_COUNT": "2"})
-    assert launch.is_restart
-    assert launch.attempt == 2
-
-
-def test_gpus_bound_to_tasks_are_the_first_that_each_task_sees() -> None:
-    assert read_launch({**SRUN, "SLURM_GPUS_PER_TASK": "1"}).has_own_gpus
-    assert not read_launch(SRUN).has_own_gpus
-
-
-def test_ranks_without_torchrun_get_one_thread_as_with_it() -> None:
-    env: dict[str, str] = {}
-    prepare_environment(Launch(launcher="slurm", world_size=4, num_nodes=2), env)
-    assert env == {"OMP_NUM_THREADS": "1"}
-    prepare_environment(Launch(), other := {})
-    assert not other
+def test_a_restart_by_torchrun_or_slurm_is_recognised_and_keeps_the_name_of_its_job() -> None:
+    for env, name in ((TORCHRUN, "TORCHELASTIC_RESTART_COUNT"), (SRUN, "SLURM_RESTART_COUNT")):
+        launch = read_launch({**env, name: "3"})
+        assert (launch.is_restart, launch.attempt) == (True, 3)
+    first, second = {"SLURM_JOB_ID": "77"}, {"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1"}
+    assert read_launch(first).job_key == read_launch(second).job_key == "slurm-77"
+    assert not read_launch(first).is_restart
+    assert read_launch(second).is_restart
 
 
 @pytest.mark.parametrize(

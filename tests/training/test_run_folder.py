@@ -20,7 +20,6 @@ from hardened_ddp.ranks.tracker import Tracker
 from hardened_ddp.reporting.goodput import Goodput
 from hardened_ddp.reporting.sinks import FileSink, write_text
 from hardened_ddp.reporting.status_writer import StatusWriter
-from hardened_ddp.settings.earlier_run import newest_run
 from hardened_ddp.training.run_folder import RunFolder, create_run_folder, find_place
 from tests.harness.forks import give_up_privileges, run_forked
 from tests.harness.marks import slow_after
@@ -93,20 +92,6 @@ def test_processes_that_start_in_the_same_second_get_folders_of_their_own(tmp_pa
     assert sorted(os.listdir(output)) == ["x", "x-2", "x-3", "x-4"]
 
 
-def test_the_newest_run_is_the_one_whose_checkpoints_changed_last(tmp_path: Path) -> None:
-    assert newest_run(tmp_path / "nowhere") is None
-    runs = {name: create(tmp_path, name) for name in ("a", "b", "empty", "z")}
-    assert newest_run(tmp_path) is None
-    for index, name in enumerate(("b", "a", "z")):
-        store = CheckpointStore(runs[name] / "checkpoints", keep_last=1)
-        store.write(1, tensors={"model.w": torch.zeros(1)}, meta={})
-        os.utime(store.root, (index, index))
-    (tmp_path / "linked").symlink_to(runs["b"])
-    assert newest_run(tmp_path) == runs["z"]
-    os.utime(runs["a"] / "checkpoints", (100, 100))
-    assert newest_run(tmp_path) == runs["a"]
-
-
 def run_with_checkpoint(name: str = "run") -> Path:
     run = make_run(name, step=None)
     store = CheckpointStore(run / "checkpoints", keep_last=1)
@@ -134,10 +119,11 @@ def test_a_checkpoint_named_from_inside_its_run_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.chdir(run_with_checkpoint() / "checkpoints")
+    run = run_with_checkpoint().resolve()
+    monkeypatch.chdir(run / "checkpoints")
     settings = settings_of("--resume step-000000001")
     folder, found = find_place(settings.config, None)
-    assert folder == settings.run_folder
+    assert folder == settings.run_folder == run
     assert found is not None
 
 
