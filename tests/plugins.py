@@ -489,14 +489,6 @@ class LateMean(nn.Module):
         return logits
 
 
-class Pausing(Plain):
-    """Takes 50 ms for each forward."""
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.05)
-        return super().forward(inputs)
-
-
 class SlowAtFirst(Plain):
     """Takes two seconds for one of its first forwards, and for each one in an evaluation."""
 

@@ -158,15 +158,6 @@ def test_a_program_that_fails_before_training_was_not_observed(tmp_path: Path) -
     assert "could not observe" in done.stderr
 
 
-def test_a_program_that_does_not_exist_gives_one_error(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert ddp_training.main(["audit", "--", "no-such-launcher", "train.py"]) == 2
-    error = capsys.readouterr().err
-    assert "no-such-launcher can't be started" in error
-    assert "next: " in error
-
-
 @pytest.mark.parametrize("steps", ["0", "-3", "many"])
 def test_a_wrong_number_of_steps_gives_one_error(
     steps: str, capsys: pytest.CaptureFixture[str]

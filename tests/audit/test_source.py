@@ -283,29 +283,17 @@ def test_a_healthy_source_ends_with_0_in_text(
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(None, "can't be read"), (b"def f(:\n", "no Python"), (os.urandom(4096), "no Python")],
+    [(b"def f(:\n", "no Python"), (os.urandom(4096), "no Python")],
 )
 def test_what_is_no_python_gives_one_error(
-    content: bytes | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: bytes, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "train.py"
-    if content is not None:
-        path.write_bytes(content)
+    path.write_bytes(content)
     assert ddp_training.main(["audit", "--source", str(path)]) == 2
     error = capsys.readouterr().err
     assert words in error
     assert "Traceback" not in error
-
-
-def test_without_anything_to_look_at_it_says_what_to_type(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert ddp_training.main(["audit"]) == 2
-    assert "next: python ddp_training.py audit" in capsys.readouterr().err
-
-
-def test_unobserved_is_never_healthy() -> None:
-    assert json.loads(as_json([], was_observed=False)) == {"verdicts": [], "healthy": False}
 
 
 @pytest.mark.parametrize("place", ["", "model.py", "<string>:?"])

@@ -19,6 +19,7 @@ from docs.pictures.draw import PICTURES, ring
 from hardened_ddp.errors import HardenedError
 from hardened_ddp.settings.schema import SETTINGS
 from tests.documents import (
+    AUDIT,
     CONTRIBUTING,
     DOCUMENTS,
     FAULTS,
@@ -276,6 +277,9 @@ class TestAllDocuments:
         assert not re.search(r"#\d{3,}", text), "an issue's number says nothing to a reader"
         lines = [line for line in prose_of(document).splitlines() if not line.startswith("|")]
         assert not [line for line in lines if len(line) > 100 and "](http" not in line]
+
+    def test_the_commands_of_audit_are_those_of_the_readme_which_a_test_runs(self) -> None:
+        assert set() < set(commands_of(AUDIT)) <= set(commands_of(README))
 
     def test_a_test_that_runs_a_command_elsewhere_exists(self) -> None:
         for test in (TYPED_TEST, *ELSEWHERE.values()):

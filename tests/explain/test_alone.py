@@ -61,23 +61,24 @@ def test_audit_reads_a_source_with_that_one_folder(alone: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "told"),
     [
-        ("explain", "missing.log"),
-        ("explain",),
-        ("explain", "--cause", "graph-unusd"),
-        ("audit",),
-        ("audit", "--source", "missing.py"),
-        ("audit", "--steps", "0", "--", "true"),
-        ("audit", "--", "no-such-program"),
+        ("explain missing.log", "missing.log"),
+        ("explain", ""),
+        ("explain --cause graph-unusd", "graph-unusd"),
+        ("audit", "next: python -m ddp_doctor audit"),
+        ("audit --source missing.py", "can't be read"),
+        ("audit --steps 0 -- true", "--steps"),
+        ("audit -- no-such-program train.py", "no-such-program can't be started"),
     ],
 )
 def test_a_mistake_of_the_user_is_one_message_and_status_2(
-    alone: Path, words: tuple[str, ...]
+    words: str, told: str, alone: Path
 ) -> None:
-    done = run(alone, *words)
+    done = run(alone, *words.split())
     assert done.returncode == 2
     assert done.stderr.startswith("ddp_doctor: error: ")
+    assert told in done.stderr
     assert "next: " in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -159,7 +159,8 @@ def test_after_a_hang_torchrun_restarts_to_the_same_weights(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_job_that_is_stopped_as_a_whole_and_goes_on_did_not_hang(tmp_path: Path) -> None:
-    argv = [*PLAIN, "--model", "tests.plugins:Pausing", "--epochs", "8", "--hang_after_s", "1.5"]
+    argv = [*PLAIN, "--epochs", "8", "--hang_after_s", "1.5", "--model", "tests.plugins:paced_mlp"]
+    argv += ["--model_args", "{pause_s: 0.05}"]
     with start_training([*argv, "--output_dir", tmp_path], 2) as running:
         running.wait_for(lambda: "step 20/" in running.output(0), timeout_s=60, what="20 steps")
         for rank in (0, 1):

@@ -19,12 +19,6 @@ from hardened_ddp.settings.schema import SETTINGS, flatten
 from tests.harness.settings_given import PROJECT, make_run, problem_of, settings_of, values_of
 
 
-@pytest.fixture(autouse=True)
-def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run each test in an empty folder: output_dir and --config are relative paths."""
-    monkeypatch.chdir(tmp_path)
-
-
 class TestOrder:
     def test_no_arguments_give_the_defaults(self) -> None:
         resolved = settings_of("")

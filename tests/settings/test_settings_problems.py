@@ -21,12 +21,6 @@ from tests.harness.settings_given import (
 )
 
 
-@pytest.fixture(autouse=True)
-def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run each test in an empty folder: output_dir and --config are relative paths."""
-    monkeypatch.chdir(tmp_path)
-
-
 class TestProblems:
     def test_all_problems_of_all_places_come_in_one_message(self) -> None:
         Path("my.yaml").write_text(

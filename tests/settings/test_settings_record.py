@@ -22,12 +22,6 @@ from hardened_ddp.settings.schema import SETTINGS, TITLES, assemble, flatten
 from tests.harness.settings_given import PROJECT, settings_of
 
 
-@pytest.fixture(autouse=True)
-def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run each test in an empty folder: output_dir and --config are relative paths."""
-    monkeypatch.chdir(tmp_path)
-
-
 class TestRecord:
     def test_what_is_dumped_reads_back_to_the_same_settings(self) -> None:
         Path("my.yaml").write_text("epochs: 7\n")
