@@ -47,7 +47,7 @@ from tests.harness.ranks import (
     start_training,
     train_as_typed,
 )
-from tests.harness.run_folder import fingerprints
+from tests.harness.run_folder import fingerprints, losses_of
 from tests.launchers.test_run_with import INSPECT
 from tests.launchers.test_run_with import LAUNCHERS as RUN_WITH
 from tests.launchers.test_slurm import SBATCH, SRUN
@@ -324,7 +324,8 @@ class TestCommands:
         assert [len(share) for share in shares] == [5, 3, 2]
         assert sorted(sample for share in shares for sample in share) == list(range(10))
         assert sum(len(share) for share in ast.literal_eval(torchs)) == 12
-        losses = [read_losses(tmp_path / "runs" / name) for name in ("one", "two", "four")]
+        runs = [tmp_path / "runs" / name for name in ("one", "two", "four")]
+        losses = [[*losses_of(run).values()] for run in runs]
         assert len(losses[0]) == 60
         for other in losses[1:]:
             assert other == pytest.approx(losses[0], rel=1e-5)
@@ -439,9 +440,3 @@ def run_training(command: str, folder: Path, *, max_steps: int) -> str:
     assert set(done.statuses) == {status}, f"{command}\n{done.output}"
     assert "Traceback" not in done.output, f"{command}\n{done.output}"
     return done.output
-
-
-def read_losses(run: Path) -> list[float]:
-    """Read the training losses of a run, in the order of their steps."""
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [entry["loss/train"] for entry in map(json.loads, lines) if "loss/train" in entry]

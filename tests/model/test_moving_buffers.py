@@ -1,6 +1,5 @@
 """Buffers that change in forward are equal on all ranks, whenever they begin to move."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,8 @@ from torch import nn
 from hardened_ddp.guard.divergence import differing_on_many
 from hardened_ddp.model.moving_buffers import MovingBuffers
 from hardened_ddp.model.reach import Reach
-from hardened_ddp.ranks.group import Group, open_group
-from hardened_ddp.ranks.launch import read_launch
 from tests.harness.ranks import run_ranks, train
+from tests.ranks.test_shared_sum import rendezvous
 
 LATE = ["--cpu_only", "--dataset", "tests.plugins:points", "--dataset_args", "{size: 120}"]
 LATE += ["--batch_size", "2", "--epochs", "1", "--num_workers", "0", "--eval_every", "0"]
@@ -134,9 +132,7 @@ def test_moving_parameters_become_those_of_rank_0_bit_for_bit() -> None:
 
 
 def compare_still(values: list[float]) -> list[str]:
-    group: Group = open_group(
-        read_launch(os.environ), device=torch.device("cpu"), backend="auto", timeout_s=30
-    )
+    group = rendezvous()
     mine = torch.full((3,), values[group.launch.rank])
     found = differing_on_many(group, {"equal": torch.zeros(2), "mine": mine})
     group.close()

@@ -1,6 +1,5 @@
 """The model's replicas: equal weights, equal buffers, and parameters without gradient by name."""
 
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +16,13 @@ from hardened_ddp.gradients.sums import GradientSum, LocalGradients, Marks
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.preflight.probe import Findings, choose_find_unused, probe
 from hardened_ddp.preflight.trial import Trial
-from hardened_ddp.ranks.group import Group, open_group
+from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.settings.config import Config
 from hardened_ddp.task.classification import Classification
 from hardened_ddp.task.regression import Regression
 from tests.harness.ranks import run_ranks
+from tests.ranks.test_shared_sum import rendezvous
 
 CPU = torch.device("cpu")
 
@@ -38,16 +38,6 @@ class Branching(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         hidden = self.first(inputs)
         return self.second(hidden) if self.uses_second else hidden
-
-
-def rendezvous(*, shared_memory: bool = True) -> Group:
-    return open_group(
-        read_launch(os.environ),
-        device=CPU,
-        backend="gloo",
-        timeout_s=30,
-        shared_memory=shared_memory,
-    )
 
 
 def trial_of(model: nn.Module, group: Group) -> Trial:

@@ -14,11 +14,10 @@ from hardened_ddp.data.sources.datasets import build_data
 from hardened_ddp.errors import DataError, HardenedError, ModelError
 from hardened_ddp.model.replica import check_same_model
 from hardened_ddp.model.zoo import place_model
-from hardened_ddp.ranks.group import open_group
-from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.settings.config import DataConfig, ModelConfig
 from hardened_ddp.streams import views
 from tests.harness.ranks import run_ranks, train
+from tests.ranks.test_shared_sum import rendezvous
 
 CPU = torch.device("cpu")
 
@@ -79,7 +78,7 @@ DIFFERENT = {
 
 
 def build_on_ranks(kinds: list[str]) -> list[str]:
-    group = open_group(read_launch(os.environ), device=CPU, backend="auto", timeout_s=60)
+    group = rendezvous(60)
     found = []
     for kind in kinds:
         try:

@@ -1,6 +1,5 @@
 """Restarts by the launcher: each goes on where the last attempt ended, on whatever ranks it has."""
 
-import json
 import shutil
 import signal
 from pathlib import Path
@@ -25,6 +24,7 @@ from tests.harness.run_folder import (
     is_past,
     last_step,
     last_tensors,
+    losses_of,
     only_run,
     ranks_of_newest_start,
     read_summary,
@@ -226,7 +226,7 @@ def test_any_number_of_ranks_goes_on_with_the_same_samples_in_each_step(tmp_path
     alone_run, run = tmp_path / "alone" / "run", tmp_path / "changing" / "run"
     assert samples_by_step(run) == samples_by_step(alone_run)
     assert len(samples_by_step(run)) == 60
-    losses, expected = _losses(run), _losses(alone_run)
+    losses, expected = losses_of(run), losses_of(alone_run)
     assert losses.keys() == expected.keys()
     # The same sums in another order of additions, fed back over 60 steps.
     assert all(losses[step] == pytest.approx(expected[step], abs=2e-3) for step in expected)
@@ -279,9 +279,3 @@ def _kill_node(agent: Running) -> None:
     for pid in pids:
         if pid is not None:
             kill(pid)
-
-
-def _losses(run: Path) -> dict[int, float]:
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    entries = [json.loads(line) for line in lines]
-    return {e["step"]: e["loss/train"] for e in entries if "loss/train" in e}

@@ -13,10 +13,10 @@ import torch
 from hardened_ddp.ranks import call_timeout
 from hardened_ddp.ranks import store as run_store
 from hardened_ddp.ranks.call_timeout import AwakeTime, call_within
-from hardened_ddp.ranks.group import Group, open_group
-from hardened_ddp.ranks.launch import read_launch
+from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.store import RunStore
 from tests.harness.ranks import run_ranks, start_ranks
+from tests.ranks.test_shared_sum import rendezvous
 
 TIMEOUT_S, PAUSE_S = 2.0, 4.0
 
@@ -68,9 +68,7 @@ def test_a_gap_counts_for_the_longest_that_running_explains(
 
 def go_on_after_a_pause(what: str) -> bool:
     """Rank 1 comes late each time, so that the pause falls into a wait of rank 0."""
-    group = open_group(
-        read_launch(os.environ), device=torch.device("cpu"), backend="auto", timeout_s=TIMEOUT_S
-    )
+    group = rendezvous(TIMEOUT_S)
     pids = group.gather_json(os.getpid())
     helper = os.fork() if group.launch.rank == 0 else 0
     if helper == 0 and group.launch.rank == 0:
@@ -117,9 +115,7 @@ def test_ranks_that_were_stopped_for_longer_than_the_timeout_go_on(what: str) ->
 
 
 def close_with_an_agreement_under_way() -> bool:
-    group = open_group(
-        read_launch(os.environ), device=torch.device("cpu"), backend="auto", timeout_s=60
-    )
+    group = rendezvous(60)
     group.sum_(torch.zeros(1))
     if group.launch.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -28,12 +28,10 @@ from hardened_ddp.errors import (
 )
 from hardened_ddp.guard.stop import STOP_FILE, StopRequest
 from hardened_ddp.ranks import network
-from hardened_ddp.ranks.group import Group, open_group
 from hardened_ddp.ranks.launch import (
     Launch,
     keep_nccl_from_exiting,
     prepare_environment,
-    read_launch,
 )
 from hardened_ddp.ranks.rendezvous import _listen
 from tests.harness.marks import slow_after
@@ -46,6 +44,7 @@ from tests.harness.processes import (
     limit_of,
 )
 from tests.harness.ranks import held_port, run_ranks, start_training
+from tests.ranks.test_shared_sum import rendezvous
 
 CPU = torch.device("cpu")
 LONG = 1_000_000
@@ -136,10 +135,6 @@ runpy.run_path("ddp_training.py", run_name="__main__")
         [sys.executable, "-c", interrupt], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (status, said)
-
-
-def rendezvous(timeout_s: float = 30) -> Group:
-    return open_group(read_launch(os.environ), device=CPU, backend="auto", timeout_s=timeout_s)
 
 
 def meet_without_rank_2() -> tuple[str, float]:

@@ -3,7 +3,7 @@
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -129,31 +129,59 @@ class TestReport:
             output.close()
 
 
+def launched(**env: str) -> Check:
+    return variables.check_launcher(env)
+
+
+def debugged(level: str, is_cpu_build: bool) -> Check:
+    env = {"TORCH_DISTRIBUTED_DEBUG": level}
+    return variables.check_debugging(env, is_cpu_build=is_cpu_build)
+
+
+def threaded(number: str) -> Check:
+    return variables.check_threads({"OMP_NUM_THREADS": number})
+
+
+@pytest.mark.parametrize(
+    ("check", "status"),
+    [
+        (lambda: software.check_python((3, 10)), "FAIL"),
+        (lambda: software.check_python((3, 11)), "ok"),
+        (lambda: software.check_python((3, 13)), "ok"),
+        (lambda: software.check_python((4, 0)), "warn"),
+        (lambda: software.judge_torch("2.10.1"), "FAIL"),
+        (lambda: software.judge_torch("2.11.0+cu128"), "ok"),
+        (lambda: software.judge_torch("2.13.0+cpu"), "ok"),
+        (lambda: software.judge_torch("2.14.0a0+git1"), "warn"),
+        (lambda: software.judge_torch("unknown"), "FAIL"),
+        (lambda: machine.check_open_files((64, 128)), "FAIL"),
+        (lambda: machine.check_open_files((1024, 1024)), "warn"),
+        (lambda: machine.check_open_files((1024, -1)), "ok"),
+        (lambda: launched(), "ok"),
+        (lambda: launched(MASTER_PORT="29500"), "ok"),
+        (lambda: launched(RANK="0"), "FAIL"),
+        (lambda: launched(SLURM_JOB_ID="7", SLURM_RESTART_COUNT="x"), "FAIL"),
+        (lambda: debugged("", is_cpu_build=True), "ok"),
+        (lambda: debugged("INFO", is_cpu_build=True), "ok"),
+        (lambda: debugged("detail", is_cpu_build=True), "FAIL"),
+        (lambda: debugged("DETAIL", is_cpu_build=False), "warn"),
+        (lambda: debugged("verbose", is_cpu_build=False), "FAIL"),
+        (lambda: threaded("1"), "ok"),
+        (lambda: threaded("1,2"), "ok"),
+        (lambda: threaded("0"), "FAIL"),
+        (lambda: threaded("x"), "FAIL"),
+        (lambda: threaded("99999"), "warn"),
+    ],
+)
+def test_a_fact_has_its_status_and_advice_unless_it_is_good(
+    check: Callable[[], Check], status: str
+) -> None:
+    found = check()
+    assert found.status == status
+    assert bool(found.advice) == (status != "ok")
+
+
 class TestSoftware:
-    @pytest.mark.parametrize(
-        ("version", "status"),
-        [((3, 10), "FAIL"), ((3, 11), "ok"), ((3, 13), "ok"), ((4, 0), "warn")],
-    )
-    def test_python_must_be_new_enough(self, version: tuple[int, ...], status: str) -> None:
-        check = software.check_python(version)
-        assert check.status == status
-        assert bool(check.advice) == (status != "ok")
-
-    @pytest.mark.parametrize(
-        ("version", "status"),
-        [
-            ("2.10.1", "FAIL"),
-            ("2.11.0+cu128", "ok"),
-            ("2.13.0+cpu", "ok"),
-            ("2.14.0a0+git1", "warn"),
-            ("unknown", "FAIL"),
-        ],
-    )
-    def test_torch_must_be_one_of_the_versions_that_were_tried(
-        self, version: str, status: str
-    ) -> None:
-        assert software.judge_torch(version).status == status
-
     def test_packages_that_are_missing_are_named_with_what_they_are_for(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -218,12 +246,6 @@ class TestMachine:
         assert check.status == "FAIL"
         assert "--shm-size" in check.advice
 
-    @pytest.mark.parametrize(
-        ("soft", "hard", "status"), [(64, 128, "FAIL"), (1024, 1024, "warn"), (1024, -1, "ok")]
-    )
-    def test_few_open_files_are_told_of(self, soft: int, hard: int, status: str) -> None:
-        assert machine.check_open_files((soft, hard)).status == status
-
     def test_writing_is_tried_in_the_folder_of_runs_and_leaves_nothing(
         self, tmp_path: Path
     ) -> None:
@@ -249,41 +271,6 @@ def raise_no_space(descriptor: int) -> None:
 
 
 class TestVariables:
-    @pytest.mark.parametrize(
-        ("env", "status"),
-        [
-            ({}, "ok"),
-            ({"MASTER_PORT": "29500"}, "ok"),
-            ({"RANK": "0"}, "FAIL"),
-            ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "x"}, "FAIL"),
-        ],
-    )
-    def test_half_of_a_launcher_fails(self, env: dict[str, str], status: str) -> None:
-        assert variables.check_launcher(env).status == status
-
-    @pytest.mark.parametrize(
-        ("level", "is_cpu_build", "status"),
-        [
-            ("", True, "ok"),
-            ("INFO", True, "ok"),
-            ("detail", True, "FAIL"),
-            ("DETAIL", False, "warn"),
-            ("verbose", False, "FAIL"),
-        ],
-    )
-    def test_debugging_in_detail_crashes_cpu_builds(
-        self, level: str, is_cpu_build: bool, status: str
-    ) -> None:
-        env = {"TORCH_DISTRIBUTED_DEBUG": level}
-        assert variables.check_debugging(env, is_cpu_build=is_cpu_build).status == status
-
-    @pytest.mark.parametrize(
-        ("given", "status"),
-        [("1", "ok"), ("1,2", "ok"), ("0", "FAIL"), ("x", "FAIL"), ("99999", "warn")],
-    )
-    def test_threads_must_be_a_number_that_fits(self, given: str, status: str) -> None:
-        assert variables.check_threads({"OMP_NUM_THREADS": given}).status == status
-
     @pytest.mark.parametrize(
         ("name", "value", "is_right"),
         [

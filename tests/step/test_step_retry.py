@@ -15,7 +15,14 @@ from hardened_ddp.step.failure import explain_failure
 from hardened_ddp.step.memory import is_out_of_memory
 from tests.harness.marks import slow_after
 from tests.harness.ranks import train
-from tests.harness.run_folder import find_checkpoints, last_tensors, only_run, read_summary, step_of
+from tests.harness.run_folder import (
+    find_checkpoints,
+    last_tensors,
+    losses_of,
+    only_run,
+    read_summary,
+    step_of,
+)
 
 POINTS: list[str | Path] = ["--dataset", "tests.plugins:points", "--dataset_args", "{size: 48}"]
 POINTS += ["--cpu_only", "--batch_size", "4", "--epochs", "4", "--log_interval", "1"]
@@ -136,7 +143,7 @@ def test_memory_for_half_a_batch_gives_the_gradient_of_the_whole(tmp_path: Path)
     assert "micro-batches have 5 samples at most from now on" in small.outputs[0]
     assert "micro-batches have 2 samples at most from now on" in small.outputs[0]
     assert small.outputs[0].count("at most from now on") == 2
-    losses = [_losses(only_run(tmp_path / name)) for name in ("undisturbed", "small")]
+    losses = [[*losses_of(only_run(tmp_path / name)).values()] for name in ("undisturbed", "small")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert undisturbed.outputs[0].count("  loss ") == small.outputs[0].count("  loss ")
     # What was learned goes on with the run.
@@ -298,11 +305,6 @@ def _scale(output: Path) -> Any:
     return load_checkpoint(open_checkpoint(find_checkpoints(output)[-1]))[1]["precision"]
 
 
-def _losses(folder: Path) -> list[float]:
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [e["loss/train"] for e in map(json.loads, lines) if "loss/train" in e]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("num_first", [2, 4])  # forwards: of the probe, of DDP's warm-up too
 def test_batch_size_auto_takes_what_fits_and_keeps_the_global_batch(
@@ -323,7 +325,7 @@ def test_batch_size_auto_takes_what_fits_and_keeps_the_global_batch(
     more = ["--resume", only_run(tmp_path / "auto"), "--max_steps", "0"]
     resumed = run(tmp_path / "auto", 2, *auto, *more).ok()
     assert "samples fit at once" not in resumed.outputs[0]
-    losses = [_losses(only_run(tmp_path / name)) for name in ("given", "auto")]
+    losses = [[*losses_of(only_run(tmp_path / name)).values()] for name in ("given", "auto")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 

@@ -186,13 +186,6 @@ CHOOSE = "--task classification | multilabel"
 @pytest.mark.parametrize(
     ("output", "labels", "told", "fix"),
     [
-        (
-            torch.randn(4, 1),
-            torch.tensor([0.0, 1, 1, 0]),
-            "multilabel and regression alike",
-            CHOOSE,
-        ),
-        (torch.randn(4, 3), torch.randn(4), "fit no task", CHOOSE),
         (torch.randn(4, 3), None, "labels are a NoneType, not a tensor", CHOOSE),
         ("text", torch.tensor([0, 1]), "neither logits nor a loss", CHOOSE),
         (torch.randn(2, 3, 4, 4), torch.randint(3, (2, 4, 4, 4)), "fit no task", CHOOSE),

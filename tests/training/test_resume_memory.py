@@ -1,6 +1,5 @@
 """A resume needs no more memory than a run from the start, on any rank."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,12 +12,11 @@ import torch
 
 from hardened_ddp.checkpoint.tensors import TensorSpec
 from hardened_ddp.errors import MainRankError
-from hardened_ddp.ranks.group import open_group
-from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.step.progress import Progress
 from hardened_ddp.training import state
 from tests.harness.ranks import run_ranks, train
 from tests.harness.run_folder import last_tensors, only_run
+from tests.ranks.test_shared_sum import rendezvous
 
 FLAGS: list[str | Path] = ["--cpu_only", "--dataset", "tests.plugins:points", "--batch_size", "8"]
 FLAGS += ["--num_workers", "0", "--eval_every", "0", "--model", "tests.plugins:Wide"]
@@ -97,7 +95,7 @@ NAMES = [f"model.{number}" for number in range(5)]
 def received(fails_at: int) -> tuple[list[float], int, str]:
     """Receive a state in chunks of one tensor; return it, the ranks' votes, and the error."""
     cpu = torch.device("cpu")
-    group = open_group(read_launch(os.environ), device=cpu, backend="gloo", timeout_s=30)
+    group = rendezvous()
     votes, gather = [], group.gather_json
 
     def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
