@@ -93,22 +93,6 @@ def test_a_lazy_model_is_resumed_evaluated_and_a_start_for_another(tmp_path: Pat
     assert "missing" not in begun.ok().output
 
 
-@pytest.mark.parametrize(
-    ("args", "told"),
-    [
-        ("{fails: true}", "a fault of this model"),
-        ("{forgets: true}", "forgotten.weight, forgotten"),
-    ],
-)
-def test_a_lazy_model_whose_first_forward_gives_no_shapes_is_told(
-    args: str, told: str, tmp_path: Path
-) -> None:
-    finished = run(tmp_path, "bad", 1, "--model_args", args)
-    assert finished.statuses == (2,)
-    assert told in finished.output
-    assert "Traceback" not in finished.output
-
-
 def test_what_the_weights_lack_gets_a_shape_that_the_comparison_names() -> None:
     model = LazyWaves(2, forgets=True)
     shape_by_weights(model, {"first.weight": torch.zeros(8, 3), "first.bias": torch.zeros(8)})
@@ -139,13 +123,19 @@ def not_a_number(num_classes: int) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("model", "told"),
-    [("wrapped", "wrapped in DataParallel already"), ("not_a_number", "NaN in the weights")],
+    ("model", "args", "told"),
+    [
+        ("LazyWaves", "{fails: true}", "a fault of this model"),
+        ("LazyWaves", "{forgets: true}", "forgotten.weight, forgotten"),
+        ("wrapped", "{}", "wrapped in DataParallel already"),
+        ("not_a_number", "{}", "NaN in the weights"),
+    ],
 )
 def test_a_model_that_can_not_be_trained_is_told_before_the_first_step(
-    model: str, told: str, tmp_path: Path
+    model: str, args: str, told: str, tmp_path: Path
 ) -> None:
-    refused = run(tmp_path, "refused", 1, "--model", f"tests.model.test_unusual_parameters:{model}")
+    named = ["--model", f"tests.model.test_unusual_parameters:{model}", "--model_args", args]
+    refused = run(tmp_path, "refused", 1, *named)
     assert refused.statuses == (2,)
     assert told in refused.output
     assert "Traceback" not in refused.output
