@@ -23,10 +23,8 @@ from hardened_ddp.data.foreign_code import describe, import_callable, line_of_us
 from hardened_ddp.errors import ANY_FAILURE, DataError, SampleError
 
 Collate = Callable[[list[Any]], Any]
-"""Takes the samples of a batch, as the dataset returns them; returns (inputs, labels), or a mapping
-with the labels in it."""
+"""Takes the samples of a batch, as the dataset returns them; returns what split_targets takes."""
 
-AUTO_COLLATE = "auto"
 LABEL_NAMES = ("labels", "label", "targets", "target")
 """Names that the target may have in a sample that is a mapping."""
 _MAX_TEXT = 400  # characters of the text that describes a sample's shape
@@ -37,7 +35,7 @@ def find_collate(dataset: Any, setting: str) -> Collate | None:  # Any: a map-st
 
     setting: the value of --collate. auto: the dataset's collate_fn, if it has one.
     """
-    if setting == AUTO_COLLATE:
+    if setting == "auto":
         while isinstance(dataset, Subset) and not hasattr(dataset, "collate_fn"):
             dataset = dataset.dataset
         own: Collate | None = getattr(dataset, "collate_fn", None)
@@ -96,31 +94,42 @@ def collate_plainly(
         inputs, targets = split_targets(collate(list(samples)))
     except ANY_FAILURE as error:  # WHY broad: default_collate raises what it meets
         shapes = [_shape(sample) for sample in samples]
-        usual, count = Counter(shapes).most_common(1)[0]
-        # WHY no majority: samples that all differ are meant to, and none of them is wrong.
-        has_majority = 2 * count > len(samples) or len(samples) == 2
-        if count == len(samples) or not has_majority:
-            differing = "" if count == len(samples) else f"(of {len(set(shapes))} shapes) "
+        if not (found := _misshapen(shapes)):
+            differing = f"(of {len(set(shapes))} shapes) " if len(set(shapes)) > 1 else ""
             raise SampleError(
                 f"samples {list(numbers[:4])} {differing}can't be made into a batch: "
                 f"{describe(error)}",
                 fix="make __getitem__ return (input tensor, label), all of one shape; or make "
                 "batches yourself, with --collate package.module:callable",
             ) from error
-        fits = [shape == usual for shape in shapes]
-        misfits = tuple(
-            BadSample(
-                number,
-                f"it is {shape}, where the others are {usual}"[:_MAX_TEXT]
-                + "; if samples may differ, set --collate",
-            )
-            for number, shape, is_fit in zip(numbers, shapes, fits, strict=True)
-            if not is_fit
-        )
-        samples = [sample for sample, is_fit in zip(samples, fits, strict=True) if is_fit]
-        numbers = [number for number, is_fit in zip(numbers, fits, strict=True) if is_fit]
-        return collate_plainly(samples, numbers, bad + misfits, collate)
+        return collate_plainly(*_without(found, samples, numbers, bad), collate)
     return Batch(inputs, targets, torch.tensor(numbers), bad)
+
+
+def _misshapen(shapes: Sequence[str]) -> dict[int, str]:
+    """Return by position what is wrong with the shapes that differ from that of most."""
+    usual, count = Counter(shapes).most_common(1)[0]
+    # WHY no majority: samples that all differ are meant to, and none of them is wrong.
+    if 2 * count <= len(shapes) != 2:
+        return {}
+    return {
+        place: f"it is {shape}, where the others are {usual}"[:_MAX_TEXT]
+        + "; if samples may differ, set --collate"
+        for place, shape in enumerate(shapes)
+        if shape != usual
+    }
+
+
+def _without(
+    found: Mapping[int, str],
+    samples: Sequence[Any],
+    numbers: Sequence[int],
+    bad: tuple[BadSample, ...],
+) -> tuple[list[Any], list[int], tuple[BadSample, ...]]:
+    """Move the samples at the positions in found to bad, each with its error."""
+    kept = [place for place in range(len(samples)) if place not in found]
+    misfits = tuple(BadSample(numbers[place], text) for place, text in found.items())
+    return [samples[p] for p in kept], [numbers[p] for p in kept], bad + misfits
 
 
 def collate_by(
@@ -136,7 +145,12 @@ def collate_by(
     """
     if split is not None and (places := split.places(samples)) is not None:
         with contextlib.suppress(SampleError):  # WHY: all together show whether some are the cause
-            return _collate_apart(collate, samples, numbers, bad, places)
+            batch, batch.longer = (
+                collate_by(collate, [samples[p] for p in part], [numbers[p] for p in part], ())
+                for part in places
+            )
+            batch.bad = bad + batch.bad
+            return batch
     try:
         inputs, targets = split_targets(collate(samples))
     except ANY_FAILURE as error:  # WHY broad: the user's code
@@ -147,32 +161,17 @@ def collate_by(
                 fix="it takes a list of samples, as dataset[i] returns them, and returns (inputs, "
                 "labels), or a mapping with 'labels'",
             ) from error
-        misfits = tuple(BadSample(numbers[p], f"collate: {text}") for p, text in found.items())
-        kept = [place for place in range(len(samples)) if place not in found]
-        samples, numbers = [samples[p] for p in kept], [numbers[p] for p in kept]
-        return collate_by(collate, samples, numbers, bad + misfits)
-    if text := _why_incomplete(targets, len(samples)):
+        return collate_by(collate, *_without(found, samples, numbers, bad))
+    # WHY only rows of numbers: a collate may pack several samples into one row, and then it has
+    # fewer rows than samples; but one label for each sample is left out if there are fewer.
+    is_row = isinstance(targets, torch.Tensor) and targets.dim() == 1
+    if is_row and len(targets) < len(samples):
         raise SampleError(
-            f"collate failed on samples {numbers[:4]}: {text}",
+            f"collate failed on samples {numbers[:4]}: it returned {len(targets)} labels for "
+            f"{len(samples)} samples: some are left out",
             fix="keep every sample: to leave one out, make the dataset shorter",
         )
     return Batch(inputs, targets, torch.tensor(numbers), bad)
-
-
-def _collate_apart(
-    collate: Collate,
-    samples: Sequence[Any],
-    numbers: Sequence[int],
-    bad: tuple[BadSample, ...],
-    places: tuple[Sequence[int], Sequence[int]],
-) -> Batch:
-    """Collate the samples at the first places, and those at the second ones: to batch.longer."""
-    batch, batch.longer = (
-        collate_by(collate, [samples[p] for p in part], [numbers[p] for p in part], ())
-        for part in places
-    )
-    batch.bad = bad + batch.bad
-    return batch
 
 
 def _failing_places(collate: Collate, samples: Sequence[Any]) -> dict[int, str]:
@@ -182,20 +181,8 @@ def _failing_places(collate: Collate, samples: Sequence[Any]) -> dict[int, str]:
         try:
             collate([sample])
         except ANY_FAILURE as error:  # WHY broad: the user's code; reported for its sample
-            found[place] = f"{describe(error)}{line_of_user(error)}"
+            found[place] = f"collate: {describe(error)}{line_of_user(error)}"
     return found
-
-
-def _why_incomplete(labels: Any, num_samples: int) -> str:  # Any: as collate returned them
-    """Say why labels can't be those of num_samples samples; empty if they can.
-
-    WHY only rows of numbers: a collate may pack several samples into one row, and then it has fewer
-    rows than samples; but one label for each sample is left out if there are fewer.
-    """
-    is_row = isinstance(labels, torch.Tensor) and labels.dim() == 1
-    if not is_row or len(labels) >= num_samples:
-        return ""
-    return f"it returned {len(labels)} labels for {num_samples} samples: some are left out"
 
 
 def _shape(data: Any) -> str:  # Any: a foreign sample
