@@ -10,9 +10,8 @@ from time import perf_counter
 
 from ddp_runs.check import GIB, MIB, Check
 from hardened_ddp.data.batches.workers import cpu_budget
-from hardened_ddp.reporting.resources import read_container_memory
+from hardened_ddp.reporting.resources import CGROUP, read_container_memory
 
-_CGROUP = Path("/sys/fs/cgroup")
 _SHARED_MEMORY = Path("/dev/shm")
 _SLOW_PROBE_S = 1.0
 
@@ -27,7 +26,7 @@ def check_cpus() -> Check:
     return Check("cpus", "ok", detail)
 
 
-def check_memory(cgroup: Path = _CGROUP) -> Check:
+def check_memory(cgroup: Path = CGROUP) -> Check:
     """Check how much memory is free, in the machine and in the container."""
     import psutil  # WHY here: if it is missing, only this check fails
 
@@ -35,10 +34,10 @@ def check_memory(cgroup: Path = _CGROUP) -> Check:
     free = system.available
     detail = f"{free / GIB:.1f} of {system.total / GIB:.1f} GiB free"
     if (container := read_container_memory(cgroup)) is not None:
-        own_free = max(0, container.limit_bytes - container.used_bytes)
+        limit_bytes, used_bytes = container
+        own_free = max(0, limit_bytes - used_bytes)
         free = min(free, own_free)
-        limit = container.limit_bytes / GIB
-        detail += f"; this container: {own_free / GIB:.1f} of {limit:.1f} GiB free"
+        detail += f"; this container: {own_free / GIB:.1f} of {limit_bytes / GIB:.1f} GiB free"
     if free < GIB // 2:
         advice = "end other programs (top -o %MEM); a rank alone needs about 0.5 GiB"
         return Check("memory", "FAIL", detail, advice)

@@ -1,12 +1,10 @@
 """Memory use of this process, the machine or its container, the GPU and /dev/shm.
 
-Owns the figures and the warning before memory runs out. Reads /proc itself, without psutil, and
-loads no torch: the doctor asks for a container's memory without it.
+Owns the figures and the warning before memory runs out. Imports neither torch nor psutil by itself:
+doctor asks for a container's memory where they may be missing.
 """
 
 import logging
-import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,11 +13,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+CGROUP = Path("/sys/fs/cgroup")
 _MIB = 2**20
 _SYSTEM_LIMIT_PERCENT = 95.0
 _SHM_LIMIT_PERCENT = 90.0
-_PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
-_MOST_BYTES = 16384
 _SHARED_MEMORY = "/dev/shm"
 # The files of the limit, what is in use, and the statistics; the file cache in the last one.
 _CGROUP_V2 = ("memory.max", "memory.current", "memory.stat", "inactive_file")
@@ -29,29 +26,12 @@ _CGROUP_V1 = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemorySource:
-    """The files in which Linux reports memory. Tests pass their own files."""
-
-    process: Path = Path("/proc/self/statm")
-    system: Path = Path("/proc/meminfo")
-    cgroup: Path = Path("/sys/fs/cgroup")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ContainerMemory:
-    """A container's memory: its limit, and what is in use."""
-
-    limit_bytes: int
-    used_bytes: int
-
-
 class ResourceMonitor:
     """Reads memory figures; warns once when memory is nearly full. Never raises."""
 
-    def __init__(self, device: "torch.device", *, source: MemorySource | None = None) -> None:
+    def __init__(self, device: "torch.device", *, cgroup: Path = CGROUP) -> None:
         self._device = device
-        self._source = source or MemorySource()
+        self._cgroup = cgroup
         self._warned: set[str] = set()
 
     def sample(self) -> dict[str, float]:
@@ -65,26 +45,27 @@ class ResourceMonitor:
         return found
 
     def _read_memory(self, found: dict[str, float]) -> None:
-        found["memory/rss_mib"] = _rss_mib(self._source.process)
-        words = _read(self._source.system).split()
-        total = int(words[words.index(b"MemTotal:") + 1])
-        percent = 100 - 100 * int(words[words.index(b"MemAvailable:") + 1]) / total
+        import psutil
+
+        found["memory/rss_mib"] = psutil.Process().memory_info().rss / _MIB
+        percent = psutil.virtual_memory().percent
         found["memory/system_used_percent"] = percent
         self._warn_above("system memory", percent, _SYSTEM_LIMIT_PERCENT)
 
     def _read_container(self, found: dict[str, float]) -> None:
-        memory = read_container_memory(self._source.cgroup)
+        memory = read_container_memory(self._cgroup)
         if memory is not None:
-            percent = 100 * memory.used_bytes / memory.limit_bytes
+            limit_bytes, used_bytes = memory
+            percent = 100 * used_bytes / limit_bytes
             found["memory/container_used_percent"] = percent
             self._warn_above("this container's memory", percent, _SYSTEM_LIMIT_PERCENT)
 
     def _read_shm(self, found: dict[str, float]) -> None:
-        shm = os.statvfs(_SHARED_MEMORY)
-        used, free = shm.f_blocks - shm.f_bfree, shm.f_bavail
-        found["memory/shm_used_mib"] = used * shm.f_frsize / _MIB
-        percent = 100 * used / max(1, used + free)
-        self._warn_above(_SHARED_MEMORY, percent, _SHM_LIMIT_PERCENT)
+        import psutil
+
+        shm = psutil.disk_usage(_SHARED_MEMORY)
+        found["memory/shm_used_mib"] = shm.used / _MIB
+        self._warn_above(_SHARED_MEMORY, shm.percent, _SHM_LIMIT_PERCENT)
 
     def _read_gpu(self, found: dict[str, float]) -> None:
         if self._device.type == "cuda":
@@ -108,16 +89,11 @@ class ResourceMonitor:
             log.log(level, "%s", text)
 
 
-def read_rss_mib() -> float:
-    """Read the memory of this process; 0 where there is no /proc. Any thread."""
-    try:
-        return _rss_mib(MemorySource().process)
-    except OSError:
-        return 0.0
+def read_container_memory(cgroup: Path) -> tuple[int, int] | None:
+    """Read the limit of this process's container (cgroup v2 or v1) and what is in use, in bytes.
 
-
-def read_container_memory(cgroup: Path) -> ContainerMemory | None:
-    """Read the limit of this process's container (cgroup v2 or v1); None without a limit."""
+    None without a limit.
+    """
     for limit_name, used_name, stat_name, cache_name in (_CGROUP_V2, _CGROUP_V1):
         try:
             limit = (cgroup / limit_name).read_text("ascii").strip()
@@ -129,18 +105,5 @@ def read_container_memory(cgroup: Path) -> ContainerMemory | None:
         stat = (cgroup / stat_name).read_text("ascii").split()
         cache = int(stat[stat.index(cache_name) + 1])
         used = int((cgroup / used_name).read_text("ascii"))
-        return ContainerMemory(limit_bytes=int(limit), used_bytes=max(0, used - cache))
+        return int(limit), max(0, used - cache)
     return None
-
-
-def _rss_mib(statm: Path) -> float:
-    return int(_read(statm).split()[1]) * _PAGE_SIZE / _MIB
-
-
-def _read(path: Path) -> bytes:
-    """Read a small file of /proc. WHY not read_text: that costs four times as much."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        return os.read(descriptor, _MOST_BYTES)
-    finally:
-        os.close(descriptor)

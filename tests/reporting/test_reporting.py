@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -42,7 +43,7 @@ from hardened_ddp.reporting.log import (
 )
 from hardened_ddp.reporting.metrics import MetricsLog
 from hardened_ddp.reporting.progress import ProgressBar
-from hardened_ddp.reporting.resources import MemorySource, ResourceMonitor
+from hardened_ddp.reporting.resources import ResourceMonitor
 from hardened_ddp.reporting.sinks import FileSink, TextSink
 from hardened_ddp.reporting.step_clock import GpuTimeline, StepClock
 from hardened_ddp.reporting.summary import (
@@ -758,11 +759,11 @@ class TestResources:
         assert len(block)
 
     def test_a_machine_that_is_nearly_full_is_said_once(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        meminfo = tmp_path / "meminfo"
-        meminfo.write_text("MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 40 kB\n")
-        monitor = ResourceMonitor(CPU, source=MemorySource(system=meminfo))
+        memory = psutil.virtual_memory()._replace(percent=96.0)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+        monitor = ResourceMonitor(CPU)
         assert monitor.sample()["memory/system_used_percent"] == pytest.approx(96)
         monitor.sample()
         [message] = [text for text in caplog.messages if "system memory" in text]
@@ -774,16 +775,15 @@ class TestResources:
         (tmp_path / "memory.max").write_text("1000000\n")
         (tmp_path / "memory.current").write_text("990000\n")
         (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 20000\n")
-        found = ResourceMonitor(CPU, source=MemorySource(cgroup=tmp_path)).sample()
+        found = ResourceMonitor(CPU, cgroup=tmp_path).sample()
         assert found["memory/container_used_percent"] == pytest.approx(97)
         assert "this container's memory is more than 95 % full" in caplog.text
 
     def test_what_cannot_be_read_is_left_out(self, tmp_path: Path) -> None:
         (tmp_path / "memory.max").write_text("many\n")
-        broken = tmp_path / "broken"
-        broken.write_text("?")
-        source = MemorySource(process=broken, system=broken, cgroup=tmp_path)
-        assert set(ResourceMonitor(CPU, source=source).sample()) == {"memory/shm_used_mib"}
+        found = ResourceMonitor(CPU, cgroup=tmp_path).sample()
+        assert "memory/container_used_percent" not in found
+        assert "memory/shm_used_mib" in found
 
 
 class TestSummary:
