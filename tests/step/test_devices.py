@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hardened_ddp.data.batches.batch import Batch, split
+from hardened_ddp.data.batches.checks import Limit
 from hardened_ddp.errors import StepError
 from hardened_ddp.gradients.sums import LocalGradients, count_on
 from hardened_ddp.ranks.phase import PHASE, Phase
@@ -142,6 +143,16 @@ def test_a_number_out_of_range_is_left_out_by_name_on_a_gpu_as_on_the_cpu(kind: 
     assert found == expected
     with pytest.raises(StepError, match=rf"sample {order[-2]}\b.* 60000"):
         on_gpu(argv)
+
+
+def test_labels_that_are_shares_of_the_classes_are_no_numbers_out_of_range() -> None:
+    limit = Limit(None, 3, "the task", -100)
+    mixed = torch.tensor([[0.25, 0.75, 0.0], [0.0, 0.0, 1.0]])
+    limit.check(Batch(torch.ones(2, 4), mixed, torch.arange(2)))
+    with pytest.raises(IndexError, match=r"sample 1 has the number 3, .* 0 to 2"):
+        limit.check(Batch(torch.ones(3, 4), torch.tensor([-100, 3, 2]), torch.arange(3)))
+    with pytest.raises(IndexError, match="number -1"):
+        limit.check(Batch(torch.ones(1, 4), torch.tensor([-1]), torch.arange(1)))
 
 
 def test_smaller_parts_of_a_batch_are_sent_without_a_wait() -> None:

@@ -92,6 +92,9 @@ class Checks:
         return not inputs.is_floating_point() or math.isfinite(inputs.sum().item())
 
 
+_UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
+
+
 @dataclass(frozen=True, slots=True)
 class Limit:
     """The numbers in a tensor of a batch choose one of so many: token ids, labels."""
@@ -112,9 +115,14 @@ class Limit:
         numbers = batch.targets if self.part is None else parts_of(batch.inputs).get(self.part)
         if not isinstance(numbers, torch.Tensor) or not numbers.is_cpu:
             return  # a dataset may have it on a GPU
+        if numbers.is_floating_point():
+            return  # labels may be shares of the classes
         array = numbers.numpy()
         # WHY unsigned: one comparison finds those below 0, too
-        is_wrong = array.view(f"u{array.itemsize}") >= self.count
+        unsigned = array.view(_UNSIGNED[array.itemsize])
+        if unsigned.max(initial=0) < self.count:
+            return
+        is_wrong = unsigned >= self.count
         if not (array[is_wrong] != self.ignored).any():
             return
         place = tuple(np.argwhere(is_wrong & (array != self.ignored))[0])
