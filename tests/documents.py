@@ -235,10 +235,9 @@ def outcome(happened: str, steps_lost: str, samples: str) -> str:
         return "continues, nothing lost"
     if "-9" in happened:
         return "ranks save and exit"
-    ways = [part for part in ("hung", "resumed", "restarted") if part in happened]
-    if "resumed" not in ways or re.search("then (ended|hung)", happened):
-        return "hangs; no start succeeds" if "hung" in ways else "no start succeeds"
-    said = "hangs; " * ("hung" in ways)
+    said = "hangs; " * happened.startswith("hung")
+    if not re.search(r"from step \d+$", happened):
+        return said + "no start succeeds"
     said += "nothing" if samples == "0 / 0" and steps_lost == "0" else f"{steps_lost} steps"
     surplus, missing = samples.split(" / ")
     return said + f"; {surplus} twice, {missing} never" * (samples != "0 / 0")

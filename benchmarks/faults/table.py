@@ -105,19 +105,19 @@ def _again(seen: Observed) -> str:
     attempt = seen.attempts[1]
     starts = [start for start in seen.starts if start.run == 1]
     if not starts:
-        return f"second start: {_ending(attempt, seen.fault)}, without a step"
-    text = f"second start {_from(starts[0].first)}"
-    return text if attempt.status == 0 else f"{text}, then {_ending(attempt, seen.fault)}"
+        return f"then {_ending(attempt, seen.fault)}, without a step"
+    text = f"then {_from(starts[0].first)}"
+    return text if attempt.status == 0 else f"{text}, {_ending(attempt, seen.fault)}"
 
 
 def _from(step: int) -> str:
-    return f"resumed at step {step}" if step > 1 else "began anew at step 1"
+    return f"from step {step}"
 
 
 def _ending(attempt: Attempt, fault: Fault) -> str:
     if attempt.status is None:
-        return f"hung (no step for {fault.limit_s:g} s, killed)"
-    return f"ended with status {attempt.status}"
+        return f"hung ({fault.limit_s:g} s, killed)"
+    return f"status {attempt.status}"
 
 
 def _goes_on(seen: Observed) -> bool:

@@ -85,22 +85,22 @@ def observed(*statuses: int | None, steps: list[list[int]], fault: str = "kill")
 @pytest.mark.parametrize(
     ("statuses", "steps", "words"),
     [
-        ((1, 0), [[1], [2, TOTAL_STEPS]], "ended with status 1; second start resumed at step 2"),
+        ((1, 0), [[1], [2, TOTAL_STEPS]], "status 1; then from step 2"),
         (
             (None, 1),
             [[1]],
-            "hung (no step for 60 s, killed); second start: ended with status 1, without a step",
+            "hung (60 s, killed); then status 1, without a step",
         ),
         ((0,), [[1, TOTAL_STEPS]], "went on to the end by itself"),
         (
             (0, 0),
             [[1], [TOTAL_STEPS]],
-            f"stopped with status 0 after step 1; second start resumed at step {TOTAL_STEPS}",
+            f"stopped with status 0 after step 1; then from step {TOTAL_STEPS}",
         ),
         (
             (1, 1),
             [[5], [1]],
-            "ended with status 1; second start began anew at step 1, then ended with status 1",
+            "status 1; then from step 1, status 1",
         ),
     ],
 )
@@ -114,7 +114,7 @@ def test_a_fault_that_never_came_is_no_result() -> None:
     seen = observed(0, steps=[[TOTAL_STEPS]])
     seen.fault_time = None
     row = figures_of(seen)
-    assert row["happened"] == "no fault came: ended with status 0"
+    assert row["happened"] == "no fault came: status 0"
     assert row["steps_lost"] is None
 
 
@@ -131,7 +131,7 @@ def test_each_fault_has_a_table_with_a_cell_for_each_figure() -> None:
     assert parts[2] == f"### {FAULTS['nan'].title}"
     table, other_table = parts[1].splitlines(), parts[3].splitlines()
     assert len({line.count("|") for line in [*table, *other_table]}) == 1
-    assert table[2].startswith("| bare | ended with status 1; second start resumed at step 2 | 1 |")
+    assert table[2].startswith("| bare | status 1; then from step 2 | 1 |")
     assert other_table[2].endswith("| - | - | - |")
 
 
