@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from hardened_ddp.data.batches.own_order import MAX_KEPT_ORDER
 from hardened_ddp.data.batches.permutation import Words, hash_words, permute
 from hardened_ddp.data.batches.sampler import (
-    MAX_KEPT_ORDER,
     EpochOrder,
     Window,
     WindowSampler,
     share_of,
-    split_evenly,
+    split_micro_batches,
 )
 from hardened_ddp.ranks.seeding import mix
 
@@ -152,11 +152,11 @@ def test_shares_are_contiguous_and_near_equal(size: int, world_size: int) -> Non
     assert max(lengths) - min(lengths) <= 1
 
 
-def test_parts_are_near_equal() -> None:
-    assert split_evenly(0, 0) == []
-    assert split_evenly(4, 1) == [(0, 4)]
-    assert split_evenly(5, 2) == [(0, 3), (3, 5)]
-    assert split_evenly(9, 3) == [(0, 3), (3, 6), (6, 9)]
+def test_micro_batches_are_few_and_near_equal() -> None:
+    assert split_micro_batches(0, 4) == []
+    assert split_micro_batches(4, 4) == [(0, 4)]
+    assert split_micro_batches(5, 4) == [(0, 3), (3, 5)]
+    assert split_micro_batches(9, 4) == [(0, 3), (3, 6), (6, 9)]
 
 
 @pytest.mark.parametrize("size", [1, 3, 5, 8, 61, 1000])
@@ -254,10 +254,28 @@ def test_a_rank_of_thousands_computes_its_own_samples_and_those_of_several_epoch
         computed.append(len(positions))
         return permute(positions, **how)
 
-    monkeypatch.setattr("hardened_ddp.data.batches.sampler.permute", counted)
+    monkeypatch.setattr("hardened_ddp.data.batches.own_order.permute", counted)
     sampler = make_sampler(270_000, rank=77, world_size=4096, global_batch=32 * 4096)
     for epoch in range(20):  # of two full windows and a short one
         for window in sampler.windows_of(epoch):
             sampler.micro_batches(window)
     assert len(computed) == 1
     assert computed[0] <= 2**11 + 32
+
+
+def test_of_a_small_dataset_a_rank_of_thousands_sorts_its_own_samples_once_per_epoch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sorted_at_once: list[int] = []
+    argsort = np.argsort
+
+    def counted(values: Words) -> np.ndarray:
+        sorted_at_once.append(len(values))
+        return argsort(values)
+
+    monkeypatch.setattr("numpy.argsort", counted)
+    sampler = make_sampler(200_000, rank=999, world_size=1000, global_batch=32 * 1000)
+    for window in sampler.windows_of(0):  # six full ones and a short one
+        sampler.micro_batches(window)
+    assert len(sorted_at_once) == 1
+    assert sorted_at_once[0] < 2000  # of them are its own: 200

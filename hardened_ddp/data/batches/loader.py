@@ -421,7 +421,12 @@ class TrainLoader:
             )
         )
         for window in sampler.windows(start):
-            share = [next(batches) for _ in range(sampler.num_micro_batches(window))]
+            # WHY without a call for one: this is the usual case, in each step
+            is_one = (
+                sampler.num_replicas <= window.size <= sampler.batch_size * sampler.num_replicas
+            )
+            number = 1 if is_one else len(sampler.micro_batch_sizes(window))
+            share = [next(batches) for _ in range(number)]
             if self.split is not None:
                 share = apart(share)
             if self._fetcher.collate is not None:

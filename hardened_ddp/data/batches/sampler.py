@@ -7,10 +7,9 @@ unless drop_last says so.
 Does not own: the cursor (it moves when a step is done, step/step.py), reading (loader.py).
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, count, islice
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
@@ -18,15 +17,9 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset, DistributedSampler
 
+from hardened_ddp.data.batches.own_order import BLOCK, MAX_KEPT_ORDER, OwnOrder, Share, pays_off
 from hardened_ddp.data.batches.permutation import hash_words, permute
 from hardened_ddp.ranks.seeding import mix
-
-# Up to this size an order is the samples sorted by a hash, and the whole of it is kept (2 MiB);
-# above it is a keyed permutation, computed in blocks, on demand.
-MAX_KEPT_ORDER = 1 << 18
-BLOCK = 1 << 15  # positions computed at once: large enough that numpy's call overhead vanishes
-_STEPS_OF_A_BLOCK = 20  # a block that serves more steps than this is cheap enough as a whole
-_AHEAD = 1 << 11  # positions of one rank that are computed at once, over all epochs
 
 
 class EpochOrder:
@@ -77,6 +70,13 @@ def share_of(size: int, *, rank: int, world_size: int) -> tuple[int, int]:
     length, num_longer = divmod(size, world_size)
     start = rank * length + min(rank, num_longer)
     return start, start + length + (rank < num_longer)
+
+
+def split_micro_batches(size: int, batch_size: int) -> list[tuple[int, int]]:
+    """Split size items into the fewest parts of at most batch_size, of near-equal length."""
+    if size <= batch_size:  # the usual case, and the fast one
+        return [(0, size)] if size else []
+    return split_evenly(size, -(-size // batch_size))
 
 
 def split_evenly(size: int, num_parts: int) -> list[tuple[int, int]]:
@@ -148,10 +148,9 @@ class WindowSampler(DistributedSampler[Any]):
         # The public attributes of DistributedSampler: this rank's samples, and those of all ranks.
         self.num_samples, self.total_size = len(self), self.end
         self._orders: dict[int, EpochOrder] = {}
-        # WHY: of a block that thousands of ranks share in a few steps, each would use little.
-        self._is_alone = num_replicas > 1 and self.size > MAX_KEPT_ORDER
-        self._is_alone &= global_batch * _STEPS_OF_A_BLOCK > BLOCK
-        self._ahead: dict[Window, npt.NDArray[np.int64]] = {}
+        self._alone: OwnOrder | None = None
+        if pays_off(self.size, world_size=num_replicas, global_batch=global_batch):
+            self._alone = OwnOrder(self.size, seed=seed)
 
     @property
     def num_windows(self) -> int:
@@ -199,13 +198,9 @@ class WindowSampler(DistributedSampler[Any]):
         for begin in range(start, self.end, self.global_batch):
             yield Window(epoch, begin, min(self.global_batch, self.end - begin))
 
-    def num_micro_batches(self, window: Window) -> int:
-        """Return how many micro-batches of window are this rank's."""
-        start, stop = share_of(window.size, rank=self.rank, world_size=self.num_replicas)
-        number = num_micro_batches(
-            window.size, batch_size=self.batch_size, world_size=self.num_replicas
-        )
-        return min(number, stop - start)
+    def micro_batch_sizes(self, window: Window) -> list[int]:
+        """Return the number of samples in each of this rank's micro-batches of window."""
+        return [last - first for first, last in self._parts(window)]
 
     def micro_batches(self, window: Window) -> list[torch.Tensor]:
         """Return the indices of this rank's micro-batches of window; none if its share is empty."""
@@ -213,37 +208,33 @@ class WindowSampler(DistributedSampler[Any]):
         if start == stop:
             return []
         start, stop = window.start + start, window.start + stop
-        if self._is_alone:
-            share = self._compute_alone(window, stop - start)
-        else:
+        if self._alone is None:
             share = self.order(window.epoch).take(start, stop)
-        parts = split_evenly(len(share), self.num_micro_batches(window))
-        return [share[first:last] for first, last in parts]
+        else:
+            found = self._alone.find(window.epoch, start, stop)
+            if found is None:
+                found = self._alone.compute(self._shares_from(window))
+            share = torch.from_numpy(found)
+        if window.size <= self.batch_size * self.num_replicas:
+            return [share]
+        return [share[first:last] for first, last in self._parts(window)]
 
-    def _compute_alone(self, window: Window, length: int) -> torch.Tensor:
-        """Return this rank's samples of window, length of them; compute those of the next, too."""
-        if window not in self._ahead:
-            coming = chain(
-                self.windows_of(window.epoch, window.start),
-                chain.from_iterable(map(self.windows_of, count(window.epoch + 1))),
-            )
-            windows, positions = [], []
-            lengths: Counter[int] = Counter()  # by epoch
-            for later in islice(coming, 1 + _AHEAD // length):
-                start, stop = share_of(later.size, rank=self.rank, world_size=self.num_replicas)
-                windows.append(later)
-                positions.append(np.arange(start, stop, dtype=np.uint64) + later.start)
-                lengths[later.epoch] += stop - start
-            permuted = permute(
-                np.concatenate(positions),
-                num_samples=self.size,
-                keys=[mix(self.seed, epoch) for epoch in lengths],
-                lengths=list(lengths.values()),
-            )
-            ends = np.cumsum([len(part) for part in positions])
-            rows = np.split(permuted.astype(np.int64), ends[:-1])
-            self._ahead = dict(zip(windows, rows, strict=True))
-        return torch.from_numpy(self._ahead[window])
+    def _shares_from(self, window: Window) -> Iterator[Share]:
+        """Yield the positions that this rank takes from window on, over all epochs to come."""
+        windows = chain(
+            self.windows_of(window.epoch, window.start),
+            chain.from_iterable(map(self.windows_of, count(window.epoch + 1))),
+        )
+        for later in windows:
+            start, stop = share_of(later.size, rank=self.rank, world_size=self.num_replicas)
+            yield Share(later.epoch, later.start + start, later.start + stop)
+
+    def _parts(self, window: Window) -> list[tuple[int, int]]:
+        """Return where this rank's micro-batches begin and end within its share of window."""
+        size, world_size = window.size, self.num_replicas
+        start, stop = share_of(size, rank=self.rank, world_size=world_size)
+        number = num_micro_batches(size, batch_size=self.batch_size, world_size=world_size)
+        return split_evenly(stop - start, number)
 
     def order(self, epoch: int) -> EpochOrder:
         """Return the order of an epoch."""
