@@ -324,7 +324,7 @@ def main() -> None:
     threading.stack_size(256 * 1024)
     # WHY: a rank asks the store on a thread made for the question (0.1 ms), which takes 2 ms in a
     # process that has hundreds of them
-    run_store.call_within = lambda question, limit_s: question()
+    run_store.call_within = lambda question, limit_s, **_: question()
     here, there = get_context("spawn").Pipe()
     process = get_context("spawn").Process(target=serve, args=(there,), daemon=True)
     process.start()

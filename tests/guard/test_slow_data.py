@@ -7,6 +7,7 @@ import pytest
 from hardened_ddp.guard.hang_rules import Report
 from hardened_ddp.guard.slow import SlowData
 from hardened_ddp.ranks.phase import Phase
+from tests.harness.marks import slow_after
 from tests.harness.ranks import train
 
 STALL = ["--cpu_only", "--batch_size", "2", "--log_interval", "1", "--eval_every", "0"]
@@ -39,8 +40,7 @@ def test_a_wait_that_is_usual_for_this_run_is_not_told() -> None:
     assert "without a limit" in told(slow, Phase.DATA, 101, limit_s=3e8, longest_s=20)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seconds", ["0", "60"])
+@pytest.mark.parametrize("seconds", slow_after(1, ["0", "60"]))
 def test_waiting_that_was_asked_for_is_no_hang(seconds: str, tmp_path: Path) -> None:
     """Sample 133 takes 6 s, in a step after the first ones; a hang would end the run after 1 s."""
     argv = [*STALL, "--loader_timeout_s", seconds, "--output_dir", tmp_path]

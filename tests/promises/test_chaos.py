@@ -113,7 +113,6 @@ def undisturbed_tensors(
     return final_tensors
 
 
-@pytest.mark.slow
 def test_faults_at_random_moments_end_in_the_weights_of_the_undisturbed_run(
     chaos_seed: int, tmp_path: Path, undisturbed_tensors: Callable[[int], dict[str, str]]
 ) -> None:

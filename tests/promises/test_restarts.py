@@ -9,6 +9,7 @@ import pytest
 from hardened_ddp.errors import CheckpointError, PeerLostError
 from hardened_ddp.reporting.summary import finished_at, write_summary
 from hardened_ddp.training.survivor_save import read_failures
+from tests.harness.marks import slow_after
 from tests.harness.processes import ROOT, kill
 from tests.harness.ranks import (
     Running,
@@ -111,9 +112,8 @@ def test_a_stop_that_comes_while_another_rank_hangs_saves_the_last_step(
     assert last_tensors(output) == last_tensors(tmp_path / "undisturbed")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["--no_shared_memory"]], ids=" ".join)
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("flags", slow_after(1, [[], ["--no_shared_memory"]]), ids=" ".join)
+@pytest.mark.parametrize("victim", slow_after(1, [0, 1]))
 def test_a_rank_that_hangs_is_left_after_the_timeout(
     victim: int, flags: list[str], tmp_path: Path
 ) -> None:
@@ -214,7 +214,6 @@ def test_a_run_whose_last_save_fails_is_not_finished(flags: list[str], tmp_path:
     assert finished_at(tmp_path / "run") == 10
 
 
-@pytest.mark.slow
 def test_any_number_of_ranks_goes_on_with_the_same_samples_in_each_step(tmp_path: Path) -> None:
     """4 ranks, then 2, 3 and 1, each from the middle of an epoch; one rank does it all beside."""
     alone = [*STEADY, "--batch_size", "48", "--epochs", "2", "--output_dir", tmp_path / "alone"]

@@ -53,7 +53,7 @@ BUDGETS = {
     "ddp_training.py": 400,
     "ddp_doctor/*": 11_500,
     "ddp_runs/*": 2_300,
-    "hardened_ddp/*": 31_200,
+    "hardened_ddp/*": 31_330,
     "hardened_ddp/gradients/*": 930,
     "hardened_ddp/settings/*": 2_445,
     "hardened_ddp/step/*": 2_195,
@@ -66,11 +66,11 @@ BUDGETS = {
     "hardened_ddp/preflight/*": 1_250,
     "hardened_ddp/ranks/*": 2_965,
     "hardened_ddp/guard/*": 1_535,
-    "hardened_ddp/data/*": 4_855,
+    "hardened_ddp/data/*": 4_985,
     "hardened_ddp/streams/*": 2_700,
     "ddp_drills/*": 2_570,
     "launchers/*": 692,
-    "tests/*": 35_430,
+    "tests/*": 35_460,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.
