@@ -69,8 +69,8 @@ class Subject:
     save: Callable[..., None]
     """Save the last completed step, here or on another rank. Takes the error that ends the run."""
 
-    phase: Callable[[int], int] = lambda phase: phase
-    """The phase of this rank's device, by that of its main thread."""
+    phase: Callable[[int], int] | None = None
+    """The phase of this rank's device, by that of its main thread. None: they are the same."""
 
     samples: Callable[[int], Sequence[int]] = lambda phase: ()
     """The samples that this rank processes in that phase."""
@@ -232,10 +232,11 @@ class HangWatch:
         words, rank = self._group.tracker.words, self._group.launch.rank
         phase = words[PHASE]
         limit_s = words[LIMITS + phase] / 1e9
-        if self._age_s > min(_DEVICE_WORK_S, limit_s / 2):
+        ask = self._subject.phase
+        if ask is not None and self._age_s > min(_DEVICE_WORK_S, limit_s / 2):
             # WHY suppress: a GPU with an error, or a driver that is stuck, answers nothing
             with contextlib.suppress(RuntimeError, TimeoutError):
-                phase = call_within(partial(self._subject.phase, phase), TICK_S)
+                phase = call_within(partial(ask, phase), TICK_S)
         return Report(rank, words[STEP], phase, self._age_s, limit_s, samples)
 
     def _is_suspicious(self, report: Report, awake_s: float) -> bool:

@@ -40,7 +40,7 @@ class ResourceMonitor:
         for read in (self._read_memory, self._read_container, self._read_shm, self._read_gpu):
             try:
                 read(found)
-            except (OSError, ValueError, LookupError, RuntimeError) as error:
+            except Exception as error:  # WHY broad: psutil has errors of its own
                 self._say_once(f"{read.__name__}: {error}", logging.DEBUG)
         return found
 
@@ -87,6 +87,16 @@ class ResourceMonitor:
         if text not in self._warned:
             self._warned.add(text)
             log.log(level, "%s", text)
+
+
+def read_rss_mib() -> float:
+    """Read the memory of this process; 0 if it can't be read. Any thread."""
+    import psutil
+
+    try:
+        return float(psutil.Process().memory_info().rss) / _MIB
+    except (OSError, psutil.Error):
+        return 0.0
 
 
 def read_container_memory(cgroup: Path) -> tuple[int, int] | None:

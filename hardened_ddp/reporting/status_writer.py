@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
 
-import psutil
 import torch
 
 from hardened_ddp.ranks.group import Group
@@ -26,6 +25,7 @@ from hardened_ddp.ranks.phase import PHASE, SINCE, STEP, Phase
 from hardened_ddp.ranks.process import this_process
 from hardened_ddp.ranks.threads import HelperThread
 from hardened_ddp.reporting.rank_status import RankStatus, silent_after_s
+from hardened_ddp.reporting.resources import read_rss_mib
 from hardened_ddp.reporting.sinks import open_no_link
 from hardened_ddp.settings.earlier_run import STATUS_FOLDER
 from hardened_ddp.settings.typed_command import working_folder
@@ -123,7 +123,7 @@ class StatusWriter:
             spent_s={label: round(seconds, 3) for label, seconds in tracker.spent_s().items()},
             split_s=dict(work.split()[1]) if is_gpu else {},
             samples_per_s=round(self._rate(step, tracker.wall_s()) * work.global_batch, 1),
-            rss_mib=round(psutil.Process().memory_info().rss / 2**20, 1),
+            rss_mib=round(read_rss_mib(), 1),
             gpu_mib=self._reserved / 2**20,
             gpu_peak_mib=self._peak / 2**20,
         )

@@ -26,7 +26,7 @@ from hardened_ddp.model.precision import clip
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.seeding import seed_update
 from hardened_ddp.step.async_device import AsyncDevice
-from hardened_ddp.step.failure import error_of, explain_failure
+from hardened_ddp.step.failure import Failure, error_of, explain_failure
 from hardened_ddp.step.gradient import Attempt, Gradient, Outcome
 from hardened_ddp.step.left_out import LeftOut
 from hardened_ddp.step.parts import Parts
@@ -139,7 +139,7 @@ class Stepper:
             elif self.device is not None:
                 self.device.note(sums)
         except ANY_FAILURE as error:
-            self._fail(error, attempt)
+            self._fail(error, attempt, first=attempt.failure)
         return attempt
 
     def commit(self, attempt: Attempt) -> None:
@@ -234,8 +234,14 @@ class Stepper:
         self.parts.schedule.go_back(attempt.schedule_before)
         self.parts.replica.attributes.put_back(attempt.attributes)
 
-    def _fail(self, error: BaseException, attempt: Attempt) -> NoReturn:
-        """Undo the changes of a step that fails, and raise its error, which names the step."""
+    def _fail(
+        self, error: BaseException, attempt: Attempt, *, first: Failure | None = None
+    ) -> NoReturn:
+        """Undo the changes of a step that fails, and raise its error, which names the step.
+
+        first: this rank's own failure before it. WHY: on a GPU with an error, what follows raises
+        again, elsewhere.
+        """
         if self.live.is_at_boundary:
             self.live.is_at_boundary = False
             # WHY suppress: on a GPU that reports an error all later calls fail. The first one tells
@@ -252,8 +258,7 @@ class Stepper:
         explained = explain_failure(
             error, group, step=step, phase=group.tracker.work, samples=samples
         )
-        # WHY: on a GPU with an error, what follows this rank's own failure raises again, elsewhere
-        if (first := attempt.failure) is not None and not isinstance(explained, PeerLostError):
+        if first is not None and not isinstance(explained, PeerLostError):
             explained = error_of(first.kind, first.text)
         raise explained from error
 

@@ -195,7 +195,7 @@ def hang_subject(run: Run) -> Subject:
 
     return Subject(
         save=save,
-        phase=(lambda phase: phase) if stepper.device is None else stepper.device.phase_of,
+        phase=None if stepper.device is None else stepper.device.phase_of,
         samples=samples,
         worker_stacks=worker_stacks,
         split=run.report.splits.newest,

@@ -43,7 +43,7 @@ from hardened_ddp.reporting.log import (
 )
 from hardened_ddp.reporting.metrics import MetricsLog
 from hardened_ddp.reporting.progress import ProgressBar
-from hardened_ddp.reporting.resources import ResourceMonitor
+from hardened_ddp.reporting.resources import ResourceMonitor, read_rss_mib
 from hardened_ddp.reporting.sinks import FileSink, TextSink
 from hardened_ddp.reporting.step_clock import GpuTimeline, StepClock
 from hardened_ddp.reporting.summary import (
@@ -779,11 +779,18 @@ class TestResources:
         assert found["memory/container_used_percent"] == pytest.approx(97)
         assert "this container's memory is more than 95 % full" in caplog.text
 
-    def test_what_cannot_be_read_is_left_out(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("error", [psutil.AccessDenied, psutil.NoSuchProcess, OSError])
+    def test_what_cannot_be_read_is_left_out(
+        self, error: Callable[[int], Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         (tmp_path / "memory.max").write_text("many\n")
-        found = ResourceMonitor(CPU, cgroup=tmp_path).sample()
-        assert "memory/container_used_percent" not in found
-        assert "memory/shm_used_mib" in found
+
+        def refuse(self: object) -> None:
+            raise error(1)
+
+        monkeypatch.setattr(psutil.Process, "memory_info", refuse)
+        assert set(ResourceMonitor(CPU, cgroup=tmp_path).sample()) == {"memory/shm_used_mib"}
+        assert read_rss_mib() == 0.0
 
 
 class TestSummary:

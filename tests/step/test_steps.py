@@ -172,6 +172,14 @@ def fail_for_good() -> None:
         pytest.raises(StepError, match=r"forward: model.py:7"),
     ):
         stepper.train_step(*next(windows))
+    # What fails after the gradient of a step that was given up has a cause of its own.
+    attempt = stepper._compute_gradient(*next(windows))
+    attempt.failure = failure
+    with (
+        mock.patch.object(stepper, "_update", side_effect=RuntimeError("no such schedule")),
+        pytest.raises(StepError, match="no such schedule"),
+    ):
+        stepper.commit(attempt)
     parts.close()
     parts.group.close()
 

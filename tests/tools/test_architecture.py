@@ -53,11 +53,11 @@ BUDGETS = {
     "ddp_training.py": 400,
     "ddp_doctor/*": 11_500,
     "ddp_runs/*": 2_300,
-    "hardened_ddp/*": 31_330,
+    "hardened_ddp/*": 31_345,
     "hardened_ddp/gradients/*": 930,
     "hardened_ddp/settings/*": 2_445,
-    "hardened_ddp/step/*": 2_195,
-    "hardened_ddp/reporting/*": 1_905,
+    "hardened_ddp/step/*": 2_200,
+    "hardened_ddp/reporting/*": 1_915,
     "hardened_ddp/task/*": 1_885,
     "hardened_ddp/checkpoint/*": 1_840,
     "hardened_ddp/training/*": 2_925,
@@ -70,7 +70,7 @@ BUDGETS = {
     "hardened_ddp/streams/*": 2_700,
     "ddp_drills/*": 2_570,
     "launchers/*": 692,
-    "tests/*": 35_460,
+    "tests/*": 35_475,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.
