@@ -44,7 +44,7 @@ _PORTS_PER_SECOND = 200
 _END_S = 30.0
 _FIRST_UID = 23456
 _NEEDED = ("unshare", "setpriv", "mount")
-_LEFT_OUT = ("XDG_", "LC_", "PYTEST_", "PYTHONDONTWRITEBYTECODE")
+_LEFT_OUT = ("XDG_", "LC_", "CI", "PYTEST_", "PYTHONDONTWRITEBYTECODE")
 _LEFT_OUT += ("LANG", "COLUMNS", "LINES", "USER", "LOGNAME", "TMP", "TEMP", "HF_", "TORCH_HOME")
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
 
@@ -58,16 +58,18 @@ class Conditions:
     is_narrow: bool  # COLUMNS is 40, or else not set
     is_other_user: bool  # not root, if root asks: a user whom /etc/passwd does not know
     has_space: bool  # TMPDIR has one
+    is_ci: bool  # CI is set: pytest then shows each failure twice, in full
 
 
 def draw(seed: int) -> Conditions:
-    """Draw the conditions of a seed; any 16 seeds in a row are all combinations."""
+    """Draw the conditions of a seed; any 32 seeds in a row are all combinations."""
     return Conditions(
         seed=seed,
         is_long=bool(seed & 1),
         is_narrow=bool(seed & 2),
         is_other_user=bool(seed & 4),
         has_space=bool(seed & 8),
+        is_ci=bool(seed & 16),
     )
 
 
@@ -113,9 +115,11 @@ def _describe(conditions: Conditions, *, user: str) -> str:
     space = "with" if conditions.has_space else "without"
     length = LONG if conditions.is_long else SHORT
     columns = "40" if conditions.is_narrow else "not set"
+    ci = "set" if conditions.is_ci else "not set"
     return (
-        f"random order; TMPDIR of {length} characters {space} a space; COLUMNS {columns}; user "
-        f"{user}; LANG=C; an empty HOME; {NUM_BUSY} busy processes; one that takes and frees ports"
+        f"random order; TMPDIR of {length} characters {space} a space; COLUMNS {columns}; CI {ci}; "
+        f"user {user}; LANG=C; an empty HOME; {NUM_BUSY} busy processes; one that takes and frees "
+        "ports"
     )
 
 
@@ -221,6 +225,8 @@ def _run_tests(command: Sequence[str], conditions: Conditions, place: _Place) ->
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"
     if conditions.is_narrow:
         env["COLUMNS"] = "40"
+    if conditions.is_ci:
+        env["CI"] = "true"
     tests = subprocess.Popen(command, cwd=place.checkout, env=env)
     try:
         return tests.wait()
