@@ -99,8 +99,15 @@ def run_with_checkpoint(name: str = "run") -> Path:
     return run
 
 
+def assert_resumes(flags: str, run: Path) -> None:
+    settings = settings_of(flags)
+    folder, found = find_place(settings.config, None)
+    assert folder == settings.run_folder == run
+    assert found is not None
+
+
 @pytest.mark.parametrize("name", ["step-5", "step-000000005.partial", "state.pt"])
-def test_settings_and_checkpoint_come_from_the_same_newest_run(
+def test_settings_and_checkpoint_come_from_the_newest_run_wherever_it_is(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -109,34 +116,12 @@ def test_settings_and_checkpoint_come_from_the_same_newest_run(
     (tmp_path / "runs" / "third").mkdir()
     (tmp_path / "runs" / "third" / "checkpoints").touch()
     os.utime(run / "checkpoints", (1, 1))
-    settings = settings_of("--resume newest")
-    folder, found = find_place(settings.config, None)
-    assert folder == settings.run_folder == run
-    assert found is not None
-
-
-def test_a_checkpoint_named_from_inside_its_run_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    run = run_with_checkpoint().resolve()
+    assert_resumes("--resume newest", run)
     monkeypatch.chdir(run / "checkpoints")
-    settings = settings_of("--resume step-000000001")
-    folder, found = find_place(settings.config, None)
-    assert folder == settings.run_folder == run
-    assert found is not None
-
-
-def test_a_run_in_a_folder_named_checkpoints_is_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    assert_resumes("--resume step-000000001", tmp_path / run)
     monkeypatch.chdir(tmp_path)
-    run_with_checkpoint()
-    (tmp_path / "runs").rename("checkpoints")
-    settings = settings_of("--output_dir checkpoints --resume checkpoints/run")
-    folder, found = find_place(settings.config, None)
-    assert folder == settings.run_folder == Path("checkpoints/run")
-    assert found is not None
+    Path("runs").rename("checkpoints")
+    assert_resumes("--output_dir checkpoints --resume checkpoints/run", Path("checkpoints/run"))
 
 
 def test_a_folder_that_can_be_used_is_left_as_it_was(tmp_path: Path) -> None:
