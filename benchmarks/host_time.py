@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What a step costs the host beside the bare DDP loop: CPU time of the main thread, as a ratio.
 
-    python benchmarks/host_time.py                      about three minutes
+    python benchmarks/host_time.py                      about two minutes
     python benchmarks/host_time.py --work norms --rounds 3
 
 On a GPU that is faster than the host, a step takes as long as the host needs to queue it. Here the
@@ -9,8 +9,9 @@ tensors are so small that the host is all there is: forward and backward cost th
 reads its flag one step late, as on a GPU, but for the flag's copy to pinned memory; fp32, fused
 AdamW, no loader workers. The bare loop is DDP's tutorial with the same model, samples and
 optimizer. Each contender is a process that notes the CPU time of its main thread behind each
-optimizer step; the middle one of the steps counts, so steps with a report do not. Contenders take
-turns; ratios are taken within a round.
+optimizer step. They take turns of 5 steps on one core, since the speed of a core may change by the
+second. The middle step of a turn counts, so steps with a report do not; a round's ratio is the
+middle one of its pairs of turns.
 
 - norms: 160 parameters and 159 buffers that move, as a ResNet-50 has
 - gpt: 12 layers
@@ -26,14 +27,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKS = ("norms", "gpt")
 BAR = 1.10
-WARM_UP, STEPS, BATCH_SIZE = 20, 200, 4
+WARM_UP, STEPS, TURN, BATCH_SIZE = 20, 200, 5, 4
+CLOCK = "HOST_TIME"
+"""The variable with what a contender's clock needs: its name, its file, and its two pipe ends."""
+
 BARE, OURS = "bare", "ours"
 _LIMIT_S = 300
 
@@ -61,37 +64,50 @@ def main() -> int:
 
 def measure(work: str, rounds: int) -> tuple[list[float], dict[str, float]]:
     """Return the ratio of each round, and the middle time of each contender in ms."""
-    found: dict[str, list[float]] = {BARE: [], OURS: []}
-    for index in range(rounds):
-        for contender in (BARE, OURS) if index % 2 == 0 else (OURS, BARE):
-            found[contender].append(1000 * run(contender, work))
-    ratios = [ours / bare for ours, bare in zip(found[OURS], found[BARE], strict=True)]
-    return ratios, {name: statistics.median(times) for name, times in found.items()}
+    ratios: list[float] = []
+    times: dict[str, list[float]] = {BARE: [], OURS: []}
+    for _ in range(rounds):
+        turns = run_both(work)
+        pairs = zip(turns[OURS], turns[BARE], strict=True)
+        ratios.append(statistics.median(ours / bare for ours, bare in pairs))
+        for name, seconds in turns.items():
+            times[name] += [1000 * each for each in seconds]
+    return ratios, {name: statistics.median(each) for name, each in times.items()}
 
 
-def run(contender: str, work: str) -> float:
-    """Run one contender once; return its CPU time per step in seconds."""
+def run_both(work: str) -> dict[str, list[float]]:
+    """Run both contenders once; return their CPU time per step in each turn, in seconds."""
     with tempfile.TemporaryDirectory(prefix="host-time-") as folder:
-        file = Path(folder) / "seconds.json"
-        command: list[str] = [sys.executable]
-        if contender == BARE:
-            command += [str(Path(__file__).resolve()), "--bare", work]
-        else:
-            command += [str(ROOT / "ddp_training.py"), *flags_of(work), "--output_dir", folder]
+        commands = {
+            BARE: [str(Path(__file__).resolve()), "--bare", work],
+            OURS: [str(ROOT / "ddp_training.py"), *flags_of(work), "--output_dir", folder],
+        }
+        from_ours, to_bare = os.pipe()
+        from_bare, to_ours = os.pipe()
+        ends = {BARE: (from_ours, to_ours), OURS: (from_bare, to_bare)}
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "HOST_TIME": str(file)}
-        done = subprocess.run(
-            command,
-            env=os.environ | env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=_LIMIT_S,
-            check=False,
-        )
-        if done.returncode or not file.exists():
-            raise SystemExit(f"host_time.py: {contender}, {work} failed:\n{done.stdout}")
-        return float(json.loads(file.read_text(encoding="utf-8")))
+        running = {}
+        for name, command in commands.items():
+            clock = json.dumps([name, f"{folder}/{name}.json", *ends[name]])
+            env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, CLOCK: clock}
+            with Path(folder, f"{name}.log").open("w", encoding="utf-8") as output:
+                running[name] = subprocess.Popen(
+                    [sys.executable, *command],
+                    env=os.environ | env,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=ends[name],
+                )
+        for end in (*ends[BARE], *ends[OURS]):  # WHY: who waits for one that has died must see it
+            os.close(end)
+        turns = {}
+        for name, process in running.items():
+            file = Path(folder, f"{name}.json")
+            if process.wait(_LIMIT_S) or not file.exists():
+                text = Path(folder, f"{name}.log").read_text(encoding="utf-8")
+                raise SystemExit(f"host_time.py: {name}, {work} failed:\n{text}")
+            turns[name] = json.loads(file.read_text(encoding="utf-8"))
+        return turns
 
 
 def flags_of(work: str) -> list[str]:
@@ -106,19 +122,43 @@ def flags_of(work: str) -> list[str]:
 
 
 class Clock:
-    """Notes the CPU time of the thread that trains behind each optimizer step."""
+    """Notes the CPU time of the thread that trains behind each optimizer step, and passes turns."""
 
-    def __init__(self, file: str) -> None:
-        self._file = file
-        self._times: list[float] = []
+    def __init__(self) -> None:
+        self._name, file, self._from, self._to = json.loads(os.environ[CLOCK])
+        self._file = Path(file)
+        self._num_steps = 0
+        self._began_at = 0.0
+        self._turn: list[float] = []
+        self._turns: list[float] = []
 
     def after_step(self, *_: Any) -> None:  # Any: of torch's hook
-        """Take one step; after the last one, write down the middle time."""
-        self._times.append(time.thread_time())
-        if len(self._times) == WARM_UP + STEPS:
-            times = self._times[WARM_UP:]
-            steps = [after - before for before, after in pairwise(times)]
-            Path(self._file).write_text(json.dumps(statistics.median(steps)), encoding="utf-8")
+        """Take one step; at the end of a turn let the other contender go on."""
+        now = time.thread_time()
+        self._turn.append(now - self._began_at)
+        self._num_steps += 1
+        if self._num_steps == WARM_UP:
+            os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # this thread's alone
+            if self._name == OURS:  # it starts later
+                self._pass_turn()
+            self._await_turn()
+        elif self._num_steps > WARM_UP and len(self._turn) == TURN:
+            self._turns.append(statistics.median(self._turn))
+            if self._num_steps == WARM_UP + STEPS:
+                self._file.write_text(json.dumps(self._turns), encoding="utf-8")
+            if self._num_steps < WARM_UP + STEPS or self._name == BARE:
+                self._pass_turn()
+            if self._num_steps < WARM_UP + STEPS:
+                self._await_turn()
+        self._began_at = time.thread_time()
+
+    def _pass_turn(self) -> None:
+        os.write(self._to, b"1")
+
+    def _await_turn(self) -> None:
+        if not os.read(self._from, 1):
+            raise SystemExit("host_time.py: the other contender has ended")
+        self._turn = []
 
 
 def _read_options() -> argparse.Namespace:

@@ -119,10 +119,11 @@ class MovingBuffers:
         """Copy what moves, into one tensor for each dtype; return a view for each."""
         copies = self._live(self.known)
         for group in _by_dtype(copies):
-            flat = torch.cat([tensor.reshape(-1) for _, tensor in group])
+            # WHY not each: most have one dimension, and a view takes the host a microsecond
+            flat = torch.cat([t if t.dim() == 1 else t.reshape(-1) for _, t in group])
             parts = torch.split(flat, [tensor.numel() for _, tensor in group])
             for (index, tensor), part in zip(group, parts, strict=True):
-                copies[index] = part.view(tensor.shape)
+                copies[index] = part if tensor.dim() == 1 else part.view(tensor.shape)
         return copies
 
     @torch.no_grad()
