@@ -8,7 +8,6 @@ What goes wrong here: a package is not installed; a model can't be traced.
 import contextlib
 import inspect
 import io
-import logging
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hardened_ddp.data.foreign_code import describe, import_extra
-from hardened_ddp.errors import ANY_FAILURE, CheckpointError, HardenedError, ModelError
+from hardened_ddp.data.foreign_code import import_extra
+from hardened_ddp.errors import CheckpointError, ModelError
 from hardened_ddp.export.preparation import IMAGE_PROCESSOR, TOKENIZER, write_preparation
 from hardened_ddp.model.huggingface import HubModel as HubNet
 from hardened_ddp.model.huggingface import ImageClassifier, TextModel
 from hardened_ddp.model.zoo import DESCRIPTION
+from hardened_ddp.task.user_code import told_as
 from hardened_ddp.training.weights import example_inputs, rebuild_model
 
 HUGGINGFACE, TORCH_EXPORT, ONNX = "huggingface", "torch_export", "onnx"
@@ -33,7 +33,6 @@ _TOLERANCE = {"rtol": 1e-3, "atol": 1e-4}
 _TRACED_SAMPLES, _TRIED_SAMPLES = 2, (2, 5)  # WHY also 5: it detects a fixed batch size
 
 Forward = Callable[..., Tensor]
-log = logging.getLogger(__name__)
 
 _HOW_TO_LOAD = {
     HUGGINGFACE: """\
@@ -123,18 +122,12 @@ def write_model(
             import_extra(package, what="--format onnx")
     model = _with_logits(rebuild_model(weights, meta))
     inputs = [_examples(model, meta, num_samples=count) for count in _TRIED_SAMPLES]
-    try:
+    fix = "--format safetensors writes the weights without running the model"
+    # WHY: tracers raise any exception
+    with told_as(ModelError, f"the model {meta['model']} can't be written as {form}", fix=fix):
         wanted = [model(*tensors) for tensors in inputs]
         run = write[form](folder, model, meta)
         got = [run(*tensors) for tensors in inputs]
-    except HardenedError:
-        raise
-    except ANY_FAILURE as error:  # WHY broad: the user's model, and tracers raise any exception
-        log.debug("the export failed", exc_info=True)
-        raise ModelError(
-            f"the model {meta['model']} can't be written as {form}: {describe(error)}",
-            fix="--format safetensors writes the weights without running the model",
-        ) from error
     for ours, theirs in zip(wanted, got, strict=True):
         if ours.shape != theirs.shape or not torch.allclose(
             ours, theirs, equal_nan=True, **_TOLERANCE

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.functional import interpolate
 
-from hardened_ddp.data.foreign_code import describe, import_extra
+from hardened_ddp.data.foreign_code import import_extra
 from hardened_ddp.data.sources.hub_place import (
     find_place,
     hub_answers,
@@ -25,8 +25,9 @@ from hardened_ddp.data.sources.hub_place import (
     is_on_disk,
     no_answer,
 )
-from hardened_ddp.errors import ANY_FAILURE, HardenedError, ModelError
+from hardened_ddp.errors import ModelError
 from hardened_ddp.settings.config import ModelConfig
+from hardened_ddp.task.user_code import told_as
 
 _KINDS = (
     *("CausalLM", "MaskedLM", "SequenceClassification", "TokenClassification"),
@@ -114,7 +115,12 @@ def load_hub_model(
     folder = Path(name)
     is_bare = folder.is_dir() and not any(folder.glob("*.safetensors"))
     how: dict[str, Any] = {"trust_remote_code": False}
-    try:
+    fix = (
+        "give a folder made by save_pretrained() (config.json, model.safetensors); a name needs "
+        "network, or the model in the cache of huggingface_hub"
+    )
+    # WHY: the library raises many kinds of errors for a bad folder
+    with told_as(ModelError, f"{config.model} can't be loaded", fix=fix):
         if not is_on_disk(name) and not hub_answers():
             if not is_cached(name, "config.json"):
                 raise no_answer(config.model, error=ModelError)
@@ -139,15 +145,6 @@ def load_hub_model(
             )
             _check_loaded(net, info)
         return _wrapped(net, kind, input_shape)
-    except HardenedError:
-        raise
-    except Exception as error:  # WHY broad: the library raises many kinds for a bad folder
-        log.debug("loading %s failed", name, exc_info=True)
-        raise ModelError(
-            f"{config.model} can't be loaded: {describe(error)}",
-            fix="give a folder made by save_pretrained() (config.json, model.safetensors); a name "
-            "needs network, or the model in the cache of huggingface_hub",
-        ) from error
 
 
 def build_from_config(hub_config: Mapping[str, Any], *, input_shape: tuple[int, ...]) -> HubModel:
@@ -156,16 +153,12 @@ def build_from_config(hub_config: Mapping[str, Any], *, input_shape: tuple[int, 
     Raises ModelError, MissingPackageError.
     """
     transformers = import_extra("transformers", what="a model of hf:")
-    try:
+    version = hub_config.get("transformers_version")
+    fix = f"install the version of transformers that it was trained with: {version}"
+    with told_as(ModelError, "the model of the checkpoint can't be built again", fix=fix):
         described = transformers.AutoConfig.for_model(**hub_config)
         kind = _kind_of(transformers, described, "auto", has_classes=False)
         net = getattr(transformers, f"AutoModelFor{kind}").from_config(described)
-    except ANY_FAILURE as error:  # WHY broad: as in load_hub_model
-        raise ModelError(
-            f"the model of the checkpoint can't be built again: {describe(error)}",
-            fix="install the version of transformers that it was trained with: "
-            f"{hub_config.get('transformers_version')}",
-        ) from error
     return _wrapped(net, kind, input_shape)
 
 

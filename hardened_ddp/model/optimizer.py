@@ -6,22 +6,20 @@ its state (optimizer_state.py).
 """
 
 import inspect
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, assert_never
 
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from hardened_ddp.data.foreign_code import describe, import_callable, line_of_user
-from hardened_ddp.errors import ANY_FAILURE, OptimizerError
+from hardened_ddp.data.foreign_code import import_callable
+from hardened_ddp.errors import OptimizerError
 from hardened_ddp.model.optimizer_state import KNOWN, is_known
 from hardened_ddp.model.parameter_groups import Group, check_options
 from hardened_ddp.model.schedule import needed_arguments
 from hardened_ddp.settings.config import OptimizerConfig
 from hardened_ddp.settings.declare import ImportPath
-
-log = logging.getLogger(__name__)
+from hardened_ddp.task.user_code import told_as
 
 _ONLY_ONE = ("fused", "foreach", "differentiable")
 """Options of which torch's optimizers take one at a time."""
@@ -150,16 +148,12 @@ def _call(
     is_plain = len(groups) == 1 and groups[0].keys() == {"params"}
     parameters = groups[0]["params"] if is_plain else [dict(group) for group in groups]
     words = ", ".join(f"{name}={value!r}" for name, value in given.items())
-    try:
+    fix = (
+        "correct --optimizer_args, or the settings it comes from; the traceback is in this rank's "
+        "log"
+    )
+    with told_as(OptimizerError, f"{config.optimizer} can't be built with {words}", fix=fix):
         found = build(parameters, **given)
-    except ANY_FAILURE as error:  # WHY broad: the user's code, and torch's checks of values
-        log.debug("building the optimizer failed", exc_info=True)
-        raise OptimizerError(
-            f"{config.optimizer} can't be built with {words}: {describe(error)}"
-            f"{line_of_user(error)}",
-            fix="correct --optimizer_args, or the settings it comes from; the traceback is in "
-            "this rank's log",
-        ) from error
     if not isinstance(found, Optimizer):
         raise OptimizerError(
             f"--optimizer {config.optimizer} returned a {type(found).__name__}, not a "

@@ -15,9 +15,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from hardened_ddp.data.foreign_code import describe
 from hardened_ddp.errors import ANY_FAILURE, OptimizerError
 from hardened_ddp.settings.config import OptimizerConfig
+from hardened_ddp.task.user_code import told_as
 
 log = logging.getLogger(__name__)
 
@@ -59,15 +59,12 @@ def check_options(optimizer: Optimizer) -> None:
 
 
 def _called(make: Callable[..., Any], whose: str, *given: nn.Module) -> Any:
-    try:
+    fix = (
+        "the whole traceback is in this rank's log; a task's takes the model, a model's takes "
+        "nothing"
+    )
+    with told_as(OptimizerError, f"{whose} parameter_groups() failed", fix=fix):
         return make(*given)
-    except ANY_FAILURE as error:  # WHY broad: the user's code
-        log.debug("parameter_groups failed", exc_info=True)
-        raise OptimizerError(
-            f"{whose} parameter_groups() failed: {describe(error)}",
-            fix="the whole traceback is in this rank's log; a task's takes the model, a model's "
-            "takes nothing",
-        ) from error
 
 
 def _checked(found: Any, model: nn.Module, whose: str) -> list[Group]:

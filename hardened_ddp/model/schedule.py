@@ -8,7 +8,6 @@ What goes wrong here: a scheduler that needs a metric, that can't be saved, or t
 
 import copy
 import inspect
-import logging
 import math
 import numbers
 from collections.abc import Callable, Mapping
@@ -18,12 +17,11 @@ from typing import Any, assert_never
 from torch.optim import Optimizer
 
 from hardened_ddp.data.batches.run_length import UNKNOWN_STEPS
-from hardened_ddp.data.foreign_code import describe, import_callable, line_of_user
-from hardened_ddp.errors import ANY_FAILURE, OptimizerError
+from hardened_ddp.data.foreign_code import import_callable
+from hardened_ddp.errors import OptimizerError
 from hardened_ddp.settings.config import LrSchedule, OptimizerConfig
 from hardened_ddp.settings.declare import ImportPath
-
-log = logging.getLogger(__name__)
+from hardened_ddp.task.user_code import told_as
 
 STEP_DROPS = 3
 """The equal parts of lr_schedule step; the rate of each is a tenth of that of the part before."""
@@ -156,14 +154,9 @@ class Schedule:
         self, path: str, build: Callable[..., Any], arguments: Mapping[str, Any]
     ) -> Callable[[int], float]:
         def share(step: int) -> float:
-            try:
+            what = f"--lr_schedule {path} failed at step {step} with {dict(arguments)}"
+            with told_as(OptimizerError, what, fix=_FORMS):
                 found = build(step=step, **arguments)
-            except ANY_FAILURE as error:  # WHY broad: the user's code
-                raise OptimizerError(
-                    f"--lr_schedule {path} failed at step {step} with {dict(arguments)}: "
-                    f"{describe(error)}{line_of_user(error)}",
-                    fix=_FORMS,
-                ) from error
             is_number = isinstance(found, numbers.Real) and not isinstance(found, bool)
             if not is_number or not math.isfinite(found) or found < 0:
                 raise OptimizerError(
@@ -180,16 +173,10 @@ class Schedule:
     def _object(
         self, path: str, build: Callable[..., Any], arguments: Mapping[str, Any]
     ) -> Any:  # Any: a scheduler
-        try:
+        taken = ", ".join(inspect.signature(build).parameters)
+        what = f"--lr_schedule {path} can't be built with {dict(arguments)}"
+        with told_as(OptimizerError, what, fix=f"correct --lr_schedule_args; it takes: {taken}"):
             made = build(optimizer=self.optimizer, **arguments)
-        except ANY_FAILURE as error:  # WHY broad: the user's code, and torch's checks of values
-            log.debug("building the schedule failed", exc_info=True)
-            raise OptimizerError(
-                f"--lr_schedule {path} can't be built with {dict(arguments)}: {describe(error)}"
-                f"{line_of_user(error)}",
-                fix="correct --lr_schedule_args; it takes: "
-                + ", ".join(inspect.signature(build).parameters),
-            ) from error
         for method in ("step", "state_dict", "load_state_dict"):
             if not callable(getattr(made, method, None)):
                 raise OptimizerError(

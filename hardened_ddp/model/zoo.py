@@ -18,18 +18,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hardened_ddp.data.foreign_code import (
-    describe,
-    import_callable,
-    import_torchvision,
-    line_of_user,
-    meant_path,
-)
+from hardened_ddp.data.foreign_code import import_callable, import_torchvision, meant_path
 from hardened_ddp.data.sources.hub_place import PREFIX
-from hardened_ddp.errors import ANY_FAILURE, DataError, HardenedError, ModelError
+from hardened_ddp.errors import DataError, ModelError
 from hardened_ddp.model.huggingface import build_from_config, load_hub_model
 from hardened_ddp.model.torchvision_models import WITH_AUXILIARY, build_classifier
 from hardened_ddp.settings.config import ModelConfig
+from hardened_ddp.task.user_code import told_as
 
 log = logging.getLogger(__name__)
 
@@ -255,7 +250,10 @@ def _no_classes(model: str) -> DataError:
 
 def _call(build: Callable[..., Any], facts: Mapping[str, Any], config: ModelConfig) -> nn.Module:
     """Call build with model_args, and with those facts of the data that it asks for."""
-    try:
+    what = f"{config.model} can't be built with model_args {dict(config.model_args)}"
+    fix = "check --model_args against the model's constructor; the traceback is in this rank's log"
+    memory = (MemoryError, torch.OutOfMemoryError)  # they have an error of their own
+    with told_as(ModelError, what, fix=fix, passes=memory):
         wanted = inspect.signature(build).parameters
         known = {name: value for name, value in facts.items() if name in wanted}
         if known.get("num_classes") == 0 and "num_classes" not in config.model_args:
@@ -263,16 +261,6 @@ def _call(build: Callable[..., Any], facts: Mapping[str, Any], config: ModelConf
                 raise _no_classes(config.model)
             del known["num_classes"]
         model = build(**{**known, **config.model_args})
-    except (HardenedError, MemoryError, torch.OutOfMemoryError):  # each has an error of its own
-        raise
-    except ANY_FAILURE as error:  # WHY broad: the user's code; its file and line go in the message
-        log.debug("building the model failed", exc_info=True)
-        raise ModelError(
-            f"{config.model} can't be built with model_args {dict(config.model_args)}: "
-            f"{describe(error)}{line_of_user(error)}",
-            fix="check --model_args against the model's constructor; the traceback is in this "
-            "rank's log",
-        ) from error
     if not isinstance(model, nn.Module):
         raise ModelError(
             f"{config.model} returned a {type(model).__name__}, not a torch.nn.Module",

@@ -5,7 +5,6 @@ Does not own: the first batch (preflight/first_forward.py).
 """
 
 import inspect
-import logging
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -15,9 +14,9 @@ from torch import nn
 
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.checks import Limit
-from hardened_ddp.data.foreign_code import describe, import_callable, line_of_user
+from hardened_ddp.data.foreign_code import import_callable
 from hardened_ddp.data.sources.datasets import TaskData
-from hardened_ddp.errors import ANY_FAILURE, ConfigError, HardenedError, ModelError
+from hardened_ddp.errors import ConfigError, ModelError
 from hardened_ddp.settings.config import TASKS, TaskConfig
 from hardened_ddp.task.classification import Classification
 from hardened_ddp.task.multilabel import Multilabel
@@ -35,8 +34,7 @@ from hardened_ddp.task.regression import Regression
 from hardened_ddp.task.segmentation import Segmentation
 from hardened_ddp.task.task import LOSS, LOSS_METRIC, Metric, Task
 from hardened_ddp.task.tokens import IGNORED, Tokens
-
-log = logging.getLogger(__name__)
+from hardened_ddp.task.user_code import told_as
 
 CHOICES = TASKS[1:]
 BUILT_IN: Mapping[str, type[Task]] = {
@@ -90,19 +88,11 @@ def build_task(name: str, model: nn.Module, data: TaskData, config: TaskConfig) 
         "input_shape": data.input_shape,
         "label_smoothing": config.label_smoothing,
     }
-    try:
+    what = f"--task {name} can't be built with task_args {dict(config.task_args)}"
+    with told_as(ConfigError, what, fix="check --task_args against the constructor of the task"):
         wanted = inspect.signature(build).parameters
         known = {key: value for key, value in facts.items() if key in wanted}
         task: object = build(**{**known, **config.task_args})
-    except HardenedError:
-        raise
-    except ANY_FAILURE as error:  # WHY broad: it may be the user's class
-        log.debug("building the task failed", exc_info=True)
-        raise ConfigError(
-            f"--task {name} can't be built with task_args {dict(config.task_args)}: "
-            f"{describe(error)}{line_of_user(error)}",
-            fix="check --task_args against the constructor of the task",
-        ) from error
     if not isinstance(task, Task):
         raise ConfigError(
             f"--task {name} returned a {type(task).__name__}, which is no Task",

@@ -17,10 +17,11 @@ from torch import nn
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.fetch import preserved_rng
 from hardened_ddp.data.foreign_code import import_callable
-from hardened_ddp.errors import ANY_FAILURE, ConfigError, ModelError
+from hardened_ddp.errors import ConfigError, ModelError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.task.output import split_output
 from hardened_ddp.task.task import Metric
+from hardened_ddp.task.user_code import told_as
 
 _METHODS = ("update", "compute", "reset")
 
@@ -94,26 +95,17 @@ class OwnMetrics:
 
     def _update(self, name: str, output: torch.Tensor, labels: torch.Tensor) -> None:
         metric = self._objects[name]
-        try:
+        shapes = f"output {tuple(output.shape)}, labels {tuple(labels.shape)}"
+        fix = "it gets the logits of a batch and its labels; convert them in update()"
+        with told_as(ModelError, f"metric {name}: update({shapes}) failed", fix=fix):
             if callable(getattr(metric, "to", None)):  # its state, to where the output is
                 metric.to(output.device)
             metric.update(output, labels)
-        except ANY_FAILURE as error:  # WHY broad: the user's code
-            raise ModelError(
-                f"metric {name}: update(output {tuple(output.shape)}, labels "
-                f"{tuple(labels.shape)}) failed: {type(error).__name__}: {error}",
-                fix="it gets the logits of a batch and its labels; convert them in update()",
-            ) from error
 
     def _compute(self, name: str) -> float:
-        try:
+        what = f"metric {name}: compute() did not return a number"
+        with told_as(ModelError, what, fix="return one number from compute()"):
             return float(self._objects[name].compute())
-        except ANY_FAILURE as error:  # WHY broad: the user's code
-            raise ModelError(
-                f"metric {name}: compute() did not return a number: "
-                f"{type(error).__name__}: {error}",
-                fix="return one number from compute()",
-            ) from error
 
 
 def _built(name: str, how: Any) -> Any:  # Any: the user's class
@@ -126,14 +118,9 @@ def _built(name: str, how: Any) -> Any:  # Any: the user's class
             fix="--metrics '{NAME: package.module:Class}'",
         )
     build = import_callable(path, setting="metrics", error=ConfigError)
-    try:
+    fix = "give its arguments: --metrics '{NAME: {class: package.module:Class, argument: value}}'"
+    with told_as(ConfigError, f"metrics: {path} can't be built with {arguments}", fix=fix):
         found = build(**arguments)
-    except ANY_FAILURE as error:  # WHY broad: the user's code
-        raise ConfigError(
-            f"metrics: {path} can't be built with {arguments}: {type(error).__name__}: {error}",
-            fix="give its arguments: --metrics '{NAME: {class: package.module:Class, argument: "
-            "value}}'",
-        ) from error
     missing = [m for m in _METHODS if not callable(getattr(found, m, None))]
     if missing or inspect.isclass(found):
         raise ConfigError(
