@@ -113,7 +113,7 @@ def build_task(name: str, model: nn.Module, data: TaskData, config: TaskConfig) 
 def label_limit(task: Task) -> Limit | None:
     """Return what labels may be, if another one would raise in the loss; None: anything."""
     match task:
-        case Tokens(uses_model_loss=False):
+        case Tokens() if not task.uses_model_loss:
             return Limit(None, task.vocabulary, "the vocabulary", task.ignore_index)
         case Segmentation():
             return Limit(None, task.num_classes, "the task", task.ignore_index)

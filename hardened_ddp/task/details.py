@@ -17,15 +17,13 @@ Report = Mapping[str, Any]  # Any: JSON; text, numbers, None where a divisor is 
 
 def report_lines(report: Report) -> list[str]:
     """Format what a task reports, as lines of text."""
-    if "classes" not in report:
-        return _row_lines(report.get("rows", []))
+    rows = report.get("classes") or report.get("rows", [])
     lines = []
-    if report["predicted_no_class"]:
-        count = report["predicted_no_class"]
+    if count := report.get("predicted_no_class"):
         lines.append(f"predicted as no class of the data: {count} samples")
-    lines += ["", *_class_lines(report["classes"])]
-    if len(report["classes"]) <= MAX_COLUMNS:
-        lines += ["", *_matrix_lines(report["classes"], report["confusion"])]
+    lines += _row_lines(rows)
+    if "confusion" in report and len(rows) <= MAX_COLUMNS:
+        lines += ["", *_matrix_lines(rows, report["confusion"])]
     return lines
 
 
@@ -44,32 +42,21 @@ def name_of(index: int, names: Sequence[str]) -> str:
 
 
 def _row_lines(rows: Sequence[Report]) -> list[str]:
-    """Format rows with equal keys as a table; of many, say where they are."""
+    """Format rows with equal keys as a table; of many the worst, or where they are."""
     if not rows:
         return []
     columns = [name for name in rows[0] if name != "name"]
+    lines = [""]
     if len(rows) > MAX_ROWS:
-        return [f"{', '.join(columns)} of each of {len(rows)}: in the full report"]
-    lines = ["", f"{'':<{_NAME_WIDTH}}" + "".join(f"{name:>16}" for name in columns)]
-    lines += [
-        f"{str(row['name'])[:_NAME_WIDTH]:<{_NAME_WIDTH}}"
-        + "".join(f"{_shown(row[name]):>16}" for name in columns)
-        for row in rows
-    ]
-    return lines
-
-
-def _class_lines(classes: Sequence[Report]) -> list[str]:
-    lines = [f"{'class':<{_NAME_WIDTH}}  samples  precision  recall      F1"]
-    shown = classes
-    if len(classes) > MAX_ROWS:
-        shown = sorted(classes, key=lambda entry: entry["f1"] or 0.0)[:MAX_ROWS]
-        lines.insert(0, f"the {len(shown)} worst of {len(classes)} classes:")
-    lines += [
-        f"{entry['name'][:_NAME_WIDTH]:<{_NAME_WIDTH}}  {entry['samples']:>7}"
-        f"  {_share(entry['precision']):>9}  {_share(entry['recall']):>6}  {_share(entry['f1']):>6}"
-        for entry in shown
-    ]
+        if "f1" not in columns:
+            return [f"{', '.join(columns)} of each of {len(rows)}: in the full report"]
+        lines.append(f"the {MAX_ROWS} worst of {len(rows)}:")
+        rows = sorted(rows, key=lambda row: row["f1"] or 0.0)[:MAX_ROWS]
+    width = 2 + max(map(len, [*columns, "123456789"]))
+    lines.append(" " * _NAME_WIDTH + "".join(f"{name:>{width}}" for name in columns))
+    for row in rows:
+        cells = "".join(f"{_shown(row[name]):>{width}}" for name in columns)
+        lines.append(f"{str(row['name'])[:_NAME_WIDTH]:<{_NAME_WIDTH}}{cells}")
     return lines
 
 
@@ -81,10 +68,6 @@ def _matrix_lines(classes: Sequence[Report], counts: Sequence[Sequence[int]]) ->
     for name, row in zip(names, counts, strict=True):
         lines.append(f"{name:<8}" + "".join(f"{count or '.':>{width}}" for count in row))
     return lines
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2%}"
 
 
 def _shown(value: Any) -> str:

@@ -23,24 +23,38 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 def check_score(task: Task, score: Any) -> Score:  # Any: whatever a user's task returned
     """Return score, or raise ModelError if it can't be added up or has no gradient."""
-    name = type(task).__name__
     if not isinstance(score, Score):
-        raise ModelError(
-            f"task {name}: score() returned a {type(score).__name__}, not a Score",
-            fix="return Score(loss_sum, count, metrics)",
-        )
-    _check_loss(name, score.loss_sum)
-    _check_count(name, score.count)
+        found = f"score() returned a {type(score).__name__}, not a Score"
+        raise _wrong(task, found, "return Score(loss_sum, count, metrics)")
+    loss, count = score.loss_sum, score.count
+    if not _is_scalar(loss) or not isinstance(loss, torch.Tensor):
+        found = f"loss_sum is not a scalar tensor but {described(loss)}"
+        raise _wrong(task, found, "return the sum of the losses: losses.sum()")
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        found = "loss_sum does not depend on any parameter that is trained"
+        fix = "compute it from the model's output, without detach(), item() or no_grad()"
+        raise _wrong(task, found, fix)
+    if not _is_scalar(count) or not 0 <= float(count) < float("inf"):
+        found = f"{float(count):g}" if _is_scalar(count) else described(count)
+        fix = "return what the loss is a mean over, such as batch.num_samples"
+        raise _wrong(task, f"count is {found}, not a number from 0", fix)
     missing = [metric.name for metric in task.metrics if metric.name not in score.metrics]
     has_own_sums = (type(task).sums, type(task).sums_of) != (Task.sums, Task.sums_of)
     if missing and not has_own_sums:
-        raise ModelError(
-            f"task {name}: score() did not return {', '.join(missing)}",
-            fix="give each of its metrics in Score.metrics: a sum, or (sum, count)",
-        )
+        fix = "give each of its metrics in Score.metrics: a sum, or (sum, count)"
+        raise _wrong(task, f"score() did not return {', '.join(missing)}", fix)
     wanted = task.sums
     for metric, value in task.sums_of(score).items():
-        _check_sum(name, metric, value, wanted.get(metric))
+        name = metric.removesuffix("/count")
+        if metric not in wanted:
+            fix = "name it in the property sums, with a zero of its dtype and shape"
+            raise _wrong(task, f"sums_of() gives {name}, which is not among its sums", fix)
+        shape = wanted[metric].shape
+        is_number = isinstance(value, torch.Tensor | int | float)
+        if not is_number or torch.as_tensor(value).shape != shape:
+            need = f"a tensor of shape {tuple(shape)}" if shape else "a number"
+            fix = "give the sum over the samples of the batch, such as errors.sum()"
+            raise _wrong(task, f"its metric {name} is {described(value)}, not {need}", fix)
     return score
 
 
@@ -77,42 +91,11 @@ def warn_of_unsaved(own: Sequence[str]) -> None:
         )
 
 
-def _check_loss(name: str, loss: Any) -> None:  # Any: as above
-    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-        raise ModelError(
-            f"task {name}: loss_sum is not a scalar tensor but {described(loss)}",
-            fix="return the sum of the losses: losses.sum()",
-        )
-    if torch.is_grad_enabled() and not loss.requires_grad:
-        raise ModelError(
-            f"task {name}: loss_sum does not depend on any parameter that is trained",
-            fix="compute it from the model's output, without detach(), item() or no_grad()",
-        )
+def _wrong(task: Task, found: str, fix: str) -> ModelError:
+    return ModelError(f"task {type(task).__name__}: {found}", fix=fix)
 
 
-def _check_count(name: str, count: Any) -> None:  # Any: as above
-    is_tensor = isinstance(count, torch.Tensor) and count.dim() == 0
-    is_number = isinstance(count, int | float) and not isinstance(count, bool)
-    if not (is_tensor or is_number) or not 0 <= float(count) < float("inf"):
-        what = f"{float(count):g}" if is_tensor or is_number else described(count)
-        raise ModelError(
-            f"task {name}: count is {what}, not a number from 0",
-            fix="return what the loss is a mean over, such as batch.num_samples",
-        )
-
-
-def _check_sum(name: str, metric: str, value: Any, wanted: torch.Tensor | None) -> None:
-    """Check one of the sums of a score. Any: as above; wanted: a zero of its shape."""
-    metric = metric.removesuffix("/count")
-    if wanted is None:
-        raise ModelError(
-            f"task {name}: sums_of() gives {metric}, which is not among its sums",
-            fix="name it in the property sums, with a zero of its dtype and shape",
-        )
-    is_number = isinstance(value, torch.Tensor | int | float)
-    if not is_number or torch.as_tensor(value).shape != wanted.shape:
-        need = "a number" if wanted.dim() == 0 else f"a tensor of shape {tuple(wanted.shape)}"
-        raise ModelError(
-            f"task {name}: its metric {metric} is {described(value)}, not {need}",
-            fix="give the sum over the samples of the batch, such as errors.sum()",
-        )
+def _is_scalar(value: Any) -> bool:  # Any: as above
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0
+    return isinstance(value, int | float) and not isinstance(value, bool)

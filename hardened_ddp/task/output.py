@@ -1,15 +1,12 @@
 """What a model takes and returns: the conventions by which its logits and its loss are found."""
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from hardened_ddp.errors import ModelError
 
-LABEL_PARAMETERS = ("labels", "targets")
 LOGITS = ("logits", "out")
 """Where an output with names has its logits: Hugging Face says logits, torchvision out."""
 
@@ -23,26 +20,6 @@ _BY_NAME = (
 _NO_LABEL = (
     "none of them was taken as the label, which is what is called labels, label, targets or target"
 )
-
-
-def labels_parameter(model: nn.Module) -> str:
-    """Return the parameter of the model's forward that takes the labels; empty if it has none."""
-    known = inspect.signature(model.forward).parameters
-    return next((name for name in LABEL_PARAMETERS if name in known), "")
-
-
-def may_be_left_out(model: nn.Module, parameter: str) -> bool:
-    """Return whether a parameter of the model's forward has a default value."""
-    found = inspect.signature(model.forward).parameters.get(parameter)
-    return found is not None and found.default is not inspect.Parameter.empty
-
-
-def takes_several(model: nn.Module) -> bool:
-    """Return whether the model's forward needs more than one argument besides the labels."""
-    known = inspect.signature(model.forward).parameters.values()
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [p for p in known if p.default is p.empty and p.kind in kinds]
-    return len([p for p in needed if p.name not in LABEL_PARAMETERS]) > 1
 
 
 def split_output(output: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -83,23 +60,19 @@ def refuse_several_losses(output: Any) -> None:  # Any: whatever a model returne
 
 
 def _names_of_losses(output: Any) -> list[str]:  # Any: whatever a model returned
+    named: dict[str, Any] = {}
     if isinstance(output, Mapping):
         inner = output.get("loss")
-        if isinstance(inner, Mapping):
-            return [f"loss {key}" for key, part in inner.items() if _is_scalar(part)]
-        if isinstance(inner, tuple | list):
-            return [f"loss {place}" for place, part in enumerate(inner) if _is_scalar(part)]
-        names = [str(key) for key, part in output.items() if _is_scalar(part)]
-        return [] if "loss" in output else [name for name in names if "loss" in name.lower()]
-    if isinstance(output, tuple | list) and not hasattr(output, "_fields"):
+        if isinstance(inner, Mapping | tuple | list):
+            pairs = inner.items() if isinstance(inner, Mapping) else enumerate(inner)
+            named = {f"loss {key}": part for key, part in pairs}
+        elif "loss" not in output:
+            named = {str(key): part for key, part in output.items() if "loss" in str(key).lower()}
+    elif isinstance(output, tuple | list) and not hasattr(output, "_fields"):
         # WHY the gradient: a scalar without one is a number for the log.
-        scalars = [p for p, part in enumerate(output) if _is_scalar(part) and part.requires_grad]
-        return [f"part {place}" for place in scalars]
-    return []
-
-
-def _is_scalar(part: object) -> bool:
-    return isinstance(part, torch.Tensor) and part.dim() == 0
+        has_gradient = [getattr(part, "requires_grad", False) for part in output]
+        named = {f"part {i}": output[i] for i, is_loss in enumerate(has_gradient) if is_loss}
+    return [n for n, part in named.items() if isinstance(part, torch.Tensor) and part.dim() == 0]
 
 
 def logits_of(output: Any, *, need: str) -> torch.Tensor:  # Any: whatever a model returned

@@ -148,17 +148,14 @@ def _gathered(tensors: list[torch.Tensor], group: Group) -> list[list[torch.Tens
     mine = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
     everyone = []
     for rank, layout in enumerate(group.gather_json(mine)):  # collective
-        found = []
-        for number, (dtype, shape) in enumerate(layout):
-            is_mine = rank == group.launch.rank
-            tensor = (
-                tensors[number].contiguous()
-                if is_mine
-                else torch.empty(shape, dtype=getattr(torch, dtype), device=group.device)
-            )
+        found = [
+            torch.empty(shape, dtype=getattr(torch, dtype), device=group.device)
+            for dtype, shape in layout
+        ]
+        found = tensors if rank == group.launch.rank else found
+        for tensor in found:
             if tensor.numel():
                 # WHY bytes: gloo does not move every dtype.
                 group.broadcast_(tensor.reshape(-1).view(torch.uint8), source=rank)  # collective
-            found.append(tensor)
         everyone.append(found)
     return everyone

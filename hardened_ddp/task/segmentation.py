@@ -16,8 +16,8 @@ from hardened_ddp.errors import ModelError
 from hardened_ddp.task.details import name_of
 from hardened_ddp.task.output import check_range, described_labels, logits_of
 from hardened_ddp.task.task import Figures, Metric, Score, Task, widened
+from hardened_ddp.task.tokens import IGNORED
 
-IGNORED = -100
 _NEED = "(num_samples, num_classes, height, width)"
 _SIZES = (3, 4)
 """Dimensions of the labels: of images, and of volumes (num_samples, depth, height, width)."""

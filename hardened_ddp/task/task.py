@@ -7,6 +7,7 @@ however ranks and micro-batches share the step; and metrics are the same on any 
 Read next: classification.py, the simplest task; tokens.py, one whose count is not the samples.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,11 +16,14 @@ import torch
 from torch import nn
 
 from hardened_ddp.data.batches.batch import Batch
-from hardened_ddp.task.output import labels_parameter, takes_several
 
 if TYPE_CHECKING:
     from hardened_ddp.task.own_metrics import OwnMetrics
 
+LABEL_PARAMETERS = ("labels", "targets")
+"""What a model's forward calls the labels."""
+
+_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 Figures = dict[str, float]
 
 LOSS = "loss"
@@ -99,8 +103,11 @@ class Task:
     def attach(self, model: nn.Module, name: str = "", own: "OwnMetrics | None" = None) -> None:
         """Learn how model is called, from the signature of its forward; its name and metrics."""
         self.name, self.own = name, own
-        self.labels_name = labels_parameter(model)
-        self.spreads = takes_several(model)
+        taken = inspect.signature(model.forward).parameters
+        self.labels_name = next((label for label in LABEL_PARAMETERS if label in taken), "")
+        others = [p for p in taken.values() if p.name not in LABEL_PARAMETERS]
+        needed = [p for p in others if p.default is p.empty and p.kind in _BY_PLACE]
+        self.spreads = len(needed) > 1
 
     def forward(self, call: Callable[..., Any], batch: Batch) -> Any:
         """Run call, which is the model, on the inputs of a batch; return its output. Rank-local.

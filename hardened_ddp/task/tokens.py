@@ -7,6 +7,7 @@ position (the token after is predicted); the first batch shows which, and the la
 the model uses them.
 """
 
+import inspect
 import logging
 import math
 from collections.abc import Mapping
@@ -23,7 +24,6 @@ from hardened_ddp.task.output import (
     check_range,
     described_labels,
     logits_of,
-    may_be_left_out,
     split_output,
 )
 from hardened_ddp.task.own_metrics import OwnMetrics
@@ -47,6 +47,8 @@ class Tokens(Task):
         Metric("token_accuracy", form=".2%", short_name="acc", short_form=".1%"),
     )
 
+    learns = ("vocabulary", "shift", "uses_model_loss", "needs_labels")
+
     def __init__(self, *, ignore_index: int = IGNORED, shift: int | None = None) -> None:
         """shift: 1 if the label of a position belongs to the logits of the one before it.
 
@@ -57,8 +59,11 @@ class Tokens(Task):
         self.vocabulary = 0
         """The logits of one position; 0: not known yet."""
 
-        self.uses_model_loss = False
+        self.uses_model_loss: bool | None = None
         """The model's own loss is not this cross-entropy: it is used as it is."""
+
+        self.needs_labels: bool | None = None
+        """The model gets the labels, too."""
 
         self._model: nn.Module | None = None
         self._parameter = ""  # of its forward, for the labels
@@ -129,23 +134,15 @@ class Tokens(Task):
             found = find_shift(logits, wanted, loss, ignore_index=self.ignore_index)
             if found is not None:
                 shift, is_ours = found
-                needs_labels = not (is_ours and self._is_same_without_labels(batch))
+                is_extra = is_ours and self._is_same_without_labels(batch)
+                needs_labels = bool(self.labels_name) and not is_extra
                 learned = {"shift": shift, "uses_model_loss": not is_ours}
                 self.take_over({**learned, "needs_labels": needs_labels})
 
-    def learned(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"vocabulary": self.vocabulary} if self.vocabulary else {}
-        if self.shift is not None:
-            found |= {"shift": self.shift, "uses_model_loss": self.uses_model_loss}
-            found["needs_labels"] = bool(self.labels_name)
-        return found
-
     def take_over(self, learned: Mapping[str, Any]) -> None:
-        self.vocabulary = learned.get("vocabulary", self.vocabulary)
-        if "shift" in learned:
-            self.shift, self.uses_model_loss = learned["shift"], learned["uses_model_loss"]
-        if "needs_labels" in learned:
-            self.labels_name = self._parameter if learned["needs_labels"] else ""
+        super().take_over(learned)
+        if self.needs_labels is not None:
+            self.labels_name = self._parameter if self.needs_labels else ""
 
     def figures(self, sums: Mapping[str, Any], count: float) -> Figures:
         """Return the perplexity, exp of the mean loss, and the share of tokens that are right."""
@@ -170,7 +167,10 @@ class Tokens(Task):
         time and memory with a large vocabulary.
         """
         model = self._model
-        if model is None or not self.labels_name or not may_be_left_out(model, self.labels_name):
+        if model is None or not self.labels_name:
+            return False
+        parameter = inspect.signature(model.forward).parameters[self.labels_name]
+        if parameter.default is parameter.empty:
             return False
         was_training, given = model.training, self.labels_name
         model.eval()  # WHY: dropout would make any two forwards differ
