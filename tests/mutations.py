@@ -247,7 +247,7 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
             "length_split",
         )
     ],
-    "model/torchvision_models.py": [
+    "model/zoo.py": [
         (
             "mean_weight = first.weight.sum(dim=1, keepdim=True) / channels",
             "mean_weight = first.weight.mean(dim=1, keepdim=True) / channels",

@@ -1,7 +1,8 @@
 """Models by name or by import path, with their head fitted to the classes.
 
-Owns building a plain nn.Module, also from its description in a checkpoint or an export. Does not
-own: DDP (gradients/), the weights of a checkpoint.
+Owns building a plain nn.Module, also from its description in a checkpoint or an export: those that
+are built in, torchvision's classifiers with their published weights, and the user's. Does not own:
+models of the Hub (huggingface.py), DDP (gradients/), the weights of a checkpoint.
 What goes wrong here: a misspelled name, arguments that the model does not take, weights that can't
 be downloaded. Each is a ModelError before training.
 """
@@ -12,6 +13,7 @@ import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,11 +21,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hardened_ddp.data.foreign_code import import_callable, import_torchvision, meant_path
+from hardened_ddp.data.sources.downloads import fetch, weights_of
 from hardened_ddp.data.sources.hub_place import PREFIX
 from hardened_ddp.errors import DataError, ModelError
 from hardened_ddp.model.huggingface import build_from_config, load_hub_model
-from hardened_ddp.model.torchvision_models import WITH_AUXILIARY, build_classifier
 from hardened_ddp.settings.config import ModelConfig
+from hardened_ddp.settings.typed_command import ROOT, python_command
 from hardened_ddp.task.user_code import told_as
 
 log = logging.getLogger(__name__)
@@ -34,7 +37,12 @@ DESCRIPTION = (
 )
 """The keys that describe a model."""
 
+_OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # they have an error of their own
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
+
+
+_WITH_AUXILIARY = ("googlenet", "inception_v3")
+"""They have outputs besides their logits; with published weights they scale their input anew."""
 
 
 class SimpleCNN(nn.Module):
@@ -124,7 +132,7 @@ def build_model(
                 f"{input_shape or 'of no tensor'}",
                 fix="choose a model for this data: --model package.module:callable",
             )
-        model = build_classifier(config, num_classes=num_classes, channels=input_shape[0])
+        model = _build_classifier(config, num_classes=num_classes, channels=input_shape[0])
     if type(model).__name__ in _WRAPPERS:
         raise ModelError(
             f"{config.model} is wrapped in {type(model).__name__} already, and is to be wrapped in "
@@ -155,7 +163,7 @@ def build_described(facts: Mapping[str, Any]) -> nn.Module:
     if facts.get("hub_config"):
         return build_from_config(facts["hub_config"], input_shape=input_shape)
     arguments = dict(facts.get("model_args") or {})
-    if facts.get("pretrained") and facts["model"] in WITH_AUXILIARY:
+    if facts.get("pretrained") and facts["model"] in _WITH_AUXILIARY:
         arguments["transform_input"] = True
     return build_model(
         ModelConfig(model=facts["model"], model_args=arguments),
@@ -197,47 +205,13 @@ def place_model(
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch
         log.warning("sync_batchnorm: a rank that fails in forward leaves the others waiting there")
     _make_dense(model)
-    _check_storage(model, config.model, world_size=world_size)
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.layout is torch.strided and 0 in buffer.stride():
+                # WHY: a sum over the ranks and a checkpoint write to each value, and those of what
+                # expand() returns share memory
+                setattr(module, name, buffer.clone(memory_format=torch.contiguous_format))
     return model.to(device)
-
-
-def _check_storage(model: nn.Module, name: str, *, world_size: int) -> None:
-    """Give expanded buffers memory of their own. Raises ModelError for what can't be written to.
-
-    WHY: an update, a sum over the ranks and a checkpoint write to each value of a tensor.
-    """
-    if expanded := [n for n, part in model.named_parameters() if _is_expanded(part)]:
-        raise ModelError(
-            f"{name} has parameters whose values share memory, as expand() makes them: "
-            f"{', '.join(expanded[:8])}. No optimizer can update them",
-            fix="make the parameter small, and expand it in forward; or .clone() what expand() "
-            "returned, for values that are trained each for itself",
-        )
-    odd = []
-    for owner, module in model.named_modules():
-        for label, buffer in list(module.named_buffers(recurse=False)):
-            if _is_expanded(buffer):
-                setattr(module, label, buffer.clone(memory_format=torch.contiguous_format))
-            if buffer.is_quantized or (world_size > 1 and str(buffer.dtype) in _NOT_SENT):
-                odd.append(f"{owner}{'.' if owner else ''}{label} ({buffer.dtype})")
-    if odd:
-        raise ModelError(
-            f"{name} has buffers that can't be sent from rank to rank, or saved: "
-            f"{', '.join(odd[:8])}",
-            fix="hold their bits in another dtype, by .view(torch.uint8) or .view(torch.int16), "
-            "and view them as their own in forward",
-        )
-
-
-def _is_expanded(tensor: torch.Tensor) -> bool:
-    if tensor.layout is not torch.strided:
-        return False
-    return any(not step and n > 1 for step, n in zip(tensor.stride(), tensor.shape, strict=True))
-
-
-_FLOAT8 = ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")
-_NOT_SENT = {f"torch.float8_{kind}" for kind in _FLOAT8}
-_NOT_SENT |= {"torch.uint16", "torch.uint32", "torch.uint64"}
 
 
 def _no_classes(model: str) -> DataError:
@@ -252,8 +226,7 @@ def _call(build: Callable[..., Any], facts: Mapping[str, Any], config: ModelConf
     """Call build with model_args, and with those facts of the data that it asks for."""
     what = f"{config.model} can't be built with model_args {dict(config.model_args)}"
     fix = "check --model_args against the model's constructor; the traceback is in this rank's log"
-    memory = (MemoryError, torch.OutOfMemoryError)  # they have an error of their own
-    with told_as(ModelError, what, fix=fix, passes=memory):
+    with told_as(ModelError, what, fix=fix, passes=_OUT_OF_MEMORY):
         wanted = inspect.signature(build).parameters
         known = {name: value for name, value in facts.items() if name in wanted}
         if known.get("num_classes") == 0 and "num_classes" not in config.model_args:
@@ -307,3 +280,83 @@ def _checkpoint_blocks(model: nn.Module, name: str) -> None:
     log.info(
         "gradient checkpointing: %d blocks of %s are recomputed in backward", len(outermost), name
     )
+
+
+def _build_classifier(config: ModelConfig, *, num_classes: int, channels: int) -> nn.Module:
+    """Build a torchvision classifier with num_classes outputs and the data's channels. Rank-local.
+
+    Raises ModelError for arguments that it does not take, and missing weights.
+    """
+    models = import_torchvision().models
+    arguments: dict[str, Any] = {"weights": "DEFAULT" if config.pretrained else None}
+    if config.pretrained:
+        _download_weights(config.model)
+    else:
+        arguments["num_classes"] = num_classes
+        if config.model in _WITH_AUXILIARY:
+            # WHY: auxiliary outputs are neither logits nor a loss
+            arguments |= {"init_weights": True, "aux_logits": False}
+    what = f"{config.model} can't be built with model_args {dict(config.model_args)}"
+    fix = "check --model_args against the torchvision documentation of the model"
+    with told_as(ModelError, what, fix=fix, passes=_OUT_OF_MEMORY):
+        model: nn.Module = models.get_model(config.model, **{**arguments, **config.model_args})
+    if config.pretrained:
+        _fit_head(model, num_classes, config.model)
+    _fit_channels(model, channels)
+    return model
+
+
+def _download_weights(name: str) -> None:
+    """Download published weights to torchvision's cache, once for all ranks of a node.
+
+    WHY no check of an existing file: its hash was checked at the download, and takes seconds.
+    """
+    try:
+        wanted = weights_of(name, Path(torch.hub.get_dir()) / "checkpoints")
+        if not wanted.path.is_file():
+            fetch(wanted, say=log.info)
+    except (OSError, DataError) as error:
+        reason = error.message if isinstance(error, DataError) else error
+        raise ModelError(
+            f"the pretrained weights of {name} can't be downloaded: {reason}",
+            fix="leave --pretrained out, or copy the folder models here from a machine with "
+            "internet, where this writes it: "
+            + python_command(ROOT / "download.py", "--model", name),
+        ) from error
+
+
+def _fit_head(model: nn.Module, num_classes: int, name: str) -> None:
+    """Replace the last layer, which gives ImageNet's 1000 classes, by one for num_classes."""
+    for path, layer in reversed(list(model.named_modules())):
+        if isinstance(layer, nn.Linear) and layer.out_features == 1000:
+            head: nn.Module = nn.Linear(layer.in_features, num_classes)
+        elif isinstance(layer, nn.Conv2d) and layer.out_channels == 1000:
+            head = nn.Conv2d(layer.in_channels, num_classes, layer.kernel_size)  # type: ignore[arg-type]  # a pair, typed as any tuple
+        else:
+            continue
+        model.set_submodule(path, head)
+        return
+    raise ModelError(f"{name} has no layer with 1000 outputs to replace by {num_classes}")
+
+
+def _fit_channels(model: nn.Module, channels: int) -> None:
+    """Let the first convolution take the data's channels; RGB weights are summed over colour."""
+    convolutions = ((n, part) for n, part in model.named_modules() if isinstance(part, nn.Conv2d))
+    path, first = next(convolutions, ("", None))
+    if first is None or first.in_channels == channels:
+        return
+    fitted = nn.Conv2d(
+        channels,
+        first.out_channels,
+        first.kernel_size,  # type: ignore[arg-type]  # a pair, typed as any tuple
+        stride=first.stride,  # type: ignore[arg-type]
+        padding=first.padding,  # type: ignore[arg-type]
+        bias=first.bias is not None,
+    )
+    with torch.no_grad():
+        # WHY: the result is that of a grey image in three equal channels.
+        mean_weight = first.weight.sum(dim=1, keepdim=True) / channels
+        fitted.weight.copy_(mean_weight.expand_as(fitted.weight))
+        if first.bias is not None and fitted.bias is not None:
+            fitted.bias.copy_(first.bias)
+    model.set_submodule(path, fitted)

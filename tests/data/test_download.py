@@ -27,7 +27,7 @@ from hardened_ddp.data.sources.downloads import (
     weights_of,
 )
 from hardened_ddp.errors import DataError, ModelError
-from hardened_ddp.model import torchvision_models
+from hardened_ddp.model import zoo
 from hardened_ddp.model.zoo import build_model
 from hardened_ddp.ranks.launch import prepare_environment, read_launch
 from hardened_ddp.settings.config import DataConfig, ModelConfig
@@ -225,7 +225,7 @@ def test_pretrained_weights_are_fetched_once_and_the_head_is_new(
         algorithm="sha256",
         digest=digest,
     )
-    monkeypatch.setattr(torchvision_models, "weights_of", lambda name, folder: wanted)
+    monkeypatch.setattr(zoo, "weights_of", lambda name, folder: wanted)
     config = replace(SQUEEZENET, pretrained=True)
     for _ in range(2):
         model = build_model(config, num_classes=7, input_shape=(3, 32, 32))
