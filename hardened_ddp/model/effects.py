@@ -25,20 +25,14 @@ DispatchMode: Any = getattr(
 """torch's way to see all operators that run inside; where torch has none, nothing is seen."""
 
 
-class Writes(DispatchMode):  # type: ignore[misc]  # Any: torch may not have it
-    """Notes which tensors operators write, and which they read, by their addresses."""
+class Operators(DispatchMode):  # type: ignore[misc]  # Any: torch may not have it
+    """Calls note with each operator that runs inside, its arguments, and those given by name."""
 
     supports_higher_order_operators = True
 
-    def __init__(
-        self, written: Mapping[str, torch.Tensor], read: Mapping[str, torch.Tensor]
-    ) -> None:
-        """Look for writes to the ones, and for uses of the others."""
+    def __init__(self, note: Callable[[Any, Sequence[Any], Mapping[str, Any]], None]) -> None:
         super().__init__()
-        self._written = {name: span_of(tensor) for name, tensor in written.items()}
-        self._read = {name: span_of(tensor) for name, tensor in read.items()}
-        self.written: set[str] = set()
-        self.read: set[str] = set()
+        self._note = note
 
     def __torch_dispatch__(
         self,
@@ -47,17 +41,7 @@ class Writes(DispatchMode):  # type: ignore[misc]  # Any: torch may not have it
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        declared = getattr(getattr(func, "_schema", None), "arguments", ())
-        given = dict(zip([argument.name for argument in declared], args, strict=False))
-        given |= kwargs or {}
-        for argument in declared:
-            # WHY by name: batch norm writes its statistics, and its schema does not say so
-            is_hidden = argument.name.startswith("running_") and given.get("training", True)
-            alias, value = argument.alias_info, given.get(argument.name)
-            if (alias is not None and alias.is_write) or is_hidden:
-                self.written |= _hits(value, self._written)
-            elif self._read:
-                self.read |= _hits(value, self._read)
+        self._note(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
@@ -80,21 +64,39 @@ class Effects:
 
         Raises what work raises: some models can't run under such a mode, though all is well.
         """
-        now = Reach(self._module).places
-        tensors = {name: place.home for name, place in now.items()}
-        others = {name: place.home for name, place in now.items() if place.owner is None}
-        data = {f"batch {i}": t for i, t in enumerate(tensors_of((batch.inputs, batch.targets)))}
+        places = Reach(self._module).places
+        homes = {name: span_of(place.home) for name, place in places.items()}
+        attributes = {name: span for name, span in homes.items() if places[name].owner is None}
+        tensors = enumerate(tensors_of((batch.inputs, batch.targets)))
+        data = {f"batch {i}": span_of(tensor) for i, tensor in tensors}
+        spans = homes | data
+        written: set[str] = set()
+        read: set[str] = set()
+
+        def note(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+            declared = getattr(getattr(func, "_schema", None), "arguments", ())
+            given = dict(zip([argument.name for argument in declared], args, strict=False))
+            given |= kwargs
+            for argument in declared:
+                # WHY by name: batch norm writes its statistics, and its schema does not say so
+                is_hidden = argument.name.startswith("running_") and given.get("training", True)
+                alias, value = argument.alias_info, given.get(argument.name)
+                if (alias is not None and alias.is_write) or is_hidden:
+                    written.update(_hits(value, spans))
+                elif attributes:
+                    read.update(_hits(value, attributes))
+
         dicts = [holder for holder, _ in self._holders if isinstance(holder, dict)]
         counts = [{k: v for k, v in d.items() if isinstance(v, int | float)} for d in dicts]
         try:
-            with Writes(tensors | data, others) as mode:
+            with Operators(note):
                 work()
         finally:  # WHY: what a model counts is then as if only the first trial had been
             for holder, before in zip(dicts, counts, strict=True):
                 holder.update(before)
-        self._written |= mode.written & set(self._before)
-        inputs.are_written |= not mode.written.isdisjoint(data)
-        self._read = mode.read | (self._read or set())
+        self._written |= written & set(self._before)
+        inputs.are_written |= not written.isdisjoint(data)
+        self._read = read | (self._read or set())
 
     def moving(self) -> set[str]:
         """Name what was written, or replaced by another tensor of its form."""
@@ -145,11 +147,13 @@ class Effects:
 
     def _made(self) -> set[str]:
         """Name attributes with a tensor that were empty before, or held one of another form."""
+        found = {n: p.home for n, p in Reach(self._module).places.items() if p.owner is None}
+        before = {name: self._before[name].home for name in found if name in self._before}
         return {
             name
-            for name, place in Reach(self._module).places.items()
-            if place.owner is None
-            and (name not in self._before or _form(place) != _form(self._before[name]))
+            for name, tensor in found.items()
+            if (old := before.get(name)) is None
+            or (old.shape, old.dtype) != (tensor.shape, tensor.dtype)
         }
 
 
@@ -198,10 +202,6 @@ def has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
         return torch.equal(one, other)
     first, second = (t.detach().contiguous().view(-1).view(torch.uint8) for t in (one, other))
     return torch.equal(first, second)
-
-
-def _form(place: Place) -> tuple[torch.Size, torch.dtype]:
-    return place.home.shape, place.home.dtype
 
 
 def _hits(value: Any, spans: Mapping[str, Span]) -> set[str]:  # Any: an operator's argument

@@ -21,7 +21,7 @@ from hardened_ddp.data.batches.loader import EvalLoader
 from hardened_ddp.data.batches.nesting import tensors_of
 from hardened_ddp.data.batches.sampler import WindowSampler, num_micro_batches, share_of
 from hardened_ddp.errors import ModelError
-from hardened_ddp.model.effects import DispatchMode, Effects
+from hardened_ddp.model.effects import Effects, Operators
 from hardened_ddp.model.replica import NO_COLLECTIVES, ForwardCollectives
 from hardened_ddp.preflight.trial import Refusal, Trial, try_on_all_ranks
 from hardened_ddp.reporting.log import ON_EVERY_RANK
@@ -54,38 +54,26 @@ _LEFT_OUT = (
 )
 
 
-class Watch(DispatchMode):  # type: ignore[misc]  # Any: torch's, which is private
-    """Notes the collectives that are called inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[str] = []
-        self.shapes: list[torch.Size] = []
-        """Of the tensors that are sent and received."""
-
-    def __torch_dispatch__(
-        self,
-        func: Any,  # Any: as torch declares it
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func.namespace in _NAMESPACES and not func.__name__.startswith(_NO_COLLECTIVES):
-            name = func.__name__.partition(".")[0].strip("_")
-            self.calls.append(f"{_WORDS.get(name, name)} in {_place()}")
-            self.shapes += [tensor.shape for tensor in tensors_of(args)]
-        return func(*args, **(kwargs or {}))
+Call = tuple[str, list[torch.Size]]
+"""A collective with its place in the code, and the sizes of what is sent and received."""
 
 
 @contextlib.contextmanager
-def watching(*, is_on: bool = True) -> Iterator[Watch]:
+def watching(*, is_on: bool = True) -> Iterator[list[Call]]:
     """Note the collectives that are called inside. Not with one rank, nor of a compiled model.
 
     WHY not: torch does not compile under such a mode.
     """
-    seen = Watch()
-    with seen if is_on else contextlib.nullcontext():
-        yield seen
+    calls: list[Call] = []
+
+    def note(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if func.namespace in _NAMESPACES and not func.__name__.startswith(_NO_COLLECTIVES):
+            name = func.__name__.partition(".")[0].strip("_")
+            sizes = [tensor.shape for tensor in tensors_of(args)]
+            calls.append((f"{_WORDS.get(name, name)} in {_place()}", sizes))
+
+    with Operators(note) if is_on else contextlib.nullcontext():
+        yield calls
 
 
 def find_collectives(
@@ -123,14 +111,10 @@ def check_forwards(parts: Parts, progress: Progress) -> None:
     )
     if found:
         _refuse(found, _problem_in_training(parts, progress))
-    if parts.eval_loader is not None and loop.eval_every:
-        _refuse_evaluation(
-            found,
-            parts.eval_loader,
-            parts.group.world_size,
-            leaves_out=loop.continue_on_error,
-            instead="--eval_every 0",
-        )
+    if found.in_evaluation and parts.eval_loader is not None and loop.eval_every:
+        size = parts.group.world_size
+        problem = _problem_in_evaluation(found, parts.eval_loader, size, "--eval_every 0")
+        _refuse(found, problem or (_LEFT_OUT if loop.continue_on_error else None))
 
 
 def check_equal_evaluation(trial: Trial, loader: EvalLoader, *, leaves_out: bool) -> None:
@@ -154,13 +138,11 @@ def check_equal_evaluation(trial: Trial, loader: EvalLoader, *, leaves_out: bool
         return  # the evaluation will report it
     one = take(samples[0], [0]).to(trial.group.device)
     calls, fit_batch = _find(trial, one, CANT_EVALUATE, evaluates=True)  # collective
-    _refuse_evaluation(
-        ForwardCollectives((), calls, fit_batch),
-        loader,
-        world_size,
-        leaves_out=leaves_out,
-        instead="evaluate in one process, without torchrun",
-    )
+    if calls:
+        found = ForwardCollectives((), calls, fit_batch)
+        instead = "evaluate in one process, without torchrun"
+        problem = _problem_in_evaluation(found, loader, world_size, instead)
+        _refuse(found, problem or (_LEFT_OUT if leaves_out else None))
 
 
 def _find(
@@ -176,11 +158,12 @@ def _find(
         with torch.set_grad_enabled(trial.model.training):
             with watching() as seen:
                 trial.score(batch.copied())
-            if not seen.calls:
+            if not seen:
                 return [], False
             with watching() as more:
                 trial.score(longer)
-        return seen.calls, seen.shapes != more.shapes
+        sizes, longer_sizes = ([size for _, size in calls] for calls in (seen, more))
+        return [name for name, _ in seen], sizes != longer_sizes
 
     everyone = try_on_all_ranks(  # collective
         trial, [sample], run, refusal, evaluates=evaluates
@@ -222,23 +205,15 @@ def _problem_in_training(parts: Parts, progress: Progress) -> tuple[str, str] | 
     return None
 
 
-def _refuse_evaluation(
-    found: ForwardCollectives,
-    loader: EvalLoader,
-    world_size: int,
-    *,
-    leaves_out: bool,
-    instead: str,
-) -> None:
-    """Raise ModelError if ranks would run unequal forwards in an evaluation."""
-    if not found.in_evaluation:
-        return
-    size = loader.size
-    if text := _uneven(world_size, size, loader.batch_size, fit_batch=found.fit_batch):
-        text = f"the test set has {size} samples for {world_size} ranks: {text}"
-        _refuse(found, (text, f"{instead}; or call them in training only: if self.training"))
-    if leaves_out:
-        _refuse(found, _LEFT_OUT)
+def _problem_in_evaluation(
+    found: ForwardCollectives, loader: EvalLoader, world_size: int, instead: str
+) -> tuple[str, str] | None:
+    """Return why forwards on the test set would be unequal, and the fix; None if they are equal."""
+    text = _uneven(world_size, loader.size, loader.batch_size, fit_batch=found.fit_batch)
+    if not text:
+        return None
+    text = f"the test set has {loader.size} samples for {world_size} ranks: {text}"
+    return text, f"{instead}; or call them in training only: if self.training"
 
 
 def _refuse(found: ForwardCollectives, problem: tuple[str, str] | None) -> None:

@@ -115,12 +115,11 @@ def count_values(trial: Trial, sample: Batch) -> list[tuple[int, int]]:
 
 def _are_alike(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
     """Return whether numbers are equal up to rounding, relative to the largest of their tensor."""
-    for one, other in zip(some, others, strict=True):
-        if one.is_floating_point() and one.numel():
-            largest = float(one.abs().amax())
-            if not float((one - other).abs().amax()) <= _ROUNDING * largest:
-                return False
-    return True
+    return all(
+        torch.allclose(one, other, rtol=0.0, atol=_ROUNDING * float(one.abs().amax()))
+        for one, other in zip(some, others, strict=True)
+        if one.is_floating_point() and one.numel()
+    )
 
 
 def _store(model: nn.Module, memory_format: torch.memory_format) -> None:

@@ -91,9 +91,8 @@ def probe(trial: Trial, samples: Sequence[Batch]) -> Findings:
         refuse_unregistered(module, score.loss_sum)
         refuse_late_buffers(module, shapes)
         score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
-        refuse_sparse(module)
         unused = [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None]
-        if not seen.calls and not trial.is_compiled:
+        if not seen and not trial.is_compiled:
             _look_closer(trial, effects, inputs)
         return {
             "unused": unused,
@@ -102,7 +101,7 @@ def probe(trial: Trial, samples: Sequence[Batch]) -> Findings:
             "outputs": sorted(effects.outputs()),
             "inputs": inputs.are_changed(),
             "limits": limits,
-            "calls": seen.calls,
+            "has_calls": bool(seen),
             "learned": task.learned(),
         }
 
@@ -110,10 +109,8 @@ def probe(trial: Trial, samples: Sequence[Batch]) -> Findings:
     everyone = try_on_all_ranks(trial, [*samples, None], run, refusal)  # collective
     notes = [found[:-1] for found in everyone if found is not None]
     findings = _compare(notes)
-    has_calls = any(each["calls"] for found in notes for each in found)
-    collectives = find_collectives(  # collective
-        trial, samples[0], refusal, in_training=has_calls
-    )
+    has_calls = any(each["has_calls"] for found in notes for each in found)
+    collectives = find_collectives(trial, samples[0], refusal, in_training=has_calls)  # collective
     learned: dict[str, Any] = {}
     for found in reversed(notes):  # the lowest rank that found something out
         learned |= found[-1]["learned"]
@@ -212,17 +209,6 @@ def refuse_nan(module: nn.Module) -> None:
         )
 
 
-def refuse_sparse(module: nn.Module) -> None:
-    """Raise ModelError if a gradient is sparse. Rank-local."""
-    found = [n for n, p in module.named_parameters() if p.grad is not None and p.grad.is_sparse]
-    if found:
-        raise ModelError(
-            f"the gradients of {', '.join(found[:8])} are sparse: they can't be summed over ranks "
-            "with the others, nor checked",
-            fix="leave sparse=True out, as in torch.nn.functional.embedding",
-        )
-
-
 def refuse_unregistered(module: nn.Module, loss: torch.Tensor) -> None:
     """Raise ModelError if a parameter is used that is none of the model's. Rank-local.
 
@@ -258,9 +244,9 @@ def try_metrics(own: OwnMetrics, output: Any, batch: Batch, group: Group) -> Non
     """
     with watching(is_on=group.world_size > 1) as seen:
         own.check(output, batch)
-    if calls := seen.calls:
+    if seen:
         raise ModelError(
-            f"--metrics: {calls[0]} is called by a metric. Rank 0 alone measures, with the "
+            f"--metrics: {seen[0][0]} is called by a metric. Rank 0 alone measures, with the "
             "samples of all ranks: it would wait for the others forever",
             fix="leave collectives out of update(), compute() and reset()",
         )
@@ -280,8 +266,9 @@ def choose_find_unused(wanted: FindUnused, findings: Findings) -> bool:
         return wanted == "on"
     kind = "on some ranks or batches" if findings.is_varying else "on all ranks"
     gets = "gets" if len(findings.unused) == 1 else "get"
-    unused = counted(len(findings.unused), "parameter")
-    text = f"{unused} {gets} no gradient {kind}: {findings.where}"
+    text = (
+        f"{counted(len(findings.unused), 'parameter')} {gets} no gradient {kind}: {findings.where}"
+    )
     if wanted == "off":
         raise UnusedParameterError(
             f"{text}. DDP would wait forever for their gradients",
@@ -303,9 +290,8 @@ def _compare(everyone: Sequence[Sequence[dict[str, Any]]]) -> Findings:
     if all(names == unused for names in of_each):
         where = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
     else:
-        where = "; ".join(
-            f"rank {rank}: {', '.join(names[:8]) or 'none'}" for rank, names in enumerate(of_each)
-        )
+        parts = [f"rank {r}: {', '.join(names[:8]) or 'none'}" for r, names in enumerate(of_each)]
+        where = "; ".join(parts)
     limits = [limit for notes in everyone for found in notes for limit in found["limits"]]
     different = {tuple(found["unused"]) for notes in everyone for found in notes}
     return Findings(

@@ -9,7 +9,7 @@ Does not own: what is tried (the other files here).
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -32,19 +32,13 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
 class Trial:
     """What a trial runs: the model, and what its forward and backward need."""
 
-    model: nn.Module
-    task: Task
-    precision: Precision
-    group: Group
-    attributes: MovingAttributes = field(init=False)
-    """Those of model and task that are no tensors, such as a counter of the model's calls."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "attributes", MovingAttributes(self.model, self.task))
+    def __init__(self, model: nn.Module, task: Task, precision: Precision, group: Group) -> None:
+        self.model, self.task, self.precision, self.group = model, task, precision, group
+        self.attributes = MovingAttributes(model, task)
+        """Those of model and task that are no tensors, such as a counter of the model's calls."""
 
     @property
     def is_compiled(self) -> bool:
