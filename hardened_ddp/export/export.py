@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
-import numpy as np
 from torch import Tensor
 
 from hardened_ddp.checkpoint.disk import (
@@ -27,7 +26,6 @@ from hardened_ddp.checkpoint.disk import (
 from hardened_ddp.checkpoint.folder import JSON, Found, load_checkpoint, open_checkpoint
 from hardened_ddp.checkpoint.tensors import (
     TensorReader,
-    flat_bytes,
     plan_file,
     read_tensors,
     specs_of,
@@ -42,6 +40,7 @@ from hardened_ddp.export.formats import (
     write_model,
 )
 from hardened_ddp.export.preparation import how_to_add
+from hardened_ddp.model.effects import has_same_bits
 from hardened_ddp.model.zoo import DESCRIPTION
 from hardened_ddp.settings.typed_command import shell_command
 from hardened_ddp.training.weights import MODEL_PREFIX, model_tensors
@@ -93,43 +92,40 @@ def export_model(source: Path, *, output: Path, form: str = SAFETENSORS) -> Path
         if os.path.lexists(aside):
             remove_tree(aside, disk=disk)
         disk.make_folder(aside)
-        try:
-            card = _model_card(found, weights=weights, meta=meta, form=form)
-            write_file(aside / CARD_NAME, card.encode(), disk=disk)
-            config: dict[str, JSON] = {key: meta.get(key) for key in CONFIG_KEYS}
-            config |= {"step": found.step, "epoch": meta.get("epoch")}
-            if form == SAFETENSORS:
-                stream = TensorReader(weights, plan=plan_file(weights))
-                config["sha256"] = write_tensors(aside / WEIGHTS_NAME, stream, disk=disk)
-                _compare(read_tensors(aside / WEIGHTS_NAME), weights)
-            else:
-                missing = write_model(aside, form, weights, meta)
-            if form != HUGGINGFACE:  # that format has its own config.json
-                text = json.dumps(config, indent=2) + "\n"
-                write_file(aside / "config.json", text.encode(), disk=disk)
-            # WHY: libraries make files readable for their owner only; others may need the export
-            for path in filter(Path.is_file, aside.iterdir()):
-                path.chmod((aside / CARD_NAME).stat().st_mode)
-            sync_files(aside, list(aside.iterdir()), disk=disk)  # libraries wrote some of them
-            disk.rename(aside, output)
-            if missing:
-                log.warning("%s", how_to_add(output, meta, kind=missing))
-        finally:
-            if os.path.lexists(aside):
-                remove_tree(aside, disk=disk)
+        card = _model_card(found, weights=weights, meta=meta, form=form)
+        write_file(aside / CARD_NAME, card.encode(), disk=disk)
+        config: dict[str, JSON] = {key: meta.get(key) for key in CONFIG_KEYS}
+        config |= {"step": found.step, "epoch": meta.get("epoch")}
+        if form == SAFETENSORS:
+            stream = TensorReader(weights, plan=plan_file(weights))
+            config["sha256"] = write_tensors(aside / WEIGHTS_NAME, stream, disk=disk)
+            _compare(read_tensors(aside / WEIGHTS_NAME), weights)
+        else:
+            missing = write_model(aside, form, weights, meta)
+        if form != HUGGINGFACE:  # that format has its own config.json
+            text = json.dumps(config, indent=2) + "\n"
+            write_file(aside / "config.json", text.encode(), disk=disk)
+        # WHY: libraries make files readable for their owner only; others may need the export
+        for path in filter(Path.is_file, aside.iterdir()):
+            path.chmod((aside / CARD_NAME).stat().st_mode)
+        sync_files(aside, list(aside.iterdir()), disk=disk)  # libraries wrote some of them
+        disk.rename(aside, output)
+        if missing:
+            log.warning("%s", how_to_add(output, meta, kind=missing))
     except OSError as error:
         raise CheckpointError(
             f"the export to {output} failed: {error}", fix=f"check the disk: df {output.parent}"
         ) from error
+    finally:
+        if os.path.lexists(aside):
+            remove_tree(aside, disk=disk)
     return output
 
 
 def _compare(written: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError unless the written weights equal the checkpoint's, byte for byte."""
     same = specs_of(written) == specs_of(weights) and all(
-        # WHY bytes and not values: NaN does not equal itself
-        np.array_equal(flat_bytes(written[name]), flat_bytes(weights[name]))
-        for name in weights
+        has_same_bits(written[name], weights[name]) for name in weights
     )
     if not same:
         raise CheckpointError(

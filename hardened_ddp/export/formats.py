@@ -162,7 +162,7 @@ def _write_transformers(folder: Path, model: HubNet, meta: Mapping[str, Any]) ->
     """Write the transformers model with save_pretrained, with the names of our classes."""
     transformers = import_extra("transformers", what="--format huggingface")
     names = dict(enumerate(meta.get("class_names") or ()))
-    net = model.give_back() if isinstance(model, TextModel) else model.net
+    net = model.net
     if names and len(names) == getattr(net.config, "num_labels", 0):
         net.config.id2label = names
         net.config.label2id = {name: index for index, name in names.items()}

@@ -7,8 +7,10 @@ runs (trust_remote_code stays off).
 What goes wrong here: a missing package, no network, a folder whose model fits no task.
 """
 
+import inspect
 import json
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -43,7 +45,11 @@ class ImageClassifier(nn.Module):
     def __init__(self, net: Any, *, input_shape: tuple[int, ...]) -> None:
         super().__init__()
         self.net = net
-        self.size = _size_of(net.config)
+        size = getattr(net.config, "image_size", None)
+        size = (size, size) if isinstance(size, int) else size
+        self.size = tuple(size) if isinstance(size, list | tuple) else None
+        """The height and width that the model expects; None if it takes any."""
+
         wanted = getattr(net.config, "num_channels", None) or 3
         if len(input_shape) != 3 or input_shape[0] not in (1, wanted):
             raise ModelError(
@@ -74,27 +80,20 @@ class TextModel(nn.Module):
         super().__init__()
         self.net = net
         # WHY off: keys and values of earlier tokens are only of use for generating text.
-        self._had: dict[str, Any] = {}
-        if getattr(net.config, "use_cache", False):
-            self._had = {"use_cache": net.config.use_cache}
-            net.config.use_cache = False
+        has_cache = "use_cache" in inspect.signature(net.forward).parameters
+        self._always = {"use_cache": False} if has_cache else {}
 
     def forward(
         self, labels: torch.Tensor | None = None, **inputs: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        found = self.net(labels=labels, **inputs)
+        found = self.net(labels=labels, **self._always, **inputs)
         losses = {} if found.loss is None else {"loss": found.loss}
         return {"logits": found.logits, **losses}
 
     @property
     def hub_config(self) -> dict[str, Any]:
         """The transformers configuration as JSON, from which the model is built again."""
-        return _description_of(self.net) | self._had
-
-    def give_back(self) -> Any:  # Any: as above
-        """Return the transformers model with its own settings, for other programs."""
-        self.net.config.update(self._had)
-        return self.net
+        return _description_of(self.net)
 
 
 HubModel = ImageClassifier | TextModel
@@ -172,7 +171,9 @@ def _kind_of(transformers: Any, config: Any, task: str, *, has_classes: bool) ->
 
     The task decides; where it leaves a choice, the head that the folder has. Raises ModelError.
     """
-    head = next(filter(None, map(_kind_by_name, config.architectures or [])), "")
+    names = [re.sub("LMHeadModel$", "ForCausalLM", name) for name in config.architectures or []]
+    heads = [name.partition("For")[2] for name in names]  # GPT2LMHeadModel -> CausalLM
+    head = next((head for head in heads if head in _KINDS), "")
     is_image = type(config) in transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
     if task == "classification" or (task == "auto" and not head and is_image):
         return "ImageClassification" if is_image else "SequenceClassification"
@@ -187,14 +188,6 @@ def _kind_of(transformers: Any, config: Any, task: str, *, has_classes: bool) ->
             fix="say which: --task classification | tokens",
         )
     return head
-
-
-def _kind_by_name(architecture: str) -> str:
-    """Return the kind of a model's class: GPT2LMHeadModel -> CausalLM; empty if it has no head."""
-    if architecture.endswith("LMHeadModel"):
-        return "CausalLM"
-    found = architecture.partition("For")[2]
-    return found if found in _KINDS else ""
 
 
 def _description_of(net: Any) -> dict[str, Any]:
@@ -223,11 +216,3 @@ def _check_loaded(net: Any, info: Mapping[str, Any]) -> None:
             fix="leave --model_args out, or give the folder of a whole model",
         )
     log.info("new, with random weights: %s; the rest is loaded", ", ".join(new) or "nothing")
-
-
-def _size_of(config: Any) -> tuple[int, int] | None:  # Any: a transformers configuration
-    """Return the height and width that the model expects; None if it takes any."""
-    size = getattr(config, "image_size", None)
-    if isinstance(size, int):
-        return size, size
-    return (int(size[0]), int(size[1])) if isinstance(size, list | tuple) else None
