@@ -9,13 +9,14 @@ target network that is copied now and then). Its version tells in that step; if 
 bits tell before a retry (changed_bits).
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from hardened_ddp.model.checksum import checksums
 from hardened_ddp.model.reach import Place, Reach
+from hardened_ddp.ranks.group import Group
 
 
 class MovingBuffers:
@@ -142,16 +143,15 @@ class MovingBuffers:
         copy_each(targets, sources)
 
     @torch.no_grad()
-    def equalize(
-        self, sum_: Callable[[torch.Tensor], torch.Tensor], *, world_size: int, is_main: bool
-    ) -> None:
+    def equalize(self, group: Group) -> None:
         """Average floats over the ranks, take integers of rank 0. Collective: all ranks.
 
         Of parameters too rank 0's are taken: as a rule all are equal, and a mean would round them.
-        sum_: adds up a tensor over the ranks, in place. Rank 0 has the largest share of each step,
-        so its counters are never behind.
+        Rank 0 has the largest share of each step, so its counters are never behind.
         """
-        self._take_parameters(sum_, is_main=is_main)  # collective
+        if group.world_size == 1:
+            return
+        self._take_parameters(group)  # collective
         buffers = [_real(t) for t in self.tensors if not isinstance(t, nn.Parameter)]
         doubles = [buffer for buffer in buffers if buffer.dtype == torch.float64]
         counters = [buffer for buffer in buffers if not buffer.is_floating_point()]
@@ -162,16 +162,16 @@ class MovingBuffers:
         if counters:
             # WHY bytes: float32 adds them up exactly, and one sum is then enough for all
             whole = torch.cat([counter.reshape(-1).long().to(device) for counter in counters])
-            parts.append(whole.view(torch.uint8).float().mul_(float(is_main)))
+            parts.append(whole.view(torch.uint8).float().mul_(float(group.is_main)))
         if parts:
-            flat = sum_(torch.cat(parts))  # collective
+            flat = group.sum_(torch.cat(parts))  # collective
             num_singles = sum(buffer.numel() for buffer in singles)
             if counters:
                 _spread(flat[num_singles:].to(torch.uint8).view(torch.int64), counters)
-            _spread(flat[:num_singles].mul_(1 / world_size), singles)
+            _spread(flat[:num_singles].mul_(1 / group.world_size), singles)
         if doubles:
             flat = torch.cat([buffer.reshape(-1).to(device) for buffer in doubles])
-            _spread(sum_(flat).mul_(1 / world_size), doubles)  # collective
+            _spread(group.sum_(flat).mul_(1 / group.world_size), doubles)  # collective
 
     def _place(self, name: str) -> Place | None:
         """Return the place of a tensor; None: forward has not made it yet."""
@@ -201,19 +201,19 @@ class MovingBuffers:
 
     def _bits_now(self) -> dict[str, list[int]]:
         places = self._believed_still(Reach(self._module).may_move()).items()
-        dense = {name: place.home for name, place in places if _has_bits(place.home)}
+        tensors = {name: place.home for name, place in places}
+        dense = {n: t for n, t in tensors.items() if t.layout == torch.strided}
+        dense = {n: t for n, t in dense.items() if not t.is_quantized}
         return dict(zip(dense, checksums(dense).tolist(), strict=True)) if dense else {}
 
-    def _take_parameters(
-        self, sum_: Callable[[torch.Tensor], torch.Tensor], *, is_main: bool
-    ) -> None:
+    def _take_parameters(self, group: Group) -> None:
         """Take rank 0's parameters. Collective: all ranks."""
         found = [_real(t.detach()) for t in self.tensors if isinstance(t, nn.Parameter)]
-        for group in _by_dtype(found):
-            parts = [part for _, part in group]
+        for of_one_dtype in _by_dtype(found):
+            parts = [part for _, part in of_one_dtype]
             flat = torch.cat([part.reshape(-1) for part in parts])
             wide = flat if flat.dtype == torch.float64 else flat.float()
-            sums = sum_(wide if is_main else torch.zeros_like(wide))  # collective
+            sums = group.sum_(wide if group.is_main else torch.zeros_like(wide))  # collective
             _spread(sums, parts)
 
 
@@ -226,10 +226,6 @@ def _set(place: Place, copy: torch.Tensor | None) -> None:
         place.home.copy_(copy)
     elif not isinstance(place.home, nn.Parameter):
         place.put(None if copy is None else copy.clone())
-
-
-def _has_bits(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_quantized
 
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -94,13 +94,6 @@ class Replica:
         """Give forward and loss a copy of each batch from now on. Rank-local."""
         self.inputs = replace(self.inputs, are_copied=True)
 
-    def sync_buffers(self, group: Group) -> None:
-        """Make the moving buffers equal on all ranks. Collective: all ranks."""
-        if group.world_size > 1:
-            self.buffers.equalize(  # collective
-                group.sum_, world_size=group.world_size, is_main=group.launch.is_main
-            )
-
 
 def compile_model(
     model: nn.Module,
@@ -153,12 +146,13 @@ def check_same_model(module: nn.Module, group: Group) -> None:
     problems = []
     for rank, theirs in enumerate(everyone):
         names = [n for n in {**first, **theirs} if theirs.get(n) != first.get(n)][:2]
-        # WHY the order too: gradients are summed in it
-        names = names or ([] if list(theirs) == list(first) else [next(iter(theirs))])
+        there = ""
+        if not names and list(theirs) != list(first):
+            # WHY the order too: gradients are summed in it
+            names, there = [next(iter(theirs))], " in another place"
         problems += [
             f"rank {rank}: {n} is {theirs.get(n, 'not there')}, rank 0 has "
-            f"{first.get(n, 'none')}"
-            + ("" if theirs.get(n) != first.get(n) else " in another place")
+            f"{first.get(n, 'none')}{there}"
             for n in names
         ]
     raise RankMismatchError(

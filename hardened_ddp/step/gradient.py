@@ -254,7 +254,7 @@ class Gradient:
             is_even = is_even and window.size % parts.group.world_size == 0
             parts.replica.attributes.equalize(parts.group, is_even=is_even)  # collective
         if attempt.outcome is Outcome.DONE and parts.replica.buffers.names:
-            parts.replica.sync_buffers(parts.group)  # collective
+            parts.replica.buffers.equalize(parts.group)  # collective
         return sums
 
     def search_for_nan(self, *, is_on: bool) -> None:

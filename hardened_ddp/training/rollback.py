@@ -167,7 +167,7 @@ class Rollback:
         self.saver.close()  # WHY: a write under way reads the tensors that change here
         with self.stepper.live.changing():
             buffers.add(late)
-            parts.replica.sync_buffers(parts.group)  # collective
+            buffers.equalize(parts.group)  # collective
 
     def _note_equal(self) -> None:
         self._equal_at = self.progress.step

@@ -1,6 +1,8 @@
 """Buffers that change in forward are equal on all ranks, whenever they begin to move."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,8 @@ from torch import nn
 from hardened_ddp.guard.divergence import differing_on_many
 from hardened_ddp.model.moving_buffers import MovingBuffers
 from hardened_ddp.model.reach import Reach
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.launch import Launch
 from tests.harness.ranks import run_ranks, train
 from tests.ranks.test_shared_sum import rendezvous
 
@@ -34,6 +38,13 @@ class Every(nn.Module):
 NAMES = ["of_single", "of_half", "of_double", "of_count", "of_negative", "of_flag", "of_wave"]
 
 
+def of_group(sum_: Callable[[torch.Tensor], torch.Tensor], rank: int, world_size: int) -> Group:
+    """Make a rank's group, whose sums are what sum_ says."""
+    group: Any = Group(Launch(rank=rank, world_size=world_size), torch.device("cpu"))
+    group.sum_ = sum_
+    return group
+
+
 def average(rank: int, world_size: int) -> list[torch.Tensor]:
     """Run equalize on one rank of several whose sum is known."""
     big = 2**62 + 12345  # no float holds it
@@ -53,16 +64,12 @@ def average(rank: int, world_size: int) -> list[torch.Tensor]:
             record.append(flat.clone())
             return flat
 
-        MovingBuffers(filled(other), NAMES).equalize(
-            note, world_size=world_size, is_main=other == 0
-        )
+        MovingBuffers(filled(other), NAMES).equalize(of_group(note, other, world_size))
     totals = [sum(parts[1:], parts[0].clone()) for parts in zip(*sent.values(), strict=True)]
     module = filled(rank)
     buffers = MovingBuffers(module, NAMES)
     answers = iter(totals)
-    buffers.equalize(
-        lambda flat: flat.copy_(next(answers)), world_size=world_size, is_main=rank == 0
-    )
+    buffers.equalize(of_group(lambda flat: flat.copy_(next(answers)), rank, world_size))
     return [buffer.clone() for buffer in buffers.tensors]
 
 
@@ -120,13 +127,10 @@ def test_moving_parameters_become_those_of_rank_0_bit_for_bit() -> None:
     modules = [Teacher() for _ in range(3)]
     names = ["teacher.weight", "teacher.bias"]
     for rank, module in enumerate(modules):
-        MovingBuffers(module, names).equalize(
-            lambda flat: sent.append(flat.clone()) or flat, world_size=3, is_main=rank == 0
-        )
+        group = of_group(lambda flat: sent.append(flat.clone()) or flat, rank, 3)
+        MovingBuffers(module, names).equalize(group)
     total = sent[0] + sent[1] + sent[2]
-    MovingBuffers(modules[2], names).equalize(
-        lambda flat: flat.copy_(total), world_size=3, is_main=False
-    )
+    MovingBuffers(modules[2], names).equalize(of_group(lambda flat: flat.copy_(total), 2, 3))
     assert torch.equal(modules[2].teacher.weight, modules[0].teacher.weight)
     assert torch.equal(modules[2].teacher.bias, modules[0].teacher.bias)
 
