@@ -33,7 +33,9 @@ def build_optimizer(
     Raises OptimizerError.
     WHY fused: one kernel updates all parameters; on the CPU it is 3 times as fast for AdamW.
     """
-    groups = _as_groups(parameters)
+    parts: list[Any] = list(parameters)  # Any: parameters, or groups
+    groups = parts if parts and isinstance(parts[0], dict) else [{"params": parts}]
+    groups = [{**g, "params": [p for p in g["params"] if p.requires_grad]} for g in groups]
     build, given = find_optimizer(config)
     trainable = [parameter for group in groups for parameter in group["params"]]
     if build in KNOWN and not any(given.get(option) for option in _ONLY_ONE):
@@ -132,13 +134,6 @@ def allocate_state(optimizer: Optimizer) -> None:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             for name in names:
                 state[name] = torch.zeros_like(parameter, requires_grad=False)
-
-
-def _as_groups(parameters: Iterable[torch.nn.Parameter] | Sequence[Group]) -> list[Group]:
-    """Return groups without frozen parameters."""
-    parts: list[Any] = list(parameters)  # Any: parameters, or groups
-    groups = parts if parts and isinstance(parts[0], dict) else [{"params": parts}]
-    return [{**g, "params": [p for p in g["params"] if p.requires_grad]} for g in groups]
 
 
 def _call(

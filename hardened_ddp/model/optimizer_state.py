@@ -46,14 +46,15 @@ def save_state(
 
     Nothing is copied. Raises OptimizerError for a value that can't be saved.
     """
-    optimizer = schedule.optimizer
+    optimizer, cls = schedule.optimizer, type(schedule.optimizer)
     tensors: dict[str, Tensor] = {}
     rest: dict[str, Tree] = {"groups": _changed_options(schedule, tensors)}
     if is_known(optimizer):
         for name, parameter in trainable.items():
             for key, value in optimizer.state.get(parameter, {}).items():
                 tensors[f"{PREFIX}{name}.{key}"] = value
-    elif _has_own_format(optimizer):
+    elif (cls.state_dict, cls.load_state_dict) != (Optimizer.state_dict, Optimizer.load_state_dict):
+        # its class saves and loads its state in its own way
         rest["whole"] = _pack(optimizer.state_dict(), f"{PREFIX}whole", tensors)
     else:
         rest["state"] = {
@@ -118,12 +119,6 @@ def state_problems(
             f"lr_schedule: this run's scheduler has a state, or the checkpoint's: {had}"
         )
     return problems
-
-
-def _has_own_format(optimizer: Optimizer) -> bool:
-    """Return whether its class saves and loads its state in its own way."""
-    saves, loads = type(optimizer).state_dict, type(optimizer).load_state_dict
-    return saves is not Optimizer.state_dict or loads is not Optimizer.load_state_dict
 
 
 def _changed_options(schedule: Schedule, tensors: dict[str, Tensor]) -> list[dict[str, Tree]]:

@@ -58,10 +58,11 @@ class Own(Task):
 
     def _count(self, output: Any, batch: Batch, device: torch.device) -> int | torch.Tensor:
         """Return what the loss is a mean over: the samples, or a number on device."""
-        named = _named_count(output)
+        is_mapping = isinstance(output, Mapping)
+        named = output.get("count") if is_mapping else getattr(output, "count", None)
         if isinstance(named, torch.Tensor) and named.device == device:
             return named.detach().sum()
-        if named is not None:
+        if isinstance(named, torch.Tensor | int | float):
             number = named.sum().item() if isinstance(named, torch.Tensor) else named
             # WHY full: a number of the host would be copied to the device, which waits for it
             return torch.full((), number, device=device)
@@ -69,13 +70,6 @@ class Own(Task):
             labels: torch.Tensor = batch.targets[:, self.shift or 0 :]
             return labels.ne(self.ignore_index).sum()
         return batch.num_samples
-
-
-def _named_count(output: Any) -> Any:  # Any: whatever a model returned
-    """Return what the output names as count; None: nothing that is a number."""
-    is_mapping = isinstance(output, Mapping)
-    named = output.get("count") if is_mapping else getattr(output, "count", None)
-    return named if isinstance(named, torch.Tensor | int | float) else None
 
 
 def _are_many(labels: Any) -> bool:  # Any: a dataset's labels

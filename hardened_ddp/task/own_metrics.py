@@ -127,18 +127,12 @@ def _built(name: str, how: Any) -> Any:  # Any: the user's class
             f"metrics: {path} returned a {type(found).__name__} without {', '.join(missing)}",
             fix="name a class with update(output, labels), compute() and reset()",
         )
-    _keep_on_rank(found)
-    return found
-
-
-def _keep_on_rank(metric: Any) -> None:  # Any: the user's class
-    """Keep a metric of torchmetrics, and those in it, from a collective in each compute().
-
-    WHY: only rank 0 computes, and it has every sample: it would wait for the others forever.
-    """
-    for part in metric.modules() if isinstance(metric, nn.Module) else [metric]:
+    for part in found.modules() if isinstance(found, nn.Module) else [found]:
         if hasattr(part, "distributed_available_fn"):
+            # WHY: a metric of torchmetrics, and those in it, would run a collective in compute(),
+            # but only rank 0 computes, and it has every sample: it would wait forever
             part.distributed_available_fn = lambda: False
+    return found
 
 
 def _gathered(tensors: list[torch.Tensor], group: Group) -> list[list[torch.Tensor]]:
