@@ -7,7 +7,7 @@ its state (optimizer_state.py).
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, assert_never
+from typing import Any
 
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -17,10 +17,11 @@ from hardened_ddp.errors import OptimizerError
 from hardened_ddp.model.optimizer_state import KNOWN, is_known
 from hardened_ddp.model.parameter_groups import Group, check_options
 from hardened_ddp.model.schedule import needed_arguments
-from hardened_ddp.settings.config import OptimizerConfig
+from hardened_ddp.settings.config import OptimizerConfig, OptimizerName
 from hardened_ddp.settings.declare import ImportPath
 from hardened_ddp.task.user_code import told_as
 
+BUILT_IN: Mapping[OptimizerName, Callable[..., Any]] = {"adamw": AdamW, "adam": Adam, "sgd": SGD}
 _ONLY_ONE = ("fused", "foreach", "differentiable")
 """Options of which torch's optimizers take one at a time."""
 
@@ -74,7 +75,11 @@ def find_optimizer(config: OptimizerConfig) -> tuple[Callable[..., Any], dict[st
     Raises OptimizerError, also if it does not take them. learning_rate and weight_decay go to those
     that take them; what optimizer_args says comes first.
     """
-    build = _builder(config)
+    name = config.optimizer
+    if isinstance(name, ImportPath):
+        build = import_callable(name, setting="optimizer", error=OptimizerError)
+    else:
+        build = BUILT_IN[name]
     taken = inspect.signature(build).parameters
     settings = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     if build is SGD:
@@ -90,21 +95,6 @@ def find_optimizer(config: OptimizerConfig) -> tuple[Callable[..., Any], dict[st
             fix=f"it takes: {', '.join([*taken][1:]) or 'nothing'}",
         ) from error
     return build, given
-
-
-def _builder(config: OptimizerConfig) -> Callable[..., Any]:
-    name = config.optimizer
-    if isinstance(name, ImportPath):
-        return import_callable(name, setting="optimizer", error=OptimizerError)
-    match name:
-        case "adamw":
-            return AdamW
-        case "adam":
-            return Adam
-        case "sgd":
-            return SGD
-        case _:
-            assert_never(name)
 
 
 def skips_by_flag(optimizer: Optimizer) -> bool:

@@ -62,7 +62,7 @@ BUDGETS = {
     "hardened_ddp/checkpoint/*": 1_840,
     "hardened_ddp/training/*": 2_925,
     "hardened_ddp/export/*": 510,
-    "hardened_ddp/model/*": 2_935,
+    "hardened_ddp/model/*": 2_940,
     "hardened_ddp/preflight/*": 1_205,
     "hardened_ddp/ranks/*": 2_965,
     "hardened_ddp/guard/*": 1_535,
