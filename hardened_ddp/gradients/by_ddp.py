@@ -21,16 +21,24 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hardened_ddp.data.batches.sampler import Window
-from hardened_ddp.gradients.after_backward import sum_with_marks, used_anywhere
-from hardened_ddp.gradients.sums import LocalGradients, Marks, Sums, count_on, flag_of
+from hardened_ddp.gradients.sums import (
+    GradientSum,
+    LocalGradients,
+    Marks,
+    Sums,
+    count_on,
+    flag_of,
+    sum_with_marks,
+    used_anywhere,
+)
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import Phase
 
 Work = torch.futures.Future[torch.Tensor]
 
 
-class ByDdp:
-    """The GradientSum of ranks whose gradients DDP sends."""
+class ByDdp(GradientSum):
+    """The sums of ranks whose gradients DDP sends."""
 
     how = "summed by DDP during backward"
 

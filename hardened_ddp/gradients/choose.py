@@ -10,9 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hardened_ddp.errors import ModelError
-from hardened_ddp.gradients.after_backward import AfterBackward, OneRank
 from hardened_ddp.gradients.by_ddp import ByDdp
-from hardened_ddp.gradients.sums import GradientSum
+from hardened_ddp.gradients.sums import AfterBackward, GradientSum, OneRank
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.config import Config, DdpConfig
 
