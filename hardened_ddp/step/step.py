@@ -26,7 +26,7 @@ from hardened_ddp.model.precision import clip
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.seeding import seed_update
 from hardened_ddp.step.async_device import AsyncDevice
-from hardened_ddp.step.failure import Failure, error_of, explain_failure
+from hardened_ddp.step.failure import Failure, error_of, explain_failure, format_samples
 from hardened_ddp.step.gradient import Attempt, Gradient, Outcome
 from hardened_ddp.step.left_out import LeftOut
 from hardened_ddp.step.parts import Parts
@@ -253,11 +253,10 @@ class Stepper:
                 self.live.is_at_boundary = True
         if isinstance(error, HardenedError):
             raise error
-        samples = [int(index) for batch in attempt.batches for index in batch.indices]
-        group, step = self.parts.group, self.progress.step
-        explained = explain_failure(
-            error, group, step=step, phase=group.tracker.work, samples=samples
-        )
+        group, samples = self.parts.group, format_samples(attempt.batches)
+        where = f"step {self.progress.step}, {group.tracker.work}, samples {samples}"
+        fix = "halve --batch_size and double --accumulation_steps: the same gradient"
+        explained = explain_failure(error, group, where, memory_fix=fix)
         if first is not None and not isinstance(explained, PeerLostError):
             explained = error_of(first.kind, first.text)
         raise explained from error

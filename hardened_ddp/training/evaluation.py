@@ -24,7 +24,7 @@ from hardened_ddp.model.replica import DEFAULT_INPUTS, Inputs
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.settings.wording import counted
-from hardened_ddp.step.failure import explain_evaluation
+from hardened_ddp.step.failure import explain_failure
 from hardened_ddp.step.gradient import Totals
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import NEVER_FINITE, Progress
@@ -119,7 +119,8 @@ class EvaluationLoop:
         except HardenedError:
             raise
         except ANY_FAILURE as error:  # WHY broad: the model and the test set are the user's code
-            raise explain_evaluation(error, self.group) from error
+            fix = "lower --eval_batch_size, then --resume the run"
+            raise explain_failure(error, self.group, "evaluation failed", memory_fix=fix) from error
 
     def _add_own(self, output: Any, batch: Batch | None) -> None:  # Any: of the model
         """Count a batch in the user's metrics, if there are any. Collective: all ranks."""
