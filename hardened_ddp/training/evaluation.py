@@ -136,18 +136,6 @@ class EvaluationLoop:
         return [BadSample(**bad) for part in everyone for bad in part]
 
 
-def loop_of(parts: Parts, loader: EvalLoader) -> EvaluationLoop:
-    """Return the loop over the test set of a run."""
-    return EvaluationLoop(
-        loader=loader,
-        task=parts.task,
-        precision=parts.precision,
-        group=parts.group,
-        leaves_out=parts.config.loop.continue_on_error,
-        inputs=parts.replica.inputs,
-    )
-
-
 def evaluate(
     parts: Parts, loader: EvalLoader, *, should_stop: Callable[[], object] = lambda: False
 ) -> Evaluation | None:
@@ -156,7 +144,14 @@ def evaluate(
     should_stop is called between batches, on all ranks equally often; if true, returns None.
     """
     module, task = parts.replica.module, parts.task
-    loop = loop_of(parts, loader)
+    loop = EvaluationLoop(
+        loader=loader,
+        task=task,
+        precision=parts.precision,
+        group=parts.group,
+        leaves_out=parts.config.loop.continue_on_error,
+        inputs=parts.replica.inputs,
+    )
     module.eval()
     try:
         totals = Totals(task, parts.device)
@@ -167,13 +162,10 @@ def evaluate(
     if found is None:
         return None
     figures, left_out = found
+    names = [metric.name for metric in task.test_metrics]
     return Evaluation(
         figures["loss"],
-        {
-            metric.name: figures[metric.name]
-            for metric in task.test_metrics
-            if metric.name in figures
-        },
+        {name: figures[name] for name in names if name in figures},
         int(figures["samples"]),
         tuple(f"{bad.name}: {bad.error}" for bad in left_out),
     )
