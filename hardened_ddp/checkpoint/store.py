@@ -370,21 +370,6 @@ class CheckpointWriter:
         error, self._error = self._error, None
         return error
 
-    def write_now(
-        self,
-        step: int,
-        *,
-        tensors: Mapping[str, Tensor],
-        meta: Mapping[str, JSON],
-        timeout_s: float = _WAIT_S,
-    ) -> Path:
-        """Wait for the write in flight, then write this checkpoint and return its folder.
-
-        For the last checkpoint and for emergencies. Raises CheckpointError.
-        """
-        self.close(timeout_s=timeout_s)
-        return self._store.write(step, tensors=tensors, meta=meta)
-
     def close(self, *, timeout_s: float = _WAIT_S) -> None:
         """Wait for the write in flight. Raises CheckpointError if it takes longer; poll after."""
         if self._thread is None:
