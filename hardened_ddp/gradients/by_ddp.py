@@ -12,7 +12,7 @@ The documented methods are in sums.py. Read next: step/retry.py, what happens af
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -134,18 +134,14 @@ class ByDdp(GradientSum):
         WHY moved: beside them they take as much again, which a rank out of memory does not have.
         """
         flats = self._flats if self._ddp.gradient_as_bucket_view else []
-        hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(_move, place))  # type: ignore[no-untyped-call]
-            for flat, parameters in zip(flats, self._layout, strict=bool(flats))
-            for place, parameter in zip(_places(flat, parameters), parameters, strict=True)
-            if parameter.requires_grad  # else it was frozen since
-        ]
-        try:
+        with ExitStack() as hooks:  # ends each of them
+            for flat, parameters in zip(flats, self._layout, strict=bool(flats)):
+                for place, parameter in zip(_places(flat, parameters), parameters, strict=True):
+                    if parameter.requires_grad:  # else it was frozen since
+                        hook = partial(_move, place)
+                        hooks.enter_context(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
             with self._ddp.no_sync():
                 yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def note_count(self, count: float | torch.Tensor) -> None:
         self._count = count
