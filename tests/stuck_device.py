@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from hardened_ddp.checkpoint.store import CheckpointStore, CheckpointWriter
-from hardened_ddp.gradients.by_ddp import Buckets
+from hardened_ddp.gradients.by_ddp import ByDdp
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.step import async_device, parts
 from hardened_ddp.step.gradient import Attempt
@@ -97,7 +97,7 @@ class QueuedFlag(async_device.Flag):
         return is_up
 
 
-def send(self: Buckets, state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def send(self: ByDdp, state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Queue the all-reduce of a bucket, and go on: DDP's communication hook."""
     buffer = bucket.buffer()
     self._under_way.append(bucket.parameters())
@@ -241,7 +241,7 @@ survivor_save.copy_beside = copy_beside
 parts.ASYNC_DEVICES = (*parts.ASYNC_DEVICES, "cpu")
 async_device.Event = QueuedEvent  # type: ignore[assignment, misc]
 async_device.Flag = QueuedFlag  # type: ignore[misc]
-Buckets._send = send  # type: ignore[method-assign]
+ByDdp._send = send  # type: ignore[method-assign]
 Stepper._compute_gradient = compute_gradient  # type: ignore[method-assign]
 CheckpointWriter.submit = submit  # type: ignore[method-assign]
 CheckpointStore.write_from = write_from  # type: ignore[method-assign]

@@ -189,15 +189,11 @@ def _read_tensors(tensors: object) -> dict[str, TensorSpec]:
         _refuse("has no list of tensors")
     specs = {}
     for name, entry in tensors.items():
-        shape = entry.get("shape") if isinstance(entry, dict) else None
-        dtype = entry.get("dtype") if isinstance(entry, dict) else None
-        if (
-            not isinstance(shape, list)
-            or not all(map(_is_count, shape))
-            or not isinstance(dtype, str)
-        ):
-            _refuse(f"has no usable shape and dtype for the tensor {name!r:.80}")
-        specs[name] = TensorSpec(tuple(shape), dtype)
+        match entry:
+            case {"shape": list(shape), "dtype": str(dtype)} if all(map(_is_count, shape)):
+                specs[name] = TensorSpec(tuple(shape), dtype)
+            case _:
+                _refuse(f"has no usable shape and dtype for the tensor {name!r:.80}")
     return specs
 
 

@@ -3,7 +3,7 @@
 A step in which some rank has no sample, and each retry, keep their gradients on the rank, and add
 them up once backward is over, in the order of the buckets: so the weights are bitwise the same.
 
-The communication hook (Buckets) records the order and the content of the buckets, so that a rank
+Our communication hook (_send) records the order and the content of the buckets, so that a rank
 whose forward or backward failed can still take part in the remaining all-reduces: it sends NaN.
 Then no rank waits forever, and every rank sees in its own sums that one failed, without a message.
 WHY sums: losses are divided by the samples of the whole step, so the sum is the mean.
@@ -12,26 +12,33 @@ The documented methods are in sums.py. Read next: step/retry.py, what happens af
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from hardened_ddp.data.batches.sampler import Window
-from hardened_ddp.gradients.after_backward import sum_with_marks, used_anywhere
-from hardened_ddp.gradients.sums import LocalGradients, Marks, Sums, count_on, flag_of
+from hardened_ddp.gradients.sums import (
+    GradientSum,
+    LocalGradients,
+    Marks,
+    Sums,
+    count_on,
+    flag_of,
+    sum_with_marks,
+    used_anywhere,
+)
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import Phase
 
 Work = torch.futures.Future[torch.Tensor]
 
 
-class ByDdp:
-    """The GradientSum of ranks whose gradients DDP sends."""
+class ByDdp(GradientSum):
+    """The sums of ranks whose gradients DDP sends."""
 
     how = "summed by DDP during backward"
 
@@ -40,30 +47,65 @@ class ByDdp:
         ddp: DistributedDataParallel,
         group: Group,
         *,
-        buckets: "Buckets | None",
-        counts: bool,
-        allows_unused: bool,
+        has_hook: bool,
+        sent_as: torch.dtype | None = None,
+        counts: bool = False,
+        calls_collectives: bool = False,
     ) -> None:
-        """buckets: our hook in ddp; None: DDP's own, or torch's for PowerSGD.
+        """has_hook: register ours in ddp; else it has its own, or torch's for PowerSGD.
 
-        counts: the loss is a mean over something else than samples.
+        sent_as: the dtype in which our hook sends; None: that of the gradients. counts: the loss is
+        a mean over something else than samples, which is added up over the ranks.
+        calls_collectives: the model does so in its forward.
         """
         self.local = LocalGradients(ddp.module)
         self.call: nn.Module = ddp
-        self.allows_unused = allows_unused
+        self.allows_unused = ddp.find_unused_parameters
         self.factor = 1.0
-        self._ddp: DistributedDataParallel | None = ddp
+        self._ddp = ddp
         self._group = group
-        self._buckets = buckets
-        self._sums_count = counts
-        self._finds_unused = ddp.find_unused_parameters
+        self._has_hook = has_hook
         self._is_within = False
+        self._finds_unused = ddp.find_unused_parameters
+        self._tells_used = self._finds_unused and not ddp.static_graph
+        """After the last bucket DDP adds up which parameters each rank has used."""
+
+        # WHY: a collective within forward, as SyncBatchNorm's, is seen by no hook. And a reducer
+        # that waits for a backward that never came has to be reset, and has to rebuild its buckets
+        # before a rank can fail again; torch has no public function for either.
+        has_functions = all(hasattr(ddp.reducer, n) for n in ("_reset_state", "_rebuild_buckets"))
+        self._can_send_nan = has_hook and not calls_collectives and has_functions
+        self._sent_as = sent_as
+        self._layout: list[list[torch.Tensor]] = []
+        """The parameters of each bucket; none before a backward has shown it."""
+
+        self._flats: list[torch.Tensor] = []
+        """DDP's memory of each bucket; none while that is not known."""
+
+        self._are_old = False
+        """DDP has to rebuild its buckets. The same on all ranks."""
+
+        self._sums_count = counts
+        # WHY not in 16 bits: bf16 counts to 256, fp16 to 2048.
+        sent = {sent_as or parameter.dtype for parameter in self.local.parameters}
+        self._count_rides = counts and sent <= {torch.float32, torch.float64}
+        """What counts is sent behind the first bucket; else beside it."""
+
+        self._first = torch.empty(0)
+        """The first bucket with the count behind it. WHY kept: sending needs no new memory."""
+
+        self._count: float | torch.Tensor = 0.0
+        self._total = torch.zeros((), dtype=torch.float64, device=group.device)
+        self._when_computed: Callable[[], None] | None = None
+        self._forget_sent()
+        if has_hook:
+            ddp.register_comm_hook(None, self._send)
 
     @property
     def tells_of_failures(self) -> bool:
         if self.allows_unused and not self._finds_unused:
             return True  # nothing is sent within backward any more
-        return self._buckets is not None and self._buckets.can_send_nan
+        return self._can_send_nan
 
     def sends_within(self, window: Window) -> bool:
         # WHY: DDP takes find_unused_parameters only when it is built; else it waits for every one
@@ -75,60 +117,85 @@ class ByDdp:
     ) -> None:
         self._is_within = not keeps_local and self.sends_within(window)
         # WHY: without our hook, DDP's own all-reduce divides by the ranks
-        divides = self._is_within and self._buckets is None
+        divides = self._is_within and not self._has_hook
         self.factor = float(self._group.world_size) if divides else 1.0
-        if self._is_within and self._buckets is not None:
-            self._buckets.begin(when_computed)
+        if self._is_within:
+            self._forget_sent()
+            self._when_computed = when_computed
 
     def around(self, *, is_last: bool) -> AbstractContextManager[object]:
         # WHY around forward too: DDP decides there whether its hooks send what backward gives.
-        if (is_last and self._is_within) or self._ddp is None:
-            return nullcontext()
-        return self._keep_local(self._ddp)
+        return nullcontext() if is_last and self._is_within else self._keep_local()
 
     @contextmanager
-    def _keep_local(self, ddp: DistributedDataParallel) -> Iterator[None]:
-        hooks = [] if self._buckets is None else self._buckets.take_in()
-        try:
-            with ddp.no_sync():
+    def _keep_local(self) -> Iterator[None]:
+        """Have backward keep gradients on this rank, and move them into DDP's buckets.
+
+        WHY moved: beside them they take as much again, which a rank out of memory does not have.
+        """
+        flats = self._flats if self._ddp.gradient_as_bucket_view else []
+        with ExitStack() as hooks:  # ends each of them
+            for flat, parameters in zip(flats, self._layout, strict=bool(flats)):
+                for place, parameter in zip(_places(flat, parameters), parameters, strict=True):
+                    if parameter.requires_grad:  # else it was frozen since
+                        hook = partial(_move, place)
+                        hooks.enter_context(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            with self._ddp.no_sync():
                 yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def note_count(self, count: float | torch.Tensor) -> None:
-        if self._buckets is not None:
-            self._buckets.note_count(count)
+        self._count = count
 
     def send_nan_for_rest(self) -> bool:
         if not self._is_within:
             return True  # its mark is enough
-        return self._buckets is not None and self._buckets.send_nan_for_rest()  # collective
+        if not self._can_send_nan:
+            return False
+        self._group.tracker.enter(Phase.ALL_REDUCE)
+        remaining = range(len(self._under_way), len(self._layout))
+        is_beside = self._sums_count and not self._count_rides
+        if remaining and is_beside and self._total_work is None:
+            dist.all_reduce(self._total.fill_(math.nan))
+        for number in remaining:
+            # WHY memory that is there: perhaps no other is left
+            flat = self._flat(number)
+            if number == 0 and self._count_rides:
+                flat = self._with_count(flat)
+            elif self._sent_as is not None:
+                flat = flat.view(self._sent_as)[: flat.numel()]
+            dist.all_reduce(flat.fill_(math.nan))
+        if remaining and self._tells_used:
+            # WHY ones: DDP takes the sum only for those, and each rank must see the NaN.
+            count = sum(len(parameters) for parameters in self._layout)
+            dist.all_reduce(torch.ones(count, dtype=torch.int32, device=self._group.device))
+        for future in self._futures:
+            future.wait()
+        return bool(remaining)
 
     def finish(self, mine: Marks, *, window: Window, on_device: bool) -> Sums | None:
         if not self._is_within:
             return self._sum_local(mine)  # collective
-        buckets = self._buckets
-        if buckets is None:
+        if not self._has_hook:
             count = self._sum_count(mine.count) if self._sums_count else 0.0  # collective
             return Sums(num_samples=window.size, count=count)
-        if on_device and not buckets.are_old:
-            return self._sums_on_device(buckets, mine, window)
-        some_failed, are_finite = buckets.read(mine.has_failed)  # collective
+        if on_device and not self._are_old:
+            return self._sums_on_device(mine, window)
+        some_failed, are_finite = self._read(mine.has_failed)  # collective
         if some_failed:
-            buckets.reset()
+            self.start_over()
             return None
-        if buckets.are_old:
-            buckets.renew()  # collective
-        count = float(buckets.total()) if self._sums_count else 0.0
+        if self._are_old:
+            self._renew()  # collective
+        count = float(self._total_count()) if self._sums_count else 0.0
         return Sums(num_samples=window.size, count=count, are_finite=are_finite)
 
     def allow_unused(self) -> None:
         self.allows_unused = True
 
     def start_over(self) -> None:
-        if self._buckets is not None:
-            self._buckets.reset()  # WHY: DDP then rebuilds its buckets, on all ranks
+        if self._has_hook:
+            self._disarm()
+            self._are_old = True  # WHY: DDP then rebuilds its buckets, on all ranks
 
     def warm_up(self, run: Callable[[nn.Module], None]) -> None:
         """Run synced forward and backward passes; their gradients are discarded. Collective.
@@ -140,9 +207,9 @@ class ByDdp:
         forward, by a collective; a rank without a sample in the next step would not reach it. And
         our hook records them.
         """
-        for _ in range(3 if self._ddp is not None and self._ddp.static_graph else 2):
-            if self._buckets is not None:
-                self._buckets.let_go()
+        for _ in range(3 if self._ddp.static_graph else 2):
+            self._forget_sent()
+            self._flats = []  # WHY: DDP builds other buckets
             run(self.call)  # collective
 
     def release(self) -> None:
@@ -151,204 +218,87 @@ class ByDdp:
         WHY: if DDP holds the last reference to the process group, its destructor waits for gloo's
         thread while it holds the GIL, which that thread may need: the process would never end.
         """
-        if self._ddp is not None:
-            self.call = self._ddp.module
-            self._ddp = None
+        if isinstance(self.call, DistributedDataParallel):
+            self.call = self.call.module
+            del self._ddp
 
-    def _sums_on_device(self, buckets: "Buckets", mine: Marks, window: Window) -> Sums:
-        """Leave it to the device whether some rank failed, or the gradient is not finite."""
-        if mine.has_failed:
-            buckets.disarm()
-            is_bad = torch.ones((), device=self._group.device)
-            return Sums(num_samples=window.size, is_bad=is_bad)
-        count = buckets.total() if self._sums_count else 0.0
-        return Sums(num_samples=window.size, count=count, is_bad=buckets.are_bad())
-
-    def _sum_local(self, mine: Marks) -> Sums | None:
-        """Add up gradients that stayed on the ranks. Collective: all ranks."""
-        parameters = self.local.parameters
-        if self.allows_unused:
-            parameters = used_anywhere(parameters, self._group)  # collective
-        if self._buckets is not None:
-            self._buckets.sum_local(parameters)  # collective
-            parameters = []
-        found = sum_with_marks(parameters, mine, self._group)  # collective
-        if (ddp := self._ddp) is not None and ddp.find_unused_parameters and not ddp.static_graph:
-            # WHY: DDP clears its marks of what was used when it sends gradients; these would count
-            # in the next step, for a parameter without a gradient there. With this search DDP
-            # rebuilds no buckets after a reset.
-            _reset_reducer(ddp)
-        return found
-
-    def _sum_count(self, count: float | torch.Tensor) -> float:
-        """Add up what counts over the ranks, where no hook of ours sends it. Collective."""
-        device = self._group.device
-        with self._group.tracker.within(Phase.ALL_REDUCE):  # WHY here: on a GPU float() waits
-            total = torch.as_tensor(count, dtype=torch.float64, device=device).clone()
-            return float(self._group.sum_(total))  # collective
-
-
-class Buckets:
-    """The sums of one model's gradients over all ranks, by DDP's hooks."""
-
-    def __init__(
-        self,
-        ddp: DistributedDataParallel,
-        group: Group,
-        *,
-        sent_as: torch.dtype | None = None,
-        counts: bool = False,
-        calls_collectives: bool = False,
-    ) -> None:
-        """Register the hook of ddp. sent_as: the dtype for sending; None: that of the gradients.
-
-        counts: add up over the ranks, with the gradients, what note_count noted. calls_collectives:
-        the model does so in its forward.
-        """
-        self._ddp = ddp
-        self._group = group
-        self._device = group.device
-        self._sent_as = sent_as
-        self._layout: list[list[torch.Tensor]] = []
-        self._flats: list[torch.Tensor] = []
-        """DDP's memory of each bucket; none before a backward has shown it."""
-
+    def _forget_sent(self) -> None:
+        """Forget what was sent in the last backward. Rank-local."""
         self._under_way: list[list[torch.Tensor]] = []
         self._buffers: list[torch.Tensor] = []
-        self._first = torch.empty(0)
-        """The first bucket with the count behind it. WHY kept: sending needs no new memory."""
-
         self._futures: list[Work] = []
-        self._when_computed: Callable[[], None] | None = None
-        self._sums_count = counts
-        self._count: float | torch.Tensor = 0.0
-        self._total = torch.zeros((), dtype=torch.float64, device=group.device)
+        self._when_computed = None
         self._total_work: dist.Work | None = None
-        self.are_old = False
-        """DDP has to rebuild its buckets. The same on all ranks."""
 
-        ddp.register_comm_hook(None, self._send)
+    def _sums_on_device(self, mine: Marks, window: Window) -> Sums:
+        """Leave it to the device whether some rank failed, or the gradient is not finite."""
+        if mine.has_failed:
+            self._disarm()
+            is_bad = torch.ones((), device=self._group.device)
+            return Sums(num_samples=window.size, is_bad=is_bad)
+        count = self._total_count() if self._sums_count else 0.0
+        # NaN sent by another rank counts too
+        return Sums(num_samples=window.size, count=count, is_bad=flag_of(self._buffers))
 
-        # WHY: a collective within forward, as SyncBatchNorm's, is seen by no hook. And a reducer
-        # that waits for a backward that never came has to be reset, and has to rebuild its buckets
-        # before a rank can fail again; torch has no public function for either.
-        has_functions = all(hasattr(ddp.reducer, n) for n in ("_reset_state", "_rebuild_buckets"))
-        self.can_send_nan = not calls_collectives and has_functions
-        """A rank that failed can take part in the all-reduces of the others."""
-
-    def begin(self, when_computed: Callable[[], None] | None = None) -> None:
-        """Forget what was sent in the last backward. Rank-local."""
-        self._under_way, self._buffers, self._futures = [], [], []
-        self._when_computed = when_computed
-        self._total_work = None
-
-    def let_go(self) -> None:
-        """Drop all memory of DDP's buckets, before DDP builds others. Rank-local."""
-        self.begin()
-        self._flats = []
-
-    def note_count(self, count: float | torch.Tensor) -> None:
-        """Note what counts in this rank's samples, such as valid tokens, before a backward."""
-        self._count = count
-
-    def send_nan_for_rest(self) -> bool:
-        """Send NaN in all remaining all-reduces of a backward that failed, or never began.
-
-        Returns False if that is impossible or none remained: then the other ranks don't know that
-        this one failed. Collective: the others are in that backward.
-        """
-        if not self.can_send_nan:
-            return False
-        self._group.tracker.enter(Phase.ALL_REDUCE)
-        remaining = range(len(self._under_way), len(self._layout))
-        is_beside = self._sums_count and self._total_work is None
-        if remaining and is_beside and not self._rides(self._layout[0][0].dtype):
-            dist.all_reduce(self._total.fill_(math.nan))
-        for number in remaining:
-            # WHY memory that is there: perhaps no other is left
-            flat = self._flat(number)
-            if number == 0 and self._rides(flat.dtype):
-                flat = self._with_count(flat)
-            elif self._sent_as is not None:
-                flat = flat.view(self._sent_as)[: flat.numel()]
-            dist.all_reduce(flat.fill_(math.nan))
-        if remaining and self._ddp.find_unused_parameters and not self._ddp.static_graph:
-            # After the last bucket DDP adds up which parameters each rank has used. WHY ones: it
-            # takes the sum only for those, and each rank must see the NaN.
-            count = sum(len(parameters) for parameters in self._layout)
-            dist.all_reduce(torch.ones(count, dtype=torch.int32, device=self._device))
-        for future in self._futures:
-            future.wait()
-        return bool(remaining)
-
-    def read(self, failed_here: bool) -> tuple[bool, bool]:
+    def _read(self, failed_here: bool) -> tuple[bool, bool]:
         """Return whether any rank sent NaN in the last backward, the same on all ranks.
 
         And whether the sums are known to be finite. On the CPU they show both. WHY not on a GPU:
         reading a sum waits for the device. There the ranks exchange a flag over the CPU while the
         GPU still computes. Collective there.
         """
-        if self._device.type == "cpu":
+        if self._group.device.type == "cpu":
             if failed_here:
                 return True, False
             # NaN and inf persist in a sum: one sum per bucket is usually enough
             are_finite = math.isfinite(sum(buffer.sum().item() for buffer in self._buffers))
             has_nan = not are_finite and any(math.isnan(buffer[0]) for buffer in self._buffers)
             return has_nan, are_finite
-        if not self.can_send_nan:  # then a rank that fails ends the attempt
+        if not self._can_send_nan:  # then a rank that fails ends the attempt
             return False, False
         flag = torch.tensor([float(failed_here)])
         if (work := self._group.start_max(flag)) is not None:  # collective
             self._group.finish(work)  # collective
         return bool(flag), False
 
-    def are_bad(self) -> torch.Tensor:
-        """Return 1.0 if a sum of the last backward is not finite, else 0.0. On the device, ().
-
-        For a rank that did not fail itself. NaN sent by another rank counts too.
-        """
-        return flag_of(self._buffers)
-
-    def disarm(self) -> None:
+    def _disarm(self) -> None:
         """Make DDP ready for the next forward after a backward that did not end. Rank-local.
 
-        DDP then rebuilds its buckets after the next backward, which is a collective: reset makes
-        the other ranks do the same.
+        DDP then rebuilds its buckets after the next backward, which is a collective: start_over
+        makes the other ranks do the same.
         """
-        self.begin()
+        self._forget_sent()
         _reset_reducer(self._ddp)
 
-    def reset(self) -> None:
-        """Disarm DDP, and have renew rebuild its buckets. Rank-local: all ranks call it."""
-        self.disarm()
-        self.are_old = True
-
-    def renew(self) -> None:
-        """Rebuild DDP's buckets after a reset and a backward in which no rank failed.
+    def _renew(self) -> None:
+        """Rebuild DDP's buckets after start_over and a backward in which no rank failed.
 
         WHY not in its next forward, as DDP does: a rank may fail before it. Collective.
         """
-        self.are_old = False
-        self.let_go()
-        if hasattr(self._ddp.reducer, "_rebuild_buckets"):  # else see can_send_nan
+        self._are_old = False
+        self._forget_sent()
+        self._flats = []
+        if hasattr(self._ddp.reducer, "_rebuild_buckets"):  # else see _can_send_nan
             self._ddp.reducer._rebuild_buckets()  # collective
 
-    def take_in(self) -> list[RemovableHandle]:
-        """Have backward move gradients that stay local into DDP's buckets, until removed.
-
-        WHY: beside them they take as much again, which a rank out of memory does not have.
-        """
-        if not (self._ddp.gradient_as_bucket_view and self._flats):
-            return []
-        return [
-            parameter.register_post_accumulate_grad_hook(partial(_move, place))  # type: ignore[no-untyped-call]
-            for flat, parameters in zip(self._flats, self._layout, strict=True)
-            for place, parameter in zip(_places(flat, parameters), parameters, strict=True)
-            if parameter.requires_grad  # else it was frozen since
-        ]
+    def _sum_local(self, mine: Marks) -> Sums | None:
+        """Add up gradients that stayed on the ranks. Collective: all ranks."""
+        parameters = self.local.parameters
+        if self.allows_unused:
+            parameters = used_anywhere(parameters, self._group)  # collective
+        if self._has_hook:
+            self._sum_buckets(parameters)  # collective
+            parameters = []
+        found = sum_with_marks(parameters, mine, self._group)  # collective
+        if self._tells_used:
+            # WHY: DDP clears its marks of what was used when it sends gradients; these would count
+            # in the next step, for a parameter without a gradient there. With this search DDP
+            # rebuilds no buckets after a reset.
+            _reset_reducer(self._ddp)
+        return found
 
     @torch.no_grad()
-    def sum_local(self, used: Iterable[torch.Tensor]) -> None:
+    def _sum_buckets(self, used: Iterable[torch.Tensor]) -> None:
         """Add up gradients that stayed local, in the same order as the hook does. Collective.
 
         used: the parameters that have a gradient on some rank; the others keep none.
@@ -371,7 +321,14 @@ class Buckets:
                 parameter.grad = place if id(parameter) in used_ids else None
         self._group.tracker.enter(before)
 
-    def total(self) -> torch.Tensor:
+    def _sum_count(self, count: float | torch.Tensor) -> float:
+        """Add up what counts over the ranks, where no hook of ours sends it. Collective."""
+        device = self._group.device
+        with self._group.tracker.within(Phase.ALL_REDUCE):  # WHY here: on a GPU float() waits
+            total = torch.as_tensor(count, dtype=torch.float64, device=device).clone()
+            return float(self._group.sum_(total))  # collective
+
+    def _total_count(self) -> torch.Tensor:
         """Return the sum of count over the ranks after the last backward: float64, of shape ()."""
         if self._total_work is not None:
             self._total_work.wait()
@@ -385,17 +342,9 @@ class Buckets:
         parameters = self._layout[number]
         return parameters[0].new_empty(sum(parameter.numel() for parameter in parameters))
 
-    def _rides(self, dtype: torch.dtype) -> bool:
-        """Return whether the count is sent within the first bucket, of gradients of dtype.
-
-        Else beside it. WHY not in 16 bits: bf16 counts to 256, fp16 to 2048.
-        """
-        is_wide = (self._sent_as or dtype) in (torch.float32, torch.float64)
-        return self._sums_count and is_wide
-
     def _sent(self, number: int, flat: torch.Tensor) -> torch.Tensor:
         """Return what is sent for a bucket: itself, in 16 bits, or with the count behind it."""
-        if number == 0 and self._rides(flat.dtype):
+        if number == 0 and self._count_rides:
             sent = self._with_count(flat)
             sent[:-1].copy_(flat)
             sent[-1].copy_(count_on(flat.device, self._count))
@@ -414,7 +363,7 @@ class Buckets:
         What has no memory raises. WHY noted after its launch: what is not noted is still to send.
         """
         number, buffer = len(self._under_way), bucket.buffer()
-        rides = number == 0 and self._rides(buffer.dtype)
+        rides = number == 0 and self._count_rides
         if self._sums_count and number == 0 and not rides:
             self._total.copy_(count_on(buffer.device, self._count))
             self._total_work = dist.all_reduce(self._total, async_op=True)  # collective
@@ -441,7 +390,7 @@ class Buckets:
 
 
 def _reset_reducer(ddp: DistributedDataParallel) -> None:
-    if hasattr(ddp.reducer, "_reset_state"):  # else see can_send_nan
+    if hasattr(ddp.reducer, "_reset_state"):  # else see _can_send_nan
         ddp.reducer._reset_state()
 
 

@@ -3,27 +3,22 @@
 import inspect
 import logging
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hardened_ddp.errors import ModelError
-from hardened_ddp.gradients.after_backward import AfterBackward, OneRank
-from hardened_ddp.gradients.by_ddp import Buckets, ByDdp
-from hardened_ddp.gradients.sums import GradientSum
+from hardened_ddp.gradients.by_ddp import ByDdp
+from hardened_ddp.gradients.sums import AfterBackward, GradientSum, OneRank
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.config import Config, DdpConfig
 
 log = logging.getLogger(__name__)
 
 # The dtype in which our hook sends gradients; powersgd is torch's own hook.
-_SENT_AS: Mapping[Literal["none", "bf16", "fp16"], torch.dtype | None] = {
-    "none": None,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+_SENT_AS: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def sum_gradients_of(
@@ -48,23 +43,21 @@ def sum_gradients_of(
     # WHY not with --debug: whoever wants to see DDP at work is shown it
     if group.shared is not None and comm_hook == "none" and not config.loop.debug:
         return AfterBackward(module, group, allows_unused=finds_unused)
-    buckets = None
     if comm_hook == "powersgd":
         _use_power_sgd(ddp)
-    elif retries or counts or comm_hook != "none":
-        if comm_hook == "bf16" and group.backend != "nccl":
-            raise ModelError(
-                f"comm_hook bf16 needs NCCL between GPUs, and this run uses {group.backend}",
-                fix="--comm_hook fp16, which works everywhere",
-            )
-        buckets = Buckets(
-            ddp,
-            group,
-            sent_as=_SENT_AS[comm_hook],
-            counts=counts,
-            calls_collectives=calls_collectives,
+    if comm_hook == "bf16" and group.backend != "nccl":
+        raise ModelError(
+            f"comm_hook bf16 needs NCCL between GPUs, and this run uses {group.backend}",
+            fix="--comm_hook fp16, which works everywhere",
         )
-    found = ByDdp(ddp, group, buckets=buckets, counts=counts, allows_unused=finds_unused)
+    found = ByDdp(
+        ddp,
+        group,
+        has_hook=comm_hook != "powersgd" and (retries or counts or comm_hook != "none"),
+        sent_as=_SENT_AS.get(comm_hook),
+        counts=counts,
+        calls_collectives=calls_collectives,
+    )
     if retries and not found.tells_of_failures and not calls_collectives:  # else said elsewhere
         log.warning(
             "an error of one rank within a step ends this attempt, and a restart continues from "

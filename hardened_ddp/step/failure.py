@@ -94,29 +94,17 @@ def error_of(kind: Kind, text: str) -> HardenedError:
 
 def format_samples(batches: Sequence[Batch]) -> str:
     """Name the first samples of batches."""
-    return _first_of([int(index) for batch in batches for index in batch.indices])
-
-
-def _first_of(samples: Sequence[int]) -> str:
+    samples = [int(index) for batch in batches for index in batch.indices]
     return f"{list(samples[:NUM_SHOWN])}{' ...' if len(samples) > NUM_SHOWN else ''}"
 
 
 def explain_failure(
-    error: BaseException, group: Group, *, step: int, phase: str, samples: Sequence[int]
+    error: BaseException, group: Group, where: str, *, memory_fix: str
 ) -> HardenedError:
-    """Return our error for an exception in a step: with rank, step, phase and samples."""
-    fix = "halve --batch_size and double --accumulation_steps: the same gradient"
-    where = f"step {step}, {phase}, samples {_first_of(samples)}"
-    return _explain(error, group, where, memory_fix=fix)
+    """Return our error for an exception in a step or an evaluation: with the rank.
 
-
-def explain_evaluation(error: BaseException, group: Group) -> HardenedError:
-    """Return our error for an exception in an evaluation: with the rank."""
-    fix = "lower --eval_batch_size, then --resume the run"
-    return _explain(error, group, "evaluation failed", memory_fix=fix)
-
-
-def _explain(error: BaseException, group: Group, where: str, *, memory_fix: str) -> HardenedError:
+    memory_fix: what to change if memory ran out.
+    """
     if (lost := lost_peer(error, group)) is not None:
         return lost
     log.debug("%s", where, exc_info=error)

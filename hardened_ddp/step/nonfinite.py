@@ -7,8 +7,9 @@ module, so they are used in such retries only. A compiled model does not call th
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -138,11 +139,7 @@ class NonFiniteFinder:
             link = _Link()
             self._links[id(tensor)] = weakref.ref(tensor), link
             if tensor.requires_grad:
-
-                def look(gradient: torch.Tensor, link: _Link = link) -> None:
-                    self._look_back(link, gradient)
-
-                tensor.register_hook(look)  # type: ignore[no-untyped-call]  # torch
+                tensor.register_hook(partial(self._look_back, link))  # type: ignore[no-untyped-call]  # torch
         return link
 
     def _caller(self) -> nn.Module:
@@ -165,23 +162,15 @@ class NonFiniteFinder:
 def watch(module: nn.Module) -> Iterator[NonFiniteFinder]:
     """Watch all forwards and backwards of module inside. Rank-local."""
     finder = NonFiniteFinder(module)
-    handles: list[Any] = []  # Any: torch has one type of handle for each kind of hook
-    try:
+    with ExitStack() as hooks:  # ends each of them
         for part in module.modules():
-            handles.append(part.register_forward_pre_hook(finder.before, with_kwargs=True))
-            handles.append(part.register_forward_hook(finder.after, with_kwargs=True))
+            hooks.enter_context(part.register_forward_pre_hook(finder.before, with_kwargs=True))
+            hooks.enter_context(part.register_forward_hook(finder.after, with_kwargs=True))
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
-
-                def look(parameter: torch.Tensor, name: str = name) -> None:
-                    finder.after_gradient(name, parameter)
-
-                handle = parameter.register_post_accumulate_grad_hook(look)  # type: ignore[no-untyped-call]  # torch
-                handles.append(handle)
+                look = partial(finder.after_gradient, name)
+                hooks.enter_context(parameter.register_post_accumulate_grad_hook(look))  # type: ignore[no-untyped-call]  # torch
         yield finder
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _samples_with_bad_labels(batches: Sequence[Batch]) -> list[int]:

@@ -26,7 +26,7 @@ from hardened_ddp.model.precision import clip
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.seeding import seed_update
 from hardened_ddp.step.async_device import AsyncDevice
-from hardened_ddp.step.failure import Failure, error_of, explain_failure
+from hardened_ddp.step.failure import Failure, error_of, explain_failure, format_samples
 from hardened_ddp.step.gradient import Attempt, Gradient, Outcome
 from hardened_ddp.step.left_out import LeftOut
 from hardened_ddp.step.parts import Parts
@@ -149,7 +149,7 @@ class Stepper:
                 self.device.before_update()
             with self.live.lock:
                 if attempt.outcome is Outcome.DONE:
-                    self._update(attempt)
+                    self._update()
                     self.last_good = self.progress.step
                     self.retry.given_up.clear()
                 if self.parts.schedule.has_state:
@@ -165,13 +165,11 @@ class Stepper:
         self.parts.optimizer.zero_grad(set_to_none=True)
         self.gradient.totals.num_steps += 1
 
-    def _update(self, attempt: Attempt) -> None:
+    def _update(self) -> None:
         """Unscale, clip, update the weights. Every rank has the same gradients."""
         parts = self.parts
         max_norm = parts.config.optimizer.clip_grad_norm
         is_reported = is_due(self.progress.step + 1, parts.config.loop.log_interval)
-        if is_reported and attempt.failure is None:
-            self.retry.name_unused()
         if max_norm > 0 or is_reported:
             parts.precision.unscale(parts.optimizer)
             norm = clip(parts.gradients.local.by_name.values(), max_norm=max_norm)
@@ -253,11 +251,10 @@ class Stepper:
                 self.live.is_at_boundary = True
         if isinstance(error, HardenedError):
             raise error
-        samples = [int(index) for batch in attempt.batches for index in batch.indices]
-        group, step = self.parts.group, self.progress.step
-        explained = explain_failure(
-            error, group, step=step, phase=group.tracker.work, samples=samples
-        )
+        group, samples = self.parts.group, format_samples(attempt.batches)
+        where = f"step {self.progress.step}, {group.tracker.work}, samples {samples}"
+        fix = "halve --batch_size and double --accumulation_steps: the same gradient"
+        explained = explain_failure(error, group, where, memory_fix=fix)
         if first is not None and not isinstance(explained, PeerLostError):
             explained = error_of(first.kind, first.text)
         raise explained from error

@@ -24,7 +24,7 @@ from hardened_ddp.model.replica import DEFAULT_INPUTS, Inputs
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.settings.wording import counted
-from hardened_ddp.step.failure import explain_evaluation
+from hardened_ddp.step.failure import explain_failure
 from hardened_ddp.step.gradient import Totals
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import NEVER_FINITE, Progress
@@ -119,7 +119,8 @@ class EvaluationLoop:
         except HardenedError:
             raise
         except ANY_FAILURE as error:  # WHY broad: the model and the test set are the user's code
-            raise explain_evaluation(error, self.group) from error
+            fix = "lower --eval_batch_size, then --resume the run"
+            raise explain_failure(error, self.group, "evaluation failed", memory_fix=fix) from error
 
     def _add_own(self, output: Any, batch: Batch | None) -> None:  # Any: of the model
         """Count a batch in the user's metrics, if there are any. Collective: all ranks."""
@@ -135,18 +136,6 @@ class EvaluationLoop:
         return [BadSample(**bad) for part in everyone for bad in part]
 
 
-def loop_of(parts: Parts, loader: EvalLoader) -> EvaluationLoop:
-    """Return the loop over the test set of a run."""
-    return EvaluationLoop(
-        loader=loader,
-        task=parts.task,
-        precision=parts.precision,
-        group=parts.group,
-        leaves_out=parts.config.loop.continue_on_error,
-        inputs=parts.replica.inputs,
-    )
-
-
 def evaluate(
     parts: Parts, loader: EvalLoader, *, should_stop: Callable[[], object] = lambda: False
 ) -> Evaluation | None:
@@ -155,7 +144,14 @@ def evaluate(
     should_stop is called between batches, on all ranks equally often; if true, returns None.
     """
     module, task = parts.replica.module, parts.task
-    loop = loop_of(parts, loader)
+    loop = EvaluationLoop(
+        loader=loader,
+        task=task,
+        precision=parts.precision,
+        group=parts.group,
+        leaves_out=parts.config.loop.continue_on_error,
+        inputs=parts.replica.inputs,
+    )
     module.eval()
     try:
         totals = Totals(task, parts.device)
@@ -166,13 +162,10 @@ def evaluate(
     if found is None:
         return None
     figures, left_out = found
+    names = [metric.name for metric in task.test_metrics]
     return Evaluation(
         figures["loss"],
-        {
-            metric.name: figures[metric.name]
-            for metric in task.test_metrics
-            if metric.name in figures
-        },
+        {name: figures[name] for name in names if name in figures},
         int(figures["samples"]),
         tuple(f"{bad.name}: {bad.error}" for bad in left_out),
     )

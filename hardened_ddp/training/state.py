@@ -341,12 +341,11 @@ class Saver:
             self._in_need.release()
 
     def _write_now(self, progress: Progress, tensors: Tensors | None) -> None:
-        write = self._store.write if self._writer is None else self._writer.write_now
-        if self._writer is not None and self._saved_step == progress.step:
+        if self._writer is not None:
             self._writer.close()
-            if self._writer.poll() is None:
+            if self._saved_step == progress.step and self._writer.poll() is None:
                 return  # else it failed in the background: once more, and now it must not be silent
-        write(
+        self._store.write(
             progress.step,
             tensors=collect_tensors(self.parts) if tensors is None else tensors,
             meta=collect_meta(self.parts, progress),

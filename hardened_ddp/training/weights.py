@@ -9,8 +9,7 @@ run code. Does not own: resuming a run (run_folder.py, state.py), which loads al
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,26 +38,6 @@ _KINDS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fit:
-    """Which tensors of a file fit a model."""
-
-    loaded: Mapping[str, Tensor]
-    """By the name in the model."""
-
-    missing: Sequence[str]
-    """Of the model, and not in the file."""
-
-    unexpected: Sequence[str]
-    """Of the file, and not in the model."""
-
-    other_shape: Sequence[str]
-    """As text, with both shapes."""
-
-    renamed: str
-    """How names of the file were changed to fit; empty if they were not."""
-
-
 def load_initial_weights(model: nn.Module, path: str, group: Group) -> None:
     """Load weights from path into a new model, as far as they fit. Collective: all ranks.
 
@@ -70,12 +49,12 @@ def load_initial_weights(model: nn.Module, path: str, group: Group) -> None:
     source = Path(path)
 
     def load() -> bool:
-        fit = fit_weights(read_weights(source), model, source)
+        fitting, lines = fit_weights(read_weights(source), model, source)
         live = model.state_dict()
         with torch.no_grad():
-            for name, tensor in fit.loaded.items():
+            for name, tensor in fitting.items():
                 live[name].copy_(tensor)
-        for line in report_lines(fit, model, source):
+        for line in lines:
             log.warning("%s", line) if line[0] == " " else log.info("%s", line)
         return True
 
@@ -104,72 +83,57 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     )
 
 
-def fit_weights(found: Mapping[str, Tensor], model: nn.Module, path: Path) -> Fit:
-    """Choose which tensors go where. Pure. Raises CheckpointMismatchError if none fits.
+def fit_weights(
+    found: Mapping[str, Tensor], model: nn.Module, path: Path
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Choose which tensors go where, by the name in the model. Pure.
 
-    Names may differ in how they begin: a wrapper (module., _orig_mod., net.) or the name of a part.
+    Also returns lines that say what fits and what does not; those of the latter begin with a space.
+    Raises CheckpointMismatchError if none fits. Names may differ in how they begin: a wrapper
+    (module., _orig_mod., net.) or the name of a part.
     """
     live = model.state_dict()
     drop, add = _best_renaming(found, live)
     renamed = {add + name.removeprefix(drop): name for name in found if name.startswith(drop)}
     # WHY those too: a head stands beside the part that the other names begin with.
     renamed |= {name: name for name in found if not name.startswith(drop) and name in live}
-    loaded, other_shape, used = {}, [], set()
-    for name, tensor in live.items():
-        if name not in renamed:
-            continue
-        used.add(renamed[name])
-        given = found[renamed[name]]
-        if given.shape == tensor.shape:
-            loaded[name] = given
-        else:
-            here = "x".join(map(str, tensor.shape)) or "a scalar"
-            other_shape.append(f"{name} is {spec_of(given)} in the file, {here} in the model")
-    # WHY by address: of tied weights a file has one name, and the model has two.
-    places = {live[name].data_ptr() for name in loaded if live[name].numel()}
-    fit = Fit(
-        loaded=loaded,
-        missing=[
-            name
-            for name, tensor in live.items()
-            if name not in renamed and tensor.data_ptr() not in places
-        ],
-        unexpected=[name for name in found if name not in used],
-        other_shape=other_shape,
-        renamed=_renaming_words(drop, add) if loaded else "",
-    )
-    if not loaded:
+    given = {name: found[renamed[name]] for name in live if name in renamed}
+    fitting = {name: tensor for name, tensor in given.items() if tensor.shape == live[name].shape}
+    other_shape = [
+        f"{name} is {spec_of(tensor)} in the file, "
+        f"{'x'.join(map(str, live[name].shape)) or 'a scalar'} in the model"
+        for name, tensor in given.items()
+        if name not in fitting
+    ]
+    if not fitting:
         reasons = f"; {_some(other_shape, _FEW)}" if other_shape else ""
         raise CheckpointMismatchError(
             f"--init_from {path}: none of its {len(found)} tensors fits the {len(live)} of the "
             f"model. It has {_some(found, _FEW)}; the model needs {_some(live, _FEW)}{reasons}",
             fix="give the weights of this model, or of one that shares some layers by name",
         )
-    return fit
-
-
-def report_lines(fit: Fit, model: nn.Module, path: Path) -> list[str]:
-    """Say what was loaded and what was not; lines about what was not begin with a space."""
-    live = model.state_dict()
-    # WHY by address: tied weights are one tensor, which has two names in the model.
+    # WHY by address: of tied weights a file has one name, and the model has two.
     places = {name: tensor.data_ptr() or name for name, tensor in live.items()}
     sizes = {places[name]: tensor.numel() for name, tensor in live.items()}
-    given = {places[name] for name in fit.loaded}
-    share = sum(sizes[place] for place in given) / max(1, sum(sizes.values()))
-    lines = [f"--init_from {path}: {len(given)} of {len(sizes)} tensors, {share:.1%} of values"]
-    lines[0] += f" ({fit.renamed})" if fit.renamed else ""
+    filled = {places[name] for name in fitting}
+    share = sum(sizes[place] for place in filled) / max(1, sum(sizes.values()))
+    how = _renaming_words(drop, add)
+    told = f"--init_from {path}: {len(filled)} of {len(sizes)} tensors, {share:.1%} of values{how}"
+    used = {renamed[name] for name in given}
     parts = {
-        "not in the file, and new": fit.missing,
-        "of another shape, and new": fit.other_shape,
-        "in the file, and not in the model": fit.unexpected,
+        "not in the file, and new": [
+            name for name in live if name not in given and places[name] not in filled
+        ],
+        "of another shape, and new": other_shape,
+        "in the file, and not in the model": [name for name in found if name not in used],
         "of another dtype, and converted": [
-            f"{name} ({spec_of(given).dtype} to {spec_of(live[name]).dtype})"
-            for name, given in fit.loaded.items()
-            if given.dtype != live[name].dtype
+            f"{name} ({spec_of(tensor).dtype} to {spec_of(live[name]).dtype})"
+            for name, tensor in fitting.items()
+            if tensor.dtype != live[name].dtype
         ],
     }
-    lines += [f" {what}: {_some(names, _MOST_NAMED)}" for what, names in parts.items() if names]
-    return lines
+    lines = [f" {what}: {_some(names, _MOST_NAMED)}" for what, names in parts.items() if names]
+    return fitting, [told, *lines]
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:
@@ -231,9 +195,10 @@ def _beginnings(names: Iterable[str]) -> list[str]:
 
 
 def _renaming_words(drop: str, add: str) -> str:
+    """Say in brackets how names of the file were changed to fit; empty if they were not."""
     words = [f"{drop!r} dropped from" if drop else "", f"{add!r} put before" if add else ""]
     told = " and ".join(filter(None, words))
-    return f"{told} its names" if told else ""
+    return f" ({told} its names)" if told else ""
 
 
 def _some(names: Iterable[str], most: int) -> str:

@@ -17,12 +17,7 @@ from hardened_ddp.checkpoint import store as store_module
 from hardened_ddp.checkpoint import tensors as tensors_module
 from hardened_ddp.checkpoint.disk import Disk
 from hardened_ddp.checkpoint.folder import load_checkpoint, verify_checkpoint
-from hardened_ddp.checkpoint.store import (
-    CheckpointStore,
-    CheckpointWriter,
-    WriteCost,
-    device_wait_s,
-)
+from hardened_ddp.checkpoint.store import CheckpointStore, CheckpointWriter, WriteCost
 from hardened_ddp.checkpoint.tensors import HostArena, TensorReader, flat_bytes, plan_file
 from hardened_ddp.errors import CheckpointError
 from hardened_ddp.training import state as state_module
@@ -197,7 +192,7 @@ def test_a_submit_while_busy_is_refused_and_wanted_later_and_never_queued(bench:
 
 def test_a_failed_write_is_told_once_and_the_older_checkpoint_stays(bench: Bench) -> None:
     bench.disk.open()
-    bench.writer.write_now(1, tensors=some_state(), meta={})
+    bench.store.write(1, tensors=some_state(), meta={})
     bench.disk.error = OSError(errno.EIO, os.strerror(errno.EIO))
     bench.writer.submit(2, tensors=some_state(), meta={})
     bench.writer.close(timeout_s=LIMIT_S)
@@ -258,19 +253,21 @@ def test_a_state_of_another_shape_is_laid_out_anew(bench: Bench) -> None:
     assert bench.store.best_step() == 2
 
 
-def test_write_now_waits_for_the_write_in_flight_and_then_writes(bench: Bench) -> None:
+def test_the_last_save_waits_for_the_write_in_flight_and_then_writes(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_module, "collect_meta", lambda *_: {})
+    saver: Any = Saver.__new__(Saver)
+    saver._writer, saver._store, saver._saved_step, saver.parts = bench.writer, bench.store, 1, None
     bench.writer.submit(1, tensors=some_state(), meta={})
     threading.Timer(0.05, bench.disk.open).start()
-    path = bench.writer.write_now(2, tensors=some_state(), meta={})
-    assert path.name == "step-000000002"
+    saver._write_now(SimpleNamespace(step=2), some_state())
     assert bench.store.steps() == [2, 1]
 
 
 def test_a_disk_that_hangs_does_not_hold_the_last_save_for_ever(bench: Bench) -> None:
     bench.writer.submit(1, tensors=some_state(), meta={})
-    with pytest.raises(CheckpointError, match=r"checkpoint-1.*not written after"):
-        bench.writer.write_now(2, tensors=some_state(), meta={}, timeout_s=0.05)
-    with pytest.raises(CheckpointError, match="hangs"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-1.*not written after.*hangs"):
         bench.writer.close(timeout_s=0.05)
 
 
@@ -344,7 +341,7 @@ def test_a_state_on_a_gpu_is_written_as_it_was_at_submit(bench: Bench) -> None:
         assert_same(bench.loaded(step), expected)
         for name, tensor in state.items():
             tensor.copy_(expected[name])
-    bench.writer.write_now(3, tensors=state, meta={})
+    bench.store.write(3, tensors=state, meta={})
     assert_same(bench.loaded(3), expected)
 
 
@@ -419,28 +416,3 @@ def test_a_write_measures_how_long_the_disk_was_in_use(tmp_path: Path) -> None:
     assert writer.cost is not None
     assert writer.cost.disk_s >= 1.0  # two files
     assert writer.cost.training_s < writer.cost.disk_s
-
-
-class Event:
-    """A CUDA event at a time, in ms; None: the device is not there yet, and may never be."""
-
-    def __init__(self, at_ms: float | None) -> None:
-        self.at_ms = at_ms
-
-    def synchronize(self) -> None:
-        raise AssertionError("a wait for an all-reduce that a dead rank does not join")
-
-    def query(self) -> bool:
-        return self.at_ms is not None
-
-    def elapsed_time(self, end: "Event") -> float:
-        assert end.at_ms is not None
-        assert self.at_ms is not None
-        return end.at_ms - self.at_ms
-
-
-def test_the_wait_of_the_device_counts_from_where_it_begins() -> None:
-    waits: list[Any] = [(Event(10.0), Event(250.0)), (Event(10.0), Event(8.0))]
-    assert device_wait_s(waits) == 0.24
-    assert device_wait_s(waits[1:]) == 0.0
-    assert device_wait_s([(Event(None), Event(250.0)), *waits]) == 0.24

@@ -62,7 +62,7 @@ def trained(argv: list[str], kind: str) -> tuple[list[int], int, dict[str, float
     """Train with faults of this kind; return steps with one, buckets, figures and tensors."""
     parts = parts_of(argv)
     stepper = stepper_of(parts)
-    buckets: Any = parts.gradients._buckets  # type: ignore[attr-defined]
+    buckets: Any = parts.gradients
     num_buckets, found = len(buckets._layout), []
     is_beside = buckets._sums_count and buckets._sent_as is not None
     windows = list(parts.train_loader.windows(0, 0))[:NUM_STEPS]
@@ -135,7 +135,7 @@ def memory_for_nan(argv: list[str]) -> int:
     """Fail on rank 1 before the first bucket; return the bytes that it takes to send NaN."""
     parts = parts_of(argv)
     stepper, rank = stepper_of(parts), parts.group.launch.rank
-    buckets: Any = parts.gradients._buckets  # type: ignore[attr-defined]
+    buckets: Any = parts.gradients
     send, taken = buckets.send_nan_for_rest, NewMemory()
 
     def watched() -> bool:
@@ -159,7 +159,7 @@ def bytes_after_backwards(argv: list[str]) -> list[tuple[int, int]]:
     """Return the bytes of the buckets, and with gradients, after each micro-batch of two steps."""
     parts = parts_of(argv)
     stepper, rank = stepper_of(parts), parts.group.launch.rank
-    buckets: Any = parts.gradients._buckets  # type: ignore[attr-defined]
+    buckets: Any = parts.gradients
     found = []
     add = stepper.gradient.totals.add
 
@@ -193,10 +193,11 @@ def test_ddp_does_not_look_for_inputs_to_move_to_the_gpu() -> None:
 
         def __init__(self, module: Any, device_ids: Any = None, **named: Any) -> None:
             self.module, self.find_unused_parameters = module, named["find_unused_parameters"]
+            self.static_graph = False
             made.append(device_ids)
 
     config = resolve(parse(["--step_retry", "off"]), world_size=2).config
-    group: Any = SimpleNamespace(world_size=2, device=torch.device("cuda", 0), shared=None)
+    group: Any = SimpleNamespace(world_size=2, device=torch.device("meta"), shared=None)
     with mock.patch("hardened_ddp.gradients.choose.DistributedDataParallel", Made):
         sum_gradients_of(model, group, config, finds_unused=False)
     assert made == [None]

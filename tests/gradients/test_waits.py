@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from hardened_ddp.gradients.after_backward import sum_with_marks
 from hardened_ddp.gradients.by_ddp import ByDdp
-from hardened_ddp.gradients.sums import Marks
+from hardened_ddp.gradients.sums import Marks, sum_with_marks
 from hardened_ddp.guard import divergence
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch

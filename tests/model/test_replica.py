@@ -10,7 +10,7 @@ from torch import nn
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.errors import HardenedError, ModelError, UnusedParameterError
-from hardened_ddp.gradients.by_ddp import Buckets
+from hardened_ddp.gradients.by_ddp import ByDdp
 from hardened_ddp.gradients.choose import sum_gradients_of
 from hardened_ddp.gradients.sums import GradientSum, LocalGradients, Marks
 from hardened_ddp.model.precision import Precision
@@ -229,10 +229,9 @@ def test_large_gradients_whose_sum_is_too_large_are_numbers(value: float, is_fin
 def test_ranks_with_gpus_ask_each_other_only_if_a_failed_one_could_tell(can_send_nan: bool) -> None:
     asked = []
     gpus = SimpleNamespace(device=torch.device("cuda"), start_max=asked.append)
-    buckets = Buckets.__new__(Buckets)
-    buckets._group, buckets.can_send_nan = gpus, can_send_nan  # type: ignore[assignment]
-    buckets._device = gpus.device
-    assert buckets.read(False) == (False, False)
+    sums = ByDdp.__new__(ByDdp)
+    sums._group, sums._can_send_nan = gpus, can_send_nan  # type: ignore[assignment]
+    assert sums._read(False) == (False, False)
     assert len(asked) == can_send_nan
 
 
@@ -242,12 +241,17 @@ def test_without_a_private_name_of_the_reducer_an_error_ends_the_attempt(missing
     names = {"_reset_state", "_rebuild_buckets"} - {missing}
     reducer = SimpleNamespace(**{name: lambda name=name: called.append(name) for name in names})
     ddp: Any = SimpleNamespace(
-        reducer=reducer, module=nn.Linear(2, 2), register_comm_hook=lambda state, hook: None
+        reducer=reducer,
+        module=nn.Linear(2, 2),
+        register_comm_hook=lambda state, hook: None,
+        find_unused_parameters=False,
+        static_graph=False,
     )
-    buckets = Buckets(ddp, Group(read_launch({}), CPU))
-    assert not buckets.can_send_nan
-    assert not buckets.send_nan_for_rest()
-    buckets.reset()
-    buckets.renew()
+    sums = ByDdp(ddp, Group(read_launch({}), CPU), has_hook=True)
+    assert not sums.tells_of_failures
+    sums.begin(Window(0, 2, 4), keeps_local=False)
+    assert not sums.send_nan_for_rest()
+    sums.start_over()
+    sums._renew()
     assert called == [*names]
-    assert not buckets.are_old
+    assert not sums._are_old

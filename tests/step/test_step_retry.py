@@ -227,7 +227,7 @@ def test_an_error_of_a_step_is_told_in_full() -> None:
     try:
         raise torch.OutOfMemoryError(text + "The end.")
     except torch.OutOfMemoryError as error:
-        found = explain_failure(error, group, step=3, phase="forward", samples=[1])
+        found = explain_failure(error, group, "step 3, forward, samples [1]", memory_fix="")
     assert f"samples [1]: OutOfMemoryError: {text}The end. (" in found.message
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from hardened_ddp.gradients.by_ddp import Buckets, ByDdp
+from hardened_ddp.gradients.by_ddp import ByDdp
 from hardened_ddp.ranks.group import open_group
 from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.step.gradient import Outcome
@@ -159,11 +159,10 @@ def total_of_counts(dtype: torch.dtype, sent_as: torch.dtype | None) -> float:
     launch, cpu = read_launch(os.environ), torch.device("cpu")
     group = open_group(launch, device=cpu, backend="gloo", timeout_s=30, shared_memory=False)
     ddp = DistributedDataParallel(torch.nn.Linear(4, 3).to(dtype))
-    buckets = Buckets(ddp, group, sent_as=sent_as, counts=True)
-    buckets.begin()
-    buckets.note_count(5003.0 + group.launch.rank)
+    sums = ByDdp(ddp, group, has_hook=True, sent_as=sent_as, counts=True)
+    sums.note_count(5003.0 + group.launch.rank)
     ddp(torch.ones(2, 4, dtype=dtype)).sum().backward()
-    found = float(buckets.total())
+    found = float(sums._total_count())
     group.close()
     return found
 

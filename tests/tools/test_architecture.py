@@ -56,7 +56,7 @@ BUDGETS = {
     "hardened_ddp/*": 31_085,
     "hardened_ddp/gradients/*": 930,
     "hardened_ddp/settings/*": 2_445,
-    "hardened_ddp/step/*": 2_200,
+    "hardened_ddp/step/*": 2_165,
     "hardened_ddp/reporting/*": 1_915,
     "hardened_ddp/task/*": 1_820,
     "hardened_ddp/checkpoint/*": 1_840,
