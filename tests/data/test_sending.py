@@ -147,11 +147,14 @@ def test_the_cost_of_a_dataset_is_what_workers_do_not_share() -> None:
     assert 2 * MIB < names.private_bytes < 5 * MIB  # a str takes 49 bytes and its text
 
 
-def test_many_small_tensors_are_copied_because_each_would_be_an_open_file() -> None:
-    many = measure_sending(Fetcher(InMemory([torch.zeros(1) for _ in range(1000)]), seed=0))
-    assert not many.fits(local_world_size=1)
-    cost = worker_memory.SendingCost(tensor_bytes=200 * MIB, num_tensors=5000, private_bytes=0)
-    assert "it is copied (it holds 5000 tensors)" in cost.warning(num_workers=2, shares=False)
+def test_many_small_tensors_are_copied_because_each_would_be_an_open_file(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker_memory, "MOST_PRIVATE_BYTES", 0)
+    plan = WorkerPlan(num_workers=2, prefetch_factor=2, start_method="forkserver")
+    many = Fetcher(InMemory([torch.zeros(1) for _ in range(1000)]), seed=0)
+    assert worker_memory.plan_sending(many, plan).copies_data
+    assert "it is copied (it holds 1001 tensors)" in caplog.text
 
 
 def test_workers_that_each_copy_much_are_told_with_the_size(

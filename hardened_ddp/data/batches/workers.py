@@ -38,6 +38,10 @@ class WorkerPlan:
     reasons: tuple[str, ...] = ()
     """Where this differs from the settings, and why."""
 
+    def __str__(self) -> str:
+        workers = counted(self.num_workers, "worker") if self.num_workers else "no workers"
+        return workers if self.shares_memory or not self.num_workers else f"{workers} through pipes"
+
 
 def plan_workers(
     config: DataConfig,
