@@ -15,7 +15,7 @@ from hardened_ddp.data.batches import worker_memory
 from hardened_ddp.data.batches.batch import Batch, BatchSource
 from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.data.batches.loader import BatchReader
-from hardened_ddp.data.batches.worker_memory import measure_sending
+from hardened_ddp.data.batches.worker_memory import SendingTrial
 from hardened_ddp.data.batches.workers import WorkerPlan
 from hardened_ddp.settings.config import DataConfig
 from hardened_ddp.streams.block_reader import BlockReader
@@ -138,12 +138,11 @@ def test_tensors_are_copied_where_shared_memory_is_too_small(
 
 
 def test_the_cost_of_a_dataset_is_what_workers_do_not_share() -> None:
-    cost = measure_sending(Fetcher(InMemory(np.zeros(3 * MIB, np.uint8)), seed=0))
-    assert (cost.tensor_bytes, cost.num_tensors) == (10 * MIB, 1)
+    cost, names = SendingTrial(), SendingTrial()
+    cost.dump(Fetcher(InMemory(np.zeros(3 * MIB, np.uint8)), seed=0))
+    assert [*cost.tensors.values()] == [10 * MIB]
     assert 3 * MIB <= cost.private_bytes < 3.1 * MIB
-    names = measure_sending(
-        Fetcher(InMemory([f"image-{i:090}" for i in range(MIB // 100)]), seed=0)
-    )
+    names.dump(Fetcher(InMemory([f"image-{i:090}" for i in range(MIB // 100)]), seed=0))
     assert 2 * MIB < names.private_bytes < 5 * MIB  # a str takes 49 bytes and its text
 
 

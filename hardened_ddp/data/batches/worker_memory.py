@@ -10,7 +10,7 @@ import logging
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -37,18 +37,22 @@ def plan_sending(fetcher: BatchSource, plan: WorkerPlan) -> WorkerPlan:
     """
     if plan.start_method == "fork":
         return plan
+    trial = SendingTrial()
     try:
-        cost = measure_sending(fetcher)
+        trial.dump(fetcher)
     except Exception as error:  # WHY broad: pickling runs the user's own code
         why = f"the dataset or its collate can't be sent to a worker ({error})"
         log.warning("num_workers %d requested, using 0: %s", plan.num_workers, why)
         return replace(plan, num_workers=0)
-    needed_bytes = cost.tensor_bytes * plan.local_world_size * _SHM_MARGIN
-    is_many = cost.num_tensors > _MOST_SHARED_TENSORS
+    tensor_bytes = sum(trial.tensors.values())
+    needed_bytes = tensor_bytes * plan.local_world_size * _SHM_MARGIN
+    is_many = len(trial.tensors) > _MOST_SHARED_TENSORS
     copies_data = is_many or needed_bytes > (free_shared_memory() or 0)
-    private_bytes = cost.private_bytes + (cost.tensor_bytes if copies_data else 0)
+    private_bytes = trial.private_bytes + (tensor_bytes if copies_data else 0)
     if private_bytes > MOST_PRIVATE_BYTES:
-        why = f"it holds {cost.num_tensors} tensors" if is_many else f"{SHARED_MEMORY} is too small"
+        why = (
+            f"it holds {len(trial.tensors)} tensors" if is_many else f"{SHARED_MEMORY} is too small"
+        )
         log.warning(
             "each of %d workers takes about %.0f MiB of memory for the dataset, because %s. Hold "
             "large data in a few torch tensors, which workers share, or in files that are mapped "
@@ -71,48 +75,19 @@ class Copied:
         return pickle.loads, (pickle.dumps(self.value),)
 
 
-class SendingCost(NamedTuple):
-    """What one worker gets."""
-
-    tensor_bytes: int
-    num_tensors: int
-    private_bytes: int
-
-
-def measure_sending(fetcher: BatchSource) -> SendingCost:
-    """Pickle what a worker is sent, without its tensors, and throw the result away.
-
-    Raises whatever the dataset's own pickling raises.
-    """
-    trial = _Trial()
-    trial.dump(fetcher)
-    return SendingCost(
-        sum(trial.tensors.values()),
-        len(trial.tensors),
-        trial.buffer_bytes + _OBJECT_FACTOR * trial.sink.num_bytes,
-    )
-
-
-class _Sink:
-    """A file that only counts."""
+class SendingTrial(pickle.Pickler):
+    """Counts what one worker gets: pickles all but the tensors, into a file that keeps nothing."""
 
     def __init__(self) -> None:
-        self.num_bytes = 0
-
-    def write(self, data: Any) -> int:
-        size = memoryview(data).nbytes
-        self.num_bytes += size
-        return size
-
-
-class _Trial(pickle.Pickler):
-    """Pickles everything but tensors, whose storages it counts."""
-
-    def __init__(self) -> None:
-        self.sink = _Sink()
-        self.buffer_bytes = 0
+        self.private_bytes = 0
         self.tensors: dict[int, int] = {}
-        super().__init__(self.sink, protocol=5, buffer_callback=self._count_buffer)
+        """Bytes of each storage, by its address."""
+
+        super().__init__(self, protocol=5, buffer_callback=self._count_buffer)
+
+    def write(self, data: Any) -> None:
+        """Count a part of the pickle: it is itself the file that it writes to."""
+        self.private_bytes += _OBJECT_FACTOR * memoryview(data).nbytes
 
     def persistent_id(self, obj: Any) -> Any:
         if type(obj) is not torch.Tensor or not obj.is_cpu or obj.layout != torch.strided:
@@ -122,4 +97,4 @@ class _Trial(pickle.Pickler):
         return "tensor"
 
     def _count_buffer(self, buffer: pickle.PickleBuffer) -> None:
-        self.buffer_bytes += buffer.raw().nbytes
+        self.private_bytes += buffer.raw().nbytes

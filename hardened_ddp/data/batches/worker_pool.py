@@ -285,16 +285,12 @@ def _make_folder_of_sockets() -> None:
     it. Elsewhere than in TMPDIR if that is too long for sockets, as on clusters where it names the
     user, the job and more: else no worker is reached.
     """
-    if len(os.fsencode(tempfile.gettempdir())) <= _LONGEST_PARENT_OF_SOCKETS:
-        util.get_temp_dir()
-        return
     chosen = tempfile.tempdir
+    if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_PARENT_OF_SOCKETS:
+        usable = (f for f in _SHORT_FOLDERS if os.access(f, os.W_OK | os.X_OK))
+        tempfile.tempdir = next(usable, chosen)
     try:
-        for folder in _SHORT_FOLDERS:
-            if os.access(folder, os.W_OK | os.X_OK):
-                tempfile.tempdir = folder
-                util.get_temp_dir()  # from now on, it returns this one
-                return
+        util.get_temp_dir()  # from now on, it returns this one
     finally:
         tempfile.tempdir = chosen
 
