@@ -31,8 +31,8 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
     "data/batches/ledger.py": [
         ("min([done.step, *later])", "done.step", "ledger"),
         (
-            " - sum(i >= len(taken) or taken[i] == 0 for i in left_out)",
-            "",
+            "np.maximum(counts[without], 1)",
+            "counts[without]",
             "ledger data_faults -k 'ledger or left_out'",
         ),
         ("if position + count * width > len(raw):", "if False:", "ledger"),
