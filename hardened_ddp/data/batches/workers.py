@@ -4,7 +4,6 @@ WHY not os.cpu_count(): in a container it counts the host's CPUs; and every rank
 """
 
 import contextlib
-import multiprocessing
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -73,18 +72,12 @@ def plan_workers(
     return WorkerPlan(
         num_workers=workers,
         prefetch_factor=prefetch,
-        start_method=choose_start_method(config.multiprocessing_context),
+        # WHY not fork: with gloo's or CUDA's threads, a forked child can deadlock on a lock whose
+        # owner thread does not exist in it; seen once in 500 forks.
+        start_method=config.multiprocessing_context.replace("auto", "forkserver"),
         local_world_size=local_world_size,
         reasons=tuple(reasons),
     )
-
-
-def choose_start_method(wanted: str) -> str:
-    """Choose how workers start. WHY not fork: with gloo's or CUDA's threads, a forked child can
-    deadlock on a lock whose owner thread does not exist in it; seen once in 500 forks."""
-    if wanted != "auto":
-        return wanted
-    return "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 
 
 def cpu_budget() -> int:
