@@ -52,8 +52,8 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
     ],
     "data/batches/read_errors.py": [
         (
-            "following = following.__cause__ or following.__context__",
-            "following = None",
+            "cause = cause and (cause.__cause__ or cause.__context__)",
+            "cause = None",
             "data_faults -k 'moment or pass or transient'",
         ),
         (">= REPORT_EVERY_S", ">= 0", "data_faults -k 'told or report or retries or minute'"),

@@ -31,7 +31,6 @@ class EpochOrder:
 
     def __init__(self, num_samples: int, *, seed: int, epoch: int) -> None:
         self.num_samples = num_samples
-        self.epoch = epoch
         self._key = mix(seed, epoch)
         self._kept: npt.NDArray[np.int64] | None = None
         if num_samples <= MAX_KEPT_ORDER:

@@ -138,10 +138,8 @@ def _fit_shared_memory(
     workers: int, prefetch: int, bytes_per_batch: int, reasons: list[str]
 ) -> tuple[int, int]:
     """Reduce prefetching, then workers, until the batches in flight fit into /dev/shm."""
-    if workers == 0:
-        return 0, prefetch
     free_bytes = free_shared_memory()
-    if free_bytes is None:
+    if workers == 0 or free_bytes is None:
         return workers, prefetch
     room = int(free_bytes / (_SHM_MARGIN * max(1, bytes_per_batch)))
     if workers * prefetch <= room:
