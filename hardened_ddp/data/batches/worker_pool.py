@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from hardened_ddp.data.batches.batch import Batch, BatchSource, Request, pinned
+from hardened_ddp.data.batches.batch import Batch, BatchSource, Request
 from hardened_ddp.data.batches.nesting import map_tensors
 from hardened_ddp.data.batches.worker_memory import Copied
 from hardened_ddp.data.batches.workers import WorkerPlan
@@ -130,8 +130,7 @@ class WorkerPool:
         while True:
             try:
                 found = next(self._iterator)
-                parts = found.open() if isinstance(found, Payload) else found
-                return _batch_of(parts)
+                return found.open() if isinstance(found, Payload) else found
             except StopIteration:
                 return None
             except Exception as error:  # WHY broad: RuntimeError, OSError, EOFError, pickle's own
@@ -333,12 +332,14 @@ class Payload:
     def __init__(self, content: bytes) -> None:
         self.content = content
 
-    def open(self) -> Any:  # Any: inputs as the dataset nests them, and the other parts
-        return pickle.loads(self.content)
+    def open(self) -> Batch:
+        return _batch_of(pickle.loads(self.content))
 
-    def pin_memory(self) -> Any:  # Any: as above
+    def pin_memory(self) -> Batch:
         """Unpickle and pin the tensors. torch calls this in its pinning thread."""
-        return map_tensors(self.open(), pinned)
+        batch = self.open()
+        batch.pin()
+        return batch
 
 
 def share(tensor: torch.Tensor) -> torch.Tensor:
