@@ -31,8 +31,8 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
     "data/batches/ledger.py": [
         ("min([done.step, *later])", "done.step", "ledger"),
         (
-            " - sum(i >= len(taken) or taken[i] == 0 for i in left_out)",
-            "",
+            "np.maximum(counts[without], 1)",
+            "counts[without]",
             "ledger data_faults -k 'ledger or left_out'",
         ),
         ("if position + count * width > len(raw):", "if False:", "ledger"),
@@ -52,8 +52,8 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
     ],
     "data/batches/read_errors.py": [
         (
-            "following = following.__cause__ or following.__context__",
-            "following = None",
+            "cause = cause and (cause.__cause__ or cause.__context__)",
+            "cause = None",
             "data_faults -k 'moment or pass or transient'",
         ),
         (">= REPORT_EVERY_S", ">= 0", "data_faults -k 'told or report or retries or minute'"),

@@ -107,23 +107,26 @@ def import_extra(name: str, *, what: str) -> ModuleType:
 def import_torchvision() -> ModuleType:
     """Import torchvision with its models, datasets and transforms. Raises DataError if absent."""
     try:
-        return _import_parts()
+        try:
+            return _import_parts()
+        except RuntimeError as error:
+            if not lacks_operators(error):
+                raise
+        for name in _OPERATORS:
+            torch.library.define(name, _SCHEMA)
+        module = _import_parts()
     except ModuleNotFoundError as error:
         raise DataError(
             f"torchvision is not installed ({error})", fix=pip_command("requirements.txt")
         ) from error
-    except (RuntimeError, ImportError, AttributeError, OSError) as first_error:
-        if not lacks_operators(first_error):
-            raise _misfit(first_error) from first_error
-        try:
-            for name in _OPERATORS:
-                torch.library.define(name, _SCHEMA)
-            module = _import_parts()
-        except (RuntimeError, ImportError, AttributeError, OSError) as error:
-            raise _misfit(error) from first_error
-        # WHY no warning: nothing needs to be done, and torchvision tells whoever calls an operator.
-        log.debug("torchvision %s: %s", module.__version__, WITHOUT_OPERATORS)
-        return module
+    except (RuntimeError, ImportError, AttributeError, OSError) as error:
+        raise DataError(
+            f"torchvision does not fit torch {torch.__version__}: {error}",
+            fix=f"versions that fit together: {pip_command('requirements.txt')}",
+        ) from error
+    # WHY no warning: nothing needs to be done, and torchvision tells whoever calls an operator.
+    log.debug("torchvision %s: %s", module.__version__, WITHOUT_OPERATORS)
+    return module
 
 
 def lacks_operators(error: BaseException) -> bool:
@@ -200,13 +203,6 @@ def _root_of(problem: BaseException) -> str:
         root = cause
         seen.add(id(root))
     return "" if root is problem else f"; caused by {describe(root)}"
-
-
-def _misfit(error: Exception) -> DataError:
-    return DataError(
-        f"torchvision does not fit torch {torch.__version__}: {error}",
-        fix=f"versions that fit together: {pip_command('requirements.txt')}",
-    )
 
 
 def _import_parts() -> ModuleType:

@@ -14,8 +14,8 @@ from hardened_ddp.data.batches.loader import BatchReader, EvalLoader, TrainLoade
 from hardened_ddp.data.batches.run_length import RunLength
 from hardened_ddp.data.batches.sampler import WindowSampler
 from hardened_ddp.data.batches.workers import WorkerPlan, plan_workers
-from hardened_ddp.data.sources.datasets import AnyDataset, TaskData
-from hardened_ddp.data.sources.facts import is_view_of_stream
+from hardened_ddp.data.sources.datasets import TaskData
+from hardened_ddp.data.sources.facts import AnyDataset, is_view_of_stream
 from hardened_ddp.errors import CheckpointMismatchError, DataError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch

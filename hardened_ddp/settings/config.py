@@ -168,7 +168,7 @@ class DataConfig:
     multiprocessing_context: Literal["auto", "fork", "forkserver", "spawn"] = setting(
         "auto",
         "How workers are started. fork is the fastest, but unsafe for datasets that hold threads "
-        "or CUDA state. auto: forkserver, or spawn where there is none.",
+        "or CUDA state. auto: forkserver.",
         may_differ=True,
     )
     loader_timeout_s: float = setting(

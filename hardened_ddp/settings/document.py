@@ -1,6 +1,6 @@
 """YAML text as keys and values, each with the line that it stands on.
 
-All problems are collected, one for each key; nothing here raises for what a user wrote in a file.
+A value that can't be read is a problem of its entry, so that all of a file are told at once.
 A plain word is read by the rules of YAML 1.2, also on the command line: 1e-4 is a number; yes, on
 and off are words. WHY not PyYAML's own rules: they are those of YAML 1.1, where 1e-4 is text, off
 is false, and 1:30 is ninety.
@@ -35,22 +35,11 @@ class Entry:
     key: str
     value: Any  # Any: whatever the user wrote; schema.py decides whether it fits
     line: int
+    problem: str = ""
+    """Why the value can't be read."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Document:
-    """What a YAML text says, and what is wrong with it."""
-
-    entries: tuple[Entry, ...] = ()
-    problems: tuple[str, ...] = ()
-    bad_keys: frozenset[str] = frozenset()
-    """Keys whose value can't be read."""
-
-    is_whole: bool = True
-    """False: the text can't be read at all, so nobody knows what it sets."""
-
-
-class _Unreadable(ValueError):
+class Unreadable(ValueError):
     """A text or a value can't be read."""
 
     def __init__(self, why: str, *, line: int = 0) -> None:
@@ -72,44 +61,49 @@ def plain_value(text: str) -> Any:  # Any: see Entry
     return text
 
 
-def read_file(path: str) -> Document:
-    """Read the YAML file of settings at path. Rank-local."""
+def read_file(path: str) -> list[Entry]:
+    """Read the YAML file of settings at path. Rank-local. Raises Unreadable."""
     try:
         with Path(path).open("rb") as file:
             raw = file.read(LARGEST_FILE_BYTES + 1)
         text = raw.decode("utf-8-sig")
     except OSError as error:
-        return _broken(f"{path}: can't be read: {error.strerror}")
+        raise Unreadable(f"{path}: can't be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        return _broken(f"{path}: is not UTF-8 text: {error.reason} at byte {error.start}")
+        why = f"{error.reason} at byte {error.start}"
+        raise Unreadable(f"{path}: is not UTF-8 text: {why}") from error
     except ValueError as error:  # no file can have such a name
-        return _broken(f"{shown(path)}: can't be read: {error}")
+        raise Unreadable(f"{shown(path)}: can't be read: {error}") from error
     if len(raw) > LARGEST_FILE_BYTES:
-        return _broken(f"{path}: is too large for a settings file")
-    return read_text(text, where=path)
-
-
-def read_text(text: str, *, where: str) -> Document:
-    """Read YAML text whose top level is a mapping; an empty text is an empty mapping."""
+        raise Unreadable(f"{path}: is too large for a settings file")
     try:
-        root = _compose(text)
-        if root is None or (root.tag == "plain" and plain_value(root.value) is None):
-            return Document()
-        if root.id != "mapping":
-            why = f'found {root.id}, needs lines such as "batch_size: 64"'
-            raise _Unreadable(why, line=root.start_mark.line + 1)
-    except _Unreadable as error:
-        return _broken(f"{where}{f':{error.line}' if error.line else ''}: {error}")
-    entries, problems, bad_keys = [], [], set()
+        return read_text(text)
+    except Unreadable as error:
+        where = f"{path}:{error.line}" if error.line else path
+        raise Unreadable(f"{where}: {error}") from error
+
+
+def read_text(text: str) -> list[Entry]:
+    """Read YAML text whose top level is a mapping; an empty text is an empty mapping.
+
+    Raises Unreadable if nobody knows what it sets.
+    """
+    root = _compose(text)
+    if root is None or (root.tag == "plain" and plain_value(root.value) is None):
+        return []
+    if root.id != "mapping":
+        why = f'found {root.id}, needs lines such as "batch_size: 64"'
+        raise Unreadable(why, line=root.start_mark.line + 1)
+    entries: list[Entry] = []
     lines: dict[str, int] = {}
     seen: set[int] = set()
     for key_node, value_node in root.value:
         try:
             entries.append(_entry(key_node, value_node, lines, seen))
-        except _Unreadable as error:
-            problems.append(f"{where}:{error.line}: {error}")
-            bad_keys.add(_key(key_node))
-    return Document(entries=tuple(entries), problems=tuple(problems), bad_keys=frozenset(bad_keys))
+        except Unreadable as error:
+            key = _key(key_node)
+            entries.append(Entry(key=key, value=None, line=error.line, problem=str(error)))
+    return entries
 
 
 def read_word(text: str) -> Any:  # Any: see Entry
@@ -118,12 +112,8 @@ def read_word(text: str) -> Any:  # Any: see Entry
     return None if root is None else _value(root, set())
 
 
-def _broken(problem: str) -> Document:
-    return Document(problems=(problem,), is_whole=False)
-
-
 def _compose(text: str) -> Any:  # Any: a yaml.Node or None
-    """Parse text to a tree with line numbers. Raises _Unreadable."""
+    """Parse text to a tree with line numbers. Raises Unreadable."""
     import yaml  # WHY here: --help and runs without a file need not wait for it
 
     try:
@@ -134,16 +124,16 @@ def _compose(text: str) -> Any:  # Any: a yaml.Node or None
         if context and mark and began and began.line != mark.line:
             context += f" that begins in line {began.line + 1}"  # a key without ":", an open quote
         told = ", ".join(part for part in (context, error.problem) if part)
-        raise _Unreadable(f"is not YAML: {told}", line=mark.line + 1 if mark else 0) from error
+        raise Unreadable(f"is not YAML: {told}", line=mark.line + 1 if mark else 0) from error
     except yaml.reader.ReaderError as error:
         # WHY not error.position: the C parser counts bytes, the other one characters
         line = text.count("\n", 0, text.find(chr(error.character))) + 1
         why = f"is not YAML: character U+{error.character:04X}"
-        raise _Unreadable(why, line=line) from error
+        raise Unreadable(why, line=line) from error
     except UnicodeEncodeError as error:  # the shell handed over bytes that are not UTF-8
-        raise _Unreadable(f"is not YAML: byte {error.start} is not UTF-8") from error
+        raise Unreadable(f"is not YAML: byte {error.start} is not UTF-8") from error
     except RecursionError as error:
-        raise _Unreadable("is nested too deeply") from error
+        raise Unreadable("is nested too deeply") from error
 
 
 @cache
@@ -158,10 +148,10 @@ def _loader_class() -> Any:  # Any: a class made at run time, which mypy can't c
 def _entry(
     key_node: Any, value_node: Any, lines: dict[str, int], seen: set[int], *, depth: int = 0
 ) -> Entry:  # Any: a yaml.Node
-    """Read a pair of a mapping; lines: of the keys before it. Raises _Unreadable."""
+    """Read a pair of a mapping; lines: of the keys before it. Raises Unreadable."""
     key, line = _key(key_node), key_node.start_mark.line + 1
     if key in lines:
-        raise _Unreadable(f"{as_word(key)}: is already set in line {lines[key]}", line=line)
+        raise Unreadable(f"{as_word(key)}: is already set in line {lines[key]}", line=line)
     lines[key] = line
     return Entry(key=key, value=_value(value_node, seen, depth=depth + 1), line=line)
 
@@ -171,14 +161,14 @@ def _key(node: Any) -> str:  # Any: a yaml.Node
 
 
 def _value(node: Any, seen: set[int], *, depth: int = 0) -> Any:  # Any: a yaml.Node; see Entry
-    """Give the value of a node; seen: the nodes that have been read. Raises _Unreadable."""
+    """Give the value of a node; seen: the nodes that have been read. Raises Unreadable."""
     line = node.start_mark.line + 1
     if id(node) in seen:
         # WHY: an alias may contain itself, and a few lines of them can fill the memory
         why = "uses an alias (*name), which is not supported: write the value out"
-        raise _Unreadable(why, line=line)
+        raise Unreadable(why, line=line)
     if depth > DEEPEST:
-        raise _Unreadable(f"is nested more than {DEEPEST} levels deep", line=line)
+        raise Unreadable(f"is nested more than {DEEPEST} levels deep", line=line)
     seen.add(id(node))
     match node.id, node.tag.removeprefix(_TAG):
         case "scalar", "plain":
@@ -191,4 +181,4 @@ def _value(node: Any, seen: set[int], *, depth: int = 0) -> Any:  # Any: a yaml.
             lines: dict[str, int] = {}
             found = [_entry(k, child, lines, seen, depth=depth) for k, child in node.value]
             return {entry.key: entry.value for entry in found}
-    raise _Unreadable(f"has the tag {node.tag}, which is not supported: remove it", line=line)
+    raise Unreadable(f"has the tag {node.tag}, which is not supported: remove it", line=line)

@@ -6,7 +6,7 @@ the default counts as not set there. One ConfigError lists all problems of all p
 Read next: record.py, which writes the result beside the run.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from hardened_ddp.settings.cli import Request
 from hardened_ddp.settings.commands import TRAIN
 from hardened_ddp.settings.config import Config
-from hardened_ddp.settings.document import Document, Entry, read_file
+from hardened_ddp.settings.document import Entry, Unreadable, read_file
 from hardened_ddp.settings.earlier_run import (
     NOT_INHERITED,
     SAVED_SETTINGS,
@@ -75,7 +75,7 @@ def resolve(request: Request, *, world_size: int = 1) -> Resolved:
     )
     edited, file = _edited_layer(request.edited_file), _Layer()
     if request.config_file:
-        file = _layer(read_file(request.config_file), request.config_file)
+        file = _layer(request.config_file)
     folder, run = _earlier_run(
         _merge(_default_layer(), edited, file, command_line), is_named=request.command != TRAIN
     )
@@ -108,7 +108,7 @@ def _edited_layer(path: str) -> _Layer:
     """Give what config.yaml beside the script changes; nothing if there is no such file."""
     if not path or not Path(path).exists():
         return _Layer()
-    layer, defaults = _layer(read_file(path), path), _default_layer().values
+    layer, defaults = _layer(path), _default_layer().values
     # WHY repr: 1 is no 1.0 for a setting, and a NaN inside of model_args does not equal itself
     values = {
         name: value for name, value in layer.values.items() if repr(value) != repr(defaults[name])
@@ -149,10 +149,7 @@ def _earlier_run(chosen: _Layer, *, is_named: bool) -> tuple[Path | None, _Layer
     except OSError as error:
         problem = f"{where}: {error.filename} can't be read: {error.strerror}"
         return None, _Layer(problems=[problem], is_complete=False)
-    path = str(folder / SAVED_SETTINGS)
-    saved = read_file(path)
-    entries = tuple(entry for entry in saved.entries if entry.key not in NOT_INHERITED)
-    layer = _layer(replace(saved, entries=entries), path)
+    layer = _layer(str(folder / SAVED_SETTINGS), apart_from=NOT_INHERITED)
     return folder, replace(layer, sources=dict.fromkeys(layer.values, RUN))
 
 
@@ -167,21 +164,25 @@ def _names_another_run(chosen: _Layer, folder: Path) -> bool:
     return name not in (folder.name, folder.resolve().name)
 
 
-def _layer(document: Document, path: str) -> _Layer:
-    """Check each entry of a document against its setting."""
-    layer = _Layer(
-        problems=list(document.problems),
-        bad_names=set(document.bad_keys),
-        is_complete=document.is_whole,
-    )
-    for entry in document.entries:
-        where = f"{path}:{entry.line}: {as_word(entry.key)}"
+def _layer(path: str, *, apart_from: Collection[str] = ()) -> _Layer:
+    """Read a file, and check each entry against its setting; those in apart_from are not taken."""
+    layer = _Layer()
+    try:
+        entries = read_file(path)
+    except Unreadable as error:
+        return _Layer(problems=[str(error)], is_complete=False)
+    for entry in entries:
+        where = f"{path}:{entry.line}"
         try:
-            if entry.key in SETTINGS:
-                layer.values[entry.key] = fit(SETTINGS[entry.key], entry.value)
-                layer.sources[entry.key] = f"{path}:{entry.line}"
-            else:
-                layer.problems.append(f"{where}: {_unknown_key(entry)}")
+            if entry.problem:
+                raise Misfit(entry.problem)
+            where = f"{where}: {as_word(entry.key)}"
+            if entry.key in apart_from:
+                continue
+            if entry.key not in SETTINGS:
+                raise Misfit(_unknown_key(entry))
+            layer.values[entry.key] = fit(SETTINGS[entry.key], entry.value)
+            layer.sources[entry.key] = f"{path}:{entry.line}"
         except Misfit as misfit:
             layer.problems.append(f"{where}: {misfit}")
             layer.bad_names.add(entry.key)

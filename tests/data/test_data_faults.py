@@ -26,8 +26,9 @@ from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.checks import Checks
 from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.data.batches.images import MemoryImages
-from hardened_ddp.data.batches.loader import TrainLoader, WorkerFallback, WorkerLevel
+from hardened_ddp.data.batches.loader import TrainLoader, WorkerFallback
 from hardened_ddp.data.batches.read_errors import RetryReport, file_of, is_transient
+from hardened_ddp.data.batches.workers import WorkerPlan
 from tests.harness.marks import slow_after
 from tests.harness.processes import HOUR_S
 from tests.harness.ranks import run_program, run_ranks, train
@@ -86,7 +87,8 @@ def test_after_a_bus_error_batches_come_through_pipes(
 ) -> None:
     loader = make_loader(Scripted(strike_bus_once, tmp_path / "flag"), num_workers)
     batches = read(loader)
-    assert loader.reader.fallback.level == WorkerLevel(num_workers, shares_memory=False)
+    level = loader.reader.fallback.level
+    assert (level.num_workers, level.shares_memory) == (num_workers, False)
     loader.close()
     assert content(batches) == undisturbed()
     assert bad_numbers(batches) == []
@@ -193,15 +195,19 @@ class Clock:
         return self.now
 
 
+def workers(num_workers: int, **how: Any) -> WorkerPlan:
+    return WorkerPlan(num_workers=num_workers, prefetch_factor=2, start_method="fork", **how)
+
+
 def test_after_calm_the_loader_goes_up_one_level_at_a_time() -> None:
     clock = Clock()
-    fallback = WorkerFallback(WorkerLevel(4), quiet_s=10, clock=clock)
-    for level in (WorkerLevel(2), WorkerLevel(2, shares_memory=False), WorkerLevel(0)):
+    fallback = WorkerFallback(workers(4), quiet_s=10, clock=clock)
+    for level in (workers(2), workers(2, shares_memory=False), workers(0)):
         fallback.go_down(level)
     clock.now += 9
     assert not fallback.is_quiet()
     found = []
-    while fallback.level != WorkerLevel(4):
+    while fallback.level != workers(4):
         clock.now += 10
         assert fallback.is_quiet()
         fallback.go_up()
@@ -212,10 +218,10 @@ def test_after_calm_the_loader_goes_up_one_level_at_a_time() -> None:
 
 def test_a_fault_soon_after_going_up_doubles_the_calm_that_is_asked_for() -> None:
     clock = Clock()
-    fallback = WorkerFallback(WorkerLevel(2), quiet_s=10, clock=clock)
+    fallback = WorkerFallback(workers(2), quiet_s=10, clock=clock)
     waits = []
     for _ in range(9):
-        fallback.go_down(WorkerLevel(1))
+        fallback.go_down(workers(1))
         clock.now += 1
         fallback.stay()
         waits.append(fallback.wait_s)
@@ -225,23 +231,23 @@ def test_a_fault_soon_after_going_up_doubles_the_calm_that_is_asked_for() -> Non
         clock.now += 1
     assert waits == [10, 20, 40, 80, 160, 320, 640, 640, 640]
     clock.now += 2000  # a long calm: the next fault is another one
-    fallback.go_down(WorkerLevel(1))
+    fallback.go_down(workers(1))
     assert fallback.wait_s == 10
-    never = WorkerFallback(WorkerLevel(2), quiet_s=0, clock=clock)
-    never.go_down(WorkerLevel(1))
+    never = WorkerFallback(workers(2), quiet_s=0, clock=clock)
+    never.go_down(workers(1))
     clock.now += 10**9
     assert not never.is_quiet()
 
 
 @pytest.mark.parametrize(
-    "low", slow_after(1, [WorkerLevel(0), WorkerLevel(1), WorkerLevel(2, shares_memory=False)])
+    "low", slow_after(1, [workers(0), workers(1), workers(2, shares_memory=False)])
 )
 def test_going_up_keeps_every_sample_in_its_place(
-    low: WorkerLevel, caplog: pytest.LogCaptureFixture
+    low: WorkerPlan, caplog: pytest.LogCaptureFixture
 ) -> None:
     loader = make_loader(Scripted(), 2, loader_quiet_s=100.0)
     clock = Clock()
-    loader.reader.fallback = WorkerFallback(WorkerLevel(2), quiet_s=100, clock=clock)
+    loader.reader.fallback = WorkerFallback(workers(2), quiet_s=100, clock=clock)
     loader.reader.fallback.go_down(low)
     batches = []
     for number, (_, share) in enumerate(loader.windows(0, 0)):
@@ -249,13 +255,13 @@ def test_going_up_keeps_every_sample_in_its_place(
         if number == 1:
             assert loader.reader.fallback.level == low
             clock.now += 101
-    assert loader.reader.fallback.level == WorkerLevel(2)
+    assert loader.reader.fallback.level == workers(2)
     assert content(batches) == undisturbed()
     assert caplog.text.count("Continuing at the same sample with 2 workers instead of") == 1
     loader.reader.fallback.go_down(low)
     clock.now += 201  # this fault came soon, so the calm has to last twice as long
     assert content(read(loader, 1)) == undisturbed(1)
-    assert loader.reader.fallback.level == WorkerLevel(2)
+    assert loader.reader.fallback.level == workers(2)
     loader.close()
 
 

@@ -14,7 +14,7 @@ from hardened_ddp.data.batches.batch import Batch, apart, take
 from hardened_ddp.data.batches.checks import Checks
 from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.data.batches.length_split import LengthSplit
-from hardened_ddp.data.batches.loader import TrainLoader, WorkerLevel
+from hardened_ddp.data.batches.loader import TrainLoader
 from hardened_ddp.data.batches.sampler import WindowSampler
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.replica import NO_COLLECTIVES, ForwardCollectives
@@ -105,8 +105,8 @@ def test_workers_cut_as_the_rank_itself_does(shares: bool) -> None:
     loader = loader_of(Faulty(40), 2)
     fetcher = pickle.loads(pickle.dumps(loader.reader.fetcher))  # as spawned workers get it
     assert fetcher.split == ALWAYS
-    loader.reader.plan = replace(loader.reader.plan, shares_memory=shares)
-    loader.reader.fallback.level = WorkerLevel(2, shares)
+    fallback = loader.reader.fallback
+    fallback.level = replace(fallback.level, shares_memory=shares)
     found = read(loader)
     assert loader.reader.num_workers == 2  # no answer was refused
     loader.close()

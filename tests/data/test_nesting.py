@@ -1,7 +1,7 @@
 """Samples nested in any way: through collating, workers, the way to a device, and taking apart."""
 
 from collections import OrderedDict, UserDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,7 +11,6 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from hardened_ddp.data.batches.batch import Batch, move, take
 from hardened_ddp.data.batches.collate import split_targets
 from hardened_ddp.data.batches.fetch import Fetcher
-from hardened_ddp.data.batches.loader import WorkerLevel
 from hardened_ddp.data.batches.nesting import leaves, map_tensors, pick, stack
 from hardened_ddp.data.sources.facts import fingerprint
 from tests.harness.scripted import make_loader, read
@@ -79,7 +78,8 @@ def check_batch(inputs: Any, numbers: list[int]) -> None:
 @pytest.mark.parametrize("shares_memory", [True, False])
 def test_any_nesting_comes_through_the_loader(num_workers: int, shares_memory: bool) -> None:
     loader = make_loader(Nested(), num_workers)
-    loader.reader.fallback.level = WorkerLevel(num_workers, shares_memory)
+    fallback = loader.reader.fallback
+    fallback.level = replace(fallback.level, shares_memory=shares_memory)
     batches = read(loader)
     loader.close()
     for batch in batches:

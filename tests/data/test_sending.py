@@ -15,7 +15,7 @@ from hardened_ddp.data.batches import worker_memory
 from hardened_ddp.data.batches.batch import Batch, BatchSource
 from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.data.batches.loader import BatchReader
-from hardened_ddp.data.batches.worker_memory import measure_sending
+from hardened_ddp.data.batches.worker_memory import SendingTrial
 from hardened_ddp.data.batches.workers import WorkerPlan
 from hardened_ddp.settings.config import DataConfig
 from hardened_ddp.streams.block_reader import BlockReader
@@ -138,20 +138,22 @@ def test_tensors_are_copied_where_shared_memory_is_too_small(
 
 
 def test_the_cost_of_a_dataset_is_what_workers_do_not_share() -> None:
-    cost = measure_sending(Fetcher(InMemory(np.zeros(3 * MIB, np.uint8)), seed=0))
-    assert (cost.tensor_bytes, cost.num_tensors) == (10 * MIB, 1)
+    cost, names = SendingTrial(), SendingTrial()
+    cost.dump(Fetcher(InMemory(np.zeros(3 * MIB, np.uint8)), seed=0))
+    assert [*cost.tensors.values()] == [10 * MIB]
     assert 3 * MIB <= cost.private_bytes < 3.1 * MIB
-    names = measure_sending(
-        Fetcher(InMemory([f"image-{i:090}" for i in range(MIB // 100)]), seed=0)
-    )
+    names.dump(Fetcher(InMemory([f"image-{i:090}" for i in range(MIB // 100)]), seed=0))
     assert 2 * MIB < names.private_bytes < 5 * MIB  # a str takes 49 bytes and its text
 
 
-def test_many_small_tensors_are_copied_because_each_would_be_an_open_file() -> None:
-    many = measure_sending(Fetcher(InMemory([torch.zeros(1) for _ in range(1000)]), seed=0))
-    assert not many.fits(local_world_size=1)
-    cost = worker_memory.SendingCost(tensor_bytes=200 * MIB, num_tensors=5000, private_bytes=0)
-    assert "it is copied (it holds 5000 tensors)" in cost.warning(num_workers=2, shares=False)
+def test_many_small_tensors_are_copied_because_each_would_be_an_open_file(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker_memory, "MOST_PRIVATE_BYTES", 0)
+    plan = WorkerPlan(num_workers=2, prefetch_factor=2, start_method="forkserver")
+    many = Fetcher(InMemory([torch.zeros(1) for _ in range(1000)]), seed=0)
+    assert worker_memory.plan_sending(many, plan).copies_data
+    assert "it is copied (it holds 1001 tensors)" in caplog.text
 
 
 def test_workers_that_each_copy_much_are_told_with_the_size(

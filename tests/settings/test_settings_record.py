@@ -56,8 +56,8 @@ class TestRecord:
 
     def test_a_source_with_a_line_break_stays_in_its_comment(self) -> None:
         text = dump(Config(), {"epochs": "a\nseed: 3"})
-        assert assemble({e.key: e.value for e in read_text(text, where="x").entries if
-                         e.key in ("epochs", "seed")}) == Config()  # fmt: skip
+        found = {entry.key: entry.value for entry in read_text(text)}
+        assert assemble({name: found[name] for name in ("epochs", "seed")}) == Config()
 
     def test_ranks_need_not_agree_where_nodes_may_differ(self) -> None:
         plain = agreed_settings(Config())
@@ -76,8 +76,7 @@ class TestRecord:
     def test_config_yaml_has_every_setting_with_its_default(self) -> None:
         path = PROJECT / "config.yaml"
         text = path.read_text(encoding="utf-8")
-        document = read_text(text, where="config.yaml")
-        assert [entry.key for entry in document.entries] == list(SETTINGS)
+        assert [entry.key for entry in read_text(text)] == list(SETTINGS)
         assert settings_of(f"--config {shlex.quote(str(path))}").config == Config()
         assert text == template(), "python -m tests.documents writes it as it is shipped"
         assert text.isascii()
@@ -248,9 +247,9 @@ class TestAnything:
         self.check_argv(["--config", "my.yaml"])
 
     def check_round_trip(self, config: Config) -> None:
-        document = read_text(dump(config, {}), where="dump")
-        assert not document.problems
+        entries = read_text(dump(config, {}))
+        assert not any(entry.problem for entry in entries)
         again = {entry.key: None if entry.value == "auto" and SETTINGS[entry.key].has_auto
-                 else entry.value for entry in document.entries}  # fmt: skip
+                 else entry.value for entry in entries}  # fmt: skip
         # WHY repr: a NaN inside of model_args does not equal itself
         assert repr(again) == repr(flatten(config))

@@ -66,7 +66,7 @@ BUDGETS = {
     "hardened_ddp/preflight/*": 1_205,
     "hardened_ddp/ranks/*": 2_965,
     "hardened_ddp/guard/*": 1_535,
-    "hardened_ddp/data/*": 4_985,
+    "hardened_ddp/data/*": 4_885,
     "hardened_ddp/streams/*": 2_700,
     "ddp_drills/*": 2_570,
     "launchers/*": 692,

@@ -85,7 +85,7 @@ class Fetcher:
             batch = Batch(images, labels, indices)
             return batch if self._is_clean else self._checked(batch, epoch)
         read = self._read_whole if self.reads_batches else self._read_samples
-        return self._checked(read(epoch, indices, self.split), epoch)
+        return self._checked(read(epoch, indices), epoch)
 
     def name_of(self, index: int) -> str:
         """Return the file of a sample, if it is known."""
@@ -105,12 +105,15 @@ class Fetcher:
 
     def _read_part(self, epoch: int, indices: torch.Tensor) -> Batch:
         """Read some samples as one batch, however their lengths differ."""
-        read = self._read_whole if self.reads_batches else self._read_samples
-        return self.with_parts(self._checked(read(epoch, indices, None), epoch), epoch)
+        split, self.split = self.split, None
+        try:
+            return self.with_parts(self[(epoch, indices)], epoch)
+        finally:
+            self.split = split
 
     def assemble(self, epoch: int, samples: Sequence[Any], numbers: Sequence[int]) -> Batch:
         """Make a batch of samples that were read already. Any: as the dataset returns them."""
-        return self._checked(self._collate(samples, numbers, (), self.split), epoch)
+        return self._checked(self._collate(samples, numbers), epoch)
 
     def answers(self, batch: Batch, request: Request) -> bool:
         """Return whether batch holds what request asked for."""
@@ -120,9 +123,9 @@ class Fetcher:
             found, indices = found.sort().values, indices.sort().values
         return len(found) + len(bad) == len(indices) if bad else torch.equal(found, indices)
 
-    def _read_whole(self, epoch: int, indices: torch.Tensor, split: LengthSplit | None) -> Batch:
+    def _read_whole(self, epoch: int, indices: torch.Tensor) -> Batch:
         """Read all at once; if that fails, sample by sample, which finds the bad one."""
-        read = partial(self._read_batch, epoch, indices, split)
+        read = partial(self._read_batch, epoch, indices)
         try:
             return read()
         except MemoryError:
@@ -135,16 +138,16 @@ class Fetcher:
                 return replace(retry_read(read, first, troubles), troubles=tuple(troubles))
             except ANY_FAILURE as error:  # WHY broad: as above
                 troubles.append(describe(error))
-        return self._read_samples(epoch, indices, split, troubles)
+        return self._read_samples(epoch, indices, troubles)
 
-    def _read_batch(self, epoch: int, indices: torch.Tensor, split: LengthSplit | None) -> Batch:
+    def _read_batch(self, epoch: int, indices: torch.Tensor) -> Batch:
         """Read all at once; the dataset returns a collated batch or a list of samples."""
         numbers: list[int] = indices.tolist()
         if self.uses_randomness:
             seed_sample(self.seed, epoch, numbers[0])
         found = self.dataset.__getitems__(numbers)
         if isinstance(found, list) and len(found) == len(numbers):
-            return self._collate(found, numbers, (), split)
+            return self._collate(found, numbers)
         if self.collate is not None:
             raise TypeError(
                 f"__getitems__ returned a {type(found).__name__}, not a list of samples to collate"
@@ -152,11 +155,7 @@ class Fetcher:
         return Batch(*split_targets(found), indices)
 
     def _read_samples(
-        self,
-        epoch: int,
-        indices: torch.Tensor,
-        split: LengthSplit | None = None,
-        troubles: Sequence[str] = (),
+        self, epoch: int, indices: torch.Tensor, troubles: Sequence[str] = ()
     ) -> Batch:
         samples: list[Any] = []
         good: list[int] = []
@@ -181,7 +180,7 @@ class Fetcher:
                         f"for some seconds; the last, {bad[-1].name}: {bad[-1].error}",
                         fix="check the storage of this node, then --resume the run",
                     ) from error
-        batch = self._collate(samples, good, tuple(bad), split)
+        batch = self._collate(samples, good, tuple(bad))
         return replace(batch, troubles=tuple(told)) if told else batch
 
     def _read_sample(self, epoch: int, index: int, troubles: list[str]) -> Any:
@@ -204,14 +203,10 @@ class Fetcher:
         return retry_read(read, first, troubles) if is_transient(first) else read()
 
     def _collate(
-        self,
-        samples: Sequence[Any],
-        numbers: Sequence[int],
-        bad: tuple[BadSample, ...],
-        split: LengthSplit | None,
+        self, samples: Sequence[Any], numbers: Sequence[int], bad: tuple[BadSample, ...] = ()
     ) -> Batch:
         if self.collate is not None and samples:
-            return collate_by(self.collate, list(samples), list(numbers), bad, split)
+            return collate_by(self.collate, list(samples), list(numbers), bad, self.split)
         return collate_plainly(
             samples, numbers, bad, partial(stack, shares_memory=self.shares_memory)
         )

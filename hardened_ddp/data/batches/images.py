@@ -31,11 +31,10 @@ class MemoryImages(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     ) -> None:
         """scale: mean and standard deviation of each channel in [0, 1], for uint8 images."""
         self.images, self.labels, self.classes = images, labels, list(classes)
-        self.shift = self.factor = torch.zeros(())
+        self.has_scale = scale is not None
         if scale is not None:
             mean, deviation = (torch.tensor(part).view(1, -1, 1, 1) for part in scale)
             self.shift, self.factor = mean / deviation, 1 / (255 * deviation)
-        self.has_scale = scale is not None
         self.max_shift = 0
         self.flips = False
 

@@ -134,20 +134,19 @@ def verify_ledger(run: Path, done: Done) -> tuple[list[str], bool]:
     left_out = _left_out(run, done, heads)
     lines, is_exact = [], True
     for epoch in range(done.epoch + (done.cursor > 0)):
-        counts = _count(taken.get(epoch, []), facts.get("num_samples", 0))
-        expected, problem = done.cursor, ""
+        # WHY count all: a left-out sample is also in the ledger if it failed only inside its step.
+        without = sorted(left_out.get(epoch, ()))
+        counts = _count(taken.get(epoch, []), without, facts.get("num_samples", 0))
+        expected = done.cursor if epoch == done.epoch else facts.get("epoch_end", 0)
+        of_shards: Sequence[int] = ()
         if "num_shards" in facts:
             of_shards = done.sizes if epoch < done.epoch else done.taken
             expected = sum(of_shards)
-            problem = _judge_shards(counts, left_out.get(epoch, set()), of_shards)
-        elif epoch < done.epoch:
-            expected = facts["epoch_end"]
-        found, num_left_out = _judge(counts, left_out.get(epoch, set()), expected)
-        problem = "; ".join(filter(None, (found, problem)))
+        problem = "; ".join(_judge(counts, expected, of_shards))
         is_exact = is_exact and not problem
         lines.append(
             f"epoch {epoch}: {problem or f'{expected} samples, each exactly once'}"
-            + (f"; {num_left_out} of them left out, as reported" if num_left_out else "")
+            + (f"; {len(without)} of them left out, as reported" if without else "")
         )
     return lines, is_exact
 
@@ -158,46 +157,37 @@ def _end_of(start: int, done: Done, heads: Mapping[int, dict[str, Any]]) -> int:
     return min([done.step, *later])
 
 
-def _count(parts: Sequence[Ids], num_samples: int) -> npt.NDArray[np.uint8]:
-    """Count how often each sample was taken."""
-    size = max([num_samples, *(int(ids.max()) + 1 for ids in parts if len(ids))])
-    counts = np.zeros(size, dtype=np.uint8)
+def _count(
+    parts: Sequence[Ids], left_out: Sequence[int], num_samples: int
+) -> npt.NDArray[np.uint8]:
+    """Count how often each sample was taken; one that was only left out counts as taken."""
+    last = [int(ids.max()) for ids in parts if len(ids)]
+    counts = np.zeros(max([num_samples - 1, *last, *left_out]) + 1, dtype=np.uint8)
     for ids in parts:
         np.add.at(counts, ids, 1)
+    without = np.array(left_out, dtype=np.int64)
+    counts[without] = np.maximum(counts[without], 1)
     return counts
 
 
-def _judge_shards(
-    counts: npt.NDArray[np.uint8], left_out: set[int], expected: Sequence[int]
-) -> str:
-    """Say of which shards of a stream more or fewer samples were taken than the checkpoint says.
+def _judge(counts: npt.NDArray[np.uint8], expected: int, of_shards: Sequence[int]) -> Iterator[str]:
+    """Yield what is wrong with an epoch.
 
-    Sample number i is in shard i % num_shards.
+    of_shards: of a stream, the samples of each shard that are to be taken; sample number i is in
+    shard i % num_shards.
     """
-    num_shards = len(expected)
-    is_done = counts > 0
-    numbers = np.array([i for i in left_out if i >= len(is_done) or not is_done[i]], dtype=np.int64)
-    found = np.bincount(np.flatnonzero(is_done) % num_shards, minlength=num_shards)
-    found += np.bincount(numbers % num_shards, minlength=num_shards)
-    wrong = [s for s in range(num_shards) if found[s] != expected[s]]
-    some = ", ".join(f"{found[s]} of {expected[s]} of shard {s}" for s in wrong[:_SHOWN])
-    return f"taken: {some}" if wrong else ""
-
-
-def _judge(taken: npt.NDArray[np.uint8], left_out: set[int], expected: int) -> tuple[str, int]:
-    """Return what is wrong with an epoch, and how many samples were left out."""
-    twice = np.flatnonzero(taken > 1)
-    num_missing = (
-        expected - int((taken > 0).sum()) - sum(i >= len(taken) or taken[i] == 0 for i in left_out)
-    )
-    found = []
+    done, twice = np.flatnonzero(counts), np.flatnonzero(counts > 1)
     if len(twice):
-        found.append(f"{len(twice)} taken more than once: {twice[:_SHOWN].tolist()}")
-    if num_missing:
-        untaken = [int(i) for i in np.flatnonzero(taken == 0) if int(i) not in left_out]
-        found.append(f"{num_missing} of {expected} never taken, among {untaken[:_SHOWN]}")
-    # WHY count all: a left-out sample is also in the ledger if it failed only inside its step.
-    return "; ".join(found), len(left_out)
+        yield f"{len(twice)} taken more than once: {twice[:_SHOWN].tolist()}"
+    if len(done) != expected:
+        untaken = np.flatnonzero(counts == 0)[:_SHOWN].tolist()
+        yield f"{expected - len(done)} of {expected} never taken, among {untaken}"
+    if of_shards:
+        found = np.bincount(done % len(of_shards), minlength=len(of_shards))
+        wrong = np.flatnonzero(found != np.array(of_shards))[:_SHOWN]
+        some = ", ".join(f"{found[s]} of {of_shards[s]} of shard {s}" for s in wrong)
+        if some:
+            yield f"taken: {some}"
 
 
 def _files(run: Path) -> list[tuple[int, int, Path]]:

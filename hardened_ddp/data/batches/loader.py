@@ -12,7 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,7 +29,7 @@ from hardened_ddp.data.batches.sampler import (
     share_of,
     split_evenly,
 )
-from hardened_ddp.data.batches.worker_memory import measure_sending
+from hardened_ddp.data.batches.worker_memory import plan_sending
 from hardened_ddp.data.batches.worker_pool import WorkerPool, WorkersLost
 from hardened_ddp.data.batches.workers import WorkerPlan
 from hardened_ddp.errors import LoaderError, SampleError
@@ -46,33 +46,21 @@ _FIRST_SAMPLES = 8  # of the test set: a wrong form shows in the first ones
 _LOST = "its worker was lost"
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerLevel:
-    """A number of workers, and how their batches come back."""
-
-    num_workers: int
-    shares_memory: bool = True
-
-    def __str__(self) -> str:
-        workers = f"{self.num_workers or 'no'} worker{'' if self.num_workers == 1 else 's'}"
-        return workers if self.shares_memory or not self.num_workers else f"{workers} through pipes"
-
-
 class WorkerFallback:
-    """The current level, and the levels above it that were left.
+    """The current plan of the workers, and those above it that were left.
 
     WHY the required time doubles: a fault that returns whenever there are more workers must not
     cause a restart of them every few minutes.
     """
 
     def __init__(
-        self, top: WorkerLevel, *, quiet_s: float, clock: Callable[[], float] = time.monotonic
+        self, top: WorkerPlan, *, quiet_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """quiet_s: seconds without a fault before going up one level; 0: never."""
         self.level = top
         self._quiet_s = quiet_s
         self._clock = clock
-        self.above: list[WorkerLevel] = []
+        self.above: list[WorkerPlan] = []
         """The levels that were left, the highest first; empty: there was no fault."""
 
         self._num_doublings = 0
@@ -84,7 +72,7 @@ class WorkerFallback:
         """Seconds without a fault that are required now."""
         return self._quiet_s * 2.0**self._num_doublings
 
-    def go_down(self, level: WorkerLevel) -> None:
+    def go_down(self, level: WorkerPlan) -> None:
         """Leave the level for one below, because of a fault."""
         if self._went_up:  # else this is the first fault, or it follows another one
             is_soon = self._clock() - self._moved_at < 2 * self.wait_s
@@ -119,27 +107,21 @@ class BatchReader:
         pin_memory: bool,
     ) -> None:
         self.fetcher = fetcher
-        self.plan = plan
         self.config = config
         self.pin_memory = pin_memory
-        self.fallback = WorkerFallback(
-            WorkerLevel(plan.num_workers, plan.shares_memory), quiet_s=config.loader_quiet_s
-        )
         self.retries = RetryReport()
         self._after_start: Callable[[], None] = lambda: None
         self._pool: WorkerPool | None = None
         self._pending: _PendingRequests | None = None
         self._is_idle = True  # the worker pool has answered all requests of the last epoch
         self._waited_for: Request | None = None
-        self._copies_data = False
         self._suspect: Request | None = None  # the one we waited for when workers were lost
         for reason in plan.reasons:
             _tell_once(reason)
         if plan.num_workers > 0:
             raise_open_file_limit()
-            if why_not := self._why_not_sendable():
-                log.warning("num_workers %d requested, using 0: %s", plan.num_workers, why_not)
-                self.fallback = WorkerFallback(WorkerLevel(0), quiet_s=0)
+            plan = plan_sending(fetcher, plan)
+        self.fallback = WorkerFallback(plan, quiet_s=config.loader_quiet_s)
 
     @property
     def num_workers(self) -> int:
@@ -235,20 +217,15 @@ class BatchReader:
             self._pool.close(is_broken=not self._is_idle)
             self._pool = None
 
-    def _start(self, requests: Iterator[Request], *, num_workers: int = 0) -> WorkerPool:
+    def _start(self, requests: Iterator[Request], *, is_single: bool = False) -> WorkerPool:
         """Start the workers on requests: those of the last epoch if they are idle, or new ones."""
         if self._pool is None or not self._is_idle:
             self._end_pool()
-            is_single = num_workers > 0
-            plan = replace(
-                self.plan,
-                num_workers=num_workers or self.num_workers,
-                # WHY: a worker that dies in the next request would take shared memory with it.
-                shares_memory=self.fallback.level.shares_memory and not is_single,
-                copies_data=self._copies_data,
-                # WHY: with one request in flight, it is known which request killed the worker.
-                prefetch_factor=1 if is_single else self.plan.prefetch_factor,
-            )
+            plan = self.fallback.level
+            if is_single:
+                # WHY pipes: a worker that dies in the next request would take shared memory with
+                # it. WHY 1: with one request in flight, it is known which one killed the worker.
+                plan = replace(plan, num_workers=1, shares_memory=False, prefetch_factor=1)
             self._pool = WorkerPool(
                 self.fetcher,
                 plan,
@@ -269,15 +246,16 @@ class BatchReader:
         """
         self._end_pool()
         before = self.fallback.level
-        after = WorkerLevel(before.num_workers // 2, before.shares_memory)
+        after = replace(before, num_workers=before.num_workers // 2)
         is_again = bool(unanswered) and unanswered[0] is self._suspect
         self._suspect = unanswered[0] if unanswered else None
         batches: list[Batch] = []
         if lost.is_about_sharing and before.shares_memory:
-            after = WorkerLevel(before.num_workers, shares_memory=False)
-            self._copies_data = True
+            after = replace(before, shares_memory=False, copies_data=True)
         elif is_again and not lost.is_dangerous:
-            after = WorkerLevel(0)  # fewer workers did not help; without any, the error has a name
+            after = replace(
+                before, num_workers=0
+            )  # fewer workers did not help; without any, the error has a name
         elif unanswered and lost.is_dangerous and (before.num_workers == 1 or is_again):
             log.warning("DataLoader: %s. Reading samples one by one to find the cause", lost)
             batches = [self._read_singly(request) for request in unanswered]
@@ -322,7 +300,7 @@ class BatchReader:
         while left:
             singles = [(epoch, torch.tensor([index])) for index in left]
             try:
-                pool = self._start(iter(singles), num_workers=1)
+                pool = self._start(iter(singles), is_single=True)
                 while left and pool.receive() is not None:
                     good.append(left.pop(0))
             except WorkersLost as lost:
@@ -348,20 +326,6 @@ class BatchReader:
                 )
         batch = self.fetcher[(epoch, torch.tensor(good, dtype=torch.int64))]
         return replace(batch, bad=batch.bad + tuple(bad))
-
-    def _why_not_sendable(self) -> str:
-        """Return why the dataset can't be sent to a worker; empty if it can."""
-        if self.plan.start_method == "fork":
-            return ""
-        try:
-            cost = measure_sending(self.fetcher)
-        except Exception as error:  # WHY broad: pickling runs the user's own code
-            return f"the dataset or its collate can't be sent to a worker ({error})"
-        shares = cost.fits(local_world_size=self.plan.local_world_size)
-        self._copies_data = not shares
-        if warning := cost.warning(num_workers=self.plan.num_workers, shares=shares):
-            log.warning("%s", warning)
-        return ""
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from torch.utils.data import Subset
@@ -48,11 +48,14 @@ def is_transient(error: BaseException) -> bool:
 
     WHY its causes too: libraries wrap a socket's error in their own class.
     """
-    return any(
-        isinstance(cause, TimeoutError | ConnectionError)
-        or (isinstance(cause, OSError) and cause.errno in _TRANSIENT)
-        for cause in _causes(error)
-    )
+    cause: BaseException | None = error
+    for _ in range(_MOST_CAUSES):
+        if isinstance(cause, TimeoutError | ConnectionError):
+            return True
+        if isinstance(cause, OSError) and cause.errno in _TRANSIENT:
+            return True
+        cause = cause and (cause.__cause__ or cause.__context__)
+    return False
 
 
 def retry_read(read: Callable[[], T], error: BaseException, troubles: list[str]) -> T:
@@ -118,12 +121,3 @@ class RetryReport:
                 self._text,
             )
             self._num_new, self._last_at = 0, self._clock()
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    following: BaseException | None = error
-    for _ in range(_MOST_CAUSES):
-        if following is None:
-            return
-        yield following
-        following = following.__cause__ or following.__context__

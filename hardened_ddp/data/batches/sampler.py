@@ -31,7 +31,6 @@ class EpochOrder:
 
     def __init__(self, num_samples: int, *, seed: int, epoch: int) -> None:
         self.num_samples = num_samples
-        self.epoch = epoch
         self._key = mix(seed, epoch)
         self._kept: npt.NDArray[np.int64] | None = None
         if num_samples <= MAX_KEPT_ORDER:
@@ -255,8 +254,8 @@ class WindowSampler(DistributedSampler[Any]):
     def __len__(self) -> int:
         """Count this rank's samples of an epoch."""
         num_full, rest = divmod(self.end, self.global_batch)
-        count = 0
-        for size, times in ((self.global_batch, num_full), (rest, 1)):
-            start, stop = share_of(size, rank=self.rank, world_size=self.num_replicas)
-            count += (stop - start) * times
-        return count
+        (start, stop), (first, last) = (
+            share_of(size, rank=self.rank, world_size=self.num_replicas)
+            for size in (self.global_batch, rest)
+        )
+        return num_full * (stop - start) + last - first

@@ -6,14 +6,18 @@ are tensors where /dev/shm is small, as in containers, or where there are too ma
 is an open file. A trial that writes nothing measures it.
 """
 
+import logging
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from hardened_ddp.data.batches.workers import SHARED_MEMORY, free_shared_memory
+from hardened_ddp.data.batches.batch import BatchSource
+from hardened_ddp.data.batches.workers import SHARED_MEMORY, WorkerPlan, free_shared_memory
+
+log = logging.getLogger(__name__)
 
 MOST_PRIVATE_BYTES = 100 * 2**20
 """Of one worker. More of it is worth a warning."""
@@ -26,34 +30,38 @@ _SHM_MARGIN = 2.0  # batches need room there, too
 _OBJECT_FACTOR = 3
 
 
-@dataclass(frozen=True, slots=True)
-class SendingCost:
-    """What one worker gets."""
+def plan_sending(fetcher: BatchSource, plan: WorkerPlan) -> WorkerPlan:
+    """Decide how workers get the dataset of fetcher: tensors shared or copied; else none of them.
 
-    tensor_bytes: int
-    num_tensors: int
-    private_bytes: int
-
-    def fits(self, *, local_world_size: int) -> bool:
-        """Return whether the tensors of all ranks here can be in shared memory."""
-        needed_bytes = self.tensor_bytes * local_world_size * _SHM_MARGIN
-        is_few = self.num_tensors <= _MOST_SHARED_TENSORS
-        return is_few and needed_bytes <= (free_shared_memory() or 0)
-
-    def warning(self, *, num_workers: int, shares: bool) -> str:
-        """Return what to do about memory that each worker copies; empty: it is not much."""
-        private_bytes = self.private_bytes + (0 if shares else self.tensor_bytes)
-        if private_bytes <= MOST_PRIVATE_BYTES:
-            return ""
-        is_many = self.num_tensors > _MOST_SHARED_TENSORS
-        why = f"it holds {self.num_tensors} tensors" if is_many else f"{SHARED_MEMORY} is too small"
-        what = "its arrays and lists are copied" if shares else f"it is copied ({why})"
-        return (
-            f"each of {num_workers} workers takes about {private_bytes / 2**20:.0f} MiB of memory "
-            f"for the dataset, because {what}. Hold large data in a few torch tensors, which "
-            "workers share, or in files that are mapped (np.load(..., mmap_mode='r')); or take "
-            "fewer workers (--num_workers)"
+    Warns of memory that each worker takes, and of a dataset that can't be sent.
+    """
+    if plan.start_method == "fork":
+        return plan
+    trial = SendingTrial()
+    try:
+        trial.dump(fetcher)
+    except Exception as error:  # WHY broad: pickling runs the user's own code
+        why = f"the dataset or its collate can't be sent to a worker ({error})"
+        log.warning("num_workers %d requested, using 0: %s", plan.num_workers, why)
+        return replace(plan, num_workers=0)
+    tensor_bytes = sum(trial.tensors.values())
+    needed_bytes = tensor_bytes * plan.local_world_size * _SHM_MARGIN
+    is_many = len(trial.tensors) > _MOST_SHARED_TENSORS
+    copies_data = is_many or needed_bytes > (free_shared_memory() or 0)
+    private_bytes = trial.private_bytes + (tensor_bytes if copies_data else 0)
+    if private_bytes > MOST_PRIVATE_BYTES:
+        why = (
+            f"it holds {len(trial.tensors)} tensors" if is_many else f"{SHARED_MEMORY} is too small"
         )
+        log.warning(
+            "each of %d workers takes about %.0f MiB of memory for the dataset, because %s. Hold "
+            "large data in a few torch tensors, which workers share, or in files that are mapped "
+            "(np.load(..., mmap_mode='r')); or take fewer workers (--num_workers)",
+            plan.num_workers,
+            private_bytes / 2**20,
+            f"it is copied ({why})" if copies_data else "its arrays and lists are copied",
+        )
+    return replace(plan, copies_data=copies_data)
 
 
 class Copied:
@@ -67,40 +75,19 @@ class Copied:
         return pickle.loads, (pickle.dumps(self.value),)
 
 
-def measure_sending(fetcher: Any) -> SendingCost:
-    """Pickle what a worker is sent, without its tensors, and throw the result away.
-
-    Raises whatever the dataset's own pickling raises.
-    """
-    trial = _Trial()
-    trial.dump(fetcher)
-    return SendingCost(
-        sum(trial.tensors.values()),
-        len(trial.tensors),
-        trial.buffer_bytes + _OBJECT_FACTOR * trial.sink.num_bytes,
-    )
-
-
-class _Sink:
-    """A file that only counts."""
+class SendingTrial(pickle.Pickler):
+    """Counts what one worker gets: pickles all but the tensors, into a file that keeps nothing."""
 
     def __init__(self) -> None:
-        self.num_bytes = 0
-
-    def write(self, data: Any) -> int:
-        size = memoryview(data).nbytes
-        self.num_bytes += size
-        return size
-
-
-class _Trial(pickle.Pickler):
-    """Pickles everything but tensors, whose storages it counts."""
-
-    def __init__(self) -> None:
-        self.sink = _Sink()
-        self.buffer_bytes = 0
+        self.private_bytes = 0
         self.tensors: dict[int, int] = {}
-        super().__init__(self.sink, protocol=5, buffer_callback=self._count_buffer)
+        """Bytes of each storage, by its address."""
+
+        super().__init__(self, protocol=5, buffer_callback=self._count_buffer)
+
+    def write(self, data: Any) -> None:
+        """Count a part of the pickle: it is itself the file that it writes to."""
+        self.private_bytes += _OBJECT_FACTOR * memoryview(data).nbytes
 
     def persistent_id(self, obj: Any) -> Any:
         if type(obj) is not torch.Tensor or not obj.is_cpu or obj.layout != torch.strided:
@@ -110,4 +97,4 @@ class _Trial(pickle.Pickler):
         return "tensor"
 
     def _count_buffer(self, buffer: pickle.PickleBuffer) -> None:
-        self.buffer_bytes += buffer.raw().nbytes
+        self.private_bytes += buffer.raw().nbytes

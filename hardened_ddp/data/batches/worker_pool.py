@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from hardened_ddp.data.batches.batch import Batch, BatchSource, Request, pinned
+from hardened_ddp.data.batches.batch import Batch, BatchSource, Request
 from hardened_ddp.data.batches.nesting import map_tensors
 from hardened_ddp.data.batches.worker_memory import Copied
 from hardened_ddp.data.batches.workers import WorkerPlan
@@ -130,8 +130,7 @@ class WorkerPool:
         while True:
             try:
                 found = next(self._iterator)
-                parts = found.open() if isinstance(found, Payload) else found
-                return _batch_of(parts)
+                return found.open() if isinstance(found, Payload) else found
             except StopIteration:
                 return None
             except Exception as error:  # WHY broad: RuntimeError, OSError, EOFError, pickle's own
@@ -285,16 +284,12 @@ def _make_folder_of_sockets() -> None:
     it. Elsewhere than in TMPDIR if that is too long for sockets, as on clusters where it names the
     user, the job and more: else no worker is reached.
     """
-    if len(os.fsencode(tempfile.gettempdir())) <= _LONGEST_PARENT_OF_SOCKETS:
-        util.get_temp_dir()
-        return
     chosen = tempfile.tempdir
+    if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_PARENT_OF_SOCKETS:
+        usable = (f for f in _SHORT_FOLDERS if os.access(f, os.W_OK | os.X_OK))
+        tempfile.tempdir = next(usable, chosen)
     try:
-        for folder in _SHORT_FOLDERS:
-            if os.access(folder, os.W_OK | os.X_OK):
-                tempfile.tempdir = folder
-                util.get_temp_dir()  # from now on, it returns this one
-                return
+        util.get_temp_dir()  # from now on, it returns this one
     finally:
         tempfile.tempdir = chosen
 
@@ -337,12 +332,14 @@ class Payload:
     def __init__(self, content: bytes) -> None:
         self.content = content
 
-    def open(self) -> Any:  # Any: inputs as the dataset nests them, and the other parts
-        return pickle.loads(self.content)
+    def open(self) -> Batch:
+        return _batch_of(pickle.loads(self.content))
 
-    def pin_memory(self) -> Any:  # Any: as above
+    def pin_memory(self) -> Batch:
         """Unpickle and pin the tensors. torch calls this in its pinning thread."""
-        return map_tensors(self.open(), pinned)
+        batch = self.open()
+        batch.pin()
+        return batch
 
 
 def share(tensor: torch.Tensor) -> torch.Tensor:

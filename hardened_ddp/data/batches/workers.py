@@ -3,8 +3,9 @@
 WHY not os.cpu_count(): in a container it counts the host's CPUs; and every rank has workers.
 """
 
-import multiprocessing
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -38,6 +39,10 @@ class WorkerPlan:
     reasons: tuple[str, ...] = ()
     """Where this differs from the settings, and why."""
 
+    def __str__(self) -> str:
+        workers = counted(self.num_workers, "worker") if self.num_workers else "no workers"
+        return workers if self.shares_memory or not self.num_workers else f"{workers} through pipes"
+
 
 def plan_workers(
     config: DataConfig,
@@ -67,18 +72,12 @@ def plan_workers(
     return WorkerPlan(
         num_workers=workers,
         prefetch_factor=prefetch,
-        start_method=choose_start_method(config.multiprocessing_context),
+        # WHY not fork: with gloo's or CUDA's threads, a forked child can deadlock on a lock whose
+        # owner thread does not exist in it; seen once in 500 forks.
+        start_method=config.multiprocessing_context.replace("auto", "forkserver"),
         local_world_size=local_world_size,
         reasons=tuple(reasons),
     )
-
-
-def choose_start_method(wanted: str) -> str:
-    """Choose how workers start. WHY not fork: with gloo's or CUDA's threads, a forked child can
-    deadlock on a lock whose owner thread does not exist in it; seen once in 500 forks."""
-    if wanted != "auto":
-        return wanted
-    return "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 
 
 def cpu_budget() -> int:
@@ -94,12 +93,7 @@ def read_cpu_quota(root: Path, *, own: Path) -> float | None:
     root: where cgroups are mounted; own: the kernel's list of the groups that we are in. The limits
     of parent groups apply too. In a container only the mount's root may be visible.
     """
-    quotas = [
-        quota
-        for folder in _own_folders(root, own)
-        for quota in (_read_v2(folder), _read_v1(folder))
-        if quota is not None
-    ]
+    quotas = (quota for folder in _own_folders(root, own) for quota in _quotas_in(folder))
     return min(quotas, default=None)
 
 
@@ -109,34 +103,26 @@ def _own_folders(root: Path, own: Path) -> list[Path]:
         lines = own.read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    # A line is number:controllers:path; v2 has number 0 and no controllers.
-    found = [line.split(":", 2) for line in lines if line.count(":") >= 2]
-    paths = [(root, path) for _, controllers, path in found if not controllers]
-    for name in ("cpu", "cpu,cpuacct"):
-        paths += [(root / name, p) for _, names, p in found if "cpu" in names.split(",")]
-        paths.append((root / name, "/"))
     folders: list[Path] = []
-    for base, path in [*paths, (root, "/")]:
-        inner = PurePosixPath(path.lstrip("/"))
-        folders += [base / part for part in (inner, *inner.parents)]
+    # A line is number:controllers:path; v2 has number 0 and no controllers.
+    for line in ["0::/", "1:cpu:/", *lines]:
+        controllers, _, path = line.partition(":")[2].partition(":")
+        names = controllers.split(",")
+        bases = [root] if not controllers else [root / "cpu", root / "cpu,cpuacct"]
+        if not controllers or "cpu" in names:
+            inner = PurePosixPath(path.lstrip("/"))
+            folders += [base / part for base in bases for part in (inner, *inner.parents)]
     return folders
 
 
-def _read_v2(folder: Path) -> float | None:
-    try:
-        quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError, ZeroDivisionError):
-        return None
-
-
-def _read_v1(folder: Path) -> float | None:
-    try:
-        quota = int((folder / "cpu.cfs_quota_us").read_text(encoding="ascii"))
-        period = int((folder / "cpu.cfs_period_us").read_text(encoding="ascii"))
-        return None if quota < 0 else quota / period
-    except (OSError, ValueError, ZeroDivisionError):
-        return None
+def _quotas_in(folder: Path) -> Iterator[float]:
+    """Yield the quota of one group, of v2 or of v1: it has none if it is "max" or negative."""
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+            text = " ".join((folder / name).read_text(encoding="ascii") for name in names)
+            quota, period = map(int, text.replace("max", "-1").split())
+            if quota >= 0:
+                yield quota / period
 
 
 def free_shared_memory() -> int | None:
@@ -152,10 +138,8 @@ def _fit_shared_memory(
     workers: int, prefetch: int, bytes_per_batch: int, reasons: list[str]
 ) -> tuple[int, int]:
     """Reduce prefetching, then workers, until the batches in flight fit into /dev/shm."""
-    if workers == 0:
-        return 0, prefetch
     free_bytes = free_shared_memory()
-    if free_bytes is None:
+    if workers == 0 or free_bytes is None:
         return workers, prefetch
     room = int(free_bytes / (_SHM_MARGIN * max(1, bytes_per_batch)))
     if workers * prefetch <= room:

@@ -27,6 +27,7 @@ from hardened_ddp.data.foreign_code import describe, import_callable, meant_path
 from hardened_ddp.data.sources.built_in import SyntheticImages, open_digits
 from hardened_ddp.data.sources.downloads import TIMEOUT_S, fetch_dataset, is_here, locked
 from hardened_ddp.data.sources.facts import (
+    AnyDataset,
     check_classes,
     check_labels,
     check_opened,
@@ -51,8 +52,6 @@ BUILT_IN: Mapping[str, Callable[..., Dataset[Any]]] = {
 }
 STREAM_FORMATS = ("text", "parquet", "tar")  # of streams/formats.py
 NAMES = (*BUILT_IN, *DOWNLOADABLE, "image_folder")
-
-AnyDataset = Dataset[Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,8 +179,8 @@ def _known_name(name: str) -> str:
     if ":" in name:
         return name
     folded = name.lower().replace("-", "_")
-    if folded in ("fashionmnist", "imagefolder"):
-        folded = {"fashionmnist": "fashion_mnist", "imagefolder": "image_folder"}[folded]
+    joined = {"fashionmnist": "fashion_mnist", "imagefolder": "image_folder"}
+    folded = joined.get(folded, folded)
     if folded not in NAMES:
         near = difflib.get_close_matches(folded, NAMES, n=1) or [meant_path(name)]
         raise DataError(

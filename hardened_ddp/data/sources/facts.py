@@ -128,17 +128,16 @@ def count_outputs(dataset: AnyDataset, labels: Any, *, are_classes: bool) -> int
 
     labels: of a few samples. are_classes: each is the number of a class.
     """
-    found = getattr(dataset, "num_classes", None)
-    if found is None:
-        found = len(getattr(dataset, "classes", None) or ()) or None
-    if found is not None:
+    found = getattr(dataset, "num_classes", None) or len(getattr(dataset, "classes", None) or ())
+    if found:
         return int(found)
     if are_classes:
         known = getattr(dataset, "targets", None)
         return int(torch.as_tensor(known).max()) + 1 if known is not None and len(known) else 0
     is_tensor = isinstance(labels, torch.Tensor)
     # WHY not integers in rows: they may be the tokens of a sequence.
-    is_number = is_tensor and (labels.dim() == 1 or not _is_integer(labels))
+    is_share = is_tensor and (labels.is_floating_point() or labels.dtype == torch.bool)
+    is_number = is_share or (is_tensor and labels.dim() == 1)
     return label_size(labels) if is_number else 0
 
 
@@ -146,10 +145,6 @@ def label_size(labels: Any) -> int:
     """Return how many numbers the label of one sample has; 1 if it is no tensor."""
     has_rows = isinstance(labels, torch.Tensor) and labels.dim() > 1
     return labels[0].numel() if has_rows else 1
-
-
-def _is_integer(labels: torch.Tensor) -> bool:
-    return not labels.is_floating_point() and labels.dtype != torch.bool
 
 
 def check_classes(train: AnyDataset, test: AnyDataset | None, name: str) -> None:
