@@ -32,7 +32,6 @@ from hardened_ddp.guard.neighbours import Neighbours
 from hardened_ddp.guard.outside_view import start_outside_view
 from hardened_ddp.guard.slow import SlowData, SlowRanks, Split
 from hardened_ddp.guard.stop import leave_at_once
-from hardened_ddp.ranks.call_timeout import AwakeTime, call_within
 from hardened_ddp.ranks.group import Group, lost_peer, nccl_trace
 from hardened_ddp.ranks.phase import (
     ALARM,
@@ -47,7 +46,7 @@ from hardened_ddp.ranks.phase import (
     Phase,
 )
 from hardened_ddp.ranks.stacks import is_debugged, offer_stacks, withdraw_stacks
-from hardened_ddp.ranks.threads import HelperThread
+from hardened_ddp.ranks.threads import AwakeTime, HelperThread, call_within
 from hardened_ddp.reporting.sinks import open_no_link, write_text
 
 log = logging.getLogger(__name__)

@@ -31,10 +31,9 @@ from hardened_ddp.errors import (
     RankMismatchError,
     first_line,
 )
-from hardened_ddp.ranks.call_timeout import AwakeTime
 from hardened_ddp.ranks.device import choose_backend, gpu_id
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.ranks.phase import Phase
+from hardened_ddp.ranks.phase import Phase, Tracker
 from hardened_ddp.ranks.rendezvous import open_store, rendezvous
 from hardened_ddp.ranks.resources import raise_open_file_limit
 from hardened_ddp.ranks.shared_sum import SharedSum, is_supported, open_shared_sum
@@ -45,7 +44,7 @@ from hardened_ddp.ranks.store import (
     publish_failure,
     read_failures,
 )
-from hardened_ddp.ranks.tracker import Tracker
+from hardened_ddp.ranks.threads import AwakeTime
 from hardened_ddp.settings.config import Backend
 from hardened_ddp.settings.typed_command import own_command
 

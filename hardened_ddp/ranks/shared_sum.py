@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from hardened_ddp.ranks.call_timeout import AwakeTime
+from hardened_ddp.ranks.threads import AwakeTime
 
 log = logging.getLogger(__name__)
 

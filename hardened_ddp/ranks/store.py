@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from hardened_ddp.ranks.call_timeout import AwakeTime, call_within, repeating
+from hardened_ddp.ranks.threads import AwakeTime, call_within, repeating
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.ranks.phase import Phase
-from hardened_ddp.ranks.tracker import Tracker
+from hardened_ddp.ranks.phase import Phase, Tracker
 from hardened_ddp.reporting.run_json import Json, is_number, read_lines
 from hardened_ddp.reporting.sinks import write_text
 from hardened_ddp.settings.wording import counted

@@ -15,9 +15,8 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.ranks.phase import Phase
+from hardened_ddp.ranks.phase import Phase, Tracker
 from hardened_ddp.ranks.threads import HelperThread
-from hardened_ddp.ranks.tracker import Tracker
 from hardened_ddp.reporting.log import start_logging, stop_logging, write_within
 from hardened_ddp.reporting.sinks import TextSink
 

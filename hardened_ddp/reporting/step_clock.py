@@ -14,8 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hardened_ddp.ranks.phase import Phase
-from hardened_ddp.ranks.tracker import Tracker
+from hardened_ddp.ranks.phase import Phase, Tracker
 
 SAMPLE_EVERY = 10
 PHASES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)

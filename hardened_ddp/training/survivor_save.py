@@ -26,9 +26,9 @@ from hardened_ddp.errors import (
     NonFiniteError,
     PeerLostError,
 )
-from hardened_ddp.ranks.call_timeout import call_within
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.store import do_once
+from hardened_ddp.ranks.threads import call_within
 from hardened_ddp.reporting.run_json import Json, read_lines
 from hardened_ddp.reporting.sinks import write_text
 from hardened_ddp.step.async_device import Boundary, beside, copy_beside

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hardened_ddp.guard.hang_consensus import HangConsensus
 from hardened_ddp.guard.hang_rules import Hang, Report, decide
 from hardened_ddp.guard.neighbours import Neighbours
-from hardened_ddp.ranks.phase import ALARM, Phase, new_words
+from hardened_ddp.ranks.phase import ALARM, Phase, Tracker
 from hardened_ddp.ranks.store import (
     BEAT_S,
     MOST_READ,
@@ -234,7 +234,7 @@ def test_a_neighbour_that_leaves_while_reports_are_awaited_does_not_hang(
 
 
 def test_one_rank_of_a_machine_asks_for_an_alarm_until_it_has_seen_one() -> None:
-    others: Any = {rank: SimpleNamespace(silent_s=0.0, words=new_words()) for rank in (0, 2)}
+    others: Any = {rank: SimpleNamespace(silent_s=0.0, words=Tracker().words) for rank in (0, 2)}
     neighbours = object.__new__(Neighbours)
     neighbours._rank, neighbours._found = 1, others
     assert not neighbours.must_ask(0, tick_s=1.0), "rank 0 asks"

@@ -28,10 +28,9 @@ import psutil
 import pytest
 import torch
 
-from hardened_ddp.ranks import tracker as tracker_module
+from hardened_ddp.ranks import phase as phase_module
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.ranks.phase import Phase
-from hardened_ddp.ranks.tracker import Tracker
+from hardened_ddp.ranks.phase import Phase, Tracker
 from hardened_ddp.reporting import background, sinks, step_clock
 from hardened_ddp.reporting import metrics as metrics_module
 from hardened_ddp.reporting.event_file import crc32c
@@ -675,7 +674,7 @@ class TestStepClock:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         now = [0]
-        monkeypatch.setattr(tracker_module, "monotonic_ns", lambda: now[0] * 10**9)
+        monkeypatch.setattr(phase_module, "monotonic_ns", lambda: now[0] * 10**9)
         tracker = Tracker()
         clock = StepClock(tracker, CPU)
         micro_step = [(Phase.FORWARD, 2), (Phase.BACKWARD, 4)]
