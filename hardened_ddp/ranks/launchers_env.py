@@ -32,7 +32,8 @@ from hardened_ddp.settings.typed_command import StartCommand, own_command, torch
 
 # Set to "spawn" by run_with_python.py, beside torchrun's variables, for its ranks.
 MARK = "HARDENED_DDP_LAUNCHER"
-TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+# Our names -> those of each launcher.
+TORCHRUN = {name: name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
 OPEN_MPI = {
     "RANK": "OMPI_COMM_WORLD_RANK",
     "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -49,9 +50,8 @@ STEP = {
     "RANK": "SLURM_PROCID",
     "LOCAL_RANK": "SLURM_LOCALID",
     "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
-    "NODE": "SLURM_NODEID",
-    "NODES": "SLURM_STEP_NUM_NODES",
 }
+NODE, NODES = "SLURM_NODEID", "SLURM_STEP_NUM_NODES"
 TASKS, HOSTS = "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"
 # The step of salloc's interactive shell on some clusters: it starts no ranks.
 _SHELL_OF_SALLOC = "4294967290"
@@ -115,19 +115,15 @@ class Launch:
 def read_torchrun(env: Mapping[str, str]) -> Launch:
     """Read RANK and the others of torchrun, or of one of our launchers. Rank-local."""
     need(env, (*TORCHRUN, *MASTER))
-    numbers = read_numbers(env, {name: name for name in TORCHRUN})
+    launch = _read_ranks(env, TORCHRUN, "spawn" if env.get(MARK) == "spawn" else "torchrun")
     num_agents = whole_number(env, "GROUP_WORLD_SIZE", default=0)
-    names = names_of_mpi(env)
-    outer = _read_mpi_ranks(env, names) if names else read_step(env) if is_step(env) else None
+    mpi = names_of_mpi(env)
+    outer = _read_ranks(env, mpi, "mpi") if mpi else read_step(env) if is_step(env) else None
     if outer is not None and outer.world_size > 1:
         _check_outer_launcher(outer, env, num_agents=num_agents)
-    return Launch(
-        launcher="spawn" if env.get(MARK) == "spawn" else "torchrun",
-        rank=numbers["RANK"],
-        local_rank=numbers["LOCAL_RANK"],
-        world_size=numbers["WORLD_SIZE"],
-        local_world_size=numbers["LOCAL_WORLD_SIZE"],
-        num_nodes=num_agents or -(-numbers["WORLD_SIZE"] // numbers["LOCAL_WORLD_SIZE"]),
+    return replace(
+        launch,
+        num_nodes=num_agents or launch.num_nodes,
         master_addr=env["MASTER_ADDR"],
         master_port=read_port(env, ""),
         attempt=whole_number(env, "TORCHELASTIC_RESTART_COUNT", default=0),
@@ -187,7 +183,7 @@ def read_mpi(env: Mapping[str, str], names: Mapping[str, str]) -> Launch:
 
     On several hosts MASTER_ADDR must be set: mpirun does not say where rank 0 is.
     """
-    launch = _read_mpi_ranks(env, names)
+    launch = _read_ranks(env, names, "mpi")
     missing = [name for name in MASTER if name not in env]
     if launch.num_nodes > 1 and missing:
         raise LaunchError(
@@ -202,19 +198,6 @@ def read_mpi(env: Mapping[str, str], names: Mapping[str, str]) -> Launch:
         launch,
         master_addr="127.0.0.1" if launch.num_nodes == 1 else env["MASTER_ADDR"],
         master_port=read_port(env, mpi_job(env)),
-    )
-
-
-def _read_mpi_ranks(env: Mapping[str, str], names: Mapping[str, str]) -> Launch:
-    need(env, names.values())
-    numbers = read_numbers(env, names)
-    return Launch(
-        launcher="mpi",
-        rank=numbers["RANK"],
-        local_rank=numbers["LOCAL_RANK"],
-        world_size=numbers["WORLD_SIZE"],
-        local_world_size=numbers["LOCAL_WORLD_SIZE"],
-        num_nodes=-(-numbers["WORLD_SIZE"] // numbers["LOCAL_WORLD_SIZE"]),
     )
 
 
@@ -266,21 +249,19 @@ def is_step(env: Mapping[str, str]) -> bool:
 
 def read_step(env: Mapping[str, str]) -> Launch:
     """Read the variables of srun: one task per rank. Rank-local."""
-    need(env, ("SLURM_JOB_ID", *STEP.values(), TASKS, HOSTS))
-    numbers = {ours: whole_number(env, theirs) for ours, theirs in STEP.items()}
-    tasks, node, num_nodes = tasks_of(env[TASKS]), numbers["NODE"], numbers["NODES"]
-    if (len(tasks), sum(tasks)) != (num_nodes, numbers["WORLD_SIZE"]) or node >= num_nodes:
-        names = (TASKS, STEP["NODES"], STEP["WORLD_SIZE"], STEP["NODE"])
+    need(env, ("SLURM_JOB_ID", *STEP.values(), NODE, NODES, TASKS, HOSTS))
+    tasks, node, num_nodes = tasks_of(env[TASKS]), whole_number(env, NODE), whole_number(env, NODES)
+    num_tasks = whole_number(env, STEP["WORLD_SIZE"])
+    if (len(tasks), sum(tasks)) != (num_nodes, num_tasks) or node >= num_nodes:
+        names = (TASKS, NODES, STEP["WORLD_SIZE"], NODE)
         refuse([", ".join(f"{name}={env[name]}" for name in names)], env)
-    numbers["LOCAL_WORLD_SIZE"] = tasks[node]
+    here = "the tasks of this node"
+    launch = _read_ranks(
+        {**env, here: str(tasks[node])}, {**STEP, "LOCAL_WORLD_SIZE": here}, "slurm"
+    )
     head = env.get("MASTER_ADDR", first_host(env[HOSTS]))  # WHY the first: srun puts task 0 there
-    check_ranks(numbers, {**STEP, "LOCAL_WORLD_SIZE": "the tasks of this node"}, env)
-    return Launch(
-        launcher="slurm",
-        rank=numbers["RANK"],
-        local_rank=numbers["LOCAL_RANK"],
-        world_size=numbers["WORLD_SIZE"],
-        local_world_size=numbers["LOCAL_WORLD_SIZE"],
+    return replace(
+        launch,
         num_nodes=num_nodes,
         master_addr="127.0.0.1" if num_nodes == 1 else head,
         master_port=read_port(env, f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"),
@@ -337,17 +318,13 @@ def need(env: Mapping[str, str], names: Iterable[str]) -> None:
         )
 
 
-def read_numbers(env: Mapping[str, str], names: Mapping[str, str]) -> dict[str, int]:
-    """Read numbers; names maps ours to the launcher's. Check that each rank is in its world."""
+def _read_ranks(env: Mapping[str, str], names: Mapping[str, str], launcher: LauncherName) -> Launch:
+    """Read the place of this rank. names maps ours to the launcher's.
+
+    Raises LaunchError if a rank is outside its world.
+    """
+    need(env, names.values())
     numbers = {ours: whole_number(env, theirs) for ours, theirs in names.items()}
-    check_ranks(numbers, names, env)
-    return numbers
-
-
-def check_ranks(
-    numbers: Mapping[str, int], names: Mapping[str, str], env: Mapping[str, str]
-) -> None:
-    """Raise LaunchError if a rank is outside its world. names maps ours to the launcher's."""
     said = {ours: f"{theirs}={numbers[ours]}" for ours, theirs in names.items()}
     problems = [
         f"{said[small]} must be below {said[large]}"
@@ -357,6 +334,14 @@ def check_ranks(
     if numbers["LOCAL_WORLD_SIZE"] > numbers["WORLD_SIZE"]:
         problems.append(f"{said['LOCAL_WORLD_SIZE']} can't be above {said['WORLD_SIZE']}")
     refuse(problems, env)
+    return Launch(
+        launcher=launcher,
+        rank=numbers["RANK"],
+        local_rank=numbers["LOCAL_RANK"],
+        world_size=numbers["WORLD_SIZE"],
+        local_world_size=numbers["LOCAL_WORLD_SIZE"],
+        num_nodes=-(-numbers["WORLD_SIZE"] // numbers["LOCAL_WORLD_SIZE"]),
+    )
 
 
 def refuse(problems: Sequence[str], env: Mapping[str, str]) -> None:
