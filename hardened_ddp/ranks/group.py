@@ -248,17 +248,15 @@ class Group:
         return None if tensor.device.type == self.device.type else self.control
 
     def _run_on(self, is_worker: bool, work: Callable[[], Any], *, what: str) -> list[Any]:
+        if self.world_size == 1:
+            return [work()]
         outcome: dict[str, Any] = {}
         if is_worker:
             try:
                 outcome = {"value": work()}
             except HardenedError as error:
                 outcome = {"kind": type(error).__name__, "error": error.message, "fix": error.fix}
-                if self.world_size == 1:
-                    raise
             except ANY_FAILURE as error:  # WHY broad: any failure must reach the ranks that wait
-                if self.world_size == 1:
-                    raise
                 log.exception("%s failed", what)
                 outcome = {"error": f"{type(error).__name__}: {error}"}
         outcomes = self.gather_json(outcome)  # collective

@@ -113,14 +113,13 @@ class RunStore:
         return {key: raw.decode() for key, raw in self._ask(look, otherwise=nothing).items()}
 
     def second(self) -> "RunStore":
-        """Return the same store over a separate connection, if torch supports that.
+        """Return the same store over a separate connection.
 
         WHY: a call that waits forever would block everybody who shares its connection.
         """
-        clone = getattr(self._store, "clone", None)
-        if clone is None:
-            return RunStore(self._store)
-        return RunStore(self._ask(lambda store: clone(), otherwise=None))
+        return RunStore(
+            self._ask(lambda store: store.clone(), otherwise=None)  # type: ignore[attr-defined]  # no stub
+        )
 
     def wait(self, keys: list[str], limit_s: float) -> None:
         """Wait until all keys exist, at most limit_s. For the rank that serves the store."""
