@@ -1,25 +1,24 @@
 """One thread that writes, so that training never waits for a disk.
 
 The queue is bounded: while a disk hangs, further jobs are counted and dropped. The thread is a
-daemon: it can't keep the program from ending. Without close() the last second's reports are lost.
+daemon: it can't keep the program from ending. Without close() what waits in the queue is lost.
 """
 
+import contextlib
 import logging
 import queue
 from collections.abc import Callable
-from time import monotonic
 
 from hardened_ddp.ranks.threads import HelperThread
 
 log = logging.getLogger(__name__)
 
-_FLUSH_EVERY_S = 1.0
 _RETRY_AFTER_S = 10.0
 _MAX_WAITING = 10_000
 
 
 class ReportWriter:
-    """Runs report jobs one after the other, and flushes soon after them."""
+    """Runs report jobs one after the other, and flushes after each."""
 
     def __init__(self, *, flush: Callable[[], bool], name: str) -> None:
         """flush: writes what the jobs buffered; returns whether all of it is written."""
@@ -56,24 +55,16 @@ class ReportWriter:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        due: float | None = None  # when to flush; None: all is written
-        last_flush = float("-inf")
-        while True:
-            if due is not None and monotonic() >= due:  # also while one job follows another
-                is_written = self._do(self._flush)
-                last_flush = monotonic()
-                due = None if is_written else last_flush + _RETRY_AFTER_S
-            try:
-                job = self._jobs.get(timeout=None if due is None else max(0.0, due - monotonic()))
-            except queue.Empty:
-                continue
-            if job is None:
-                self._do(self._flush)
-                return
-            self._do(job)
-            if due is None:
-                # WHY at once after a pause: a reader of the file then sees each report immediately.
-                due = max(monotonic(), last_flush + _FLUSH_EVERY_S)
+        wait_s: float | None = None
+        is_over = False
+        while not is_over:
+            with contextlib.suppress(queue.Empty):
+                job = self._jobs.get(timeout=wait_s)
+                is_over = job is None
+                if job is not None:
+                    self._do(job)
+            # WHY again without a job: the disk may have room by then
+            wait_s = None if self._do(self._flush) else _RETRY_AFTER_S
 
     def _do(self, work: Callable[[], object]) -> object:
         try:
