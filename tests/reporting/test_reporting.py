@@ -44,7 +44,7 @@ from hardened_ddp.reporting.metrics import MetricsLog
 from hardened_ddp.reporting.progress import ProgressBar
 from hardened_ddp.reporting.resources import ResourceMonitor, read_rss_mib
 from hardened_ddp.reporting.sinks import FileSink, TextSink
-from hardened_ddp.reporting.step_clock import GpuTimeline, StepClock
+from hardened_ddp.reporting.step_clock import GpuTimeline, start_clock
 from hardened_ddp.reporting.summary import (
     closing_lines,
     finished_at,
@@ -676,7 +676,7 @@ class TestStepClock:
         now = [0]
         monkeypatch.setattr(phase_module, "monotonic_ns", lambda: now[0] * 10**9)
         tracker = Tracker()
-        clock = StepClock(tracker, CPU)
+        read_times = start_clock(tracker, CPU)
         micro_step = [(Phase.FORWARD, 2), (Phase.BACKWARD, 4)]
         for step in range(2):
             for phase, seconds in ((Phase.DATA, 1), *micro_step, *micro_step, (Phase.OPTIMIZER, 8)):
@@ -686,8 +686,8 @@ class TestStepClock:
                 now[0] += 16
             tracker.end_step(step)
         times = {"data": 1.0, "forward": 4.0, "backward": 8.0, "optimizer": 8.0, "all-reduce": 16.0}
-        assert clock.read_and_reset() == times
-        assert clock.read_and_reset() == {}
+        assert read_times() == times
+        assert read_times() == {}
 
     def test_a_gpu_is_timed_by_its_own_queue_and_only_in_sampled_steps(self) -> None:
         gpu = FakeGpu()
