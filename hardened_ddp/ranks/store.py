@@ -183,8 +183,9 @@ def do_once(
     died, another one does; without a store each rank. None waits for longer than MOST_WAIT_S.
     head_start_s: how long rank 0 is waited for.
     """
-    if rank > 0 and head_start_s > 0:
-        _await_text(store, f"{key}/0", limit_s=head_start_s, world_size=world_size)
+    end = time.monotonic() + head_start_s
+    while rank > 0 and time.monotonic() < end and not (store.look_up(f"{key}/0") or store.is_gone):
+        time.sleep(poll_s(world_size))
     mine, can_work = str(rank), True
     for number in range(MOST_TRIES):
         claim = f"{key}/{number}"
@@ -243,14 +244,6 @@ def tell_once(
 def _note_heard(store: RunStore, rank: int) -> None:
     """Say that this rank reads no more of the store, which await_listeners waits for."""
     store.set(f"heard/{rank}", "")
-
-
-def _await_text(store: RunStore, key: str, *, limit_s: float, world_size: int) -> bool:
-    """Wait until there is a text under key; return whether there is."""
-    end = time.monotonic() + limit_s
-    while not (text := store.look_up(key)) and not store.is_gone and time.monotonic() < end:
-        time.sleep(poll_s(world_size))
-    return bool(text)
 
 
 def read_failures(store: RunStore, *, reader: int) -> dict[int, str]:
