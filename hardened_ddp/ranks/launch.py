@@ -24,7 +24,9 @@ from pathlib import Path
 
 from hardened_ddp.errors import CrashLoopError, HardenedError, PeerLostError
 from hardened_ddp.ranks.launchers_env import (
+    COMMAND,
     TORCHRUN,
+    command_words,
     is_of_operator,
     is_step,
     names_of_mpi,
@@ -34,11 +36,11 @@ from hardened_ddp.ranks.launchers_env import (
     read_torchrun,
     refuse_missing_srun,
     refuse_missing_torchrun,
+    srun_words,
     whole_number,
 )
 from hardened_ddp.ranks.launchers_env import Launch as Launch  # for those who are launched
 from hardened_ddp.ranks.process import START_FIELD, ancestors, stat_fields
-from hardened_ddp.ranks.start_command import COMMAND, command_words, srun_words
 from hardened_ddp.ranks.threads import HelperThread
 from hardened_ddp.settings.typed_command import StartCommand, working_folder
 from hardened_ddp.settings.wording import printable
