@@ -145,9 +145,9 @@ class HangConsensus:
         """Wait for another rank's verdict; return whether there is one."""
         end = time.monotonic() + _VERDICT_S
         store, key = self._store, self._key("verdict")
-        while not (has := store.has(key)) and not store.is_gone and time.monotonic() < end:
+        while not (text := store.look_up(key)) and not store.is_gone and time.monotonic() < end:
             time.sleep(max(_POLL_S, _POLL_PER_RANK_S * self._world_size))
-        return has
+        return bool(text)
 
     def _collect(self, known: Mapping[int, Report]) -> dict[int, Report]:
         """Wait for the reports of all ranks; return them and the known ones.

@@ -121,13 +121,33 @@ class Launch:
         return self.start.typed(*arguments) if self.start.words else own_command(*arguments)
 
 
-def read_torchrun(env: Mapping[str, str]) -> Launch:
+def read_variables(env: Mapping[str, str]) -> Launch:
+    """Read the place of this process among the ranks. Rank-local.
+
+    WHY this order: torchrun may run under srun or mpirun, and mpirun inside a Slurm job; only the
+    innermost one knows this process. MASTER_ADDR and MASTER_PORT alone mean nothing: people and
+    container images set them for other reasons.
+    """
+    if _is_of_operator(env):
+        return _read_operator(env)
+    if any(name in env for name in TORCHRUN):
+        return _read_torchrun(env)
+    if (names := names_of_mpi(env)) is not None:
+        return _read_mpi(env, names)
+    if is_step(env):
+        return _read_step(env)
+    _refuse_missing_srun(env)
+    _refuse_missing_torchrun(env)
+    return Launch()
+
+
+def _read_torchrun(env: Mapping[str, str]) -> Launch:
     """Read RANK and the others of torchrun, or of one of our launchers. Rank-local."""
     need(env, (*TORCHRUN, *MASTER))
     launch = _read_ranks(env, TORCHRUN, "spawn" if env.get(MARK) == "spawn" else "torchrun")
     num_agents = whole_number(env, "GROUP_WORLD_SIZE", default=0)
     mpi = names_of_mpi(env)
-    outer = _read_ranks(env, mpi, "mpi") if mpi else read_step(env) if is_step(env) else None
+    outer = _read_ranks(env, mpi, "mpi") if mpi else _read_step(env) if is_step(env) else None
     if outer is not None and outer.world_size > 1:
         _check_outer_launcher(outer, env, num_agents=num_agents)
     return replace(
@@ -140,22 +160,22 @@ def read_torchrun(env: Mapping[str, str]) -> Launch:
     )
 
 
-def is_of_operator(env: Mapping[str, str]) -> bool:
+def _is_of_operator(env: Mapping[str, str]) -> bool:
     """Return whether an operator of Kubernetes numbered the pods, and nobody the ranks in them."""
     is_launched = "LOCAL_RANK" in env or "LOCAL_WORLD_SIZE" in env
     is_inner = names_of_mpi(env) is not None or is_step(env)
     return "RANK" in env and "WORLD_SIZE" in env and not is_launched and not is_inner
 
 
-def read_operator(env: Mapping[str, str]) -> Launch:
+def _read_operator(env: Mapping[str, str]) -> Launch:
     """Read what an operator gives each pod, in which this process is the only rank. Rank-local."""
-    refuse_missing_torchrun(env)
+    _refuse_missing_torchrun(env)
     need(env, ("RANK", "WORLD_SIZE", *MASTER))
-    launch = read_torchrun({**env, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
+    launch = _read_torchrun({**env, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
     return replace(launch, launcher="operator")
 
 
-def refuse_missing_torchrun(env: Mapping[str, str]) -> None:
+def _refuse_missing_torchrun(env: Mapping[str, str]) -> None:
     """Raise LaunchError for plain python where PET_ variables configure torchrun.
 
     WHY also if RANK is set: it counts the pods then, and WORLD_SIZE may count the ranks of all. One
@@ -187,7 +207,7 @@ def names_of_mpi(env: Mapping[str, str]) -> Mapping[str, str] | None:
     return HYDRA if is_hydra else None
 
 
-def read_mpi(env: Mapping[str, str], names: Mapping[str, str]) -> Launch:
+def _read_mpi(env: Mapping[str, str], names: Mapping[str, str]) -> Launch:
     """Read the variables of mpirun. Rank-local.
 
     On several hosts MASTER_ADDR must be set: mpirun does not say where rank 0 is.
@@ -256,7 +276,7 @@ def is_step(env: Mapping[str, str]) -> bool:
     return env.get("SLURM_STEP_ID", _SHELL_OF_SALLOC) != _SHELL_OF_SALLOC
 
 
-def read_step(env: Mapping[str, str]) -> Launch:
+def _read_step(env: Mapping[str, str]) -> Launch:
     """Read the variables of srun: one task per rank. Rank-local."""
     need(env, ("SLURM_JOB_ID", *STEP.values(), NODE, NODES, TASKS, HOSTS))
     tasks, node, num_nodes = tasks_of(env[TASKS]), whole_number(env, NODE), whole_number(env, NODES)
@@ -279,7 +299,7 @@ def read_step(env: Mapping[str, str]) -> Launch:
     )
 
 
-def refuse_missing_srun(env: Mapping[str, str]) -> None:
+def _refuse_missing_srun(env: Mapping[str, str]) -> None:
     """Raise LaunchError for plain python in a job of several tasks: only srun starts them all."""
     num_tasks = whole_number(env, "SLURM_NTASKS", default=1)
     if "SLURM_JOB_ID" in env and num_tasks > 1:

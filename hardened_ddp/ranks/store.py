@@ -62,9 +62,6 @@ class RunStore:
         self._is_answered = threading.Event()  # the last call that failed, perhaps later
         self._is_answered.set()
 
-    def has(self, key: str) -> bool:
-        return self._ask(lambda store: store.check([key]), otherwise=False)
-
     def look_up(self, key: str) -> str:
         """Return the value of key; empty if there is none.
 

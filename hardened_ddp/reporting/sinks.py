@@ -55,7 +55,10 @@ class TextSink:
     def __init__(self, stream: TextIO | None) -> None:
         """stream None: Python had no stderr when it started; everything is dropped."""
         self._stream = stream
-        self._fd = _fd_of(stream)
+        self._fd: int | None = None
+        if stream is not None:
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # in memory, or closed
+                self._fd = stream.fileno()
         self.num_lost = 0
         """Writes that failed since the counter was last set to 0."""
 
@@ -184,10 +187,3 @@ class FileSink:
             with contextlib.suppress(OSError):  # nothing is left to write
                 os.close(self._fd)
             self._fd = None
-
-
-def _fd_of(stream: TextIO | None) -> int | None:
-    """Return the descriptor of a stream; None if it is in memory or closed."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        return None if stream is None else stream.fileno()
-    return None

@@ -39,19 +39,20 @@ def test_a_store_is_asked_again_only_when_it_has_answered(monkeypatch: pytest.Mo
     monkeypatch.setattr(run_store, "ANSWER_LIMIT_S", 0.05)
     answered, asked = threading.Event(), []
 
-    def check(keys: list[str]) -> bool:
-        asked.append(keys)
-        return answered.wait()
+    def get(key: str, *values: str) -> bytes:
+        asked.append(key)
+        answered.wait()
+        return b"found"
 
-    inner: Any = SimpleNamespace(check=check)
+    inner: Any = SimpleNamespace(compare_set=get)
     store = RunStore(inner)
     for _ in range(2):
-        assert not store.has("key")
+        assert not store.look_up("key")
         assert store.is_gone
     assert len(asked) == 1
     answered.set()
     assert store._is_answered.wait(60)
-    assert store.has("key")
+    assert store.look_up("key") == "found"
     assert not store.is_gone
 
 

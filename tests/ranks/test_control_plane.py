@@ -187,7 +187,6 @@ def test_missing_keys_are_found_with_few_questions() -> None:
     assert store.read([]) == {}
     assert store.read(["nowhere"]) == {}
     assert store.look_up("nowhere") == ""
-    assert not store.has("nowhere")
 
 
 @pytest.mark.parametrize("is_silent", [False, True])
