@@ -112,10 +112,6 @@ class Launch:
     def is_local_main(self) -> bool:
         return self.local_rank == 0
 
-    @property
-    def is_restart(self) -> bool:
-        return self.attempt > 0
-
     def command(self, *arguments: str | Path) -> str:
         """Write the command that starts all ranks again, with these arguments of the script."""
         return self.start.typed(*arguments) if self.start.words else own_command(*arguments)

@@ -84,7 +84,7 @@ class Tracker:
         """
         part, since = self._part
         if self._work != Phase.START_UP:
-            part, since = f"the first step, {self.work}", self.words[SINCE]
+            part, since = f"the first step, {self.phase.label}", self.words[SINCE]
         if self.words[PHASE] >= FIRST_WAIT:
             part, since = f"{part}, waiting for other ranks", self.words[SINCE]
         return part, (monotonic_ns() - since) / 1e9
@@ -133,11 +133,6 @@ class Tracker:
     def phase(self) -> Phase:
         """The current phase; during a wait, the phase it interrupts. Any thread."""
         return Phase(self._work)
-
-    @property
-    def work(self) -> str:
-        """The current phase, for a message; during a wait, the phase it interrupts. Any thread."""
-        return Phase(self._work).label
 
     @property
     def is_warm(self) -> bool:

@@ -256,7 +256,7 @@ class Stepper:
         samples = [int(index) for batch in attempt.batches for index in batch.indices]
         group, step = self.parts.group, self.progress.step
         explained = explain_failure(
-            error, group, step=step, phase=group.tracker.work, samples=samples
+            error, group, step=step, phase=group.tracker.phase.label, samples=samples
         )
         if first is not None and not isinstance(explained, PeerLostError):
             explained = error_of(first.kind, first.text)

@@ -93,7 +93,7 @@ def refuse_crash_loop(parts: Parts, progress: Progress, folder: Path) -> None:
 
     Only in a restart by the launcher: a person who starts the run again may have fixed the cause.
     """
-    failures = read_failures(folder)[-NUM_ATTEMPTS:] if parts.group.launch.is_restart else []
+    failures = read_failures(folder)[-NUM_ATTEMPTS:] if parts.group.launch.attempt else []
     steps = {failure["step"] for failure in failures}
     # WHY may the run stand before it: where nothing can be saved, it resumes from a checkpoint
     if len(failures) < NUM_ATTEMPTS or len(steps) > 1 or progress.step > (step := steps.pop()):
