@@ -19,8 +19,7 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any, Protocol
 
-from hardened_ddp.reporting.background import ReportWriter
-from hardened_ddp.reporting.sinks import write_text
+from hardened_ddp.reporting.sinks import ReportWriter, write_text
 
 log = logging.getLogger(__name__)
 

@@ -149,11 +149,9 @@ class RunReport:
         if self.parts.length.is_known:
             self.bar.expect(self.parts.length.total)
         self.bar.describe(
-            epoch=progress.epoch + 1,
-            num_epochs=self.parts.config.loop.epochs,
-            loss=sums["loss"],
-            metrics=shortly_described(self.parts.task.metrics, sums),
-            samples_per_s=speed,
+            f"epoch {progress.epoch + 1}/{self.parts.config.loop.epochs}",
+            f"loss {sums['loss']:.3g} {shortly_described(self.parts.task.metrics, sums)}".rstrip(),
+            f"{speed:,.0f} samples/s",
         )
         log.info(
             "epoch %d/%d step %d%s  %s  lr %.2e  %.0f samples/s",

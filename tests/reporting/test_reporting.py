@@ -31,8 +31,8 @@ import torch
 from hardened_ddp.ranks import phase as phase_module
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.phase import Phase, Tracker
-from hardened_ddp.reporting import background, sinks, step_clock
 from hardened_ddp.reporting import metrics as metrics_module
+from hardened_ddp.reporting import sinks, step_clock
 from hardened_ddp.reporting.event_file import crc32c
 from hardened_ddp.reporting.log import (
     ON_EVERY_RANK,
@@ -386,9 +386,7 @@ class TestProgressBar:
     ) -> None:
         with terminal:
             bar = ProgressBar(total_steps=400, initial_step=100)
-            bar.describe(
-                epoch=2, num_epochs=5, loss=0.1234, metrics="acc 97.1%", samples_per_s=1234.4
-            )
+            bar.describe("epoch 2/5", "loss 0.123 acc 97.1%", "1,234 samples/s")
             bar.update(200)
             [line] = terminal.screen()
             bar.close()
@@ -424,7 +422,7 @@ class TestProgressBar:
     ) -> None:
         with Terminal(monkeypatch, columns=0) as terminal:
             bar = ProgressBar(total_steps=10, initial_step=0)
-            bar.describe(epoch=1, num_epochs=5, samples_per_s=20)
+            bar.describe("epoch 1/5", "", "20 samples/s")
             bar.update(5)
             [line] = terminal.screen()
             bar.close()
@@ -440,7 +438,7 @@ class TestProgressBar:
             bar = ProgressBar(total_steps=10, initial_step=0)
             terminal.hang_up()
             bar.update(3)
-            bar.describe(epoch=1, num_epochs=5, loss=1.0)
+            bar.describe("epoch 1/5")
             log.info("training goes on")
             bar.update(4)
             bar.close()
@@ -455,7 +453,7 @@ class TestProgressBar:
     ) -> None:
         bar = ProgressBar(total_steps=10, initial_step=0, enabled=enabled)
         bar.update(5)
-        bar.describe(epoch=1, num_epochs=1)
+        bar.describe("epoch 1/1")
         bar.close()
         assert stderr() == ""
 
@@ -576,7 +574,7 @@ class TestMetrics:
         full: set[Path],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        monkeypatch.setattr(background, "_RETRY_AFTER_S", 0.01)
+        monkeypatch.setattr(sinks, "_RETRY_AFTER_S", 0.01)
         full |= {tmp_path / "metrics.jsonl"}
         metrics = MetricsLog(tmp_path, tensorboard=True, is_main=True)
         for step in range(1, 100):
@@ -637,7 +635,7 @@ class TestMetrics:
     def test_a_program_that_forgets_to_close_ends_all_the_same(self) -> None:
         program = (
             "import threading\n"
-            "from hardened_ddp.reporting.background import ReportWriter\n"
+            "from hardened_ddp.reporting.sinks import ReportWriter\n"
             "is_stuck = threading.Event()\n"
             "def hang(): is_stuck.set(); threading.Event().wait()\n"
             "ReportWriter(flush=lambda: True, name='metrics').do(hang)\n"
