@@ -15,6 +15,7 @@ machine while native code holds the GIL does not exit; outside_view.py writes it
 import contextlib
 import faulthandler
 import logging
+import math
 import os
 import socket
 import subprocess
@@ -90,8 +91,7 @@ class HangWatch:
         self._group = group
         self._folder = folder / FOLDER
         self._hang_after_s = hang_after_s
-        limit_s = longest_wait_s(group.timeout_s) if group.world_size > 1 else float("inf")
-        self._wait_limit_s = limit_s
+        self._wait_limit_s = longest_wait_s(group.timeout_s) if group.world_size > 1 else math.inf
         self._tick_s = min(TICK_S, hang_after_s / 4, self._wait_limit_s / 4)
         self._subject = Subject(save=lambda *why: None)
         self._age_s = self._muted_s = self._compare_in_s = 0.0

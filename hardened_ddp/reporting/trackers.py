@@ -65,11 +65,9 @@ class TrackerThread:
             log.warning("tracker %s: %d values were dropped", self.name, self._writer.num_refused)
         if self._writer.close(timeout_s=_QUIET_S, last=partial(self._do, methodcaller("close"))):
             return
-        limit_s = _CLOSE_LIMIT_S
-        log.info(
-            "waiting for tracker %s to take its last values, %.0f s at most", self.name, limit_s
-        )
-        if not self._writer.close(timeout_s=limit_s):
+        text = "waiting for tracker %s to take its last values, %.0f s at most"
+        log.info(text, self.name, _CLOSE_LIMIT_S)
+        if not self._writer.close(timeout_s=_CLOSE_LIMIT_S):
             log.warning("tracker %s did not close in time: values may be missing", self.name)
 
     def _do(self, call: Callable[[Tracker], object]) -> None:
