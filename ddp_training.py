@@ -126,7 +126,7 @@ def run_ranks(
     config, debug = settings.config.device, settings.config.loop.debug
     prepare_environment(launch, environment(), debug=debug, deterministic=config.deterministic)
     prepare_signals(launch)
-    from hardened_ddp.ranks.tracker import Tracker
+    from hardened_ddp.ranks.phase import Tracker
     from hardened_ddp.reporting.progress import StartUp
 
     tracker = Tracker()  # knows what this rank is doing, and for how long

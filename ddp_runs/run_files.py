@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import cast, get_args
 
 from ddp_runs.run_events import FAULTS, Event, read_events
-from hardened_ddp.ranks.start_command import LauncherName, command_words
+from hardened_ddp.ranks.launchers_env import LauncherName, command_words
 from hardened_ddp.reporting.goodput import account_of, read_attempts
 from hardened_ddp.reporting.rank_status import SILENT_AFTER_S, RankStatus
 from hardened_ddp.reporting.run_json import (

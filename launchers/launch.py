@@ -28,7 +28,7 @@ from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from hardened_ddp.ranks.start_command import COMMAND
+from hardened_ddp.ranks.launchers_env import COMMAND
 from launchers.running import ROOT, make_parser, read_arguments
 
 POLL_S = 0.05

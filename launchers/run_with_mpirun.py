@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hardened_ddp.errors import HardenedError, LaunchError
 from hardened_ddp.ranks.launch import Launch, end_with_launcher, prepare_environment, read_launch
+from hardened_ddp.ranks.launchers_env import command_words, with_arguments
 from hardened_ddp.ranks.network import hold_port, port_of
-from hardened_ddp.ranks.start_command import command_words, with_arguments
 from launchers.running import ROOT, limit_threads, make_parser, read_arguments, run_script
 
 POLL_S = 0.05

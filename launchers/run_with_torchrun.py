@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hardened_ddp.errors import HardenedError
 from hardened_ddp.ranks.launch import end_with_launcher, prepare_environment, read_launch
-from hardened_ddp.ranks.start_command import command_words, with_arguments
+from hardened_ddp.ranks.launchers_env import command_words, with_arguments
 from launchers.running import make_parser, read_arguments, run_script
 
 

@@ -114,13 +114,11 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
             "        path.write_bytes(aside.read_bytes())\n",
             "reporting",
         ),
+        ("if self._jobs.qsize() >= _MAX_WAITING:", "if False:", "trackers"),
     ],
     "reporting/goodput.py": [
         ('min([attempt["step"], *later])', 'attempt["step"]', "goodput"),
         ('down += max(0.0, attempt["began_at"] - attempts[index - 1]["now"])', "pass", "goodput"),
-    ],
-    "reporting/background.py": [
-        ("if self._jobs.qsize() >= _MAX_WAITING:", "if False:", "trackers")
     ],
     "checkpoint/folder.py": [
         ("if step not in protected", "", "checkpoint_files"),

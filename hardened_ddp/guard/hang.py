@@ -15,6 +15,7 @@ machine while native code holds the GIL does not exit; outside_view.py writes it
 import contextlib
 import faulthandler
 import logging
+import math
 import os
 import socket
 import subprocess
@@ -32,7 +33,6 @@ from hardened_ddp.guard.neighbours import Neighbours
 from hardened_ddp.guard.outside_view import start_outside_view
 from hardened_ddp.guard.slow import SlowData, SlowRanks, Split
 from hardened_ddp.guard.stop import leave_at_once
-from hardened_ddp.ranks.call_timeout import AwakeTime, call_within
 from hardened_ddp.ranks.group import Group, lost_peer, nccl_trace
 from hardened_ddp.ranks.phase import (
     ALARM,
@@ -47,7 +47,7 @@ from hardened_ddp.ranks.phase import (
     Phase,
 )
 from hardened_ddp.ranks.stacks import is_debugged, offer_stacks, withdraw_stacks
-from hardened_ddp.ranks.threads import HelperThread
+from hardened_ddp.ranks.threads import AwakeTime, HelperThread, call_within
 from hardened_ddp.reporting.sinks import open_no_link, write_text
 
 log = logging.getLogger(__name__)
@@ -91,8 +91,7 @@ class HangWatch:
         self._group = group
         self._folder = folder / FOLDER
         self._hang_after_s = hang_after_s
-        limit_s = longest_wait_s(group.timeout_s) if group.world_size > 1 else float("inf")
-        self._wait_limit_s = limit_s
+        self._wait_limit_s = longest_wait_s(group.timeout_s) if group.world_size > 1 else math.inf
         self._tick_s = min(TICK_S, hang_after_s / 4, self._wait_limit_s / 4)
         self._subject = Subject(save=lambda *why: None)
         self._age_s = self._muted_s = self._compare_in_s = 0.0

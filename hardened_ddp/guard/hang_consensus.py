@@ -52,12 +52,10 @@ class HangConsensus:
         self._silent_s: dict[int, float] = {}
         self._beat_every = max(1, world_size // _BEATS_PER_TICK)
         self._beat_s = self._beat_every * tick_s
-        self._has_beaten = False
 
     def beat(self, report: Report, number: int, splits: tuple[int, Split]) -> None:
         """Publish where this rank is. number: one more each time. Of many ranks, some at a time."""
-        if not self._has_beaten or (number + self._rank) % self._beat_every == 0:
-            self._has_beaten = True
+        if (number + self._rank) % self._beat_every == 0:
             self._publish_beat([number, asdict(report), splits])
 
     def leave(self) -> None:
@@ -145,9 +143,9 @@ class HangConsensus:
         """Wait for another rank's verdict; return whether there is one."""
         end = time.monotonic() + _VERDICT_S
         store, key = self._store, self._key("verdict")
-        while not (has := store.has(key)) and not store.is_gone and time.monotonic() < end:
+        while not (text := store.look_up(key)) and not store.is_gone and time.monotonic() < end:
             time.sleep(max(_POLL_S, _POLL_PER_RANK_S * self._world_size))
-        return has
+        return bool(text)
 
     def _collect(self, known: Mapping[int, Report]) -> dict[int, Report]:
         """Wait for the reports of all ranks; return them and the known ones.

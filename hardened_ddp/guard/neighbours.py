@@ -24,11 +24,11 @@ from hardened_ddp.ranks.phase import (
     STEP,
     TOKEN,
     Phase,
+    Tracker,
     open_words,
 )
 from hardened_ddp.ranks.process import stat_fields, this_process
 from hardened_ddp.ranks.stacks import ask_for_stacks
-from hardened_ddp.ranks.tracker import Tracker
 
 TRACED, GONE = "t", "gone"
 _MISSED = 3  # ticks without a sign, after which a neighbour is not relied on

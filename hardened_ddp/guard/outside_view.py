@@ -15,10 +15,10 @@ import sys
 import time
 from pathlib import Path
 
-from hardened_ddp.ranks.call_timeout import AwakeTime
 from hardened_ddp.ranks.phase import HEART, LIMITS, PHASE, STEP, Phase, open_words
 from hardened_ddp.ranks.process import stat_fields
 from hardened_ddp.ranks.stacks import ask_for_stacks
+from hardened_ddp.ranks.threads import AwakeTime
 from hardened_ddp.reporting.sinks import write_text
 
 _MAX_TICKS = 3

@@ -23,7 +23,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -75,33 +75,33 @@ def leave_at_once(status: int) -> NoReturn:
 class LastResort:
     """Waits for a signal, then for the main thread; then saves and exits."""
 
-    def __init__(
-        self, save: Callable[[], None], *, signals: Collection[int], grace_s: float
-    ) -> None:
-        """signals: the numbers that request a stop. Signals arrive through wakeup_fd."""
+    def __init__(self, save: Callable[[], None], *, grace_s: float) -> None:
+        """Wait in a thread from now on. Main thread.
+
+        grace_s: how long the launcher waits after its signal before it kills.
+        """
         self._save = save
-        self._signals = signals
         self._wait_s = grace_s * SHARE_TO_WAIT
-        self._reader, self._writer = socket.socketpair()
-        self._writer.setblocking(False)
+        self._reader, self.writer = socket.socketpair()
+        self.writer.setblocking(False)
         self._is_relieved = False
         self._thread = HelperThread(self._listen, name="last-resort")
         self._thread.start()
-
-    @property
-    def wakeup_fd(self) -> int:
-        """For signal.set_wakeup_fd: Python writes the number of each signal to it at once."""
-        return self._writer.fileno()
+        # Python writes the number of each signal to it at once.
+        signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
+        # WHY: a signal to a forked worker would be written to this process's wakeup fd.
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
     def relieve(self) -> None:
-        """End the thread: the main thread takes care of the stop. A second call does nothing."""
-        if not self._is_relieved:
-            self._is_relieved = True
-            # WHY not close alone: a forked loader worker holds the connection open too
-            self._writer.shutdown(socket.SHUT_WR)  # wakes the thread
-            self._writer.close()
-            self._thread.join()
-            self._reader.close()
+        """End the thread: the main thread takes care of the stop. Main thread."""
+        # WHY first: further signals would be written to whatever file gets the descriptor next.
+        signal.set_wakeup_fd(-1)
+        self._is_relieved = True
+        # WHY not close alone: a forked loader worker holds the connection open too
+        self.writer.shutdown(socket.SHUT_WR)  # wakes the thread
+        self.writer.close()
+        self._thread.join()
+        self._reader.close()
 
     def _listen(self) -> None:
         received_at = None
@@ -110,12 +110,12 @@ class LastResort:
             if received_at is not None:
                 left_s = received_at + self._wait_s - time.monotonic()
             ready, _, _ = select.select([self._reader], [], [], left_s and max(0.0, left_s))
-            if self._is_relieved:
+            if self._is_relieved:  # WHY before reading: the main thread answers what is there
                 return
             if not ready:
                 self._leave()
             for number in self._reader.recv(64):
-                if number not in self._signals:
+                if number not in SIGNALS:
                     continue
                 if received_at is None:
                     received_at = time.monotonic()
@@ -185,11 +185,7 @@ class StopRequest:
 
         grace_s: how long the launcher waits after its signal before it kills. Rank-local.
         """
-        self.last_resort = LastResort(save, signals=SIGNALS, grace_s=grace_s)
-        fd = self.last_resort.wakeup_fd
-        signal.set_wakeup_fd(fd, warn_on_full_buffer=False)
-        # WHY: a signal to a forked worker would be written to this process's wakeup fd.
-        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+        self.last_resort = LastResort(save, grace_s=grace_s)
 
     def leave_children_alone(self) -> None:
         """Take SIGCHLD back from torch's DataLoader. Rank-local.
@@ -300,8 +296,6 @@ class StopRequest:
     def relieve_last_resort(self) -> None:
         """End it: the main thread takes care of the stop, or saves by itself. Main thread."""
         if self.last_resort is not None:
-            # WHY first: further signals would be written to whatever file gets the descriptor next.
-            signal.set_wakeup_fd(-1)
             self.last_resort.relieve()
             self.last_resort = None
 

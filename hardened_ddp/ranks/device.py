@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hardened_ddp.errors import LaunchError
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.ranks.start_command import command_words, with_arguments
+from hardened_ddp.ranks.launchers_env import command_words, with_arguments
 from hardened_ddp.settings.config import Backend
 
 _SUCCESS, _NOT_READY = 0, 600  # CUresult of <cuda.h>

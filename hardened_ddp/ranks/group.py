@@ -31,10 +31,9 @@ from hardened_ddp.errors import (
     RankMismatchError,
     first_line,
 )
-from hardened_ddp.ranks.call_timeout import AwakeTime
 from hardened_ddp.ranks.device import choose_backend, gpu_id
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.ranks.phase import Phase
+from hardened_ddp.ranks.phase import Phase, Tracker
 from hardened_ddp.ranks.rendezvous import open_store, rendezvous
 from hardened_ddp.ranks.resources import raise_open_file_limit
 from hardened_ddp.ranks.shared_sum import SharedSum, is_supported, open_shared_sum
@@ -45,7 +44,7 @@ from hardened_ddp.ranks.store import (
     publish_failure,
     read_failures,
 )
-from hardened_ddp.ranks.tracker import Tracker
+from hardened_ddp.ranks.threads import AwakeTime
 from hardened_ddp.settings.config import Backend
 from hardened_ddp.settings.typed_command import own_command
 
@@ -249,17 +248,15 @@ class Group:
         return None if tensor.device.type == self.device.type else self.control
 
     def _run_on(self, is_worker: bool, work: Callable[[], Any], *, what: str) -> list[Any]:
+        if self.world_size == 1:
+            return [work()]
         outcome: dict[str, Any] = {}
         if is_worker:
             try:
                 outcome = {"value": work()}
             except HardenedError as error:
                 outcome = {"kind": type(error).__name__, "error": error.message, "fix": error.fix}
-                if self.world_size == 1:
-                    raise
             except ANY_FAILURE as error:  # WHY broad: any failure must reach the ranks that wait
-                if self.world_size == 1:
-                    raise
                 log.exception("%s failed", what)
                 outcome = {"error": f"{type(error).__name__}: {error}"}
         outcomes = self.gather_json(outcome)  # collective

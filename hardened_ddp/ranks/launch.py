@@ -24,21 +24,15 @@ from pathlib import Path
 
 from hardened_ddp.errors import CrashLoopError, HardenedError, PeerLostError
 from hardened_ddp.ranks.launchers_env import (
-    TORCHRUN,
-    is_of_operator,
+    COMMAND,
+    command_words,
     is_step,
-    names_of_mpi,
-    read_mpi,
-    read_operator,
-    read_step,
-    read_torchrun,
-    refuse_missing_srun,
-    refuse_missing_torchrun,
+    read_variables,
+    srun_words,
     whole_number,
 )
 from hardened_ddp.ranks.launchers_env import Launch as Launch  # for those who are launched
 from hardened_ddp.ranks.process import START_FIELD, ancestors, stat_fields
-from hardened_ddp.ranks.start_command import COMMAND, command_words, srun_words
 from hardened_ddp.ranks.threads import HelperThread
 from hardened_ddp.settings.typed_command import StartCommand, working_folder
 from hardened_ddp.settings.wording import printable
@@ -68,24 +62,9 @@ _MPI = ("mpirun", "mpiexec", "orterun", "prterun", "prun")
 def read_launch(env: Mapping[str, str]) -> Launch:
     """Find out from the environment who launched this process. Rank-local.
 
-    WHY this order: torchrun may run under srun or mpirun, and mpirun inside a Slurm job; only the
-    innermost one knows this process. MASTER_ADDR and MASTER_PORT alone mean nothing: people and
-    container images set them for other reasons.
-
     Raises LaunchError if the variables are incomplete, not numbers, or contradict each other.
     """
-    if is_of_operator(env):
-        launch = read_operator(env)
-    elif any(name in env for name in TORCHRUN):
-        launch = read_torchrun(env)
-    elif (names := names_of_mpi(env)) is not None:
-        launch = read_mpi(env, names)
-    elif is_step(env):
-        launch = read_step(env)
-    else:
-        refuse_missing_srun(env)
-        refuse_missing_torchrun(env)
-        launch = Launch()
+    launch = read_variables(env)
     # Slurm's variable exists only after a requeue.
     requeues = whole_number(env, "SLURM_RESTART_COUNT", default=0)
     run_id = env.get("TORCHELASTIC_RUN_ID", "")

@@ -1,8 +1,10 @@
-"""What each launcher's environment variables say of this process: its place among the ranks.
+"""What each launcher's environment variables say of this process, and how each one starts ranks.
 
 Owns Launch, and one reader for each launcher: torchrun, operators of Kubernetes, mpirun, srun, our
 own. A reader checks the variables against each other and returns a Launch, or raises LaunchError
-with the right command. Nothing here reads os.environ or imports torch.
+with the right command, which has the arguments that the script was given. Nothing here reads
+os.environ or imports torch. Which command started this run: launch.py. How a command is written for
+a shell: settings/typed_command.py.
 
 What goes wrong here: two launchers at once. Each task of srun starts a torchrun that does not know
 the others; or RANK was exported once, before srun, and is 0 in every task. And python in a batch
@@ -12,27 +14,35 @@ never started.
 
 import os
 import re
+import sys
 import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from hardened_ddp.errors import LaunchError
 from hardened_ddp.ranks.process import START_FIELD, ancestors, name_of, stat_fields
-from hardened_ddp.ranks.start_command import (
-    MASTER,
-    LauncherName,
-    command_words,
-    one_process,
-    right_command,
-    with_arguments,
+from hardened_ddp.settings.typed_command import (
+    ROOT,
+    SCRIPT,
+    StartCommand,
+    own_command,
+    torchrun_words,
+    working_folder,
 )
-from hardened_ddp.settings.typed_command import StartCommand, own_command, torchrun_words
+
+COMMAND = "HARDENED_DDP_LAUNCHER_COMMAND"
+"""Set by launchers/launch.py and train.slurm: what the user typed, quoted for a shell."""
+
+MASTER = ("MASTER_ADDR", "MASTER_PORT")
+LauncherName = Literal["none", "torchrun", "slurm", "mpi", "spawn", "operator"]
 
 # Set to "spawn" by run_with_python.py, beside torchrun's variables, for its ranks.
 MARK = "HARDENED_DDP_LAUNCHER"
-TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+# Our names -> those of each launcher.
+TORCHRUN = {name: name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
 OPEN_MPI = {
     "RANK": "OMPI_COMM_WORLD_RANK",
     "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -49,9 +59,8 @@ STEP = {
     "RANK": "SLURM_PROCID",
     "LOCAL_RANK": "SLURM_LOCALID",
     "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
-    "NODE": "SLURM_NODEID",
-    "NODES": "SLURM_STEP_NUM_NODES",
 }
+NODE, NODES = "SLURM_NODEID", "SLURM_STEP_NUM_NODES"
 TASKS, HOSTS = "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"
 # The step of salloc's interactive shell on some clusters: it starts no ranks.
 _SHELL_OF_SALLOC = "4294967290"
@@ -103,31 +112,43 @@ class Launch:
     def is_local_main(self) -> bool:
         return self.local_rank == 0
 
-    @property
-    def is_restart(self) -> bool:
-        return self.attempt > 0
-
     def command(self, *arguments: str | Path) -> str:
         """Write the command that starts all ranks again, with these arguments of the script."""
         return self.start.typed(*arguments) if self.start.words else own_command(*arguments)
 
 
-def read_torchrun(env: Mapping[str, str]) -> Launch:
+def read_variables(env: Mapping[str, str]) -> Launch:
+    """Read the place of this process among the ranks. Rank-local.
+
+    WHY this order: torchrun may run under srun or mpirun, and mpirun inside a Slurm job; only the
+    innermost one knows this process. MASTER_ADDR and MASTER_PORT alone mean nothing: people and
+    container images set them for other reasons.
+    """
+    if _is_of_operator(env):
+        return _read_operator(env)
+    if any(name in env for name in TORCHRUN):
+        return _read_torchrun(env)
+    if (names := names_of_mpi(env)) is not None:
+        return _read_mpi(env, names)
+    if is_step(env):
+        return _read_step(env)
+    _refuse_missing_srun(env)
+    _refuse_missing_torchrun(env)
+    return Launch()
+
+
+def _read_torchrun(env: Mapping[str, str]) -> Launch:
     """Read RANK and the others of torchrun, or of one of our launchers. Rank-local."""
     need(env, (*TORCHRUN, *MASTER))
-    numbers = read_numbers(env, {name: name for name in TORCHRUN})
+    launch = _read_ranks(env, TORCHRUN, "spawn" if env.get(MARK) == "spawn" else "torchrun")
     num_agents = whole_number(env, "GROUP_WORLD_SIZE", default=0)
-    names = names_of_mpi(env)
-    outer = _read_mpi_ranks(env, names) if names else read_step(env) if is_step(env) else None
+    mpi = names_of_mpi(env)
+    outer = _read_ranks(env, mpi, "mpi") if mpi else _read_step(env) if is_step(env) else None
     if outer is not None and outer.world_size > 1:
         _check_outer_launcher(outer, env, num_agents=num_agents)
-    return Launch(
-        launcher="spawn" if env.get(MARK) == "spawn" else "torchrun",
-        rank=numbers["RANK"],
-        local_rank=numbers["LOCAL_RANK"],
-        world_size=numbers["WORLD_SIZE"],
-        local_world_size=numbers["LOCAL_WORLD_SIZE"],
-        num_nodes=num_agents or -(-numbers["WORLD_SIZE"] // numbers["LOCAL_WORLD_SIZE"]),
+    return replace(
+        launch,
+        num_nodes=num_agents or launch.num_nodes,
         master_addr=env["MASTER_ADDR"],
         master_port=read_port(env, ""),
         attempt=whole_number(env, "TORCHELASTIC_RESTART_COUNT", default=0),
@@ -135,22 +156,22 @@ def read_torchrun(env: Mapping[str, str]) -> Launch:
     )
 
 
-def is_of_operator(env: Mapping[str, str]) -> bool:
+def _is_of_operator(env: Mapping[str, str]) -> bool:
     """Return whether an operator of Kubernetes numbered the pods, and nobody the ranks in them."""
     is_launched = "LOCAL_RANK" in env or "LOCAL_WORLD_SIZE" in env
     is_inner = names_of_mpi(env) is not None or is_step(env)
     return "RANK" in env and "WORLD_SIZE" in env and not is_launched and not is_inner
 
 
-def read_operator(env: Mapping[str, str]) -> Launch:
+def _read_operator(env: Mapping[str, str]) -> Launch:
     """Read what an operator gives each pod, in which this process is the only rank. Rank-local."""
-    refuse_missing_torchrun(env)
+    _refuse_missing_torchrun(env)
     need(env, ("RANK", "WORLD_SIZE", *MASTER))
-    launch = read_torchrun({**env, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
+    launch = _read_torchrun({**env, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
     return replace(launch, launcher="operator")
 
 
-def refuse_missing_torchrun(env: Mapping[str, str]) -> None:
+def _refuse_missing_torchrun(env: Mapping[str, str]) -> None:
     """Raise LaunchError for plain python where PET_ variables configure torchrun.
 
     WHY also if RANK is set: it counts the pods then, and WORLD_SIZE may count the ranks of all. One
@@ -182,12 +203,12 @@ def names_of_mpi(env: Mapping[str, str]) -> Mapping[str, str] | None:
     return HYDRA if is_hydra else None
 
 
-def read_mpi(env: Mapping[str, str], names: Mapping[str, str]) -> Launch:
+def _read_mpi(env: Mapping[str, str], names: Mapping[str, str]) -> Launch:
     """Read the variables of mpirun. Rank-local.
 
     On several hosts MASTER_ADDR must be set: mpirun does not say where rank 0 is.
     """
-    launch = _read_mpi_ranks(env, names)
+    launch = _read_ranks(env, names, "mpi")
     missing = [name for name in MASTER if name not in env]
     if launch.num_nodes > 1 and missing:
         raise LaunchError(
@@ -202,19 +223,6 @@ def read_mpi(env: Mapping[str, str], names: Mapping[str, str]) -> Launch:
         launch,
         master_addr="127.0.0.1" if launch.num_nodes == 1 else env["MASTER_ADDR"],
         master_port=read_port(env, mpi_job(env)),
-    )
-
-
-def _read_mpi_ranks(env: Mapping[str, str], names: Mapping[str, str]) -> Launch:
-    need(env, names.values())
-    numbers = read_numbers(env, names)
-    return Launch(
-        launcher="mpi",
-        rank=numbers["RANK"],
-        local_rank=numbers["LOCAL_RANK"],
-        world_size=numbers["WORLD_SIZE"],
-        local_world_size=numbers["LOCAL_WORLD_SIZE"],
-        num_nodes=-(-numbers["WORLD_SIZE"] // numbers["LOCAL_WORLD_SIZE"]),
     )
 
 
@@ -264,23 +272,21 @@ def is_step(env: Mapping[str, str]) -> bool:
     return env.get("SLURM_STEP_ID", _SHELL_OF_SALLOC) != _SHELL_OF_SALLOC
 
 
-def read_step(env: Mapping[str, str]) -> Launch:
+def _read_step(env: Mapping[str, str]) -> Launch:
     """Read the variables of srun: one task per rank. Rank-local."""
-    need(env, ("SLURM_JOB_ID", *STEP.values(), TASKS, HOSTS))
-    numbers = {ours: whole_number(env, theirs) for ours, theirs in STEP.items()}
-    tasks, node, num_nodes = tasks_of(env[TASKS]), numbers["NODE"], numbers["NODES"]
-    if (len(tasks), sum(tasks)) != (num_nodes, numbers["WORLD_SIZE"]) or node >= num_nodes:
-        names = (TASKS, STEP["NODES"], STEP["WORLD_SIZE"], STEP["NODE"])
+    need(env, ("SLURM_JOB_ID", *STEP.values(), NODE, NODES, TASKS, HOSTS))
+    tasks, node, num_nodes = tasks_of(env[TASKS]), whole_number(env, NODE), whole_number(env, NODES)
+    num_tasks = whole_number(env, STEP["WORLD_SIZE"])
+    if (len(tasks), sum(tasks)) != (num_nodes, num_tasks) or node >= num_nodes:
+        names = (TASKS, NODES, STEP["WORLD_SIZE"], NODE)
         refuse([", ".join(f"{name}={env[name]}" for name in names)], env)
-    numbers["LOCAL_WORLD_SIZE"] = tasks[node]
+    here = "the tasks of this node"
+    launch = _read_ranks(
+        {**env, here: str(tasks[node])}, {**STEP, "LOCAL_WORLD_SIZE": here}, "slurm"
+    )
     head = env.get("MASTER_ADDR", first_host(env[HOSTS]))  # WHY the first: srun puts task 0 there
-    check_ranks(numbers, {**STEP, "LOCAL_WORLD_SIZE": "the tasks of this node"}, env)
-    return Launch(
-        launcher="slurm",
-        rank=numbers["RANK"],
-        local_rank=numbers["LOCAL_RANK"],
-        world_size=numbers["WORLD_SIZE"],
-        local_world_size=numbers["LOCAL_WORLD_SIZE"],
+    return replace(
+        launch,
         num_nodes=num_nodes,
         master_addr="127.0.0.1" if num_nodes == 1 else head,
         master_port=read_port(env, f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"),
@@ -289,7 +295,7 @@ def read_step(env: Mapping[str, str]) -> Launch:
     )
 
 
-def refuse_missing_srun(env: Mapping[str, str]) -> None:
+def _refuse_missing_srun(env: Mapping[str, str]) -> None:
     """Raise LaunchError for plain python in a job of several tasks: only srun starts them all."""
     num_tasks = whole_number(env, "SLURM_NTASKS", default=1)
     if "SLURM_JOB_ID" in env and num_tasks > 1:
@@ -337,17 +343,13 @@ def need(env: Mapping[str, str], names: Iterable[str]) -> None:
         )
 
 
-def read_numbers(env: Mapping[str, str], names: Mapping[str, str]) -> dict[str, int]:
-    """Read numbers; names maps ours to the launcher's. Check that each rank is in its world."""
+def _read_ranks(env: Mapping[str, str], names: Mapping[str, str], launcher: LauncherName) -> Launch:
+    """Read the place of this rank. names maps ours to the launcher's.
+
+    Raises LaunchError if a rank is outside its world.
+    """
+    need(env, names.values())
     numbers = {ours: whole_number(env, theirs) for ours, theirs in names.items()}
-    check_ranks(numbers, names, env)
-    return numbers
-
-
-def check_ranks(
-    numbers: Mapping[str, int], names: Mapping[str, str], env: Mapping[str, str]
-) -> None:
-    """Raise LaunchError if a rank is outside its world. names maps ours to the launcher's."""
     said = {ours: f"{theirs}={numbers[ours]}" for ours, theirs in names.items()}
     problems = [
         f"{said[small]} must be below {said[large]}"
@@ -357,6 +359,14 @@ def check_ranks(
     if numbers["LOCAL_WORLD_SIZE"] > numbers["WORLD_SIZE"]:
         problems.append(f"{said['LOCAL_WORLD_SIZE']} can't be above {said['WORLD_SIZE']}")
     refuse(problems, env)
+    return Launch(
+        launcher=launcher,
+        rank=numbers["RANK"],
+        local_rank=numbers["LOCAL_RANK"],
+        world_size=numbers["WORLD_SIZE"],
+        local_world_size=numbers["LOCAL_WORLD_SIZE"],
+        num_nodes=-(-numbers["WORLD_SIZE"] // numbers["LOCAL_WORLD_SIZE"]),
+    )
 
 
 def refuse(problems: Sequence[str], env: Mapping[str, str]) -> None:
@@ -395,3 +405,81 @@ def read_port(env: Mapping[str, str], job: str) -> int:
     if not 0 < port < 65536:
         refuse([f"MASTER_PORT={port} is not a port (1 to 65535)"], env)
     return port
+
+
+def command_words(
+    launcher: LauncherName, num_ranks: int, *, num_nodes: int = 1, env: Mapping[str, str]
+) -> tuple[str, ...]:
+    """Compose what starts so many ranks, up to the script. num_nodes: 0 if it is unknown."""
+    given = Path(os.path.abspath(sys.argv[0]))  # it may be a launcher of ours that runs the script
+    script = str(given if given.is_relative_to(ROOT) and given.suffix == ".py" else SCRIPT)
+    num_local = -(-num_ranks // max(1, num_nodes))
+    match launcher:
+        case "torchrun":
+            where = ["--standalone"]
+            if num_nodes > 1:
+                names = {"node_rank": "GROUP_RANK", "master_addr": MASTER[0]}
+                names["master_port"] = MASTER[1]
+                where = [f"--{ours}={env[name]}" for ours, name in names.items() if name in env]
+                where.insert(0, f"--nnodes={num_nodes}")
+            return (*torchrun_words(), *where, f"--nproc_per_node={num_local}", script)
+        case "slurm":
+            return (*srun_words(env, num_ranks, num_nodes), sys.executable, script)
+        case "mpi":
+            # On several hosts its ranks have to agree on an address first.
+            agrees = [str(ROOT / "launchers/run_with_mpirun.py")] * (num_nodes > 1)
+            return ("mpirun", "-np", str(num_ranks), sys.executable, *agrees, script)
+        case "spawn":
+            start = str(ROOT / "launchers/run_with_python.py")
+            return (sys.executable, start, "--nproc", str(num_ranks), script)
+        case _:
+            return (sys.executable, script)
+
+
+def srun_words(env: Mapping[str, str], num_tasks: int, num_nodes: int) -> tuple[str, ...]:
+    """Compose the srun of a job like this one; it works within the job, and after it."""
+    asked = {"ntasks": str(num_tasks)}
+    if num_nodes:
+        asked |= {"nodes": str(num_nodes), "ntasks-per-node": str(-(-num_tasks // num_nodes))}
+    names = {"cpus-per-task": "SLURM_CPUS_PER_TASK", "gpus-per-node": "SLURM_GPUS_ON_NODE"}
+    names["partition"] = "SLURM_JOB_PARTITION"
+    asked |= {ours: env[name] for ours, name in names.items() if name in env}
+    return ("srun", *(f"--{name}={value}" for name, value in asked.items()))
+
+
+def right_command(env: Mapping[str, str], *, unset: Iterable[str] = ()) -> str:
+    """Write the right command for the launcher of this process, with the script's arguments.
+
+    unset: variables that it must not see.
+    """
+    launcher: LauncherName = "torchrun"
+    names, num_nodes = ("LOCAL_WORLD_SIZE", "WORLD_SIZE"), 1
+    if names_of_mpi(env) is not None:
+        launcher, names = "mpi", ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    elif "SLURM_JOB_ID" in env:
+        launcher, names = "slurm", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+        num_nodes = _first_number(env, ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES"), 0)
+    num_ranks = _first_number(env, names, 2)
+    words = command_words(launcher, num_ranks, num_nodes=num_nodes, env=env)
+    return with_arguments(words, unset=unset)
+
+
+def with_arguments(words: Sequence[str], *, unset: Iterable[str] = ()) -> str:
+    """Write a command with the arguments that the script was given.
+
+    unset: variables that it must not see.
+    """
+    without = [word for name in unset for word in ("-u", name)]
+    words = [*(["env", *without] if without else []), *words]
+    return StartCommand(tuple(words), working_folder()).typed(*sys.argv[1:])
+
+
+def one_process(unset: Iterable[str]) -> str:
+    """Write the command for one process, which must not see some variables."""
+    return with_arguments(command_words("none", 1, env={}), unset=unset)
+
+
+def _first_number(env: Mapping[str, str], names: Iterable[str], default: int) -> int:
+    """Return the first of these variables that is a number above 0."""
+    found = (env[name] for name in names if name in env)
+    return next((int(text) for text in found if text.isdecimal() and int(text) > 0), default)

@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from hardened_ddp.ranks.call_timeout import call_within
+from hardened_ddp.ranks.threads import call_within
 
 log = logging.getLogger(__name__)
 

@@ -1,15 +1,25 @@
-"""The phases of a run, and the heartbeat: shared memory that says what a rank does at the moment.
+"""The phases of a run, and the tracker: which phase this rank is in, and the time spent in each.
 
-Owns the heartbeat's layout, and how another process of this machine maps it, which works even while
-this process is stopped or native code holds the GIL. WHY no lock and no message: it is written
-several times in each step. A reader may see values that are a moment old, so nothing is decided
-from a single read.
+Owns the one tracker of a rank, which is told each phase once. From that it keeps the seconds of
+each phase per step (reports, slow ranks), the wall time of each phase (goodput), and the heartbeat:
+memory that another process of this machine can map and read, even while this process is stopped or
+native code holds the GIL. WHY no lock and no message: it is written several times in each step. A
+reader may see values that are a moment old, so nothing is decided from a single read.
 """
 
+import logging
 import mmap
 import os
 import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
+from time import monotonic_ns
+
+log = logging.getLogger(__name__)
+
+NUM_FIRST_STEPS = 3
+"""Steps that compile, tune and allocate: their times say nothing about later steps."""
 
 
 class Phase(IntEnum):
@@ -44,27 +54,131 @@ TOKEN, STEP, PHASE, SINCE, SAMPLE, HEART, ALARM, LIMITS = range(8)
 NUM_WORDS = LIMITS + NUM_PHASES
 
 
-def new_words() -> memoryview:
-    """Allocate words that only this process can read."""
-    words = memoryview(bytearray(8 * NUM_WORDS)).cast("q")
-    words[SAMPLE] = -1
-    return words
+class Tracker:
+    """Knows the phase of the main thread, and sums the time of each phase. Main thread writes."""
 
+    def __init__(self) -> None:
+        self.words = memoryview(bytearray(8 * NUM_WORDS)).cast("q")
+        self.words[SINCE], self.words[SAMPLE] = monotonic_ns(), -1
+        self.num_steps = 0
+        """Steps done by this process."""
 
-def share_words(words: memoryview) -> tuple[memoryview, int]:
-    """Copy words to memory that other processes can map; return it and its descriptor.
+        self._work = int(Phase.START_UP)  # the last phase that was not only waiting
+        self._wall_ns = [0] * NUM_PHASES  # by _work: a wait counts for the phase it interrupts
+        self._spent_ns = [0] * NUM_PHASES  # a wait counts for itself
+        self._read_ns, self._num_read = [0] * NUM_PHASES, 0  # at the last read_split
+        self._follow: Callable[[int], None] | None = None
+        self._part = ("starting", monotonic_ns())
 
-    Without memfd: return the same words, and -1. WHY memfd: it has no name that a killed process
-    would leave behind in /dev/shm.
-    """
-    if not hasattr(os, "memfd_create"):
-        return words, -1
-    fd = os.memfd_create("heartbeat", os.MFD_CLOEXEC)
-    os.ftruncate(fd, 8 * NUM_WORDS)
-    shared = memoryview(mmap.mmap(fd, 8 * NUM_WORDS)).cast("q")
-    shared[:] = words
-    shared[TOKEN] = secrets.randbits(62)
-    return shared, fd
+    def begin(self, part: str) -> None:
+        """Begin a part of the start, such as "opening the dataset". Main thread."""
+        before, since = self._part
+        now = monotonic_ns()
+        log.debug("start: %s: %.2f s", before, (now - since) / 1e9)
+        self._part = (part, now)
+
+    def part_of_start(self) -> tuple[str, float]:
+        """Return which part of the start, or of the first step, runs and for how long. Any thread.
+
+        In seconds.
+        """
+        part, since = self._part
+        if self._work != Phase.START_UP:
+            part, since = f"the first step, {self.phase.label}", self.words[SINCE]
+        if self.words[PHASE] >= FIRST_WAIT:
+            part, since = f"{part}, waiting for other ranks", self.words[SINCE]
+        return part, (monotonic_ns() - since) / 1e9
+
+    def enter(self, phase: int) -> int:
+        """Begin phase now; return the phase that ends. Main thread."""
+        words = self.words
+        now = monotonic_ns()
+        before = words[PHASE]
+        took = now - words[SINCE]
+        # WHY this order: a reader in between sees the old phase as short, and never as hung.
+        words[SINCE] = now
+        words[PHASE] = phase
+        self._spent_ns[before] += took
+        self._wall_ns[self._work] += took
+        if phase < FIRST_WAIT:
+            self._work = phase
+            if self._follow is not None:
+                self._follow(phase)
+        return before
+
+    @contextmanager
+    def within(self, phase: int) -> Iterator[None]:
+        """Be in phase inside the context, and in the previous phase after it. Main thread."""
+        before = self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def end_step(self, step: int) -> None:
+        """Note that step steps are done; the data phase of the next step begins. Main thread."""
+        self.enter(Phase.DATA)
+        self.words[STEP] = step
+        self.num_steps += 1
+
+    def start_at(self, step: int) -> None:
+        """Note that training continues after this step, as after a resume. Main thread."""
+        self.words[STEP] = step
+
+    def follow_on(self, follow: Callable[[int], None]) -> None:
+        """Pass each phase on to follow. WHY: a GPU runs the work later than the CPU queues it."""
+        self._follow = follow
+
+    @property
+    def phase(self) -> Phase:
+        """The current phase; during a wait, the phase it interrupts. Any thread."""
+        return Phase(self._work)
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether the first steps are over, so that times are comparable."""
+        return self.num_steps > NUM_FIRST_STEPS
+
+    def read_split(self) -> dict[str, float]:
+        """Return the mean seconds of each phase in the steps since the last call. Main thread."""
+        now_ns, then_ns = list(self._spent_ns), self._read_ns
+        count = self.num_steps - self._num_read
+        self._read_ns, self._num_read = now_ns, self.num_steps
+        if not count:
+            return {}
+        spent = [now - then for now, then in zip(now_ns, then_ns, strict=True)]
+        return {Phase(i).label: ns / 1e9 / count for i, ns in enumerate(spent) if ns}
+
+    def wall_s(self) -> list[float]:
+        """Return the seconds of each phase since the start of the process. Any thread.
+
+        A wait for other ranks counts for the phase that it interrupts.
+        """
+        found = [ns / 1e9 for ns in self._wall_ns]
+        found[self._work] += (monotonic_ns() - self.words[SINCE]) / 1e9
+        return found
+
+    def spent_s(self) -> dict[str, float]:
+        """Return the seconds of each phase since the start of the process. Any thread.
+
+        Other than in wall_s, a wait for other ranks counts for itself.
+        """
+        return {Phase(i).label: ns / 1e9 for i, ns in enumerate(self._spent_ns) if ns}
+
+    def share(self) -> int:
+        """Move the heartbeat to memory that other processes can map; return its descriptor.
+
+        -1 without memfd. WHY memfd: it has no name that a killed process would leave in /dev/shm.
+        """
+        if not hasattr(os, "memfd_create"):
+            return -1
+        fd = os.memfd_create("heartbeat", os.MFD_CLOEXEC)
+        os.ftruncate(fd, 8 * NUM_WORDS)
+        shared = memoryview(mmap.mmap(fd, 8 * NUM_WORDS)).cast("q")
+        shared[:] = self.words
+        shared[TOKEN] = secrets.randbits(62)
+        self.words = shared
+        return fd
 
 
 def open_words(pid: int, fd: int, token: int) -> memoryview | None:

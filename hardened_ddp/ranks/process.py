@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hardened_ddp.ranks.call_timeout import AwakeTime
-from hardened_ddp.ranks.threads import HelperThread
+from hardened_ddp.ranks.threads import AwakeTime, HelperThread
 
 log = logging.getLogger(__name__)
 

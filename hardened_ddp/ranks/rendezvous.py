@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 from hardened_ddp.errors import GroupError, LaunchError
 from hardened_ddp.ranks.launch import Launch
+from hardened_ddp.ranks.launchers_env import command_words, with_arguments
 from hardened_ddp.ranks.network import Notices, await_listener, own_addresses
-from hardened_ddp.ranks.start_command import command_words, with_arguments
 from hardened_ddp.settings.typed_command import own_command
 
 POLL_S = 0.01

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from hardened_ddp.ranks.call_timeout import AwakeTime
+from hardened_ddp.ranks.threads import AwakeTime
 
 log = logging.getLogger(__name__)
 
@@ -45,10 +45,6 @@ _NUM_YIELDS = 300
 _LONGEST_NAP_S = 0.001
 _LOOK_EVERY_S = 0.02
 _LONGEST_GAP_S = 1.0  # between two looks, on a machine with too few cores
-
-
-class PeerGone(RuntimeError):
-    """Another rank ended, left or did not arrive in time."""
 
 
 def is_supported() -> bool:
@@ -119,7 +115,8 @@ class SharedSum:
         checks: return whether the sums are finite, at little cost because they are in the cache.
         False is not certain: very large sums give it too. Without checks the result is False.
         The tensors are on the CPU and of one dtype, with the same sizes and memory layout on all
-        ranks. Raises PeerGone; then the tensors hold no valid sum.
+        ranks. Raises RuntimeError, as gloo does, if another rank ended, left or did not arrive in
+        time; then the tensors hold no valid sum.
         """
         if not tensors:
             return checks
@@ -203,15 +200,15 @@ class SharedSum:
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
 
     def _look_at(self, peer: int, word: int, *, waited_s: float) -> None:
-        """Raise PeerGone if peer has left or waited_s is over the timeout."""
+        """Raise RuntimeError if peer has left or waited_s is over the timeout."""
         has_left = self.has_left(peer)
         # WHY only now: it may have written its part and then ended.
         if self._counters[peer * _LINE_WORDS + word] >= self._number:
             return
         if has_left:
-            raise PeerGone(f"Connection closed by peer: rank {peer} left the shared memory")
+            raise RuntimeError(f"Connection closed by peer: rank {peer} left the shared memory")
         if waited_s > self._timeout_s:
-            raise PeerGone(f"Timed out waiting {self._timeout_s:.0f} s for rank {peer}")
+            raise RuntimeError(f"Timed out waiting {self._timeout_s:.0f} s for rank {peer}")
 
 
 def _add_up(slots: torch.Tensor, *, out: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from hardened_ddp.ranks.call_timeout import AwakeTime, call_within, repeating
+from hardened_ddp.ranks.threads import AwakeTime, call_within, repeating
 
 log = logging.getLogger(__name__)
 
@@ -61,9 +61,6 @@ class RunStore:
 
         self._is_answered = threading.Event()  # the last call that failed, perhaps later
         self._is_answered.set()
-
-    def has(self, key: str) -> bool:
-        return self._ask(lambda store: store.check([key]), otherwise=False)
 
     def look_up(self, key: str) -> str:
         """Return the value of key; empty if there is none.
@@ -113,14 +110,13 @@ class RunStore:
         return {key: raw.decode() for key, raw in self._ask(look, otherwise=nothing).items()}
 
     def second(self) -> "RunStore":
-        """Return the same store over a separate connection, if torch supports that.
+        """Return the same store over a separate connection.
 
         WHY: a call that waits forever would block everybody who shares its connection.
         """
-        clone = getattr(self._store, "clone", None)
-        if clone is None:
-            return RunStore(self._store)
-        return RunStore(self._ask(lambda store: clone(), otherwise=None))
+        return RunStore(
+            self._ask(lambda store: store.clone(), otherwise=None)  # type: ignore[attr-defined]  # no stub
+        )
 
     def wait(self, keys: list[str], limit_s: float) -> None:
         """Wait until all keys exist, at most limit_s. For the rank that serves the store."""
@@ -184,8 +180,9 @@ def do_once(
     died, another one does; without a store each rank. None waits for longer than MOST_WAIT_S.
     head_start_s: how long rank 0 is waited for.
     """
-    if rank > 0 and head_start_s > 0:
-        _await_text(store, f"{key}/0", limit_s=head_start_s, world_size=world_size)
+    end = time.monotonic() + head_start_s
+    while rank > 0 and time.monotonic() < end and not (store.look_up(f"{key}/0") or store.is_gone):
+        time.sleep(poll_s(world_size))
     mine, can_work = str(rank), True
     for number in range(MOST_TRIES):
         claim = f"{key}/{number}"
@@ -244,14 +241,6 @@ def tell_once(
 def _note_heard(store: RunStore, rank: int) -> None:
     """Say that this rank reads no more of the store, which await_listeners waits for."""
     store.set(f"heard/{rank}", "")
-
-
-def _await_text(store: RunStore, key: str, *, limit_s: float, world_size: int) -> bool:
-    """Wait until there is a text under key; return whether there is."""
-    end = time.monotonic() + limit_s
-    while not (text := store.look_up(key)) and not store.is_gone and time.monotonic() < end:
-        time.sleep(poll_s(world_size))
-    return bool(text)
 
 
 def read_failures(store: RunStore, *, reader: int) -> dict[int, str]:

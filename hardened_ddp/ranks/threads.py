@@ -1,13 +1,22 @@
-"""The threads beside the main thread. Each works on the GPU of the rank that it belongs to.
+"""The threads beside the main thread, and limits on waits: a call that may never return.
 
-WHY one place: CUDA's current device belongs to a thread and is 0 at first. A thread of rank 5 that
-only waits for an event would take 500 MiB on GPU 0, and fail if that GPU is full or lost.
+Each thread works on the GPU of the rank that it belongs to. WHY one place: CUDA's current device
+belongs to a thread and is 0 at first. A thread of rank 5 that only waits for an event would take
+500 MiB on GPU 0, and fail if that GPU is full or lost.
+
+A device behind an all-reduce that never ends, or a store whose server hangs, can't be cancelled:
+the thread of such a call stays until the process ends.
 """
 
 import contextlib
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class HelperThread(threading.Thread):
@@ -30,3 +39,62 @@ class HelperThread(threading.Thread):
         with contextlib.suppress(RuntimeError):  # the GPU failed, which the work may have to tell
             self._set_gpu()
         super().run()
+
+
+def call_within(question: Callable[[], T], limit_s: float, *, uses_gpu: bool = True) -> T:
+    """Call question; return its result or raise what it raises. Rank-local.
+
+    Raises TimeoutError if it takes longer than limit_s.
+    """
+    answer: Future[T] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(question())
+        except Exception as error:  # WHY broad: raised again in the thread that waits
+            answer.set_exception(error)
+
+    HelperThread(ask, name="ask-within", uses_gpu=uses_gpu).start()
+    if not wait([answer], limit_s).done:
+        raise TimeoutError(f"no answer for {limit_s:g} s")
+    return answer.result()
+
+
+@contextlib.contextmanager
+def repeating(act: Callable[[], object], *, every_s: float) -> Iterator[None]:
+    """Call act again and again, on another thread, while the work inside goes on. Rank-local."""
+    is_over = threading.Event()
+
+    def repeat() -> None:
+        while not is_over.wait(every_s):
+            act()
+
+    thread = HelperThread(repeat, name="repeating", uses_gpu=False)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()  # WHY: after the work inside act is not called any more
+
+
+class AwakeTime:
+    """Adds up the time between calls of passed_s; a gap counts for at most longest_gap_s.
+
+    WHY not the clock: a job that was stopped as a whole for an hour (SIGSTOP, Slurm's suspend, a
+    laptop that sleeps) has not waited for an hour. When it continues, each rank would find its
+    limit passed, although all the others continue at the same moment.
+    """
+
+    def __init__(self, longest_gap_s: float) -> None:
+        """longest_gap_s: a few times the planned interval between two calls."""
+        self._longest_gap_s = longest_gap_s
+        self._last = time.monotonic()
+        self._passed_s = 0.0
+
+    def passed_s(self) -> float:
+        """Return the seconds awake since the start."""
+        now = time.monotonic()
+        self._passed_s += min(now - self._last, self._longest_gap_s)
+        self._last = now
+        return self._passed_s

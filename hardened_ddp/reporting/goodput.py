@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.ranks.phase import Phase
-from hardened_ddp.ranks.tracker import Tracker
+from hardened_ddp.ranks.phase import Phase, Tracker
 from hardened_ddp.reporting.run_json import Json, is_number, read_lines
 from hardened_ddp.reporting.sinks import write_text
 from hardened_ddp.settings.wording import counted
@@ -129,7 +128,8 @@ def read_attempts(folder: Path, problems: list[str] | None = None) -> list[Json]
     """Read the last line of each attempt, oldest first; what is left out goes to problems."""
     problems = [] if problems is None else problems
     lines = read_lines(folder / NAME, problems)
-    whole = [entry for entry in lines if _has_all_numbers(entry)]
+    names = ("began_at", "now", "first_step", "step", *PHASES)  # the account is computed from these
+    whole = [entry for entry in lines if all(is_number(entry.get(name)) for name in names)]
     if num_lost := len(lines) - len(whole):
         problems.append(f"{NAME}: {counted(num_lost, 'line')} without all numbers")
     newest = {entry["began_at"]: entry for entry in whole}
@@ -149,12 +149,6 @@ def num_attempts(attempts: Sequence[Mapping[str, Any]]) -> int:
         missing = restart - before - 1 if restart > before else 0 if restart == before else restart
         count, before = count + 1 + missing, restart
     return count
-
-
-def _has_all_numbers(entry: Json) -> bool:
-    """Say whether a line of attempts.jsonl has what the account is computed from."""
-    names = ("began_at", "now", "first_step", "step", *PHASES)
-    return all(is_number(entry.get(name)) for name in names)
 
 
 def account_of(attempts: Sequence[Mapping[str, Any]]) -> dict[str, float]:

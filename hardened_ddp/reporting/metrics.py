@@ -2,7 +2,7 @@
 
 After a restart from an earlier step both contain some steps twice: TensorBoard is told to discard
 the first, and a reader of metrics.jsonl takes the last line of a step.
-Does not own: the formats (event_file.py), the thread (background.py), the disk (sinks.py).
+Does not own: the formats (event_file.py), the thread and the disk (sinks.py).
 """
 
 import json
@@ -16,8 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from hardened_ddp.reporting import event_file
-from hardened_ddp.reporting.background import ReportWriter
-from hardened_ddp.reporting.sinks import FileSink
+from hardened_ddp.reporting.sinks import FileSink, ReportWriter
 from hardened_ddp.reporting.trackers import TrackerThread
 
 log = logging.getLogger(__name__)

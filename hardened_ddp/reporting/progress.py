@@ -6,7 +6,6 @@ there is none. A terminal that is closed ends the bar, not the run.
 """
 
 import logging
-import math
 import os
 import sys
 import threading
@@ -15,9 +14,8 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.ranks.phase import Phase
+from hardened_ddp.ranks.phase import Phase, Tracker
 from hardened_ddp.ranks.threads import HelperThread
-from hardened_ddp.ranks.tracker import Tracker
 from hardened_ddp.reporting.log import start_logging, stop_logging, write_within
 from hardened_ddp.reporting.sinks import TextSink
 
@@ -95,26 +93,10 @@ class ProgressBar:
         self._bar.refresh()
         self._end_if_gone()
 
-    def describe(
-        self,
-        *,
-        epoch: int,
-        num_epochs: int,
-        loss: float = math.nan,
-        metrics: str = "",
-        samples_per_s: float = math.nan,
-    ) -> None:
-        """Set the text before the bar; epoch counts from 1; numbers that are NaN are left out.
-
-        metrics: the task's metrics, abbreviated. The next update draws it.
-        """
-        if self._bar is None:
-            return
-        shown_loss = "" if math.isnan(loss) else f"loss {loss:.3g}"
-        scores = " ".join(filter(None, [shown_loss, metrics]))
-        speed = "" if math.isnan(samples_per_s) else f"{samples_per_s:,.0f} samples/s"
-        parts = filter(None, [f"epoch {epoch}/{num_epochs}", scores, speed])
-        self._bar.set_description_str(" | ".join(parts) + " ", refresh=False)
+    def describe(self, *parts: str) -> None:
+        """Set the text before the bar; empty parts are left out. The next update draws it."""
+        if self._bar is not None:
+            self._bar.set_description_str(" | ".join(filter(None, parts)) + " ", refresh=False)
 
     def expect(self, total_steps: int) -> None:
         """Show the number of all steps, now that it is known."""

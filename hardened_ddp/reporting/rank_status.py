@@ -16,14 +16,7 @@ WAITS = tuple(phase.label for phase in Phase if phase >= FIRST_WAIT)
 """The phases in which a rank only waits for others."""
 
 SILENT_AFTER_S = 30.0
-"""At least. WHY not less: the clocks of two hosts may differ, and a shared disk may lag behind."""
-
-_SILENT_PERIODS = 5
-
-
-def silent_after_s(every_s: float) -> float:
-    """Return how old the status of a living rank is at most that writes it every so often."""
-    return max(SILENT_AFTER_S, _SILENT_PERIODS * every_s)
+"""Or longer. WHY not less: the clocks of two hosts may differ, and a shared disk may lag behind."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +32,8 @@ class RankStatus:
 
     began_at: float = 0.0
     silent_after_s: float = SILENT_AFTER_S
+    """How old this is at most while the rank lives."""
+
     world_size: int = 0
     num_nodes: int = 0
     launcher: str = ""

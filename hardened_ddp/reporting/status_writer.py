@@ -24,7 +24,7 @@ from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import PHASE, SINCE, STEP, Phase
 from hardened_ddp.ranks.process import this_process
 from hardened_ddp.ranks.threads import HelperThread
-from hardened_ddp.reporting.rank_status import RankStatus, silent_after_s
+from hardened_ddp.reporting.rank_status import SILENT_AFTER_S, RankStatus
 from hardened_ddp.reporting.resources import read_rss_mib
 from hardened_ddp.reporting.sinks import open_no_link
 from hardened_ddp.settings.earlier_run import STATUS_FOLDER
@@ -40,6 +40,7 @@ _SHARE_OF_TIME = 0.01
 _RATE_OVER_S = 15.0
 _END_LIMIT_S = 2.0
 _STUCK_S = 1.0
+_SILENT_PERIODS = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,7 +178,7 @@ class StatusWriter:
             rank=launch.rank,
             state=self._state,
             began_at=round(launch.started_at, 3),
-            silent_after_s=silent_after_s(self._every_s),
+            silent_after_s=max(SILENT_AFTER_S, _SILENT_PERIODS * self._every_s),
             world_size=launch.world_size,
             num_nodes=launch.num_nodes,
             launcher=launch.launcher,

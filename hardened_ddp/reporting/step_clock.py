@@ -10,12 +10,10 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol
 
 import torch
 
-from hardened_ddp.ranks.phase import Phase
-from hardened_ddp.ranks.tracker import Tracker
+from hardened_ddp.ranks.phase import Phase, Tracker
 
 SAMPLE_EVERY = 10
 PHASES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
@@ -23,42 +21,32 @@ REPORTED = [phase.label for phase in (*PHASES, Phase.ALL_REDUCE)]
 _MOST_UNREAD_STEPS = 1_000
 
 
-class Event(Protocol):
-    """An event in the GPU's stream, such as torch.cuda.Event."""
+def start_clock(tracker: Tracker, device: torch.device) -> Callable[[], Mapping[str, float]]:
+    """Measure the time of each phase of a step from now on.
 
-    def query(self) -> bool: ...
-    def elapsed_time(self, end_event: Any, /) -> float: ...  # Any: an event of the same kind
-
-
-class StepClock:
-    """Measures the mean time of each phase of a step between two readings."""
-
-    def __init__(self, tracker: Tracker, device: torch.device) -> None:
-        self._tracker = tracker
-        self._timeline: GpuTimeline | None = None
-        if device.type == "cuda":
-            self._timeline = GpuTimeline(partial(_record, device), sample_every=SAMPLE_EVERY)
-            tracker.follow_on(self._timeline.enter)
-
-    def read_and_reset(self) -> Mapping[str, float]:
-        """Return the mean seconds per step of each phase; empty if no step was timed."""
-        split = self._tracker.read_split()
-        return split if self._timeline is None else self._timeline.read_and_reset()
+    Returns what reads the mean seconds per step of each phase since it was last called; empty if no
+    step was timed.
+    """
+    if device.type != "cuda":
+        return tracker.read_split
+    timeline = GpuTimeline(partial(_record, device), sample_every=SAMPLE_EVERY)
+    tracker.follow_on(timeline.enter)
+    return timeline.read_and_reset
 
 
 class GpuTimeline:
     """The times at which the GPU enters each phase, in one of sample_every steps."""
 
-    def __init__(self, record: Callable[[], Event], *, sample_every: int) -> None:
+    def __init__(self, record: Callable[[], torch.cuda.Event], *, sample_every: int) -> None:
         """record: records an event in the GPU's stream and returns it."""
         self._record = record
         self._sample_every = sample_every
         self._phase = int(Phase.START_UP)
         self._step = 0
-        self._marks: list[tuple[str, Event]] = []
+        self._marks: list[tuple[str, torch.cuda.Event]] = []
         """The start of this step and the ends of its phases; empty if the step is not sampled."""
 
-        self._unread: deque[list[tuple[str, Event]]] = deque(maxlen=_MOST_UNREAD_STEPS)
+        self._unread: deque[list[tuple[str, torch.cuda.Event]]] = deque(maxlen=_MOST_UNREAD_STEPS)
 
     def enter(self, phase: int) -> None:
         """End the current phase at this point of the GPU's stream, and begin phase there."""
@@ -78,8 +66,11 @@ class GpuTimeline:
         seconds = dict.fromkeys([phase.label for phase in PHASES], 0.0)
         count = 0
         # The GPU works in order: after a step that is not done, no later step is done.
-        while self._unread and self._unread[0][-1][1].query():
-            marks = self._unread.popleft()
+        while self._unread:
+            marks = self._unread[0]
+            if not marks[-1][1].query():  # type: ignore[no-untyped-call]  # torch's
+                break
+            self._unread.popleft()
             count += 1
             for (_, start), (label, end) in pairwise(marks):
                 seconds[label] += start.elapsed_time(end) / 1000
@@ -99,7 +90,7 @@ class GpuTimeline:
         self._marks = [("", self._record())] if len(self._marks) == 1 else []
 
 
-def _record(device: torch.device) -> Event:
+def _record(device: torch.device) -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
     event.record(torch.cuda.current_stream(device))
     return event

@@ -15,11 +15,11 @@ import logging
 import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, Protocol
 
-from hardened_ddp.reporting.background import ReportWriter
-from hardened_ddp.reporting.sinks import write_text
+from hardened_ddp.reporting.sinks import ReportWriter, write_text
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +50,8 @@ class TrackerThread:
         if self._has_failed:
             return
         # WHY a copy: a tracker may change what it gets, and others get the same values
-        work = partial(self._do, partial(self._log, step, dict(values)))
-        if not self._writer.do(work) and self._writer.num_refused == 1:
+        log_values = methodcaller("log", step, dict(values))
+        if not self._writer.do(partial(self._do, log_values)) and self._writer.num_refused == 1:
             log.warning(
                 "tracker %s takes its values too slowly: those of step %d, and others from now on, "
                 "are dropped. metrics.jsonl has all of them",
@@ -63,29 +63,20 @@ class TrackerThread:
         """Let the tracker finish, for half a minute at most."""
         if self._writer.num_refused:
             log.warning("tracker %s: %d values were dropped", self.name, self._writer.num_refused)
-        if self._writer.close(timeout_s=_QUIET_S, last=partial(self._do, self._close)):
+        if self._writer.close(timeout_s=_QUIET_S, last=partial(self._do, methodcaller("close"))):
             return
-        limit_s = _CLOSE_LIMIT_S
-        log.info(
-            "waiting for tracker %s to take its last values, %.0f s at most", self.name, limit_s
-        )
-        if not self._writer.close(timeout_s=limit_s):
+        text = "waiting for tracker %s to take its last values, %.0f s at most"
+        log.info(text, self.name, _CLOSE_LIMIT_S)
+        if not self._writer.close(timeout_s=_CLOSE_LIMIT_S):
             log.warning("tracker %s did not close in time: values may be missing", self.name)
 
-    def _log(self, step: int, values: Mapping[str, float]) -> None:
-        if self._tracker is None:
-            self._tracker = self._make()
-        self._tracker.log(step, values)
-
-    def _close(self) -> None:
-        if self._tracker is not None:
-            self._tracker.close()
-
-    def _do(self, work: Callable[[], None]) -> None:
+    def _do(self, call: Callable[[Tracker], object]) -> None:
         if self._has_failed:
             return
         try:
-            work()
+            if self._tracker is None:
+                self._tracker = self._make()
+            call(self._tracker)
         # WHY broad: a foreign program may raise anything; sys.exit would end this thread unseen
         except BaseException as error:
             self._has_failed = True

@@ -2,7 +2,7 @@
 
 That may be outside of the project's folder, in a shell where the environment of setup.sh is not
 active, and a path may have a space.
-Does not own: which launcher started the ranks, and how (ranks/start_command.py); packages that only
+Does not own: which launcher started the ranks, and how (ranks/launchers_env.py); packages that only
 some commands need (data/foreign_code.py).
 """
 

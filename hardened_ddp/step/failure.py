@@ -161,7 +161,7 @@ def errors_told(group: Group) -> Iterator[None]:
 
 def _explain_exit(ended: SystemExit, group: Group) -> StepError:
     return StepError(
-        f"rank {group.launch.rank}, {group.tracker.work}: the code that is trained ends the "
+        f"rank {group.launch.rank}, {group.tracker.phase.label}: the code that is trained ends the "
         f"program, by SystemExit({ended.code}){line_of_user(ended)}",
         fix="raise an exception that says what is wrong there; the traceback is in this rank's log",
     )

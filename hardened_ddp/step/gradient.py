@@ -347,7 +347,7 @@ class Gradient:
             raise error
         log.debug("step %d failed", self.progress.step, exc_info=error)
         kind: Kind = "out of memory" if is_out_of_memory(error) else "error"
-        work = self.parts.group.tracker.work
+        work = self.parts.group.tracker.phase.label
         text = f"{self.where()}, {work}, samples {format_samples(batches)}: {in_full(error)}"
         return Failure(kind, text, max(len(batch.indices) for batch in batches))
 

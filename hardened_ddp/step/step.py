@@ -252,7 +252,7 @@ class Stepper:
         if isinstance(error, HardenedError):
             raise error
         group, samples = self.parts.group, format_samples(attempt.batches)
-        where = f"step {self.progress.step}, {group.tracker.work}, samples {samples}"
+        where = f"step {self.progress.step}, {group.tracker.phase.label}, samples {samples}"
         fix = "halve --batch_size and double --accumulation_steps: the same gradient"
         explained = explain_failure(error, group, where, memory_fix=fix)
         if first is not None and not isinstance(explained, PeerLostError):

@@ -24,7 +24,7 @@ from hardened_ddp.reporting.goodput import Goodput
 from hardened_ddp.reporting.metrics import MetricsLog
 from hardened_ddp.reporting.progress import ProgressBar
 from hardened_ddp.reporting.resources import ResourceMonitor
-from hardened_ddp.reporting.step_clock import REPORTED, StepClock
+from hardened_ddp.reporting.step_clock import REPORTED, start_clock
 from hardened_ddp.reporting.summary import closing_lines, withdraw_summary, write_summary
 from hardened_ddp.reporting.trackers import Tracker, TrackerThread, WandbTracker
 from hardened_ddp.settings.config import TENSORBOARD, WANDB, Config, RunConfig, tracker_names
@@ -71,7 +71,7 @@ class RunReport:
             enabled=run.progress if self.is_main else False,
         )
         tracker = parts.group.tracker
-        self.clock = StepClock(tracker, parts.device)
+        self.read_times = start_clock(tracker, parts.device)
         self.resources = ResourceMonitor(parts.device)
         self.goodput = goodput
         self.goodput.begin(step)
@@ -102,7 +102,7 @@ class RunReport:
     ) -> None:
         """Report loss, accuracy, rate, times and memory since the last report. Rank-local."""
         with self._tracker.within(Phase.REPORT):
-            times = self.clock.read_and_reset()
+            times = self.read_times()
             if self.parts.config.loop.debug:
                 self._tell_rank(progress.step, times)
             self.splits.add(_own_split(times, self.parts.device))
@@ -149,11 +149,9 @@ class RunReport:
         if self.parts.length.is_known:
             self.bar.expect(self.parts.length.total)
         self.bar.describe(
-            epoch=progress.epoch + 1,
-            num_epochs=self.parts.config.loop.epochs,
-            loss=sums["loss"],
-            metrics=shortly_described(self.parts.task.metrics, sums),
-            samples_per_s=speed,
+            f"epoch {progress.epoch + 1}/{self.parts.config.loop.epochs}",
+            f"loss {sums['loss']:.3g} {shortly_described(self.parts.task.metrics, sums)}".rstrip(),
+            f"{speed:,.0f} samples/s",
         )
         log.info(
             "epoch %d/%d step %d%s  %s  lr %.2e  %.0f samples/s",

@@ -26,9 +26,9 @@ from hardened_ddp.errors import (
     NonFiniteError,
     PeerLostError,
 )
-from hardened_ddp.ranks.call_timeout import call_within
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.store import do_once
+from hardened_ddp.ranks.threads import call_within
 from hardened_ddp.reporting.run_json import Json, read_lines
 from hardened_ddp.reporting.sinks import write_text
 from hardened_ddp.step.async_device import Boundary, beside, copy_beside
@@ -93,7 +93,7 @@ def refuse_crash_loop(parts: Parts, progress: Progress, folder: Path) -> None:
 
     Only in a restart by the launcher: a person who starts the run again may have fixed the cause.
     """
-    failures = read_failures(folder)[-NUM_ATTEMPTS:] if parts.group.launch.is_restart else []
+    failures = read_failures(folder)[-NUM_ATTEMPTS:] if parts.group.launch.attempt else []
     steps = {failure["step"] for failure in failures}
     # WHY may the run stand before it: where nothing can be saved, it resumes from a checkpoint
     if len(failures) < NUM_ATTEMPTS or len(steps) > 1 or progress.step > (step := steps.pop()):

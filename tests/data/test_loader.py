@@ -28,7 +28,7 @@ from hardened_ddp.data.batches.images import MemoryImages
 from hardened_ddp.data.batches.loader import BatchReader, EvalLoader
 from hardened_ddp.data.batches.workers import WorkerPlan
 from hardened_ddp.errors import LoaderError, SampleError
-from hardened_ddp.ranks.call_timeout import call_within
+from hardened_ddp.ranks.threads import call_within
 from hardened_ddp.settings.config import DataConfig
 from tests.harness.processes import HOUR_S, deadline, is_alive
 from tests.harness.ranks import run_ranks

@@ -27,9 +27,8 @@ from hardened_ddp.guard.hang_rules import (
 from hardened_ddp.guard.slow import NUM_REPORTS, SlowRanks
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.ranks.phase import LIMITS, NUM_PHASES, SINCE, Phase
+from hardened_ddp.ranks.phase import LIMITS, NUM_FIRST_STEPS, NUM_PHASES, SINCE, Phase, Tracker
 from hardened_ddp.ranks.stacks import ask_for_stacks, is_debugged
-from hardened_ddp.ranks.tracker import NUM_FIRST_STEPS, Tracker
 from hardened_ddp.reporting.goodput import read_attempts
 from hardened_ddp.training.survivor_save import read_failures
 from tests.harness.processes import ROOT, clean_environment, deadline

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from hardened_ddp.ranks import call_timeout
 from hardened_ddp.ranks import store as run_store
-from hardened_ddp.ranks.call_timeout import AwakeTime, call_within
+from hardened_ddp.ranks import threads
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.store import RunStore
+from hardened_ddp.ranks.threads import AwakeTime, call_within
 from tests.harness.ranks import run_ranks, start_ranks
 from tests.ranks.test_shared_sum import rendezvous
 
@@ -39,19 +39,20 @@ def test_a_store_is_asked_again_only_when_it_has_answered(monkeypatch: pytest.Mo
     monkeypatch.setattr(run_store, "ANSWER_LIMIT_S", 0.05)
     answered, asked = threading.Event(), []
 
-    def check(keys: list[str]) -> bool:
-        asked.append(keys)
-        return answered.wait()
+    def get(key: str, *values: str) -> bytes:
+        asked.append(key)
+        answered.wait()
+        return b"found"
 
-    inner: Any = SimpleNamespace(check=check)
+    inner: Any = SimpleNamespace(compare_set=get)
     store = RunStore(inner)
     for _ in range(2):
-        assert not store.has("key")
+        assert not store.look_up("key")
         assert store.is_gone
     assert len(asked) == 1
     answered.set()
     assert store._is_answered.wait(60)
-    assert store.has("key")
+    assert store.look_up("key") == "found"
     assert not store.is_gone
 
 
@@ -59,7 +60,7 @@ def test_a_gap_counts_for_the_longest_that_running_explains(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [50.0]
-    monkeypatch.setattr(call_timeout.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(threads.time, "monotonic", lambda: now[0])
     waited = AwakeTime(2.0)
     for gap_s, total_s in ((1.0, 1.0), (3600.0, 3.0), (2.0, 5.0)):
         now[0] += gap_s

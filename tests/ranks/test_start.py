@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.ranks.phase import Phase
-from hardened_ddp.ranks.tracker import Tracker
+from hardened_ddp.ranks.phase import Phase, Tracker
 from hardened_ddp.reporting.progress import StartUp
 from hardened_ddp.training.start_summary import changed_settings, not_used_line
 from tests.harness.processes import ROOT, deadline, limit_of

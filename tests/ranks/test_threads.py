@@ -7,9 +7,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from hardened_ddp.ranks.call_timeout import call_within, repeating
 from hardened_ddp.ranks.store import RunStore
-from hardened_ddp.ranks.threads import HelperThread
+from hardened_ddp.ranks.threads import HelperThread, call_within, repeating
 
 
 class Cuda:

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.ranks.phase import Phase
-from hardened_ddp.ranks.tracker import Tracker
+from hardened_ddp.ranks.phase import Phase, Tracker
 from hardened_ddp.reporting.goodput import NAME, Goodput, account_of, num_attempts, read_attempts
 from tests.harness.ranks import start_training, train
 from tests.harness.run_folder import find_checkpoints, only_run, read_summary

@@ -28,12 +28,11 @@ import psutil
 import pytest
 import torch
 
-from hardened_ddp.ranks import tracker as tracker_module
+from hardened_ddp.ranks import phase as phase_module
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.ranks.phase import Phase
-from hardened_ddp.ranks.tracker import Tracker
-from hardened_ddp.reporting import background, sinks, step_clock
+from hardened_ddp.ranks.phase import Phase, Tracker
 from hardened_ddp.reporting import metrics as metrics_module
+from hardened_ddp.reporting import sinks, step_clock
 from hardened_ddp.reporting.event_file import crc32c
 from hardened_ddp.reporting.log import (
     ON_EVERY_RANK,
@@ -45,7 +44,7 @@ from hardened_ddp.reporting.metrics import MetricsLog
 from hardened_ddp.reporting.progress import ProgressBar
 from hardened_ddp.reporting.resources import ResourceMonitor, read_rss_mib
 from hardened_ddp.reporting.sinks import FileSink, TextSink
-from hardened_ddp.reporting.step_clock import GpuTimeline, StepClock
+from hardened_ddp.reporting.step_clock import GpuTimeline, start_clock
 from hardened_ddp.reporting.summary import (
     closing_lines,
     finished_at,
@@ -387,9 +386,7 @@ class TestProgressBar:
     ) -> None:
         with terminal:
             bar = ProgressBar(total_steps=400, initial_step=100)
-            bar.describe(
-                epoch=2, num_epochs=5, loss=0.1234, metrics="acc 97.1%", samples_per_s=1234.4
-            )
+            bar.describe("epoch 2/5", "loss 0.123 acc 97.1%", "1,234 samples/s")
             bar.update(200)
             [line] = terminal.screen()
             bar.close()
@@ -425,7 +422,7 @@ class TestProgressBar:
     ) -> None:
         with Terminal(monkeypatch, columns=0) as terminal:
             bar = ProgressBar(total_steps=10, initial_step=0)
-            bar.describe(epoch=1, num_epochs=5, samples_per_s=20)
+            bar.describe("epoch 1/5", "", "20 samples/s")
             bar.update(5)
             [line] = terminal.screen()
             bar.close()
@@ -441,7 +438,7 @@ class TestProgressBar:
             bar = ProgressBar(total_steps=10, initial_step=0)
             terminal.hang_up()
             bar.update(3)
-            bar.describe(epoch=1, num_epochs=5, loss=1.0)
+            bar.describe("epoch 1/5")
             log.info("training goes on")
             bar.update(4)
             bar.close()
@@ -456,7 +453,7 @@ class TestProgressBar:
     ) -> None:
         bar = ProgressBar(total_steps=10, initial_step=0, enabled=enabled)
         bar.update(5)
-        bar.describe(epoch=1, num_epochs=1)
+        bar.describe("epoch 1/1")
         bar.close()
         assert stderr() == ""
 
@@ -577,7 +574,7 @@ class TestMetrics:
         full: set[Path],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        monkeypatch.setattr(background, "_RETRY_AFTER_S", 0.01)
+        monkeypatch.setattr(sinks, "_RETRY_AFTER_S", 0.01)
         full |= {tmp_path / "metrics.jsonl"}
         metrics = MetricsLog(tmp_path, tensorboard=True, is_main=True)
         for step in range(1, 100):
@@ -638,7 +635,7 @@ class TestMetrics:
     def test_a_program_that_forgets_to_close_ends_all_the_same(self) -> None:
         program = (
             "import threading\n"
-            "from hardened_ddp.reporting.background import ReportWriter\n"
+            "from hardened_ddp.reporting.sinks import ReportWriter\n"
             "is_stuck = threading.Event()\n"
             "def hang(): is_stuck.set(); threading.Event().wait()\n"
             "ReportWriter(flush=lambda: True, name='metrics').do(hang)\n"
@@ -675,9 +672,9 @@ class TestStepClock:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         now = [0]
-        monkeypatch.setattr(tracker_module, "monotonic_ns", lambda: now[0] * 10**9)
+        monkeypatch.setattr(phase_module, "monotonic_ns", lambda: now[0] * 10**9)
         tracker = Tracker()
-        clock = StepClock(tracker, CPU)
+        read_times = start_clock(tracker, CPU)
         micro_step = [(Phase.FORWARD, 2), (Phase.BACKWARD, 4)]
         for step in range(2):
             for phase, seconds in ((Phase.DATA, 1), *micro_step, *micro_step, (Phase.OPTIMIZER, 8)):
@@ -687,8 +684,8 @@ class TestStepClock:
                 now[0] += 16
             tracker.end_step(step)
         times = {"data": 1.0, "forward": 4.0, "backward": 8.0, "optimizer": 8.0, "all-reduce": 16.0}
-        assert clock.read_and_reset() == times
-        assert clock.read_and_reset() == {}
+        assert read_times() == times
+        assert read_times() == {}
 
     def test_a_gpu_is_timed_by_its_own_queue_and_only_in_sampled_steps(self) -> None:
         gpu = FakeGpu()

@@ -105,7 +105,7 @@ def test_a_tracker_that_hangs_holds_nothing_up(
 def test_values_that_a_slow_tracker_does_not_get_are_told_once_and_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("hardened_ddp.reporting.background._MAX_WAITING", 3)
+    monkeypatch.setattr("hardened_ddp.reporting.sinks._MAX_WAITING", 3)
     got: list[int | str] = []
     waits, release = threading.Event(), threading.Event()
 

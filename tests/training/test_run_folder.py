@@ -15,8 +15,7 @@ from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.errors import RunFolderError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.ranks.phase import SINCE, Phase
-from hardened_ddp.ranks.tracker import Tracker
+from hardened_ddp.ranks.phase import SINCE, Phase, Tracker
 from hardened_ddp.reporting.goodput import Goodput
 from hardened_ddp.reporting.sinks import FileSink, write_text
 from hardened_ddp.reporting.status_writer import StatusWriter

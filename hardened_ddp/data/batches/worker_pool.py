@@ -31,9 +31,8 @@ from hardened_ddp.data.batches.batch import Batch, BatchSource, Request
 from hardened_ddp.data.batches.nesting import map_tensors
 from hardened_ddp.data.batches.worker_memory import Copied
 from hardened_ddp.data.batches.workers import WorkerPlan
-from hardened_ddp.ranks.call_timeout import AwakeTime
 from hardened_ddp.ranks.stacks import ask_for_stacks, offer_stacks
-from hardened_ddp.ranks.threads import HelperThread
+from hardened_ddp.ranks.threads import AwakeTime, HelperThread
 
 POLL_S = 0.5  # how long a dead worker may go unnoticed while a batch is waited for
 _LONGEST_GAP_S = 4 * POLL_S  # a longer one was no wait: the process was stopped
