@@ -149,7 +149,7 @@ class Stepper:
                 self.device.before_update()
             with self.live.lock:
                 if attempt.outcome is Outcome.DONE:
-                    self._update()
+                    self._update(attempt)
                     self.last_good = self.progress.step
                     self.retry.given_up.clear()
                 if self.parts.schedule.has_state:
@@ -165,11 +165,13 @@ class Stepper:
         self.parts.optimizer.zero_grad(set_to_none=True)
         self.gradient.totals.num_steps += 1
 
-    def _update(self) -> None:
+    def _update(self, attempt: Attempt) -> None:
         """Unscale, clip, update the weights. Every rank has the same gradients."""
         parts = self.parts
         max_norm = parts.config.optimizer.clip_grad_norm
         is_reported = is_due(self.progress.step + 1, parts.config.loop.log_interval)
+        if is_reported and attempt.failure is None:
+            self.retry.name_unused()
         if max_norm > 0 or is_reported:
             parts.precision.unscale(parts.optimizer)
             norm = clip(parts.gradients.local.by_name.values(), max_norm=max_norm)
