@@ -205,13 +205,47 @@ def place_model(
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch
         log.warning("sync_batchnorm: a rank that fails in forward leaves the others waiting there")
     _make_dense(model)
-    for module in model.modules():
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            if buffer.layout is torch.strided and 0 in buffer.stride():
-                # WHY: a sum over the ranks and a checkpoint write to each value, and those of what
-                # expand() returns share memory
-                setattr(module, name, buffer.clone(memory_format=torch.contiguous_format))
+    _check_storage(model, config.model, world_size=world_size)
     return model.to(device)
+
+
+def _check_storage(model: nn.Module, name: str, *, world_size: int) -> None:
+    """Give expanded buffers memory of their own. Raises ModelError for what can't be written to.
+
+    WHY: an update, a sum over the ranks and a checkpoint write to each value of a tensor.
+    """
+    if expanded := [n for n, part in model.named_parameters() if _is_expanded(part)]:
+        raise ModelError(
+            f"{name} has parameters whose values share memory, as expand() makes them: "
+            f"{', '.join(expanded[:8])}. No optimizer can update them",
+            fix="make the parameter small, and expand it in forward; or .clone() what expand() "
+            "returned, for values that are trained each for itself",
+        )
+    odd = []
+    for owner, module in model.named_modules():
+        for label, buffer in list(module.named_buffers(recurse=False)):
+            if _is_expanded(buffer):
+                setattr(module, label, buffer.clone(memory_format=torch.contiguous_format))
+            if buffer.is_quantized or (world_size > 1 and str(buffer.dtype) in _NOT_SENT):
+                odd.append(f"{owner}{'.' if owner else ''}{label} ({buffer.dtype})")
+    if odd:
+        raise ModelError(
+            f"{name} has buffers that can't be sent from rank to rank, or saved: "
+            f"{', '.join(odd[:8])}",
+            fix="hold their bits in another dtype, by .view(torch.uint8) or .view(torch.int16), "
+            "and view them as their own in forward",
+        )
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    if tensor.layout is not torch.strided:
+        return False
+    return any(not step and n > 1 for step, n in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+_FLOAT8 = ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")
+_NOT_SENT = {f"torch.float8_{kind}" for kind in _FLOAT8}
+_NOT_SENT |= {"torch.uint16", "torch.uint32", "torch.uint64"}
 
 
 def _no_classes(model: str) -> DataError:

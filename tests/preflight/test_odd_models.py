@@ -11,13 +11,15 @@ import torch
 from torch import nn
 
 from hardened_ddp.data.sources.datasets import build_data
-from hardened_ddp.errors import DataError, HardenedError
+from hardened_ddp.errors import DataError, HardenedError, ModelError
 from hardened_ddp.model.replica import check_same_model
 from hardened_ddp.model.zoo import place_model
 from hardened_ddp.settings.config import DataConfig, ModelConfig
 from hardened_ddp.streams import views
 from tests.harness.ranks import run_ranks, train
 from tests.ranks.test_shared_sum import rendezvous
+
+CPU = torch.device("cpu")
 
 
 class Net(nn.Module):
@@ -42,8 +44,16 @@ class Net(nn.Module):
                 self.hidden = hidden
             case "unfrozen":
                 self.hidden.weight.requires_grad_(False)
+            case "expanded":
+                self.scale = nn.Parameter(torch.ones(1).expand(4))
             case "expanded buffer":
                 self.register_buffer("table", torch.ones(1).expand(4))
+            case "float8" | "uint16" | "quantized":
+                whole = torch.ones(4)
+                made = whole.to(torch.uint16 if kind == "uint16" else torch.float8_e4m3fn)
+                if kind == "quantized":
+                    made = torch.quantize_per_tensor(whole, 0.1, 0, torch.qint8)
+                self.register_buffer("table", made)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self.num_calls += 1
@@ -88,10 +98,32 @@ def test_models_that_differ_between_ranks_are_refused_by_what_differs() -> None:
             assert told in text
 
 
+def place(kind: str, world_size: int) -> nn.Module:
+    return place_model(Net(kind=kind), ModelConfig(), device=CPU, world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size", "named"),
+    [
+        ("expanded", 1, "scale"),
+        ("float8", 2, "table (torch.float8_e4m3fn)"),
+        ("uint16", 2, "table (torch.uint16)"),
+        ("quantized", 1, "table (torch.qint8)"),
+    ],
+)
+def test_tensors_that_cannot_be_updated_or_sent_are_refused_by_name(
+    kind: str, world_size: int, named: str
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        place(kind, world_size)
+    assert named in caught.value.message
+    assert caught.value.fix
+
+
 def test_an_expanded_buffer_gets_memory_of_its_own() -> None:
-    net = Net(kind="expanded buffer")
-    model = place_model(net, ModelConfig(), device=torch.device("cpu"), world_size=2)
+    model = place("expanded buffer", 2)
     assert model.table.stride() == (1,)  # type: ignore[operator, union-attr]  # a buffer
+    place("float8", 1)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ def plan_sending(fetcher: BatchSource, plan: WorkerPlan) -> WorkerPlan:
     trial = SendingTrial()
     try:
         trial.dump(fetcher)
+        trial.clear_memo()  # WHY: it keeps all that was pickled, and is in a cycle with its file
     except Exception as error:  # WHY broad: pickling runs the user's own code
         why = f"the dataset or its collate can't be sent to a worker ({error})"
         log.warning("num_workers %d requested, using 0: %s", plan.num_workers, why)
