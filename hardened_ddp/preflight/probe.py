@@ -91,6 +91,7 @@ def probe(trial: Trial, samples: Sequence[Batch]) -> Findings:
         refuse_unregistered(module, score.loss_sum)
         refuse_late_buffers(module, shapes)
         score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
+        refuse_sparse(module)
         unused = [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None]
         if not seen and not trial.is_compiled:
             _look_closer(trial, effects, inputs)
@@ -206,6 +207,17 @@ def refuse_nan(module: nn.Module) -> None:
         raise ModelError(
             f"NaN in the weights, before any step: {', '.join(found[:8])}",
             fix="check how they are initialized, torch.empty() for example, or --init_from",
+        )
+
+
+def refuse_sparse(module: nn.Module) -> None:
+    """Raise ModelError if a gradient is sparse. Rank-local."""
+    found = [n for n, p in module.named_parameters() if p.grad is not None and p.grad.is_sparse]
+    if found:
+        raise ModelError(
+            f"the gradients of {', '.join(found[:8])} are sparse: they can't be summed over ranks "
+            "with the others, nor checked",
+            fix="leave sparse=True out, as in torch.nn.functional.embedding",
         )
 
 

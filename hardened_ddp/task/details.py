@@ -11,6 +11,7 @@ from hardened_ddp.task.task import number_text
 MAX_ROWS = 20  # of a printed table: of more, single ones say little, and the file has all
 MAX_COLUMNS = 20  # classes in the printed matrix: a wider one does not fit on a line
 _NAME_WIDTH = 20
+_SHARES = ("precision", "recall", "f1")
 
 Report = Mapping[str, Any]  # Any: JSON; text, numbers, None where a divisor is 0
 
@@ -21,7 +22,7 @@ def report_lines(report: Report) -> list[str]:
     lines = []
     if count := report.get("predicted_no_class"):
         lines.append(f"predicted as no class of the data: {count} samples")
-    lines += _row_lines(rows)
+    lines += _row_lines(rows, shares=_SHARES if "classes" in report else ())
     if "confusion" in report and len(rows) <= MAX_COLUMNS:
         lines += ["", *_matrix_lines(rows, report["confusion"])]
     return lines
@@ -41,8 +42,11 @@ def name_of(index: int, names: Sequence[str]) -> str:
     return names[index] if index < len(names) else str(index)
 
 
-def _row_lines(rows: Sequence[Report]) -> list[str]:
-    """Format rows with equal keys as a table; of many the worst, or where they are."""
+def _row_lines(rows: Sequence[Report], *, shares: Sequence[str]) -> list[str]:
+    """Format rows with equal keys as a table; of many the worst, or where they are.
+
+    shares: the keys of what is shown in percent.
+    """
     if not rows:
         return []
     columns = [name for name in rows[0] if name != "name"]
@@ -55,7 +59,7 @@ def _row_lines(rows: Sequence[Report]) -> list[str]:
     width = 2 + max(map(len, [*columns, "123456789"]))
     lines.append(" " * _NAME_WIDTH + "".join(f"{name:>{width}}" for name in columns))
     for row in rows:
-        cells = "".join(f"{_shown(row[name]):>{width}}" for name in columns)
+        cells = "".join(f"{_shown(row[name], name in shares):>{width}}" for name in columns)
         lines.append(f"{str(row['name'])[:_NAME_WIDTH]:<{_NAME_WIDTH}}{cells}")
     return lines
 
@@ -70,7 +74,9 @@ def _matrix_lines(classes: Sequence[Report], counts: Sequence[Sequence[int]]) ->
     return lines
 
 
-def _shown(value: Any) -> str:
+def _shown(value: Any, is_share: bool) -> str:
     if value is None:
         return "-"
+    if is_share:
+        return f"{value:.2%}"
     return number_text(value) if isinstance(value, float) else str(value)

@@ -87,8 +87,7 @@ def test_after_a_bus_error_batches_come_through_pipes(
 ) -> None:
     loader = make_loader(Scripted(strike_bus_once, tmp_path / "flag"), num_workers)
     batches = read(loader)
-    level = loader.reader.fallback.level
-    assert (level.num_workers, level.shares_memory) == (num_workers, False)
+    assert loader.reader.fallback.level == plan(num_workers, shares_memory=False, copies_data=True)
     loader.close()
     assert content(batches) == undisturbed()
     assert bad_numbers(batches) == []
@@ -195,19 +194,19 @@ class Clock:
         return self.now
 
 
-def workers(num_workers: int, **how: Any) -> WorkerPlan:
+def plan(num_workers: int, **how: Any) -> WorkerPlan:
     return WorkerPlan(num_workers=num_workers, prefetch_factor=2, start_method="fork", **how)
 
 
 def test_after_calm_the_loader_goes_up_one_level_at_a_time() -> None:
     clock = Clock()
-    fallback = WorkerFallback(workers(4), quiet_s=10, clock=clock)
-    for level in (workers(2), workers(2, shares_memory=False), workers(0)):
+    fallback = WorkerFallback(plan(4), quiet_s=10, clock=clock)
+    for level in (plan(2), plan(2, shares_memory=False), plan(0)):
         fallback.go_down(level)
     clock.now += 9
     assert not fallback.is_quiet()
     found = []
-    while fallback.level != workers(4):
+    while fallback.level != plan(4):
         clock.now += 10
         assert fallback.is_quiet()
         fallback.go_up()
@@ -218,10 +217,10 @@ def test_after_calm_the_loader_goes_up_one_level_at_a_time() -> None:
 
 def test_a_fault_soon_after_going_up_doubles_the_calm_that_is_asked_for() -> None:
     clock = Clock()
-    fallback = WorkerFallback(workers(2), quiet_s=10, clock=clock)
+    fallback = WorkerFallback(plan(2), quiet_s=10, clock=clock)
     waits = []
     for _ in range(9):
-        fallback.go_down(workers(1))
+        fallback.go_down(plan(1))
         clock.now += 1
         fallback.stay()
         waits.append(fallback.wait_s)
@@ -231,23 +230,21 @@ def test_a_fault_soon_after_going_up_doubles_the_calm_that_is_asked_for() -> Non
         clock.now += 1
     assert waits == [10, 20, 40, 80, 160, 320, 640, 640, 640]
     clock.now += 2000  # a long calm: the next fault is another one
-    fallback.go_down(workers(1))
+    fallback.go_down(plan(1))
     assert fallback.wait_s == 10
-    never = WorkerFallback(workers(2), quiet_s=0, clock=clock)
-    never.go_down(workers(1))
+    never = WorkerFallback(plan(2), quiet_s=0, clock=clock)
+    never.go_down(plan(1))
     clock.now += 10**9
     assert not never.is_quiet()
 
 
-@pytest.mark.parametrize(
-    "low", slow_after(1, [workers(0), workers(1), workers(2, shares_memory=False)])
-)
+@pytest.mark.parametrize("low", slow_after(1, [plan(0), plan(1), plan(2, shares_memory=False)]))
 def test_going_up_keeps_every_sample_in_its_place(
     low: WorkerPlan, caplog: pytest.LogCaptureFixture
 ) -> None:
     loader = make_loader(Scripted(), 2, loader_quiet_s=100.0)
     clock = Clock()
-    loader.reader.fallback = WorkerFallback(workers(2), quiet_s=100, clock=clock)
+    loader.reader.fallback = WorkerFallback(plan(2), quiet_s=100, clock=clock)
     loader.reader.fallback.go_down(low)
     batches = []
     for number, (_, share) in enumerate(loader.windows(0, 0)):
@@ -255,13 +252,13 @@ def test_going_up_keeps_every_sample_in_its_place(
         if number == 1:
             assert loader.reader.fallback.level == low
             clock.now += 101
-    assert loader.reader.fallback.level == workers(2)
+    assert loader.reader.fallback.level == plan(2)
     assert content(batches) == undisturbed()
     assert caplog.text.count("Continuing at the same sample with 2 workers instead of") == 1
     loader.reader.fallback.go_down(low)
     clock.now += 201  # this fault came soon, so the calm has to last twice as long
     assert content(read(loader, 1)) == undisturbed(1)
-    assert loader.reader.fallback.level == workers(2)
+    assert loader.reader.fallback.level == plan(2)
     loader.close()
 
 

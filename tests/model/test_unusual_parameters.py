@@ -22,14 +22,16 @@ WORK += ["--dataset", "tests.plugins:points", "--task", "classification", "--opt
 
 
 class Sparse(nn.Module):
-    """Rounds its inputs to 8 words."""
+    """Rounds its inputs to 8 words; looks: up by a function, whose gradient stays sparse."""
 
-    def __init__(self, num_classes: int, sparse: bool = True) -> None:
+    def __init__(self, num_classes: int, looks: bool = False, sparse: bool = True) -> None:
         super().__init__()
-        self.words = nn.Embedding(8, num_classes, sparse=sparse)
+        self.words, self.looks = nn.Embedding(8, num_classes, sparse=sparse), looks
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         numbers = (inputs.gt(0) * torch.tensor([4, 2, 1])).sum(dim=1)
+        if self.looks:
+            return nn.functional.embedding(numbers, self.words.weight, sparse=True)
         logits: torch.Tensor = self.words(numbers)
         return logits
 
@@ -98,13 +100,16 @@ def test_what_the_weights_lack_gets_a_shape_that_the_comparison_names() -> None:
     assert model.forgotten.weight.shape == (0,)
 
 
-def test_sparse_gradients_of_embeddings_are_made_dense(tmp_path: Path) -> None:
+def test_sparse_gradients_of_embeddings_are_made_dense_and_others_refused(tmp_path: Path) -> None:
     sparse = ["--model", "tests.model.test_unusual_parameters:Sparse", "--max_steps", "3"]
     said = run(tmp_path, "sparse", 2, *sparse).ok().output
     assert said.count("made dense, to be summed over the ranks: words") == 1
     run(tmp_path, "dense", 2, *sparse, "--model_args", "{sparse: false}").ok()
     dense = weights_of(tmp_path / "dense")
     assert all(torch.equal(t, dense[name]) for name, t in weights_of(tmp_path / "sparse").items())
+    refused = run(tmp_path, "function", 1, *sparse, "--model_args", "{looks: true}")
+    assert refused.statuses == (2,)
+    assert "the gradients of words.weight are sparse" in refused.output
 
 
 def wrapped(num_classes: int) -> nn.Module:
