@@ -80,6 +80,7 @@ class Processes:
         self._log = log
         self._seen: set[int] = set()
         self._look_at = 0.0
+        self._old_files = set(_shared_files())  # WHY: process ids are used again
         with log.open("ab") as file:
             self._started = [
                 subprocess.Popen(
@@ -131,7 +132,8 @@ class Processes:
             time.sleep(_POLL_S)
         for process in self._started:
             process.wait()
-        return left + [f"/dev/shm/{name} was left" for name in orphans(self._seen)]
+        files = [n for n in _shared_files() if n not in self._old_files and _is_of(n, self._seen)]
+        return left + [f"/dev/shm/{name} was left" for name in files]
 
     def _marked(self) -> list[int]:
         return [pid for pid in _pids() if self._mark in _environment_of(pid) and _is_alive(pid)]
@@ -210,17 +212,14 @@ def await_end(find: Callable[[], list[int]], *, limit_s: float = 15.0) -> list[i
     return pids
 
 
-def orphans(pids: Collection[int]) -> list[str]:
-    """List torch's shared memory files that these ended processes have left."""
-    names = os.listdir(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else []
-    # torch_PID_RANDOM_NUMBER
-    return [
-        name for name in names if (parts := name.split("_"))[0] == "torch" and _is_of(parts, pids)
-    ]
+def _shared_files() -> list[str]:
+    return os.listdir(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else []
 
 
-def _is_of(parts: Sequence[str], pids: Collection[int]) -> bool:
-    return len(parts) > 1 and parts[1].isdigit() and int(parts[1]) in pids
+def _is_of(name: str, pids: Collection[int]) -> bool:
+    """Return whether it is a file of torch's shared memory that one of these processes made."""
+    parts = name.split("_")  # torch_PID_RANDOM_NUMBER
+    return parts[0] == "torch" and len(parts) > 1 and parts[1].isdigit() and int(parts[1]) in pids
 
 
 def _pids() -> list[int]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ddp_drills import processes
 from ddp_drills.command import list_faults, markdown, read_order, read_work, report, write_table
 from ddp_drills.compare import Record, distance
 from ddp_drills.fault import TWO_HOSTS, Fault
@@ -222,6 +223,18 @@ def test_one_drill_as_it_is_typed_with_a_model_and_data_of_the_user(
     assert "equal to the undisturbed run, bit for bit; replicas equal" in completed.stdout
     assert "| `nan-once` |" in table.read_text(encoding="utf-8")
     assert not list(tmp_path.glob("drill-*")), "a drill that passes leaves nothing"
+
+
+def test_shared_memory_that_was_there_before_a_drill_was_not_left_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "SHARED_MEMORY", tmp_path)
+    (tmp_path / "torch_7_1_0").touch()  # of an earlier process with the same id
+    started = processes.Processes([["true"]], [{}], tmp_path / "log", mark="m", is_torchrun=False)
+    started._seen.add(7)
+    (tmp_path / "torch_7_2_0").touch()
+    (tmp_path / "torch_8_2_0").touch()
+    assert started.end() == ["/dev/shm/torch_7_2_0 was left"]
 
 
 def test_a_table_is_written_in_its_place_and_leaves_the_rest(tmp_path: Path) -> None:
