@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -64,6 +64,7 @@ from hardened_ddp.checkpoint.tensors import (
     write_tensors,
 )
 from hardened_ddp.errors import CheckpointError
+from hardened_ddp.ranks.device import is_reached
 from hardened_ddp.ranks.threads import HelperThread
 from hardened_ddp.settings.typed_command import shell_command
 
@@ -256,8 +257,8 @@ class WriteCost:
     """What one write cost."""
 
     training_s: float
-    """How long training stood still on the host; and at most on a GPU, whose update waits for the
-    copies. On the CPU also the writer's own CPU time, which training could have used."""
+    """How long training stood still, on the host or on a device; on the CPU also the writer's own
+    CPU time, which training could have used."""
 
     disk_s: float
     """How long the disk was in use."""
@@ -268,8 +269,11 @@ class _InFlight:
     """The checkpoint in flight."""
 
     reader: TensorReader
-    copied: list[tuple[torch.device, torch.cuda.Event, torch.cuda.Event]]
-    """For each GPU, the events before and after the copies from it."""
+    copied: list[tuple[torch.device, torch.cuda.Event]]
+    """For each GPU, the event after the copies from it."""
+
+    waits: list[tuple[torch.cuda.Event, torch.cuda.Event]]
+    """For each GPU, the event at which its update began to wait, and the one that it waited for."""
 
     tensors: Mapping[str, Tensor]
     """Kept until then: memory that is freed while it is copied would be reused."""
@@ -333,7 +337,7 @@ class CheckpointWriter:
             # WHY other devices too: only CUDA has streams that copy while training continues
             [name for name, tensor in tensors.items() if name in volatile or not tensor.is_cpu]
         )
-        flight = _InFlight(reader=reader, copied=copied, tensors=dict(tensors))
+        flight = _InFlight(reader=reader, copied=copied, waits=[], tensors=dict(tensors))
         self._unfrozen = flight
         self._was_refused = False
         # WHY one for each write: so there is none when nothing is written.
@@ -361,9 +365,13 @@ class CheckpointWriter:
         started_at = time.perf_counter()
         flight.reader.freeze()
         self._stall_s += time.perf_counter() - started_at
-        for device, _, done in flight.copied:
+        for device, event in flight.copied:
             # WHY no synchronize: the update waits on the GPU, and this thread continues
-            torch.cuda.current_stream(device).wait_event(done)
+            compute = torch.cuda.current_stream(device)
+            reached = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
+            reached.record(compute)
+            compute.wait_event(event)
+            flight.waits.append((reached, event))
 
     def poll(self) -> CheckpointError | None:
         """Return the error of a write that failed since the last poll. Training can continue."""
@@ -388,14 +396,12 @@ class CheckpointWriter:
         self, step: int, flight: _InFlight, meta: dict[str, JSON], best: Best | None
     ) -> None:
         try:
-            copies_ms = 0.0
-            for _, begun, done in flight.copied:
-                done.synchronize()
-                copies_ms = max(copies_ms, begun.elapsed_time(done))
+            for _, event in flight.copied:
+                event.synchronize()
             began_at = time.perf_counter()
             self._store.write_from(step, reader=flight.reader, meta=meta, best=best)
-            # WHY not that with a GPU: there the writer's CPU core would be idle
-            work_s = copies_ms / 1000 if flight.copied else time.thread_time()
+            # WHY not with a GPU: there the writer's CPU core would be idle
+            work_s = device_wait_s(flight.waits) if flight.copied else time.thread_time()
             self.cost = WriteCost(self._stall_s + work_s, time.perf_counter() - began_at)
         except CheckpointError as error:
             self._error = error
@@ -408,8 +414,8 @@ class CheckpointWriter:
 
     def _copy_from_gpus(
         self, reader: TensorReader, tensors: Mapping[str, Tensor], volatile: Collection[str]
-    ) -> list[tuple[torch.device, torch.cuda.Event, torch.cuda.Event]]:
-        """Start the copies to pinned memory; return, for each GPU, the events around them."""
+    ) -> list[tuple[torch.device, torch.cuda.Event]]:
+        """Start the copies to pinned memory; return, for each GPU, the event after them."""
         on_gpu = {name: tensor for name, tensor in tensors.items() if tensor.is_cuda}
         if not on_gpu:
             return []
@@ -428,14 +434,14 @@ class CheckpointWriter:
                 self._copy_streams[device] = side
             side = self._copy_streams[device]
             side.wait_stream(torch.cuda.current_stream(device))
-            begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            begun.record(side)
             with torch.cuda.stream(side):
                 for name, tensor in on_gpu.items():
                     if name not in volatile and tensor.device == device:
                         _start_copy(name, tensor, reader)
-            done.record(side)
-            copied.append((device, begun, done))
+                # WHY timing: it tells how long the update waited for it
+                event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                event.record(side)
+            copied.append((device, event))
         return copied
 
     def _reserve_pinned(self, size_bytes: int) -> None:
@@ -449,6 +455,17 @@ class CheckpointWriter:
                 error,
             )
             self._arena.reserve(size_bytes, pinned=False)
+
+
+def device_wait_s(waits: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]]) -> float:
+    """Return how long devices stood still between reaching a wait and the event waited for."""
+    longest_ms = 0.0
+    for reached, event in waits:
+        if not is_reached(reached):
+            continue  # WHY no wait: it may lie behind an all-reduce that never ends
+        # negative if the event came first: then nothing waited
+        longest_ms = max(longest_ms, reached.elapsed_time(event))
+    return longest_ms / 1000
 
 
 def _start_copy(name: str, tensor: Tensor, reader: TensorReader) -> None:

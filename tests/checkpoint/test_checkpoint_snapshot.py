@@ -17,7 +17,12 @@ from hardened_ddp.checkpoint import store as store_module
 from hardened_ddp.checkpoint import tensors as tensors_module
 from hardened_ddp.checkpoint.disk import Disk
 from hardened_ddp.checkpoint.folder import load_checkpoint, verify_checkpoint
-from hardened_ddp.checkpoint.store import CheckpointStore, CheckpointWriter, WriteCost
+from hardened_ddp.checkpoint.store import (
+    CheckpointStore,
+    CheckpointWriter,
+    WriteCost,
+    device_wait_s,
+)
 from hardened_ddp.checkpoint.tensors import HostArena, TensorReader, flat_bytes, plan_file
 from hardened_ddp.errors import CheckpointError
 from hardened_ddp.training import state as state_module
@@ -416,3 +421,28 @@ def test_a_write_measures_how_long_the_disk_was_in_use(tmp_path: Path) -> None:
     assert writer.cost is not None
     assert writer.cost.disk_s >= 1.0  # two files
     assert writer.cost.training_s < writer.cost.disk_s
+
+
+class Event:
+    """A CUDA event at a time, in ms; None: the device is not there yet, and may never be."""
+
+    def __init__(self, at_ms: float | None) -> None:
+        self.at_ms = at_ms
+
+    def synchronize(self) -> None:
+        raise AssertionError("a wait for an all-reduce that a dead rank does not join")
+
+    def query(self) -> bool:
+        return self.at_ms is not None
+
+    def elapsed_time(self, end: "Event") -> float:
+        assert end.at_ms is not None
+        assert self.at_ms is not None
+        return end.at_ms - self.at_ms
+
+
+def test_the_wait_of_the_device_counts_from_where_it_begins() -> None:
+    waits: list[Any] = [(Event(10.0), Event(250.0)), (Event(10.0), Event(8.0))]
+    assert device_wait_s(waits) == 0.24
+    assert device_wait_s(waits[1:]) == 0.0
+    assert device_wait_s([(Event(None), Event(250.0)), *waits]) == 0.24
