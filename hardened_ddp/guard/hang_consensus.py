@@ -52,10 +52,12 @@ class HangConsensus:
         self._silent_s: dict[int, float] = {}
         self._beat_every = max(1, world_size // _BEATS_PER_TICK)
         self._beat_s = self._beat_every * tick_s
+        self._has_beaten = False
 
     def beat(self, report: Report, number: int, splits: tuple[int, Split]) -> None:
         """Publish where this rank is. number: one more each time. Of many ranks, some at a time."""
-        if (number + self._rank) % self._beat_every == 0:
+        if not self._has_beaten or (number + self._rank) % self._beat_every == 0:
+            self._has_beaten = True
             self._publish_beat([number, asdict(report), splits])
 
     def leave(self) -> None:

@@ -53,13 +53,13 @@ BUDGETS = {
     "ddp_training.py": 400,
     "ddp_doctor/*": 11_500,
     "ddp_runs/*": 2_300,
-    "hardened_ddp/*": 30_655,
+    "hardened_ddp/*": 30_675,
     "hardened_ddp/gradients/*": 840,
     "hardened_ddp/settings/*": 2_435,
     "hardened_ddp/step/*": 2_175,
     "hardened_ddp/reporting/*": 1_850,
     "hardened_ddp/task/*": 1_825,
-    "hardened_ddp/checkpoint/*": 1_805,
+    "hardened_ddp/checkpoint/*": 1_820,
     "hardened_ddp/training/*": 2_880,
     "hardened_ddp/export/*": 510,
     "hardened_ddp/model/*": 2_965,
@@ -70,7 +70,7 @@ BUDGETS = {
     "hardened_ddp/streams/*": 2_695,
     "ddp_drills/*": 2_570,
     "launchers/*": 692,
-    "tests/*": 35_445,
+    "tests/*": 35_475,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.
