@@ -101,12 +101,16 @@ def run_both(work: str) -> dict[str, list[float]]:
         for end in (*ends[BARE], *ends[OURS]):  # WHY: who waits for one that has died must see it
             os.close(end)
         turns = {}
-        for name, process in running.items():
-            file = Path(folder, f"{name}.json")
-            if process.wait(_LIMIT_S) or not file.exists():
-                text = Path(folder, f"{name}.log").read_text(encoding="utf-8")
-                raise SystemExit(f"host_time.py: {name}, {work} failed:\n{text}")
-            turns[name] = json.loads(file.read_text(encoding="utf-8"))
+        try:
+            for name, process in running.items():
+                file = Path(folder, f"{name}.json")
+                if process.wait(_LIMIT_S) or not file.exists():
+                    text = Path(folder, f"{name}.log").read_text(encoding="utf-8")
+                    raise SystemExit(f"host_time.py: {name}, {work} failed:\n{text}")
+                turns[name] = json.loads(file.read_text(encoding="utf-8"))
+        finally:
+            for process in running.values():
+                process.kill()
         return turns
 
 
