@@ -253,9 +253,8 @@ class BatchReader:
         if lost.is_about_sharing and before.shares_memory:
             after = replace(before, shares_memory=False, copies_data=True)
         elif is_again and not lost.is_dangerous:
-            after = replace(
-                before, num_workers=0
-            )  # fewer workers did not help; without any, the error has a name
+            # fewer workers did not help; without any, the error has a name
+            after = replace(before, num_workers=0)
         elif unanswered and lost.is_dangerous and (before.num_workers == 1 or is_again):
             log.warning("DataLoader: %s. Reading samples one by one to find the cause", lost)
             batches = [self._read_singly(request) for request in unanswered]
