@@ -51,12 +51,10 @@ class MovingBuffers:
         self.watched: list[torch.Tensor] = []
         """What is believed still, and has a version; the trained weights too."""
 
-        self._take_up([*self.names, *own])
+        self._weights: set[str] = set()
+        """Which of them are parameters. WHY kept: to ask each takes the host a microsecond."""
 
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """Those of names, as they are now."""
-        return [self._now(name) for name in self.names]
+        self._take_up([*self.names, *own])
 
     def still(self) -> dict[str, torch.Tensor]:
         """Return what may move, and is not known to do so on all ranks. The same names on all."""
@@ -120,11 +118,9 @@ class MovingBuffers:
         """Copy what moves, into one tensor for each dtype; return a view for each."""
         copies = self._live(self.known)
         for group in _by_dtype(copies):
-            # WHY not each: most have one dimension, and a view takes the host a microsecond
-            flat = torch.cat([t if t.dim() == 1 else t.reshape(-1) for _, t in group])
-            parts = torch.split(flat, [tensor.numel() for _, tensor in group])
-            for (index, tensor), part in zip(group, parts, strict=True):
-                copies[index] = part if tensor.dim() == 1 else part.view(tensor.shape)
+            parts = _parts(_flat([tensor for _, tensor in group]), [t for _, t in group])
+            for (index, _), part in zip(group, parts, strict=True):
+                copies[index] = part
         return copies
 
     @torch.no_grad()
@@ -151,17 +147,18 @@ class MovingBuffers:
         """
         if group.world_size == 1:
             return
-        self._take_parameters(group)  # collective
-        buffers = [_real(t) for t in self.tensors if not isinstance(t, nn.Parameter)]
+        if self._weights:
+            self._take_weights(group)  # collective
+        buffers = [_real(self._now(name)) for name in self.names if name not in self._weights]
         doubles = [buffer for buffer in buffers if buffer.dtype == torch.float64]
         counters = [buffer for buffer in buffers if not buffer.is_floating_point()]
         singles = [b for b in buffers if b.is_floating_point() and b.dtype != torch.float64]
         # WHY one device: a model on a GPU may keep a count on the host
         device = next((t.device for t in buffers if not t.is_cpu), torch.device("cpu"))
-        parts = [buffer.reshape(-1).float().to(device) for buffer in singles]
+        parts = [_flat(singles, device).float()] if singles else []
         if counters:
             # WHY bytes: float32 adds them up exactly, and one sum is then enough for all
-            whole = torch.cat([counter.reshape(-1).long().to(device) for counter in counters])
+            whole = _flat(counters, device).long()
             parts.append(whole.view(torch.uint8).float().mul_(float(group.is_main)))
         if parts:
             flat = group.sum_(torch.cat(parts))  # collective
@@ -170,7 +167,7 @@ class MovingBuffers:
                 _spread(flat[num_singles:].to(torch.uint8).view(torch.int64), counters)
             _spread(flat[:num_singles].mul_(1 / group.world_size), singles)
         if doubles:
-            flat = torch.cat([buffer.reshape(-1).to(device) for buffer in doubles])
+            flat = _flat(doubles, device)
             _spread(group.sum_(flat).mul_(1 / group.world_size), doubles)  # collective
 
     def _place(self, name: str) -> Place | None:
@@ -189,6 +186,8 @@ class MovingBuffers:
 
     def _take_up(self, names: Iterable[str]) -> None:
         self.known += [name for name in names if name not in self.known]
+        homes = {name: self._places[name].home for name in self.names}
+        self._weights = {name for name, home in homes.items() if isinstance(home, nn.Parameter)}
         self.watched = [
             place.home
             for place in self._believed_still(self._places).values()
@@ -206,12 +205,12 @@ class MovingBuffers:
         dense = {n: t for n, t in dense.items() if not t.is_quantized}
         return dict(zip(dense, checksums(dense).tolist(), strict=True)) if dense else {}
 
-    def _take_parameters(self, group: Group) -> None:
+    def _take_weights(self, group: Group) -> None:
         """Take rank 0's parameters. Collective: all ranks."""
-        found = [_real(t.detach()) for t in self.tensors if isinstance(t, nn.Parameter)]
+        found = [_real(self._now(name).detach()) for name in self.names if name in self._weights]
         for of_one_dtype in _by_dtype(found):
             parts = [part for _, part in of_one_dtype]
-            flat = torch.cat([part.reshape(-1) for part in parts])
+            flat = _flat(parts)
             wide = flat if flat.dtype == torch.float64 else flat.float()
             sums = group.sum_(wide if group.is_main else torch.zeros_like(wide))  # collective
             _spread(sums, parts)
@@ -241,8 +240,26 @@ def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
 
 def _spread(flat: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
     """Copy the values of flat to targets, one after the other."""
-    parts = torch.split(flat, [target.numel() for target in targets])
-    copy_each(targets, [p.view(t.shape) for p, t in zip(parts, targets, strict=True)])
+    copy_each(targets, _parts(flat, targets))
+
+
+def _parts(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return views of flat, one after the other, of the shapes of like."""
+    if not any([tensor.dim() for tensor in like]):
+        return list(flat.unbind())  # WHY: a view of each takes the host 6 us
+    parts = torch.split(flat, [tensor.numel() for tensor in like])
+    pairs = zip(parts, like, strict=True)
+    return [part if tensor.dim() == 1 else part.view(tensor.shape) for part, tensor in pairs]
+
+
+def _flat(tensors: Sequence[torch.Tensor], device: torch.device | None = None) -> torch.Tensor:
+    """Return their values one after the other, on device, in a type that holds all of theirs."""
+    if device is not None:
+        tensors = [tensor if tensor.device == device else tensor.to(device) for tensor in tensors]
+    # WHY not a view of each: it takes the host a microsecond
+    if not any([tensor.dim() for tensor in tensors]):
+        return torch.stack(list(tensors))
+    return torch.cat([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors])
 
 
 def _by_dtype(
