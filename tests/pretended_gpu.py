@@ -57,6 +57,8 @@ class PretendedGpu(TorchDispatchMode):
         device = property(lambda tensor: GPU if self.has(tensor) else CPU)
         cuda = {
             "Event": lambda *_, **__: _Event(self),
+            "Stream": lambda *_, **__: None,
+            "stream": lambda stream: contextlib.nullcontext(),
             "manual_seed": lambda seed: None,
             "is_bf16_supported": lambda **_: True,
             "amp.common.amp_definitely_not_available": lambda: False,

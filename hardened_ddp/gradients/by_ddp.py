@@ -5,7 +5,7 @@ them up once backward is over, in the order of the buckets: so the weights are b
 
 Our communication hook (_send) records the order and the content of the buckets, so that a rank
 whose forward or backward failed can still take part in the remaining all-reduces: it sends NaN.
-Then no rank waits forever, and every rank sees in its own sums that one failed, without a message.
+Then no rank waits forever, and every rank sees in its own sums that one failed.
 WHY sums: losses are divided by the samples of the whole step, so the sum is the mean.
 The documented methods are in sums.py. Read next: step/retry.py, what happens after a failure.
 """
@@ -94,6 +94,7 @@ class ByDdp(GradientSum):
         self._first = torch.empty(0)
         """The first bucket with the count behind it. WHY kept: sending needs no new memory."""
 
+        self._ones = torch.ones(len(self.local.parameters), dtype=torch.int32, device=group.device)
         self._count: float | torch.Tensor = 0.0
         self._total = torch.zeros((), dtype=torch.float64, device=group.device)
         self._when_computed: Callable[[], None] | None = None
@@ -166,8 +167,7 @@ class ByDdp(GradientSum):
             dist.all_reduce(flat.fill_(math.nan))
         if remaining and self._tells_used:
             # WHY ones: DDP takes the sum only for those, and each rank must see the NaN.
-            count = sum(len(parameters) for parameters in self._layout)
-            dist.all_reduce(torch.ones(count, dtype=torch.int32, device=self._group.device))
+            dist.all_reduce(self._ones.fill_(1))
         for future in self._futures:
             future.wait()
         return bool(remaining)

@@ -47,7 +47,7 @@ from hardened_ddp.ranks.phase import (
     Phase,
 )
 from hardened_ddp.ranks.stacks import is_debugged, offer_stacks, withdraw_stacks
-from hardened_ddp.ranks.threads import AwakeTime, HelperThread, call_within
+from hardened_ddp.ranks.threads import AwakeTime, HelperThread, call_within, keep_ready
 from hardened_ddp.reporting.sinks import open_no_link, write_text
 
 log = logging.getLogger(__name__)
@@ -59,6 +59,7 @@ _COMPARE_EVERY_S = 2.0
 _END_LIMIT_S = 3.0
 _DEVICE_WAITS = (Phase.ALL_REDUCE, Phase.BROADCAST)
 _DEVICE_WORK, _DEVICE_WORK_S = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER), 3.0
+_NUM_QUESTIONS = 2  # to a device at once: by the watch, and by the save
 _RAISE_S = 0.25  # until the main thread raises by itself, where it does
 
 
@@ -67,7 +68,8 @@ class Subject:
     """What the watch needs from the run. Called on the watch's thread."""
 
     save: Callable[..., None]
-    """Save the last completed step, here or on another rank. Takes the error that ends the run."""
+    """Save the last completed step, here or on another rank. Takes the error that ends the run, and
+    gone: the ranks whose process ended."""
 
     phase: Callable[[int], int] | None = None
     """The phase of this rank's device, by that of its main thread. None: they are the same."""
@@ -107,6 +109,8 @@ class HangWatch:
     def __enter__(self) -> "HangWatch":
         """Start the watch. Main thread. Collective: all ranks."""
         group, fds = self._group, (-1, -1)
+        is_gpu = group.device.type == "cuda"
+        self._end_questions = keep_ready(_NUM_QUESTIONS if is_gpu else 0)
         if self._hang_after_s > 0:
             fds = group.tracker.share(), offer_stacks()
         self._heartbeat_fd, self._stacks_fd = fds
@@ -146,6 +150,7 @@ class HangWatch:
         WHY wait: a rank that lost another one calls this, and the verdict says why it was lost.
         The watch's thread then ends this process. May be called twice.
         """
+        self._end_questions()
         if self._thread is None:
             self._neighbours.close()
             return
@@ -276,7 +281,7 @@ class HangWatch:
         error = lost_peer(why, self._group, is_dead=True)
         log.error("%s", error)
         try:
-            self._subject.save(error)
+            self._subject.save(error, gone=gone)
         finally:
             leave_at_once(PeerLostError.exit_status)
 
@@ -314,10 +319,6 @@ class HangWatch:
             with contextlib.suppress(OSError):
                 write_text(folder / "verdict.txt", f"{hang.text}\n")
             self._subject.save(error)
-            # WHY now, and with a limit: the thread that waits for NCCL may hold what this takes
-            with contextlib.suppress(OSError, TimeoutError):
-                if trace := call_within(nccl_trace, _END_LIMIT_S):
-                    write_text(folder / f"rank_{self._group.launch.rank}_nccl.json", trace)
             # WHY every rank does it: the others may not have watched that neighbour for long enough
             # to know that it is lost. To kill it twice does no harm.
             for neighbour in self._neighbours.lost():
@@ -326,6 +327,10 @@ class HangWatch:
             launch = self._group.launch
             is_server = launch.is_main and not launch.agent_owns_store
             self._consensus.await_others(is_server=is_server, limit_s=_END_LIMIT_S)
+            # WHY: it keeps the GIL, and the thread that waits for NCCL may hold what it takes
+            faulthandler.dump_traceback_later(_END_LIMIT_S, exit=True)
+            if trace := nccl_trace():
+                write_text(folder / f"rank_{launch.rank}_nccl.json", trace)
         finally:
             leave_at_once(HangError.exit_status)
 

@@ -9,14 +9,22 @@ the thread of such a call stays until the process ends.
 """
 
 import contextlib
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from functools import partial
+from queue import SimpleQueue
 from typing import TypeVar
 
 T = TypeVar("T")
+Jobs = SimpleQueue[Callable[[], None] | None]
+_ready: list[Jobs] = []
+"""Of the threads that wait for a question about the GPU; None ends them."""
+
+os.register_at_fork(after_in_child=_ready.clear)
 
 
 class HelperThread(threading.Thread):
@@ -54,10 +62,36 @@ def call_within(question: Callable[[], T], limit_s: float, *, uses_gpu: bool = T
         except Exception as error:  # WHY broad: raised again in the thread that waits
             answer.set_exception(error)
 
-    HelperThread(ask, name="ask-within", uses_gpu=uses_gpu).start()
+    if uses_gpu and _ready:
+        _ready.pop().put(ask)
+    else:
+        HelperThread(ask, name="ask-within", uses_gpu=uses_gpu).start()
     if not wait([answer], limit_s).done:
         raise TimeoutError(f"no answer for {limit_s:g} s")
     return answer.result()
+
+
+def keep_ready(number: int) -> Callable[[], None]:
+    """Start threads for call_within: while a device is stuck, to start one may wait. See above.
+
+    Returns what ends those that wait for a question.
+    """
+    for _ in range(number):
+        jobs: Jobs = SimpleQueue()
+        _ready.append(jobs)
+        HelperThread(partial(_answer, jobs), name="ask-within").start()
+
+    def end() -> None:
+        while _ready:
+            _ready.pop().put(None)
+
+    return end
+
+
+def _answer(jobs: Jobs) -> None:
+    while (question := jobs.get()) is not None:
+        question()
+        _ready.append(jobs)
 
 
 @contextlib.contextmanager

@@ -72,8 +72,8 @@ class ResourceMonitor:
             import torch
 
             found["memory/gpu_allocated_mib"] = torch.cuda.memory_allocated(self._device) / _MIB
-            found["memory/gpu_reserved_mib"] = torch.cuda.memory_reserved(self._device) / _MIB
-            found["memory/gpu_peak_mib"] = torch.cuda.max_memory_allocated(self._device) / _MIB
+            reserved, peak = read_gpu_mib(self._device)
+            found |= {"memory/gpu_reserved_mib": reserved, "memory/gpu_peak_mib": peak}
 
     def _warn_above(self, what: str, percent: float, limit: float) -> None:
         if percent > limit:
@@ -97,6 +97,16 @@ def read_rss_mib() -> float:
         return float(psutil.Process().memory_info().rss) / _MIB
     except (OSError, psutil.Error):
         return 0.0
+
+
+def read_gpu_mib(device: "torch.device") -> tuple[float, float]:
+    """Return what torch has of a GPU, and had at most; 0 on the CPU. Main thread."""
+    if device.type != "cuda":
+        return 0.0, 0.0
+    import torch
+
+    reserved, peak = torch.cuda.memory_reserved(device), torch.cuda.max_memory_allocated(device)
+    return reserved / _MIB, peak / _MIB
 
 
 def read_container_memory(cgroup: Path) -> tuple[int, int] | None:

@@ -5,7 +5,6 @@ training thread does nothing for it: the thread reads the tracker. All ranks tog
 MOST_WRITES_PER_S, and one rank spends at most 1 % of the time on it, however slow the disk is.
 """
 
-import contextlib
 import json
 import logging
 import os
@@ -39,7 +38,6 @@ MOST_WRITES_PER_S = 64
 _SHARE_OF_TIME = 0.01
 _RATE_OVER_S = 15.0
 _END_LIMIT_S = 2.0
-_STUCK_S = 1.0
 _SILENT_PERIODS = 5
 
 
@@ -57,6 +55,10 @@ class Work:
     epoch: Callable[[], int] = lambda: 0
     """The epochs done. From any thread."""
 
+    gpu_mib: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
+    """What torch has of the GPU, and had at most. From any thread: it must not ask torch, which
+    keeps the GIL while it waits for what a stuck main thread may hold."""
+
     steps: Callable[[], int | None] = lambda: None
     """The steps of the whole run; None: not known yet. From any thread."""
 
@@ -70,7 +72,6 @@ class StatusWriter:
         self._every_s = max(EVERY_S, group.world_size / MOST_WRITES_PER_S)
         self._work = Work()
         self._state = "running"
-        self._reserved = self._peak = 0  # bytes of the GPU, as last read
         self._rates: deque[tuple[float, int]] = deque()
         self._end = threading.Event()
         self._thread = HelperThread(self._run, name="rank-status")
@@ -103,13 +104,7 @@ class StatusWriter:
         phase_s = (time.monotonic_ns() - words[SINCE]) / 1e9
         if tracker.phase == Phase.START_UP:
             phase, phase_s = tracker.part_of_start()
-        device, is_gpu = self._group.device, self._group.device.type == "cuda"
-        # WHY not of a stuck rank: torch keeps the GIL while it asks, and its main thread may hold
-        # what that waits for; then no thread goes on
-        if is_gpu and phase_s < _STUCK_S:
-            with contextlib.suppress(RuntimeError):  # the device failed, which others will report
-                self._reserved = torch.cuda.memory_reserved(device)
-                self._peak = torch.cuda.max_memory_allocated(device)
+        gpu_mib, gpu_peak_mib = work.gpu_mib()
         return replace(
             self._facts,
             now=round(time.time(), 3),
@@ -122,11 +117,11 @@ class StatusWriter:
             phase_s=phase_s,
             steps_here=tracker.num_steps,
             spent_s={label: round(seconds, 3) for label, seconds in tracker.spent_s().items()},
-            split_s=dict(work.split()[1]) if is_gpu else {},
+            split_s=dict(work.split()[1]) if self._group.device.type == "cuda" else {},
             samples_per_s=round(self._rate(step, tracker.wall_s()) * work.global_batch, 1),
             rss_mib=round(read_rss_mib(), 1),
-            gpu_mib=self._reserved / 2**20,
-            gpu_peak_mib=self._peak / 2**20,
+            gpu_mib=gpu_mib,
+            gpu_peak_mib=gpu_peak_mib,
         )
 
     def _run(self) -> None:

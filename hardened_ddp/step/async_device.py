@@ -160,6 +160,7 @@ class AsyncDevice:
         self._before: Event | None = None
         self._progress_before = progress
         self._last: Update | None = None
+        beside(parts.device)  # WHY now: while the device is stuck, to make its streams may wait
 
     def can_run_ahead(self, window: Window) -> bool:
         """Return whether the step over window may be queued before the last flag is read."""

@@ -73,7 +73,7 @@ class Outcome(Enum):
 
 @dataclass(slots=True)
 class Attempt:
-    """The current step, and what a retry needs."""
+    """The current step, and what a retry needs. Not the attempt of a launcher: all of a start."""
 
     window: Window
     batches: Sequence[Batch]
@@ -83,6 +83,9 @@ class Attempt:
     totals_before: Mark
     attributes: Copies = field(default_factory=dict)
     """The plain attributes that may move, before it."""
+
+    is_reported: bool = True
+    """Losses and metrics are read after it."""
 
     when_computed: Callable[[], None] | None = None
     """Called when this rank's gradients are computed, before the last of them are sent."""
@@ -293,10 +296,10 @@ class Gradient:
         attempt.count = 0.0
         for index, batch in enumerate(batches):
             is_last = index == len(batches) - 1
+            tracker.enter(Phase.FORWARD)  # WHY first: to send may wait for the device, as a kernel
             if self._moves_batches or replica.inputs.are_copied:
                 batch = replica.inputs.send(batch, parts.device)
-            self.batch = batch
-            tracker.enter(Phase.FORWARD)
+            self.batch, batch.is_measured = batch, attempt.is_reported
             with gradients.around(is_last=is_last):  # DDP's no_sync, but for the last one
                 with parts.precision.autocast():
                     output = parts.task.forward(gradients.call, batch)

@@ -24,7 +24,10 @@ _TEXTS = [
     "Triton Error [CUDA]: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate",
+    "CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasLtCreate",
     "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
     "Cuda failure 'out of memory'",
     "Cuda failure 2 'out of memory'",
 ]

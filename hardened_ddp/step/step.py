@@ -110,7 +110,7 @@ class Stepper:
             attempt = self._compute_gradient(window, batches)  # collective: at the right weights
         self.commit(attempt)  # the update
         self.parts.group.tracker.end_step(progress.step)
-        if self.device is not None and self._is_read_next(window):
+        if self.device is not None and self._is_read_next(attempt):
             self.confirm_last_step()  # collective
         return attempt.outcome
 
@@ -121,7 +121,15 @@ class Stepper:
         moving = parts.replica.buffers
         self.gradient.writes.begin(batches)
         self.live.buffers_before = buffers = moving.copies() if moving.known else ()
-        attempt = Attempt(window, batches, buffers, self.gradient.totals.mark())
+        step = self.progress.step + 1
+        is_last = step >= parts.length.total or window.start + window.size >= parts.sampler.end
+        attempt = Attempt(
+            window,
+            batches,
+            buffers,
+            self.gradient.totals.mark(),
+            is_reported=is_last or is_due(step, parts.config.loop.log_interval),
+        )
         if parts.replica.attributes.watched:
             attempt.attributes = parts.replica.attributes.begin_step()
         if parts.precision.scaler is not None:
@@ -198,12 +206,9 @@ class Stepper:
             self.parts.schedule.end_step()
         self.live.is_at_boundary = True
 
-    def _is_read_next(self, window: Window) -> bool:
+    def _is_read_next(self, attempt: Attempt) -> bool:
         """Return whether the loss or the weights of this step are read before the next one."""
-        parts, step = self.parts, self.progress.step
-        is_last = step >= parts.length.total or window.stop >= parts.sampler.end
-        is_compared = is_due(step, parts.compares_every)
-        return is_last or is_compared or is_due(step, parts.config.loop.log_interval)
+        return attempt.is_reported or is_due(self.progress.step, self.parts.compares_every)
 
     def confirm_last_step(self) -> bool:
         """Read the flag of the last step; do the step again if it was bad. Collective: all ranks.

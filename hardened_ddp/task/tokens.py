@@ -75,7 +75,8 @@ class Tokens(Task):
 
     @property
     def sums(self) -> Mapping[str, torch.Tensor]:
-        found = {"correct": torch.zeros((), dtype=torch.int64)}
+        # WHY measured: the labels in reported steps only, where the loss has those of all steps
+        found = {name: torch.zeros((), dtype=torch.int64) for name in ("correct", "measured")}
         if self.in_detail:
             zeros = torch.zeros(self.vocabulary, dtype=torch.int64)
             found |= {"labels": zeros, "correct_labels": zeros}
@@ -100,8 +101,10 @@ class Tokens(Task):
                 reduction="sum",
                 ignore_index=self.ignore_index,
             )
+        if not batch.is_measured:  # WHY: it saves a pass over num_samples * length * vocabulary
+            return Score(loss_sum, count)
         are_correct = logits.detach().argmax(dim=-1).eq(labels) & counts
-        sums = {"correct": are_correct.sum()}
+        sums = {"correct": are_correct.sum(), "measured": count}
         if self.in_detail:
             for name, places in (("labels", counts), ("correct_labels", are_correct)):
                 sums[name] = torch.bincount(labels[places], minlength=self.vocabulary)
@@ -145,9 +148,14 @@ class Tokens(Task):
             self.labels_name = self._parameter if self.needs_labels else ""
 
     def figures(self, sums: Mapping[str, Any], count: float) -> Figures:
-        """Return the perplexity, exp of the mean loss, and the share of tokens that are right."""
-        exponent = min(sums["loss"] / count, _MOST_EXPONENT)
-        return {"perplexity": math.exp(exponent), "token_accuracy": sums["correct"] / count}
+        """Return the perplexity, exp of the mean loss, and the share of tokens that are right.
+
+        Without the share, if none of them was measured.
+        """
+        found = {"perplexity": math.exp(min(sums["loss"] / count, _MOST_EXPONENT))}
+        if sums["measured"] or not sums["count"]:
+            found["token_accuracy"] = sums["correct"] / max(1, sums["measured"])
+        return found
 
     def report(self, sums: Mapping[str, Any], count: float) -> dict[str, Any]:
         """Return a row for each token that occurs, the most frequent first."""

@@ -147,6 +147,7 @@ class Run:
             epochs=parts.config.loop.epochs,
             split=self.report.splits.newest,
             epoch=lambda: progress.epoch,
+            gpu_mib=lambda: self.report.gpu_mib,
             steps=lambda: parts.length.total if parts.length.is_known else None,
         )
 
@@ -171,10 +172,10 @@ def hang_subject(run: Run) -> Subject:
 
     ending = threading.Lock()
 
-    def save(error: HardenedError | None = None) -> None:
+    def save(error: HardenedError | None = None, gone: Sequence[int] = ()) -> None:
         # WHY no release: whoever saves first ends the process, and nobody else does so meanwhile
         ending.acquire()
-        save_while_stuck(stepper, run.saver, run.folder, error=error)
+        save_while_stuck(stepper, run.saver, run.folder, error=error, gone=gone)
         run.report.goodput.note(progress.step, is_last=True)  # the process ends after this
 
     def samples(phase: int) -> Sequence[int]:

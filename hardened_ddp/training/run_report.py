@@ -23,7 +23,7 @@ from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.reporting.goodput import Goodput
 from hardened_ddp.reporting.metrics import MetricsLog
 from hardened_ddp.reporting.progress import ProgressBar
-from hardened_ddp.reporting.resources import ResourceMonitor
+from hardened_ddp.reporting.resources import ResourceMonitor, read_gpu_mib
 from hardened_ddp.reporting.step_clock import REPORTED, start_clock
 from hardened_ddp.reporting.summary import closing_lines, withdraw_summary, write_summary
 from hardened_ddp.reporting.trackers import Tracker, TrackerThread, WandbTracker
@@ -77,6 +77,9 @@ class RunReport:
         self.goodput.begin(step)
         self.splits = Splits()
         self.last_train: Mapping[str, float] = {}
+        self.gpu_mib = (0.0, 0.0)
+        """What torch had of this rank's GPU at the last report, and at most."""
+
         self.last_evaluation: Evaluation | None = None
         self._settings_text = folder.settings_text
         self._tracker = tracker
@@ -100,7 +103,10 @@ class RunReport:
         rate: float,
         grad_norm: torch.Tensor | None,
     ) -> None:
-        """Report loss, accuracy, rate, times and memory since the last report. Rank-local."""
+        """Report loss, metrics, rate, times and memory since the last report. Rank-local.
+
+        A metric over a vocabulary is that of the last step alone: see Batch.is_measured.
+        """
         with self._tracker.within(Phase.REPORT):
             times = self.read_times()
             if self.parts.config.loop.debug:
@@ -108,13 +114,14 @@ class RunReport:
             self.splits.add(_own_split(times, self.parts.device))
             before, self._trained_s = self._trained_s, self._training_s()
             speed = sums["samples"] / max(1e-9, self._trained_s - before)
-            self.last_train = sums
+            self.last_train, self.gpu_mib = sums, read_gpu_mib(self.parts.device)
             if not self.is_main:
                 return
             self._show_training(progress, sums, rate, speed)
+            metrics = [metric.name for metric in self.parts.task.metrics]
             values = {
                 "loss/train": sums["loss"],
-                **{f"{m.name}/train": sums[m.name] for m in self.parts.task.metrics},
+                **{f"{name}/train": sums[name] for name in metrics if name in sums},
                 "optimizer/learning_rate": rate,
                 "speed/samples_per_s": speed,
                 **{f"step_time/{name}_s": times[name] for name in REPORTED if name in times},

@@ -13,6 +13,7 @@ No collective here: some rank may be dead.
 import json
 import logging
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -74,18 +75,23 @@ def save_as_survivor(error: Exception, stepper: Stepper, saver: Saver, folder: P
 
 
 def save_while_stuck(
-    stepper: Stepper, saver: Saver, folder: Path, *, error: HardenedError | None = None
+    stepper: Stepper,
+    saver: Saver,
+    folder: Path,
+    *,
+    error: HardenedError | None = None,
+    gone: Sequence[int] = (),
 ) -> None:
     """Save the last completed step beside a main thread that waits for another rank. Rank-local.
 
-    error: the reason, for the list of failures. Runs on its own thread; the process ends after
-    it. Never raises.
+    error: the reason, for the list of failures. gone: ranks whose process ended. Runs on its own
+    thread; the process ends after it. Never raises.
     """
     # WHY no release: if the main thread's wait ends after all, the weights must not change.
     if not stepper.live.lock.acquire(timeout=LOCK_LIMIT_S):
         log.warning("weights are being updated: they are not saved, the last checkpoint stays")
         return
-    _save(stepper, saver, folder, error=error, limit_s=LOCK_LIMIT_S)
+    _save(stepper, saver, folder, error=error, limit_s=LOCK_LIMIT_S, gone=gone)
 
 
 def refuse_crash_loop(parts: Parts, progress: Progress, folder: Path) -> None:
@@ -115,7 +121,13 @@ def read_failures(folder: Path) -> list[Json]:
 
 
 def _save(
-    stepper: Stepper, saver: Saver, folder: Path, *, error: Exception | None, limit_s: float
+    stepper: Stepper,
+    saver: Saver,
+    folder: Path,
+    *,
+    error: Exception | None,
+    limit_s: float,
+    gone: Sequence[int] = (),
 ) -> None:
     """Save the last step boundary, here or on another rank; return when it is. Rank-local.
 
@@ -133,7 +145,7 @@ def _save(
         if boundary is None or boundary.progress.step == 0 or _warn_if_lost(stepper):
             return
         shared = None if group.is_main else group.shared
-        has_left = shared is not None and shared.has_left(0)
+        has_left = 0 in gone or (shared is not None and shared.has_left(0))
         do_once(
             group.store,
             f"survivor_save/{boundary.progress.step}",

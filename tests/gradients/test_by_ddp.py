@@ -150,7 +150,10 @@ def memory_for_nan(argv: list[str]) -> int:
     return taken.num_bytes
 
 
-@pytest.mark.parametrize("how", slow_after(1, [[], ["--comm_hook", "fp16"]]), ids=str)
+WAYS: list[list[str]] = [["--find_unused_parameters", "on"], [], ["--comm_hook", "fp16"]]
+
+
+@pytest.mark.parametrize("how", slow_after(1, WAYS), ids=str)
 def test_nan_is_sent_from_memory_that_is_there(how: list[str]) -> None:
     assert run_ranks(memory_for_nan, 2, [*TOKENS, *how]) == [0, 0]
 

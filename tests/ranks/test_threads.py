@@ -1,14 +1,16 @@
 """Helper threads: each works on the GPU of its rank, which CUDA does not do by itself."""
 
 import threading
+import time
 from collections.abc import Iterator
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
+from hardened_ddp.ranks import threads
 from hardened_ddp.ranks.store import RunStore
-from hardened_ddp.ranks.threads import HelperThread, call_within, repeating
+from hardened_ddp.ranks.threads import HelperThread, call_within, keep_ready, repeating
 
 
 class Cuda:
@@ -28,8 +30,9 @@ class Cuda:
 
 
 @pytest.fixture
-def cuda() -> Iterator[Cuda]:
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     cuda = Cuda()
+    monkeypatch.setattr(threads, "_ready", [])  # those of other tests have other devices
     with mock.patch.multiple(
         "torch.cuda", is_initialized=lambda: True, current_device=cuda.get, set_device=cuda.set
     ):
@@ -65,6 +68,19 @@ def test_a_question_to_the_store_touches_no_gpu(cuda: Cuda) -> None:
         assert store.claim("key", "mine") == "mine"
         with repeating(lambda: None, every_s=60):
             pass
+
+
+def test_a_question_to_a_device_that_is_stuck_starts_no_thread(cuda: Cuda) -> None:
+    # Such a thread would set its GPU, which may wait there, and torch would keep the GIL.
+    end = keep_ready(1)
+    assert call_within(cuda.get, 60) == 5
+    while not threads._ready:  # the thread has answered, and takes the next question soon
+        time.sleep(0.001)
+    with mock.patch("torch.cuda.set_device", side_effect=AssertionError("it would wait")):
+        assert call_within(cuda.get, 60) == 5
+    while not threads._ready:
+        time.sleep(0.001)
+    end()
 
 
 def test_without_cuda_a_thread_starts_none() -> None:

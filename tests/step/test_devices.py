@@ -16,6 +16,7 @@ from hardened_ddp.data.batches.batch import Batch, split
 from hardened_ddp.data.batches.checks import Limit
 from hardened_ddp.errors import StepError
 from hardened_ddp.gradients.sums import LocalGradients, count_on
+from hardened_ddp.model.replica import Inputs
 from hardened_ddp.ranks.phase import PHASE, Phase
 from hardened_ddp.step.gradient import Totals
 from hardened_ddp.training.evaluation import evaluate
@@ -25,7 +26,7 @@ from tests.step.test_steps import parts_of, stepper_of
 
 NUM_STEPS = 4
 COMMON = ["--no_shared_memory", "--num_workers", "0", "--batch_size", "4", "--eval_batch_size", "5"]
-COMMON += ["--log_interval", "1000", "--amp", "off", "--channels_last", "off"]
+COMMON += ["--log_interval", f"{NUM_STEPS}", "--amp", "off", "--channels_last", "off"]
 POINTS = ["--dataset", "tests.plugins:points"]
 SLOPES = ["--dataset", "tests.token_data:slopes", "--model", "mlp"]
 PICTURES = ["--dataset", "tests.device_tasks:pictures"]
@@ -99,12 +100,12 @@ def on_gpu(argv: list[str]) -> tuple[dict[str, Any], list[list[str]]]:
 
 
 def check_waits(waits: list[list[str]], *, in_evaluation: int = 1) -> None:
-    """Check that each step waits at most for the flag of the step before it."""
+    """Check that each step waits at most for the flag of the one before; the last for its own."""
     *steps, evaluation = waits
     # A task may keep a few numbers on the device: they are sent once.
     steps[0] = [wait for wait in steps[0] if not wait.startswith("to at hardened_ddp/task/")]
-    for step in steps:
-        assert len(step) <= 1, step
+    for number, step in enumerate(steps, start=1):
+        assert len(step) <= (2 if number == NUM_STEPS else 1), step  # the last one is reported
         assert all(wait.startswith("event at hardened_ddp/step/async_device.py") for wait in step)
     assert len(evaluation) == in_evaluation, evaluation
 
@@ -174,6 +175,27 @@ def test_each_way_of_training_does_on_a_gpu_as_on_the_cpu(task: str, way: str) -
     found, waits = on_gpu(argv)
     assert found == expected
     check_waits(waits)
+
+
+def test_a_batch_is_sent_to_the_device_in_the_phase_of_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # There it may wait, behind a full launch queue: and that is no waiting for data.
+    phases: list[int] = []
+    send = Inputs.send
+    with PretendedGpu().on():
+        parts = parts_of([*COMMON, *TASKS["pictures and top 5"]], device=GPU)
+        words = parts.group.tracker.words
+
+        def noted(*given: Any) -> Batch:
+            phases.append(words[PHASE])
+            return send(*given)
+
+        monkeypatch.setattr(Inputs, "send", noted)
+        stepper_of(parts).train_step(*next(iter(parts.train_loader.windows(0, 0))))
+        parts.close()
+        parts.group.close()
+    assert phases == [Phase.FORWARD]
 
 
 def test_a_rank_that_waits_for_its_device_between_steps_says_that_it_waits_for_others() -> None:

@@ -196,6 +196,11 @@ def test_memory_for_not_even_one_sample_stops_all_ranks_with_that_cause(tmp_path
         RuntimeError("CUDA driver error: out of memory"),
         RuntimeError("Triton Error [CUDA]: out of memory"),
         RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"),
+        RuntimeError(
+            "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasLtCreate(&handle)`"
+        ),
         RuntimeError("NCCL error: unhandled cuda error\nLast error:\nCuda failure 'out of memory'"),
         RuntimeError("ncclUnhandledCudaError: Last error:\nCuda failure 2 'out of memory'"),
     ],

@@ -20,6 +20,7 @@ from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.step.async_device import AsyncDevice, Event, beside
 from hardened_ddp.step.progress import Progress
+from tests.harness.marks import slow_after
 from tests.harness.ranks import start_training, train
 from tests.harness.run_folder import find_checkpoints, last_tensors, only_run, step_of
 
@@ -65,6 +66,16 @@ def test_the_copy_of_a_state_shares_no_stream_with_the_futures_of_collectives(
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     with beside(device := torch.device("cuda", 1)):
         assert made == [((device,), {"priority": -1})]
+
+
+def test_its_streams_are_made_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    # While the device is stuck, to make them may wait.
+    made: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *given, **named: made.append(named))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    parts: Any = SimpleNamespace(device=torch.device("cuda", 1), checks_one_step_late=True)
+    AsyncDevice(parts, Progress(), cast(Any, None))
+    assert made == [{"priority": -1}]
 
 
 LEAVING = [
@@ -117,38 +128,49 @@ def test_at_most_the_step_under_way_is_lost(
     assert last_tensors(tmp_path / "runs") == undisturbed(world_size)
 
 
-def test_a_rank_that_waits_on_its_device_for_one_that_died_saves_at_once(tmp_path: Path) -> None:
-    # No signal comes, as none does until torchrun has seen the death; and rank 0 can't save.
+@pytest.mark.parametrize("victim", slow_after(1, [2, 0]))
+def test_a_rank_that_waits_on_its_device_for_one_that_died_saves_at_once(
+    victim: int, tmp_path: Path
+) -> None:
+    # No signal comes, as none does until torchrun has seen the death; and the lowest that is left
+    # can't save.
     notes = tmp_path / "notes"
-    env = plan(notes, rank=2, phase="backward", call=10, signal="SIGKILL", unreadable=0)
+    first, second = [rank for rank in range(3) if rank != victim]
+    fault = {"rank": victim, "phase": "backward", "call": 10, "signal": "SIGKILL"}
+    env = plan(notes, **fault, unreadable=first)
     argv = [*FLAGS, "--stop_grace_s", "3000", "--hang_after_s", "600"]
     with start_training([*argv, "--output_dir", tmp_path / "runs"], 3, env=env) as running:
         running.wait_for((notes / "left").exists, timeout_s=60, what="the fault")
         finished = running.wait(40)
-    assert finished.statuses == (75, 75, -signal.SIGKILL)
-    num_done = len(list(notes.glob("sum-*-2"))) - NUM_WARM_UPS
+    assert finished.statuses == tuple(-9 if rank == victim else 75 for rank in range(3))
+    assert (notes / "head_start").read_text() == ("1.0" if victim else "0.0")
+    num_done = len(list(notes.glob(f"sum-*-{victim}"))) - NUM_WARM_UPS
     [checkpoint] = find_checkpoints(tmp_path / "runs")
     assert step_of(checkpoint) == num_done
-    assert "could not be saved by this rank" in finished.outputs[0]
-    assert f"the state after step {num_done} is saved" in finished.outputs[1]
-    assert "lost another rank (Connection closed by peer: rank 2 ended, in " in finished.outputs[1]
+    if victim:  # rank 0 is waited for; else any of the two is the first
+        assert "could not be saved by this rank" in finished.outputs[first]
+    output = finished.outputs[second]
+    assert f"the state after step {num_done} is saved" in output
+    assert f"lost another rank (Connection closed by peer: rank {victim} ended, in " in output
     took_s = checkpoint.stat().st_mtime - (notes / "left").stat().st_mtime
     assert took_s < 15, "it waited for a signal or a limit"
 
 
-def test_a_device_that_is_stuck_in_a_kernel_of_its_own_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dump", slow_after(1, ["stuck", "written"]))
+def test_a_device_that_is_stuck_in_a_kernel_of_its_own_is_named(dump: str, tmp_path: Path) -> None:
     notes = tmp_path / "notes"
-    env = plan(notes, rank=1, phase="forward", call=11, signal="kernel")
+    env = plan(notes, rank=1, phase="forward", call=11, signal="kernel", dump=dump)
     argv = [*FLAGS, "--output_dir", tmp_path / "runs", "--hang_after_s", "1"]
     finished = train(argv, 2, env=env, timeout_s=60)
-    assert set(finished.statuses) <= {75, -signal.SIGKILL}
+    assert set(finished.statuses) <= {1 if dump == "stuck" else 75, -signal.SIGKILL}
     num_done = len(list(notes.glob("sum-*-1"))) - NUM_WARM_UPS
     # Both main threads wait for the sum of the same step: the devices tell them apart.
     assert f"rank 1, step {num_done + 1}, backward, " in finished.outputs[0]
     assert f"rank 0 waits in all-reduce of step {num_done + 1}" in finished.outputs[0]
     assert step_of(find_checkpoints(tmp_path / "runs")[-1]) == num_done
-    [trace] = (tmp_path / "runs").glob("*/hangs/*/rank_0_nccl.json")
-    assert trace.read_text() == '{"entries": []}'
+    traces = (tmp_path / "runs").glob("*/hangs/*/rank_0_nccl.json")
+    found = [trace.read_text() for trace in traces]
+    assert found == (['{"entries": []}'] if dump == "written" else [])
 
 
 @pytest.mark.parametrize(

@@ -176,3 +176,30 @@ def test_the_count_is_exact_also_beside_gradients_of_16_bits(
     dtype: torch.dtype, sent_as: torch.dtype | None
 ) -> None:
     assert run_ranks(total_of_counts, 2, dtype, sent_as) == [10007.0, 10007.0]
+
+
+@pytest.mark.parametrize("how", [["--accumulation_steps", "2"], ["--batch_size", "2"]], ids=str)
+def test_a_metric_over_the_vocabulary_is_that_of_the_reported_steps(
+    how: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    argmax = torch.Tensor.argmax
+    monkeypatch.setattr(torch.Tensor, "argmax", lambda *a, **k: calls.append(a) or argmax(*a, **k))
+    parts = parts_of([*arguments(False), "--log_interval", "4", "--batch_size", "6", *how])
+    stepper = stepper_of(parts)
+    for number, (window, batches) in enumerate(parts.train_loader.windows(0, 0), start=1):
+        calls.clear()
+        ids = torch.cat([batch.inputs["ids"] for batch in batches])
+        labels = torch.cat([batch.targets for batch in batches])
+        with torch.no_grad():
+            predicted = argmax(parts.replica.module(ids), dim=-1)
+        stepper.train_step(window, batches)
+        is_reported = number % 4 == 0 or window.stop == SIZE
+        assert len(calls) == (len(batches) if is_reported else 0), number
+        is_right = (predicted == labels)[labels != -100]
+        if is_reported and len(is_right):
+            found = stepper.read_totals()["token_accuracy"]
+            assert found == pytest.approx(float(is_right.float().mean()))
+    stepper.train_step(*next(iter(parts.train_loader.windows(1, 0))))
+    assert "token_accuracy" not in stepper.read_totals()  # a stop between two reports
+    parts.close()

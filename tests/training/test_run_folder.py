@@ -1,9 +1,12 @@
 """The folder of a run: its name, whether it can be used, and that no link leads out of it."""
 
 import errno
+import json
 import os
 import shlex
+import threading
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,10 +18,11 @@ from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.errors import RunFolderError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.ranks.phase import SINCE, Phase, Tracker
+from hardened_ddp.ranks.phase import Phase, Tracker
 from hardened_ddp.reporting.goodput import Goodput
+from hardened_ddp.reporting.resources import read_gpu_mib
 from hardened_ddp.reporting.sinks import FileSink, write_text
-from hardened_ddp.reporting.status_writer import StatusWriter
+from hardened_ddp.reporting.status_writer import StatusWriter, Work
 from hardened_ddp.training.run_folder import RunFolder, create_run_folder, find_place
 from tests.harness.forks import give_up_privileges, run_forked
 from tests.harness.marks import slow_after
@@ -296,18 +300,26 @@ def test_a_link_that_is_put_there_during_the_run_is_not_followed(tmp_path: Path)
     assert victim.read_text() == "years of work"
 
 
-def test_the_memory_of_a_gpu_is_not_asked_for_while_its_rank_is_stuck(
+def test_the_memory_of_a_gpu_is_asked_for_by_the_main_thread_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # torch keeps the GIL for it, and may wait for what the main thread holds in the driver.
+    # torch keeps the GIL for it, and may wait for what a stuck main thread holds in the driver.
     group = Group(Launch(), torch.device("cpu"))
     status = StatusWriter(tmp_path, group)
     group.tracker.start_at(0)
     group.tracker.enter(Phase.FORWARD)
     group.device = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * 2**20)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**20)
-    assert (status.read().gpu_mib, status.read().gpu_peak_mib) == (3.0, 1.0)
-    monkeypatch.delattr(torch.cuda, "memory_reserved")
-    group.tracker.words[SINCE] -= 10**10
-    assert (status.read().gpu_mib, status.read().gpu_peak_mib) == (3.0, 1.0)
+    main, asked = threading.current_thread(), []
+    for name, figure in (("memory_reserved", 3 * 2**20), ("max_memory_allocated", 2**20)):
+        ask = partial(
+            lambda figure, device: asked.append(threading.current_thread()) or figure, figure
+        )
+        monkeypatch.setattr(torch.cuda, name, ask)
+    found = read_gpu_mib(group.device)
+    assert found == (3.0, 1.0)
+    status.attach(Work(gpu_mib=lambda: found))
+    with status:
+        pass
+    written = json.loads((tmp_path / "status" / "rank-0.json").read_text())
+    assert (written["gpu_mib"], written["gpu_peak_mib"]) == (3.0, 1.0)
+    assert set(asked) == {main}

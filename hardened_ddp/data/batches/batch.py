@@ -48,7 +48,7 @@ class BadSample:
     index: int
     error: str
     file: str = ""
-    """The file it is in, if that is known."""
+    """The file it is in, or its place in a stream, if that is known."""
 
     @property
     def name(self) -> str:
@@ -74,6 +74,10 @@ class Batch:
     read_part: "Callable[[torch.Tensor], Batch] | None" = None
     """Reads some of its samples, given their indices, as a batch of their own. None: they can be
     cut out of this one, whose tensors have the sample as their first dimension."""
+
+    is_measured: bool = True
+    """Its metrics are wanted. Not in training's steps between two reports: there a task may save
+    the cost of a metric, and give (0, 0)."""
 
     longer: "Batch | None" = None
     """The longer samples of the same request, collated apart from these: see apart."""
