@@ -1,5 +1,6 @@
 """The models and samples of host_time.py, and its bare loop: tiny tensors, many of them."""
 
+import os
 import tempfile
 from typing import Any
 
@@ -55,7 +56,7 @@ class Samples(works.Samples):
 
     def __init__(self, *, train: bool, work: str) -> None:
         kind = "gpt" if work == "gpt" else "mlp"
-        num_samples = (WARM_UP + STEPS) * BATCH_SIZE
+        num_samples = (WARM_UP + STEPS) * BATCH_SIZE * int(os.environ.get("WORLD_SIZE", "1"))
         super().__init__(train=train, work=kind, small=True, num_samples=num_samples)
 
 
@@ -69,8 +70,11 @@ def build(work: str) -> nn.Module:
 
 def bare_loop(work: str) -> None:
     """Train as DDP's tutorial does."""
-    store = dist.FileStore(tempfile.NamedTemporaryFile(delete=False).name, 1)  # noqa: SIM115
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    else:
+        store = dist.FileStore(tempfile.NamedTemporaryFile(delete=False).name, 1)  # noqa: SIM115
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     _measure()
     samples = Samples(train=True, work=work)
     network = DistributedDataParallel(_model(work))

@@ -52,6 +52,9 @@ class Trace(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations: Counter[str] = Counter()
+        self.allocations: Counter[str] = Counter()
+        """Results in memory of their own."""
+
         self.waits: list[str] = []
         """The place in our code of each."""
 
@@ -69,11 +72,16 @@ class Trace(TorchDispatchMode):
         kwargs = kwargs or {}
         inputs = list(tensors_in((args, kwargs)))
         is_on_device = any(self.knows(tensor) for tensor in inputs)
-        if not self.is_paused and (is_on_device or not inputs):
+        is_counted = not self.is_paused and (is_on_device or not inputs)
+        if is_counted:
             self.operations[str(func)] += 1
         if is_on_device and func.overloadpacket.__name__ in _READS:
             self.note_wait(func.overloadpacket.__name__)
         result = func(*args, **kwargs)
+        if is_counted:
+            there = {tensor.untyped_storage()._cdata for tensor in inputs}
+            results = {tensor.untyped_storage()._cdata for tensor in tensors_in(result)}
+            self.allocations[str(func)] += len(results - there)
         if is_on_device:
             written = [
                 value
@@ -112,11 +120,12 @@ class Trace(TorchDispatchMode):
         finally:
             self.is_paused = before
 
-    def take(self) -> dict[str, Any]:  # JSON
+    def take(self) -> dict[str, Any]:  # Any: JSON
         """Return what was counted since the last call."""
         found = {"operations": dict(self.operations), "waits": list(self.waits)}
-        self.operations.clear()
-        self.waits.clear()
+        found |= {"allocations": dict(self.allocations)}
+        for counted in (self.operations, self.waits, self.allocations):
+            counted.clear()
         dead = [key for key, storage in self._on_device.items() if storage.expired()]
         for key in dead:
             del self._on_device[key]

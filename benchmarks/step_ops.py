@@ -12,6 +12,7 @@ bare loop is DDP's tutorial with the same model, precision and optimizer, and DD
 - operations: dispatched by rank 0 in the step with most of them, from one forward to the next,
   minus those of the bare loop; without loading samples, and without what is on the host only. A
   step with a report is not one of them. A view counts, though it launches no kernel.
+- allocations: results of those operations in memory of their own, in the same way.
 - waits: reads of device values (item, tolist, nonzero and others) and copies that are not
   asynchronous, of the step with most of them, but for the one that reads the last step's flag.
 - flags: how often a step reads one.
@@ -36,7 +37,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 
 WORKS = ("resnet50", "transformer", "mlp")
-BARS = {"operations": 15, "waits": 0, "flags": 1, "evaluation": 1}
+BARS = {"operations": 15, "allocations": 25, "waits": 0, "flags": 1, "evaluation": 1}
 FLAG = "flag"
 _LIMIT_S = 400
 
@@ -100,10 +101,13 @@ def figures_of(seen: Mapping[str, Any]) -> dict[str, tuple[int, list[str]]]:  # 
         raise SystemExit("step_ops.py: the run had no step without a report, or no evaluation")
     bare = Counter(seen["bare"]["operations"])
     most = max((Counter(step["operations"]) for step in steps), key=Counter.total)
+    of_bare = Counter(seen["bare"]["allocations"])
+    allocated = max((Counter(step["allocations"]) for step in steps), key=Counter.total)
     waits = [[wait for wait in step["waits"] if not _is_flag(wait)] for step in steps]
     flags = [[wait for wait in step["waits"] if _is_flag(wait)] for step in steps]
     return {
         "operations": (most.total() - bare.total(), _differences(most, bare)),
+        "allocations": (allocated.total() - of_bare.total(), _differences(allocated, of_bare)),
         "waits": _longest(waits),
         "flags": _longest(flags),
         "evaluation": _longest(evaluations),

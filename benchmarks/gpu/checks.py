@@ -13,24 +13,31 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from hardened_ddp.data.batches.batch import Batch
-from hardened_ddp.gradients.sums import flag_of
+from hardened_ddp.data.batches.sampler import Window
+from hardened_ddp.gradients.by_ddp import ByDdp
+from hardened_ddp.gradients.sums import Marks, Sums, flag_of
 from hardened_ddp.model.checksum import checksums
 from hardened_ddp.model.optimizer import allocate_state, build_optimizer, skips_by_flag
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import read_launch
+from hardened_ddp.ranks.threads import call_within, keep_ready
 from hardened_ddp.settings.config import OptimizerConfig
-from hardened_ddp.step.async_device import Event, Flag, copy_beside
+from hardened_ddp.step.async_device import Event, Flag, beside, copy_beside
 from hardened_ddp.step.gradient import Totals
 from hardened_ddp.task.classification import Classification
 
 _MIB = 2**20
 _LAUNCHES = 3000  # a queue holds about 1,024
+_COPY_LIMIT_S = 60.0
 _QUEUE_FULL_S = 1.0  # in which all of them are launched, or the queue is full
 _STUCK_CYCLES = 1 << 33  # some seconds
 _MOST_WORKSPACE_MIB = 300  # of checksums: while factors of 128 MiB are mixed, as much again
@@ -145,21 +152,66 @@ def a_state_is_copied_behind_a_full_launch_queue(device: torch.device) -> str:
     state = {"weight": torch.arange(1 << 20, dtype=torch.float32, device=device)}
     expected = {name: tensor.cpu() for name, tensor in state.items()}
     state["weight"].add_(0)  # WHY: to load a kernel may wait for the whole device
-    copy_beside(state, device)
+    beside(device)  # as at the start of a run
+    end_threads = keep_ready(1)
     with _stuck(device) as is_over:
         # WHY a thread: the host waits in a launch once the queue is full
         thread = threading.Thread(target=_launch_many, args=(state["weight"],), daemon=True)
         thread.start()
         thread.join(_QUEUE_FULL_S)
         began_at = time.monotonic()
-        copied = copy_beside(state, device)
+        copied = call_within(partial(copy_beside, state, device), _COPY_LIMIT_S)
         took_s = time.monotonic() - began_at
         was_over = is_over()
     thread.join()
+    end_threads()
     assert not was_over, "the copy waited for the stuck kernel"
     if device.type == "cuda":
         assert torch.equal(copied["weight"], expected["weight"])
     return f"{_LAUNCHES} launches queued; the copy took {took_s:.2f} s"
+
+
+def ddps_hook_sums_over_the_backend(device: torch.device) -> str:
+    """DDP with our hook, over NCCL on a GPU: a step, one whose rank failed, and one after it."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)).to(device)
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=0.01)
+        sums = ByDdp(ddp, _alone(device), has_hook=True, counts=True)
+        inputs, window = torch.ones(4, 64, device=device), Window(epoch=0, start=0, size=4)
+
+        def backward(call: nn.Module) -> None:
+            sums.note_count(4.0)
+            call(inputs).sum().backward()
+
+        def step(*, fails: bool = False) -> Sums | None:
+            model.zero_grad()
+            sums.begin(window, keeps_local=False)
+            if fails:
+                sums.send_nan_for_rest()
+            else:
+                with sums.around(is_last=True):
+                    backward(sums.call)
+            mine = Marks(has_failed=fails, num_samples=4, count=4.0)
+            return sums.finish(mine, window=window, on_device=True)
+
+        sums.warm_up(backward)
+        for fails in (False, True, False, False):
+            found = step(fails=fails)
+            assert found is not None
+            is_bad = found.is_bad is not None and bool(found.is_bad)
+            assert is_bad == fails
+            if fails:
+                sums.start_over()
+                continue
+            assert float(found.count) == 4.0
+            expected = torch.autograd.grad(model(inputs).sum(), list(model.parameters()))
+            for gradient, wanted in zip(sums.local.real(), expected, strict=True):
+                assert torch.allclose(gradient, wanted)
+    finally:
+        dist.destroy_process_group()
+    return backend
 
 
 def a_pageable_copy_behind_a_stuck_kernel(device: torch.device) -> str:
@@ -183,6 +235,7 @@ CHECKS: tuple[Callable[[torch.device], str], ...] = (
     checksums_need_little_memory,
     sums_after_backward_copy_the_gradients_once,
     a_state_is_copied_behind_a_full_launch_queue,
+    ddps_hook_sums_over_the_backend,
     a_pageable_copy_behind_a_stuck_kernel,
 )
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hardened_ddp.gradients.by_ddp import ByDdp
+
 _CLASSES = 10
 _FAIL_AT = 6
 _LAST_RANK = "1"
@@ -75,24 +77,35 @@ class Killed(Wide):
 class FullInHook(Killed):
     """In one backward of rank 1 no memory is left for what DDP's hook allocates, once."""
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Give the logits; the memory is taken as soon as a gradient is there."""
-        self.num_forwards += self.training
-        _limit_memory(None)
-        logits = Wide.forward(self, images)
-        is_due = self.num_forwards >= _FAIL_AT and os.environ.get("RANK") == _LAST_RANK
-        if is_due and logits.requires_grad and not self.mark.exists():
+    def __init__(self, inputs: int, width: int, depth: int, mark: str) -> None:
+        super().__init__(inputs, width, depth, mark)
+        send = ByDdp._sent
+
+        def sent(sums: ByDdp, *bucket: Any) -> Any:  # Any: as of the method
+            is_due = self.num_forwards >= _FAIL_AT and os.environ.get("RANK") == _LAST_RANK
+            if not is_due or self.mark.exists():
+                return send(sums, *bucket)
             self.mark.touch()
-            logits.register_hook(_limit_memory)
-        return logits
+            _limit_memory(to_now=True)
+            try:
+                return send(sums, *bucket)
+            finally:
+                _limit_memory(to_now=False)
+
+        ByDdp._sent = sent  # type: ignore[method-assign]
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Give the logits."""
+        self.num_forwards += self.training
+        return Wide.forward(self, images)
 
 
-def _limit_memory(gradient: Any) -> None:  # Any: of a tensor's hook; None: no limit any more
+def _limit_memory(*, to_now: bool) -> None:
     """Let torch's allocator take nothing beyond what it has now; leave it nothing in reserve."""
     if not torch.cuda.is_available():
         return
     share = 1.0
-    if gradient is not None:
+    if to_now:
         torch.cuda.empty_cache()
         whole = torch.cuda.get_device_properties(0).total_memory
         share = min(1.0, torch.cuda.memory_reserved() / whole)
