@@ -1,4 +1,4 @@
-"""Every call that changes the disk, and which process may write in a run's folder.
+"""Every call by which a checkpoint changes the disk, and who may write in a run's folder.
 
 Owns: the calls that make, write, sync, rename and remove files (Disk; tests pass another one, which
 stops the process at the k-th call), the few ways we combine them, and RunLock.

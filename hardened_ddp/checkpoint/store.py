@@ -1,8 +1,8 @@
 """The checkpoints of one run: complete or absent, and written while training continues.
 
-Owns: CheckpointStore, which writes and removes the folders step-000000123 of a run, under a
-temporary name first, the manifest last; CheckpointWriter, its thread (one, one checkpoint in
-flight), and the rule for when live tensors are copied. Whoever writes holds the run's lock.
+Owns: CheckpointStore, which writes and removes the folders step-000000123 of a run, as .partial-...
+first, the manifest last (a crash leaves that, or .dropped-...); CheckpointWriter, its thread (one,
+one checkpoint in flight), and the rule for when live tensors are copied. Who writes holds the lock.
 Between two optimizer steps parameters and optimizer state don't change, so the thread reads them in
 place. before_update is called right before a change and copies what is not read yet. From a GPU
 everything is copied at submit, on a side stream; before_update makes the update wait for that.
