@@ -167,7 +167,11 @@ class InputEffects:
 
     def are_changed(self) -> bool:
         """Return whether a tensor in it was written, or its containers hold others."""
-        return self.are_written or self._mark() != self._before
+        if self.are_written or self._mark() != self._before:
+            return True
+        parts = ((batch.inputs, batch.targets) for batch in (self.batch, self.original))
+        pairs = zip(*map(tensors_of, parts), strict=True)
+        return not all(has_same_bits(now, before) for now, before in pairs)  # written by numpy
 
     def _mark(self) -> list[tuple[int, int]]:
         return [(id(t), version_of(t)) for t in tensors_of((self.batch.inputs, self.batch.targets))]

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hardened_ddp.model.reach import version_of
+from hardened_ddp.model.reach import attributes_of, has_attributes, version_of
 
 GENERATORS = ("random", "numpy generator", "numpy state", "torch generator")
 
@@ -73,7 +73,7 @@ def kind_of(value: Any) -> str:
     for cls, kind in _KINDS.items():
         if kind in _IN_PLACE and isinstance(value, cls):  # such as a Random of the user's
             return kind
-    is_opaque = isinstance(value, nn.Module | torch.Tensor | type) or not hasattr(value, "__dict__")
+    is_opaque = isinstance(value, nn.Module | torch.Tensor | type) or not has_attributes(value)
     found: Any = type(value)  # Any: mypy takes a type for no key
     return "kept" if is_opaque or not is_users(found) else "object"
 
@@ -121,7 +121,7 @@ def _copy(value: Any, room: list[int]) -> Copy:
             parts = [_copy(part, room) for part in list(value)]
             content = sorted(parts, key=lambda part: json.dumps(as_json(part)))
         case "dict" | "object":
-            pairs = value if kind == "dict" else vars(value)
+            pairs = value if kind == "dict" else attributes_of(value)
             content = [[_copy(k, room), _copy(part, room)] for k, part in list(pairs.items())]
         case "random":
             content = _copy(value.getstate(), room)
@@ -150,7 +150,7 @@ def _fill(kind: str, target: Any, content: Any) -> Any:
             target.clear()
             target.extend(content[1])
         case "set" | "dict" | "object":
-            store = vars(target) if kind == "object" else target
+            store = attributes_of(target) if kind == "object" else target
             store.clear()
             store.update(content if kind == "set" else dict(content))
         case "array":
@@ -199,7 +199,7 @@ def from_json(data: Any, live: Any) -> Any:
         case "deque":
             content = [content[0], from_json(content[1], [*live] if is_same else None)]
         case "dict" | "object":
-            old = {} if not is_same else live if kind == "dict" else vars(live)
+            old = {} if not is_same else live if kind == "dict" else attributes_of(live)
             pairs = [(from_json(key, None), part) for key, part in content]
             content = [(key, from_json(part, old.get(key))) for key, part in pairs]
         case "random" | "numpy state" | "numpy generator":

@@ -7,7 +7,9 @@ Does not own: attributes that are no tensors. What only a closure or a class hol
 
 import sys
 from collections import deque
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -118,8 +120,9 @@ class Reach:
                 for part in list(value) if isinstance(value, dict) else range(len(value)):
                     self._add(value, part, f"{path}[{part!r}]", depth + 1)
         elif _is_of_user(value):
-            for name in list(vars(value)):
-                self._add(vars(value), name, f"{path}.{name}", depth + 1)
+            held = attributes_of(value)
+            for name in list(held):
+                self._add(held, name, f"{path}.{name}", depth + 1)
 
 
 def is_trained(tensor: torch.Tensor) -> bool:
@@ -132,10 +135,61 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else int(getattr(tensor, "_version", 0))
 
 
+def has_attributes(value: object) -> bool:
+    """Return whether attributes_of works for value."""
+    found: Any = type(value)  # Any: mypy takes a type for no key
+    return hasattr(value, "__dict__") or bool(_slots_of(found))
+
+
+def attributes_of(value: object) -> MutableMapping[str, Any]:
+    """Return the attributes of an object, as vars does, also those in __slots__."""
+    found: Any = type(value)  # Any: as above
+    return _Attributes(value) if _slots_of(found) else vars(value)
+
+
+class _Attributes(MutableMapping[str, Any]):
+    """The attributes of an object with __slots__."""
+
+    def __init__(self, owner: object) -> None:
+        self._owner = owner
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return object.__getattribute__(self._owner, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        object.__setattr__(self._owner, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        object.__delattr__(self._owner, name)
+
+    def __iter__(self) -> Iterator[str]:
+        found: Any = type(self._owner)  # Any: as above
+        names = [*_slots_of(found), *getattr(self._owner, "__dict__", ())]
+        return iter([name for name in names if hasattr(self._owner, name)])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+@cache
+def _slots_of(cls: Any) -> tuple[str, ...]:  # Any: mypy takes a type for no key
+    """Name what instances of a class hold without a dict."""
+    found = []
+    for base in cls.__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in [slots] if isinstance(slots, str) else slots:
+            is_private = name.startswith("__") and not name.endswith("__")
+            found.append(f"_{base.__name__.lstrip('_')}{name}" if is_private else name)
+    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
+
+
 def _is_of_user(value: object) -> bool:
     """Return whether value is an object with attributes, of a class of the user's own."""
     package = type(value).__module__.partition(".")[0]
-    return hasattr(value, "__dict__") and not isinstance(value, type) and package not in _FOREIGN
+    return has_attributes(value) and not isinstance(value, type) and package not in _FOREIGN
 
 
 def _joined(path: str, name: str) -> str:

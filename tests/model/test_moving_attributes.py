@@ -3,6 +3,7 @@
 import json
 import random
 from collections import Counter, OrderedDict, deque
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -170,7 +171,39 @@ class Nested(Mixed):
         return float(self.parts(torch.ones(())))
 
 
+class Annealing(Mixed):
+    """Keeps its temperature in an object with slots, and a schedule that it consumes."""
+
+    def build(self) -> None:
+        self.state, self.schedule = Slotted(), [0.5 + number / 7 for number in range(9)]
+
+    def factor(self, inputs: torch.Tensor) -> float:
+        self.state.temperature *= 0.9
+        self.schedule.append(self.schedule.pop(0))
+        return self.state.temperature + self.schedule[0]
+
+
+@dataclass(slots=True)
+class Slotted:
+    temperature: float = 2.0
+
+
+class Sampling(Mixed):
+    """Replays what it has seen, of a buffer in a plain attribute."""
+
+    def build(self) -> None:
+        self.seen: deque[float] = deque([1.0], maxlen=5)
+        self.source, self.count = np.random.default_rng(7), Counter[int]()
+
+    def factor(self, inputs: torch.Tensor) -> float:
+        self.seen.append(len(inputs) / 6)
+        place = int(self.source.integers(len(self.seen)))
+        self.count[place] += 1
+        return self.seen[place] + self.count[place] / 9
+
+
 MODELS = [Drawing, Nested, Late, Averaging, Remembering, Turning, Holding, Lazy]
+MODELS += [Annealing, Sampling]
 FAULTS = ["raise-backward-one", "kill-forward", "nan-once", "kill-all"]
 CASES = [("raise-backward-one", Remembering), ("kill-all", Drawing)]
 CASES += [(f, m) for f in FAULTS for m in MODELS if (f, m) not in CASES]
