@@ -62,8 +62,12 @@ def call_within(question: Callable[[], T], limit_s: float, *, uses_gpu: bool = T
         except Exception as error:  # WHY broad: raised again in the thread that waits
             answer.set_exception(error)
 
-    if uses_gpu and _ready:
-        _ready.pop().put(ask)
+    jobs: Jobs | None = None
+    if uses_gpu:
+        with contextlib.suppress(IndexError):  # none is ready: others ask at the same time
+            jobs = _ready.pop()
+    if jobs is not None:
+        jobs.put(ask)
     else:
         HelperThread(ask, name="ask-within", uses_gpu=uses_gpu).start()
     if not wait([answer], limit_s).done:
