@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hardened_ddp.data.batches.batch import Batch
-from hardened_ddp.data.batches.nesting import tensors_of
+from hardened_ddp.data.batches.nesting import dense_parts, tensors_of
 from hardened_ddp.model.reach import Place, Reach, version_of
 
 Span = tuple[int, int]
@@ -169,9 +169,11 @@ class InputEffects:
         """Return whether a tensor in it was written, or its containers hold others."""
         if self.are_written or self._mark() != self._before:
             return True
-        parts = ((batch.inputs, batch.targets) for batch in (self.batch, self.original))
-        pairs = zip(*map(tensors_of, parts), strict=True)
-        return not all(has_same_bits(now, before) for now, before in pairs)  # written by numpy
+        now, before = (
+            [part for tensor in tensors_of((b.inputs, b.targets)) for part in dense_parts(tensor)]
+            for b in (self.batch, self.original)
+        )
+        return not all(map(has_same_bits, now, before))  # written by numpy
 
     def _mark(self) -> list[tuple[int, int]]:
         return [(id(t), version_of(t)) for t in tensors_of((self.batch.inputs, self.batch.targets))]

@@ -155,10 +155,10 @@ class MovingBuffers:
         singles = [b for b in buffers if b.is_floating_point() and b.dtype != torch.float64]
         # WHY one device: a model on a GPU may keep a count on the host
         device = next((t.device for t in buffers if not t.is_cpu), torch.device("cpu"))
-        parts = [_flat(singles, device).float()] if singles else []
+        parts = [_flat(singles, device, torch.float32)] if singles else []
         if counters:
             # WHY bytes: float32 adds them up exactly, and one sum is then enough for all
-            whole = _flat(counters, device).long()
+            whole = _flat(counters, device, torch.int64)
             parts.append(whole.view(torch.uint8).float().mul_(float(group.is_main)))
         if parts:
             flat = group.sum_(torch.cat(parts))  # collective
@@ -167,7 +167,7 @@ class MovingBuffers:
                 _spread(flat[num_singles:].to(torch.uint8).view(torch.int64), counters)
             _spread(flat[:num_singles].mul_(1 / group.world_size), singles)
         if doubles:
-            flat = _flat(doubles, device)
+            flat = _flat(doubles, device, torch.float64)
             _spread(group.sum_(flat).mul_(1 / group.world_size), doubles)  # collective
 
     def _place(self, name: str) -> Place | None:
@@ -252,10 +252,22 @@ def _parts(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tenso
     return [part if tensor.dim() == 1 else part.view(tensor.shape) for part, tensor in pairs]
 
 
-def _flat(tensors: Sequence[torch.Tensor], device: torch.device | None = None) -> torch.Tensor:
-    """Return their values one after the other, on device, in a type that holds all of theirs."""
-    if device is not None:
-        tensors = [tensor if tensor.device == device else tensor.to(device) for tensor in tensors]
+def _flat(
+    tensors: Sequence[torch.Tensor],
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return their values one after the other; where they are not all alike, on device, in dtype.
+
+    WHY not torch's promotion: it has none for unsigned integers.
+    """
+    if device is not None and dtype is not None:
+        tensors = [
+            tensor
+            if tensor.device == device and tensor.dtype == dtype
+            else tensor.to(device, dtype)
+            for tensor in tensors
+        ]
     # WHY not a view of each: it takes the host a microsecond
     if not any([tensor.dim() for tensor in tensors]):
         return torch.stack(list(tensors))

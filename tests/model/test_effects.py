@@ -13,6 +13,7 @@ from torch import nn
 from ddp_drills.faults import find
 from ddp_drills.work import Work
 from hardened_ddp.data.batches.batch import Batch
+from hardened_ddp.data.batches.nesting import dense_parts
 from hardened_ddp.model.effects import InputEffects, untouched
 from hardened_ddp.model.moving_buffers import MovingBuffers
 from hardened_ddp.model.replica import Replica
@@ -138,6 +139,22 @@ WAYS: dict[str, tuple[Callable[[Any], object], set[str]]] = {
         {"held['a'][0]"},
     ),
 }
+
+
+LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
+    "coo": lambda: torch.eye(3).to_sparse(),
+    "csr": lambda: torch.eye(3).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(prototype|beta state)")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_input_of_any_layout_is_compared(layout: str) -> None:
+    effects = InputEffects(Batch(LAYOUTS[layout](), torch.zeros(3), torch.arange(3)))
+    assert not effects.are_changed()
+    dense_parts(effects.batch.inputs)[-1].numpy()[:] = 7.0
+    assert effects.are_changed()
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -53,7 +53,7 @@ BUDGETS = {
     "ddp_training.py": 400,
     "ddp_doctor/*": 11_500,
     "ddp_runs/*": 2_300,
-    "hardened_ddp/*": 30_840,
+    "hardened_ddp/*": 30_855,
     "hardened_ddp/gradients/*": 840,
     "hardened_ddp/settings/*": 2_435,
     "hardened_ddp/step/*": 2_185,
@@ -62,7 +62,7 @@ BUDGETS = {
     "hardened_ddp/checkpoint/*": 1_820,
     "hardened_ddp/training/*": 2_900,
     "hardened_ddp/export/*": 510,
-    "hardened_ddp/model/*": 3_040,
+    "hardened_ddp/model/*": 3_055,
     "hardened_ddp/preflight/*": 1_220,
     "hardened_ddp/ranks/*": 2_900,
     "hardened_ddp/guard/*": 1_535,
@@ -70,7 +70,7 @@ BUDGETS = {
     "hardened_ddp/streams/*": 2_695,
     "ddp_drills/*": 2_570,
     "launchers/*": 692,
-    "tests/*": 35_690,
+    "tests/*": 35_705,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.
