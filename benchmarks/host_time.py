@@ -25,7 +25,6 @@ import contextlib
 import itertools
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -43,7 +42,7 @@ CLOCK = "HOST_TIME"
 """The variable with what a contender's clock needs: its name, and the folder of its files."""
 
 BARE, OURS = "bare", "ours"
-_LIMIT_S = 300
+_LIMIT_S, _END_LIMIT_S = 300, 40  # torchrun waits 30 s for its ranks
 
 
 def main() -> int:
@@ -103,7 +102,6 @@ def run_both(work: str, ranks: int) -> dict[str, list[float]]:
                     env=os.environ | env,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,
                 )
         turns = {}
         try:
@@ -112,21 +110,24 @@ def run_both(work: str, ranks: int) -> dict[str, list[float]]:
                 turns[name] = json.loads(Path(folder, f"{name}.json").read_text(encoding="utf-8"))
         finally:
             for process in running.values():
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                process.terminate()  # WHY first: torchrun ends its ranks, which have sessions
+            for process in running.values():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_END_LIMIT_S)
+                process.kill()
         return turns
 
 
 def _await(running: Mapping[str, subprocess.Popen[bytes]], work: str, folder: Path) -> None:
     """Wait until all have ended; raise SystemExit if one fails, for which the other would wait."""
-    ends_at = time.monotonic() + _LIMIT_S
-    while any(process.poll() is None for process in running.values()):
+    ends_at, failed = time.monotonic() + _LIMIT_S, list[str]()
+    while not failed and any(process.poll() is None for process in running.values()):
         failed = [name for name, process in running.items() if process.poll()]
-        if failed or time.monotonic() > ends_at:
-            break
+        if time.monotonic() > ends_at:
+            failed = [name for name, process in running.items() if process.poll() is None]
         time.sleep(0.05)
-    for name, process in running.items():
-        if process.poll() != 0 or not (folder / f"{name}.json").exists():
+    for name in running:
+        if name in failed or not (failed or (folder / f"{name}.json").exists()):
             text = (folder / f"{name}.log").read_text(encoding="utf-8")
             raise SystemExit(f"host_time.py: {name}, {work} failed:\n{text}")
 
