@@ -168,10 +168,10 @@ class _Attributes(MutableMapping[str, Any]):
     def __iter__(self) -> Iterator[str]:
         found: Any = type(self._owner)  # Any: as above
         names = [*_slots_of(found), *getattr(self._owner, "__dict__", ())]
-        return iter([name for name in names if hasattr(self._owner, name)])
+        return iter([name for name in names if name in self])
 
     def __len__(self) -> int:
-        return len(list(iter(self)))
+        return sum(1 for _ in self)
 
 
 @cache

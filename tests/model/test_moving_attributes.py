@@ -18,6 +18,7 @@ from ddp_drills.work import Work
 from hardened_ddp.errors import CheckpointMismatchError
 from hardened_ddp.model.moving_attributes import MovingAttributes
 from hardened_ddp.model.plain_values import as_json, copy_of, from_json, put_back
+from hardened_ddp.model.reach import attributes_of
 from tests.harness.forked_drills import forked_drills
 from tests.harness.ranks import train
 
@@ -186,6 +187,39 @@ class Annealing(Mixed):
 @dataclass(slots=True)
 class Slotted:
     temperature: float = 2.0
+
+
+class Oldest:
+    __slots__ = "one"
+
+
+class Older(Oldest):
+    __slots__ = ("__hidden", "never")
+
+    def __init__(self) -> None:
+        self.one, self.__hidden = 1, 2
+
+    def __getattr__(self, name: str) -> int:
+        return 7  # of what is not there
+
+
+class Newest(Older):
+    """Has a dict beside the slots of its bases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.free = 3
+
+
+def test_attributes_in_slots_are_like_those_in_a_dict() -> None:
+    held = Newest()
+    found = attributes_of(held)
+    assert dict(found) == {"_Older__hidden": 2, "one": 1, "free": 3}
+    before = copy_of(held)
+    found.update({"one": 4, "free": 5, "never": 6})
+    assert copy_of(held) != before
+    put_back(before)
+    assert dict(found) == {"_Older__hidden": 2, "one": 1, "free": 3}
 
 
 class Sampling(Mixed):
