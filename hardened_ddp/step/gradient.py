@@ -296,10 +296,11 @@ class Gradient:
         attempt.count = 0.0
         for index, batch in enumerate(batches):
             is_last = index == len(batches) - 1
+            self.batch = batch
             tracker.enter(Phase.FORWARD)  # WHY first: to send may wait for the device, as a kernel
             if self._moves_batches or replica.inputs.are_copied:
                 batch = replica.inputs.send(batch, parts.device)
-            self.batch, batch.is_measured = batch, attempt.is_reported
+            batch.is_measured = attempt.is_reported
             with gradients.around(is_last=is_last):  # DDP's no_sync, but for the last one
                 with parts.precision.autocast():
                     output = parts.task.forward(gradients.call, batch)

@@ -177,10 +177,10 @@ class Stepper:
         """Unscale, clip, update the weights. Every rank has the same gradients."""
         parts = self.parts
         max_norm = parts.config.optimizer.clip_grad_norm
-        is_reported = is_due(self.progress.step + 1, parts.config.loop.log_interval)
-        if is_reported and attempt.failure is None:
+        is_at_interval = is_due(self.progress.step + 1, parts.config.loop.log_interval)
+        if is_at_interval and attempt.failure is None:
             self.retry.name_unused()
-        if max_norm > 0 or is_reported:
+        if max_norm > 0 or is_at_interval:
             parts.precision.unscale(parts.optimizer)
             norm = clip(parts.gradients.local.by_name.values(), max_norm=max_norm)
             self.gradient.totals.grad_norm = norm
