@@ -118,8 +118,8 @@ class MovingBuffers:
         """Copy what moves, into one tensor for each dtype; return a view for each."""
         copies = self._live(self.known)
         for group in _by_dtype(copies):
-            parts = _parts(_flat([tensor for _, tensor in group]), [t for _, t in group])
-            for (index, _), part in zip(group, parts, strict=True):
+            tensors = [tensor for _, tensor in group]
+            for (index, _), part in zip(group, _parts(_flat(tensors), tensors), strict=True):
                 copies[index] = part
         return copies
 
@@ -155,10 +155,10 @@ class MovingBuffers:
         singles = [b for b in buffers if b.is_floating_point() and b.dtype != torch.float64]
         # WHY one device: a model on a GPU may keep a count on the host
         device = next((t.device for t in buffers if not t.is_cpu), torch.device("cpu"))
-        parts = [_flat(singles, device, torch.float32)] if singles else []
+        parts = [_flat(_alike(singles, device, torch.float32))] if singles else []
         if counters:
             # WHY bytes: float32 adds them up exactly, and one sum is then enough for all
-            whole = _flat(counters, device, torch.int64)
+            whole = _flat(_alike(counters, device, torch.int64))
             parts.append(whole.view(torch.uint8).float().mul_(float(group.is_main)))
         if parts:
             flat = group.sum_(torch.cat(parts))  # collective
@@ -167,7 +167,7 @@ class MovingBuffers:
                 _spread(flat[num_singles:].to(torch.uint8).view(torch.int64), counters)
             _spread(flat[:num_singles].mul_(1 / group.world_size), singles)
         if doubles:
-            flat = _flat(doubles, device, torch.float64)
+            flat = _flat(_alike(doubles, device, torch.float64))
             _spread(group.sum_(flat).mul_(1 / group.world_size), doubles)  # collective
 
     def _place(self, name: str) -> Place | None:
@@ -252,22 +252,15 @@ def _parts(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tenso
     return [part if tensor.dim() == 1 else part.view(tensor.shape) for part, tensor in pairs]
 
 
-def _flat(
-    tensors: Sequence[torch.Tensor],
-    device: torch.device | None = None,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """Return their values one after the other; where they are not all alike, on device, in dtype.
+def _alike(
+    tensors: Sequence[torch.Tensor], device: torch.device, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Return them on device, in dtype. WHY not by torch.cat: it promotes no unsigned integers."""
+    return [t if t.device == device and t.dtype == dtype else t.to(device, dtype) for t in tensors]
 
-    WHY not torch's promotion: it has none for unsigned integers.
-    """
-    if device is not None and dtype is not None:
-        tensors = [
-            tensor
-            if tensor.device == device and tensor.dtype == dtype
-            else tensor.to(device, dtype)
-            for tensor in tensors
-        ]
+
+def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the values of tensors of one device and dtype, one after the other."""
     # WHY not a view of each: it takes the host a microsecond
     if not any([tensor.dim() for tensor in tensors]):
         return torch.stack(list(tensors))
