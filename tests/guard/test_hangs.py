@@ -25,6 +25,7 @@ from hardened_ddp.guard.hang_rules import (
     longest_wait_s,
 )
 from hardened_ddp.guard.slow import NUM_REPORTS, SlowRanks
+from hardened_ddp.ranks import threads
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.phase import LIMITS, NUM_FIRST_STEPS, NUM_PHASES, SINCE, Phase, Tracker
@@ -305,6 +306,17 @@ def test_a_phase_may_take_five_times_the_longest_and_never_less_than_the_floor()
     assert limits[Phase.EVALUATION] == LONG_FACTOR * 60 * 10**9
     cold = limits_ns(hang_after_s=60, longest_s=longest, is_warm=False, least_s={})
     assert min(cold) == LONG_FACTOR * 60 * 10**9
+
+
+def test_on_a_gpu_threads_that_question_it_are_ready_before_it_can_be_stuck(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "_ready", [])
+    group = Group(Launch(), torch.device("cpu"))
+    group.device = torch.device("cuda", 0)
+    with HangWatch(group, tmp_path, hang_after_s=0):
+        assert len(threads._ready) == 2
+    assert not threads._ready
 
 
 def test_a_limit_learns_neither_from_first_steps_nor_from_a_pause_of_the_job(

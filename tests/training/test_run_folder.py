@@ -23,6 +23,7 @@ from hardened_ddp.reporting.goodput import Goodput
 from hardened_ddp.reporting.resources import read_gpu_mib
 from hardened_ddp.reporting.sinks import FileSink, write_text
 from hardened_ddp.reporting.status_writer import StatusWriter, Work
+from hardened_ddp.training import run_report
 from hardened_ddp.training.run_folder import RunFolder, create_run_folder, find_place
 from tests.harness.forks import give_up_privileges, run_forked
 from tests.harness.marks import slow_after
@@ -298,6 +299,22 @@ def test_a_link_that_is_put_there_during_the_run_is_not_followed(tmp_path: Path)
     with StatusWriter(tmp_path, Group(Launch(), torch.device("cpu"))):
         pass
     assert victim.read_text() == "years of work"
+
+
+def on_a_gpu(num_classes: int) -> torch.nn.Module:
+    """Build a model, in a process that reads figures of a GPU."""
+    run_report.read_gpu_mib = lambda device: (3.0, 1.0)  # type: ignore[assignment]
+    return torch.nn.Linear(3, num_classes)
+
+
+def test_a_run_tells_in_its_status_what_it_had_of_its_gpu_at_the_last_report(
+    tmp_path: Path,
+) -> None:
+    flags = ["--cpu_only", "--dataset", "tests.plugins:points", "--eval_every", "0"]
+    model = ["--model", "tests.training.test_run_folder:on_a_gpu", "--max_steps", "3"]
+    train([*flags, *model, "--output_dir", tmp_path, "--num_workers", "0"]).ok()
+    status = json.loads((only_run(tmp_path) / "status" / "rank-0.json").read_text())
+    assert (status["gpu_mib"], status["gpu_peak_mib"]) == (3.0, 1.0)
 
 
 def test_the_memory_of_a_gpu_is_asked_for_by_the_main_thread_alone(
