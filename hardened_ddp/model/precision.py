@@ -99,8 +99,16 @@ def _weights(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def clip(parameters: Iterable[torch.nn.Parameter], *, max_norm: float) -> torch.Tensor:
-    """Clip the gradient to max_norm; return its norm before: sqrt of the sum of squares."""
-    return torch.nn.utils.clip_grad_norm_(parameters, max_norm if max_norm > 0 else float("inf"))
+    """Clip the gradient to max_norm; return its norm before: sqrt of the sum of squares.
+
+    max_norm: 0 changes nothing. WHY not inf for that: the norm of large numbers may overflow to inf
+    too, and torch multiplies the gradient by inf / inf.
+    """
+    parameters = list(parameters)
+    if max_norm > 0:
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return torch.nn.utils.get_total_norm(gradients)
 
 
 def _choose(amp: Amp, device: torch.device) -> PrecisionName:

@@ -79,6 +79,16 @@ def test_a_flag_that_is_up_leaves_all_as_it_is(
     assert not all(map(torch.equal, everything(model, optimizer), before))
 
 
+def test_a_norm_that_overflows_leaves_the_gradient_as_it_is_unless_it_is_clipped() -> None:
+    weight = nn.Parameter(torch.ones(4))
+    for size in (2.0, 2.0**80):  # the square of the second one is inf
+        weight.grad = torch.full((4,), size)
+        assert clip([weight, nn.Parameter(torch.ones(2))], max_norm=0).item() >= 2 * size
+        assert weight.grad.tolist() == [size] * 4
+    clip([weight], max_norm=1.0)
+    assert weight.grad.tolist() == [0.0] * 4
+
+
 def test_a_mark_is_a_copy(halves: Precision) -> None:
     mark = halves.mark()
     if isinstance(mark, dict):
