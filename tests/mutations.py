@@ -220,14 +220,14 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
     ],
     "gradients/sums.py": [
         (
-            "return math.isfinite(sum(sums)) or all(bool(g.isfinite().all()) for g in gradients)",
-            "return math.isfinite(sum(sums))",
+            "return math.isfinite(total) or all(bool(g.isfinite().all()) for g in gradients)",
+            "return math.isfinite(total)",
             "numbers replica",
         )
     ],
     "model/checksum.py": [
         ("torch.dot(part, row[: len(part)])", "part.sum()", "numbers"),
-        ("words.bitwise_xor_(upper).mul_(", "words.mul_(", "numbers"),
+        ("words.bitwise_xor_(upper.bitwise_and_(", "words.add(upper.bitwise_and_(", "numbers"),
         ("((upper, factors[1]),", "((piece, factors[1]),", "numbers"),
     ],
     "preflight/memory_format.py": [

@@ -67,16 +67,16 @@ class LocalGradients:
     def are_finite(self) -> bool:
         """Return whether all gradients are finite. Waits for the device.
 
-        WHY sums: NaN and inf persist in them, and a sum is the fastest check that torch has
-        (isfinite takes five times as long). A sum of large numbers may overflow too, so if it is
-        not finite, each gradient is checked.
+        On a GPU also whether they can be squared, see flag_of. WHY sums on the CPU: NaN and inf
+        persist in them, and a sum is the fastest check that torch has there (isfinite takes five
+        times as long). A sum of large numbers may overflow too, so if it is not finite, each
+        gradient is checked.
         """
         gradients = self.real()
-        if all(gradient.device.type == "cpu" for gradient in gradients[:1]):
-            sums = [gradient.sum().item() for gradient in gradients]
-        else:  # one wait for all of them
-            sums = torch.stack([g.sum().double() for g in gradients]).tolist()
-        return math.isfinite(sum(sums)) or all(bool(g.isfinite().all()) for g in gradients)
+        if not all(gradient.is_cpu for gradient in gradients[:1]):
+            return not flag_of(gradients).item()
+        total = sum([gradient.sum().item() for gradient in gradients])
+        return math.isfinite(total) or all(bool(g.isfinite().all()) for g in gradients)
 
     def scale(self, factor: float | torch.Tensor) -> None:
         """Multiply all gradients by factor; on a GPU by one kernel."""
@@ -295,11 +295,13 @@ def count_on(device: torch.device, count: float | torch.Tensor) -> torch.Tensor:
 
 
 def flag_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return 1.0 if an element is NaN or inf, else 0.0: float32, of shape (), on their device.
+    """Return 1.0 if an element is NaN, inf or too large, else 0.0: float32, of shape ().
 
-    The host does not wait. WHY the largest element: on a GPU that is one operation for all tensors,
-    and other than a sum it can't overflow in 16 bits.
+    On their device; the host does not wait. Too large: its square is not finite in float32. WHY:
+    torch's fused Adam on CUDA then makes the weight NaN (it has inf - inf in exp_avg_sq). WHY the
+    largest element: on a GPU that is one operation for all tensors, and other than a sum it can't
+    overflow in 16 bits.
     """
     filled = [tensor for tensor in tensors if tensor.numel()]  # none has no largest element
     largest = torch.nn.utils.get_total_norm(filled, norm_type=math.inf)
-    return largest.lt(math.inf).logical_not().float()
+    return largest.lt(math.inf if largest.dtype == torch.float64 else 2.0**64).logical_not().float()

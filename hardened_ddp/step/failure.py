@@ -40,7 +40,7 @@ BAD_LABELS = "the labels of samples"
 _SINGLE_SAMPLE = "Expected more than 1 value per channel when training"
 """In torch's error about a BatchNorm whose input is one value."""
 
-BAD_SUM = "the gradient over all ranks is not finite, though every loss is"
+BAD_SUM = "the gradient over all ranks is not finite, or its square is not, though every loss is"
 
 Kind = Literal["error", "out of memory", "not finite", "sample", "unused"]
 

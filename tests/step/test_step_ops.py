@@ -53,7 +53,11 @@ def test_a_read_of_what_the_device_computes_is_a_wait_and_of_the_hosts_numbers_i
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_a_flag_is_up_for_nan_and_inf_and_not_for_large_numbers(dtype: torch.dtype) -> None:
-    large = torch.full((100,), torch.finfo(dtype).max / 2, dtype=dtype)
+    # but for those whose square is inf in the optimizer: fused Adam on a GPU makes NaN of them
+    most = torch.finfo(dtype).max / 2 if dtype in (torch.float16, torch.float64) else 1.8e19
+    large = torch.full((100,), most, dtype=dtype)
+    if most == 1.8e19:
+        assert flag_of([large, large[:3] * 1.1]) == 1.0
     assert flag_of([large, torch.ones(2, dtype=dtype), torch.empty(0, dtype=dtype)]) == 0.0
     for bad in (float("nan"), float("inf"), -float("inf")):
         broken = large.clone()
