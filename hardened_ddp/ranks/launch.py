@@ -97,6 +97,9 @@ def prepare_environment(
         # WHY: cuBLAS reads it once, and without it matrix products on two streams may round
         # differently from run to run. The value is the one that torch's error message names.
         env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # WHY: with the 1,021 launches that a GPU otherwise takes ahead, one step of a large model fills
+    # the queue; what follows from that is in step/async_device.py. CUDA takes 4x at most.
+    env.setdefault("CUDA_SCALE_LAUNCH_QUEUES", "4x")
     if (MODELS_FOLDER / "hub").is_dir():
         # Where download.py puts published weights, and torch looks for them.
         env.setdefault("TORCH_HOME", str(MODELS_FOLDER.absolute()))

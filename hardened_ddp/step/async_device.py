@@ -70,10 +70,15 @@ class Flag:
         self._arrived = Event()
         return self._arrived
 
-    def is_up(self) -> bool:
-        """Return whether the gradient was bad. Waits until the device has computed it."""
+    def wait(self) -> None:
+        """Wait until the device has computed it."""
         if self._arrived is not None:
             self._arrived.wait()
+            self._arrived = None
+
+    def is_up(self) -> bool:
+        """Return whether the gradient was bad. Waits until the device has computed it."""
+        self.wait()
         return bool(self._on_host)
 
 
@@ -170,6 +175,19 @@ class AsyncDevice:
         """Note that a step begins; its buffers and sums are copied. Main thread."""
         self._current = QueuedStep(attempt, Event())
         attempt.when_computed = self._current.note_computed
+        attempt.after_forward = self._wait_for_last
+
+    def _wait_for_last(self) -> None:
+        """Wait for the flag of the last step, without reading it: a forward is queued behind it.
+
+        WHY: a GPU takes some thousands of launches ahead. If they are that many while it is stuck,
+        the host is stuck in the next one, with a lock of the driver: then no thread can copy the
+        weights. So at most an update and a forward wait behind an all-reduce, but no backward.
+        """
+        if self.unconfirmed is not None and self.unconfirmed.flag is not None:
+            # WHY: this rank may wait here for another one that has not joined an all-reduce
+            with self._parts.group.tracker.within(Phase.ALL_REDUCE):
+                self.unconfirmed.flag.wait()
 
     def note(self, sums: Sums) -> None:
         """Take up the sums of the current step, if only the device knows whether they are good."""

@@ -87,6 +87,9 @@ class Attempt:
     is_reported: bool = True
     """Losses and metrics are read after it."""
 
+    after_forward: Callable[[], None] | None = None
+    """Called when the first forward is queued."""
+
     when_computed: Callable[[], None] | None = None
     """Called when this rank's gradients are computed, before the last of them are sent."""
 
@@ -309,6 +312,8 @@ class Gradient:
                 attempt.count = attempt.count + score.count
                 if self._watches_loss and not math.isfinite(value := score.loss_sum.item()):
                     raise LossNotFinite(f"the loss is {value}")
+                if index == 0 and attempt.after_forward is not None:
+                    attempt.after_forward()
                 tracker.enter(Phase.BACKWARD)
                 loss = score.loss_sum if scaler is None else scaler.scale(score.loss_sum)
                 if not self._counts_samples:

@@ -285,7 +285,7 @@ def test_training_finds_weights_in_the_folder_that_setup_makes(
     assert env["TORCH_HOME"] == str(tmp_path / "models")
     env = {"TORCH_HOME": "mine"}
     prepare_environment(read_launch({}), env)
-    assert env == {"TORCH_HOME": "mine"}
+    assert env["TORCH_HOME"] == "mine"
 
 
 def test_a_url_is_no_place_for_downloads(

@@ -48,6 +48,7 @@ from tests.ranks.test_shared_sum import rendezvous
 
 CPU = torch.device("cpu")
 LONG = 1_000_000
+QUEUES = {"CUDA_SCALE_LAUNCH_QUEUES": "4x"}
 STOPPED = "ddp_training.py: stopped by Ctrl-C; there was nothing to save\n"
 
 
@@ -58,11 +59,14 @@ def test_one_node_talks_over_loopback_unless_told_otherwise() -> None:
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "eth7",
         "OMP_NUM_THREADS": "2",
+        **QUEUES,
     }
     prepare_environment(Launch(world_size=4, num_nodes=2), env := {})
-    assert env == {"OMP_NUM_THREADS": "1"}, "as torchrun sets it"
+    assert env == {"OMP_NUM_THREADS": "1", **QUEUES}, "as torchrun sets it"
     prepare_environment(Launch(), env := {})
-    assert not env
+    assert env == QUEUES
+    prepare_environment(Launch(), env := {"CUDA_SCALE_LAUNCH_QUEUES": "1x"})
+    assert env == {"CUDA_SCALE_LAUNCH_QUEUES": "1x"}
 
 
 def test_a_watched_run_keeps_nccl_from_ending_ranks_that_have_not_saved() -> None:

@@ -198,6 +198,38 @@ def test_a_batch_is_sent_to_the_device_in_the_phase_of_forward(
     assert phases == [Phase.FORWARD]
 
 
+def test_no_backward_is_queued_before_the_last_step_is_known_to_be_good(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Behind an all-reduce that never ends, it would fill the launch queue: no thread could copy.
+    done: list[str] = []
+    backward = torch.Tensor.backward
+
+    def noting(word: str, act: Callable[..., Any] = lambda *_: None) -> Callable[..., Any]:
+        def noted(*given: Any, **named: Any) -> Any:
+            done.append(word)
+            return act(*given, **named)
+
+        return noted
+
+    with PretendedGpu().on() as gpu:
+        parts = parts_of([*COMMON, *TASKS["pictures and top 5"]], device=GPU)
+        stepper = stepper_of(parts)
+        parts.replica.module.register_forward_hook(noting("forward"))
+        monkeypatch.setattr(torch.Tensor, "backward", noting("backward", backward))
+        with mock.patch.object(gpu, "wait", side_effect=noting("wait")):
+            for window, batches in list(parts.train_loader.windows(0, 0))[: NUM_STEPS - 1]:
+                stepper.train_step(window, batches)
+        parts.close()
+        parts.group.close()
+    _, first, *others = " ".join(done).split("forward")
+    assert set(first.split()) == {"backward"}
+    assert others
+    for words in others:
+        assert words.split()[0] == "wait"
+        assert set(words.split()[1:]) == {"backward"}
+
+
 def test_a_rank_that_waits_for_its_device_between_steps_says_that_it_waits_for_others() -> None:
     phases: list[int] = []
     with PretendedGpu().on() as gpu:
