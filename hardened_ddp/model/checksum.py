@@ -46,10 +46,11 @@ def combine(pairs: torch.Tensor) -> torch.Tensor:
 def _factors(size: int, device: torch.device) -> torch.Tensor:
     """Hash the numbers below size to odd ones."""
     words = torch.arange(1, size + 1, device=device).mul_(_STEP)
+    upper = torch.empty_like(words)
     for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
+        torch.bitwise_right_shift(words, shift, out=upper)
         # WHY the mask: a shift of a negative number brings ones in
-        upper = words.bitwise_right_shift(shift).bitwise_and_((1 << (64 - shift)) - 1)
-        words.bitwise_xor_(upper).mul_(factor)
+        words.bitwise_xor_(upper.bitwise_and_((1 << (64 - shift)) - 1)).mul_(factor)
     return words.bitwise_or_(1)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from hardened_ddp.guard.divergence import judge
 from hardened_ddp.model.checksum import checksums, combine
+from tests.gradients.test_by_ddp import NewMemory
 from tests.harness.marks import slow_after
 from tests.harness.ranks import train
 from tests.harness.run_folder import find_checkpoints, last_tensors, only_run, read_summary, step_of
@@ -237,6 +238,13 @@ def test_changes_that_cancel_in_a_linear_sum_are_seen(dtype: torch.dtype, start:
     signs[[start, start + 2]] *= -1  # the highest bit of two words, or of two of their halves
     found = {str(checksums({"values": t}).tolist()) for t in (values, changed, signs)}
     assert len(found) == 3
+
+
+def test_the_factors_of_a_checksum_are_made_in_little_memory() -> None:
+    factors = 2 * 32_768 * 8
+    with NewMemory() as taken:
+        checksums({"": torch.ones(1)})
+    assert taken.num_bytes < 2.6 * factors  # they, as much again, and a workspace of half of them
 
 
 def test_a_part_of_another_tensor_has_the_checksum_of_its_copy() -> None:
