@@ -20,7 +20,7 @@ from hardened_ddp.task.output import (
     logits_of,
     split_output,
 )
-from hardened_ddp.task.task import Figures, Metric, Score, Task, widened
+from hardened_ddp.task.task import Figures, Metric, Score, Task, for_softmax
 
 ACCURACY = Metric("accuracy", form=".2%", short_name="acc", short_form=".1%")
 TOP5 = Metric("top5_accuracy", form=".2%", short_name="top5", short_form=".1%")
@@ -73,7 +73,7 @@ class Classification(Task):
         num_samples = targets.shape[0]
         if mean_loss is None:
             loss_sum = cross_entropy(
-                widened(logits), targets, reduction="sum", label_smoothing=self.label_smoothing
+                for_softmax(logits), targets, reduction="sum", label_smoothing=self.label_smoothing
             )
         else:  # a model's own loss is a mean, by convention
             loss_sum = mean_loss.float() * num_samples

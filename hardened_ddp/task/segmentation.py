@@ -15,7 +15,7 @@ from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.errors import ModelError
 from hardened_ddp.task.details import name_of
 from hardened_ddp.task.output import check_range, described_labels, logits_of
-from hardened_ddp.task.task import Figures, Metric, Score, Task, widened
+from hardened_ddp.task.task import Figures, Metric, Score, Task, for_softmax
 from hardened_ddp.task.tokens import IGNORED
 
 _NEED = "(num_samples, num_classes, height, width)"
@@ -51,7 +51,7 @@ class Segmentation(Task):
         logits = logits_of(output, need=_NEED)
         labels = targets.long()
         loss_sum = cross_entropy(
-            widened(logits), labels, reduction="sum", ignore_index=self.ignore_index
+            for_softmax(logits), labels, reduction="sum", ignore_index=self.ignore_index
         )
         counts = labels.ne(self.ignore_index)
         predictions = logits.detach()[:, : self.num_classes].argmax(dim=1)

@@ -204,3 +204,12 @@ def shortly_described(metrics: Sequence[Metric], figures: Mapping[str, float]) -
 def widened(logits: torch.Tensor) -> torch.Tensor:
     """Return logits for a loss. WHY: under autocast they are bf16, and a sum needs fp32."""
     return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def for_softmax(logits: torch.Tensor) -> torch.Tensor:
+    """Return logits for cross_entropy, which then computes in fp32.
+
+    WHY not widened in each case: under autocast, CUDA's log_softmax reads bf16 and gives fp32 by
+    itself, with the same numbers. Of a vocabulary that saves a copy as large as the loss.
+    """
+    return logits if logits.is_cuda and torch.is_autocast_enabled("cuda") else widened(logits)
