@@ -46,20 +46,20 @@ from benchmarks.gpu.row import (
 
 TOTAL_S = 1800.0
 PARTS: Mapping[str, tuple[str, float, Callable[..., Iterator[Row]]]] = {
-    "first": ("Training, kill and resume, memory gone, a hang", 300, runs.first_contact),
-    "tests": ("What only a GPU has", 360, runs.first_tests),
-    "faults": ("Faults", 240, runs.faults),
+    "first": ("Training, kill and resume, memory gone, a hang", 180, runs.first_contact),
+    "tests": ("What only a GPU has", 300, runs.first_tests),
+    "faults": ("Faults", 200, runs.faults),
     "checkpoints": ("Checkpoints, survivor saves, restarts", 300, runs.checkpoints),
-    "life": ("Evaluation, export, resume", 120, runs.life_of_a_run),
-    "speed-mlp": ("Speed: an MLP", 120, functools.partial(speed.measure_work, "mlp")),
+    "life": ("Evaluation, export, resume", 100, runs.life_of_a_run),
+    "speed-mlp": ("Speed: an MLP", 160, functools.partial(speed.measure_work, "mlp")),
     "speed-gpt": (
         "Speed: GPT of 124 million parameters, sequence 1,024, bf16",
-        180,
+        270,
         functools.partial(speed.measure_work, "gpt"),
     ),
     "speed-resnet50": (
         "Speed: ResNet-50, 224x224, bf16, channels last",
-        180,
+        290,
         functools.partial(speed.measure_work, "resnet50"),
     ),
 }

@@ -8,6 +8,7 @@ also return a figure for the report. tests/step/test_gpu.py runs the same functi
 
 import argparse
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -35,8 +36,10 @@ from hardened_ddp.step.async_device import Event, Flag, beside, copy_beside
 from hardened_ddp.step.gradient import Totals
 from hardened_ddp.task.classification import Classification
 
+os.environ.setdefault("CUDA_SCALE_LAUNCH_QUEUES", "4x")  # as in a run: ranks/launch.py
+
 _MIB = 2**20
-_LAUNCHES = 3000  # a queue holds about 1,024
+_LAUNCHES = 3000  # a queue holds 1,021; with CUDA_SCALE_LAUNCH_QUEUES=4x, 4,093
 _COPY_LIMIT_S = 60.0
 _QUEUE_FULL_S = 1.0  # in which all of them are launched, or the queue is full
 _STUCK_CYCLES = 1 << 33  # some seconds
@@ -46,7 +49,8 @@ _MOST_WORKSPACE_MIB = 300  # of checksums: while factors of 128 MiB are mixed, a
 def nan_and_inf_are_found_in_every_type(device: torch.device) -> str:
     """One norm of all gradients finds NaN and inf, and large numbers in 16 bits are none."""
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        large = torch.full((4096,), torch.finfo(dtype).max / 2, dtype=dtype, device=device)
+        most = min(torch.finfo(dtype).max / 2, 1e19)
+        large = torch.full((4096,), most, dtype=dtype, device=device)
         assert flag_of([large, large]).item() == 0.0, dtype
         for bad in (float("nan"), float("inf"), -float("inf")):
             broken = large.clone()
@@ -73,6 +77,21 @@ def fused_optimizers_skip_a_step_whose_flag_is_up(device: torch.device) -> str:
                 torch.equal(a, b) for a, b in zip(before, _copies(model, optimizer), strict=True)
             ]
             assert changes != all(same), (name, flag)
+    return ""
+
+
+def a_gradient_whose_square_overflows_changes_no_weight(device: torch.device) -> str:
+    """Of a finite one, fused Adam on CUDA makes NaN: so the flag is up for it."""
+    model = nn.Linear(64, 64).to(device)
+    optimizer = build_optimizer(model.parameters(), OptimizerConfig())
+    allocate_state(optimizer)
+    for size in (1.0, 1e20, 1.0):
+        gradients = [torch.full_like(weight, size) for weight in model.parameters()]
+        for weight, gradient in zip(model.parameters(), gradients, strict=True):
+            weight.grad = gradient
+        Precision("off", device).leave_out(optimizer, flag_of(gradients))
+        optimizer.step()
+        assert all(weight.isfinite().all() for weight in model.parameters()), size
     return ""
 
 
@@ -230,6 +249,7 @@ def a_pageable_copy_behind_a_stuck_kernel(device: torch.device) -> str:
 CHECKS: tuple[Callable[[torch.device], str], ...] = (
     nan_and_inf_are_found_in_every_type,
     fused_optimizers_skip_a_step_whose_flag_is_up,
+    a_gradient_whose_square_overflows_changes_no_weight,
     the_scale_of_fp16_is_taken_back,
     a_flag_is_queued_without_a_wait,
     checksums_need_little_memory,

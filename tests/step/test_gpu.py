@@ -54,8 +54,9 @@ def test_memory_that_is_really_gone_is_answered_with_smaller_micro_batches(
 ) -> None:
     argv = [*POINTS, "--model", "tests.plugins:Hungry", "--model_args", f"{{phase: {phase}}}"]
     finished = train([*argv, "--output_dir", tmp_path], 1).ok()
-    [size] = set(re.findall(r"micro-batches have (\d) samples at most", finished.outputs[0]))
-    assert int(size) in (2, 4)
+    sizes = re.findall(r"micro-batches have (\d) samples at most", finished.outputs[0])
+    # four may not fit: what the trial before the first step has freed may lie around a workspace
+    assert sizes in (["4"], ["4", "2"])
     assert only_run(tmp_path)
 
 
