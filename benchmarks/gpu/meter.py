@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from benchmarks.gpu import works
 
-WARM_UP = 10
+WARM_UP = 40  # WHY so many: until then batches get pinned memory, which holds launches up
 PROFILED = 5
 BEGIN, END = "meter: begin", "meter: end"
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")

@@ -123,7 +123,7 @@ def _checkpoints_of(size_gb: float, *, dry: bool, ends_at: float) -> Iterator[Ro
         argv = _argv(Path(folder), dry=dry, model=f"wide, {_shape(size_gb, dry=dry)}")
         # WHY so far apart: before one is begun, the one before it must be written
         every = 3 if dry else 300
-        argv += ["--keep_last", "1", "--checkpoint_every_steps", str(every)]
+        argv += ["--keep_last", "1", "--checkpoint_every_steps", str(every), "--epochs", "100"]
         num_steps = every * _NUM_SAVES + every // 2
         done = run([*argv, "--max_steps", str(num_steps)], limit_s=_left(ends_at))
         if done.status:

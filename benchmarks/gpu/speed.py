@@ -27,7 +27,7 @@ from benchmarks.gpu.row import (
 )
 
 # As in meter.py and works.py, which need torch; test_gpu_report.py compares them.
-WARM_UP, PROFILED = 10, 5
+WARM_UP, PROFILED = 40, 5
 STEPS = {"resnet50": 40, "gpt": 40, "mlp": 400}
 BATCHES = {"resnet50": 128, "gpt": 8, "mlp": 256}
 SMALL_STEPS = 3

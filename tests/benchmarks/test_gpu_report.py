@@ -48,7 +48,7 @@ def test_the_meter_counts_neither_a_report_nor_its_own_waits(
     file, number = tmp_path / "figures.json", torch.ones(())
     one = meter.Meter(file=str(file), steps=40, batch_size=1, started_at=0.0)
     monkeypatch.setattr(one, "_wait", lambda: float(number.item()) + time.perf_counter())
-    for step in range(1, 57):
+    for step in range(1, meter.WARM_UP + 40 + 1 + meter.PROFILED + 1):
         number.item()  # the flag of each step
         one.after_step()
         if step % 50 == 0:  # a report reads several figures

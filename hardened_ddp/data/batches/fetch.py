@@ -165,7 +165,11 @@ class Fetcher:
         for index in indices.tolist():
             self.reading[0] = index
             try:
-                samples.append(self._read_sample(epoch, index, told))
+                try:
+                    sample = self._read_sample(epoch, index)
+                except Exception as error:  # WHY broad: the user's code
+                    sample = self._read_again(epoch, index, error, told)
+                samples.append(sample)
                 good.append(index)
             except (MemoryError, KeyboardInterrupt):  # no sample is to blame
                 raise
@@ -183,22 +187,18 @@ class Fetcher:
         batch = self._collate(samples, good, tuple(bad))
         return replace(batch, troubles=tuple(told)) if told else batch
 
-    def _read_sample(self, epoch: int, index: int, troubles: list[str]) -> Any:
-        """Read one sample, with retries. Raises the dataset's error. Any: the dataset's sample"""
+    def _read_sample(self, epoch: int, index: int) -> Any:  # Any: the dataset's sample
+        # WHY per sample: its augmentation must not depend on which rank or worker reads it, nor on
+        # a retry.
+        if self.uses_randomness:
+            seed_sample(self.seed, epoch, index)
+        return self.dataset[index]
 
-        def read() -> Any:  # Any: as above
-            # WHY per sample: its augmentation must not depend on which rank or worker reads it, nor
-            # on a retry.
-            if self.uses_randomness:
-                seed_sample(self.seed, epoch, index)
-            return self.dataset[index]
-
-        try:
-            return read()
-        except (MemoryError, *PERMANENT):
-            raise
-        except Exception as error:  # WHY broad: the user's code
-            first = error
+    def _read_again(self, epoch: int, index: int, first: Exception, troubles: list[str]) -> Any:
+        """Read a sample whose first read raised, if that may help. Raises the last error."""
+        if isinstance(first, (MemoryError, *PERMANENT)):
+            raise first
+        read = partial(self._read_sample, epoch, index)
         # WHY retry once in any case: a file that was read while incomplete may be complete now.
         return retry_read(read, first, troubles) if is_transient(first) else read()
 
