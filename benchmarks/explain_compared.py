@@ -190,9 +190,9 @@ def ask_explain(output: str) -> Answer:
     command = [sys.executable, str(ROOT / "ddp_training.py"), "explain", "--json", "-"]
     done = subprocess.run(command, input=output, capture_output=True, text=True, check=False)
     report = json.loads(done.stdout)
-    guilty = report["guilty"]
     cause = report["cause"]["code"] if report["cause"] else report["verdict"]
-    return Answer(guilty["rank"] if guilty else None, cause)
+    guilty = report["guilty"]
+    return Answer(guilty[0]["rank"] if len(guilty) == 1 else None, cause)
 
 
 if __name__ == "__main__":

@@ -76,6 +76,33 @@ class Finding:
     works: tuple[Work, ...]
     is_sure: bool = False
 
+    @property
+    def why(self) -> str:
+        """Say what may hold up the ranks, by what each of them waits in."""
+        if self.kind == "apart":
+            return (
+                "They wait in different collectives, which no time heals: one took another branch, "
+                "or has another number of batches; the lower number is behind."
+            )
+        if self.kind == "missing":
+            return (
+                "What that rank did then is in its own log: data, a save, a crash, another branch."
+            )
+        if self.is_sure:
+            return (
+                "All ranks are in it, so none is missing: data does not get from GPU to GPU "
+                "(interface, firewall, peer-to-peer access, shared memory), or a GPU is stuck."
+            )
+        if all(work.seq <= 1 for work in self.works):
+            return (
+                "It is the first one, so nothing was exchanged yet: a rank did not come so far "
+                "(reading data, building the model, compiling), or the GPUs can't reach each other."
+            )
+        return (
+            "The ranks that print this wait for one that did not come: it crashed, hangs, is slow "
+            "(data, evaluation or a save on one rank), took another branch, or has fewer batches."
+        )
+
 
 class Collectives:
     """Collects the records."""
@@ -202,7 +229,7 @@ class Collectives:
             named = tuple(lagging) if is_whole else ()
             return Finding("missing", named, text, tuple(works), is_sure=is_whole)
         return self._missing(works, world_size) or Finding(
-            "waiting", (), _told(works), tuple(works)
+            "waiting", (), _told(works), tuple(works), is_sure=len(by_rank) == world_size
         )
 
     def _first_of_each_rank(self) -> list[Work]:

@@ -15,7 +15,8 @@ _SUCCESS = re.compile(
     r"(?i)\b(?:training (?:is |has )?(?:complete|finished|done|successful)|finished training"
     r"|max_(?:epochs|steps)=\d+` reached|train_runtime|successfully finished"
     r"|completed successfully|finished: \d+ steps|exit code 0|all done|job succeeded"
-    r"|state(?:=|: )COMPLETED)"
+    r"|exits successfully|exiting gracefully|state(?:=|: )COMPLETED)"
+    r"|^\W*(?:done|finished|completed?|success)\W*$"
     r"|训练(?:完成|结束)|学習(?:完了|終了)|학습 ?완료"
 )
 _SAVED = re.compile(

@@ -86,6 +86,11 @@ class Cause:
     """What to do there instead; empty: as in plain torch."""
 
     @property
+    def is_of_type(self) -> bool:
+        """Whether only the type of an exception was known, so its own message says more."""
+        return self.code.startswith("python-")
+
+    @property
     def accuses(self) -> Blame:
         """Which rank its message accuses."""
         if self.blame is not None:

@@ -4,6 +4,7 @@ Owns the words around the catalogue's, and how commands of the trainer are typed
 """
 
 import json
+import re
 import shlex
 import textwrap
 from collections import defaultdict
@@ -16,10 +17,13 @@ from ddp_doctor.explain.catalogue.own import GUIDE, STEPS
 from ddp_doctor.explain.collector import Evidence
 from ddp_doctor.explain.events import Cause, Event, Tier
 from ddp_doctor.explain.run_story import ENDED_WELL, Story, lines_of
-from ddp_doctor.explain.verdict import CERTAIN, GUESS, LIKELY, Verdict
+from ddp_doctor.explain.verdict import CERTAIN, LIKELY, UNKNOWN, Verdict
 
 _WIDTH = 100
 _MAX_TEXT = 240
+_MAX_HEADLINE = 140
+_MOST_RANKS = 8  # named in the first line
+_STEP = re.compile(r"\bstep \d+\b")
 # How the catalogue writes a command of ours: at the end of its text.
 _COMMAND = "python ddp_training.py "
 _NAMES = {
@@ -37,6 +41,11 @@ _COLLECT = (
     "TORCH_DISTRIBUTED_DEBUG=DETAIL (on nccl; INFO on gloo); give the dumps to explain, too",
     "crashes in native code: PYTHONFAULTHANDLER=1; of the machine: dmesg -T, sacct, kubectl "
     "describe pod",
+)
+_OF_THE_END = (
+    "does it still run, and do its last lines change? py-spy dump --pid PID shows where it is",
+    "its exit status: echo $? behind the launcher; sacct -j JOB --format=State,ExitCode,MaxRSS",
+    "who ended it: dmesg -T | grep -iE 'oom|killed|xid'; kubectl describe pod POD",
 )
 
 
@@ -82,7 +91,15 @@ class Answer:
     def has_failed(self) -> bool:
         """Whether the job failed, and did not go on since."""
         is_over = self.story is not None and self.story.state in (*ENDED_WELL, "stopped")
-        return self.verdict.kind != "healthy" and not is_over
+        return self.verdict.kind not in ("healthy", "open") and not is_over
+
+    @property
+    def is_of_suite(self) -> bool:
+        """Whether it is a run of this suite, for which its settings and codes are of use."""
+        root, found = self.verdict.root, self.evidence
+        code = root.cause.code if root is not None and root.cause is not None else ""
+        is_known = self.story is not None or bool(found.starts) or bool(found.next_step)
+        return is_known or code.startswith("DDP-")
 
     @property
     def typed(self) -> str:
@@ -90,18 +107,38 @@ class Answer:
         return " ".join(map(shlex.quote, self.names))
 
 
-def sentence_of(verdict: Verdict) -> str:
-    """Say who failed, where and why, in one sentence or two."""
+def headline_of(verdict: Verdict) -> str:
+    """Say who failed and how, in plain words: the first line of an answer."""
     root = verdict.root
-    if root is None or root.cause is None:
-        return _unknown_sentence(verdict)
-    cause = root.cause
-    parts = [f"{_subject(verdict)}: {cause.title}"]
-    if root.raised is not None and root.tier == Tier.EXCEPTION:
-        parts.append(f" ({_raised(root)})")
-    elif verdict.finding is not None and verdict.finding.text:
-        parts.append(f" ({verdict.finding.text})")
-    return "".join(parts) + ". " + _as_sentence(cause.why, defaultdict(lambda: "?", root.fields))
+    if root is None or root.cause is None or root.cause.is_of_type:
+        return _unknown_headline(verdict)
+    step = _STEP.search(root.raised.message) if root.raised is not None else None
+    return f"{_subject(verdict)}{f', {step[0]}' if step else ''}: {root.cause.title}."
+
+
+def details_of(verdict: Verdict) -> list[str]:
+    """Say why, and what was raised where, in a paragraph each."""
+    root = verdict.root
+    found = []
+    if root is not None and root.cause is not None:
+        why = _as_sentence(root.cause.why, defaultdict(lambda: "?", root.fields))
+        if verdict.finding is not None and verdict.finding.text:
+            found.append(f"{verdict.finding.text[:1].upper()}{verdict.finding.text[1:]}.")
+            why = verdict.finding.why if _is_wait(root) else why
+        found.append(why)
+    if root is not None and root.raised is not None and root.tier == Tier.EXCEPTION:
+        found.append(f"Raised: {_raised(root)}")
+    return found
+
+
+def sentence_of(verdict: Verdict) -> str:
+    """Say all of it in one paragraph."""
+    return " ".join([headline_of(verdict), *details_of(verdict)])
+
+
+def _is_wait(root: Event) -> bool:
+    """Whether a collective timed out: then what each rank was at says more than the message."""
+    return root.cause is not None and root.cause.code in ("nccl-timeout", "gloo-timeout")
 
 
 def _as_sentence(why: str, fields: Mapping[str, str]) -> str:
@@ -117,7 +154,9 @@ def _subject(verdict: Verdict) -> str:
     if guilty is not None and guilty.host:
         return f"Host {guilty.host}"
     if verdict.ranks_alike:
-        return f"Ranks {', '.join(map(str, verdict.ranks_alike[:16]))}"
+        more = len(verdict.ranks_alike) - _MOST_RANKS
+        names = ", ".join(map(str, verdict.ranks_alike[:_MOST_RANKS]))
+        return f"Ranks {names}" + (f" and {more} more" if more > 0 else "")
     return "The job"
 
 
@@ -133,10 +172,12 @@ def _raised(event: Event) -> str:
     return text + place + inside
 
 
-def _unknown_sentence(verdict: Verdict) -> str:
+def _unknown_headline(verdict: Verdict) -> str:
     root, ended = verdict.root, verdict.root_exit
     if root is not None and root.raised is not None:
-        return f"{_subject(verdict)}: {_raised(root)}. explain does not know this failure."
+        message = root.raised.message.partition("\n")[0]
+        text = f"{_subject(verdict)}: {root.raised.name or 'an exception'}: {message}"
+        return text if len(text) <= _MAX_HEADLINE else f"{text[: _MAX_HEADLINE - 4]} ..."
     if ended is not None and ended.rank is not None:
         how = f"signal {-ended.status}" if ended.status < 0 else f"exit status {ended.status}"
         return (
@@ -150,15 +191,21 @@ def confidence_of(verdict: Verdict) -> tuple[str, str]:
     """Say how sure the cause is, and why."""
     root = verdict.root
     if root is None or root.cause is None:
-        return GUESS, "no entry of the catalogue fits"
+        return UNKNOWN, "no entry of the catalogue fits"
     if root.kind == "status":
         return LIKELY, "it is inferred from the last sign of life of each rank"
     if root.tier in (Tier.TEARDOWN, Tier.LOST):
-        return GUESS, "the log has only what follows from a failure"
+        return UNKNOWN, "the log has only what follows from a failure"
     if root.is_weak:
-        return GUESS, "the log is cut off, or the process went on after this exception"
+        return UNKNOWN, "the log is cut off, or the process went on after this exception"
     if root.kind == "exit":
-        return GUESS, "the log has only the end of the process"
+        return UNKNOWN, "the log has only the end of the process"
+    if root.cause.is_of_type:
+        return UNKNOWN, "the message is the program's own, and has many causes"
+    if root.cause.is_generic and root.tier == Tier.KILLED:
+        return UNKNOWN, "a signal has many causes"
+    if verdict.finding is not None and _is_wait(root) and not verdict.finding.is_sure:
+        return UNKNOWN, "the log does not show what the rank that is waited for was doing"
     if root.tier == Tier.TIMEOUT:
         return LIKELY, "it is inferred from what the waiting ranks print"
     if root.cause.or_else or root.cause.is_generic:
@@ -178,12 +225,17 @@ def _entry(answer: Answer) -> dict[str, Any]:  # Any: JSON
     guilty = verdict.guilty
     return {
         "verdict": verdict.kind,
-        "cause": {"code": cause.code, "title": cause.title, "sentence": sentence_of(verdict)}
+        "cause": {
+            "code": cause.code,
+            "title": cause.title,
+            "headline": headline_of(verdict),
+            "sentence": sentence_of(verdict),
+        }
         if cause is not None and verdict.kind == "explained"
         else None,
-        "guilty": {"rank": guilty.rank, "host": guilty.host, "confidence": guilty.confidence}
+        "guilty": [{"rank": guilty.rank, "host": guilty.host, "confidence": guilty.confidence}]
         if guilty is not None
-        else None,
+        else [{"rank": rank, "host": None, "confidence": LIKELY} for rank in verdict.ranks_alike],
         "evidence": [
             {"file": e.line.file, "line": e.line.number, "text": e.line.raw[:1000]}
             for e in verdict.evidence
@@ -191,6 +243,7 @@ def _entry(answer: Answer) -> dict[str, Any]:  # Any: JSON
         "fixes": [
             {"for": _NAMES[name], "text": f"{text} {command}".strip()}
             for name, text, command in _fixes(cause, answer.commands)
+            if name != "suite" or answer.is_of_suite
         ]
         + [{"for": _NAMES["suite"], "text": " ".join(step).strip()} for step in _steps(answer)],
         "echoes": verdict.num_echoes,
@@ -230,7 +283,8 @@ def _short(answer: Answer) -> str:
     if verdict.kind == "explained" and cause:
         text = f"{_subject(verdict)}: {cause.title} ({cause.code})"
     else:
-        text = "no failure" if verdict.kind == "healthy" else _unknown_sentence(verdict)
+        known = {"healthy": "no failure", "open": "no failure seen, and no end"}
+        text = known.get(verdict.kind) or _unknown_headline(verdict)
     if answer.story is None:
         return text
     return f"{lines_of(answer.story)[0].removeprefix(answer.story.folder).strip()} {text}"
@@ -243,13 +297,19 @@ def as_text(answer: Answer) -> str:
     if story is not None:
         head, *attempts = lines_of(story)
         lines = [head, *(part for line in attempts for part in _wrap(line, "  ")), ""]
+    noise = f" ({verdict.num_echoes} warnings and notes)" if verdict.num_echoes else ""
+    where = "its logs" if story is not None else "this log"
     if verdict.kind == "healthy":
-        noise = f" ({verdict.num_echoes} warnings and notes)" if verdict.num_echoes else ""
-        where = "its logs" if story is not None else "this log"
         return "\n".join([*lines, f"Healthy: no failure in {where}{noise}.\n"])
+    if verdict.kind == "open":
+        lines += [f"No failure seen in {where}{noise}; the log does not say how the job ended.", ""]
+        lines += ["What would decide", *(f"  - {text}" for text in _OF_THE_END)]
+        return "\n".join([*lines, ""])
     if story is not None and story.failed:
         lines.append(f"The failure of attempt {story.failed[-1]}, the newest one")
-    lines += [*_wrap(sentence_of(verdict), ""), ""]
+    lines += [headline_of(verdict), ""]
+    for text in details_of(verdict):
+        lines += [*_wrap(text, ""), ""]
     if verdict.kind == "explained":
         level, reason = confidence_of(verdict)
         lines += _wrap(f"Confidence: {level}: {reason}.", "")
@@ -298,10 +358,11 @@ def _evidence_lines(verdict: Verdict) -> list[str]:
 def _fix_lines(cause: Cause, answer: Answer) -> list[str]:
     lines = ["Fix"]
     for name, text, command in _fixes(cause, answer.commands):
-        lines += _remedy(f"{_NAMES[name]}: {text}", command)
+        if name != "suite" or answer.is_of_suite:
+            lines += _remedy(f"{_NAMES[name]}: {text}", command)
     for text, command in _steps(answer):
         lines += _remedy(text, command)
-    lines += _confirm_lines(cause)
+    lines += _confirm_lines(cause)[: None if answer.is_of_suite else -1]
     if answer.verdict.next_step:
         # WHY whole: a command is pasted
         lines.insert(-1, f"The run itself says: {answer.verdict.next_step}")

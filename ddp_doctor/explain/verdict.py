@@ -38,7 +38,7 @@ _OF_SIGNAL = {
 _FORCED, _TERMINATED = -9, -15
 _WEAK = Tier.TEARDOWN + 0.5
 
-CERTAIN, LIKELY, GUESS = "certain", "likely", "guess"
+CERTAIN, LIKELY, UNKNOWN = "certain", "likely", "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Verdict:
     """What explain found."""
 
     kind: str
-    """explained, healthy, or unknown."""
+    """explained; healthy: it ended as it should; open: no failure, and no end; or unknown."""
 
     root: Event | None = None
     guilty: Guilty | None = None
@@ -75,8 +75,11 @@ class Verdict:
 def judge(evidence: Evidence) -> Verdict:
     """Choose the cause among the events."""
     verdict = _judge(evidence)
-    if verdict.kind == "healthy" and (nan := nan_event(evidence.endings)) is not None:
-        return Verdict(kind="explained", root=nan, evidence=[nan])
+    if verdict.kind == "healthy":
+        if (nan := nan_event(evidence.endings)) is not None:
+            return Verdict(kind="explained", root=nan, evidence=[nan])
+        if not evidence.ends_well:
+            verdict.kind = "open"
     return verdict
 
 
@@ -90,6 +93,7 @@ def _judge(evidence: Evidence) -> Verdict:
     events = [event for event in evidence.events if event.tier != Tier.ADVICE]
     if finding is not None and finding.kind == "mismatch":
         events.append(_mismatch(finding))
+    _weaken_crashes(events)
     ended = _exit_events(evidence)
     known = {event.cause.code for event in ended if event.cause is not None}
     # WHY: the line that tells of the end is in there, with the rank
@@ -132,6 +136,20 @@ def _judge(evidence: Evidence) -> Verdict:
     )
     verdict.num_echoes = max(0, total - len(verdict.evidence))
     return verdict
+
+
+def _weaken_crashes(events: Sequence[Event]) -> None:
+    """Take a crash in native code for an effect where its log told of a lost or late rank before.
+
+    WHY: torch's watchdog aborts the process then, and its end may crash.
+    """
+    first: dict[str, int] = {}
+    for event in sorted(events, key=lambda event: event.line.order):
+        code = event.cause.code if event.cause is not None else ""
+        if event.tier in (Tier.TIMEOUT, Tier.LOST):
+            first.setdefault(event.line.file, event.line.order)
+        elif event.kind == "message" and code in ("killed-segfault", "stop-aborted"):
+            event.tier = Tier.TEARDOWN if event.line.file in first else event.tier
 
 
 def _mismatch(finding: Finding) -> Event:
@@ -367,7 +385,7 @@ def who(
     is_of_ranks = root.tier == Tier.TIMEOUT or (cause and cause.code == "collective-mismatch")
     if finding is not None and finding.kind != "waiting" and is_of_ranks:
         if len(finding.ranks) == 1:
-            confidence = LIKELY if finding.is_sure else GUESS
+            confidence = LIKELY if finding.is_sure else UNKNOWN
             return Guilty(finding.ranks[0], None, confidence, finding.text), ()
         return None, finding.ranks
     if root.tier == Tier.TIMEOUT and cause is not None and cause.accuses == Blame.NOBODY:

@@ -29,4 +29,5 @@ def code_of(found: dict[str, Any]) -> str:
 
 
 def rank_of(found: dict[str, Any]) -> int | None:
-    return found["guilty"]["rank"] if found["guilty"] else None
+    """Return the rank that is named, if it is one."""
+    return found["guilty"][0]["rank"] if len(found["guilty"]) == 1 else None

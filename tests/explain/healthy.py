@@ -1,4 +1,4 @@
-"""Logs of runs that ended well, with all that looks like a failure and is none: healthy.txt."""
+"""Logs without a failure, with all that looks like one and is none: healthy.txt."""
 
 import re
 from pathlib import Path
@@ -14,3 +14,9 @@ LOGS = {
     "bars at the end of the line": _BARS.replace("\r", "\n") + "\n",
     "error as a metric": "step 10 train_error 0.31 val_error=0.29 error: 0.30\n" * 50,
 }
+ENDED = {
+    *("lightning", "trainer", "slurm", "deepspeed", "told to stop, and saved", "this suite"),
+    *("a retried download", "exception that was ignored", "a logged exception"),
+    *("a restart that succeeded", "addresses of Docker Desktop, and training in Chinese"),
+}
+"""Those that say that the job ended as it should; the others only stop."""

@@ -336,7 +336,7 @@ LOGS: Mapping[str, tuple[str, ...]] = {
     ),
     # other launchers and libraries of logs
     "metrics as JSON": (
-        "healthy of nobody",
+        "open of nobody",
         joined([json.dumps({"epoch": n, "error": None, "failed": 0}) for n in range(3)]),
     ),
     "lines of a logger are no part of the message before": (
@@ -348,7 +348,7 @@ LOGS: Mapping[str, tuple[str, ...]] = {
         f"{VALUE_ERROR}[2024-05-08 08:47:31,261] {SIGTERM.replace('api:', 'api: [WARNING] ')}\n",
     ),
     "a warning before the error that ends the log": ("launch-ray-actor", RAY + RAY_END),
-    "a warning, and it goes on": ("healthy of nobody", f"{RAY}step 4\nstep 5\n"),
+    "a warning, and it goes on": ("open of nobody", f"{RAY}step 4\nstep 5\n"),
     "an exception in a group": ("python-keyerror of rank 1", GROUP, "train.py:3"),
     "a group whose exceptions have no traceback": (
         "python-raised of rank 3",

@@ -62,6 +62,7 @@ CAUSES = (
             r"Weights only load failed",
             r"WeightsUnpickler error",
         ),
+        is_generic=True,  # a damaged file comes first
         why="weights_only=True is the default since torch 2.6; the file has objects of classes "
         "that are not allowed (numpy scalars, argparse.Namespace, a whole model)",
         fix="Save plain dicts, tensors and numbers. A file that you made yourself: "
@@ -94,6 +95,9 @@ CAUSES = (
             r"invalid load key, '(?P<key>[^']*)'",
             r"Error while deserializing header: (?P<what>\w+)",
             r"UnpicklingError: (?:pickle data was truncated|unpickling stack underflow)",
+            # torch's own reader, which offers weights_only=False also for a damaged file
+            r"WeightsUnpickler error: (?:\w+Error: )?(?:pickle data was truncated|unexpected|"
+            r"Unsupported operand \d+|invalid load key|Memo value not found|unpickling stack)",
         ),
         why="The job was killed while it wrote, several ranks wrote the same file, the disk was "
         "full, or it is a git-lfs pointer and no file",
@@ -108,8 +112,6 @@ CAUSES = (
         phrases=(
             r"\[Errno 17\] File exists: ?(?P<path>.+)",
             r"\[Errno 39\] Directory not empty",
-            r"unexpected pos \d+ vs \d+",
-            r"PytorchStreamWriter failed writing file (?P<path>\S+): file write failed",
         ),
         why="Each rank runs the saving code; they meet at the same path",
         fix="if dist.get_rank() == 0: torch.save(...), then dist.barrier(); os.makedirs(path, "
@@ -118,7 +120,6 @@ CAUSES = (
         accelerate="accelerator.save(...), or if accelerator.is_main_process",
         trainer="if trainer.is_world_process_zero()",
         confirm="The call that saves is not under `if rank == 0`.",
-        or_else="`unexpected pos` and `file write failed` also mean a full disk: df -h, quota.",
     ),
     Cause(
         code="checkpoint-disk-full",
@@ -136,6 +137,19 @@ CAUSES = (
         trainer="save_total_limit=2",
         suite="--keep_last",
         confirm="df -h and df -i of that path on that node.",
+    ),
+    Cause(
+        code="checkpoint-write-failed",
+        title="a checkpoint could not be written",
+        phrases=(
+            r"unexpected pos \d+ vs \d+",
+            r"PytorchStreamWriter failed writing file (?P<path>\S+): file write failed",
+        ),
+        is_generic=True,
+        why="Most often the disk is full, or the quota is used up",
+        fix="df -h, df -i and quota -s; keep fewer checkpoints; write on rank 0 only.",
+        confirm="df -h of that path on that node; the log may have `No space left` further down.",
+        or_else="Several ranks write the same file: the call is not under `if rank == 0`.",
     ),
     Cause(
         code="checkpoint-permission",

@@ -46,14 +46,14 @@ CAUSES = (
     ),
     Cause(
         code="data-pickle",
-        title="something that is sent to a process can't be pickled",
+        title="an object can't be pickled",
         phrases=(
             r"Can't (?:pickle|get) (?:local )?(?:object|attribute) ?'?(?P<what>[^'\n]*)",
             r"[Cc](?:annot|an't) pickle '?(?P<what>[^'\n]+)'? object",
             r"Can't pickle <(?P<what>[^>]+)>",
         ),
-        why="spawn sends the dataset, collate_fn and arguments to the new process: lambdas, local "
-        "functions, open files and locks can't be sent",
+        why="spawn sends the dataset, collate_fn and arguments to a new process, and torch.save of "
+        "a whole model its hooks: lambdas, local functions, open files and locks can't be pickled",
         fix="Define functions at the top of a module; functools.partial instead of lambda; open "
         "files lazily in __getitem__ and leave them out in __getstate__.",
         lightning="strategy='ddp' instead of 'ddp_spawn'",

@@ -122,11 +122,34 @@ CAUSES = (
         confirm="print(sum(p.requires_grad for p in model.parameters())).",
     ),
     Cause(
+        code="graph-wrapped-attribute",
+        title="an attribute of the model was asked of the wrapper around it",
+        phrases=(
+            r"'(?P<what>DistributedDataParallel|DataParallel|FullyShardedDataParallel)' object has "
+            r"no attribute",
+        ),
+        blame=Blame.NOBODY,
+        why="{what} has the model in its attribute module, and passes on its forward only",
+        fix="model.module.NAME, or keep the bare model beside the wrapped one.",
+        accelerate="accelerator.unwrap_model(model).NAME",
+        confirm="type(model) in the line before.",
+    ),
+    Cause(
+        code="graph-no-answer",
+        title="another rank gave no answer when DDP compared the models",
+        phrases=(r"has inconsistent 0 params",),
+        tier=Tier.LOST,
+        why="A count of 0 is no model: the exchange of the counts failed. That rank ended, or data "
+        "does not get from GPU to GPU",
+        fix="Read that rank's log first; else NCCL_DEBUG=INFO, and try NCCL_P2P_DISABLE=1.",
+        confirm="torchrun with an all_reduce of one number in place of the training.",
+    ),
+    Cause(
         code="graph-models-differ",
         title="the ranks do not have the same model",
         phrases=(
             r"DDP expects same model across all ranks, but Rank (?P<one>\d+) has (?P<mine>\d+) "
-            r"params",
+            r"params(?!, while rank \d+ has inconsistent 0 params)",
             r"params\[\d+\] in this process with sizes .* appears not to match",
             r"\[(?P<one>\d+)\]: params\[\d+\] in this process with sizes",
         ),

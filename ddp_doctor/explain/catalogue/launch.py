@@ -60,13 +60,14 @@ CAUSES = (
         accelerate="accelerate launch --main_process_ip HOST --main_process_port PORT "
         "--machine_rank I, another I on each machine",
         confirm="nc -zv HOST PORT from the node that prints it, while rank 0 waits.",
+        or_else="`Operation not permitted`: a sandbox or a container forbids sockets.",
     ),
     Cause(
         code="launch-ranks-missing",
         title="not all ranks joined the rendezvous",
         phrases=(
             r"Timed out after (?P<seconds>\d+) seconds waiting for clients\. "
-            r"(?P<here>\d+)/(?P<all>\d+) clients joined",
+            r"(?:(?P<here>\d+)/(?P<all>\d+) clients joined)?",
             r"Timed out initializing process group in store based barrier on rank: "
             r"\d+.*\(world_size=(?P<all>\d+), (?:worker_count|num_workers_joined)=(?P<here>\d+)",
             r"RuntimeError: Wait timeout",
@@ -276,7 +277,7 @@ SETUP = (
     ),
     Cause(
         code="launch-config",
-        title="a settings file or one of its keys is wrong",
+        title="settings were refused: a key or a value is wrong",
         phrases=(
             r"yaml\.(?:scanner|parser|composer|constructor)\.\w+Error",
             r"Could not override '(?P<what>[^']+)'",
@@ -287,8 +288,8 @@ SETUP = (
             r"(?P<what>\d+) validation errors? for \w+",
         ),
         blame=Blame.NOBODY,
-        why="A typing mistake, an indentation, or a key that this version of the program does not "
-        "have",
+        why="A typing mistake, an indentation, or a key or value that this version of the program "
+        "does not have; the lines below the message name it",
         fix="Correct the key or the line that is named; hydra: +key=value adds a new one; "
         "HYDRA_FULL_ERROR=1 shows the stack.",
         suite="mistyped settings get the nearest name (DDP-C01); all of them: python "

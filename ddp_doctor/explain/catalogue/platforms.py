@@ -69,7 +69,8 @@ CAUSES = (
             r"OMP: Error #34: System unable to allocate necessary resources for OMP thread",
             r"can't start new thread",
             r"pthread_create failed",
-            r"(?:fork|clone|[Tt]hread\w*|BlockingIOError)\b.*Resource temporarily unavailable",
+            r"(?:fork|clone|[Tt]hread\w*|BlockingIOError)\b(?!.*Accept failed)"
+            r".*Resource temporarily unavailable",
         ),
         why="The limit of processes (ulimit -u, pids of the container) is reached: ranks x workers "
         "x OpenMP threads",
@@ -111,7 +112,7 @@ CAUSES = (
     ),
     Cause(
         code="tracker-login",
-        title="a tracking service wants a login",
+        title="a tracking service refuses this job, or can't be reached",
         phrases=(
             r"wandb\.errors\.(?:\w+\.)*UsageError: api_key not configured",
             r"wandb: ERROR (?P<what>.+)",
