@@ -113,7 +113,9 @@ def headline_of(verdict: Verdict) -> str:
     if root is None or root.cause is None or root.cause.is_of_type:
         return _unknown_headline(verdict)
     step = _STEP.search(root.raised.message) if root.raised is not None else None
-    return f"{_subject(verdict)}{f', {step[0]}' if step else ''}: {root.cause.title}."
+    text = f"{_subject(verdict)}{f', {step[0]}' if step else ''}: {root.cause.title}"
+    places = f" ({verdict.finding.text})" if verdict.finding is not None else ""
+    return f"{text}{places if len(text + places) < _MAX_HEADLINE else ''}."
 
 
 def details_of(verdict: Verdict) -> list[str]:
@@ -122,8 +124,10 @@ def details_of(verdict: Verdict) -> list[str]:
     found = []
     if root is not None and root.cause is not None:
         why = _as_sentence(root.cause.why, defaultdict(lambda: "?", root.fields))
-        if verdict.finding is not None and verdict.finding.text:
-            found.append(f"{verdict.finding.text[:1].upper()}{verdict.finding.text[1:]}.")
+        if verdict.finding is not None:
+            text = verdict.finding.text
+            if text not in headline_of(verdict):
+                found.append(f"{text[:1].upper()}{text[1:]}.")
             why = verdict.finding.why if _is_wait(root) else why
         found.append(why)
     if root is not None and root.raised is not None and root.tier == Tier.EXCEPTION:

@@ -66,8 +66,8 @@ CAUSES = (
         code="launch-ranks-missing",
         title="not all ranks joined the rendezvous",
         phrases=(
-            r"Timed out after (?P<seconds>\d+) seconds waiting for clients\. "
-            r"(?:(?P<here>\d+)/(?P<all>\d+) clients joined)?",
+            r"Timed out after (?P<seconds>\d+) seconds waiting for clients\."
+            r"(?: (?P<here>\d+)/(?P<all>\d+) clients joined)?",
             r"Timed out initializing process group in store based barrier on rank: "
             r"\d+.*\(world_size=(?P<all>\d+), (?:worker_count|num_workers_joined)=(?P<here>\d+)",
             r"RuntimeError: Wait timeout",
