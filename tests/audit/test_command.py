@@ -2,7 +2,9 @@
 
 import json
 import os
+import signal
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -207,6 +209,39 @@ class TestRecorder:
         recorder.wrap(Owner, "act", after=print)
         with pytest.raises(KeyError, match="theirs"):
             Owner().act()
+
+    @pytest.mark.parametrize("kind", ["function", "method", "partial", "object"])
+    def test_what_a_signals_handler_raises_within_a_hook_passes_through(
+        self, kind: str, tmp_path: Path
+    ) -> None:
+        # torch's handler of SIGCHLD raises so that a loader does not wait for a dead worker.
+        class Dead(RuntimeError):
+            pass
+
+        class Program:
+            def notice(self, number: int, frame: object) -> None:
+                raise Dead(number)
+
+            def act(self) -> int:
+                return 3
+
+        class Caller:
+            def __call__(self, number: int, frame: object) -> None:
+                raise Dead(number)
+
+        def function(number: int, frame: object) -> None:
+            raise Dead(number)
+
+        handlers = {"method": Program().notice, "partial": partial(function), "object": Caller()}
+        handlers["function"] = function
+        before = signal.signal(signal.SIGUSR1, handlers[kind])
+        recorder = Recorder(str(tmp_path))
+        recorder.wrap(Program, "act", before=lambda *_: signal.raise_signal(signal.SIGUSR1))
+        try:
+            with pytest.raises(Dead):
+                Program().act()
+        finally:
+            signal.signal(signal.SIGUSR1, before)
 
     def test_a_line_is_that_of_the_user(self) -> None:
         assert user_line().startswith(f"{__file__}:")

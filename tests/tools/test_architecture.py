@@ -51,7 +51,7 @@ MAX_FUNCTION_LINES, MAX_PARAMETERS = 60, 6
 # needs more takes it from what docs/PROMISES.md does not name.
 BUDGETS = {
     "ddp_training.py": 400,
-    "ddp_doctor/*": 11_650,
+    "ddp_doctor/*": 11_670,
     "ddp_runs/*": 2_300,
     "hardened_ddp/*": 30_895,
     "hardened_ddp/gradients/*": 840,
@@ -70,7 +70,7 @@ BUDGETS = {
     "hardened_ddp/streams/*": 2_695,
     "ddp_drills/*": 2_570,
     "launchers/*": 692,
-    "tests/*": 35_835,
+    "tests/*": 35_870,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.

@@ -9,11 +9,13 @@ no more than that is lost.
 import functools
 import json
 import os
+import signal
 import socket
 import sys
 import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -33,6 +35,19 @@ _LIBRARIES = (*{_PATHS[k] for k in ("stdlib", "purelib", "platlib")}, _HERE, "<"
 def is_library(filename: str) -> bool:
     """Whether a file belongs to Python, to an installed package, or to the observer."""
     return filename.startswith(_LIBRARIES) or "-packages/" in filename
+
+
+def _is_of_signal(error: BaseException) -> bool:
+    """Whether the program's handler of a signal raised it, which happened to run in a hook.
+
+    As torch's of SIGCHLD does, when a worker of a DataLoader has died.
+    """
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    handlers = [getattr(handler, "func", handler) for handler in handlers]  # of a partial
+    functions = [vars(type(handler)).get("__call__", handler) for handler in handlers]
+    codes = {getattr(function, "__code__", None) for function in (*handlers, *functions)}
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code in codes for frame, _ in frames)
 
 
 def user_line(frame: FrameType | None = None) -> str:
@@ -125,13 +140,15 @@ class Recorder:
                 os.write(self._descriptor, text.encode())
 
     def guarded(self, function: Callable[..., Foreign]) -> Callable[..., Foreign]:
-        """Give a function that records an exception instead of raising it."""
+        """Give a function that records an exception of its own instead of raising it."""
 
         @functools.wraps(function)
         def call(*args: Foreign, **kwargs: Foreign) -> Foreign:
             try:
                 return function(*args, **kwargs)
             except Exception as error:
+                if _is_of_signal(error):
+                    raise
                 self._num_errors += 1
                 if self._num_errors <= MAX_ERRORS:
                     self.emit("error", where=function.__qualname__, what=repr(error)[:300])
