@@ -206,7 +206,7 @@ def confidence_of(verdict: Verdict) -> tuple[str, str]:
         return UNKNOWN, "the log has only the end of the process"
     if root.cause.is_of_type:
         return UNKNOWN, "the message is the program's own, and has many causes"
-    if root.cause.is_generic and root.tier == Tier.KILLED:
+    if root.cause.is_generic and root.cause.code.startswith(("killed-", "stop-")):
         return UNKNOWN, "a signal has many causes"
     if verdict.finding is not None and _is_wait(root) and not verdict.finding.is_sure:
         return UNKNOWN, "the log does not show what the rank that is waited for was doing"

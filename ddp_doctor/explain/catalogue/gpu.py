@@ -131,6 +131,7 @@ CAUSES = (
             r"CUBLAS_STATUS_(?P<what>ALLOC_FAILED|NOT_INITIALIZED)",
             r"CUBLAS_STATUS_(?P<what>EXECUTION_FAILED|INTERNAL_ERROR|INVALID_VALUE|NOT_SUPPORTED)",
         ),
+        is_generic=True,
         why="ALLOC_FAILED and NOT_INITIALIZED: the GPU is full. The others: an index out of range "
         "in an earlier kernel, or shapes that do not fit",
         fix="Smaller batch, or leave memory free; run the batch on the CPU, or with "
