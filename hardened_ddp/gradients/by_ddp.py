@@ -189,9 +189,6 @@ class ByDdp(GradientSum):
         count = float(self._total_count()) if self._sums_count else 0.0
         return Sums(num_samples=window.size, count=count, are_finite=are_finite)
 
-    def allow_unused(self) -> None:
-        self.allows_unused = True
-
     def start_over(self) -> None:
         if self._has_hook:
             self._disarm()

@@ -140,6 +140,7 @@ class GradientSum(Protocol):
 
         The backward of the last one is collective if gradients are sent within it.
         """
+        return nullcontext()
 
     def note_count(self, count: float | torch.Tensor) -> None:
         """Note what counts in this rank's samples of the step so far. Rank-local.
@@ -153,6 +154,7 @@ class GradientSum(Protocol):
 
         Returns False if that is impossible: then the others don't know that this rank failed.
         """
+        return True  # the mark of finish is enough
 
     def finish(self, mine: Marks, *, window: Window, on_device: bool) -> Sums | None:
         """Complete the sums of a try; None: some rank failed. Collective: all ranks.
@@ -162,7 +164,7 @@ class GradientSum(Protocol):
 
     def allow_unused(self) -> None:
         """Allow from now on that a parameter gets no gradient. Rank-local: all ranks call it."""
-        return
+        self.allows_unused = True
 
     def start_over(self) -> None:
         """Forget a try that was taken back. Rank-local: all ranks call it."""
@@ -189,16 +191,9 @@ class OneRank(GradientSum):
         self.local = LocalGradients(module)
         self.call = module
         self._device = device
-        self._nothing = nullcontext()
 
     def sends_within(self, window: Window) -> bool:
         return True  # nothing is to be sent after it
-
-    def around(self, *, is_last: bool) -> AbstractContextManager[object]:
-        return self._nothing
-
-    def send_nan_for_rest(self) -> bool:
-        return True  # nobody waits
 
     def finish(self, mine: Marks, *, window: Window, on_device: bool) -> Sums | None:
         if not on_device:
@@ -225,25 +220,15 @@ class AfterBackward(GradientSum):
         self.call = module
         self.allows_unused = allows_unused
         self._group = group
-        self._nothing = nullcontext()
 
     def sends_within(self, window: Window) -> bool:
         return False
-
-    def around(self, *, is_last: bool) -> AbstractContextManager[object]:
-        return self._nothing
-
-    def send_nan_for_rest(self) -> bool:
-        return True  # its mark is enough
 
     def finish(self, mine: Marks, *, window: Window, on_device: bool) -> Sums | None:
         parameters = self.local.parameters
         if self.allows_unused:
             parameters = used_anywhere(parameters, self._group)  # collective
         return sum_with_marks(parameters, mine, self._group)  # collective
-
-    def allow_unused(self) -> None:
-        self.allows_unused = True
 
 
 def used_anywhere(parameters: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
