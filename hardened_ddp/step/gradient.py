@@ -103,6 +103,9 @@ class Attempt:
     failure: Failure | None = None
     """How this rank failed in it."""
 
+    searches_for_nan: bool = False
+    """The next try searches the module that gives NaN or inf first."""
+
     count: float | torch.Tensor = 0.0
     """What counts in this rank's samples, such as valid tokens. On the device."""
 
@@ -166,7 +169,6 @@ class Gradient:
         """The current micro-batch, for a message about a hang in it."""
 
         self.writes = Writes(parts.replica)
-        self._searches_for_nan = False
         config = parts.config.loop
         # WHY: a rank that fails in forward leaves the others in its collectives.
         self.retries = config.step_retry == "on" and not parts.replica.collectives
@@ -203,7 +205,7 @@ class Gradient:
         seed = parts.config.device.seed
         seed_step(seed, step=progress.step, rank=rank, device_type=parts.device.type)
         try:
-            if self._searches_for_nan:
+            if attempt.searches_for_nan:
                 self._find_nan(attempt, batches)
             else:
                 self._forward_backward(attempt, batches)
@@ -237,7 +239,7 @@ class Gradient:
         sums = gradients.finish(mine, window=window, on_device=on_device)  # collective
         if sums is None:
             return None
-        is_checked = self._checks_sums or self._searches_for_nan
+        is_checked = self._checks_sums or attempt.searches_for_nan
         # WHY not with a scaler: it handles an overflow of fp16 itself
         is_checked = is_checked and parts.precision.scaler is None
         is_known = sums.are_finite or sums.is_bad is not None
@@ -262,10 +264,6 @@ class Gradient:
         if attempt.outcome is Outcome.DONE and parts.replica.buffers.names:
             parts.replica.buffers.equalize(parts.group)  # collective
         return sums
-
-    def search_for_nan(self, *, is_on: bool) -> None:
-        """In the next tries, search the module that gives NaN or inf first. Rank-local."""
-        self._searches_for_nan = is_on
 
     def undo(self, attempt: Attempt) -> None:
         """Undo what forward and backward have changed. Rank-local."""

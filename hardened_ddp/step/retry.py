@@ -70,21 +70,19 @@ class StepRetry:
         attempt.outcome says which. Raises the same error on all ranks if neither is possible.
         """
         num_failures = Counter[int]()  # by rank
-        try:
-            while True:
-                causes = self._undo(attempt)  # collective
-                decision = self._decide(causes, num_failures)
-                if decision is Decision.GIVE_UP:
-                    self._give_up(attempt, causes)  # collective
-                    return
-                self._prepare(decision, attempt, causes)
-                if decision in (Decision.AGAIN, Decision.WITHOUT_BAD):
-                    num_failures.update(causes.keys())
-                attempt.failure = self.gradient.run(attempt, is_retry=True)
-                if self.gradient.reduce(attempt, on_device=False) is not None:  # collective
-                    return
-        finally:
-            self.gradient.search_for_nan(is_on=False)
+        attempt.searches_for_nan = False
+        while True:
+            causes = self._undo(attempt)  # collective
+            decision = self._decide(causes, num_failures)
+            if decision is Decision.GIVE_UP:
+                self._give_up(attempt, causes)  # collective
+                return
+            self._prepare(decision, attempt, causes)
+            if decision in (Decision.AGAIN, Decision.WITHOUT_BAD):
+                num_failures.update(causes.keys())
+            attempt.failure = self.gradient.run(attempt, is_retry=True)
+            if self.gradient.reduce(attempt, on_device=False) is not None:  # collective
+                return
 
     def do_again(self, attempt: Attempt, *, loss: float) -> None:
         """Retry a step that the device found to be bad; its outcome is then final. Collective.
@@ -151,29 +149,27 @@ class StepRetry:
 
     def _prepare(self, decision: Decision, attempt: Attempt, causes: dict[int, Failure]) -> None:
         """Log a decision, and change for the next try what it says. Raises the error of STOP."""
-        told = (self.progress.step, join_causes(causes))
-        if causes:
-            self.gradient.search_for_nan(is_on=_has_nan(causes))
+        if not causes:
+            return
+        attempt.searches_for_nan = _has_nan(causes)
+        step = self.progress.step
+        text = f"retrying step {step}"
         match decision:
             case Decision.STOP:
                 raise error_of(next(iter(causes.values())).kind, join_causes(causes))
-            case Decision.AGAIN if causes:
-                log.warning("retrying step %d: %s", *told, extra=ON_EVERY_RANK)
             case Decision.ALLOW_UNUSED:
                 self.parts.gradients.allow_unused()
-                text = "find_unused_parameters is on from now; retrying step %d: %s"
-                log.warning(text, *told, extra=ON_EVERY_RANK)
+                text = f"find_unused_parameters is on from now; {text}"
             case Decision.SMALLER:
                 limit = _max_without_memory(causes) // 2
                 self.progress.limit_micro_batches(limit)
-                text = "micro-batches have %d samples at most from now on; retrying step %d, for "
-                text += "the same gradient: %s"
-                log.warning(text, limit, *told, extra=ON_EVERY_RANK)
+                text = f"micro-batches have {limit} samples at most from now on; {text}, for the "
+                text += "same gradient"
             case Decision.WITHOUT_BAD:
-                text = "step %d: looking for the samples that fail alone: %s"
-                log.warning(text, *told, extra=ON_EVERY_RANK)
-                if attempt.failure is not None:
-                    attempt.batches = self._without_bad(attempt)
+                text = f"step {step}: looking for the samples that fail alone"
+        log.warning("%s: %s", text, join_causes(causes), extra=ON_EVERY_RANK)
+        if decision is Decision.WITHOUT_BAD and attempt.failure is not None:
+            attempt.batches = self._without_bad(attempt)
 
     def _give_up(self, attempt: Attempt, causes: dict[int, Failure]) -> None:
         """Leave a step out, and record it. Collective: all ranks."""

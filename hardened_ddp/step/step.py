@@ -110,8 +110,9 @@ class Stepper:
             attempt = self._compute_gradient(window, batches)  # collective: at the right weights
         self.commit(attempt)  # the update
         self.parts.group.tracker.end_step(progress.step)
-        if self.device is not None and self._is_read_next(attempt):
-            self.confirm_last_step()  # collective
+        is_late = self.device is not None
+        if is_late and (attempt.is_reported or is_due(progress.step, self.parts.compares_every)):
+            self.confirm_last_step()  # collective: loss or weights are read before the next step
         return attempt.outcome
 
     def _compute_gradient(self, window: Window, batches: Sequence[Batch]) -> Attempt:
@@ -205,10 +206,6 @@ class Stepper:
         if self.progress.step + 1 < self.parts.length.total:  # WHY: torch's may end with the run
             self.parts.schedule.end_step()
         self.live.is_at_boundary = True
-
-    def _is_read_next(self, attempt: Attempt) -> bool:
-        """Return whether the loss or the weights of this step are read before the next one."""
-        return attempt.is_reported or is_due(self.progress.step, self.parts.compares_every)
 
     def confirm_last_step(self) -> bool:
         """Read the flag of the last step; do the step again if it was bad. Collective: all ranks.
