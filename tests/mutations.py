@@ -77,8 +77,8 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
     ],
     "ranks/shared_sum.py": [
         (
-            "word] >= self._number:\n            return\n        if has_left",
-            "word] >= self._number:\n            pass\n        if has_left",
+            "counters[index] >= number:\n                    return\n                if has_left",
+            "counters[index] >= number:\n                    pass\n                if has_left",
             "shared_sum",
         ),
         ("self._slots[self._number % 2]", "self._slots[0]", "shared_sum"),

@@ -119,15 +119,26 @@ class Neighbours:
         WHY at the start: a rank that is stopped can't answer any more.
         """
         self._rank = group.launch.rank
-        self._tracker = group.tracker
-        self._stopped_limit_s = stopped_limit_s
         self._found: dict[int, Neighbour] = {}
         place = this_process().place
         me = [place, os.getpid(), group.tracker.words[TOKEN], *fds]
         for rank, entry in enumerate(group.gather_json(me)):  # collective
-            can_hold = hasattr(os, "pidfd_open") and entry[3] >= 0
-            if rank != self._rank and entry[0] == place and can_hold:
-                self._add(rank, *entry[1:])
+            its_place, pid, token, heartbeat_fd, stacks_fd = entry
+            can_hold = hasattr(os, "pidfd_open") and heartbeat_fd >= 0
+            if rank == self._rank or its_place != place or not can_hold:
+                continue
+            try:
+                pidfd = os.pidfd_open(pid)
+            except OSError:
+                continue
+            # WHY after the pidfd: so the memory belongs to the process that the pidfd holds.
+            words = open_words(pid, heartbeat_fd, token)
+            if words is None:
+                os.close(pidfd)
+                continue
+            self._found[rank] = Neighbour(
+                rank, pid, pidfd, words, group.tracker, stacks_fd, stopped_limit_s
+            )
 
     def look(self, awake_s: float) -> None:
         """Check the ticks of the others, awake_s after the last check."""
@@ -162,17 +173,3 @@ class Neighbours:
         for neighbour in self._found.values():
             os.close(neighbour.pidfd)
         self._found = {}
-
-    def _add(self, rank: int, pid: int, token: int, heartbeat_fd: int, stacks_fd: int) -> None:
-        try:
-            pidfd = os.pidfd_open(pid)
-        except OSError:
-            return
-        # WHY after the pidfd: so the memory belongs to the process that the pidfd holds.
-        words = open_words(pid, heartbeat_fd, token)
-        if words is None:
-            os.close(pidfd)
-        else:
-            self._found[rank] = Neighbour(
-                rank, pid, pidfd, words, self._tracker, stacks_fd, self._stopped_limit_s
-            )

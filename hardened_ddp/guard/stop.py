@@ -207,7 +207,6 @@ class StopRequest:
         code = 0 if is_early else self._poll()
         if not code:
             return ""
-        self.reason = _describe(code)
         self.relieve_last_resort()  # all ranks stop here: no rank waits for another one
         if code >= _LOST_CODE:
             raise PeerLostError(
@@ -216,6 +215,8 @@ class StopRequest:
                 fix="nothing, if --max_restarts lets the other launchers continue without it; else "
                 "start the run again with the same --run_name",
             )
+        names = {_FILE_CODE: STOP_FILE, _TIME_CODE: "time_limit"}
+        self.reason = names.get(code) or signal.Signals(code).name
         return self.reason
 
     @contextmanager
@@ -321,12 +322,6 @@ class StopRequest:
         elif now - self._noted_at > SAME_REQUEST_S:
             self.release()
             signal.raise_signal(number)
-
-
-def _describe(code: int) -> str:
-    if code >= _LOST_CODE:
-        return ""
-    return {_FILE_CODE: STOP_FILE, _TIME_CODE: "time_limit"}.get(code) or signal.Signals(code).name
 
 
 def seconds_of(text: str) -> float:

@@ -342,14 +342,11 @@ def lost_peer(error: BaseException, group: Group, *, is_dead: bool = False) -> P
         return None
     group.is_broken = True
     failures = _await_failures(group, is_dead=is_dead)
-    causes = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
+    why = "It left no error message: it was killed from outside, or it hangs"
+    if failures:
+        why = "Cause: " + "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
     return PeerLostError(
-        f"rank {group.launch.rank} lost another rank ({first_line(error)})"
-        + (
-            f". Cause: {causes}"
-            if causes
-            else ". It left no error message: it was killed from outside, or it hangs"
-        ),
+        f"rank {group.launch.rank} lost another rank ({first_line(error)}). {why}",
         fix="read the log of the rank that failed first",
     )
 

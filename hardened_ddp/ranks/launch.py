@@ -65,16 +65,13 @@ def read_launch(env: Mapping[str, str]) -> Launch:
     Raises LaunchError if the variables are incomplete, not numbers, or contradict each other.
     """
     launch = read_variables(env)
-    # Slurm's variable exists only after a requeue.
-    requeues = whole_number(env, "SLURM_RESTART_COUNT", default=0)
     run_id = env.get("TORCHELASTIC_RUN_ID", "")
     agent_key = _agent_key(run_id)
     job_key = f"slurm-{env['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in env else agent_key
-    attempt = launch.attempt + requeues
     return replace(
         launch,
         start=_find_start_command(env, launch),
-        attempt=attempt,
+        attempt=launch.attempt + whole_number(env, "SLURM_RESTART_COUNT", default=0),  # requeues
         job_key=job_key,
         agent_key=agent_key,
         has_own_gpus=launch.has_own_gpus or any(name in env for name in _GPU_MASKS),

@@ -17,7 +17,7 @@ import re
 import sys
 import time
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -327,15 +327,13 @@ def tasks_of(text: str) -> list[int]:
     return tasks
 
 
-def need(env: Mapping[str, str], names: Iterable[str]) -> None:
+def need(env: Mapping[str, str], names: Collection[str]) -> None:
     """Raise LaunchError unless all names are set: some of them don't identify the other ranks."""
-    wanted = list(names)
-    present = [name for name in wanted if name in env]
-    missing = [name for name in wanted if name not in env]
+    present = [name for name in names if name in env]
+    missing = [name for name in names if name not in env]
     if missing:
         # WHY not of Slurm: its other variables say, too, that this is one of several tasks.
-        is_job = "SLURM_JOB_ID" in wanted
-        alone = "" if is_job else f"\n  or in one process: {one_process(present)}"
+        alone = "" if "SLURM_JOB_ID" in names else f"\n  or in one process: {one_process(present)}"
         raise LaunchError(
             f"{', '.join(present)} set, but not {', '.join(missing)}: this process got only a part "
             "of a launcher's environment, so it can't find the other ranks",

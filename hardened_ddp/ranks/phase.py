@@ -41,10 +41,10 @@ class Phase(IntEnum):
     @property
     def label(self) -> str:
         """Its name in messages and reports."""
-        return _LABELS.get(self) or self.name.lower().replace("_", "-")
+        is_stop = self is Phase.AGREEMENT
+        return "agreement on a stop" if is_stop else self.name.lower().replace("_", "-")
 
 
-_LABELS = {Phase.AGREEMENT: "agreement on a stop"}
 FIRST_WAIT = Phase.ALL_REDUCE
 NUM_PHASES = len(Phase)
 
@@ -78,10 +78,7 @@ class Tracker:
         self._part = (part, now)
 
     def part_of_start(self) -> tuple[str, float]:
-        """Return which part of the start, or of the first step, runs and for how long. Any thread.
-
-        In seconds.
-        """
+        """Return the part of the start, or of the first step, and its seconds. Any thread."""
         part, since = self._part
         if self._work != Phase.START_UP:
             part, since = f"the first step, {self.phase.label}", self.words[SINCE]

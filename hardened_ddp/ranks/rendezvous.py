@@ -163,17 +163,15 @@ def _join(store: dist.Store, launch: Launch, current: Any, me: dict[str, str]) -
     WHY not raise: the round may be left from a dead attempt. Its rank 0 decides, if it is alive.
     """
     round_id, mine = current["round_id"], json.dumps(me)
-    conflict = ""
     if current["world_size"] != launch.world_size:
         conflict = f"{_me()} has WORLD_SIZE={launch.world_size}, but "
         conflict += f"{current['who']} joined first with {current['world_size']}"
     else:
         found = store.compare_set(f"{round_id}/joined/{launch.rank}", "", mine).decode()
-        if found != mine:
-            both = f"{_me()} and {json.loads(found)['who']}"
-            conflict = f"{both} both have RANK={launch.rank}"
-    if conflict:
-        store.set(f"{round_id}/conflict", json.dumps(conflict))
+        if found == mine:
+            return
+        conflict = f"{_me()} and {json.loads(found)['who']} both have RANK={launch.rank}"
+    store.set(f"{round_id}/conflict", json.dumps(conflict))
 
 
 def _mixed_backends(joined: Sequence[Mapping[str, str]]) -> str | None:
@@ -273,17 +271,13 @@ def _listen(launch: Launch) -> int:
             dualstack_ipv6=is_dual,
         )
     except OSError as error:
+        fix = "set MASTER_PORT to another port for all ranks; torchrun takes it as --master_port"
+        if launch.num_nodes == 1 and launch.launcher in ("torchrun", "none"):
+            alone = command_words("torchrun", launch.world_size, env={})
+            fix = f"torchrun takes a free one: {with_arguments(alone)}"
         raise GroupError(
             f"port {launch.master_port} of this machine is taken ({error.strerror}), so rank 0 "
             "can't serve the store for the rendezvous",
-            fix=_another_port(launch),
+            fix=fix,
         ) from error
     return listener.detach()
-
-
-def _another_port(launch: Launch) -> str:
-    """Say how to start with another port; torchrun takes a free one if all ranks are here."""
-    if launch.num_nodes > 1 or launch.launcher not in ("torchrun", "none"):
-        return "set MASTER_PORT to another port for all ranks; torchrun takes it as --master_port"
-    alone = command_words("torchrun", launch.world_size, env={})
-    return f"torchrun takes a free one: {with_arguments(alone)}"

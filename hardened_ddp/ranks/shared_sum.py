@@ -195,20 +195,17 @@ class SharedSum:
             now = time.monotonic()
             if now >= look_at:
                 look_at = now + _LOOK_EVERY_S
-                self._look_at(peer, word, waited_s=waited.passed_s())
+                waited_s, has_left = waited.passed_s(), self.has_left(peer)
+                # WHY only now: it may have written its part and then ended.
+                if counters[index] >= number:
+                    return
+                if has_left:
+                    why = f"Connection closed by peer: rank {peer} left the shared memory"
+                    raise RuntimeError(why)
+                if waited_s > self._timeout_s:
+                    raise RuntimeError(f"Timed out waiting {self._timeout_s:.0f} s for rank {peer}")
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
-
-    def _look_at(self, peer: int, word: int, *, waited_s: float) -> None:
-        """Raise RuntimeError if peer has left or waited_s is over the timeout."""
-        has_left = self.has_left(peer)
-        # WHY only now: it may have written its part and then ended.
-        if self._counters[peer * _LINE_WORDS + word] >= self._number:
-            return
-        if has_left:
-            raise RuntimeError(f"Connection closed by peer: rank {peer} left the shared memory")
-        if waited_s > self._timeout_s:
-            raise RuntimeError(f"Timed out waiting {self._timeout_s:.0f} s for rank {peer}")
 
 
 def _add_up(slots: torch.Tensor, *, out: torch.Tensor) -> None:

@@ -139,7 +139,12 @@ def errors_told(group: Group) -> Iterator[None]:
         try:
             yield
         except SystemExit as ended:  # nothing of ours leaves so: where no one expected it
-            raise _explain_exit(ended, group) from ended
+            raise StepError(
+                f"rank {group.launch.rank}, {group.tracker.phase.label}: the code that is trained "
+                f"ends the program, by SystemExit({ended.code}){line_of_user(ended)}",
+                fix="raise an exception that says what is wrong there; the traceback is in this "
+                "rank's log",
+            ) from ended
     except HardenedError as error:
         group.publish_failure(error.message)
         _tell(error, group)
@@ -157,14 +162,6 @@ def errors_told(group: Group) -> Iterator[None]:
         known.__cause__ = error
         _tell(known, group)
         raise known from error
-
-
-def _explain_exit(ended: SystemExit, group: Group) -> StepError:
-    return StepError(
-        f"rank {group.launch.rank}, {group.tracker.phase.label}: the code that is trained ends the "
-        f"program, by SystemExit({ended.code}){line_of_user(ended)}",
-        fix="raise an exception that says what is wrong there; the traceback is in this rank's log",
-    )
 
 
 def _tell(error: Exception, group: Group) -> None:

@@ -180,9 +180,7 @@ def _samples_with_bad_labels(batches: Sequence[Batch]) -> list[int]:
         labels = batch.targets
         is_row = isinstance(labels, torch.Tensor) and labels.dim() > 0
         if is_row and len(labels) == batch.num_samples:
-            is_bad = (
-                ~labels.flatten(1).isfinite().all(1) if labels.dim() > 1 else ~labels.isfinite()
-            )
+            is_bad = ~labels.unsqueeze(-1).flatten(1).isfinite().all(1)
             found += [int(batch.indices[row]) for row in is_bad.nonzero().flatten()]
     return found[:NUM_SHOWN]
 
