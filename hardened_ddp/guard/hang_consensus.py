@@ -10,7 +10,7 @@ machine judges by itself.
 
 import json
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -66,7 +66,7 @@ class HangConsensus:
 
     def splits(self) -> dict[int, tuple[int, Split]]:
         """Return the newest split of each rank's step time, with its number."""
-        splits = {rank: beat[2] for rank, beat in self._read_beats().items() if beat != LEFT}
+        splits = {rank: beat[2] for rank, beat in self._read_beats()[0].items()}
         return {rank: (number, split) for rank, (number, split) in splits.items() if split}
 
     def watch_beats(self, awake_s: float) -> dict[int, Report]:
@@ -75,15 +75,14 @@ class HangConsensus:
         awake_s: since the last call. A rank without a beat so far is left out.
         """
         found = {}
-        for rank, beat in self._read_beats().items():
+        for rank, beat in self._read_beats()[0].items():
             is_new = beat != self._beats.get(rank)
             self._silent_s[rank] = 0.0 if is_new else self._silent_s.get(rank, 0.0) + awake_s
             self._beats[rank] = beat
-            if beat != LEFT:
-                report = _report_of(beat[1])
-                limit_s = max(report.limit_s, 2 * self._beat_s)
-                is_silent = rank != self._rank and self._silent_s[rank] > limit_s
-                found[rank] = replace(report, state=SILENT) if is_silent else report
+            report = _report_of(beat[1])
+            limit_s = max(report.limit_s, 2 * self._beat_s)
+            is_silent = rank != self._rank and self._silent_s[rank] > limit_s
+            found[rank] = replace(report, state=SILENT) if is_silent else report
         return found
 
     def alarm(self, name: str) -> str:
@@ -114,7 +113,8 @@ class HangConsensus:
             reported = self._collect({mine.rank: mine, **lost})
             # WHY asked again, and only now: one may have left during the wait
             reports = {**neighbours(), **reported}
-            missing = self._missing(reports)
+            known = {*reports, *self._read_beats()[1]}
+            missing = [rank for rank in range(self._world_size) if rank not in known]
             hang = decide(list(reports.values()), wait_limit_s=wait_limit_s, missing=missing)
         # The verdict that is published first holds for all ranks.
         text = json.dumps(None if hang is None else [hang.text, hang.ranks])
@@ -162,7 +162,7 @@ class HangConsensus:
                 break
             if time.monotonic() > end:
                 age_s = max(report.age_s for report in known.values())
-                beats = {r: beat for r, beat in self._read_beats().items() if beat != LEFT}
+                beats, _ = self._read_beats()
                 silent = {
                     rank: replace(_report_of(beat[1]), state=SILENT, age_s=age_s)
                     for rank, beat in beats.items()
@@ -171,19 +171,17 @@ class HangConsensus:
             time.sleep(max(_POLL_S, poll_s(self._world_size)))
         return found
 
-    def _missing(self, reports: Collection[int]) -> list[int]:
-        """Return the ranks that neither reported nor left."""
-        left = {rank for rank, beat in self._read_beats().items() if beat == LEFT}
-        return [r for r in range(self._world_size) if r not in reports and r not in left]
-
     def _read_reports(self) -> dict[int, Report]:
         lines = self._store.look_up(self._key("reports")).splitlines()
         return {report.rank: report for report in map(_report_of, map(json.loads, lines))}
 
-    def _read_beats(self) -> dict[int, Any]:
-        """Return the last beat of each rank: its number, report and split; or LEFT."""
+    def _read_beats(self) -> tuple[dict[int, Any], list[int]]:
+        """Return the last beat of each rank: its number, report and split; and who has left."""
         keys = {f"hang/beat/{rank}": rank for rank in range(self._world_size)}
-        return {keys[key]: json.loads(text) for key, text in self._store.read(list(keys)).items()}
+        read = self._store.read(list(keys))
+        beats = {keys[key]: json.loads(text) for key, text in read.items()}
+        left = [rank for rank, beat in beats.items() if beat == LEFT]
+        return {rank: beat for rank, beat in beats.items() if beat != LEFT}, left
 
     def _publish_beat(self, value: object) -> None:
         self._store.set(f"hang/beat/{self._rank}", json.dumps(value))

@@ -57,15 +57,12 @@ def main() -> None:
         if silent_s > 2 * words[LIMITS + words[PHASE]] / 1e9 > 0 and not is_told:
             is_told = True
             where = f"{Phase(words[PHASE]).label} of step {words[STEP]}"
-            _tell(file, where, ask_for_stacks(pid, stacks_fd), silent_s=silent_s)
-
-
-def _tell(file: Path, where: str, stacks: str, *, silent_s: float) -> None:
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(file, stacks or "no stacks: the process does not answer\n")
-    sys.stderr.write(
-        f"the process makes no progress in {where}: native code holds the GIL for "
-        f"{silent_s:.0f} s; its stacks: {file}\n"
-    )
-    sys.stderr.flush()
+            stacks = ask_for_stacks(pid, stacks_fd)
+            with contextlib.suppress(OSError):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_text(file, stacks or "no stacks: the process does not answer\n")
+            sys.stderr.write(
+                f"the process makes no progress in {where}: native code holds the GIL for "
+                f"{silent_s:.0f} s; its stacks: {file}\n"
+            )
+            sys.stderr.flush()

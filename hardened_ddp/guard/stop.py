@@ -181,10 +181,7 @@ class StopRequest:
         self._started_at = time.perf_counter()
 
     def start_last_resort(self, save: Callable[[], None], *, grace_s: float) -> None:
-        """Call save and exit if this rank gets a signal but does not reach a step boundary.
-
-        grace_s: how long the launcher waits after its signal before it kills. Rank-local.
-        """
+        """Save and exit if a signal comes, but no step boundary, see LastResort. Rank-local."""
         self.last_resort = LastResort(save, grace_s=grace_s)
 
     def leave_children_alone(self) -> None:

@@ -446,10 +446,7 @@ def srun_words(env: Mapping[str, str], num_tasks: int, num_nodes: int) -> tuple[
 
 
 def right_command(env: Mapping[str, str], *, unset: Iterable[str] = ()) -> str:
-    """Write the right command for the launcher of this process, with the script's arguments.
-
-    unset: variables that it must not see.
-    """
+    """Write the right command for the launcher of this process, see with_arguments."""
     launcher: LauncherName = "torchrun"
     names, num_nodes = ("LOCAL_WORLD_SIZE", "WORLD_SIZE"), 1
     if names_of_mpi(env) is not None:

@@ -181,14 +181,9 @@ class Tracker:
 def open_words(pid: int, fd: int, token: int) -> memoryview | None:
     """Map the shared words of another process of this machine; None if they can't be."""
     try:
-        other = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        memory = mmap.mmap(other, 8 * NUM_WORDS, prot=mmap.PROT_READ)
+        with open(f"/proc/{pid}/fd/{fd}", "rb", buffering=0) as file:
+            memory = mmap.mmap(file.fileno(), 8 * NUM_WORDS, prot=mmap.PROT_READ)
     except (OSError, ValueError):
         return None
-    finally:
-        os.close(other)
     words = memoryview(memory).cast("q")
     return words if words[TOKEN] == token else None

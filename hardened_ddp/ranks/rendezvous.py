@@ -112,7 +112,7 @@ def _open_round(store: dist.Store, launch: Launch, end: float, me: dict[str, str
         conflict = _read(store, f"{round_id}/conflict")
         if have_all_joined and conflict is None:
             joined = [json.loads(text) for text in store.multi_get(keys)]
-            conflict = _mixed_backends([me, *joined]) or _shared_gpu([me, *joined])
+            conflict = _conflict_of([me, *joined])
         if conflict is not None:
             store.set(f"{round_id}/refused", json.dumps(conflict))
             # WHY: the others read it, and the store ends with this rank
@@ -174,21 +174,14 @@ def _join(store: dist.Store, launch: Launch, current: Any, me: dict[str, str]) -
     store.set(f"{round_id}/conflict", json.dumps(conflict))
 
 
-def _mixed_backends(joined: Sequence[Mapping[str, str]]) -> str | None:
-    """Return the conflict if some ranks see no GPU, and so use another backend than the others.
-
-    WHY here: each backend would wait for the ranks that use the other one. joined: of each rank.
-    """
-    if len({rank["backend"] for rank in joined}) == 1:
-        return None
-    named = [f"rank {rank} ({each['who']})" for rank, each in enumerate(joined)]
-    without = [who for who, each in zip(named, joined, strict=True) if each["backend"] != "nccl"]
-    more = f" and {len(without) - 1} more ranks" if len(without) > 1 else ""
-    return f"{without[0]}{more} {_NO_GPU}"
-
-
-def _shared_gpu(joined: Sequence[Mapping[str, str]]) -> str | None:
-    """Return the conflict if two ranks have one GPU. joined: of each rank."""
+def _conflict_of(joined: Sequence[Mapping[str, str]]) -> str | None:
+    """Return the conflict if some ranks see no GPU, or two have the same. joined: of each rank."""
+    # WHY here: each backend would wait for the ranks that use the other one
+    if len({each["backend"] for each in joined}) > 1:
+        named = [(f"rank {rank} ({each['who']})", each) for rank, each in enumerate(joined)]
+        without = [who for who, each in named if each["backend"] != "nccl"]
+        more = f" and {len(without) - 1} more ranks" if len(without) > 1 else ""
+        return f"{without[0]}{more} {_NO_GPU}"
     first: dict[str, int] = {}
     for rank, gpu in enumerate(each["gpu"] for each in joined):
         if gpu and first.setdefault(gpu, rank) != rank:

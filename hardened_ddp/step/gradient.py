@@ -332,11 +332,8 @@ class Gradient:
         if count > 0:
             self.parts.gradients.local.scale(_divisor(attempt.window.size) / count)
             return
-        log.warning(
-            "step %d: no label of its samples counts, so no weight changes",
-            self.progress.step,
-            extra=ON_EVERY_RANK,
-        )
+        text = "step %d: no label of its samples counts, so no weight changes"
+        log.warning(text, self.progress.step, extra=ON_EVERY_RANK)
         self.parts.replica.buffers.put_back(attempt.buffers)
         attempt.outcome = Outcome.EMPTY
 

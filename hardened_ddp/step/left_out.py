@@ -58,14 +58,8 @@ class LeftOut:
                 if "index" in entry:
                     bad = BadSample(entry["index"], entry["error"], entry["file"])
                     what = f"sample {bad.name}"
-                log.warning(
-                    "step %d left out %s: rank %d, %s",
-                    progress.step,
-                    what,
-                    rank,
-                    entry["error"],
-                    extra=ON_EVERY_RANK,
-                )
+                text = f"step {progress.step} left out {what}: rank {rank}, {entry['error']}"
+                log.warning("%s", text, extra=ON_EVERY_RANK)
                 self.entries.append({"rank": rank, **entry})
                 progress.count_errors(1)
         limit = self.parts.config.loop.max_errors
