@@ -35,6 +35,7 @@ import torch.distributed as dist
 from hardened_ddp.errors import PeerLostError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import SAVE_REQUESTS
+from hardened_ddp.ranks.process import stat_fields
 from hardened_ddp.ranks.threads import HelperThread
 
 log = logging.getLogger(__name__)
@@ -113,7 +114,13 @@ class LastResort:
             if self._is_relieved:  # WHY before reading: the main thread answers what is there
                 return
             if not ready:
-                self._leave()
+                text = "a stop was requested %.0f s ago, and this rank still waits"
+                log.warning(text, self._wait_s)
+                try:
+                    self._save()
+                finally:
+                    # WHY at once: the main thread is in a wait that does not end.
+                    leave_at_once(PeerLostError.exit_status)
             for number in self._reader.recv(64):
                 if number not in SIGNALS:
                     continue
@@ -121,14 +128,6 @@ class LastResort:
                     received_at = time.monotonic()
                 elif time.monotonic() - received_at > SAME_REQUEST_S:
                     leave_at_once(128 + number)  # a second request: exit without saving
-
-    def _leave(self) -> None:
-        log.warning("a stop was requested %.0f s ago, and this rank still waits", self._wait_s)
-        try:
-            self._save()
-        finally:
-            # WHY at once: the main thread is in a wait that does not end.
-            leave_at_once(PeerLostError.exit_status)
 
 
 class StopRequest:
@@ -301,16 +300,10 @@ class StopRequest:
         """Return whether SIGTERM came because this node's launcher died, not all launchers."""
         if self.group.launch.num_nodes == 1:
             return False
-        import psutil  # WHY here: only a run that is stopped needs it
-
         # WHY wait: the signal arrives while the launcher is still ending, thread by thread
         time.sleep(max(0.0, self._noted_at + ENDING_S - time.monotonic()))
-        if os.getppid() != self._launcher_pid:
-            return True
-        try:
-            return psutil.Process(self._launcher_pid).status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
+        is_zombie = stat_fields(self._launcher_pid)[:1] == ["Z"]
+        return is_zombie or os.getppid() != self._launcher_pid
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
