@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hardened_ddp.data.batches.batch import Batch
-from hardened_ddp.data.batches.nesting import map_tensors
+from hardened_ddp.data.batches.nesting import tensors_of
 from hardened_ddp.step.failure import BAD_LABELS, NUM_SHOWN, format_samples
 
 
@@ -186,9 +186,7 @@ def _samples_with_bad_labels(batches: Sequence[Batch]) -> list[int]:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:  # Any: whatever a module takes or gives
-    found: list[torch.Tensor] = []
-    map_tensors(value, found.append)
-    return [tensor for tensor in found if tensor.is_floating_point()]
+    return [tensor for tensor in tensors_of(value) if tensor.is_floating_point()]
 
 
 def _is_bad(tensor: torch.Tensor, *, allows_mask: bool = False) -> bool:
