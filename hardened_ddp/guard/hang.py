@@ -68,8 +68,7 @@ class Subject:
     """What the watch needs from the run. Called on the watch's thread."""
 
     save: Callable[..., None]
-    """Save the last completed step, here or on another rank. Takes the error that ends the run, and
-    gone: the ranks whose process ended."""
+    """Save the last completed step, as save_while_stuck in training/survivor_save.py."""
 
     phase: Callable[[int], int] | None = None
     """The phase of this rank's device, by that of its main thread. None: they are the same."""

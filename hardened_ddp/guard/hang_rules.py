@@ -47,9 +47,7 @@ class Report:
     age_s: float
     """How long it has been in this phase."""
 
-    limit_s: float
-    """The limit of this phase."""
-
+    limit_s: float  # of this phase
     samples: tuple[int, ...] = ()
     state: str = ""
     """Why it does not answer; empty: it does."""

@@ -448,19 +448,16 @@ class Totals:
     def gather(self, group: Group) -> tuple[dict[str, Any], float]:  # Any: numbers, nested lists
         """Return the sums by name and what the loss is a mean over, of all ranks. Collective."""
         device = self.loss_sum.device
-        totals = [self.loss_sum, *self.sums.values()]
         # WHY full: a tensor made of a list would be copied to the device, which waits for it
-        num_samples = torch.full((1,), self.num_samples, dtype=torch.float64, device=device)
-        flat = torch.cat([*(total.double().reshape(-1) for total in totals), num_samples])
+        num_samples = torch.full((), self.num_samples, dtype=torch.float64, device=device)
+        totals = [self.loss_sum, *self.sums.values(), num_samples]
+        flat = torch.cat([total.double().reshape(-1) for total in totals])
         with group.tracker.within(Phase.ALL_REDUCE):  # WHY here: on a GPU tolist is what waits
-            values = group.sum_(flat).tolist()  # collective
-        samples, position, sums = values.pop(), 0, []
-        for total in totals:
-            part = values[position : position + total.numel()]
-            position += total.numel()
-            sums.append(torch.tensor(part, dtype=torch.float64).view(total.shape).tolist())
-        named: dict[str, Any] = dict(zip((LOSS, *self.sums), sums, strict=True))
-        return {**named, "samples": samples}, max(1.0, named.get(COUNT, samples))
+            values = torch.tensor(group.sum_(flat).tolist(), dtype=torch.float64)  # collective
+        parts = torch.split(values, [total.numel() for total in totals])
+        sums = [part.view(total.shape).tolist() for part, total in zip(parts, totals, strict=True)]
+        named: dict[str, Any] = dict(zip((LOSS, *self.sums, "samples"), sums, strict=True))
+        return named, max(1.0, named.get(COUNT, named["samples"]))
 
 
 def divide_on_device(

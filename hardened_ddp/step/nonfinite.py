@@ -27,10 +27,9 @@ class _Finding:
     text: str
     micro_batch: int
     rows: list[int]
-    """Indices in the tensor's first dimension that have NaN or inf."""
+    """Indices in the tensor's first dimension, which has this size, that have NaN or inf."""
 
     size: int
-    """The size of that dimension."""
 
 
 @dataclass(slots=True)
