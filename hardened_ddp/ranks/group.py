@@ -36,7 +36,7 @@ from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.phase import Phase, Tracker
 from hardened_ddp.ranks.rendezvous import open_store, rendezvous
 from hardened_ddp.ranks.resources import raise_open_file_limit
-from hardened_ddp.ranks.shared_sum import SharedSum, is_supported, open_shared_sum
+from hardened_ddp.ranks.shared_sum import SharedSum, open_shared_sum
 from hardened_ddp.ranks.store import (
     RunStore,
     await_listeners,
@@ -309,7 +309,7 @@ def open_group(
         )
         group.control = dist.new_group(backend="gloo", timeout=timeout)  # collective
         is_one_machine = launch.local_world_size == launch.world_size
-        if shared_memory and is_one_machine and device.type == "cpu" and is_supported():
+        if shared_memory and is_one_machine and device.type == "cpu":
             group.shared = open_shared_sum(  # collective
                 group.gather_json,
                 rank=launch.rank,

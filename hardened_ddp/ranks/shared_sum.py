@@ -47,19 +47,16 @@ _LOOK_EVERY_S = 0.02
 _LONGEST_GAP_S = 1.0  # between two looks, on a machine with too few cores
 
 
-def is_supported() -> bool:
-    """Return whether this machine supports it. Rank-local."""
-    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
-    return is_x86 and hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
-
-
 def open_shared_sum(
     gather: Callable[[Any], list[Any]], *, rank: int, world_size: int, timeout_s: float
 ) -> "SharedSum | None":
     """Map the same memory on all ranks; None if one of them can't. Collective: all ranks.
 
-    gather: gives each rank the JSON values of all ranks.
+    All are on one machine. gather: gives each rank the JSON values of all ranks.
     """
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    if not (is_x86 and hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
+        return None
     fd, shared = -1, None
     try:
         if rank == 0:
