@@ -63,10 +63,7 @@ class SlowRanks:
         self._seen: dict[int, int] = {}
 
     def note(self, splits: Mapping[int, tuple[int, Split]]) -> list[str]:
-        """Add the newest split of each rank, with its number.
-
-        Log and return which ranks became slow, and which no longer are.
-        """
+        """Add each rank's newest split; log and return which became slow, or no longer are."""
         if len(splits) < 2:
             return []
         work = {r: sum(split.get(name, 0.0) for name in _WORK) for r, (_, split) in splits.items()}

@@ -342,10 +342,7 @@ def need(env: Mapping[str, str], names: Collection[str]) -> None:
 
 
 def _read_ranks(env: Mapping[str, str], names: Mapping[str, str], launcher: LauncherName) -> Launch:
-    """Read the place of this rank. names maps ours to the launcher's.
-
-    Raises LaunchError if a rank is outside its world.
-    """
+    """Read the place of this rank. names: ours to the launcher's. Raises LaunchError."""
     need(env, names.values())
     numbers = {ours: whole_number(env, theirs) for ours, theirs in names.items()}
     said = {ours: f"{theirs}={numbers[ours]}" for ours, theirs in names.items()}

@@ -147,19 +147,13 @@ class Tracker:
         return {Phase(i).label: ns / 1e9 / count for i, ns in enumerate(spent) if ns}
 
     def wall_s(self) -> list[float]:
-        """Return the seconds of each phase since the start of the process. Any thread.
-
-        A wait for other ranks counts for the phase that it interrupts.
-        """
+        """Return seconds by phase so far; a wait counts for what it interrupts. Any thread."""
         found = [ns / 1e9 for ns in self._wall_ns]
         found[self._work] += (monotonic_ns() - self.words[SINCE]) / 1e9
         return found
 
     def spent_s(self) -> dict[str, float]:
-        """Return the seconds of each phase since the start of the process. Any thread.
-
-        Other than in wall_s, a wait for other ranks counts for itself.
-        """
+        """Return seconds by phase so far; a wait counts for itself. Any thread."""
         return {Phase(i).label: ns / 1e9 for i, ns in enumerate(self._spent_ns) if ns}
 
     def share(self) -> int:

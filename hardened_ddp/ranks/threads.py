@@ -50,10 +50,7 @@ class HelperThread(threading.Thread):
 
 
 def call_within(question: Callable[[], T], limit_s: float, *, uses_gpu: bool = True) -> T:
-    """Call question; return its result or raise what it raises. Rank-local.
-
-    Raises TimeoutError if it takes longer than limit_s.
-    """
+    """Return what question returns, or raise its error; TimeoutError after limit_s. Rank-local."""
     answer: Future[T] = Future()
 
     def ask() -> None:
