@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from ddp_drills.fault import TWO_HOSTS, Fault
 from ddp_drills.faults import all_faults, find
@@ -21,6 +21,7 @@ from ddp_drills.two_hosts import why_not
 from hardened_ddp.errors import ConfigError
 from hardened_ddp.settings.cli import Request
 from hardened_ddp.settings.layers import resolve
+from hardened_ddp.settings.record import yaml_word
 from hardened_ddp.settings.typed_command import own_command
 from hardened_ddp.settings.wording import nearest, shown
 
@@ -103,9 +104,8 @@ def read_order(request: Request) -> Order:
     if fault is None and name != ALL:
         names = [*(known.name for known in all_faults()), ALL]
         near = nearest(name, names)
-        meant = (
-            f"did you mean {near}?" if near else "they are listed by the command in the next line"
-        )
+        listed = "they are listed by the command in the next line"
+        meant = f"did you mean {near}?" if near else listed
         raise ConfigError(f"no drill is called {shown(name)}; {meant}", fix=_list_command())
     num_ranks = int(ranks)
     if fault is not None and fault.min_ranks > num_ranks:
@@ -145,7 +145,8 @@ def read_work(request: Request, num_ranks: int) -> "Work":
     flags += [] if request.edited_file else ["--no_config"]
     flags += [f"--{name}={value}" for name, value in DEFAULTS.items() if name not in given]
     flags += [
-        f"--{name}={_word(value)}"
+        # WHY not always: a flag's text has no quotes
+        f"--{name}={value if isinstance(value, str) else yaml_word(value)}"
         for name, value in request.settings.items()
         if name not in _OF_THE_DRILL
     ]
@@ -167,17 +168,15 @@ def read_work(request: Request, num_ranks: int) -> "Work":
 
 def prepare(work: "Work", folder: Path, env: Mapping[str, str]) -> "Drills":
     """Prepare drills that start processes with this Python."""
-    from ddp_drills.other_host import OnTwoHosts
-    from ddp_drills.processes import Launcher, Starter
-    from ddp_drills.runner import OUTPUT_NAME, Drills
+    from ddp_drills.other_host import start_on_two_hosts
+    from ddp_drills.processes import Ranks, Start, start_ranks
+    from ddp_drills.runner import Drills
 
-    def starter_of(place: Path, fault: Fault) -> Starter:
-        if fault.outside == TWO_HOSTS:
-            return OnTwoHosts(env, place / OUTPUT_NAME)
-        by_torchrun = fault.outside.startswith("torchrun")
-        return Launcher(env, place / OUTPUT_NAME, by_torchrun=by_torchrun)
+    def starter(start: Start) -> Ranks:
+        is_two = start.outside == TWO_HOSTS
+        return start_on_two_hosts(env, start) if is_two else start_ranks(env, start)
 
-    return Drills(work, folder, starter_of)
+    return Drills(work, folder, starter)
 
 
 def list_faults() -> list[str]:
@@ -225,18 +224,13 @@ def write_table(path: Path, table: Sequence[str]) -> None:
     while end < len(lines) and lines[end].startswith("|"):
         end += 1
     heading, old = lines[begin : begin + _HEADING_LINES], lines[begin + _HEADING_LINES : end]
-    rows = {_drill_of(row): row for row in [*old, *table[_HEADING_LINES:]]}
+    rows = {row.split("`")[1]: row for row in [*old, *table[_HEADING_LINES:]]}  # | `name` | ...
     names = [fault.name for fault in all_faults()]
     is_whole = not old or len(table) - _HEADING_LINES == len(names)
     heading = list(table[:_HEADING_LINES]) if is_whole else heading
     known = [rows[name] for name in names if name in rows]
     text = "\n".join([*lines[:begin], *heading, *known, *lines[end:]])
     path.write_text(text + "\n", encoding="utf-8")
-
-
-def _drill_of(row: str) -> str:
-    """Give the name in the first cell of a row: | `name` | ..."""
-    return row.split("`")[1]
 
 
 def markdown(verdicts: "Sequence[Verdict]", num_ranks: int) -> list[str]:
@@ -263,12 +257,6 @@ def _has_gpus(backend: str, num_ranks: int) -> bool:
     import torch
 
     return torch.cuda.device_count() >= (1 if backend == "gloo" else num_ranks)
-
-
-def _word(value: Any) -> str:  # Any: the type of the setting
-    from hardened_ddp.settings.record import yaml_word
-
-    return value if isinstance(value, str) else yaml_word(value)  # a flag's text has no quotes
 
 
 def _list_command() -> str:

@@ -5,7 +5,7 @@ replicas, ledger, and leftovers.
 """
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,15 +59,17 @@ class Record:
 
     def weights(self) -> str:
         """Return the hash of the last checkpoint's weights and optimizer state."""
-        newest, _ = find_newest(self.folder / CHECKPOINTS_NAME)
-        return "" if newest is None else digest_of(load_checkpoint(newest)[0])
+        tensors = self._tensors()
+        return digest_of(tensors) if tensors else ""
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Return the floating point weights of the last checkpoint."""
+        weights = {n: t for n, t in self._tensors().items() if n.startswith(MODEL_PREFIX)}
+        return {name: tensor for name, tensor in weights.items() if tensor.is_floating_point()}
+
+    def _tensors(self) -> Mapping[str, torch.Tensor]:
         newest, _ = find_newest(self.folder / CHECKPOINTS_NAME)
-        tensors = {} if newest is None else load_checkpoint(newest)[0]
-        names = [n for n, t in tensors.items() if n.startswith(MODEL_PREFIX)]
-        return {name: tensors[name] for name in names if tensors[name].is_floating_point()}
+        return {} if newest is None else load_checkpoint(newest)[0]
 
     def digests(self) -> list[str]:
         """Return the hash of each rank's replica."""
@@ -119,7 +121,8 @@ def judge(fault: Fault, run: Record, reference: Record) -> Verdict:
     if not is_near:
         problems.append(f"the weights are {difference}")
     are_equal = len(set(digests)) == 1 and "none" not in digests
-    is_same = bool(run.weights()) and run.weights() == reference.weights()
+    weights = run.weights()
+    is_same = bool(weights) and weights == reference.weights()
     if not are_equal:
         problems.append("the replicas of the ranks are not equal")
     if fault.keeps == "same weights" and not is_same:
@@ -129,10 +132,9 @@ def judge(fault: Fault, run: Record, reference: Record) -> Verdict:
         problems.append(f"the ledger: {ledger}")
     if (run.folder / LOCK_NAME).exists():
         problems.append(f"{LOCK_NAME} was left in the run folder")
-    same = "" if is_same else "not "
-    same += "equal to the undisturbed run, bit for bit"
-    if difference and not is_same:
-        same = difference
+    same = "equal to the undisturbed run, bit for bit"
+    if not is_same:
+        same = difference or f"not {same}"
     return Verdict(
         fault=fault,
         ended="; the same command again: ".join(map(_describe, run.attempts)),
@@ -196,11 +198,9 @@ def _read_ledger(folder: Path) -> tuple[str, bool]:
 def _describe(attempt: Attempt) -> str:
     if attempt.is_finished and not any(attempt.statuses):
         return "finished"
-    shown = {None: "did not end", 0: "status 0"}
     words = [
-        shown.get(status)
-        or (f"status {status}" if (status or 0) > 0 else f"signal {-(status or 0)}")
-        for status in attempt.statuses
+        "did not end" if s is None else f"status {s}" if s >= 0 else f"signal {-s}"
+        for s in attempt.statuses
     ]
     if len(words) == 1:
         return words[0]

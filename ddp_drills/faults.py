@@ -6,6 +6,7 @@ from outside), the comparison with its verdict (compare.py). No torch: the list 
 
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ddp_drills.fault import ALL, HANGS, LAST, TWO_HOSTS, WATCHED, Fault
 from ddp_drills.injections import Injection
@@ -50,6 +51,9 @@ _PHASES = {
     "evaluation": "in the evaluation",
     "checkpoint": "while it writes a checkpoint",
 }
+
+
+_AFTER_BACKWARD = {"optimizer": "optimizer's step", "evaluation": "evaluation"}
 
 
 def _signals() -> Iterator[Fault]:
@@ -114,36 +118,21 @@ def _first_and_all() -> Iterator[Fault]:
 
 def _starts() -> Iterator[Fault]:
     """Ranks that can't start together."""
-    yield Fault(
-        name="port-taken",
-        text="another program listens on the port of the rendezvous",
-        outside="port taken",
-        ends="stops",
-        code="DDP-G01",
-        says=("is taken",),
-        flags=HANGS,
-        min_ranks=2,
-    )
-    yield Fault(
-        name="unresolvable-host",
-        text="the name of rank 0's host can't be resolved",
-        outside="unresolvable host",
-        ends="stops",
-        code="DDP-G01",
-        says=("can't be resolved",),
-        flags=HANGS,
-        min_ranks=2,
-    )
-    yield Fault(
-        name="missing-rank",
-        text="one rank never starts",
-        outside="missing rank",
-        ends="stops",
-        code="DDP-G01",
-        says=("never joined",),
-        flags=HANGS,
-        min_ranks=2,
-    )
+    for outside, text, told in (
+        ("port taken", "another program listens on the port of the rendezvous", "is taken"),
+        ("unresolvable host", "the name of rank 0's host can't be resolved", "can't be resolved"),
+        ("missing rank", "one rank never starts", "never joined"),
+    ):
+        yield Fault(
+            name=outside.replace(" ", "-"),
+            text=text,
+            outside=outside,
+            ends="stops",
+            code="DDP-G01",
+            says=(told,),
+            flags=HANGS,
+            min_ranks=2,
+        )
     yield Fault(
         name="other-data",
         text="the dataset of one rank has one sample less",
@@ -192,39 +181,31 @@ def _launchers() -> Iterator[Fault]:
 def _errors() -> Iterator[Fault]:
     """An exception inside of a step, once."""
     kinds = {"forward": "raise", "loss": "too few", "backward": "raise"}
-    groups = {"one": LAST, "some": (), "all": ALL}
+    groups: tuple[tuple[str, str, tuple[int, ...]], ...] = (
+        ("one", "one rank raises", LAST),
+        # Rank 0 and the last but one, which are the same where there are two.
+        ("some", "some of the ranks raise", (0, -2)),
+        ("all", "all ranks raise", ALL),
+    )
     for phase, kind in kinds.items():
-        for who, ranks in groups.items():
+        for who, told, ranks in groups:
             yield Fault(
                 name=f"raise-{phase}-{who}",
-                text=f"{who} of the ranks raise an exception in {phase}, once".replace(
-                    "one of the ranks raise", "one rank raises"
-                ).replace("all of the", "all"),
-                # Some: rank 0 and the last but one, which are the same where there are two.
-                injections=(
-                    Injection(kind=kind, phase=phase, ranks=ranks if who != "some" else (0, -2)),
-                ),
+                text=f"{told} an exception in {phase}, once",
+                injections=(Injection(kind=kind, phase=phase, ranks=ranks),),
                 says=("retrying step",),
                 min_ranks=1 if who == "all" else 2,
             )
-    yield Fault(
-        name="raise-optimizer",
-        text="one rank raises an exception in the optimizer's step",
-        injections=_once("raise", "optimizer"),
-        ends="stops",
-        code="DDP-S01",
-        says=("a fault of the drill",),
-        min_ranks=2,
-    )
-    yield Fault(
-        name="raise-evaluation",
-        text="one rank raises an exception in the evaluation",
-        injections=_once("raise", "evaluation"),
-        ends="stops",
-        code="DDP-S01",
-        says=("a fault of the drill",),
-        min_ranks=2,
-    )
+    for phase, where in _AFTER_BACKWARD.items():
+        yield Fault(
+            name=f"raise-{phase}",
+            text=f"one rank raises an exception in the {where}",
+            injections=_once("raise", phase),
+            ends="stops",
+            code="DDP-S01",
+            says=("a fault of the drill",),
+            min_ranks=2,
+        )
     yield Fault(
         name="disk-error",
         text="the disk gives a read error (EIO), once",
@@ -242,20 +223,14 @@ def _memory() -> Iterator[Fault]:
             says=("at most from now on",),
             keeps="near weights",
         )
-    yield Fault(
-        name="memory-optimizer",
-        text="one rank runs out of memory in the optimizer's step",
-        injections=_once("memory", "optimizer"),
-        ends="stops",
-        code="DDP-S02",
-    )
-    yield Fault(
-        name="memory-evaluation",
-        text="one rank runs out of memory in the evaluation",
-        injections=_once("memory", "evaluation"),
-        ends="stops",
-        code="DDP-S02",
-    )
+    for phase, where in _AFTER_BACKWARD.items():
+        yield Fault(
+            name=f"memory-{phase}",
+            text=f"one rank runs out of memory in the {where}",
+            injections=_once("memory", phase),
+            ends="stops",
+            code="DDP-S02",
+        )
 
 
 def _numbers() -> Iterator[Fault]:
@@ -359,10 +334,11 @@ def _waits() -> Iterator[Fault]:
 
 def _models() -> Iterator[Fault]:
     """What a model does beside its numbers: collectives of its own, buffers."""
+    collective = Injection(kind="collective", phase="forward", step=0, ranks=ALL, lasts=True)
     yield Fault(
         name="forward-collective",
         text="the model calls a collective in each forward, as SyncBatchNorm does",
-        injections=(Injection(kind="collective", phase="forward", step=0, ranks=ALL, lasts=True),),
+        injections=(collective,),
         says=("the model's forward runs collectives (all_reduce in",),
         min_ranks=2,
     )
@@ -370,7 +346,7 @@ def _models() -> Iterator[Fault]:
         name="uneven-collective",
         text="the model calls a collective in each forward, and a rank could lack a forward: "
         "refused",
-        injections=(Injection(kind="collective", phase="forward", step=0, ranks=ALL, lasts=True),),
+        injections=(collective,),
         flags=("--continue_on_error",),
         ends="stops",
         code="DDP-M01",
@@ -381,7 +357,7 @@ def _models() -> Iterator[Fault]:
         name="synced-norm-tail",
         text="the model normalises over all ranks, as SyncBatchNorm; an epoch ends with unequal "
         "shares",
-        injections=(Injection(kind="normalise", phase="forward", step=0, ranks=ALL, lasts=True),),
+        injections=(replace(collective, kind="normalise"),),
         # WHY: of the 69 samples that the digits leave for the last step of 2 ranks, one has 18
         # micro-batches of 2 and the other 17
         flags=("--batch_size", "2", "--accumulation_steps", "18"),
@@ -434,27 +410,21 @@ def _places() -> Iterator[Fault]:
 
 def _workers() -> Iterator[Fault]:
     """Faults of a DataLoader worker."""
-    for word, kind, text in (
-        ("kill", "kill itself", "is killed, as by the OOM killer"),
-        ("segfault", "segfault", "crashes in native code"),
-        ("bus", "bus", "gets SIGBUS, as when /dev/shm is full"),
-        ("exit", "exit", "exits with status 3"),
-        ("hang", "hang", "hangs"),
+    for name, kind, text in (
+        ("worker-kill", "kill itself", "is killed, as by the OOM killer"),
+        ("worker-segfault", "segfault", "crashes in native code"),
+        ("worker-bus", "bus", "gets SIGBUS, as when /dev/shm is full"),
+        ("worker-exit", "exit", "exits with status 3"),
+        ("worker-hang", "hang", "hangs"),
+        ("memory-data", "host memory", "runs out of memory"),
     ):
         yield Fault(
-            name=f"worker-{word}",
+            name=name,
             text=f"a DataLoader worker {text}, once",
             injections=(Injection(kind=kind, phase="worker", step=100, ranks=LAST),),
             flags=_LOADS,
             says=("No sample is lost",),
         )
-    yield Fault(
-        name="memory-data",
-        text="a DataLoader worker runs out of memory, once",
-        injections=(Injection(kind="host memory", phase="worker", step=100, ranks=LAST),),
-        flags=_LOADS,
-        says=("No sample is lost",),
-    )
     yield Fault(
         name="worker-unpicklable",
         text="the dataset can't be sent to the DataLoader workers",

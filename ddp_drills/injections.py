@@ -16,9 +16,10 @@ from typing import Any
 
 POLL_S = 0.002
 PAUSE_LIMIT_S = 30.0
+"""How long a rank pauses for a fault from outside."""
+
 DEPENDS_ON_PARTS = "depends-on-parts"
 """A note: the model's output for a batch is not that for its halves, as with dropout."""
-"""How long a rank pauses for a fault from outside."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +63,6 @@ class Pause:
     number: int
     victim: int
     signal: int
-    where: str
 
 
 class Board:

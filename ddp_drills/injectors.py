@@ -34,13 +34,13 @@ def do(
 ) -> Any:
     """Inject the fault now. Any: wrappers.Moments; a gradient that replaces the given one."""
     match injection.kind:
-        case "pause":
-            moments.board.pause(_pause(injection, moments, number))
-        case "pause while another rank waits":
-            while not moments.board.has("passed"):
-                time.sleep(0.01)
-            time.sleep(0.1)  # WHY: by then the other rank waits in the all-reduce
-            moments.board.pause(_pause(injection, moments, number))
+        case "pause" | "pause while another rank waits" as kind:
+            if kind != "pause":
+                while not moments.board.has("passed"):
+                    time.sleep(0.01)
+                time.sleep(0.1)  # WHY: by then the other rank waits in the all-reduce
+            victim = injection.victim % moments.world_size
+            moments.board.pause(Pause(number, victim, injection.signal))
         case "pass":
             moments.board.claim("passed")
         case "sleep":
@@ -53,11 +53,6 @@ def do(
         case _:
             FAULTS[injection.kind]()
     return None
-
-
-def _pause(injection: Injection, moments: Any, number: int) -> Pause:  # Any: wrappers.Moments
-    victim = injection.victim % moments.world_size
-    return Pause(number, victim, injection.signal, f"{injection.phase} of step {moments.step}")
 
 
 def spoil(kind: str, sample: Any, num_classes: int) -> Any:  # Any: whatever the dataset gives
@@ -167,41 +162,12 @@ def _with_inputs(sample: Any, change: Callable[[torch.Tensor], torch.Tensor]) ->
     return changed(sample[0]), sample[1]
 
 
-def _raise() -> None:
-    raise ValueError(TEXT)
-
-
-def _exhaust_memory() -> None:
-    torch.empty(TOO_MUCH, dtype=torch.uint8, device=_device())
-
-
-def _exhaust_host_memory() -> None:
-    bytearray(TOO_MUCH)
-
-
-def _fail_to_read() -> None:
-    raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-
-def _hang() -> None:
-    time.sleep(1e6)
-
-
-def _call_a_collective_alone() -> None:
-    dist.all_reduce(torch.zeros(1, device=_device()))
-
-
 def _device() -> str:
     return "cuda" if torch.cuda.is_initialized() else "cpu"  # type: ignore[no-untyped-call]  # torch
 
 
-def _hold_the_gil() -> None:
-    # WHY PyDLL: it calls native code without releasing the GIL, as a careless extension does.
-    ctypes.PyDLL(None).usleep(900_000)
-
-
-def _crash() -> None:
-    ctypes.string_at(0)
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _kill_itself() -> None:
@@ -231,10 +197,6 @@ def _hold_connections() -> None:
     os._exit(0)
 
 
-def _exit() -> None:
-    os._exit(3)
-
-
 def _read_past_a_mapped_file() -> None:
     """Get SIGBUS, as when /dev/shm is full."""
     with tempfile.TemporaryFile() as file:
@@ -244,17 +206,18 @@ def _read_past_a_mapped_file() -> None:
             page[0] = 1
 
 
-FAULTS: Mapping[str, Callable[[], None]] = {
-    "raise": _raise,
-    "memory": _exhaust_memory,
-    "host memory": _exhaust_host_memory,
-    "disk": _fail_to_read,
-    "hang": _hang,
-    "collective": _call_a_collective_alone,
-    "hold the GIL": _hold_the_gil,
-    "segfault": _crash,
+FAULTS: Mapping[str, Callable[[], object]] = {
+    "raise": lambda: _raise(ValueError(TEXT)),
+    "memory": lambda: torch.empty(TOO_MUCH, dtype=torch.uint8, device=_device()),
+    "host memory": lambda: bytearray(TOO_MUCH),
+    "disk": lambda: _raise(OSError(errno.EIO, os.strerror(errno.EIO))),
+    "hang": lambda: time.sleep(1e6),
+    "collective": lambda: dist.all_reduce(torch.zeros(1, device=_device())),
+    # WHY PyDLL: it calls native code without releasing the GIL, as a careless extension does.
+    "hold the GIL": lambda: ctypes.PyDLL(None).usleep(900_000),
+    "segfault": lambda: ctypes.string_at(0),
     "kill itself": _kill_itself,
     "die in silence": _die_in_silence,
-    "exit": _exit,
+    "exit": lambda: os._exit(3),
     "bus": _read_past_a_mapped_file,
 }

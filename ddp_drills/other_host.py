@@ -1,7 +1,7 @@
 """A drill on two hosts: an elastic run on one, and an agent on the other that can take over.
 
-Owns: OnTwoHosts, which starts both. The hosts are network namespaces of this machine, with a disk
-that they share (two_hosts.py); the rendezvous is on the second one, which stays.
+The hosts are network namespaces of this machine, with a disk that they share (two_hosts.py); the
+rendezvous is on the second one, which stays.
 Does not own: when the first host dies (outside.py).
 """
 
@@ -9,9 +9,8 @@ import shlex
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-from ddp_drills.processes import HOST, MARK, SCRIPT, Processes, clean
+from ddp_drills.processes import MARK, SCRIPT, Processes, Start, clean
 from ddp_drills.two_hosts import ADDRESSES, TwoHosts
 
 # torch 2.13's agents wait for each other for ever when a node joins and they share this store
@@ -62,39 +61,26 @@ class AgentsOfTwoHosts(Processes):
         return left
 
 
-class OnTwoHosts:
-    """Starts an elastic run of one host, and an agent on another one. See Starter."""
-
-    def __init__(self, env: Mapping[str, str], log: Path) -> None:
-        self._env, self._log = env, log
-
-    def __call__(
-        self,
-        flags: Sequence[str],
-        *,
-        num_ranks: int,
-        port: int,
-        missing: int = 0,
-        host: str = HOST,
-    ) -> AgentsOfTwoHosts:
-        mark, folder = uuid.uuid4().hex, self._log.parent
-        words = ["-m", "torch.distributed.run", "--nnodes=1:1", f"--nproc_per_node={num_ranks}"]
-        words += ["--max_restarts=3", "--rdzv_backend=c10d", f"--rdzv_endpoint=node1:{port}"]
-        words += [f"--rdzv_id={mark}", f"--rdzv_conf={_QUICK},is_host=0"]
-        agents = [
-            [sys.executable, *words, f"--local_addr={address}", str(SCRIPT), *flags]
-            for address in ADDRESSES
-        ]
-        dies = str((folder / "board" / "pause-0").resolve())
-        spare = ["bash", "-c", _SPARE, "bash", dies, sys.executable, str(port), *agents[1]]
-        (folder / "hosts").mkdir(exist_ok=True)
-        hosts = TwoHosts((folder / "hosts").resolve()).__enter__()
-        own = {**clean(self._env), **_ENV, MARK: mark, "TMPDIR": str(folder)}
-        return AgentsOfTwoHosts(
-            hosts,
-            [hosts.on(0, *_OWN_MEMORY, *agents[0]), hosts.on(1, *_OWN_MEMORY, *spare)],
-            environments=[own, own],
-            log=self._log,
-            mark=mark,
-            is_torchrun=True,
-        )
+def start_on_two_hosts(env: Mapping[str, str], start: Start) -> AgentsOfTwoHosts:
+    """Start an elastic run of one host, and an agent on another one."""
+    mark, folder, port = uuid.uuid4().hex, start.log.parent, str(start.port)
+    words = ["-m", "torch.distributed.run", "--nnodes=1:1", f"--nproc_per_node={start.num_ranks}"]
+    words += ["--max_restarts=3", "--rdzv_backend=c10d", f"--rdzv_endpoint=node1:{port}"]
+    words += [f"--rdzv_id={mark}", f"--rdzv_conf={_QUICK},is_host=0"]
+    agents = [
+        [sys.executable, *words, f"--local_addr={address}", str(SCRIPT), *start.flags]
+        for address in ADDRESSES
+    ]
+    dies = str((folder / "board" / "pause-0").resolve())
+    spare = ["bash", "-c", _SPARE, "bash", dies, sys.executable, port, *agents[1]]
+    (folder / "hosts").mkdir(exist_ok=True)
+    hosts = TwoHosts((folder / "hosts").resolve()).__enter__()
+    own = {**clean(env), **_ENV, MARK: mark, "TMPDIR": str(folder)}
+    return AgentsOfTwoHosts(
+        hosts,
+        [hosts.on(0, *_OWN_MEMORY, *agents[0]), hosts.on(1, *_OWN_MEMORY, *spare)],
+        environments=[own, own],
+        log=start.log,
+        mark=mark,
+        is_torchrun=True,
+    )

@@ -9,7 +9,7 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -43,11 +43,10 @@ class Outside:
         for pause in self.board.waiting():
             self._act(pause, ranks)
             self.board.end(pause)
-        if self.fault.outside == "at a checkpoint" and not self.has_acted:
-            # WHY the name: a checkpoint has it while it is written, which takes only a moment.
-            names = os.listdir(self.run / CHECKPOINTS_NAME) if self._has_checkpoints() else []
-            if any(name.startswith(".partial") for name in names):
-                self._send(ranks, 0, self.fault.signal)
+        is_due = self.fault.outside == "at a checkpoint" and not self.has_acted
+        # WHY the name: a checkpoint has it while it is written, which takes only a moment.
+        if is_due and any((self.run / CHECKPOINTS_NAME).glob(".partial*")):
+            self._send(ranks, 0, self.fault.signal)
 
     def act_as_launcher(self, ranks: Ranks) -> None:
         """End the surviving ranks when one has failed, as torchrun does, but later.
@@ -62,12 +61,10 @@ class Outside:
         now = time.monotonic()
         self._failed_at = self._failed_at or now
         if set(living) <= self._stopped or now - self._failed_at > 2 * PATIENCE_S:
-            for rank in living:
-                self._signal(ranks, rank, signal.SIGKILL)
+            _signal_all(ranks, living, signal.SIGKILL)
         elif now - self._failed_at > PATIENCE_S and not self._has_asked:
             self._has_asked = True
-            for rank in living:
-                self._signal(ranks, rank, signal.SIGTERM)
+            _signal_all(ranks, living, signal.SIGTERM)
 
     def prepare_next_start(self) -> None:
         """Remove the cause before the next start; or damage a checkpoint of the first one."""
@@ -79,47 +76,36 @@ class Outside:
                 self.has_acted = True
 
     def _act(self, pause: Pause, ranks: Ranks) -> None:
+        self.has_acted = True
+        everyone = range(self.num_ranks)
         match self.fault.outside:
             case "full disk":
-                self.has_acted = True
                 limit = _FULL_BYTES if pause.number == 0 else resource.RLIM_INFINITY
                 pid = ranks.pid_of(pause.victim)
                 if pid is not None:
                     hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
                     resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, hard))
             case "all ranks":
-                for rank in range(self.num_ranks):
-                    self._send(ranks, rank, self.fault.signal)
+                _signal_all(ranks, everyone, self.fault.signal)
             case "torchrun on two hosts":
-                self._lose_host(ranks)
+                ranks.cut()  # WHY first: no other host is told that its torchrun and ranks end
+                _signal_all(ranks, [-1, *everyone], self.fault.signal)
             case "torchrun killed":
-                self.has_acted = True
-                launcher = ranks.pid_of(-1)
-                if launcher is not None:
-                    send(launcher, self.fault.signal)
+                _signal_all(ranks, [-1], self.fault.signal)
             case _:
                 self._send(ranks, pause.victim, pause.signal or self.fault.signal)
-
-    def _lose_host(self, ranks: Ranks) -> None:
-        """End the torchrun of the ranks and all of them, of which no other host is told."""
-        ranks.cut()
-        pids = [ranks.pid_of(rank) for rank in (-1, *range(self.num_ranks))]
-        for pid in filter(None, pids):
-            send(pid, self.fault.signal)
-        self.has_acted = True
 
     def _send(self, ranks: Ranks, rank: int, number: int) -> None:
         self.has_acted = True
         if number == signal.SIGSTOP:
             self._stopped.add(rank)
-        self._signal(ranks, rank, number)
+        _signal_all(ranks, [rank], number)
 
-    def _signal(self, ranks: Ranks, rank: int, number: int) -> None:
-        if (pid := ranks.pid_of(rank)) is not None:
-            send(pid, number)
 
-    def _has_checkpoints(self) -> bool:
-        return (self.run / CHECKPOINTS_NAME).is_dir()
+def _signal_all(ranks: Ranks, chosen: Iterable[int], number: int) -> None:
+    """Send a signal to those of the chosen ranks that still run; -1: to torchrun."""
+    for pid in filter(None, [ranks.pid_of(rank) for rank in chosen]):
+        send(pid, number)
 
 
 @contextmanager

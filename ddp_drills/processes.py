@@ -14,6 +14,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -49,18 +50,27 @@ class Ranks(Protocol):
         """Kill what still runs; return the leftovers if every rank had ended."""
 
 
-class Starter(Protocol):
-    """Starts ranks. missing: that many of the last ones are not started. host: of rank 0."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """One start of the script."""
 
-    def __call__(
-        self,
-        flags: Sequence[str],
-        *,
-        num_ranks: int,
-        port: int,
-        missing: int = 0,
-        host: str = HOST,
-    ) -> Ranks: ...
+    flags: Sequence[str]
+    log: Path
+    """Where the ranks write their output to."""
+
+    num_ranks: int
+    port: int
+    outside: str
+    """The fault from outside, see outside.py."""
+
+    missing: int = 0
+    """So many of the last ranks are not started."""
+
+    host: str = HOST
+    """Of rank 0."""
+
+
+Starter = Callable[[Start], Ranks]
 
 
 class Processes:
@@ -121,10 +131,8 @@ class Processes:
         return self._log.read_text(encoding="utf-8", errors="replace")
 
     def end(self) -> list[str]:
-        have_ended = None not in self.statuses
-        left: list[str] = []
-        if have_ended:
-            left = [f"process {pid} was left" for pid in await_end(self._marked)]
+        still_running = [] if None in self.statuses else await_end(self._marked)
+        left = [f"process {pid} was left" for pid in still_running]
         limit = time.monotonic() + 10
         while (pids := self._marked()) and time.monotonic() < limit:
             for pid in pids:
@@ -136,54 +144,37 @@ class Processes:
         return left + [f"/dev/shm/{name} was left" for name in files]
 
     def _marked(self) -> list[int]:
-        return [pid for pid in _pids() if self._mark in _environment_of(pid) and _is_alive(pid)]
+        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+        return [pid for pid in pids if self._mark in _environment_of(pid) and _is_alive(pid)]
 
 
-class Launcher:
-    """Starts ranks of the script with this machine's Python. See Starter."""
-
-    def __init__(self, env: Mapping[str, str], log: Path, *, by_torchrun: bool = False) -> None:
-        self._env, self._log, self._by_torchrun = env, log, by_torchrun
-
-    def __call__(
-        self,
-        flags: Sequence[str],
-        *,
-        num_ranks: int,
-        port: int,
-        missing: int = 0,
-        host: str = HOST,
-    ) -> Processes:
-        mark = uuid.uuid4().hex
-        script = [str(SCRIPT), *flags]
-        own = clean(self._env) | {MARK: mark, "OMP_NUM_THREADS": "1"}
-        if self._by_torchrun:
-            words = ["--standalone", f"--nproc_per_node={num_ranks}", "--max_restarts=3"]
-            command = [sys.executable, "-m", "torch.distributed.run", *words, *script]
-            # WHY TMPDIR: torchrun leaves folders of logs behind.
-            own["TMPDIR"] = str(self._log.parent)
-            return Processes([command], [own], self._log, mark=mark, is_torchrun=True)
-        ranks = range(num_ranks - missing)
-        return Processes(
-            [[sys.executable, *script] for _ in ranks],
-            [own | variables(rank, num_ranks, port, host=host) for rank in ranks],
-            self._log,
-            mark=mark,
-            is_torchrun=False,
-        )
-
-
-def variables(rank: int, num_ranks: int, port: int, *, host: str = HOST) -> dict[str, str]:
-    """Return the variables that torchrun sets for a rank."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
+def start_ranks(env: Mapping[str, str], start: Start) -> Processes:
+    """Start ranks of the script with this machine's Python."""
+    mark = uuid.uuid4().hex
+    script = [str(SCRIPT), *start.flags]
+    own = clean(env) | {MARK: mark, "OMP_NUM_THREADS": "1"}
+    if start.outside.startswith("torchrun"):
+        words = ["--standalone", f"--nproc_per_node={start.num_ranks}", "--max_restarts=3"]
+        command = [sys.executable, "-m", "torch.distributed.run", *words, *script]
+        # WHY TMPDIR: torchrun leaves folders of logs behind.
+        own["TMPDIR"] = str(start.log.parent)
+        return Processes([command], [own], start.log, mark=mark, is_torchrun=True)
+    # What torchrun sets for a rank.
+    own |= {
+        "WORLD_SIZE": str(start.num_ranks),
+        "LOCAL_WORLD_SIZE": str(start.num_ranks),
         "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
+        "MASTER_ADDR": start.host,
+        "MASTER_PORT": str(start.port),
     }
+    ranks = [str(rank) for rank in range(start.num_ranks - start.missing)]
+    return Processes(
+        [[sys.executable, *script] for _ in ranks],
+        [own | {"RANK": rank, "LOCAL_RANK": rank} for rank in ranks],
+        start.log,
+        mark=mark,
+        is_torchrun=False,
+    )
 
 
 def clean(env: Mapping[str, str]) -> dict[str, str]:
@@ -222,12 +213,11 @@ def _is_of(name: str, pids: Collection[int]) -> bool:
     return parts[0] == "torch" and len(parts) > 1 and parts[1].isdigit() and int(parts[1]) in pids
 
 
-def _pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-
-
 def _environment_of(pid: int) -> list[bytes]:
-    return _read(pid, "environ").split(b"\0")
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # it ended while we looked, or belongs to somebody else
+        return []
 
 
 def _parent_of(pid: int) -> int:
@@ -238,10 +228,3 @@ def _parent_of(pid: int) -> int:
 def _is_alive(pid: int) -> bool:
     fields = stat_fields(pid)
     return bool(fields) and fields[0] not in ("Z", "X")
-
-
-def _read(pid: int, name: str) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/{name}").read_bytes()
-    except OSError:  # it ended while we looked, or belongs to somebody else
-        return b""

@@ -5,7 +5,6 @@ started (processes.py), faults from outside (outside.py), what is expected (faul
 """
 
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -13,34 +12,32 @@ from ddp_drills.compare import Attempt, Record, Verdict, judge
 from ddp_drills.fault import Fault
 from ddp_drills.injections import Board
 from ddp_drills.outside import Outside, occupied
-from ddp_drills.processes import HOST, Ranks, Starter
+from ddp_drills.processes import HOST, Ranks, Start, Starter
 from ddp_drills.work import Work
 from hardened_ddp.ranks.network import hold_port, port_of
 from hardened_ddp.reporting.summary import finished_at
 
 NO_FAULT = Fault(name="undisturbed", text="nothing happens")
 MAX_STARTS = 3
+"""Of one run; with several faults, one more for each."""
+
 CAN_NOT_START = ("port taken", "missing rank", "unresolvable host")
 NO_HOST = "rank-0.invalid"
 """A name that no name server may know."""
-
-"""Of one run; with several faults, one more for each."""
 
 START_LIMIT_S = 120.0
 """Of one start, plus ten times what the undisturbed run took: more is a hang."""
 
 OUTPUT_NAME = "output.txt"
 _POLL_S = 0.005
-StarterOf = Callable[[Path, Fault], Starter]
-"""Returns what starts the ranks of a drill in a folder."""
 
 
 class Drills:
     """Runs drills of one work in folder, with one undisturbed run for all of them."""
 
-    def __init__(self, work: Work, folder: Path, starter_of: StarterOf) -> None:
+    def __init__(self, work: Work, folder: Path, starter: Starter) -> None:
         self.work, self.folder = work, folder
-        self._starter_of = starter_of
+        self._starter = starter
         self._reference: Record | None = None
 
     def run(self, fault: Fault) -> Verdict:
@@ -73,7 +70,7 @@ class Drills:
         run = folder / "runs" / "drill"
         record = Record(run, board, self.work.num_ranks)
         flags = [*self.work.command(board.folder, folder / "runs"), *fault.flags]
-        starter = self._starter_of(folder, fault)
+
         outside = Outside(fault, board, run, num_ranks=self.work.num_ranks)
         max_starts = MAX_STARTS + max(0, len(fault.injections) - 2)
         max_starts = 1 if fault is NO_FAULT else max_starts  # it should not need another one
@@ -87,14 +84,16 @@ class Drills:
             with hold_port() as holder, occupied(holder) if is_taken else nullcontext():
                 missing = int(can_not_start and "rank" in fault.outside)
                 host = NO_HOST if can_not_start and "host" in fault.outside else HOST
-                ranks = starter(
-                    flags,
+                start = Start(
+                    flags=flags,
+                    log=folder / OUTPUT_NAME,
                     num_ranks=self.work.num_ranks,
                     port=port_of(holder),
+                    outside=fault.outside,
                     missing=missing,
                     host=host,
                 )
-                self._watch(ranks, outside, record)
+                self._watch(self._starter(start), outside, record)
             if finished_at(run) is None:
                 outside.prepare_next_start()
         record.has_fault = outside.has_acted or board.num_injected() > 0 or board.has("sample")

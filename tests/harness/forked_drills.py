@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ddp_drills.fault import TWO_HOSTS, Fault
-from ddp_drills.other_host import OnTwoHosts
-from ddp_drills.processes import HOST, SCRIPT, Ranks, Starter, await_end
-from ddp_drills.runner import OUTPUT_NAME, Drills
+from ddp_drills.fault import TWO_HOSTS
+from ddp_drills.other_host import start_on_two_hosts
+from ddp_drills.processes import SCRIPT, Ranks, Start, await_end
+from ddp_drills.runner import Drills
 from ddp_drills.work import Work
 from tests.harness.processes import kill, list_pids, read_process
 from tests.harness.ranks import Running, start_program, start_training
@@ -56,30 +56,6 @@ class ForkedRanks:
         return [p.pid for p in found if p and p.is_alive and p.group in self._running.pids]
 
 
-class Forked:
-    """Starts forked ranks. See Starter of ddp_drills/processes.py."""
-
-    def __init__(self, log: Path, *, by_torchrun: bool) -> None:
-        self._log, self._by_torchrun = log, by_torchrun
-
-    def __call__(
-        self,
-        flags: Sequence[str],
-        *,
-        num_ranks: int,
-        port: int,
-        missing: int = 0,
-        host: str = HOST,
-    ) -> Ranks:
-        if self._by_torchrun:
-            argv = ["torchrun", "--standalone", f"--nproc_per_node={num_ranks}"]
-            argv += ["--max_restarts=3", str(SCRIPT), *flags]
-            return ForkedRanks(start_program(argv), self._log, by_torchrun=True)
-        env = {"MASTER_PORT": str(port), "MASTER_ADDR": host}
-        started = start_training(flags, num_ranks, env=env, missing=missing)
-        return ForkedRanks(started, self._log, by_torchrun=False)
-
-
 def forked_drills(
     folder: Path,
     *,
@@ -90,10 +66,16 @@ def forked_drills(
 ) -> Drills:
     """Prepare drills in folder, of work or of that model."""
     work = work or Work(num_ranks=num_ranks, model=model)
-    return Drills(replace(work, flags=(*work.flags, "--cpu_only", *flags)), folder, _starter_of)
+    return Drills(replace(work, flags=(*work.flags, "--cpu_only", *flags)), folder, _start)
 
 
-def _starter_of(folder: Path, fault: Fault) -> Starter:
-    if fault.outside == TWO_HOSTS:
-        return OnTwoHosts(os.environ, folder / OUTPUT_NAME)
-    return Forked(folder / OUTPUT_NAME, by_torchrun=fault.outside.startswith("torchrun"))
+def _start(start: Start) -> Ranks:
+    if start.outside == TWO_HOSTS:
+        return start_on_two_hosts(os.environ, start)
+    if start.outside.startswith("torchrun"):
+        argv = ["torchrun", "--standalone", f"--nproc_per_node={start.num_ranks}"]
+        argv += ["--max_restarts=3", str(SCRIPT), *start.flags]
+        return ForkedRanks(start_program(argv), start.log, by_torchrun=True)
+    env = {"MASTER_PORT": str(start.port), "MASTER_ADDR": start.host}
+    started = start_training(start.flags, start.num_ranks, env=env, missing=start.missing)
+    return ForkedRanks(started, start.log, by_torchrun=False)
