@@ -48,9 +48,11 @@ class MetricsLog:
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
         path = folder / "tensorboard" / name
         self._events = FileSink(path, keep_bytes=_KEEP_BYTES, has_lines=False)
+        self._events.add(event_file.first_record(wall_time=time.time()))
+        sinks = [self._lines, self._events] if tensorboard else [self._lines]
+        self._sinks = sinks if is_main else []
         self._writer = ReportWriter(flush=self._flush, name="metrics")
         self._failing: set[Path] = set()
-        self._has_first_record = False
         self._has_restart_record = False
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -69,7 +71,7 @@ class MetricsLog:
         if self._has_board:
             shown, now = f"```\n{text}\n```", time.time()
             make = partial(event_file.text_record, 0, tag, shown, wall_time=now)
-            self._writer.do(lambda: self._add_event(make()))
+            self._writer.do(lambda: self._events.add(make()))
 
     def close(self) -> None:
         """Write what is left and close. Takes a limited time, even if a disk or tracker hangs."""
@@ -78,22 +80,15 @@ class MetricsLog:
         if not self._writer.close(timeout_s=_CLOSE_LIMIT_S):
             log.warning("the disk does not answer: the last metrics may be missing in the files")
             return
-        sinks = self._sinks()
-        unwritten = [sink for sink in sinks if not sink.close()]
-        num_lost = sum(sink.num_lost for sink in sinks) + self._writer.num_refused
+        unwritten = [sink for sink in self._sinks if not sink.close()]
+        num_lost = sum(sink.num_lost for sink in self._sinks) + self._writer.num_refused
         if unwritten or num_lost:
             log.warning(
                 "%d records of metrics could not be written to %s: %s",
                 num_lost,
-                ", ".join(str(sink.path) for sink in unwritten or sinks),
-                next((sink.error for sink in sinks if sink.error), "the disk was too slow"),
+                ", ".join(str(sink.path) for sink in unwritten or self._sinks),
+                next((sink.error for sink in self._sinks if sink.error), "the disk was too slow"),
             )
-
-    def _sinks(self) -> list[FileSink]:
-        """List the files that are in use."""
-        if not self._is_main:
-            return []
-        return [self._lines, self._events] if self._has_first_record else [self._lines]
 
     def _add_scalars(self, step: int, numbers: Mapping[str, float], now: float) -> None:
         finite = {
@@ -103,20 +98,14 @@ class MetricsLog:
         self._lines.add(line.encode() + b"\n")
         if self._has_board:
             if step > 0 and not self._has_restart_record:
-                self._add_event(event_file.restart_record(step, wall_time=now))
+                self._events.add(event_file.restart_record(step, wall_time=now))
             self._has_restart_record = True
-            self._add_event(event_file.scalars_record(step, numbers, wall_time=now))
-
-    def _add_event(self, record: bytes) -> None:
-        if not self._has_first_record:
-            self._has_first_record = True
-            self._events.add(event_file.first_record(wall_time=time.time()))
-        self._events.add(record)
+            self._events.add(event_file.scalars_record(step, numbers, wall_time=now))
 
     def _flush(self) -> bool:
         """Write to all files; for each, warn once that it fails, and once that it works again."""
         is_all_written = True
-        for sink in self._sinks():
+        for sink in self._sinks:
             if sink.flush():
                 if sink.path in self._failing:
                     self._failing.remove(sink.path)
