@@ -54,8 +54,9 @@ class Regression(Task):
 
     def score(self, output: Any, batch: Batch) -> Score:
         """Compare outputs with labels, number by number."""
-        targets = batch.targets
-        outputs, labels = self._alike(logits_of(output, need=_NEED), targets)
+        # WHY reshaped: (N, 1) - (N,) would be broadcast to (N, N), silently.
+        outputs = widened(logits_of(output, need=_NEED)).reshape(-1, self.num_outputs)
+        labels = batch.targets.to(outputs.dtype).reshape(-1, self.num_outputs)
         loss_sum = _LOSSES[self.loss](outputs, labels, reduction="none").mean(1).sum()
         found, wanted = outputs.detach().double(), labels.double()
         error = found - wanted
@@ -126,11 +127,3 @@ class Regression(Task):
             own = {name: [sums[name][index]] for name in self.sums}
             rows.append({"name": f"output {index}", **single.figures(own, count)})
         return {"rows": rows}
-
-    def _alike(
-        self, outputs: torch.Tensor, labels: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return both as (num_samples, num_outputs), in the wider of their precisions."""
-        # WHY: (N, 1) - (N,) would be broadcast to (N, N), silently.
-        outputs = widened(outputs).reshape(-1, self.num_outputs)
-        return outputs, labels.to(outputs.dtype).reshape(-1, self.num_outputs)

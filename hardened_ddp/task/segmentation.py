@@ -47,16 +47,18 @@ class Segmentation(Task):
 
     def score(self, output: Any, batch: Batch) -> Score:
         """Compare the logits of each pixel that counts with its label."""
-        targets = batch.targets
-        logits = logits_of(output, need=_NEED)
-        labels = targets.long()
+        logits, labels = logits_of(output, need=_NEED), batch.targets.long()
         loss_sum = cross_entropy(
             for_softmax(logits), labels, reduction="sum", ignore_index=self.ignore_index
         )
-        counts = labels.ne(self.ignore_index)
-        predictions = logits.detach()[:, : self.num_classes].argmax(dim=1)
-        confusion = self._confusion(predictions, labels, counts)
-        return Score(loss_sum, counts.sum(), {"confusion": confusion})
+        counts, size = labels.ne(self.ignore_index), self.num_classes
+        predictions = logits.detach()[:, :size].argmax(dim=1)
+        # Pixels by label (rows) and prediction (columns).
+        # WHY a last place for those that don't count: picking the others would wait for the device.
+        places = torch.where(counts, labels * size + predictions, size * size).flatten()
+        confusion = torch.zeros(size * size + 1, dtype=torch.int64, device=labels.device)
+        confusion.scatter_add_(0, places, torch.ones_like(places))
+        return Score(loss_sum, counts.sum(), {"confusion": confusion[:-1].view(size, size)})
 
     def check(self, output: Any, batch: Batch) -> None:
         """Raise ModelError if logits and labels differ in size, or a label is no class."""
@@ -107,14 +109,3 @@ class Segmentation(Task):
         either = matrix.sum(0) + matrix.sum(1) - hits
         pairs = zip(hits.tolist(), either.tolist(), strict=True)
         return [hit / count if count else None for hit, count in pairs]
-
-    def _confusion(
-        self, predictions: torch.Tensor, labels: torch.Tensor, counts: torch.Tensor
-    ) -> torch.Tensor:
-        """Count the pixels by label (rows) and prediction (columns)."""
-        size = self.num_classes
-        # WHY a last place for those that don't count: picking the others would wait for the device.
-        places = torch.where(counts, labels * size + predictions, size * size).flatten()
-        found = torch.zeros(size * size + 1, dtype=torch.int64, device=labels.device)
-        found.scatter_add_(0, places, torch.ones_like(places))
-        return found[:-1].view(size, size)
