@@ -112,9 +112,7 @@ def _train_request(flags: Sequence[_Flag], edited_file: str) -> Request:
     for flag in flags:
         name = _setting_name(flag.name)
         try:
-            if not flag.given.startswith("--"):
-                problems.append(_unknown(flag))
-            elif flag.name == "config":
+            if flag.name == "config":
                 if problem := url_problem(file := _only_word(flag)):
                     raise Misfit(problem)
                 files.append(file)
@@ -201,7 +199,7 @@ def _read_options(command: str, flags: Sequence[_Flag]) -> dict[str, str]:
     for flag in flags:
         if not flag.given:
             words += flag.words
-        elif not flag.given.startswith("--") or flag.name not in by_flag:
+        elif flag.name not in by_flag:
             problems.append(f"{as_word(flag.given)}: no such option of {command}; {known}")
         elif options[flag.name].is_switch:
             values[flag.name] = "true"

@@ -4,9 +4,7 @@ The text beside a setting is its only documentation: --help and config.yaml show
 WHY not a docstring under the field: Python throws those away, so there would be a second copy.
 """
 
-from copy import copy
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -82,6 +80,6 @@ class Facts:
 def setting(default: T, text: str, **facts: Any) -> T:  # Any: the other fields of Facts
     """Declare a field of a section: its default, what it does, and what values it takes."""
     metadata = {"facts": Facts(text=text, **facts)}
-    if isinstance(default, dict):
-        return field(default_factory=partial(copy, default), metadata=metadata)
+    if isinstance(default, dict):  # an empty one
+        return field(default_factory=type(default), metadata=metadata)
     return field(default=default, metadata=metadata)
