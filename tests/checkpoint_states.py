@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from hardened_ddp.checkpoint.folder import (
     verify_checkpoint,
 )
 from hardened_ddp.checkpoint.store import CheckpointStore
-from hardened_ddp.checkpoint.tensors import flat_bytes, specs_of
+from hardened_ddp.checkpoint.tensors import specs_of
 
 DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -69,7 +68,13 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Compare bit for bit: NaN equals NaN, and 0.0 is not -0.0."""
     assert specs_of(found) == specs_of(expected)
     for name in expected:
-        assert np.array_equal(flat_bytes(found[name]), flat_bytes(expected[name])), name
+        assert bytes_of(found[name]) == bytes_of(expected[name]), name
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """Return what a tensor holds, row-major."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def small_state(step: int, *, size: int = 300) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ one chunk and never while the disk works.
 
 import json
 import struct
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -58,13 +59,7 @@ CHUNK_BYTES = 8 * 2**20
 # WHY blocks: the allocator of pinned memory rounds up to a power of two, so a single block of
 # 1.2 GB would pin 2 GiB. WHY this size: above 32 MiB malloc leaves pages untouched.
 _BLOCK_BYTES = 64 * 2**20
-# Dtypes that numpy has. The others (bfloat16, float8) are viewed as integers of the same size.
-_NUMPY_DTYPES = frozenset(
-    {
-        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-        *(torch.float16, torch.float32, torch.float64, torch.complex64),
-    }
-)
+# By size: numpy has integers of each, but no bfloat16 or float8.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Bytes = NDArray[np.uint8]
@@ -82,20 +77,13 @@ class TensorSpec(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Slot:
-    """The position of one tensor in the bytes after the header."""
-
-    name: str
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class FilePlan:
     """The layout of a file of tensors, made before any tensor is read."""
 
     header: bytes
-    slots: tuple[Slot, ...]
+    spans: dict[str, tuple[int, int]]
+    """Where each tensor begins and ends in the bytes after the header, in this order."""
+
     specs: dict[str, TensorSpec]
     data_bytes: int
     size_bytes: int
@@ -115,11 +103,12 @@ def plan_file(tensors: Mapping[str, Tensor]) -> FilePlan:
     # WHY widest first: each tensor then starts at a multiple of its element size, as readers want
     order = sorted(tensors, key=lambda name: -tensors[name].element_size())
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    slots = []
+    spans = {}
     begin = 0
     for name in order:
         tensor = tensors[name]
-        if name == "__metadata__" or tensor.dtype not in DTYPE_CODES or not _is_plain(tensor):
+        is_dense = tensor.layout is torch.strided and not tensor.is_meta
+        if name == "__metadata__" or tensor.dtype not in DTYPE_CODES or not is_dense:
             raise CheckpointError(
                 f"tensor {name!r} ({spec_of(tensor)}, {tensor.layout}, {tensor.device}) can't be "
                 "stored in a safetensors file, which holds dense tensors of the usual dtypes",
@@ -131,7 +120,7 @@ def plan_file(tensors: Mapping[str, Tensor]) -> FilePlan:
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }
-        slots.append(Slot(name=name, begin=begin, end=end))
+        spans[name] = begin, end
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -140,7 +129,7 @@ def plan_file(tensors: Mapping[str, Tensor]) -> FilePlan:
     whole_header = struct.pack("<Q", len(text)) + text
     return FilePlan(
         header=whole_header,
-        slots=tuple(slots),
+        spans=spans,
         specs=specs_of(tensors),
         data_bytes=begin,
         size_bytes=len(whole_header) + begin,
@@ -185,12 +174,6 @@ def differences(expected: Mapping[str, TensorSpec], found: Mapping[str, TensorSp
     return lines if left_out <= 0 else [*lines[:_MAX_NAMED], f"and {left_out} more"]
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return (
-        tensor.layout is torch.strided and tensor.device.type != "meta" and not tensor.is_quantized
-    )
-
-
 class HostArena:
     """Host memory for an image of the file's data, reused from one checkpoint to the next.
 
@@ -225,28 +208,6 @@ class HostArena:
             begin += size
 
 
-class _Source:
-    """Where the bytes of one tensor are: in the tensor, in a copy of it, or in the arena."""
-
-    __slots__ = ("data", "slot", "tensor")
-
-    def __init__(self, slot: Slot, tensor: Tensor) -> None:
-        self.slot = slot
-        self.tensor: Tensor | None = tensor
-        """None if the arena has the bytes, or if they were read."""
-        self.data: Bytes | None = None
-        """The bytes of `tensor`, after the first bytes_of: a view of it, or a copy."""
-
-    def bytes_of(self, tensor: Tensor) -> Bytes:
-        if self.data is None:
-            self.data = _row_major_bytes(tensor)
-        return self.data
-
-    def release(self) -> None:
-        self.tensor = None
-        self.data = None
-
-
 class TensorReader:
     """The data of a file of tensors, read from front to back exactly once."""
 
@@ -258,11 +219,15 @@ class TensorReader:
         arena: HostArena | None = None,
         lock: AbstractContextManager[object] | None = None,
     ) -> None:
-        self._sources = [_Source(slot, _as_words(tensors[slot.name])) for slot in plan.slots]
-        self._by_name = {source.slot.name: source for source in self._sources}
         self.plan = plan
+        self._live = {name: _as_words(tensors[name]) for name in plan.spans}
+        """The tensors that are not read yet, and whose bytes are not in the arena."""
+
+        self._unread = deque(plan.spans.items())
+        self._bytes: Bytes | None = None
+        """Of the live tensor that is being read: a view of it, or a copy."""
+
         self._position = 0
-        self._next = 0
         self._arena = HostArena() if arena is None else arena
         self._lock = nullcontext() if lock is None else lock
 
@@ -272,60 +237,55 @@ class TensorReader:
             wanted = min(buffer.size, self.plan.data_bytes - self._position)
             filled = 0
             while filled < wanted:
-                source = self._sources[self._next]
-                size = min(source.slot.end - self._position, wanted - filled)
-                self._read_source(source, buffer[filled : filled + size])
+                name, (begin, end) = self._unread[0]
+                size = min(end - self._position, wanted - filled)
+                self._read(name, begin, buffer[filled : filled + size])
                 filled += size
                 self._position += size
-                if self._position == source.slot.end:
-                    source.release()
-                    self._next += 1
+                if self._position == end:
+                    self._unread.popleft()
+                    self._live.pop(name, None)
+                    self._bytes = None
             return filled
 
     def freeze(self) -> None:
         """Copy what is not read yet, so that the tensors may change. Waits for one chunk."""
         with self._lock:
-            unread = self.plan.data_bytes - self._position
-            if unread and any(source.tensor is not None for source in self._sources[self._next :]):
-                self._arena.reserve(self.plan.data_bytes, pinned=False)
-                self._store(self._sources[self._next :])
+            if self._position < self.plan.data_bytes:
+                self.freeze_only(list(self._live))
 
     def freeze_only(self, names: Collection[str]) -> None:
         """Copy the tensors of these names now. Call before anything is read."""
-        chosen = [self._by_name[name] for name in names if name in self._by_name]
-        if chosen:
+        live = [name for name in names if name in self._live]
+        if live:
             self._arena.reserve(self.plan.data_bytes, pinned=False)
-            self._store(chosen)
+        for name in live:
+            begin, end = self.plan.spans[name]
+            start = max(self._position, begin)
+            data = torch.from_numpy(_row_major_bytes(self._live.pop(name))[start - begin :])
+            taken = 0
+            for piece in self._arena.pieces(start, end):
+                piece.copy_(data[taken : taken + piece.numel()])
+                taken += piece.numel()
 
     def hand_over(self, name: str) -> Iterator[Tensor]:
         """Read the tensor's bytes from the arena from now on; yield the memory to copy them to."""
-        source = self._by_name[name]
-        source.release()
-        return self._arena.pieces(source.slot.begin, source.slot.end)
+        del self._live[name]
+        return self._arena.pieces(*self.plan.spans[name])
 
-    def _read_source(self, source: _Source, out: Bytes) -> None:
-        """Fill out with the bytes from `position` on."""
-        if source.tensor is not None:
-            offset = self._position - source.slot.begin
+    def _read(self, name: str, begin: int, out: Bytes) -> None:
+        """Fill out with the bytes from `position` on, of the tensor that begins at begin."""
+        if name in self._live:
+            if self._bytes is None:
+                self._bytes = _row_major_bytes(self._live[name])
+            offset = self._position - begin
             # WHY numpy: it copies without the GIL, and starts no extra threads
-            np.copyto(out, source.bytes_of(source.tensor)[offset : offset + out.size])
+            np.copyto(out, self._bytes[offset : offset + out.size])
             return
         filled = 0
         for piece in self._arena.pieces(self._position, self._position + out.size):
             np.copyto(out[filled : filled + piece.numel()], piece.numpy())
             filled += piece.numel()
-
-    def _store(self, sources: list[_Source]) -> None:
-        for source in sources:
-            if source.tensor is None:
-                continue
-            begin = max(self._position, source.slot.begin)
-            data = torch.from_numpy(source.bytes_of(source.tensor)[begin - source.slot.begin :])
-            taken = 0
-            for piece in self._arena.pieces(begin, source.slot.end):
-                piece.copy_(data[taken : taken + piece.numel()])
-                taken += piece.numel()
-            source.release()
 
 
 def write_tensors(path: Path, reader: TensorReader, *, disk: Disk) -> str:
@@ -342,20 +302,14 @@ def write_tensors(path: Path, reader: TensorReader, *, disk: Disk) -> str:
         file.close()
 
 
-def flat_bytes(tensor: Tensor) -> Bytes:
-    """Return a tensor's bytes on the host, row-major: a view of it if possible."""
-    return _row_major_bytes(_as_words(tensor))
-
-
 def _as_words(tensor: Tensor) -> Tensor:
     """Return a view of a tensor in a dtype that numpy has."""
-    plain = tensor.detach()
-    if plain.is_conj() or plain.is_neg():
-        plain = plain.resolve_conj().resolve_neg()
-    return plain if plain.dtype in _NUMPY_DTYPES else plain.view(_WORDS[plain.element_size()])
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.view(_WORDS[plain.element_size()])
 
 
 def _row_major_bytes(words: Tensor) -> Bytes:
+    """Return the bytes of words on the host: a view of them if possible."""
     # WHY numpy and not torch: each call of torch releases the GIL, and the writer thread waits
     # milliseconds to get it back. The file is row-major, whatever the memory layout is.
     array = words.numpy() if words.is_cpu else words.cpu().numpy()

@@ -23,12 +23,12 @@ from hardened_ddp.checkpoint.store import (
     WriteCost,
     device_wait_s,
 )
-from hardened_ddp.checkpoint.tensors import HostArena, TensorReader, flat_bytes, plan_file
+from hardened_ddp.checkpoint.tensors import HostArena, TensorReader, plan_file
 from hardened_ddp.errors import CheckpointError
 from hardened_ddp.training import state as state_module
 from hardened_ddp.training.run import Run
 from hardened_ddp.training.state import Saver, save_interval_s
-from tests.checkpoint_states import assert_same, found_in
+from tests.checkpoint_states import assert_same, bytes_of, found_in
 
 LIMIT_S = 90
 
@@ -286,7 +286,7 @@ def test_the_copies_of_a_gpu_land_where_the_writer_reads(monkeypatch: pytest.Mon
     stream = TensorReader(state, plan=plan, arena=arena)
     for name, tensor in state.items():
         store_module._start_copy(name, tensor, stream)
-    expected = b"".join(flat_bytes(state[slot.name]).tobytes() for slot in plan.slots)
+    expected = b"".join(bytes_of(state[name]) for name in plan.spans)
     change(state)
     buffer = np.empty(plan.data_bytes, dtype=np.uint8)
     assert stream.read_into(buffer) == plan.data_bytes

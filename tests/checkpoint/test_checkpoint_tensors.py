@@ -40,7 +40,8 @@ def test_each_tensor_begins_where_readers_that_map_the_file_want_it() -> None:
     kinds = every_kind()
     plan = plan_file(kinds)
     assert len(plan.header) % 8 == 0
-    assert all(slot.begin % kinds[slot.name].element_size() == 0 for slot in plan.slots)
+    spans = plan.spans.items()
+    assert all(begin % kinds[name].element_size() == 0 for name, (begin, _) in spans)
 
 
 def test_a_state_without_tensors_is_a_state(store: CheckpointStore) -> None:
