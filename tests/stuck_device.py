@@ -171,13 +171,13 @@ def submit(self: CheckpointWriter, *arguments: Any, **named: Any) -> bool:
     return is_begun
 
 
-def write_from(self: CheckpointStore, *arguments: Any, **named: Any) -> Any:
+def write(self: CheckpointStore, *arguments: Any, **named: Any) -> Any:
     _is_writing.set()
-    return _write_from(self, *arguments, **named)
+    return _write(self, *arguments, **named)
 
 
 _is_writing, _has_updated = threading.Event(), threading.Event()
-_submit, _write_from = CheckpointWriter.submit, CheckpointStore.write_from
+_submit, _write = CheckpointWriter.submit, CheckpointStore.write
 
 
 class Net(nn.Module):
@@ -258,6 +258,6 @@ async_device.Flag = QueuedFlag  # type: ignore[misc]
 ByDdp._send = send  # type: ignore[method-assign]
 Stepper._compute_gradient = compute_gradient  # type: ignore[method-assign]
 CheckpointWriter.submit = submit  # type: ignore[method-assign]
-CheckpointStore.write_from = write_from  # type: ignore[method-assign]
+CheckpointStore.write = write  # type: ignore[method-assign]
 torch._C._distributed_c10d._dump_nccl_trace_json = dump  # type: ignore[attr-defined]
 torch.optim.AdamW.step = do_step  # type: ignore[method-assign, assignment]

@@ -100,33 +100,23 @@ class CheckpointStore:
         self,
         step: int,
         *,
-        tensors: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor] | TensorReader,
         meta: Mapping[str, JSON],
         best: Best | None = None,
     ) -> Path:
         """Write the checkpoint of step and return its folder. Rank-local: one rank calls it.
 
-        With best it also becomes the best one. A valid checkpoint of this step that is there
-        already is kept as it is. Raises CheckpointError; then the older ones are unchanged, except
-        that the oldest one may have been dropped to make room on a full disk.
+        tensors: or a reader of them, which another thread may freeze meanwhile. With best it also
+        becomes the best one. A valid checkpoint of this step that is there already is kept as it
+        is. Raises CheckpointError; then the older ones are unchanged, except that the oldest one
+        may have been dropped to make room on a full disk.
         """
-        reader = TensorReader(tensors, plan=plan_file(tensors))
-        return self.write_from(step, reader, meta=meta, best=best)
-
-    def write_from(
-        self,
-        step: int,
-        reader: TensorReader,
-        *,
-        meta: Mapping[str, JSON],
-        best: Best | None = None,
-    ) -> Path:
-        """Do what write does, with tensors that another thread may freeze meanwhile."""
+        reader = tensors if isinstance(tensors, TensorReader) else TensorReader(tensors)
         final = self.root / step_folder_name(step)
         plain = plain_meta(meta)
         try:
             self._prepare_root()
-            if not _is_valid(final):
+            if not isinstance(verify_checkpoint(final), Found):
                 self._write_folder(final, reader, step=step, meta=plain)
         # WHY RuntimeError: copying from a GPU can raise it
         except (OSError, RuntimeError) as error:
@@ -138,25 +128,16 @@ class CheckpointStore:
 
     def mark_best(self, step: int, best: Best) -> None:
         """Make step's checkpoint the best one, which is never pruned. Raises CheckpointError."""
-        if step not in list_steps(self.root):
-            raise CheckpointError(f"step {step} has no checkpoint under {self.root}")
         content = json.dumps({"schema": SCHEMA, "step": step, **best}) + "\n"
         try:
             replace_file(self.root / BEST_NAME, content.encode(), disk=self._disk)
         except OSError as error:
             raise self._write_error(step, error, len(content)) from error
 
-    def best_step(self) -> int | None:
-        """Return the step of the best checkpoint, or None."""
-        return read_best_step(self.root)
-
-    def steps(self) -> list[int]:
-        """Return the steps that have a folder, newest first, valid or not."""
-        return list_steps(self.root)
-
     def keep_newest(self, *, at_most: int) -> None:
         """Protect the newest checkpoint up to this step: a rollback would use it."""
-        self._kept_step = max([s for s in self.steps() if s <= at_most], default=None)
+        steps = [step for step in list_steps(self.root) if step <= at_most]
+        self._kept_step = max(steps, default=None)
 
     def _prepare_root(self) -> None:
         if not os.path.lexists(self.root):
@@ -202,13 +183,14 @@ class CheckpointStore:
         except OSError:
             # WHY check: NFS can lose the reply to a rename that succeeded, and if two survivors
             # save the same step, the second one fails here
-            if not _is_valid(final):
+            if not isinstance(verify_checkpoint(final), Found):
                 raise
         self._disk.sync_folder(self.root)
 
     def _prune(self, *, written: int) -> None:
-        protected = (written, self.best_step(), self._kept_step)
-        for step in choose_drops(self.steps(), keep_last=self._keep_last, protected=protected):
+        protected = (written, read_best_step(self.root), self._kept_step)
+        steps = list_steps(self.root)
+        for step in choose_drops(steps, keep_last=self._keep_last, protected=protected):
             path = self.root / step_folder_name(step)
             try:
                 drop_folder(path, disk=self._disk)
@@ -217,8 +199,8 @@ class CheckpointStore:
 
     def _make_room(self) -> bool:
         newest, _ = find_newest(self.root)
-        protected = (newest.step if newest else None, self.best_step(), self._kept_step)
-        drops = choose_drops(self.steps(), keep_last=0, protected=protected)
+        protected = (newest.step if newest else None, read_best_step(self.root), self._kept_step)
+        drops = choose_drops(list_steps(self.root), keep_last=0, protected=protected)
         candidates = sorted(p for p in self.root.iterdir() if p.name.startswith(DISCARDED))
         candidates += [self.root / step_folder_name(step) for step in reversed(drops)]
         if not candidates:
@@ -246,10 +228,6 @@ class CheckpointStore:
         return CheckpointError(
             f"the checkpoint of step {step} was not written to {self.root}: {why}", fix=fix
         )
-
-
-def _is_valid(path: Path) -> bool:
-    return os.path.lexists(path) and isinstance(verify_checkpoint(path), Found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,7 +377,7 @@ class CheckpointWriter:
             for _, event in flight.copied:
                 event.synchronize()
             began_at = time.perf_counter()
-            self._store.write_from(step, reader=flight.reader, meta=meta, best=best)
+            self._store.write(step, tensors=flight.reader, meta=meta, best=best)
             # WHY not with a GPU: there the writer's CPU core would be idle
             work_s = device_wait_s(flight.waits) if flight.copied else time.thread_time()
             self.cost = WriteCost(self._stall_s + work_s, time.perf_counter() - began_at)
@@ -425,7 +403,7 @@ class CheckpointWriter:
         # WHY in the compute stream: these copies must come before the next forward; the others run
         # in parallel to it
         for name in on_gpu.keys() & set(volatile):
-            _start_copy(name, on_gpu[name], reader)
+            reader.start_copy(name, on_gpu[name])
         copied = []
         for device in {tensor.device for tensor in on_gpu.values()}:
             if device not in self._copy_streams:
@@ -437,7 +415,7 @@ class CheckpointWriter:
             with torch.cuda.stream(side):
                 for name, tensor in on_gpu.items():
                     if name not in volatile and tensor.device == device:
-                        _start_copy(name, tensor, reader)
+                        reader.start_copy(name, tensor)
                 # WHY timing: it tells how long the update waited for it
                 event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
                 event.record(side)
@@ -466,13 +444,3 @@ def device_wait_s(waits: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]]) ->
         # negative if the event came first: then nothing waited
         longest_ms = max(longest_ms, reached.elapsed_time(event))
     return longest_ms / 1000
-
-
-def _start_copy(name: str, tensor: Tensor, reader: TensorReader) -> None:
-    """Start the copy of a GPU tensor to the memory from which the reader takes it."""
-    source = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    data = source.reshape(-1).view(torch.uint8)
-    taken = 0
-    for piece in reader.hand_over(name):
-        piece.copy_(data[taken : taken + piece.numel()], non_blocking=True)
-        taken += piece.numel()

@@ -215,15 +215,15 @@ class TensorReader:
         self,
         tensors: Mapping[str, Tensor],
         *,
-        plan: FilePlan,
+        plan: FilePlan | None = None,
         arena: HostArena | None = None,
         lock: AbstractContextManager[object] | None = None,
     ) -> None:
-        self.plan = plan
-        self._live = {name: _as_words(tensors[name]) for name in plan.spans}
+        self.plan = plan_file(tensors) if plan is None else plan
+        self._live = {name: _as_words(tensor) for name, tensor in tensors.items()}
         """The tensors that are not read yet, and whose bytes are not in the arena."""
 
-        self._unread = deque(plan.spans.items())
+        self._unread = deque(self.plan.spans.items())
         self._bytes: Bytes | None = None
         """Of the live tensor that is being read: a view of it, or a copy."""
 
@@ -260,18 +260,22 @@ class TensorReader:
         if live:
             self._arena.reserve(self.plan.data_bytes, pinned=False)
         for name in live:
-            begin, end = self.plan.spans[name]
-            start = max(self._position, begin)
-            data = torch.from_numpy(_row_major_bytes(self._live.pop(name))[start - begin :])
-            taken = 0
-            for piece in self._arena.pieces(start, end):
-                piece.copy_(data[taken : taken + piece.numel()])
-                taken += piece.numel()
+            self._fill_arena(name, torch.from_numpy(_row_major_bytes(self._live.pop(name))))
 
-    def hand_over(self, name: str) -> Iterator[Tensor]:
-        """Read the tensor's bytes from the arena from now on; yield the memory to copy them to."""
+    def start_copy(self, name: str, tensor: Tensor) -> None:
+        """Start to copy a tensor of a GPU; its bytes are read from the arena from now on."""
         del self._live[name]
-        return self._arena.pieces(*self.plan.spans[name])
+        source = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        self._fill_arena(name, source.reshape(-1).view(torch.uint8), non_blocking=True)
+
+    def _fill_arena(self, name: str, data: Tensor, *, non_blocking: bool = False) -> None:
+        """Copy the unread bytes of a tensor, of which data are all bytes."""
+        begin, end = self.plan.spans[name]
+        start = max(self._position, begin)
+        for piece in self._arena.pieces(start, end):
+            taken = start - begin
+            piece.copy_(data[taken : taken + piece.numel()], non_blocking=non_blocking)
+            start += piece.numel()
 
     def _read(self, name: str, begin: int, out: Bytes) -> None:
         """Fill out with the bytes from `position` on, of the tensor that begins at begin."""

@@ -26,7 +26,6 @@ from hardened_ddp.checkpoint.disk import (
 from hardened_ddp.checkpoint.folder import JSON, Found, load_checkpoint, open_checkpoint
 from hardened_ddp.checkpoint.tensors import (
     TensorReader,
-    plan_file,
     read_tensors,
     specs_of,
     write_tensors,
@@ -97,7 +96,7 @@ def export_model(source: Path, *, output: Path, form: str = SAFETENSORS) -> Path
         config: dict[str, JSON] = {key: meta.get(key) for key in CONFIG_KEYS}
         config |= {"step": found.step, "epoch": meta.get("epoch")}
         if form == SAFETENSORS:
-            stream = TensorReader(weights, plan=plan_file(weights))
+            stream = TensorReader(weights)
             config["sha256"] = write_tensors(aside / WEIGHTS_NAME, stream, disk=disk)
             _compare(read_tensors(aside / WEIGHTS_NAME), weights)
         else:

@@ -13,10 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from hardened_ddp.checkpoint import store as store_module
 from hardened_ddp.checkpoint import tensors as tensors_module
 from hardened_ddp.checkpoint.disk import Disk
-from hardened_ddp.checkpoint.folder import load_checkpoint, verify_checkpoint
+from hardened_ddp.checkpoint.folder import (
+    list_steps,
+    load_checkpoint,
+    read_best_step,
+    verify_checkpoint,
+)
 from hardened_ddp.checkpoint.store import (
     CheckpointStore,
     CheckpointWriter,
@@ -174,7 +178,7 @@ def test_training_beside_the_writer_saves_each_step_as_it_was(
     assert bench.writer.poll() is None
     assert 0 in saved
     assert 7 in saved
-    for step in bench.store.steps():
+    for step in list_steps(bench.store.root):
         found: Any = verify_checkpoint(bench.store.root / f"step-{step:09d}")
         assert_same(load_checkpoint(found)[0], saved[step])
 
@@ -187,12 +191,12 @@ def test_a_submit_while_busy_is_refused_and_wanted_later_and_never_queued(bench:
     assert not bench.writer.is_wanted
     bench.disk.open()
     bench.writer.close(timeout_s=LIMIT_S)
-    assert bench.store.steps() == [1]
+    assert list_steps(bench.store.root) == [1]
     assert bench.writer.is_wanted
     assert bench.writer.submit(4, tensors=some_state(), meta={})
     assert not bench.writer.is_wanted
     bench.writer.close(timeout_s=LIMIT_S)
-    assert bench.store.steps() == [4, 1]
+    assert list_steps(bench.store.root) == [4, 1]
 
 
 def test_a_failed_write_is_told_once_and_the_older_checkpoint_stays(bench: Bench) -> None:
@@ -206,12 +210,12 @@ def test_a_failed_write_is_told_once_and_the_older_checkpoint_stays(bench: Bench
     assert "step 2" in error.message
     assert "Input/output error" in error.message
     assert bench.writer.poll() is None
-    assert bench.store.steps() == [1]
+    assert list_steps(bench.store.root) == [1]
     bench.disk.error = None
     assert bench.writer.submit(3, tensors=some_state(), meta={})
     bench.writer.close(timeout_s=LIMIT_S)
     assert bench.writer.poll() is None
-    assert bench.store.steps() == [3, 1]
+    assert list_steps(bench.store.root) == [3, 1]
 
 
 def test_an_error_that_nobody_thought_of_surfaces_too(
@@ -220,7 +224,7 @@ def test_an_error_that_nobody_thought_of_surfaces_too(
     def explode(*_: Any, **__: Any) -> None:
         raise KeyError("surprise")
 
-    monkeypatch.setattr(bench.store, "write_from", explode)
+    monkeypatch.setattr(bench.store, "write", explode)
     bench.writer.submit(2, tensors=some_state(), meta={})
     bench.writer.close(timeout_s=LIMIT_S)
     error = bench.writer.poll()
@@ -255,7 +259,7 @@ def test_a_state_of_another_shape_is_laid_out_anew(bench: Bench) -> None:
         assert bench.writer.submit(step, tensors=state, meta={}, best={"value": float(step)})
         bench.writer.close(timeout_s=LIMIT_S)
         assert_same(bench.loaded(step), state)
-    assert bench.store.best_step() == 2
+    assert read_best_step(bench.store.root) == 2
 
 
 def test_the_last_save_waits_for_the_write_in_flight_and_then_writes(
@@ -267,7 +271,7 @@ def test_the_last_save_waits_for_the_write_in_flight_and_then_writes(
     bench.writer.submit(1, tensors=some_state(), meta={})
     threading.Timer(0.05, bench.disk.open).start()
     saver._write_now(SimpleNamespace(step=2), some_state())
-    assert bench.store.steps() == [2, 1]
+    assert list_steps(bench.store.root) == [2, 1]
 
 
 def test_a_disk_that_hangs_does_not_hold_the_last_save_for_ever(bench: Bench) -> None:
@@ -285,7 +289,7 @@ def test_the_copies_of_a_gpu_land_where_the_writer_reads(monkeypatch: pytest.Mon
     arena.reserve(plan.data_bytes, pinned=False)
     stream = TensorReader(state, plan=plan, arena=arena)
     for name, tensor in state.items():
-        store_module._start_copy(name, tensor, stream)
+        stream.start_copy(name, tensor)
     expected = b"".join(bytes_of(state[name]) for name in plan.spans)
     change(state)
     buffer = np.empty(plan.data_bytes, dtype=np.uint8)

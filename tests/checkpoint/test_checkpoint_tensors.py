@@ -70,8 +70,8 @@ def test_a_stream_frozen_anywhere_gives_the_state_before_the_change(
         name: tensor.detach().clone(memory_format=torch.preserve_format)
         for name, tensor in every_kind().items()
     }
-    expected = read_all(TensorReader(kinds, plan=plan_file(kinds)), chunk_bytes=50)
-    stream = TensorReader(kinds, plan=plan_file(kinds))
+    expected = read_all(TensorReader(kinds), chunk_bytes=50)
+    stream = TensorReader(kinds)
     head = read_all(stream, chunk_bytes=50, at_most=frozen_after)
     stream.freeze()
     for tensor in kinds.values():
