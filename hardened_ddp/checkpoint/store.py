@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -242,19 +242,19 @@ class WriteCost:
     """How long the disk was in use."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class _InFlight:
     """The checkpoint in flight."""
 
     reader: TensorReader
-    copied: list[tuple[torch.device, torch.cuda.Event]]
-    """For each GPU, the event after the copies from it."""
-
-    waits: list[tuple[torch.cuda.Event, torch.cuda.Event]]
-    """For each GPU, the event at which its update began to wait, and the one that it waited for."""
-
     tensors: Mapping[str, Tensor]
-    """Kept until then: memory that is freed while it is copied would be reused."""
+    """Kept until it is written: memory that is freed while it is copied would be reused."""
+
+    copied: torch.cuda.Event | None
+    """With a GPU: after the copies from it."""
+
+    reached: torch.cuda.Event | None = None
+    """With a GPU: where its update began to wait for them."""
 
 
 class CheckpointWriter:
@@ -266,7 +266,7 @@ class CheckpointWriter:
         self._plan: FilePlan | None = None
         self._layout: list[tuple[str, torch.dtype, torch.Size]] = []
         self._lock = threading.Lock()
-        self._copy_streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._copy_stream: torch.cuda.Stream | None = None
         self._thread: HelperThread | None = None
         self._pinning: HelperThread | None = None
         self._unfrozen: _InFlight | None = None
@@ -310,12 +310,12 @@ class CheckpointWriter:
         if self._plan is None or self._layout != layout:
             self._plan, self._layout = plan_file(tensors), layout
         reader = TensorReader(tensors, plan=self._plan, arena=self._arena, lock=self._lock)
-        copied = self._copy_from_gpus(reader, tensors, volatile)
+        copied = self._copy_from_gpu(reader, tensors, volatile)
         reader.freeze_only(
             # WHY other devices too: only CUDA has streams that copy while training continues
             [name for name, tensor in tensors.items() if name in volatile or not tensor.is_cpu]
         )
-        flight = _InFlight(reader=reader, copied=copied, waits=[], tensors=dict(tensors))
+        flight = _InFlight(reader=reader, tensors=dict(tensors), copied=copied)
         self._unfrozen = flight
         self._was_refused = False
         # WHY one for each write: so there is none when nothing is written.
@@ -343,13 +343,11 @@ class CheckpointWriter:
         started_at = time.perf_counter()
         flight.reader.freeze()
         self._stall_s += time.perf_counter() - started_at
-        for device, event in flight.copied:
+        if flight.copied is not None:
             # WHY no synchronize: the update waits on the GPU, and this thread continues
-            compute = torch.cuda.current_stream(device)
-            reached = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
-            reached.record(compute)
-            compute.wait_event(event)
-            flight.waits.append((reached, event))
+            flight.reached = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            flight.reached.record()
+            torch.cuda.current_stream().wait_event(flight.copied)
 
     def poll(self) -> CheckpointError | None:
         """Return the error of a write that failed since the last poll. Training can continue."""
@@ -374,12 +372,14 @@ class CheckpointWriter:
         self, step: int, flight: _InFlight, meta: dict[str, JSON], best: Best | None
     ) -> None:
         try:
-            for _, event in flight.copied:
-                event.synchronize()
+            if flight.copied is not None:
+                flight.copied.synchronize()
             began_at = time.perf_counter()
             self._store.write(step, tensors=flight.reader, meta=meta, best=best)
             # WHY not with a GPU: there the writer's CPU core would be idle
-            work_s = device_wait_s(flight.waits) if flight.copied else time.thread_time()
+            work_s = time.thread_time()
+            if flight.copied is not None:
+                work_s = device_wait_s(flight.reached, flight.copied)
             self.cost = WriteCost(self._stall_s + work_s, time.perf_counter() - began_at)
         except CheckpointError as error:
             self._error = error
@@ -390,13 +390,13 @@ class CheckpointWriter:
             # WHY: a failed write needs no copies, and a finished one needs no tensors
             self._unfrozen = None
 
-    def _copy_from_gpus(
+    def _copy_from_gpu(
         self, reader: TensorReader, tensors: Mapping[str, Tensor], volatile: Collection[str]
-    ) -> list[tuple[torch.device, torch.cuda.Event]]:
-        """Start the copies to pinned memory; return, for each GPU, the event after them."""
+    ) -> torch.cuda.Event | None:
+        """Start the copies to pinned memory; return the event after them. None: there are none."""
         on_gpu = {name: tensor for name, tensor in tensors.items() if tensor.is_cuda}
         if not on_gpu:
-            return []
+            return None
         if self._pinning is not None:
             self._pinning.join()
         self._reserve_pinned(reader.plan.data_bytes)
@@ -404,22 +404,16 @@ class CheckpointWriter:
         # in parallel to it
         for name in on_gpu.keys() & set(volatile):
             reader.start_copy(name, on_gpu[name])
-        copied = []
-        for device in {tensor.device for tensor in on_gpu.values()}:
-            if device not in self._copy_streams:
-                # WHY a priority: those of 0 are also given to NCCL, which would wait for the copies
-                side = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-                self._copy_streams[device] = side
-            side = self._copy_streams[device]
-            side.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(side):
-                for name, tensor in on_gpu.items():
-                    if name not in volatile and tensor.device == device:
-                        reader.start_copy(name, tensor)
-                # WHY timing: it tells how long the update waited for it
-                event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-                event.record(side)
-            copied.append((device, event))
+        if self._copy_stream is None:
+            # WHY a priority: those of 0 are also given to NCCL, which would wait for the copies
+            self._copy_stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+        self._copy_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._copy_stream):
+            for name in on_gpu.keys() - set(volatile):
+                reader.start_copy(name, on_gpu[name])
+            # WHY timing: it tells how long the update waited for it
+            copied = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            copied.record()
         return copied
 
     def _reserve_pinned(self, size_bytes: int) -> None:
@@ -435,12 +429,10 @@ class CheckpointWriter:
             self._arena.reserve(size_bytes, pinned=False)
 
 
-def device_wait_s(waits: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]]) -> float:
-    """Return how long devices stood still between reaching a wait and the event waited for."""
-    longest_ms = 0.0
-    for reached, event in waits:
-        if not is_reached(reached):
-            continue  # WHY no wait: it may lie behind an all-reduce that never ends
-        # negative if the event came first: then nothing waited
-        longest_ms = max(longest_ms, reached.elapsed_time(event))
-    return longest_ms / 1000
+def device_wait_s(reached: torch.cuda.Event | None, awaited: torch.cuda.Event) -> float:
+    """Return how long the device stood still between reaching a wait and the event waited for."""
+    # WHY no wait for it: it may lie behind an all-reduce that never ends
+    if reached is None or not is_reached(reached):
+        return 0.0
+    waited_ms: float = reached.elapsed_time(awaited)
+    return max(0.0, waited_ms) / 1000  # negative: the event came first

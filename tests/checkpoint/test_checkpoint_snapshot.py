@@ -300,7 +300,7 @@ def test_the_copies_of_a_gpu_land_where_the_writer_reads(monkeypatch: pytest.Mon
 def test_memory_for_the_copies_of_a_gpu_is_pinned_ahead_in_a_thread(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, second, calls = threading.Event(), torch.device("cuda", 1), list[Any]()
+    gate, calls = threading.Event(), list[Any]()
 
     def reserve(arena: HostArena, size_bytes: int, *, pinned: bool) -> None:
         assert gate.wait(LIMIT_S)
@@ -309,10 +309,10 @@ def test_memory_for_the_copies_of_a_gpu_is_pinned_ahead_in_a_thread(
     monkeypatch.setattr(HostArena, "reserve", reserve)
     bench.writer.pin_ahead(100)
     gate.set()  # training has gone on meanwhile
-    held = SimpleNamespace(is_cuda=True, device=second)
+    held = SimpleNamespace(is_cuda=True)
     monkeypatch.setattr(torch.cuda, "Stream", lambda *given, **named: calls.append(named))
     with pytest.raises(AttributeError):  # there is no stream here
-        bench.writer._copy_from_gpus(
+        bench.writer._copy_from_gpu(
             cast(Any, SimpleNamespace(plan=SimpleNamespace(data_bytes=90))),
             cast(Any, {"weight": held}),
             volatile=(),
@@ -446,7 +446,7 @@ class Event:
 
 
 def test_the_wait_of_the_device_counts_from_where_it_begins() -> None:
-    waits: list[Any] = [(Event(10.0), Event(250.0)), (Event(10.0), Event(8.0))]
-    assert device_wait_s(waits) == 0.24
-    assert device_wait_s(waits[1:]) == 0.0
-    assert device_wait_s([(Event(None), Event(250.0)), *waits]) == 0.24
+    places = [(10.0, 250.0), (10.0, 8.0), (None, 250.0)]
+    waits: list[Any] = [(Event(reached), Event(awaited)) for reached, awaited in places]
+    assert [device_wait_s(*wait) for wait in waits] == [0.24, 0.0, 0.0]
+    assert device_wait_s(None, waits[0][1]) == 0.0
