@@ -206,7 +206,7 @@ def train(settings: Resolved, group: Group) -> int:
     # From here on a signal means: save, then leave.
     with (
         StopRequest(group, time_limit=loop.time_limit) as stop,
-        open_run(settings.config, group) as folder,  # collective
+        open_run(settings, group) as folder,  # collective
         Goodput(folder.folder, group.tracker, group.launch, step=folder.step) as goodput,
         HangWatch(group, folder.folder, hang_after_s=loop.hang_after_s) as watch,  # collective
         StatusWriter(folder.folder, group) as rank_status,  # for the commands watch and report

@@ -38,13 +38,7 @@ from hardened_ddp.errors import CheckpointError, RunFolderError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.reporting.summary import finished_at
-from hardened_ddp.settings.config import Config
-from hardened_ddp.settings.earlier_run import (
-    CHECKPOINTS_NAME,
-    SAVED_SETTINGS,
-    newest_run,
-    run_of_checkpoint,
-)
+from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME, SAVED_SETTINGS
 from hardened_ddp.settings.layers import Resolved
 from hardened_ddp.settings.record import dump
 from hardened_ddp.training.state import Saved, share_state
@@ -130,13 +124,13 @@ class RunFolder:
             ) from error
 
 
-def open_run(config: Config, group: Group) -> RunFolder:
+def open_run(settings: Resolved, group: Group) -> RunFolder:
     """Find or make the run folder, lock it, and choose the checkpoint. Collective: all ranks.
 
     Raises MainRankError on every rank if rank 0 can't use the folder or found nothing to resume.
     """
     chosen: list[tuple[Found | None, RunLock]] = []  # on rank 0
-    output = Path(config.run.output_dir)
+    output = Path(settings.config.run.output_dir)
     # WHY all ranks: with elastic nodes, the node of rank 0 may be a new one.
     notes = group.gather_json(  # collective
         [_noted_folder(output, group.launch), *_job_marks(group.launch)]
@@ -145,7 +139,7 @@ def open_run(config: Config, group: Group) -> RunFolder:
 
     def choose() -> list[str]:
         noted = (Path(name) for name, *_ in notes if name)
-        folder, checkpoint = find_place(config, next(filter(Path.is_dir, noted), None))
+        folder, checkpoint = find_place(settings, next(filter(Path.is_dir, noted), None))
         refuse_links(folder)
         lock = RunLock.acquire(folder, jobs=jobs, restart=group.launch.attempt)
         try:
@@ -161,7 +155,7 @@ def open_run(config: Config, group: Group) -> RunFolder:
     if group.is_local_main:
         _note_folder(output, group.launch, folder)
     checkpoint, lock = chosen[0] if chosen else (None, None)
-    return RunFolder(folder, config.run.keep_last, token, checkpoint, lock)
+    return RunFolder(folder, settings.config.run.keep_last, token, checkpoint, lock)
 
 
 def read_checkpoint(run: RunFolder, group: Group, *, at_most: int | None = None) -> Saved | None:
@@ -201,7 +195,7 @@ def share_checkpoint(group: Group, found: Found | None) -> Saved:
     return share_state(group, mine)  # collective
 
 
-def find_place(config: Config, earlier: Path | None) -> tuple[Path, Found | None]:
+def find_place(settings: Resolved, earlier: Path | None) -> tuple[Path, Found | None]:
     """Decide the run folder and the checkpoint to start from. On rank 0 only.
 
     earlier: the folder of this job's earlier attempts. It goes on there, whatever --resume says:
@@ -209,20 +203,13 @@ def find_place(config: Config, earlier: Path | None) -> tuple[Path, Found | None
     Raises CheckpointError if a resume was asked for and no checkpoint there is valid;
     RunFolderError if the folder can't be used.
     """
+    config, continued = settings.config, settings.run_folder
     output, wanted = Path(config.run.output_dir), config.run.resume
     if earlier is not None:
         return earlier, _newest_valid(earlier)
-    if wanted == "newest":
-        newest = newest_run(output)
-        if newest is None:
-            raise CheckpointError(
-                f"there is no run with a checkpoint in {output}",
-                fix="name its folder with --resume, or start one without --resume",
-            )
-        return newest, open_checkpoint(newest)
     if wanted not in ("auto", "never"):
-        path = Path(wanted)
-        return run_of_checkpoint(path) or path, open_checkpoint(path)
+        assert continued is not None  # else the settings were refused
+        return continued, open_checkpoint(continued if wanted == "newest" else Path(wanted))
     named = output / config.run.run_name if config.run.run_name else None
     if wanted == "never" and named is not None and (named / CHECKPOINTS_NAME).exists():
         raise RunFolderError(

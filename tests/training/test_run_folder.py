@@ -105,7 +105,7 @@ def run_with_checkpoint(name: str = "run") -> Path:
 
 def assert_resumes(flags: str, run: Path) -> None:
     settings = settings_of(flags)
-    folder, found = find_place(settings.config, None)
+    folder, found = find_place(settings, None)
     assert folder == settings.run_folder == run
     assert found is not None
 
