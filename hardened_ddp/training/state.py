@@ -304,11 +304,12 @@ class Saver:
             try:
                 if best is not None:
                     self._writer.close()  # WHY: a best state must not be passed over as busy
+                tensors = collect_tensors(self.parts)
                 if self._writer.submit(
                     progress.step,
-                    tensors=collect_tensors(self.parts),
+                    tensors=tensors,
                     meta=collect_meta(self.parts, progress),
-                    volatile=volatile_names(self.parts),
+                    volatile=volatile_names(self.parts, tensors),
                     best=best,
                 ):
                     self.reads_weights = True
@@ -446,7 +447,7 @@ def collect_meta(parts: Parts, progress: Progress) -> dict[str, Any]:
     }
 
 
-def volatile_names(parts: Parts) -> set[str]:
+def volatile_names(parts: Parts, tensors: Tensors) -> set[str]:
     """Name the tensors that a forward may change: they must be copied at once when saving.
 
     Also the learning rate, if it is a tensor: it is set before the forward.
@@ -454,7 +455,4 @@ def volatile_names(parts: Parts) -> set[str]:
     buffers = parts.replica.buffers
     names = {f"model.{name}" for name in (*buffers.may_move, *buffers.known)}
     names |= {f"{MOVING}{name}" for name in buffers.known}
-    if is_known(parts.optimizer) and not parts.schedule.has_state:
-        return names
-    state = save_state(parts.schedule, parts.gradients.local.by_name)[0]
-    return names | {name for name in state if name.startswith(f"{PREFIX}groups.")}
+    return names | {name for name in tensors if name.startswith(f"{PREFIX}groups.")}
