@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias, cast
+from typing import Any, NoReturn, TypeAlias, TypeGuard, cast
 
 from torch import Tensor
 
@@ -111,7 +111,7 @@ def decode_manifest(raw: bytes) -> Manifest:
         _refuse("has no usable step or meta")
     size_bytes, sha256 = _read_files(body.get("files"))
     return Manifest(
-        step=cast(int, step),
+        step=step,
         meta=meta,
         size_bytes=size_bytes,
         sha256=sha256,
@@ -181,7 +181,7 @@ def _read_files(files: object) -> tuple[int, str]:
     sha256 = record.get("sha256") if isinstance(record, dict) else None
     if not _is_count(size_bytes) or not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
         _refuse(f"has no usable size and sha256 for {STATE_NAME}")
-    return cast(int, size_bytes), sha256
+    return size_bytes, sha256
 
 
 def _read_tensors(tensors: object) -> dict[str, TensorSpec]:
@@ -197,7 +197,7 @@ def _read_tensors(tensors: object) -> dict[str, TensorSpec]:
     return specs
 
 
-def _is_count(value: object) -> bool:
+def _is_count(value: object) -> TypeGuard[int]:
     # WHY type and not isinstance: True is an int, but not a size
     return type(value) is int and 0 <= value <= _MAX_FILE_BYTES
 

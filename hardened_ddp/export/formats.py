@@ -146,16 +146,14 @@ def write_model(
 def _write_huggingface(folder: Path, model: _Logits, meta: Mapping[str, Any]) -> Forward:
     from hardened_ddp.model.hub import HubModel
 
-    read_back: Forward
     with contextlib.redirect_stdout(io.StringIO()):  # WHY: the library prints progress
         if isinstance(model.model, HubNet):
-            read_back = _write_transformers(folder, model.model, meta)
-        else:
-            hub_model = HubModel(facts={name: meta.get(name) for name in DESCRIPTION})
-            hub_model.net.load_state_dict(model.model.state_dict())
-            hub_model.save_pretrained(folder)
-            read_back = HubModel.from_pretrained(folder, local_files_only=True, strict=True)
-    return read_back
+            return _write_transformers(folder, model.model, meta)
+        hub_model = HubModel(facts={name: meta.get(name) for name in DESCRIPTION})
+        hub_model.net.load_state_dict(model.model.state_dict())
+        hub_model.save_pretrained(folder)
+        read_back: Forward = HubModel.from_pretrained(folder, local_files_only=True, strict=True)
+        return read_back
 
 
 def _write_transformers(folder: Path, model: HubNet, meta: Mapping[str, Any]) -> Forward:

@@ -63,7 +63,11 @@ class RunReport:
             self.folder,
             tensorboard=has_tensorboard(run),
             is_main=self.is_main,
-            trackers=make_trackers(parts.config, self.folder, is_main=self.is_main),
+            trackers=[
+                TrackerThread(name, partial(_make_tracker, name, parts.config, self.folder))
+                for name in tracker_names(run.tracker)
+                if self.is_main and name != TENSORBOARD
+            ],
         )
         self.bar = ProgressBar(
             total_steps=parts.length.total if parts.length.is_known else None,
@@ -319,15 +323,7 @@ def has_tensorboard(run: RunConfig) -> bool:
     return run.tensorboard and TENSORBOARD in tracker_names(run.tracker)
 
 
-def make_trackers(config: Config, folder: Path, *, is_main: bool) -> list[TrackerThread]:
-    """Make the trackers of a run; they start with the first values. None but on rank 0."""
-    if not is_main:
-        return []
-    names = [name for name in tracker_names(config.run.tracker) if name != TENSORBOARD]
-    return [TrackerThread(name, partial(_make, name, config, folder)) for name in names]
-
-
-def _make(name: str, config: Config, folder: Path) -> Tracker:
+def _make_tracker(name: str, config: Config, folder: Path) -> Tracker:
     settings = flatten(config)
     if name == WANDB:
         return WandbTracker(folder=folder, settings=settings)
