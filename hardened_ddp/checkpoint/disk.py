@@ -65,6 +65,12 @@ T = TypeVar("T")
 class Disk:
     """The calls of the operating system that change the disk."""
 
+    write = staticmethod(os.write)
+    close = staticmethod(os.close)
+    rename = staticmethod(os.rename)
+    unlink = staticmethod(os.unlink)
+    remove_folder = staticmethod(os.rmdir)
+
     # WHY not 0o777 and 0o666: under an umask of 0, as some containers have, every user could write,
     # and a checkpoint that every user could have changed is not trusted (folder.py)
     def make_folder(self, path: Path) -> None:
@@ -75,10 +81,6 @@ class Disk:
         # WHY O_NOFOLLOW beside O_EXCL: on some network file systems O_EXCL alone was not enough
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         return os.open(path, flags, 0o664)
-
-    def write(self, descriptor: int, data: memoryview) -> int:
-        """Write a part of data, at least one byte, and return the number of bytes."""
-        return os.write(descriptor, data)
 
     def flush_early(self, descriptor: int) -> None:
         """Start writing cached data to the disk and free its page cache. Only a hint."""
@@ -91,9 +93,6 @@ class Disk:
     def sync(self, descriptor: int) -> None:
         os.fsync(descriptor)
 
-    def close(self, descriptor: int) -> None:
-        os.close(descriptor)
-
     def sync_folder(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -103,15 +102,6 @@ class Disk:
                 raise
         finally:
             os.close(descriptor)
-
-    def rename(self, source: Path, target: Path) -> None:
-        os.rename(source, target)
-
-    def unlink(self, path: Path) -> None:
-        os.unlink(path)
-
-    def remove_folder(self, path: Path) -> None:
-        os.rmdir(path)
 
 
 class DiskWithRoom:
