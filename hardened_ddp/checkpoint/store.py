@@ -14,7 +14,6 @@ these in `volatile`: they are copied at submit).
 import json
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -265,7 +264,6 @@ class CheckpointWriter:
         self._arena = HostArena()
         self._plan: FilePlan | None = None
         self._layout: list[tuple[str, torch.dtype, torch.Size]] = []
-        self._lock = threading.Lock()
         self._copy_stream: torch.cuda.Stream | None = None
         self._thread: HelperThread | None = None
         self._pinning: HelperThread | None = None
@@ -309,7 +307,7 @@ class CheckpointWriter:
         layout = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
         if self._plan is None or self._layout != layout:
             self._plan, self._layout = plan_file(tensors), layout
-        reader = TensorReader(tensors, plan=self._plan, arena=self._arena, lock=self._lock)
+        reader = TensorReader(tensors, plan=self._plan, arena=self._arena)
         copied = self._copy_from_gpu(reader, tensors, volatile)
         reader.freeze_only(
             # WHY other devices too: only CUDA has streams that copy while training continues

@@ -14,9 +14,9 @@ one chunk and never while the disk works.
 
 import json
 import struct
+import threading
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -217,7 +217,6 @@ class TensorReader:
         *,
         plan: FilePlan | None = None,
         arena: HostArena | None = None,
-        lock: AbstractContextManager[object] | None = None,
     ) -> None:
         self.plan = plan_file(tensors) if plan is None else plan
         self._live = {name: _as_words(tensor) for name, tensor in tensors.items()}
@@ -229,7 +228,7 @@ class TensorReader:
 
         self._position = 0
         self._arena = HostArena() if arena is None else arena
-        self._lock = nullcontext() if lock is None else lock
+        self._lock = threading.Lock()
 
     def read_into(self, buffer: Bytes) -> int:
         """Copy the next bytes into buffer and return their number; 0 at the end."""
