@@ -38,6 +38,7 @@ from hardened_ddp.errors import CheckpointError, RunFolderError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.reporting.summary import finished_at
+from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME, SAVED_SETTINGS
 from hardened_ddp.settings.layers import Resolved
 from hardened_ddp.settings.record import dump
@@ -218,13 +219,7 @@ def find_place(settings: Resolved, earlier: Path | None) -> tuple[Path, Found | 
         )
     if wanted == "auto" and named is not None and named.is_dir():
         return named, _newest_valid(named)
-    folder = create_run_folder(
-        output,
-        model=config.model.model,
-        dataset=config.data.dataset,
-        run_name=config.run.run_name,
-    )
-    return folder, None
+    return create_run_folder(config), None
 
 
 def _newest_valid(folder: Path) -> Found | None:
@@ -277,22 +272,16 @@ def _job_marks(launch: Launch) -> list[str]:
     return sorted({hashlib.sha256(key.encode()).hexdigest()[:12] for key in keys if key})
 
 
-def create_run_folder(
-    output_dir: Path,
-    *,
-    model: str,
-    dataset: str,
-    run_name: str = "",
-    now: datetime | None = None,
-) -> Path:
+def create_run_folder(config: Config, *, now: datetime | None = None) -> Path:
     """Create a new folder for a run and return its path. Rank-local: one rank calls it.
 
     Without run_name the name consists of the time, the model and the dataset; a name that is taken
     gets a number. Raises RunFolderError.
     """
+    output_dir, run_name = Path(config.run.output_dir), config.run.run_name
     if not run_name:
         started = (datetime.now() if now is None else now).strftime("%Y%m%d-%H%M%S")
-        run_name = f"{started}-{_as_name(model)}-{_as_name(dataset)}"
+        run_name = f"{started}-{_as_name(config.model.model)}-{_as_name(config.data.dataset)}"
     disk = Disk()
     try:
         make_folders(output_dir, disk=disk)

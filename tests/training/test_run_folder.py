@@ -8,6 +8,8 @@ import threading
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +37,12 @@ NOW = datetime(2031, 2, 3, 4, 5, 6)
 
 
 def create(output: Path, run_name: str = "", *, model: str = "simple_cnn") -> Path:
-    return create_run_folder(output, model=model, dataset="digits", run_name=run_name, now=NOW)
+    config: Any = SimpleNamespace(
+        run=SimpleNamespace(output_dir=str(output), run_name=run_name),
+        model=SimpleNamespace(model=model),
+        data=SimpleNamespace(dataset="digits"),
+    )
+    return create_run_folder(config, now=NOW)
 
 
 def test_a_generated_name_says_when_and_what_and_is_never_taken_twice(tmp_path: Path) -> None:
