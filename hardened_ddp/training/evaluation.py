@@ -115,7 +115,10 @@ class EvaluationLoop:
             figures = totals.read(self.group)  # collective
             if self.task.own:
                 figures |= self.task.own.compute(self.group)  # collective
-            return figures, self._gather(left_out)  # collective
+            if not self.leaves_out:
+                return figures, []
+            everyone = self.group.gather_json([asdict(bad) for bad in left_out])  # collective
+            return figures, [BadSample(**bad) for part in everyone for bad in part]
         except HardenedError:
             raise
         except ANY_FAILURE as error:  # WHY broad: the model and the test set are the user's code
@@ -128,21 +131,11 @@ class EvaluationLoop:
             has_any = batch is not None and batch.num_samples > 0
             self.task.own.add(output, batch if has_any else None, self.group)  # collective
 
-    def _gather(self, left_out: list[BadSample]) -> list[BadSample]:
-        """Return the samples that all ranks left out, in the order of the ranks. Collective."""
-        if not self.leaves_out:
-            return []
-        everyone = self.group.gather_json([asdict(bad) for bad in left_out])  # collective
-        return [BadSample(**bad) for part in everyone for bad in part]
-
 
 def evaluate(
     parts: Parts, loader: EvalLoader, *, should_stop: Callable[[], object] = lambda: False
 ) -> Evaluation | None:
-    """Measure loss and metrics on the test set in a run. Collective: all ranks.
-
-    should_stop is called between batches, on all ranks equally often; if true, returns None.
-    """
+    """Measure loss and metrics on the test set in a run, as EvaluationLoop.run. Collective."""
     module, task = parts.replica.module, parts.task
     loop = EvaluationLoop(
         loader=loader,
