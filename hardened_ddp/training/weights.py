@@ -48,7 +48,7 @@ def load_initial_weights(model: nn.Module, path: str, group: Group) -> None:
         return
     source = Path(path)
 
-    def load() -> bool:
+    def load() -> None:
         fitting, lines = fit_weights(read_weights(source), model, source)
         live = model.state_dict()
         with torch.no_grad():
@@ -56,7 +56,6 @@ def load_initial_weights(model: nn.Module, path: str, group: Group) -> None:
                 live[name].copy_(tensor)
         for line in lines:
             log.warning("%s", line) if line[0] == " " else log.info("%s", line)
-        return True
 
     group.run_on_main(load, what=f"--init_from {path}")  # collective
 
