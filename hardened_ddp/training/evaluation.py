@@ -38,17 +38,10 @@ log = logging.getLogger(__name__)
 class Evaluation:
     """The outcome over the whole test set."""
 
-    loss: float
-    metrics: Mapping[str, float]
-    """Of the task, by name."""
+    figures: Mapping[str, float]
+    """The loss and the metrics of the task, by name."""
 
     num_samples: int
-
-    @property
-    def figures(self) -> Mapping[str, float]:
-        """The metrics and the loss, by name."""
-        return {**self.metrics, LOSS: self.loss}
-
     left_out: tuple[str, ...] = ()
     """Under --continue_on_error: the samples left out on all ranks, each with its error."""
 
@@ -155,9 +148,8 @@ def evaluate(
     if found is None:
         return None
     figures, left_out = found
-    names = [metric.name for metric in task.test_metrics]
+    names = [LOSS, *(metric.name for metric in task.test_metrics)]
     return Evaluation(
-        figures["loss"],
         {name: figures[name] for name in names if name in figures},
         int(figures["samples"]),
         tuple(f"{bad.name}: {bad.error}" for bad in left_out),

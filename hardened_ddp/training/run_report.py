@@ -33,7 +33,7 @@ from hardened_ddp.settings.typed_command import pip_command
 from hardened_ddp.step.left_out import LeftOut
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
-from hardened_ddp.task.task import described, shortly_described, with_loss
+from hardened_ddp.task.task import LOSS, described, shortly_described, with_loss
 from hardened_ddp.training.evaluation import Evaluation
 from hardened_ddp.training.run_folder import RunFolder
 
@@ -84,7 +84,9 @@ class RunReport:
         self.gpu_mib = (0.0, 0.0)
         """What torch had of this rank's GPU at the last report, and at most."""
 
-        self.last_evaluation: Evaluation | None = None
+        self._last_tested: Mapping[str, float] = {}
+        """The figures of the last evaluation."""
+
         self._settings_text = folder.settings_text
         self._tracker = tracker
         self._trained_s = self._training_s()
@@ -177,17 +179,14 @@ class RunReport:
 
     def log_evaluation(self, progress: Progress, evaluation: Evaluation) -> None:
         """Report the test set's loss and metrics. Rank-local."""
-        self.last_evaluation = evaluation
+        self._last_tested = figures = evaluation.figures
         if not self.is_main:
             return
         log.info(
             "%s done: test %s (%d samples%s)",
             # WHY: --max_steps may end a run within an epoch
             f"step {progress.step}" if progress.cursor else f"epoch {progress.epoch}",
-            with_loss(
-                evaluation.loss,
-                described(self.parts.task.test_metrics, evaluation.metrics, of="test"),
-            ),
+            with_loss(figures[LOSS], described(self.parts.task.test_metrics, figures, of="test")),
             evaluation.num_samples,
             f", {len(evaluation.left_out)} left out" if evaluation.left_out else "",
         )
@@ -200,8 +199,7 @@ class RunReport:
         self.metrics.scalars(
             progress.step,
             {
-                "loss/test": evaluation.loss,
-                **{f"{name}/test": value for name, value in evaluation.metrics.items()},
+                **{f"{name}/test": value for name, value in figures.items()},
                 **_times(self.goodput.account()),
             },
         )
@@ -241,8 +239,7 @@ class RunReport:
         if self.is_main:
             self._note_left_out()
             self.metrics.scalars(progress.step, _times(self.goodput.account()))
-            evaluation = self.last_evaluation
-            tested = evaluation.metrics if evaluation else {}
+            tested = self._last_tested
             write_summary(
                 self.folder,
                 {
@@ -250,7 +247,7 @@ class RunReport:
                     "step": progress.step,
                     "epoch": progress.epoch,
                     **{f"test_{m.name}": tested.get(m.name) for m in self.parts.task.test_metrics},
-                    "test_loss": evaluation.loss if evaluation else None,
+                    "test_loss": tested.get(LOSS),
                     "train_loss": self.last_train.get("loss"),
                     "world_size": self.parts.group.world_size,
                     "num_left_out": progress.num_errors,
@@ -266,10 +263,10 @@ class RunReport:
         """Log on rank 0 how the run ended and what to type next."""
         if self.is_main:
             log.info("time: %s", self._time_spent)
-            result, tested = "", self.last_evaluation
-            if tested is not None:
-                result = described(self.parts.task.test_metrics, tested.metrics, of="test")
-                result = result or f"test {with_loss(tested.loss)}"
+            tested = self._last_tested
+            result = described(self.parts.task.test_metrics, tested, of="test")
+            if tested and not result:
+                result = f"test {with_loss(tested[LOSS])}"
             board = has_tensorboard(self.parts.config.run)
             resume = self.parts.group.launch.command("--resume", self.folder)
             told = closing_lines(

@@ -215,7 +215,7 @@ def count_evaluated(argv: list[str]) -> tuple[int, float, float]:
     evaluation = evaluate(parts, parts.eval_loader)
     assert evaluation is not None
     parts.group.close()
-    return evaluation.num_samples, evaluation.metrics["accuracy"], evaluation.loss
+    return evaluation.num_samples, evaluation.figures["accuracy"], evaluation.figures["loss"]
 
 
 @pytest.mark.parametrize("world_size", slow_after(1, [3, 1, 2, 4]))

@@ -154,7 +154,7 @@ def test_evaluation_measures_what_the_task_names() -> None:
     argv = ["--dataset", "tests.plugins:points", "--model", "tests.plugins:Plain"]
     for found, stopped in run_ranks(evaluate_distance, 2, [*argv, "--eval_batch_size", "5"]):
         assert found.num_samples == 17
-        assert found.metrics.keys() == {"distance", "near"}
+        assert found.figures.keys() == {"loss", "distance", "near"}
         assert stopped is None
 
 
