@@ -184,8 +184,7 @@ class HangWatch:
         self._set_limits()
         report = self._report()
         longest_s, samples = self._longest_s[Phase.DATA], partial(self._subject.samples, Phase.DATA)
-        if text := self._slow_data.note(report, longest_s=longest_s, samples=samples):
-            log.warning("%s", text)
+        self._slow_data.note(report, longest_s=longest_s, samples=samples)
         if self._group.world_size > 1:
             self._consensus.beat(report, words[HEART], self._subject.split())
             self._neighbours.look(awake_s)

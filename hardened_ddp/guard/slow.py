@@ -106,10 +106,18 @@ class SlowData:
     def note(
         self, report: Report, *, longest_s: float, samples: Callable[[], Sequence[int]]
     ) -> str:
-        """Return what to tell of a wait that takes long, or of its end; empty: nothing.
+        """Log and return what there is to tell of a wait that takes long, or of its end.
 
         longest_s: the longest such wait before. samples: those that are being read.
         """
+        # WHY here: a report sorts warnings by the module that logs them, and this is no hang
+        if text := self._text(report, longest_s=longest_s, samples=samples):
+            log.warning("%s", text)
+        return text
+
+    def _text(
+        self, report: Report, *, longest_s: float, samples: Callable[[], Sequence[int]]
+    ) -> str:
         if report.phase != Phase.DATA or report.age_s < self._told_s:
             told_s, self._told_s, self._due_s = self._told_s, 0.0, SLOW_AFTER_S
             return f"the data came after {told_s:.0f} s or more" if told_s else ""

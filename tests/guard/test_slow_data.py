@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from ddp_runs.run_events import _kind
 from hardened_ddp.guard.hang_rules import Report
 from hardened_ddp.guard.slow import SlowData
 from hardened_ddp.ranks.phase import Phase
@@ -32,6 +33,14 @@ def test_a_stall_is_told_after_half_a_minute_and_then_each_minute_until_it_is_ov
         "the data came after 150 s or more"
     )
     assert not told(slow, Phase.FORWARD, 1, limit_s=60, longest_s=0.1)
+
+
+def test_a_report_counts_a_stall_as_slow_and_not_as_a_hang(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    told(SlowData(), Phase.DATA, 40, limit_s=300, longest_s=0.1)
+    [record] = caplog.records
+    assert _kind(record.name, record.levelname, record.getMessage()) == "slow"
 
 
 def test_a_wait_that_is_usual_for_this_run_is_not_told() -> None:
