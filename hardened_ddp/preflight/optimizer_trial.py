@@ -6,6 +6,7 @@ its state, a step that needs a closure, and values that can't be saved.
 torch's adamw, adam and sgd are not tried.
 """
 
+import copy
 import json
 from collections.abc import Sequence
 
@@ -55,27 +56,23 @@ def build_schedule(trial: Trial, config: OptimizerConfig, *, total_steps: int) -
 
 def _try(groups: Sequence[Group], config: OptimizerConfig, total_steps: int) -> None:
     """Update stand-ins some times, also with what was saved and loaded. Raises OptimizerError."""
-    first = _Updates(groups, config, total_steps)
+    first, names = _built(groups, config, total_steps)
     num_before = min(_STEPS_BEFORE, max(0, total_steps - _STEPS_AFTER))
     for step in range(num_before):
-        first.do(step)
-    copies = [
-        {**group, "params": [Parameter(p.detach().clone()) for p in group["params"]]}
-        for group in groups
-    ]
-    second = _Updates(copies, config, total_steps)
-    tensors, rest = save_state(first.schedule, first.names)
+        _update(first, names, step)
+    second, copies = _built(copy.deepcopy(groups), config, total_steps)
+    tensors, rest = save_state(first, names)
     try:
         plan_file(tensors)
     except CheckpointError as error:
         raise OptimizerError(f"its state can't be saved: {error.message}", fix=error.fix) from error
     copied = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
-    restore_state(second.schedule, second.names, copied, json.loads(json.dumps(rest)))
+    restore_state(second, copies, copied, json.loads(json.dumps(rest)))
     for step in range(num_before, min(total_steps, num_before + _STEPS_AFTER)):
-        first.do(step)
-        second.do(step)
+        _update(first, names, step)
+        _update(second, copies, step)
     # WHY the bits: NaN equals NaN
-    if not all(has_same_bits(p, second.names[name]) for name, p in first.names.items()):
+    if not all(has_same_bits(p, copies[name]) for name, p in names.items()):
         raise OptimizerError(
             "after its state was saved and loaded, its next updates differ: it keeps something "
             "outside of its state",
@@ -84,25 +81,26 @@ def _try(groups: Sequence[Group], config: OptimizerConfig, total_steps: int) -> 
         )
 
 
-class _Updates:
-    """One optimizer over stand-ins, with its schedule."""
+def _built(
+    groups: Sequence[Group], config: OptimizerConfig, total_steps: int
+) -> tuple[Schedule, dict[str, Parameter]]:
+    """Build optimizer and schedule over stand-ins; return the schedule, and them by name."""
+    members = [parameter for group in groups for parameter in group["params"]]
+    names = {f"stand-in {number}": member for number, member in enumerate(members)}
+    return Schedule(build_optimizer(groups, config), config, total_steps=total_steps), names
 
-    def __init__(self, groups: Sequence[Group], config: OptimizerConfig, total_steps: int) -> None:
-        members = [parameter for group in groups for parameter in group["params"]]
-        self.names = {f"stand-in {number}": p for number, p in enumerate(members)}
-        self.schedule = Schedule(build_optimizer(groups, config), config, total_steps=total_steps)
 
-    def do(self, step: int) -> None:
-        """Update the stand-ins with gradients that depend on the step alone."""
-        for number, parameter in enumerate(self.names.values()):
-            values = torch.arange(parameter.numel(), device=parameter.device)
-            wave = torch.sin(values * 0.7 + number + step).view(parameter.shape)
-            parameter.grad = wave.to(parameter.dtype) * 0.1
-        self.schedule.begin_step(step)
-        seed_update(0, step=step, device_type=next(iter(self.names.values())).device.type)
-        self.schedule.optimizer.step()
-        self.schedule.end_step()
-        self.schedule.optimizer.zero_grad(set_to_none=True)
+def _update(schedule: Schedule, names: dict[str, Parameter], step: int) -> None:
+    """Update stand-ins with gradients that depend on the step alone."""
+    for number, parameter in enumerate(names.values()):
+        values = torch.arange(parameter.numel(), device=parameter.device)
+        wave = torch.sin(values * 0.7 + number + step).view(parameter.shape)
+        parameter.grad = wave.to(parameter.dtype) * 0.1
+    schedule.begin_step(step)
+    seed_update(0, step=step, device_type=parameter.device.type)
+    schedule.optimizer.step()
+    schedule.end_step()
+    schedule.optimizer.zero_grad(set_to_none=True)
 
 
 def _stand_ins(group: Group) -> Group:
