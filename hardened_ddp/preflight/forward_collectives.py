@@ -54,17 +54,13 @@ _LEFT_OUT = (
 )
 
 
-Call = tuple[str, list[torch.Size]]
-"""A collective with its place in the code, and the sizes of what is sent and received."""
-
-
 @contextlib.contextmanager
-def watching(*, is_on: bool = True) -> Iterator[list[Call]]:
-    """Note the collectives that are called inside. Not with one rank, nor of a compiled model.
+def watching(*, is_on: bool = True) -> Iterator[list[tuple[str, list[torch.Size]]]]:
+    """Note the collectives that are called inside: name and place, and the sizes of their tensors.
 
-    WHY not: torch does not compile under such a mode.
+    Not with one rank, nor of a compiled model. WHY not: torch does not compile under such a mode.
     """
-    calls: list[Call] = []
+    calls: list[tuple[str, list[torch.Size]]] = []
 
     def note(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if func.namespace in _NAMESPACES and not func.__name__.startswith(_NO_COLLECTIVES):

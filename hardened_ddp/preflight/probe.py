@@ -39,16 +39,10 @@ log = logging.getLogger(__name__)
 class Findings:
     """What the probe found, over all ranks."""
 
-    unused: tuple[str, ...]
-    """Parameters that got no gradient on some rank in some probe batch."""
+    unused: str = ""
+    """Which parameters got no gradient, and on which ranks; empty: all got one everywhere."""
 
-    is_varying: bool
-    """Ranks or batches differ in the parameters that they use."""
-
-    where: str
-    """The same per rank, as text."""
-
-    moving_buffers: tuple[str, ...]
+    moving_buffers: tuple[str, ...] = ()
 
     collectives: ForwardCollectives = NO_COLLECTIVES
     """Of the model's forward."""
@@ -136,16 +130,12 @@ def _limits_of(module: nn.Module, batch: Batch) -> Iterator[list[tuple[str, int,
             if is_it and rows.dtype == tensor.dtype:
                 found.append((part, embedding.num_embeddings, f"the embedding {name}"))
 
-    hooks = [
-        part.register_forward_pre_hook(partial(note, name), with_kwargs=True)
-        for name, part in module.named_modules()
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag)
-    ]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for name, part in module.named_modules():
+            if isinstance(part, nn.Embedding | nn.EmbeddingBag):
+                hook = part.register_forward_pre_hook(partial(note, name), with_kwargs=True)
+                hooks.enter_context(hook)
         yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def check_evaluation(parts: Parts) -> None:
@@ -269,50 +259,52 @@ def choose_find_unused(wanted: FindUnused, findings: Findings) -> bool:
 
     Raises UnusedParameterError if it is switched off but needed.
     """
-    if not findings.unused:
-        if wanted == "on":
-            log.info(
-                "find_unused_parameters: on as asked; every parameter got a gradient in the probe, "
-                "so 'auto' would save the search of the graph in each step"
-            )
-        return wanted == "on"
-    kind = "on some ranks or batches" if findings.is_varying else "on all ranks"
-    gets = "gets" if len(findings.unused) == 1 else "get"
-    text = (
-        f"{counted(len(findings.unused), 'parameter')} {gets} no gradient {kind}: {findings.where}"
-    )
-    if wanted == "off":
+    if findings.unused and wanted == "off":
         raise UnusedParameterError(
-            f"{text}. DDP would wait forever for their gradients",
+            f"{findings.unused}. DDP would wait forever for their gradients",
             fix="--find_unused_parameters auto, or use them in forward, or freeze them "
             "(requires_grad=False)",
         )
-    log.warning("find_unused_parameters: on, because %s", text)
-    return True
+    if findings.unused:
+        log.warning("find_unused_parameters: on, because %s", findings.unused)
+    elif wanted == "on":
+        log.info(
+            "find_unused_parameters: on as asked; every parameter got a gradient in the probe, "
+            "so 'auto' would save the search of the graph in each step"
+        )
+    return bool(findings.unused) or wanted == "on"
 
 
 def _compare(everyone: Sequence[Sequence[dict[str, Any]]]) -> Findings:
     """Merge what the ranks found in each sample, with the same result on each rank."""
 
-    def union(key: str, ranks: Sequence[Sequence[dict[str, Any]]] = everyone) -> list[str]:
-        return sorted({name for notes in ranks for found in notes for name in found[key]})
+    found = [each for notes in everyone for each in notes]
 
-    unused, own, moving = union("unused"), union("own"), union("moving")
-    of_each = [union("unused", [notes]) for notes in everyone]
-    if all(names == unused for names in of_each):
-        where = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
-    else:
-        parts = [f"rank {r}: {', '.join(names[:8]) or 'none'}" for r, names in enumerate(of_each)]
-        where = "; ".join(parts)
-    limits = [limit for notes in everyone for found in notes for limit in found["limits"]]
-    different = {tuple(found["unused"]) for notes in everyone for found in notes}
+    def union(key: str) -> list[str]:
+        return sorted({name for each in found for name in each[key]})
+
+    own, moving = union("own"), union("moving")
     return Findings(
-        unused=tuple(unused),
-        is_varying=len(different) > 1,
-        where=where,
+        unused=_unused(everyone),
         moving_buffers=tuple(name for name in moving if name not in own),
         own_tensors=tuple(own),
         outputs=tuple(name for name in union("outputs") if name not in {*moving, *own}),
-        changes_inputs=any(found["inputs"] for notes in everyone for found in notes),
-        limits=[Limit(*limit) for limit in sorted({tuple(limit) for limit in limits})],
+        changes_inputs=any(each["inputs"] for each in found),
+        limits=[Limit(*x) for x in sorted({tuple(x) for each in found for x in each["limits"]})],
     )
+
+
+def _unused(everyone: Sequence[Sequence[dict[str, Any]]]) -> str:
+    """Say which parameters got no gradient, and where; empty if there are none."""
+    of_ranks = [sorted({n for found in notes for n in found["unused"]}) for notes in everyone]
+    unused = sorted({name for names in of_ranks for name in names})
+    if not unused:
+        return ""
+    where = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
+    if any(names != unused for names in of_ranks):
+        parts = [f"rank {r}: {', '.join(names[:8]) or 'none'}" for r, names in enumerate(of_ranks)]
+        where = "; ".join(parts)
+    is_varying = any(found["unused"] != everyone[0][0]["unused"] for n in everyone for found in n)
+    kind = "on some ranks or batches" if is_varying else "on all ranks"
+    gets = "gets" if len(unused) == 1 else "get"
+    return f"{counted(len(unused), 'parameter')} {gets} no gradient {kind}: {where}"

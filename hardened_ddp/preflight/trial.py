@@ -82,12 +82,10 @@ def fix_by(sample: Batch) -> Callable[[BaseException], str]:
 @contextlib.contextmanager
 def hooked(modules: Iterable[nn.Module], note: Callable[..., None]) -> Iterator[None]:
     """Have note called with each module, its inputs and its output, after its forward."""
-    hooks = [module.register_forward_hook(note) for module in modules]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for module in modules:
+            hooks.enter_context(module.register_forward_hook(note))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def try_on_all_ranks(

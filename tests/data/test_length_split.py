@@ -277,7 +277,7 @@ def chosen(
     found = choose_split(
         Trial(model, task, Precision("off", CPU), group),
         samples,
-        Findings((), False, "", moving, calls),
+        Findings("", moving, calls),
         config=Config() if config is None else config,
         saved=saved,
     )
