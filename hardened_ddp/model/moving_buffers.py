@@ -105,12 +105,9 @@ class MovingBuffers:
         named = zip(self.known, [*copies, *live], strict=True)
         return {n: t.detach() for n, t in named if t is not None and n not in self._own}
 
-    @torch.no_grad()
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take what to_save has returned, in this process or another. Rank-local."""
-        for name, tensor in tensors.items():
-            if (place := self._place(name)) is not None:
-                _set(place, tensor.to(place.home.device))
+        self._set(tensors.items())
         self.add(tensors)
 
     @torch.no_grad()
@@ -123,20 +120,9 @@ class MovingBuffers:
                 copies[index] = part
         return copies
 
-    @torch.no_grad()
     def put_back(self, copies: Sequence[torch.Tensor | None]) -> None:
         """Restore them from copies; those that were added since keep their values."""
-        targets, sources = [], []
-        for name, copy in zip(self.known, copies, strict=False):
-            place = self._place(name)
-            if place is None:
-                continue
-            if copy is not None and place.get() is place.home and place.home.shape == copy.shape:
-                targets.append(place.home)
-                sources.append(copy)
-            else:
-                _set(place, copy)
-        copy_each(targets, sources)
+        self._set(zip(self.known, copies, strict=False))
 
     @torch.no_grad()
     def equalize(self, group: Group) -> None:
@@ -169,6 +155,24 @@ class MovingBuffers:
         if doubles:
             flat = _flat(_alike(doubles, device, torch.float64))
             _spread(group.sum_(flat).mul_(1 / group.world_size), doubles)  # collective
+
+    @torch.no_grad()
+    def _set(self, copies: Iterable[tuple[str, torch.Tensor | None]]) -> None:
+        """Let places hold the values of copies: where that can be, in the tensors they hold now.
+
+        WHY not always in them: an attribute that forward replaces may be an input, or have a graph.
+        """
+        targets, sources = [], []
+        for name, copy in copies:
+            if (place := self._place(name)) is None:
+                continue
+            home = place.home
+            if copy is not None and place.get() is home and home.shape == copy.shape:
+                targets.append(home)
+                sources.append(copy)
+            elif not isinstance(home, nn.Parameter):
+                place.put(None if copy is None else copy.to(home.device, copy=True))
+        copy_each(targets, sources)
 
     def _place(self, name: str) -> Place | None:
         """Return the place of a tensor; None: forward has not made it yet."""
@@ -214,17 +218,6 @@ class MovingBuffers:
             wide = flat if flat.dtype == torch.float64 else flat.float()
             sums = group.sum_(wide if group.is_main else torch.zeros_like(wide))  # collective
             _spread(sums, parts)
-
-
-def _set(place: Place, copy: torch.Tensor | None) -> None:
-    """Let a place hold the values of copy, in the tensor that it holds now where that can be.
-
-    WHY not always in it: an attribute that forward replaces may now be an input, or have a graph.
-    """
-    if copy is not None and place.get() is place.home and place.home.shape == copy.shape:
-        place.home.copy_(copy)
-    elif not isinstance(place.home, nn.Parameter):
-        place.put(None if copy is None else copy.clone())
 
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -44,7 +44,10 @@ def test_the_schedules_are_the_known_ones() -> None:
 
 def test_each_optimizer_is_its_own() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
-    kinds = {type(build_optimizer([weight], OptimizerConfig(optimizer=n))) for n in OPTIMIZERS}
+    kinds = {
+        type(build_optimizer([{"params": [weight]}], OptimizerConfig(optimizer=n)))
+        for n in OPTIMIZERS
+    }
     assert len(kinds) == len(OPTIMIZERS)
 
 
@@ -58,7 +61,7 @@ def test_the_first_step_takes_the_state_that_was_allocated_for_it(
     for is_allocated in (False, True):
         weight = torch.nn.Parameter(torch.ones(2))
         config = replace(OptimizerConfig(), optimizer=name, optimizer_args=args)
-        optimizer = build_optimizer([weight], config)
+        optimizer = build_optimizer([{"params": [weight]}], config)
         before = {}
         if is_allocated:
             allocate_state(optimizer)
@@ -79,7 +82,7 @@ def test_sgd_updates_weights_of_16_bits_as_torch_does_without_its_fused_kernel()
     weight, wanted = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
     settings = OptimizerConfig(optimizer="sgd", learning_rate=0.1, momentum=0.9, weight_decay=0.0)
     pair = (
-        build_optimizer([weight], settings),
+        build_optimizer([{"params": [weight]}], settings),
         torch.optim.SGD([wanted], lr=0.1, momentum=0.9, fused=False, foreach=False),
     )
     for number in range(3):
@@ -103,7 +106,8 @@ class OtherAdamW(torch.optim.AdamW):
 def test_only_the_fused_ones_of_torch_are_trusted_to_skip_a_step_by_a_flag() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     assert all(
-        skips_by_flag(build_optimizer([weight], OptimizerConfig(optimizer=name))) for name in FUSED
+        skips_by_flag(build_optimizer([{"params": [weight]}], OptimizerConfig(optimizer=name)))
+        for name in FUSED
     )
     own = ImportPath("tests.model.test_optimizer:OtherAdamW")
     for optimizer, args in (
@@ -113,7 +117,7 @@ def test_only_the_fused_ones_of_torch_are_trusted_to_skip_a_step_by_a_flag() -> 
         (ImportPath("torch.optim:RAdam"), {}),
     ):
         config = OptimizerConfig(optimizer=optimizer, optimizer_args=args)
-        assert not skips_by_flag(build_optimizer([weight], config)), optimizer
+        assert not skips_by_flag(build_optimizer([{"params": [weight]}], config)), optimizer
 
 
 def test_fp16_on_the_cpu_is_said_to_run_in_fp32(caplog: pytest.LogCaptureFixture) -> None:

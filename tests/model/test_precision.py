@@ -50,7 +50,7 @@ def test_a_flag_that_is_up_leaves_all_as_it_is(
 ) -> None:
     # first 0: a layer that has no weights at all, as some models have.
     model = nn.Sequential(nn.Linear(first, 4), nn.Linear(4, 2))
-    optimizer = build_optimizer(model.parameters(), OptimizerConfig())
+    optimizer = build_optimizer([{"params": list(model.parameters())}], OptimizerConfig())
 
     assert halves.scaler is not None
 
