@@ -9,12 +9,13 @@ Does not own: the optimizer (optimizer.py).
 import difflib
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from hardened_ddp.data.batches.nesting import leaves
 from hardened_ddp.errors import ANY_FAILURE, OptimizerError
 from hardened_ddp.settings.config import OptimizerConfig
 from hardened_ddp.task.user_code import told_as
@@ -25,6 +26,9 @@ Group = dict[str, Any]
 """{"params": [...], option: value, ...}, as torch's optimizers take it. Any: an option's value."""
 
 _NUM_NAMED = 6  # parameters that a message names
+_FAILED = (
+    "the whole traceback is in this rank's log; a task's takes the model, a model's takes nothing"
+)
 
 
 def parameter_groups(
@@ -35,13 +39,16 @@ def parameter_groups(
     From parameter_groups(model) of the task, else parameter_groups() of the model, else one group.
     With no_weight_decay, norms and biases of each group without a weight_decay of its own get 0.
     """
-    for what, owner in (("task", task), ("model", model)):
+    owners = {"task": task, "model": model}
+    for what, owner in owners.items():
         _refuse_several(what, owner)
     groups = [{"params": [p for p in model.parameters() if p.requires_grad]}]
-    if callable(make := getattr(task, "parameter_groups", None)):
-        groups = _checked(_called(make, "the task's", model), model, "the task's")
-    elif callable(make := getattr(model, "parameter_groups", None)):
-        groups = _checked(_called(make, "the model's"), model, "the model's")
+    for what, owner in owners.items():
+        if callable(make := getattr(owner, "parameter_groups", None)):
+            with told_as(OptimizerError, f"the {what}'s parameter_groups() failed", fix=_FAILED):
+                found = make() if owner is model else make(model)
+            groups = _checked(found, model, f"the {what}'s")
+            break
     return _without_decay(groups, model) if config.no_weight_decay else groups
 
 
@@ -56,15 +63,6 @@ def check_options(optimizer: Optimizer) -> None:
                     f"{type(optimizer).__name__} does not take",
                     fix=f"did you mean {near[0]!r}?",
                 )
-
-
-def _called(make: Callable[..., Any], whose: str, *given: nn.Module) -> Any:
-    fix = (
-        "the whole traceback is in this rank's log; a task's takes the model, a model's takes "
-        "nothing"
-    )
-    with told_as(OptimizerError, f"{whose} parameter_groups() failed", fix=fix):
-        return make(*given)
 
 
 def _checked(found: Any, model: nn.Module, whose: str) -> list[Group]:
@@ -140,7 +138,7 @@ def _refuse_several(what: str, owner: object) -> None:
     count, is_manual = 0, getattr(owner, "automatic_optimization", True) is False
     try:
         inspect.signature(configure).bind()
-        count = _count_optimizers(configure())
+        count = sum(isinstance(part, Optimizer) for part in leaves(configure()))
     except ANY_FAILURE:  # WHY broad: the user's code, and it may need a trainer that is not here
         log.debug("configure_optimizers of the %s can't be called here", what, exc_info=True)
     if count > 1 or is_manual:
@@ -157,11 +155,3 @@ def _refuse_several(what: str, owner: object) -> None:
         "parameter_groups() say how it is trained",
         what,
     )
-
-
-def _count_optimizers(made: Any) -> int:  # Any: what Lightning lets configure_optimizers return
-    if isinstance(made, Optimizer):
-        return 1
-    if isinstance(made, Mapping):
-        return _count_optimizers(list(made.values()))
-    return sum(_count_optimizers(part) for part in made) if isinstance(made, list | tuple) else 0
