@@ -57,8 +57,8 @@ _UNSAVED = "which no checkpoint holds. A resumed run begins with those that the 
 class MovingAttributes:
     """The plain attributes of a model, and of a task of the user's. The default has none."""
 
-    def __init__(self, model: nn.Module | None = None, task: object = None) -> None:
-        self._owners: dict[str, object] = {} if model is None else _owners_in(model, "")
+    def __init__(self, model: nn.Module, task: object = None) -> None:
+        self._owners = _owners_in(model, "")
         if any(cls.__module__.split(".")[0] not in _OURS for cls in type(task).__mro__):
             self._owners[TASK] = task
             for name, part in vars(task).items():

@@ -69,26 +69,18 @@ class Inputs:
 DEFAULT_INPUTS = Inputs()
 
 
+@dataclass(eq=False)
 class Replica:
     """A module, and what of it changes in a forward."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        buffers: MovingBuffers,
-        *,
-        attributes: MovingAttributes | None = None,
-        inputs: Inputs = DEFAULT_INPUTS,
-        collectives: ForwardCollectives = NO_COLLECTIVES,
-    ) -> None:
-        self.module = module
-        self.buffers = buffers
-        self.attributes = MovingAttributes() if attributes is None else attributes
-        """What forward changes besides tensors."""
+    module: nn.Module
+    buffers: MovingBuffers
+    attributes: MovingAttributes
+    """What forward changes besides tensors."""
 
-        self.inputs = inputs
-        self.collectives = collectives
-        """Those that the model calls in its forward, such as those of SyncBatchNorm."""
+    inputs: Inputs = DEFAULT_INPUTS
+    collectives: ForwardCollectives = NO_COLLECTIVES
+    """Those that the model calls in its forward, such as those of SyncBatchNorm."""
 
     def copy_inputs(self) -> None:
         """Give forward and loss a copy of each batch from now on. Rank-local."""

@@ -230,7 +230,7 @@ def build_replica(
     replica = Replica(
         model,
         buffers,
-        attributes=trial.attributes,
+        trial.attributes,
         inputs=Inputs(channels_last, findings.changes_inputs, limits),
         collectives=findings.collectives,
     )

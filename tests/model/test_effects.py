@@ -15,6 +15,7 @@ from ddp_drills.work import Work
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.nesting import dense_parts
 from hardened_ddp.model.effects import InputEffects, untouched
+from hardened_ddp.model.moving_attributes import MovingAttributes
 from hardened_ddp.model.moving_buffers import MovingBuffers
 from hardened_ddp.model.replica import Replica
 from hardened_ddp.step.gradient import Writes
@@ -204,7 +205,7 @@ def test_a_norm_that_begins_to_count_late_is_taken_up_whole() -> None:
 
 def test_a_batch_and_a_weight_that_a_forward_writes_late_are_told() -> None:
     model = nn.Linear(4, 4)
-    replica = Replica(model, MovingBuffers(model, []))
+    replica = Replica(model, MovingBuffers(model, []), MovingAttributes(model))
     writes = Writes(replica)
     batch = Batch({"a": [torch.zeros(6, 4)]}, torch.zeros(6), torch.arange(6))
     writes.begin([batch])

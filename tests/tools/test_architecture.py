@@ -332,6 +332,7 @@ def test_what_everything_passes_through_holds_few_things(name: str, file: str, m
     [found] = [n for n in nodes_of(tree) if isinstance(n, ast.ClassDef) and n.name == name]
     stored = {n for n in ast.walk(found) if isinstance(n, ast.Attribute)}
     names = {n.attr for n in stored if isinstance(n.ctx, ast.Store) and dotted(n.value) == "self"}
+    names |= {dotted(n.target) for n in found.body if isinstance(n, ast.AnnAssign)}
     assert 0 < len(names) <= most, sorted(names)
 
 
