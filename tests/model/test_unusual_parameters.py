@@ -116,19 +116,12 @@ def wrapped(num_classes: int) -> nn.Module:
     return nn.DataParallel(Sparse(num_classes))
 
 
-def not_a_number(num_classes: int) -> nn.Module:
-    model = Sparse(num_classes, sparse=False)
-    nn.init.constant_(model.words.weight, float("nan"))
-    return model
-
-
 @pytest.mark.parametrize(
     ("model", "args", "told"),
     [
         ("LazyWaves", "{fails: true}", "a fault of this model"),
         ("LazyWaves", "{forgets: true}", "forgotten.weight, forgotten"),
         ("wrapped", "{}", "wrapped in DataParallel already"),
-        ("not_a_number", "{}", "NaN in the weights"),
     ],
 )
 def test_a_model_that_can_not_be_trained_is_told_before_the_first_step(
