@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Literal, assert_never
+from typing import Any, Literal
 
 import torch
 
@@ -29,7 +29,6 @@ class Precision:
 
     def __init__(self, amp: Amp, device: torch.device) -> None:
         self.name = _choose(amp, device)
-        self.device_type = device.type
         self.autocast: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
         """Gives the context for forward and loss, in which matrix work runs in 16 bits."""
 
@@ -113,19 +112,14 @@ def clip(parameters: Iterable[torch.nn.Parameter], *, max_norm: float) -> torch.
 
 def _choose(amp: Amp, device: torch.device) -> PrecisionName:
     """Choose the precision; if the device can't do what was asked, warn and take another."""
-    has_bf16 = device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
-    match amp:
-        case "auto" if device.type == "cpu":
-            return "off"
-        case "fp16" if device.type == "cpu":
+    if device.type == "cpu":
+        if amp == "fp16":
             log.warning("amp: asked for fp16, which needs a GPU; running fp32", extra=ON_EVERY_RANK)
-            return "off"
-        case "auto":
-            return "bf16" if has_bf16 else "fp16"
-        case "bf16" if not has_bf16:
-            log.warning("amp: asked for bf16, this GPU can't do it; running fp16 with a scaler")
-            return "fp16"
-        case "off" | "bf16" | "fp16":
-            return amp
-        case _:
-            assert_never(amp)
+        return "bf16" if amp == "bf16" else "off"
+    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    if amp == "auto":
+        return "bf16" if has_bf16 else "fp16"
+    if amp == "bf16" and not has_bf16:
+        log.warning("amp: asked for bf16, this GPU can't do it; running fp16 with a scaler")
+        return "fp16"
+    return amp

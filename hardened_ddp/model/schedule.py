@@ -12,19 +12,28 @@ import math
 import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, assert_never
+from typing import Any
 
 from torch.optim import Optimizer
 
 from hardened_ddp.data.batches.run_length import UNKNOWN_STEPS
 from hardened_ddp.data.foreign_code import import_callable
 from hardened_ddp.errors import OptimizerError
-from hardened_ddp.settings.config import LrSchedule, OptimizerConfig
+from hardened_ddp.settings.config import OptimizerConfig
 from hardened_ddp.settings.declare import ImportPath
 from hardened_ddp.task.user_code import told_as
 
 STEP_DROPS = 3
 """The equal parts of lr_schedule step; the rate of each is a tenth of that of the part before."""
+
+_SHARES: Mapping[str, Callable[[float], float]] = {
+    "constant": lambda done: 1.0,
+    "linear": lambda done: 1 - done,
+    # Loshchilov and Hutter: SGDR, 2017, eq. 5 without restarts
+    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
+    "step": lambda done: 0.1 ** min(STEP_DROPS - 1, int(done * STEP_DROPS)),
+}
+"""The built-in schedules: the share of the peak, by the share of the steps that is done."""
 
 _ENDS = ("total_steps", "num_training_steps", "T_max")
 """What schedulers call the steps of the whole run."""
@@ -209,30 +218,14 @@ def learning_rate(
 ) -> Any:  # Any: a float, or a tensor as peak is
     """Return the learning rate of step, 0 <= step < total_steps, of a built-in schedule.
 
-    peak: that of the group, by default learning_rate. Linear warm-up over warmup_steps, then:
-    constant; linear to 0; cosine to 0 (Loshchilov and Hutter: SGDR, 2017, eq. 5 without restarts);
-    step: a tenth at each of STEP_DROPS - 1 marks.
+    peak: that of the group, by default learning_rate. After a linear warm-up it falls by _SHARES.
     """
     peak = config.learning_rate if peak is None else peak
     if step < config.warmup_steps:
         return peak * (step + 1) / config.warmup_steps
     length = max(1, total_steps - config.warmup_steps)
     done = min(1.0, (step - config.warmup_steps) / length)
-    assert not isinstance(config.lr_schedule, ImportPath), "a user's schedule is not built in"
-    schedule: LrSchedule = config.lr_schedule
-    match schedule:
-        case "auto":
-            raise AssertionError("Schedule chooses what auto is")
-        case "constant":
-            return peak
-        case "cosine":
-            return peak * 0.5 * (1 + math.cos(math.pi * done))
-        case "linear":
-            return peak * (1 - done)
-        case "step":
-            return peak * 0.1 ** min(STEP_DROPS - 1, int(done * STEP_DROPS))
-        case _:
-            assert_never(schedule)
+    return peak * _SHARES[config.lr_schedule](done)
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:  # Any: options of a parameter group
