@@ -35,7 +35,23 @@ def build_optimizer(groups: Sequence[Group], config: OptimizerConfig) -> Optimiz
     trainable = [parameter for group in groups for parameter in group["params"]]
     if build in KNOWN and not any(given.get(option) for option in _ONLY_ONE):
         given.setdefault("fused", all(_can_fuse(build, parameter) for parameter in trainable))
-    optimizer = _call(build, groups, given, config)
+    # WHY not the groups if there is one: the class then gets what the tutorials give it.
+    is_plain = len(groups) == 1 and groups[0].keys() == {"params"}
+    parameters = groups[0]["params"] if is_plain else [dict(group) for group in groups]
+    words = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    fix = (
+        "correct --optimizer_args, or the settings it comes from; the traceback is in this rank's "
+        "log"
+    )
+    with told_as(OptimizerError, f"{config.optimizer} can't be built with {words}", fix=fix):
+        optimizer = build(parameters, **given)
+    if not isinstance(optimizer, Optimizer):
+        raise OptimizerError(
+            f"--optimizer {config.optimizer} returned a {type(optimizer).__name__}, not a "
+            "torch.optim.Optimizer",
+            fix="name a class that is derived from torch.optim.Optimizer, or a function that "
+            "returns one",
+        )
     if needed := needed_arguments(optimizer.step):
         raise OptimizerError(
             f"{config.optimizer} can't be used: its step() needs {', '.join(needed)}. Such an "
@@ -118,26 +134,3 @@ def allocate_state(optimizer: Optimizer) -> None:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             for name in names:
                 state[name] = torch.zeros_like(parameter, requires_grad=False)
-
-
-def _call(
-    build: Callable[..., Any], groups: Sequence[Group], given: Mapping[str, Any], config: Any
-) -> Optimizer:
-    # WHY not the groups if there is one: the class then gets what the tutorials give it.
-    is_plain = len(groups) == 1 and groups[0].keys() == {"params"}
-    parameters = groups[0]["params"] if is_plain else [dict(group) for group in groups]
-    words = ", ".join(f"{name}={value!r}" for name, value in given.items())
-    fix = (
-        "correct --optimizer_args, or the settings it comes from; the traceback is in this rank's "
-        "log"
-    )
-    with told_as(OptimizerError, f"{config.optimizer} can't be built with {words}", fix=fix):
-        found = build(parameters, **given)
-    if not isinstance(found, Optimizer):
-        raise OptimizerError(
-            f"--optimizer {config.optimizer} returned a {type(found).__name__}, not a "
-            "torch.optim.Optimizer",
-            fix="name a class that is derived from torch.optim.Optimizer, or a function that "
-            "returns one",
-        )
-    return found

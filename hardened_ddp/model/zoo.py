@@ -375,22 +375,9 @@ def _fit_head(model: nn.Module, num_classes: int, name: str) -> None:
 
 def _fit_channels(model: nn.Module, channels: int) -> None:
     """Let the first convolution take the data's channels; RGB weights are summed over colour."""
-    convolutions = ((n, part) for n, part in model.named_modules() if isinstance(part, nn.Conv2d))
-    path, first = next(convolutions, ("", None))
-    if first is None or first.in_channels == channels:
-        return
-    fitted = nn.Conv2d(
-        channels,
-        first.out_channels,
-        first.kernel_size,  # type: ignore[arg-type]  # a pair, typed as any tuple
-        stride=first.stride,  # type: ignore[arg-type]
-        padding=first.padding,  # type: ignore[arg-type]
-        bias=first.bias is not None,
-    )
-    with torch.no_grad():
+    first = next((part for part in model.modules() if isinstance(part, nn.Conv2d)), None)
+    if first is not None and first.in_channels != channels:
         # WHY: the result is that of a grey image in three equal channels.
         mean_weight = first.weight.sum(dim=1, keepdim=True) / channels
-        fitted.weight.copy_(mean_weight.expand_as(fitted.weight))
-        if first.bias is not None and fitted.bias is not None:
-            fitted.bias.copy_(first.bias)
-    model.set_submodule(path, fitted)
+        first.weight = nn.Parameter(mean_weight.detach().repeat(1, channels, 1, 1))
+        first.in_channels = channels
