@@ -86,12 +86,10 @@ class MovingBuffers:
         self._take_up(new)
         return new
 
-    @torch.no_grad()
     def note_bits(self) -> None:
         """Note the values of what is believed still, for changed_bits. Rank-local."""
         self._bits = self._bits_now()
 
-    @torch.no_grad()
     def changed_bits(self) -> list[str]:
         """Take up what was believed still, and has other values than noted; name it. Rank-local."""
         now = self._bits_now().items()
@@ -204,9 +202,8 @@ class MovingBuffers:
 
     def _bits_now(self) -> dict[str, list[int]]:
         places = self._believed_still(Reach(self._module).may_move()).items()
-        tensors = {name: place.home for name, place in places}
-        dense = {n: t for n, t in tensors.items() if t.layout == torch.strided}
-        dense = {n: t for n, t in dense.items() if not t.is_quantized}
+        strided = {n: place.home for n, place in places if place.home.layout == torch.strided}
+        dense = {name: tensor for name, tensor in strided.items() if not tensor.is_quantized}
         return dict(zip(dense, checksums(dense).tolist(), strict=True)) if dense else {}
 
     def _take_weights(self, group: Group) -> None:

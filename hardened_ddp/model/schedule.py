@@ -63,7 +63,7 @@ class Schedule:
         self.base = [_options(group) for group in optimizer.param_groups]
         """The options of each group as the optimizer was built."""
 
-        self._peaks = [options.get("lr") for options in self.base]
+        self._peaks: list[Any] = [options.get("lr") for options in self.base]
         self._share: Callable[[int], float] | None = None
         self._scheduler: Any = None  # Any: a scheduler of torch, or one with its methods
         self.is_bound = False
@@ -86,12 +86,12 @@ class Schedule:
         """Set the learning rate of step, 0 <= step < total_steps."""
         if self._scheduler is not None or self.is_constant:
             return
-        config, total_steps = self.config, self.total_steps
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
-            if self._share is not None and peak is not None:
+            if self._share is not None:
                 group["lr"] = peak * self._share(step)
             else:
-                group["lr"] = learning_rate(config, step=step, total_steps=total_steps, peak=peak)
+                total_steps = self.total_steps
+                group["lr"] = learning_rate(self.config, peak, step=step, total_steps=total_steps)
 
     def end_step(self) -> None:
         """Step the scheduler object, if there is one, after the optimizer."""
@@ -213,14 +213,11 @@ def needed_arguments(call: Callable[..., Any]) -> list[str]:
     ]
 
 
-def learning_rate(
-    config: OptimizerConfig, *, step: int, total_steps: int, peak: Any = None
-) -> Any:  # Any: a float, or a tensor as peak is
+def learning_rate(config: OptimizerConfig, peak: Any, *, step: int, total_steps: int) -> Any:
     """Return the learning rate of step, 0 <= step < total_steps, of a built-in schedule.
 
-    peak: that of the group, by default learning_rate. After a linear warm-up it falls by _SHARES.
+    peak: that of the group; after a linear warm-up it falls by _SHARES. Any: a float, or a tensor.
     """
-    peak = config.learning_rate if peak is None else peak
     if step < config.warmup_steps:
         return peak * (step + 1) / config.warmup_steps
     length = max(1, total_steps - config.warmup_steps)

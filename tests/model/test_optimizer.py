@@ -28,9 +28,9 @@ FUSED = [n for n in OPTIMIZERS if find_optimizer(OptimizerConfig(optimizer=n))[0
 
 
 def curve(schedule: str, *, warmup_steps: int = 0) -> list[float]:
-    config = OptimizerConfig(learning_rate=1.0, warmup_steps=warmup_steps)
+    config = OptimizerConfig(warmup_steps=warmup_steps)
     config = replace(config, lr_schedule=schedule)  # type: ignore[arg-type]  # a choice
-    return [learning_rate(config, step=step, total_steps=12) for step in range(12)]
+    return [learning_rate(config, 1.0, step=step, total_steps=12) for step in range(12)]
 
 
 def test_the_schedules_are_the_known_ones() -> None:
