@@ -42,8 +42,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from hardened_ddp.data.batches.own_order import MAX_KEPT_ORDER
-from hardened_ddp.data.batches.sampler import WindowSampler
+from hardened_ddp.data.batches.sampler import MAX_KEPT_ORDER, WindowSampler
 from hardened_ddp.guard.hang_consensus import HangConsensus
 from hardened_ddp.guard.hang_rules import Report
 from hardened_ddp.guard.stop import CHECK_PER_RANK_S, StopRequest

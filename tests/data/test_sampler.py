@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from hardened_ddp.data.batches.own_order import MAX_KEPT_ORDER
 from hardened_ddp.data.batches.permutation import Words, hash_words, permute
 from hardened_ddp.data.batches.sampler import (
+    MAX_KEPT_ORDER,
     EpochOrder,
     Window,
     WindowSampler,
@@ -20,7 +20,7 @@ from hardened_ddp.data.batches.sampler import (
 )
 from hardened_ddp.ranks.seeding import mix
 
-LARGE = MAX_KEPT_ORDER + 4099  # odd, and computed by blocks
+LARGE = MAX_KEPT_ORDER + 4099  # odd, and a keyed permutation
 
 
 def make_sampler(
@@ -254,7 +254,7 @@ def test_a_rank_of_thousands_computes_its_own_samples_and_those_of_several_epoch
         computed.append(len(positions))
         return permute(positions, **how)
 
-    monkeypatch.setattr("hardened_ddp.data.batches.own_order.permute", counted)
+    monkeypatch.setattr("hardened_ddp.data.batches.sampler.permute", counted)
     sampler = make_sampler(270_000, rank=77, world_size=4096, global_batch=32 * 4096)
     for epoch in range(20):  # of two full windows and a short one
         for window in sampler.windows_of(epoch):

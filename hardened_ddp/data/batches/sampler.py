@@ -7,19 +7,36 @@ unless drop_last says so.
 Does not own: the cursor (it moves when a step is done, step/step.py), reading (loader.py).
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, count
-from typing import Any
+from itertools import chain, count, islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset, DistributedSampler
 
-from hardened_ddp.data.batches.own_order import BLOCK, MAX_KEPT_ORDER, OwnOrder, Share, pays_off
 from hardened_ddp.data.batches.permutation import hash_words, permute
 from hardened_ddp.ranks.seeding import mix
+
+# Up to this size an order is the samples sorted by a hash, and the whole of it is kept (2 MiB);
+# above it is a keyed permutation, computed on demand.
+MAX_KEPT_ORDER = 1 << 18
+_AHEAD = 1 << 11  # positions of a keyed permutation that are computed at once, over all epochs
+_FEW_STEPS = 1 << 8  # an epoch of more steps than this can afford to sort the whole order
+_MIN_RANKS = 8  # with fewer ranks, most of a kept order has to be sorted anyhow
+
+Samples = npt.NDArray[np.int64]
+
+
+class Share(NamedTuple):
+    """What a rank takes in one step: order[start:stop] of an epoch. It may be empty."""
+
+    epoch: int
+    start: int
+    stop: int
 
 
 class EpochOrder:
@@ -32,33 +49,46 @@ class EpochOrder:
     def __init__(self, num_samples: int, *, seed: int, epoch: int) -> None:
         self.num_samples = num_samples
         self._key = mix(seed, epoch)
-        self._kept: npt.NDArray[np.int64] | None = None
+        self._kept: Samples | None = None
         if num_samples <= MAX_KEPT_ORDER:
             # WHY not torch.randperm: its algorithm may change between versions of torch, and a
             # resumed run would continue in another order. Hashes of two samples never tie.
             hashes = hash_words(np.arange(num_samples, dtype=np.uint64), key=self._key)
             self._kept = np.argsort(hashes)
-        self._block_index = -1
-        self._block = np.empty(0, dtype=np.int64)
 
     def take(self, start: int, stop: int) -> torch.Tensor:
         """Return the samples at positions start to stop - 1, as int64."""
         if self._kept is not None:
             return torch.from_numpy(self._kept[start:stop])
-        if start == stop:
-            return torch.empty(0, dtype=torch.int64)
-        first, last = start // BLOCK, (stop - 1) // BLOCK
-        blocks = [self._get_block(index) for index in range(first, last + 1)]
-        joined = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
-        return torch.from_numpy(joined[start - first * BLOCK : stop - first * BLOCK])
+        positions = np.arange(start, stop, dtype=np.uint64)
+        permuted = permute(positions, num_samples=self.num_samples, keys=[self._key])
+        return torch.from_numpy(permuted.astype(np.int64))
 
-    def _get_block(self, index: int) -> npt.NDArray[np.int64]:
-        if index != self._block_index:
-            stop = min((index + 1) * BLOCK, self.num_samples)
-            positions = np.arange(index * BLOCK, stop, dtype=np.uint64)
-            permuted = permute(positions, num_samples=self.num_samples, keys=[self._key])
-            self._block_index, self._block = index, permuted.astype(np.int64)
-        return self._block
+
+def _samples_of(shares: list[Share], num_samples: int, seed: int) -> list[Samples]:
+    """Return the samples of shares in ascending order; of a small dataset, all of one epoch."""
+    lengths = [share.stop - share.start for share in shares]
+    if num_samples > MAX_KEPT_ORDER:
+        positions = [np.arange(share.start, share.stop, dtype=np.uint64) for share in shares]
+        of_epochs = Counter[int]()
+        for share, length in zip(shares, lengths, strict=True):
+            of_epochs[share.epoch] += length
+        permuted = permute(
+            np.concatenate(positions),
+            num_samples=num_samples,
+            keys=[mix(seed, epoch) for epoch in of_epochs],
+            lengths=list(of_epochs.values()),
+        )
+        found = permuted.astype(np.int64)
+    else:
+        key = mix(seed, shares[0].epoch)
+        hashes = hash_words(np.arange(num_samples, dtype=np.uint64), key=key)
+        edges = {edge for share in shares for edge in share[1:]} - {num_samples}
+        # WHY not a sort of all: most of them are the samples of other ranks.
+        parted = np.argpartition(hashes, sorted(edges))
+        found = np.concatenate([parted[share.start : share.stop] for share in shares])
+        found = found[np.argsort(hashes[found])]
+    return np.split(found, np.cumsum(lengths)[:-1])
 
 
 def share_of(size: int, *, rank: int, world_size: int) -> tuple[int, int]:
@@ -147,9 +177,12 @@ class WindowSampler(DistributedSampler[Any]):
         # The public attributes of DistributedSampler: this rank's samples, and those of all ranks.
         self.num_samples, self.total_size = len(self), self.end
         self._orders: dict[int, EpochOrder] = {}
-        self._alone: OwnOrder | None = None
-        if pays_off(self.size, world_size=num_replicas, global_batch=global_batch):
-            self._alone = OwnOrder(self.size, seed=seed)
+        # WHY: with thousands of ranks an epoch has few steps, and each would feel the whole order.
+        self._takes_alone = self.size > MAX_KEPT_ORDER or (
+            num_replicas >= _MIN_RANKS and self.num_windows <= _FEW_STEPS
+        )
+        self._ahead: dict[Share, Samples] = {}
+        """This rank's samples of the coming steps, computed without those of other ranks."""
 
     @property
     def num_windows(self) -> int:
@@ -203,36 +236,41 @@ class WindowSampler(DistributedSampler[Any]):
 
     def micro_batches(self, window: Window) -> list[torch.Tensor]:
         """Return the indices of this rank's micro-batches of window; none if its share is empty."""
-        start, stop = share_of(window.size, rank=self.rank, world_size=self.num_replicas)
-        if start == stop:
+        share = self._share(window)
+        if share.start == share.stop:
             return []
-        start, stop = window.start + start, window.start + stop
-        if self._alone is None:
-            share = self.order(window.epoch).take(start, stop)
+        if self._takes_alone:
+            if share not in self._ahead:
+                self._take_ahead(window)
+            taken = torch.from_numpy(self._ahead[share])
         else:
-            found = self._alone.find(window.epoch, start, stop)
-            if found is None:
-                found = self._alone.compute(self._shares_from(window))
-            share = torch.from_numpy(found)
+            taken = self.order(window.epoch).take(share.start, share.stop)
         if window.size <= self.batch_size * self.num_replicas:
-            return [share]
-        return [share[first:last] for first, last in self._parts(window)]
+            return [taken]
+        return [taken[first:last] for first, last in self._parts(window)]
 
-    def _shares_from(self, window: Window) -> Iterator[Share]:
-        """Yield the positions that this rank takes from window on, over all epochs to come."""
-        windows = chain(
-            self.windows_of(window.epoch, window.start),
-            chain.from_iterable(map(self.windows_of, count(window.epoch + 1))),
-        )
-        for later in windows:
-            start, stop = share_of(later.size, rank=self.rank, world_size=self.num_replicas)
-            yield Share(later.epoch, later.start + start, later.start + stop)
+    def _take_ahead(self, window: Window) -> None:
+        """Compute this rank's samples of the steps from window on."""
+        windows = self.windows_of(window.epoch, window.start)
+        if self.size > MAX_KEPT_ORDER:
+            later = chain.from_iterable(map(self.windows_of, count(window.epoch + 1)))
+            length = -(-window.size // self.num_replicas)
+            windows = islice(chain(windows, later), 1 + _AHEAD // length)
+        shares = list(map(self._share, windows))
+        rows = _samples_of(shares, self.size, self.seed)
+        self._ahead = dict(zip(shares, rows, strict=True))
+
+    def _share(self, window: Window) -> Share:
+        """Return what this rank takes of window."""
+        start, stop = share_of(window.size, rank=self.rank, world_size=self.num_replicas)
+        return Share(window.epoch, window.start + start, window.start + stop)
 
     def _parts(self, window: Window) -> list[tuple[int, int]]:
         """Return where this rank's micro-batches begin and end within its share of window."""
-        size, world_size = window.size, self.num_replicas
-        start, stop = share_of(size, rank=self.rank, world_size=world_size)
-        number = num_micro_batches(size, batch_size=self.batch_size, world_size=world_size)
+        _, start, stop = self._share(window)
+        number = num_micro_batches(
+            window.size, batch_size=self.batch_size, world_size=self.num_replicas
+        )
         return split_evenly(stop - start, number)
 
     def order(self, epoch: int) -> EpochOrder:
