@@ -136,10 +136,6 @@ class BlockReader:
         shard, position = shard_of(index, self.dataset.num_shards)
         self.reader.pass_over(epoch, shard, position, error)
 
-    def with_parts(self, batch: Batch, epoch: int) -> Batch:
-        """Return the batch: a block is taken as a whole."""
-        return batch
-
     def answers(self, batch: Batch, request: Request) -> bool:
         """Return whether batch is the answer to request: fewer samples only at a shard's end."""
         if batch.indices is request[1] or torch.equal(batch.indices, request[1]):

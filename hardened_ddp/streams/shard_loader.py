@@ -17,12 +17,11 @@ import numpy as np
 import torch
 
 from hardened_ddp.data.batches.batch import BadSample, Batch
-from hardened_ddp.data.batches.checks import fix_for_all
+from hardened_ddp.data.batches.checks import none_readable
 from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.data.batches.length_split import LengthSplit
 from hardened_ddp.data.batches.loader import BatchReader
 from hardened_ddp.data.batches.sampler import Window, share_of
-from hardened_ddp.errors import SampleError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.streams.block_reader import BlockReader
 from hardened_ddp.streams.planner import (
@@ -135,11 +134,7 @@ class ShardLoader:
             found, bad = self._first_batches(range(sampler.num_shards), blocks)
         blocks.reader.close()
         if not found:
-            text = bad[0].error if bad else "no shard has a sample"
-            raise SampleError(
-                f"none of the first samples can be read: {text}",
-                fix=fix_for_all(text),
-            )
+            raise none_readable(bad[0].error if bad else "no shard has a sample")
         return [batch.to(device) for batch in found]
 
     def _first_batches(

@@ -14,7 +14,6 @@ import inspect
 import itertools
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,30 +68,19 @@ class OpenShard:
     """Its state then, if it has one."""
 
 
-_NOTHING_TO_HIDE = contextlib.nullcontext()
-
-
-def seen_by_user(stream: Stream, shard: int) -> AbstractContextManager[None]:
+@contextlib.contextmanager
+def seen_by_user(stream: Stream, shard: int) -> Iterator[None]:
     """Hide from the stream's code that it runs in a DataLoader worker: it would split once more.
 
     A stream that splits by worker sees its shard as the worker. Where this version of torch has no
     such variable, nothing is changed.
     """
-    splits = bool(getattr(stream, "splits_by_worker", False))
-    if not splits and torch.utils.data.get_worker_info() is None:
-        return _NOTHING_TO_HIDE
-    return _shown(stream, shard, splits=splits)
-
-
-@contextlib.contextmanager
-def _shown(stream: Stream, shard: int, *, splits: bool) -> Iterator[None]:
     worker: Any = getattr(getattr(torch.utils.data, "_utils", None), "worker", None)
     if not hasattr(worker, "_worker_info"):
         yield
         return
-    before = worker._worker_info
-    shown = None
-    if splits and hasattr(worker, "WorkerInfo"):
+    before, shown = worker._worker_info, None
+    if getattr(stream, "splits_by_worker", False) and hasattr(worker, "WorkerInfo"):
         shown = worker.WorkerInfo(id=shard, num_workers=stream.num_shards, seed=0, dataset=None)
     worker._worker_info = shown
     try:

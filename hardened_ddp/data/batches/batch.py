@@ -31,9 +31,6 @@ class BatchSource(Protocol):
     def answers(self, batch: "Batch", request: Request) -> bool:
         """Return whether batch holds what request asked for."""
 
-    def with_parts(self, batch: "Batch", epoch: int) -> "Batch":
-        """Let parts of a batch be read again, where it can't be cut by samples."""
-
     def name_of(self, index: int) -> str:
         """Return the file or the place of a sample, for messages; empty if it has none."""
 

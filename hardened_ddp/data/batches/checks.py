@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.images import MemoryImages
 from hardened_ddp.data.batches.nesting import tensors_of
+from hardened_ddp.errors import SampleError
 
 _NOT_FINITE = "values of its input are"
 _NOTHING: Mapping[int, str] = {}
@@ -142,14 +143,15 @@ def parts_of(inputs: Any) -> Mapping[str, Any]:  # Any: as the dataset nests the
     return {str(name): part for name, part in named.items()}
 
 
-def fix_for_all(error: str) -> str:
-    """Say what to do if all samples that were tried are bad. error: of one of them."""
+def none_readable(error: str) -> SampleError:
+    """Return the error if all samples that were tried are bad. error: of one of them."""
+    fix = "check the dataset: every sample seems to be broken"
     if _NOT_FINITE in error:
-        return (
+        fix = (
             "correct the dataset; or --no_check_inputs, for a model that expects such values, such "
             "as missing ones"
         )
-    return "check the dataset: every sample seems to be broken"
+    return SampleError(f"none of the first samples can be read: {error}", fix=fix)
 
 
 def _tensors_in_memory(dataset: Any) -> tuple[torch.Tensor, torch.Tensor] | None:

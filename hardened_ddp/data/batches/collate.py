@@ -18,7 +18,7 @@ from torch.utils.data import Subset
 
 from hardened_ddp.data.batches.batch import BadSample, Batch
 from hardened_ddp.data.batches.length_split import LengthSplit
-from hardened_ddp.data.batches.nesting import fields_of, is_dataclass
+from hardened_ddp.data.batches.nesting import fields_of, is_dataclass, stack
 from hardened_ddp.data.foreign_code import describe, import_callable, line_of_user
 from hardened_ddp.errors import ANY_FAILURE, DataError, SampleError
 
@@ -84,14 +84,15 @@ def collate_plainly(
     samples: Sequence[Any],
     numbers: Sequence[int],
     bad: tuple[BadSample, ...],
-    collate: Callable[[list[Any]], Any],
+    *,
+    shares_memory: bool = False,
 ) -> Batch:
-    """Collate samples. A sample whose shape differs from that of most of them is bad."""
+    """Collate samples as stack does. A sample whose shape differs from that of most is bad."""
     if not samples:
         empty = torch.empty(0, dtype=torch.int64)
         return Batch(torch.empty(0), empty, empty, bad)
     try:
-        inputs, targets = split_targets(collate(list(samples)))
+        inputs, targets = split_targets(stack(samples, shares_memory=shares_memory))
     except ANY_FAILURE as error:  # WHY broad: default_collate raises what it meets
         shapes = [_shape(sample) for sample in samples]
         if not (found := _misshapen(shapes)):
@@ -102,7 +103,8 @@ def collate_plainly(
                 fix="make __getitem__ return (input tensor, label), all of one shape; or make "
                 "batches yourself, with --collate package.module:callable",
             ) from error
-        return collate_plainly(*_without(found, samples, numbers, bad), collate)
+        kept = _without(found, samples, numbers, bad)
+        return collate_plainly(*kept, shares_memory=shares_memory)
     return Batch(inputs, targets, torch.tensor(numbers), bad)
 
 

@@ -24,7 +24,6 @@ from hardened_ddp.data.batches.checks import Checks
 from hardened_ddp.data.batches.collate import Collate, collate_by, collate_plainly, split_targets
 from hardened_ddp.data.batches.images import MemoryImages
 from hardened_ddp.data.batches.length_split import LengthSplit
-from hardened_ddp.data.batches.nesting import stack
 from hardened_ddp.data.batches.read_errors import PERMANENT, file_of, is_transient, retry_read
 from hardened_ddp.data.foreign_code import describe, import_torchvision
 from hardened_ddp.errors import ANY_FAILURE, LoaderError
@@ -75,7 +74,7 @@ class Fetcher:
         # WHY first: unpickling a torchvision dataset imports torchvision, and a worker must repair
         # that import before if this process had to.
         needed = {"_needed": _Torchvision()} if "torchvision" in sys.modules else {}
-        return {**needed, **self.__dict__, "reading": [-1]}
+        return {**needed, **self.__dict__, **needed, "reading": [-1]}
 
     def __getitem__(self, request: Request) -> Batch:
         """Read one micro-batch. torch's DataLoader calls this in a worker."""
@@ -207,9 +206,7 @@ class Fetcher:
     ) -> Batch:
         if self.collate is not None and samples:
             return collate_by(self.collate, list(samples), list(numbers), bad, self.split)
-        return collate_plainly(
-            samples, numbers, bad, partial(stack, shares_memory=self.shares_memory)
-        )
+        return collate_plainly(samples, numbers, bad, shares_memory=self.shares_memory)
 
     def _checked(self, batch: Batch, epoch: int) -> Batch:
         """Move the samples that the model can't take to bad, and make labels int64."""
@@ -258,9 +255,4 @@ class _Torchvision:
     """Imports torchvision where it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _import_torchvision, ()
-
-
-def _import_torchvision() -> _Torchvision:
-    import_torchvision()
-    return _Torchvision()
+        return import_torchvision, ()

@@ -6,14 +6,14 @@ Does not own: whether a run does this at all (preflight/padding.py), collating (
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from hardened_ddp.data.batches.nesting import fields_of, is_dataclass
+from hardened_ddp.data.batches.nesting import parts_in
 
 FEWEST_SAMPLES = 8
 """Of a micro-batch that is cut."""
@@ -74,14 +74,8 @@ def _shapes_in(value: Any) -> Iterator[tuple[int, ...]]:  # Any: a dataset's sam
     """Yield the shapes of all tensors, arrays and lists of numbers in a sample."""
     if isinstance(value, torch.Tensor | np.ndarray):
         yield tuple(value.shape)
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _shapes_in(part)
     elif isinstance(value, list) and (not value or isinstance(value[0], int | float)):
         yield (len(value),)  # such as a tokenizer's
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from _shapes_in(part)
-    elif is_dataclass(value):
-        for _, part in fields_of(value):
+    else:
+        for part in parts_in(value) or ():
             yield from _shapes_in(part)

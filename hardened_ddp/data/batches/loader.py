@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from hardened_ddp.data.batches.batch import BadSample, Batch, BatchSource, Request, apart
-from hardened_ddp.data.batches.checks import fix_for_all
+from hardened_ddp.data.batches.checks import none_readable
 from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.data.batches.length_split import LengthSplit
 from hardened_ddp.data.batches.read_errors import RetryReport
@@ -32,7 +32,7 @@ from hardened_ddp.data.batches.sampler import (
 from hardened_ddp.data.batches.worker_memory import plan_sending
 from hardened_ddp.data.batches.worker_pool import WorkerPool, WorkersLost
 from hardened_ddp.data.batches.workers import WorkerPlan
-from hardened_ddp.errors import LoaderError, SampleError
+from hardened_ddp.errors import LoaderError
 from hardened_ddp.ranks.resources import raise_open_file_limit
 from hardened_ddp.reporting.log import ON_EVERY_RANK
 from hardened_ddp.settings.config import DataConfig
@@ -413,10 +413,7 @@ class TrainLoader:
             if len(found) == 2:
                 return found
         if not found:
-            raise SampleError(
-                f"none of the first samples can be read: {batch.bad[0].error}",
-                fix=fix_for_all(batch.bad[0].error),
-            )
+            raise none_readable(batch.bad[0].error)
         return found
 
     def open_folder(self, run: Path) -> None:

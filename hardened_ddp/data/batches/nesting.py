@@ -114,17 +114,21 @@ def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def leaves(value: Any) -> Iterator[Any]:  # Any: a dataset's data
     """Yield what a nested value holds: tensors, strings, None, and what has no parts."""
-    if isinstance(value, Mapping):
-        parts: Sequence[Any] = list(value.values())
-    elif isinstance(value, tuple | list):
-        parts = value
-    elif is_dataclass(value):
-        parts = [part for _, part in fields_of(value)]
-    else:
+    parts = parts_in(value)
+    if parts is None:
         yield value
         return
     for part in parts:
         yield from leaves(part)
+
+
+def parts_in(value: Any) -> Sequence[Any] | None:  # Any: a dataset's data
+    """Return the parts of a container; None: value is none."""
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, tuple | list):
+        return value
+    return [part for _, part in fields_of(value)] if is_dataclass(value) else None
 
 
 def is_dataclass(value: object) -> bool:

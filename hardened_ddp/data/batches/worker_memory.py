@@ -1,9 +1,8 @@
-"""What a dataset costs each loader worker that it is sent to.
+"""How a dataset gets to the loader workers: whether they share its tensors.
 
 Tensors go through shared memory, as torch's own DataLoader sends them, so that all workers of a
-rank have one copy; what else a dataset holds (numpy arrays, lists) is copied into each worker. So
-are tensors where /dev/shm is small, as in containers, or where there are too many: each shared one
-is an open file. A trial that writes nothing measures it.
+rank have one copy. They are copied into each worker where /dev/shm is small, as in containers, or
+where there are too many: each shared one is an open file. A trial that writes nothing counts them.
 """
 
 import logging
@@ -15,25 +14,20 @@ from typing import Any
 import torch
 
 from hardened_ddp.data.batches.batch import BatchSource
-from hardened_ddp.data.batches.workers import SHARED_MEMORY, WorkerPlan, free_shared_memory
+from hardened_ddp.data.batches.workers import WorkerPlan, free_shared_memory
 
 log = logging.getLogger(__name__)
-
-MOST_PRIVATE_BYTES = 100 * 2**20
-"""Of one worker. More of it is worth a warning."""
 
 _MOST_SHARED_TENSORS = 200
 """multiprocessing sends a new process at most 256 open files, its own among them."""
 
 _SHM_MARGIN = 2.0  # batches need room there, too
-# Of small Python objects: what they take in memory for each byte of their pickle.
-_OBJECT_FACTOR = 3
 
 
 def plan_sending(fetcher: BatchSource, plan: WorkerPlan) -> WorkerPlan:
-    """Decide how workers get the dataset of fetcher: tensors shared or copied; else none of them.
+    """Decide how workers get the dataset of fetcher: tensors shared or copied.
 
-    Warns of memory that each worker takes, and of a dataset that can't be sent.
+    No workers, with a warning, if the dataset can't be sent.
     """
     if plan.start_method == "fork":
         return plan
@@ -45,24 +39,9 @@ def plan_sending(fetcher: BatchSource, plan: WorkerPlan) -> WorkerPlan:
         why = f"the dataset or its collate can't be sent to a worker ({error})"
         log.warning("num_workers %d requested, using 0: %s", plan.num_workers, why)
         return replace(plan, num_workers=0)
-    tensor_bytes = sum(trial.tensors.values())
-    needed_bytes = tensor_bytes * plan.local_world_size * _SHM_MARGIN
+    needed_bytes = sum(trial.tensors.values()) * plan.local_world_size * _SHM_MARGIN
     is_many = len(trial.tensors) > _MOST_SHARED_TENSORS
-    copies_data = is_many or needed_bytes > (free_shared_memory() or 0)
-    private_bytes = trial.private_bytes + (tensor_bytes if copies_data else 0)
-    if private_bytes > MOST_PRIVATE_BYTES:
-        why = (
-            f"it holds {len(trial.tensors)} tensors" if is_many else f"{SHARED_MEMORY} is too small"
-        )
-        log.warning(
-            "each of %d workers takes about %.0f MiB of memory for the dataset, because %s. Hold "
-            "large data in a few torch tensors, which workers share, or in files that are mapped "
-            "(np.load(..., mmap_mode='r')); or take fewer workers (--num_workers)",
-            plan.num_workers,
-            private_bytes / 2**20,
-            f"it is copied ({why})" if copies_data else "its arrays and lists are copied",
-        )
-    return replace(plan, copies_data=copies_data)
+    return replace(plan, copies_data=is_many or needed_bytes > (free_shared_memory() or 0))
 
 
 class Copied:
@@ -77,18 +56,16 @@ class Copied:
 
 
 class SendingTrial(pickle.Pickler):
-    """Counts what one worker gets: pickles all but the tensors, into a file that keeps nothing."""
+    """Counts the tensors that a worker gets: pickles the rest into a file that keeps nothing."""
 
     def __init__(self) -> None:
-        self.private_bytes = 0
         self.tensors: dict[int, int] = {}
         """Bytes of each storage, by its address."""
 
-        super().__init__(self, protocol=5, buffer_callback=self._count_buffer)
+        super().__init__(self, protocol=5, buffer_callback=lambda buffer: None)
 
     def write(self, data: Any) -> None:
-        """Count a part of the pickle: it is itself the file that it writes to."""
-        self.private_bytes += _OBJECT_FACTOR * memoryview(data).nbytes
+        """Drop a part of the pickle: it is itself the file that it writes to."""
 
     def persistent_id(self, obj: Any) -> Any:
         if type(obj) is not torch.Tensor or not obj.is_cpu or obj.layout != torch.strided:
@@ -96,6 +73,3 @@ class SendingTrial(pickle.Pickler):
         storage = obj.untyped_storage()
         self.tensors[storage.data_ptr()] = storage.nbytes()
         return "tensor"
-
-    def _count_buffer(self, buffer: pickle.PickleBuffer) -> None:
-        self.private_bytes += buffer.raw().nbytes
