@@ -72,7 +72,7 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         ("fcntl.flock(lock, fcntl.LOCK_EX)", "pass", "download"),
     ],
     "data/batches/workers.py": [
-        ("return min(quotas, default=None)", "return max(quotas, default=None)", "loader datasets"),
+        ("return quota / period if quota >= 0", "return quota / period if True", "datasets"),
         ("max(1, min(prefetch, room // workers))", "prefetch", "loader datasets"),
     ],
     "ranks/shared_sum.py": [

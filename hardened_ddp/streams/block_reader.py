@@ -50,33 +50,19 @@ class BlockReader:
         shard, start = shard_of(numbers[0], self.dataset.num_shards)
         troubles: list[str] = []
         run = self._run(epoch, numbers, troubles)
-        found, end = ids, UNKNOWN
-        if len(run) < len(numbers):
-            found, end = ids[: len(run)], self.reader.end_of(epoch, shard)
-        is_whole = found is ids or 0 <= end <= start + len(run)
-        if is_whole and not any(issubclass(kind, Exception) for kind in set(map(type, run))):
-            # The usual case, at once.
-            content = self._content(shard, start, run, end)
-            return Batch(content, _NO_TARGETS, found, (), tuple(troubles))
-        return self._read_singly(epoch, numbers, run, troubles)
-
-    def _read_singly(
-        self, epoch: int, numbers: list[int], run: list[Any], troubles: list[str]
-    ) -> Batch:
-        """Look at each sample of a block, and read what is behind run. Raises LoaderError."""
-        shard, start = shard_of(numbers[0], self.dataset.num_shards)
-        samples: list[Any] = []
-        good: list[int] = []
+        samples, good = run, numbers[: len(run)]
         bad: list[BadSample] = []
         end, num_unreachable = UNKNOWN, 0
-        for number, sample in zip(numbers, run, strict=False):
-            if isinstance(sample, Exception):
-                bad.append(BadSample(number, describe(sample), name_of(self.dataset, number)))
-                num_unreachable += is_transient(sample)
-            else:
-                samples.append(sample)
-                good.append(number)
-        for number in numbers[len(run) :]:
+        if any(issubclass(kind, Exception) for kind in set(map(type, run))):  # given as samples
+            samples, good = [], []
+            for number, sample in zip(numbers, run, strict=False):
+                if isinstance(sample, Exception):
+                    bad.append(BadSample(number, describe(sample), name_of(self.dataset, number)))
+                    num_unreachable += is_transient(sample)
+                else:
+                    samples.append(sample)
+                    good.append(number)
+        for number in numbers[len(good) + len(bad) :]:
             index = number // self.dataset.num_shards
             self.reading[0] = number
             try:
@@ -101,22 +87,17 @@ class BlockReader:
                 f"{bad[-1].name}: {bad[-1].error}",
                 fix="check the storage of this node, then --resume the run",
             )
-        content = self._content(shard, start, samples, end)
-        content["is_blocked"] = self.reader.is_blocked(epoch, shard)
-        found = torch.tensor(good, dtype=torch.int64)
-        return Batch(content, _NO_TARGETS, found, tuple(bad), tuple(troubles))
-
-    def _content(self, shard: int, start: int, samples: list[Any], end: int) -> dict[str, Any]:
-        """Return what an answer holds. Any: whatever the stream gives."""
         is_worker = torch.utils.data.get_worker_info() is not None
-        return {
+        content = {
             "samples": pack(samples) if is_worker else ("list", samples),
             "shard": shard,
             "start": start,
             "end": end,
-            "is_blocked": False,
+            "is_blocked": self.reader.is_blocked(epoch, shard),
             "state": self.reader.state_of(shard) if end < 0 else None,
         }
+        found = torch.tensor(good, dtype=torch.int64) if len(good) < len(numbers) else ids
+        return Batch(content, _NO_TARGETS, found, tuple(bad), tuple(troubles))
 
     def _run(self, epoch: int, numbers: list[int], troubles: list[str]) -> list[Any]:
         """Read the samples at the start of a block that come without trouble."""

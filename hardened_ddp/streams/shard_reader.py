@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.utils.data
 
-from hardened_ddp.data.batches.read_errors import PERMANENT, is_transient, retry_read
+from hardened_ddp.data.batches.read_errors import is_transient, retry_read
 from hardened_ddp.data.foreign_code import describe
 from hardened_ddp.errors import ANY_FAILURE, SampleError
 from hardened_ddp.ranks.seeding import seed_sample
@@ -183,9 +183,9 @@ class ShardReader:
     def _read_with_retries(self, epoch: int, shard: int, index: int, troubles: list[str]) -> Any:
         try:
             return self._read_once(epoch, shard, index)
+        except (EndOfShard, SampleIsError):
+            raise
         except ANY_FAILURE as error:  # WHY broad: as above
-            if isinstance(error, (MemoryError, EndOfShard, SampleIsError, *PERMANENT)):
-                raise
             first: BaseException = error
 
         def again() -> Any:  # Any: as above
@@ -194,7 +194,7 @@ class ShardReader:
             except EndOfShard:
                 raise first from None  # the shard is not over: there was an error here before
 
-        return retry_read(again, first, troubles) if is_transient(first) else again()
+        return retry_read(again, first, troubles)
 
     def pass_over(self, epoch: int, shard: int, index: int, error: str) -> None:
         """Never ask a reader for this sample again: it ends the process that reads it.

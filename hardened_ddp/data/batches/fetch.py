@@ -24,7 +24,7 @@ from hardened_ddp.data.batches.checks import Checks
 from hardened_ddp.data.batches.collate import Collate, collate_by, collate_plainly, split_targets
 from hardened_ddp.data.batches.images import MemoryImages
 from hardened_ddp.data.batches.length_split import LengthSplit
-from hardened_ddp.data.batches.read_errors import PERMANENT, file_of, is_transient, retry_read
+from hardened_ddp.data.batches.read_errors import file_of, is_transient, retry_read
 from hardened_ddp.data.foreign_code import describe, import_torchvision
 from hardened_ddp.errors import ANY_FAILURE, LoaderError
 from hardened_ddp.ranks.seeding import seed_sample
@@ -167,7 +167,7 @@ class Fetcher:
                 try:
                     sample = self._read_sample(epoch, index)
                 except Exception as error:  # WHY broad: the user's code
-                    sample = self._read_again(epoch, index, error, told)
+                    sample = retry_read(partial(self._read_sample, epoch, index), error, told)
                 samples.append(sample)
                 good.append(index)
             except (MemoryError, KeyboardInterrupt):  # no sample is to blame
@@ -192,14 +192,6 @@ class Fetcher:
         if self.uses_randomness:
             seed_sample(self.seed, epoch, index)
         return self.dataset[index]
-
-    def _read_again(self, epoch: int, index: int, first: Exception, troubles: list[str]) -> Any:
-        """Read a sample whose first read raised, if that may help. Raises the last error."""
-        if isinstance(first, (MemoryError, *PERMANENT)):
-            raise first
-        read = partial(self._read_sample, epoch, index)
-        # WHY retry once in any case: a file that was read while incomplete may be complete now.
-        return retry_read(read, first, troubles) if is_transient(first) else read()
 
     def _collate(
         self, samples: Sequence[Any], numbers: Sequence[int], bad: tuple[BadSample, ...] = ()

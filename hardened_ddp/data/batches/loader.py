@@ -388,7 +388,7 @@ class TrainLoader:
             is_one = (
                 sampler.num_replicas <= window.size <= sampler.batch_size * sampler.num_replicas
             )
-            number = 1 if is_one else len(sampler.micro_batch_sizes(window))
+            number = 1 if is_one else len(sampler.parts_of(window))
             share = [next(batches) for _ in range(number)]
             if self.split is not None:
                 share = apart(share)

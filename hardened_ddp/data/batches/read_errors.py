@@ -36,7 +36,7 @@ _TRANSIENT = {
     )
     if hasattr(errno, name)
 }
-PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+_PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 """The same read will certainly fail again."""
 
 _MOST_CAUSES = 8  # how many errors of a chain are checked
@@ -59,10 +59,16 @@ def is_transient(error: BaseException) -> bool:
 
 
 def retry_read(read: Callable[[], T], error: BaseException, troubles: list[str]) -> T:
-    """Retry read while its errors are transient. Waits 2.6 s at most.
+    """Retry read while its errors are transient, waiting 2.6 s at most; after another one, once.
 
-    error: what the first try raised. Adds retried errors to troubles. Raises the last error.
+    error: what the first try raised. Adds transient errors to troubles. Raises the last error.
     """
+    if isinstance(error, MemoryError):
+        raise error
+    if not is_transient(error):
+        if isinstance(error, _PERMANENT):
+            raise error
+        return read()  # WHY: a file that was read while incomplete may be complete now
     for wait_s in WAITS_S:
         if not is_transient(error):
             break

@@ -230,10 +230,6 @@ class WindowSampler(DistributedSampler[Any]):
         for begin in range(start, self.end, self.global_batch):
             yield Window(epoch, begin, min(self.global_batch, self.end - begin))
 
-    def micro_batch_sizes(self, window: Window) -> list[int]:
-        """Return the number of samples in each of this rank's micro-batches of window."""
-        return [last - first for first, last in self._parts(window)]
-
     def micro_batches(self, window: Window) -> list[torch.Tensor]:
         """Return the indices of this rank's micro-batches of window; none if its share is empty."""
         share = self._share(window)
@@ -247,7 +243,7 @@ class WindowSampler(DistributedSampler[Any]):
             taken = self.order(window.epoch).take(share.start, share.stop)
         if window.size <= self.batch_size * self.num_replicas:
             return [taken]
-        return [taken[first:last] for first, last in self._parts(window)]
+        return [taken[first:last] for first, last in self.parts_of(window)]
 
     def _take_ahead(self, window: Window) -> None:
         """Compute this rank's samples of the steps from window on."""
@@ -265,7 +261,7 @@ class WindowSampler(DistributedSampler[Any]):
         start, stop = share_of(window.size, rank=self.rank, world_size=self.num_replicas)
         return Share(window.epoch, window.start + start, window.start + stop)
 
-    def _parts(self, window: Window) -> list[tuple[int, int]]:
+    def parts_of(self, window: Window) -> list[tuple[int, int]]:
         """Return where this rank's micro-batches begin and end within its share of window."""
         _, start, stop = self._share(window)
         number = num_micro_batches(

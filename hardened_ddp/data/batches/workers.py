@@ -5,9 +5,8 @@ WHY not os.cpu_count(): in a container it counts the host's CPUs; and every rank
 
 import contextlib
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from hardened_ddp.settings.config import DataConfig
 from hardened_ddp.settings.wording import counted
@@ -15,7 +14,6 @@ from hardened_ddp.settings.wording import counted
 MOST_WORKERS = 8
 SHARED_MEMORY = Path("/dev/shm")
 _CGROUPS = Path("/sys/fs/cgroup")
-_OWN_CGROUPS = Path("/proc/self/cgroup")
 # Prefetched batches are in shared memory; the margin is for other users of it.
 _SHM_MARGIN = 1.5
 
@@ -83,46 +81,21 @@ def plan_workers(
 def cpu_budget() -> int:
     """Count the CPUs that this process may use: affinity, limited by the container's quota."""
     allowed = len(os.sched_getaffinity(0))
-    quota = read_cpu_quota(_CGROUPS, own=_OWN_CGROUPS)
+    quota = read_cpu_quota(_CGROUPS)
     return allowed if quota is None else max(1, min(allowed, int(quota)))
 
 
-def read_cpu_quota(root: Path, *, own: Path) -> float | None:
-    """Read the smallest CPU quota of this process; None: unlimited or unknown.
+def read_cpu_quota(root: Path) -> float | None:
+    """Read the CPU quota of this process's container; None: unlimited or unknown.
 
-    root: where cgroups are mounted; own: the kernel's list of the groups that we are in. The limits
-    of parent groups apply too. In a container only the mount's root may be visible.
+    root: where cgroups are mounted, of v2 or v1. In a container that is our own group.
     """
-    quotas = (quota for folder in _own_folders(root, own) for quota in _quotas_in(folder))
-    return min(quotas, default=None)
-
-
-def _own_folders(root: Path, own: Path) -> list[Path]:
-    """List the folders of our groups and their parents, of cgroup v2 and of v1's cpu."""
-    try:
-        lines = own.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    folders: list[Path] = []
-    # A line is number:controllers:path; v2 has number 0 and no controllers.
-    for line in ["0::/", "1:cpu:/", *lines]:
-        controllers, _, path = line.partition(":")[2].partition(":")
-        names = controllers.split(",")
-        bases = [root] if not controllers else [root / "cpu", root / "cpu,cpuacct"]
-        if not controllers or "cpu" in names:
-            inner = PurePosixPath(path.lstrip("/"))
-            folders += [base / part for base in bases for part in (inner, *inner.parents)]
-    return folders
-
-
-def _quotas_in(folder: Path) -> Iterator[float]:
-    """Yield the quota of one group, of v2 or of v1: it has none if it is "max" or negative."""
-    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
-            text = " ".join((folder / name).read_text(encoding="ascii") for name in names)
+            text = " ".join((root / name).read_text(encoding="ascii") for name in names)
             quota, period = map(int, text.replace("max", "-1").split())
-            if quota >= 0:
-                yield quota / period
+            return quota / period if quota >= 0 else None
+    return None
 
 
 def free_shared_memory() -> int | None:
