@@ -69,11 +69,6 @@ def _is_count(value: Any) -> bool:  # Any: the user's
         return False
 
 
-def says_sizes(stream: Stream) -> bool:
-    """Return whether a stream says the number of samples of each shard."""
-    return getattr(stream, "sizes", None) is not None
-
-
 def sizes_of(stream: Stream) -> Numbers:
     """Return the number of samples of each shard; UNKNOWN for all if the stream does not say."""
     sizes = getattr(stream, "sizes", None)

@@ -13,7 +13,7 @@ import numpy as np
 
 from hardened_ddp.data.batches.run_length import RunLength
 from hardened_ddp.errors import CheckpointMismatchError
-from hardened_ddp.streams.contract import Stream, changes, says_sizes, sizes_of
+from hardened_ddp.streams.contract import Stream, changes, sizes_of
 from hardened_ddp.streams.planner import StreamPosition, deal, id_of, shard_order
 
 log = logging.getLogger(__name__)
@@ -48,6 +48,9 @@ class ShardSampler:
         self.sizes = sizes_of(stream)
         """(num_shards,): as the stream says, or as a first epoch has shown."""
 
+        self.declares_length = self.knows_sizes
+        """The stream itself says how many samples it has."""
+
         self.length: RunLength | None = None
         """Of the run; it is told when the end of the stream is known."""
 
@@ -59,11 +62,6 @@ class ShardSampler:
         """Cursor at which this epoch is done; more than any cursor if it is not known."""
 
         self.begin_at(StreamPosition.at_start(0, self.sizes))
-
-    @property
-    def declares_length(self) -> bool:
-        """Whether the stream itself says how many samples it has."""
-        return says_sizes(self.stream)
 
     @property
     def knows_sizes(self) -> bool:

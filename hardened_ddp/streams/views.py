@@ -12,15 +12,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from hardened_ddp.errors import ANY_FAILURE, DataError
-from hardened_ddp.streams.adapters import adapt
-from hardened_ddp.streams.contract import (
-    Stream,
-    digests_of,
-    forward,
-    name_of,
-    says_sizes,
-    sizes_of,
-)
+from hardened_ddp.streams.contract import Stream, digests_of, forward, name_of, sizes_of
 from hardened_ddp.streams.planner import shard_of
 from hardened_ddp.streams.shard_reader import EndOfShard, SampleIsError, ShardReader
 
@@ -28,19 +20,6 @@ log = logging.getLogger(__name__)
 
 MOST_COUNTED = 2**20
 """Samples of a shard of a test part that are counted: larger ones say their length."""
-
-
-def view_to_test(
-    dataset: Any, name: str, *, evaluates: bool
-) -> tuple["StreamInOrder | None", bool]:
-    """Return a view of a stream to test on, and whether its samples have to be counted for that.
-
-    evaluates: else those are not counted, because there may be no end, and there is no view.
-    Raises DataError.
-    """
-    stream = adapt(dataset, name, is_resumed=False)
-    is_counted = not says_sizes(stream)
-    return (StreamInOrder(stream, name) if evaluates or not is_counted else None), is_counted
 
 
 class StreamView(Dataset[Any]):  # Any: whatever the stream gives

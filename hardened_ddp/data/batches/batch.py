@@ -94,7 +94,7 @@ class Batch:
 
     def pin(self) -> None:
         """Move its tensors to page-locked memory: the host need not wait for copies to a GPU."""
-        self.inputs, self.targets = map_tensors((self.inputs, self.targets), pinned)
+        self.inputs, self.targets = map_tensors((self.inputs, self.targets), _pinned)
         if self.longer is not None:
             self.longer.pin()
 
@@ -108,7 +108,7 @@ class Batch:
         return sum(part.nbytes for tensor in tensors for part in dense_parts(tensor))
 
 
-def pinned(tensor: torch.Tensor) -> torch.Tensor:
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor in page-locked memory; one that a dataset has on a GPU as it is."""
     return tensor.pin_memory() if tensor.is_cpu else tensor
 

@@ -119,15 +119,15 @@ def verify_ledger(run: Path, done: Done) -> tuple[list[str], bool]:
 
     Raises RunFolderError if there is no ledger to read.
     """
+    contents = [(number, path, path.read_bytes()) for number, _, path in _files(run)]
     # WHY: a file without a whole first line is of a rank that was killed before its first step.
-    files = [file for file in _files(run) if b"\n" in file[2].read_bytes()]
+    files = [(number, *_parse(path, raw)) for number, path, raw in contents if b"\n" in raw]
     if not files:
         raise RunFolderError(f"{run} has no ledger", fix="train with --ledger, then verify")
-    heads = {number: _read(path)[0] for number, _, path in files}
-    facts = heads[files[0][0]]
+    heads = {number: head for number, head, _ in files}
+    facts = files[0][1]
     taken: dict[int, list[Ids]] = {}
-    for number, _, path in files:
-        head, raw = _read(path)
+    for number, head, raw in files:
         for step, epoch, ids in _records(raw, head["dtype"]):
             if step < _end_of(number, done, heads):
                 taken.setdefault(epoch, []).append(ids)
@@ -197,8 +197,8 @@ def _files(run: Path) -> list[tuple[int, int, Path]]:
     return sorted((int(match[1]), int(match[2]), path) for match, path in found)
 
 
-def _read(path: Path) -> tuple[dict[str, Any], bytes]:
-    head, _, raw = path.read_bytes().partition(b"\n")
+def _parse(path: Path, content: bytes) -> tuple[dict[str, Any], bytes]:
+    head, _, raw = content.partition(b"\n")
     try:
         facts: dict[str, Any] = json.loads(head)
         if type(facts["step"]) is not int:

@@ -1,21 +1,38 @@
 """The number of loader workers and how they start, decided from the machine's real limits.
 
 WHY not os.cpu_count(): in a container it counts the host's CPUs; and every rank has workers.
+
+Owns how a dataset gets to them, too: its tensors through shared memory, as torch's own DataLoader
+sends them, so that all workers of a rank have one copy. They are copied into each worker where
+/dev/shm is small, as in containers, or where there are too many: each shared one is an open file.
+A trial that writes nothing counts them.
 """
 
 import contextlib
+import logging
 import os
-from dataclasses import dataclass
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from hardened_ddp.data.batches.batch import BatchSource
 from hardened_ddp.settings.config import DataConfig
 from hardened_ddp.settings.wording import counted
+
+log = logging.getLogger(__name__)
 
 MOST_WORKERS = 8
 SHARED_MEMORY = Path("/dev/shm")
 _CGROUPS = Path("/sys/fs/cgroup")
 # Prefetched batches are in shared memory; the margin is for other users of it.
 _SHM_MARGIN = 1.5
+_DATASET_SHM_MARGIN = 2.0  # batches need room there, too
+_MOST_SHARED_TENSORS = 200
+"""multiprocessing sends a new process at most 256 open files, its own among them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,3 +141,54 @@ def _fit_shared_memory(
         f"{SHARED_MEMORY} has free; running {fitted_workers} with {fitted_prefetch}"
     )
     return fitted_workers, fitted_prefetch
+
+
+def plan_sending(fetcher: BatchSource, plan: WorkerPlan) -> WorkerPlan:
+    """Decide how workers get the dataset of fetcher: tensors shared or copied.
+
+    No workers, with a warning, if the dataset can't be sent.
+    """
+    if plan.start_method == "fork":
+        return plan
+    trial = SendingTrial()
+    try:
+        trial.dump(fetcher)
+        trial.clear_memo()  # WHY: it keeps all that was pickled, and is in a cycle with its file
+    except Exception as error:  # WHY broad: pickling runs the user's own code
+        why = f"the dataset or its collate can't be sent to a worker ({error})"
+        log.warning("num_workers %d requested, using 0: %s", plan.num_workers, why)
+        return replace(plan, num_workers=0)
+    needed_bytes = sum(trial.tensors.values()) * plan.local_world_size * _DATASET_SHM_MARGIN
+    is_many = len(trial.tensors) > _MOST_SHARED_TENSORS
+    return replace(plan, copies_data=is_many or needed_bytes > (free_shared_memory() or 0))
+
+
+class Copied:
+    """Stands in a pickle for a value, so that its tensors are copied, and not shared."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
+        # WHY: multiprocessing's own pickle would put the tensors into shared memory
+        return pickle.loads, (pickle.dumps(self.value),)
+
+
+class SendingTrial(pickle.Pickler):
+    """Counts the tensors that a worker gets: pickles the rest into a file that keeps nothing."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[int, int] = {}
+        """Bytes of each storage, by its address."""
+
+        super().__init__(self, protocol=5, buffer_callback=lambda buffer: None)
+
+    def write(self, data: Any) -> None:
+        """Drop a part of the pickle: it is itself the file that it writes to."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        if type(obj) is not torch.Tensor or not obj.is_cpu or obj.layout != torch.strided:
+            return None
+        storage = obj.untyped_storage()
+        self.tensors[storage.data_ptr()] = storage.nbytes()
+        return "tensor"

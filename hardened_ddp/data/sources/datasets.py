@@ -156,13 +156,20 @@ def build_data(
 def _open_both(
     name: str, config: DataConfig, *, evaluates: bool
 ) -> tuple[AnyDataset, AnyDataset | None, bool]:
-    """Open both parts, streams as views; say whether the samples of the test part are counted."""
+    """Open both parts, streams as views; say whether the samples of the test part are counted.
+
+    A test part that has to be counted is left out unless the run evaluates: it may have no end.
+    """
     train, test = (_open(name, config, train=train) for train in (True, False))
     is_counted = False
     if test is not None and not is_map_style(test):
-        from hardened_ddp.streams.views import view_to_test  # WHY here: only for a stream
+        from hardened_ddp.streams.adapters import adapt  # WHY here: only for a stream
+        from hardened_ddp.streams.contract import sizes_of
+        from hardened_ddp.streams.views import StreamInOrder
 
-        test, is_counted = view_to_test(test, config.dataset, evaluates=evaluates)
+        stream = adapt(test, config.dataset, is_resumed=False)
+        is_counted = bool((sizes_of(stream) < 0).any())
+        test = StreamInOrder(stream, config.dataset) if evaluates or not is_counted else None
     if train is not None and not is_map_style(train):
         from hardened_ddp.streams.adapters import adapt
         from hardened_ddp.streams.views import StreamView
