@@ -81,19 +81,10 @@ class ShardStates:
                 for shard, (epoch, index, state) in states(position).items()
                 if epoch == position.epoch
             ]
-        except (TypeError, ValueError) as error:
-            self._is_on = False
-            log.warning(
-                "the states of the stream's readers are not JSON (%s): a resume in mid-epoch reads "
-                "its samples again from the start of the epoch",
-                error,
-            )
-            return
-        text = "".join(lines)
-        self._next_at = self._clock() + EVERY_S + len(text) / _BYTES_PER_S
-        if not lines:
-            return
-        try:
+            text = "".join(lines)
+            self._next_at = self._clock() + EVERY_S + len(text) / _BYTES_PER_S
+            if not text:
+                return
             self._folder.mkdir(exist_ok=True)
             # WHY the pid: each start has its own file; a line can't be added to one cut off.
             name = f"epoch-{position.epoch}-rank-{self._rank}-{os.getpid()}.jsonl"
@@ -101,6 +92,13 @@ class ShardStates:
             # WHY the last epoch stays: the newest checkpoint may be from its end.
             for path in self._folder.glob(f"epoch-{position.epoch - 2}-*.jsonl"):
                 path.unlink(missing_ok=True)
+        except (TypeError, ValueError) as error:
+            self._is_on = False
+            log.warning(
+                "the states of the stream's readers are not JSON (%s): a resume in mid-epoch reads "
+                "its samples again from the start of the epoch",
+                error,
+            )
         except OSError as error:
             self._is_on = False
             log.warning("the states of the stream's readers can't be written: %s", error)

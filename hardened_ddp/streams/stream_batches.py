@@ -13,7 +13,7 @@ from typing import Any
 
 from hardened_ddp.data.batches.batch import Batch, apart
 from hardened_ddp.data.batches.fetch import Fetcher
-from hardened_ddp.data.batches.sampler import Window, split_micro_batches
+from hardened_ddp.data.batches.sampler import Window, split_evenly
 from hardened_ddp.errors import ANY_FAILURE
 from hardened_ddp.streams.contract import Stream, name_of
 from hardened_ddp.streams.planner import StreamPosition
@@ -108,7 +108,8 @@ class BatchMaker:
     def _make_all(self, step: TakenStep) -> list[Batch]:
         self._held.begin_window()
         epoch, items = step.window.epoch, step.items
-        parts = split_micro_batches(len(items.numbers), self._batch_size)
+        size = len(items.numbers)
+        parts = split_evenly(size, -(-size // self._batch_size))
         batches = [self._make(items.part(first, last), epoch) for first, last in parts]
         if self.fetcher.split is not None:
             batches = apart(batches)

@@ -16,7 +16,7 @@ from hardened_ddp.data.batches.sampler import (
     Window,
     WindowSampler,
     share_of,
-    split_micro_batches,
+    split_evenly,
 )
 from hardened_ddp.ranks.seeding import mix
 
@@ -102,7 +102,7 @@ def test_a_billion_samples_cost_no_time_and_no_memory() -> None:
     start = time.process_time()
     order = EpochOrder(10**9, seed=0, epoch=0)
     found = order.take(10**9 - 64, 10**9)
-    # One block takes 2 to 7 ms; the whole permutation would take 10 s and 8 GB.
+    # The whole permutation would take 10 s and 8 GB.
     assert time.process_time() - start < 1.0
     assert len(set(found.tolist())) == 64
     assert 0 <= int(found.min()) <= int(found.max()) < 10**9
@@ -152,11 +152,11 @@ def test_shares_are_contiguous_and_near_equal(size: int, world_size: int) -> Non
     assert max(lengths) - min(lengths) <= 1
 
 
-def test_micro_batches_are_few_and_near_equal() -> None:
-    assert split_micro_batches(0, 4) == []
-    assert split_micro_batches(4, 4) == [(0, 4)]
-    assert split_micro_batches(5, 4) == [(0, 3), (3, 5)]
-    assert split_micro_batches(9, 4) == [(0, 3), (3, 6), (6, 9)]
+def test_parts_are_near_equal_and_none_is_empty() -> None:
+    assert split_evenly(0, 4) == split_evenly(0, 0) == []
+    assert split_evenly(4, 1) == [(0, 4)]
+    assert split_evenly(5, 2) == [(0, 3), (3, 5)]
+    assert split_evenly(2, 3) == [(0, 1), (1, 2)]
 
 
 @pytest.mark.parametrize("size", [1, 3, 5, 8, 61, 1000])

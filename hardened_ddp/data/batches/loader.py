@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -343,13 +344,11 @@ class _PendingRequests:
 
     def read(self) -> Iterator[Request]:
         """Yield the unanswered requests again, and then new ones."""
-        self.num_read = 0
-        for request in tuple(self.unanswered):
+        self.num_read, num_again = 0, len(self.unanswered)
+        for request in chain(tuple(self.unanswered), self._source):
             self.num_read += 1
-            yield request
-        for request in self._source:
-            self.num_read += 1
-            self.unanswered.append(request)
+            if self.num_read > num_again:
+                self.unanswered.append(request)
             yield request
 
 

@@ -101,13 +101,6 @@ def share_of(size: int, *, rank: int, world_size: int) -> tuple[int, int]:
     return start, start + length + (rank < num_longer)
 
 
-def split_micro_batches(size: int, batch_size: int) -> list[tuple[int, int]]:
-    """Split size items into the fewest parts of at most batch_size, of near-equal length."""
-    if size <= batch_size:  # the usual case, and the fast one
-        return [(0, size)] if size else []
-    return split_evenly(size, -(-size // batch_size))
-
-
 def split_evenly(size: int, num_parts: int) -> list[tuple[int, int]]:
     """Split size items into num_parts of near-equal length, or into size parts if there are fewer.
 

@@ -294,14 +294,12 @@ def _make_folder_of_sockets() -> None:
 
 def _prepare_worker(worker_id: int) -> None:
     """Make a worker end with its rank, and leave alone the signals that are meant for the rank."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        # WHY not PR_SET_PDEATHSIG: the parent process is the fork server.
-        watch = partial(_end_with, parent.sentinel)
-        HelperThread(watch, name="end-with-rank").start()
-    info = get_worker_info()
-    if info is not None and isinstance(info.dataset, _Reader):
-        info.dataset.begin(worker_id)
+    parent, info = multiprocessing.parent_process(), get_worker_info()
+    assert parent is not None, "this is no worker"
+    assert info is not None, "this is no worker"
+    # WHY not PR_SET_PDEATHSIG: the parent process is the fork server.
+    HelperThread(partial(_end_with, parent.sentinel), name="end-with-rank").start()
+    info.dataset.begin(worker_id)  # type: ignore[attr-defined]  # it is a _Reader
     _leave_signals_to_rank()
     torch.set_num_threads(1)
 
