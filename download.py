@@ -40,7 +40,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
-    from hardened_ddp.data.sources.downloads import fetch_dataset, fetch_weights
+    from hardened_ddp.data.sources.downloads import WEIGHTS_FOLDER, fetch, fetch_dataset, weights_of
 
     def say(text: str) -> None:
         print(text, flush=True)
@@ -49,7 +49,7 @@ def main() -> int:
         for name in arguments.dataset:
             fetch_dataset(name.replace("-", "_"), arguments.data_dir, say=say)
         for name in arguments.model:
-            fetch_weights(name, arguments.models_dir, say=say)
+            fetch(weights_of(name, arguments.models_dir / WEIGHTS_FOLDER), say=say)
     except HardenedError as error:
         print(f"download.py: error {error}", file=sys.stderr)
         print(

@@ -555,8 +555,8 @@ def test_more_workers_than_cpus_are_kept_and_said(monkeypatch: pytest.MonkeyPatc
 def test_batches_that_do_not_fit_into_shared_memory_mean_fewer_workers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    room = SimpleNamespace(f_bavail=64, f_frsize=2**20)  # the 64 MiB of a container
-    monkeypatch.setattr("os.statvfs", lambda path: room)
+    room = SimpleNamespace(free=64 * 2**20)  # the 64 MiB of a container
+    monkeypatch.setattr("shutil.disk_usage", lambda path: room)
     for batch_mib, expected in ((1, (4, 4)), (5, (4, 2)), (20, (2, 1)), (100, (0, 1))):
         found = plan(
             monkeypatch, cpus=8, num_workers=4, prefetch_factor=4, batch_bytes=batch_mib * 2**20

@@ -22,7 +22,6 @@ from hardened_ddp.data.sources.downloads import (
     Wanted,
     fetch,
     fetch_dataset,
-    fetch_weights,
     files_of,
     weights_of,
 )
@@ -253,7 +252,7 @@ def test_wrong_names_are_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="'digit' can't be downloaded"):
         fetch_dataset("digit", tmp_path, say=lambda text: None)
     with pytest.raises(DataError, match="no published weights of 'resnet81'") as caught:
-        fetch_weights("resnet81", tmp_path, say=lambda text: None)
+        weights_of("resnet81", tmp_path)
     assert "did you mean resnet" in caught.value.fix
 
 

@@ -211,8 +211,7 @@ class Fetcher:
                 for place, text in sorted(wrong.items())
             )
             good = [place for place in range(batch.num_samples) if place not in wrong]
-            rest = batch if self.collate is None else self.with_parts(batch, epoch)
-            kept = take(rest, good)
+            kept = take(self.with_parts(batch, epoch), good)
             kept.read_part = None  # WHY: a worker sends the batch, and this can't be sent
             batch = replace(kept, bad=batch.bad + bad, troubles=batch.troubles, longer=batch.longer)
         if self.checks.num_classes and batch.targets.dtype != torch.int64:

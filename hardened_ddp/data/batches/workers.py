@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import pickle
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -118,10 +119,9 @@ def read_cpu_quota(root: Path) -> float | None:
 def free_shared_memory() -> int | None:
     """Return the bytes that are free in /dev/shm; None: unknown."""
     try:
-        status = os.statvfs(SHARED_MEMORY)
+        return shutil.disk_usage(SHARED_MEMORY).free
     except OSError:
         return None
-    return status.f_bavail * status.f_frsize
 
 
 def _fit_shared_memory(

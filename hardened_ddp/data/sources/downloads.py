@@ -188,11 +188,6 @@ def files_of(dataset: Any, data_dir: Path) -> Sequence[Wanted]:  # Any: a class 
     return [Wanted(urls=[dataset.url], path=path, algorithm="md5", digest=dataset.tgz_md5)]
 
 
-def fetch_weights(name: str, models_dir: Path, *, say: Callable[[str], None]) -> None:
-    """Download torchvision's published weights of a model to models_dir. Raises DataError."""
-    fetch(weights_of(name, models_dir / WEIGHTS_FOLDER), say=say)
-
-
 def weights_of(name: str, folder: Path) -> Wanted:
     """Describe the file in folder for torchvision's weights of a model. Raises DataError."""
     models = import_torchvision().models
