@@ -26,7 +26,7 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
     "data/batches/sampler.py": [
         ("(rank < num_longer)", "(rank <= num_longer)", "sampler"),
         ("drop_last and self.size >= global_batch", "drop_last", "sampler"),
-        ("list(self._orders.items())[-1:]", "[]", "sampler"),
+        ("lru_cache(maxsize=2)", "lru_cache(maxsize=1)", "sampler"),
     ],
     "data/batches/ledger.py": [
         ("min([done.step, *later])", "done.step", "ledger"),

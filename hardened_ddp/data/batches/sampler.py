@@ -10,6 +10,7 @@ Does not own: the cursor (it moves when a step is done, step/step.py), reading (
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import chain, count, islice
 from typing import Any, NamedTuple
 
@@ -46,7 +47,7 @@ class EpochOrder:
     that neither memory nor the time to the first index grows with the dataset.
     """
 
-    def __init__(self, num_samples: int, *, seed: int, epoch: int) -> None:
+    def __init__(self, num_samples: int, seed: int, epoch: int) -> None:
         self.num_samples = num_samples
         self._key = mix(seed, epoch)
         self._kept: Samples | None = None
@@ -169,7 +170,10 @@ class WindowSampler(DistributedSampler[Any]):
 
         # The public attributes of DistributedSampler: this rank's samples, and those of all ranks.
         self.num_samples, self.total_size = len(self), self.end
-        self._orders: dict[int, EpochOrder] = {}
+        # WHY two: workers prefetch from the next epoch while this one still ends.
+        self.order = lru_cache(maxsize=2)(partial(EpochOrder, self.size, seed))
+        """Return the order of an epoch."""
+
         # WHY: with thousands of ranks an epoch has few steps, and each would feel the whole order.
         self._takes_alone = self.size > MAX_KEPT_ORDER or (
             num_replicas >= _MIN_RANKS and self.num_windows <= _FEW_STEPS
@@ -261,16 +265,6 @@ class WindowSampler(DistributedSampler[Any]):
             window.size, batch_size=self.batch_size, world_size=self.num_replicas
         )
         return split_evenly(stop - start, number)
-
-    def order(self, epoch: int) -> EpochOrder:
-        """Return the order of an epoch."""
-        order = self._orders.get(epoch)
-        if order is None:
-            order = EpochOrder(self.size, seed=self.seed, epoch=epoch)
-            # WHY two: workers prefetch from the next epoch while this one still ends.
-            latest = list(self._orders.items())[-1:]
-            self._orders = dict([*latest, (epoch, order)])
-        return order
 
     def __iter__(self) -> Iterator[int]:
         """Yield this rank's samples of the current epoch, in the order of the steps."""
