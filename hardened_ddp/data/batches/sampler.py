@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain, count, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,12 +32,23 @@ _MIN_RANKS = 8  # with fewer ranks, most of a kept order has to be sorted anyhow
 Samples = npt.NDArray[np.int64]
 
 
-class Share(NamedTuple):
-    """What a rank takes in one step: order[start:stop] of an epoch. It may be empty."""
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The samples of one step over all ranks, or of one of them: order[start:stop] of an epoch."""
 
     epoch: int
     start: int
-    stop: int
+    size: int
+    has_idle_rank: bool = False
+    """Some rank has none of them, although there are enough: only of a stream."""
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.size
+
+    def is_for_all(self, world_size: int) -> bool:
+        """Return whether every rank has a sample. The same on all ranks."""
+        return self.size >= world_size and not self.has_idle_rank
 
 
 class EpochOrder:
@@ -66,14 +77,14 @@ class EpochOrder:
         return torch.from_numpy(permuted.astype(np.int64))
 
 
-def _samples_of(shares: list[Share], num_samples: int, seed: int) -> list[Samples]:
+def _samples_of(shares: list[Window], num_samples: int, seed: int) -> list[Samples]:
     """Return the samples of shares in ascending order; of a small dataset, all of one epoch."""
-    lengths = [share.stop - share.start for share in shares]
+    lengths = [share.size for share in shares]
     if num_samples > MAX_KEPT_ORDER:
         positions = [np.arange(share.start, share.stop, dtype=np.uint64) for share in shares]
         of_epochs = Counter[int]()
-        for share, length in zip(shares, lengths, strict=True):
-            of_epochs[share.epoch] += length
+        for share in shares:
+            of_epochs[share.epoch] += share.size
         permuted = permute(
             np.concatenate(positions),
             num_samples=num_samples,
@@ -84,7 +95,7 @@ def _samples_of(shares: list[Share], num_samples: int, seed: int) -> list[Sample
     else:
         key = mix(seed, shares[0].epoch)
         hashes = hash_words(np.arange(num_samples, dtype=np.uint64), key=key)
-        edges = {edge for share in shares for edge in share[1:]} - {num_samples}
+        edges = {edge for share in shares for edge in (share.start, share.stop)} - {num_samples}
         # WHY not a sort of all: most of them are the samples of other ranks.
         parted = np.argpartition(hashes, sorted(edges))
         found = np.concatenate([parted[share.start : share.stop] for share in shares])
@@ -120,25 +131,6 @@ def num_micro_batches(size: int, *, batch_size: int, world_size: int) -> int:
     """
     longest_share = -(-size // world_size)
     return -(-longest_share // batch_size)
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """The samples of one optimizer step over all ranks: order[start:stop] of an epoch."""
-
-    epoch: int
-    start: int
-    size: int
-    has_idle_rank: bool = False
-    """Some rank has none of them, although there are enough: only of a stream."""
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.size
-
-    def is_for_all(self, world_size: int) -> bool:
-        """Return whether every rank has a sample. The same on all ranks."""
-        return self.size >= world_size and not self.has_idle_rank
 
 
 class WindowSampler(DistributedSampler[Any]):
@@ -178,7 +170,7 @@ class WindowSampler(DistributedSampler[Any]):
         self._takes_alone = self.size > MAX_KEPT_ORDER or (
             num_replicas >= _MIN_RANKS and self.num_windows <= _FEW_STEPS
         )
-        self._ahead: dict[Share, Samples] = {}
+        self._ahead: dict[Window, Samples] = {}
         """This rank's samples of the coming steps, computed without those of other ranks."""
 
     @property
@@ -229,42 +221,42 @@ class WindowSampler(DistributedSampler[Any]):
 
     def micro_batches(self, window: Window) -> list[torch.Tensor]:
         """Return the indices of this rank's micro-batches of window; none if its share is empty."""
-        share = self._share(window)
-        if share.start == share.stop:
+        start, stop = share_of(window.size, rank=self.rank, world_size=self.num_replicas)
+        if start == stop:
             return []
         if self._takes_alone:
-            if share not in self._ahead:
-                self._take_ahead(window)
-            taken = torch.from_numpy(self._ahead[share])
+            taken = torch.from_numpy(self._take_ahead(window))
         else:
-            taken = self.order(window.epoch).take(share.start, share.stop)
+            taken = self.order(window.epoch).take(window.start + start, window.start + stop)
         if window.size <= self.batch_size * self.num_replicas:
             return [taken]
         return [taken[first:last] for first, last in self.parts_of(window)]
 
-    def _take_ahead(self, window: Window) -> None:
-        """Compute this rank's samples of the steps from window on."""
+    def _take_ahead(self, window: Window) -> Samples:
+        """Return this rank's samples of window; compute those of the steps after it, too."""
+        share = self._share(window)
+        if share in self._ahead:
+            return self._ahead[share]
         windows = self.windows_of(window.epoch, window.start)
         if self.size > MAX_KEPT_ORDER:
             later = chain.from_iterable(map(self.windows_of, count(window.epoch + 1)))
-            length = -(-window.size // self.num_replicas)
-            windows = islice(chain(windows, later), 1 + _AHEAD // length)
+            windows = islice(chain(windows, later), 1 + _AHEAD // share.size)
         shares = list(map(self._share, windows))
         rows = _samples_of(shares, self.size, self.seed)
         self._ahead = dict(zip(shares, rows, strict=True))
+        return self._ahead[share]
 
-    def _share(self, window: Window) -> Share:
-        """Return what this rank takes of window."""
+    def _share(self, window: Window) -> Window:
+        """Return what this rank takes of window; it may be empty."""
         start, stop = share_of(window.size, rank=self.rank, world_size=self.num_replicas)
-        return Share(window.epoch, window.start + start, window.start + stop)
+        return Window(window.epoch, window.start + start, stop - start)
 
     def parts_of(self, window: Window) -> list[tuple[int, int]]:
         """Return where this rank's micro-batches begin and end within its share of window."""
-        _, start, stop = self._share(window)
         number = num_micro_batches(
             window.size, batch_size=self.batch_size, world_size=self.num_replicas
         )
-        return split_evenly(stop - start, number)
+        return split_evenly(self._share(window).size, number)
 
     def __iter__(self) -> Iterator[int]:
         """Yield this rank's samples of the current epoch, in the order of the steps."""
