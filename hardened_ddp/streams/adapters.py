@@ -13,9 +13,8 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from hardened_ddp.data.foreign_code import describe
-from hardened_ddp.data.sources.facts import is_stream
 from hardened_ddp.errors import DataError
-from hardened_ddp.streams.contract import Stream, check_stream, forward
+from hardened_ddp.streams.contract import Stream, check_stream, forward, is_stream
 
 log = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ def is_map_style(dataset: Any) -> bool:
     """Return whether samples are read by their index; else it is a stream, or iterable."""
     # WHY not by __getitem__ alone: torch's IterableDataset inherits one, which raises.
     has_index = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    return has_index and not isinstance(dataset, IterableDataset) and not is_stream(dataset)
+    return has_index and not isinstance(dataset, IterableDataset) and not _is_stream(dataset)
 
 
 def is_view_of_stream(dataset: Any) -> bool:
@@ -43,8 +43,7 @@ def is_view_of_stream(dataset: Any) -> bool:
     return getattr(dataset, "is_view_of_stream", False) is True
 
 
-def is_stream(dataset: object) -> bool:
-    """Return whether a dataset keeps the contract of a stream (streams/contract.py)."""
+def _is_stream(dataset: Any) -> bool:  # as streams/contract.py says
     return hasattr(dataset, "num_shards") and callable(getattr(dataset, "open", None))
 
 
@@ -61,7 +60,7 @@ def check_opened(dataset: Any, name: str) -> None:  # Any: what a user's callabl
             fix="return its dataset: the run makes the batches itself (--batch_size, --collate)",
         )
     is_map = is_map_style(dataset)
-    if not (is_map or is_stream(dataset) or hasattr(dataset, "__iter__")):
+    if not (is_map or _is_stream(dataset) or hasattr(dataset, "__iter__")):
         raise DataError(
             f"--dataset {name} returned a {type(dataset).__name__} without __getitem__ and __len__",
             fix="return a map-style torch.utils.data.Dataset, an iterable one, a class with "
