@@ -139,6 +139,7 @@ def test_views_of_one_tensor_are_counted_once() -> None:
     trial = SendingTrial()
     trial.dump(Fetcher(InMemory(np.zeros(3 * MIB, np.uint8)), seed=0))
     assert [*trial.tensors.values()] == [10 * MIB]
+    assert 3 * MIB <= trial.private_bytes < 3.1 * MIB
 
 
 def test_many_small_tensors_are_copied_because_each_would_be_an_open_file() -> None:
@@ -147,3 +148,14 @@ def test_many_small_tensors_are_copied_because_each_would_be_an_open_file() -> N
     assert workers.plan_sending(many, plan).copies_data
     few = Fetcher(InMemory(), seed=0)
     assert not workers.plan_sending(few, plan).copies_data
+
+
+def test_workers_that_each_copy_much_are_told_with_the_size(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(workers, "MOST_PRIVATE_BYTES", 2 * MIB)
+    plan = WorkerPlan(num_workers=4, prefetch_factor=2, start_method="forkserver")
+    workers.plan_sending(Fetcher(InMemory(), seed=0), plan)
+    assert not caplog.text
+    workers.plan_sending(Fetcher(InMemory(np.zeros(30 * MIB, np.uint8)), seed=0), plan)
+    assert "each of 4 workers takes about 30 MiB of memory" in caplog.text
