@@ -1,14 +1,13 @@
 """Every test is checked for what it leaves behind; the longest run first, side by side.
 
---times shows the CPU time of each test, --rounds, --plans and --seed are for random faults, and
---shuffle N puts the tests into a random order.
+--rounds, --plans and --seed are for random faults, and --shuffle N puts the tests into a random
+order.
 """
 
 import gc
 import os
 import signal
 import sys
-from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,16 +56,12 @@ if _BIN not in os.environ.get("PATH", "").split(os.pathsep)[:1]:
 # Until all tests are collected: importing torch and them makes 700,000 objects, and no garbage.
 gc.disable()
 
-CPU_BEFORE = pytest.StashKey[float]()
-MOST_TESTS_SHOWN = 40
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rounds", type=int, default=8, help="of the chaos test")
     parser.addoption("--plans", type=int, default=2, help="of the test of fault plans")
     parser.addoption("--seed", type=int, default=0, help="of the first round and plan")
     parser.addoption("--shuffle", type=int, help="a random order of the tests: its seed")
-    parser.addoption("--times", action="store_true", help="show CPU seconds by test and file")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -113,18 +108,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "Load
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    item.stash[CPU_BEFORE] = _cpu_seconds()
-    return (yield)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    if call.when == "teardown":
-        used_s = _cpu_seconds() - item.stash[CPU_BEFORE]
-        item.user_properties.append(("cpu_s", round(used_s, 2)))
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     # WHY: pytest-xdist ends at text that is no UTF-8, as a log line with half of a character
     report.sections = [
@@ -134,28 +118,8 @@ def pytest_runtest_makereport(
     return report
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if not terminalreporter.config.getoption("--times"):
-        return
-    tests: Counter[str] = Counter()
-    files: Counter[str] = Counter()
-    for report in (report for some in terminalreporter.stats.values() for report in some):
-        if getattr(report, "when", "") == "teardown":
-            used_s = dict(report.user_properties)["cpu_s"]
-            tests[report.nodeid] += used_s
-            files[report.nodeid.partition("::")[0]] += used_s
-    terminalreporter.section(f"CPU seconds: {tests.total():.0f}")
-    for name, used_s in [*files.most_common(), *tests.most_common(MOST_TESTS_SHOWN)]:
-        terminalreporter.write_line(f"{used_s:8.1f}  {name}")
-
-
 def _group_of(nodeid: str) -> str:
     """Name what must stay together: a file, or a function with its cases."""
     path, _, _ = nodeid.partition("::")
     name = os.path.basename(path)
     return nodeid.partition("[")[0] if name in LONG and name not in WHOLE else path
-
-
-def _cpu_seconds() -> float:
-    """Add up what pytest, its commands and the ranks that have ended have used."""
-    return sum(os.times()[:4]) + ranks.cpu_seconds()

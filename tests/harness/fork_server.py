@@ -25,7 +25,6 @@ import pickle
 import pkgutil
 import platform
 import random
-import resource
 import runpy
 import select
 import shutil
@@ -140,9 +139,7 @@ def keep(channel: socket.socket, folder: Path, rank: int) -> NoReturn:
         # WHY not its sentinel: what the rank has forked holds that open, too
         if channel not in select.select([os.pidfd_open(process.pid), channel], [], [])[0]:
             process.join()
-            used = resource.getrusage(resource.RUSAGE_CHILDREN)
-            told = {"status": process.exitcode, "cpu_s": used.ru_utime + used.ru_stime}
-            channel.send(json.dumps(told).encode())
+            channel.send(json.dumps({"status": process.exitcode}).encode())
             # What the rank left behind has this process for a parent now: let nobody stay a zombie.
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)
             with contextlib.suppress(ChildProcessError):

@@ -281,11 +281,8 @@ class ForkedChild:
 
     def poll(self) -> int | None:
         """Return the exit status; None: it has not ended."""
-        global _cpu_s
         if self._status is None and select.select([self._channel], [], [], 0.0)[0]:
-            told = self._receive()
-            self._status = int(told["status"])
-            _cpu_s += told["cpu_s"]
+            self._status = int(self._receive()["status"])
         return self._status
 
     def close(self) -> None:
@@ -305,7 +302,6 @@ _shared: tuple[bytes, Path] | None = None  # address and log of another process'
 _children: list[ForkedChild] = []  # of the test that runs
 _folders: list[Path] = []
 _holders: list[socket.socket] = []
-_cpu_s = 0.0  # of all ranks that have ended
 
 
 def run_ranks(
@@ -516,11 +512,6 @@ def use_server(address: bytes, log: str) -> None:
 def server_pids() -> set[int]:
     """Return the process id of the fork server, if this process started it."""
     return {_server.pid} if _server else set()
-
-
-def cpu_seconds() -> float:
-    """Return the CPU time of all ranks that have ended."""
-    return _cpu_s
 
 
 def _start_server() -> ForkServer:
