@@ -219,10 +219,6 @@ def listed_points(train: bool, wrong: tuple[int, ...] = ()) -> Points:
     return dataset
 
 
-def other_points_on_rank_1(train: bool) -> Points:
-    return Points(40 + (os.environ.get("RANK") == "1"))
-
-
 class Forwards:
     """The number of forwards of a model in this process, with those of retries and most trials.
 

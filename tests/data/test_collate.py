@@ -22,8 +22,8 @@ from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.data.batches.loader import TrainLoader
 from hardened_ddp.data.batches.sampler import WindowSampler
 from hardened_ddp.errors import DataError, SampleError
+from tests.data.scripted import make_stream, read
 from tests.harness.ranks import train
-from tests.harness.scripted import make_stream, read
 from tests.plugins import Forwards
 
 NO_LENGTH = 5
@@ -254,14 +254,6 @@ def test_a_collate_that_needs_arguments_is_told() -> None:
     with pytest.raises(DataError, match="can't be made without arguments") as caught:
         find_collate(Rows(), "tests.data.test_collate:Needy")
     assert caught.value.fix
-
-
-def test_a_collate_that_cannot_be_sent_is_run_in_process(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    stream = make_stream(Rows(), 1, start_method="forkserver", collate=lambda samples: pad(samples))
-    assert stream.num_workers == 0
-    assert "using 0: the dataset or its collate can't be sent to a worker" in caplog.text
 
 
 def learn(output: Path, *words: str) -> dict[str, torch.Tensor]:

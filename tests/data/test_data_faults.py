@@ -29,11 +29,7 @@ from hardened_ddp.data.batches.images import MemoryImages
 from hardened_ddp.data.batches.loader import TrainLoader, WorkerFallback
 from hardened_ddp.data.batches.read_errors import RetryReport, file_of, is_transient
 from hardened_ddp.data.batches.workers import WorkerPlan
-from tests.harness.marks import slow_after
-from tests.harness.processes import HOUR_S
-from tests.harness.ranks import run_program, run_ranks, train
-from tests.harness.run_folder import last_tensors, only_run, read_summary
-from tests.harness.scripted import (
+from tests.data.scripted import (
     MARKED,
     SIZE,
     Act,
@@ -42,10 +38,13 @@ from tests.harness.scripted import (
     Whole,
     bad_numbers,
     content,
-    die_once,
     make_loader,
     read,
 )
+from tests.harness.marks import slow_after
+from tests.harness.processes import HOUR_S
+from tests.harness.ranks import run_program, run_ranks, train
+from tests.harness.run_folder import last_tensors, only_run, read_summary
 from tests.plugins import cause_fault
 
 CLONE_NEWNS = 0x00020000  # of linux/sched.h
@@ -260,18 +259,6 @@ def test_going_up_keeps_every_sample_in_its_place(
     assert content(read(loader, 1)) == undisturbed(1)
     assert loader.reader.fallback.level == plan(2)
     loader.close()
-
-
-def test_a_killed_worker_is_missed_for_a_while_only(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    loader = make_loader(Scripted(die_once, tmp_path / "flag"), 2, loader_quiet_s=0.01)
-    assert content(read(loader, 0)) == undisturbed(0)
-    assert content(read(loader, 1)) == undisturbed(1)
-    assert loader.reader.num_workers == 2
-    loader.close()
-    after_the_loss = caplog.text.partition("with 1 instead of 2 workers")[2]
-    assert "with 2 workers instead of 1" in after_the_loss
 
 
 # Storage that fails for a moment.

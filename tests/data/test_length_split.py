@@ -31,9 +31,9 @@ from hardened_ddp.task.task import Task
 from hardened_ddp.task.tokens import Tokens
 from hardened_ddp.training import start_summary
 from hardened_ddp.training.state import collect_meta
+from tests.data.scripted import make_stream, read
 from tests.harness.marks import slow_after
 from tests.harness.ranks import run_ranks
-from tests.harness.scripted import make_stream, read
 from tests.step.test_steps import parts_of
 from tests.token_data import Ragged, TinyLM, pad
 

@@ -25,14 +25,12 @@ from hardened_ddp.data.batches import read_errors, worker_pool
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.data.batches.images import MemoryImages
-from hardened_ddp.data.batches.loader import BatchReader, EvalLoader
+from hardened_ddp.data.batches.loader import BatchReader
 from hardened_ddp.data.batches.workers import WorkerPlan
 from hardened_ddp.errors import LoaderError, SampleError
 from hardened_ddp.ranks.threads import call_within
 from hardened_ddp.settings.config import DataConfig
-from tests.harness.processes import HOUR_S, deadline, is_alive
-from tests.harness.ranks import run_ranks
-from tests.harness.scripted import (
+from tests.data.scripted import (
     MARKED,
     SIZE,
     Act,
@@ -43,10 +41,11 @@ from tests.harness.scripted import (
     content,
     die_once,
     make_loader,
-    make_stream,
     numbers,
     read,
 )
+from tests.harness.processes import HOUR_S, deadline, is_alive
+from tests.harness.ranks import run_ranks
 from tests.plugins import cause_fault
 
 
@@ -506,21 +505,6 @@ def test_all_generators_are_seeded_for_a_sample() -> None:
     together = fetcher[(0, torch.tensor([4, 5]))].inputs
     assert torch.equal(fetcher[(0, torch.tensor([5]))].inputs[0], together[1])
     assert not (together[0] == together[1]).any()
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_evaluation_reads_each_test_sample_once(world_size: int, num_workers: int) -> None:
-    found: list[int] = []
-    for rank in range(world_size):
-        stream = make_stream(Scripted(), num_workers)
-        loader = EvalLoader(SIZE, stream, batch_size=7, rank=rank, world_size=world_size)
-        for _ in range(2):
-            batches = list(loader)
-        loader.close()
-        assert all(batch.num_samples <= 7 for batch in batches)
-        found += numbers(batches)
-    assert found == list(range(SIZE))
 
 
 def test_a_batch_stays_where_it_is_and_its_images_take_the_memory_format() -> None:

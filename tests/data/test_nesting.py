@@ -13,7 +13,7 @@ from hardened_ddp.data.batches.collate import split_targets
 from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.data.batches.nesting import leaves, map_tensors, pick, stack
 from hardened_ddp.data.sources.facts import fingerprint
-from tests.harness.scripted import make_loader, read
+from tests.data.scripted import make_loader, read
 
 
 class Pair(NamedTuple):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hardened_ddp.data.batches.permutation import Words, hash_words, permute
+from hardened_ddp.data.batches.permutation import Words, permute
 from hardened_ddp.data.batches.sampler import (
     MAX_KEPT_ORDER,
     EpochOrder,
@@ -18,7 +18,6 @@ from hardened_ddp.data.batches.sampler import (
     share_of,
     split_evenly,
 )
-from hardened_ddp.ranks.seeding import mix
 
 LARGE = MAX_KEPT_ORDER + 4099  # odd, and a keyed permutation
 
@@ -133,13 +132,6 @@ def test_a_computed_order_spreads_evenly_and_forgets_its_neighbours() -> None:
     assert abs(np.corrcoef(np.arange(size), order)[0, 1]) < 4 / np.sqrt(size)
 
 
-def test_the_array_hash_is_the_hash_of_the_seeds() -> None:
-    # mix(n) is the finaliser after gamma is added twice (once as its start); word 1 adds it once.
-    gamma = 0x9E3779B97F4A7C15
-    word = hash_words(np.array([1], dtype=np.uint64), key=(gamma + 5) % 2**64)
-    assert int(word[0]) >> 1 == mix(5)
-
-
 @pytest.mark.parametrize("size", [0, 1, 2, 7, 8, 100])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_shares_are_contiguous_and_near_equal(size: int, world_size: int) -> None:
@@ -166,13 +158,6 @@ def test_any_number_of_ranks_takes_the_order_of_one(size: int) -> None:
     assert alone == EpochOrder(size, seed=3, epoch=0).take(0, size).tolist()
     for world_sizes in ([2], [3], [4], [4, 4, 2, 3]):
         assert global_order(size, world_sizes) == alone
-
-
-def test_a_rank_without_samples_has_no_micro_batch() -> None:
-    samplers = [make_sampler(3, rank=rank, world_size=4) for rank in range(4)]
-    assert [len(sampler) for sampler in samplers] == [1, 1, 1, 0]
-    assert samplers[3].micro_batches(Window(0, 0, 3)) == []
-    assert list(samplers[3]) == []
 
 
 @pytest.mark.parametrize("cursor", [0, 1, 8, 13, 60, 61])

@@ -92,11 +92,6 @@ def are_shared_in_a_worker() -> bool:
     return bool(read_by_a_worker(Fetcher(InMemory(), seed=0)).inputs.all())
 
 
-@pytest.mark.slow
-def test_a_worker_shares_the_tensors_of_its_dataset() -> None:
-    assert are_shared_in_a_worker()
-
-
 def are_shared_with_temporary_files_in(folder: Path) -> bool:
     tempfile.tempdir = str(folder)
     found = are_shared_in_a_worker()

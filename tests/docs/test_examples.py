@@ -11,7 +11,7 @@ from ddp_drills.command import report
 from ddp_drills.faults import find
 from ddp_drills.runner import Drills
 from ddp_drills.work import Work
-from tests.harness.forked_drills import forked_drills
+from tests.drills.forked import forked_drills
 from tests.harness.processes import ROOT
 from tests.harness.ranks import import_in_server, run_program, train
 from tests.harness.run_folder import only_run, read_summary

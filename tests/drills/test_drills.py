@@ -24,7 +24,7 @@ from ddp_drills.runner import Drills
 from ddp_drills.two_hosts import why_not
 from hardened_ddp.errors import ConfigError, HardenedError
 from hardened_ddp.settings.cli import parse
-from tests.harness.forked_drills import forked_drills
+from tests.drills.forked import forked_drills
 from tests.harness.marks import slow_after
 from tests.harness.ranks import run_command, run_program
 

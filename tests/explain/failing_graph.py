@@ -76,15 +76,6 @@ def graph_inplace(rank: int, folder: Path) -> None:
     y.sum().backward()
 
 
-@reproduces("graph-inplace", num_ranks=2)
-def graph_buffers(rank: int, folder: Path) -> None:
-    y = nn.BatchNorm1d(4).weight * 2
-    z = (y * y).sum()
-    with torch.no_grad():
-        y.mul_(2)
-    z.backward()
-
-
 @reproduces("graph-backward-twice")
 def graph_backward_twice(rank: int, folder: Path) -> None:
     loss = nn.Linear(2, 2)(torch.ones(1, 2)).exp().sum()

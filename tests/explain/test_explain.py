@@ -360,14 +360,6 @@ class TestFiles:
         explain(tmp_path / "nccl_trace_rank_0")
         assert not (tmp_path / "ran").exists()
 
-    def test_the_verdict_of_a_hang_of_our_run(self, tmp_path: Path) -> None:
-        folder = tmp_path / "hangs" / "1"
-        folder.mkdir(parents=True)
-        text = "rank 1, step 412, data, sample 9912, 63 s; ranks 0 and 2 wait in all-reduce"
-        (folder / "verdict.txt").write_text(text + "\n")
-        found = explain(tmp_path)
-        assert (code_of(found), rank_of(found)) == ("DDP-G05", 1)
-
     def test_gzip_utf_16_and_a_box_of_rich(self, tmp_path: Path) -> None:
         text = joined(KEY_ERROR)
         (tmp_path / "a.log.gz").write_bytes(gzip.compress(text.encode()))

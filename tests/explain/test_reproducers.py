@@ -72,17 +72,3 @@ class TestReproducers:
         assert num_variants >= 150
         assert not accused
         assert len(wrong) <= 0.05 * num_variants, wrong
-
-    def test_eight_ranks_that_print_at_once(self, logs: Path, tmp_path: Path) -> None:
-        """One rank fails, seven lose it; their lines are mixed."""
-        own = (logs / "python_key_error_on_one.log").read_text(encoding="utf-8").splitlines()
-        root = [line for line in own if line.startswith("[rank1]")]
-        echo = [line for line in own if line.startswith("[rank0]")]
-        merged = []
-        for index in range(max(len(root), len(echo))):
-            for rank in range(8):
-                lines = root if rank == 6 else echo
-                if index < len(lines):
-                    merged.append(f"[rank{rank}]{lines[index][7:]}")
-        found = explain_text("\n".join(merged) + "\n", tmp_path)
-        assert (code_of(found), rank_of(found)) == ("python-keyerror", 6)

@@ -19,7 +19,7 @@ from hardened_ddp.errors import CheckpointMismatchError
 from hardened_ddp.model.moving_attributes import MovingAttributes
 from hardened_ddp.model.plain_values import as_json, copy_of, from_json, put_back
 from hardened_ddp.model.reach import attributes_of
-from tests.harness.forked_drills import forked_drills
+from tests.drills.forked import forked_drills
 from tests.harness.ranks import train
 
 

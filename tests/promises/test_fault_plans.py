@@ -14,7 +14,7 @@ import pytest
 from ddp_drills.fault import Fault
 from ddp_drills.injections import Injection
 from ddp_drills.runner import Drills
-from tests.harness.forked_drills import forked_drills
+from tests.drills.forked import forked_drills
 
 NUM_STEPS, NUM_FAULTS = 100, 10
 NUM_RANKS = 2

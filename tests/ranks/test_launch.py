@@ -21,7 +21,6 @@ import torch.distributed as dist
 import ddp_training
 from hardened_ddp.errors import (
     DataError,
-    GroupError,
     HardenedError,
     LaunchError,
     RankMismatchError,
@@ -41,7 +40,6 @@ from tests.harness.processes import (
     clean_environment,
     deadline,
     is_alive,
-    limit_of,
 )
 from tests.harness.ranks import held_port, run_ranks, start_training
 from tests.ranks.test_shared_sum import rendezvous
@@ -141,21 +139,6 @@ runpy.run_path("ddp_training.py", run_name="__main__")
     assert (done.returncode, done.stderr) == (status, said)
 
 
-def meet_without_rank_2() -> tuple[str, float]:
-    if os.environ["RANK"] == "2":
-        return "", 0.0
-    started = time.monotonic()
-    with pytest.raises(GroupError) as caught:
-        rendezvous(timeout_s=3)
-    return caught.value.message, time.monotonic() - started
-
-
-def test_a_rank_that_never_comes_is_named_within_the_timeout() -> None:
-    message, seconds = run_ranks(meet_without_rank_2, 3)[0]
-    assert "never joined: [2]" in message
-    assert seconds < limit_of(15)
-
-
 def test_a_wait_is_told_after_seconds_and_then_each_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(network.time, "monotonic", lambda: now[0])
@@ -198,22 +181,6 @@ def test_ranks_that_are_numbered_wrongly_are_told_at_once_on_all(
     assert len(set(messages)) == 1
     assert text in messages[0]
     assert "process " in messages[0]
-
-
-def meet_at_taken_port(port: int) -> str:
-    if os.environ["RANK"] != "0":
-        return ""  # WHY: rank 0 serves the store; without it nobody else gets anywhere
-    os.environ["MASTER_PORT"] = str(port)
-    with pytest.raises(GroupError) as caught:
-        rendezvous(timeout_s=2)
-    return caught.value.message
-
-
-def test_a_taken_port_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as holder:
-        port = holder.getsockname()[1]
-        messages = run_ranks(meet_at_taken_port, 2, port)
-    assert f"port {port} of this machine is taken" in messages[0]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The sum through shared memory: the same bits on all ranks, in any layout, and never a hang."""
 
 import os
-import signal
 import time
 from pathlib import Path
 
@@ -107,21 +106,6 @@ def lose_a_rank(how: str, told: Path) -> str:
 )
 def test_a_rank_that_does_not_come_is_named(how: str, says: str, tmp_path: Path) -> None:
     assert says in run_ranks(lose_a_rank, 2, how, tmp_path / "told")[0]
-
-
-def test_a_killed_rank_ends_the_wait() -> None:
-    """Here without a process group: rank 1 is a child that dies before it comes."""
-    child = os.fork()
-    if child == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    fd = create_memory(2)
-    shared = SharedSum(fd, rank=0, pids=[os.getpid(), child], timeout_s=HOUR_S)
-    os.close(fd)
-    with pytest.raises(RuntimeError, match="rank 1 left"):
-        shared.sum_([torch.ones(4)])
-    os.waitpid(child, 0)
-    shared.close()
-    shared.close()
 
 
 def test_a_rank_that_wrote_its_part_and_then_ended_is_not_missed(

@@ -15,7 +15,7 @@ from hardened_ddp.reporting.progress import StartUp
 from hardened_ddp.training.start_summary import changed_settings, not_used_line
 from tests.harness.processes import ROOT, deadline, limit_of
 from tests.harness.ranks import run_command, train
-from tests.harness.settings_given import settings_of
+from tests.settings.given import settings_of
 
 
 def test_a_start_says_what_runs_and_debug_what_each_rank_does(tmp_path: Path) -> None:

@@ -239,20 +239,6 @@ class TestLogFile:
         )
         assert run_command([sys.executable, "-c", program], timeout_s=30).ok().stdout == "None\n"
 
-    def test_a_full_disk_is_said_once_and_the_lines_are_there_when_there_is_room_again(
-        self, stderr: Callable[[], str], tmp_path: Path, full: set[Path]
-    ) -> None:
-        path = tmp_path / "rank-0.log"
-        full.add(path)
-        start_logging(rank=0, world_size=1, debug=False)
-        add_log_file(tmp_path, rank=0)
-        log.info("nothing yet")  # the device fails only when something is written
-        log.info("while full")
-        full.discard(path)
-        log.info("after")
-        text = path.read_text()
-        assert text.index("nothing yet") < text.index("while full") < text.index("after")
-
     def test_a_folder_that_cannot_be_made_is_a_warning(
         self, stderr: Callable[[], str], tmp_path: Path
     ) -> None:
@@ -260,15 +246,6 @@ class TestLogFile:
         start_logging(rank=0, world_size=1, debug=False)
         add_log_file(tmp_path / "logs", rank=0)
         assert "WARNING this rank's log file can't be written, training continues" in stderr()
-
-    def test_a_resumed_run_begins_on_a_new_line_behind_half_of_one(
-        self, stderr: Callable[[], str], tmp_path: Path
-    ) -> None:
-        (tmp_path / "rank-0.log").write_text("killed in the mid")
-        start_logging(rank=0, world_size=1, debug=False)
-        add_log_file(tmp_path, rank=0)
-        log.info("resumed")
-        assert (tmp_path / "rank-0.log").read_text().startswith("killed in the mid\n")
 
     def test_logging_can_be_started_and_stopped_again_and_leaves_no_trace(
         self, stderr: Callable[[], str], tmp_path: Path

@@ -15,7 +15,7 @@ from hardened_ddp.reporting.metrics import MetricsLog
 from hardened_ddp.reporting.trackers import TrackerThread
 from tests.harness.ranks import train
 from tests.harness.run_folder import read_summary
-from tests.harness.settings_given import problem_of, settings_of
+from tests.settings.given import problem_of, settings_of
 
 ARGV = ["--cpu_only", "--max_steps", "4", "--log_interval", "2", "--run_name", "r"]
 

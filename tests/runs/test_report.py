@@ -23,7 +23,7 @@ from ddp_runs.run_files import read_run
 from hardened_ddp.errors import MissingPackageError, RunFolderError
 from hardened_ddp.settings.cli import parse
 from tests.harness.processes import ROOT
-from tests.harness.settings_given import settings_of
+from tests.settings.given import settings_of
 
 PARTS = {"start_up": 2.0, "data_wait": 1.0, "training": 10.0, "evaluation": 1.0, "checkpoint": 1.0}
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

@@ -16,7 +16,7 @@ from hardened_ddp.settings.config import Config, DeviceConfig
 from hardened_ddp.settings.document import plain_value
 from hardened_ddp.settings.layers import Resolved, resolve
 from hardened_ddp.settings.schema import SETTINGS, flatten
-from tests.harness.settings_given import PROJECT, make_run, problem_of, settings_of, values_of
+from tests.settings.given import PROJECT, make_run, problem_of, settings_of, values_of
 
 
 class TestOrder:

@@ -11,7 +11,7 @@ from hardened_ddp.settings.commands import COMMANDS
 from hardened_ddp.settings.layers import resolve
 from hardened_ddp.settings.schema import SETTINGS
 from hardened_ddp.settings.wording import OTHER_NAMES
-from tests.harness.settings_given import (
+from tests.settings.given import (
     make_run,
     problem_of,
     problems_in,

@@ -19,7 +19,7 @@ from hardened_ddp.settings.layers import resolve
 from hardened_ddp.settings.manual import help_text
 from hardened_ddp.settings.record import agreed_settings, dump, read_back, template
 from hardened_ddp.settings.schema import SETTINGS, TITLES, assemble, flatten
-from tests.harness.settings_given import PROJECT, settings_of
+from tests.settings.given import PROJECT, settings_of
 
 
 class TestRecord:

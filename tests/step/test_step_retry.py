@@ -297,14 +297,6 @@ def test_a_layer_that_one_rank_stops_using_switches_the_search_on(tmp_path: Path
     assert "rank 1: no gradient came for second.weight" in line
 
 
-@pytest.mark.slow
-def test_without_step_retry_the_first_exception_ends_the_run(tmp_path: Path) -> None:
-    model = ["--model", "tests.plugins:FailingOnce", "--model_args", "{faults: {1: {7: raise}}}"]
-    finished = run(tmp_path, 2, *model, "--step_retry", "off")
-    assert finished.statuses == (75, 1)
-    assert "a fault of the drill" in finished.output
-
-
 def _scale(output: Path) -> Any:
     """Read the numbers of fp16's scaler at the end of the run."""
     return load_checkpoint(open_checkpoint(find_checkpoints(output)[-1]))[1]["precision"]

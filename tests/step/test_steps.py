@@ -279,15 +279,6 @@ def test_a_step_with_nan_is_left_out_under_continue_on_error(tmp_path: Path) -> 
     assert "left out the whole step" in finished.output
 
 
-def test_ranks_with_different_data_are_refused_by_name(tmp_path: Path) -> None:
-    argv = [*POINTS, "--dataset", "tests.plugins:other_points_on_rank_1"]
-    finished = train([*argv, "--output_dir", str(tmp_path)], 2)
-    assert finished.statuses == (2, 2)
-    assert "rank 1: dataset is '41 samples and 41 to test, with" in finished.output
-    assert "rank 0 has '40 samples and 40 to test, with" in finished.output
-    assert finished.output.count("DDP-G02") == 1
-
-
 @pytest.mark.slow
 def test_a_profile_of_some_steps_is_written(tmp_path: Path) -> None:
     argv = [*POINTS, "--profile", "--batch_size", "2", "--output_dir", str(tmp_path)]

@@ -18,7 +18,7 @@ from hardened_ddp.streams.planner import StreamPosition
 from hardened_ddp.streams.shard_loader import ShardLoader
 from hardened_ddp.streams.shard_sampler import ShardSampler
 from hardened_ddp.streams.stream_batches import HeldSamples
-from tests.harness.scripted import give_back_sigchld
+from tests.data.scripted import give_back_sigchld
 
 
 class Rows:

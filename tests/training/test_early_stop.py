@@ -12,7 +12,7 @@ from hardened_ddp.task.task import Metric
 from hardened_ddp.training.evaluation import why_stopped
 from tests.harness.ranks import train
 from tests.harness.run_folder import read_summary
-from tests.harness.settings_given import problem_of
+from tests.settings.given import problem_of
 
 ARGV = ["--cpu_only", "--batch_size", "64", "--epochs", "30", "--learning_rate", "0.03"]
 ARGV += ["--model", "mlp", "--num_workers", "0"]

@@ -31,7 +31,7 @@ from tests.harness.forks import give_up_privileges, run_forked
 from tests.harness.marks import slow_after
 from tests.harness.ranks import start_training, train
 from tests.harness.run_folder import only_run
-from tests.harness.settings_given import make_run, problems_of, settings_of
+from tests.settings.given import make_run, problems_of, settings_of
 
 NOW = datetime(2031, 2, 3, 4, 5, 6)
 
