@@ -4,7 +4,6 @@ All of them use what they change for their output, so that a wrong value goes in
 """
 
 import copy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -135,24 +134,6 @@ class Shadowed(Base):
         return torch.tanh(nn.functional.linear(inputs, of["weight"], of["bias"]))
 
 
-@dataclass(slots=True)
-class Held:
-    mean: torch.Tensor
-
-
-class SlottedMean(Base):
-    """A mean of its inputs, in an object without a dict."""
-
-    def build(self) -> None:
-        self.held = Held(torch.zeros(3))
-
-    def change(self, inputs: torch.Tensor) -> None:
-        self.held.mean = 0.9 * self.held.mean + 0.1 * inputs.mean(dim=0)
-
-    def shift(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.held.mean.sum() * torch.ones(1, WIDTH)
-
-
 class PlainMean(Base):
     """A mean of its inputs in a plain attribute, which is a new tensor each time."""
 
@@ -238,7 +219,7 @@ class InBackward(ZeroTeacher):
 
 
 MOVING = [ZeroTeacher, ReplacedTeacher, ZeroedTarget, DataTarget, HiddenTeacher, HiddenTarget]
-MOVING += [Shadowed, SlottedMean, PlainMean, Queue, Unsaved, Numpy, Decayed, InBackward]
+MOVING += [Shadowed, PlainMean, Queue, Unsaved, Numpy, Decayed, InBackward]
 
 
 class Normalising(nn.Module):
@@ -301,23 +282,12 @@ class ChangingLabels(Normalising):
         return {"logits": logits, "loss": nn.functional.cross_entropy(logits, labels)}
 
 
-class Masking(Normalising):
-    def change(self, inputs: torch.Tensor) -> torch.Tensor:
-        inputs[inputs > 0.5] = -1.0
-        return inputs
-
-
 class OfColumns(Normalising):
     """Writes through views, and into the tensor that is given as out=."""
 
     def change(self, inputs: torch.Tensor) -> torch.Tensor:
         inputs.t()[0].neg_()
         return torch.sub(inputs, inputs.mean(dim=1, keepdim=True), out=inputs)
-
-
-class Sorting(Normalising):
-    def change(self, inputs: torch.Tensor) -> torch.Tensor:
-        return inputs.copy_(inputs.sort(dim=1).values)
 
 
 class ByNumpy(Normalising):
@@ -329,7 +299,7 @@ class ByNumpy(Normalising):
 
 
 CHANGING = [Normalising, DroppingOut, ThroughData, NoisyNowAndThen, OfNests, ChangingLabels]
-CHANGING += [Masking, OfColumns, Sorting, ByNumpy]
+CHANGING += [OfColumns, ByNumpy]
 
 
 class Nests(torch.utils.data.Dataset[tuple[dict[str, Any], int]]):

@@ -30,15 +30,6 @@ def make_start(run: int, steps: dict[int, tuple[int, ...]], *, at: float = 0.0) 
     return Start(run, 0, tuple(lines))
 
 
-def test_a_start_takes_back_what_earlier_ones_did_beyond_it() -> None:
-    first = make_start(0, {1: (0, 1), 2: (2, 3), 3: (0, 3)})
-    second = make_start(1, {3: (0, 2), 4: (1, 3)})
-    assert count_lost_steps([first, second]) == 1
-    assert [line.ids for line in kept_lines([first, second])] == [(0, 1), (2, 3), (0, 2), (1, 3)]
-    samples = count_samples(kept_lines([first, second]), num_samples=4, num_epochs=2)
-    assert samples == (0, 0)
-
-
 def test_a_start_that_goes_back_behind_two_others_takes_both_back() -> None:
     starts = [
         make_start(0, {1: (0, 1), 2: (2, 3)}),

@@ -1,8 +1,6 @@
 """Buffers that change in forward are equal on all ranks, whenever they begin to move."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,8 +9,6 @@ from torch import nn
 from hardened_ddp.guard.divergence import differing_on_many
 from hardened_ddp.model.moving_buffers import MovingBuffers
 from hardened_ddp.model.reach import Reach
-from hardened_ddp.ranks.group import Group
-from hardened_ddp.ranks.launch import Launch
 from tests.harness.ranks import run_ranks, train
 from tests.ranks.test_shared_sum import rendezvous
 
@@ -38,45 +34,39 @@ class Every(nn.Module):
 NAMES = ["of_single", "of_half", "of_double", "of_count", "of_negative", "of_flag", "of_wave"]
 
 
-def of_group(sum_: Callable[[torch.Tensor], torch.Tensor], rank: int, world_size: int) -> Group:
-    """Make a rank's group, whose sums are what sum_ says."""
-    group: Any = Group(Launch(rank=rank, world_size=world_size), torch.device("cpu"))
-    group.sum_ = sum_
-    return group
+class Teacher(nn.Module):
+    """Has a frozen copy of its layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.teacher = nn.Linear(3, 2), nn.Linear(3, 2)
+        self.teacher.requires_grad_(False)
 
 
-def average(rank: int, world_size: int) -> list[torch.Tensor]:
-    """Run equalize on one rank of several whose sum is known."""
-    big = 2**62 + 12345  # no float holds it
-
-    def filled(r: int) -> Every:
-        module = Every()
-        values = [1.5 + r, 0.5 * r, 1e-20 + r, big + r, -7 - r, r == 0, complex(r, -r)]
-        for name, value in zip(NAMES, values, strict=True):
-            getattr(module, name).fill_(value)
-        return module
-
-    sent: dict[int, list[torch.Tensor]] = {}
-    for other in range(world_size):
-        record = sent.setdefault(other, [])
-
-        def note(flat: torch.Tensor, record: list[torch.Tensor] = record) -> torch.Tensor:
-            record.append(flat.clone())
-            return flat
-
-        MovingBuffers(filled(other), NAMES).equalize(of_group(note, other, world_size))
-    totals = [sum(parts[1:], parts[0].clone()) for parts in zip(*sent.values(), strict=True)]
-    module = filled(rank)
+def made_equal() -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Make buffers and moving parameters that differ between the ranks equal; return both."""
+    group, big = rendezvous(), 2**62 + 12345  # no float holds it
+    rank = group.launch.rank
+    module = Every()
+    values = [1.5 + rank, 0.5 * rank, 1e-20 + rank, big + rank, -7 - rank, rank == 0]
+    for name, value in zip(NAMES, [*values, complex(rank, -rank)], strict=True):
+        getattr(module, name).fill_(value)
     buffers = MovingBuffers(module, NAMES)
-    answers = iter(totals)
-    buffers.equalize(of_group(lambda flat: flat.copy_(next(answers)), rank, world_size))
-    return [t.clone() for t in map(buffers._now, buffers.names)]
+    buffers.equalize(group)  # collective
+    torch.manual_seed(rank)
+    teacher = Teacher()
+    MovingBuffers(teacher, ["teacher.weight", "teacher.bias"]).equalize(group)  # collective
+    group.close()
+    return [t.clone() for t in map(buffers._now, NAMES)], teacher.teacher.state_dict()
 
 
-def test_floats_become_the_mean_and_integers_those_of_rank_0_bit_for_bit() -> None:
-    first, last = average(0, 4), average(3, 4)
-    for mine, its in zip(first, last, strict=True):
-        assert torch.equal(mine, its)
+def test_floats_become_the_mean_and_integers_and_parameters_those_of_rank_0_bit_for_bit() -> None:
+    (first, weights), *others = run_ranks(made_equal, 4)
+    torch.manual_seed(0)
+    expected = Teacher().teacher.state_dict()
+    for buffers, parameters in [(first, weights), *others]:
+        assert all(map(torch.equal, buffers, first))
+        assert all(torch.equal(parameters[name], expected[name]) for name in expected)
     single, half, double, count, negative, flag, wave = first
     assert single.tolist() == [[3.0, 3.0]] * 3
     assert half.tolist() == [0.75] * 4
@@ -105,34 +95,11 @@ def test_without_foreach_they_are_copied_one_by_one(monkeypatch: pytest.MonkeyPa
     test_copies_restore_the_buffers_without_a_kernel_for_each()
 
 
-class Teacher(nn.Module):
-    """Has a frozen copy of its layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.teacher = nn.Linear(3, 2), nn.Linear(3, 2)
-        self.teacher.load_state_dict(self.layer.state_dict())
-        self.teacher.requires_grad_(False)
-
-
 def test_a_frozen_base_that_is_much_larger_than_what_is_trained_is_not_copied() -> None:
     module = nn.Sequential(nn.Linear(30, 30).requires_grad_(False), nn.Linear(30, 2))
     assert not Reach(module).may_move()
     module = nn.Sequential(nn.Linear(30, 30).requires_grad_(False), nn.Linear(30, 30))
     assert list(Reach(module).may_move()) == ["0.weight", "0.bias"]
-
-
-def test_moving_parameters_become_those_of_rank_0_bit_for_bit() -> None:
-    sent: list[torch.Tensor] = []
-    modules = [Teacher() for _ in range(3)]
-    names = ["teacher.weight", "teacher.bias"]
-    for rank, module in enumerate(modules):
-        group = of_group(lambda flat: sent.append(flat.clone()) or flat, rank, 3)
-        MovingBuffers(module, names).equalize(group)
-    total = sent[0] + sent[1] + sent[2]
-    MovingBuffers(modules[2], names).equalize(of_group(lambda flat: flat.copy_(total), 2, 3))
-    assert torch.equal(modules[2].teacher.weight, modules[0].teacher.weight)
-    assert torch.equal(modules[2].teacher.bias, modules[0].teacher.bias)
 
 
 def compare_still(values: list[float]) -> list[str]:

@@ -25,10 +25,8 @@ from hardened_ddp.streams.planner import (
     settle,
     shard_order,
 )
-from tests.harness.marks import slow_after
 from tests.streams.stream_programs import (
     Rows,
-    StatefulRows,
     all_ids,
     ids_of,
     merged,
@@ -102,23 +100,6 @@ def test_orders_are_permutations_that_change_with_the_epoch() -> None:
     assert len({tuple(order) for order in blocks}) == 3
 
 
-@pytest.mark.parametrize("says", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_steps_are_the_same_on_any_number_of_ranks(world_size: int, says: bool) -> None:
-    def make() -> Rows:
-        return Rows(RAGGED, says=RAGGED if says else None)
-
-    alone = merged(read_epoch(make, 1))
-    assert sorted(itertools.chain(*alone)) == all_ids(RAGGED)
-    ranks = read_epoch(make, world_size)
-    assert merged(ranks) == alone
-    for steps in zip(*ranks, strict=True):
-        sizes = {window.size for window, _, _ in steps}
-        assert sizes == {sum(b.num_samples for _, batches, _ in steps for b in batches)}
-        is_idle = any(not batches for _, batches, _ in steps)
-        assert all(window.is_for_all(world_size) is not is_idle for window, _, _ in steps)
-
-
 def test_more_ranks_than_shards_share_them() -> None:
     def make() -> Rows:
         return Rows([20, 3])
@@ -158,24 +139,6 @@ def test_a_run_that_goes_on_elsewhere_takes_the_same_samples(
         if ranks[0]:
             facts = json.loads(json.dumps(ranks[0][-1][2]))
     assert found == expected
-
-
-@pytest.mark.parametrize("num_workers", slow_after(1, [2, 0, 1]))
-def test_workers_and_reading_again_change_nothing(num_workers: int) -> None:
-    for kind in (Rows, StatefulRows):
-        loaders = [shard_loader(kind(RAGGED), num_workers=n) for n in (0, num_workers)]
-        try:
-            first, second = (list(loaders[0].windows(epoch, 0)) for epoch in (0, 1))
-            read = [*loaders[1].windows(0, 0), *loaders[1].windows(0, 0), *loaders[1].windows(1, 0)]
-            for here, there in zip([*first, *first, *second], read, strict=True):
-                assert here[0] == there[0]
-                for one, other in zip(here[1], there[1], strict=True):
-                    assert torch.equal(one.indices, other.indices)
-                    assert torch.equal(one.inputs, other.inputs)
-            assert loaders[1].reader.num_workers == num_workers
-        finally:
-            for loader in loaders:
-                loader.close()
 
 
 def test_samples_are_what_their_numbers_say_and_shuffled_in_blocks() -> None:
