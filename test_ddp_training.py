@@ -34,8 +34,6 @@ from tests.harness.ranks import (
 )
 from tests.harness.run_folder import (
     find_checkpoints,
-    find_runs,
-    fingerprints,
     last_tensors,
     only_run,
     printed_command,
@@ -119,46 +117,6 @@ def test_the_flags_as_typed_train_and_leave_a_whole_run_folder(
     finished = train_as_typed(command, "--output_dir", tmp_path).ok()
     assert "Traceback" not in finished.output
     _check_run_folder(only_run(tmp_path), command, accuracy)
-
-
-@pytest.mark.slow
-def test_the_printed_resume_command_says_that_the_run_is_finished(tmp_path: Path) -> None:
-    finished = _train_shortly(tmp_path)
-    before = last_tensors(tmp_path)
-    completed = run_program(printed_command(finished.outputs[0], "--resume"), timeout_s=60).ok()
-    assert "finished" in completed.output
-    assert "Traceback" not in completed.output
-    assert last_tensors(tmp_path) == before
-    assert len(find_runs(tmp_path)) == 1
-
-
-@pytest.mark.slow
-def test_the_printed_export_command_writes_the_trained_weights(tmp_path: Path) -> None:
-    finished = _train_shortly(tmp_path / "runs")
-    output = tmp_path / "export"
-    argv = printed_command(finished.outputs[0], "ddp_training.py export")
-    run_program([*argv, "--output", output], timeout_s=60).ok()
-    exported = fingerprints(output / "model.safetensors")
-    trained = last_tensors(tmp_path / "runs")
-    assert exported
-    assert exported == {name: trained[f"model.{name}"] for name in exported}
-
-
-@pytest.mark.slow
-def test_the_printed_tensorboard_command_finds_curves(tmp_path: Path) -> None:
-    finished = _train_shortly(tmp_path)
-    argv = printed_command(finished.outputs[0], "--logdir")
-    completed = run_command([*argv, "--inspect"], timeout_s=60).ok()
-    assert "scalars" in completed.stdout
-    assert "last_step" in completed.stdout
-
-
-def test_half_an_environment_is_one_clear_error() -> None:
-    completed = run_command(["python", "ddp_training.py"], timeout_s=20, env={"RANK": "0"})
-    assert completed.status != 0
-    for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "torchrun"):
-        assert name in completed.stderr
-    _check_one_error(completed)
 
 
 def test_an_unknown_flag_is_named_with_the_nearest_one_and_nothing_is_made(tmp_path: Path) -> None:
@@ -342,12 +300,6 @@ def _check_one_error(completed: Finished) -> None:
     assert completed.stderr.count("error") == 1
     assert "Traceback" not in completed.output
     assert completed.stdout == ""
-
-
-def _train_shortly(output_dir: Path) -> Finished:
-    """Train a few steps without a launcher."""
-    argv = ["--cpu_only", "--max_steps", "5", "--output_dir", str(output_dir)]
-    return train(argv, launcher="none").ok()
 
 
 def _kill_in_mid_run(output_dir: Path, world_size: int, *flags: str) -> Path:

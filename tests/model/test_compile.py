@@ -36,15 +36,6 @@ def test_an_epoch_compiles_for_training_for_its_last_batch_and_for_the_test(
     assert len(found) <= 3  # for training, its last batch of another size, and the test
 
 
-@pytest.mark.slow
-def test_compile_refuses_buckets_that_the_compiler_can_not_take(tmp_path: Path) -> None:
-    argv = [*EPOCH, "--bucket_cap_mb", "0.3", "--output_dir", tmp_path]
-    finished = train(argv, 2)
-    assert "--compile true with --bucket_cap_mb 0.3" in finished.output
-    assert "1 MB at least" in finished.output
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
     "flags",
     [

@@ -184,17 +184,6 @@ def test_an_endless_test_stream_is_refused_and_not_counted_without_an_evaluation
     assert build_data(config, evaluates=False).test is None
 
 
-def no_classes(train: bool) -> Any:
-    data = torch.utils.data.TensorDataset(torch.ones(4, 3), torch.zeros(4, dtype=torch.int64))
-    data.num_classes = 0  # type: ignore[attr-defined]  # what a dataset may say of itself
-    return data
-
-
-def test_a_dataset_of_no_classes_is_refused() -> None:
-    with pytest.raises(DataError, match="its num_classes is 0"):
-        build_data(DataConfig(dataset="tests.preflight.test_odd_models:no_classes"))
-
-
 def test_a_drop_last_that_would_leave_no_step_is_told(tmp_path: Path) -> None:
     argv = ["--batch_size", "64", "--drop_last", "--max_steps", "1", "--dataset_args", "{size: 24}"]
     done = train([*command("", tmp_path), *argv], launcher="none").ok()

@@ -387,21 +387,6 @@ def test_a_dead_rank_is_explained_and_the_run_resumed_by_what_the_survivor_says(
 
 
 @pytest.mark.slow
-def test_a_stopped_run_is_resumed_by_its_last_lines(shell: Shell) -> None:
-    words = [PYTHON, SCRIPT, *TRAIN]
-    words[words.index("--max_steps") + 1] = "100000"
-    with start_command(words, cwd=shell.folder, env=shell.env) as command:
-        metrics = shell.folder / "runs/r/metrics.jsonl"
-        command.wait_for(metrics.exists, timeout_s=LIMIT_S, what="a step")
-        command.kill(number=signal.SIGTERM)
-        stopped = command.wait(timeout_s=60).ok()
-    step = read_summary(only_run(shell.folder / "runs"))["step"]
-    resume = command_after(stopped.output, "resume: ")
-    done = shell.paste(f"{resume} --max_steps {step + 2}").ok()
-    assert f"resuming runs/r from step {step}" in done.output
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "variables",
     [

@@ -109,17 +109,6 @@ def test_workers_change_no_bit(tmp_path: Path) -> None:
     assert last_tensors(tmp_path / "0") == last_tensors(tmp_path / "2")
 
 
-def test_a_schedule_that_needs_the_length_says_what_to_give(tmp_path: Path) -> None:
-    argv = [*STREAM, "--output_dir", tmp_path, "--lr_schedule", "cosine"]
-    done = train(argv)
-    assert done.statuses == (2,)
-    assert "lr_schedule cosine needs the number of steps" in done.output
-    assert "--max_steps N, or --lr_schedule constant, or give the stream sizes" in done.output
-    assert "Traceback" not in done.output
-    train([*argv, "--max_steps", "5"]).ok()
-    train([*argv, *arguments(says=True), "--epochs", "1"]).ok()
-
-
 @pytest.mark.parametrize(
     ("length", "chosen"),
     [

@@ -39,6 +39,11 @@ def model(*shape: int, kind: str = "logits") -> Words:
     return ("--model", "tests.bad_tasks:Model", "--model_args", args(shape=shape, kind=kind))
 
 
+def unusual(name: str, **given: Any) -> Words:
+    path = f"tests.model.test_unusual_parameters:{name}"
+    return (*data(num_classes=2), "--model", path, "--model_args", args(**given))
+
+
 def task(name: str, **more: Any) -> Words:
     return ("--task", name, "--task_args", args(**more))
 
@@ -59,6 +64,7 @@ def args(**given: Any) -> str:
 COMMON = ("--cpu_only", "--no_config", "--num_workers", "0", "--model", "mlp")
 OWN = (*data("text"), "--task", "own")
 CONSTANT = ("--lr_schedule", "constant")
+TASKS = "tests.task.test_tasks"
 
 CASES: list[tuple[Words, str]] = [
     ((*data("text"), *model(2)), "the labels are a list of str, not a tensor"),
@@ -73,6 +79,7 @@ CASES: list[tuple[Words, str]] = [
     (sized(length=-1), "its length is not known: ValueError"),
     (sized(length=3.5), "its length is not known: TypeError"),
     (sized(classes=2), "its classes are 2, not a list of names"),
+    (data(num_classes=0), "its num_classes is 0"),
     (data(inputs="nothing", num_classes=2), "a sample is a NoneType"),
     (data(inputs="infinite", num_classes=2), "3 values of its input are NaN or infinite"),
     (data(inputs="named", num_classes=2), "unexpected keyword argument 'pixels'"),
@@ -93,6 +100,10 @@ CASES: list[tuple[Words, str]] = [
         (*data(num_classes=2), *model(2, kind="a late buffer")),
         "a forward made or resized what a checkpoint saves: mean",
     ),
+    (unusual("LazyWaves", fails=True), "a fault of this model"),
+    (unusual("LazyWaves", forgets=True), "forgotten.weight, forgotten"),
+    (unusual("wrapped"), "wrapped in DataParallel already"),
+    (unusual("not_a_number"), "NaN in the weights"),
     ((*data(num_classes=2), *model(kind="nothing")), "the model returned a NoneType"),
     ((*data(num_classes=2), *model(kind="text")), "the model returned a str"),
     ((*data(num_classes=3), *model(2)), "(2, 2) for 2 samples and 3 classes"),
@@ -139,6 +150,9 @@ CASES: list[tuple[Words, str]] = [
     ((*OWN, *model(kind="detached")), "does not depend on any parameter"),
     ((*OWN, *model(kind="two losses")), "2 losses (loss_g, loss_d), and a step has one"),
     ((*data(), *task("clasification")), "--task clasification: there is no"),
+    ((*data(), "--task", f"{TASKS}:Nothing"), "has no attribute 'Nothing'"),
+    ((*data(), "--task", f"{TASKS}:NoScore"), "is no Task"),
+    ((*data(), "--task", f"{TASKS}:Refusing"), "no such table"),
     (wrong("no Score"), "score() returned a Tensor, not a Score"),
     (wrong("not summed"), "loss_sum is not a scalar tensor but a tensor of shape (2,)"),
     (wrong("no metric"), "score() did not return mae"),
@@ -149,6 +163,11 @@ CASES: list[tuple[Words, str]] = [
     (wrong("rows"), "its metric mae is a tensor of shape (2,), not a number"),
     (wrong("words"), "its metric mae is a str, not a number"),
     ((*data(num_classes=2), "--best_metric", "f1"), "this task has no metric 'f1'"),
+    ((*data(num_classes=2), "--metrics", "{x: nothing}"), "need package.module:Class"),
+    (
+        (*data(num_classes=2), "--metrics", f"{{x: {{class: '{TASKS}:Sum', y: 1}}}}"),
+        "unexpected keyword argument 'y'",
+    ),
     (metric("lies"), "1.5 for a batch, and 2.5 for the same one after reset()"),
     (metric("raises"), "ValueError: no binary labels"),
     (metric("list"), "compute() did not return a number"),

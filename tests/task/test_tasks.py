@@ -305,27 +305,6 @@ def built(*argv: str) -> Task:
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (("--task", "tests.task.test_tasks:Nothing"), "Nothing"),
-        (("--task", "tests.task.test_tasks:NoScore"), "is no Task"),
-        (("--task", "tests.task.test_tasks:Refusing"), "no such table"),
-        (("--task", "tokens", "--metrics", "{x: nothing}"), "need package.module:Class"),
-        (
-            ("--task", "tokens", "--metrics", "{x: {class: tests.task.test_tasks:Sum, y: 1}}"),
-            "built",
-        ),
-    ],
-    ids=str,
-)
-def test_a_task_that_can_not_be_built_is_told_before_the_first_step(
-    argv: tuple[str, ...], told: str
-) -> None:
-    with pytest.raises(HardenedError, match=told):
-        built(*argv)
-
-
-@pytest.mark.parametrize(
-    ("argv", "told"),
-    [
         (("--stop_when", "acuracy"), "no task has a metric 'acuracy'"),
         (("--task", "tokens", "--best_metric", "mae"), "the task tokens has no metric 'mae'"),
     ],

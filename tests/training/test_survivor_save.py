@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import psutil
 import pytest
 import torch
 
@@ -158,18 +157,6 @@ def test_ranks_of_a_killed_torchrun_save_and_leave(tmp_path: Path) -> None:
     summary = read_summary(only_run(tmp_path))
     assert summary["status"] == "stopped"
     assert step_of(find_checkpoints(tmp_path)[-1]) == summary["step"]
-
-
-@pytest.mark.slow
-def test_the_workers_of_a_killed_rank_end_with_it(tmp_path: Path) -> None:
-    argv = [*BARE, "--num_workers", "2", "--epochs", "1000", "--output_dir", tmp_path]
-    with start_training(argv, 1) as running:
-        running.wait_for(lambda: is_past(tmp_path, 2), timeout_s=60, what="2 steps")
-        children = psutil.Process(running.pids[0]).children(recursive=True)
-        assert len(children) >= 2
-        running.kill(0)
-        _, living = psutil.wait_procs(children, timeout=60)
-        assert not living, f"{living} live on"
 
 
 @pytest.mark.slow
