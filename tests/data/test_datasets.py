@@ -186,20 +186,6 @@ def test_labels_and_their_number_may_be_unknown_until_a_model_needs_them() -> No
     assert model(torch.zeros(1, 2)).shape == (1, 3)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ({"size": 0}, "no training sample"),
-        ({"num_classes": 3, "says": {"targets": [0, 2, 3, 1]}}, "sample 2 has label 3.*3 classes"),
-    ],
-    ids=["empty", "label"],
-)
-def test_data_without_samples_or_with_wrong_labels_are_refused(arguments: Any, told: str) -> None:
-    with pytest.raises(DataError, match=told) as caught:
-        build_data(config("open_pairs", dataset_args=arguments))
-    assert caught.value.fix
-
-
 def test_an_error_in_foreign_code_names_its_file_and_line() -> None:
     with pytest.raises(DataError, match=r"index file is cut off \(.*test_datasets.py:\d+\)"):
         build_data(config("open_broken"))

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed import get_rank
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -23,11 +24,6 @@ class TwoLayers(nn.Module):
 def train(model: nn.Module, **given: bool) -> None:
     for _ in range(2):
         model(torch.ones(2, 4), **given).sum().backward()
-
-
-@reproduces("graph-unused", num_ranks=2)
-def graph_unused(rank: int, folder: Path) -> None:
-    train(DistributedDataParallel(TwoLayers()), both=False)
 
 
 @reproduces("graph-unused", num_ranks=2, guilty=1)
@@ -90,16 +86,6 @@ def graph_inference_mode(rank: int, folder: Path) -> None:
     nn.Linear(4, 1)(inputs).sum().backward()
 
 
-@reproduces("graph-models-differ", num_ranks=2)
-def graph_models_differ(rank: int, folder: Path) -> None:
-    DistributedDataParallel(nn.Sequential(*[nn.Linear(4, 4) for _ in range(rank + 1)]))
-
-
-@reproduces("graph-models-differ", num_ranks=2)
-def graph_shapes_differ(rank: int, folder: Path) -> None:
-    DistributedDataParallel(nn.Linear(4, 4 + rank))
-
-
 @reproduces("graph-checkpoint-differs")
 def graph_checkpoint_differs(rank: int, folder: Path) -> None:
     calls = []
@@ -112,12 +98,24 @@ def graph_checkpoint_differs(rank: int, folder: Path) -> None:
     checkpoint(block, x, use_reentrant=False).sum().backward()
 
 
-@reproduces("graph-syncbn", num_ranks=2)
-def graph_syncbn(rank: int, folder: Path) -> None:
-    layer = nn.SyncBatchNorm(4)
-    layer(torch.ones(3, 4))
-
-
+reproduce(
+    "graph-unused",
+    lambda folder: train(DistributedDataParallel(TwoLayers()), both=False),
+    num_ranks=2,
+)
+reproduce(
+    "graph-models-differ",
+    lambda folder: DistributedDataParallel(
+        nn.Sequential(*(nn.Linear(4, 4) for _ in range(get_rank() + 1)))
+    ),
+    num_ranks=2,
+)
+reproduce(
+    "graph-models-differ",
+    lambda folder: DistributedDataParallel(nn.Linear(4, 4 + get_rank())),
+    num_ranks=2,
+)
+reproduce("graph-syncbn", lambda folder: nn.SyncBatchNorm(4)(torch.ones(3, 4)), num_ranks=2)
 reproduce("graph-no-grad", lambda folder: torch.ones(2).sum().backward())
 reproduce("graph-batchnorm-single", lambda folder: nn.BatchNorm1d(4)(torch.ones(1, 4)))
 reproduce(

@@ -56,11 +56,6 @@ def collective_mismatch(rank: int, folder: Path) -> None:
         dist.broadcast(torch.ones(4), src=0, group=group)
 
 
-@reproduces("collective-mismatch", num_ranks=2)
-def collective_size(rank: int, folder: Path) -> None:
-    dist.all_reduce(torch.ones(4 * (rank + 1)))
-
-
 @reproduces("gloo-interface")
 def gloo_interface(rank: int, folder: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "eth77"
@@ -73,32 +68,33 @@ def launch_ranks_missing_file(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=timedelta(seconds=1))
 
 
-@reproduces("gloo-unsupported", num_ranks=2)
-def gloo_unsupported(rank: int, folder: Path) -> None:
-    dist.all_reduce(torch.ones(4, dtype=torch.int16))
-
-
-@reproduces("group-shapes", num_ranks=2)
-def group_shapes(rank: int, folder: Path) -> None:
-    dist.all_gather_into_tensor(torch.ones(7), torch.ones(4))
-
-
-@reproduces("group-shapes", num_ranks=2)
-def group_sizes(rank: int, folder: Path) -> None:
-    dist.all_gather([torch.ones(2), torch.ones(3)], torch.ones(2))
-
-
-@reproduces("group-rank", num_ranks=2)
-def group_rank(rank: int, folder: Path) -> None:
-    dist.broadcast(torch.ones(4), src=5)
-
-
 @reproduces("nccl-wrong-device-tensor")
 def nccl_wrong_device_tensor(rank: int, folder: Path) -> None:
     dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
     dist.all_reduce(torch.ones(4))
 
 
+reproduce(
+    "collective-mismatch",
+    lambda folder: dist.all_reduce(torch.ones(4 + 4 * dist.get_rank())),
+    num_ranks=2,
+)
+reproduce(
+    "gloo-unsupported",
+    lambda folder: dist.all_reduce(torch.ones(4, dtype=torch.int16)),
+    num_ranks=2,
+)
+reproduce(
+    "group-shapes",
+    lambda folder: dist.all_gather_into_tensor(torch.ones(7), torch.ones(4)),
+    num_ranks=2,
+)
+reproduce(
+    "group-shapes",
+    lambda folder: dist.all_gather([torch.ones(2), torch.ones(3)], torch.ones(2)),
+    num_ranks=2,
+)
+reproduce("group-rank", lambda folder: dist.broadcast(torch.ones(4), src=5), num_ranks=2)
 reproduce(
     "nccl-missing",
     lambda folder: dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1),

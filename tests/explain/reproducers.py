@@ -55,12 +55,15 @@ def reproduces(
     return register
 
 
-def reproduce(code: str, fail: Callable[[Path], Any], *, group: bool = False) -> None:
-    """Register what fails in one expression, on one rank, under the name of its cause."""
+def reproduce(
+    code: str, fail: Callable[[Path], Any], *, num_ranks: int = 1, group: bool = False
+) -> None:
+    """Register what fails in one expression under the name of its cause."""
     name = code.replace("-", "_")
     while name in ALL:
         name += "_too"
-    ALL[name] = Reproducer(name, code, lambda rank, folder: fail(folder), 1, group)
+    has_group = group or num_ranks > 1
+    ALL[name] = Reproducer(name, code, lambda rank, folder: fail(folder), num_ranks, has_group)
 
 
 def throw(error: BaseException) -> None:

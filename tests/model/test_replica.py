@@ -9,7 +9,7 @@ from torch import nn
 
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.sampler import Window
-from hardened_ddp.errors import HardenedError, ModelError, UnusedParameterError
+from hardened_ddp.errors import HardenedError, UnusedParameterError
 from hardened_ddp.gradients.by_ddp import ByDdp
 from hardened_ddp.gradients.choose import sum_gradients_of
 from hardened_ddp.gradients.sums import GradientSum, LocalGradients, Marks
@@ -203,14 +203,6 @@ def test_what_a_task_of_the_user_learned_is_kept_when_trials_are_undone() -> Non
     probe(trial, [Batch(torch.randn(2, 4), torch.tensor([1.0, 4.0]), torch.arange(2))])
     trial.attributes.reset()
     assert task.learned() == {"origin": [2.5]}
-
-
-def test_labels_beyond_the_classes_are_named() -> None:
-    group = Group(read_launch({}), CPU)
-    model = nn.Linear(4, 3)
-    batch = Batch(torch.randn(2, 4), torch.tensor([0, 7]), torch.arange(2))
-    with pytest.raises(ModelError, match="labels run from 0 to 7"):
-        probe(trial_of(model, group), [batch])
 
 
 @pytest.mark.parametrize(

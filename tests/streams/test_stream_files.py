@@ -18,7 +18,6 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from hardened_ddp.data import foreign_code
 from hardened_ddp.data.sources.datasets import build_data
-from hardened_ddp.data.sources.facts import is_map_style
 from hardened_ddp.errors import DataError, MissingPackageError
 from hardened_ddp.settings.config import DataConfig
 from hardened_ddp.streams.adapters import HubStream, adapt
@@ -283,15 +282,6 @@ def test_a_dataset_that_can_not_be_copied_is_read_if_it_is_one_shard() -> None:
         assert sorted(float(x) for x, _ in rows) == list(range(40))
     with pytest.raises(DataError, match=r"Locked can't be copied .*lock.*: see its lock"):
         adapt(Locked(40, 5), "locked")
-
-
-def test_what_can_be_read_only_once_is_refused() -> None:
-    with pytest.raises(DataError, match="is an iterator, which can be read only once"):
-        adapt((i for i in range(3)), "numbers")
-    with pytest.raises(DataError, match="num_shards is 0"):
-        adapt(Numbers(3, 0), "numbers")
-    assert is_map_style([1, 2])
-    assert not is_map_style(Sized())
 
 
 def test_a_test_set_counts_what_it_does_not_say() -> None:

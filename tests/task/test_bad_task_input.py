@@ -39,6 +39,10 @@ def model(*shape: int, kind: str = "logits") -> Words:
     return ("--model", "tests.bad_tasks:Model", "--model_args", args(shape=shape, kind=kind))
 
 
+def pairs(**given: Any) -> Words:
+    return ("--dataset", "tests.data.test_datasets:open_pairs", "--dataset_args", args(**given))
+
+
 def unusual(name: str, **given: Any) -> Words:
     path = f"tests.model.test_unusual_parameters:{name}"
     return (*data(num_classes=2), "--model", path, "--model_args", args(**given))
@@ -80,6 +84,8 @@ CASES: list[tuple[Words, str]] = [
     (sized(length=3.5), "its length is not known: TypeError"),
     (sized(classes=2), "its classes are 2, not a list of names"),
     (data(num_classes=0), "its num_classes is 0"),
+    (pairs(size=0), "no training sample"),
+    (pairs(num_classes=3, says={"targets": [0, 2, 3, 1]}), "sample 2 has label 3, but there"),
     (data(inputs="nothing", num_classes=2), "a sample is a NoneType"),
     (data(inputs="infinite", num_classes=2), "3 values of its input are NaN or infinite"),
     (data(inputs="named", num_classes=2), "unexpected keyword argument 'pixels'"),
