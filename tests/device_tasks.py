@@ -1,6 +1,6 @@
 """Datasets, models and tasks for test_devices.py."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,43 +10,31 @@ from torch.utils.data import Dataset
 
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.task.task import Metric, Score, Task
+from tests.plugins import Made
 from tests.token_data import sequences
 
 
-class Made(Dataset[tuple[torch.Tensor, Any]]):
-    """Samples that a function makes of random numbers."""
-
-    def __init__(self, train: bool, num_classes: int, make: Callable[..., Any]) -> None:
-        self.size, self.num_classes, self.make = 40 if train else 17, num_classes, make
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, Any]:
-        found: tuple[torch.Tensor, Any] = self.make(torch.Generator().manual_seed(index), index)
-        return found
-
-
 def pictures(train: bool) -> Made:
-    return Made(train, 20, lambda rng, index: (torch.randn(1, 8, 8, generator=rng), index % 20))
+    size = 40 if train else 17
+    return Made(size, lambda rng, index: (torch.randn(1, 8, 8, generator=rng), index % 20), 20)
 
 
 def tagged(train: bool) -> Made:
     return Made(
-        train,
-        5,
+        40 if train else 17,
         lambda rng, _: (torch.randn(3, generator=rng), torch.rand(5, generator=rng).round()),
+        5,
     )
 
 
 def maps(train: bool) -> Made:
     return Made(
-        train,
-        3,
+        40 if train else 17,
         lambda rng, _: (
             torch.randn(1, 4, 4, generator=rng),
             torch.randint(3, (4, 4), generator=rng),
         ),
+        3,
     )
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.plugins import Made
+
 WIDTH = 5
 
 
@@ -302,21 +304,11 @@ CHANGING = [Normalising, DroppingOut, ThroughData, NoisyNowAndThen, OfNests, Cha
 CHANGING += [OfColumns, ByNumpy]
 
 
-class Nests(torch.utils.data.Dataset[tuple[dict[str, Any], int]]):
-    """Points, each in a dict with a list in it."""
+def nests(train: bool, size: int = 40) -> Made:
+    """Give points, each in a dict with a list in it."""
 
-    num_classes = 2
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> tuple[dict[str, Any], int]:
-        point = torch.randn(3, generator=torch.Generator().manual_seed(index))
+    def make(rng: torch.Generator, _: int) -> tuple[dict[str, Any], int]:
+        point = torch.randn(3, generator=rng)
         return {"parts": [{"point": point}], "more": point.flip(0)}, int(point[0] > 0)
 
-
-def nests(train: bool, size: int = 40) -> Nests:
-    return Nests(size if train else 17)
+    return Made(size if train else 17, make, 2)

@@ -10,7 +10,7 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
@@ -31,15 +31,15 @@ class Points(Dataset[tuple[torch.Tensor, int]]):
 
     num_classes = 2
 
-    def __init__(self, size: int, broken: tuple[int, ...] = ()) -> None:
-        self.size, self.broken = size, broken
+    def __init__(self, size: int, broken: tuple[int, ...] = (), said: str = "broken file") -> None:
+        self.size, self.broken, self.said = size, broken, said
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         if index in self.broken:
-            raise ValueError(f"broken file {index}")
+            raise ValueError(f"{self.said} {index}")
         generator = torch.Generator().manual_seed(index)
         point = torch.randn(3, generator=generator)
         return point, int(point[0] > 0)
@@ -49,66 +49,30 @@ def points(train: bool, size: int = 40, broken: tuple[int, ...] = ()) -> Points:
     return Points(size, tuple(broken)) if train else Points(17)
 
 
-class Writing(Points):
-    """Points of which none can be read, for a reason that writes to the terminal."""
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        raise ValueError("\x1b]0;owned\x07 it can't be read")
+def points_that_write(train: bool) -> Points:
+    """Give points of which none can be read, for a reason that writes to the terminal."""
+    return Points(40, tuple(range(40)), "\x1b]0;owned\x07 it can't be read")
 
 
-def points_that_write(train: bool) -> Writing:
-    return Writing(40)
+class Made(Dataset[tuple[Any, Any]]):
+    """Samples that a function makes of random numbers and their index."""
+
+    def __init__(self, size: int, make: Callable[..., Any], num_classes: int | None = None) -> None:
+        self.size, self.make = size, make
+        if num_classes is not None:
+            self.num_classes = num_classes
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        found: tuple[Any, Any] = self.make(torch.Generator().manual_seed(index), index)
+        return found
 
 
 def points_to_test(train: bool, broken: tuple[int, ...] = (), none: bool = False) -> Points | None:
     """Give points of which test samples are broken, or none is there."""
     return Points(40) if train else None if none else Points(17, tuple(broken))
-
-
-class PointStream:
-    """The points as a stream of ragged shards; while the file pace is there they take time."""
-
-    num_classes = 2
-
-    def __init__(self, lengths: Sequence[int], *, says: bool, pace: str, broken: str) -> None:
-        """broken: shard/index of a sample that can't be read."""
-        self.num_shards, self.lengths, self.pace, self.broken = len(lengths), lengths, pace, broken
-        if says:
-            self.sizes = list(lengths)
-
-    def open(self, shard: int, *, epoch: int, state: Any) -> "PointReader":
-        return PointReader(self, shard, state or 0)
-
-
-class PointReader:
-    def __init__(self, stream: PointStream, shard: int, index: int) -> None:
-        self.stream, self.shard, self.index = stream, shard, index
-
-    def __iter__(self) -> "PointReader":
-        return self
-
-    def __next__(self) -> tuple[torch.Tensor, int]:
-        if self.index >= self.stream.lengths[self.shard]:
-            raise StopIteration
-        if os.path.exists(self.stream.pace):
-            time.sleep(0.01)
-        self.index += 1
-        if f"{self.shard}/{self.index - 1}" == self.stream.broken:
-            raise ValueError("a broken row")
-        return Points(1)[self.shard * 1000 + self.index - 1]
-
-    def state_dict(self) -> int:
-        return self.index
-
-
-def point_stream(
-    train: bool,
-    lengths: tuple[int, ...] = (50, 31, 64, 7, 40, 40),
-    says: bool = False,
-    pace: str = "",
-    broken: str = "",
-) -> PointStream:
-    return PointStream(lengths if train else (9, 0, 8), says=says, pace=pace, broken=broken)
 
 
 class SlowPoints(Points):

@@ -8,7 +8,7 @@ from torch import nn
 from hardened_ddp.step.failure import Failure
 from hardened_ddp.step.gradient import Attempt, Gradient
 from tests import late_looks, plugins
-from tests.token_data import TightLM
+from tests.token_data import FailingLM
 
 
 def model(num_classes: int, step: int, most: int, *, is_late: bool) -> nn.Module:
@@ -18,9 +18,9 @@ def model(num_classes: int, step: int, most: int, *, is_late: bool) -> nn.Module
 
 
 def language_model(step: int, most: int) -> nn.Module:
-    """Build TightLM, which has enough memory; from step on, micro-batches have most samples."""
+    """Build FailingLM, which has enough memory; from step on, micro-batches have most samples."""
     _limit(step, most)
-    return TightLM()
+    return FailingLM()
 
 
 def _limit(step: int, most: int) -> None:

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from ddp_drills.injectors import FAULTS
-from tests.plugins import Forwards, is_first_time
+from tests.plugins import Forwards, Made
 
 VOCABULARY, LENGTH = 11, 9
 
@@ -123,57 +123,34 @@ class OwnLM(TinyLM):
         return {name: found[name] for name in self.names}
 
 
-class StumblingLM(TinyLM):
-    """Raises in one forward of one rank, once."""
+class FailingLM(TinyLM):
+    """Raises or runs out of memory in one forward of rank 1, or in the backward of it; 0: never."""
 
     num_forwards = Forwards()
 
-    def __init__(self, marker: str, forward_number: int = 9) -> None:
+    def __init__(self, forward_number: int = 0, how: str = "memory") -> None:
         super().__init__(dropout=0.2)
-        self.marker, self.forward_number, self.num_forwards = marker, forward_number, 0
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        self.num_forwards += self.training
-        is_here = os.environ.get("RANK", "0") == "1" and self.num_forwards == self.forward_number
-        if is_here and is_first_time(self.marker):
-            raise RuntimeError("stumbled")
-        return super().forward(ids)
-
-
-class TightLM(TinyLM):
-    """Runs out of memory in one forward of rank 1, or in the backward of it; 0: never."""
-
-    num_forwards = Forwards()
-
-    def __init__(self, forward_number: int = 0, in_backward: bool = False) -> None:
-        super().__init__(dropout=0.2)
-        self.forward_number, self.in_backward, self.num_forwards = forward_number, in_backward, 0
+        self.forward_number, self.how, self.num_forwards = forward_number, how, 0
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         self.num_forwards += self.training
         is_now = self.training and self.num_forwards == self.forward_number
-        is_here = os.environ.get("RANK", "0") == "1"
-        if is_now and is_here and not self.in_backward:
+        how = self.how if is_now and os.environ.get("RANK", "0") == "1" else ""
+        if how == "raise":
+            raise RuntimeError("stumbled")
+        if how == "memory":
             raise torch.OutOfMemoryError("CUDA out of memory, as a test has it")
         logits: torch.Tensor = super().forward(ids)
-        if is_now and is_here:
+        if how == "memory in backward":
             logits.register_hook(lambda gradient: FAULTS["memory"]())
         return logits
 
 
-class Slopes(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Points with two numbers as their label."""
+def slopes(train: bool) -> Made:
+    """Give points with two numbers as their label."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        point = torch.randn(3, generator=torch.Generator().manual_seed(index))
+    def make(rng: torch.Generator, _: int) -> tuple[torch.Tensor, torch.Tensor]:
+        point = torch.randn(3, generator=rng)
         return point, torch.stack([point.sum(), point[0] - 2 * point[1]])
 
-
-def slopes(train: bool) -> Slopes:
-    return Slopes(36 if train else 13)
+    return Made(36 if train else 13, make)

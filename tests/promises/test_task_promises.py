@@ -69,30 +69,30 @@ def test_other_numbers_of_ranks_take_the_same_samples_and_measure_the_same(
 
 def test_a_rank_that_fails_in_a_step_with_tokens_changes_no_weight(tmp_path: Path) -> None:
     argv = [*STEADY, *TASKS["tokens"]]
-    argv[argv.index("tests.token_data:TinyLM")] = "tests.token_data:StumblingLM"
-    marker = tmp_path / "stumbled"
-    argv[argv.index("{dropout: 0.2}")] = f"{{marker: {marker}}}"
+    argv[argv.index("tests.token_data:TinyLM")] = "tests.token_data:FailingLM"
+    argv[argv.index("{dropout: 0.2}")] = "{forward_number: 9, how: raise}"
     finished = train([*argv, "--output_dir", tmp_path / "once"], 2).ok()
     assert "retrying step" in finished.outputs[0]
-    assert marker.exists()
+    argv += ["--model_args", "{}"]
     train([*argv, "--output_dir", tmp_path / "undisturbed"], 2).ok()
     assert last_tensors(tmp_path / "once") == last_tensors(tmp_path / "undisturbed")
 
 
-RAGGED = [("ragged", False, []), ("ragged", True, ["--no_shared_memory"])]
-RAGGED += [("ragged_stream", False, []), ("ragged", True, ["--batch_size", "8"])]
+RAGGED = [("ragged", "memory", []), ("ragged", "memory in backward", ["--no_shared_memory"])]
+RAGGED += [("ragged_stream", "memory", [])]
+RAGGED += [("ragged", "memory in backward", ["--batch_size", "8"])]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", RAGGED, ids=str)
 def test_after_an_out_of_memory_batches_that_were_cut_by_length_have_the_same_parts(
-    case: tuple[str, bool, list[str]], tmp_path: Path
+    case: tuple[str, str, list[str]], tmp_path: Path
 ) -> None:
-    data, in_backward, flags = case
+    data, how, flags = case
     argv: Words = [*STEADY, "--dataset", f"tests.token_data:{data}", "--task", "tokens", *flags]
     argv += ["--split_by_length", "--global_batch_size", "32", "--lr_schedule", "constant"]
-    args = f"{{forward_number: 20, in_backward: {str(in_backward).lower()}}}"
-    tight = ["--model", "tests.token_data:TightLM", "--model_args", args]
+    args = f"{{forward_number: 20, how: {how}}}"
+    tight = ["--model", "tests.token_data:FailingLM", "--model_args", args]
     faulty = train([*argv, *tight, "--output_dir", tmp_path / "faulty"], 2).ok()
     told = re.search(r"have (\d+) samples at most .* retrying step (\d+),", faulty.outputs[0])
     assert told, faulty.outputs[0]

@@ -1,6 +1,8 @@
 """Streams for tests, and ranks in threads that read one, without a process group."""
 
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +21,7 @@ from hardened_ddp.streams.shard_loader import ShardLoader
 from hardened_ddp.streams.shard_sampler import ShardSampler
 from hardened_ddp.streams.stream_batches import HeldSamples
 from tests.data.scripted import give_back_sigchld
+from tests.plugins import Points
 
 
 class Rows:
@@ -71,6 +74,34 @@ class _Cursor:
 
     def state_dict(self) -> int:
         return self.index
+
+
+class PointStream(StatefulRows):
+    """The points as a stream of ragged shards; while the file pace is there they take time."""
+
+    uses_randomness = True  # as of a stream that says nothing of it
+
+    def __init__(self, lengths: Sequence[int], *, says: bool, pace: str, broken: str) -> None:
+        """broken: shard/index of a sample that can't be read."""
+        super().__init__(lengths, says=lengths if says else None)
+        self.pace, self.broken = pace, broken
+
+    def row(self, shard: int, index: int) -> Any:
+        if os.path.exists(self.pace):
+            time.sleep(0.01)
+        if f"{shard}/{index}" == self.broken:
+            raise ValueError("a broken row")
+        return Points(1)[shard * 1000 + index]
+
+
+def point_stream(
+    train: bool,
+    lengths: tuple[int, ...] = (50, 31, 64, 7, 40, 40),
+    says: bool = False,
+    pace: str = "",
+    broken: str = "",
+) -> PointStream:
+    return PointStream(lengths if train else (9, 0, 8), says=says, pace=pace, broken=broken)
 
 
 class Meeting:

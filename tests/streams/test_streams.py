@@ -11,7 +11,7 @@ from tests.harness.ranks import run_program, start_training, train
 from tests.harness.run_folder import find_checkpoints, last_tensors, only_run, samples_by_step
 from tests.task.test_task import Distance
 
-STREAM: list[str | Path] = ["--cpu_only", "--dataset", "tests.plugins:point_stream"]
+STREAM: list[str | Path] = ["--cpu_only", "--dataset", "tests.streams.stream_programs:point_stream"]
 STREAM += ["--model", "mlp", "--num_workers", "0", "--learning_rate", "0.01"]
 STEADY: list[str | Path] = [*STREAM, "--lr_schedule", "constant", "--epochs", "3", "--ledger"]
 STEADY += ["--global_batch_size", "24", "--checkpoint_every_steps", "4"]
