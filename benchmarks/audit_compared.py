@@ -29,8 +29,9 @@ sys.path.insert(0, str(ROOT))
 
 from ddp_doctor.audit.command import judge  # noqa: E402  # WHY: the path above
 from ddp_doctor.audit.records import read_ranks  # noqa: E402
+from tests.audit.observed_server import run_observed  # noqa: E402
 from tests.audit.programs import MISTAKES, NEEDS, Case  # noqa: E402
-from tests.audit.test_programs import Zygote  # noqa: E402
+from tests.harness.ranks import another_server, start_ranks  # noqa: E402
 
 _SPEAKS = re.compile(r"[Ww]arn|WARN|[Ee]rror|ERROR|mismatch|not in sync")
 _CODE = re.compile(r"\b([A-Z]{1,4}\d{3,4})\b")
@@ -57,12 +58,11 @@ def main() -> int:
     print("| " + " | ".join(heads) + " |")
     print("| --- " * len(heads) + "|")
     found: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory(prefix="audit-compared-") as folder:
-        zygote = Zygote([])
-        try:
-            compare(cases, linters, zygote, Path(folder), found)
-        finally:
-            zygote.close()
+    with (
+        tempfile.TemporaryDirectory(prefix="audit-compared-") as folder,
+        another_server("tests.audit.observed_server"),
+    ):
+        compare(cases, linters, Path(folder), found)
     print(f"\n{len(cases)} mistakes; " + ", ".join(f"{k} {n}" for k, n in found.items()))
     return int(found["audit: right code and line"] < len(cases))
 
@@ -70,7 +70,6 @@ def main() -> int:
 def compare(
     cases: Sequence[Case],
     linters: Sequence[Sequence[str]],
-    zygote: Zygote,
     folder: Path,
     found: Counter[str],
 ) -> None:
@@ -79,12 +78,10 @@ def compare(
     for case in cases:
         if case.style not in base:
             healthy = Case("healthy", style=case.style)
-            _, said, linted = ask(healthy, linters, zygote, folder / case.style)
+            _, said, linted = ask(healthy, linters, folder / case.style)
             base[case.style] = (said, linted)
         known_said, known_linted = base[case.style]
-        verdict, said, linted = ask(
-            case, linters, zygote, folder / str(len(list(folder.iterdir())))
-        )
+        verdict, said, linted = ask(case, linters, folder / str(len(list(folder.iterdir()))))
         new = [line for line in said if line not in known_said]
         codes = [
             sorted(set(_CODE.findall(" ".join(mine - known))))
@@ -105,23 +102,22 @@ def compare(
 
 
 def ask(
-    case: Case, linters: Sequence[Sequence[str]], zygote: Zygote, folder: Path
+    case: Case, linters: Sequence[Sequence[str]], folder: Path
 ) -> tuple[str, Counter[str], list[Counter[str]]]:
     """Give what audit says of a case, the warnings that its run prints, and those of linters."""
     records = folder / "records"
     records.mkdir(parents=True)
     script = folder / "train.py"
     script.write_text(case.source())
-    if any(zygote.run(script, records)):
-        raise SystemExit(f"{case.name}: the program failed, see {records}")
+    with start_ranks(run_observed, 2, script, records) as running:
+        outputs = running.wait(60).ok().outputs
     verdicts = [v for v in judge(read_ranks(records), hung=False) if v.severity in _WORST]
     right = [v for v in verdicts if v.code == case.code]
     is_line = any(v.line == case.line() or not case.line() for v in right)
     verdict = "code and line" if is_line else "code" if right else "nothing"
     said: Counter[str] = Counter()
-    for log in records.glob("*.log"):
-        lines = log.read_text(errors="replace").splitlines()
-        said += Counter(shape(line) for line in lines if _SPEAKS.search(line))
+    for output in outputs:
+        said += Counter(shape(line) for line in output.splitlines() if _SPEAKS.search(line))
     linted = []
     for linter in linters:
         done = subprocess.run(

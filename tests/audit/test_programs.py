@@ -1,10 +1,6 @@
 """Programs with one planted mistake, which is found on its line, and healthy ones: not accused."""
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,63 +10,22 @@ from ddp_doctor.audit.catalogue import OBSERVED
 from ddp_doctor.audit.command import judge
 from ddp_doctor.audit.records import Ranks, read_ranks
 from ddp_doctor.audit.verdict import Verdict
+from tests.audit.observed_server import run_observed
 from tests.audit.programs import HEALTHY, LOOP, MISTAKES, NEEDS, WRAP, Case
-from tests.harness.processes import ROOT, clean_environment, limit_of
-from tests.harness.ranks import held_port
+from tests.harness.ranks import another_server, run_ranks
 
 LIMIT_S = 40
 
 
-class Zygote:
-    """The process that forks the ranks of each program."""
-
-    def __init__(self) -> None:
-        extra = os.environ.get("PYTHONPATH", "")
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.audit.zygote"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env=clean_environment(
-                {"PYTHONPATH": f"{ROOT}{os.pathsep}{extra}", "GLOO_SOCKET_IFNAME": "lo"}
-            ),
-        )
-
-    def run(self, script: Path, folder: Path) -> list[int]:
-        """Run a program on two ranks; give their exit statuses."""
-        request = {
-            "script": str(script),
-            "folder": str(folder),
-            "cwd": str(script.parent),
-            "world": 2,
-            "port": held_port(),
-            "timeout_s": limit_of(LIMIT_S),
-        }
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        statuses: list[int] = json.loads(self._process.stdout.readline())
-        return statuses
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=limit_of(10))
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+@pytest.fixture(scope="module", autouse=True)
+def observed() -> Iterator[None]:
+    """The ranks of all programs are forked from one process."""
+    with another_server("tests.audit.observed_server"):
+        yield
 
 
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    process = Zygote()
-    yield process
-    process.close()
-
-
-def audit(case: Case, zygote: Zygote, folder: Path) -> tuple[Ranks, list[Verdict], str]:
-    """Run a case; give its ranks, the verdicts, and what the ranks printed."""
+def audit(case: Case, folder: Path) -> tuple[Ranks, list[Verdict]]:
+    """Run a case; give its ranks and the verdicts."""
     needed = NEEDS.get(case.style, "torch")
     if importlib.util.find_spec(needed) is None:
         pytest.skip(f"{needed} is not installed")
@@ -78,13 +33,11 @@ def audit(case: Case, zygote: Zygote, folder: Path) -> tuple[Ranks, list[Verdict
     records.mkdir()
     script = folder / "train.py"
     script.write_text(case.source())
-    statuses = zygote.run(script, records)
-    logs = "\n".join(path.read_text(errors="replace") for path in records.glob("*.log"))
+    run_ranks(run_observed, 2, script, records, timeout_s=LIMIT_S)
     ranks = read_ranks(records)
-    assert statuses == [0, 0], logs
-    assert len(ranks) == 2, logs
+    assert len(ranks) == 2
     assert not [e for rank in ranks for e in rank.all("error")]
-    return ranks, judge(ranks, hung=False), logs
+    return ranks, judge(ranks, hung=False)
 
 
 QUICK = {"clipping", "bypass"}
@@ -98,15 +51,15 @@ def cases(some: Sequence[Case]) -> list[object]:
 
 
 @pytest.mark.parametrize("case", cases(HEALTHY))
-def test_a_healthy_program_is_not_accused(case: Case, zygote: Zygote, tmp_path: Path) -> None:
-    ranks, verdicts, _ = audit(case, zygote, tmp_path)
+def test_a_healthy_program_is_not_accused(case: Case, tmp_path: Path) -> None:
+    ranks, verdicts = audit(case, tmp_path)
     assert [f"{v.place} {v.code}: {v.sentence}" for v in verdicts if v.is_mistake] == []
     assert all(rank.step_count >= 4 for rank in ranks)
 
 
 @pytest.mark.parametrize("case", cases(MISTAKES))
-def test_a_planted_mistake_is_found_on_its_line(case: Case, zygote: Zygote, tmp_path: Path) -> None:
-    _, verdicts, _ = audit(case, zygote, tmp_path)
+def test_a_planted_mistake_is_found_on_its_line(case: Case, tmp_path: Path) -> None:
+    _, verdicts = audit(case, tmp_path)
     told = [f"{v.severity} {v.place} {v.code}: {v.sentence} {v.evidence}" for v in verdicts]
     mistakes = [v for v in verdicts if v.is_mistake]
     assert [v.code for v in mistakes] == [case.code], told
@@ -115,12 +68,10 @@ def test_a_planted_mistake_is_found_on_its_line(case: Case, zygote: Zygote, tmp_
 
 
 @pytest.mark.slow
-def test_a_slow_rank_and_a_needless_search_for_unused_parameters_are_advice(
-    zygote: Zygote, tmp_path: Path
-) -> None:
+def test_a_slow_rank_and_a_needless_search_for_unused_parameters_are_advice(tmp_path: Path) -> None:
     slow = (LOOP, f"{LOOP}            import time; time.sleep(0.02 * rank)\n")
     search = (WRAP, "    model = DDP(net, find_unused_parameters=True)\n")
-    ranks, verdicts, _ = audit(Case("slow", (slow, search)), zygote, tmp_path)
+    ranks, verdicts = audit(Case("slow", (slow, search)), tmp_path)
     by_code = {v.code: v for v in verdicts if not v.is_mistake}
     assert "rank 1 is slow" in by_code["slow-rank"].sentence
     assert "find-unused-needless" in by_code

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
@@ -233,14 +233,14 @@ class Running:
 class ForkServer:
     """The process that ranks are forked from. Other processes of pytest find it by its address."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = "tests.harness.fork_server") -> None:
         folder = Path(tempfile.mkdtemp(prefix="fork-server-"))
         self.log = folder / "log.txt"
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind("")  # the kernel finds a name, which is no file
             listener.listen(64)
             self.address: bytes = listener.getsockname()
-            argv = [sys.executable, "-m", "tests.harness.fork_server"]
+            argv = [sys.executable, "-m", module]
             with self.log.open("wb") as log:
                 self._process = subprocess.Popen(
                     [*argv, str(listener.fileno()), str(folder)],
@@ -252,7 +252,7 @@ class ForkServer:
                     pass_fds=[listener.fileno()],
                     start_new_session=True,  # WHY: Ctrl-C is for pytest, which then ends this
                 )
-        self.pid = self._process.pid
+        _server_pids.add(self._process.pid)
 
     def close(self) -> None:
         """End the server, which removes its log."""
@@ -298,6 +298,7 @@ class ForkedChild:
 
 
 _server: ForkServer | None = None
+_server_pids: set[int] = set()
 _shared: tuple[bytes, Path] | None = None  # address and log of another process's server
 _children: list[ForkedChild] = []  # of the test that runs
 _folders: list[Path] = []
@@ -509,9 +510,22 @@ def use_server(address: bytes, log: str) -> None:
     _shared = (address, Path(log))
 
 
+@contextlib.contextmanager
+def another_server(module: str) -> Iterator[None]:
+    """Have ranks forked from a server of one's own meanwhile: python -m module."""
+    global _shared
+    server, before = ForkServer(module), _shared
+    _shared = (server.address, server.log)
+    try:
+        yield
+    finally:
+        _shared = before
+        server.close()
+
+
 def server_pids() -> set[int]:
-    """Return the process id of the fork server, if this process started it."""
-    return {_server.pid} if _server else set()
+    """Return the process ids of the fork servers that this process started."""
+    return _server_pids
 
 
 def _start_server() -> ForkServer:
