@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,8 +17,13 @@ from hardened_ddp.settings.config import Config, DdpConfig
 
 log = logging.getLogger(__name__)
 
-# The dtype in which our hook sends gradients, if it is another one.
-_SENT_AS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# The dtype in which our hook sends gradients; powersgd is torch's own hook.
+_SENT_AS: Mapping[str, torch.dtype | None] = {
+    "none": None,
+    "powersgd": None,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 def sum_gradients_of(
@@ -53,7 +59,7 @@ def sum_gradients_of(
         ddp,
         group,
         has_hook=comm_hook != "powersgd" and (retries or counts or comm_hook != "none"),
-        sent_as=_SENT_AS.get(comm_hook),
+        sent_as=_SENT_AS[comm_hook],
         counts=counts,
         calls_collectives=calls_collectives,
     )

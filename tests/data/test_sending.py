@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from hardened_ddp.data.batches import workers
+from hardened_ddp.data.batches import worker_memory
 from hardened_ddp.data.batches.batch import Batch, BatchSource
 from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.data.batches.loader import BatchReader
-from hardened_ddp.data.batches.workers import SendingTrial, WorkerPlan
+from hardened_ddp.data.batches.worker_memory import SendingTrial
+from hardened_ddp.data.batches.workers import WorkerPlan
 from hardened_ddp.settings.config import DataConfig
 from hardened_ddp.streams.block_reader import BlockReader
 from tests.harness.ranks import run_ranks
@@ -126,7 +127,7 @@ def test_a_stream_that_holds_many_tensors_has_a_worker(caplog: pytest.LogCapture
 def test_tensors_are_copied_where_shared_memory_is_too_small(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(workers, "_DATASET_SHM_MARGIN", 1e12)
+    monkeypatch.setattr(worker_memory, "_SHM_MARGIN", 1e12)
     assert not are_shared_in_a_worker()
 
 
@@ -140,17 +141,17 @@ def test_views_of_one_tensor_are_counted_once() -> None:
 def test_many_small_tensors_are_copied_because_each_would_be_an_open_file() -> None:
     plan = WorkerPlan(num_workers=2, prefetch_factor=2, start_method="forkserver")
     many = Fetcher(InMemory([torch.zeros(1) for _ in range(1000)]), seed=0)
-    assert workers.plan_sending(many, plan).copies_data
+    assert worker_memory.plan_sending(many, plan).copies_data
     few = Fetcher(InMemory(), seed=0)
-    assert not workers.plan_sending(few, plan).copies_data
+    assert not worker_memory.plan_sending(few, plan).copies_data
 
 
 def test_workers_that_each_copy_much_are_told_with_the_size(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(workers, "MOST_PRIVATE_BYTES", 2 * MIB)
+    monkeypatch.setattr(worker_memory, "MOST_PRIVATE_BYTES", 2 * MIB)
     plan = WorkerPlan(num_workers=4, prefetch_factor=2, start_method="forkserver")
-    workers.plan_sending(Fetcher(InMemory(), seed=0), plan)
+    worker_memory.plan_sending(Fetcher(InMemory(), seed=0), plan)
     assert not caplog.text
-    workers.plan_sending(Fetcher(InMemory(np.zeros(30 * MIB, np.uint8)), seed=0), plan)
+    worker_memory.plan_sending(Fetcher(InMemory(np.zeros(30 * MIB, np.uint8)), seed=0), plan)
     assert "each of 4 workers takes about 30 MiB of memory" in caplog.text

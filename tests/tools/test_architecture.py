@@ -53,8 +53,8 @@ BUDGETS = {
     "ddp_training.py": 400,
     "ddp_doctor/*": 11_675,
     "ddp_runs/*": 2_300,
-    "hardened_ddp/*": 30_260,
-    "hardened_ddp/gradients/*": 815,
+    "hardened_ddp/*": 30_275,
+    "hardened_ddp/gradients/*": 825,
     "hardened_ddp/settings/*": 2_430,
     "hardened_ddp/step/*": 2_180,
     "hardened_ddp/reporting/*": 1_845,
@@ -66,11 +66,11 @@ BUDGETS = {
     "hardened_ddp/preflight/*": 1_200,
     "hardened_ddp/ranks/*": 2_855,
     "hardened_ddp/guard/*": 1_515,
-    "hardened_ddp/data/*": 4_715,
+    "hardened_ddp/data/*": 4_725,
     "hardened_ddp/streams/*": 2_630,
     "ddp_drills/*": 2_570,
     "launchers/*": 692,
-    "tests/*": 35_250,
+    "tests/*": 35_255,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.

@@ -30,8 +30,9 @@ from hardened_ddp.data.batches.sampler import (
     share_of,
     split_evenly,
 )
+from hardened_ddp.data.batches.worker_memory import plan_sending
 from hardened_ddp.data.batches.worker_pool import WorkerPool, WorkersLost
-from hardened_ddp.data.batches.workers import WorkerPlan, plan_sending
+from hardened_ddp.data.batches.workers import WorkerPlan
 from hardened_ddp.errors import LoaderError
 from hardened_ddp.ranks.resources import raise_open_file_limit
 from hardened_ddp.reporting.log import ON_EVERY_RANK

@@ -29,7 +29,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from hardened_ddp.data.batches.batch import Batch, BatchSource, Request
 from hardened_ddp.data.batches.nesting import map_tensors
-from hardened_ddp.data.batches.workers import Copied, WorkerPlan
+from hardened_ddp.data.batches.worker_memory import Copied
+from hardened_ddp.data.batches.workers import WorkerPlan
 from hardened_ddp.ranks.stacks import ask_for_stacks, offer_stacks
 from hardened_ddp.ranks.threads import AwakeTime, HelperThread
 
