@@ -67,6 +67,11 @@ class ImageClassifier(nn.Module):
         logits: torch.Tensor = self.net(pixel_values=images).logits
         return logits
 
+    @property
+    def hub_config(self) -> dict[str, Any]:
+        """The transformers configuration as JSON, from which the model is built again."""
+        return _description_of(self.net)
+
 
 class TextModel(nn.Module):
     """A transformers model for text: its inputs by name -> {"logits"}, with labels {"loss"} too."""
@@ -84,6 +89,11 @@ class TextModel(nn.Module):
         found = self.net(labels=labels, **self._always, **inputs)
         losses = {} if found.loss is None else {"loss": found.loss}
         return {"logits": found.logits, **losses}
+
+    @property
+    def hub_config(self) -> dict[str, Any]:
+        """The transformers configuration as JSON, from which the model is built again."""
+        return _description_of(self.net)
 
 
 HubModel = ImageClassifier | TextModel
@@ -136,19 +146,8 @@ def load_hub_model(
         return _wrapped(net, kind, input_shape)
 
 
-def hub_config_of(model: nn.Module) -> dict[str, Any] | None:
-    """Return the transformers configuration as JSON, from which a model is built again.
-
-    With its class. None: it is no model of transformers.
-    """
-    if not isinstance(model, HubModel):
-        return None
-    config: dict[str, Any] = json.loads(model.net.config.to_json_string(use_diff=False))
-    return {**config, "architectures": [type(model.net).__name__]}
-
-
 def build_from_config(hub_config: Mapping[str, Any], *, input_shape: tuple[int, ...]) -> HubModel:
-    """Build a model, with random weights, from its configuration: nothing is read or downloaded.
+    """Build a model, with random weights, from its hub_config: nothing is read or downloaded.
 
     Raises ModelError, MissingPackageError.
     """
@@ -189,6 +188,12 @@ def _kind_of(transformers: Any, config: Any, task: str, *, has_classes: bool) ->
             fix="say which: --task classification | tokens",
         )
     return head
+
+
+def _description_of(net: Any) -> dict[str, Any]:
+    """Return the configuration of a model as JSON, with its class."""
+    config: dict[str, Any] = json.loads(net.config.to_json_string(use_diff=False))
+    return {**config, "architectures": [type(net).__name__]}
 
 
 def _check_loaded(net: Any, info: Mapping[str, Any]) -> None:

@@ -23,7 +23,6 @@ from hardened_ddp.checkpoint.folder import Best
 from hardened_ddp.checkpoint.store import CheckpointStore, CheckpointWriter, WriteCost
 from hardened_ddp.checkpoint.tensors import TensorSpec, differences, specs_of
 from hardened_ddp.errors import ANY_FAILURE, CheckpointError, CheckpointMismatchError
-from hardened_ddp.model.huggingface import hub_config_of
 from hardened_ddp.model.optimizer_state import (
     PREFIX,
     is_known,
@@ -439,7 +438,7 @@ def collect_meta(parts: Parts, progress: Progress) -> dict[str, Any]:
         "model": parts.config.model.model,
         "model_args": dict(parts.config.model.model_args),
         "pretrained": parts.config.model.pretrained,
-        "hub_config": hub_config_of(parts.replica.module),
+        "hub_config": getattr(parts.replica.module, "hub_config", None),
         "num_classes": parts.data.num_classes,
         "input_shape": list(parts.data.input_shape),
         "class_names": list(parts.data.class_names),

@@ -15,7 +15,7 @@ from hardened_ddp.errors import ModelError
 from hardened_ddp.export.export import export_model
 from hardened_ddp.export.formats import write_model
 from hardened_ddp.export.preparation import how_to_add, write_preparation
-from hardened_ddp.model.huggingface import TextModel, build_from_config, hub_config_of
+from hardened_ddp.model.huggingface import TextModel, build_from_config
 from hardened_ddp.model.zoo import build_model
 from hardened_ddp.settings.config import ModelConfig
 from hardened_ddp.training.weights import model_tensors, rebuild_model
@@ -71,7 +71,7 @@ def test_the_head_is_that_of_the_task(
     model = build(saved(tmp_path, name), task, num_classes=num_classes)
     assert isinstance(model, TextModel)
     assert model(input_ids=IDS)["logits"].shape == shape
-    again = build_from_config(hub_config_of(model), input_shape=())
+    again = build_from_config(model.hub_config, input_shape=())
     again.load_state_dict(model.state_dict())
     wanted = model.eval()(input_ids=IDS)["logits"]
     assert torch.equal(again.eval()(input_ids=IDS)["logits"], wanted)
@@ -134,7 +134,7 @@ def give_tokenizer(folder: Path) -> Any:  # Any: a tokenizer of transformers
 def write_export(model: str, task: str, folder: Path, *, num_classes: int = 0) -> str:
     """Export a model as it is after training; return what it lacks."""
     net = build(model, task, num_classes=num_classes)
-    meta = {"model": model, "hub_config": hub_config_of(net), "num_classes": num_classes}
+    meta = {"model": model, "hub_config": net.hub_config, "num_classes": num_classes}
     meta |= {"input_shape": [], "class_names": [], "dataset": "m:f"}
     folder.mkdir()
     return write_model(folder, "huggingface", net.state_dict(), json.loads(json.dumps(meta)))
@@ -183,7 +183,7 @@ def test_an_export_without_a_tokenizer_says_so_and_has_none(
     assert str(tmp_path / "out") in told
     (tmp_path / "GPT2LMHeadModel").rename(tmp_path / "moved")
     net = build(f"hf:{tmp_path / 'moved'}", "tokens")
-    meta = {"model": model, "hub_config": hub_config_of(net)}
+    meta = {"model": model, "hub_config": net.hub_config}
     (tmp_path / "other").mkdir()
     assert write_model(tmp_path / "other", "huggingface", net.state_dict(), meta) == "tokenizer"
 
@@ -254,7 +254,7 @@ def test_onnx_and_torch_export_of_a_text_model_take_padded_texts_of_any_length(
 ) -> None:
     evaluator = pytest.importorskip("onnx.reference").ReferenceEvaluator
     model = build(saved(tmp_path, name), "auto").eval()
-    meta = {"model": f"hf:{name}", "hub_config": hub_config_of(model), "input_shape": []}
+    meta = {"model": f"hf:{name}", "hub_config": model.hub_config, "input_shape": []}
     for form in ("onnx", "torch_export"):
         (tmp_path / form).mkdir()
         write_model(tmp_path / form, form, model.state_dict(), meta)

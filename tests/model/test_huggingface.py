@@ -13,7 +13,7 @@ from hardened_ddp.data.foreign_code import import_extra
 from hardened_ddp.data.sources.datasets import build_data
 from hardened_ddp.errors import DataError, MissingPackageError, ModelError
 from hardened_ddp.export.export import export_model
-from hardened_ddp.model.huggingface import ImageClassifier, build_from_config, hub_config_of
+from hardened_ddp.model.huggingface import ImageClassifier, build_from_config
 from hardened_ddp.model.zoo import build_model
 from hardened_ddp.settings.config import DataConfig, ModelConfig
 from tests.harness.ranks import train
@@ -91,7 +91,7 @@ def test_small_grey_images_are_shown_as_the_model_knows_them(vit: Path) -> None:
 @pytest.mark.slow
 def test_a_model_is_built_again_from_its_description_alone(vit: Path) -> None:
     model = load(vit).eval()
-    again = build_from_config(json.loads(json.dumps(hub_config_of(model))), input_shape=(3, 16, 16))
+    again = build_from_config(json.loads(json.dumps(model.hub_config)), input_shape=(3, 16, 16))
     again.load_state_dict(model.state_dict())
     images = torch.rand(2, 3, 16, 16)
     assert torch.equal(again.eval()(images), model(images))
