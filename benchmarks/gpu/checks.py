@@ -63,7 +63,9 @@ def fused_optimizers_skip_a_step_whose_flag_is_up(device: torch.device) -> str:
     """found_inf of 1.0 leaves weights and state as they are, also those of the step count."""
     for name in ("adamw", "adam", "sgd"):
         model = nn.Linear(64, 64).to(device)
-        optimizer = build_optimizer(model.parameters(), OptimizerConfig(optimizer=name))
+        optimizer = build_optimizer(
+            [{"params": list(model.parameters())}], OptimizerConfig(optimizer=name)
+        )
         assert skips_by_flag(optimizer), f"{name} is not fused on {device}"
         allocate_state(optimizer)
         precision = Precision("off", device)
@@ -83,7 +85,7 @@ def fused_optimizers_skip_a_step_whose_flag_is_up(device: torch.device) -> str:
 def a_gradient_whose_square_overflows_changes_no_weight(device: torch.device) -> str:
     """Of a finite one, fused Adam on CUDA makes NaN: so the flag is up for it."""
     model = nn.Linear(64, 64).to(device)
-    optimizer = build_optimizer(model.parameters(), OptimizerConfig())
+    optimizer = build_optimizer([{"params": list(model.parameters())}], OptimizerConfig())
     allocate_state(optimizer)
     for size in (1.0, 1e20, 1.0):
         gradients = [torch.full_like(weight, size) for weight in model.parameters()]
@@ -102,7 +104,7 @@ def the_scale_of_fp16_is_taken_back(device: torch.device) -> str:
     precision = Precision("fp16", device)
     assert precision.scaler is not None
     model = nn.Linear(8, 8).to(device)
-    optimizer = build_optimizer(model.parameters(), OptimizerConfig())
+    optimizer = build_optimizer([{"params": list(model.parameters())}], OptimizerConfig())
     with _no_wait(device):
         mark = precision.mark()
         precision.scaler.scale(model(torch.ones(2, 8, device=device)).sum()).backward()

@@ -157,7 +157,8 @@ def _restore_known(
         state = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
         for key, value in state.items():
             is_alike = value.device == parameter.device and value.stride() == parameter.stride()
-            if value.shape == parameter.shape and not is_alike:
+            # WHY not the step count: of a parameter of one number it has that shape, too
+            if value.shape == parameter.shape and not is_alike and key != "step":
                 state[key] = _like(parameter, value)
             elif optimizer.defaults.get("fused") or optimizer.defaults.get("capturable"):
                 state[key] = value.to(parameter.device)  # its kernels read the step count there

@@ -74,8 +74,8 @@ def test_the_same_code_is_equal_and_other_numbers_are_different(tmp_path: Path) 
     with (copy / "hardened_ddp" / "model" / "schedule.py").open("a", encoding="utf-8") as file:
         file.write(
             "\n\n_rate = learning_rate\n\n\n"
-            "def learning_rate(config, **facts):\n"
-            "    return _rate(config, **facts) * 1.000001\n"
+            "def learning_rate(*given, **facts):\n"
+            "    return _rate(*given, **facts) * 1.000001\n"
         )
     done = run_program([*COMMAND, copy, "--only", "1r"], timeout_s=300)
     assert done.status == 1
