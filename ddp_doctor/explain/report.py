@@ -319,7 +319,7 @@ def as_text(answer: Answer) -> str:
         lines += _wrap(f"Confidence: {level}: {reason}.", "")
         if verdict.guilty is not None and verdict.guilty.rank is not None:
             guilty = verdict.guilty
-            how = "a guess" if guilty.confidence == "guess" else guilty.confidence
+            how = "a guess" if guilty.confidence == UNKNOWN else guilty.confidence
             lines += _wrap(f"The rank is {how}: {guilty.reason}.", "")
         lines.append("")
     lines += _evidence_lines(verdict)

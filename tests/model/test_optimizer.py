@@ -15,9 +15,9 @@ from hardened_ddp.model.optimizer import (
     find_optimizer,
     skips_by_flag,
 )
-from hardened_ddp.model.optimizer_state import KNOWN
+from hardened_ddp.model.optimizer_state import KNOWN, PREFIX, restore_state
 from hardened_ddp.model.precision import Precision
-from hardened_ddp.model.schedule import learning_rate
+from hardened_ddp.model.schedule import Schedule, learning_rate
 from hardened_ddp.settings.config import Config, OptimizerConfig, OptimizerName
 from hardened_ddp.settings.declare import ImportPath
 
@@ -136,3 +136,14 @@ def test_a_hook_without_a_case_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     config = replace(config, ddp=replace(config.ddp, comm_hook=hook))
     with pytest.raises(KeyError, match="a new choice"):
         choose.sum_gradients_of(torch.nn.Linear(2, 2), group, config, finds_unused=False)
+
+
+def test_the_step_count_of_a_parameter_of_one_number_stays_where_the_optimizer_keeps_it() -> None:
+    # It has the parameter's shape, and optimizers that are not fused refuse one on a GPU.
+    scale = torch.nn.Parameter(torch.empty((), device="meta"))  # in place of a GPU
+    optimizer = torch.optim.AdamW([scale], fused=False)
+    schedule = Schedule(optimizer, OptimizerConfig(), total_steps=9)
+    saved = {f"{PREFIX}scale.{key}": torch.tensor(3.0) for key in ("step", "exp_avg")}
+    restore_state(schedule, {"scale": scale}, saved, {})
+    devices = {key: value.device.type for key, value in optimizer.state[scale].items()}
+    assert devices == {"step": "cpu", "exp_avg": "meta"}

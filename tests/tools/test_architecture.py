@@ -70,7 +70,7 @@ BUDGETS = {
     "hardened_ddp/streams/*": 2_630,
     "ddp_drills/*": 2_570,
     "launchers/*": 692,
-    "tests/*": 35_255,
+    "tests/*": 35_265,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.
