@@ -3,8 +3,8 @@
     python -m tests.documents      write config.yaml, pictures and generated parts of documents anew
 
 Owns: reading the documents, and their generated parts: causes (from the catalogue of explain),
-verdicts (from that of audit), drills (from their list), faults (from docs/PEERS_ON_FAULTS.md),
-sizes (from the files), and the capture of the first run (docs/first_run.txt).
+verdicts (from that of audit), drills (from their list), faults (from docs/PEERS_ON_FAULTS.md), and
+the capture of the first run (docs/first_run.txt).
 Does not own: whether what they say is true (test_docs.py).
 """
 
@@ -19,13 +19,11 @@ from ddp_doctor.audit.catalogue import OBSERVED, SOURCE, Kind
 from ddp_doctor.explain.catalogue import BY_CODE, FAMILIES
 from ddp_doctor.explain.catalogue.python import BUILT_IN, OPERATION, RAISED
 from ddp_doctor.explain.catalogue.stops import FINISHED, SILENT
-from ddp_doctor.explain.events import Cause
 from ddp_drills.fault import Fault
 from ddp_drills.faults import all_faults
 from docs.pictures.draw import write_all
 from hardened_ddp.settings.record import template
 from tests.harness.processes import ROOT
-from tests.tools.test_architecture import BUDGETS, LAYERS
 
 README, TROUBLES, CONTRIBUTING = "README.md", "DDP_TROUBLESHOOTING.md", "CONTRIBUTING.md"
 GLOSSARY, READING = "docs/GLOSSARY.md", "docs/READING_ORDER.md"
@@ -46,7 +44,6 @@ GENERATED = {
     CAUSES: ("generated: causes",),
     DRILLS: ("generated: drills",),
     AUDIT: ("generated: verdicts of a run", "generated: verdicts of a source"),
-    READING: ("generated: sizes",),
 }
 """Which parts of which document are made from code or from measurements."""
 
@@ -63,56 +60,28 @@ SECTIONS = {
     "DDP-K01": ("checkpoint-corrupt",),
 }
 """Sections of DDP_TROUBLESHOOTING.md, and the causes of explain that each one treats."""
-SIZES_BEFORE = {
-    "ddp_doctor": (11_990, 74),
-    "ddp_runs": (2_590, 21),
-    "hardened_ddp": (30_717, 225),
-    "hardened_ddp/settings": (2_482, 22),
-    "hardened_ddp/ranks": (2_808, 26),
-    "hardened_ddp/reporting": (1_955, 18),
-    "hardened_ddp/data": (7_756, 55),
-    "hardened_ddp/task": (2_379, 17),
-    "hardened_ddp/model": (3_654, 25),
-    "hardened_ddp/checkpoint": (1_707, 8),
-    "hardened_ddp/guard": (1_594, 11),
-    "hardened_ddp/step": (2_001, 13),
-    "hardened_ddp/training": (3_785, 25),
-    "hardened_ddp/export": (394, 3),
-    "ddp_drills": (2_604, 18),
-    "launchers": (682, 7),
-    "tests": (33_654, 166),
-}
-"""Lines and files of the same code at commit b630b7b, where one package held the three products."""
 
 _LONGEST_PHRASE = 48
-_LONGEST_FIX = 34
 
 
 def causes_table() -> str:
     """Write the catalogue of explain as an index: what stands in the log, and what it means."""
-    lines = ["| in the log | cause | fix |", "| --- | --- | --- |"]
+    lines = ["| in the log | cause |", "| --- | --- |"]
     sections = {code: section for section, codes in SECTIONS.items() for code in codes}
     assert sections.keys() <= BY_CODE.keys()
-    types = f"`KeyError` and {len(BUILT_IN) - 1} other types of Python's own"
-    last = ""
     for family, causes in FAMILIES.items():
         if family == "This suite":
             continue
-        lines.append(f"| **{family}** | | |")
+        lines.append(f"| **{family}** | |")
         if family == "Python":
-            lines.append(
-                f"| {types} | named by its type (python-keyerror and so on) | {RAISED.fix} |"
-            )
+            types = f"`KeyError` and {len(BUILT_IN) - 1} other types of Python's own"
+            lines.append(f"| {types} | named by its type (python-keyerror and so on) |")
         for cause in causes:
             if cause in BUILT_IN.values():
                 continue
             said = IN_A_TRACEBACK.get(cause.code) or f"`{shortened(spoken(cause.phrases[0]))}`"
-            fix = short_fix(cause)
-            what = "as above" if fix == last else fix
-            last = fix
-            if cause.code in sections:
-                what = f"see [{sections[cause.code]}]"
-            cells = (said, f"{cause.title} ({cause.code})", what)
+            section = f", [{sections[cause.code]}]" if cause.code in sections else ""
+            cells = (said, f"{cause.title} ({cause.code}{section})")
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     lines.append("")
     for section in SECTIONS:
@@ -120,18 +89,6 @@ def causes_table() -> str:
         assert title, section
         lines.append(f"[{section}]: ../{TROUBLES}#{anchor_of(title[1])}")
     return "\n".join([*lines, ""])
-
-
-def short_fix(cause: Cause) -> str:
-    """Give the first sentences of the fix for plain torch, as far as they fit one line."""
-    first, *others = re.split(r"(?<=[.;]) +(?![^()]*\))", cause.fix)
-    if len(first) > 2 * _LONGEST_FIX:
-        first, *others = re.split(r"(?<=,) +(?![^()]*\))", cause.fix)
-    for part in others:
-        if len(f"{first} {part}") > _LONGEST_FIX:
-            return f"{first.rstrip('.,;')} ..."
-        first += f" {part}"
-    return first
 
 
 def shortened(phrase: str) -> str:
@@ -267,35 +224,12 @@ def drills_tables() -> str:
     return "\n".join(lines)
 
 
-def sizes_table() -> str:
-    """Write the lines and files of each package, today and before.
-
-    Figures that are still within 2 % stay as they are: else every change would change the document.
-    """
-    shown = {row[0]: row[1:3] for row in table_rows(READING, cells=5)}
-    lines = ["| part | lines (within 2 %) | files | at most | before |", "| --- " * 5 + "|"]
-    layers = [f"hardened_ddp/{layer.split('/')[0]}" for layer in LAYERS]
-    packages = ("ddp_doctor", "ddp_runs", "hardened_ddp", *layers, *SIZES_BEFORE)
-    for package in filter(lambda name: (ROOT / name).is_dir(), dict.fromkeys(packages)):
-        name = package.replace("hardened_ddp/", ".../")
-        paths = list((ROOT / package).rglob("*.py"))
-        now = (sum(len(text_of(str(p)).splitlines()) for p in paths), len(paths))
-        old = [int(figure.replace(",", "")) for figure in shown.get(name, ())] or now
-        is_near = all(abs(a - b) <= max(1, 0.02 * b) for a, b in zip(old, now, strict=True))
-        size, count = old if is_near else now
-        most = f"{BUDGETS[key]:,}" if (key := f"{package}/*") in BUDGETS else ""
-        before = "{:,} in {}".format(*SIZES_BEFORE[package]) if package in SIZES_BEFORE else ""
-        lines.append(f"| {name} | {size:,} | {count} | {most} | {before} |")
-    return "\n".join([*lines, ""])
-
-
 def rendered(document: str, *, only: str = "") -> str:
     """Give the text of a document with its generated parts made anew."""
     makers = {
         "generated: causes": causes_table,
         "generated: drills": drills_tables,
         "generated: faults": faults_table,
-        "generated: sizes": sizes_table,
         "generated: verdicts of a run": partial(verdicts_table, OBSERVED),
         "generated: verdicts of a source": partial(verdicts_table, SOURCE),
     }
