@@ -36,7 +36,7 @@ LONG += ("test_step_retry.py", "test_step_path.py", "test_equal_weights.py", "te
 LONG += ("test_setup.py", "test_run_with.py", "test_task_promises.py", "test_chaos.py")
 LONG += ("test_survivor_save.py", "test_fault_plans.py", "test_steps.py", "test_hangs.py")
 LONG += ("test_hf_trainer.py", "test_compile.py", "test_numbers.py", "test_streams.py")
-LONG += ("test_gpu_report.py",)
+LONG += ("test_gpu_report.py", "test_next_commands.py")
 # But these: their tests share what takes long, a cluster, an environment, undisturbed runs.
 WHOLE = ("test_slurm.py", "test_setup.py", "test_ddp_training.py", "test_reproducers.py")
 WHOLE += ("test_command.py", "test_programs.py", "test_numbers.py", "test_task_promises.py")
