@@ -30,7 +30,7 @@ import os
 from collections.abc import Callable, Sequence
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 # WHY so few imports here: these need no torch, so --help and wrong flags answer at once.
 from hardened_ddp.errors import (
@@ -57,8 +57,12 @@ from hardened_ddp.reporting.sinks import printed
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.layers import Resolved, resolve
 from hardened_ddp.settings.manual import help_text
-from hardened_ddp.settings.typed_command import missing_package, own_command
-from hardened_ddp.settings.wording import as_typed
+from hardened_ddp.settings.typed_command import (
+    config_file,
+    missing_package,
+    own_command,
+    program_name,
+)
 
 if TYPE_CHECKING:
     from hardened_ddp.ranks.group import Group
@@ -68,14 +72,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hardened_ddp")
 
-TOOLS = ("doctor", "explain", "watch", "report", "verify-ledger", "audit")
-CONFIG = Path(__file__).with_name("config.yaml")  # the settings that every start uses
+TOOLS = ("doctor", "explain", "watch", "report", "verify-ledger", "audit", "version")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status. A user's mistake gives one line, no traceback."""
     try:
-        request = parse(sys.argv[1:] if argv is None else argv, edited_file=as_typed(CONFIG))
+        request = parse(sys.argv[1:] if argv is None else argv, edited_file=config_file())
         if request.command == "help":
             print(help_text(request.options["topic"]), flush=True)
             return 0
@@ -103,19 +106,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_ranks(settings, launch, lambda group: train(settings, group), trains=True)
     except HardenedError as error:
         if not (isinstance(error, ConfigError) and is_told_by_another_rank(environment())):
-            print(f"ddp_training.py: error {error}", file=printed(sys.stderr))
+            print(f"{program_name()}: error {error}", file=printed(sys.stderr))
         write_error_file(error, environment())
         return error.exit_status
     except ModuleNotFoundError as error:
         if (missing := missing_package(error)) is None:
             raise
-        print(f"ddp_training.py: error {missing}", file=printed(sys.stderr))
+        print(f"{program_name()}: error {missing}", file=printed(sys.stderr))
         return missing.exit_status
     except BrokenPipeError:  # whoever read the output has gone, as in: ... --help | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is not sent yet
         return 141  # what a shell gives for SIGPIPE
     except KeyboardInterrupt:  # a command, or while torch is imported or the ranks meet
-        print("ddp_training.py: stopped by Ctrl-C; there was nothing to save", file=sys.stderr)
+        print(f"{program_name()}: stopped by Ctrl-C; there was nothing to save", file=sys.stderr)
         return 130  # what a shell gives for Ctrl-C
 
 
@@ -379,7 +382,8 @@ def finish_epoch(run: Run) -> None:
         run.rollback.compare_or_roll_back()  # collective: the comparison at the end
 
 
-if __name__ == "__main__":
+def run_as_program() -> NoReturn:
+    """Be the program: of this script, and of the installed command hardened-ddp."""
     if isinstance(sys.stdout, TextIOWrapper):  # a name that the terminal can't show is no error
         sys.stdout.reconfigure(errors="backslashreplace")
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # from the first lines
@@ -391,3 +395,7 @@ if __name__ == "__main__":
 
         leave_at_once(status)
     sys.exit(status)
+
+
+if __name__ == "__main__":
+    run_as_program()

@@ -2,27 +2,33 @@
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import TextIO, cast
 
 from ddp_doctor.terminal import DoctorError, PrintableOutput, printable
 
-NAME = "python -m ddp_doctor"
+COMMAND = "ddp-doctor"  # of an installation
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; a mistake of the user is one line and 2."""
-    asked = _parser().parse_args(argv)
+    name = COMMAND if Path(sys.argv[0]).name == COMMAND else "python -m ddp_doctor"
+    asked = _parser(name).parse_args(argv)
     output = cast(TextIO, PrintableOutput(sys.stdout))
     try:
         # WHY imported here: explain needs nothing of audit, and answers at once
         if asked.command == "explain":
             from ddp_doctor.explain.command import run_cause, run_explain
+            from ddp_doctor.explain.report import Commands
 
+            commands = Commands(own=partial(own_command, name))
             if asked.cause:
-                return run_cause(asked.cause, output=output)
-            return run_explain(asked.log, wants_json=asked.json, output=output)
+                return run_cause(asked.cause, output=output, commands=commands)
+            return run_explain(asked.log, wants_json=asked.json, output=output, commands=commands)
         from ddp_doctor.audit.command import Request, run_audit
 
         request = Request(
@@ -31,11 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             num_steps=asked.steps,
             patience_s=asked.hang_after,
             wants_json=asked.json,
-            usage=f"{NAME} audit --help",
+            usage=f"{name} audit --help",
         )
         return run_audit(request, output=output, env=os.environ)
     except DoctorError as error:
-        print(printable(f"ddp_doctor: error: {error}"), file=sys.stderr)
+        print(printable(f"{name.split()[-1]}: error: {error}"), file=sys.stderr)
         return 2
     except BrokenPipeError:  # whoever read the output has gone, as in: ... | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is not sent yet
@@ -44,8 +50,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130  # what a shell gives for Ctrl-C
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=NAME, description=__doc__)
+def own_command(name: str, *arguments: str | Path) -> str:
+    """Type a command: of this program by its name, else of the trainer."""
+    words = (
+        shlex.split(name)
+        if arguments[:1] in (("explain",), ("audit",))
+        else ["python", "ddp_training.py"]
+    )
+    return shlex.join([*words, *map(str, arguments)])
+
+
+def _parser(name: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=name, description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     explain = commands.add_parser("explain", help="which rank failed, why, and how to fix it")
     explain.add_argument("log", nargs="*", help="log files, .gz, folders of logs, or - for stdin")

@@ -1,15 +1,26 @@
 """Checks of Python, torch and the other packages; of GPUs, their driver, and the backends."""
 
 import importlib.metadata
+import importlib.util
+import json
 import platform
 import re
+import shutil
+import subprocess
 import sys
+import tomllib
 import warnings
 from pathlib import Path
 
 from ddp_runs.check import GIB, Check
 from hardened_ddp.errors import DataError
-from hardened_ddp.settings.typed_command import ROOT, pip_command, python_command, shell_command
+from hardened_ddp.settings.typed_command import (
+    PROGRAM,
+    ROOT,
+    pip_command,
+    python_command,
+    shell_command,
+)
 
 OLDEST_PYTHON = (3, 11)
 NEWEST_TRIED_PYTHON = (3, 13)
@@ -184,6 +195,43 @@ def _has_compiled_operators() -> bool:
     except (RuntimeError, ImportError):  # NotImplementedError, a RuntimeError: no kernel for it
         return False
     return True
+
+
+def versions() -> str:
+    """Write the versions of this program, torch and CUDA, one a line. Imports no torch."""
+    version, commit = _own_version()
+    ours = f"{PROGRAM} {version}" + (f" (commit {commit[:12]})" if commit else "")
+    spec = importlib.util.find_spec("torch")
+    torch, cuda = "not installed", ""
+    if spec is not None and spec.origin:
+        # WHY read, not imported: that takes a second or more
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+        named = dict(
+            re.findall(r"^(__version__|cuda|hip)\b[^=]*= '?([^'\n]*)'?$", text, re.MULTILINE)
+        )
+        torch = named.get("__version__", "of an unknown version")
+        built = [f"{name.upper()} {named[name]}" for name in ("cuda", "hip") if named.get(name)]
+        cuda = ", ".join(word for word in built if not word.endswith(" None")) or "no CUDA"
+        torch = f"{torch}, {cuda}"
+    return f"{ours}\ntorch {torch}\nPython {platform.python_version()}\n"
+
+
+def _own_version() -> tuple[str, str]:
+    """Give version and commit of this program: of the clone, or of what is installed."""
+    file = ROOT / "pyproject.toml"
+    if file.is_file():
+        version = str(tomllib.loads(file.read_text(encoding="utf-8"))["project"]["version"])
+        commit = ""
+        if (ROOT / ".git").exists() and shutil.which("git"):
+            words = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+            commit = subprocess.run(words, capture_output=True, text=True, check=False).stdout
+        return version, commit.strip()
+    try:
+        installed = importlib.metadata.distribution(PROGRAM)
+    except importlib.metadata.PackageNotFoundError:
+        return "of an unknown version", ""
+    origin = json.loads(installed.read_text("direct_url.json") or "{}")
+    return installed.version, str(origin.get("vcs_info", {}).get("commit_id", ""))
 
 
 def _version_of(name: str) -> str | None:

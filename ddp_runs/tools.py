@@ -34,6 +34,11 @@ def _run(request: Request) -> int:
             from ddp_runs.doctor import run_doctor
 
             return run_doctor(output=output, env=environment())
+        case "version":
+            from ddp_runs.software import versions
+
+            output.write(versions())
+            return 0
         case "explain":
             from ddp_doctor.explain.command import run_cause, run_explain
             from ddp_doctor.explain.report import Commands

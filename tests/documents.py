@@ -33,10 +33,11 @@ OWN_TRAINING = "docs/OWN_TRAINING.md"
 AUDIT, MANUAL = "docs/AUDIT.md", "docs/MANUAL.md"
 PROMISES = "docs/PROMISES.md"
 TASKS, STREAMS = "docs/TASKS.md", "docs/STREAMS.md"
+WHERE = "docs/WHERE_IT_RUNS.md"
 PEERS = "docs/PEERS_ON_FAULTS.md"
 DOCUMENTS = (
     *(README, TROUBLES, CONTRIBUTING, GLOSSARY, READING, CONCEPTS, DRILLS, AUDIT, OWN_TRAINING),
-    *(MANUAL, PROMISES, TASKS, STREAMS),
+    *(MANUAL, PROMISES, TASKS, STREAMS, WHERE),
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "tutorial").glob("*.md")),
 )
 GENERATED = {

@@ -26,7 +26,7 @@ from hardened_ddp.data.sources.hub_place import PREFIX
 from hardened_ddp.errors import DataError, ModelError
 from hardened_ddp.model.huggingface import build_from_config, load_hub_model
 from hardened_ddp.settings.config import ModelConfig
-from hardened_ddp.settings.typed_command import ROOT, python_command
+from hardened_ddp.settings.typed_command import download_command
 from hardened_ddp.task.user_code import told_as
 
 log = logging.getLogger(__name__)
@@ -354,8 +354,7 @@ def _download_weights(name: str) -> None:
         raise ModelError(
             f"the pretrained weights of {name} can't be downloaded: {reason}",
             fix="leave --pretrained out, or copy the folder models here from a machine with "
-            "internet, where this writes it: "
-            + python_command(ROOT / "download.py", "--model", name),
+            "internet, where this writes it: " + download_command("--model", name),
         ) from error
 
 

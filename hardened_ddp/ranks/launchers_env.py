@@ -28,7 +28,9 @@ from hardened_ddp.settings.typed_command import (
     ROOT,
     SCRIPT,
     StartCommand,
+    is_installed,
     own_command,
+    program_words,
     torchrun_words,
     working_folder,
 )
@@ -171,22 +173,34 @@ def _read_operator(env: Mapping[str, str]) -> Launch:
     return replace(launch, launcher="operator")
 
 
-def _refuse_missing_torchrun(env: Mapping[str, str]) -> None:
-    """Raise LaunchError for plain python where PET_ variables configure torchrun.
+def needs_torchrun(env: Mapping[str, str]) -> bool:
+    """Whether an operator configured torchrun for this pod, and nothing has started it yet.
 
     WHY also if RANK is set: it counts the pods then, and WORLD_SIZE may count the ranks of all. One
     process in each pod would wait for ranks that never come.
     """
+    if any(name in env for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        return False
+    if names_of_mpi(env) is not None or is_step(env):
+        return False
     pods, ranks = env.get("PET_NNODES", "1"), env.get("PET_NPROC_PER_NODE", "1")
     is_one_each = pods in ("1", "1:1")
     if "RANK" in env:
         world_size = whole_number(env, "WORLD_SIZE")
         is_one_each = "PET_NNODES" not in env or (pods.isdecimal() and world_size <= int(pods))
-    if is_one_each and ranks == "1":
+    return not is_one_each or ranks != "1"
+
+
+def _refuse_missing_torchrun(env: Mapping[str, str]) -> None:
+    """Raise LaunchError for plain python where PET_ variables configure torchrun."""
+    if not needs_torchrun(env):
         return
+    pods, ranks = env.get("PET_NNODES", "1"), env.get("PET_NPROC_PER_NODE", "1")
     given = [name for name in (*MASTER, "RANK", "WORLD_SIZE") if name in env]
     given += sorted(name for name in env if name.startswith("PET_"))
-    words = (*torchrun_words(), *command_words("none", 1, env=env)[1:])
+    words = program_words()  # the installed command starts torchrun itself
+    if not is_installed():
+        words = (*torchrun_words(), *command_words("none", 1, env=env)[1:])
     raise LaunchError(
         f"PET_NNODES={pods} and PET_NPROC_PER_NODE={ranks}: an operator configured torchrun for "
         "this pod, and this process was started without it, so the other ranks would never join",
@@ -408,6 +422,7 @@ def command_words(
     """Compose what starts so many ranks, up to the script. num_nodes: 0 if it is unknown."""
     given = Path(os.path.abspath(sys.argv[0]))  # it may be a launcher of ours that runs the script
     script = str(given if given.is_relative_to(ROOT) and given.suffix == ".py" else SCRIPT)
+    program = program_words() if is_installed() else (sys.executable, script)
     num_local = -(-num_ranks // max(1, num_nodes))
     match launcher:
         case "torchrun":
@@ -417,18 +432,23 @@ def command_words(
                 names["master_port"] = MASTER[1]
                 where = [f"--{ours}={env[name]}" for ours, name in names.items() if name in env]
                 where.insert(0, f"--nnodes={num_nodes}")
-            return (*torchrun_words(), *where, f"--nproc_per_node={num_local}", script)
+            where.append(f"--nproc_per_node={num_local}")
+            if is_installed():
+                return (*program, *(word for word in where if word != "--standalone"))
+            return (*torchrun_words(), *where, script)
         case "slurm":
-            return (*srun_words(env, num_ranks, num_nodes), sys.executable, script)
+            return (*srun_words(env, num_ranks, num_nodes), *program)
         case "mpi":
             # On several hosts its ranks have to agree on an address first.
-            agrees = [str(ROOT / "launchers/run_with_mpirun.py")] * (num_nodes > 1)
-            return ("mpirun", "-np", str(num_ranks), sys.executable, *agrees, script)
+            agrees = ROOT / "launchers/run_with_mpirun.py"
+            if num_nodes > 1 and agrees.is_file():
+                program = (sys.executable, str(agrees), script)
+            return ("mpirun", "-np", str(num_ranks), *program)
         case "spawn":
             start = str(ROOT / "launchers/run_with_python.py")
             return (sys.executable, start, "--nproc", str(num_ranks), script)
         case _:
-            return (sys.executable, script)
+            return program
 
 
 def srun_words(env: Mapping[str, str], num_tasks: int, num_nodes: int) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hardened_ddp.errors import ConfigError
-from hardened_ddp.settings.commands import COMMANDS, HELP, TRAIN
+from hardened_ddp.settings.commands import COMMANDS, HELP, TRAIN, VERSION
 from hardened_ddp.settings.schema import SETTINGS, Misfit, fit, from_text, needs
 from hardened_ddp.settings.typed_command import own_command
 from hardened_ddp.settings.wording import advice, as_word, nearest, shown, url_problem
@@ -24,7 +24,7 @@ class Request:
     """What the command line asks for. For train, layers.resolve reports its problems."""
 
     command: str = TRAIN
-    """train, help, or a key of COMMANDS."""
+    """train, help, version, or a key of COMMANDS."""
 
     options: Mapping[str, str] = field(default_factory=dict)
     """Options of a command of COMMANDS; for help the topic: train, or a key of COMMANDS."""
@@ -72,6 +72,8 @@ def parse(argv: Sequence[str], *, edited_file: str = "") -> Request:
         near = nearest(command, (TRAIN, HELP, *COMMANDS))
         known = f"did you mean {near}?" if near else f"known: {', '.join((TRAIN, *COMMANDS))}"
         raise _command_error([f"{shown(command)}: no such command; {known}"])
+    if any(flag.given == "--version" for flag in flags):
+        return Request(command=VERSION)
     if command == HELP or any(flag.given in ("-h", "--help") for flag in flags):
         words = [word for flag in flags for word in flag.words] if command == HELP else [command]
         topic = words[0] if words and words[0] in COMMANDS else TRAIN

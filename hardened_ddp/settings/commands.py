@@ -10,6 +10,7 @@ from functools import partial
 
 TRAIN = "train"
 HELP = "help"
+VERSION = "version"  # asked for by --version
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,12 @@ from hardened_ddp.settings.commands import COMMANDS, TRAIN, Command
 from hardened_ddp.settings.record import WIDTH, names_of, yaml_word
 from hardened_ddp.settings.schema import AUTO, SETTINGS, TITLES, Setting, limits
 from hardened_ddp.settings.typed_command import (
+    PROGRAM,
     SCRIPT,
     StartCommand,
+    is_installed,
     own_command,
+    program_words,
     torchrun_words,
     working_folder,
 )
@@ -19,9 +22,9 @@ from hardened_ddp.settings.wording import unbroken, wrapped
 _TEXT_COLUMN = 34
 _VALUE_NAMES = {int: "N", float: "NUMBER", str: "TEXT", dict: "MAPPING"}
 _HEAD = """\
-usage: torchrun --nproc_per_node=N ddp_training.py [--config FILE] [--SETTING VALUE ...]
-       python ddp_training.py [--config FILE] [--SETTING VALUE ...]
-       python ddp_training.py COMMAND ...
+usage: {ranks} [--config FILE] [--SETTING VALUE ...]
+       {program} [--config FILE] [--SETTING VALUE ...]
+       {program} COMMAND ...
 
 Train a model with DistributedDataParallel on one process, one node or many.
 
@@ -30,8 +33,8 @@ _NOTES = """\
 How values are given
   Names take underscores or dashes and can't be abbreviated. A switch is --flag, --flag false or
   --no_flag. If a flag is given twice, the last one wins. Numbers may be written 1e-4. A MAPPING is
-  JSON or YAML: '{size: 28}'.
-  Order: default < config.yaml beside ddp_training.py < settings of the run that is continued <
+  JSON or YAML: '{{size: 28}}'.
+  Order: default < {config} < settings of the run that is continued <
   --config FILE < command line.
 """
 
@@ -42,16 +45,26 @@ def help_text(topic: str = TRAIN) -> str:
 
 
 def _train_help() -> str:
+    program, config = _program(), "config.yaml beside ddp_training.py"
+    ranks = f"torchrun --nproc_per_node=N {SCRIPT.name}"
+    if is_installed():
+        ranks, config = f"{PROGRAM} --nproc_per_node=N", "config.yaml of the working folder"
     commands = [_entry(TRAIN, "Train. The word may be left out.")]
     commands += [_entry(name, command.text) for name, command in COMMANDS.items()]
     commands += [_entry("help [COMMAND]", "Show this help, or that of a command.")]
     common = [
         _entry("--config FILE", "YAML file of settings, over those of config.yaml."),
-        _entry("--no_config", "Do not read config.yaml beside ddp_training.py."),
+        _entry("--no_config", f"Do not read {config}."),
         _entry("--help, -h", "Show this help."),
+        _entry("--version", "Show the versions of this program, torch and CUDA."),
     ]
-    blocks = [_HEAD, "Examples\n" + "".join(_examples())]
-    blocks += ["Commands\n" + "".join(commands), _NOTES, "Common\n" + "".join(common)]
+    if is_installed():
+        text = "Start N ranks. Other options of torchrun too: --nnodes, --rdzv_endpoint, ..."
+        common.insert(0, _entry("--nproc_per_node N", text))
+    head = _HEAD.format(ranks=ranks, program=program)
+    blocks = [head, "Examples\n" + "".join(_examples())]
+    notes = _NOTES.format(config=config)
+    blocks += ["Commands\n" + "".join(commands), notes, "Common\n" + "".join(common)]
     for section, title in TITLES.items():
         entries = (_setting_entry(SETTINGS[name]) for name in names_of(section))
         blocks.append(f"{title}\n" + "".join(entries))
@@ -59,8 +72,10 @@ def _train_help() -> str:
 
 
 def _examples() -> list[str]:
-    two = ("--standalone", "--nproc_per_node=2", str(SCRIPT))
-    ranks = StartCommand((*torchrun_words(), *two), working_folder())
+    two = (*torchrun_words(), "--standalone", "--nproc_per_node=2", str(SCRIPT))
+    if is_installed():
+        two = (*program_words(), "--nproc_per_node=2")
+    ranks = StartCommand(two, working_folder())
     commands = [
         own_command("--single_gpu", "--batch_size", "128"),
         own_command("--cpu_only", "--epochs", "1", "--no_tensorboard"),
@@ -73,7 +88,7 @@ def _examples() -> list[str]:
 
 
 def _command_help(name: str, command: Command) -> str:
-    usage = [f"usage: python ddp_training.py {name}"]
+    usage = [f"usage: {_program()} {name}"]
     entries = []
     for option in command.options:
         value = "|".join(option.choices) or option.name.upper()
@@ -99,6 +114,10 @@ def _command_help(name: str, command: Command) -> str:
     lines = wrapped(" ".join(map(unbroken, usage)), width=WIDTH - len("usage: "))
     blocks = ["\n       ".join(lines) + "\n", command.text + "\n"]
     return "\n".join([*blocks, "".join(entries)] if entries else blocks)
+
+
+def _program() -> str:
+    return PROGRAM if is_installed() else f"python {SCRIPT.name}"
 
 
 def _setting_entry(setting: Setting) -> str:

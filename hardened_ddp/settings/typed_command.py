@@ -19,6 +19,9 @@ from hardened_ddp.settings.wording import as_typed
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "ddp_training.py"
+PROGRAM = "hardened-ddp"
+"""The command that an installation of the package gives, and the package's own name."""
+
 NEEDED = ("torch", "numpy", "yaml", "psutil", "tqdm", "safetensors")
 """The packages of requirements.txt without which no run starts, by the names to import."""
 
@@ -41,9 +44,43 @@ class StartCommand:
         return f"{command}   # {self.note}" if self.note else command
 
 
+def is_installed() -> bool:
+    """Whether the installed command is used, and not the script of a clone."""
+    return Path(sys.argv[0]).name == PROGRAM or ROOT.name in ("site-packages", "dist-packages")
+
+
+def program_words() -> tuple[str, ...]:
+    """Give the words that start this program: the installed command, or a clone's script."""
+    if not is_installed():
+        return (sys.executable, str(SCRIPT))
+    for command in (Path(sys.argv[0]), Path(sys.executable).with_name(PROGRAM)):
+        if command.name == PROGRAM and command.is_file():
+            return (str(command.absolute()),)
+    return (sys.executable, "-m", "hardened_ddp_command")
+
+
+def program_name() -> str:
+    """Give the name of this program for its messages."""
+    return PROGRAM if is_installed() else SCRIPT.name
+
+
 def own_command(*arguments: str | Path) -> str:
-    """Write a command of this script that one process runs, such as doctor."""
-    return python_command(SCRIPT, *arguments)
+    """Write a command of this program that one process runs, such as doctor."""
+    return StartCommand(program_words(), working_folder()).typed(*arguments)
+
+
+def config_file() -> str:
+    """Name the settings that every start uses: beside a clone's script, else where one stands."""
+    return "config.yaml" if is_installed() else as_typed(SCRIPT.with_name("config.yaml"))
+
+
+def download_command(*arguments: str) -> str:
+    """Write what downloads on a machine with internet: a dataset, or weights to models/."""
+    if (ROOT / "download.py").is_file():
+        return python_command(ROOT / "download.py", *arguments)
+    weights = "--pretrained" if "--model" in arguments else "--no_pretrained"
+    train = own_command(*arguments, weights, "--cpu_only", "--max_steps", "1")
+    return f"mkdir -p models/hub && {train}"
 
 
 def python_command(*arguments: str | Path) -> str:
@@ -61,6 +98,9 @@ def torchrun_words() -> tuple[str, ...]:
 def pip_command(requirements: str, package: str = "") -> str:
     """Write how to install what a file of requirements names, or one package of it."""
     path = ROOT / requirements
+    if not path.is_file():
+        wanted = _declared(is_extra="extras" in requirements, package=package)
+        return python_command("-m", "pip", "install", *wanted)
     if not package:
         return python_command("-m", "pip", "install", "-r", path)
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -74,7 +114,9 @@ def missing_package(error: ModuleNotFoundError) -> MissingPackageError | None:
         return None
     script = ROOT / ".venv" / "bin" / "activate"
     command = shell_command("source", script)
-    if not script.is_file():
+    if is_installed():
+        command = pip_command("requirements.txt")
+    elif not script.is_file():
         command = f"{shell_command(ROOT / 'setup.sh')} && {command}"
     return MissingPackageError(
         f"{sys.executable} has no package {error.name}, without which nothing can be trained",
@@ -98,6 +140,19 @@ def working_folder() -> str:
         return os.getcwd()
     except OSError:
         return ""
+
+
+def _declared(*, is_extra: bool, package: str) -> list[str]:
+    """List what the installed package asks for, or what its extras do; of it one package."""
+    import importlib.metadata  # WHY here: only a message needs it
+
+    try:
+        lines = importlib.metadata.requires(PROGRAM) or []
+    except importlib.metadata.PackageNotFoundError:
+        lines = []
+    found = [line.partition(";")[0].strip() for line in lines if ("extra ==" in line) is is_extra]
+    named = [word for word in found if word.startswith(package)]
+    return sorted(set(named)) or [package or PROGRAM]
 
 
 def _is_left() -> bool:

@@ -37,10 +37,15 @@ _TOLD_ELSEWHERE = {
     "timeout_s": ("timeout",),
 }
 OTHER_NAMES = {other: name for name, others in _TOLD_ELSEWHERE.items() for other in others}
-_LAUNCHER_NAMES = {
-    *("standalone", "nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port"),
-    *("rdzv_backend", "rdzv_endpoint", "rdzv_id", "max_restarts", "log_dir"),
-}
+TORCHRUN_SWITCHES = ("standalone", "virtual_local_rank")
+TORCHRUN_OPTIONS = (
+    *("nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port", "max_restarts"),
+    *("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "monitor_interval", "start_method"),
+    *("event_log_handler", "role", "log_dir", "redirects", "tee", "local_ranks_filter"),
+    *("duplicate_stdout_filters", "duplicate_stderr_filters", "local_addr", "logs_specs"),
+    *("numa_binding", "signals_to_handle", "shutdown_timeout"),
+)
+"""The options of torchrun's launcher that the command hardened-ddp passes on to it."""
 
 
 def shown(value: object) -> str:
@@ -113,7 +118,7 @@ def counted(number: int, noun: str) -> str:
 
 def advice(name: str, known: Iterable[str], *, prefix: str = "") -> str:
     """Say what to write instead of a name that does not exist."""
-    if name in _LAUNCHER_NAMES:
+    if name in (*TORCHRUN_OPTIONS, *TORCHRUN_SWITCHES):
         return "it belongs to torchrun: write it before ddp_training.py"
     if name == "local_rank":
         return "torch.distributed.launch passes it; start with torchrun instead"

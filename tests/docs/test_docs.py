@@ -111,6 +111,7 @@ OTHER_PROGRAMS |= {"local_rank"}  # of old launchers
 OTHER_PROGRAMS |= {"ntasks", "ntasks-per-node", "gpus-per-node", "partition", "nodes", "signal"}
 OURS = {"config", "no_config", "help", "format", "output", "dry-run"}
 OURS |= {"width", "ranks"}  # of benchmarks/dp_vs_ddp.py; ranks of the command drill, too
+OURS |= {"version"}
 OURS |= {"table"}  # of the command drill
 OURS |= {"once", "every"}  # of the command watch
 OURS |= {"cause"}  # of the command explain

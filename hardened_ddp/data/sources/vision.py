@@ -12,7 +12,7 @@ from hardened_ddp.data.batches.images import MemoryImages
 from hardened_ddp.data.foreign_code import import_torchvision
 from hardened_ddp.errors import DataError
 from hardened_ddp.settings.config import DataConfig
-from hardened_ddp.settings.typed_command import ROOT, python_command, shell_command
+from hardened_ddp.settings.typed_command import download_command, shell_command
 
 # name here: (torchvision class, channel means, channel standard deviations of the training set)
 DOWNLOADABLE: Mapping[str, tuple[str, tuple[float, ...], tuple[float, ...]]] = {
@@ -50,7 +50,7 @@ def by_hand(name: str, data_dir: Path) -> str:
         "choose --dataset digits, which needs no download; or copy the content of the folder data "
         f"to {data_dir.resolve()} (first remove what is there of {DOWNLOADABLE[name][0]}) from a "
         "machine with internet, where this writes it: "
-        + python_command(ROOT / "download.py", "--dataset", name, "--data_dir", "data")
+        + download_command("--dataset", name, "--data_dir", "data")
     )
 
 

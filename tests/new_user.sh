@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# Do what a new user does with an installation: install, train in an empty folder, explain a log
+# where there is no torch. The status is 0 if all of it works.
+#
+#   tests/new_user.sh WORK PYTHON   WORK: an empty folder; PYTHON: it has torch, setuptools and pip
+#
+# PYTHON's packages are seen by the new environment, so that torch is not installed again.
+set -euo pipefail
+clone=$(dirname -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")")
+work=$1
+base=$2
+
+check() { # WHAT FILE PATTERN
+  grep -qE -- "$3" "$2" && return
+  echo "new_user.sh: $1: no line of $2 has: $3" >&2
+  cat "$2" >&2
+  exit 1
+}
+
+# WHY a copy: building leaves files in the folder of the sources.
+mkdir "$work/source"
+(cd "$clone" && git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents -t "$work/source")
+"$base" -m venv --without-pip "$work/with_torch"
+"$base" -m venv --without-pip "$work/without_torch"
+site=$("$base" -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])')
+echo "$site" >"$(echo "$work"/with_torch/lib/python*/site-packages)/torch.pth"
+pip=("$base" -m pip --disable-pip-version-check)
+"$work/with_torch/bin/python" -m pip install -q --no-build-isolation --disable-pip-version-check \
+  "$work/source"
+# pip builds with the tools of PYTHON, and installs what it built where there is nothing else.
+"${pip[@]}" wheel -q --no-deps --no-build-isolation -w "$work" "$work/source/ddp_doctor"
+"${pip[@]}" --python "$work/without_torch/bin/python" install -q "$work"/ddp_doctor-*.whl
+
+mkdir "$work/empty"
+cd "$work/empty"
+PATH=$work/with_torch/bin:$PATH
+hardened-ddp --version >version.txt
+check "the version" version.txt '^hardened-ddp [0-9.]+$'
+check "torch's version" version.txt '^torch 2\.'
+hardened-ddp --cpu_only --max_steps 2 --run_name one >one.txt 2>&1
+check "one process" one.txt 'resume: +hardened-ddp --resume runs/one$'
+hardened-ddp --nproc_per_node 2 --cpu_only --max_steps 4 --run_name two >two.txt 2>&1
+check "two ranks" two.txt 'resume: +hardened-ddp --nproc_per_node 2 --resume runs/two$'
+if hardened-ddp --max_stepz 2 >wrong.txt 2>&1; then exit 1; fi
+check "a mistake" wrong.txt '^hardened-ddp: error .DDP-C01. a problem in the settings'
+hardened-ddp explain runs/two >explained.txt
+check "explain" explained.txt finished
+
+if "$work/without_torch/bin/python" -c 'import torch' 2>/dev/null; then exit 1; fi
+echo '[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.' >log.txt
+"$work/without_torch/bin/ddp-doctor" explain log.txt >explained.txt
+check "explain without torch" explained.txt '^Rank 1: the GPU ran out of memory'
+if "$work/without_torch/bin/ddp-doctor" explain none.txt 2>wrong.txt; then exit 1; fi
+check "a log that is not there" wrong.txt '^ddp-doctor: error: none.txt'
