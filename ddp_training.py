@@ -288,7 +288,7 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
     model, task, samples = model_and_task(config, group, data, loader, saved=meta)  # collective
     group.tracker.begin("trying the model and wrapping it in DDP")
     trial = Trial(model, task, precision, group)
-    replica, sums = build_replica(config, trial, samples, loader, saved=meta)  # collective
+    replica, sums = build_replica(config, trial, samples, saved=meta)  # collective
     # The optimizer, and its learning rate in each step.
     schedule = build_schedule(trial, config.optimizer, total_steps=length.schedule)  # collective
     return Parts(

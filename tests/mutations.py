@@ -238,13 +238,6 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
             "memory_format",
         ),
     ],
-    "preflight/padding.py": [
-        (
-            "calls = findings.collectives or findings.collectives.in_evaluation",
-            "calls = findings.collectives",
-            "length_split",
-        )
-    ],
     "model/zoo.py": [
         (
             "mean_weight = first.weight.sum(dim=1, keepdim=True) / channels",

@@ -178,8 +178,6 @@ def _problem_in_training(parts: Parts, progress: Progress) -> tuple[str, str] | 
         )
     if config.loop.continue_on_error:
         return _LEFT_OUT
-    if parts.train_loader.split is not None:
-        return ("--split_by_length cuts a micro-batch by its samples", "--no_split_by_length")
     if not isinstance(sampler, WindowSampler):
         return (
             "the shards of a stream end at different steps on different ranks",

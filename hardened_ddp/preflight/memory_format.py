@@ -6,6 +6,7 @@ one seed should agree bit for bit, and a measurement near its threshold decides 
 time. A resumed run keeps the order that it began with, or it would not be bitwise equal.
 """
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.nesting import tensors_of
 from hardened_ddp.model.effects import Effects
-from hardened_ddp.preflight.trial import Refusal, Trial, hooked, try_on_all_ranks
+from hardened_ddp.preflight.trial import Refusal, Trial, try_on_all_ranks
 from hardened_ddp.ranks.seeding import seed_step
 from hardened_ddp.settings.config import AUTO_BATCH_SIZE, Config
 
@@ -98,7 +99,9 @@ def count_values(trial: Trial, sample: Batch) -> list[tuple[int, int]]:
         return _are_alike(usual, last) or not _are_alike(last, drawn_again)
 
     def train(sample: Batch, effects: Effects) -> list[int]:
-        with hooked(convolutions, note):
+        with contextlib.ExitStack() as hooks:
+            for kernel in convolutions:
+                hooks.enter_context(kernel.register_forward_hook(note))
             trial.train(sample, effects)
         return counts
 

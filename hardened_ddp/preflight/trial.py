@@ -6,9 +6,8 @@ they were when the Trial was made.
 Does not own: what is tried (the other files here).
 """
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -77,15 +76,6 @@ class Refusal:
 def fix_by(sample: Batch) -> Callable[[BaseException], str]:
     """Return what says how to mend a model that failed on sample, by its error."""
     return partial(fix_for, inputs=sample.inputs, has_labels=sample.targets is not None)
-
-
-@contextlib.contextmanager
-def hooked(modules: Iterable[nn.Module], note: Callable[..., None]) -> Iterator[None]:
-    """Have note called with each module, its inputs and its output, after its forward."""
-    with contextlib.ExitStack() as hooks:
-        for module in modules:
-            hooks.enter_context(module.register_forward_hook(note))
-        yield
 
 
 def try_on_all_ranks(

@@ -110,13 +110,6 @@ class DataConfig:
         "samples and returns (inputs, labels).",
         path="package.module:callable",
     )
-    split_by_length: bool | None = setting(
-        None,
-        "Collate a micro-batch in two parts, its shorter and its longer samples, where that leaves "
-        "out 15 % of its values or more, all of them padding. Order, steps and gradient stay as "
-        "they are. auto: on the CPU, where a trial shows that padding does not change a sample's "
-        "loss, and where enough is saved for this model. true: in any case, also on a GPU.",
-    )
     data_dir: str = setting(
         "data", "Folder of the datasets, on each node.", may_differ=True, is_place=True
     )

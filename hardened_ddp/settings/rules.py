@@ -56,13 +56,10 @@ def contradictions(config: Config, world_size: int) -> Iterator[Contradiction]:
 def _contradictions_of_steps(config: Config) -> Iterator[Contradiction]:
     """Give each broken rule about what a step does, and how many there are."""
     optimizer, ddp, loop = config.optimizer, config.ddp, config.loop
-    no_difference = "static_graph promises that no step differs, and the other"
     if ddp.static_graph and ddp.find_unused_parameters == "on":
-        why = f"{no_difference} searches in each step what differs; {LEAVE_OUT}"
+        why = "static_graph promises that no step differs, and the other searches in each step "
+        why += f"what differs; {LEAVE_OUT}"
         yield ("static_graph", "find_unused_parameters"), why
-    if ddp.static_graph and config.data.split_by_length:
-        why = f"{no_difference} makes one or two micro-batches as the lengths of the samples are"
-        yield ("static_graph", "split_by_length"), f"{why}; {LEAVE_OUT}"
     if config.data.global_batch_size is not None and optimizer.accumulation_steps > 1:
         why = f"global_batch_size already says how many micro-batches a step has; {LEAVE_OUT}"
         yield ("global_batch_size", "accumulation_steps"), why

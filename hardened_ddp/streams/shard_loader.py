@@ -19,7 +19,6 @@ import torch
 from hardened_ddp.data.batches.batch import BadSample, Batch
 from hardened_ddp.data.batches.checks import none_readable
 from hardened_ddp.data.batches.fetch import Fetcher
-from hardened_ddp.data.batches.length_split import LengthSplit
 from hardened_ddp.data.batches.loader import BatchReader
 from hardened_ddp.data.batches.sampler import Window, share_of
 from hardened_ddp.ranks.group import Group
@@ -83,13 +82,6 @@ class ShardLoader:
         self._planner = StreamPlanner(np.arange(sampler.num_shards), sampler.global_batch)
         self._over: StreamPosition | None = None
         """The end of the epoch, once it was met."""
-
-        self.split: LengthSplit | None = None
-        """Micro-batches come in two parts, where that leaves out enough padding."""
-
-    def split_by_length(self, split: LengthSplit | None) -> None:
-        """Cut micro-batches by this from now on. Before the first window."""
-        self.split = self._maker.fetcher.split = split
 
     def windows(
         self, epoch: int, start: int, step: int = 0

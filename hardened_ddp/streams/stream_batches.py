@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hardened_ddp.data.batches.batch import Batch, apart
+from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.data.batches.sampler import Window, split_evenly
 from hardened_ddp.errors import ANY_FAILURE
@@ -111,8 +111,6 @@ class BatchMaker:
         size = len(items.numbers)
         parts = split_evenly(size, -(-size // self._batch_size))
         batches = [self._make(items.part(first, last), epoch) for first, last in parts]
-        if self.fetcher.split is not None:
-            batches = apart(batches)
         return [self._made_ready(batch, epoch) for batch in batches]
 
     def _make(self, items: Items, epoch: int) -> Batch:

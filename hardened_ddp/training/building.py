@@ -32,7 +32,6 @@ from hardened_ddp.model.replica import Inputs, Replica, check_same_model, compil
 from hardened_ddp.model.zoo import build_model, check_model, place_model
 from hardened_ddp.preflight.first_forward import choose_task, shape_by_forward
 from hardened_ddp.preflight.memory_format import choose_channels_last
-from hardened_ddp.preflight.padding import choose_split
 from hardened_ddp.preflight.probe import choose_find_unused, probe
 from hardened_ddp.preflight.trial import Trial
 from hardened_ddp.ranks.group import Group
@@ -200,23 +199,16 @@ def build_replica(
     config: Config,
     trial: Trial,
     samples: Sequence[Batch],
-    loader: AnyLoader,
     *,
     saved: Mapping[str, Any] | None,
 ) -> tuple[Replica, GradientSum]:
-    """Try the model, and wrap it in DDP. Collective: all ranks.
-
-    loader: learns how it cuts the micro-batches for this model.
-    """
+    """Try the model, and wrap it in DDP. Collective: all ranks."""
     model, task, group = trial.model, trial.task, trial.group
     check_same_model(model, group)  # collective
     # Try it on a few samples without DDP: which parameters get no gradient, and on which rank?
     # DDP would wait for those for ever, unless find_unused_parameters is on.
     findings = probe(trial, samples)  # collective
     find_unused = choose_find_unused(config.ddp.find_unused_parameters, findings)
-    # Samples of different lengths: in two parts, with less padding, if that changes nothing else.
-    split = choose_split(trial, samples, findings, config=config, saved=saved)  # collective
-    loader.split_by_length(split)
     # Images with channels last: as asked, as the run began, or by a rule.
     began_with = None if saved is None else saved["channels_last"]
     channels_last = choose_channels_last(  # collective

@@ -151,13 +151,11 @@ def _auto_line(parts: Parts) -> str:
         "batch_size": str(parts.sampler.batch_size),
         "num_workers": str(reader.num_workers) + (" (in memory)" if parts.data.in_memory else ""),
         "channels_last": "on" if parts.replica.inputs.channels_last else "off",
-        "split_by_length": "on" if parts.train_loader.split is not None else "",
         "lr_schedule": _lr_schedule(parts),
         "checkpoint_every_steps": "measured",
     }
     if parts.group.world_size > 1:
         found["find_unused_parameters"] = "on" if parts.gradients.allows_unused else "off"
-    found = {name: word for name, word in found.items() if word}
     chosen = [f"{name} {word}" for name, word in found.items() if values[name] in (None, "auto")]
     return "auto: " + (", ".join(chosen) or "nothing")
 

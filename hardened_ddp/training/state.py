@@ -415,7 +415,7 @@ def replicated_tensors(parts: Parts) -> Tensors:
 
 def collect_meta(parts: Parts, progress: Progress) -> dict[str, Any]:
     """Give the numbers that belong to the tensors, as JSON. Rank-local."""
-    scaler, split = parts.precision.scaler, parts.train_loader.split
+    scaler = parts.precision.scaler
     return {
         **asdict(progress),
         "global_batch": parts.global_batch,
@@ -425,7 +425,6 @@ def collect_meta(parts: Parts, progress: Progress) -> dict[str, Any]:
         "total_steps": parts.length.total,
         "lr_schedule": str(parts.schedule.config.lr_schedule),
         "channels_last": parts.replica.inputs.channels_last,
-        "split_by_length": split and split.least_values,
         "world_size": parts.group.world_size,
         "seed": parts.config.device.seed,
         "optimizer": type(parts.optimizer).__name__,

@@ -32,7 +32,6 @@ def test_ranks_with_unequal_shares_run_as_many_forwards(
     assert read_summary(only_run(tmp_path))["step"] == 4
 
 
-CUT = ("--split_by_length", "--collate", "torch.utils.data:default_collate")
 REFUSED = [
     # A last step of 1 sample: rank 1 has none.
     (33, (*NORMING,), "rank 1 has 0 for the 1 forwards", "--drop_last"),
@@ -40,7 +39,6 @@ REFUSED = [
     (24, (*NORMING, "--batch_size", "auto", "--global_batch_size", "8"), "auto", "--batch_size"),
     (24, (*NORMING, "--continue_on_error"), "left out", "--continue_on_error"),
     (24, (*NORMING, "--global_batch_size", "1"), "each step has 1", "a multiple of 2"),
-    (24, (*NORMING, *CUT), "cuts a micro-batch", "--no_split_by_length"),
     # 17 samples to test on, 16 at once: one rank has 9 of them, in one batch, and the other 8.
     (
         24,

@@ -14,7 +14,7 @@ STEADY: Words = ["--cpu_only", "--num_workers", "0", "--ledger", "--log_interval
 STEADY += ["--epochs", "4", "--checkpoint_every_steps", "0", "--global_batch_size", "8"]
 TASKS: dict[str, Words] = {
     "tokens": [
-        *("--dataset", "tests.token_data:ragged", "--task", "tokens", "--split_by_length"),
+        *("--dataset", "tests.token_data:ragged", "--task", "tokens"),
         *("--model", "tests.token_data:TinyLM", "--model_args", "{dropout: 0.2}"),
         *("--global_batch_size", "16"),  # twice as many: of 8 samples, a rank has two batches
     ],
@@ -85,12 +85,12 @@ RAGGED += [("ragged", "memory in backward", ["--batch_size", "8"])]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", RAGGED, ids=str)
-def test_after_an_out_of_memory_batches_that_were_cut_by_length_have_the_same_parts(
+def test_after_an_out_of_memory_batches_of_a_collate_have_the_same_parts(
     case: tuple[str, str, list[str]], tmp_path: Path
 ) -> None:
     data, how, flags = case
     argv: Words = [*STEADY, "--dataset", f"tests.token_data:{data}", "--task", "tokens", *flags]
-    argv += ["--split_by_length", "--global_batch_size", "32", "--lr_schedule", "constant"]
+    argv += ["--global_batch_size", "32", "--lr_schedule", "constant"]
     args = f"{{forward_number: 20, how: {how}}}"
     tight = ["--model", "tests.token_data:FailingLM", "--model_args", args]
     faulty = train([*argv, *tight, "--output_dir", tmp_path / "faulty"], 2).ok()
@@ -101,5 +101,3 @@ def test_after_an_out_of_memory_batches_that_were_cut_by_length_have_the_same_pa
     smaller = train([*argv, *other, "--output_dir", tmp_path / "smaller"], 2).ok()
     assert "retrying" not in smaller.outputs[0]
     assert last_tensors(tmp_path / "faulty") == last_tensors(tmp_path / "smaller")
-    train([*argv, *other, "--output_dir", tmp_path / "whole", "--no_split_by_length"], 2).ok()
-    assert last_tensors(tmp_path / "whole") != last_tensors(tmp_path / "smaller")

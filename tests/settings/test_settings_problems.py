@@ -209,7 +209,6 @@ class TestRules:
             ("--compile --bucket_cap_mb 0.5", "compile bucket_cap_mb"),
             ("--streaming --dataset cifar10", "streaming dataset"),
             ("--static_graph --find_unused_parameters", "static_graph find_unused_parameters"),
-            ("--static_graph --split_by_length", "static_graph split_by_length"),
             (
                 "--global_batch_size 8 --accumulation_steps 2",
                 "global_batch_size accumulation_steps",

@@ -76,9 +76,6 @@ class Batch:
     """Its metrics are wanted. Not in training's steps between two reports: there a task may save
     the cost of a metric, and give (0, 0)."""
 
-    longer: "Batch | None" = None
-    """The longer samples of the same request, collated apart from these: see apart."""
-
     @property
     def num_samples(self) -> int:
         return len(self.indices)
@@ -95,8 +92,6 @@ class Batch:
     def pin(self) -> None:
         """Move its tensors to page-locked memory: the host need not wait for copies to a GPU."""
         self.inputs, self.targets = map_tensors((self.inputs, self.targets), _pinned)
-        if self.longer is not None:
-            self.longer.pin()
 
     def copied(self) -> "Batch":
         """Return the batch with copies of its data, for a forward that changes its inputs."""
@@ -145,15 +140,6 @@ def split(batches: Sequence[Batch], max_micro_batch: int) -> list[Batch]:
         else:
             found += [take(batch, range(i, min(i + step, size))) for i in range(0, size, step)]
     return [batch for batch in found if batch.num_samples]
-
-
-def apart(batches: Sequence[Batch]) -> list[Batch]:
-    """Return the batches one after the other, each followed by its longer samples if any."""
-    found: list[Batch] = []
-    for batch in batches:
-        longer, batch.longer = batch.longer, None
-        found += [batch] if longer is None else [batch, longer]
-    return found
 
 
 def take(batch: Batch, positions: Sequence[int]) -> Batch:

@@ -6,7 +6,6 @@ the user's code.
 Does not own: reading the samples (fetch.py).
 """
 
-import contextlib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,6 @@ import torch
 from torch.utils.data import Subset
 
 from hardened_ddp.data.batches.batch import BadSample, Batch
-from hardened_ddp.data.batches.length_split import LengthSplit
 from hardened_ddp.data.batches.nesting import fields_of, is_dataclass, stack
 from hardened_ddp.data.foreign_code import describe, import_callable, line_of_user
 from hardened_ddp.errors import ANY_FAILURE, DataError, SampleError
@@ -139,20 +137,8 @@ def collate_by(
     samples: list[Any],
     numbers: list[int],
     bad: tuple[BadSample, ...],
-    split: LengthSplit | None = None,
 ) -> Batch:
-    """Collate by the user's function. A sample that it can't take even alone is bad.
-
-    split: if it cuts, the longer samples are collated apart, into batch.longer.
-    """
-    if split is not None and (places := split.places(samples)) is not None:
-        with contextlib.suppress(SampleError):  # WHY: all together show whether some are the cause
-            batch, batch.longer = (
-                collate_by(collate, [samples[p] for p in part], [numbers[p] for p in part], ())
-                for part in places
-            )
-            batch.bad = bad + batch.bad
-            return batch
+    """Collate by the user's function. A sample that it can't take even alone is bad."""
     try:
         inputs, targets = split_targets(collate(samples))
     except ANY_FAILURE as error:  # WHY broad: the user's code

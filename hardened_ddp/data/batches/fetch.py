@@ -23,7 +23,6 @@ from hardened_ddp.data.batches.batch import BadSample, Batch, Request, take
 from hardened_ddp.data.batches.checks import Checks
 from hardened_ddp.data.batches.collate import Collate, collate_by, collate_plainly, split_targets
 from hardened_ddp.data.batches.images import MemoryImages
-from hardened_ddp.data.batches.length_split import LengthSplit
 from hardened_ddp.data.batches.read_errors import file_of, is_transient, retry_read
 from hardened_ddp.data.foreign_code import describe, import_torchvision
 from hardened_ddp.errors import ANY_FAILURE, LoaderError
@@ -52,9 +51,6 @@ class Fetcher:
         self._is_clean = self.checks.known == {}  # all of the data was checked, and is fine
         self.shares_memory = True
         """In a worker: batches are made in shared memory."""
-
-        self.split: LengthSplit | None = None
-        """Collate the longer samples of a request apart: into batch.longer."""
 
         self.reading: list[int] | memoryview[int] = [-1]
         """The sample that is being read, if read one by one; other processes may read this."""
@@ -103,12 +99,7 @@ class Fetcher:
         return batch
 
     def _read_part(self, epoch: int, indices: torch.Tensor) -> Batch:
-        """Read some samples as one batch, however their lengths differ."""
-        split, self.split = self.split, None
-        try:
-            return self.with_parts(self[(epoch, indices)], epoch)
-        finally:
-            self.split = split
+        return self.with_parts(self[(epoch, indices)], epoch)
 
     def assemble(self, epoch: int, samples: Sequence[Any], numbers: Sequence[int]) -> Batch:
         """Make a batch of samples that were read already. Any: as the dataset returns them."""
@@ -117,9 +108,6 @@ class Fetcher:
     def answers(self, batch: Batch, request: Request) -> bool:
         """Return whether batch holds what request asked for."""
         indices, found, bad = request[1], batch.indices, batch.bad
-        if batch.longer is not None:
-            found, bad = torch.cat([found, batch.longer.indices]), bad + batch.longer.bad
-            found, indices = found.sort().values, indices.sort().values
         return len(found) + len(bad) == len(indices) if bad else torch.equal(found, indices)
 
     def _read_whole(self, epoch: int, indices: torch.Tensor) -> Batch:
@@ -197,13 +185,11 @@ class Fetcher:
         self, samples: Sequence[Any], numbers: Sequence[int], bad: tuple[BadSample, ...] = ()
     ) -> Batch:
         if self.collate is not None and samples:
-            return collate_by(self.collate, list(samples), list(numbers), bad, self.split)
+            return collate_by(self.collate, list(samples), list(numbers), bad)
         return collate_plainly(samples, numbers, bad, shares_memory=self.shares_memory)
 
     def _checked(self, batch: Batch, epoch: int) -> Batch:
         """Move the samples that the model can't take to bad, and make labels int64."""
-        if batch.longer is not None:
-            batch.longer = self._checked(batch.longer, epoch)
         if wrong := self._find_wrong(batch, epoch):
             numbers = batch.indices.tolist()
             bad = tuple(
@@ -213,7 +199,7 @@ class Fetcher:
             good = [place for place in range(batch.num_samples) if place not in wrong]
             kept = take(self.with_parts(batch, epoch), good)
             kept.read_part = None  # WHY: a worker sends the batch, and this can't be sent
-            batch = replace(kept, bad=batch.bad + bad, troubles=batch.troubles, longer=batch.longer)
+            batch = replace(kept, bad=batch.bad + bad, troubles=batch.troubles)
         if self.checks.num_classes and batch.targets.dtype != torch.int64:
             batch.targets = batch.targets.to(torch.int64)
         return batch

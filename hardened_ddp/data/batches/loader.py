@@ -18,10 +18,9 @@ from pathlib import Path
 
 import torch
 
-from hardened_ddp.data.batches.batch import BadSample, Batch, BatchSource, Request, apart
+from hardened_ddp.data.batches.batch import BadSample, Batch, BatchSource, Request
 from hardened_ddp.data.batches.checks import none_readable
 from hardened_ddp.data.batches.fetch import Fetcher
-from hardened_ddp.data.batches.length_split import LengthSplit
 from hardened_ddp.data.batches.read_errors import RetryReport
 from hardened_ddp.data.batches.sampler import (
     Window,
@@ -359,12 +358,6 @@ class TrainLoader:
     def __init__(self, sampler: WindowSampler, reader: BatchReader) -> None:
         assert isinstance(reader.fetcher, Fetcher)
         self.sampler, self.reader, self._fetcher = sampler, reader, reader.fetcher
-        self.split: LengthSplit | None = None
-        """Micro-batches come in two parts, where that leaves out enough padding."""
-
-    def split_by_length(self, split: LengthSplit | None) -> None:
-        """Cut micro-batches by this from now on. Before the first window."""
-        self.split = self._fetcher.split = split
 
     def windows(
         self, epoch: int, start: int, step: int = 0
@@ -389,8 +382,6 @@ class TrainLoader:
             )
             number = 1 if is_one else len(sampler.parts_of(window))
             share = [next(batches) for _ in range(number)]
-            if self.split is not None:
-                share = apart(share)
             if self._fetcher.collate is not None:
                 share = [self._fetcher.with_parts(batch, epoch) for batch in share]
             yield window, share

@@ -262,14 +262,12 @@ class _Reader(Dataset[Any]):
 def _parts_of(batch: Batch, change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
     """Return what is sent of a batch, with change applied to its tensors."""
     inputs, targets = map_tensors((batch.inputs, batch.targets), change)
-    longer = None if batch.longer is None else _parts_of(batch.longer, change)
-    return inputs, targets, batch.indices.numpy(), batch.bad, batch.troubles, longer
+    return inputs, targets, batch.indices.numpy(), batch.bad, batch.troubles
 
 
 def _batch_of(parts: Any) -> Batch:  # Any: as _parts_of returned them
-    inputs, targets, numbers, bad, troubles, longer = parts
-    rest = None if longer is None else _batch_of(longer)
-    return Batch(inputs, targets, torch.from_numpy(numbers), bad, troubles, longer=rest)
+    inputs, targets, numbers, bad, troubles = parts
+    return Batch(inputs, targets, torch.from_numpy(numbers), bad, troubles)
 
 
 def _unchanged(data: Any) -> Any:
