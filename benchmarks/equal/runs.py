@@ -50,7 +50,6 @@ _SETTINGS = {
     "channels-last": [*_NET, "--channels_last", "true"],
     "checkpointing": [*_NET, "--gradient_checkpointing", "true"],
     "buckets": [*FORMS["hooks"], "--gradient_as_bucket_view", "false", "--bucket_cap_mb", "0.05"],
-    "static-graph": [*FORMS["hooks"], "--static_graph"],
     "compressed": [*FORMS["hooks"], "--comm_hook", "fp16"],
 }
 

@@ -199,7 +199,7 @@ def ddps_hook_sums_over_the_backend(device: torch.device) -> str:
     try:
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)).to(device)
         ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=0.01)
-        sums = ByDdp(ddp, _alone(device), has_hook=True, counts=True)
+        sums = ByDdp(ddp, _alone(device), counts=True)
         inputs, window = torch.ones(4, 64, device=device), Window(epoch=0, start=0, size=4)
 
         def backward(call: nn.Module) -> None:

@@ -47,34 +47,28 @@ class ByDdp(GradientSum):
         ddp: DistributedDataParallel,
         group: Group,
         *,
-        has_hook: bool,
         sent_as: torch.dtype | None = None,
         counts: bool = False,
-        calls_collectives: bool = False,
+        sends_nan: bool = True,
     ) -> None:
-        """has_hook: register ours in ddp; else it has its own, or torch's for PowerSGD.
+        """sent_as: the dtype in which gradients are sent; None: their own.
 
-        sent_as: the dtype in which our hook sends; None: that of the gradients. counts: the loss is
-        a mean over something else than samples, which is added up over the ranks.
-        calls_collectives: the model does so in its forward.
+        counts: the loss is a mean over something else than samples, which is added up over the
+        ranks. sends_nan: a rank that failed takes part in the sums of its step.
         """
         self.local = LocalGradients(ddp.module)
         self.call: nn.Module = ddp
         self.allows_unused = ddp.find_unused_parameters
-        self.factor = 1.0
         self._ddp = ddp
         self._group = group
-        self._has_hook = has_hook
         self._is_within = False
         self._finds_unused = ddp.find_unused_parameters
-        self._tells_used = self._finds_unused and not ddp.static_graph
         """After the last bucket DDP adds up which parameters each rank has used."""
 
-        # WHY: a collective within forward, as SyncBatchNorm's, is seen by no hook. And a reducer
-        # that waits for a backward that never came has to be reset, and has to rebuild its buckets
-        # before a rank can fail again; torch has no public function for either.
+        # WHY: a reducer that waits for a backward that never came has to be reset, and has to
+        # rebuild its buckets before a rank can fail again; torch has no public function for either.
         has_functions = all(hasattr(ddp.reducer, n) for n in ("_reset_state", "_rebuild_buckets"))
-        self._can_send_nan = has_hook and not calls_collectives and has_functions
+        self._can_send_nan = sends_nan and has_functions
         self._sent_as = sent_as
         self._layout: list[list[torch.Tensor]] = []
         """The parameters of each bucket; none before a backward has shown it."""
@@ -99,8 +93,7 @@ class ByDdp(GradientSum):
         self._total = torch.zeros((), dtype=torch.float64, device=group.device)
         self._when_computed: Callable[[], None] | None = None
         self._forget_sent()
-        if has_hook:
-            ddp.register_comm_hook(None, self._send)
+        ddp.register_comm_hook(None, self._send)
 
     @property
     def tells_of_failures(self) -> bool:
@@ -117,9 +110,6 @@ class ByDdp(GradientSum):
         self, window: Window, *, keeps_local: bool, when_computed: Callable[[], None] | None = None
     ) -> None:
         self._is_within = not keeps_local and self.sends_within(window)
-        # WHY: without our hook, DDP's own all-reduce divides by the ranks
-        divides = self._is_within and not self._has_hook
-        self.factor = float(self._group.world_size) if divides else 1.0
         if self._is_within:
             self._forget_sent()
             self._when_computed = when_computed
@@ -165,7 +155,7 @@ class ByDdp(GradientSum):
             elif self._sent_as is not None:
                 flat = flat.view(self._sent_as)[: flat.numel()]
             dist.all_reduce(flat.fill_(math.nan))
-        if remaining and self._tells_used:
+        if remaining and self._finds_unused:
             # WHY ones: DDP takes the sum only for those, and each rank must see the NaN.
             dist.all_reduce(self._ones.fill_(1))
         for future in self._futures:
@@ -175,9 +165,6 @@ class ByDdp(GradientSum):
     def finish(self, mine: Marks, *, window: Window, on_device: bool) -> Sums | None:
         if not self._is_within:
             return self._sum_local(mine)  # collective
-        if not self._has_hook:
-            count = self._sum_count(mine.count) if self._sums_count else 0.0  # collective
-            return Sums(num_samples=window.size, count=count)
         if on_device and not self._are_old:
             return self._sums_on_device(mine, window)
         some_failed, are_finite = self._read(mine.has_failed)  # collective
@@ -190,21 +177,19 @@ class ByDdp(GradientSum):
         return Sums(num_samples=window.size, count=count, are_finite=are_finite)
 
     def start_over(self) -> None:
-        if self._has_hook:
-            self._disarm()
-            self._are_old = True  # WHY: DDP then rebuilds its buckets, on all ranks
+        self._disarm()
+        self._are_old = True  # WHY: DDP then rebuilds its buckets, on all ranks
 
     def warm_up(self, run: Callable[[nn.Module], None]) -> None:
         """Run synced forward and backward passes; their gradients are discarded. Collective.
 
         WHY: DDP rebuilds its buckets after the first backward; from 3 ranks on that changes the
         order of additions. With the warm-up before the first step of every start, a resumed run
-        adds in the same order as the unbroken one, so it is bitwise equal. A static graph needs
-        one pass more. WHY another pass after that: the ranks agree on the new buckets in a
-        forward, by a collective; a rank without a sample in the next step would not reach it. And
-        our hook records them.
+        adds in the same order as the unbroken one, so it is bitwise equal. WHY another pass after
+        that: the ranks agree on the new buckets in a forward, by a collective; a rank without a
+        sample in the next step would not reach it. And our hook records them.
         """
-        for _ in range(3 if self._ddp.static_graph else 2):
+        for _ in range(2):
             self._forget_sent()
             self._flats = []  # WHY: DDP builds other buckets
             run(self.call)  # collective
@@ -244,6 +229,8 @@ class ByDdp(GradientSum):
         reading a sum waits for the device. There the ranks exchange a flag over the CPU while the
         GPU still computes. Collective there.
         """
+        if not self._can_send_nan:  # then a rank that fails ends the attempt
+            return False, False
         if self._group.device.type == "cpu":
             if failed_here:
                 return True, False
@@ -251,8 +238,6 @@ class ByDdp(GradientSum):
             are_finite = math.isfinite(sum(buffer.sum().item() for buffer in self._buffers))
             has_nan = not are_finite and any(math.isnan(buffer[0]) for buffer in self._buffers)
             return has_nan, are_finite
-        if not self._can_send_nan:  # then a rank that fails ends the attempt
-            return False, False
         flag = torch.tensor([float(failed_here)])
         if (work := self._group.start_max(flag)) is not None:  # collective
             self._group.finish(work)  # collective
@@ -283,11 +268,9 @@ class ByDdp(GradientSum):
         parameters = self.local.parameters
         if self.allows_unused:
             parameters = used_anywhere(parameters, self._group)  # collective
-        if self._has_hook:
-            self._sum_buckets(parameters)  # collective
-            parameters = []
-        found = sum_with_marks(parameters, mine, self._group)  # collective
-        if self._tells_used:
+        self._sum_buckets(parameters)  # collective
+        found = sum_with_marks([], mine, self._group)  # collective
+        if self._finds_unused:
             # WHY: DDP clears its marks of what was used when it sends gradients; these would count
             # in the next step, for a parameter without a gradient there. With this search DDP
             # rebuilds no buckets after a reset.
@@ -317,13 +300,6 @@ class ByDdp(GradientSum):
             for place, parameter in zip(places, parameters, strict=True):
                 parameter.grad = place if id(parameter) in used_ids else None
         self._group.tracker.enter(before)
-
-    def _sum_count(self, count: float | torch.Tensor) -> float:
-        """Add up what counts over the ranks, where no hook of ours sends it. Collective."""
-        device = self._group.device
-        with self._group.tracker.within(Phase.ALL_REDUCE):  # WHY here: on a GPU float() waits
-            total = torch.as_tensor(count, dtype=torch.float64, device=device).clone()
-            return float(self._group.sum_(total))  # collective
 
     def _total_count(self) -> torch.Tensor:
         """Return the sum of count over the ranks after the last backward: float64, of shape ()."""

@@ -17,10 +17,9 @@ from hardened_ddp.settings.config import Config, DdpConfig
 
 log = logging.getLogger(__name__)
 
-# The dtype in which our hook sends gradients; powersgd is torch's own hook.
+# The dtype in which our hook sends gradients.
 _SENT_AS: Mapping[str, torch.dtype | None] = {
     "none": None,
-    "powersgd": None,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
@@ -40,7 +39,7 @@ def sum_gradients_of(
     counts: what the loss is a mean over has to be added up with the gradients. calls_collectives:
     the model does so in its forward.
     """
-    comm_hook, retries = config.ddp.comm_hook, config.loop.step_retry == "on"
+    comm_hook = config.ddp.comm_hook
     if group.world_size == 1:
         return OneRank(module, group.device)
     # WHY always: it checks that the ranks' parameters agree, and broadcasts them
@@ -48,26 +47,19 @@ def sum_gradients_of(
     # WHY not with --debug: whoever wants to see DDP at work is shown it
     if group.shared is not None and comm_hook == "none" and not config.loop.debug:
         return AfterBackward(module, group, allows_unused=finds_unused)
-    if comm_hook == "powersgd":
-        _use_power_sgd(ddp)
     if comm_hook == "bf16" and group.backend != "nccl":
         raise ModelError(
             f"comm_hook bf16 needs NCCL between GPUs, and this run uses {group.backend}",
             fix="--comm_hook fp16, which works everywhere",
         )
-    found = ByDdp(
-        ddp,
-        group,
-        has_hook=comm_hook != "powersgd" and (retries or counts or comm_hook != "none"),
-        sent_as=_SENT_AS[comm_hook],
-        counts=counts,
-        calls_collectives=calls_collectives,
-    )
-    if retries and not found.tells_of_failures and not calls_collectives:  # else said elsewhere
+    # WHY: a collective within forward, as SyncBatchNorm's, is seen by no hook
+    sends_nan = config.loop.step_retry == "on" and not calls_collectives
+    found = ByDdp(ddp, group, sent_as=_SENT_AS[comm_hook], counts=counts, sends_nan=sends_nan)
+    if sends_nan and not found.tells_of_failures:
         log.warning(
             "an error of one rank within a step ends this attempt, and a restart continues from "
-            "the step before: with powersgd, or a torch whose reducer lacks _reset_state or "
-            "_rebuild_buckets, a failed rank can't tell the others in time"
+            "the step before: the reducer of this torch lacks _reset_state or _rebuild_buckets, so "
+            "a failed rank can't tell the others in time"
         )
     return found
 
@@ -84,26 +76,7 @@ def _build_ddp(
     return DistributedDataParallel(  # collective
         module,
         find_unused_parameters=finds_unused,
-        static_graph=config.static_graph,
         gradient_as_bucket_view=config.gradient_as_bucket_view,
         bucket_cap_mb=config.bucket_cap_mb,
         **arguments,
-    )
-
-
-def _use_power_sgd(ddp: DistributedDataParallel) -> None:
-    """Compress by PowerSGD (Vogels, Karimireddy, Jaggi, 2019).
-
-    The first steps go uncompressed: early gradients change too fast for its error feedback.
-    """
-    # WHY here: the import takes a tenth of a second that most runs need not wait for.
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
-    state = powerSGD_hook.PowerSGDState(
-        process_group=None, matrix_approximation_rank=2, start_powerSGD_iter=10
-    )
-    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    log.warning(
-        "comm_hook powersgd keeps an error memory on each rank that is not in checkpoints: "
-        "a resumed run is close to the unbroken one, not bitwise equal"
     )

@@ -116,9 +116,6 @@ class GradientSum(Protocol):
     allows_unused: bool
     """A parameter may get no gradient on some rank, which counts as zero there."""
 
-    factor: float
-    """What the losses of this try are multiplied by, where the sum divides by the ranks."""
-
     @property
     def tells_of_failures(self) -> bool:
         """A rank whose forward or backward failed can tell the others within the sums."""
@@ -185,7 +182,6 @@ class OneRank(GradientSum):
     how = "of one rank"
     tells_of_failures = True
     allows_unused = True  # no other rank waits for a gradient
-    factor = 1.0
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.local = LocalGradients(module)
@@ -213,7 +209,6 @@ class AfterBackward(GradientSum):
 
     how = "summed through shared memory after backward (--no_shared_memory: by DDP)"
     tells_of_failures = True
-    factor = 1.0
 
     def __init__(self, module: nn.Module, group: Group, *, allows_unused: bool) -> None:
         self.local = LocalGradients(module)

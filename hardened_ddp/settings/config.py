@@ -34,7 +34,7 @@ TASKS = ("auto", "classification", "multilabel", "regression", "tokens", "segmen
 """The tasks that are built in."""
 
 FindUnused = Literal["auto", "on", "off"]
-CommHook = Literal["none", "bf16", "fp16", "powersgd"]
+CommHook = Literal["none", "bf16", "fp16"]
 MEGABYTES = Bounds(low=0, high=65536, is_low_open=True)
 
 OptimizerName = Literal["adamw", "adam", "sgd"]
@@ -288,11 +288,6 @@ class DdpConfig:
         "any.",
         bare="on",
     )
-    static_graph: bool = setting(
-        False,
-        "Promise that every step uses the same parameters in the same way, which saves DDP work. "
-        "If the promise is broken, gradients are wrong.",
-    )
     gradient_as_bucket_view: bool = setting(
         True, "Make gradients views into DDP's buckets. Saves a copy, and the gradients' memory."
     )
@@ -309,8 +304,7 @@ class DdpConfig:
     )
     comm_hook: CommHook = setting(
         "none",
-        "Compress gradients for the all-reduce. Less to send, but gradients are rounded; with "
-        "powersgd a resumed run is also not bitwise equal.",
+        "Compress gradients for the all-reduce. Less to send, but gradients are rounded.",
     )
 
 

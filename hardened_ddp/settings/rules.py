@@ -55,11 +55,7 @@ def contradictions(config: Config, world_size: int) -> Iterator[Contradiction]:
 
 def _contradictions_of_steps(config: Config) -> Iterator[Contradiction]:
     """Give each broken rule about what a step does, and how many there are."""
-    optimizer, ddp, loop = config.optimizer, config.ddp, config.loop
-    if ddp.static_graph and ddp.find_unused_parameters == "on":
-        why = "static_graph promises that no step differs, and the other searches in each step "
-        why += f"what differs; {LEAVE_OUT}"
-        yield ("static_graph", "find_unused_parameters"), why
+    optimizer, loop = config.optimizer, config.loop
     if config.data.global_batch_size is not None and optimizer.accumulation_steps > 1:
         why = f"global_batch_size already says how many micro-batches a step has; {LEAVE_OUT}"
         yield ("global_batch_size", "accumulation_steps"), why

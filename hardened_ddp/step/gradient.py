@@ -317,7 +317,7 @@ class Gradient:
                 if not self._counts_samples:
                     gradients.note_count(attempt.count)
                 # WHY not loss * factor: where backward starts, a factor needs no operation.
-                start = torch.full_like(loss, scale * gradients.factor)
+                start = torch.full_like(loss, scale)
                 loss.backward(start)  # type: ignore[no-untyped-call]  # collective if is_last
             self.totals.add(score, len(batch.indices))
         self.batch = None

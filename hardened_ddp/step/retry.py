@@ -13,8 +13,8 @@ read was retried when it was read, and is not again. If it fails again: with
 --continue_on_error the samples that fail alone are left out, or else the whole step; without it all
 ranks stop with that one cause.
 
-With PowerSGD, or collectives in the model's forward such as SyncBatchNorm's, a failed rank can't
-take part in the sums: an exception there ends the attempt.
+With collectives in the model's forward, such as SyncBatchNorm's, a failed rank can't take part in
+the sums: an exception there ends the attempt.
 """
 
 import logging

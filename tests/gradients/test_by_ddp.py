@@ -193,11 +193,14 @@ def test_ddp_does_not_look_for_inputs_to_move_to_the_gpu() -> None:
 
     class Made:
         reducer = None
+        find_unused_parameters = False
 
         def __init__(self, module: Any, device_ids: Any = None, **named: Any) -> None:
-            self.module, self.find_unused_parameters = module, named["find_unused_parameters"]
-            self.static_graph = False
+            self.module = module
             made.append(device_ids)
+
+        def register_comm_hook(self, state: None, hook: Any) -> None:
+            pass
 
     config = resolve(parse(["--step_retry", "off"]), world_size=2).config
     group: Any = SimpleNamespace(world_size=2, device=torch.device("meta"), shared=None)

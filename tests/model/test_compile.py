@@ -39,12 +39,11 @@ def test_an_epoch_compiles_for_training_for_its_last_batch_and_for_the_test(
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--static_graph"],
         ["--find_unused_parameters", "on"],
         ["--model_args", "{spare: true}"],
         ["--no_gradient_as_bucket_view", "--accumulation_steps", "2"],
         ["--comm_hook", "fp16"],
-        ["--comm_hook", "powersgd", "--step_retry", "off"],
+        ["--step_retry", "off"],
     ],
     ids=" ".join,
 )

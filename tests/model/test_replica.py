@@ -58,7 +58,7 @@ def do_backward(
     if inputs is not None:
         with sums.around(is_last=True):
             loss = sums.call(inputs).sum()
-            loss.backward(torch.full_like(loss, sums.factor))
+            loss.backward()
     mine = Marks(has_failed=False, num_samples=1, count=0.0)
     assert sums.finish(mine, window=window, on_device=False) is not None  # collective
 
@@ -235,9 +235,8 @@ def test_without_a_private_name_of_the_reducer_an_error_ends_the_attempt(missing
         module=nn.Linear(2, 2),
         register_comm_hook=lambda state, hook: None,
         find_unused_parameters=False,
-        static_graph=False,
     )
-    sums = ByDdp(ddp, Group(read_launch({}), CPU), has_hook=True)
+    sums = ByDdp(ddp, Group(read_launch({}), CPU))
     assert not sums.tells_of_failures
     sums.begin(Window(0, 2, 4), keeps_local=False)
     assert not sums.send_nan_for_rest()

@@ -24,10 +24,10 @@ from tests.settings.given import (
 class TestProblems:
     def test_all_problems_of_all_places_come_in_one_message(self) -> None:
         Path("my.yaml").write_text(
-            "batch_size: 0\nlearning_rat: 1\nepochs: true\nstatic_graph: true\n"
+            "batch_size: 0\nlearning_rat: 1\nepochs: true\nstop_when: loss\n"
         )
         lines = problems_of(
-            "--config my.yaml --seed x --find_unused_parameters --nope --single_gpu",
+            "--config my.yaml --seed x --eval_every 0 --nope --single_gpu",
             world_size=2,
         )
         assert [line.split(": ")[0] for line in lines] == [
@@ -208,7 +208,6 @@ class TestRules:
             ("--init_from runs/a --pretrained", "init_from pretrained"),
             ("--compile --bucket_cap_mb 0.5", "compile bucket_cap_mb"),
             ("--streaming --dataset cifar10", "streaming dataset"),
-            ("--static_graph --find_unused_parameters", "static_graph find_unused_parameters"),
             (
                 "--global_batch_size 8 --accumulation_steps 2",
                 "global_batch_size accumulation_steps",
@@ -233,8 +232,6 @@ class TestRules:
             "--cpu_only --amp bf16 --backend gloo",
             "--cpu_only --comm_hook fp16",
             "--num_workers 0 --prefetch_factor 4 --persistent_workers",
-            "--static_graph --no_find_unused_parameters",
-            "--static_graph",
             "--warmup_steps 10",
             "--warmup_steps 9 --max_steps 10",
             "--checkpoint_every_epochs 0 --checkpoint_every_steps 0 --resume auto",
@@ -248,9 +245,9 @@ class TestRules:
         assert len(problems_of("--cpu_only --backend nccl --amp fp16")) == 2
 
     def test_a_rule_is_not_asked_about_a_value_that_is_unknown(self) -> None:
-        assert len(problems_of("--static_graph --find_unused_parameters maybe")) == 1
-        assert len(problems_in("static_graph: [\n", "--find_unused_parameters")) == 1
-        assert len(problems_in("static_graph: !x true\n", "--find_unused_parameters")) == 1
+        assert len(problems_of("--cpu_only --single_gpu maybe")) == 1
+        assert len(problems_in("cpu_only: [\n", "--single_gpu")) == 1
+        assert len(problems_in("cpu_only: !x true\n", "--single_gpu")) == 1
 
 
 PLACES = [f"--{name}" for name, setting in SETTINGS.items() if setting.facts.is_place]

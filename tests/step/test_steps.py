@@ -290,8 +290,6 @@ def test_a_profile_of_some_steps_is_written(tmp_path: Path) -> None:
 VARIANTS = [
     "--amp bf16",
     "--comm_hook fp16",
-    "--comm_hook powersgd",
-    "--static_graph",
     "--no_gradient_as_bucket_view --bucket_cap_mb 0.01",
     "--gradient_checkpointing",
     "--channels_last",

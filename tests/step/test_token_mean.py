@@ -159,7 +159,7 @@ def total_of_counts(dtype: torch.dtype, sent_as: torch.dtype | None) -> float:
     launch, cpu = read_launch(os.environ), torch.device("cpu")
     group = open_group(launch, device=cpu, backend="gloo", timeout_s=30, shared_memory=False)
     ddp = DistributedDataParallel(torch.nn.Linear(4, 3).to(dtype))
-    sums = ByDdp(ddp, group, has_hook=True, sent_as=sent_as, counts=True)
+    sums = ByDdp(ddp, group, sent_as=sent_as, counts=True)
     sums.note_count(5003.0 + group.launch.rank)
     ddp(torch.ones(2, 4, dtype=dtype)).sum().backward()
     found = float(sums._total_count())
