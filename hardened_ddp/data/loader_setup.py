@@ -51,8 +51,7 @@ def build_sampler(
         "rank": launch.rank,
         "seed": config.device.seed,
         "global_batch": global_batch,
-        # auto: this rank's whole share, which is cut as memory demands
-        "batch_size": config.data.batch_size or -(-global_batch // launch.world_size),
+        "batch_size": config.data.batch_size,
         "drop_last": config.data.drop_last,
     }
     if not is_view_of_stream(data.train):

@@ -171,11 +171,6 @@ def _find(
 def _problem_in_training(parts: Parts, progress: Progress) -> tuple[str, str] | None:
     """Return why ranks would run unequal forwards, and the fix; None if they don't."""
     config, sampler, found = parts.config, parts.sampler, parts.replica.collectives
-    if config.data.batch_size is None:
-        return (
-            "the search of --batch_size auto ends differently on each rank",
-            "give a --batch_size; --max_steps 20 shows soon whether it fits",
-        )
     if config.loop.continue_on_error:
         return _LEFT_OUT
     if not isinstance(sampler, WindowSampler):

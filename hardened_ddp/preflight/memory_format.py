@@ -17,7 +17,7 @@ from hardened_ddp.data.batches.nesting import tensors_of
 from hardened_ddp.model.effects import Effects
 from hardened_ddp.preflight.trial import Refusal, Trial, try_on_all_ranks
 from hardened_ddp.ranks.seeding import seed_step
-from hardened_ddp.settings.config import AUTO_BATCH_SIZE, Config
+from hardened_ddp.settings.config import Config
 
 _ROUNDING = 0.01
 """WHY so much: layers add up rounding. A wrong order of memory changes a number as a whole."""
@@ -41,9 +41,8 @@ def choose_channels_last(
     if is_chosen is None and config.model.compile:
         is_chosen = False  # WHY: the compiler chooses orders itself
     if is_chosen is None:
-        num_samples = config.data.batch_size or AUTO_BATCH_SIZE
         is_chosen = all(
-            pays(trial, num_weights * sample.num_samples, num_values * num_samples)
+            pays(trial, num_weights * sample.num_samples, num_values * config.data.batch_size)
             for num_weights, num_values in count_values(trial, sample)  # collective
         )
     if is_chosen:

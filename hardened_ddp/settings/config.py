@@ -27,9 +27,6 @@ from hardened_ddp.settings.declare import (
 Backend = Literal["auto", "nccl", "gloo"]
 SEED = Bounds(low=0, high=2**63 - 1)  # torch takes a signed 64-bit int
 
-AUTO_BATCH_SIZE = 32
-"""What batch_size auto counts as where the global batch is not given."""
-
 TASKS = ("auto", "classification", "multilabel", "regression", "tokens", "segmentation", "own")
 """The tasks that are built in."""
 
@@ -116,18 +113,16 @@ class DataConfig:
     download: bool = setting(
         True, "Download a missing dataset, once per node. false: it is an error.", may_differ=True
     )
-    batch_size: int | None = setting(
+    batch_size: int = setting(
         32,
         "Samples per rank in one forward and backward. One optimizer step sees batch_size x ranks "
-        "x accumulation_steps samples. Too high: out of memory. auto: as many as fit, found by "
-        "trial.",
+        "x accumulation_steps samples. What memory does not hold is done in smaller parts.",
         bounds=COUNT,
     )
     global_batch_size: int | None = setting(
         None,
         "Samples of one optimizer step over all ranks. Each rank splits its share into "
-        "micro-batches of batch_size. auto: batch_size x ranks x accumulation_steps, where a "
-        "batch_size of auto counts as 32.",
+        "micro-batches of batch_size. auto: batch_size x ranks x accumulation_steps.",
         bounds=COUNT,
     )
     eval_batch_size: int = setting(

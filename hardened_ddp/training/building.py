@@ -35,7 +35,7 @@ from hardened_ddp.preflight.memory_format import choose_channels_last
 from hardened_ddp.preflight.probe import choose_find_unused, probe
 from hardened_ddp.preflight.trial import Trial
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.settings.config import AUTO_BATCH_SIZE, Config
+from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.declare import ImportPath
 from hardened_ddp.settings.record import agreed_settings
 from hardened_ddp.settings.wording import counted
@@ -66,7 +66,7 @@ def choose_global_batch(
         "accumulation_steps": config.optimizer.accumulation_steps,
         "global_batch_size": config.data.global_batch_size,
     }
-    of_one_rank = (config.data.batch_size or AUTO_BATCH_SIZE) * config.optimizer.accumulation_steps
+    of_one_rank = config.data.batch_size * config.optimizer.accumulation_steps
     asked = config.data.global_batch_size or of_one_rank * world_size
     if saved is None or saved["global_batch"] == asked:
         return asked

@@ -148,7 +148,6 @@ def _auto_line(parts: Parts) -> str:
         "task": parts.task.name,
         "amp": parts.precision.name,
         "backend": parts.group.backend,
-        "batch_size": str(parts.sampler.batch_size),
         "num_workers": str(reader.num_workers) + (" (in memory)" if parts.data.in_memory else ""),
         "channels_last": "on" if parts.replica.inputs.channels_last else "off",
         "lr_schedule": _lr_schedule(parts),

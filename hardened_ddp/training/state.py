@@ -34,7 +34,7 @@ from hardened_ddp.preflight.forward_collectives import check_forwards
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.resources import keep_freed_memory
-from hardened_ddp.step.memory import fit_into_memory
+from hardened_ddp.step.memory import allocate_ahead
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
 
@@ -187,14 +187,12 @@ def check_fits(parts: Parts, saved: Saved) -> None:
 
 
 def begin(parts: Parts, saved: Saved | None) -> Progress:
-    """Say where the run stands, with the parts in that state. Collective: all ranks.
-
-    A fresh run tries what memory holds; a resumed one knows it, and all else.
-    """
+    """Say where the run stands, with the parts in that state. Collective: all ranks."""
     parts.group.tracker.begin("loading the checkpoint" if saved else "allocating optimizer state")
     if saved is None:
         check_forwards(parts, Progress())
-        progress = Progress(max_micro_batch=fit_into_memory(parts))  # collective
+        allocate_ahead(parts)
+        progress = Progress()
         parts.replica.attributes.reset()  # the trials are over
     else:
         progress = restore(parts, saved)  # collective

@@ -91,7 +91,7 @@ def test_after_an_out_of_memory_batches_of_a_collate_have_the_same_parts(
     data, how, flags = case
     argv: Words = [*STEADY, "--dataset", f"tests.token_data:{data}", "--task", "tokens", *flags]
     argv += ["--global_batch_size", "32", "--lr_schedule", "constant"]
-    args = f"{{forward_number: 20, how: {how}}}"
+    args = f"{{forward_number: 9, how: {how}}}"
     tight = ["--model", "tests.token_data:FailingLM", "--model_args", args]
     faulty = train([*argv, *tight, "--output_dir", tmp_path / "faulty"], 2).ok()
     told = re.search(r"have (\d+) samples at most .* retrying step (\d+),", faulty.outputs[0])

@@ -157,7 +157,7 @@ def test_labels_that_are_shares_of_the_classes_are_no_numbers_out_of_range() -> 
 
 
 def test_smaller_parts_of_a_batch_are_sent_without_a_wait() -> None:
-    # After an out of memory, or as --batch_size auto found.
+    # After an out of memory.
     with PretendedGpu().on() as gpu:
         batch = Batch(torch.ones(4, 2), {"labels": torch.ones(4)}, torch.arange(4))
         batch.pin()

@@ -60,15 +60,6 @@ def test_memory_that_is_really_gone_is_answered_with_smaller_micro_batches(
     assert only_run(tmp_path)
 
 
-def test_batch_size_auto_finds_what_the_gpu_holds(tmp_path: Path) -> None:
-    argv = [*POINTS, "--model", "tests.plugins:Hungry", "--global_batch_size", "16"]
-    argv += ["--batch_size", "auto", "--output_dir", str(tmp_path)]
-    finished = train(argv, 1).ok()
-    found = re.search(r"batch_size auto: (\d+) samples fit at once", finished.outputs[0])
-    assert found is not None
-    assert 2 <= int(found[1]) < 8
-
-
 def test_a_state_is_copied_while_the_gpu_is_stuck() -> None:
     device = torch.device("cuda", 0)
     state = {

@@ -296,34 +296,3 @@ def test_a_layer_that_one_rank_stops_using_switches_the_search_on(tmp_path: Path
 def _scale(output: Path) -> Any:
     """Read the numbers of fp16's scaler at the end of the run."""
     return load_checkpoint(open_checkpoint(find_checkpoints(output)[-1]))[1]["precision"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_first", [2, 4])  # forwards: of the probe, of DDP's warm-up too
-def test_batch_size_auto_takes_what_fits_and_keeps_the_global_batch(
-    num_first: int, tmp_path: Path
-) -> None:
-    model = ["--model", "tests.plugins:Greedy", "--global_batch_size", "24"]
-    model += ["--lr_schedule", "constant"]
-    model += [HOOKS] if num_first == 4 else []
-    run(tmp_path / "given", 2, *model, "--batch_size", "12", "--model_args", "{}").ok()
-    args = str({"most": 5, "num_first": num_first})
-    auto = [*model, "--batch_size", "auto", "--model_args", args]
-    finished = run(tmp_path / "auto", 2, *auto, "--max_steps", "4").ok()
-    assert (
-        "5 samples fit at once on every rank: 3 micro-batches for the 24 of a step"
-        in finished.output
-    )
-    # It is known from now on, and the steps have the same samples.
-    more = ["--resume", only_run(tmp_path / "auto"), "--max_steps", "0"]
-    resumed = run(tmp_path / "auto", 2, *auto, *more).ok()
-    assert "samples fit at once" not in resumed.outputs[0]
-    losses = [[*losses_of(only_run(tmp_path / name)).values()] for name in ("given", "auto")]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-
-
-def test_batch_size_auto_without_memory_for_one_sample_says_so(tmp_path: Path) -> None:
-    model = ["--model", "tests.plugins:Greedy", "--model_args", "{most: 0, num_first: 2}"]
-    finished = run(tmp_path, 2, *model, "--batch_size", "auto")
-    assert finished.statuses == (1, 1)
-    assert finished.output.count("on some rank not even one sample fits") == 1

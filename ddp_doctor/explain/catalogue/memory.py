@@ -29,7 +29,7 @@ CAUSES = (
         "find_executable_batch_size",
         trainer="TrainingArguments(per_device_train_batch_size=..., "
         "gradient_accumulation_steps=..., gradient_checkpointing=True, auto_find_batch_size=True)",
-        suite="it halves micro-batches by itself; --batch_size auto --global_batch_size N",
+        suite="it halves micro-batches by itself, with the same gradient",
         confirm="torch.cuda.memory_summary(); nvidia-smi for other processes on that GPU.",
     ),
     Cause(
