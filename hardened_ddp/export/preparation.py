@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hardened_ddp.data.foreign_code import import_extra
-from hardened_ddp.data.sources.hub_place import PREFIX, find_place, is_on_disk
+from hardened_ddp.data.sources.hub_place import PREFIX, find_place
 from hardened_ddp.errors import CheckpointError, HardenedError, ModelError
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def _sources(meta: Mapping[str, Any]) -> Iterator[Path]:
             continue
         try:
             place = find_place(name, error=ModelError)
-            if is_on_disk(place):
+            if Path(place).exists():
                 yield Path(place)
             elif key == "model":
                 hub = import_extra("huggingface_hub", what="--format huggingface")

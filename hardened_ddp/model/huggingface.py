@@ -20,13 +20,7 @@ from torch import nn
 from torch.nn.functional import interpolate
 
 from hardened_ddp.data.foreign_code import import_extra
-from hardened_ddp.data.sources.hub_place import (
-    find_place,
-    hub_answers,
-    is_cached,
-    is_on_disk,
-    no_answer,
-)
+from hardened_ddp.data.sources.hub_place import find_place
 from hardened_ddp.errors import ModelError
 from hardened_ddp.settings.config import ModelConfig
 from hardened_ddp.task.user_code import told_as
@@ -116,14 +110,10 @@ def load_hub_model(
     how: dict[str, Any] = {"trust_remote_code": False}
     fix = (
         "give a folder made by save_pretrained() (config.json, model.safetensors); a name needs "
-        "network, or the model in the cache of huggingface_hub"
+        "network, or the model in the cache of huggingface_hub and HF_HUB_OFFLINE=1"
     )
     # WHY: the library raises many kinds of errors for a bad folder
     with told_as(ModelError, f"{config.model} can't be loaded", fix=fix):
-        if not is_on_disk(name) and not hub_answers():
-            if not is_cached(name, "config.json"):
-                raise no_answer(config.model, error=ModelError)
-            how["local_files_only"] = True
         given: dict[str, Any] = {**config.model_args, **how}
         described = transformers.AutoConfig.from_pretrained(name, **how)
         kind = _kind_of(transformers, described, task, has_classes=num_classes > 0)

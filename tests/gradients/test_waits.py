@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from hardened_ddp.gradients.by_ddp import ByDdp
 from hardened_ddp.gradients.sums import Marks, sum_with_marks
 from hardened_ddp.guard import divergence
 from hardened_ddp.ranks.group import Group
@@ -26,18 +25,12 @@ def sum_marks(group: Group) -> None:
     assert sum_with_marks([gradient], mine, group) is not None
 
 
-def sum_count(group: Group) -> None:
-    sums = ByDdp.__new__(ByDdp)
-    sums._group = group
-    assert sums._sum_count(torch.tensor(3.0)) == 3.0
-
-
 def compare(group: Group) -> None:
     group.world_size = 2
     assert divergence._gather_if_different(group, {"weight": torch.ones(2)}) == [{}, {}]
 
 
-@pytest.mark.parametrize("act", [sum_marks, sum_count, compare])
+@pytest.mark.parametrize("act", [sum_marks, compare])
 def test_a_sum_is_read_while_the_phase_is_that_of_the_sum(
     act: Callable[[Group], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from hardened_ddp.data.batches.images import pixels_of
 from hardened_ddp.data.foreign_code import import_extra
-from hardened_ddp.data.sources.hub_place import find_place, hub_answers, is_on_disk, no_answer
+from hardened_ddp.data.sources.hub_place import find_place
 from hardened_ddp.errors import DataError
 
 IMAGE_COLUMNS = ("image", "img", "pixel_values", "images")
@@ -168,16 +168,13 @@ def choose_part(
 def load_parts(
     name: str, subset: str, *, data_dir: str, download: bool, streaming: bool = False
 ) -> Mapping[str, Any]:
-    """Load all parts of a folder or a name; from the library's cache alone if the Hub is away.
+    """Load all parts of a folder or a name. Raises DataError.
 
-    Runs no code of the dataset: the library dropped such datasets. Raises DataError.
+    Runs no code of the dataset: the library dropped such datasets.
     """
     place = find_place(name, error=DataError)  # WHY first: importing the library takes longer
     datasets = import_extra("datasets", what=f"--dataset {name}")
     datasets.disable_progress_bars()
-    before = getattr(datasets.config, "HF_HUB_OFFLINE", False)
-    is_away = not is_on_disk(place) and not hub_answers()
-    datasets.config.HF_HUB_OFFLINE = before or is_away
     try:
         if (Path(place) / "dataset_dict.json").is_file():
             return dict(datasets.load_from_disk(place))
@@ -193,8 +190,6 @@ def load_parts(
             )
         )
     except Exception as error:  # WHY broad: the library passes on any error of network or files
-        if is_away:
-            raise no_answer(name, error=DataError) from error
         text = str(error).partition("\n")[0][:300]
         raise DataError(
             f"{name} can't be opened: {type(error).__name__}: {text}",
@@ -202,8 +197,6 @@ def load_parts(
             "load_dataset(NAME).save_to_disk(FOLDER) of the datasets package, copy FOLDER, and use "
             "--dataset hf:FOLDER",
         ) from error
-    finally:
-        datasets.config.HF_HUB_OFFLINE = before
 
 
 def _column(
