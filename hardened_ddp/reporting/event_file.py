@@ -1,4 +1,4 @@
-"""TensorBoard's file format: encodes scalars and texts.
+"""TensorBoard's file format: encodes scalars.
 
 Owns the encoding: events are protocol buffers (tensorboard's event.proto and summary.proto), each
 framed as a TFRecord (length, checksum, data, checksum). Both formats are public and frozen.
@@ -15,7 +15,6 @@ from functools import cache
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _CRC32C_POLYNOMIAL = 0x82F63B78
-_DT_STRING = 7  # tensor_shape.proto's DataType
 _SESSION_START = 1  # event.proto's SessionLog.SessionStatus
 
 
@@ -36,16 +35,6 @@ def scalars_record(step: int, values: Mapping[str, float], *, wall_time: float) 
         for tag, number in values.items()
     )
     return _record(wall_time, step, _bytes_field(5, summary))
-
-
-def text_record(step: int, tag: str, text: str, *, wall_time: float) -> bytes:
-    """Make a record of one text, shown as Markdown."""
-    plugin = _bytes_field(1, b"text")
-    metadata = _bytes_field(1, plugin)
-    shape = _bytes_field(2, _int_field(1, 1))
-    tensor = _int_field(1, _DT_STRING) + _bytes_field(2, shape) + _bytes_field(8, text.encode())
-    value = _bytes_field(1, tag.encode()) + _bytes_field(8, tensor) + _bytes_field(9, metadata)
-    return _record(wall_time, step, _bytes_field(5, _bytes_field(1, value)))
 
 
 def crc32c(data: bytes) -> int:

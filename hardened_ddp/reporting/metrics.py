@@ -66,13 +66,6 @@ class MetricsLog:
             for tracker in self._trackers:
                 tracker.log(step, numbers)
 
-    def text(self, tag: str, text: str) -> None:
-        """Write a text, shown verbatim."""
-        if self._has_board:
-            shown, now = f"```\n{text}\n```", time.time()
-            make = partial(event_file.text_record, 0, tag, shown, wall_time=now)
-            self._writer.do(lambda: self._events.add(make()))
-
     def close(self) -> None:
         """Write what is left and close. Takes a limited time, even if a disk or tracker hangs."""
         for tracker in self._trackers:

@@ -410,9 +410,9 @@ class LoopConfig:
     debug: bool = setting(
         False,
         "More checks and more messages: an error in backward names its line of forward, "
-        "TORCH_DISTRIBUTED_DEBUG is set to INFO, and every rank logs to the console: the parts of "
-        "its start, and at each report its times and its memory. CPU ranks of one machine sum "
-        "gradients by DDP's hooks, as everywhere else, not through shared memory. Slow.",
+        "TORCH_DISTRIBUTED_DEBUG is set to INFO, and every rank logs to the console. CPU ranks of "
+        "one machine sum gradients by DDP's hooks, as everywhere else, not through shared memory. "
+        "Slow.",
     )
     step_retry: Literal["on", "off"] = setting(
         "on",
@@ -490,9 +490,6 @@ class RunConfig:
         False,
         "Record the samples of each step, 4 bytes per sample. verify-ledger then proves that each "
         "epoch used every sample exactly once.",
-    )
-    profile: bool = setting(
-        False, "Record a few steps with torch.profiler to the run folder. Those steps are slower."
     )
 
 

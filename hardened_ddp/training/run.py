@@ -103,7 +103,7 @@ class Run:
         while not (self.stop.reason or stops_early(parts, progress)):
             found = parts.train_loader.windows(progress.epoch, progress.cursor, progress.step)
             found = islice(found, max(0, parts.length.total - progress.step))
-            yield chain(self.report.profiled(found), [(None, [])])
+            yield chain(found, [(None, [])])
             if progress.step >= parts.length.total:
                 return
 

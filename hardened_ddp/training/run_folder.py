@@ -67,9 +67,6 @@ class RunFolder:
     lock: RunLock | None = None
     """Rank 0 only: no second run writes here."""
 
-    settings_text: str = ""
-    """The resolved settings, as they stand in the folder."""
-
     def __enter__(self) -> "RunFolder":
         return self
 
@@ -113,11 +110,11 @@ class RunFolder:
 
         WHY replace: the next resume needs the earlier ones if the disk is full, or we die here.
         """
-        self.settings_text = dump(settings.config, settings.sources)
         if self.lock is None:
             return
+        text = dump(settings.config, settings.sources)
         try:
-            replace_file(self.folder / SAVED_SETTINGS, self.settings_text.encode(), disk=Disk())
+            replace_file(self.folder / SAVED_SETTINGS, text.encode(), disk=Disk())
         except OSError as error:
             raise RunFolderError(
                 f"the settings can't be written to {self.folder}: {error}",

@@ -1,20 +1,17 @@
-"""The reports of a run: log lines, metrics.jsonl, TensorBoard, trackers, summary, and a profile.
+"""The reports of a run: log lines, metrics.jsonl, TensorBoard, trackers, and the summary.
 
-Owns which numbers are reported, and when; which trackers a run has; which steps are profiled. Rank
-0 writes; the other ranks keep their own log file.
+Owns which numbers are reported, and when; which trackers a run has. Rank 0 writes; the other ranks
+keep their own log file.
 Does not own: how they are written (reporting/), which never stops training.
 """
 
 import importlib.util
 import logging
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch
-from torch.profiler import profile, schedule
 
 from hardened_ddp.data.foreign_code import import_callable
 from hardened_ddp.errors import ConfigError, MissingPackageError
@@ -37,13 +34,9 @@ from hardened_ddp.task.task import LOSS, described, shortly_described, with_loss
 from hardened_ddp.training.evaluation import Evaluation
 from hardened_ddp.training.run_folder import RunFolder
 
-T = TypeVar("T")
-
 log = logging.getLogger(__name__)
 
 _MAX_LOGGED = 8  # test samples that are named one by one in the log
-# Steps of a profile. WHY not the first ones: they allocate memory and choose kernels.
-NUM_SKIPPED, NUM_STEPS = 5, 5
 
 
 class RunReport:
@@ -87,15 +80,12 @@ class RunReport:
         self._last_tested: Mapping[str, float] = {}
         """The figures of the last evaluation."""
 
-        self._settings_text = folder.settings_text
         self._tracker = tracker
         self._trained_s = self._training_s()
         self._left_out = left_out
         self._told_left_out: set[str] = set()
         self._num_rollbacks = self._num_diverged = 0
         self._time_spent = ""
-        rank = parts.group.launch.rank
-        self._profiler = start_profile(self.folder, rank=rank) if run.profile else None
 
     def tick(self, step: int) -> None:
         """Update the progress bar and the account of time. Rank-local."""
@@ -115,8 +105,6 @@ class RunReport:
         """
         with self._tracker.within(Phase.REPORT):
             times = self.read_times()
-            if self.parts.config.loop.debug:
-                self._tell_rank(progress.step, times)
             self.splits.add(_own_split(times, self.parts.device))
             before, self._trained_s = self._trained_s, self._training_s()
             speed = sums["samples"] / max(1e-9, self._trained_s - before)
@@ -136,23 +124,6 @@ class RunReport:
             if grad_norm is not None:
                 values["optimizer/gradient_norm"] = float(grad_norm)
             self.metrics.scalars(progress.step, values)
-            if self._settings_text:
-                self.metrics.text("settings", self._settings_text)
-                self._settings_text = ""
-
-    def _tell_rank(self, step: int, times: Mapping[str, float]) -> None:
-        """Log what only --debug wants to know: where this rank's time and memory went."""
-        split = ", ".join(f"{name} {1000 * seconds:.1f} ms" for name, seconds in times.items())
-        memory = self.resources.sample()
-        log.debug(
-            "step %d: per step %s; memory %.0f MiB%s",
-            step,
-            split or "nothing was timed",
-            memory.get("memory/rss_mib", math.nan),
-            f", GPU {memory['memory/gpu_peak_mib']:.0f} MiB at most"
-            if "memory/gpu_peak_mib" in memory
-            else "",
-        )
 
     def _show_training(
         self, progress: Progress, sums: Mapping[str, float], rate: float, speed: float
@@ -214,23 +185,8 @@ class RunReport:
         """Count that the replicas were found to differ."""
         self._num_diverged += 1
 
-    def profiled(self, steps: Iterator[T]) -> Iterator[T]:
-        """Iterate over steps; with --profile, a few of them are recorded."""
-        return steps if self._profiler is None else self._recorded(steps)
-
-    def _recorded(self, steps: Iterator[T]) -> Iterator[T]:
-        for step in steps:
-            yield step
-            if self._profiler is not None:
-                self._profiler.step()
-                if self._profiler.step_num == NUM_SKIPPED + NUM_STEPS:
-                    self._profiler.stop()  # WHY now: it costs each step time
-                    self._profiler = None
-
     def close(self, progress: Progress, *, status: str) -> None:
         """Write the summary and close all files. Rank-local."""
-        if self._profiler is not None:
-            self._profiler.stop()
         self.bar.close()
         ended = status if status in ("finished", "stopped") else ""
         self.goodput.note(progress.step, is_last=True, ended=ended)
@@ -327,22 +283,3 @@ def _make_tracker(name: str, config: Config, folder: Path) -> Tracker:
     make = import_callable(name, setting="tracker", error=ConfigError)
     tracker: Tracker = make(folder=folder, settings=settings)
     return tracker
-
-
-def start_profile(folder: Path, *, rank: int) -> profile:
-    """Start profiling this rank; call step() after each step. The trace goes to folder."""
-    path = folder / f"profile-rank-{rank}.json"
-
-    def save(profiler: profile) -> None:
-        try:
-            profiler.export_chrome_trace(str(path))
-            log.info("profile of %d steps: %s (open it in chrome://tracing)", NUM_STEPS, path)
-        except (OSError, RuntimeError) as error:
-            log.warning("the profile can't be written: %s", error)
-
-    profiler = profile(
-        schedule=schedule(wait=NUM_SKIPPED - 1, warmup=1, active=NUM_STEPS, repeat=1),
-        on_trace_ready=save,
-    )
-    profiler.start()
-    return profiler

@@ -279,14 +279,6 @@ def test_a_step_with_nan_is_left_out_under_continue_on_error(tmp_path: Path) -> 
     assert "left out the whole step" in finished.output
 
 
-@pytest.mark.slow
-def test_a_profile_of_some_steps_is_written(tmp_path: Path) -> None:
-    argv = [*POINTS, "--profile", "--batch_size", "2", "--output_dir", str(tmp_path)]
-    train([*argv, "--epochs", "1"], 1, launcher="none").ok()
-    [trace] = tmp_path.glob("*/profile-rank-0.json")
-    assert json.loads(trace.read_text())["traceEvents"]
-
-
 VARIANTS = [
     "--amp bf16",
     "--comm_hook fp16",
