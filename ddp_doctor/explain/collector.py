@@ -75,6 +75,12 @@ class Evidence:
     starts: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     """Of each log of our own runs the lines where a process begins, with the local time there."""
 
+    waits: bool = False
+    """Whether a rank waited in vain for others."""
+
+    before_wait: str | None = None
+    """The text before the first line that says so."""
+
     labels_are_ranks: bool = True
     statuses: list[LastStatus] = field(default_factory=list)
     stacks: list[RankStack] = field(default_factory=list)
@@ -349,6 +355,7 @@ class Collector:
         """Keep an event, or count it if its like is there."""
         code = event.cause.code if event.cause else ""
         line = event.line
+        self.evidence.waits |= event.tier == Tier.TIMEOUT
         key = (event.kind, code, event.rank, line.local, line.task, line.host, *what)
         if event.rank is None and line.local is None and line.task is None:
             key = (*key, event.line.file)

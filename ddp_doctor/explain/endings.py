@@ -40,7 +40,24 @@ _IS_SEVERE = re.compile(r"\[[EF]\d{0,4} ")
 _UNCAUGHT = re.compile(r"\[rank\d+\]: ")
 """torch's except hook: it runs for what nobody caught."""
 
+_OTHER_PROCESS = re.compile(r"Process \d+ has ([\d.]+) GiB memory in use")
+_OWN_PROCESS = re.compile(r"this process has ([\d.]+) [GM]iB memory in use")
 _ENOUGH_NAN = 3
+
+_LAST_LINES = 3
+_ACTIVITIES = {
+    "prepares its data": r"\b(?:Map|Filter|Grouping texts|Generating \w+ split)\b.*:.*\d+[ %]"
+    r"|[Tt]okeni[sz]ing|[Pp]re-?processing",
+    "saves": r"[Ss]aving\b|save_pretrained|[Ww]riting (?:the )?(?:checkpoint|model|state)",
+    "evaluates": r"(?:[Ee]valuating|[Vv]alidating|[Rr]unning (?:evaluation|validation))\b"
+    r"|(?:Eval(?:uation)?|Valid(?:ation)?|Test(?:ing)?)\b[^|]*:? +\d+%",
+    "compiles": r"AUTOTUNE|[Cc]ompiling\b|torch\._(?:inductor|dynamo)|max_autotune",
+    "downloads or loads": r"Loading (?:checkpoint shards|weights|the? ?model)|Fetching \d+ files"
+    r"|[Dd]ownloading\b",
+    "has finished its batches": r"finished after \d+|max_(?:epochs|steps)=\d+. reached"
+    r"|[Ee]poch \d+\S* (?:is )?(?:done|finished|complete)",
+}
+"""What a rank does alone while others wait, and how programs say so."""
 
 
 @dataclass(slots=True)
@@ -84,6 +101,16 @@ def ending_of(tail: str, num_lines: int) -> Ending:
     if len(nans) < _ENOUGH_NAN or not all(nans[-_ENOUGH_NAN:]):
         ending.nan, ending.nan_text = 0, ""
     return ending
+
+
+def activity_before(text: str) -> tuple[str, str]:
+    """Say what the program did before its ranks waited in vain, and quote its line; or nothing."""
+    lines = [line.rpartition("\r")[2].strip() for line in text.splitlines() if line.strip()]
+    for line in reversed(lines[-_LAST_LINES:]):
+        for what, phrase in _ACTIVITIES.items():
+            if re.search(phrase, line):
+                return what, line
+    return "", ""
 
 
 def _note_progress(
@@ -177,6 +204,15 @@ def name_known_crash(events: Sequence[Event], all_events: Sequence[Event]) -> No
         for event in events:
             if event.cause is BY_CODE["killed-segfault"]:
                 event.cause = known
+
+
+def name_other_process(event: Event) -> None:
+    """Say of a full GPU that another process holds most of it, if the message's numbers do."""
+    others = [float(size) for size in _OTHER_PROCESS.findall(event.line.text)]
+    own = _OWN_PROCESS.search(event.line.text)
+    if event.cause is BY_CODE["memory-gpu"] and own and sum(others) > float(own[1]):
+        event.cause = BY_CODE["memory-gpu-others"]
+        event.fields = {"others": f"{sum(others):.1f}", "own": own[1]}
 
 
 def is_closing(event: Event) -> bool:

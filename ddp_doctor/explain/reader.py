@@ -144,6 +144,10 @@ def _read_block(block: bytes, collector: Collector, search: Search, number: int)
         for part in line.decode("utf-8", "replace").rstrip("\r").split("\r"):
             if part:
                 collector.take(part, number)
+        evidence = collector.evidence
+        if evidence.waits and evidence.before_wait is None:
+            before = block[max(0, position - _END_BYTES) : position]
+            evidence.before_wait = before.decode("utf-8", "replace")
         position = end + 1
     if position < len(block):
         number += block.count(b"\n", position)

@@ -24,6 +24,7 @@ _MAX_TEXT = 240
 _MAX_HEADLINE = 140
 _MOST_RANKS = 8  # named in the first line
 _STEP = re.compile(r"\bstep \d+\b")
+_LAST_ERROR = re.compile(r"Last error:\n(.+)")
 # How the catalogue writes a command of ours: at the end of its text.
 _COMMAND = "python ddp_training.py "
 _NAMES = {
@@ -115,6 +116,8 @@ def headline_of(verdict: Verdict) -> str:
     step = _STEP.search(root.raised.message) if root.raised is not None else None
     text = f"{_subject(verdict)}{f', {step[0]}' if step else ''}: {root.cause.title}"
     places = f" ({verdict.finding.text})" if verdict.finding is not None else ""
+    if verdict.activity[0]:
+        places = f": one rank {verdict.activity[0]} while the others wait"
     return f"{text}{places if len(text + places) < _MAX_HEADLINE else ''}."
 
 
@@ -129,6 +132,12 @@ def details_of(verdict: Verdict) -> list[str]:
             if text not in headline_of(verdict):
                 found.append(f"{text[:1].upper()}{text[1:]}.")
             why = verdict.finding.why if _is_wait(root) else why
+        if verdict.activity[0]:
+            why = f"The last that the program said before the wait: {verdict.activity[1]}"
+        if {"here", "all"} <= root.fields.keys():
+            why = f"{root.fields['here']} of {root.fields['all']} joined. {why}"
+        if said := _LAST_ERROR.search(root.raised.message) if root.raised is not None else None:
+            why = f"NCCL says: {said[1]}. {why}"
         found.append(why)
     if root is not None and root.raised is not None and root.tier == Tier.EXCEPTION:
         found.append(f"Raised: {_raised(root)}")
@@ -138,6 +147,14 @@ def details_of(verdict: Verdict) -> list[str]:
 def sentence_of(verdict: Verdict) -> str:
     """Say all of it in one paragraph."""
     return " ".join([headline_of(verdict), *details_of(verdict)])
+
+
+def _told(event: Event) -> str:
+    """Say in a line which failure another one is, where it stands, and what to do."""
+    assert event.cause is not None
+    who = f"rank {event.rank}: " if event.rank is not None else ""
+    place = f"{event.line.file}:{event.line.number}"
+    return f"{who}{event.cause.title} ({place}). {event.cause.fix}"
 
 
 def _is_wait(root: Event) -> bool:
@@ -208,6 +225,8 @@ def confidence_of(verdict: Verdict) -> tuple[str, str]:
         return UNKNOWN, "the message is the program's own, and has many causes"
     if root.cause.is_generic and root.cause.code.startswith(("killed-", "stop-")):
         return UNKNOWN, "a signal has many causes"
+    if verdict.activity[0]:
+        return LIKELY, "it is the last that the program said before the wait"
     if verdict.finding is not None and _is_wait(root) and not verdict.finding.is_sure:
         return UNKNOWN, "the log does not show what the rank that is waited for was doing"
     if root.tier == Tier.TIMEOUT:
@@ -250,6 +269,11 @@ def _entry(answer: Answer) -> dict[str, Any]:  # Any: JSON
             if name != "suite" or answer.is_of_suite
         ]
         + [{"for": _NAMES["suite"], "text": " ".join(step).strip()} for step in _steps(answer)],
+        "later": [
+            {"code": e.cause.code, "rank": e.rank, "line": e.line.number, "text": _told(e)}
+            for e in verdict.later
+            if e.cause is not None
+        ],
         "echoes": verdict.num_echoes,
         "confidence": confidence_of(verdict)[0] if verdict.kind == "explained" else None,
         "exceptions": [
@@ -328,6 +352,8 @@ def as_text(answer: Answer) -> str:
         lines += _collect_lines(verdict)
     else:
         lines += _fix_lines(cause, answer)
+    for event in verdict.later:
+        lines += [*_wrap(f"A failure of its own, later: {_told(event)}", ""), ""]
     if verdict.num_echoes:
         text = "line is an echo" if verdict.num_echoes == 1 else "lines are echoes"
         lines.append(f"{verdict.num_echoes} {text}: consequences, repeats, advice.")

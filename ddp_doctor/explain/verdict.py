@@ -6,6 +6,7 @@ Names a rank only if the evidence does, since a wrong rank is worse than none. A
 tells: a rank that ended without a word, seen in torchrun's table.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,8 +15,10 @@ from ddp_doctor.explain.catalogue.stops import FINISHED, SILENT
 from ddp_doctor.explain.collectives import Finding
 from ddp_doctor.explain.collector import Evidence
 from ddp_doctor.explain.endings import (
+    activity_before,
     is_closing,
     name_known_crash,
+    name_other_process,
     nan_event,
     weaken_survived,
     without_restarted,
@@ -71,6 +74,12 @@ class Verdict:
     ranks_alike: tuple[int, ...] = ()
     """Several ranks that failed in the same way."""
 
+    activity: tuple[str, str] = ("", "")
+    """What one rank did while the others waited in vain, and the line that says so."""
+
+    later: list[Event] = field(default_factory=list)
+    """Failures that do not follow from the cause."""
+
 
 def judge(evidence: Evidence) -> Verdict:
     """Choose the cause among the events."""
@@ -116,12 +125,13 @@ def _judge(evidence: Evidence) -> Verdict:
     if root.is_weak and root.kind == "message" and not failed and not evidence.ends_with_error:
         return Verdict(kind="healthy", num_echoes=total)
     if root.is_weak and root.raised is not None and not failed and not root.raised.frames:
-        return _unknown(evidence, events, total)
+        return _unknown(evidence, events, total, root=root)
     if root.cause is None:
         return _unknown(evidence, events, total, root=root)
     if is_closing(root) and any(ended.status != _TERMINATED for ended in failed):
         return _unknown(evidence, events, total)
     name_known_crash(events, evidence.events)
+    name_other_process(root)
     guilty, alike = who(root, events, evidence, finding)
     verdict = Verdict(
         kind="explained",
@@ -133,7 +143,11 @@ def _judge(evidence: Evidence) -> Verdict:
         root_exit=_exit_of(root, evidence),
         next_step=evidence.next_step,
         ranks_alike=alike,
+        later=_later_failures(root, events, evidence),
     )
+    if root.tier == Tier.TIMEOUT and len(evidence.endings) == 1:
+        # WHY one: in logs of single ranks it would be what the waiting rank did
+        verdict.activity = activity_before(evidence.before_wait or "")
     verdict.num_echoes = max(0, total - len(verdict.evidence))
     return verdict
 
@@ -262,6 +276,24 @@ def _support(
             kind="exit", tier=Tier.LAUNCHER, line=ended.line
         )
     return list(lines.values())[:5]
+
+
+def _later_failures(root: Event, events: Sequence[Event], evidence: Evidence) -> list[Event]:
+    """List failures of their own: after a restart, or what another rank surely raised by itself."""
+    order = root.line.order
+    ends = [e.line.order for e in evidence.exits.exits if "failed (exitcode" in e.line.text]
+    restart = min((end for end in ends if end > order), default=math.inf)
+    found: dict[str, Event] = {}
+    for event in sorted(events, key=lambda event: event.line.order):
+        cause = event.cause
+        if cause is None or cause is root.cause or event.raised is None or event.is_weak:
+            continue
+        is_sure = not (cause.is_generic or cause.or_else or cause.is_of_type)
+        is_of_other = None not in (root.rank, event.rank) and event.rank != root.rank
+        is_own = event.line.order > restart or (is_sure and is_of_other)
+        if is_own and event.line.order > order and event.tier <= Tier.EXCEPTION:
+            found.setdefault(cause.code, event)
+    return list(found.values())[:3]
 
 
 def _exit_of(root: Event, evidence: Evidence) -> Exit | None:

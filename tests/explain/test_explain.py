@@ -453,7 +453,56 @@ class TestHealthy:
         assert len(healthy.LOGS) >= 36
 
 
+class TestWaits:
+    @pytest.mark.parametrize(
+        ("last", "activity"),
+        [
+            ("Map (num_proc=4):  47%|####      | 90000/191000 [04:41<05:02]", "prepares its data"),
+            ("Saving model checkpoint to out/checkpoint-5000", "saves"),
+            ("Evaluating:  35%|###       | 1750/5000 [29:50<55:24]", "evaluates"),
+            ("AUTOTUNE mm(8192x4096, 4096x11008)", "compiles"),
+            ("[rank 0] epoch 3 finished after 812 batches", "has finished its batches"),
+        ],
+    )
+    def test_the_last_words_before_a_wait_say_what_one_rank_did(
+        self, last: str, activity: str, tmp_path: Path
+    ) -> None:
+        lines = timeouts({1: 90, 2: 90}, world_size=3).splitlines()
+        found = explain_text("\n".join([*lines[:2], last, *lines[2:]]), tmp_path)
+        assert f"one rank {activity} while the others wait" in found["cause"]["headline"]
+        assert last in found["cause"]["sentence"]
+        assert found["confidence"] == "likely"
+
+    def test_of_the_waiting_ranks_own_log_nothing_is_concluded(self, tmp_path: Path) -> None:
+        for rank in (1, 2):
+            lines = timeouts({rank: 90}, world_size=3).splitlines()
+            text = "\n".join([*lines[:2], "Saving the last epoch", *lines[2:]])
+            (tmp_path / f"rank-{rank}.log").write_text(text)
+        assert "while the others wait" not in explain(tmp_path)["cause"]["headline"]
+
+
+class TestSeveralFailures:
+    def test_the_failure_after_a_restart_is_told_with_its_remedy(self, tmp_path: Path) -> None:
+        oom = of_rank(1, traceback_of("torch.OutOfMemoryError: CUDA out of memory."))
+        failed = ["E1103 x/api.py:874] failed (exitcode: 1) local_rank: 1 (pid: 212) of binary: p"]
+        full = of_rank(0, traceback_of("OSError: [Errno 28] No space left on device"))
+        found = explain_text(joined(oom, failed, full), tmp_path)
+        assert code_of(found) == "memory-gpu"
+        assert [(one["code"], one["rank"]) for one in found["later"]] == [("checkpoint-disk-full", 0)]
+        assert "train.log:19" in found["later"][0]["text"]
+
+    def test_what_follows_from_a_failure_is_none_of_its_own(self, tmp_path: Path) -> None:
+        text = joined(of_rank(1, KEY_ERROR), of_rank(0, traceback_of(PEER)), of_rank(2, KEY_ERROR))
+        assert explain_text(text, tmp_path)["later"] == []
+
+
 class TestUnknown:
+    def test_a_message_of_the_program_is_the_headline(self, tmp_path: Path) -> None:
+        last = "[rank0]: ValueError: heads (12) must be divisible by tensor parallel size (8)."
+        found = explain_text(f"epoch 1 step 10 loss 2.1\n{last}\n", tmp_path)
+        assert found["verdict"] == "unknown"
+        assert "divisible by tensor parallel size (8)" in found["exceptions"][0]["message"]
+
     def test_the_first_exception_of_each_rank_is_listed(self, tmp_path: Path) -> None:
         last = "acme.engine.DriftDetected: vocabulary changed"
         lines = traceback_of(last)

@@ -251,6 +251,9 @@ STORAGE = (
         title="a download failed",
         phrases=(
             r"We couldn't connect to '(?P<url>[^']+)'",
+            r"outgoing traffic has been disabled",
+            r"LocalEntryNotFoundError",
+            r"OfflineModeIsEnabled",
             r"HTTP Error (?P<status>\d+): ",
             r"Max retries exceeded with url",
             r"urlopen error",

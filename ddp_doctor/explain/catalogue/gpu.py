@@ -305,6 +305,15 @@ SOFTWARE = (
 
 OTHERS = (
     Cause(
+        code="accelerator-no-backend",
+        title="the process group has no backend for tensors of this device",
+        phrases=(r"No backend type associated with device type (?P<device>(?!cpu|cuda)\w+)",),
+        why="init_process_group chose, or was given, a backend that moves no {device} tensors",
+        fix="xpu: init_process_group('xccl'), before torch 2.8 'ccl' with oneCCL's package; hpu, "
+        "npu: 'hccl' with the vendor's plug-in. mps has none: train on the CPU with gloo.",
+        confirm="print(torch.distributed.get_backend(), tensor.device) before the collective.",
+    ),
+    Cause(
         code="accelerator-collectives",
         title="the device's own library of collectives failed",
         phrases=(

@@ -76,7 +76,7 @@ CAUSES = (
         why="Some ranks ended before, were started late, or never; or world_size is larger than "
         "the number of processes",
         fix="Look for the ranks without this message: their logs have the cause. Check --nnodes "
-        "and --nproc_per_node on each node.",
+        "and --nproc_per_node on each node; Slurm: srun --ntasks (SLURM_NTASKS) is the world size.",
         suite="the ranks that never joined are named (DDP-G01)",
         lightning="Trainer(num_nodes=NODES) on every node, devices equal everywhere",
         accelerate="--num_machines, --num_processes (of all machines together) and another "

@@ -33,6 +33,15 @@ CAUSES = (
         confirm="torch.cuda.memory_summary(); nvidia-smi for other processes on that GPU.",
     ),
     Cause(
+        code="memory-gpu-others",
+        title="other processes hold most of this GPU's memory",
+        why="They have {others} GiB, and this process {own} GiB: another job, a process left over, "
+        "or several ranks on one GPU",
+        fix="nvidia-smi shows them: end what is left over (kill PID), or choose another GPU with "
+        "CUDA_VISIBLE_DEVICES. If they are ranks of this job: torch.cuda.set_device(LOCAL_RANK).",
+        confirm="nvidia-smi --query-compute-apps=pid,used_memory --format=csv.",
+    ),
+    Cause(
         code="memory-kernel-oom",
         title="the kernel killed a process because the node or the container was out of memory",
         phrases=(
@@ -69,7 +78,6 @@ CAUSES = (
         phrases=(
             r"OOMKilled",
             r"[Cc]ontainer .*(?:exceeded|exceeds) (?:its )?memory limit",
-            r"The node was low on resource: memory",
         ),
         tier=Tier.KILLED,
         why="All processes of the pod together used more than resources.limits.memory",

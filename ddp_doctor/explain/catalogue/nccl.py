@@ -169,7 +169,7 @@ CAUSES = (
         code="nccl-wrong-device-tensor",
         title="a tensor on the CPU was given to NCCL",
         phrases=(
-            r"No backend type associated with device type (?P<device>\w+)",
+            r"No backend type associated with device type (?:cpu|cuda)",
             r"Tensors must be CUDA and dense",
         ),
         why="A process group of NCCL moves GPU tensors only (and one of gloo no others than CPU's "
@@ -222,6 +222,7 @@ NETWORK = (
         phrases=(
             r"Got completion from peer (?P<peer>\S+) with (?:status=|error )(?P<status>\d+)",
             r"NET/IB ?: .*(?:local catastrophic|Got async event : port error|device fatal)",
+            r"Call to ibv_modify_qp failed",
             r"IBV_WC_RETRY_EXC_ERR",
             r"IBV_WC_RNR_RETRY_EXC_ERR",
             r"transport retry counter exceeded",
