@@ -111,6 +111,7 @@ IN_A_TRACEBACK = {
     OPERATION.code: "another exception, from a line of the program without `raise`",
     SILENT.code: "torchrun's table: one rank failed that printed no exception; the others lost it",
     FINISHED.code: "torchrun's table: no other failure than lost connections",
+    "memory-gpu-others": "`CUDA out of memory`, with numbers that say so",
 }
 """What the log has for a cause that is chosen by the type of an exception."""
 

@@ -488,7 +488,9 @@ class TestSeveralFailures:
         full = of_rank(0, traceback_of("OSError: [Errno 28] No space left on device"))
         found = explain_text(joined(oom, failed, full), tmp_path)
         assert code_of(found) == "memory-gpu"
-        assert [(one["code"], one["rank"]) for one in found["later"]] == [("checkpoint-disk-full", 0)]
+        assert [(one["code"], one["rank"]) for one in found["later"]] == [
+            ("checkpoint-disk-full", 0)
+        ]
         assert "train.log:19" in found["later"][0]["text"]
 
     def test_what_follows_from_a_failure_is_none_of_its_own(self, tmp_path: Path) -> None:
