@@ -41,7 +41,6 @@ CAUSES = (
         fix="Remove static_graph=True (or model._set_static_graph()); use "
         "find_unused_parameters=True if parameters are unused in some steps.",
         lightning="DDPStrategy(static_graph=False)",
-        suite="remove --static_graph",
         accelerate="DistributedDataParallelKwargs(static_graph=False)",
         confirm="Train without static_graph: the message goes away, or names the unused "
         "parameters.",
@@ -64,7 +63,7 @@ CAUSES = (
         accelerate="DistributedDataParallelKwargs(static_graph=True)",
         trainer="TrainingArguments(gradient_checkpointing_kwargs={'use_reentrant': False}, "
         "ddp_find_unused_parameters=False)",
-        suite="--gradient_checkpointing uses use_reentrant=False; or --static_graph",
+        suite="--gradient_checkpointing uses use_reentrant=False",
         confirm="TORCH_DISTRIBUTED_DEBUG=INFO names the parameter.",
     ),
     Cause(
