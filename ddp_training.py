@@ -10,6 +10,7 @@
     python ddp_training.py doctor                   what is wrong with this machine?
     python ddp_training.py audit -- COMMAND         what is silently wrong in your own program?
     python ddp_training.py drill NAME               does a run survive this fault here?
+    python ddp_training.py drill -- COMMAND         what does your own program lose in faults?
 
 Read from main() down, in the order of the run: settings, launch, process group, run folder, data,
 model, DDP, the loop, the end. Every rank runs this same page; rank 0 also writes files. A line
@@ -72,7 +73,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hardened_ddp")
 
-TOOLS = ("doctor", "explain", "watch", "report", "verify-ledger", "audit", "version")
+TOOLS = ("doctor", "explain", "watch", "report", "verify-ledger", "audit", "version", "drill")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if request.command == "help":
             print(help_text(request.options["topic"]), flush=True)
             return 0
-        if request.command == "drill":
+        if request.command == "drill" and not request.program:
             from ddp_drills.command import run_drills
 
             return run_drills(request, output=printed(sys.stdout), env=environment())

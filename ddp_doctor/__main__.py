@@ -1,4 +1,4 @@
-"""The command line of explain and audit, without the trainer beside it."""
+"""The command line of explain, audit and drill, without the trainer beside it."""
 
 import argparse
 import os
@@ -12,6 +12,15 @@ from typing import TextIO, cast
 from ddp_doctor.terminal import DoctorError, PrintableOutput, printable
 
 COMMAND = "ddp-doctor"  # of an installation
+DRILL_OPTIONS = {
+    "faults": "names of faults, with commas between; default: all of them",
+    "step": "the step in which the fault comes; default: between two checkpoints",
+    "rank": "the rank that has it; default 1",
+    "again": "command that continues; default: the same one",
+    "repeat": "how often each fault is given; default 1",
+    "hang_after": "seconds without progress that count as a hang; default 120",
+    "html": "file to write a page to",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,6 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             if asked.cause:
                 return run_cause(asked.cause, output=output, commands=commands)
             return run_explain(asked.log, wants_json=asked.json, output=output, commands=commands)
+        if asked.command == "drill":
+            from ddp_doctor.drill.command import run_drill
+
+            options = vars(asked) | {"also": "\n".join(asked.also), "usage": f"{name} drill --help"}
+            return run_drill(options, asked.program, output=output, env=os.environ)
         from ddp_doctor.audit.command import Request, run_audit
 
         request = Request(
@@ -75,6 +89,13 @@ def _parser(name: str) -> argparse.ArgumentParser:
     audit.add_argument("--source", default="", help="Python file to read; nothing is run")
     audit.add_argument("--json", action="store_true", help="write JSON instead of text")
     audit.add_argument("program", nargs="*", help="the command to observe, after --")
+    drill = commands.add_parser("drill", help="what faults cost a program: steps, samples, weights")
+    for option, text in DRILL_OPTIONS.items():
+        drill.add_argument(f"--{option}", default="", help=text)
+    drill.add_argument("--also", action="append", default=[], help="another folder it writes to")
+    drill.add_argument("--copy", action="store_true", help="copy the folder: no overlay mount")
+    drill.add_argument("--json", action="store_true", help="write JSON instead of text")
+    drill.add_argument("program", nargs="*", help="the command to drill, after --")
     return parser
 
 

@@ -7,6 +7,7 @@ and no command waits for what only another one needs.
 import os
 import sys
 from pathlib import Path
+from typing import TextIO
 
 from ddp_doctor.terminal import UnreadableLogError as UnreadableInput
 from ddp_doctor.terminal import UsageError
@@ -80,7 +81,19 @@ def _run(request: Request) -> int:
                 usage=own_command("audit", "--help"),
             )
             return run_audit(audit, output=output, env=environment())
+        case "drill":
+            return _drill_program(request, output)
     raise ValueError(f"{request.command} is no command of run_tool")
+
+
+def _drill_program(request: Request, output: TextIO) -> int:
+    from ddp_doctor.drill.command import run_drill
+
+    options = dict(request.options) | {"usage": own_command("drill", "--help")}
+    if options["name"] or options["table"] or options["ranks"] != "2":
+        text = "drill -- COMMAND takes no NAME, no --ranks and no --table: see --faults"
+        raise UsageError(text, fix=options["usage"])
+    return run_drill(options, request.program, output=output, env=environment())
 
 
 def _positive(request: Request, name: str) -> int:

@@ -67,6 +67,8 @@ def parse(argv: Sequence[str], *, edited_file: str = "") -> Request:
     if command in COMMANDS and COMMANDS[command].takes_program and "--" in argv:
         end = argv.index("--")
         argv, program = argv[:end], tuple(argv[end + 1 :])
+        if not program and COMMANDS[command].takes_settings:
+            raise _command_error(["--: no command stands behind it"], command)
     flags = _split(argv[1:] if is_named else argv)
     if command not in (TRAIN, HELP, *COMMANDS):
         near = nearest(command, (TRAIN, HELP, *COMMANDS))
@@ -80,7 +82,7 @@ def parse(argv: Sequence[str], *, edited_file: str = "") -> Request:
         return Request(command=HELP, options={"topic": topic})
     if command == TRAIN:
         return _train_request(flags, edited_file)
-    if COMMANDS[command].takes_settings:
+    if COMMANDS[command].takes_settings and not program:
         return _continuing_request(command, flags, edited_file)
     return Request(command=command, options=_read_options(command, flags), program=program)
 
@@ -140,6 +142,9 @@ def _train_request(flags: Sequence[_Flag], edited_file: str) -> Request:
 
 def _continuing_request(command: str, flags: Sequence[_Flag], edited_file: str) -> Request:
     """Read a command that takes settings, for the RUN that it names if any. Raises ConfigError."""
+    foreign = {option.name for option in COMMANDS[command].options if option.is_of_program}
+    if refused := [f"{flag.given}: needs -- COMMAND" for flag in flags if flag.name in foreign]:
+        raise _command_error(refused, command)
     own = {option.name for option in COMMANDS[command].options if not option.is_word}
     options = _read_options(command, [f for f in flags if not f.given or f.name in own])
     its_own = [flag for flag in flags if flag.given and flag.name not in own]
@@ -209,7 +214,8 @@ def _read_options(command: str, flags: Sequence[_Flag]) -> dict[str, str]:
         elif not flag.words or not flag.words[0]:
             problems.append(f"{as_word(flag.given)}: has no value, needs {options[flag.name].text}")
         else:
-            values[flag.name] = flag.words[0]
+            earlier = values.get(flag.name, "") if options[flag.name].is_repeated else ""
+            values[flag.name] = "\n".join(filter(None, [earlier, flag.words[0]]))
             words += flag.words[1:]
     if by_place and options[by_place[-1]].is_repeated and len(words) > len(by_place):
         last = len(by_place) - 1

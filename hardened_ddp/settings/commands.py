@@ -33,7 +33,11 @@ class Option:
     """A flag without a value; given, its value is "true"."""
 
     is_repeated: bool = False
-    """The last of the words given by place takes all that are left; they are joined by newlines."""
+    """The last of the words given by place takes all that are left, a flag may be given again; the
+    values are joined by newlines."""
+
+    is_of_program: bool = False
+    """It is read only with a program behind "--"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,7 @@ class Command:
 
 _place = partial(Option, is_place=True)  # a folder or a file, by a flag
 _word = partial(Option, is_word=True, is_place=True)  # one without a flag
+_foreign = partial(Option, is_of_program=True)  # one that is read with a program only
 RUN = _word("run", "Run folder or checkpoint folder.")
 OUTPUT_DIR = _place("output_dir", "Folder that holds the run folders.", default="runs")
 
@@ -127,7 +132,7 @@ COMMANDS: Mapping[str, Command] = {
         takes_program=True,
     ),
     "drill": Command(
-        "Inject a fault into a run on this machine, and check how the run ends.",
+        "Inject a fault into a run, or with -- COMMAND faults into any DDP program: what is lost?",
         (
             Option(
                 "name",
@@ -137,8 +142,21 @@ COMMANDS: Mapping[str, Command] = {
             ),
             Option("ranks", "Number of training processes.", default="2"),
             _place("table", "File to write the verdicts to, as a Markdown table."),
+            _foreign("faults", "Faults of any program, with commas between. Default: all."),
+            _foreign(
+                "step", "The step in which the fault comes. Default: between two checkpoints."
+            ),
+            _foreign("rank", "The rank that has the fault.", default="1"),
+            _foreign("again", "Command that continues the program. Default: the same one."),
+            _foreign("also", "Another folder that it writes to.", is_place=True, is_repeated=True),
+            _foreign("repeat", "How often each fault is injected.", default="1"),
+            _foreign("hang_after", "Seconds without progress that are a hang.", default="120"),
+            _foreign("copy", "Copy the program's folder: no overlay mount.", is_switch=True),
+            _foreign("json", "Print the facts as JSON.", is_switch=True),
+            _foreign("html", "File to write a page to.", is_place=True),
         ),
         takes_settings=True,
+        takes_program=True,
     ),
     "export": Command(
         "Write the model of a run for other programs, read it back and compare it.",

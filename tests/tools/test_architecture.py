@@ -107,14 +107,18 @@ OWNERS = {
     "torch.manual_seed torch.seed torch.*.manual_seed* torch.*.set_rng_state*": "ranks/seeding.py",
     "torch.set_rng_state torch.use_deterministic_algorithms random.seed": "ranks/seeding.py",
     "numpy.random.seed": "ranks/seeding.py",
-    "signal.signal": "guard/stop.py data/batches/worker_pool.py ddp_training.py",
+    "signal.signal": (
+        "guard/stop.py data/batches/worker_pool.py ddp_training.py ddp_doctor/drill/command.py"
+    ),
     "signal.set_wakeup_fd signal.siginterrupt": "guard/stop.py",
     "threading.Thread threading.Timer _thread.* concurrent.futures.Thread*": (
         # ranks/threads.py gives each thread its rank's GPU; the rest: in a foreign program
         "ranks/threads.py ddp_doctor/audit/injected/*"
     ),
     "print": f"reporting/* ddp_runs/* ddp_doctor/* ddp_drills/* ddp_training.py {COMMAND}",
-    "sys.exit exit quit": f"ddp_training.py {COMMAND} ddp_doctor/__main__.py",
+    "sys.exit exit quit": (
+        f"ddp_training.py {COMMAND} ddp_doctor/__main__.py ddp_doctor/drill/command.py"
+    ),
     "SystemExit": "ddp_training.py errors.py data/foreign_code.py step/failure.py",  # a user's
     "os._exit": "guard/stop.py ddp_drills/injectors.py",
 }
@@ -160,7 +164,7 @@ def layer_of(path: str) -> str:
 def may_be_in_doctor(name: str, package: str) -> bool:
     """Whether ddp_doctor may import a package: torch only inside the observed program."""
     if package == "torch":
-        return name.startswith("ddp_doctor/audit/injected/")
+        return name.startswith(("ddp_doctor/audit/injected/", "ddp_doctor/drill/injected.py"))
     return package == "ddp_doctor" or package in sys.stdlib_module_names
 
 

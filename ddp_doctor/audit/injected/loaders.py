@@ -6,6 +6,7 @@ samples are known also where indices say nothing (parts per rank, iterable datas
 """
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from ddp_doctor.audit.injected.fingerprints import leaves, sample_hashes, text_hashes
@@ -23,8 +24,12 @@ _ATTRIBUTE = "_hardened_ddp_audit"
 class Loaders:
     """The DataLoaders of one process."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(
+        self,
+        recorder: Recorder,
+        listener: Callable[[Foreign, Foreign, Foreign], None] | None = None,
+    ) -> None:
+        self._recorder, self._listener = recorder, listener
         self._made_at: dict[int, str] = {}
         self._known: dict[tuple[int, str], int] = {}
         self._passes: dict[int, int] = {}
@@ -119,6 +124,9 @@ class Loaders:
             return
         indices: Foreign = notes["indices"].pop(0) if notes["indices"] else None
         indices = [indices] if isinstance(indices, int) else indices
+        if self._listener is not None:
+            self._listener(iterator, indices, batch)
+            return
         self.current, self._recorder.progress = notes["of"], self._recorder.progress + 1
         notes["num_batches"] += 1
         loader, number = notes["of"]

@@ -1,8 +1,8 @@
-"""Starts the observer in each Python process of an audited program, before its first line.
+"""Starts the observer in each Python process of an audited or drilled program, at its start.
 
-Python imports a module of this name at start up. The audit puts this folder on PYTHONPATH, so
+Python imports a module of this name at start up. The command puts this folder on PYTHONPATH, so
 torchrun's ranks, spawned ranks and the workers of a DataLoader are reached too. The sitecustomize
-that would have been imported without the audit is imported afterwards.
+that would have been imported without that is imported afterwards.
 """
 
 import importlib.machinery
@@ -10,11 +10,11 @@ import importlib.util
 import os
 import sys
 
-FOLDER_VARIABLE = "HARDENED_DDP_AUDIT_FOLDER"
+FOLDER_VARIABLE, DRILL_VARIABLE = "HARDENED_DDP_AUDIT_FOLDER", "HARDENED_DDP_DRILL"
 _PACKAGE = "ddp_doctor"
 
 
-def _start(folder: str) -> None:
+def _start() -> None:
     """Import the observer without leaving a trace in the program's own imports."""
     here = os.path.dirname(os.path.abspath(__file__))
     root = here
@@ -22,9 +22,14 @@ def _start(folder: str) -> None:
         root = os.path.dirname(root)
     sys.path.insert(0, root)
     try:
-        from ddp_doctor.audit.injected.observer import start
+        if DRILL_VARIABLE in os.environ:
+            from ddp_doctor.drill.injected import start as start_drilled
 
-        start(folder)
+            start_drilled(os.environ[DRILL_VARIABLE])
+        else:
+            from ddp_doctor.audit.injected.observer import start
+
+            start(os.environ[FOLDER_VARIABLE])
     finally:
         sys.path.remove(root)
         # WHY: the program may have a ddp_doctor of its own
@@ -44,9 +49,9 @@ def _chain() -> None:
         spec.loader.exec_module(module)
 
 
-if __name__ == "sitecustomize" and os.environ.get(FOLDER_VARIABLE):
+if __name__ == "sitecustomize" and {FOLDER_VARIABLE, DRILL_VARIABLE} & os.environ.keys():
     try:
-        _start(os.environ[FOLDER_VARIABLE])
+        _start()
     except Exception as error:  # the program must run, observed or not
-        print(f"audit: this process is not observed: {error!r}", file=sys.stderr)
+        print(f"ddp_doctor: this process is not observed: {error!r}", file=sys.stderr)
     _chain()

@@ -1,0 +1,274 @@
+"""The command drill: gives faults to any DDP program, unchanged, and says what it lost.
+
+Owns the order of the work and the exit status: 0 nothing lost, 1 something lost, 2 the program
+can't be observed, or not in all. Two undisturbed runs come first: what differs between them is no
+loss.
+"""
+
+import ctypes
+import html
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TextIO, cast
+
+from ddp_doctor.drill import isolation
+from ddp_doctor.drill.outcome import FAULTS, Drill, Reference, checkpoints_of, has_failed, is_whole
+from ddp_doctor.drill.runs import OTHER_RANKS, Case, Facts, Plan, Process, kill_all
+from ddp_doctor.drill.story import Part, last_weights, marks_of, samples_of, uses_of
+from ddp_doctor.terminal import PrintableOutput, UsageError
+
+LOST, UNSEEN, SHOWN_LINES = 1, 2, 15
+COLUMNS = {"fault": 14, "verdict": 14, "ended": 8, "gone s": 6, "orphans": 7, "next start": 12}
+COLUMNS |= {"steps lost": 10, "twice/never": 11, "weights": 10, "files whole/broken": 18, "log": 0}
+
+
+def run_drill(
+    options: Mapping[str, str], program: Sequence[str], *, output: TextIO, env: Mapping[str, str]
+) -> int:
+    """Drill the program, print what it lost; return the exit status. Raises UsageError.
+
+    options: by the names of the flags; "usage" is the command that shows them.
+    """
+    report: Facts = {"command": shlex.join(program), "faults": [], "logs": ""}
+    wants_json = bool(options["json"])
+    shown = cast(TextIO, PrintableOutput(sys.stderr)) if wants_json else output
+    try:
+        faults, again = read_faults(options, program, env)
+        plan = make_plan(options, env)
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the finally is reached
+        try:
+            reference = observe_undisturbed(plan, program, report)
+            print(*summary(report), table_row({n: n for n in COLUMNS}), sep="\n", file=shown)
+            for name, fault in [(f"{f}-{n}", f) for n in range(plan.repeats) for f in faults]:
+                words, drill = again, Drill(Case(plan, name, fault), reference)
+                if fault in OTHER_RANKS:
+                    words = with_ranks(again, report["ranks"], OTHER_RANKS[fault])
+                report["faults"].append(drill.run(program, words))
+                print(table_row(cells_of(report["faults"][-1])), file=shown, flush=True)
+                drill.case.clean()
+        finally:
+            kill_all()
+            verdicts = {row["verdict"] for row in report["faults"]}
+            if "lost" in verdicts:
+                report["logs"] = str(plan.work)
+            else:
+                shutil.rmtree(plan.work, ignore_errors=True)
+    except UsageError as error:
+        if wants_json:
+            print(json.dumps({"error": error.message, "next": error.fix}), file=output)
+        raise
+    if options["html"]:
+        Path(options["html"]).write_text(as_html(report), encoding="utf-8")
+    told = json.dumps(report, indent=1) if wants_json else "\n".join(["", *sentences(report)])
+    print(told, file=output)
+    return LOST if "lost" in verdicts else UNSEEN if "not measured" in verdicts else 0
+
+
+def with_ranks(command: Sequence[str], old: int, change: int) -> list[str]:
+    """Give a command for another number of ranks; empty if it does not name the old one."""
+    text = "\0".join([*command, ""])
+    flag = rf"(\0--(?:nproc[-_]per[-_]node|num_processes)[=\0]){old}(?=\0)"
+    changed = re.sub(flag, rf"\g<1>{old + change}", text)
+    return changed.split("\0")[:-1] if changed != text else []
+
+
+def read_faults(
+    options: Mapping[str, str], program: Sequence[str], env: Mapping[str, str]
+) -> tuple[list[str], list[str]]:
+    """Give the faults, and the command of the next start. Raises UsageError."""
+    faults = [word.strip() for word in (options["faults"] or ",".join(FAULTS)).split(",")]
+    problems = [f"--faults: no fault is called {f!r}" for f in faults if f not in FAULTS]
+    problems += [f"known: {', '.join(FAULTS)}"] if problems else []
+    try:
+        again = shlex.split(options["again"]) or list(program)
+    except ValueError as error:
+        again, problems = ["true"], [f"--again: {error}: {options['again']}"]
+    for words in (program, again):
+        if not words or shutil.which(words[0], path=env.get("PATH")) is None:
+            problems.append(f"no such command: {words[0]}" if words else "no command was given")
+    if options["html"] and not Path(options["html"]).absolute().parent.is_dir():
+        problems.append(f"--html: the folder of {options['html']} does not exist")
+    if problems:
+        raise UsageError(f"drill: {'; '.join(dict.fromkeys(problems))}", fix=options["usage"])
+    return faults, again
+
+
+def make_plan(options: Mapping[str, str], env: Mapping[str, str]) -> Plan:
+    """Choose the folders, and how the program gets its own. Raises UsageError."""
+    numbers = {"hang_after": 120, "repeat": 1, "rank": 1, "step": 0}
+    for name, default in numbers.items():
+        text, least = options[name] or str(default), int(name != "rank")
+        if not text.isdecimal() or (int(text) < least and options[name]):
+            told = f"--{name}: found {text!r}, needs a whole number from {least}"
+            raise UsageError(told, fix=options["usage"])
+        numbers[name] = int(text)
+    folders = [os.path.realpath(folder) for folder in (".", *options["also"].splitlines())]
+    if bad := [folder for folder in folders if folder == "/" or not os.path.isdir(folder)]:
+        told = f"{bad[0]}: this needs a folder that exists, and not /"
+        raise UsageError(told, fix="start the drill in the folder of the program")
+    text = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
+    inside = tuple(f"{folder}/" for folder in folders)
+    # WHY: an overlay of a folder alone would hide what is mounted in it
+    points = sorted({line.split()[4].replace("\\040", " ") for line in text.splitlines()})
+    folders += [p for p in points if p.startswith(inside) and p not in folders]
+    places = [tempfile.gettempdir(), "/var/tmp", "/dev/shm"]
+    place = next(place for place in places if not f"{place}/".startswith(inside))
+    work = Path(tempfile.mkdtemp(prefix="drill-", dir=place))
+    plan = Plan(folders, work, env, numbers["hang_after"], numbers["rank"], numbers["step"])
+    plan.repeats, trial = numbers["repeat"], Case(plan, "trial")
+    words = [sys.executable, "-I", isolation.__file__, str(trial.home), *folders, "--", "true"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    plan.has_overlay = done.returncode == 0 and not options["copy"]
+    if len(folders) > 1 and not plan.has_overlay:
+        shutil.rmtree(work)
+        told = ["with --copy only one is possible", *done.stderr.splitlines()][-1]
+        raise UsageError(
+            f"drill: {', '.join(folders)}: several folders, and {told}", fix="use overlay mounts"
+        )
+    return plan
+
+
+def observe_undisturbed(plan: Plan, program: Sequence[str], report: Facts) -> Reference:
+    """Run it twice, undisturbed; choose where the fault comes. Raises UsageError."""
+    cases, uses = [Case(plan, "undisturbed"), Case(plan, "undisturbed-again")], []
+    for case in cases:
+        case.start(program)
+        ranks = {p.rank: p for p in case.processes() if p.rank is not None and p.all("update")}
+        check_observed(case, list(ranks.values()), plan)
+        uses.append(uses_of(case, [Part(ranks[0])]))
+    total = len(ranks[0].all("update"))
+    if len({max(step for _, step in some) for some in uses}) > 1:
+        told = "drill: two undisturbed runs made different numbers of steps"
+        raise UsageError(told, fix="fix the number of its steps")
+    saves = [(p.rank, r["n"]) for p in ranks.values() for r in p.all("save")]
+    steps = sorted({step for _, step in saves})
+    # WHY the most: Accelerate saves a small file on every rank, the model on one
+    plan.saver = Counter(rank or 0 for rank, _ in saves).most_common(1)[0][0] if saves else 0
+    if not plan.step:  # in the middle between two saves: right after one would flatter
+        last = max((step for step in steps if step < 0.6 * total), default=0)
+        gap = min((step for step in steps if step > last), default=total) - last
+        middle = last + (gap + 1) // 2 + 1 if gap < total else round(0.6 * total)
+        plan.step = max(2, min(middle, total))
+    plan.point = "forward" if ranks[0].all("update")[0]["has_forward"] else "step"
+    wall_s = max(case.starts[0]["wall_s"] for case in cases)
+    plan.hang_after_s += max(case.starts[0]["silent_s"] for case in cases)
+    plan.limit_s = 3 * wall_s + plan.hang_after_s + 60
+    samples, weights = [samples_of(some) for some in uses], [last_weights(case) for case in cases]
+    report |= {"steps": total, "ranks": len(ranks), "seconds": round(wall_s, 1)}
+    report |= {"saves_after": steps, "fault_step": plan.step, "fault_rank": plan.rank}
+    report |= {"isolation": "overlay" if plan.has_overlay else "copy"}
+    report |= {"same_weights_twice": weights[0] == weights[1]}
+    report |= {"same_samples_twice": None if None in samples else samples[0] == samples[1]}
+    return Reference(
+        start=cases[0].starts[0],
+        lines=set(cases[0].log(0).splitlines()),
+        marks=set(marks_of(ranks[0], 0)),
+        total=total,
+        weights=weights[0] if weights[0] == weights[1] else None,
+        samples=samples[0] if samples[0] == samples[1] else None,
+        uses=uses[0],
+        can_judge_files=all(is_whole(path) is not False for path, _ in checkpoints_of(cases[0])),
+    )
+
+
+def check_observed(case: Case, ranks: Sequence[Process], plan: Plan) -> None:
+    """Check that all ranks trained to the end and were seen. Raises UsageError."""
+    start, fix, told = case.starts[0], "run it without the drill first", ""
+    outside = sorted({r["path"] for p in case.processes() for r in p.all("outside")})
+    numbers = sorted(p.rank or 0 for p in ranks)
+    total = min((len(p.all("update")) for p in ranks), default=0)
+    if outside:
+        told = f"it writes outside of its folder (refused): {', '.join(outside[:3])}"
+        fix = f"add --also {os.path.dirname(outside[0])}"
+    elif start["why"] or has_failed(case, 0):
+        tail = case.log(0).splitlines()[-SHOWN_LINES:]
+        told = f"undisturbed, it ended with status {start['status']}"
+        told = f"undisturbed, it was ended: {start['why']}" if start["why"] else told
+        told = "\n  ".join([f"{told}; the end of its log:", *tail])
+    elif len(ranks) < 2 or len(ranks) < ranks[0].world:
+        told = f"no DDP program, or not to be observed: {len(ranks)} ranks made steps of an "
+        told += "optimizer of torch"
+        told += "".join(f"; {r['what']}" for p in case.processes() for r in p.all("error")[:1])
+        fix = "start two ranks or more, without python -I or -E"
+    elif any(len(p.all("update")) != total for p in ranks):
+        told, fix = "its ranks make different numbers of steps", "audit it first"
+    elif plan.rank not in numbers or plan.step > total:
+        told = (
+            f"it has the ranks {numbers} and {total} steps: --rank {plan.rank} --step {plan.step}"
+        )
+        fix = "choose one of these"
+    if told:
+        raise UsageError(f"drill: {told}", fix=fix)
+
+
+# What is shown: a table, sentences, a page.
+
+
+def cells_of(row: Facts) -> dict[str, str]:
+    """Give what the columns show of one fault."""
+    cells = {"fault": row["fault"], "verdict": row["verdict"]}
+    if "status" not in row:
+        return cells
+    samples, files, names = row["samples"], row["checkpoints"], row["log_names"]
+    shown = {
+        "ended": row["ended_by_drill"] or f"status {row['status']}",
+        "gone s": row["ranks_gone_s"],
+        "orphans": row["orphans"],
+        "next start": row["next_start"],
+        "steps lost": row["steps_lost"],
+        "twice/never": samples and f"{samples['twice']}/{samples['never']}",
+        "weights": row["weights"],
+        "files whole/broken": files and f"{files['whole']}/{files['broken']}",
+        "log": None if names is None else f"names {' and '.join(names) or 'nothing'}",
+    }
+    return cells | {name: str(text) for name, text in shown.items() if text is not None}
+
+
+def table_row(cells: Mapping[str, str]) -> str:
+    """Lay out one line; "-" stands for what was not measured."""
+    words = [cells.get(name, "-").ljust(width) for name, width in COLUMNS.items()]
+    return "  ".join(words).rstrip()
+
+
+def sentences(report: Facts) -> list[str]:
+    """Say what was lost, what was not measured, and why."""
+    found = []
+    for row in report["faults"]:
+        told = ["lost " + ", ".join(row["lost"])] if row["lost"] else []
+        told += ["not measured: " + ", ".join(row["not_measured"])] if row["not_measured"] else []
+        found += [f"{row['fault']}: {'; '.join([*told, *row['notes']])}"] if told else []
+    counts = Counter(row["verdict"] for row in report["faults"])
+    logs = f"; logs: {report['logs']}" if report["logs"] else ""
+    return [*found, "drill: " + ", ".join(f"{n} {word}" for word, n in counts.items()) + logs]
+
+
+def summary(report: Facts) -> list[str]:
+    """Say what was run undisturbed, and where the fault comes."""
+    words = {True: "equal", False: "different", None: "not measured"}
+    told = f"undisturbed: {report['steps']} steps on {report['ranks']} ranks in "
+    told += f"{report['seconds']} s, saved after steps {report['saves_after'][:9]}; twice: weights "
+    told += f"{words[report['same_weights_twice']]}, samples {words[report['same_samples_twice']]}"
+    return [told, f"fault in step {report['fault_step']} on rank {report['fault_rank']}"]
+
+
+def as_html(report: Facts) -> str:
+    """Give one page that needs no other file."""
+    rows = [{name: name for name in COLUMNS}, *map(cells_of, report["faults"])]
+    cells = [[html.escape(row.get(name, "-")) for name in COLUMNS] for row in rows]
+    table = "".join(f"<tr><td>{'<td>'.join(line)}" for line in cells)
+    told = "".join(f"<p>{html.escape(line)}" for line in [*summary(report), *sentences(report)])
+    style = "body{font-family:sans-serif}td{padding:4px 9px;border-bottom:1px solid #ccc}"
+    head = '<!doctype html><html lang="en"><meta charset="utf-8"><title>drill</title>'
+    head += f"<style>{style}</style><h1>{html.escape(report['command'])}</h1>"
+    return f"{head}<table>{table}</table>{told}\n"

@@ -1,0 +1,185 @@
+"""What the records of drilled processes mean, and what is read from the command line and files."""
+
+import io
+import json
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_doctor.drill.command import (
+    as_html,
+    cells_of,
+    read_faults,
+    run_drill,
+    sentences,
+    table_row,
+    with_ranks,
+)
+from ddp_doctor.drill.outcome import is_whole
+from ddp_doctor.drill.runs import Case, Plan
+from ddp_doctor.drill.story import parts_of, samples_of, uses_of
+from ddp_doctor.terminal import UsageError
+
+NAMES = ("faults", "step", "rank", "again", "also", "repeat", "hang_after", "copy", "html")
+OPTIONS = dict.fromkeys(NAMES, "") | {"usage": "drill --help", "json": "true"}
+
+
+def case_of(folder: Path, *starts: dict[int, list[dict[str, Any]]], status: int = 1) -> Case:
+    """Write the records of starts, by rank, as the processes do."""
+    work = folder / "work"
+    case = Case(Plan([str(folder)], work, {}, hang_after_s=1, rank=1, step=1), "case")
+    for number, ranks in enumerate(starts):
+        (case.home / f"records{number}").mkdir()
+        case.starts.append({"status": status if number == 0 else 0})
+        for rank, records in ranks.items():
+            group = {"k": "group", "rank": rank, "world": len(ranks)}
+            lines = [r | {"t": number + i / 1e3} for i, r in enumerate([group, *records])]
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            (case.home / f"records{number}" / f"p{rank + 1}.jsonl").write_text(text)
+    return case
+
+
+def life(*weights: str, uses: dict[int, list[int]] | None = None) -> list[dict[str, Any]]:
+    """Give the records of a process that went through these weights."""
+    records: list[dict[str, Any]] = [{"k": "first", "o": 0, "w": weights[0]}]
+    for number, weight in enumerate(weights[1:], start=1):
+        records += [{"k": "use", "n": number, "names": (uses or {}).get(number, [number])}]
+        records += [{"k": "update", "n": number, "o": 0, "w": weight}]
+    return records
+
+
+def where(case: Case, total: int) -> list[tuple[int | None, str]]:
+    return [(part.base, part.how) for part in parts_of(case, total)]
+
+
+def test_a_start_continued_where_its_first_weights_were_whatever_its_step_numbers(
+    tmp_path: Path,
+) -> None:
+    case = case_of(tmp_path, {0: life("a", "b", "c", "d")}, {0: life("c", "x", "y")})
+    assert where(case, 4) == [(0, "weights"), (2, "weights")]
+
+
+def test_of_two_steps_with_the_same_weights_the_number_of_steps_decides(tmp_path: Path) -> None:
+    warm_up = life("a", "a", "a", "b")  # learning rate 0
+    assert where(case_of(tmp_path, {0: warm_up}, {0: life("a", "a", "b", "c")}), 4)[1][0] == 1
+
+
+def test_weights_that_were_never_seen_are_told_as_such(tmp_path: Path) -> None:
+    found = where(case_of(tmp_path / "1", {0: life("a", "b", "c")}, {0: life("z", "y", "x")}), 3)
+    assert found[1] == (1, "number of steps")
+    found = where(case_of(tmp_path / "2", {0: life("a", "b")}, {0: []}), 3)
+    assert found[1] == (None, "no step")
+
+
+def test_samples_count_if_any_rank_ended_their_step_and_once_if_it_was_done_again(
+    tmp_path: Path,
+) -> None:
+    first, second = life("a", "b", "c", "d"), life("a", "b", "c", "d")
+    dead = [*life("a", "b", "c"), {"k": "use", "n": 3, "names": [33]}]
+    case = case_of(tmp_path, {0: first, 1: dead}, {0: life("d", "e"), 1: life("d", "e")})
+    parts = parts_of(case, 4)
+    uses = uses_of(case, parts)
+    assert (1, 3) in uses, "rank 1 died in step 3, which rank 0 ended"
+    assert [record["names"] for record in uses[1, 3][1]] == [[33]]
+    case = case_of(tmp_path / "2", {0: first, 1: second}, {0: life("c", "d"), 1: life("c", "d")})
+    assert sorted(uses_of(case, parts_of(case, 3))) == [(r, s) for r in (0, 1) for s in (1, 2, 3)]
+
+
+def test_samples_are_counted_over_all_ranks(tmp_path: Path) -> None:
+    shared = {0: life("a", "b", "c"), 1: life("a", "b", "c", uses={1: [8], 2: [1]})}
+    case = case_of(tmp_path, shared)
+    assert samples_of(uses_of(case, parts_of(case, 2))) == {1: 2, 2: 1, 8: 1}
+
+
+def test_unknown_samples_are_not_counted(tmp_path: Path) -> None:
+    case = case_of(tmp_path, {0: [r for r in life("a", "b", "c") if r["k"] != "use"]})
+    assert samples_of(uses_of(case, parts_of(case, 2))) is None
+    assert samples_of({}) is None
+
+
+@pytest.mark.parametrize("keep", [1.0, 0.5])
+def test_a_file_that_was_cut_is_seen_by_its_own_format(keep: float, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
+        archive.writestr("data/0", os.urandom(5000))
+    header = json.dumps({"w": {"dtype": "U8", "shape": [100], "data_offsets": [0, 100]}}).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(100)
+    (tmp_path / "a.safetensors").write_bytes(content)
+    (tmp_path / "a.bin").write_bytes(b"of nobody's format")
+    for name, whole in (("a.pt", keep == 1), ("a.safetensors", keep == 1), ("a.bin", None)):
+        os.truncate(tmp_path / name, int((tmp_path / name).stat().st_size * keep))
+        assert is_whole(tmp_path / name) is whole
+
+
+@pytest.mark.parametrize("form", ["--nproc_per_node=2", "--nproc-per-node 2", "--num_processes 2"])
+def test_a_command_is_given_for_another_number_of_ranks(form: str) -> None:
+    words = ["torchrun", *form.split(), "train.py", "--num_processes_of_mine=7"]
+    assert " ".join(with_ranks(words, 2, 1)) == " ".join(words).replace("2", "3")
+    assert with_ranks(["python", "train.py"], 2, 1) == []
+    assert with_ranks(["torchrun", "--nproc_per_node=auto", "train.py"], 2, 1) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "program", "told"),
+    [
+        ({"faults": "kill-rank,hnag"}, ["true"], "'hnag'"),
+        ({}, ["no-such-command"], "no-such-command"),
+        ({}, [], "no command"),
+        ({"repeat": "0"}, ["true"], "--repeat: found '0'"),
+        ({"rank": "x"}, ["true"], "--rank: found 'x'"),
+        ({"again": "a 'b"}, ["true"], "--again"),
+        ({"again": "no-such-command b"}, ["true"], "no-such-command"),
+        ({"also": "/no/such/folder"}, ["true"], "/no/such/folder"),
+        ({"html": "/no/such/folder/a.html"}, ["true"], "/no/such/folder"),
+    ],
+)
+def test_a_mistake_is_one_error_with_json_too(
+    options: dict[str, str], program: list[str], told: str
+) -> None:
+    output = io.StringIO()
+    with pytest.raises(UsageError, match=told):
+        run_drill(OPTIONS | options, program, output=output, env=os.environ)
+    assert told in json.loads(output.getvalue())["error"]
+
+
+def test_all_faults_are_given_if_none_is_named() -> None:
+    faults, again = read_faults(OPTIONS, ["true"], os.environ)
+    assert {"kill-rank", "hang", "full-disk", "cut-checkpoint"} <= set(faults)
+    assert again == ["true"]
+
+
+ROW = {
+    "fault": "kill-rank",
+    "verdict": "lost",
+    "lost": ["3 steps of work"],
+    "not_measured": ["samples"],
+    "notes": ["<script>"],
+    "status": 1,
+    "ended_by_drill": "",
+    "ranks_gone_s": 0.5,
+    "orphans": 0,
+    "next_start": "step 11",
+    "steps_lost": 3,
+    "samples": None,
+    "weights": "equal",
+    "checkpoints": {"whole": 2, "broken": 1, "unknown": 0},
+    "log_names": ["rank", "cause"],
+}
+
+
+def test_what_was_not_measured_is_shown_as_such_and_nothing_is_markup() -> None:
+    report = {"faults": [ROW, {"fault": "nan", "verdict": "not applicable", "lost": []}]}
+    report["faults"][1] |= {"not_measured": [], "notes": []}
+    report |= {"logs": "", "command": "torchrun <b>", "steps": 18, "ranks": 2, "seconds": 1.0}
+    report |= {"saves_after": [], "same_weights_twice": True, "same_samples_twice": None}
+    report |= {"fault_step": 3, "fault_rank": 1}
+    cells = cells_of(ROW)
+    assert "twice/never" not in cells
+    assert "rank and cause" in table_row(cells)
+    assert "kill-rank: lost 3 steps of work; not measured: samples" in sentences(report)[0]
+    page = as_html(report)
+    assert "<script>" not in page
+    assert "&lt;script&gt;" in page
+    assert "torchrun &lt;b&gt;" in page
