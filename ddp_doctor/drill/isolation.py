@@ -31,7 +31,7 @@ def mount_overlays(home: str, folders: Sequence[str]) -> None:
     check(libc.mount(b"none", b"/", None, PRIVATE, None))
     # WHY opened first: the overlay of an outer folder hides what is mounted below it
     below = [os.open(folder, os.O_PATH) for folder in folders]
-    for number, folder in enumerate(folders):
+    for number, folder in sorted(enumerate(folders), key=lambda pair: len(pair[1])):
         shutil.rmtree(f"{home}/work{number}", ignore_errors=True)  # left by the start before
         os.makedirs(f"{home}/work{number}")
         options = f"lowerdir=/proc/self/fd/{below[number]},upperdir={home}/upper{number}"

@@ -24,7 +24,7 @@ from ddp_doctor.terminal import UsageError
 
 OTHER_RANKS = {"fewer-ranks": -1, "more-ranks": 1}
 KILLS_ALL, SLOW = ("kill-all", "cut-checkpoint", *OTHER_RANKS), "too slow"
-GRACE_S, ORPHAN_S, POLL_S = 30.0, 15.0, 0.05
+GRACE_S, ORPHAN_S, POLL_S = 30.0, 15.0, 0.1
 """After SIGTERM; after the command's end: a DataLoader worker looks every 5 s for its rank."""
 
 IDLE_SHARE, BUSY_TIMES = 0.05, 5

@@ -16,13 +16,13 @@ def run_drill(source: str, folder: Path, *options: str, program: Sequence[str] =
     """Drill a program of two ranks, or another command; its facts are JSON."""
     (folder / "train.py").write_text(source)
     command = [*(program or ["python", "train.py"])]
-    argv = ["python", ROOT / "ddp_training.py", "drill", "--json", *options, "--", *command]
-    return run_command(argv, timeout_s=240, cwd=folder)
+    argv = ["python", "-m", "ddp_doctor", "drill", "--json", *options, "--", *command]
+    return run_command(argv, timeout_s=240, cwd=folder, env={"PYTHONPATH": str(ROOT)})
 
 
 @pytest.mark.slow
 def test_what_faults_cost_a_program_that_saves_after_every_fifth_step(tmp_path: Path) -> None:
-    done = run_drill(LOOP, tmp_path, "--faults=kill-rank,exception,nan,full-disk,cut-checkpoint")
+    done = run_drill(LOOP, tmp_path, "--faults=kill-rank,nan,full-disk,cut-checkpoint")
     assert done.status == 1, done.output
     report = json.loads(done.stdout)
     assert (report["steps"], report["ranks"], report["saves_after"]) == (18, 2, [5, 10, 15])
@@ -30,14 +30,12 @@ def test_what_faults_cost_a_program_that_saves_after_every_fifth_step(tmp_path: 
     assert report["same_samples_twice"]
     rows = {row["fault"]: row for row in report["faults"]}
     lost = report["fault_step"] - 1 - 10  # the newest checkpoint is that of step 10
-    for name in ("kill-rank", "exception"):
-        assert rows[name]["lost"] == [f"{lost} steps of work"], rows[name]
-        assert rows[name]["next_start"] == "step 11"
-        assert rows[name]["weights"] == "equal"
-        assert rows[name]["samples"] == {"twice": 0, "never": 0}
-        assert (rows[name]["orphans"], rows[name]["checkpoints"]["broken"]) == (0, 0)
-    assert rows["exception"]["log_names"] == ["cause"]
-    assert rows["kill-rank"]["log_names"] == [], "no line of the program tells of it"
+    killed = rows["kill-rank"]
+    assert killed["lost"] == [f"{lost} steps of work"], killed
+    assert (killed["next_start"], killed["weights"]) == ("step 11", "equal")
+    assert killed["samples"] == {"twice": 0, "never": 0}
+    assert (killed["orphans"], killed["checkpoints"]["broken"]) == (0, 0)
+    assert killed["log_names"] == [], "no line of the program tells of it"
     assert rows["nan"]["weights"] == "not finite"
     assert rows["full-disk"]["checkpoints"]["broken"] == 1
     assert "the next start: status 1" in rows["cut-checkpoint"]["lost"]
@@ -75,17 +73,42 @@ def test_a_write_outside_of_the_folder_is_refused_and_told_and_can_be_allowed(
     assert done.status == 1, done.output
     [row] = json.loads(done.stdout)["faults"]
     assert (row["next_start"], row["weights"]) == ("step 11", "equal")
+    assert row["log_names"] == ["cause"]
     assert os.listdir(outside) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("source", "told"),
-    [(SILENT, "hung"), (NO_RANKS, "no DDP program"), ("raise ValueError(7)", "ValueError: 7")],
+    ("source", "told", "patience_s"),
+    [
+        (SILENT, "hung", 3),
+        (NO_RANKS, "no DDP program", 60),
+        ("raise ValueError(7)", "ValueError: 7", 60),
+    ],
 )
 def test_what_can_not_be_observed_ends_with_2_and_one_reason(
-    source: str, told: str, tmp_path: Path
+    source: str, told: str, patience_s: int, tmp_path: Path
 ) -> None:
-    done = run_drill(source, tmp_path, "--hang_after=3")
+    done = run_drill(source, tmp_path, f"--hang_after={patience_s}")
     assert done.status == 2, done.output
     assert told in json.loads(done.stdout)["error"]
+
+
+@pytest.mark.slow
+def test_the_script_hands_over_what_it_read(tmp_path: Path) -> None:
+    (other := tmp_path / "other").mkdir()
+    source = f"open({str(other / 'file')!r}, 'w').close()"
+    (folder := tmp_path / "own").mkdir()
+    (folder / "train.py").write_text(source)
+    argv = ["python", ROOT / "ddp_training.py", "drill", "--json", "--", "python", "train.py"]
+    done = run_command(argv, timeout_s=60, cwd=folder)
+    assert done.status == 2
+    assert str(other / "file") in json.loads(done.stdout)["error"]
+    assert f"add --also {other}" in done.stderr
+    done = run_command([*argv[:4], f"--also={other}", *argv[4:]], timeout_s=60, cwd=folder)
+    assert "no DDP program" in json.loads(done.stdout)["error"]
+    assert os.listdir(other) == []
+    done = run_command([*argv[:4], "--table=x", *argv[4:]], timeout_s=60, cwd=folder)
+    assert "takes no NAME, no --ranks and no --table" in done.stderr
+    done = run_command([*argv[:3], "--copy"], timeout_s=60, cwd=folder)
+    assert "--copy: needs -- COMMAND" in done.stderr
