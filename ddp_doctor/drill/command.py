@@ -49,7 +49,13 @@ def run_drill(
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the finally is reached
         try:
             reference = observe_undisturbed(plan, program, report)
-            print(*summary(report), table_row({n: n for n in COLUMNS}), sep="\n", file=shown)
+            print(
+                *summary(report),
+                table_row({n: n for n in COLUMNS}),
+                sep="\n",
+                file=shown,
+                flush=True,
+            )
             for name, fault in [(f"{f}-{n}", f) for n in range(plan.repeats) for f in faults]:
                 words, drill = again, Drill(Case(plan, name, fault), reference)
                 if fault in OTHER_RANKS:
@@ -97,8 +103,10 @@ def read_faults(
     for words in (program, again):
         if not words or shutil.which(words[0], path=env.get("PATH")) is None:
             problems.append(f"no such command: {words[0]}" if words else "no command was given")
-    if options["html"] and not Path(options["html"]).absolute().parent.is_dir():
-        problems.append(f"--html: the folder of {options['html']} does not exist")
+    if options["html"] and not os.access(Path(options["html"]).absolute().parent, os.W_OK):
+        problems.append(f"--html: {options['html']}: no such folder, or it can't be written to")
+    if sys.platform != "linux":
+        problems.append("this needs Linux: /proc, and overlay mounts where it has them")
     if problems:
         raise UsageError(f"drill: {'; '.join(dict.fromkeys(problems))}", fix=options["usage"])
     return faults, again
@@ -130,12 +138,12 @@ def make_plan(options: Mapping[str, str], env: Mapping[str, str]) -> Plan:
     words = [sys.executable, "-I", isolation.__file__, str(trial.home), *folders, "--", "true"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     plan.has_overlay = done.returncode == 0 and not options["copy"]
-    if len(folders) > 1 and not plan.has_overlay:
+    if not plan.has_overlay:
+        plan.folders = folders[:1]
+    if options["also"] and not plan.has_overlay:
         shutil.rmtree(work)
-        told = ["with --copy only one is possible", *done.stderr.splitlines()][-1]
-        raise UsageError(
-            f"drill: {', '.join(folders)}: several folders, and {told}", fix="use overlay mounts"
-        )
+        why = ["--copy was given", *done.stderr.splitlines()][-1]
+        raise UsageError(f"--also needs overlay mounts: {why}", fix="leave out --also or --copy")
     return plan
 
 

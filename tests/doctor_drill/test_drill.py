@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +18,11 @@ def run_drill(source: str, folder: Path, *options: str, program: Sequence[str] =
     (folder / "train.py").write_text(source)
     command = [*(program or ["python", "train.py"])]
     argv = ["python", "-m", "ddp_doctor", "drill", "--json", *options, "--", *command]
-    return run_command(argv, timeout_s=240, cwd=folder, env={"PYTHONPATH": str(ROOT)})
+    done = run_command(argv, timeout_s=240, cwd=folder, env={"PYTHONPATH": str(ROOT)})
+    if logs := json.loads(done.stdout).get("logs"):
+        assert (Path(logs) / "undisturbed/log0").exists()
+        shutil.rmtree(logs)
+    return done
 
 
 @pytest.mark.slow
