@@ -231,9 +231,10 @@ class Drilled:
 
     def _refuse_outside(self, name: Foreign) -> None:
         """Refuse a write: nothing of the user's changes, and no run sees files of another one."""
-        path = os.path.realpath(os.fsdecode(name))
-        allowed = (path + "/").startswith(("/dev/", "/proc/", "/sys/", *self.roots))
-        if not allowed and not CACHES & set(path.split("/")):
+        given, path = os.path.abspath(os.fsdecode(name)), os.path.realpath(os.fsdecode(name))
+        is_device = given.startswith(("/dev/", "/proc/", "/sys/"))  # /proc/self/fd: open already
+        is_own = is_device or f"{path}/".startswith(self.roots)
+        if not is_own and not CACHES & set(path.split("/")):
             self.emit("outside", path=path)
             raise PermissionError(f"drill: {path} is outside of the program's folder")
 

@@ -150,6 +150,7 @@ def _continuing_request(command: str, flags: Sequence[_Flag], edited_file: str) 
     its_own = [flag for flag in flags if flag.given and flag.name not in own]
     request = _train_request(its_own, edited_file)
     settings = dict(request.settings)
+    options = {name: value for name, value in options.items() if name not in foreign}
     if "run" in options:
         settings["resume"] = options["run"]
     return replace(request, command=command, options=options, settings=settings)
