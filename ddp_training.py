@@ -44,16 +44,21 @@ from hardened_ddp.errors import (
 from hardened_ddp.ranks.launch import (
     Launch,
     environment,
-    is_told_by_another_rank,
     keep_nccl_from_exiting,
-    leave_failed,
     log_failure,
     prepare_environment,
     prepare_signals,
     read_launch,
-    write_error_file,
 )
 from hardened_ddp.ranks.resources import collect_rarely, keep_imported
+from hardened_ddp.reporting.ending import (
+    RUN,
+    is_told_by_another_rank,
+    leave_failed,
+    settle,
+    stop_status,
+    write_error_file,
+)
 from hardened_ddp.reporting.sinks import printed
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.layers import Resolved, resolve
@@ -215,6 +220,7 @@ def train(settings: Resolved, group: Group) -> int:
         HangWatch(group, folder.folder, hang_after_s=loop.hang_after_s) as watch,  # collective
         StatusWriter(folder.folder, group) as rank_status,  # for the commands watch and report
     ):
+        environment()[RUN] = str(folder.folder)
         add_log_file(folder.folder / "logs", rank=group.launch.rank)
         saved = read_checkpoint(folder, group)  # collective: rank 0 reads, all get it
         folder.begin(settings, saved)
@@ -249,7 +255,7 @@ def train(settings: Resolved, group: Group) -> int:
             rank_status.close_as(status)
             run.close(status)  # on every path: what is on its way to the disk gets there
         run.report.say_what_next(status)
-    return 0
+    return stop_status(loop.stop_status, environment()) if status is Ending.STOPPED else 0
 
 
 def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
@@ -395,7 +401,7 @@ def run_as_program() -> NoReturn:
         from hardened_ddp.guard.stop import leave_at_once
 
         leave_at_once(status)
-    sys.exit(status)
+    sys.exit(settle(status, environment()))
 
 
 if __name__ == "__main__":

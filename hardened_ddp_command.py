@@ -4,24 +4,28 @@
     hardened-ddp --nproc_per_node 2 --cpu_only    two ranks; all options of torchrun are taken
     hardened-ddp explain LOG                      and every other command
 
-Owns which words of the command line are torchrun's, and starting the ranks. Each rank is this
-command again. In a pod where an operator of Kubernetes configured torchrun by variables (PET_...),
-a plain hardened-ddp starts the ranks, too.
+Owns which words of the command line are torchrun's, starting the ranks, and the status of them all.
+Each rank is this command again. In a pod where an operator of Kubernetes configured torchrun by
+variables (PET_...), a plain hardened-ddp starts the ranks, too. launchers/launch.py uses it in the
+place of torchrun: then the words name the script.
 Does not own: what a rank does (ddp_training.py).
 """
 
 import sys
+import tempfile
 from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
 
 import ddp_training
 from hardened_ddp.errors import ConfigError, HardenedError
 from hardened_ddp.ranks.launch import environment
 from hardened_ddp.ranks.launchers_env import needs_torchrun
+from hardened_ddp.reporting.ending import RECORD, STOPPED, read_endings, write_termination_log
 from hardened_ddp.reporting.sinks import printed
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.commands import COMMANDS, TRAIN
 from hardened_ddp.settings.layers import resolve
-from hardened_ddp.settings.typed_command import PROGRAM, config_file, own_command
+from hardened_ddp.settings.typed_command import PROGRAM, SCRIPT, config_file, own_command
 from hardened_ddp.settings.wording import TORCHRUN_OPTIONS, TORCHRUN_SWITCHES
 
 WITH_RANKS = (TRAIN, "evaluate")  # what several ranks can do
@@ -70,6 +74,11 @@ def start_ranks(launcher: Sequence[str], own: Sequence[str], env: MutableMapping
 
     Raises HardenedError for a mistake, before anything is started.
     """
+    script = sys.argv[0]
+    if own[:1] and Path(own[0]).name == SCRIPT.name:
+        script, own = own[0], own[1:]
+    elif Path(script).name != PROGRAM:
+        script = str(SCRIPT)
     numbers = dict(word.removeprefix("--").split("=") for word in launcher if "=" in word)
     check_numbers(numbers)
     request = parse(own, edited_file=config_file())
@@ -81,12 +90,30 @@ def start_ranks(launcher: Sequence[str], own: Sequence[str], env: MutableMapping
     alone = ["--standalone"] if is_alone and "--standalone" not in launcher else []
     env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, without its warning
 
+    with tempfile.TemporaryDirectory(prefix="hardened-ddp-") as folder:
+        record = Path(folder) / "endings.jsonl"
+        env[RECORD] = str(record)
+        status, told = run_torchrun([*alone, *launcher, script, *own])
+        endings = read_endings(record)
+    if endings.status is not None:
+        status = endings.status
+    if status not in (0, STOPPED):
+        print(f"{PROGRAM}: status {status}: {told}", file=printed(sys.stderr))
+        write_termination_log(endings.error or told, env)
+    return status
+
+
+def run_torchrun(words: Sequence[str]) -> tuple[int, str]:
+    """Run torchrun's launcher; return a status, as far as it knows one, and what happened.
+
+    Raises ConfigError if it can't use its options.
+    """
     import torch.distributed.run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     parser = torchrun.get_args_parser()
-    asked = parser.parse_args([*alone, *launcher, sys.argv[0], *own])
+    asked = parser.parse_args(words)
     try:
         torchrun.config_from_args(asked)
     except ValueError as error:
@@ -95,14 +122,12 @@ def start_ranks(launcher: Sequence[str], own: Sequence[str], env: MutableMapping
         torchrun.run(asked)  # type: ignore[no-untyped-call]  # torch gives it no types
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        how = f"with status {failure.exitcode}"
-        if failure.exitcode < 0:
-            how = f"by {failure.signal_name()}"
-        print(f"{PROGRAM}: rank {rank} was the first to end: {how}", file=printed(sys.stderr))
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        code = failure.exitcode
+        how = f"with status {code}" if code >= 0 else f"by {failure.signal_name()}"
+        return (code if code > 0 else 128 - code), f"rank {rank} was the first to end: {how}"
     except SignalException as error:
-        return 128 + error.sigval
-    return 0
+        return 128 + error.sigval, f"stopped by {error.sigval.name}"
+    return 0, "all ranks ended"
 
 
 def check_numbers(numbers: Mapping[str, str]) -> None:

@@ -4,6 +4,8 @@
     python launchers/launch.py --hosts node0,node1 --nproc_per_node 4 --dry-run
     python launchers/launch.py --hosts node0,node1 --nproc_per_node 4 ddp_training.py --epochs 20
 
+It ends with the status of the run: 75 means "the same command again".
+
 A run on several machines is one torchrun on each of them. All get the same --nnodes,
 --nproc_per_node, --master_addr and --master_port; only --node_rank differs: typing that by hand is
 where most mistakes happen. Global ranks follow from it: with 4 ranks each, machine 0 has ranks 0
@@ -22,14 +24,14 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hardened_ddp.ranks.launchers_env import COMMAND
-from launchers.running import ROOT, make_parser, read_arguments
+from launchers.running import ROOT, SCRIPT, make_parser, read_arguments
 
 POLL_S = 0.05
 # How long ranks may take to save when another machine has failed, or the user stops the run.
@@ -50,6 +52,9 @@ class Plan:
     words: list[str]
     """The script and its arguments."""
 
+    launcher: str = "torch.distributed.run"  # torchrun, without a need for it in PATH
+    max_restarts: int = 0
+
 
 def torchrun_command(plan: Plan, node_rank: int) -> str:
     """Return the command of one machine, quoted for a shell."""
@@ -57,12 +62,13 @@ def torchrun_command(plan: Plan, node_rank: int) -> str:
         *(["env", *plan.variables] if plan.variables else []),
         plan.python,
         "-m",
-        "torch.distributed.run",  # torchrun, without a need for it in PATH
+        plan.launcher,
         f"--nnodes={len(plan.hosts)}",
         f"--node_rank={node_rank}",
         f"--nproc_per_node={plan.nproc_per_node}",
         f"--master_addr={plan.hosts[0]}",
         f"--master_port={plan.port}",
+        *([f"--max_restarts={plan.max_restarts}"] if plan.max_restarts else []),
         *plan.words,
     ]
     # WHY exec: torchrun replaces the shell, so a signal to the shell's pid reaches torchrun.
@@ -138,6 +144,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--nproc_per_node", type=int, required=True, help="ranks on each host: its GPUs"
     )
+    parser.add_argument("--max_restarts", type=int, default=0, help="of the ranks, by torchrun")
     parser.add_argument("--port", type=int, default=29500, help="free port of the first host")
     parser.add_argument("--folder", default=str(ROOT), help="this project's folder on the hosts")
     parser.add_argument("--python", default=sys.executable, help="Python on the hosts")
@@ -173,7 +180,10 @@ def main(argv: Sequence[str]) -> int:
         python=options.python,
         variables=variables,
         words=words,
+        max_restarts=options.max_restarts,
     )
+    if Path(words[0]).name == SCRIPT:  # torchrun itself ends with 1 where the ranks end with 75
+        plan = replace(plan, launcher="hardened_ddp_command")
     if options.dry_run:
         for node_rank, host in enumerate(hosts):
             print(shlex.join(host_command(host, torchrun_command(plan, node_rank), options.ssh)))

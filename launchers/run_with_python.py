@@ -18,11 +18,13 @@ import signal
 import sys
 from multiprocessing import connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hardened_ddp.ranks.network import hold_port, port_of
+from hardened_ddp.reporting.ending import RECORD, read_endings
 from launchers.running import limit_threads, make_parser, read_arguments, run_script
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -114,9 +116,13 @@ def main(argv: list[str]) -> int:
             import torch
 
             num_ranks = 2 if "--cpu_only" in words else torch.cuda.device_count() or 2
-        with hold_port() as holder:
+        with hold_port() as holder, TemporaryDirectory(prefix="hardened-ddp-") as folder:
+            record = Path(folder) / "endings.jsonl"
+            os.environ[RECORD] = str(record)
             port = port_of(holder)
-            return start_and_wait(num_ranks, port, lesson=not options.no_lesson, words=words)
+            status = start_and_wait(num_ranks, port, lesson=not options.no_lesson, words=words)
+            noted = read_endings(record).status  # WHY: a rank ends with 0 after a stop, too
+            return status if noted is None else noted
     except ModuleNotFoundError as error:
         from hardened_ddp.settings.typed_command import missing_package
 

@@ -34,7 +34,10 @@ def read_arguments(
     """Split argv into the launcher's own options and the script with its arguments."""
     # WHY by hand: everything after the script's name belongs to the script, whatever its name.
     first = next((i for i, word in enumerate(argv) if word.endswith(".py")), len(argv))
-    options, unknown = parser.parse_known_args(argv[:first])
+    own = [
+        word for word in argv[:first] if word != "--"
+    ]  # it may stand before what is the script's
+    options, unknown = parser.parse_known_args(own)
     words = argv[first:]
     if words and unknown:
         parser.error(f"unknown option {unknown[0]} before {words[0]}")

@@ -34,9 +34,10 @@ import torch.distributed as dist
 
 from hardened_ddp.errors import PeerLostError
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.ranks.launch import SAVE_REQUESTS
+from hardened_ddp.ranks.launch import SAVE_REQUESTS, environment
 from hardened_ddp.ranks.process import stat_fields
 from hardened_ddp.ranks.threads import HelperThread
+from hardened_ddp.reporting.ending import settle
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ def leave_at_once(status: int) -> NoReturn:
 
     WHY: that takes a second or more with torch, and a restart would wait for it.
     """
+    status = settle(status, environment())
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or never opened
             stream.flush()

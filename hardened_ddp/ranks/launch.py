@@ -5,11 +5,10 @@ recognised once, its variables are checked against each other, and all other mod
 Launch. An incomplete environment is an error: guessing rank 0 would train N separate models.
 
 Owns finding the command that started this run, too: a variable names it, or it is that of an
-ancestor of this process, or it is composed. And the end of a rank that failed: what the log and
-torch elastic's error file say.
+ancestor of this process, or it is composed. And what the log says of a rank that failed.
+Does not own: what a process tells whoever started it when it ends (reporting/ending.py).
 """
 
-import json
 import logging
 import os
 import select
@@ -17,12 +16,11 @@ import shlex
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hardened_ddp.errors import CrashLoopError, HardenedError, PeerLostError
+from hardened_ddp.errors import HardenedError
 from hardened_ddp.ranks.launchers_env import (
     COMMAND,
     command_words,
@@ -35,7 +33,6 @@ from hardened_ddp.ranks.launchers_env import Launch as Launch  # for those who a
 from hardened_ddp.ranks.process import START_FIELD, ancestors, stat_fields
 from hardened_ddp.ranks.threads import HelperThread
 from hardened_ddp.settings.typed_command import StartCommand, working_folder
-from hardened_ddp.settings.wording import printable
 
 log = logging.getLogger(__name__)
 
@@ -165,15 +162,6 @@ def environment() -> MutableMapping[str, str]:
     return os.environ
 
 
-def leave_failed(error: Exception, launch: Launch) -> int:
-    """Tell the launcher of a rank why it ends; return the exit status. Rank-local."""
-    write_error_file(error, environment())
-    is_torchruns = launch.launcher == "torchrun" and launch.is_local_main
-    if isinstance(error, CrashLoopError) and is_torchruns:
-        os.kill(os.getppid(), signal.SIGTERM)  # WHY: torchrun must not start it again
-    return error.exit_status if isinstance(error, HardenedError) else HardenedError.exit_status
-
-
 def log_failure(error: Exception) -> None:
     """Log why this rank ends: in a few lines, or with a traceback if that is not known."""
     if not isinstance(error, HardenedError):
@@ -183,31 +171,6 @@ def log_failure(error: Exception) -> None:
     for raised in (error, error.__cause__):
         for note in getattr(raised, "__notes__", ()):
             log.error("%s", note)
-
-
-def write_error_file(error: BaseException, env: Mapping[str, str]) -> None:
-    """Write the error of this rank for the last block of torchrun's output. Rank-local.
-
-    A rank that only lost another one writes none: torchrun would call it the cause.
-    """
-    path = env.get("TORCHELASTIC_ERROR_FILE", "")
-    if not path or isinstance(error, PeerLostError) or Path(path).exists():
-        return
-    text = printable(f"{type(error).__name__}: {error}")
-    info = {"py_callstack": text, "timestamp": str(int(time.time()))}
-    entry = {"message": {"message": text, "extraInfo": info}}
-    try:
-        # WHY renamed: torchrun's agent reads it at any moment, and fails on half of one
-        partial = Path(f"{path}.{os.getpid()}")
-        partial.write_text(json.dumps(entry), encoding="utf-8")
-        partial.replace(path)
-    except OSError as problem:
-        log.warning("torchrun's error file can't be written: %s", problem)
-
-
-def is_told_by_another_rank(env: Mapping[str, str]) -> bool:
-    """Say whether rank 0 of this node, too, is started by torchrun and makes the same mistake."""
-    return "TORCHELASTIC_RUN_ID" in env and env.get("LOCAL_RANK", "0") != "0"
 
 
 def _agent_key(launcher_id: str) -> str:

@@ -11,6 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,19 @@ def num_attempts(attempts: Sequence[Mapping[str, Any]]) -> int:
         # WHY from the start if it is lower: another job
         missing = restart - before - 1 if restart > before else 0 if restart == before else restart
         count, before = count + 1 + missing, restart
+    return count
+
+
+def num_without_progress(attempts: Sequence[Mapping[str, Any]]) -> int:
+    """Count the newest attempts in a row that got no further than those before them.
+
+    An attempt also got further if the next one began later: it had saved something.
+    """
+    count, last = 0, 0
+    for attempt, after in zip_longest(attempts, attempts[1:]):
+        has_saved = after is not None and after["first_step"] > attempt["first_step"]
+        count = 0 if has_saved or attempt["step"] > last else count + 1
+        last = max(last, attempt["step"])
     return count
 
 

@@ -392,6 +392,13 @@ class LoopConfig:
         "it a little below the job's limit. Empty: no limit.",
         shape=DURATION,
     )
+    stop_status: int | None = setting(
+        None,
+        "Exit status of a run that was stopped, saved and ready to resume. 3 tells a scheduler to "
+        "start it again. auto: 3 in a pod of Kubernetes, which would count 0 as finished; else 0.",
+        bounds=Bounds(low=0, high=3),
+        may_differ=True,
+    )
     stop_grace_s: float = setting(
         30.0,
         "Seconds between the launcher's SIGTERM and its SIGKILL: 30 in torchrun and Slurm. A rank "

@@ -62,6 +62,8 @@ def _contradictions_of_steps(config: Config) -> Iterator[Contradiction]:
     if optimizer.lr_schedule_args and not isinstance(optimizer.lr_schedule, ImportPath):
         why = "a built-in schedule takes no arguments; leave them out, or choose lr_schedule"
         yield ("lr_schedule", "lr_schedule_args"), f"{why} package.module:callable"
+    if loop.stop_status in (1, 2):
+        yield ("stop_status",), "1 and 2 are failures; needs 0, 3 or auto"
     if loop.stop_when and loop.eval_every == 0:
         why = "stopping early needs evaluations; set eval_every above 0"
         yield ("stop_when", "eval_every"), why

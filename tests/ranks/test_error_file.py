@@ -7,7 +7,7 @@ import pytest
 
 import ddp_training
 from hardened_ddp.errors import PeerLostError, StepError
-from hardened_ddp.ranks.launch import write_error_file
+from hardened_ddp.reporting.ending import write_error_file
 
 
 @pytest.fixture

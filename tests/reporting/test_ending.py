@@ -1,0 +1,130 @@
+"""What the status of a run tells a scheduler."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hardened_ddp.errors import PeerLostError, SampleError
+from hardened_ddp.reporting.ending import (
+    MOST_STARTS,
+    RECORD,
+    RUN,
+    read_endings,
+    settle,
+    stop_status,
+    write_error_file,
+    write_termination_log,
+)
+from hardened_ddp.reporting.goodput import num_without_progress
+
+POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": "0", "RANK": "0"}
+PHASES = dict.fromkeys(("start_up", "data_wait", "training", "evaluation", "checkpoint"), 0.1)
+
+
+def attempts(folder: Path, *steps: tuple[int, int]) -> None:
+    """Write the attempts of a run: the first and the last step of each."""
+    lines = [
+        {"began_at": float(i), "now": i + 0.5, "first_step": first, "step": last, **PHASES}
+        for i, (first, last) in enumerate(steps)
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "attempts.jsonl").write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("setting", "env", "status"),
+    [(None, {}, 0), (None, POD, 3), (0, POD, 0), (3, {}, 3)],
+)
+def test_a_stop_is_3_in_a_pod_or_where_it_was_asked_for(
+    setting: int | None, env: Mapping[str, str], status: int
+) -> None:
+    assert stop_status(setting, env) == status
+
+
+@pytest.mark.parametrize(
+    ("steps", "count"),
+    [
+        ([], 0),
+        ([(0, 0)], 1),
+        ([(0, 5), (5, 5), (5, 5)], 2),
+        ([(0, 9), (5, 8), (7, 8)], 1),  # the second saved what the third begins with
+        ([(0, 9), (5, 8), (5, 8), (5, 10)], 0),
+    ],
+)
+def test_starts_that_got_no_further_are_counted(
+    steps: list[tuple[int, int]], count: int, tmp_path: Path
+) -> None:
+    found = [{"first_step": first, "step": last} for first, last in steps]
+    assert num_without_progress(found) == count
+
+
+def test_at_the_limit_of_starts_without_progress_the_status_is_1(tmp_path: Path) -> None:
+    env = {RUN: str(tmp_path)}
+    attempts(tmp_path, (0, 5), *[(5, 5)] * (MOST_STARTS - 1))
+    assert [settle(status, env) for status in (0, 1, 2, 3, 75)] == [0, 1, 2, 3, 75]
+    attempts(tmp_path, (0, 5), *[(5, 5)] * MOST_STARTS)
+    assert [settle(status, env) for status in (0, 1, 2, 3, 75)] == [0, 1, 2, 1, 1]
+
+
+def test_a_rank_of_torchrun_ends_with_0_after_a_stop_and_says_3_to_its_launcher(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = tmp_path / "endings.jsonl"
+    assert settle(3, {**TORCHRUN, RECORD: str(record)}) == 0
+    assert read_endings(record).status == 3
+    assert "hardened-ddp" not in caplog.text
+    assert settle(3, TORCHRUN) == 0
+    assert "torchrun ends with 0, as if finished: use hardened-ddp" in caplog.text
+    assert settle(75, TORCHRUN) == 75
+
+
+@pytest.mark.parametrize(
+    ("noted", "status"),
+    [
+        ([0, 0], 0),
+        ([3, 3], 3),
+        ([75, 1, 75], 1),  # who raised, not who lost it
+        ([75, 2], 2),
+        ([75, 3], 75),
+        ([139], 139),
+        ([], None),
+    ],
+)
+def test_the_cause_decides_what_a_launcher_ends_with(
+    noted: list[int], status: int | None, tmp_path: Path
+) -> None:
+    record = tmp_path / "endings.jsonl"
+    for code in noted:
+        settle(code, {**TORCHRUN, RECORD: str(record)})
+    assert read_endings(record).status == status
+
+
+def test_only_the_last_attempt_of_torchrun_counts(tmp_path: Path) -> None:
+    env: dict[str, Any] = {**TORCHRUN, RECORD: str(tmp_path / "endings.jsonl")}
+    settle(75, env)
+    settle(0, {**env, "TORCHELASTIC_RESTART_COUNT": "1"})
+    assert read_endings(tmp_path / "endings.jsonl").status == 0
+
+
+def test_the_error_of_the_cause_comes_before_that_of_a_rank_that_lost_it(tmp_path: Path) -> None:
+    env = {**TORCHRUN, RECORD: str(tmp_path / "endings.jsonl")}
+    write_error_file(PeerLostError("rank 1 is gone"), env)
+    write_error_file(SampleError("sample 7 is broken"), env)
+    assert "sample 7" in read_endings(tmp_path / "endings.jsonl").error
+
+
+def test_the_termination_log_of_a_pod_has_the_error_and_fits(tmp_path: Path) -> None:
+    path = tmp_path / "termination-log"
+    env = {"HARDENED_DDP_TERMINATION_LOG": str(path)}
+    write_termination_log("x", POD | env)
+    assert not path.exists()  # the kubelet makes it; nobody else's file is made
+    path.touch()
+    write_termination_log("x", env)
+    assert path.read_bytes() == b""
+    write_error_file(SampleError("y" * 9000), POD | env)
+    assert path.read_bytes().startswith(b"SampleError: [DDP-D02] yyy")
+    assert len(path.read_bytes()) == 4000
