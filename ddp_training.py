@@ -52,11 +52,9 @@ from hardened_ddp.ranks.launch import (
 )
 from hardened_ddp.ranks.resources import collect_rarely, keep_imported
 from hardened_ddp.reporting.ending import (
-    RUN,
     is_told_by_another_rank,
     leave_failed,
     settle,
-    stop_status,
     write_error_file,
 )
 from hardened_ddp.reporting.sinks import printed
@@ -72,6 +70,7 @@ from hardened_ddp.settings.typed_command import (
 
 if TYPE_CHECKING:
     from hardened_ddp.ranks.group import Group
+    from hardened_ddp.reporting.events import Events
     from hardened_ddp.step.parts import Parts
     from hardened_ddp.training.run import Ending, Run
     from hardened_ddp.training.state import Saved
@@ -201,7 +200,6 @@ def train(settings: Resolved, group: Group) -> int:
     from hardened_ddp.guard.stop import StopRequest
     from hardened_ddp.preflight.probe import check_evaluation
     from hardened_ddp.reporting.goodput import Goodput
-    from hardened_ddp.reporting.log import add_log_file
     from hardened_ddp.reporting.status_writer import StatusWriter
     from hardened_ddp.training.evaluation import check_stop_when, is_over
     from hardened_ddp.training.run import Ending, Run
@@ -220,16 +218,14 @@ def train(settings: Resolved, group: Group) -> int:
         HangWatch(group, folder.folder, hang_after_s=loop.hang_after_s) as watch,  # collective
         StatusWriter(folder.folder, group) as rank_status,  # for the commands watch and report
     ):
-        environment()[RUN] = str(folder.folder)
-        add_log_file(folder.folder / "logs", rank=group.launch.rank)
         saved = read_checkpoint(folder, group)  # collective: rank 0 reads, all get it
         folder.begin(settings, saved)
-        parts = build(settings, group, saved)  # collective
+        parts = build(settings, group, saved, folder.events)  # collective
         check_stop_when(parts)
         check_evaluation(parts)  # collective
         progress = begin(parts, saved)  # collective
         folder.write_settings(settings)  # WHY not before: they may not fit the run to be continued
-        tell_start(settings, parts, progress)
+        tell_start(settings, parts, progress)  # and the command of on_event
         if is_over(parts, progress) and folder.is_finished(group, progress.step):  # collective
             goodput.leave(ended="finished")
             return 0
@@ -254,11 +250,10 @@ def train(settings: Resolved, group: Group) -> int:
         finally:
             rank_status.close_as(status)
             run.close(status)  # on every path: what is on its way to the disk gets there
-        run.report.say_what_next(status)
-    return stop_status(loop.stop_status, environment()) if status is Ending.STOPPED else 0
+        return run.report.say_what_next(status)
 
 
-def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
+def build(settings: Resolved, group: Group, saved: Saved | None, events: Events) -> Parts:
     """Put together data, model, DDP and optimizer. Collective: all ranks."""
     from hardened_ddp.data.loader_setup import (
         build_eval_loader,
@@ -314,6 +309,7 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
         schedule=schedule,
         global_batch=global_batch,
         length=length,
+        events=events,
     )
 
 

@@ -87,6 +87,7 @@ class CheckpointStore:
         """before_commit: raises CheckpointError if this process may no longer write here."""
         self.root = root
         self._before_commit = [before_commit]
+        self._after_write: list[Callable[[Path], None]] = []
         self._keep_last = keep_last
         self._disk = Disk() if disk is None else disk
         self._kept_step: int | None = None
@@ -94,6 +95,10 @@ class CheckpointStore:
     def call_before_commit(self, call: Callable[[], None]) -> None:
         """Call this too before each commit; it raises OSError or CheckpointError to prevent it."""
         self._before_commit.insert(0, call)
+
+    def call_after_write(self, call: Callable[[Path], None]) -> None:
+        """Call this with the folder of each checkpoint that was written, in the thread that did."""
+        self._after_write.append(call)
 
     def write(
         self,
@@ -123,6 +128,8 @@ class CheckpointStore:
         if best is not None:
             self.mark_best(step, best)
         self._prune(written=step)
+        for call in self._after_write:
+            call(final)
         return final
 
     def mark_best(self, step: int, best: Best) -> None:

@@ -490,6 +490,14 @@ class RunConfig:
         shape=TRACKERS,
         may_differ=True,
     )
+    on_event: str = setting(
+        "",
+        "Command for a shell, run beside training by rank 0 at each event: started, restart, "
+        "checkpoint, fault, retry, rollback, stopped, finished, failed. It gets JSON on stdin, and "
+        "HDDP_EVENT, HDDP_STATUS, HDDP_RUN. If it fails or takes 30 s, that is a warning.",
+        shape=ANY_TEXT,
+        may_differ=True,
+    )
     progress: bool | None = setting(
         None, "Show a progress bar. auto: if the output is a terminal.", may_differ=True
     )

@@ -1,7 +1,7 @@
 """The parts of a run, built once and passed on; each is owned by its layer."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,6 +16,7 @@ from hardened_ddp.model.replica import Replica
 from hardened_ddp.model.schedule import Schedule
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import PHASE
+from hardened_ddp.reporting.events import Events
 from hardened_ddp.settings.config import Config
 from hardened_ddp.step.progress import Progress
 from hardened_ddp.task.task import Task
@@ -50,6 +51,9 @@ class Parts:
 
     length: RunLength
     """Optimizer steps of the whole run, which of a stream may be known only later."""
+
+    events: Events = field(default_factory=Events)
+    """Tells the user's command what happens."""
 
     @property
     def checks_loss(self) -> bool:

@@ -153,6 +153,7 @@ class StepRetry:
             return
         attempt.searches_for_nan = _has_nan(causes)
         step = self.progress.step
+        self.parts.events.tell("fault", step=step, cause=join_causes(causes))
         text = f"retrying step {step}"
         match decision:
             case Decision.STOP:
@@ -168,6 +169,7 @@ class StepRetry:
             case Decision.WITHOUT_BAD:
                 text = f"step {step}: looking for the samples that fail alone"
         log.warning("%s: %s", text, join_causes(causes), extra=ON_EVERY_RANK)
+        self.parts.events.tell("retry", step=step, how=text)
         if decision is Decision.WITHOUT_BAD and attempt.failure is not None:
             attempt.batches = self._without_bad(attempt)
 

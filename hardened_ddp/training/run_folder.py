@@ -10,10 +10,11 @@ import hashlib
 import logging
 import re
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 from hardened_ddp.checkpoint.disk import (
     Disk,
@@ -36,7 +37,10 @@ from hardened_ddp.checkpoint.folder import (
 from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.errors import CheckpointError, RunFolderError
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.ranks.launch import Launch
+from hardened_ddp.ranks.launch import Launch, environment
+from hardened_ddp.reporting.ending import RUN
+from hardened_ddp.reporting.events import Events
+from hardened_ddp.reporting.log import add_log_file
 from hardened_ddp.reporting.summary import finished_at
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME, SAVED_SETTINGS
@@ -67,11 +71,15 @@ class RunFolder:
     lock: RunLock | None = None
     """Rank 0 only: no second run writes here."""
 
+    events: Events = field(default_factory=Events)
+    """Tells the user's command what happens in this run."""
+
     def __enter__(self) -> "RunFolder":
         return self
 
-    def __exit__(self, *error: object) -> None:
-        """Give the folder free."""
+    def __exit__(self, *raised: Any) -> None:  # Any: as Python passes it
+        """Tell how the run ended, and give the folder free."""
+        self.events.__exit__(*raised)
         if self.lock is not None:
             self.lock.release()
 
@@ -153,7 +161,11 @@ def open_run(settings: Resolved, group: Group) -> RunFolder:
     if group.is_local_main:
         _note_folder(output, group.launch, folder)
     checkpoint, lock = chosen[0] if chosen else (None, None)
-    return RunFolder(folder, settings.config.run.keep_last, token, checkpoint, lock)
+    environment()[RUN] = str(folder)
+    add_log_file(folder / "logs", rank=group.launch.rank)
+    events = Events(settings.config.run.on_event, group.launch)
+    keep_last = settings.config.run.keep_last
+    return RunFolder(folder, keep_last, token, checkpoint, lock, events=events)
 
 
 def read_checkpoint(run: RunFolder, group: Group, *, at_most: int | None = None) -> Saved | None:

@@ -16,7 +16,9 @@ import torch
 from hardened_ddp.data.foreign_code import import_callable
 from hardened_ddp.errors import ConfigError, MissingPackageError
 from hardened_ddp.guard.slow import BACKWARD_AND_WAIT, Splits
+from hardened_ddp.ranks.launch import environment
 from hardened_ddp.ranks.phase import Phase
+from hardened_ddp.reporting.ending import stop_status
 from hardened_ddp.reporting.goodput import Goodput
 from hardened_ddp.reporting.metrics import MetricsLog
 from hardened_ddp.reporting.progress import ProgressBar
@@ -178,6 +180,7 @@ class RunReport:
     def go_back(self, left_at: int, step: int) -> None:
         """Account for a return to an earlier step: the time after it is lost. Rank-local."""
         self._num_rollbacks += 1
+        self.parts.events.tell("rollback", step=step, from_step=left_at)
         self.goodput.go_back(left_at, step)
         self._trained_s = self._training_s()
 
@@ -213,10 +216,13 @@ class RunReport:
                     "run_folder": str(self.folder),
                 },
             )
+        if ended:
+            facts = {"step": progress.step, "epoch": progress.epoch, **self._last_tested}
+            self.parts.events.tell(ended, status=self._exit_status(ended), **facts)
         self.metrics.close()
 
-    def say_what_next(self, status: str) -> None:
-        """Log on rank 0 how the run ended and what to type next."""
+    def say_what_next(self, status: str) -> int:
+        """Log on rank 0 how the run ended and what to type next; return the exit status."""
         if self.is_main:
             log.info("time: %s", self._time_spent)
             tested = self._last_tested
@@ -230,6 +236,11 @@ class RunReport:
             )
             for line in told:
                 log.info("%s", line)
+        return self._exit_status(status)
+
+    def _exit_status(self, status: str) -> int:
+        setting = self.parts.config.loop.stop_status
+        return stop_status(setting, environment()) if status == "stopped" else 0
 
     def _training_s(self) -> float:
         """Return the seconds of this process so far, without evaluation."""

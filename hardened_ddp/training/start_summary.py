@@ -40,6 +40,8 @@ def tell_start(settings: Resolved, parts: Parts, progress: Progress) -> None:
     if changed := changed_settings(settings):
         lines.append("settings: " + "; ".join(changed))
     if parts.group.is_main:
+        is_again = progress.step or parts.group.launch.attempt
+        parts.events.tell("restart" if is_again else "started", step=progress.step, told=lines)
         for line in lines:
             log.info("%s", line)
         if settings.not_used:

@@ -67,7 +67,17 @@ class TestRecord:
 
     @pytest.mark.parametrize("name", SETTINGS)
     def test_all_other_settings_are_compared_between_ranks(self, name: str) -> None:
-        words = ["7", "0.5", "true", "false", "90s", "{a: 1}", *SETTINGS[name].choices, "other"]
+        words = [
+            "7",
+            "3",
+            "0.5",
+            "true",
+            "false",
+            "90s",
+            "{a: 1}",
+            *SETTINGS[name].choices,
+            "other",
+        ]
         configs = (taken(name, word) for word in [*words, "package.module:name"])
         changed = next(config for config in configs if config and config != Config())
         differs = agreed_settings(changed) != agreed_settings(Config())

@@ -1,0 +1,78 @@
+"""The command of --on_event."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hardened_ddp.errors import SampleError
+from hardened_ddp.ranks.launch import Launch
+from hardened_ddp.reporting import events as events_module
+from hardened_ddp.reporting.events import Events
+from tests.harness.ranks import train
+from tests.harness.run_folder import only_run
+
+RUN = ["--cpu_only", "--num_workers", "0", "--batch_size", "4", "--no_tensorboard", "--model"]
+RUN += ["tests.plugins:Faulty", "--dataset", "tests.plugins:points", "--epochs", "2"]
+
+
+def told(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "told.jsonl").read_text().splitlines()]
+
+
+def command_in(folder: Path) -> str:
+    """Write a command that keeps what it gets."""
+    return f"(cat; echo) >> {folder}/told.jsonl; echo $HDDP_EVENT $HDDP_STATUS >> {folder}/names"
+
+
+def test_a_run_tells_its_events_with_facts_and_status(tmp_path: Path) -> None:
+    argv = [*RUN, "--on_event", command_in(tmp_path), "--output_dir", str(tmp_path / "runs")]
+    argv += ["--model_args", "{kind: raise, first: 8, last: 8}", "--run_name", "r"]
+    train(argv, timeout_s=60).ok()
+    names = (tmp_path / "names").read_text().splitlines()
+    # the last checkpoint is written by its own thread, at any moment after the last step
+    assert [n.strip() for n in names if n.strip() != "checkpoint"] == [
+        "started",
+        "fault",
+        "retry",
+        "finished 0",
+    ]
+    found = told(tmp_path)
+    assert {event["event"] for event in found} >= {"checkpoint"}
+    assert {event["run"] for event in found} == {str(only_run(tmp_path / "runs"))}
+    assert found[1]["step"] == found[2]["step"]
+    assert "a fault of the drill" in str(found[1]["cause"])
+    assert found[-1]["step"] == 20
+    train([*argv, "--epochs", "3"], timeout_s=60).ok()
+    assert told(tmp_path)[len(found)]["event"] == "restart"
+
+
+def test_a_failed_run_tells_its_error_and_a_command_that_fails_is_a_warning(tmp_path: Path) -> None:
+    argv = [*RUN, "--on_event", f"{command_in(tmp_path)}; echo no good >&2; exit 3"]
+    argv += ["--model_args", "{kind: raise, first: 8}", "--output_dir", str(tmp_path / "runs")]
+    finished = train(argv, timeout_s=60)
+    assert finished.status == 1
+    last = told(tmp_path)[-1]
+    assert (last["event"], last["status"]) == ("failed", 1)
+    assert "DDP-S01" in str(last["error"])
+    assert "the command of on_event failed for failed: status 3: no good" in finished.output
+
+
+def test_a_command_that_takes_too_long_is_killed_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(events_module, "LIMIT_S", 0.2)
+    with Events(f"sleep 1000 & sleep 1000; touch {tmp_path}/late") as events:
+        events.tell("started")
+    assert "not over after 0 s: it was killed" in caplog.text
+    assert not (tmp_path / "late").exists()
+
+
+def test_nothing_is_told_by_other_ranks_or_after_the_end(tmp_path: Path) -> None:
+    with Events(command_in(tmp_path), Launch(rank=1, world_size=2)) as events:
+        events.tell("started")
+    assert not (tmp_path / "names").exists()
+    with Events(command_in(tmp_path)) as events:
+        events.tell("stopped", status=3)
+        events.fail(SampleError("later"))
+    assert (tmp_path / "names").read_text() == "stopped 3\n"
