@@ -167,7 +167,7 @@ def test_a_dry_run_prints_one_torchrun_for_each_host() -> None:
         ssh, tty, host, command = shlex.split(line)
         assert (ssh, tty, host) == ("ssh", "-tt", "ab"[node_rank])
         assert command == (
-            "cd '/shared/my code' && exec env NCCL_DEBUG=WARN python -m torch.distributed.run "
+            "cd '/shared/my code' && exec env NCCL_DEBUG=WARN python -m hardened_ddp_command "
             f"--nnodes=2 --node_rank={node_rank} --nproc_per_node=4 --master_addr=a "
             "--master_port=29500 ddp_training.py --run_name 'x y'"
         )
