@@ -7,9 +7,10 @@
 It ends with the status of the run: 75 means "the same command again".
 
 A run on several machines is one torchrun on each of them, which hardened_ddp_command.py starts. All
-get the same --nnodes, --nproc_per_node, --master_addr and --master_port; only --node_rank differs: typing that by hand is
-where most mistakes happen. Global ranks follow from it: with 4 ranks each, machine 0 has ranks 0
-to 3, machine 1 has 4 to 7. The first host of the list is the master: the rendezvous is there.
+get the same --nnodes, --nproc_per_node, --master_addr and --master_port; only --node_rank differs:
+typing that by hand is where most mistakes happen. Global ranks follow from it: with 4 ranks each,
+machine 0 has ranks 0 to 3, machine 1 has 4 to 7. The first host of the list is the master: the
+rendezvous is there.
 
 Requirements: ssh to every host without a password; the same folder, with code and Python, at the
 same path on all of them (for example on a shared disk). The host localhost is this machine, without

@@ -178,6 +178,7 @@ def hang_subject(run: Run) -> Subject:
         ending.acquire()
         save_while_stuck(stepper, run.saver, run.folder, error=error, gone=gone)
         run.report.goodput.note(progress.step, is_last=True)  # the process ends after this
+        parts.events.__exit__(None, error)
 
     def samples(phase: int) -> Sequence[int]:
         batch = stepper.gradient.batch

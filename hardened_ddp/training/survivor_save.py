@@ -92,7 +92,6 @@ def save_while_stuck(
         log.warning("weights are being updated: they are not saved, the last checkpoint stays")
         return
     _save(stepper, saver, folder, error=error, limit_s=LOCK_LIMIT_S, gone=gone)
-    stepper.parts.events.__exit__(None, error)  # the process ends after this
 
 
 def refuse_crash_loop(parts: Parts, progress: Progress, folder: Path) -> None:
