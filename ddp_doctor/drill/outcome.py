@@ -208,11 +208,11 @@ def has_failed(case: Case, number: int) -> bool:
 
 def files_of(case: Case) -> list[tuple[Path, str]]:
     """Find the files that the program has written: the real path, and the program's."""
-    began, found = (case.home / "tmp").stat().st_ctime, []
+    found = []
     for number, folder in enumerate(case.folders):
         for path in (upper := case.home / f"upper{number}").rglob("*"):
             about = path.lstat()
-            if stat.S_ISREG(about.st_mode) and about.st_mtime > began:
+            if stat.S_ISREG(about.st_mode) and about.st_mtime > case.made_at:
                 found.append((path, os.path.join(folder, path.relative_to(upper))))
     return found
 

@@ -73,6 +73,7 @@ class Case:
     name: str
     fault: str = ""
     starts: list[Facts] = field(default_factory=list)
+    made_at: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
         for name in ("tmp", *(f"upper{number}" for number in range(len(self.plan.folders)))):

@@ -18,7 +18,7 @@ from ddp_doctor.drill.command import (
     table_row,
     with_ranks,
 )
-from ddp_doctor.drill.outcome import is_whole
+from ddp_doctor.drill.outcome import checkpoints_of, is_whole
 from ddp_doctor.drill.runs import Case, Plan
 from ddp_doctor.drill.story import parts_of, samples_of, uses_of
 from ddp_doctor.terminal import UsageError
@@ -183,3 +183,14 @@ def test_what_was_not_measured_is_shown_as_such_and_nothing_is_markup() -> None:
     assert "<script>" not in page
     assert "&lt;script&gt;" in page
     assert "torchrun &lt;b&gt;" in page
+
+
+def test_only_files_that_the_program_wrote_are_looked_at(tmp_path: Path) -> None:
+    case = case_of(tmp_path, {0: life("a", "b")})
+    upper = case.home / "upper0"
+    for name in ("old.pt", "new.pt", "new.txt"):
+        (upper / name).write_bytes(b"x")
+    os.utime(upper / "old.pt", (1, 1))  # as a copy of the user's has it
+    os.utime(upper / "new.pt", (case.made_at + 1, case.made_at + 1))
+    (case.home / "tmp" / "later").mkdir()
+    assert [seen for _, seen in checkpoints_of(case)] == [str(tmp_path / "new.pt")]
