@@ -26,7 +26,7 @@ from ddp_doctor.drill.story import (
     why_different,
 )
 
-UNDISTURBED, ABORT = "as undisturbed", "terminate called without an active exception"
+ABORT = "terminate called without an active exception"
 _TORN = r"corrupt|truncat|central directory|failed (finding|reading)|\bEOF|incomplete|checksum"
 FAULTS = {  # and the words by which a log would name the cause; none: nobody is left to write them
     "kill-rank": r"SIGKILL|signal 9|code *:? *-9|killed",
@@ -103,7 +103,8 @@ class Drill:
         is_whole_run = went_on and (self.is_resized or parts[-1].end == total)
         self._judge_result(parts, uses_of(case, parts) if is_whole_run else {})
         self._judge_log()
-        facts["verdict"] = "lost" if self.lost else "not measured" if self.unknown else UNDISTURBED
+        verdict = "not measured" if self.unknown else "nothing lost"
+        facts["verdict"] = "lost" if self.lost else verdict
         return facts
 
     def _judge_end(self, first: Facts) -> None:
@@ -168,7 +169,9 @@ class Drill:
             if not is_equal:
                 self.lost.append("the weights differ")
                 self.notes.append(why_different(uses, reference.uses))
-        self.unknown += [name for name in ("samples", "weights") if facts[name] is None]
+        self.unknown += ["samples"] if facts["samples"] is None else []
+        # Another number of ranks sums gradients in another order: its weights are not compared.
+        self.unknown += ["weights"] if facts["weights"] is None and not self.is_resized else []
 
     def _judge_log(self) -> None:
         """Say whether the program's log names cause and rank, in lines that it lacks otherwise."""

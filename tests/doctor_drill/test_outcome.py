@@ -1,0 +1,159 @@
+"""What one fault is said to have cost, from the records and logs of its starts."""
+
+import json
+import os
+import zipfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_doctor.drill.outcome import Drill, Reference
+from ddp_doctor.drill.runs import Case, Facts, Plan
+from ddp_doctor.drill.story import marks_of, parts_of, samples_of, uses_of
+from tests.doctor_drill.test_story import case_of, life
+
+WHOLE = life("a", "b", "c", "d")
+BEFORE = {"the optimizer's state": "1", "the learning rate": [0.1], "the random numbers": 1}
+ENDED = {"why": "", "wall_s": 1.0, "gone_s": 0.5, "silent_s": 0.1, "orphans": []}
+
+
+@dataclass
+class Played(Case):
+    """A case whose starts do what the test says."""
+
+    scripts: list[tuple[Facts, list[dict[str, Any]], str]] = field(default_factory=list)
+
+    def start(self, command: Sequence[str]) -> Facts:
+        number = len(self.starts)
+        facts, records, log = self.scripts[number]
+        (self.home / f"records{number}").mkdir()
+        head = {"k": "group", "rank": 0, "world": 2}
+        lines = [r | {"t": number + i / 1e3} for i, r in enumerate([head, *records])]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (self.home / f"records{number}/p1.jsonl").write_text(text)
+        (self.home / f"log{number}").write_text(log)
+        self.starts.append(ENDED | facts)
+        return self.starts[-1]
+
+
+def finished(records: list[dict[str, Any]], *, finite: bool = True) -> list[dict[str, Any]]:
+    more = {"finite": finite, "before": BEFORE}
+    return [record | more if record["k"] == "update" else record for record in records]
+
+
+def reference_of(folder: Path) -> Reference:
+    case = case_of(folder / "reference", {0: finished(WHOLE)})
+    parts = parts_of(case, 3)
+    uses = uses_of(case, parts)
+    return Reference(
+        start=ENDED,
+        lines={"rank 1 of 2 is ready"},
+        marks=set(marks_of(parts[0].process, 0)),
+        total=3,
+        weights={"0 0": "d"},
+        samples=samples_of(uses),
+        uses=uses,
+        can_judge_files=True,
+    )
+
+
+def drilled(
+    folder: Path,
+    *starts: tuple[Facts, list[dict[str, Any]], str],
+    fault: str = "kill-rank",
+    **reference: Any,
+) -> Facts:
+    """Drill a program whose starts are given: what they ended with, told, and printed."""
+    plan = Plan([str(folder)], folder / "work", {}, hang_after_s=1, rank=1, step=3)
+    case = Played(plan, "case", fault)
+    case.scripts = [(e, finished(records), log) for e, records, log in starts]
+    return Drill(case, replace(reference_of(folder), **reference)).run(["a"], ["a"])
+
+
+FIRED = {"k": "fault", "n": 3, "rank": 1}
+KILLED = ({"status": 1}, [*life("a", "b", "c"), FIRED], "rank 1 of 2 is ready\n")
+FROM_STEP_2 = ({"status": 0}, life("b", "c", "d", uses={1: [2], 2: [3]}), "")
+
+
+def test_a_start_that_continues_one_step_too_early_loses_that_step(tmp_path: Path) -> None:
+    facts = drilled(tmp_path, KILLED, FROM_STEP_2)
+    assert facts["verdict"] == "lost"
+    assert facts["lost"] == ["1 steps of work"]
+    assert (facts["next_start"], facts["weights"]) == ("step 2", "equal")
+    assert facts["samples"] == {"twice": 0, "never": 0}
+    assert facts["log_names"] == [], "that line stands in the undisturbed log too"
+
+
+def test_a_log_names_rank_and_cause_in_lines_of_its_own(tmp_path: Path) -> None:
+    told = (KILLED[0], KILLED[1], "rank: 1 exitcode: -9, received signal 9\n")
+    facts = drilled(tmp_path, told, FROM_STEP_2)
+    assert facts["log_names"] == ["rank", "cause"]
+
+
+def test_nothing_is_lost_where_the_run_came_to_its_end(tmp_path: Path) -> None:
+    first = ({"status": 0}, [*WHOLE, FIRED], "")
+    facts = drilled(tmp_path, first, fault="exception")
+    assert (facts["verdict"], facts["next_start"]) == ("nothing lost", "not needed")
+
+
+def test_samples_used_twice_and_never_are_counted_and_the_first_other_step_is_named(
+    tmp_path: Path,
+) -> None:
+    other = life("c", "x", uses={1: [1]})
+    other[-1] |= {"before": BEFORE | {"the random numbers": 2}}
+    more = {"finite": True}
+    facts = drilled(tmp_path, KILLED, ({"status": 0}, [other[0], other[1], other[2] | more], ""))
+    assert facts["samples"] == {"twice": 1, "never": 1}
+    assert facts["weights"] == "differ"
+    assert "step 3 is the first that differs" in facts["notes"][0]
+
+
+def test_what_differs_between_undisturbed_runs_is_not_measured(tmp_path: Path) -> None:
+    facts = drilled(tmp_path, KILLED, FROM_STEP_2, weights=None, samples=None)
+    assert facts["lost"] == ["1 steps of work"], "steps are found by weights all the same"
+    assert facts["not_measured"] == ["samples", "weights"]
+
+
+def test_samples_that_contradict_equal_weights_are_not_measured(tmp_path: Path) -> None:
+    facts = drilled(tmp_path, KILLED, FROM_STEP_2, samples=Counter([7, 8, 9]))
+    assert (facts["weights"], facts["samples"]) == ("equal", None)
+    assert facts["not_measured"] == ["samples"]
+
+
+def test_a_run_that_hung_or_does_not_start_again_lost_something(tmp_path: Path) -> None:
+    hung = ({"status": None, "why": "hung"}, KILLED[1], "")
+    facts = drilled(tmp_path, hung, ({"status": 1}, [], "no such file"))
+    assert facts["lost"] == ["hung", "the next start: status 1"]
+    assert (facts["orphans"], facts["steps_lost"], facts["weights"]) == (None, None, None)
+
+
+def test_a_fault_that_did_not_come_says_nothing(tmp_path: Path) -> None:
+    facts = drilled(tmp_path, ({"status": 0}, WHOLE, ""), fault="dead-worker")
+    assert facts["verdict"] == "not applicable"
+    facts = drilled(tmp_path / "2", ({"status": 0}, WHOLE, ""))
+    assert facts["verdict"] == "not measured"
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_cut_checkpoint_that_nobody_read_proves_nothing(is_read: bool, tmp_path: Path) -> None:
+    plan = Plan([str(tmp_path)], tmp_path / "work", {}, hang_after_s=1, rank=1, step=3)
+    case = Played(plan, "case", "cut-checkpoint")
+    seen = str(tmp_path / "last.pt")
+    with zipfile.ZipFile(case.home / "upper0/last.pt", "w") as archive:
+        archive.writestr("data/0", os.urandom(5000))
+    os.utime(case.home / "upper0/last.pt", (case.made_at + 1, case.made_at + 1))
+    read = [{"k": "read", "path": seen}] * is_read
+    case.scripts = [
+        ({"status": -9}, finished(KILLED[1]), ""),
+        ({"status": 0}, finished([*read, *WHOLE]), "skipped: last.pt is truncated"),
+    ]
+    facts = Drill(case, reference_of(tmp_path)).run(["a"], ["a"])
+    assert (case.home / "upper0/last.pt").stat().st_size < 3000
+    assert facts["checkpoints"] == {"whole": 0, "broken": 1, "unknown": 0}
+    assert ("the cut file was never read" in facts["not_measured"]) is not is_read
+    assert facts["log_names"] == ["cause"]
+    assert facts["lost"] == ["2 steps of work"]
