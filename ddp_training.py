@@ -28,7 +28,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -59,6 +59,7 @@ from hardened_ddp.reporting.ending import (
 )
 from hardened_ddp.reporting.sinks import printed
 from hardened_ddp.settings.cli import parse
+from hardened_ddp.settings.commands import AVERAGED
 from hardened_ddp.settings.layers import Resolved, resolve
 from hardened_ddp.settings.manual import help_text
 from hardened_ddp.settings.typed_command import (
@@ -104,8 +105,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         launch = read_launch(environment())
         settings = resolve(request, world_size=launch.world_size)
         if request.command == "evaluate":
-            output = request.options["output"]
-            return run_ranks(settings, launch, lambda group: measure(settings, group, output))
+            return run_ranks(
+                settings, launch, lambda group: measure(settings, group, request.options)
+            )
         if settings.config.loop.hang_after_s > 0:
             keep_nccl_from_exiting(launch, environment())  # before surviving ranks have saved
         return run_ranks(settings, launch, lambda group: train(settings, group), trains=True)
@@ -187,11 +189,12 @@ def run_ranks(
         start_up.close()
 
 
-def measure(settings: Resolved, group: Group, output: str) -> int:
+def measure(settings: Resolved, group: Group, options: Mapping[str, str]) -> int:
     """Measure a trained model on its test set, every sample once. Collective: all ranks."""
     from hardened_ddp.training.evaluate_run import evaluate_run
 
-    return evaluate_run(settings, group, output=output)  # collective
+    output, averaged = options["output"], options["weights"] == AVERAGED
+    return evaluate_run(settings, group, output=output, averaged=averaged)  # collective
 
 
 def train(settings: Resolved, group: Group) -> int:
@@ -310,6 +313,7 @@ def build(settings: Resolved, group: Group, saved: Saved | None, events: Events)
         global_batch=global_batch,
         length=length,
         events=events,
+        average=building.build_average(config.optimizer, replica, sums),
     )
 
 
@@ -372,7 +376,10 @@ def finish_epoch(run: Run) -> None:
     is_last = progress.step >= parts.length.total
     if parts.eval_loader is not None and every and (is_last or is_due(progress.epoch, every)):
         with stop.another_pace():
-            evaluation = evaluate(parts, parts.eval_loader, should_stop=stop.poll)  # collective
+            lock = run.stepper.live.lock
+            evaluation = evaluate(
+                parts, parts.eval_loader, lock, should_stop=stop.poll
+            )  # collective
         if evaluation is None:
             log.warning("%s: stopping in the evaluation after step %d", stop.reason, progress.step)
             progress.reopen_epoch(parts.sampler.end)  # the next start evaluates again

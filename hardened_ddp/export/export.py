@@ -39,8 +39,10 @@ from hardened_ddp.export.formats import (
     write_model,
 )
 from hardened_ddp.export.preparation import how_to_add
+from hardened_ddp.model.average import AVERAGE
 from hardened_ddp.model.effects import has_same_bits
 from hardened_ddp.model.zoo import DESCRIPTION
+from hardened_ddp.settings.commands import AVERAGED
 from hardened_ddp.settings.typed_command import shell_command
 from hardened_ddp.training.weights import MODEL_PREFIX, model_tensors
 
@@ -61,15 +63,20 @@ def run_export(options: Mapping[str, str], *, output: TextIO) -> int:
     """Do the command export: write the model of a run, and say where."""
     source, form = Path(options["run"]), options["format"]
     name = source.name if form == SAFETENSORS else f"{source.name}-{form}"
-    folder = export_model(source, output=Path(options["output"] or f"exports/{name}"), form=form)
+    output_folder = Path(options["output"] or f"exports/{name}")
+    averaged = options["weights"] == AVERAGED
+    folder = export_model(source, output=output_folder, form=form, averaged=averaged)
     output.write(f"exported to {folder}\n")
     return 0
 
 
-def export_model(source: Path, *, output: Path, form: str = SAFETENSORS) -> Path:
+def export_model(
+    source: Path, *, output: Path, form: str = SAFETENSORS, averaged: bool = True
+) -> Path:
     """Write the model of a run or a checkpoint to the new folder output, and return that path.
 
     Of a run, its best checkpoint is used, or else its newest valid one. form: settings/commands.py.
+    averaged: the weights that --ema has averaged, where there are any; the model card says so.
     Raises CheckpointError; forms that run the model also ModelError and MissingPackageError.
     """
     if os.path.lexists(output) and not (output.is_dir() and not any(output.iterdir())):
@@ -79,7 +86,8 @@ def export_model(source: Path, *, output: Path, form: str = SAFETENSORS) -> Path
         )
     found = open_checkpoint(source, prefer_best=True)
     tensors, meta = load_checkpoint(found)
-    weights = model_tensors(tensors)
+    weights = model_tensors(tensors, averaged=averaged)
+    is_averaged = averaged and any(name.startswith(AVERAGE) for name in tensors)
     if not weights:
         raise CheckpointError(
             f"{found.path} holds no tensor named {MODEL_PREFIX}*: it has no model to export"
@@ -91,10 +99,11 @@ def export_model(source: Path, *, output: Path, form: str = SAFETENSORS) -> Path
         if os.path.lexists(aside):
             remove_tree(aside, disk=disk)
         disk.make_folder(aside)
+        meta["weights"] = "the averages of --ema" if is_averaged else "as trained"
         card = _model_card(found, weights=weights, meta=meta, form=form)
         write_file(aside / CARD_NAME, card.encode(), disk=disk)
         config: dict[str, JSON] = {key: meta.get(key) for key in CONFIG_KEYS}
-        config |= {"step": found.step, "epoch": meta.get("epoch")}
+        config |= {"step": found.step, "epoch": meta.get("epoch"), "is_averaged": is_averaged}
         if form == SAFETENSORS:
             stream = TensorReader(weights)
             config["sha256"] = write_tensors(aside / WEIGHTS_NAME, stream, disk=disk)
@@ -138,7 +147,7 @@ def _model_card(
 ) -> str:
     num_values = sum(tensor.numel() for tensor in weights.values())
     size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
-    keys = (*CONFIG_KEYS, "best_metric", "best_value", "epoch", "world_size", "torch")
+    keys = (*CONFIG_KEYS, "weights", "best_metric", "best_value", "epoch", "world_size", "torch")
     told = {key: meta[key] for key in keys if key != "hub_config" and meta.get(key) is not None}
     rows = "\n".join(f"| {key} | {json.dumps(value)} |" for key, value in told.items())
     shape = " and have the shape (samples, *input_shape)" if meta.get("input_shape") else ""

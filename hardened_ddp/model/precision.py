@@ -74,6 +74,12 @@ class Precision:
         for number, copy in zip(self._numbers(), mark, strict=True):
             number.copy_(copy)
 
+    def has_backed_off(self, mark: Any) -> torch.Tensor:  # Any: from mark
+        """Return on the device whether the scaler skipped the update since mark."""
+        numbers = self._numbers()
+        now, before = (numbers, mark) if numbers else ([self.state()["scale"]], [mark["scale"]])
+        return torch.as_tensor(now[0]) < torch.as_tensor(before[0])
+
     def _numbers(self) -> list[torch.Tensor]:
         """Return scale and growth tracker. WHY private attributes: state_dict waits."""
         scaler: Any = self.scaler

@@ -58,6 +58,14 @@ _place = partial(Option, is_place=True)  # a folder or a file, by a flag
 _word = partial(Option, is_word=True, is_place=True)  # one without a flag
 _foreign = partial(Option, is_of_program=True)  # one that is read with a program only
 RUN = _word("run", "Run folder or checkpoint folder.")
+AVERAGED = "averaged"
+WEIGHTS = Option(
+    "weights",
+    "averaged: those that --ema has averaged, where the run has them. trained: as the optimizer "
+    "left them.",
+    default=AVERAGED,
+    choices=(AVERAGED, "trained"),
+)
 OUTPUT_DIR = _place("output_dir", "Folder that holds the run folders.", default="runs")
 
 COMMANDS: Mapping[str, Command] = {
@@ -113,6 +121,7 @@ COMMANDS: Mapping[str, Command] = {
                 "output",
                 "JSON file to write. Default: a file in the run folder, named after the step.",
             ),
+            WEIGHTS,
         ),
         takes_settings=True,
     ),
@@ -169,6 +178,7 @@ COMMANDS: Mapping[str, Command] = {
                 default="safetensors",
                 choices=("safetensors", "huggingface", "torch_export", "onnx"),
             ),
+            WEIGHTS,
             _place(
                 "output",
                 "New folder to write to. Default: exports/ and the run's name (and format).",

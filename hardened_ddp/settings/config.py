@@ -357,6 +357,16 @@ class OptimizerConfig:
     clip_grad_norm: float = setting(
         0.0, "Clip gradients to this norm. 0: no clipping.", bounds=NOT_NEGATIVE
     )
+    ema: float = setting(
+        0.0,
+        "Keep an exponential moving average of the weights with this decay per step, such as "
+        "0.999; it rises to that as (1 + step) / (10 + step). It is measured, saved and exported. "
+        "Memory: once the trained weights. 0: none.",
+        bounds=FRACTION,
+    )
+    ema_every: int = setting(
+        1, "With ema: average every this many steps, with the same decay per step.", bounds=COUNT
+    )
     amp: Amp = setting(
         "auto",
         "Mixed precision. auto: bf16, or fp16 on a GPU without bf16; off on the CPU. fp16 scales "
@@ -372,6 +382,11 @@ class LoopConfig:
     )
     eval_every: int = setting(
         1, "Evaluate every this many epochs, and at the end. 0: never.", bounds=COUNT_OR_ZERO
+    )
+    evaluate_ema: bool = setting(
+        True,
+        "With ema: each evaluation measures the averages too, as ema_NAME beside NAME, in twice "
+        "the time; best_metric and stop_when then take theirs.",
     )
     stop_when: str = setting(
         "",

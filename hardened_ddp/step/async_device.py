@@ -236,6 +236,18 @@ class AsyncDevice:
             with self._parts.group.tracker.within(Phase.ALL_REDUCE):
                 limit.wait()
 
+    def skipped(self) -> torch.Tensor | None:
+        """Return on the device 1.0 if it skips the update of the current step, else 0.0.
+
+        None: it never skips any. WHY 0.0 in a retry: the same kernels then follow as without it.
+        """
+        assert self._current is not None  # begin came first
+        if not self.checks_one_step_late:
+            return None
+        if self._current.flag is None:
+            return torch.zeros((), device=self._parts.device)
+        return self._current.flag.on_device
+
     def after_update(self) -> None:
         """Note that the update is queued. Main thread, within the commit."""
         assert self._current is not None

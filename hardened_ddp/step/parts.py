@@ -10,6 +10,7 @@ from hardened_ddp.data.batches.run_length import RunLength
 from hardened_ddp.data.loader_setup import AnyLoader, AnySampler
 from hardened_ddp.data.sources.datasets import TaskData
 from hardened_ddp.gradients.sums import GradientSum
+from hardened_ddp.model.average import WeightAverage
 from hardened_ddp.model.optimizer import skips_by_flag
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.replica import Replica
@@ -48,6 +49,9 @@ class Parts:
 
     global_batch: int
     """Samples of one step, over all ranks."""
+
+    average: WeightAverage | None = None
+    """Of the weights: --ema."""
 
     length: RunLength
     """Optimizer steps of the whole run, which of a stream may be known only later."""

@@ -196,7 +196,15 @@ class Stepper:
         else:  # skips it on all ranks alike if the gradient overflowed
             scaler.step(parts.optimizer)
             scaler.update()
+        if parts.average is not None:
+            parts.average.update(self.progress.step + 1, self._skipped(attempt))
         self.live.is_at_boundary = True
+
+    def _skipped(self, attempt: Attempt) -> torch.Tensor | None:
+        """Return 1.0 on the device if it skipped the update; None: the host knows it did not."""
+        if self.parts.precision.scaler is not None:
+            return self.parts.precision.has_backed_off(attempt.scale_before)
+        return None if self.device is None else self.device.skipped()
 
     def _end_schedule_step(self) -> None:
         """Step the scheduler object, also after a step that was left out: it counts steps."""

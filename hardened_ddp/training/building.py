@@ -25,6 +25,7 @@ from hardened_ddp.data.sources.datasets import TaskData, find_source
 from hardened_ddp.errors import ConfigError, DataError, OptimizerError
 from hardened_ddp.gradients.choose import sum_gradients_of
 from hardened_ddp.gradients.sums import GradientSum
+from hardened_ddp.model.average import WeightAverage
 from hardened_ddp.model.effects import untouched
 from hardened_ddp.model.moving_buffers import MovingBuffers
 from hardened_ddp.model.optimizer import find_optimizer
@@ -35,7 +36,7 @@ from hardened_ddp.preflight.memory_format import choose_channels_last
 from hardened_ddp.preflight.probe import choose_find_unused, probe
 from hardened_ddp.preflight.trial import Trial
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.settings.config import Config
+from hardened_ddp.settings.config import Config, OptimizerConfig
 from hardened_ddp.settings.declare import ImportPath
 from hardened_ddp.settings.record import agreed_settings
 from hardened_ddp.settings.wording import counted
@@ -239,6 +240,18 @@ def build_replica(
     if config.model.compile:
         compile_model(model)  # after the trials, which have other sizes
     return replica, sums
+
+
+def build_average(
+    config: OptimizerConfig, replica: Replica, sums: GradientSum
+) -> WeightAverage | None:
+    """Build the averages of --ema, which begin with the weights as they are. Rank-local."""
+    if not config.ema:
+        return None
+    moving, trained = replica.buffers.names, sums.local.by_name
+    return WeightAverage(
+        replica.module, trained=trained, moving=moving, decay=config.ema, every=config.ema_every
+    )
 
 
 def _run_once(call: nn.Module, trial: Trial, sample: Batch) -> None:

@@ -18,6 +18,7 @@ from hardened_ddp.checkpoint.folder import Found, open_checkpoint
 from hardened_ddp.data.loader_setup import build_eval_loader
 from hardened_ddp.data.sources.datasets import TaskData, build_data, prepare_data
 from hardened_ddp.errors import DataError, StepError
+from hardened_ddp.model.average import AVERAGE
 from hardened_ddp.model.moving_attributes import MovingAttributes
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.preflight.forward_collectives import check_equal_evaluation
@@ -37,11 +38,12 @@ from hardened_ddp.training.state import receive
 from hardened_ddp.training.weights import MODEL_PREFIX, model_tensors, rebuild_model
 
 
-def evaluate_run(settings: Resolved, group: Group, *, output: str) -> int:
+def evaluate_run(settings: Resolved, group: Group, *, output: str, averaged: bool = True) -> int:
     """Evaluate the run or checkpoint that --resume names; print and write the report. Collective.
 
-    For a run: its best checkpoint, or else its newest valid one. Raises DataError without a test
-    set, CheckpointError, SampleError.
+    For a run: its best checkpoint, or else its newest valid one. averaged: the weights that --ema
+    has averaged, where there are any. Raises DataError without a test set, CheckpointError,
+    SampleError.
     """
     config = settings.config
     saved: list[Found] = []  # on rank 0
@@ -51,7 +53,8 @@ def evaluate_run(settings: Resolved, group: Group, *, output: str) -> int:
 
     group.run_on_main(find, what="reading the checkpoint")  # collective
     shared = share_checkpoint(group, saved[0] if saved else None)  # collective
-    names = [name for name in shared.specs if name.startswith(MODEL_PREFIX)]
+    prefixes = (MODEL_PREFIX, AVERAGE) if averaged else (MODEL_PREFIX,)
+    names = [name for name in shared.specs if name.startswith(prefixes)]
     weights = receive(group, shared, names, torch.device("cpu"))  # collective
     group.run_on_local_main(lambda: prepare_data(config.data), what="preparing data")  # collective
     saved_task = shared.meta["task"]
@@ -68,6 +71,7 @@ def evaluate_run(settings: Resolved, group: Group, *, output: str) -> int:
     report |= {
         "dataset": config.data.dataset,
         "is_data_of_training": data.fingerprint == shared.meta["dataset_fingerprint"],
+        "is_averaged": any(name.startswith(AVERAGE) for name in names),
         "step": shared.meta["step"],
         "epoch": shared.meta["epoch"],
         "world_size": group.world_size,

@@ -8,8 +8,9 @@ Does not own: what is measured (task/), what is reported of it (run_report.py, e
 """
 
 import logging
+import threading
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -33,13 +34,16 @@ from hardened_ddp.task.task import LOSS, Metric, Task
 
 log = logging.getLogger(__name__)
 
+EMA = "ema_"
+"""Begins the names of figures of the averaged weights."""
+
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """The outcome over the whole test set."""
 
     figures: Mapping[str, float]
-    """The loss and the metrics of the task, by name."""
+    """The loss and the metrics of the task, by name; those of the averages begin with ema_."""
 
     num_samples: int
     left_out: tuple[str, ...] = ()
@@ -126,9 +130,31 @@ class EvaluationLoop:
 
 
 def evaluate(
-    parts: Parts, loader: EvalLoader, *, should_stop: Callable[[], object] = lambda: False
+    parts: Parts,
+    loader: EvalLoader,
+    lock: threading.Lock,
+    *,
+    should_stop: Callable[[], object] = lambda: False,
 ) -> Evaluation | None:
-    """Measure loss and metrics on the test set in a run, as EvaluationLoop.run. Collective."""
+    """Measure loss and metrics on the test set in a run, as EvaluationLoop.run. Collective.
+
+    With --evaluate_ema also those of the averaged weights. lock: Live.lock of the stepper.
+    """
+    found = _evaluate_weights(parts, loader, should_stop)  # collective
+    if found is None or parts.average is None or not parts.config.loop.evaluate_ema:
+        return found
+    with parts.average.in_model(lock):
+        averaged = _evaluate_weights(parts, loader, should_stop)  # collective
+    if averaged is None:
+        return None
+    figures = {f"{EMA}{name}": value for name, value in averaged.figures.items()}
+    return replace(found, figures={**found.figures, **figures})
+
+
+def _evaluate_weights(
+    parts: Parts, loader: EvalLoader, should_stop: Callable[[], object]
+) -> Evaluation | None:
+    """Measure the weights that the module has now. Collective: all ranks."""
     module, task = parts.replica.module, parts.task
     loop = EvaluationLoop(
         loader=loader,
@@ -174,7 +200,7 @@ def note_evaluation(parts: Parts, progress: Progress, evaluation: Evaluation) ->
 
     Rank-local, on all ranks with the same numbers.
     """
-    best = metric_of(parts.task, parts.config.task.best_metric, setting="best_metric")
+    best = _decider(parts, parts.config.task.best_metric, setting="best_metric")
     value = evaluation.figures[best.name]
     is_best = progress.note_best(best, value)
     if parts.config.loop.stop_when:
@@ -207,4 +233,11 @@ def stops_early(parts: Parts, progress: Progress) -> bool:
 
 
 def _stop_metric(parts: Parts) -> Metric:
-    return metric_of(parts.task, parts.config.loop.stop_when, setting="stop_when")
+    return _decider(parts, parts.config.loop.stop_when, setting="stop_when")
+
+
+def _decider(parts: Parts, name: str, *, setting: str) -> Metric:
+    """Return the metric that a setting names: of the averages, where they are measured."""
+    metric = metric_of(parts.task, name, setting=setting)
+    is_averaged = parts.average is not None and parts.config.loop.evaluate_ema
+    return replace(metric, name=f"{EMA}{metric.name}") if is_averaged else metric

@@ -134,6 +134,9 @@ def _work_line(parts: Parts, progress: Progress) -> str:
     steps = f"{total:,} step{'' if total == 1 else 's'}{done}"
     if not parts.length.is_known:
         steps = "steps not known"
+    if parts.average is not None:
+        mib = parts.average.size_bytes / 2**20
+        frozen += f", averages of {parts.average.count} tensors (--ema, {mib:.1f} MiB)"
     return (
         f"model {config.model.model}: {sum(numbers):,} parameters{frozen}; dataset "
         f"{config.data.dataset}: {size}{f', {test:,} to test' if test else ''}; "

@@ -23,6 +23,7 @@ from hardened_ddp.checkpoint.folder import Best
 from hardened_ddp.checkpoint.store import CheckpointStore, CheckpointWriter, WriteCost
 from hardened_ddp.checkpoint.tensors import TensorSpec, differences, specs_of
 from hardened_ddp.errors import ANY_FAILURE, CheckpointError, CheckpointMismatchError
+from hardened_ddp.model.average import AVERAGE
 from hardened_ddp.model.optimizer_state import (
     PREFIX,
     is_known,
@@ -153,6 +154,9 @@ def check_fits(parts: Parts, saved: Saved) -> None:
         specs_of({f"model.{name}": tensor for name, tensor in live.items()}),
         {name: spec for name, spec in saved.specs.items() if name.startswith("model.")},
     )
+    averages = {name: spec for name, spec in saved.specs.items() if name.startswith(AVERAGE)}
+    if parts.average is not None and averages:
+        problems += differences(specs_of(parts.average.tensors()), averages)
     if meta["optimizer"] != type(parts.optimizer).__name__:
         problems.append(
             f"optimizer: checkpoint has {meta['optimizer']}, this run uses "
@@ -232,7 +236,14 @@ def restore(parts: Parts, saved: Saved) -> Progress:
     if names := [name for name in saved.specs if name.startswith(MOVING)]:
         moving = receive(group, saved, names, device)  # collective
         parts.replica.buffers.load({n.removeprefix(MOVING): t for n, t in moving.items()})
-    rest = [name for name in saved.specs if not name.startswith(("model.", MOVING))]
+    if parts.average is not None:
+        names = [name for name in saved.specs if name.startswith(AVERAGE)]
+        if not names and meta["step"]:
+            log.info("the checkpoint has no averages: --ema begins with its weights")
+        parts.average.load(receive(group, saved, names, device))  # collective
+        del names
+    other = ("model.", MOVING, AVERAGE)
+    rest = [name for name in saved.specs if not name.startswith(other)]
     large = [name for name in rest if is_simple and saved.specs[name].shape]
     small = [name for name in rest if name not in set(large)]  # such as step counts on the host
     state = receive(group, saved, large, device)  # collective
@@ -399,6 +410,9 @@ def collect_tensors(parts: Parts, *, buffers: Sequence[torch.Tensor | None] = ()
     for name, buffer in moving.to_save(buffers).items() if moving.known else ():
         in_model = f"model.{name}"
         tensors[in_model if in_model in tensors else f"{MOVING}{name}"] = buffer
+    if parts.average is not None:
+        tensors |= {f"model.{name}": t for name, t in parts.average.own_weights().items()}
+        tensors |= parts.average.tensors()
     state = save_state(parts.schedule, parts.gradients.local.by_name)[0]
     # WHY sorted: an optimizer that was restored may list its state in another order, and equal
     # states should be equal files.
@@ -407,7 +421,12 @@ def collect_tensors(parts: Parts, *, buffers: Sequence[torch.Tensor | None] = ()
 
 def replicated_tensors(parts: Parts) -> Tensors:
     """Name the live tensors that are equal on all ranks at every step boundary. Rank-local."""
-    kept = ("model.", "optimizer.", *(f"{MOVING}{name}" for name in parts.replica.buffers.names))
+    kept = (
+        "model.",
+        "optimizer.",
+        AVERAGE,
+        *(f"{MOVING}{name}" for name in parts.replica.buffers.names),
+    )
     return {name: t for name, t in collect_tensors(parts).items() if name.startswith(kept)}
 
 

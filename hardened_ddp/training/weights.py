@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hardened_ddp.checkpoint.folder import MANIFEST_NAME, load_checkpoint, open_checkpoint
 from hardened_ddp.checkpoint.tensors import differences, read_tensors, spec_of, specs_of
 from hardened_ddp.errors import CheckpointError, CheckpointMismatchError, ModelError
+from hardened_ddp.model.average import AVERAGE
 from hardened_ddp.model.moving_attributes import TASK, MovingAttributes
 from hardened_ddp.model.zoo import build_described
 from hardened_ddp.preflight.first_forward import shape_by_weights
@@ -206,12 +207,17 @@ def _some(names: Iterable[str], most: int) -> str:
     return ", ".join(every[:most]) + rest
 
 
-def model_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Select the model's tensors of a checkpoint, under their names in state_dict()."""
+def model_tensors(tensors: Mapping[str, Tensor], *, averaged: bool = True) -> dict[str, Tensor]:
+    """Select the model's tensors of a checkpoint, under their names in state_dict().
+
+    averaged: those of --ema, where the checkpoint has them.
+    """
+    prefixes = (MODEL_PREFIX, AVERAGE) if averaged else (MODEL_PREFIX,)
     return {
-        name.removeprefix(MODEL_PREFIX): tensor
+        name.removeprefix(prefix): tensor
+        for prefix in prefixes
         for name, tensor in tensors.items()
-        if name.startswith(MODEL_PREFIX)
+        if name.startswith(prefix)
     }
 
 
