@@ -59,7 +59,6 @@ from hardened_ddp.reporting.ending import (
 )
 from hardened_ddp.reporting.sinks import printed
 from hardened_ddp.settings.cli import parse
-from hardened_ddp.settings.commands import AVERAGED
 from hardened_ddp.settings.layers import Resolved, resolve
 from hardened_ddp.settings.manual import help_text
 from hardened_ddp.settings.typed_command import (
@@ -105,9 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         launch = read_launch(environment())
         settings = resolve(request, world_size=launch.world_size)
         if request.command == "evaluate":
-            return run_ranks(
-                settings, launch, lambda group: measure(settings, group, request.options)
-            )
+            how = request.options
+            return run_ranks(settings, launch, lambda group: measure(settings, group, how))
         if settings.config.loop.hang_after_s > 0:
             keep_nccl_from_exiting(launch, environment())  # before surviving ranks have saved
         return run_ranks(settings, launch, lambda group: train(settings, group), trains=True)
@@ -193,8 +191,7 @@ def measure(settings: Resolved, group: Group, options: Mapping[str, str]) -> int
     """Measure a trained model on its test set, every sample once. Collective: all ranks."""
     from hardened_ddp.training.evaluate_run import evaluate_run
 
-    output, averaged = options["output"], options["weights"] == AVERAGED
-    return evaluate_run(settings, group, output=output, averaged=averaged)  # collective
+    return evaluate_run(settings, group, options)  # collective
 
 
 def train(settings: Resolved, group: Group) -> int:
@@ -271,11 +268,11 @@ def build(settings: Resolved, group: Group, saved: Saved | None, events: Events)
     from hardened_ddp.training import building
     from hardened_ddp.training.building import build_replica, model_and_task
 
-    config, launch = settings.config, group.launch
+    config = settings.config
     group.tracker.begin("downloading and opening the dataset")
     # Data. Each node downloads once; then every rank opens the same files.
     group.run_on_local_main(lambda: prepare_data(config.data), what="preparing data")  # collective
-    leaves_out, tests = config.loop.continue_on_error, config.loop.eval_every > 0
+    leaves_out, tests = config.loop.continue_on_error, config.loop.evaluates
     data = build_data(config.data, leaves_out=leaves_out, task=config.task.task, evaluates=tests)
     precision = Precision(config.optimizer.amp, group.device)  # autocast; a GradScaler for fp16
     # Do all ranks mean the same run?
@@ -285,7 +282,7 @@ def build(settings: Resolved, group: Group, saved: Saved | None, events: Events)
     global_batch = building.choose_global_batch(
         config, world_size=group.world_size, saved=meta, sources=settings.sources
     )
-    sampler = build_sampler(data, config, launch=launch, global_batch=global_batch, saved=meta)
+    sampler = build_sampler(data, config, group=group, global_batch=global_batch, saved=meta)
     length = building.count_steps(config, sampler, meta)
     loader = build_train_loader(data, sampler, config, group=group, length=length)
     group.tracker.begin("building the model")
@@ -303,7 +300,7 @@ def build(settings: Resolved, group: Group, saved: Saved | None, events: Events)
         data=data,
         sampler=sampler,
         train_loader=loader,
-        eval_loader=build_eval_loader(data, config.data, group),
+        eval_loader=build_eval_loader(data, config, group),
         replica=replica,
         gradients=sums,
         task=task,
@@ -321,6 +318,7 @@ def fit(run: Run) -> Ending:
     """Train from where the run stands to its end, or to an agreed stop; say which. Collective."""
     from hardened_ddp.step.gradient import Outcome
     from hardened_ddp.step.step import is_due
+    from hardened_ddp.training.evaluation import is_due_for_evaluation, stops_early
     from hardened_ddp.training.rollback import Course
     from hardened_ddp.training.run import Ending
 
@@ -337,6 +335,10 @@ def fit(run: Run) -> Ending:
             run.stepper.confirm_last_step()  # collective
             log.warning("%s: stopping at step %d, saving first", stop.reason, progress.step)
             break
+        if config.loop.eval_every_steps and is_due_for_evaluation(run.parts, progress):
+            run.measure()  # collective
+            if stop.reason or stops_early(run.parts, progress):
+                break
         if stop.has_looked:  # some times a second
             run.do_periodic_work()  # progress bar, checkpoints by time
         try:
@@ -365,30 +367,19 @@ def fit(run: Run) -> Ending:
 
 def finish_epoch(run: Run) -> None:
     """Evaluate and save if that is due; a stop meanwhile leaves the epoch open. Collective."""
-    from hardened_ddp.step.step import is_due
-    from hardened_ddp.training.evaluation import evaluate, note_evaluation, stops_early
+    from hardened_ddp.training.evaluation import is_due_for_evaluation, stops_early
 
-    parts, progress, stop = run.parts, run.progress, run.stop
+    parts, progress = run.parts, run.progress
     if run.stepper.gradient.totals.num_steps:
         run.report_losses()  # collective
     run.stepper.end_epoch()
-    best, every = None, parts.config.loop.eval_every
-    is_last = progress.step >= parts.length.total
-    if parts.eval_loader is not None and every and (is_last or is_due(progress.epoch, every)):
-        with stop.another_pace():
-            lock = run.stepper.live.lock
-            evaluation = evaluate(
-                parts, parts.eval_loader, lock, should_stop=stop.poll
-            )  # collective
-        if evaluation is None:
-            log.warning("%s: stopping in the evaluation after step %d", stop.reason, progress.step)
-            progress.reopen_epoch(parts.sampler.end)  # the next start evaluates again
-            return
-        run.report.log_evaluation(progress, evaluation)
-        best = note_evaluation(parts, progress, evaluation)
-    if best is not None or progress.epoch in run.saver.due_epochs:
-        run.saver.save(progress, best=best)
-    if stops_early(parts, progress) and not is_last:
+    is_saved = is_due_for_evaluation(parts, progress, ends_epoch=True) and run.measure()
+    if run.stop.reason:
+        progress.reopen_epoch(parts.sampler.end)  # the next start evaluates again
+        return
+    if progress.epoch in run.saver.due_epochs and not is_saved:
+        run.saver.save(progress)
+    if stops_early(parts, progress) and progress.step < parts.length.total:
         run.rollback.compare_or_roll_back()  # collective: the comparison at the end
 
 

@@ -199,6 +199,9 @@ def _describe(dataset: Any, task: Any) -> None:  # Any: one of the above, TaskDa
     """Give dataset what the inner one says of itself."""
     if task.num_classes:
         dataset.num_classes, dataset.classes = task.num_classes, list(task.class_names)
+    for name in ("targets", "labels", "mixed"):
+        if (value := getattr(task.train, name, None)) is not None:
+            setattr(dataset, name, value)
     dataset.uses_randomness = getattr(task.train, "uses_randomness", True)
     if (collate := getattr(task.train, "collate_fn", None)) is not None:
         dataset.collate_fn = collate

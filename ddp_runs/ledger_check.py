@@ -21,7 +21,7 @@ def check_ledger(run: Path, *, output: TextIO) -> int:
             fix=f"name a run that has some in {CHECKPOINTS_NAME}, or let this one go on",
         )
     meta: dict[str, Any] = dict(newest.manifest.meta)  # Any: JSON
-    stream = meta.get("stream") or {"facts": {"taken": ()}, "sizes": ()}
+    stream = {"facts": {"taken": ()}, "sizes": ()} | (meta.get("stream") or {})
     done = Done(
         step=newest.step,
         epoch=int(meta["epoch"]),

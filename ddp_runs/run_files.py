@@ -212,7 +212,8 @@ def _read_points(path: Path, problems: list[str]) -> tuple[Point, ...]:
             if name not in ("step", "time") and (is_number(value) or isinstance(value, float))
         }
         # WHY: after a restart from an earlier step, the later steps of before never happened
-        kind = "test" if "loss/test" in values else "train" if "loss/train" in values else "end"
+        is_test = any(name.endswith("loss/test") for name in values)  # of all of it, or of a part
+        kind = "test" if is_test else "train" if "loss/train" in values else "end"
         found[step, kind] = Point(step=step, values=values)
     return tuple(sorted(found.values(), key=lambda point: point.step))
 

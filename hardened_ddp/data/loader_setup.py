@@ -13,6 +13,7 @@ from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.data.batches.loader import BatchReader, EvalLoader, TrainLoader
 from hardened_ddp.data.batches.run_length import RunLength
 from hardened_ddp.data.batches.sampler import WindowSampler
+from hardened_ddp.data.batches.sampling import build_sampling
 from hardened_ddp.data.batches.workers import WorkerPlan, plan_workers
 from hardened_ddp.data.sources.datasets import TaskData
 from hardened_ddp.data.sources.facts import AnyDataset, is_view_of_stream
@@ -37,15 +38,16 @@ def build_sampler(
     data: TaskData,
     config: Config,
     *,
-    launch: Launch,
+    group: Group,
     global_batch: int,
     saved: Mapping[str, Any] | None,  # Any: the numbers of a checkpoint
 ) -> AnySampler:
-    """Build what deals the samples to steps and ranks. Rank-local.
+    """Build what deals the samples to steps and ranks. Collective if --sampling has another order.
 
     Of a map-style dataset it is a DistributedSampler; of a stream it stands where the checkpoint
     does. Raises DataError, or CheckpointMismatchError if it is not the stream of the checkpoint.
     """
+    launch = group.launch
     how: dict[str, Any] = {  # Any: numbers and flags
         "num_replicas": launch.world_size,
         "rank": launch.rank,
@@ -55,7 +57,11 @@ def build_sampler(
         "drop_last": config.data.drop_last,
     }
     if not is_view_of_stream(data.train):
-        found = WindowSampler(data.train, **how)
+        sampling = build_sampling(data.train, config.data, seed=config.device.seed)
+        if sampling is not None:
+            # WHY: a file of weights, or the user's function, may differ on another node.
+            group.check_equal({"sampling": sampling.digest})  # collective
+        found = WindowSampler(data.train, **how, sampling=sampling)
         if config.data.drop_last and not found.drop_last and launch.is_main:
             log.warning(
                 "drop_last: off, because all %d samples are fewer than the %d of a step: each "
@@ -121,17 +127,23 @@ def build_train_loader(
     return TrainLoader(sampler, reader)
 
 
-def build_eval_loader(data: TaskData, config: DataConfig, group: Group) -> EvalLoader | None:
-    """Build the loader of this rank's share of the test set; None without one. Rank-local."""
+def build_eval_loader(
+    data: TaskData, config: Config, group: Group, *, measures_all: bool = False
+) -> EvalLoader | None:
+    """Build the loader of this rank's share of the test set; None without one. Rank-local.
+
+    measures_all: whatever --eval_max_batches says.
+    """
     if data.test is None:
         return None
-    fetcher = _build_fetcher(data.test, data, config, seed=0)
+    fetcher = _build_fetcher(data.test, data, config.data, seed=0)
     return EvalLoader(
         len(data.test),  # type: ignore[arg-type]  # map-style: it has a length
-        _build_reader(fetcher, data, config, group, batch_size=config.eval_batch_size),
-        batch_size=config.eval_batch_size,
+        _build_reader(fetcher, data, config.data, group, batch_size=config.data.eval_batch_size),
+        batch_size=config.data.eval_batch_size,
         rank=group.launch.rank,
         world_size=group.launch.world_size,
+        max_batches=0 if measures_all else config.loop.eval_max_batches,
     )
 
 

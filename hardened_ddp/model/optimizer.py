@@ -14,6 +14,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from hardened_ddp.data.foreign_code import import_callable
 from hardened_ddp.errors import OptimizerError
+from hardened_ddp.model.muon import MuonAndAdamW
 from hardened_ddp.model.optimizer_state import KNOWN, is_known
 from hardened_ddp.model.parameter_groups import Group, check_options
 from hardened_ddp.model.schedule import needed_arguments
@@ -21,7 +22,12 @@ from hardened_ddp.settings.config import OptimizerConfig, OptimizerName
 from hardened_ddp.settings.declare import ImportPath
 from hardened_ddp.task.user_code import told_as
 
-BUILT_IN: Mapping[OptimizerName, Callable[..., Any]] = {"adamw": AdamW, "adam": Adam, "sgd": SGD}
+BUILT_IN: Mapping[OptimizerName, Callable[..., Any]] = {
+    "adamw": AdamW,
+    "adam": Adam,
+    "sgd": SGD,
+    "muon": MuonAndAdamW,
+}
 _ONLY_ONE = ("fused", "foreach", "differentiable")
 """Options of which torch's optimizers take one at a time."""
 

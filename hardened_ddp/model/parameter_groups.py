@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from hardened_ddp.data.batches.nesting import leaves
 from hardened_ddp.errors import ANY_FAILURE, OptimizerError
+from hardened_ddp.model.muon import MUON, split_for_muon
 from hardened_ddp.settings.config import OptimizerConfig
 from hardened_ddp.task.user_code import told_as
 
@@ -49,6 +50,8 @@ def parameter_groups(
                 found = make() if owner is model else make(model)
             groups = _checked(found, model, f"the {what}'s")
             break
+    if config.optimizer == MUON:
+        groups = split_for_muon(groups, model, config.optimizer_args)
     return _without_decay(groups, model) if config.no_weight_decay else groups
 
 

@@ -107,7 +107,7 @@ def check_forwards(parts: Parts, progress: Progress) -> None:
     )
     if found:
         _refuse(found, _problem_in_training(parts, progress))
-    if found.in_evaluation and parts.eval_loader is not None and loop.eval_every:
+    if found.in_evaluation and parts.eval_loader is not None and loop.evaluates:
         size = parts.group.world_size
         problem = _problem_in_evaluation(found, parts.eval_loader, size, "--eval_every 0")
         _refuse(found, problem or (_LEFT_OUT if loop.continue_on_error else None))

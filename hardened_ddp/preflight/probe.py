@@ -145,7 +145,7 @@ def check_evaluation(parts: Parts) -> None:
     hours away, and labels of another form than those of the training part would end the run there.
     """
     config, loader, replica = parts.config, parts.eval_loader, parts.replica
-    if loader is None or not config.loop.eval_every:
+    if loader is None or not config.loop.evaluates:
         return
     if replica.collectives.in_evaluation:
         return  # a rank whose sample can't be read would leave the others waiting in forward

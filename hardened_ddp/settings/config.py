@@ -34,7 +34,7 @@ FindUnused = Literal["auto", "on", "off"]
 CommHook = Literal["none", "bf16", "fp16"]
 MEGABYTES = Bounds(low=0, high=65536, is_low_open=True)
 
-OptimizerName = Literal["adamw", "adam", "sgd"]
+OptimizerName = Literal["adamw", "adam", "sgd", "muon"]
 LrSchedule = Literal["auto", "constant", "cosine", "linear", "step"]
 Amp = Literal["auto", "off", "bf16", "fp16"]
 
@@ -47,6 +47,12 @@ DURATION = Shape(
 FOLDER_NAME = Shape(
     pattern=r"([A-Za-z0-9_][A-Za-z0-9._-]{0,127})?",
     words="letters, digits, dots, dashes, underscores; no dot or dash first; 128 at most",
+)
+
+EACH_ONCE, BALANCED, WEIGHTS_FILE = "none", "balanced", "weights:"
+SAMPLING = Shape(
+    pattern=rf"{EACH_ONCE}|{BALANCED}|{WEIGHTS_FILE}.+|{IMPORT_PATH.pattern}",
+    words=f"{EACH_ONCE}, {BALANCED}, {WEIGHTS_FILE}FILE, package.module:callable",
 )
 
 TENSORBOARD, WANDB, NO_TRACKER = "tensorboard", "wandb", "none"
@@ -93,7 +99,8 @@ class DataConfig:
         "digits",
         "digits, synthetic, image_folder, a torchvision dataset such as cifar10, "
         "hf:FOLDER_OR_NAME for a Hugging Face dataset, text:GLOB, parquet:GLOB or tar:GLOB for "
-        "files that are read as a stream, or your own as package.module:callable.",
+        "files that are read as a stream, mix:NAME,NAME for several with weights, or your own as "
+        "package.module:callable.",
         is_place=True,
     )
     # Any: the arguments are those of a callable that we don't know
@@ -195,6 +202,22 @@ class DataConfig:
         False,
         "Leave out the last samples of an epoch if they don't fill a global batch. false: every "
         "sample exactly once per epoch.",
+    )
+    sampling: str = setting(
+        EACH_ONCE,
+        "Which samples an epoch has. none: each one once. balanced: each class as often as any "
+        "other. weights:FILE: by a weight per sample, in a .npy file or as text. Or your own "
+        "function (dataset, seed, epoch), which returns indices.",
+        shape=SAMPLING,
+    )
+    replacement: bool = setting(
+        True, "With sampling balanced or weights: a sample may come several times in an epoch."
+    )
+    samples_per_epoch: int = setting(
+        0,
+        "With sampling balanced or weights, or a mix: samples of an epoch. 0: as many as the data "
+        "set has; without replacement as many as the weights allow.",
+        bounds=COUNT_OR_ZERO,
     )
     augment: bool = setting(
         False, "Random crops and flips of the training images. Meant for photos, not for digits."
@@ -307,7 +330,9 @@ class DdpConfig:
 class OptimizerConfig:
     optimizer: OptimizerName | ImportPath = setting(
         "adamw",
-        "Which optimizer updates the weights. Or any torch.optim.Optimizer, such as "
+        "Which optimizer updates the weights. muon: Muon for the matrices of hidden layers, adamw "
+        "for the rest; optimizer_args may hold patterns of names, {muon: [...], adamw: [...]}. Or "
+        "any torch.optim.Optimizer, such as "
         "torch.optim:RAdam; it gets learning_rate as lr, and weight_decay, if it takes them.",
         path="package.module:Class",
     )
@@ -382,6 +407,18 @@ class LoopConfig:
     )
     eval_every: int = setting(
         1, "Evaluate every this many epochs, and at the end. 0: never.", bounds=COUNT_OR_ZERO
+    )
+    eval_every_steps: int = setting(
+        0,
+        "Evaluate every this many steps too, and at the end. 0: only as eval_every says.",
+        bounds=COUNT_OR_ZERO,
+    )
+    eval_max_batches: int = setting(
+        0,
+        "Measure only so many batches of eval_batch_size in each evaluation: samples spread evenly "
+        "over the test set, the first ones of a stream, the same each time. Its figures are named "
+        "partial_NAME. 0: the whole test set.",
+        bounds=COUNT_OR_ZERO,
     )
     evaluate_ema: bool = setting(
         True,
@@ -460,6 +497,11 @@ class LoopConfig:
         "never.",
         bounds=COUNT_OR_ZERO,
     )
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the run measures its test set at all."""
+        return self.eval_every > 0 or self.eval_every_steps > 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ Does not own: what depends on the machine (GPUs, memory) or on the disk.
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from hardened_ddp.errors import ConfigError
-from hardened_ddp.settings.config import TASKS, Config
+from hardened_ddp.settings.config import EACH_ONCE, TASKS, Config
 from hardened_ddp.settings.declare import ImportPath
 from hardened_ddp.settings.schema import AUTO, flatten
 from hardened_ddp.settings.typed_command import own_command
@@ -47,6 +47,13 @@ def contradictions(config: Config, world_size: int) -> Iterator[Contradiction]:
     if data.streaming and not data.dataset.startswith("hf:"):
         why = "streaming is for hf:FOLDER_OR_NAME; text:GLOB, parquet:GLOB, tar:GLOB and your own"
         yield ("streaming", "dataset"), f"{why} iterable datasets are streams in any case"
+    is_stream = data.streaming or data.dataset.startswith(("text:", "parquet:", "tar:"))
+    if is_stream and data.sampling != EACH_ONCE:
+        yield ("sampling", "dataset"), "a stream is read in its own order; leave sampling out"
+    has_length = data.dataset.startswith("mix:") or data.sampling not in (EACH_ONCE, "")
+    if data.samples_per_epoch and not has_length:
+        why = "each sample comes once per epoch; choose a sampling, or leave it out"
+        yield ("samples_per_epoch", "sampling"), why
     is_of_files = data.dataset.startswith(("text:", "parquet:", "tar:"))
     if is_of_files and url_problem(str(data.dataset_args.get("test", ""))):
         yield ("dataset", "dataset_args"), "test needs files of this machine; copy them here first"
@@ -64,8 +71,8 @@ def _contradictions_of_steps(config: Config) -> Iterator[Contradiction]:
         yield ("lr_schedule", "lr_schedule_args"), f"{why} package.module:callable"
     if loop.stop_status in (1, 2):
         yield ("stop_status",), "1 and 2 are failures; needs 0, 3 or auto"
-    if loop.stop_when and loop.eval_every == 0:
-        why = "stopping early needs evaluations; set eval_every above 0"
+    if loop.stop_when and not loop.evaluates:
+        why = "stopping early needs evaluations; set eval_every or eval_every_steps above 0"
         yield ("stop_when", "eval_every"), why
     if 0 < loop.max_steps <= optimizer.warmup_steps:
         why = "the run would end before the learning rate reaches its peak"

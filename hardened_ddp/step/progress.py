@@ -37,6 +37,9 @@ class Progress:
     num_worse: int = 0
     """Evaluations since then."""
 
+    evaluated_step: int = 0
+    """The step after which the test set was last measured."""
+
     num_errors: int = 0
     """Samples and steps left out so far."""
 

@@ -306,7 +306,12 @@ class Stepper:
                 lambda: next_start(folder), what="opening the ledger"
             )
             self._ledger = LedgerWriter(
-                folder, start=start, rank=group.launch.rank, step=self.progress.step, facts=facts
+                folder,
+                start=start,
+                rank=group.launch.rank,
+                step=self.progress.step,
+                facts=facts,
+                order_of=self.parts.sampler.drawn if group.launch.is_main else None,
             )
             self.gradient.left_out.begin(start)
 

@@ -8,6 +8,7 @@ Does not own: the loop over the test set (evaluation.py), the metrics and the ta
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from hardened_ddp.preflight.trial import Trial
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.resources import collect_as_usual
 from hardened_ddp.reporting.summary import READER_HAS_GONE, print_report, write_report
+from hardened_ddp.settings.commands import AVERAGED
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.layers import Resolved
 from hardened_ddp.step.gradient import Totals
@@ -38,14 +40,13 @@ from hardened_ddp.training.state import receive
 from hardened_ddp.training.weights import MODEL_PREFIX, model_tensors, rebuild_model
 
 
-def evaluate_run(settings: Resolved, group: Group, *, output: str, averaged: bool = True) -> int:
+def evaluate_run(settings: Resolved, group: Group, options: Mapping[str, str]) -> int:
     """Evaluate the run or checkpoint that --resume names; print and write the report. Collective.
 
-    For a run: its best checkpoint, or else its newest valid one. averaged: the weights that --ema
-    has averaged, where there are any. Raises DataError without a test set, CheckpointError,
-    SampleError.
+    For a run: its best checkpoint, or else its newest valid one. options: those of the command.
+    Raises DataError without a test set, CheckpointError, SampleError.
     """
-    config = settings.config
+    config, output, averaged = settings.config, options["output"], options["weights"] == AVERAGED
     saved: list[Found] = []  # on rank 0
 
     def find() -> None:
@@ -98,7 +99,7 @@ def measure(
     model: nn.Module, task: Task, data: TaskData, config: Config, group: Group
 ) -> dict[str, Any]:
     """Measure loss and metrics on the test set. Collective: all ranks."""
-    loader = build_eval_loader(data, config.data, group)
+    loader = build_eval_loader(data, config, group, measures_all=True)
     if loader is None:
         raise DataError(
             f"dataset {config.data.dataset} has no test set to evaluate on",

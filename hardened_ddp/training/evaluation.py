@@ -29,13 +29,14 @@ from hardened_ddp.step.failure import explain_failure
 from hardened_ddp.step.gradient import Totals
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import NEVER_FINITE, Progress
+from hardened_ddp.step.step import is_due
 from hardened_ddp.task.build import metric_of
 from hardened_ddp.task.task import LOSS, Metric, Task
 
 log = logging.getLogger(__name__)
 
-EMA = "ema_"
-"""Begins the names of figures of the averaged weights."""
+PARTIAL, EMA = "partial_", "ema_"
+"""Begin the names of figures of a part of the test set, and of the averaged weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,8 @@ class Evaluation:
     """The outcome over the whole test set."""
 
     figures: Mapping[str, float]
-    """The loss and the metrics of the task, by name; those of the averages begin with ema_."""
+    """The loss and the metrics of the task, by name; those of the averages begin with ema_, of a
+    part of the test set with partial_."""
 
     num_samples: int
     left_out: tuple[str, ...] = ()
@@ -130,16 +132,14 @@ class EvaluationLoop:
 
 
 def evaluate(
-    parts: Parts,
-    loader: EvalLoader,
-    lock: threading.Lock,
-    *,
-    should_stop: Callable[[], object] = lambda: False,
+    parts: Parts, lock: threading.Lock, *, should_stop: Callable[[], object] = lambda: False
 ) -> Evaluation | None:
     """Measure loss and metrics on the test set in a run, as EvaluationLoop.run. Collective.
 
     With --evaluate_ema also those of the averaged weights. lock: Live.lock of the stepper.
     """
+    assert parts.eval_loader is not None  # it is due for an evaluation
+    loader = parts.eval_loader
     found = _evaluate_weights(parts, loader, should_stop)  # collective
     if found is None or parts.average is None or not parts.config.loop.evaluate_ema:
         return found
@@ -147,8 +147,7 @@ def evaluate(
         averaged = _evaluate_weights(parts, loader, should_stop)  # collective
     if averaged is None:
         return None
-    figures = {f"{EMA}{name}": value for name, value in averaged.figures.items()}
-    return replace(found, figures={**found.figures, **figures})
+    return replace(found, figures={**found.figures, **averaged.figures})
 
 
 def _evaluate_weights(
@@ -174,12 +173,27 @@ def _evaluate_weights(
     if found is None:
         return None
     figures, left_out = found
-    names = [LOSS, *(metric.name for metric in task.test_metrics)]
+    names, kind = [LOSS, *(metric.name for metric in task.test_metrics)], _kind(parts)
+    if parts.average is not None and parts.average.is_in_model:
+        kind += EMA
     return Evaluation(
-        {name: figures[name] for name in names if name in figures},
+        {f"{kind}{name}": figures[name] for name in names if name in figures},
         int(figures["samples"]),
         tuple(f"{bad.name}: {bad.error}" for bad in left_out),
     )
+
+
+def is_due_for_evaluation(parts: Parts, progress: Progress, *, ends_epoch: bool = False) -> bool:
+    """Whether to measure the test set before the next step. The same on all ranks.
+
+    WHY by evaluated_step: a run that was killed in an evaluation does it at its next start.
+    """
+    loop, step = parts.config.loop, progress.step
+    if parts.eval_loader is None or progress.evaluated_step == step:
+        return False
+    is_last = step >= parts.length.total and loop.evaluates
+    by_epochs = ends_epoch and (is_last or is_due(progress.epoch, loop.eval_every))
+    return by_epochs or (step > 0 and is_due(step, loop.eval_every_steps))
 
 
 def check_stop_when(parts: Parts) -> None:
@@ -202,6 +216,7 @@ def note_evaluation(parts: Parts, progress: Progress, evaluation: Evaluation) ->
     """
     best = _decider(parts, parts.config.task.best_metric, setting="best_metric")
     value = evaluation.figures[best.name]
+    progress.evaluated_step = progress.step
     is_best = progress.note_best(best, value)
     if parts.config.loop.stop_when:
         metric = _stop_metric(parts)
@@ -240,4 +255,8 @@ def _decider(parts: Parts, name: str, *, setting: str) -> Metric:
     """Return the metric that a setting names: of the averages, where they are measured."""
     metric = metric_of(parts.task, name, setting=setting)
     is_averaged = parts.average is not None and parts.config.loop.evaluate_ema
-    return replace(metric, name=f"{EMA}{metric.name}") if is_averaged else metric
+    return replace(metric, name=f"{_kind(parts)}{EMA if is_averaged else ''}{metric.name}")
+
+
+def _kind(parts: Parts) -> str:
+    return PARTIAL if parts.eval_loader is not None and parts.eval_loader.is_partial else ""

@@ -25,7 +25,7 @@ from hardened_ddp.step.left_out import LeftOut
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
 from hardened_ddp.step.step import Stepper
-from hardened_ddp.training.evaluation import stops_early
+from hardened_ddp.training.evaluation import evaluate, note_evaluation, stops_early
 from hardened_ddp.training.rollback import Rollback
 from hardened_ddp.training.run_folder import RunFolder
 from hardened_ddp.training.run_report import RunReport
@@ -124,6 +124,27 @@ class Run:
             return
         if self.stepper.is_finite() and not self.stepper.retry.given_up:
             self.saver.save(self.progress)
+
+    def measure(self) -> bool:
+        """Measure the test set, and save if it is the best so far; say whether. Collective.
+
+        A stop meanwhile leaves it undone: stop.reason says so, and the next start does it.
+        """
+        progress = self.progress
+        self.stepper.confirm_last_step()  # collective
+        with self.stop.another_pace():
+            lock = self.stepper.live.lock
+            found = evaluate(self.parts, lock, should_stop=self.stop.poll)  # collective
+        if found is None:
+            log.warning(
+                "%s: stopping in the evaluation after step %d", self.stop.reason, progress.step
+            )
+            return False
+        self.report.log_evaluation(progress, found)
+        best = note_evaluation(self.parts, progress, found)
+        if best is not None:
+            self.saver.save(progress, best=best)
+        return best is not None
 
     def report_losses(self) -> None:
         """Sum the losses over the ranks since the last report, and report them. Collective."""

@@ -33,7 +33,7 @@ from hardened_ddp.step.left_out import LeftOut
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
 from hardened_ddp.task.task import LOSS, described, shortly_described, with_loss
-from hardened_ddp.training.evaluation import EMA, Evaluation
+from hardened_ddp.training.evaluation import EMA, PARTIAL, Evaluation
 from hardened_ddp.training.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ class RunReport:
         if not self.is_main:
             return
         log.info(
-            "%s done: test %s (%d samples%s)",
+            "%s done: %s (%d samples%s)",
             # WHY: --max_steps may end a run within an epoch
             f"step {progress.step}" if progress.cursor else f"epoch {progress.epoch}",
             self._tested(figures),
@@ -179,13 +179,17 @@ class RunReport:
 
     def _tested(self, figures: Mapping[str, float]) -> str:
         """Format what was measured on the test set: of the weights, and of their averages."""
-        metrics = self.parts.task.test_metrics
-        text = with_loss(figures[LOSS], described(metrics, figures, of="test"))
+        metrics, of = self.parts.task.test_metrics, self._test_name(figures)
+        figures = {name.removeprefix(PARTIAL): value for name, value in figures.items()}
+        text = f"{of} {with_loss(figures[LOSS], described(metrics, figures, of=of))}"
         averaged = {n.removeprefix(EMA): v for n, v in figures.items() if n.startswith(EMA)}
         if not averaged:
             return text
-        told = described(metrics, averaged, of="test")
+        told = described(metrics, averaged, of=of)
         return f"{text}; averaged weights: {with_loss(averaged[LOSS], told)}"
+
+    def _test_name(self, figures: Mapping[str, float]) -> str:
+        return "partial test" if any(name.startswith(PARTIAL) for name in figures) else "test"
 
     def go_back(self, left_at: int, step: int) -> None:
         """Account for a return to an earlier step: the time after it is lost. Rank-local."""
@@ -217,7 +221,7 @@ class RunReport:
                     "epoch": progress.epoch,
                     **{f"test_{m.name}": tested.get(m.name) for m in self.parts.task.test_metrics},
                     "test_loss": tested.get(LOSS),
-                    **{f"test_{n}": v for n, v in tested.items() if n.startswith(EMA)},
+                    **{f"test_{n}": v for n, v in tested.items() if n.startswith((EMA, PARTIAL))},
                     "train_loss": self.last_train.get("loss"),
                     "world_size": self.parts.group.world_size,
                     "num_left_out": progress.num_errors,
@@ -239,7 +243,7 @@ class RunReport:
             tested = self._last_tested
             result = described(self.parts.task.test_metrics, tested, of="test")
             if tested and (not result or f"{EMA}{LOSS}" in tested):
-                result = f"test {self._tested(tested)}"
+                result = self._tested(tested)
             board = has_tensorboard(self.parts.config.run)
             resume = self.parts.group.launch.command("--resume", self.folder)
             told = closing_lines(

@@ -126,6 +126,8 @@ def _work_line(parts: Parts, progress: Progress) -> str:
     test = 0 if parts.data.test is None else len(parts.data.test)  # type: ignore[arg-type]  # map-style
     has_size = isinstance(parts.sampler, WindowSampler)
     size = f"{parts.sampler.size:,} samples" if has_size else "a stream"
+    if isinstance(parts.sampler, WindowSampler) and (drawn := parts.sampler.sampling) is not None:
+        size += f", {drawn.length:,} drawn per epoch ({drawn.name})"
     each = -(-parts.global_batch // world_size)
     micro = -(-each // max(1, parts.sampler.batch_size))
     cut = f"{world_size} x {each}" + (f" in {micro} micro-batches" if micro > 1 else "")

@@ -115,6 +115,7 @@ OURS |= {"version"}
 OURS |= {"table", "faults", "again", "also", "copy", "repeat", "step", "rank"}  # of drill
 OURS |= {"once", "every"}  # of the command watch
 OURS |= {"cause"}  # of the command explain
+OURS |= {"weights"}  # of the commands evaluate and export
 OURS |= {"steps", "hang_after", "json", "source", "lint"}  # of the command audit
 OURS |= {"all", "hostile", "soak", "for", "dev"}  # of the tests, and of setup.sh
 OURS |= {"nesterov"}  # of a recipe

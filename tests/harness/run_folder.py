@@ -71,7 +71,7 @@ def samples_by_step(run: Path) -> dict[int, list[int]]:
     """Give the samples of each step, sorted, by what the ledger says of the steps that count."""
     found: dict[int, list[int]] = {}
     starts: dict[int, list[Path]] = {}
-    for path in sorted((run / "ledger").iterdir()):
+    for path in sorted((run / "ledger").glob("*.bin")):
         starts.setdefault(int(path.name[:4]), []).append(path)
     for number in sorted(starts):
         new: dict[int, list[int]] = {}

@@ -5,6 +5,7 @@ a kill at random steps, and the same command is given again: all tensors of the 
 also those of optimizer and averages, are those of the undisturbed run.
 """
 
+import json
 import random
 import signal
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 
 from ddp_drills.fault import Fault
 from ddp_drills.injections import Injection
+from ddp_drills.runner import Drills
+from ddp_drills.work import Work
 from tests.drills.forked import forked_drills
 from tests.harness.marks import slow_after
 from tests.harness.ranks import train
@@ -22,7 +25,21 @@ NUM_STEPS = 27
 FEATURES: dict[str, list[str]] = {
     "ema": ["--ema=0.9", "--eval_every=0"],
     "ema every": ["--ema=0.9", "--ema_every=3", "--optimizer=sgd", "--eval_every=0"],
+    "evaluations": ["--eval_every_steps=4", "--eval_max_batches=1", "--eval_batch_size=64"],
+    "muon": ["--optimizer=muon", "--eval_every=0"],
+    "balanced": ["--sampling=balanced"],
+    "balanced once": ["--sampling=balanced", "--no_replacement", "--num_workers=1"],
+    "own sampling": ["--sampling=tests.data.test_sampling:every_third"],
+    "mix": [],
 }
+MIX = "mix:digits,tests.data.test_sampling:dark"
+MIX_ARGS = {"weights": [3, 1], "ends": "all"}
+
+
+def drills_of(name: str, folder: Path, *flags: str, model: str = "mlp") -> Drills:
+    data = {"dataset": MIX, "dataset_args": MIX_ARGS} if name == "mix" else {}
+    work = Work(num_ranks=2, model=model, **data)
+    return forked_drills(folder, flags=[*FEATURES[name], *flags], work=work)
 
 
 def random_faults(name: str) -> tuple[Injection, ...]:
@@ -49,7 +66,7 @@ def random_faults(name: str) -> tuple[Injection, ...]:
 
 @pytest.mark.parametrize("name", slow_after(1, FEATURES))
 def test_faults_and_kills_leave_no_trace(name: str, tmp_path: Path) -> None:
-    drills = forked_drills(tmp_path, flags=FEATURES[name])
+    drills = drills_of(name, tmp_path)
     fault = Fault(name="faults", text=name, injections=random_faults(name), ends="several starts")
     verdict = drills.run(fault)
     assert not verdict.problems, drills.output_of(fault)
@@ -59,8 +76,7 @@ def test_faults_and_kills_leave_no_trace(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FEATURES)
 def test_faults_that_are_learned_of_late_leave_no_trace(name: str, tmp_path: Path) -> None:
-    flags = [*FEATURES[name], "--no_shared_memory"]
-    drills = forked_drills(tmp_path, flags=flags, model="tests.late_looks:mlp")
+    drills = drills_of(name, tmp_path, "--no_shared_memory", model="tests.late_looks:mlp")
     fault = Fault(
         name="faults", text=name, injections=random_faults(f"late {name}"), ends="several starts"
     )
@@ -73,6 +89,8 @@ def test_faults_that_are_learned_of_late_leave_no_trace(name: str, tmp_path: Pat
 def test_other_numbers_of_ranks_take_the_same_samples(name: str, tmp_path: Path) -> None:
     flags = ["--cpu_only", "--num_workers=0", "--ledger", "--model=mlp", "--run_name=run"]
     flags += ["--global_batch_size=48", "--lr_schedule=constant", *FEATURES[name]]
+    if name == "mix":
+        flags += ["--dataset", MIX, "--dataset_args", json.dumps(MIX_ARGS)]
     for world_size, last in ((2, 7), (3, 12), (1, 16), (2, 33)):
         train([*flags, "--output_dir", tmp_path / "cut", "--max_steps", str(last)], world_size).ok()
     train([*flags, "--output_dir", tmp_path / "whole", "--max_steps=33"], 2).ok()

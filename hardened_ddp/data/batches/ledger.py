@@ -4,6 +4,8 @@ The files are ledger/NNNN-rank-R.bin of a run folder: one for each rank and each
 A rank writes the samples of a step before it trains on them; the step counts if the run continued
 from that step or a later one. So a start from step S invalidates what earlier starts wrote for S
 and later steps: that work was lost, and is repeated.
+With --sampling the order of an epoch is beside them, in order-EPOCH.npy: a sample is to be taken as
+often as it is there.
 A file is a line of JSON, then records: step (8 bytes), epoch (4), count (4), count sample ids of 4
 bytes (8 if the dataset has 2**32 samples or more), all little-endian. A record that was cut off by
 a crash belongs to a step that does not count.
@@ -18,7 +20,7 @@ import json
 import logging
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,11 +53,20 @@ class LedgerWriter:
     """Writes the samples that this rank trains on in each step. Disk errors never stop training."""
 
     def __init__(
-        self, run: Path, *, start: int, rank: int, step: int, facts: dict[str, int]
+        self,
+        run: Path,
+        *,
+        start: int,
+        rank: int,
+        step: int,
+        facts: dict[str, int],
+        order_of: Callable[[int], npt.NDArray[Any]] | None = None,
     ) -> None:
         """facts: num_samples, and epoch_end, the cursor at which an epoch is done; or num_shards
-        of a stream, whose length may not be known yet.
+        of a stream, whose length may not be known yet. order_of: on one rank, gives the samples of
+        an epoch where they are drawn.
         """
+        self._order_of, self._ordered = order_of, -1
         self._dtype = "<u4" if facts.get("num_samples", 2**32) < 2**32 else "<u8"
         head = json.dumps({"schema": 1, "step": step, "dtype": self._dtype, **facts}) + "\n"
         path = run / FOLDER / f"{start:04d}-rank-{rank}.bin"
@@ -68,6 +79,9 @@ class LedgerWriter:
         """Write the samples of this rank's micro-batches, before the step. Rank-local."""
         if not indices:
             return
+        if self._order_of is not None and epoch != self._ordered:
+            self._ordered = epoch
+            self._write_order(epoch, self._order_of(epoch))
         ids = np.concatenate(indices).astype(self._dtype)
         self._add(_HEAD.pack(step, epoch, len(ids)) + ids.tobytes())
 
@@ -83,6 +97,16 @@ class LedgerWriter:
                 self._sink.num_lost,
             )
         self._sink = None
+
+    def _write_order(self, epoch: int, order: npt.NDArray[Any]) -> None:
+        path = _order_path(self._run, epoch)
+        try:
+            if not path.exists():
+                with path.with_suffix(".partial").open("wb") as file:
+                    np.save(file, order)
+                path.with_suffix(".partial").replace(path)
+        except OSError as error:
+            log.warning("verify-ledger will miss the order of epoch %d: %s", epoch, error)
 
     def _add(self, record: bytes) -> None:
         """Write a record, and those before it that could not be written yet."""
@@ -136,16 +160,21 @@ def verify_ledger(run: Path, done: Done) -> tuple[list[str], bool]:
     for epoch in range(done.epoch + (done.cursor > 0)):
         # WHY count all: a left-out sample is also in the ledger if it failed only inside its step.
         without = sorted(left_out.get(epoch, ()))
-        counts = _count(taken.get(epoch, []), without, facts.get("num_samples", 0))
         expected = done.cursor if epoch == done.epoch else facts.get("epoch_end", 0)
         of_shards: Sequence[int] = ()
         if "num_shards" in facts:
             of_shards = done.sizes if epoch < done.epoch else done.taken
             expected = sum(of_shards)
-        problem = "; ".join(_judge(counts, expected, of_shards))
+        right = f"{expected} samples, each exactly once"
+        if "is_drawn" in facts:
+            right = f"{expected} samples, each as often as it was drawn"
+            problem = _judge_drawn(run, epoch, taken.get(epoch, []), expected, without)
+        else:
+            counts = _count(taken.get(epoch, []), without, facts.get("num_samples", 0))
+            problem = "; ".join(_judge(counts, expected, of_shards))
         is_exact = is_exact and not problem
         lines.append(
-            f"epoch {epoch}: {problem or f'{expected} samples, each exactly once'}"
+            f"epoch {epoch}: {problem or right}"
             + (f"; {len(without)} of them left out, as reported" if without else "")
         )
     return lines, is_exact
@@ -188,6 +217,28 @@ def _judge(counts: npt.NDArray[np.uint8], expected: int, of_shards: Sequence[int
         some = ", ".join(f"{found[s]} of {of_shards[s]} of shard {s}" for s in wrong)
         if some:
             yield f"taken: {some}"
+
+
+def _judge_drawn(
+    run: Path, epoch: int, parts: Sequence[Ids], expected: int, without: Sequence[int]
+) -> str:
+    """Say what is wrong with an epoch whose samples were drawn; usually nothing."""
+    path = _order_path(run, epoch)
+    try:
+        drawn = np.load(path)[:expected]
+    except (OSError, ValueError) as error:
+        return f"which samples were drawn for it is not known: {error}"
+    found = np.concatenate([np.zeros(0, dtype="u8"), *parts]).astype(np.int64)
+    size = int(max([-1, *found, *drawn])) + 1
+    wanted, counts = (np.bincount(ids, minlength=size) for ids in (drawn, found))
+    # WHY not those: a sample that can't be read is in no ledger, however often it was drawn.
+    wrong = np.setdiff1d(np.flatnonzero(wanted != counts), without)
+    some = [f"{counts[i]} times {i} instead of {wanted[i]}" for i in wrong[:_SHOWN]]
+    return f"{len(wrong)} not as often as drawn: {', '.join(some)}" if some else ""
+
+
+def _order_path(run: Path, epoch: int) -> Path:
+    return run / FOLDER / f"order-{epoch:06d}.npy"
 
 
 def _files(run: Path) -> list[tuple[int, int, Path]]:

@@ -415,13 +415,25 @@ class TrainLoader:
 
 
 class EvalLoader:
-    """This rank's share of the test set, each sample once."""
+    """This rank's share of the test set, each sample once; or of a part of it."""
 
     def __init__(
-        self, size: int, reader: BatchReader, *, batch_size: int, rank: int, world_size: int
+        self,
+        num_all: int,
+        reader: BatchReader,
+        *,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        max_batches: int = 0,
     ) -> None:
+        """max_batches: measure so many batches of the whole set, over all ranks; 0: all."""
         self.reader = reader
-        self.size, self.batch_size = size, batch_size
+        self.size = size = min(num_all, max_batches * batch_size or num_all)
+        self.batch_size, self.is_partial = batch_size, size < num_all
+        # WHY spread: test sets are often sorted by class. A stream is read from its start.
+        in_order = getattr(reader.fetcher.dataset, "is_read_in_order", False)
+        self._spread_over = size if in_order else num_all
         self.first, self.last = share_of(size, rank=rank, world_size=world_size)
         self.most_batches = num_micro_batches(size, batch_size=batch_size, world_size=world_size)
         """Batches of each rank that has samples for them: a loop over them is equally long."""
@@ -429,7 +441,8 @@ class EvalLoader:
     def __iter__(self) -> Iterator[Batch]:
         def requests() -> Iterator[Request]:
             for start, stop in split_evenly(self.last - self.first, self.most_batches):
-                yield 0, torch.arange(self.first + start, self.first + stop)
+                part = torch.arange(self.first + start, self.first + stop)
+                yield 0, part * self._spread_over // self.size
 
         return self.reader.batches(requests)
 

@@ -1,14 +1,14 @@
 """Which samples each optimizer step takes, and which of them are this rank's.
 
 The order of an epoch is a pure function of (seed, epoch, number of samples), the same for any world
-size and worker count. A step takes the next window of it; a rank takes its contiguous share of the
-window, which is empty if there are fewer samples than ranks. Nothing is padded, nothing is dropped
-unless drop_last says so.
+size and worker count; --sampling has others (sampling.py). A step takes the next window of it; a
+rank takes its contiguous share of the window, which is empty if there are fewer samples than ranks.
+Nothing is padded, nothing is dropped unless drop_last says so.
 Does not own: the cursor (it moves when a step is done, step/step.py), reading (loader.py).
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain, count, islice
@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import Dataset, DistributedSampler
 
 from hardened_ddp.data.batches.permutation import hash_words, permute
+from hardened_ddp.data.batches.sampling import Order, Sampling
 from hardened_ddp.ranks.seeding import mix
 
 # Up to this size an order is the samples sorted by a hash, and the whole of it is kept (2 MiB);
@@ -149,26 +150,32 @@ class WindowSampler(DistributedSampler[Any]):
         global_batch: int,
         batch_size: int,
         drop_last: bool = False,
+        sampling: Sampling | None = None,
     ) -> None:
+        """sampling: the order of an epoch, if it is not each sample once."""
         # WHY drop_last stays False for torch: it would drop other samples than we do.
         super().__init__(dataset, num_replicas=num_replicas, rank=rank, seed=seed)
         self.global_batch = global_batch
         self.batch_size = batch_size
         self.size = len(dataset)  # type: ignore[arg-type]  # map-style: it has a length
         # WHY the comparison: if there is only one short window, it is kept: an epoch needs a step.
-        self.drop_last = drop_last and self.size >= global_batch
-        self.end = self.size - (self.size % global_batch if self.drop_last else 0)
+        self.sampling = sampling
+        length = self.size if sampling is None else sampling.length
+        self.drop_last = drop_last and length >= global_batch
+        self.end = length - (length % global_batch if self.drop_last else 0)
         """Cursor at which an epoch is done. With drop_last the short last window is behind it."""
 
         # The public attributes of DistributedSampler: this rank's samples, and those of all ranks.
         self.num_samples, self.total_size = len(self), self.end
         # WHY two: workers prefetch from the next epoch while this one still ends.
-        self.order = lru_cache(maxsize=2)(partial(EpochOrder, self.size, seed))
+        make: Callable[[int], Order] = partial(EpochOrder, self.size, seed)
+        self.order = lru_cache(maxsize=2)(make if sampling is None else sampling.order)
         """Return the order of an epoch."""
 
         # WHY: with thousands of ranks an epoch has few steps, and each would feel the whole order.
-        self._takes_alone = self.size > MAX_KEPT_ORDER or (
-            num_replicas >= _MIN_RANKS and self.num_windows <= _FEW_STEPS
+        self._takes_alone = sampling is None and (
+            self.size > MAX_KEPT_ORDER
+            or (num_replicas >= _MIN_RANKS and self.num_windows <= _FEW_STEPS)
         )
         self._ahead: dict[Window, Samples] = {}
         """This rank's samples of the coming steps, computed without those of other ranks."""
@@ -193,14 +200,19 @@ class WindowSampler(DistributedSampler[Any]):
         stop = min(cursor + self.global_batch, self.end)
         return [int(i) for i in self.order(epoch).take(cursor, stop)]
 
-    def as_json(self, epoch: int, cursor: int) -> None:
-        """Return what a checkpoint must hold besides epoch and cursor: nothing."""
-        return
+    def as_json(self, epoch: int, cursor: int) -> dict[str, str] | None:
+        """Return what a checkpoint must hold besides epoch and cursor: the name of the order."""
+        own = self.sampling
+        return None if own is None else {"sampling": own.name, "digest": own.digest}
 
     def problems_with(self, saved: Mapping[str, Any] | None) -> list[str]:  # Any: JSON
         """Return what differs from the order of a checkpoint, besides its dataset."""
-        if saved is None:
+        now, before = self.as_json(0, 0) or {}, saved or {}
+        if now == before:
             return []
+        if now or "sampling" in before:
+            had = before.get("sampling", "none")
+            return [f"sampling: the checkpoint has {had}, and this run draws other samples"]
         return ["dataset: the checkpoint is of a stream, and this one is a map-style dataset"]
 
     def restore(self, saved: object, *, epoch: int, cursor: int) -> None:
@@ -208,7 +220,14 @@ class WindowSampler(DistributedSampler[Any]):
 
     def ledger_facts(self) -> dict[str, int]:
         """Return what a ledger has to know about the order."""
-        return {"num_samples": self.size, "epoch_end": self.end}
+        drawn = {} if self.sampling is None else {"is_drawn": 1}
+        return {"num_samples": self.size, "epoch_end": self.end, **drawn}
+
+    @property
+    def drawn(self) -> Callable[[int], Samples] | None:
+        """Give the samples of a whole epoch where they are drawn; else None."""
+        own = self.sampling
+        return None if own is None else lambda epoch: own.order(epoch).take(0, own.length).numpy()
 
     def windows(self, start: int = 0) -> Iterator[Window]:
         """Yield the windows of the current epoch (set_epoch) from cursor start on."""

@@ -40,6 +40,8 @@ from hardened_ddp.data.sources.facts import (
 )
 from hardened_ddp.data.sources.hub_place import PREFIX
 from hardened_ddp.data.sources.hub_sets import open_hub_set
+from hardened_ddp.data.sources.mix import PREFIX as MIX
+from hardened_ddp.data.sources.mix import open_mix, parts_of
 from hardened_ddp.data.sources.vision import DOWNLOADABLE, by_hand, open_downloadable, open_folder
 from hardened_ddp.errors import ANY_FAILURE, DataError, HardenedError
 from hardened_ddp.settings.config import DataConfig
@@ -86,6 +88,10 @@ class TaskData:
 def prepare_data(config: DataConfig) -> None:
     """Download what is missing. Call on one rank of each node. Raises DataError."""
     name = _known_name(config.dataset)
+    if name.startswith(MIX):
+        for part in parts_of(config):
+            prepare_data(part)
+        return
     taken = inspect.signature(find_source(name, config)).parameters
     if not config.download or "download" not in taken:
         return
@@ -241,6 +247,10 @@ def find_source(name: str, config: DataConfig) -> Callable[..., Any]:
         from hardened_ddp.data.sources.hub_stream import open_hub_stream  # WHY here: as above
 
         return functools.partial(open_hub_stream, name)
+    if name.startswith(MIX):
+        for part in parts_of(config):
+            find_source(part.dataset, part)
+        return functools.partial(open_mix, config, _open)
     if (kind := name.partition(":")[0]) in STREAM_FORMATS:
         from hardened_ddp.streams.formats import open_files
 

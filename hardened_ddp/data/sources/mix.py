@@ -1,0 +1,120 @@
+"""Several data sets as one: --dataset mix:NAME,NAME with weights.
+
+Owns the data set of all parts, one behind the other, and how many samples of each an epoch has. Its
+order is in batches/sampling.py: the parts in their shares, shuffled together.
+Does not own: opening the parts (datasets.py).
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from hardened_ddp.data.batches.sampling import Samples, counts_by_weight
+from hardened_ddp.data.sources.facts import is_in_memory, is_map_style
+from hardened_ddp.errors import DataError
+from hardened_ddp.settings.config import DataConfig
+
+PREFIX = "mix:"
+_ENDS = ("first", "all", "steps")
+Open = Callable[..., Dataset[Any] | None]  # Any: whatever a sample is
+
+
+class Mix(Dataset[Any]):
+    """The samples of several data sets, one behind the other."""
+
+    def __init__(self, parts: Sequence[Any], weights: Sequence[float], ends: str) -> None:
+        self.parts, self.weights, self.ends = list(parts), list(weights), ends
+        self.stops = list(accumulate(map(len, parts)))
+        self.mixed = self if weights else None
+        """Read by build_sampling."""
+
+        for name in ("classes", "num_classes", "collate_fn"):
+            if (value := getattr(parts[0], name, None)) is not None:
+                setattr(self, name, value)
+        if all(hasattr(part, "targets") for part in parts):
+            self.targets = torch.cat([torch.as_tensor(part.targets) for part in parts])
+        self.in_memory = all(map(is_in_memory, parts))
+
+    def __len__(self) -> int:
+        return self.stops[-1]
+
+    def __getitem__(self, index: int) -> Any:
+        number = bisect_right(self.stops, index)
+        return self.parts[number][index - (self.stops[number - 1] if number else 0)]
+
+    def groups(self) -> list[Samples]:
+        """Return the indices of each part."""
+        starts = [0, *self.stops[:-1]]
+        return [np.arange(*bounds) for bounds in zip(starts, self.stops, strict=True)]
+
+    def counts(self, length: int) -> list[int]:
+        """Return how many samples of each part an epoch has. length: samples_per_epoch, or 0."""
+        if (self.ends == "steps") != (length > 0):
+            raise DataError(
+                f"dataset mix: ends is {self.ends}, and samples_per_epoch {length}",
+                fix="ends: steps needs --samples_per_epoch N; first and all are without it",
+            )
+        shares = [weight / sum(self.weights) for weight in self.weights]
+        lengths = [len(part) / share for part, share in zip(self.parts, shares, strict=True)]
+        if self.ends == "first":  # the first part that is used up ends the epoch
+            length = int(min(lengths) + 1e-9)
+        elif self.ends == "all":  # so does the last one; the others begin again
+            length = math.ceil(max(lengths) - 1e-9)
+        return counts_by_weight(shares, length)
+
+
+def parts_of(config: DataConfig) -> list[DataConfig]:
+    """Return the settings of each part. Raises DataError."""
+    names = [name.strip() for name in config.dataset.removeprefix(PREFIX).split(",")]
+    given = config.dataset_args.get("args", [{}] * len(names))
+    if len(names) < 2 or not all(names) or len(given) != len(names):
+        raise DataError(
+            f"dataset {config.dataset}: it has {len(names)} data sets and {len(given)} args",
+            fix="--dataset mix:NAME,NAME --dataset_args '{weights: [3, 1], args: [{}, {}]}'",
+        )
+    return [
+        replace(config, dataset=name, dataset_args=dict(arguments))
+        for name, arguments in zip(names, given, strict=True)
+    ]
+
+
+def open_mix(
+    config: DataConfig,
+    open_part: Open,
+    *,
+    train: bool,
+    weights: Sequence[float] = (),
+    ends: str = "first",
+    args: Sequence[Mapping[str, Any]] = (),
+) -> Mix | None:
+    """Open all parts of a mix. weights: by default as large as the parts. Raises DataError."""
+    settings = parts_of(config)
+    opened = [open_part(part.dataset, part, train=train) for part in settings]
+    parts = [part for part in opened if part is not None]
+    if train and len(parts) < len(settings):
+        raise DataError("dataset mix: a part has no training samples", fix="leave it out")
+    if streams := [p for p, s in zip(opened, settings, strict=True) if p and not is_map_style(p)]:
+        raise DataError(
+            f"dataset mix: a {type(streams[0]).__name__} is a stream, and has no indices",
+            fix="mix map-style data sets; a stream can mix others in its own open()",
+        )
+    names = [list(map(str, part.classes)) for part in parts if hasattr(part, "classes")]
+    if any(others != names[0] for others in names):
+        raise DataError(
+            "dataset mix: the parts have different classes, so one label would mean two things",
+            fix="give all parts the same classes in the same order",
+        )
+    shares = [float(w) for w in weights] or [float(len(part)) for part in parts]  # type: ignore[arg-type]  # map-style
+    if len(shares) != len(settings) or min(shares) <= 0 or ends not in _ENDS:
+        raise DataError(
+            f"dataset mix: weights {list(weights)}, ends {ends!r}",
+            fix=f"a weight above 0 for each part; ends: {', '.join(_ENDS)}",
+        )
+    return Mix(parts, shares if train else (), ends) if parts else None
