@@ -311,6 +311,7 @@ def build(settings: Resolved, group: Group, saved: Saved | None, events: Events)
         length=length,
         events=events,
         average=building.build_average(config.optimizer, replica, sums),
+        base=building.describe_base(config, model, data, group, meta),  # collective
     )
 
 

@@ -86,7 +86,7 @@ def export_model(
         )
     found = open_checkpoint(source, prefer_best=True)
     tensors, meta = load_checkpoint(found)
-    weights = model_tensors(tensors, averaged=averaged)
+    weights = model_tensors(tensors, meta, averaged=averaged)
     is_averaged = averaged and any(name.startswith(AVERAGE) for name in tensors)
     if not weights:
         raise CheckpointError(

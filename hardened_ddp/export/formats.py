@@ -8,6 +8,8 @@ What goes wrong here: a package is not installed; a model can't be traced.
 import contextlib
 import inspect
 import io
+import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,12 +22,12 @@ from hardened_ddp.data.foreign_code import import_extra
 from hardened_ddp.errors import CheckpointError, ModelError
 from hardened_ddp.export.preparation import IMAGE_PROCESSOR, TOKENIZER, write_preparation
 from hardened_ddp.model.huggingface import HubModel as HubNet
-from hardened_ddp.model.huggingface import ImageClassifier, TextModel
+from hardened_ddp.model.huggingface import ImageClassifier, TextModel, build_from_config
 from hardened_ddp.model.zoo import DESCRIPTION
 from hardened_ddp.task.user_code import told_as
 from hardened_ddp.training.weights import example_inputs, rebuild_model
 
-HUGGINGFACE, TORCH_EXPORT, ONNX = "huggingface", "torch_export", "onnx"
+HUGGINGFACE, PEFT, TORCH_EXPORT, ONNX = "huggingface", "peft", "torch_export", "onnx"
 CARD_NAME, WEIGHTS_NAME = "README.md", "model.safetensors"
 TORCH_EXPORT_NAME, ONNX_NAME = "model.pt2", "model.onnx"
 # Traced programs sum in another order than the model. A wrong weight differs by far more.
@@ -40,6 +42,10 @@ from hardened_ddp.model.hub import HubModel
 
 model = HubModel.from_pretrained("FOLDER")  # with this project on PYTHONPATH
 logits = model(inputs)""",
+    PEFT: """\
+from peft import PeftModel
+
+model = PeftModel.from_pretrained(base, "FOLDER")  # base: as from_pretrained() loads it""",
     TORCH_EXPORT: f"""\
 import torch
 
@@ -115,6 +121,7 @@ def write_model(
     if the written model gives other logits.
     """
     write = {HUGGINGFACE: _write_huggingface, TORCH_EXPORT: _write_torch_export, ONNX: _write_onnx}
+    write[PEFT] = _write_peft
     if form == HUGGINGFACE:
         import_extra("huggingface_hub", what="--format huggingface")
     if form == ONNX:
@@ -161,6 +168,8 @@ def _write_transformers(folder: Path, model: HubNet, meta: Mapping[str, Any]) ->
     transformers = import_extra("transformers", what="--format huggingface")
     names = dict(enumerate(meta.get("class_names") or ()))
     net = model.net
+    if meta.get("adapter"):
+        net = _with_peft(net, meta).merge_and_unload()
     if names and len(names) == getattr(net.config, "num_labels", 0):
         net.config.id2label = names
         net.config.label2id = {name: index for index, name in names.items()}
@@ -170,6 +179,39 @@ def _write_transformers(folder: Path, model: HubNet, meta: Mapping[str, Any]) ->
     is_text = isinstance(model, TextModel)
     again = TextModel(net) if is_text else ImageClassifier(net, input_shape=meta["input_shape"])
     return _with_logits(again)
+
+
+def _write_peft(folder: Path, model: _Logits, meta: Mapping[str, Any]) -> Forward:
+    """Write the adapters alone, as the library peft does."""
+    peft = import_extra("peft", what="--format peft")
+    if not (meta.get("adapter") and isinstance(model.model, HubNet)):
+        raise ModelError(
+            "the run has no adapters", fix="train with --adapter, or choose another --format"
+        )
+    net, place = model.model.net, meta["model"].removeprefix("hf:")
+    whole = _with_peft(net, meta)
+    whole.peft_config["default"].base_model_name_or_path = place
+    with tempfile.TemporaryDirectory() as aside:  # its model card would replace ours
+        whole.save_pretrained(aside)
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            shutil.copyfile(Path(aside, name), folder / name)
+    base = type(net).from_pretrained(place, use_safetensors=True)
+    again = peft.PeftModel.from_pretrained(base, folder).get_base_model()
+    is_text = isinstance(model.model, TextModel)
+    wrapped = (
+        TextModel(again) if is_text else ImageClassifier(again, input_shape=meta["input_shape"])
+    )
+    return _with_logits(wrapped)
+
+
+def _with_peft(net: Any, meta: Mapping[str, Any]) -> Any:  # Any: models of transformers and peft
+    """Return peft's own model with the weights of net, whose adapters are in place."""
+    peft = import_extra("peft", what="a run with adapters")
+    base = build_from_config(meta["hub_config"], input_shape=tuple(meta["input_shape"])).net
+    settings = peft.get_peft_config({"peft_type": "LORA", **meta["adapter"]})
+    whole = peft.get_peft_model(base, settings)
+    whole.base_model.model.load_state_dict(net.state_dict())
+    return whole
 
 
 def _examples(model: _Logits, meta: Mapping[str, Any], *, num_samples: int) -> tuple[Tensor, ...]:
@@ -230,7 +272,7 @@ from transformers import {kind}{"" if is_image else ", AutoTokenizer"}
 
 model = {kind}.from_pretrained("FOLDER")
 {_OF_IMAGES if is_image else _OF_TOKENS}"""
-    if described and not meta.get("input_shape"):
+    if described and form in _OF_TEXT and not meta.get("input_shape"):
         return _HOW_TO_LOAD[form].replace(*_OF_TEXT[form])
     return _HOW_TO_LOAD[form]
 

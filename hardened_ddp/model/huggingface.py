@@ -11,7 +11,7 @@ import inspect
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -132,11 +132,28 @@ def load_hub_model(
                 output_loading_info=True,
                 **given,
             )
-            _check_loaded(net, info)
+            new = _check_loaded(net, info)
+        if config.adapter:
+            add_adapter(net, config.adapter, new=() if is_bare else new)
         return _wrapped(net, kind, input_shape)
 
 
-def build_from_config(hub_config: Mapping[str, Any], *, input_shape: tuple[int, ...]) -> HubModel:
+def add_adapter(net: Any, adapter: Mapping[str, Any], *, new: Collection[str] = ()) -> None:
+    """Add adapters of the library peft in place: they are trained, and what is new in the model."""
+    peft = import_extra("peft", what="--adapter")
+    settings = peft.get_peft_config({"peft_type": "LORA", **adapter})
+    peft.inject_adapter_in_model(settings, net, adapter_name="default")
+    for name, parameter in net.named_parameters():
+        if name in new:
+            parameter.requires_grad_(True)
+
+
+def build_from_config(
+    hub_config: Mapping[str, Any],
+    *,
+    input_shape: tuple[int, ...],
+    adapter: Mapping[str, Any] | None = None,
+) -> HubModel:
     """Build a model, with random weights, from its hub_config: nothing is read or downloaded.
 
     Raises ModelError, MissingPackageError.
@@ -148,6 +165,8 @@ def build_from_config(hub_config: Mapping[str, Any], *, input_shape: tuple[int, 
         described = transformers.AutoConfig.for_model(**hub_config)
         kind = _kind_of(transformers, described, "auto", has_classes=False)
         net = getattr(transformers, f"AutoModelFor{kind}").from_config(described)
+        if adapter:
+            add_adapter(net, adapter)
     return _wrapped(net, kind, input_shape)
 
 
@@ -186,8 +205,8 @@ def _description_of(net: Any) -> dict[str, Any]:
     return {**config, "architectures": [type(net).__name__]}
 
 
-def _check_loaded(net: Any, info: Mapping[str, Any]) -> None:
-    """Log which weights are new; raise ModelError if that is more than a head.
+def _check_loaded(net: Any, info: Mapping[str, Any]) -> list[str]:
+    """Return and log which weights are new; raise ModelError if that is more than a head.
 
     The pooler counts as one: a language model has none.
     """
@@ -206,3 +225,4 @@ def _check_loaded(net: Any, info: Mapping[str, Any]) -> None:
             fix="leave --model_args out, or give the folder of a whole model",
         )
     log.info("new, with random weights: %s; the rest is loaded", ", ".join(new) or "nothing")
+    return new

@@ -32,7 +32,7 @@ from hardened_ddp.task.user_code import told_as
 log = logging.getLogger(__name__)
 
 DESCRIPTION = (
-    *("model", "model_args", "pretrained", "hub_config"),
+    *("model", "model_args", "pretrained", "hub_config", "adapter"),
     *("num_classes", "input_shape", "class_names"),
 )
 """The keys that describe a model."""
@@ -161,7 +161,8 @@ def build_described(facts: Mapping[str, Any]) -> nn.Module:
         raise ModelError("the checkpoint does not say which model it belongs to")
     input_shape = tuple(facts.get("input_shape") or ())
     if facts.get("hub_config"):
-        return build_from_config(facts["hub_config"], input_shape=input_shape)
+        adapter = facts.get("adapter") or {}
+        return build_from_config(facts["hub_config"], input_shape=input_shape, adapter=adapter)
     arguments = dict(facts.get("model_args") or {})
     if facts.get("pretrained") and facts["model"] in _WITH_AUXILIARY:
         arguments["transform_input"] = True

@@ -173,10 +173,10 @@ COMMANDS: Mapping[str, Command] = {
             RUN,
             Option(
                 "format",
-                "safetensors: the weights; huggingface: for from_pretrained(); torch_export, onnx: "
-                "a program that needs none of this code.",
+                "safetensors: the weights; huggingface: for from_pretrained(), adapters merged; "
+                "peft: adapters alone; torch_export, onnx: a program that needs none of this code.",
                 default="safetensors",
-                choices=("safetensors", "huggingface", "torch_export", "onnx"),
+                choices=("safetensors", "huggingface", "peft", "torch_export", "onnx"),
             ),
             WEIGHTS,
             _place(

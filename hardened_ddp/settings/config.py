@@ -236,6 +236,12 @@ class ModelConfig:
     model_args: Mapping[str, Any] = setting(
         {}, "Arguments of the model, as a mapping: {name: value, ...}."
     )
+    # Any: as above
+    adapter: Mapping[str, Any] = setting(
+        {},
+        "Of an hf: model, train adapters of the library peft: {peft_type: LORA, r: 8, "
+        "target_modules: [c_attn]}. The base is frozen, and in no checkpoint.",
+    )
     pretrained: bool = setting(
         False,
         "Start from torchvision's pretrained weights. Only for torchvision models; an hf: model "

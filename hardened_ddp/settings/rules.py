@@ -41,6 +41,8 @@ def contradictions(config: Config, world_size: int) -> Iterator[Contradiction]:
     if model.init_from and model.pretrained:
         why = f"both say which weights the run starts from; {LEAVE_OUT}"
         yield ("init_from", "pretrained"), why
+    if model.adapter and not model.model.startswith("hf:"):
+        yield ("adapter", "model"), "adapters are for hf: models; add them in your own model's code"
     if model.compile and world_size > 1 and config.ddp.bucket_cap_mb < 1:
         why = "torch's compiler splits the model by DDP's buckets, and needs them to hold 1 MB"
         yield ("compile", "bucket_cap_mb"), f"{why} at least; {LEAVE_OUT}"

@@ -1,7 +1,8 @@
 """The parts of a run, built once and passed on; each is owned by its layer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -52,6 +53,9 @@ class Parts:
 
     average: WeightAverage | None = None
     """Of the weights: --ema."""
+
+    base: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON
+    """The frozen weights that checkpoints leave out, and where they come from."""
 
     length: RunLength
     """Optimizer steps of the whole run, which of a stream may be known only later."""

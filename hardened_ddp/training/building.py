@@ -26,6 +26,7 @@ from hardened_ddp.errors import ConfigError, DataError, OptimizerError
 from hardened_ddp.gradients.choose import sum_gradients_of
 from hardened_ddp.gradients.sums import GradientSum
 from hardened_ddp.model.average import WeightAverage
+from hardened_ddp.model.base import check_base, find_base
 from hardened_ddp.model.effects import untouched
 from hardened_ddp.model.moving_buffers import MovingBuffers
 from hardened_ddp.model.optimizer import find_optimizer
@@ -44,7 +45,7 @@ from hardened_ddp.step.parts import ASYNC_DEVICES
 from hardened_ddp.task.build import check_metrics, find_task, label_limit
 from hardened_ddp.task.task import Task
 from hardened_ddp.training.run_report import check_trackers
-from hardened_ddp.training.weights import load_initial_weights
+from hardened_ddp.training.weights import copy_weights, load_initial_weights
 
 log = logging.getLogger(__name__)
 
@@ -189,7 +190,11 @@ def model_and_task(
     )
     samples = loader.sample_batches(group.device)
     shape_by_forward(model, samples[0], group, seed=config.device.seed)  # collective
-    load_initial_weights(model, "" if saved else config.model.init_from, group)  # collective
+    base = (saved or {}).get("base")
+    loads = not saved or base
+    load_initial_weights(model, config.model.init_from if loads else "", group)  # collective
+    if base:
+        group.run_on_main(lambda: check_base(model, base), what="the frozen base")  # collective
     model = place_model(model, config.model, device=group.device, world_size=group.world_size)
     # The task makes a loss and metrics of the output. auto: the first batch says which task it is.
     task = choose_task(model, samples[0], data, config.task, group, saved=saved)  # collective
@@ -252,6 +257,39 @@ def build_average(
     return WeightAverage(
         replica.module, trained=trained, moving=moving, decay=config.ema, every=config.ema_every
     )
+
+
+def describe_base(
+    config: Config, model: nn.Module, data: TaskData, group: Group, saved: Mapping[str, Any] | None
+) -> Mapping[str, Any]:
+    """Say which frozen weights are left out of checkpoints, as JSON, and whose. Collective.
+
+    Only those of a file or a hub: what a model's own code makes may be lost with another version.
+    """
+    chosen = config.model
+    has_source = chosen.model.startswith("hf:") or chosen.init_from or chosen.pretrained
+    if saved is not None or not has_source:
+        return (saved or {}).get("base") or {}
+
+    def build() -> nn.Module:
+        again = build_model(
+            chosen,
+            num_classes=data.num_classes,
+            input_shape=data.input_shape,
+            task=config.task.task,
+        )
+        if chosen.init_from:
+            copy_weights(again, Path(chosen.init_from))
+        return again
+
+    what = "looking for frozen weights"
+    hashes = group.run_on_main(lambda: find_base(model, build), what=what)  # collective
+    if not hashes:
+        return {}
+    revision = getattr(getattr(getattr(model, "net", None), "config", None), "_commit_hash", None)
+    source = chosen.init_from or f"{chosen.model}{f' revision {revision}' if revision else ''}"
+    init_from = str(Path(chosen.init_from).absolute()) if chosen.init_from else ""
+    return {"source": source, "init_from": init_from, "sha256": hashes}
 
 
 def _run_once(call: nn.Module, trial: Trial, sample: Batch) -> None:

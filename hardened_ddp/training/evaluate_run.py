@@ -61,7 +61,7 @@ def evaluate_run(settings: Resolved, group: Group, options: Mapping[str, str]) -
     saved_task = shared.meta["task"]
     leaves_out = config.loop.continue_on_error
     data = build_data(config.data, leaves_out=leaves_out, task=saved_task["name"])
-    model = rebuild_model(model_tensors(weights), shared.meta).to(group.device)
+    model = rebuild_model(model_tensors(weights, shared.meta), shared.meta).to(group.device)
     if shared.meta["channels_last"]:  # WHY: the same order of additions as in training
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch
     task = build_task(saved_task["name"], model, data, config.task)

@@ -188,7 +188,7 @@ class Rollback:
         """Return all ranks the state of one of them. Collective."""
         parts = self.parts
         self.saver.close()  # WHY: a write under way reads the tensors that change here
-        tensors = {name: t.detach() for name, t in collect_tensors(parts).items()}
+        tensors = {name: t.detach() for name, t in collect_tensors(parts, with_base=True).items()}
         mine = None
         if parts.group.launch.rank == source:
             mine = Saved(

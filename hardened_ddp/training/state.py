@@ -149,9 +149,10 @@ def _chunks(specs: Mapping[str, TensorSpec], names: Sequence[str]) -> Iterator[l
 def check_fits(parts: Parts, saved: Saved) -> None:
     """Raise CheckpointMismatchError listing how the checkpoint differs. Rank-local."""
     meta = saved.meta
-    live = parts.replica.module.state_dict()
+    live = {f"model.{name}": t for name, t in parts.replica.module.state_dict().items()}
+    left_out = _base_names(parts) - saved.specs.keys()
     problems = differences(
-        specs_of({f"model.{name}": tensor for name, tensor in live.items()}),
+        specs_of({name: tensor for name, tensor in live.items() if name not in left_out}),
         {name: spec for name, spec in saved.specs.items() if name.startswith("model.")},
     )
     averages = {name: spec for name, spec in saved.specs.items() if name.startswith(AVERAGE)}
@@ -231,7 +232,10 @@ def restore(parts: Parts, saved: Saved) -> Progress:
         parts.optimizer.state.clear()  # WHY: a state of before, at a rollback, would stay beside it
     names = [name for name in saved.specs if name.startswith("model.")]
     model = receive(group, saved, names, device)  # collective
-    parts.replica.module.load_state_dict({n.removeprefix("model."): t for n, t in model.items()})
+    parts.replica.module.load_state_dict(
+        {n.removeprefix("model."): t for n, t in model.items()},
+        strict=not parts.base,  # check_fits has compared all names
+    )
     del model
     if names := [name for name in saved.specs if name.startswith(MOVING)]:
         moving = receive(group, saved, names, device)  # collective
@@ -400,12 +404,22 @@ def _multiples_of(every: int | None) -> range:
     return range(every, sys.maxsize, every) if every else range(0)
 
 
-def collect_tensors(parts: Parts, *, buffers: Sequence[torch.Tensor | None] = ()) -> Tensors:
+def _base_names(parts: Parts) -> set[str]:
+    moving = {*parts.replica.buffers.names, *parts.replica.buffers.known}
+    return {f"model.{name}" for name in parts.base.get("sha256", ()) if name not in moving}
+
+
+def collect_tensors(
+    parts: Parts, *, buffers: Sequence[torch.Tensor | None] = (), with_base: bool = False
+) -> Tensors:
     """Name the live tensors of model and optimizer; nothing is copied. Rank-local.
 
     buffers: takes the place of the replica's moving buffers, where a forward is under way.
+    with_base: also the frozen weights that no checkpoint has.
     """
     tensors = {f"model.{name}": t for name, t in parts.replica.module.state_dict().items()}
+    for name in () if with_base else _base_names(parts):
+        del tensors[name]
     moving = parts.replica.buffers
     for name, buffer in moving.to_save(buffers).items() if moving.known else ():
         in_model = f"model.{name}"
@@ -427,7 +441,11 @@ def replicated_tensors(parts: Parts) -> Tensors:
         AVERAGE,
         *(f"{MOVING}{name}" for name in parts.replica.buffers.names),
     )
-    return {name: t for name, t in collect_tensors(parts).items() if name.startswith(kept)}
+    return {
+        name: t
+        for name, t in collect_tensors(parts, with_base=True).items()
+        if name.startswith(kept)
+    }
 
 
 def collect_meta(parts: Parts, progress: Progress) -> dict[str, Any]:
@@ -454,6 +472,8 @@ def collect_meta(parts: Parts, progress: Progress) -> dict[str, Any]:
         "model": parts.config.model.model,
         "model_args": dict(parts.config.model.model_args),
         "pretrained": parts.config.model.pretrained,
+        "adapter": dict(parts.config.model.adapter),
+        "base": dict(parts.base),
         "hub_config": getattr(parts.replica.module, "hub_config", None),
         "num_classes": parts.data.num_classes,
         "input_shape": list(parts.data.input_shape),

@@ -20,10 +20,12 @@ from hardened_ddp.checkpoint.folder import MANIFEST_NAME, load_checkpoint, open_
 from hardened_ddp.checkpoint.tensors import differences, read_tensors, spec_of, specs_of
 from hardened_ddp.errors import CheckpointError, CheckpointMismatchError, ModelError
 from hardened_ddp.model.average import AVERAGE
+from hardened_ddp.model.base import check_base
 from hardened_ddp.model.moving_attributes import TASK, MovingAttributes
-from hardened_ddp.model.zoo import build_described
+from hardened_ddp.model.zoo import build_described, build_model
 from hardened_ddp.preflight.first_forward import shape_by_weights
 from hardened_ddp.ranks.group import Group
+from hardened_ddp.settings.config import ModelConfig
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME
 from hardened_ddp.settings.typed_command import python_command
 
@@ -50,15 +52,20 @@ def load_initial_weights(model: nn.Module, path: str, group: Group) -> None:
     source = Path(path)
 
     def load() -> None:
-        fitting, lines = fit_weights(read_weights(source), model, source)
-        live = model.state_dict()
-        with torch.no_grad():
-            for name, tensor in fitting.items():
-                live[name].copy_(tensor)
-        for line in lines:
+        for line in copy_weights(model, source):
             log.warning("%s", line) if line[0] == " " else log.info("%s", line)
 
     group.run_on_main(load, what=f"--init_from {path}")  # collective
+
+
+@torch.no_grad()
+def copy_weights(model: nn.Module, source: Path) -> list[str]:
+    """Copy the weights of source into model, as far as they fit; return lines as fit_weights."""
+    fitting, lines = fit_weights(read_weights(source), model, source)
+    live = model.state_dict()
+    for name, tensor in fitting.items():
+        live[name].copy_(tensor)
+    return lines
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -69,7 +76,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"--init_from {path}: there is no such file or folder", fix=_KINDS)
     is_ours = (path / MANIFEST_NAME).is_file() or (path / CHECKPOINTS_NAME).is_dir()
     if is_ours or path.name == CHECKPOINTS_NAME:
-        return model_tensors(load_checkpoint(open_checkpoint(path, prefer_best=True))[0])
+        return model_tensors(*load_checkpoint(open_checkpoint(path, prefer_best=True)))
     if indices := sorted(path.glob("*.safetensors.index.json")):
         return _read_shards(indices[0])
     files = sorted(path.glob("*.safetensors"))
@@ -207,18 +214,38 @@ def _some(names: Iterable[str], most: int) -> str:
     return ", ".join(every[:most]) + rest
 
 
-def model_tensors(tensors: Mapping[str, Tensor], *, averaged: bool = True) -> dict[str, Tensor]:
+def model_tensors(
+    tensors: Mapping[str, Tensor], meta: Mapping[str, Any], *, averaged: bool = True
+) -> dict[str, Tensor]:
     """Select the model's tensors of a checkpoint, under their names in state_dict().
 
-    averaged: those of --ema, where the checkpoint has them.
+    averaged: those of --ema, where the checkpoint has them. A frozen base is read from its source.
+    Raises CheckpointMismatchError if that has changed.
     """
     prefixes = (MODEL_PREFIX, AVERAGE) if averaged else (MODEL_PREFIX,)
-    return {
+    return _base_tensors(meta) | {
         name.removeprefix(prefix): tensor
         for prefix in prefixes
         for name, tensor in tensors.items()
         if name.startswith(prefix)
     }
+
+
+def _base_tensors(meta: Mapping[str, Any]) -> dict[str, Tensor]:
+    if not (base := meta.get("base")):
+        return {}
+    names = ("model", "model_args", "pretrained", "adapter")
+    model = build_model(
+        ModelConfig(**{name: meta[name] for name in names}),
+        num_classes=meta["num_classes"],
+        input_shape=tuple(meta["input_shape"]),
+        task=meta["task"]["name"],
+    )
+    if base["init_from"]:
+        copy_weights(model, Path(base["init_from"]))
+    check_base(model, base)
+    state = model.state_dict()
+    return {name: state[name] for name in base["sha256"]}
 
 
 def rebuild_model(weights: Mapping[str, Tensor], meta: Mapping[str, Any]) -> nn.Module:

@@ -1,0 +1,167 @@
+"""Adapters: a frozen base of a file is in no checkpoint, is checked by its hash, is exported."""
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from hardened_ddp.checkpoint.folder import load_checkpoint, open_checkpoint
+from hardened_ddp.data.foreign_code import import_extra
+from hardened_ddp.errors import CheckpointMismatchError
+from hardened_ddp.export.export import export_model
+from hardened_ddp.training.weights import model_tensors, rebuild_model
+from tests.harness.ranks import run_program, train
+from tests.harness.run_folder import find_checkpoints, last_tensors, only_run, samples_by_step
+
+Words = list[str | Path]
+WIDTH = 600
+PLAIN: Words = [
+    "--cpu_only",
+    "--global_batch_size",
+    "48",
+    "--num_workers",
+    "0",
+    "--lr_schedule",
+    "constant",
+    "--ledger",
+]
+needs_peft = pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("transformers", "peft"))),
+    reason="needs requirements-extras.txt",
+)
+
+
+class Adapted(nn.Module):
+    """A large frozen layer, a small adapter beside it, a head; the base has tied names."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.base, self.same = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.same.weight = self.base.weight
+        for parameter in (*self.base.parameters(), *self.same.parameters()):
+            parameter.requires_grad_(False)
+        self.down, self.up = nn.Linear(64, WIDTH), nn.Linear(WIDTH, num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        hidden = self.down(images.flatten(1))
+        logits: torch.Tensor = self.up(hidden + self.same(self.base(hidden).relu()))
+        return logits
+
+
+def base_file(folder: Path) -> Path:
+    torch.manual_seed(1)
+    model = Adapted(10)
+    state = model.state_dict()
+    path = folder / "base.safetensors"
+    save_file({n: state[n] for n in ("base.weight", "base.bias", "same.bias")}, path)
+    return path
+
+
+def size_of(checkpoint: Path) -> int:
+    return (checkpoint / "state.safetensors").stat().st_size
+
+
+ADAPTED: Words = [*PLAIN, "--model", "tests.model.test_adapters:Adapted", "--run_name", "run"]
+
+
+def test_a_frozen_base_is_left_out_and_a_cut_run_goes_on_to_the_same_weights(
+    tmp_path: Path,
+) -> None:
+    argv = [*ADAPTED, "--init_from", base_file(tmp_path), "--output_dir"]
+    train([*argv, tmp_path / "cut", "--max_steps", "7"], 2).ok()
+    train([*argv, tmp_path / "cut", "--max_steps", "20"], 2).ok()
+    train([*argv, tmp_path / "whole", "--max_steps", "20"], 2).ok()
+    assert last_tensors(tmp_path / "cut") == last_tensors(tmp_path / "whole")
+    newest = find_checkpoints(tmp_path / "whole")[-1]
+    tensors, meta = load_checkpoint(open_checkpoint(newest))
+    assert not [name for name in tensors if name.startswith(("model.base", "model.same"))]
+    base: Any = meta["base"]
+    assert base["source"] == str(tmp_path / "base.safetensors")
+    assert sorted(base["sha256"]) == ["base.bias", "base.weight", "same.bias", "same.weight"]
+    # What it is used for later has all of it again.
+    source = load_file(tmp_path / "base.safetensors")
+    folder = export_model(newest, output=tmp_path / "export")
+    exported = load_file(folder / "model.safetensors")
+    assert torch.equal(exported["base.weight"], source["base.weight"])
+    assert rebuild_model(model_tensors(tensors, meta), meta) is not None
+
+
+@pytest.mark.slow
+def test_without_its_base_a_checkpoint_continues_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    argv = [*ADAPTED, "--init_from", base_file(tmp_path), "--output_dir"]
+    for world_size, last in ((2, 7), (3, 12), (1, 16)):
+        train([*argv, tmp_path / "cut", "--max_steps", str(last)], world_size).ok()
+    train([*argv, tmp_path / "whole", "--max_steps", "16"], 2).ok()
+    cut, whole = (samples_by_step(tmp_path / name / "run") for name in ("cut", "whole"))
+    assert cut == whole
+    assert len(cut) == 16
+
+
+def test_another_base_is_refused_by_name_at_a_resume_and_at_an_export(tmp_path: Path) -> None:
+    path = base_file(tmp_path)
+    argv = [*ADAPTED, "--init_from", path, "--output_dir", tmp_path / "runs"]
+    train([*argv, "--max_steps", "3"], 1).ok()
+    source = load_file(path)
+    source["base.bias"][5] += 1e-6
+    save_file(source, path)
+    output = train([*argv, "--max_steps", "6"], 1).outputs[0]
+    assert f"was trained on the frozen weights of {path}" in output
+    assert "1 of their 4 tensors are others now: base.bias" in output
+    with pytest.raises(CheckpointMismatchError, match=r"others now: base\.bias"):
+        export_model(find_checkpoints(tmp_path / "runs")[-1], output=tmp_path / "export")
+
+
+@pytest.mark.slow
+def test_frozen_weights_of_no_file_are_saved_as_before(tmp_path: Path) -> None:
+    train([*ADAPTED, "--max_steps", "3", "--output_dir", tmp_path], 1).ok()
+    assert "model.base.weight" in last_tensors(tmp_path)
+
+
+def gpt2(folder: Path) -> str:
+    transformers = import_extra("transformers", what="this test")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=400, n_positions=32, n_embd=128, n_layer=4, n_head=4
+    )
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder / "gpt2")
+    return f"hf:{folder / 'gpt2'}"
+
+
+@needs_peft
+@pytest.mark.slow
+def test_lora_of_a_gpt2_is_a_small_checkpoint_and_is_exported_alone_and_merged(
+    tmp_path: Path,
+) -> None:
+    model = gpt2(tmp_path)
+    text: Words = [*PLAIN, "--dataset", "tests.model.test_hub_text:sentences", "--task", "tokens"]
+    text += ["--model", model, "--run_name", "run", "--global_batch_size", "8"]
+    lora: Words = ["--adapter", "{r: 1, target_modules: [c_attn]}"]
+    train([*text, "--max_steps", "6", "--output_dir", tmp_path / "full"], 2).ok()
+    train([*text, *lora, "--max_steps", "3", "--output_dir", tmp_path / "cut"], 2).ok()
+    train([*text, *lora, "--max_steps", "6", "--output_dir", tmp_path / "cut"], 2).ok()
+    train([*text, *lora, "--max_steps", "6", "--output_dir", tmp_path / "lora"], 2).ok()
+    assert last_tensors(tmp_path / "cut") == last_tensors(tmp_path / "lora")
+    small, full = (size_of(find_checkpoints(tmp_path / name)[-1]) for name in ("lora", "full"))
+    assert small < 0.02 * full
+    run = only_run(tmp_path / "lora")
+    merged = export_model(run, output=tmp_path / "merged", form="huggingface")
+    alone = export_model(run, output=tmp_path / "alone", form="peft")
+    assert json.loads((alone / "adapter_config.json").read_text())["r"] == 1
+    assert (alone / "adapter_model.safetensors").stat().st_size < 0.05 * full
+    transformers, peft = (import_extra(n, what="this test") for n in ("transformers", "peft"))
+    ids = torch.arange(12).view(2, 6)
+    base = transformers.GPT2LMHeadModel.from_pretrained(model.removeprefix("hf:"))
+    before = base(ids).logits.detach()
+    with_adapter = peft.PeftModel.from_pretrained(base, alone).eval()(ids).logits
+    whole = transformers.GPT2LMHeadModel.from_pretrained(merged).eval()(ids).logits
+    torch.testing.assert_close(whole, with_adapter, rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(whole, before)
+    command = ["python", "ddp_training.py", "evaluate", str(run), "--cpu_only"]
+    run_program([*command, "--output", str(tmp_path / "report.json")], timeout_s=120).ok()
+    shutil.rmtree(tmp_path / "gpt2")
