@@ -1,7 +1,8 @@
 """Trackers: where the curves of a run go besides metrics.jsonl, such as Weights & Biases.
 
 Each has a thread: a tracker that is slow, hangs or raises is named once and left behind, and
-training goes on. WandbTracker is built in. Another one is any class such as
+training goes on. WandbTracker, MlflowTracker and PrometheusFile are built in. Another one is any
+class such as
 
     class MyTracker:
         def __init__(self, *, folder: Path, settings: Mapping[str, Any]) -> None: ...
@@ -11,7 +12,9 @@ training goes on. WandbTracker is built in. Another one is any class such as
 Only rank 0 has trackers. All three are called in the tracker's own thread, one after the other.
 """
 
+import json
 import logging
+import re
 import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -19,7 +22,7 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any, Protocol
 
-from hardened_ddp.reporting.sinks import ReportWriter, write_text
+from hardened_ddp.reporting.sinks import ReportWriter, write_text, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +121,66 @@ class WandbTracker:
     def close(self) -> None:
         """Send or write what is left."""
         self._run.finish()
+
+
+class MlflowTracker:
+    """MLflow: --tracker mlflow. The server is that of MLFLOW_TRACKING_URI, else a file of the run.
+
+    Its id of a run is kept in the run folder, so a resumed run goes on in the same curves.
+    """
+
+    def __init__(self, *, folder: Path, settings: Mapping[str, Any]) -> None:  # Any: of settings
+        """Start or continue the MLflow run of a run folder. Raises what mlflow raises."""
+        import mlflow
+
+        self._mlflow, path = mlflow, folder / "mlflow" / "run-id.txt"
+        path.parent.mkdir(exist_ok=True)
+        if not mlflow.is_tracking_uri_set():
+            mlflow.set_tracking_uri(f"sqlite:///{path.parent.resolve() / 'mlflow.db'}")
+        if path.is_file():
+            mlflow.start_run(run_id=path.read_text(encoding="utf-8").strip())
+            return
+        run = mlflow.start_run(run_name=folder.name)
+        write_text(path, run.info.run_id + "\n")
+        mlflow.log_params({name: str(value)[:500] for name, value in settings.items()})
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log values."""
+        self._mlflow.log_metrics(dict(values), step=step)
+
+    def close(self) -> None:
+        """End the run."""
+        self._mlflow.end_run()
+
+
+class PrometheusFile:
+    """The newest values as a text file for Prometheus: --metrics_file.
+
+    WHY no timestamps: node_exporter refuses a file that has any.
+    """
+
+    def __init__(self, path: Path, run: str) -> None:
+        self._path, self._run, self._is_failing = path, json.dumps(run), False
+        self._values: dict[str, float] = {}
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Replace the file. A disk that is full is named once, and tried again."""
+        self._values |= {"step": step, **values}
+        lines = []
+        for name, value in sorted(self._values.items()):
+            metric = "ddp_training_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+            text = f"{value:.9g}".replace("nan", "NaN").replace("inf", "Inf")
+            lines += [f"# TYPE {metric} gauge", f"{metric}{{run={self._run}}} {text}"]
+        try:
+            write_whole(self._path, "\n".join(lines) + "\n")
+            self._is_failing = False
+        except OSError as error:
+            if not self._is_failing:
+                log.warning("%s can't be written, training continues: %s", self._path, error)
+            self._is_failing = True
+
+    def close(self) -> None:
+        """The last values stay, for whoever reads them next."""
 
 
 def _read_wandb_id(folder: Path) -> str:

@@ -55,11 +55,12 @@ SAMPLING = Shape(
     words=f"{EACH_ONCE}, {BALANCED}, {WEIGHTS_FILE}FILE, package.module:callable",
 )
 
-TENSORBOARD, WANDB, NO_TRACKER = "tensorboard", "wandb", "none"
-_ONE_TRACKER = rf"({TENSORBOARD}|{WANDB}|{IMPORT_PATH.pattern})"
+TENSORBOARD, WANDB, MLFLOW, NO_TRACKER = "tensorboard", "wandb", "mlflow", "none"
+_ONE_TRACKER = rf"({TENSORBOARD}|{WANDB}|{MLFLOW}|{IMPORT_PATH.pattern})"
 TRACKERS = Shape(
     pattern=rf"{NO_TRACKER}|{_ONE_TRACKER}( *, *{_ONE_TRACKER})*",
-    words=f"{TENSORBOARD}, {WANDB}, package.module:Class, separated by commas, or {NO_TRACKER}",
+    words=f"{TENSORBOARD}, {WANDB}, {MLFLOW}, package.module:Class, separated by commas, or "
+    f"{NO_TRACKER}",
 )
 
 
@@ -547,7 +548,7 @@ class RunConfig:
     tracker: str = setting(
         "tensorboard",
         "Where the curves go besides metrics.jsonl, separated by commas: tensorboard, wandb "
-        "(Weights & Biases; WANDB_MODE=offline needs no network), or your class with "
+        "(Weights & Biases; WANDB_MODE=offline needs no network), mlflow, or your class with "
         "log(step, values) and close() as package.module:Class. none: nowhere. A tracker that "
         "fails never stops training.",
         shape=TRACKERS,
@@ -560,6 +561,14 @@ class RunConfig:
         "HDDP_EVENT, HDDP_STATUS, HDDP_RUN. If it fails or takes 30 s, that is a warning.",
         shape=ANY_TEXT,
         may_differ=True,
+    )
+    metrics_file: str = setting(
+        "",
+        "File of the newest values for Prometheus, in the text format of node_exporter's textfile "
+        "collector; replaced as a whole at each report. Empty: none.",
+        shape=ANY_TEXT,
+        may_differ=True,
+        is_place=True,
     )
     progress: bool | None = setting(
         None, "Show a progress bar. auto: if the output is a terminal.", may_differ=True

@@ -25,8 +25,21 @@ from hardened_ddp.reporting.progress import ProgressBar
 from hardened_ddp.reporting.resources import ResourceMonitor, read_gpu_mib
 from hardened_ddp.reporting.step_clock import REPORTED, start_clock
 from hardened_ddp.reporting.summary import closing_lines, withdraw_summary, write_summary
-from hardened_ddp.reporting.trackers import Tracker, TrackerThread, WandbTracker
-from hardened_ddp.settings.config import TENSORBOARD, WANDB, Config, RunConfig, tracker_names
+from hardened_ddp.reporting.trackers import (
+    MlflowTracker,
+    PrometheusFile,
+    Tracker,
+    TrackerThread,
+    WandbTracker,
+)
+from hardened_ddp.settings.config import (
+    MLFLOW,
+    TENSORBOARD,
+    WANDB,
+    Config,
+    RunConfig,
+    tracker_names,
+)
 from hardened_ddp.settings.schema import flatten
 from hardened_ddp.settings.typed_command import pip_command
 from hardened_ddp.step.left_out import LeftOut
@@ -62,6 +75,11 @@ class RunReport:
                 TrackerThread(name, partial(_make_tracker, name, parts.config, self.folder))
                 for name in tracker_names(run.tracker)
                 if self.is_main and name != TENSORBOARD
+            ]
+            + [
+                TrackerThread("metrics_file", partial(PrometheusFile, Path(path), self.folder.name))
+                for path in (run.metrics_file,)
+                if self.is_main and path
             ],
         )
         self.bar = ProgressBar(
@@ -288,10 +306,10 @@ def _times(account: Mapping[str, float]) -> dict[str, float]:
 def check_trackers(run: RunConfig) -> None:
     """Raise ConfigError or MissingPackageError if a tracker that was asked for can't be there."""
     for name in tracker_names(run.tracker):
-        if name == WANDB and importlib.util.find_spec(WANDB) is None:
+        if name in (WANDB, MLFLOW) and importlib.util.find_spec(name) is None:
             raise MissingPackageError(
-                "tracker wandb: Weights & Biases is not installed",
-                fix=pip_command("requirements-extras.txt", "wandb"),
+                f"tracker {name}: its package is not installed",
+                fix=pip_command("requirements-extras.txt", name),
             )
         if ":" in name:
             import_callable(name, setting="tracker", error=ConfigError)
@@ -304,8 +322,9 @@ def has_tensorboard(run: RunConfig) -> bool:
 
 def _make_tracker(name: str, config: Config, folder: Path) -> Tracker:
     settings = flatten(config)
-    if name == WANDB:
-        return WandbTracker(folder=folder, settings=settings)
+    if name in (WANDB, MLFLOW):
+        kind = WandbTracker if name == WANDB else MlflowTracker
+        return kind(folder=folder, settings=settings)
     make = import_callable(name, setting="tracker", error=ConfigError)
     tracker: Tracker = make(folder=folder, settings=settings)
     return tracker

@@ -1,7 +1,9 @@
 """Trackers: what they get, and that none of them stops training."""
 
 import json
+import math
 import re
+import sqlite3
 import sys
 import threading
 import time
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 
 from hardened_ddp.reporting.metrics import MetricsLog
-from hardened_ddp.reporting.trackers import TrackerThread
+from hardened_ddp.reporting.trackers import PrometheusFile, TrackerThread
 from tests.harness.ranks import train
 from tests.harness.run_folder import read_summary
 from tests.settings.given import problem_of, settings_of
@@ -150,9 +152,53 @@ def test_weights_and_biases_keeps_one_run_for_a_run_folder(
     assert (tmp_path / "r" / "tensorboard").is_dir()
 
 
+@pytest.mark.slow
+def test_mlflow_keeps_one_run_for_a_run_folder(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow", reason="requirements-extras.txt has it")
+    argv = [*ARGV, "--output_dir", tmp_path, "--tracker", "mlflow"]
+    for last in ("4", "6"):
+        finished = train([*argv, "--max_steps", last], 1, timeout_s=240).ok()
+        assert "failed, training continues" not in finished.output
+    folder = tmp_path / "r" / "mlflow"
+    run_id = (folder / "run-id.txt").read_text().strip()
+    with sqlite3.connect(folder / "mlflow.db") as store:
+        found = store.execute("select run_uuid, key, step from metrics").fetchall()
+    assert {row[0] for row in found} == {run_id}
+    assert {2, 4, 6} <= {step for _, key, step in found if key == "loss/train"}
+
+
+def test_the_metrics_file_is_whole_and_has_the_newest_values_of_all_kinds(tmp_path: Path) -> None:
+    path = tmp_path / "ddp.prom"
+    argv = [*ARGV, "--output_dir", tmp_path, "--metrics_file", path]
+    train(argv, 2).ok()
+    lines = path.read_text().splitlines()
+    values = {line.split("{")[0]: line for line in lines if not line.startswith("#")}
+    assert values["ddp_training_step"] == 'ddp_training_step{run="r"} 4'
+    assert {"ddp_training_loss_train", "ddp_training_accuracy_test"} <= values.keys()
+    form = r'ddp_training_\w+\{run="r"\} (NaN|[+-]?Inf|-?[0-9.e+-]+)'  # no timestamp behind
+    assert all(re.fullmatch(form, line) for line in values.values())
+    assert len(lines) == 2 * len(values)
+    assert [p.name for p in tmp_path.iterdir() if p.is_file()] == ["ddp.prom"]
+
+
+def test_a_metrics_file_that_cannot_be_written_stops_nothing_and_is_written_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = PrometheusFile(tmp_path / "later" / "ddp.prom", "a")
+    for step in range(3):
+        file.log(step, {"loss": math.nan})
+    assert len(caplog.messages) == 1
+    (tmp_path / "later").mkdir()
+    file.log(3, {"loss": -math.inf})
+    text = (tmp_path / "later" / "ddp.prom").read_text()
+    assert 'ddp_training_loss{run="a"} -Inf' in text
+
+
 @pytest.mark.parametrize("word", ["tensorbord", "wandb,", "tensorboard wandb", "none,wandb"])
 def test_an_unknown_tracker_is_refused(word: str) -> None:
-    assert "needs tensorboard, wandb, package.module:Class" in problem_of(f"--tracker '{word}'")
+    assert "needs tensorboard, wandb, mlflow, package.module:Class" in problem_of(
+        f"--tracker '{word}'"
+    )
 
 
 def test_a_tracker_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
