@@ -18,7 +18,8 @@ usage: ./launch_examples.sh [--dry-run] PRESET [more arguments for its command]
    8    continue the newest run in one process (on all GPUs: 2 --resume newest)
    9    TensorBoard on all runs
   10    doctor: what is wrong with this machine?
-  test  the quick tests, 3 minutes (--all: everything, 16; also --hostile and --soak)
+  test  the quick tests, 3 minutes (--all: everything, 16; also --hostile and --soak);
+        first with --torch 2.15.0: with this torch, in an environment of its own
 
 --dry-run prints the command, quoted for the shell, and does nothing else.
 TEXT
@@ -34,7 +35,13 @@ more=("${words[@]:1}")
 setup=(./setup.sh --print_python "${dry_run[@]}")
 case $preset in
   [1-9] | 10) ;;
-  test) setup+=(--dev) ;;
+  test)
+    setup+=(--dev)
+    if [[ ${more[0]:-} == --torch ]]; then
+      setup+=("${more[@]:0:2}")
+      more=("${more[@]:2}")
+    fi
+    ;;
   "" | -h | --help)
     usage
     exit 0
@@ -74,8 +81,8 @@ count_gpus() {
 python=$("${setup[@]}")
 if [[ $python == "$(command -v python)" ]]; then
   python=python
-elif [[ $python == "$PWD/.venv/bin/python" ]]; then
-  python=.venv/bin/python
+elif [[ $python == "$PWD"/.venv*/bin/python ]]; then
+  python=${python#"$PWD/"}
 fi
 # WHY the whole path then: it tells the script that its user is not in this folder.
 script=ddp_training.py

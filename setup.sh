@@ -7,23 +7,26 @@ cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")"
 
 usage() {
   cat <<'TEXT'
-usage: ./setup.sh [--dev] [--offline WHEELS] [--dry-run] [--print_python]
+usage: ./setup.sh [--dev] [--offline WHEELS] [--torch VERSION] [--dry-run] [--print_python]
 
   --dev              also install what the tests and checks need (requirements-dev.txt)
   --offline WHEELS   install from the folder WHEELS only, without network; fill it on another
                      machine of this kind, with the same Python and from this folder:
                      pip download -r requirements-dev.txt -d WHEELS
+  --torch VERSION    any from 2.11 to 2.15, such as 2.15.0, in an environment of its own:
+                     .venv-torch-VERSION in this folder
   --dry-run          say what would be done, and change nothing
   --print_python     print the path of the environment's Python on stdout, and nothing else there
 
 Uses the active environment, or the python on PATH, if it has everything in requirements.txt: the
-versions pinned there, and any torch from 2.11 to 2.13. Otherwise it makes .venv in this folder.
+versions pinned there, and any torch from 2.11 to 2.15. Otherwise it makes .venv in this folder.
 TEXT
 }
 
 venv=$PWD/.venv
 requirements="requirements.txt"
 wheels=""
+torch=""
 is_dry_run=false
 prints_python=false
 while (($#)); do
@@ -35,6 +38,15 @@ while (($#)); do
         exit 2
       fi
       wheels=$2
+      shift
+      ;;
+    --torch)
+      if [[ ! ${2:-} =~ ^2\.1[1-5]\.[0-9]+$ ]]; then
+        echo "setup.sh: --torch needs a version from 2.11.0 to 2.15, such as 2.15.0" >&2
+        exit 2
+      fi
+      torch=$2
+      venv=$PWD/.venv-torch-$torch
       shift
       ;;
     --dry-run) is_dry_run=true ;;
@@ -77,7 +89,7 @@ stage() {
 # Print the pins that the Python $1 should have; status 0 if it has them, 3 if not. It reads only
 # the metadata of packages: importing torch alone takes a second.
 compare() {
-  "$@" - "$requirements" <<'PYTHON'
+  "$@" - "$requirements" "$torch" <<'PYTHON'
 import importlib.metadata
 import pathlib
 import sys
@@ -109,12 +121,15 @@ if sys.version_info < (3, 11):
     sys.exit(1)
 wanted = dict(pins(pathlib.Path(sys.argv[1])))
 found = {name: installed(name) for name in wanted}
-torch = minor(found.get("torch", ""), "2")
-if 11 <= torch <= 13:
+version = sys.argv[2] or found.get("torch", "")
+torch = minor(version, "2")
+if 11 <= torch <= 15:
     # An installed torch is kept, with the torchvision that matches it.
-    wanted["torch"] = found["torch"]
-    fits = minor(found["torchvision"], "0") == torch + 15
-    wanted["torchvision"] = found["torchvision"] if fits else f"0.{torch + 15}.*"
+    wanted["torch"] = version
+    # From 0.29.1 on a torchvision works with later ones of torch, too.
+    matching = min(torch + 15, 29)
+    fits = minor(found["torchvision"], "0") == matching
+    wanted["torchvision"] = found["torchvision"] if fits else f"0.{matching}.*"
 for name, version in wanted.items():
     print(f"{name}=={version}")
 sys.exit(0 if wanted == found else 3)
@@ -144,6 +159,10 @@ has_all() {
 # Print the Python of an environment that has everything.
 find_environment() {
   local python
+  if [[ -n $torch ]]; then # only its own
+    has_all "$venv/bin/python" && echo "$venv/bin/python"
+    return
+  fi
   for python in "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" \
     "${CONDA_PREFIX:+$CONDA_PREFIX/bin/python}" "$venv/bin/python"; do
     if has_all "$python"; then
@@ -188,7 +207,7 @@ take_turn() {
   exec 9>>"$venv/lock"
   command -v flock >/dev/null || return 0
   if ! flock --nonblock --conflict-exit-code 75 9; then
-    say "another set-up is working on .venv; waiting for it"
+    say "another set-up is working on ${venv##*/}; waiting for it"
     flock 9 || true
   fi
 }
@@ -196,12 +215,12 @@ take_turn() {
 make_environment() {
   local base=$1 pins pip note="" before=$SECONDS
   if is_half_installed; then
-    say "the last installation was interrupted; rebuilding .venv"
+    say "the last installation was interrupted; rebuilding ${venv##*/}"
   fi
   if is_half_installed || ! "$venv/bin/python" -I -m pip --version >/dev/null 2>&1; then
     find "$venv/" -mindepth 1 -maxdepth 1 ! -name lock -exec rm -rf {} +
     touch "$venv/unfinished"
-    stage "making .venv with $("$base" --version)" "$base" -m venv "$venv"
+    stage "making ${venv##*/} with $("$base" --version)" "$base" -m venv "$venv"
   fi
   touch "$venv/unfinished" # WHY again: files that change from here on are newer than this one
   mapfile -t pins < <(compare "$venv/bin/python" -I)
@@ -225,7 +244,7 @@ make_environment() {
     return 1
   fi
   rm "$venv/unfinished"
-  say "ready in $((SECONDS - before)) s; to type commands yourself: source .venv/bin/activate"
+  say "ready in $((SECONDS - before)) s; to type commands yourself: source ${venv##*/}/bin/activate"
 }
 first_import="
 import psutil, safetensors.torch, sklearn.datasets, tqdm, yaml
@@ -236,7 +255,7 @@ import torch.utils.tensorboard
 if python=$(find_environment); then
   $prints_python || say "nothing to install: $python has all of $requirements"
 elif $is_dry_run; then
-  say "would install $requirements into .venv"
+  say "would install $requirements into ${venv##*/}"
   python=$venv/bin/python
 else
   trap 'echo >&2; say "interrupted; ./setup.sh continues from here"; exit 130' INT TERM

@@ -96,7 +96,8 @@ def test_an_installation_that_was_killed_is_made_anew_and_the_next_does_nothing(
         ("2.11.0", "0.26.0", True),
         ("2.12.1", "0.28.0", False),
         ("2.10.0", "0.25.0", False),
-        ("2.14.0", "0.29.0", False),
+        ("2.15.0", "0.29.2", True),
+        ("2.16.0", "0.31.0", False),
     ],
 )
 def test_a_torch_that_is_there_stays_if_it_is_new_enough(
@@ -104,6 +105,24 @@ def test_a_torch_that_is_there_stays_if_it_is_new_enough(
 ) -> None:
     pretend(installed, torch=torch, torchvision=torchvision)
     assert ("would install" in set_up(installed, "--dry-run").stderr) != is_enough
+
+
+@pytest.mark.slow
+def test_another_torch_gets_an_environment_of_its_own(installed: Path) -> None:
+    for name, version in (("torch", "2.15.0"), ("torchvision", "0.29.2")):
+        wheel(installed / "wheels", name, version)
+    told = {"--torch 2.16.0": "2.11.0 to 2.15", "--torch": "2.11.0 to 2.15"}
+    for words, what in told.items():
+        assert what in set_up(installed, *words.split()).stderr
+    assert ".venv-torch-2.15.0" in set_up(installed, "--dry-run", "--torch", "2.15.0").stderr
+    done = set_up(installed, "--torch", "2.15.0", "--print_python").ok()
+    own = installed / ".venv-torch-2.15.0"
+    assert Path(done.stdout.strip()) == own / "bin" / "python"
+    for folder, versions in ((own, ("2.15.0", "0.29.2")), (installed / ".venv", None)):
+        [site] = folder.glob("lib/python*/site-packages")
+        found = {d.name: d.version for d in importlib.metadata.distributions(path=[str(site)])}
+        assert (found["torch"], found["torchvision"]) == (versions or ("2.13.0", "0.28.0"))
+    assert "nothing to install" in set_up(installed, "--torch", "2.15.0").stderr
 
 
 @pytest.mark.slow
@@ -198,6 +217,8 @@ def set_up(folder: Path, *words: str, env: dict[str, str] | None = None) -> Fini
     """Run setup.sh of a folder, from above it, with the stubs that lie there."""
     wheels = f"{folder.name}/wheels"
     argv = [folder / "setup.sh", "--offline", wheels, *words]
+    # WHY no file: this machine's own may cap the versions
+    env = {"PIP_CONFIG_FILE": os.devnull, **(env or {})}
     return run_command(argv, timeout_s=90, cwd=folder.parent, env=env)
 
 
