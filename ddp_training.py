@@ -338,6 +338,8 @@ def fit(run: Run) -> Ending:
             break
         if config.loop.eval_every_steps and is_due_for_evaluation(run.parts, progress):
             run.measure()  # collective
+            if stops_early(run.parts, progress):
+                run.rollback.compare_or_roll_back()  # collective: the comparison at the end
             if stop.reason or stops_early(run.parts, progress):
                 break
         if stop.has_looked:  # some times a second

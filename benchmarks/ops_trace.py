@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.ops_models import MODELS, bare_loss, sample_inputs
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.step import async_device, parts, step
-from hardened_ddp.training import evaluation, run, run_report
+from hardened_ddp.training import run, run_report
 
 ROOT = str(Path(__file__).resolve().parents[1])
 BARE_STEPS = 4
@@ -256,7 +256,7 @@ def _count_run(steps: StepTrace, model: nn.Module) -> None:
     )
     _around(step.Stepper, "train_step", lambda stepper, window, batches: _begin(steps, batches))
     _around(run.Run, "report_losses", lambda *_: steps.report())
-    _around(evaluation, "evaluate", lambda *_, **__: steps.begin(EVALUATION))
+    _around(run, "evaluate", lambda *_, **__: steps.begin(EVALUATION))
     _around(Batch, "to", lambda batch, *_, **__: _trace.add((batch.inputs, batch.targets)))
     _around(run_report.RunReport, "log_evaluation", lambda *_: steps.begin(REPORT))
     windows = run.Run.windows

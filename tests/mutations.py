@@ -25,7 +25,7 @@ class Mutation(NamedTuple):
 BY_FILE: dict[str, list[tuple[str, str, str]]] = {
     "data/batches/sampler.py": [
         ("(rank < num_longer)", "(rank <= num_longer)", "sampler"),
-        ("drop_last and self.size >= global_batch", "drop_last", "sampler"),
+        ("drop_last and length >= global_batch", "drop_last", "sampler"),
         ("lru_cache(maxsize=2)", "lru_cache(maxsize=1)", "sampler"),
     ],
     "data/batches/ledger.py": [

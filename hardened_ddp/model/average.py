@@ -59,15 +59,9 @@ class WeightAverage:
         self.is_in_model = False
         """Model and averages are exchanged: see in_model."""
 
-    @property
-    def size_bytes(self) -> int:
-        """Of all averages."""
-        return sum(self._averages[name].nbytes for name in self._names)
-
-    @property
-    def count(self) -> int:
-        """The tensors that are averaged."""
-        return len(self._names)
+    def __str__(self) -> str:
+        size_mib = sum(self._averages[name].nbytes for name in self._names) / 2**20
+        return f"averages of {len(self._names)} tensors (--ema, {size_mib:.1f} MiB)"
 
     @torch.no_grad()
     def update(self, step: int, skipped: torch.Tensor | None = None) -> None:
@@ -103,10 +97,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take averages of a checkpoint; without any, begin with the model's weights as they are.
-
-        Rank-local.
-        """
+        """Take averages of a checkpoint; without any, begin with the weights as they are."""
         for name, tensor in zip(self._names, self._live(), strict=True):
             self._averages[name].copy_(tensors.get(f"{AVERAGE}{name}", tensor))
 

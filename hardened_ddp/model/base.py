@@ -14,6 +14,7 @@ from torch import nn
 
 from hardened_ddp.data.batches.fetch import preserved_rng
 from hardened_ddp.errors import CheckpointMismatchError
+from hardened_ddp.ranks.seeding import seed_update
 
 _LEAST_BYTES = 2**20
 """Frozen weights that are smaller are saved as all others: simpler for whoever reads them."""
@@ -41,7 +42,7 @@ def find_base(model: nn.Module, build: Callable[[], nn.Module]) -> dict[str, str
     if sum(p.nbytes for p in frozen) < _LEAST_BYTES:
         return {}
     with preserved_rng():
-        torch.manual_seed(_OTHER_SEED)
+        seed_update(_OTHER_SEED, step=0, device_type="cpu")
         again = frozen_hashes(build())
     return {n: digest for n, digest in frozen_hashes(model).items() if again.get(n) == digest}
 

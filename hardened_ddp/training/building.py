@@ -45,7 +45,7 @@ from hardened_ddp.step.parts import ASYNC_DEVICES
 from hardened_ddp.task.build import check_metrics, find_task, label_limit
 from hardened_ddp.task.task import Task
 from hardened_ddp.training.run_report import check_trackers
-from hardened_ddp.training.weights import copy_weights, load_initial_weights
+from hardened_ddp.training.weights import build_from_source, load_initial_weights
 
 log = logging.getLogger(__name__)
 
@@ -271,25 +271,14 @@ def describe_base(
     if saved is not None or not has_source:
         return (saved or {}).get("base") or {}
 
-    def build() -> nn.Module:
-        again = build_model(
-            chosen,
-            num_classes=data.num_classes,
-            input_shape=data.input_shape,
-            task=config.task.task,
-        )
-        if chosen.init_from:
-            copy_weights(again, Path(chosen.init_from))
-        return again
-
+    init_from = str(Path(chosen.init_from).absolute()) if chosen.init_from else ""
+    shape, task = data.input_shape, config.task.task
+    build = functools.partial(build_from_source, chosen, data.num_classes, shape, task, init_from)
     what = "looking for frozen weights"
     hashes = group.run_on_main(lambda: find_base(model, build), what=what)  # collective
-    if not hashes:
-        return {}
     revision = getattr(getattr(getattr(model, "net", None), "config", None), "_commit_hash", None)
     source = chosen.init_from or f"{chosen.model}{f' revision {revision}' if revision else ''}"
-    init_from = str(Path(chosen.init_from).absolute()) if chosen.init_from else ""
-    return {"source": source, "init_from": init_from, "sha256": hashes}
+    return {"source": source, "init_from": init_from, "sha256": hashes} if hashes else {}
 
 
 def _run_once(call: nn.Module, trial: Trial, sample: Batch) -> None:

@@ -137,8 +137,7 @@ def _work_line(parts: Parts, progress: Progress) -> str:
     if not parts.length.is_known:
         steps = "steps not known"
     if parts.average is not None:
-        mib = parts.average.size_bytes / 2**20
-        frozen += f", averages of {parts.average.count} tensors (--ema, {mib:.1f} MiB)"
+        frozen += f", {parts.average}"
     return (
         f"model {config.model.model}: {sum(numbers):,} parameters{frozen}; dataset "
         f"{config.data.dataset}: {size}{f', {test:,} to test' if test else ''}; "

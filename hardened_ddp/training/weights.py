@@ -234,18 +234,24 @@ def model_tensors(
 def _base_tensors(meta: Mapping[str, Any]) -> dict[str, Tensor]:
     if not (base := meta.get("base")):
         return {}
-    names = ("model", "model_args", "pretrained", "adapter")
-    model = build_model(
-        ModelConfig(**{name: meta[name] for name in names}),
-        num_classes=meta["num_classes"],
-        input_shape=tuple(meta["input_shape"]),
-        task=meta["task"]["name"],
+    config = ModelConfig(
+        **{name: meta[name] for name in ("model", "model_args", "pretrained", "adapter")}
     )
-    if base["init_from"]:
-        copy_weights(model, Path(base["init_from"]))
+    shape, task = tuple(meta["input_shape"]), meta["task"]["name"]
+    model = build_from_source(config, meta["num_classes"], shape, task, base["init_from"])
     check_base(model, base)
     state = model.state_dict()
     return {name: state[name] for name in base["sha256"]}
+
+
+def build_from_source(
+    config: ModelConfig, num_classes: int, input_shape: tuple[int, ...], task: str, init_from: str
+) -> nn.Module:
+    """Build a model with the weights that a run with these settings starts from. Rank-local."""
+    model = build_model(config, num_classes=num_classes, input_shape=input_shape, task=task)
+    if init_from:
+        copy_weights(model, Path(init_from))
+    return model
 
 
 def rebuild_model(weights: Mapping[str, Tensor], meta: Mapping[str, Any]) -> nn.Module:

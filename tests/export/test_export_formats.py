@@ -43,7 +43,7 @@ def inputs() -> torch.Tensor:
 def wanted(run: Path, inputs: torch.Tensor) -> torch.Tensor:
     tensors, meta = load_checkpoint(open_checkpoint(run, prefer_best=True))
     with torch.no_grad():
-        logits: torch.Tensor = rebuild_model(model_tensors(tensors), meta)(inputs)
+        logits: torch.Tensor = rebuild_model(model_tensors(tensors, meta), meta)(inputs)
     return logits
 
 

@@ -230,7 +230,7 @@ def test_an_image_processor_scales_as_the_training_did(tmp_path: Path) -> None:
 def check_exports(run: Path, folder: Path) -> None:
     """Load an export of a run as its users do, and compare the logits; and read the cards."""
     tensors, meta = load_checkpoint(open_checkpoint(run, prefer_best=True))
-    model = rebuild_model(model_tensors(tensors), meta)
+    model = rebuild_model(model_tensors(tensors, meta), meta)
     wanted = model(input_ids=IDS)["logits"]
     whole = export_model(run, output=folder / "whole", form="huggingface")
     gpt2 = import_extra("transformers", what="this test").GPT2LMHeadModel

@@ -104,7 +104,7 @@ class TestCommands:
     def test_evaluate_takes_a_run_a_file_and_settings(self) -> None:
         request = parse(["evaluate", "runs/a", "--output", "x.json", "--cpu_only"])
         assert request.command == "evaluate"
-        assert request.options == {"run": "runs/a", "output": "x.json"}
+        assert request.options == {"run": "runs/a", "output": "x.json", "weights": "averaged"}
         assert request.settings == {"resume": "runs/a", "cpu_only": True}
         assert parse(["evaluate", "runs/a", "--epoch", "3"]).problems
 
@@ -134,7 +134,8 @@ class TestCommands:
         assert parse(["doctor"]) == Request(command="doctor")
         request = parse(["export", "runs/first"])
         assert request.command == "export"
-        assert request.options == {"run": "runs/first", "format": "safetensors", "output": ""}
+        found = {"run": "runs/first", "format": "safetensors", "output": "", "weights": "averaged"}
+        assert request.options == found
         for words in (["runs/a", "--output", "x"], ["--output=x", "runs/a"]):
             options = parse(["export", *words]).options
             assert (options["run"], options["output"]) == ("runs/a", "x")

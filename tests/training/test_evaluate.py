@@ -44,7 +44,7 @@ def test_any_number_of_ranks_counts_what_a_plain_loop_counts(
         digits_run, tmp_path / "a.json", "--eval_batch_size", "7", ranks=ranks
     )
     tensors, meta = load_checkpoint(open_checkpoint(digits_run, prefer_best=True))
-    model, test = rebuild_model(model_tensors(tensors), meta), open_digits(train=False)
+    model, test = rebuild_model(model_tensors(tensors, meta), meta), open_digits(train=False)
     wanted = torch.zeros(10, 10, dtype=torch.int64)
     with torch.no_grad():
         logits = model(test.images)
@@ -99,7 +99,7 @@ def test_a_path_that_is_no_run_is_told_with_the_runs_that_there_are(digits_run: 
 
 def test_a_model_that_has_changed_since_is_refused_with_what_differs(digits_run: Path) -> None:
     tensors, meta = load_checkpoint(open_checkpoint(digits_run))
-    weights = model_tensors(tensors)
+    weights = model_tensors(tensors, meta)
     with pytest.raises(CheckpointMismatchError, match=r"layers\.1\.weight"):
         rebuild_model(weights, {**meta, "model_args": {"hidden": 7}})
     with pytest.raises(ModelError, match="which model it belongs to"):

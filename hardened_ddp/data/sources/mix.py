@@ -98,11 +98,9 @@ def open_mix(
     settings = parts_of(config)
     opened = [open_part(part.dataset, part, train=train) for part in settings]
     parts = [part for part in opened if part is not None]
-    if train and len(parts) < len(settings):
-        raise DataError("dataset mix: a part has no training samples", fix="leave it out")
-    if streams := [p for p, s in zip(opened, settings, strict=True) if p and not is_map_style(p)]:
+    if not all(map(is_map_style, parts)) or (train and len(parts) < len(settings)):
         raise DataError(
-            f"dataset mix: a {type(streams[0]).__name__} is a stream, and has no indices",
+            "dataset mix: a part is a stream, or has no training samples",
             fix="mix map-style data sets; a stream can mix others in its own open()",
         )
     names = [list(map(str, part.classes)) for part in parts if hasattr(part, "classes")]
