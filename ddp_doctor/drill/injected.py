@@ -24,6 +24,7 @@ from ddp_doctor.audit.injected.recorder import Foreign, Recorder
 from ddp_doctor.audit.injected.training import is_compiling, parameters_of
 
 CHECKPOINTS = (".pt", ".pth", ".ckpt", ".safetensors", ".bin", ".tar", ".pkl", ".distcp")
+OF_OUTPUT = ("nan", "oom")  # given by what forward returns
 SAVE_FAULTS, CUT_BYTES = ("full-disk", "kill-in-save"), 4099  # a size that no program chooses
 CACHES, KEPT_BATCHES = {".cache", ".config", ".triton", "__pycache__"}, 64
 
@@ -35,7 +36,7 @@ class Drilled:
         self.plan, self.kind = plan, str(plan["fault"])
         self.roots = tuple(f"{folder.rstrip('/')}/" for folder in plan["folders"])
         self.recorder = Recorder(plan["records"])
-        self.rank, self.num_steps = -1, 0
+        self.rank, self.num_steps, self._num_optimizers = -1, 0, 0
         self._optimizers = weakref.WeakKeyDictionary[Foreign, int]()
         self._iterators = weakref.WeakSet[Foreign]()
         self._inside: Foreign = None
@@ -92,7 +93,8 @@ class Drilled:
         self._inside, parameters = optimizer, parameters_of(optimizer)
         self._limit(False)
         if optimizer not in self._optimizers:
-            self._optimizers[optimizer] = len(self._optimizers)
+            self._optimizers[optimizer] = self._num_optimizers
+            self._num_optimizers += 1
             self.emit("first", o=self._optimizers[optimizer], w=_digest(parameters))
         states = [sorted(optimizer.state.get(p, {}).items(), key=str) for p in parameters]
         self._before = {
@@ -117,8 +119,7 @@ class Drilled:
 
     def _deliver(self, iterator: Foreign, indices: Foreign, data: Foreign) -> None:
         self._iterators.add(iterator)
-        tensors = [t for t in leaves(data, []) if hasattr(t, "untyped_storage") and t.numel()]
-        if not tensors:
+        if not (tensors := _tensors(data)):
             return
         dataset: Foreign = getattr(iterator, "_dataset", None)
         names = None
@@ -139,8 +140,7 @@ class Drilled:
 
     def _find(self, inputs: Foreign) -> dict[str, Foreign] | None:
         """Find the batch that a forward gets: by content, as it may be a copy; the oldest."""
-        tensors = [t for t in leaves(inputs, []) if hasattr(t, "untyped_storage") and t.numel()]
-        contents = {_content(t) for t in tensors}
+        contents = {_content(tensor) for tensor in _tensors(inputs)}
         alike = [batch for batch in self._batches if batch["content"] in contents]
         again = [batch for batch in alike if batch["step"] == self.num_steps + 1]
         return next(iter([*again, *(batch for batch in alike if not batch["step"])]), None)
@@ -161,6 +161,8 @@ class Drilled:
                 batch["step"] = self.num_steps + 1
                 # WHY now: others may end this step, with this rank's gradient, without this rank
                 self.emit("use", n=batch["step"], names=batch["names"])
+            if kind in OF_OUTPUT and not any(t.requires_grad for t in _tensors(output)):
+                self.emit("missed", what="the output of forward has no tensor that is known")
             return _broken(output, kind)
 
         module.DistributedDataParallel.forward = forward
@@ -207,7 +209,7 @@ class Drilled:
 
     def hear(self, event: str, args: Foreign) -> None:
         """Listen to Python's audit events of files."""
-        if event == "open" and isinstance(args[0], str | os.PathLike):
+        if event == "open" and isinstance(args[0], str | bytes | os.PathLike):
             mode, is_written = args[1], args[2] & (os.O_WRONLY | os.O_RDWR)
             if isinstance(mode, str):
                 is_written = any(letter in mode for letter in "wax+")
@@ -215,8 +217,9 @@ class Drilled:
                 self._note_read(args[0])
                 return
             self._refuse_outside(args[0])
-            if str(args[0]).endswith(CHECKPOINTS) and not self._is_armed:
-                self._begin_save(os.path.abspath(args[0]))
+            path = os.path.abspath(os.fsdecode(args[0]))
+            if path.endswith(CHECKPOINTS) and not self._is_armed:
+                self._begin_save(path)
         elif event in ("os.rename", "os.link", "os.symlink"):
             self._refuse_outside(args[1])
         elif event in ("os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"):
@@ -254,7 +257,8 @@ class Drilled:
         kind, step = self.kind, self.plan["step"]
         is_late = kind == "dead-worker" and self.num_steps >= step
         is_due = self.rank == self.plan["rank"] and (self.num_steps == step - 1 or is_late)
-        if not kind or kind in SAVE_FAULTS or not is_due:
+        is_other = kind in SAVE_FAULTS or (kind in OF_OUTPUT and self.plan["point"] == "step")
+        if not kind or is_other or not is_due:
             return ""
         # A worker that has nothing left to fetch would die without harm.
         busy = [i for i in list(self._iterators) if getattr(i, "_tasks_outstanding", 0)]
@@ -266,7 +270,7 @@ class Drilled:
         if kind in ("kill-rank", "hang", "dead-worker"):
             number = signal.SIGSTOP if kind == "hang" else signal.SIGKILL
             os.kill(workers[0] if kind == "dead-worker" else os.getpid(), number)
-        elif kind not in ("nan", "oom"):
+        elif kind not in OF_OUTPUT:
             time.sleep(0.5 if kind == "term" else 60)  # until the drill, which sees the mark, acts
         return kind
 
@@ -274,6 +278,10 @@ class Drilled:
         """Forget what belongs to the parent."""
         self.recorder.forget()
         self.num_steps, self._is_armed = 0, False
+
+
+def _tensors(data: Foreign) -> list[Foreign]:
+    return [t for t in leaves(data, []) if hasattr(t, "untyped_storage") and t.numel()]
 
 
 def _digest(values: list[Foreign]) -> str:
@@ -300,7 +308,7 @@ def _broken(output: Foreign, kind: str) -> Foreign:
     def fail(gradient: Foreign) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (drill)")
 
-    if kind not in ("nan", "oom"):
+    if kind not in OF_OUTPUT:
         return output
     if isinstance(output, torch.Tensor):
         if output.requires_grad and kind == "oom":

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_doctor.drill.injected import CHECKPOINTS, CUT_BYTES, SAVE_FAULTS
+from ddp_doctor.drill.injected import CHECKPOINTS, CUT_BYTES, OF_OUTPUT, SAVE_FAULTS
 from ddp_doctor.drill.runs import KILLS_ALL, OTHER_RANKS, SLOW, Case, Facts
 from ddp_doctor.drill.story import (
     Part,
@@ -45,6 +45,7 @@ FAULTS = {  # and the words by which a log would name the cause; none: nobody is
 }
 NO_CULPRIT = ("term", "cut-checkpoint")
 NEEDS = {"dead-worker": "no DataLoader worker was busy", "cut-checkpoint": "no checkpoint file"}
+NEEDS |= dict.fromkeys(OF_OUTPUT, "no forward of DDP was seen")
 NEEDS |= dict.fromkeys(SAVE_FAULTS, "nothing was saved from there on")
 WITHIN_S, LARGER = 2.0, 1.2
 """Files of one checkpoint are written within so long; the one to cut is so much larger."""
@@ -103,6 +104,7 @@ class Drill:
         is_whole_run = went_on and (self.is_resized or parts[-1].end == total)
         self._judge_result(parts, uses_of(case, parts) if is_whole_run else {})
         self._judge_log()
+        self.unknown += [r["what"] for p in case.processes() for r in p.all("missed")]
         verdict = "not measured" if self.unknown else "nothing lost"
         facts["verdict"] = "lost" if self.lost else verdict
         return facts

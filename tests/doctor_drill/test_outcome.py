@@ -131,6 +131,13 @@ def test_a_run_that_hung_or_does_not_start_again_lost_something(tmp_path: Path) 
     assert (facts["orphans"], facts["steps_lost"], facts["weights"]) == (None, None, None)
 
 
+def test_a_fault_that_missed_the_output_says_nothing(tmp_path: Path) -> None:
+    missed = {"k": "missed", "what": "no tensor that is known"}
+    facts = drilled(tmp_path, ({"status": 0}, [*WHOLE, FIRED, missed], ""), fault="nan")
+    assert facts["not_measured"] == ["no tensor that is known"]
+    assert facts["verdict"] == "not measured"
+
+
 def test_a_fault_that_did_not_come_says_nothing(tmp_path: Path) -> None:
     facts = drilled(tmp_path, ({"status": 0}, WHOLE, ""), fault="dead-worker")
     assert facts["verdict"] == "not applicable"

@@ -1,0 +1,145 @@
+"""The parts that run inside a drilled process: which batch a forward gets, what may be written."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Subset, TensorDataset
+
+from ddp_doctor.drill.injected import Drilled, _broken, _digest
+
+
+def drilled(folder: Path, **plan: Any) -> Drilled:
+    (folder / "records").mkdir(parents=True)
+    order = {"records": f"{folder}/records", "mark": f"{folder}/fired", "rank": 1, "step": 3}
+    order |= {"fault": "", "point": "forward", "folders": [f"{folder}/own"]} | plan
+    made = Drilled(order)
+    made.rank = 1
+    return made
+
+
+def told(folder: Path, kind: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for p in folder.glob("records/*") for line in p.open()]
+    return [line for line in lines if line["k"] == kind]
+
+
+class Iterator:
+    """As torch's, with a part of a dataset."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+
+def test_a_batch_is_found_by_content_in_a_copy_and_used_once_in_a_retried_step(
+    tmp_path: Path,
+) -> None:
+    made = drilled(tmp_path)
+    data = TensorDataset(torch.arange(40.0).reshape(10, 4))
+    iterator = Iterator(Subset(data, [9, 8, 7, 6]))
+    for indices in ([0, 1], [2, 3]):
+        made._deliver(iterator, indices, [torch.stack([data[9 - i][0] for i in indices])])
+    copy = torch.stack([data[7][0], data[6][0]]).double().clone()
+    found = made._find([[copy], {}])
+    assert found is not None
+    assert found["names"] == [7, 6], "the indices of the innermost dataset"
+    found["step"] = 1
+    assert made._find([copy]) is found, "again in the same step"
+    made.num_steps = 1
+    assert made._find([copy]) is None, "used by an earlier step"
+    assert made._find([torch.ones(3)]) is None
+
+
+def test_samples_of_an_iterable_dataset_are_named_by_their_contents(tmp_path: Path) -> None:
+    made = drilled(tmp_path)
+    rows = torch.randn(3, 4)
+    made._deliver(Iterator(object()), [None, None, None], {"x": rows, "y": torch.zeros(3)})
+    made._deliver(Iterator(object()), None, rows.flip(0))
+    first, second = (batch["names"] for batch in made._batches)
+    assert len(set(first)) == 3
+    assert second == first[::-1]
+
+
+def test_any_bit_changes_the_digest_of_weights() -> None:
+    weights = [torch.randn(3, 4), torch.randn(5)]
+    before = _digest(weights)
+    assert _digest([w.clone() for w in weights]) == before
+    weights[1].view(torch.int32)[2] ^= 1
+    assert _digest(weights) != before
+    assert _digest([1.0, *weights]) != _digest([2.0, *weights])
+
+
+@pytest.mark.parametrize("wrap", [lambda t: t, lambda t: (t, 1), lambda t: {"loss": t, "n": 1}])
+def test_an_output_is_broken_in_each_form_that_is_known(wrap: Any) -> None:
+    weight = torch.ones(2, requires_grad=True)
+    bad = _broken(wrap(weight * 2), "nan")
+    tensor = bad if isinstance(bad, torch.Tensor) else bad["loss"] if "loss" in bad else bad[0]
+    assert tensor.isnan().all()
+    bad = _broken(wrap(weight * 2), "oom")
+    tensor = bad if isinstance(bad, torch.Tensor) else bad["loss"] if "loss" in bad else bad[0]
+    with pytest.raises(torch.OutOfMemoryError):
+        tensor.sum().backward()
+
+
+def test_writes_outside_are_refused_through_links_too_and_open_descriptors_are_none(
+    tmp_path: Path,
+) -> None:
+    made = drilled(tmp_path)
+    (own := tmp_path / "own").mkdir()
+    (own / "link").symlink_to(tmp_path)
+    made.hear("open", (str(own / "a"), "w", 0))
+    made.hear("open", (str(tmp_path / "a"), "r", 0))
+    made.hear("open", (str(tmp_path / "a"), None, os.O_RDONLY))
+    made.hear("open", ("/proc/self/fd/1", "w", 0))
+    made.hear("os.mkdir", (str(tmp_path), 511, -1))  # it is there already
+    made.hear("os.remove", ("a", 7))  # relative to a folder that is open
+    for event, args in (
+        ("open", (str(own / "link" / "a"), "w", 0)),
+        ("open", (str(tmp_path / "a").encode(), None, os.O_RDWR | os.O_CREAT)),
+        ("os.rename", (str(own / "a"), str(tmp_path / "b"), -1, -1)),
+        ("shutil.rmtree", (str(tmp_path / "b"), None)),
+        ("os.mkdir", (str(tmp_path / "b"), 511, -1)),
+    ):
+        with pytest.raises(PermissionError, match="outside"):
+            made.hear(event, args)
+    assert {record["path"] for record in told(tmp_path, "outside")} == {
+        f"{tmp_path}/a",
+        f"{tmp_path}/b",
+    }
+
+
+def test_a_fault_comes_once_in_its_step_on_its_rank(tmp_path: Path) -> None:
+    made = drilled(tmp_path, fault="exception")
+    assert made._strike() == ""
+    made.num_steps = 2
+    made.rank = 0
+    assert made._strike() == ""
+    made.rank = 1
+    with pytest.raises(RuntimeError, match="drill"):
+        made._strike()
+    assert made._strike() == "", "once, in whatever start"
+    assert [record["n"] for record in told(tmp_path, "fault")] == [3]
+    other = drilled(tmp_path / "2", fault="nan", point="step")
+    other.num_steps = 2
+    assert other._strike() == "", "without a forward of DDP there is no output to break"
+    assert not (tmp_path / "2/fired").exists()
+
+
+def test_a_handlers_exception_that_rises_in_a_hook_is_the_programs(tmp_path: Path) -> None:
+    made = drilled(tmp_path)
+
+    def handler(number: int, frame: object) -> None:
+        raise RuntimeError("DataLoader worker (pid 7) is killed")
+
+    def hook() -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    previous = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(RuntimeError, match="is killed"):
+            made.recorder.guarded(hook)()
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
