@@ -6,6 +6,8 @@
     python ddp_training.py evaluate RUN             how good is each class? JSON and a table
     python ddp_training.py watch RUN                what is each rank doing, and how fast?
     python ddp_training.py report RUN ...           curves, faults and times as one HTML file
+    python ddp_training.py replay RUN --step N      this step again: what was in it?
+    python ddp_training.py diff RUN RUN             where do two runs part, and why?
     python ddp_training.py explain LOG              why did this job fail? of any DDP program
     python ddp_training.py doctor                   what is wrong with this machine?
     python ddp_training.py audit -- COMMAND         what is silently wrong in your own program?
@@ -77,7 +79,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hardened_ddp")
 
-TOOLS = ("doctor", "explain", "watch", "report", "verify-ledger", "audit", "version", "drill")
+TRAINER = ("train", "evaluate", "export")  # no other command needs more than ddp_runs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from ddp_drills.command import run_drills
 
             return run_drills(request, output=printed(sys.stdout), env=environment())
-        if request.command in TOOLS:  # none of them trains, or waits for torch to be imported
+        if request.command not in TRAINER:  # none of them trains, or waits for torch to be imported
             from ddp_runs.tools import run_tool
 
             return run_tool(request)
@@ -323,6 +325,10 @@ def fit(run: Run) -> Ending:
     from hardened_ddp.training.rollback import Course
     from hardened_ddp.training.run import Ending
 
+    if plan := environment().get("HARDENED_DDP_REPLAY"):  # set by the command replay
+        from ddp_runs.replay_rank import replay_steps
+
+        return replay_steps(run, Path(plan))  # collective
     config, progress, stop = run.parts.config, run.progress, run.stop
     # A window: the samples of one optimizer step over all ranks. batches: this rank's share of it,
     # in micro-batches. After those of an epoch comes a None; after a rollback they begin again.

@@ -41,7 +41,7 @@ _NO_SAVES = ["--checkpoint_every_steps", "0"]
 _LIMIT_S = 300
 
 _FLAGS = ["--cpu_only", "--model", "step_trace:build", "--eval_every", "0", "--epochs", "1000"]
-_FLAGS += ["--log_interval", "1000"]
+_FLAGS += ["--log_interval", "1000", "--digests", "off"]
 
 
 def main() -> int:

@@ -15,6 +15,7 @@ from hardened_ddp.errors import ConfigError, UnreadableLogError
 from hardened_ddp.ranks.launch import environment
 from hardened_ddp.reporting.sinks import printed
 from hardened_ddp.settings.cli import Request
+from hardened_ddp.settings.record import yaml_word
 from hardened_ddp.settings.typed_command import own_command
 
 
@@ -61,6 +62,8 @@ def _run(request: Request) -> int:
             from ddp_runs.report import run_report
 
             return run_report(request.options, output=output)
+        case "replay" | "bisect" | "diff":
+            return _replay(request, output)
         case "verify-ledger":
             from ddp_runs.ledger_check import check_ledger
             from hardened_ddp.settings.config import Config
@@ -94,6 +97,28 @@ def _drill_program(request: Request, output: TextIO) -> int:
         text = "drill -- COMMAND takes no NAME, no --ranks and no --table: see --faults"
         raise UsageError(text, fix=options["usage"])
     return run_drill(options, request.program, output=output, env=environment())
+
+
+def _replay(request: Request, output: TextIO) -> int:
+    if request.command == "diff":
+        from ddp_runs.replay_diff import run_diff
+
+        return run_diff(request.options, output=output)
+    if request.command == "bisect":
+        from ddp_runs.replay_bisect import run_bisect
+
+        return run_bisect(request.options, _settings_of(request), output=output)
+    from ddp_runs.replay import run_replay
+
+    return run_replay(request.options, _settings_of(request), output=output)
+
+
+def _settings_of(request: Request) -> list[str]:
+    """Write the settings of a request as flags again, for a trainer. Raises ConfigError."""
+    if request.problems:
+        raise ConfigError("; ".join(request.problems), fix=own_command(request.command, "--help"))
+    given = {name: value for name, value in request.settings.items() if name != "resume"}
+    return [f"--{name}={yaml_word(value)}" for name, value in given.items()]
 
 
 def _positive(request: Request, name: str) -> int:

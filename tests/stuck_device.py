@@ -34,7 +34,7 @@ from tests import plugins
 
 PLAN = json.loads(os.environ["STUCK_DEVICE"])
 _FOLDER = Path(PLAN["folder"])
-_compute_gradient, _update = Stepper._compute_gradient, torch.optim.AdamW.step
+compute_the_gradient, _update = Stepper.compute_gradient, torch.optim.AdamW.step
 
 
 class Device:
@@ -143,7 +143,7 @@ def do_step(optimizer: torch.optim.AdamW) -> None:
 def compute_gradient(self: Stepper, *arguments: Any) -> Attempt:
     """Begin a step behind the last update."""
     _device().settle()
-    return _compute_gradient(self, *arguments)
+    return compute_the_gradient(self, *arguments)
 
 
 class Points(Dataset[Any]):
@@ -256,7 +256,7 @@ parts.ASYNC_DEVICES = (*parts.ASYNC_DEVICES, "cpu")
 async_device.Event = QueuedEvent  # type: ignore[assignment, misc]
 async_device.Flag = QueuedFlag  # type: ignore[misc]
 ByDdp._send = send  # type: ignore[method-assign]
-Stepper._compute_gradient = compute_gradient  # type: ignore[method-assign]
+Stepper.compute_gradient = compute_gradient  # type: ignore[method-assign]
 CheckpointWriter.submit = submit  # type: ignore[method-assign]
 CheckpointStore.write = write  # type: ignore[method-assign]
 torch._C._distributed_c10d._dump_nccl_trace_json = dump  # type: ignore[attr-defined]

@@ -81,6 +81,7 @@ class CheckpointStore:
         root: Path,
         *,
         keep_last: int,
+        keep_milestones: int = 0,
         disk: Disk | None = None,
         before_commit: Callable[[], None] = lambda: None,
     ) -> None:
@@ -88,7 +89,7 @@ class CheckpointStore:
         self.root = root
         self._before_commit = [before_commit]
         self._after_write: list[Callable[[Path], None]] = []
-        self._keep_last = keep_last
+        self._keep_last, self._keep_milestones = keep_last, keep_milestones
         self._disk = Disk() if disk is None else disk
         self._kept_step: int | None = None
 
@@ -196,7 +197,13 @@ class CheckpointStore:
     def _prune(self, *, written: int) -> None:
         protected = (written, read_best_step(self.root), self._kept_step)
         steps = list_steps(self.root)
-        for step in choose_drops(steps, keep_last=self._keep_last, protected=protected):
+        drops = choose_drops(
+            steps,
+            keep_last=self._keep_last,
+            protected=protected,
+            keep_milestones=self._keep_milestones,
+        )
+        for step in drops:
             path = self.root / step_folder_name(step)
             try:
                 drop_folder(path, disk=self._disk)

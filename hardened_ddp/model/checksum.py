@@ -10,6 +10,7 @@ times any odd factor is the highest bit, so in one sum two changed signs would c
 
 from collections.abc import Iterator, Mapping
 
+import numpy as np
 import torch
 
 _BYTES = 8  # of a word
@@ -26,14 +27,12 @@ _UPPER = 31
 @torch.no_grad()
 def checksums(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return two numbers for each tensor, (len(tensors), 2) int64, on their device."""
-    tools: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+    tools: dict[torch.device, Checksum] = {}
     found = []
     for tensor in tensors.values():
         if tensor.device not in tools:
-            size = _PIECE["cpu" if tensor.is_cpu else "cuda"]
-            factors = _factors(2 * size, tensor.device).view(2, size)
-            tools[tensor.device] = factors, torch.empty_like(factors[0])
-        found.append(_checksum(_words(tensor), *tools[tensor.device]))
+            tools[tensor.device] = Checksum(tensor.device)
+        found.append(tools[tensor.device].of(tensor))
     devices = [pair.device for pair in found if not pair.is_cpu]
     return torch.stack([pair.to(devices[0]) if devices else pair for pair in found])
 
@@ -41,6 +40,53 @@ def checksums(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def combine(pairs: torch.Tensor) -> torch.Tensor:
     """Combine all pairs into one, of shape (2,)."""
     return pairs.mul(_factors(2 * len(pairs), pairs.device).view(-1, 2)).sum(dim=0)
+
+
+class Checksum:
+    """Checksums of tensors of one device. Keeps its tables, for one who asks in each step."""
+
+    def __init__(self, device: torch.device, *, piece: int | None = None) -> None:
+        """piece: words that are read at once. With another size a checksum is another one."""
+        self._piece = piece or _PIECE["cpu" if device.type == "cpu" else "cuda"]
+        self._factors = _factors(2 * self._piece, device).view(2, self._piece)
+        self._space = torch.empty_like(self._factors[0])
+        if device.type == "cpu":
+            self._host = [table.numpy() for table in (*self._factors, self._space)]
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the two numbers of a tensor, on its device, which nobody waits for."""
+        if tensor.is_cpu:
+            return torch.tensor(self.read(tensor))
+        pairs = [self._on_device(piece) for piece in _words(tensor, self._piece)]
+        if len(pairs) > 1:
+            return combine(torch.stack(pairs))
+        return pairs[0] if pairs else self._space.new_zeros(2)
+
+    def read(self, tensor: torch.Tensor) -> list[int]:
+        """Return the two numbers of a tensor of the CPU."""
+        # WHY numpy: a step has time for ten calls of numpy, but not for as many of torch
+        low, high, space = self._host
+        raw = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+        size, found = _BYTES * self._piece, []
+        for start in range(0, len(raw), size):
+            piece = raw[start : start + size]
+            if missing := -len(piece) % _BYTES:
+                piece = np.concatenate([piece, np.zeros(missing, np.uint8)])
+            words = piece.view(np.int64)
+            upper = np.right_shift(words, _UPPER, out=space[: len(words)])
+            found.append([int(upper.dot(high[: len(words)])), int(words.dot(low[: len(words)]))])
+        if len(found) > 1:
+            found = [combine(torch.tensor(found)).tolist()]
+        return found[0] if found else [0, 0]
+
+    def _on_device(self, words: torch.Tensor) -> torch.Tensor:
+        space = self._space[: len(words)]
+        upper = torch.bitwise_right_shift(words, _UPPER, out=space)
+        sums = []
+        for part, row in ((upper, self._factors[1]), (words, self._factors[0])):
+            # WHY not dot: CUDA has none of integers
+            sums.append(torch.mul(part, row[: len(part)], out=space).sum())
+        return torch.stack(sums)
 
 
 def _factors(size: int, device: torch.device) -> torch.Tensor:
@@ -54,32 +100,14 @@ def _factors(size: int, device: torch.device) -> torch.Tensor:
     return words.bitwise_or_(1)
 
 
-def _words(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """View the bits of a tensor as integers of 8 bytes, in pieces; the last one is filled up."""
+def _words(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
+    """View a tensor's bits as integers of 8 bytes, in pieces of size; the last is filled up."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    for piece in torch.split(raw, _BYTES * _PIECE["cpu" if tensor.is_cpu else "cuda"]):
+    for piece in torch.split(raw, _BYTES * size):
         if missing := -len(piece) % _BYTES:
             piece = torch.cat([piece, piece.new_zeros(missing)])
         elif piece.storage_offset() % _BYTES:  # a part of another tensor
             piece = piece.clone()
         yield piece.view(torch.int64)
-
-
-def _checksum(
-    words: Iterator[torch.Tensor], factors: torch.Tensor, workspace: torch.Tensor
-) -> torch.Tensor:
-    """Return the two numbers of words. workspace: as large as a row of factors; overwritten."""
-    sums: list[torch.Tensor] = []
-    for piece in words:
-        space = workspace[: len(piece)]
-        upper = torch.bitwise_right_shift(piece, _UPPER, out=space)
-        for part, row in ((upper, factors[1]), (piece, factors[0])):  # upper is in the workspace
-            if part.is_cpu:
-                sums.append(torch.dot(part, row[: len(part)]))
-            else:  # CUDA has no dot of integers
-                sums.append(torch.mul(part, row[: len(part)], out=space).sum())
-    if len(sums) == 2:  # as a rule
-        return torch.stack(sums)
-    return combine(torch.stack(sums).view(-1, 2)) if sums else workspace.new_zeros(2)

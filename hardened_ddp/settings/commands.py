@@ -113,6 +113,33 @@ COMMANDS: Mapping[str, Command] = {
         "Prove from a run's ledger that each epoch took every sample exactly once.",
         (_word("run", "Run folder, or its name in runs."),),
     ),
+    "replay": Command(
+        "Do a step of a run again, exactly, and show what it was: loss, gradient, each sample.",
+        (
+            _word("run", "Run folder, or its name in runs."),
+            Option("step", "Which step: as messages name it, from 0."),
+            Option("ranks", "Number of processes. Default: as many as then."),
+            Option("open", "Number of a sample: where it lies, and what is in it."),
+            Option("without", "Numbers of samples, with commas: what the step is without them."),
+            Option("debug_on", "Detect anomalies in backward at this step.", is_switch=True),
+            Option("any_code", "Go on although the code has changed since.", is_switch=True),
+        ),
+        takes_settings=True,
+    ),
+    "bisect": Command(
+        "Find the first step where a condition holds, and the samples that made it so.",
+        (
+            _word("run", "Run folder, or its name in runs."),
+            Option("when", "The condition: 'loss > 3', 'nan in weights', 'norm(fc) > 9', ..."),
+            Option("horizon", "Steps before it that may be to blame.", default="5"),
+            Option("any_code", "Go on although the code has changed since.", is_switch=True),
+        ),
+        takes_settings=True,
+    ),
+    "diff": Command(
+        "Say at which step two runs part, and why, as far as their records show it.",
+        (_word("run", "Two run folders, or their names in runs.", is_repeated=True),),
+    ),
     "evaluate": Command(
         "Evaluate a trained model on its whole test set; under torchrun the ranks share it.",
         (

@@ -535,6 +535,12 @@ class RunConfig:
     keep_last: int = setting(
         3, "Checkpoints to keep, besides the best one. Older ones are removed.", bounds=COUNT
     )
+    keep_milestones: int = setting(
+        0,
+        "Checkpoints to keep besides, spread over the whole run, for replay and bisect: the time "
+        "between two of them doubles when there would be more.",
+        bounds=COUNT_OR_ZERO,
+    )
     resume: str = setting(
         "auto",
         "auto: continue run_name if it has a checkpoint. never: start a new run. newest: continue "
@@ -577,6 +583,13 @@ class RunConfig:
         False,
         "Record the samples of each step, 4 bytes per sample. verify-ledger then proves that each "
         "epoch used every sample exactly once.",
+    )
+    digests: Literal["auto", "on", "off"] = setting(
+        "auto",
+        "Leave a digest of each step: replay and bisect then do steps again exactly, and diff says "
+        "where two runs part. auto: of a sixteenth of the gradient in each step, and not where "
+        "that takes more than 1.5 % of a step. on: of all of it, whatever it costs.",
+        bare="on",
     )
 
 

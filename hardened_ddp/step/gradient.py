@@ -109,6 +109,12 @@ class Attempt:
     count: float | torch.Tensor = 0.0
     """What counts in this rank's samples, such as valid tokens. On the device."""
 
+    losses: list[torch.Tensor] = field(default_factory=list)
+    """Of this rank's micro-batches."""
+
+    norm: float | torch.Tensor = math.nan
+    """Of the gradient, before it was clipped; NaN: nobody asked for it."""
+
 
 class Writes:
     """What a forward writes that was not known to move, told by the versions of tensors."""
@@ -295,6 +301,7 @@ class Gradient:
         scale = 1 / (size if self._counts_samples else _divisor(size))
         scaler = parts.precision.scaler  # fp16's; else None
         attempt.count = 0.0
+        attempt.losses.clear()
         for index, batch in enumerate(batches):
             is_last = index == len(batches) - 1
             self.batch = batch
@@ -320,6 +327,7 @@ class Gradient:
                 start = torch.full_like(loss, scale)
                 loss.backward(start)  # type: ignore[no-untyped-call]  # collective if is_last
             self.totals.add(score, len(batch.indices))
+            attempt.losses.append(score.loss_sum.detach())
         self.batch = None
         tracker.enter(Phase.OPTIMIZER)
 

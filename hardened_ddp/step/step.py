@@ -11,14 +11,11 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NoReturn, Protocol
 
 import torch
 
-from hardened_ddp.checkpoint.disk import Disk, sync_files
 from hardened_ddp.data.batches.batch import Batch
-from hardened_ddp.data.batches.ledger import LedgerWriter, next_start
 from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.errors import ANY_FAILURE, HardenedError, PeerLostError
 from hardened_ddp.model.optimizer_state import is_known
@@ -31,6 +28,7 @@ from hardened_ddp.step.gradient import Attempt, Gradient, Outcome
 from hardened_ddp.step.left_out import LeftOut
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
+from hardened_ddp.step.records import Records
 from hardened_ddp.step.retry import StepRetry
 
 log = logging.getLogger(__name__)
@@ -88,7 +86,7 @@ class Stepper:
         """The last step that succeeded. The same on all ranks."""
 
         self._saver = saver
-        self._ledger: LedgerWriter | None = None
+        self.records = Records(parts, progress, left_out)
         self._seeds_update = not is_known(parts.optimizer)
         parts.replica.buffers.note_bits()
 
@@ -100,14 +98,12 @@ class Stepper:
         step, phase and samples; then nothing of the step is committed.
         """
         progress = self.progress
-        if self._ledger is not None:
-            ids = [batch.indices.numpy() for batch in batches]
-            self._ledger.bring(progress.step, progress.epoch, ids)
+        self.records.bring(batches)
         if self.device is not None and not self.device.can_run_ahead(window):
             self.confirm_last_step()  # collective
-        attempt = self._compute_gradient(window, batches)  # collective: forward, backward, sum
+        attempt = self.compute_gradient(window, batches)  # collective: forward, backward, sum
         if self.device is not None and self.confirm_last_step():  # collective
-            attempt = self._compute_gradient(window, batches)  # collective: at the right weights
+            attempt = self.compute_gradient(window, batches)  # collective: at the right weights
         self.commit(attempt)  # the update
         self.parts.group.tracker.end_step(progress.step)
         is_late = self.device is not None
@@ -115,7 +111,7 @@ class Stepper:
             self.confirm_last_step()  # collective: loss or weights are read before the next step
         return attempt.outcome
 
-    def _compute_gradient(self, window: Window, batches: Sequence[Batch]) -> Attempt:
+    def compute_gradient(self, window: Window, batches: Sequence[Batch]) -> Attempt:
         """Forward, backward and sum; again, until the gradient is good. Collective: all ranks."""
         parts = self.parts
         # For a retry: forward changes the buffers, and adds to the losses.
@@ -161,6 +157,7 @@ class Stepper:
                     self._update(attempt)
                     self.last_good = self.progress.step
                     self.retry.given_up.clear()
+                self.records.commit(attempt)
                 if self.parts.schedule.has_state:
                     self._end_schedule_step()
                 self.progress.commit(attempt.window)
@@ -177,6 +174,7 @@ class Stepper:
     def _update(self, attempt: Attempt) -> None:
         """Unscale, clip, update the weights. Every rank has the same gradients."""
         parts = self.parts
+        self.records.digest(attempt)
         max_norm = parts.config.optimizer.clip_grad_norm
         is_at_interval = is_due(self.progress.step + 1, parts.config.loop.log_interval)
         if is_at_interval and attempt.failure is None:
@@ -184,7 +182,7 @@ class Stepper:
         if max_norm > 0 or is_at_interval:
             parts.precision.unscale(parts.optimizer)
             norm = clip(parts.gradients.local.by_name.values(), max_norm=max_norm)
-            self.gradient.totals.grad_norm = norm
+            self.gradient.totals.grad_norm = attempt.norm = norm
         if self._saver.reads_weights:
             self._saver.before_update()
         self.live.is_at_boundary = False
@@ -281,6 +279,7 @@ class Stepper:
         self.confirm_last_step()  # collective
         sums = self.gradient.totals.read(self.parts.group)  # collective
         self.gradient.totals.reset()
+        self.records.after_report()  # collective
         return sums
 
     def is_finite(self) -> bool:
@@ -296,39 +295,6 @@ class Stepper:
             unconfirmed = self.device.unconfirmed
             is_bad = unconfirmed is not None and unconfirmed.is_bad()
             return not is_bad and math.isfinite(self.gradient.totals.loss())
-
-    def open_ledger(self, folder: Path) -> None:
-        """With --ledger, record from now on which samples each step takes. Collective."""
-        self.close_ledger()
-        group, facts = self.parts.group, self.parts.sampler.ledger_facts()
-        if self.parts.config.run.ledger:
-            start = group.run_on_main(  # collective
-                lambda: next_start(folder), what="opening the ledger"
-            )
-            self._ledger = LedgerWriter(
-                folder,
-                start=start,
-                rank=group.launch.rank,
-                step=self.progress.step,
-                facts=facts,
-                order_of=self.parts.sampler.drawn if group.launch.is_main else None,
-            )
-            self.gradient.left_out.begin(start)
-
-    def sync_records(self) -> None:
-        """Have on the disk what is recorded of the steps that are done. Any thread, any rank.
-
-        Raises OSError.
-        """
-        if self.gradient.left_out.entries:
-            self.gradient.left_out.write(is_synced=True)
-        if self._ledger is not None and (files := self._ledger.files()):
-            sync_files(files[0].parent, files, disk=Disk())
-
-    def close_ledger(self) -> None:
-        """Write what a full disk did not take, or say that it is lost. Rank-local."""
-        if self._ledger is not None:
-            self._ledger.close()
 
     def start_over(self) -> None:
         """Reset everything that depends on steps after the loaded state. Rank-local."""

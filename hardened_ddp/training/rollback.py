@@ -242,7 +242,7 @@ class Rollback:
             with stepper.live.changing():
                 progress.go_back_to(restore(self.parts, saved))  # collective
                 stepper.start_over()
-            stepper.open_ledger(self.folder.folder)  # collective
+            stepper.records.open(self.folder.folder)  # collective
             self.saver.forget([])
             self.report.go_back(left_at, progress.step)
             self._equal_at = progress.step

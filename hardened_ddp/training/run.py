@@ -74,8 +74,8 @@ class Run:
         self.report = RunReport(parts, folder, goodput, left_out, step=progress.step)
         self.saver = Saver(parts, folder.store)
         self.stepper = Stepper(parts, progress, left_out=left_out, saver=self.saver)
-        self.stepper.open_ledger(self.folder)  # collective
-        folder.store.call_before_commit(self.stepper.sync_records)
+        self.stepper.records.open(self.folder)  # collective
+        folder.store.call_before_commit(self.stepper.records.sync)
         folder.store.call_after_write(lambda path: parts.events.tell("checkpoint", path=path))
         parts.train_loader.open_folder(self.folder)
         self.rollback = Rollback(folder, self.stepper, self.saver, self.report)
@@ -176,7 +176,7 @@ class Run:
     def close(self, status: Ending) -> None:
         """Finish the last write; close loaders and reports. Rank-local."""
         self.saver.close()
-        self.stepper.close_ledger()
+        self.stepper.records.close(is_failed=status is Ending.FAILED)
         self.parts.close()
         self.report.close(self.progress, status=status)
 

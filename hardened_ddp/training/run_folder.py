@@ -74,6 +74,8 @@ class RunFolder:
     events: Events = field(default_factory=Events)
     """Tells the user's command what happens in this run."""
 
+    keep_milestones: int = 0
+
     def __enter__(self) -> "RunFolder":
         return self
 
@@ -103,6 +105,7 @@ class RunFolder:
         return CheckpointStore(
             self.folder / CHECKPOINTS_NAME,
             keep_last=self.keep_last,
+            keep_milestones=self.keep_milestones,
             before_commit=partial(check_held, self.folder, self.token),
         )
 
@@ -163,9 +166,16 @@ def open_run(settings: Resolved, group: Group) -> RunFolder:
     checkpoint, lock = chosen[0] if chosen else (None, None)
     environment()[RUN] = str(folder)
     add_log_file(folder / "logs", rank=group.launch.rank)
-    events = Events(settings.config.run.on_event, group.launch)
-    keep_last = settings.config.run.keep_last
-    return RunFolder(folder, keep_last, token, checkpoint, lock, events=events)
+    kept = settings.config.run
+    return RunFolder(
+        folder,
+        kept.keep_last,
+        token,
+        checkpoint,
+        lock,
+        events=Events(kept.on_event, group.launch),
+        keep_milestones=kept.keep_milestones,
+    )
 
 
 def read_checkpoint(run: RunFolder, group: Group, *, at_most: int | None = None) -> Saved | None:

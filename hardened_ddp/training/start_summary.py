@@ -35,10 +35,18 @@ _STARTED_BY = {
 
 
 def tell_start(settings: Resolved, parts: Parts, progress: Progress) -> None:
-    """Log how the run starts: on rank 0 in four lines at most, and the facts of each rank."""
+    """Log how the run starts: on rank 0 in a few lines, and the facts of each rank."""
     lines = [_ranks_line(parts), _work_line(parts, progress), _auto_line(parts)]
     if changed := changed_settings(settings):
         lines.append("settings: " + "; ".join(changed))
+    run = parts.config.run
+    if run.keep_milestones:
+        size_mb = sum(p.nbytes for p in parts.replica.module.parameters()) * 3 / 1e6
+        kept = run.keep_last + run.keep_milestones + 1
+        lines.append(
+            f"checkpoints: at most {run.keep_milestones} of the whole run besides the last "
+            f"{run.keep_last} and the best, {kept * size_mb:,.0f} MB on the disk in all"
+        )
     if parts.group.is_main:
         is_again = progress.step or parts.group.launch.attempt
         parts.events.tell("restart" if is_again else "started", step=progress.step, told=lines)

@@ -173,7 +173,7 @@ def fail_for_good() -> None:
     ):
         stepper.train_step(*next(windows))
     # What fails after the gradient of a step that was given up has a cause of its own.
-    attempt = stepper._compute_gradient(*next(windows))
+    attempt = stepper.compute_gradient(*next(windows))
     attempt.failure = failure
     with (
         mock.patch.object(stepper, "_update", side_effect=RuntimeError("no such schedule")),

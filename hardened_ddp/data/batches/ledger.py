@@ -43,10 +43,13 @@ _KEEP_BYTES = 64 * 2**20
 Ids = npt.NDArray[np.uint64]
 
 
-def next_start(run: Path) -> int:
-    """Return the number for the files of a new start. On one rank only. Raises OSError."""
-    (run / FOLDER).mkdir(exist_ok=True)
-    return 1 + max((number for number, _, _ in _files(run)), default=0)
+def next_start(run: Path, folder: str = FOLDER) -> int:
+    """Return the number for the files of a new start. On one rank only. Raises OSError.
+
+    folder: of the run, in which files have such names.
+    """
+    (run / folder).mkdir(exist_ok=True)
+    return 1 + max((number for number, _, _ in list_files(run, folder)), default=0)
 
 
 class LedgerWriter:
@@ -87,7 +90,7 @@ class LedgerWriter:
 
     def files(self) -> list[Path]:
         """List the files of all ranks of this start. Any thread."""
-        return [path for number, _, path in _files(self._run) if number == self.start]
+        return [path for number, _, path in list_files(self._run) if number == self.start]
 
     def close(self) -> None:
         """Close the file. A second call does nothing."""
@@ -143,7 +146,7 @@ def verify_ledger(run: Path, done: Done) -> tuple[list[str], bool]:
 
     Raises RunFolderError if there is no ledger to read.
     """
-    contents = [(number, path, path.read_bytes()) for number, _, path in _files(run)]
+    contents = [(number, path, path.read_bytes()) for number, _, path in list_files(run)]
     # WHY: a file without a whole first line is of a rank that was killed before its first step.
     files = [(number, *_parse(path, raw)) for number, path, raw in contents if b"\n" in raw]
     if not files:
@@ -241,9 +244,9 @@ def _order_path(run: Path, epoch: int) -> Path:
     return run / FOLDER / f"order-{epoch:06d}.npy"
 
 
-def _files(run: Path) -> list[tuple[int, int, Path]]:
+def list_files(run: Path, folder: str = FOLDER) -> list[tuple[int, int, Path]]:
     """List start, rank and path of all files, in order."""
-    paths = (run / FOLDER).glob("*.bin")
+    paths = (run / folder).glob("*.bin")
     found = [(match, path) for path in paths if (match := _NAME.fullmatch(path.name))]
     return sorted((int(match[1]), int(match[2]), path) for match, path in found)
 

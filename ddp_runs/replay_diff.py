@@ -1,0 +1,237 @@
+"""The command diff: where two runs part, and why, as far as their records show it.
+
+It trains nothing. Where the samples are the same and their bytes are not, it reads the samples of
+that step again from both datasets, and names those that differ.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from ddp_runs.replay_records import Digests, Step, read_digests
+from ddp_runs.run_events import FAULTS
+from ddp_runs.run_files import read_run
+from hardened_ddp.data.batches.batch import Batch
+from hardened_ddp.data.batches.fetch import Fetcher
+from hardened_ddp.data.batches.nesting import tensors_of
+from hardened_ddp.data.batches.read_errors import file_of
+from hardened_ddp.data.batches.sampler import EpochOrder, share_of
+from hardened_ddp.data.sources.datasets import build_data
+from hardened_ddp.errors import ANY_FAILURE, ConfigError
+from hardened_ddp.settings.cli import Request
+from hardened_ddp.settings.earlier_run import SAVED_SETTINGS, find_folder
+from hardened_ddp.settings.layers import resolve
+from hardened_ddp.settings.typed_command import own_command
+from hardened_ddp.settings.wording import counted
+
+# Settings that change no weight: what is written and watched, and how long is waited.
+_HARMLESS = {
+    *("--backend", "--timeout_s", "--eval_batch_size", "--eval_every", "--log_interval"),
+    *("--time_limit", "--hang_after_s", "--output_dir", "--run_name", "--resume", "--debug"),
+    *("--checkpoint_every_steps", "--checkpoint_every_epochs", "--keep_last", "--keep_milestones"),
+    *("--ledger", "--digests", "--metrics", "--best_metric", "--max_errors"),
+}
+_MACHINE = ("torch", "python", "numpy", "device", "kernels", "variables", "tf32", "threads")
+_SHOWN = 8
+"""Of a list, so that all fits on a screen."""
+
+Json = dict[str, Any]  # Any: JSON
+
+
+def run_diff(options: Mapping[str, str], *, output: TextIO) -> int:
+    """Print where two runs part; return 0 if they do nowhere, else 1. Raises RunFolderError."""
+    names = options["run"].splitlines()
+    if len(names) != 2:
+        raise ConfigError(f"diff compares two runs, found {len(names)}", fix="name two run folders")
+    folders = [find_folder(name, Path("runs")) for name in names]
+    one, two = (read_digests(folder) for folder in folders)
+    shared = sorted({*one.numbers()} & {*two.numbers()})
+    parted = first_difference(one, two, shared)
+    at = parted[0] if parted else (shared[-1] if shared else 0)
+    facts = [facts_at(digests, at) for digests in (one, two)]
+    for name, text in differences(*facts).items():
+        print(f"{name + ':':9}{text}", file=output)
+    healed = [_faults(folder) for folder in folders]
+    print(f"{'faults:':9}{healed[0]} in the first run, {healed[1]} in the second", file=output)
+    if parted is None:
+        print(f"equal in all {counted(len(shared), 'step')} that both have", file=output)
+        return 0
+    step, what = parted
+    print(f"they part at step {step}: {_PARTED[what]}", file=output)
+    for line in reasons(one, two, shared, step, what, facts):
+        print(f"  {line}", file=output)
+    print(f"look at it: {own_command('replay', folders[0], '--step', str(step))}", file=output)
+    return 1
+
+
+_PARTED = {
+    "samples": "it takes other samples",
+    "left out": "one run left it out",
+    "data": "the same samples, of other bytes",
+    "ranks": "the same samples, on another number of ranks",
+    "loss": "the same samples, of the same bytes, give another loss",
+    "gradient": "the same loss, another gradient",
+}
+
+
+def first_difference(one: Digests, two: Digests, shared: Iterable[int]) -> tuple[int, str] | None:
+    """Return the first step that differs, and in what."""
+    for number in shared:
+        a, b = one.step(number), two.step(number)
+        if a is not None and b is not None and (what := _parts(a, b)):
+            return number, what
+    return None
+
+
+def _parts(a: Step, b: Step) -> str:
+    what = a.parts_from(b)
+    return "ranks" if what in ("data", "loss") and len(a.losses) != len(b.losses) else what
+
+
+def facts_at(digests: Digests, step: int) -> Json:
+    """Return the facts of the start that did a step."""
+    return (digests.owner(step) or digests.starts[-1]).facts
+
+
+def differences(one: Json, two: Json) -> dict[str, str]:
+    """Say how far two starts differ, by settings, code, data, machine and ranks."""
+    settings = settings_that_differ(one, two)
+    code = code_that_differs(one, two)
+    machine = [f"{n} {one.get(n)} / {two.get(n)}" for n in _MACHINE if one.get(n) != two.get(n)]
+    ranks, others = one["world_size"], two["world_size"]
+    return {
+        "settings": _listed(settings) or "the same",
+        "code": _listed(code) or "the same",
+        "data": "the same" if one["data"] == two["data"] else "another dataset, by its fingerprint",
+        "machine": _listed(machine) or "the same",
+        "ranks": str(ranks) if ranks == others else f"{ranks} / {others}",
+    }
+
+
+def settings_that_differ(one: Json, two: Json) -> list[str]:
+    """Name the settings that can change a number: learning_rate 0.1 / 0.2."""
+    a, b = one["settings"], two["settings"]
+    names = [n for n in {**a, **b} if n not in _HARMLESS and a.get(n) != b.get(n)]
+    return [f"{name} {a.get(name)} / {b.get(name)}" for name in names]
+
+
+def code_that_differs(one: Json, two: Json) -> list[str]:
+    """Name the modules that both had, with other code, and what only one had."""
+    a, b = one["code"], two["code"]
+    return [name for name in {**a, **b} if a.get(name) != b.get(name)]
+
+
+def reasons(
+    one: Digests,
+    two: Digests,
+    shared: Sequence[int],
+    step: int,
+    what: str,
+    facts: Sequence[Json],
+) -> list[str]:
+    """Say what explains a difference, what is known for certain first."""
+    found = []
+    settings, code = settings_that_differ(*facts), code_that_differs(*facts)
+    machine = [n for n in _MACHINE if facts[0].get(n) != facts[1].get(n)]
+    if what == "data":
+        found += name_samples(one, two, shared, step)
+    if settings:
+        found.append(f"settings differ: {_listed(settings)}")
+    if code:
+        found.append(f"the code differs: {_listed(code)}")
+    if machine:
+        found.append(f"the machine differs: {_listed(machine)}: the same sums, rounded otherwise")
+    if what == "ranks":
+        found.append("other ranks: the same sums, added up in another order")
+    if what == "left out":
+        found.append("a sample or a step failed in one run only: see skipped_samples.jsonl")
+    if len(found) > 1 and what != "data":
+        found.append("which of them it is: replay the step with one of them at a time")
+    if not found:
+        found.append(
+            "nothing recorded differs: a device that is not deterministic (train both with "
+            "--deterministic), code or data outside of what is hashed, or a memory fault; replay "
+            "both: the run that its replay contradicts is the one at fault"
+        )
+    return found
+
+
+def name_samples(one: Digests, two: Digests, shared: Sequence[int], step: int) -> list[str]:
+    """Name the samples whose bytes differ, by reading them again, or those that may do so."""
+    suspects = suspects_of(one, two, shared, step)
+    if not suspects:
+        return [
+            "which sample it is, is not known: the order of this dataset is not that of indices"
+        ]
+    try:
+        found = differing_samples(one, two, sorted(suspects))
+    except ANY_FAILURE as error:  # WHY broad: the user's dataset
+        return [f"the samples can't be read again: {error}", f"it is one of {_listed(suspects)}"]
+    if found:
+        return [f"sample {found[0]} differs", *(f"and sample {name}" for name in found[1:_SHOWN])]
+    return [
+        "read again now, both datasets give the same: one of them has changed since its run",
+        f"it is sample {_listed(sorted(suspects))}"
+        if len(suspects) == 1
+        else f"it is one of {len(suspects)} samples: {_listed(sorted(suspects))}",
+    ]
+
+
+def suspects_of(one: Digests, two: Digests, shared: Iterable[int], step: int) -> set[int]:
+    """Return the samples that all steps with other bytes share, and no step with equal ones has.
+
+    Of the epochs after the first difference too: each takes the samples in another order.
+    """
+    orders: dict[int, EpochOrder] = {}
+    facts = facts_at(one, step)
+    size, seed = int(facts["num_samples"]), int(facts["settings"]["--seed"])
+    suspects: set[int] | None = None
+    innocent: set[int] = set()
+    for number in shared if size else ():
+        a, b = one.step(number), two.step(number)
+        if a is None or b is None or (a.start, a.size) != (b.start, b.size):
+            continue
+        if a.epoch not in orders:
+            orders = {a.epoch: EpochOrder(size, seed, a.epoch)}
+        for rank in a.batches.keys() & b.batches.keys():
+            first, last = share_of(a.size, rank=rank, world_size=len(a.batches))
+            taken = {*orders[a.epoch].take(a.start + first, a.start + last).tolist()}
+            if a.batches[rank] == b.batches[rank]:
+                innocent |= taken
+            elif suspects is None or suspects & taken:
+                suspects = taken if suspects is None else suspects & taken
+    return (suspects or set()) - innocent
+
+
+def differing_samples(one: Digests, two: Digests, suspects: Sequence[int]) -> list[str]:
+    """Read samples from the datasets of both runs; name those that differ, with their files."""
+    fetchers = []
+    for digests in (one, two):
+        config = resolve(Request(config_file=str(digests.run / SAVED_SETTINGS))).config
+        data = build_data(config.data, leaves_out=True, task=config.task.task, evaluates=False)
+        fetchers.append((Fetcher(data.train, seed=config.device.seed), data.train))
+    found = []
+    for index in suspects:
+        batches = [fetcher[(0, torch.tensor([index]))] for fetcher, _ in fetchers]
+        if _bytes_of(batches[0]) != _bytes_of(batches[1]):
+            files = [file_of(dataset, index) for _, dataset in fetchers]
+            found.append(f"{index} ({' / '.join(files)})" if any(files) else str(index))
+    return found
+
+
+def _bytes_of(batch: Batch) -> list[bytes]:
+    leaves = tensors_of((batch.inputs, batch.targets))
+    return [part.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for part in leaves]
+
+
+def _faults(folder: Path) -> int:
+    return sum(event.kind in FAULTS for event in read_run(folder).events)
+
+
+def _listed(items: Iterable[object]) -> str:
+    every = [item if isinstance(item, str) else json.dumps(item) for item in items]
+    more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
+    return ", ".join(every[:_SHOWN]) + more

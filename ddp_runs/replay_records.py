@@ -1,0 +1,176 @@
+"""The digests of a run, read: which start did a step, from what facts, and what it left.
+
+Written by hardened_ddp/step/records.py, whose docstring tells the format. The last start that did a
+step counts, and of its records the last one; a record that was cut off is dropped.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hardened_ddp.data.batches.ledger import list_files
+from hardened_ddp.errors import RunFolderError
+from hardened_ddp.settings.typed_command import own_command
+from hardened_ddp.step.records import DIGESTS, RECORD
+
+Json = dict[str, Any]  # Any: JSON
+
+
+@dataclass(slots=True)
+class Step:
+    """What a step has left."""
+
+    number: int
+    epoch: int
+    limit: int
+    """Of the samples of a micro-batch; 0: none."""
+
+    start: int
+    """Of its window in the epoch's order."""
+
+    size: int
+    is_left_out: bool
+    gradient: tuple[int, int]
+    norm: float
+    rate: float
+    batches: dict[int, int] = field(default_factory=dict)
+    """By rank: the hash of its samples."""
+
+    losses: dict[int, float] = field(default_factory=dict)
+    counts: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def loss(self) -> float:
+        """The mean over all ranks."""
+        return sum(self.losses.values()) / max(1.0, sum(self.counts.values()))
+
+    def parts_from(self, other: "Step") -> str:
+        """Name the first thing in which two records of a step differ; empty: they are equal."""
+        mine = (self.epoch, self.start, self.size)
+        if mine != (other.epoch, other.start, other.size):
+            return "samples"
+        if self.is_left_out != other.is_left_out:
+            return "left out"
+        if self.batches != other.batches:
+            return "data"
+        if not _are_same(self.losses, other.losses):
+            return "loss"
+        return "" if self.gradient == other.gradient else "gradient"
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A start of the run, or a return to an earlier step."""
+
+    number: int
+    facts: Json
+    steps: dict[int, Step]
+
+    @property
+    def world_size(self) -> int:
+        return int(self.facts["world_size"])
+
+    @property
+    def first(self) -> int:
+        return int(self.facts["step"])
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """The digests of a run."""
+
+    run: Path
+    starts: tuple[Start, ...]
+
+    def owner(self, step: int) -> Start | None:
+        """Return the start whose record of a step counts; None: none has one."""
+        end = math.inf
+        for start in reversed(self.starts):
+            if step in start.steps and step < end:
+                return start
+            end = min(end, start.first)
+        return None
+
+    def step(self, number: int) -> Step | None:
+        """Return what a step has left."""
+        start = self.owner(number)
+        return None if start is None else start.steps[number]
+
+    def numbers(self) -> list[int]:
+        """List the steps that have a record, in order."""
+        every = {number for start in self.starts for number in start.steps}
+        return sorted(number for number in every if self.owner(number) is not None)
+
+
+def read_digests(run: Path, *, may_be_empty: bool = False) -> Digests:
+    """Read the digests of a run. Raises RunFolderError if it has none."""
+    by_start: dict[int, dict[int, tuple[Json, bytes]]] = {}
+    for number, rank, path in list_files(run, DIGESTS):
+        head, has_head, raw = path.read_bytes().partition(b"\n")
+        if has_head:  # else the rank was killed before its first step
+            try:
+                facts = dict(json.loads(head))
+            except ValueError as error:
+                raise RunFolderError(f"{path} is not a file of digests: {error}") from error
+            by_start.setdefault(number, {})[rank] = facts, raw
+    starts = [
+        Start(number, ranks[0][0], _steps_of(ranks))
+        for number, ranks in sorted(by_start.items())
+        if 0 in ranks
+    ]
+    if not may_be_empty and not any(start.steps for start in starts):
+        raise RunFolderError(
+            f"{run} has no digests of its steps, so nothing says whether a step is the same again",
+            fix=f"train with --digests on: {own_command('--digests', 'on')}",
+        )
+    return Digests(run, tuple(starts))
+
+
+def _steps_of(ranks: Mapping[int, tuple[Json, bytes]]) -> dict[int, Step]:
+    """Put the records of all ranks of one start together."""
+    steps: dict[int, Step] = {}
+    for rank, (_, raw) in sorted(ranks.items()):
+        for at in range(0, len(raw) - RECORD.size + 1, RECORD.size):
+            number, epoch, limit, start, size, left_out, *rest = RECORD.unpack_from(raw, at)
+            low, high, batches, loss, count, norm, rate = rest
+            if rank == 0:
+                steps[number] = Step(
+                    number, epoch, limit, start, size, bool(left_out), (low, high), norm, rate
+                )
+            if number in steps:
+                step = steps[number]
+                step.batches[rank], step.losses[rank], step.counts[rank] = batches, loss, count
+    return steps
+
+
+def _are_same(one: Mapping[int, float], other: Mapping[int, float]) -> bool:
+    """Compare losses; NaN is as good as NaN."""
+    return repr(sorted(one.items())) == repr(sorted(other.items()))
+
+
+def other_code(before: Json, now: Json) -> list[str]:
+    """Name the modules whose code is not that of before; those that are not imported are left."""
+    code, here = before.get("code", {}), now.get("code", {})
+    return [name for name in code if name in here and code[name] != here[name]]
+
+
+def differing(before: Json, now: Json, names: Sequence[str]) -> list[str]:
+    """Say which facts differ: threads 1 and 2."""
+    pairs = [(name, before.get(name), now.get(name)) for name in names]
+    return [f"{name} {one} and {two}" for name, one, two in pairs if one != two]
+
+
+def in_order(rows: Sequence[Json]) -> list[Json]:
+    """Sort samples by their weight, the largest first; what is not finite weighs most.
+
+    By the change of the gradient without each of them, where samples are not independent.
+    """
+
+    def weight(row: Json) -> float:
+        value = float(row["change"] if "change" in row else row["norm"])
+        return -value if math.isfinite(value) else -math.inf
+
+    return sorted(rows, key=weight)

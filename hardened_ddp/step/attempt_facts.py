@@ -1,0 +1,88 @@
+"""The facts of one start of a run that can explain why its numbers differ from those of another.
+
+Owns which these are: versions, threads, kind of CPU or GPU, what chooses kernels, settings, the
+code of the user and of this program, and the dataset's fingerprint.
+"""
+
+import hashlib
+import platform
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hardened_ddp.ranks.launch import environment
+from hardened_ddp.settings.record import agreed_settings
+from hardened_ddp.step.parts import Parts
+
+OWN_CODE = "hardened_ddp"
+"""The name under which all files of this program are hashed together."""
+
+_PACKAGES = {"site-packages", "dist-packages"}
+_KERNELS = frozenset(
+    {
+        "ATEN_CPU_CAPABILITY",
+        "MKL_CBWR",
+        "ONEDNN_MAX_CPU_ISA",
+        "CUBLAS_WORKSPACE_CONFIG",
+        "NVIDIA_TF32_OVERRIDE",
+    }
+)
+
+
+def facts_of_attempt(parts: Parts) -> dict[str, Any]:  # Any: JSON
+    """Give the facts of this start, as JSON. Rank-local; settings and code on rank 0 only."""
+    env, device, order = environment(), parts.device, parts.sampler.ledger_facts()
+    facts: dict[str, Any] = {
+        "world_size": parts.group.world_size,
+        "global_batch": parts.global_batch,
+        "threads": torch.get_num_threads(),
+        "device": _cpu_name(),
+        "kernels": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "variables": {name: env[name] for name in sorted(_KERNELS & env.keys())},
+        "data": parts.data.fingerprint,
+        # 0: the samples of a step do not follow from the seed, of a stream or if they are drawn
+        "num_samples": 0 if "is_drawn" in order else order.get("num_samples", 0),
+    }
+    if device.type == "cuda":
+        facts["device"] = torch.cuda.get_device_name(device)
+        cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]  # torch's
+        facts["kernels"] = f"CUDA {torch.version.cuda}, cuDNN {cudnn}"
+        facts["tf32"] = [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32]
+    if parts.group.is_main:
+        facts |= {"settings": agreed_settings(parts.config), "code": code_in_use()}
+    return facts
+
+
+def code_in_use() -> dict[str, str]:
+    """Hash each imported module that belongs to no installed package; this program as one."""
+    root = Path(__file__).resolve().parents[2]
+    ours = [root / name for name in (OWN_CODE, "ddp_runs", "ddp_doctor", "ddp_drills")]
+    library = Path(sysconfig.get_path("stdlib")).resolve()
+    found = dict[str, str]()
+    for name, module in sorted(sys.modules.items()):
+        file = getattr(module, "__file__", None) or ""
+        path = Path(file).resolve()
+        is_installed = path.is_relative_to(library) or _PACKAGES & set(path.parts)
+        is_ours = name == "__main__" or any(path.is_relative_to(place) for place in ours)
+        if path.suffix == ".py" and not is_installed and not is_ours and path.is_file():
+            found[name] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    program = hashlib.sha256()
+    for path in sorted(ours[0].rglob("*.py")):
+        program.update(path.read_bytes())
+    return found | {OWN_CODE: program.hexdigest()[:16]}
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

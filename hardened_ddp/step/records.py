@@ -1,0 +1,284 @@
+"""What a run leaves of each step: its samples (the ledger), and a digest that tells it from others.
+
+The digests are the files digests/NNNN-rank-R.bin of a run folder: one for each rank and each start
+of the run, or return to an earlier step. A file is a line of JSON, the facts that explain
+differences, then records of a fixed size, one for each step that was committed. Of a step that was
+done again the last record counts; one that was cut off by a crash is dropped.
+The digest of the gradient, 16 bytes by model/checksum.py, is that of the sum over the ranks, before
+it is clipped, so rank 0 alone takes it. WHY a share of it in each step: a pass over all of it takes
+some percent of a step. A wrong gradient makes wrong weights, and they show in each later share.
+On a GPU the numbers wait on the device, and are read together with the losses.
+Read by ddp_runs/replay_records.py. Does not own: the format of the ledger (data/batches/ledger.py).
+"""
+
+import json
+import logging
+import math
+import struct
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from hardened_ddp.checkpoint.disk import Disk, sync_files
+from hardened_ddp.data.batches.batch import Batch
+from hardened_ddp.data.batches.ledger import LedgerWriter, next_start
+from hardened_ddp.data.batches.nesting import dense_parts, tensors_of
+from hardened_ddp.gradients.sums import real
+from hardened_ddp.model.checksum import Checksum, combine
+from hardened_ddp.reporting.sinks import FileSink
+from hardened_ddp.step.attempt_facts import facts_of_attempt
+from hardened_ddp.step.gradient import Attempt, Outcome
+from hardened_ddp.step.left_out import LeftOut
+from hardened_ddp.step.parts import Parts
+from hardened_ddp.step.progress import Progress
+
+log = logging.getLogger(__name__)
+
+DIGESTS = "digests"
+RECORD = struct.Struct("<QIIQIIqqqdddd")
+"""Step, epoch, most samples of a micro-batch (0: no limit), where the window starts, its samples
+over all ranks, 1 if it was left out; two numbers of the gradient and one of this rank's batches;
+this rank's loss and what counts in it, the gradient's norm (NaN: not computed), the rate."""
+
+PARTS = 16
+"""Steps in which auto takes all of the gradient once."""
+
+MOST_COST = 0.015
+"""Of a step's time. Where digests cost more, auto ends them at the first report."""
+
+_LEAST_STEPS = 20  # before the cost is judged
+_BATCH_BYTES = 1 << 20  # of the batches of a step that are read for the digest
+_JOINED_BYTES = {"cpu": 1 << 20, "cuda": 1 << 26}  # a share of more is not copied into one tensor
+_DEVICE_WORDS = 1 << 20  # of the tables on a GPU
+_KEEP_BYTES = 1 << 22
+_ON_DEVICE = -math.inf  # in a row: the number is on the device
+
+
+class Records:
+    """Writes the ledger and the digests of one rank. Disk errors never stop training."""
+
+    def __init__(self, parts: Parts, progress: Progress, left_out: LeftOut) -> None:
+        self._parts, self._progress, self._left_out = parts, progress, left_out
+        self._ledger: LedgerWriter | None = None
+        self._sink: FileSink | None = None
+        wanted = parts.config.run.digests
+        self._shares = shares_of(parts.gradients.local.parameters, PARTS if wanted == "auto" else 1)
+        self._host = Checksum(torch.device("cpu"))
+        self._device: Checksum | None = None
+        self._rows: list[list[int | float]] = []
+        # On a device that runs behind: what is to come into _rows.
+        self._waiting: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._numbers: torch.Tensor | list[int] = [0, 0]
+        self._is_judged = wanted == "on"
+        self._began_at = self._cost_s = 0.0
+        self._num_steps = 0
+
+    def open(self, folder: Path) -> None:
+        """Begin new files, for the steps from here on. Collective: all ranks."""
+        self.close()
+        parts, run, step = self._parts, self._parts.config.run, self._progress.step
+        rank = parts.group.launch.rank
+        if run.ledger:
+            start = parts.group.run_on_main(  # collective
+                lambda: next_start(folder), what="opening the ledger"
+            )
+            self._ledger = LedgerWriter(
+                folder,
+                start=start,
+                rank=rank,
+                step=step,
+                facts=parts.sampler.ledger_facts(),
+                order_of=parts.sampler.drawn if parts.group.is_main else None,
+            )
+            self._left_out.begin(start)
+        if run.digests == "off":
+            return
+        start = parts.group.run_on_main(  # collective
+            lambda: next_start(folder, DIGESTS), what="opening the digests"
+        )
+        path = folder / DIGESTS / f"{start:04d}-rank-{rank}.bin"
+        self._sink = FileSink(path, keep_bytes=_KEEP_BYTES, has_lines=False)
+        head = {"schema": 1, "step": step, "parts": len(self._shares), **facts_of_attempt(parts)}
+        self._sink.add(json.dumps(head).encode() + b"\n")
+        self._sink.flush()
+        if parts.is_async_device and self._device is None and parts.group.is_main:
+            self._device = Checksum(parts.device, piece=_DEVICE_WORDS)
+
+    def bring(self, batches: Sequence[Batch]) -> None:
+        """Record the samples of a step, before it. Rank-local."""
+        if self._ledger is not None:
+            ids = [batch.indices.numpy() for batch in batches]
+            self._ledger.bring(self._progress.step, self._progress.epoch, ids)
+
+    def digest(self, attempt: Attempt) -> None:
+        """Take the digest of a gradient, before it is clipped. Rank-local; waits for no device."""
+        if self._sink is None or not self._parts.group.is_main:
+            return
+        began = time.perf_counter()
+        share = self._shares[self._progress.step % len(self._shares)]
+        found = []
+        for parameter, start, stop in share:
+            if (gradient := parameter.grad) is not None:
+                flat = real(gradient) if gradient.is_complex() else gradient
+                found.append(flat.reshape(-1)[start:stop])
+        kind = "cuda" if self._device is not None else "cpu"
+        if len(found) > 1 and sum([each.nbytes for each in found]) <= _JOINED_BYTES[kind]:
+            found = [torch.cat(found)]
+        if not found:
+            self._numbers = [0, 0]
+        elif self._device is not None:
+            pairs = [self._device.of(each) for each in found]
+            self._numbers = pairs[0] if len(pairs) == 1 else combine(torch.stack(pairs))
+        elif len(found) == 1:
+            self._numbers = self._host.read(found[0])
+        else:
+            pairs = [self._host.of(each) for each in found]
+            self._numbers = combine(torch.stack(pairs)).tolist()
+        self._cost_s += time.perf_counter() - began
+
+    def commit(self, attempt: Attempt) -> None:
+        """Record a step, before progress counts it. Rank-local; waits for no device."""
+        if self._sink is None:
+            return
+        began = time.perf_counter()
+        if not self._num_steps:
+            self._began_at = began
+        progress, window, is_done = self._progress, attempt.window, attempt.outcome is Outcome.DONE
+        rate = self._parts.optimizer.param_groups[0]["lr"]
+        row: list[int | float] = [
+            progress.step, window.epoch, progress.max_micro_batch, window.start, window.size,
+            not is_done, 0, 0, self._of_batches(attempt.batches), 0.0, 0.0, math.nan,
+            math.nan if isinstance(rate, torch.Tensor) and not rate.is_cpu else float(rate),
+        ]  # fmt: skip
+        self._numbers, numbers = [0, 0], self._numbers if is_done else [0, 0]
+        if not self._parts.is_async_device:
+            loss = sum([float(each) for each in attempt.losses])
+            row[6:8], row[9:12] = numbers, [loss, float(attempt.count), float(attempt.norm)]
+            self._sink.add(RECORD.pack(*row))
+            self._sink.flush()
+        else:
+            self._queue(row, numbers, attempt)
+        self._cost_s += time.perf_counter() - began
+        self._num_steps += 1
+
+    def _queue(
+        self, row: list[int | float], numbers: torch.Tensor | list[int], attempt: Attempt
+    ) -> None:
+        """Keep the numbers of a step on the device until it is waited for anyhow."""
+        # WHY one tensor for all: small ones that outlive a step fragment the memory that it frees
+        if self._waiting is None:
+            size, device = 2 + 2 * self._parts.config.loop.log_interval, self._parts.device
+            pairs = torch.zeros((size, 2), dtype=torch.int64, device=device)
+            self._waiting = pairs, torch.zeros((size, 3), dtype=torch.float64, device=device)
+        pairs, floats = self._waiting
+        if len(self._rows) == len(pairs):
+            self._read()
+        place = len(self._rows)
+        if isinstance(numbers, torch.Tensor):
+            pairs[place].copy_(numbers)
+        row[9:12] = 0.0, 0.0, math.nan
+        for column, value in enumerate((sum(attempt.losses), attempt.count, attempt.norm)):
+            if isinstance(value, torch.Tensor):
+                floats[place, column].copy_(value)
+                row[9 + column] = _ON_DEVICE
+            else:
+                row[9 + column] = float(value)
+        self._rows.append(row)
+
+    def _of_batches(self, batches: Sequence[Batch]) -> int:
+        """Hash this rank's samples: their inputs and labels, of which so many bytes are read."""
+        number, left = 0, _BATCH_BYTES
+        for batch in batches:
+            for leaf in (batch.inputs, batch.targets):
+                whole = (leaf,) if isinstance(leaf, torch.Tensor) else tensors_of(leaf)
+                for tensor in [part for each in whole for part in dense_parts(each)]:
+                    if tensor.is_cpu and left > 0:
+                        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)[:left]
+                        # WHY not as the gradient: it has no order of a sum, and this is faster
+                        number = zlib.crc32(flat.numpy().tobytes(), number)
+                        left -= len(flat)
+        return number
+
+    def after_report(self) -> None:
+        """Write what the device had; end digests that cost too much. Collective: all ranks."""
+        self._read()
+        if self._sink is None or self._is_judged or self._num_steps < _LEAST_STEPS:
+            return
+        self._is_judged = True
+        wall_s = time.perf_counter() - self._began_at
+        cost = self._cost_s / max(1e-9, wall_s)
+        is_over = self._parts.group.run_on_main(lambda: cost > MOST_COST, what="digests")
+        if is_over:  # collective
+            self._end_digests()
+            log.info(
+                "no digests of steps from here on: they take %.1f %% of a step of %.2f ms; with "
+                "--digests on they are kept, for the commands replay, bisect and diff",
+                100 * cost,
+                1000 * wall_s / self._num_steps,
+            )
+
+    def sync(self) -> None:
+        """Have on the disk what is recorded of the steps that are done. Any thread, any rank.
+
+        Raises OSError.
+        """
+        if self._left_out.entries:
+            self._left_out.write(is_synced=True)
+        if self._ledger is not None and (files := self._ledger.files()):
+            sync_files(files[0].parent, files, disk=Disk())
+        if (sink := self._sink) is not None:
+            start, _, _ = sink.path.name.partition("-")
+            files = sorted(sink.path.parent.glob(f"{start}-rank-*.bin"))
+            sync_files(sink.path.parent, files, disk=Disk())
+
+    def close(self, *, is_failed: bool = False) -> None:
+        """Write what a full disk did not take, or say that it is lost. Rank-local.
+
+        is_failed: the device may be stuck, and is not waited for.
+        """
+        if self._ledger is not None:
+            self._ledger.close()
+        if is_failed:
+            self._rows.clear()
+        self._end_digests()
+
+    def _read(self) -> None:
+        """Write the records whose numbers are on a device. Waits for it."""
+        rows, self._rows = self._rows, []
+        if self._sink is None or self._waiting is None or not rows:
+            return
+        pairs, floats = (numbers[: len(rows)].tolist() for numbers in self._waiting)
+        for row, pair, values in zip(rows, pairs, floats, strict=True):
+            row[6:8] = pair
+            row[9:12] = [
+                v if r == _ON_DEVICE else r for r, v in zip(row[9:12], values, strict=True)
+            ]
+            self._sink.add(RECORD.pack(*row))
+        self._sink.flush()
+
+    def _end_digests(self) -> None:
+        self._read()
+        if self._sink is not None and not self._sink.close():
+            log.warning("digests of %d steps could not be written", self._sink.num_lost)
+        self._sink = None
+
+
+def shares_of(
+    parameters: Sequence[torch.Tensor], num_shares: int
+) -> list[list[tuple[torch.Tensor, int, int]]]:
+    """Cut the numbers of all parameters into equal shares: (parameter, start, stop) of each."""
+    sizes = [p.numel() * (2 if p.is_complex() else 1) for p in parameters]
+    total, found = sum(sizes), []
+    for number in range(num_shares):
+        first, last = total * number // num_shares, total * (number + 1) // num_shares
+        share, at = [], 0
+        for parameter, size in zip(parameters, sizes, strict=True):
+            start, stop = max(first - at, 0), min(last - at, size)
+            if start < stop:
+                share.append((parameter, start, stop))
+            at += size
+        found.append(share)
+    return found

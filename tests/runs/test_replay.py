@@ -1,0 +1,333 @@
+"""Replay and diff: a step again, bit for bit, and why two runs part."""
+
+import io
+import json
+import os
+import random
+import re
+import shutil
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_runs import replay as replaying
+from ddp_runs.replay import Wish, replay, told
+from ddp_runs.replay_diff import run_diff
+from ddp_runs.replay_records import read_digests
+from hardened_ddp.checkpoint.folder import choose_drops
+from hardened_ddp.errors import ConfigError, HardenedError, RunFolderError
+from hardened_ddp.step.records import DIGESTS, RECORD, shares_of
+from tests.harness.ranks import Finished, train
+from tests.plugins import Points
+
+HERE = "tests.runs.test_replay"
+FAULT = "REPLAY_TEST_FAULT"
+"""Of these starts only: kind, rank, the first and the last forward that it hits; ..."""
+
+FORWARDS = [0]
+"""Of this process. WHY not of the model: a retry would put it back."""
+
+
+class Course(nn.Module):
+    """Has what a replay must get right, dropout and BatchNorm; a variable says where it fails."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(3, 8), nn.BatchNorm1d(8)
+        self.drop, self.head = nn.Dropout(0.2), nn.Linear(8, num_classes)
+        rank = os.environ.get("RANK", "0")
+        faults = [fault.split() for fault in os.environ.get(FAULT, "").split(";") if fault]
+        self.faults = [(kind, int(a), int(b)) for kind, who, a, b in faults if who == rank]
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        FORWARDS[0] += self.training
+        for kind, first, last in self.faults if self.training else ():
+            if first <= FORWARDS[0] <= last:
+                if kind == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if kind == "raise":
+                    raise ValueError("a fault that happens once")
+                inputs = inputs * float("nan")
+        logits: torch.Tensor = self.head(self.drop(self.norm(self.first(inputs)).relu()))
+        return logits
+
+
+class Kept(Points):
+    """Points that lie in a file, of which a test changes a byte."""
+
+    def __init__(self, root: str) -> None:
+        super().__init__(48)
+        self.values = torch.load(Path(root, "points.pt"))
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.values[index].clone(), int(index % 2)
+
+
+def kept_points(train: bool, root: str) -> Points:
+    return Kept(root) if train else Points(17)
+
+
+STEADY: list[str | Path] = ["--cpu_only", "--model", f"{HERE}:Course", "--digests", "on"]
+STEADY += ["--batch_size", "4", "--num_workers", "0", "--eval_every", "0", "--tracker", "none"]
+SMALL = ["--dataset", "tests.plugins:points", "--epochs", "2", "--run_name", "run"]
+SMALL += ["--checkpoint_every_steps", "4"]
+
+
+def run_of(tmp_path: Path, *more: str | Path, ranks: int = 1, fault: str = "") -> Path:
+    """Train, whatever comes of it; return the run folder."""
+    env = {FAULT: fault} if fault else {}
+    train_it([*STEADY, *more, "--output_dir", tmp_path], ranks, env)
+    return tmp_path / "run"
+
+
+def train_it(argv: Sequence[str | Path], ranks: int, env: Mapping[str, str]) -> Finished:
+    return train(argv, ranks, env=env, launcher="torchrun" if ranks > 1 else "none")
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the processes of a replay forked, as those of all tests: they need not import torch."""
+
+    def run(argv: Sequence[str], ranks: int, env: Mapping[str, str], log: Path) -> int:
+        finished = train_it(argv, ranks, env)
+        log.write_text(finished.output, encoding="utf-8")
+        return max(map(int, finished.statuses))
+
+    monkeypatch.setattr(replaying, "run_trainer", run)
+
+
+def replayed(run: Path, step: int, **wish: object) -> tuple[replaying.Replayed, str]:
+    """Replay a step; return what was found, and what is printed."""
+    wanted = Wish(step=step, detail=step, **wish)  # type: ignore[arg-type]  # as given
+    done = replay(run, wanted, output=io.StringIO())
+    return done, "\n".join(told(run, wanted, done))
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_step_is_the_same_again_and_tells_what_was_in_it(tmp_path: Path) -> None:
+    run = run_of(tmp_path, *SMALL)
+    done, text = replayed(run, 17, without=[3], open=3)
+    number = 17 - done.begun_at + 1  # a writer that is busy leaves checkpoints out
+    assert (done.equal, done.parted, done.missing) == (number, None, 0)
+    assert f"{number} steps equal bit for bit: samples, loss, all of the gradient" in text
+    rows = done.main["samples"]
+    assert len(rows) == 4
+    assert all(row["change"] > 0 for row in rows)  # it has BatchNorm
+    assert "gradient norm by layer" in text
+    assert "sample 3: no file" in text
+    assert done.main["trials"][1]["without"] == [3]
+    worst = max(rows, key=lambda row: row["change"])
+    _, text = replayed(run, 17, without=[worst["sample"]])
+    with_it, without = (trial["steps"][0] for trial in replayed_trials(run, worst["sample"]))
+    assert with_it["loss"] != without["loss"]
+    assert f"without sample {worst['sample']}" in text
+
+
+def replayed_trials(run: Path, sample: int) -> list[dict[str, list[dict[str, float]]]]:
+    found = json.loads((run / "replays/step-17/replayed-rank-0.json").read_text(encoding="utf-8"))
+    assert found["trials"][1]["without"] == [sample]
+    trials: list[dict[str, list[dict[str, float]]]] = found["trials"]
+    return trials
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
+def test_steps_of_a_run_with_every_fault_are_the_same_again(tmp_path: Path) -> None:
+    flags = [*SMALL, "--dataset_args", "{size: 120, broken: [5, 77]}", "--epochs", "4"]
+    flags += ["--continue_on_error", "--keep_milestones", "8", "--global_batch_size", "12"]
+    # three steps without a finite loss: back to a checkpoint, and once more without the fault
+    run_of(tmp_path, *flags, ranks=2, fault="nan 1 24 50;kill 1 74 99")
+    run_of(tmp_path, *flags, ranks=3, fault="kill 2 14 99")  # resized, and killed again
+    run = run_of(tmp_path, *flags, ranks=2)
+    digests = read_digests(run)
+    assert {start.world_size for start in digests.starts} == {2, 3}
+    assert len(digests.starts) > 3  # and a rollback is a start of its own
+    last = digests.numbers()[-1]
+    assert digests.numbers() == list(range(last + 1))
+    chance = random.Random(1)
+    resized = next(start for start in digests.starts if start.world_size == 3)
+    for step in (chance.randrange(12), resized.first + 1, chance.randrange(last - 8, last + 1)):
+        done, text = replayed(run, step)
+        assert done.parted is None, (step, text)
+        assert done.equal == step - done.begun_at + 1
+        assert "bit for bit" in text
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
+def test_on_fewer_ranks_the_samples_and_the_mean_are_the_same(tmp_path: Path) -> None:
+    flags = [*SMALL, "--model", "mlp"]
+    run = run_of(tmp_path, *flags, ranks=2)
+    done, text = replayed(run, 7, ranks=1)
+    assert done.parted is None
+    assert "on 1 instead of 2 ranks" in text
+    assert "up to rounding" in text
+    assert done.largest < 1e-5
+
+
+@pytest.mark.slow
+def test_the_command_replays_with_processes_of_its_own(tmp_path: Path) -> None:
+    run = run_of(tmp_path, *SMALL, ranks=2)
+    done = train(["replay", run, "--step", "7"], launcher="none").ok()
+    assert re.search(r"\d+ steps? equal bit for bit", done.output)
+    assert "samples that weigh most, of 8" in done.output
+
+
+MISUSE: list[tuple[Callable[[Path], object], type[HardenedError], str]] = [
+    (lambda run: replayed(run, 99), ConfigError, "has no step 99: the last one is 19"),
+    (lambda run: shutil.rmtree(run / DIGESTS), RunFolderError, "has no digests"),
+    (lambda run: spoil_first(run), RunFolderError, "has no checkpoint from before step 3"),
+    (lambda run: other_code(run), ConfigError, "was done by other code: tests.plugins"),
+]
+
+
+def spoil_first(run: Path) -> None:
+    """Have only the digests of a later start."""
+    for path in (run / DIGESTS).iterdir():
+        head, _, raw = path.read_bytes().partition(b"\n")
+        facts = json.loads(head) | {"step": 2}
+        path.write_bytes(json.dumps(facts).encode() + b"\n" + raw[2 * RECORD.size :])
+
+
+def other_code(run: Path) -> None:
+    for path in (run / DIGESTS).iterdir():
+        head, _, raw = path.read_bytes().partition(b"\n")
+        facts = json.loads(head)
+        facts["code"]["tests.plugins"] = "0"
+        path.write_bytes(json.dumps(facts).encode() + b"\n" + raw)
+
+
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_of(tmp_path_factory.mktemp("small"), *SMALL)
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(("spoil", "error", "words"), MISUSE)
+def test_misuse_is_one_clear_error(
+    spoil: Callable[[Path], object],
+    error: type[HardenedError],
+    words: str,
+    small_run: Path,
+    tmp_path: Path,
+) -> None:
+    run = shutil.copytree(small_run, tmp_path / "run")
+    with pytest.raises(error, match=words) as caught:
+        (spoil(run), replayed(run, 3))
+    assert caught.value.fix
+
+
+def parted(one: Path, other: Path) -> str:
+    output = io.StringIO()
+    status = run_diff({"run": f"{one}\n{other}"}, output=output)
+    text = output.getvalue()
+    assert status == ("they part at step" in text)
+    assert len(text.splitlines()) < 24  # one screen
+    return text
+
+
+def test_a_setting_is_named(small_run: Path, tmp_path: Path) -> None:
+    other = run_of(tmp_path, *SMALL, "--learning_rate", "0.004")
+    text = parted(small_run, other)
+    assert "they part at step 1: the same samples, of the same bytes, give another loss" in text
+    assert "settings differ: --learning_rate 0.003 / 0.004" in text
+
+
+@pytest.mark.slow
+def test_other_ranks_threads_and_an_order_of_samples_are_named(
+    small_run: Path, tmp_path: Path
+) -> None:
+    seed = run_of(tmp_path / "seed", *SMALL, "--seed", "5")
+    text = parted(small_run, seed)
+    assert "they part at step 0: the same samples, of other bytes" not in text
+    assert "--seed 0 / 5" in text
+    train_it(
+        [*STEADY, *SMALL, "--output_dir", tmp_path / "threads"], 1, {"OMP_NUM_THREADS": "2"}
+    ).ok()
+    assert "threads 1 / 2" in parted(small_run, tmp_path / "threads" / "run")
+    ranks = run_of(
+        tmp_path / "ranks", *SMALL, "--global_batch_size", "4", "--batch_size", "2", ranks=2
+    )
+    text = parted(small_run, ranks)
+    assert "ranks:   1 / 2" in text
+    assert "added up in another order" in text
+
+
+def test_a_fault_that_was_healed_is_no_difference(small_run: Path, tmp_path: Path) -> None:
+    other = run_of(tmp_path, *SMALL, fault="raise 0 9 9")
+    text = parted(small_run, other)
+    assert "equal in all 20 steps" in text
+    assert "0 in the first run, 1 in the second" in text
+
+
+@pytest.mark.slow
+def test_the_sample_is_named_of_which_a_byte_differs(tmp_path: Path) -> None:
+    values = torch.randn(48, 3, generator=torch.Generator().manual_seed(1))
+    flags = ["--dataset", f"{HERE}:kept_points", "--epochs", "3", "--run_name", "run"]
+    runs = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        if name == "two":
+            values.view(torch.uint8)[29, 5] ^= 1
+        torch.save(values, tmp_path / name / "points.pt")
+        args = f"{{root: {tmp_path / name}}}"
+        runs.append(run_of(tmp_path / f"run-{name}", *flags, "--dataset_args", args))
+    text = parted(*runs)
+    assert "the same samples, of other bytes" in text
+    assert "sample 29 differs" in text
+    torch.save(values, tmp_path / "one" / "points.pt")  # now both are the same
+    text = parted(*runs)
+    assert "one of them has changed since its run" in text
+    assert "it is sample 29" in text
+
+
+@pytest.mark.slow
+def test_the_module_is_named_of_which_a_line_differs(tmp_path: Path) -> None:
+    code = "from torch import nn\ndef build(num_classes):\n    return nn.Linear(3, num_classes)\n"
+    flags = ["--cpu_only", "--digests", "on", "--model", "mymodel:build", *SMALL]
+    runs = []
+    for number, bias in enumerate(("", ", bias=False")):
+        changed = code.replace("num_classes)\n", f"num_classes{bias})\n")
+        (tmp_path / "mymodel.py").write_text(changed, encoding="utf-8")
+        place = tmp_path / f"run-{number}"
+        train([*flags, "--output_dir", place], launcher="none", cwd=tmp_path).ok()
+        runs.append(place / "run")
+    assert "the code differs: mymodel" in parted(*runs)
+
+
+def test_the_last_start_counts_and_a_record_that_is_cut_off_does_not(tmp_path: Path) -> None:
+    (tmp_path / DIGESTS).mkdir()
+    for start, first, steps in ((1, 0, range(6)), (2, 3, range(3, 5))):
+        head = json.dumps({"step": first, "world_size": 1}).encode() + b"\n"
+        raw = b"".join(
+            RECORD.pack(step, 0, 0, 0, 8, 0, start, 0, 0, 1.0, 8.0, 0.0, 0.1) for step in steps
+        )
+        raw += RECORD.pack(5, 0, 0, 0, 8, 0, 9, 0, 0, 1.0, 8.0, 0.0, 0.1)[:-1]
+        (tmp_path / DIGESTS / f"{start:04d}-rank-0.bin").write_bytes(head + raw)
+    digests = read_digests(tmp_path)
+    assert digests.numbers() == [0, 1, 2, 3, 4]
+    found = [digests.step(number) for number in digests.numbers()]
+    assert [step.gradient[0] for step in found if step is not None] == [1, 1, 1, 2, 2]
+
+
+def test_the_shares_of_a_gradient_are_all_of_it_once() -> None:
+    parameters = [torch.zeros(7), torch.zeros(100, 3), torch.zeros(1), torch.zeros(40)]
+    for share in shares_of(parameters, 16):
+        for parameter, start, stop in share:
+            parameter.view(-1)[start:stop] += 1
+    assert all(bool((parameter == 1).all()) for parameter in parameters)
+
+
+def test_milestones_are_spread_over_the_run_and_none_that_was_dropped_is_wanted_again() -> None:
+    steps: list[int] = []
+    for new in range(10, 20_000, 10):
+        steps = [new, *steps]
+        drops = choose_drops(steps, keep_last=3, protected=(), keep_milestones=8)
+        steps = [step for step in steps if step not in drops]
+        assert len(steps) <= 3 + 8
+    gaps = [a - b for a, b in zip(steps[2:], [*steps[3:], 0], strict=True)]
+    assert max(gaps) <= 20_000 / 4
