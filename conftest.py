@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Generator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,21 +27,25 @@ if TYPE_CHECKING:
 
 __all__ = ["leaves_nothing_behind"]
 
-# Files of tests that take long, those with the longest function or the longest waits first, as
-# the end needs short ones. Each of their functions may run in its own process; the other files
-# stay whole, and the fixtures of a module are made once.
+# Files of tests that take long, those with the longest tests or waits first, as the end needs short
+# ones. Each of their tests may run in its own process; but where tests share what takes long to
+# make (fixtures of the module: a cluster, an environment, undisturbed runs), the file stays whole.
+# So do all other files, since several processes would import what only one of them needs.
 LONG = ("test_slurm.py", "test_drills.py", "test_ddp_training.py", "test_examples.py")
 LONG += ("test_explain.py", "test_reproducers.py", "test_recipes.py", "test_command.py")
 LONG += ("test_two_hosts.py", "test_restarts.py", "test_docs.py", "test_programs.py")
-LONG += ("test_step_retry.py", "test_step_path.py", "test_equal_weights.py", "test_tutorial.py")
-LONG += ("test_setup.py", "test_run_with.py", "test_task_promises.py", "test_chaos.py")
-LONG += ("test_survivor_save.py", "test_fault_plans.py", "test_steps.py", "test_hangs.py")
-LONG += ("test_hf_trainer.py", "test_compile.py", "test_numbers.py", "test_streams.py")
-LONG += ("test_gpu_report.py", "test_next_commands.py")
-# But these: their tests share what takes long, a cluster, an environment, undisturbed runs.
-WHOLE = ("test_slurm.py", "test_setup.py", "test_ddp_training.py", "test_reproducers.py")
-WHOLE += ("test_command.py", "test_programs.py", "test_numbers.py", "test_task_promises.py")
-WHOLE += ("test_streams.py",)
+LONG += ("test_numbers.py", "test_stuck_device.py", "test_setup.py", "test_survivor_save.py")
+LONG += ("test_fault_plans.py", "test_step_path.py", "test_equal_weights.py", "test_tutorial.py")
+LONG += ("test_run_with.py", "test_chaos.py", "test_next_commands.py", "test_effects.py")
+LONG += ("test_moving_attributes.py", "test_task_promises.py", "test_step_retry.py")
+LONG += ("test_steps.py", "test_hangs.py", "test_hf_trainer.py", "test_compile.py")
+LONG += ("test_streams.py", "test_gpu_report.py", "test_own_optimizers.py", "test_ledger.py")
+LONG += ("test_data_faults.py", "test_loader.py", "test_user_exits.py", "test_odd_models.py")
+# But of these, which would take minutes one after the other, each function is for itself.
+SPLIT = ("test_drills.py", "test_survivor_save.py", "test_fault_plans.py", "test_run_with.py")
+SPLIT += ("test_chaos.py",)
+# And this one looks for ranks that hang: beside each other, its ranks might seem to.
+WHOLE = ("test_command.py",)
 
 # WHY: a shell starts what runs in its background with SIGINT ignored, and every child inherits
 # that; then no Ctrl-C of a test would reach anybody.
@@ -119,7 +124,21 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 
 def _group_of(nodeid: str) -> str:
-    """Name what must stay together: a file, or a function with its cases."""
+    """Name what must stay together: a file; of LONG a test, or those that share fixtures."""
     path, _, _ = nodeid.partition("::")
     name = os.path.basename(path)
-    return nodeid.partition("[")[0] if name in LONG and name not in WHOLE else path
+    if name not in LONG or name in WHOLE:
+        return path
+    if not _has_fixtures_of_module(path):
+        return nodeid
+    function, _, case = nodeid.partition("[")
+    if name == "test_drills.py":
+        # The last word of a drill is its phase, or where it runs: then it shares that undisturbed
+        # run. One after the other, the drills would take longer than all others beside them.
+        return f"{function}[{case.rpartition('-')[2]}"
+    return function if name in SPLIT else path
+
+
+@cache
+def _has_fixtures_of_module(path: str) -> bool:
+    return 'scope="module"' in (Path(__file__).parent / path).read_text(encoding="utf-8")
