@@ -3,6 +3,7 @@
 import json
 import random
 from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -20,6 +21,7 @@ from hardened_ddp.model.moving_attributes import MovingAttributes
 from hardened_ddp.model.plain_values import as_json, copy_of, from_json, put_back
 from hardened_ddp.model.reach import attributes_of
 from tests.drills.forked import forked_drills
+from tests.harness.marks import slow_after
 from tests.harness.ranks import train
 
 
@@ -206,18 +208,15 @@ def test_attributes_in_slots_are_like_those_in_a_dict() -> None:
 
 
 MODELS = [Drawing, Nested, Late, Remembering, Turning, Holding, Lazy]
-FAULTS = ["raise-backward-one", "kill-forward", "nan-once", "kill-all"]
-CASES = [("raise-backward-one", Remembering), ("kill-all", Drawing)]
-CASES += [(f, m) for f in FAULTS for m in MODELS if (f, m) not in CASES]
+FAULTS = ("raise-backward-one", "kill-forward", "nan-once", "kill-all")
+CASES = [(Remembering, FAULTS[:1]), (Drawing, FAULTS[-1:]), *((model, FAULTS) for model in MODELS)]
 
 
-@pytest.mark.parametrize(
-    ("fault", "model"),
-    CASES[:2] + [pytest.param(*case, marks=pytest.mark.slow) for case in CASES[2:]],
-)
+@pytest.mark.parametrize("case", slow_after(2, CASES), ids=lambda case: case[0].__name__)
 def test_a_fault_leaves_the_attributes_as_in_the_undisturbed_run(
-    fault: str, model: type[nn.Module], tmp_path: Path
+    case: tuple[type[nn.Module], Sequence[str]], tmp_path: Path
 ) -> None:
+    model, faults = case
     work = Work(
         model=f"tests.model.test_moving_attributes:{model.__name__}",
         dataset="tests.plugins:points",
@@ -225,10 +224,12 @@ def test_a_fault_leaves_the_attributes_as_in_the_undisturbed_run(
         dataset_args={"size": 85},
         flags=("--batch_size=6", "--num_workers=0", "--max_steps=15", "--eval_every=1"),
     )
-    found = find(fault)
-    assert found is not None, fault
-    verdict = forked_drills(tmp_path, work=work).run(found)
-    assert verdict.passed, verdict
+    drills = forked_drills(tmp_path, work=work)
+    for fault in faults:
+        found = find(fault)
+        assert found is not None, fault
+        verdict = drills.run(found)
+        assert verdict.passed, verdict
 
 
 VALUES: list[Any] = [
