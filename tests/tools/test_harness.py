@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import random
 import re
 import select
 import signal
@@ -15,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from tests.harness import processes
-from tests.harness.fork_server import is_of_checkout
 from tests.harness.processes import ROOT, is_alive
 from tests.harness.ranks import (
     RankFailure,
@@ -24,7 +22,6 @@ from tests.harness.ranks import (
     run_command,
     run_program,
     run_ranks,
-    start_command,
     start_ranks,
 )
 
@@ -39,14 +36,6 @@ def hang_on(rank: int) -> None:
 def say_and_hang() -> None:
     print("ready")
     threading.Event().wait()
-
-
-def give_randomness() -> float:
-    return random.random()
-
-
-def count_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
 
 
 def fail_die_or_hang() -> str:
@@ -141,51 +130,6 @@ def test_a_test_that_leaves_something_behind_fails_and_the_next_one_starts_clean
     assert len(left) == 2, "of the test, and of its rank"
 
 
-def test_a_rank_starts_with_one_thread_and_its_own_randomness() -> None:
-    assert run_ranks(count_threads, 1, timeout_s=30) == [1]
-    first, second = run_ranks(give_randomness, 2, timeout_s=30)
-    assert first != second
-
-
-def test_a_command_sees_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.setenv(name, "7")
-    shown = run_command(["env"], timeout_s=10, env={"EXTRA": "yes"}).ok().stdout.splitlines()
-    names = {line.partition("=")[0] for line in shown}
-    assert not names & {"RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
-    assert "EXTRA=yes" in shown
-
-
-def test_a_command_at_its_limit_is_killed_with_children_in_other_sessions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    script = (
-        "import subprocess, sys, time;"
-        f"p = subprocess.Popen({WAITS!r}, start_new_session=True);"
-        "print('child', p.pid, flush=True); time.sleep(1000)"
-    )
-    with start_command([sys.executable, "-c", script]) as command:
-        command.wait_for(lambda: "up" in command.stdout, timeout_s=20, what="the child")
-        monkeypatch.setattr(processes, "LEAST_S", 0.0)
-        with pytest.raises(RankFailure, match=r"did not end in 0\.03 s\n") as failure:
-            command.wait(timeout_s=0.01)
-    pid = int(str(failure.value).split("child ")[1].split()[0])
-    _wait_until_gone(pid)
-    assert not is_alive(pid)
-
-
-def test_a_command_that_ends_too_early_tells_its_status() -> None:
-    with (
-        start_command(["sh", "-c", "echo words; exit 3"]) as command,
-        pytest.raises(RankFailure, match=r"ended before a miracle\n.*ended with status 3"),
-    ):
-        command.wait_for(lambda: False, timeout_s=20, what="a miracle")
-    completed = run_command(["sh", "-c", "echo words >&2; exit 3"], timeout_s=10)
-    assert (completed.status, completed.stderr) == (3, "words\n")
-    with pytest.raises(AssertionError, match="words"):
-        completed.ok()
-
-
 def test_a_forked_program_has_its_own_modules_folder_and_output(tmp_path: Path) -> None:
     (tmp_path / "hardened_ddp.py").write_text("")
     (tmp_path / "script.py").write_text(
@@ -198,12 +142,6 @@ def test_a_forked_program_has_its_own_modules_folder_and_output(tmp_path: Path) 
     done = run_program(argv, timeout_s=30, cwd=tmp_path)
     assert done.stdout == f"{tmp_path / 'hardened_ddp.py'} word {tmp_path} True\n", done.output
     assert (done.stderr, done.status) == ("its last words\n", 1)
-
-
-def test_a_library_in_the_virtual_environment_of_a_checkout_is_not_of_the_checkout() -> None:
-    prefix = str(ROOT / ".venv")
-    assert not is_of_checkout(f"{prefix}/lib/python3.11/site-packages/yaml/nodes.py", prefix)
-    assert is_of_checkout(__file__, prefix)
 
 
 def test_a_held_port_is_for_those_who_are_told_it() -> None:
