@@ -67,6 +67,11 @@ class Listed(Scripted):
         return [self[index] for index in indices]
 
 
+# In a worker the same code reads as without.
+WAYS_TO_READ: list[tuple[type[Scripted], int]] = [(Scripted, 0), (Whole, 0), (Listed, 0)]
+WAYS_TO_READ += [(Scripted, 1)]
+
+
 def give_back_sigchld() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # as guard/stop.py does it
 

@@ -32,8 +32,8 @@ from hardened_ddp.data.batches.workers import WorkerPlan
 from tests.data.scripted import (
     MARKED,
     SIZE,
+    WAYS_TO_READ,
     Act,
-    Listed,
     Scripted,
     Whole,
     bad_numbers,
@@ -290,8 +290,7 @@ PASSING: dict[str, Exception] = {
 }
 
 
-@pytest.mark.parametrize("kind", [Scripted, Whole, Listed])
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(("kind", "num_workers"), WAYS_TO_READ)
 @pytest.mark.parametrize("name", slow_after(1, PASSING))
 def test_a_read_that_fails_for_a_moment_costs_nothing(
     name: str,

@@ -33,6 +33,7 @@ from hardened_ddp.settings.config import DataConfig
 from tests.data.scripted import (
     MARKED,
     SIZE,
+    WAYS_TO_READ,
     Act,
     Listed,
     Scripted,
@@ -293,8 +294,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("act", BAD)
-@pytest.mark.parametrize("kind", [Scripted, Whole, Listed])
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(("kind", "num_workers"), WAYS_TO_READ)
 def test_a_bad_sample_costs_itself_only(act: Act, kind: type[Scripted], num_workers: int) -> None:
     loader = make_loader(kind(act), num_workers)
     batches = read(loader)
