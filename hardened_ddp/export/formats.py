@@ -183,11 +183,11 @@ def _write_transformers(folder: Path, model: HubNet, meta: Mapping[str, Any]) ->
 
 def _write_peft(folder: Path, model: _Logits, meta: Mapping[str, Any]) -> Forward:
     """Write the adapters alone, as the library peft does."""
-    peft = import_extra("peft", what="--format peft")
     if not (meta.get("adapter") and isinstance(model.model, HubNet)):
         raise ModelError(
             "the run has no adapters", fix="train with --adapter, or choose another --format"
         )
+    peft = import_extra("peft", what="--format peft")
     net, place = model.model.net, meta["model"].removeprefix("hf:")
     whole = _with_peft(net, meta)
     whole.peft_config["default"].base_model_name_or_path = place

@@ -81,7 +81,8 @@ def split_for_muon(
     ids = {id(weight) for weight in (*apart, *linear[-1:])}
     chosen = {id(p) for p in named.values() if p.dim() == 2 and id(p) not in ids}
     for which in (MUON, ADAMW):
-        for pattern in arguments.get(which, ()):
+        given = arguments.get(which, ())
+        for pattern in [given] if isinstance(given, str) else given:
             found = [name for name in named if fnmatch(name, pattern)]
             if not found or (which == MUON and any(named[name].dim() != 2 for name in found)):
                 raise OptimizerError(

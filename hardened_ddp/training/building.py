@@ -19,7 +19,8 @@ from torch import nn
 import hardened_ddp
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.run_length import UNKNOWN_STEPS, RunLength
-from hardened_ddp.data.foreign_code import import_callable
+from hardened_ddp.data.batches.sampling import check_sampling
+from hardened_ddp.data.foreign_code import import_callable, import_extra
 from hardened_ddp.data.loader_setup import AnyLoader, AnySampler
 from hardened_ddp.data.sources.datasets import TaskData, find_source
 from hardened_ddp.errors import ConfigError, DataError, OptimizerError
@@ -157,6 +158,9 @@ def check_names(config: Config) -> None:
     """Raise the HardenedError of whatever a setting names and is not there. Rank-local."""
     check_trackers(config.run)
     find_source(config.data.dataset, config.data)
+    check_sampling(config.data)
+    if config.model.adapter:
+        import_extra("peft", what="--adapter")
     check_model(config.model.model)
     if config.task.task != "auto":
         find_task(config.task.task)

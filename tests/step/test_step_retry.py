@@ -117,7 +117,9 @@ def test_ranks_that_would_compute_in_other_types_stop_at_once(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["--clip_grad_norm", "1", "--log_interval", "7"]])
+@pytest.mark.parametrize(
+    "flags", [[], ["--clip_grad_norm", "1", "--log_interval", "7"], ["--ema", "0.9"]]
+)
 def test_an_overflow_of_fp16_is_its_scalers_business_whenever_it_is_learned_of(
     flags: list[str], tmp_path: Path
 ) -> None:

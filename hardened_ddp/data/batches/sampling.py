@@ -130,6 +130,15 @@ def build_sampling(dataset: Any, config: DataConfig, *, seed: int) -> Sampling |
     return Sampling(kind, length, _digest(weights), once)
 
 
+def check_sampling(config: DataConfig) -> None:
+    """Raise DataError if --sampling names a file or a function that is not there. Rank-local."""
+    kind = config.sampling
+    if kind.startswith(WEIGHTS_FILE):
+        _read_weights(Path(kind.removeprefix(WEIGHTS_FILE)), size=None)
+    elif kind not in (EACH_ONCE, BALANCED):
+        import_callable(kind, setting="sampling", error=DataError)
+
+
 def counts_by_weight(weights: Sequence[float], length: int) -> list[int]:
     """Share length out by weight, in whole numbers that are as near as can be."""
     exact = [length * weight / sum(weights) for weight in weights]
@@ -202,8 +211,11 @@ def _labels_of(dataset: Any) -> Samples:
     return found.astype(np.int64)
 
 
-def _read_weights(path: Path, size: int) -> Floats:
-    """Read a weight for each sample: .npy, or text with a number per line. Raises DataError."""
+def _read_weights(path: Path, size: int | None) -> Floats:
+    """Read a weight for each sample: .npy, or text with a number per line. Raises DataError.
+
+    size: of the data set; None: not known yet.
+    """
     told, fix = f"--sampling {WEIGHTS_FILE}{path}", "write a weight from 0 for each sample: .npy "
     fix += "of numpy, or text with a number per line, in the order of the data set"
     try:
@@ -212,8 +224,13 @@ def _read_weights(path: Path, size: int) -> Floats:
     except (OSError, ValueError) as error:
         raise DataError(f"{told} can't be read: {error}", fix=fix) from error
     is_finite = bool(np.isfinite(weights).all()) and weights.size > 0
-    if weights.shape != (size,) or not is_finite or weights.min() < 0 or not weights.any():
-        what = f"{weights.size} numbers for {size} samples"
+    if (
+        weights.shape != (size or weights.size,)
+        or not is_finite
+        or weights.min() < 0
+        or not weights.any()
+    ):
+        what = f"{weights.size} numbers" + (f" for {size} samples" if size else "")
         raise DataError(f"{told} has {what}, or some below 0, NaN, or all 0", fix=fix)
     return weights
 

@@ -199,7 +199,7 @@ def _known_name(name: str) -> str:
         raise DataError(
             f"no dataset is called {name!r}" + (f" (did you mean {near[0]}?)" if near[0] else ""),
             fix=f"--dataset {' | '.join(NAMES)} | hf:FOLDER | text:GLOB | parquet:GLOB | "
-            "tar:GLOB | package.module:callable",
+            "tar:GLOB | mix:NAME,NAME | package.module:callable",
         )
     return folded
 
