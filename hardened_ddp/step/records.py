@@ -85,13 +85,14 @@ class Records:
             start = parts.group.run_on_main(  # collective
                 lambda: next_start(folder), what="opening the ledger"
             )
+            sampling = getattr(parts.sampler, "sampling", None)  # a stream has none
             self._ledger = LedgerWriter(
                 folder,
                 start=start,
                 rank=rank,
                 step=step,
                 facts=parts.sampler.ledger_facts(),
-                order_of=parts.sampler.drawn if parts.group.is_main else None,
+                order_of=sampling.order if sampling and parts.group.is_main else None,
             )
             self._left_out.begin(start)
         if run.digests == "off":

@@ -94,9 +94,6 @@ class ShardSampler:
         pairs = zip(turns.shards.tolist(), turns.indices.tolist(), strict=True)
         return [id_of(shard, index, self.num_shards) for shard, index in pairs]
 
-    drawn = None
-    """It reads each sample once."""
-
     def ledger_facts(self) -> dict[str, int]:
         """Return what a ledger has to know about the order."""
         return {"num_shards": self.num_shards}

@@ -20,6 +20,7 @@ import json
 import logging
 import re
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,7 +172,9 @@ def verify_ledger(run: Path, done: Done) -> tuple[list[str], bool]:
         right = f"{expected} samples, each exactly once"
         if "is_drawn" in facts:
             right = f"{expected} samples, each as often as it was drawn"
-            problem = _judge_drawn(run, epoch, taken.get(epoch, []), expected, without)
+            problem = _judge_drawn(
+                run, epoch, taken.get(epoch, [np.zeros(0, "u8")]), expected, without
+            )
         else:
             counts = _count(taken.get(epoch, []), without, facts.get("num_samples", 0))
             problem = "; ".join(_judge(counts, expected, of_shards))
@@ -231,12 +234,12 @@ def _judge_drawn(
         drawn = np.load(path)[:expected]
     except (OSError, ValueError) as error:
         return f"which samples were drawn for it is not known: {error}"
-    found = np.concatenate([np.zeros(0, dtype="u8"), *parts]).astype(np.int64)
-    size = int(max([-1, *found, *drawn])) + 1
-    wanted, counts = (np.bincount(ids, minlength=size) for ids in (drawn, found))
-    # WHY not those: a sample that can't be read is in no ledger, however often it was drawn.
-    wrong = np.setdiff1d(np.flatnonzero(wanted != counts), without)
-    some = [f"{counts[i]} times {i} instead of {wanted[i]}" for i in wrong[:_SHOWN]]
+    # WHY without: a sample that can't be read is in no ledger, however often it was drawn.
+    wanted, found = (
+        Counter(ids[~np.isin(ids, without)].tolist()) for ids in (drawn, np.concatenate(parts))
+    )
+    wrong = sorted(i for i in wanted | found if wanted[i] != found[i])
+    some = [f"{found[i]} times {i} instead of {wanted[i]}" for i in wrong[:_SHOWN]]
     return f"{len(wrong)} not as often as drawn: {', '.join(some)}" if some else ""
 
 

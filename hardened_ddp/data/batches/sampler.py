@@ -8,9 +8,9 @@ Does not own: the cursor (it moves when a step is done, step/step.py), reading (
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain, count, islice
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import Dataset, DistributedSampler
 
 from hardened_ddp.data.batches.permutation import hash_words, permute
-from hardened_ddp.data.batches.sampling import Order, Sampling
+from hardened_ddp.data.batches.sampling import Sampling
 from hardened_ddp.ranks.seeding import mix
 
 # Up to this size an order is the samples sorted by a hash, and the whole of it is kept (2 MiB);
@@ -59,11 +59,14 @@ class EpochOrder:
     that neither memory nor the time to the first index grows with the dataset.
     """
 
-    def __init__(self, num_samples: int, seed: int, epoch: int) -> None:
+    def __init__(
+        self, num_samples: int, seed: int, epoch: int, *, drawn: Samples | None = None
+    ) -> None:
+        """drawn: other samples, see sampling.py."""
         self.num_samples = num_samples
         self._key = mix(seed, epoch)
-        self._kept: Samples | None = None
-        if num_samples <= MAX_KEPT_ORDER:
+        self._kept = drawn
+        if drawn is None and num_samples <= MAX_KEPT_ORDER:
             # WHY not torch.randperm: its algorithm may change between versions of torch, and a
             # resumed run would continue in another order. Hashes of two samples never tie.
             hashes = hash_words(np.arange(num_samples, dtype=np.uint64), key=self._key)
@@ -168,8 +171,7 @@ class WindowSampler(DistributedSampler[Any]):
         # The public attributes of DistributedSampler: this rank's samples, and those of all ranks.
         self.num_samples, self.total_size = len(self), self.end
         # WHY two: workers prefetch from the next epoch while this one still ends.
-        make: Callable[[int], Order] = partial(EpochOrder, self.size, seed)
-        self.order = lru_cache(maxsize=2)(make if sampling is None else sampling.order)
+        self.order = lru_cache(maxsize=2)(self._order)
         """Return the order of an epoch."""
 
         # WHY: with thousands of ranks an epoch has few steps, and each would feel the whole order.
@@ -223,11 +225,9 @@ class WindowSampler(DistributedSampler[Any]):
         drawn = {} if self.sampling is None else {"is_drawn": 1}
         return {"num_samples": self.size, "epoch_end": self.end, **drawn}
 
-    @property
-    def drawn(self) -> Callable[[int], Samples] | None:
-        """Give the samples of a whole epoch where they are drawn; else None."""
-        own = self.sampling
-        return None if own is None else lambda epoch: own.order(epoch).take(0, own.length).numpy()
+    def _order(self, epoch: int) -> EpochOrder:
+        drawn = None if self.sampling is None else self.sampling.order(epoch)
+        return EpochOrder(self.size, self.seed, epoch, drawn=drawn)
 
     def windows(self, start: int = 0) -> Iterator[Window]:
         """Yield the windows of the current epoch (set_epoch) from cursor start on."""

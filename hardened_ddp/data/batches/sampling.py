@@ -1,9 +1,8 @@
 """Other orders of an epoch than each sample once: --sampling, and the order of a mix of data sets.
 
 Owns which samples an epoch has, and in which order: a pure function of (seed, epoch), the same for
-any number of ranks, like the order of sampler.py. With replacement each position is computed by
-itself. Otherwise the order of a whole epoch is made when it begins: 8 bytes and about 0.3 us per
-sample, on each rank.
+any number of ranks, like the order of sampler.py. It is made when an epoch begins, on each rank: 8
+bytes and about 0.3 us per sample.
 WHY hashes and only + - * /: other functions may round differently on another kind of CPU.
 """
 
@@ -11,11 +10,10 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch.utils.data import Subset, TensorDataset
 
 from hardened_ddp.data.batches.permutation import hash_words
@@ -26,13 +24,6 @@ from hardened_ddp.settings.config import BALANCED, EACH_ONCE, WEIGHTS_FILE, Data
 
 Samples = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-
-
-class Order(Protocol):
-    """The order of one epoch."""
-
-    def take(self, start: int, stop: int) -> torch.Tensor:
-        """Return the samples at positions start to stop - 1, as int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,36 +37,8 @@ class Sampling:
     digest: str
     """Differs where the order would."""
 
-    order: Callable[[int], Order]
-    """Gives that of an epoch."""
-
-
-@dataclass(frozen=True, slots=True)
-class KeptOrder:
-    """An order that is kept as a whole."""
-
-    samples: Samples
-
-    def take(self, start: int, stop: int) -> torch.Tensor:
-        """Return the samples at positions start to stop - 1."""
-        return torch.from_numpy(self.samples[start:stop])
-
-
-@dataclass(frozen=True, slots=True)
-class Draws:
-    """Independent draws: each sample as often as its weight says, on average."""
-
-    sums: Floats
-    """The weights, added up."""
-
-    key: int
-
-    def take(self, start: int, stop: int) -> torch.Tensor:
-        """Return the samples at positions start to stop - 1."""
-        values = _uniform(np.arange(start, stop), self.key) * self.sums[-1]
-        found = np.searchsorted(self.sums, values, side="right")
-        last = np.searchsorted(self.sums, self.sums[-1])  # values may round up to the whole sum
-        return torch.from_numpy(np.minimum(found, last).astype(np.int64))
+    order: Callable[[int], Samples]
+    """Gives the samples of an epoch."""
 
 
 def build_sampling(dataset: Any, config: DataConfig, *, seed: int) -> Sampling | None:
@@ -103,8 +66,15 @@ def build_sampling(dataset: Any, config: DataConfig, *, seed: int) -> Sampling |
         return _own(kind, dataset, seed=seed)
     sums = np.cumsum(weights)
     if config.replacement:
-        length, digest = length or len(dataset), _digest(weights)
-        return Sampling(kind, length, digest, lambda epoch: Draws(sums, mix(seed, epoch)))
+        num_draws = length or len(dataset)
+
+        def draw(epoch: int) -> Samples:
+            values = _uniform(num_draws, mix(seed, epoch)) * sums[-1]
+            last = np.searchsorted(sums, sums[-1])  # values may round up to the whole sum
+            drawn: Samples = np.minimum(np.searchsorted(sums, values, side="right"), last)
+            return drawn
+
+        return Sampling(kind, num_draws, _digest(weights), draw)
     if kind == BALANCED:
         groups = [np.flatnonzero(classes == number) for number in np.unique(classes)]
         most = usual = len(groups) * min(map(len, groups))
@@ -119,13 +89,12 @@ def build_sampling(dataset: Any, config: DataConfig, *, seed: int) -> Sampling |
     if kind == BALANCED:
         return _of_groups(kind, groups, counts_by_weight([1.0] * len(groups), length), seed)
 
-    def once(epoch: int) -> KeptOrder:
+    def once(epoch: int) -> Samples:
         # Sequential Poisson sampling (Ohlsson, J. Official Statistics 14, 1998): the smallest of
         # u / weight are as likely as their weights say, and their number is fixed.
         with np.errstate(divide="ignore"):
-            ratios = _uniform(np.arange(len(weights)), mix(seed, epoch)) / weights
-        chosen = np.argsort(ratios, kind="stable")[:length]
-        return KeptOrder(_shuffled(chosen, mix(seed, epoch, 1)))
+            ratios = _uniform(len(weights), mix(seed, epoch)) / weights
+        return _shuffled(np.argsort(ratios, kind="stable")[:length], mix(seed, epoch, 1))
 
     return Sampling(kind, length, _digest(weights), once)
 
@@ -152,13 +121,13 @@ def counts_by_weight(weights: Sequence[float], length: int) -> list[int]:
 def _of_groups(name: str, groups: Sequence[Samples], counts: Sequence[int], seed: int) -> Sampling:
     """Take so many of each group in an epoch; all of it once before any sample comes again."""
 
-    def order(epoch: int) -> KeptOrder:
+    def order(epoch: int) -> Samples:
         found = []
         for number, (members, count) in enumerate(zip(groups, counts, strict=True)):
             passes = range(-(-count // len(members)))
             again = [_shuffled(members, mix(seed, epoch, number, each)) for each in passes]
             found.append(np.concatenate([members[:0], *again])[:count])
-        return KeptOrder(_shuffled(np.concatenate(found), mix(seed, epoch)))
+        return _shuffled(np.concatenate(found), mix(seed, epoch))
 
     return Sampling(name, sum(counts), _digest(*groups, np.array(counts)), order)
 
@@ -189,8 +158,7 @@ def _own(path: str, dataset: Any, *, seed: int) -> Sampling:
     first = samples(0)
     if not np.array_equal(first, samples(0)):
         raise DataError(f"--sampling {path} gives other samples when it is called again", fix=fix)
-    order: Callable[[int], Order] = lambda epoch: KeptOrder(samples(epoch, first))  # noqa: E731
-    return Sampling(path, len(first), _digest(first), order)
+    return Sampling(path, len(first), _digest(first), lambda epoch: samples(epoch, first))
 
 
 def _labels_of(dataset: Any) -> Samples:
@@ -240,9 +208,9 @@ def _shuffled(samples: Samples, key: int) -> Samples:
     return samples[np.argsort(hashes)]
 
 
-def _uniform(positions: Samples, key: int) -> Floats:
-    """Return a number from 0 to below 1 for each position: 53 random bits of its hash."""
-    hashes = hash_words(positions.astype(np.uint64), key=key)
+def _uniform(length: int, key: int) -> Floats:
+    """Return numbers from 0 to below 1: 53 random bits each."""
+    hashes = hash_words(np.arange(length, dtype=np.uint64), key=key)
     return (hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

@@ -57,10 +57,8 @@ class Mix(Dataset[Any]):
     def counts(self, length: int) -> list[int]:
         """Return how many samples of each part an epoch has. length: samples_per_epoch, or 0."""
         if (self.ends == "steps") != (length > 0):
-            raise DataError(
-                f"dataset mix: ends is {self.ends}, and samples_per_epoch {length}",
-                fix="ends: steps needs --samples_per_epoch N; first and all are without it",
-            )
+            why = f"dataset mix: ends is {self.ends}, and samples_per_epoch {length}"
+            raise DataError(why, fix="ends: steps needs --samples_per_epoch N, and only it")
         shares = [weight / sum(self.weights) for weight in self.weights]
         lengths = [len(part) / share for part, share in zip(self.parts, shares, strict=True)]
         if self.ends == "first":  # the first part that is used up ends the epoch
