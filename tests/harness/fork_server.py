@@ -337,14 +337,11 @@ def _forget_this_checkout() -> None:
     """
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if file and name != "__main__" and is_of_checkout(file):
+        # but for a virtual environment that lies in it
+        is_ours = file and _is_below(file, ROOT) and not _is_below(file, sys.prefix)
+        if is_ours and name != "__main__":
             _kept.append(sys.modules.pop(name))
     importlib.invalidate_caches()
-
-
-def is_of_checkout(file: str, prefix: str = sys.prefix) -> bool:
-    """Tell whether a file is of this checkout, and not of a virtual environment that lies in it."""
-    return _is_below(file, ROOT) and not _is_below(file, prefix)
 
 
 def _is_below(path: str, *folders: Path | str) -> bool:

@@ -365,23 +365,24 @@ def learn(output: Path, *words: str, ok: bool = True) -> dict[str, torch.Tensor]
     return tensors
 
 
-@pytest.mark.parametrize(
-    ("words", "told", "has_folder"),
-    [
-        (["--optimizer", "torch.optim:LBFGS"], "its step() needs closure", True),
-        (["--lr_schedule", f"{OWN}:missing"], "can't be imported", False),
-        (["--collate", f"{OWN}:missing"], "can't be imported", False),
-        (["--model", "no.such:Net"], "can't be imported", False),
-        (["--dataset", "no.such:data"], "can't be imported", False),
-        (["--dataset", "digitz"], "did you mean digits?", False),
-        (["--dataset", "image_folder:/x"], "--dataset_args '{root: /x}'", False),
-        (["--task", f"{OWN}:Missing"], "can't be imported", False),
-        (["--metrics", "{own: no.such:Metric}"], "can't be imported", False),
-    ],
-)
+MISTAKES: list[tuple[list[str], str, bool]] = [
+    (["--optimizer", "torch.optim:LBFGS"], "its step() needs closure", True),
+    (["--lr_schedule", f"{OWN}:missing"], "can't be imported", False),
+    (["--collate", f"{OWN}:missing"], "can't be imported", False),
+    (["--model", "no.such:Net"], "can't be imported", False),
+    (["--dataset", "no.such:data"], "can't be imported", False),
+    (["--dataset", "digitz"], "did you mean digits?", False),
+    (["--dataset", "image_folder:/x"], "--dataset_args '{root: /x}'", False),
+    (["--task", f"{OWN}:Missing"], "can't be imported", False),
+    (["--metrics", "{own: no.such:Metric}"], "can't be imported", False),
+]
+
+
+@pytest.mark.parametrize("mistake", slow_after(2, MISTAKES), ids=lambda mistake: mistake[0][0])
 def test_a_user_s_mistake_is_one_error_without_a_traceback(
-    words: list[str], told: str, has_folder: bool, tmp_path: Path
+    mistake: tuple[list[str], str, bool], tmp_path: Path
 ) -> None:
+    words, told, has_folder = mistake
     argv = ["--cpu_only", "--dataset", "tests.plugins:points", "--model", "mlp"]
     finished = train([*argv, "--output_dir", str(tmp_path / "runs"), *words], 2)
     assert finished.statuses == (2, 2)

@@ -108,6 +108,7 @@ def leave_a_child() -> None:
     subprocess.Popen(WAITS, stdout=subprocess.DEVNULL, start_new_session=True)
 
 
+@pytest.mark.slow
 def test_a_test_that_leaves_something_behind_fails_and_the_next_one_starts_clean(
     tmp_path: Path,
 ) -> None:

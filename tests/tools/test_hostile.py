@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests import hostile
-from tests.harness.marks import slow_after
 from tests.harness.processes import ROOT, deadline, is_alive, list_pids, read_command_line
 from tests.harness.ranks import start_command
 from tests.hostile import LONG, SHORT, draw, run_hostile, shuffled
@@ -60,7 +59,8 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("seed", slow_after(1, [27, 0]))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [27, 0])
 def test_the_tests_get_the_conditions_and_nothing_of_them_is_left(
     seed: int, checkout: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,7 +104,8 @@ def test_another_user_is_not_root_and_has_no_name(checkout: Path) -> None:
             assert folder.stat().st_uid == uid
 
 
-@pytest.mark.parametrize("number", slow_after(1, [signal.SIGKILL, signal.SIGTERM]))
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_whatever_ends_it_ends_the_processes_beside_it(number: int) -> None:
     script = (
         "import contextlib, signal, sys\n"

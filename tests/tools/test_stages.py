@@ -95,6 +95,7 @@ def pytests_words(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return words
 
 
+@pytest.mark.slow
 def test_the_tests_need_no_active_environment() -> None:
     """README's command starts them by the path of their Python, on a PATH that lacks it."""
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
