@@ -49,6 +49,12 @@ FOLDER_NAME = Shape(
     words="letters, digits, dots, dashes, underscores; no dot or dash first; 128 at most",
 )
 
+# WHY no @ and no ?: credentials in it would stand in config.yaml and in logs
+MIRROR_URL = Shape(
+    pattern=r"([a-z][a-z0-9+.-]*://[^@?#\s]+)?",
+    words="a URL such as s3://bucket/runs or file:///mnt/runs, without credentials",
+)
+
 EACH_ONCE, BALANCED, WEIGHTS_FILE = "none", "balanced", "weights:"
 SAMPLING = Shape(
     pattern=rf"{EACH_ONCE}|{BALANCED}|{WEIGHTS_FILE}.+|{IMPORT_PATH.pattern}",
@@ -559,6 +565,13 @@ class RunConfig:
         "fails never stops training.",
         shape=TRACKERS,
         may_differ=True,
+    )
+    mirror: str = setting(
+        "",
+        "URL below which each checkpoint is copied in the background, with settings, metrics and "
+        "ledger: s3://bucket/runs, file:///mnt/runs, any of fsspec. A start of this run_name on an "
+        "empty machine fetches the newest valid one. Credentials belong to the environment.",
+        shape=MIRROR_URL,
     )
     on_event: str = setting(
         "",

@@ -71,6 +71,10 @@ def _contradictions_of_steps(config: Config) -> Iterator[Contradiction]:
     if optimizer.lr_schedule_args and not isinstance(optimizer.lr_schedule, ImportPath):
         why = "a built-in schedule takes no arguments; leave them out, or choose lr_schedule"
         yield ("lr_schedule", "lr_schedule_args"), f"{why} package.module:callable"
+    run = config.run
+    if run.mirror and not run.run_name and run.resume in ("auto", "never"):
+        why = "a start on an empty machine looks there for the run by its name; add --run_name"
+        yield ("mirror",), why
     if loop.stop_status in (1, 2):
         yield ("stop_status",), "1 and 2 are failures; needs 0, 3 or auto"
     if loop.stop_when and not loop.evaluates:

@@ -69,8 +69,8 @@ def url_problem(value: str) -> str:
         return ""
     return (
         f"found {shown(value)}, needs a folder or file of this machine: {match['scheme']}:// can't "
-        "be read or written here; copy first what is to be read, write to a folder here and copy "
-        "it there afterwards"
+        "be read or written here; copy first what is to be read, write to a folder here, and let "
+        "--mirror copy it there"
     )
 
 

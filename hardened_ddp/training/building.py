@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import hardened_ddp
+from hardened_ddp.checkpoint.mirror import check_mirror
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.run_length import UNKNOWN_STEPS, RunLength
 from hardened_ddp.data.batches.sampling import check_sampling
@@ -157,6 +158,8 @@ def code_hash() -> str:
 def check_names(config: Config) -> None:
     """Raise the HardenedError of whatever a setting names and is not there. Rank-local."""
     check_trackers(config.run)
+    if config.run.mirror:
+        check_mirror(config.run.mirror)
     find_source(config.data.dataset, config.data)
     check_sampling(config.data)
     if config.model.adapter:

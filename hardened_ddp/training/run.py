@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from itertools import chain, islice
 
+from hardened_ddp.checkpoint.mirror import FINISH_S
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.errors import HardenedError, NonFiniteError
@@ -68,6 +69,7 @@ class Run:
         self.parts = parts
         self.progress = progress
         self.folder = folder.folder
+        self._mirror = folder.mirror
         self.stop = stop
         self.compares_every = parts.compares_every
         left_out = LeftOut(parts, self.folder)
@@ -179,6 +181,14 @@ class Run:
         self.stepper.records.close(is_failed=status is Ending.FAILED)
         self.parts.close()
         self.report.close(self.progress, status=status)
+        self.send_rest(status)
+
+    def send_rest(self, status: Ending) -> None:
+        """Wait until the mirror has the last state; not for long where a launcher waits."""
+        if self._mirror is not None:
+            hurried_s = self.parts.config.loop.stop_grace_s / 3
+            limit_s = FINISH_S if status is Ending.FINISHED else hurried_s
+            self._mirror.close(limit_s=limit_s)
 
 
 def hang_subject(run: Run) -> Subject:
@@ -199,6 +209,7 @@ def hang_subject(run: Run) -> Subject:
         ending.acquire()
         save_while_stuck(stepper, run.saver, run.folder, error=error, gone=gone)
         run.report.goodput.note(progress.step, is_last=True)  # the process ends after this
+        run.send_rest(Ending.FAILED)
         parts.events.__exit__(None, error)
 
     def samples(phase: int) -> Sequence[int]:

@@ -34,6 +34,7 @@ from hardened_ddp.checkpoint.folder import (
     probe_folder,
     unusable_folder,
 )
+from hardened_ddp.checkpoint.mirror import Mirror, fetch, mirror_url, open_mirror, with_tries
 from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.errors import CheckpointError, RunFolderError
 from hardened_ddp.ranks.group import Group
@@ -71,6 +72,9 @@ class RunFolder:
     lock: RunLock | None = None
     """Rank 0 only: no second run writes here."""
 
+    mirror: Mirror | None = None
+    """Where the checkpoints are copied to. On all ranks: any of them may save."""
+
     events: Events = field(default_factory=Events)
     """Tells the user's command what happens in this run."""
 
@@ -102,12 +106,15 @@ class RunFolder:
     @cached_property
     def store(self) -> CheckpointStore:
         """Its checkpoints, to be written by whoever holds the lock."""
-        return CheckpointStore(
+        store = CheckpointStore(
             self.folder / CHECKPOINTS_NAME,
             keep_last=self.keep_last,
             keep_milestones=self.keep_milestones,
             before_commit=partial(check_held, self.folder, self.token),
         )
+        if self.mirror is not None:
+            store.call_after_write(self.mirror.take)
+        return store
 
     def begin(self, settings: Resolved, saved: Saved | None) -> None:
         """Say what is resumed; of a new run, write the settings at once."""
@@ -139,7 +146,8 @@ def open_run(settings: Resolved, group: Group) -> RunFolder:
     Raises MainRankError on every rank if rank 0 can't use the folder or found nothing to resume.
     """
     chosen: list[tuple[Found | None, RunLock]] = []  # on rank 0
-    output = Path(settings.config.run.output_dir)
+    config = settings.config
+    output = Path(config.run.output_dir)
     # WHY all ranks: with elastic nodes, the node of rank 0 may be a new one.
     notes = group.gather_json(  # collective
         [_noted_folder(output, group.launch), *_job_marks(group.launch)]
@@ -148,18 +156,25 @@ def open_run(settings: Resolved, group: Group) -> RunFolder:
 
     def choose() -> list[str]:
         noted = (Path(name) for name, *_ in notes if name)
-        folder, checkpoint = find_place(settings, next(filter(Path.is_dir, noted), None))
+        earlier = next(filter(Path.is_dir, noted), None)
+        is_new = config.run.resume == "never" and earlier is None
+        url = "" if is_new else _fetch(settings)
+        folder, checkpoint = find_place(settings, earlier)
         refuse_links(folder)
         lock = RunLock.acquire(folder, jobs=jobs, restart=group.launch.attempt)
         try:
             probe_folder(folder)
-        except RunFolderError:
+            claim = ""
+            if url or (is_new and config.run.mirror):
+                url = url or mirror_url(config.run.mirror, folder.name)
+                claim = with_tries(partial(open_mirror, url, folder, is_new=is_new), url=url)
+        except (RunFolderError, CheckpointError):
             lock.release()
             raise
         chosen.append((checkpoint, lock))
-        return [str(folder), lock.token]
+        return [str(folder), lock.token, url, claim]
 
-    name, token = group.run_on_main(choose, what="opening the run folder")  # collective
+    name, token, url, claim = group.run_on_main(choose, what="opening the run folder")  # collective
     folder = Path(name)
     if group.is_local_main:
         _note_folder(output, group.launch, folder)
@@ -173,9 +188,30 @@ def open_run(settings: Resolved, group: Group) -> RunFolder:
         token,
         checkpoint,
         lock,
+        mirror=Mirror(url, folder, claim, kept.keep_last) if claim else None,
         events=Events(kept.on_event, group.launch),
         keep_milestones=kept.keep_milestones,
     )
+
+
+def _fetch(settings: Resolved) -> str:
+    """Fetch from the mirror what is newer than here; return its URL, empty if there is none.
+
+    Raises CheckpointError if it can't be read, and there is nothing here to go on from.
+    """
+    run = settings.config.run
+    if not run.mirror:
+        return ""
+    folder = settings.run_folder or Path(run.output_dir) / run.run_name
+    url = mirror_url(run.mirror, folder.name)
+    try:
+        with_tries(partial(fetch, url, folder), url=url)
+    except CheckpointError:
+        if not (folder / CHECKPOINTS_NAME).is_dir():
+            raise
+        log.warning("this start goes on without the mirror %s", url)
+        return ""
+    return url
 
 
 def read_checkpoint(run: RunFolder, group: Group, *, at_most: int | None = None) -> Saved | None:

@@ -1,0 +1,427 @@
+"""A copy of a run on an object store or another disk, by fsspec: --mirror URL.
+
+Below URL/RUN_NAME are data/ (each name is used once), manifests/ (what belongs to a checkpoint:
+names, sizes, sha256), newest.json (the newest manifest), owner.json (which run this is) and
+claims/ (one for each start; the last start writes). A checkpoint is sent in this order: data,
+manifest, pointer; older ones are removed only after the manifest was read back. A start on an empty
+machine fetches the newest one whose hashes are right.
+Uploads run in a thread of their own. What fails is tried again, counted and told, never raised.
+What goes wrong here: a server that accepts and stays silent, so each call has a limit; listings
+that are stale, so none is cached; two writers, so claims are made by a conditional put.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+from hardened_ddp.checkpoint.disk import Disk, drop_folder, make_folders, remove_tree
+from hardened_ddp.checkpoint.folder import (
+    BEST_NAME,
+    find_newest,
+    read_best_step,
+    step_folder_name,
+)
+from hardened_ddp.errors import CheckpointError, ConfigError, MissingPackageError, RunFolderError
+from hardened_ddp.ranks.threads import call_within
+from hardened_ddp.reporting.sinks import ReportWriter, write_text
+from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME, SAVED_SETTINGS
+from hardened_ddp.settings.typed_command import pip_command
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+OWNER, CLAIMS, DATA, MANIFESTS, NEWEST = "owner.json", "claims", "data", "manifests", "newest.json"
+ID_NAME = "mirror.json"
+_ASIDE = ".mirror-"
+# Of a run folder, besides the checkpoint.
+_BESIDE = (SAVED_SETTINGS, f"{CHECKPOINTS_NAME}/{BEST_NAME}", "*.jsonl", "summary.json", "ledger/*")
+_CALL_S, _BYTES_PER_S = 30.0, 1e6  # the limit of a call, and what a slow network sends
+_TRIES, _PAUSE_S = 4, 1.0
+FINISH_S = 600.0
+"""How long the end of a run waits for what is still to be sent."""
+
+
+def check_mirror(url: str) -> None:
+    """Raise ConfigError or MissingPackageError if fsspec can't open such URLs here."""
+    import fsspec
+
+    protocol = url.partition("://")[0]
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except ValueError as error:
+        known = ", ".join(("file", "s3", "gs", "abfs", "hf", "sftp"))
+        told = f"--mirror {url}: fsspec knows no {protocol}://"
+        raise ConfigError(told, fix=f"choose one of: {known}") from error
+    except ImportError as error:
+        package = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "abfs": "adlfs"}.get(protocol, "")
+        fix = pip_command("requirements-extras.txt", package or "fsspec")
+        raise MissingPackageError(f"--mirror {url}: {error}", fix=fix) from error
+
+
+class Objects:
+    """The objects below a URL. Each call has a limit, and raises what the store raises."""
+
+    def __init__(self, url: str) -> None:
+        import fsspec
+
+        options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+        if url.startswith(("s3:", "s3a:")):
+            # WHY: by default a refused connection takes 12 s
+            options["config_kwargs"] = {"retries": {"max_attempts": 1}, "connect_timeout": 10}
+        if url.startswith(("file:", "local:")):
+            options["auto_mkdir"] = True
+        self.url = url
+        self._fs, self._root = fsspec.core.url_to_fs(url, **options)
+
+    def _call(self, name: str, *given: Any, size_bytes: int = 0, **more: Any) -> Any:
+        """Call a method of the file system within its limit. Any: as fsspec has no types."""
+        limit_s = _CALL_S + size_bytes / _BYTES_PER_S
+        if self._fs.async_impl:
+            import fsspec.asyn
+
+            # WHY not the method without _: s3fs waits for ever for a server that accepts a PUT and
+            # stays silent; no timeout of botocore ends that
+            call = getattr(self._fs, f"_{name}")
+            return fsspec.asyn.sync(self._fs.loop, call, *given, timeout=limit_s, **more)
+        call = partial(getattr(self._fs, name), *given, **more)
+        return call_within(call, limit_s, uses_gpu=False)
+
+    def _key(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def put(self, path: Path, name: str) -> None:
+        """Send a file. WHY not open(): that commits half of it if the body raises."""
+        size_bytes = path.stat().st_size
+        self._call("put_file", str(path), self._key(name), size_bytes=size_bytes)
+
+    def get(self, name: str, path: Path, size_bytes: int) -> None:
+        self._call("get_file", self._key(name), str(path), size_bytes=size_bytes)
+
+    def write(self, name: str, content: bytes) -> None:
+        self._call("pipe_file", self._key(name), content)
+
+    def create(self, name: str, content: bytes) -> None:
+        """Write an object that is not there yet. Raises FileExistsError: somebody was first."""
+        self._call("pipe_file", self._key(name), content, mode="create")
+
+    def read(self, name: str) -> bytes:
+        content: bytes = self._call("cat_file", self._key(name))
+        return content
+
+    def names(self, folder: str) -> list[str]:
+        """List all objects below a folder, by their names in it."""
+        try:
+            found = self._call("find", self._key(folder))
+        except FileNotFoundError:
+            return []
+        start = len(self._key(folder)) + 1
+        return sorted(str(key)[start:] for key in found)
+
+    def remove(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            self._call("rm_file", self._key(name))
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """Files of a run, as they were when a checkpoint was complete."""
+
+    step: int
+    folder: Path
+    """With a link or a copy of each file, below its name in the run folder."""
+
+    def files(self) -> Iterator[tuple[str, Path]]:
+        for path in sorted(self.folder.rglob("*")):
+            if path.is_file():
+                yield path.relative_to(self.folder).as_posix(), path
+
+
+@dataclass(slots=True)
+class Mirror:
+    """Sends the checkpoints of one start of a run. On each rank; the rank that writes one sends."""
+
+    url: str
+    folder: Path
+    claim: str
+    keep_last: int
+    num_sent: int = 0
+    num_failed: int = 0
+    _objects: Objects | None = None
+    _waiting: _Snapshot | None = None
+    _newest: Path | None = None
+    _is_closing: bool = False
+    _is_over: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _sent: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    _writer: ReportWriter = field(
+        default_factory=lambda: ReportWriter(flush=lambda: True, name="mirror")
+    )
+
+    def take(self, checkpoint: Path) -> None:
+        """Send a checkpoint, and what is beside it, in the background. Never raises."""
+        if self._is_over:
+            return
+        self._newest = checkpoint
+        try:
+            snapshot = self._snapshot(checkpoint)
+        except OSError as error:
+            self._tell_failure(f"{checkpoint.name} can't be prepared", error)
+            return
+        with self._lock:  # WHY one: where sending is slower than saving, only the newest matters
+            older, self._waiting = self._waiting, snapshot
+        if older is not None:
+            remove_tree(older.folder, disk=Disk())
+        else:
+            self._writer.do(self._send_waiting)
+
+    def close(self, *, limit_s: float = FINISH_S) -> None:
+        """Send what was written at the end of the run, too; wait for it. Never raises."""
+        self._is_closing = True
+        if self._newest is not None and self._newest.is_dir():
+            self.take(self._newest)
+        if not self._writer.close(timeout_s=min(2.0, limit_s)):
+            log.info("sending the rest to the mirror, for %.0f s at most", limit_s)
+            if not self._writer.close(timeout_s=limit_s):
+                log.warning("the newest state is not on the mirror %s", self.url)
+        self._is_over = True
+        if self.num_failed:
+            log.warning("mirror: %d tries failed, %d sent", self.num_failed, self.num_sent)
+
+    def _snapshot(self, checkpoint: Path) -> _Snapshot:
+        aside = self.folder / f"{_ASIDE}{uuid.uuid4().hex[:12]}"
+        for path in checkpoint.iterdir():
+            target = aside / path.relative_to(self.folder)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(path, target)  # WHY: the run may drop the checkpoint while it is sent
+            except OSError:
+                shutil.copyfile(path, target)
+        for pattern in _BESIDE:
+            for path in self.folder.glob(pattern):
+                if path.is_file() and not path.is_symlink():
+                    target = aside / path.relative_to(self.folder)
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(path, target)
+        return _Snapshot(int(checkpoint.name.rpartition("-")[2]), aside)
+
+    def _send_waiting(self) -> None:
+        with self._lock:
+            snapshot, self._waiting = self._waiting, None
+        if snapshot is None:
+            return
+        try:
+            for number in range(_TRIES):
+                try:
+                    self._send(snapshot)
+                except FileExistsError as error:
+                    self._is_over = True
+                    self._tell_failure("another start of this run has taken over", error)
+                    return
+                except Exception as error:  # WHY broad: a store raises what it likes
+                    self._tell_failure(f"step {snapshot.step} was not sent", error)
+                    if self._is_closing:  # the end waits for each try
+                        return
+                    time.sleep(_PAUSE_S * 2**number)
+                else:
+                    self.num_sent += 1
+                    return
+        finally:
+            remove_tree(snapshot.folder, disk=Disk())
+
+    def _send(self, snapshot: _Snapshot) -> None:
+        if self._objects is None:
+            self._objects = Objects(self.url)
+        objects = self._objects
+        name = f"{snapshot.step:09d}-{self.claim}-{uuid.uuid4().hex[:12]}"
+        files: dict[str, Mapping[str, Any]] = {}
+        for place, path in snapshot.files():
+            known = self._sent.get(place)
+            files[place] = {"size_bytes": path.stat().st_size, "sha256": _sha256_of(path)}
+            if known is not None and known.items() >= files[place].items():
+                files[place] = known
+                continue
+            files[place] = {**files[place], "object": f"{DATA}/{name}/{place}"}
+            objects.put(path, f"{DATA}/{name}/{place}")
+        if objects.names(CLAIMS)[-1:] != [self.claim]:
+            raise FileExistsError(f"{self.url}/{CLAIMS}")
+        manifest = json.dumps({"format": 1, "step": snapshot.step, "files": files}).encode()
+        objects.create(f"{MANIFESTS}/{name}.json", manifest)
+        if objects.read(f"{MANIFESTS}/{name}.json") != manifest:
+            raise OSError(f"{MANIFESTS}/{name}.json reads back differently")
+        objects.write(NEWEST, json.dumps({"manifest": f"{name}.json"}).encode())
+        self._sent = files  # WHY only these: a later removal keeps what the newest one names
+        self._prune(objects)
+        log.info("step %d is on the mirror %s", snapshot.step, self.url)
+
+    def _prune(self, objects: Objects) -> None:
+        """Remove all but the newest and the best checkpoints, and what no manifest names."""
+        names = objects.names(MANIFESTS)[::-1]
+        best = read_best_step(self.folder / CHECKPOINTS_NAME)
+        kept: dict[int, str] = {}  # of each step the newest manifest
+        for name in names:
+            step = int(name[:9])
+            if step not in kept and (len(kept) < self.keep_last or step == best):
+                kept[step] = name
+        entries = [_read_manifest(objects, name) for name in kept.values()]
+        used = {entry["object"] for files in entries for entry in files.values()}
+        for name in set(names) - set(kept.values()):
+            objects.remove(f"{MANIFESTS}/{name}")
+        for name in objects.names(DATA):
+            if f"{DATA}/{name}" not in used:
+                objects.remove(f"{DATA}/{name}")
+
+    def _tell_failure(self, what: str, error: Exception) -> None:
+        self.num_failed += 1
+        log.warning("mirror %s: %s: %s: %s", self.url, what, type(error).__name__, error)
+
+
+def mirror_url(mirror: str, run_name: str) -> str:
+    """Name where a run is below the setting mirror."""
+    return f"{mirror.rstrip('/')}/{run_name}"
+
+
+def open_mirror(url: str, folder: Path, *, is_new: bool) -> str:
+    """Take over the mirror of a run for this start; return the claim. On rank 0.
+
+    is_new: nothing may be there. Raises RunFolderError if it belongs to another run.
+    """
+    objects, place = Objects(url), folder / ID_NAME
+    for left in folder.glob(f"{_ASIDE}*"):
+        remove_tree(left, disk=Disk())
+    mine = json.loads(place.read_text())["id"] if place.is_file() else ""
+    owner = _read_json(objects, OWNER).get("id", "")
+    try:
+        if not owner:
+            owner = mine = mine or uuid.uuid4().hex
+            write_text(place, json.dumps({"id": mine}) + "\n")
+            objects.create(OWNER, json.dumps({"id": mine}).encode())
+        if mine != owner or is_new:
+            raise FileExistsError
+        number = 1 + max((int(name[:6]) for name in objects.names(CLAIMS)), default=0)
+        claim = f"{number:06d}"
+        objects.create(f"{CLAIMS}/{claim}", b"")
+    except FileExistsError as error:
+        raise RunFolderError(
+            f"the mirror {url} belongs to another run, or one is starting there",
+            fix="choose another --run_name, or another --mirror",
+        ) from error
+    return claim
+
+
+def fetch(url: str, folder: Path) -> None:
+    """Fetch the newest valid checkpoint if the mirror has a newer one than the folder. On rank 0.
+
+    Raises CheckpointError if there are some and none is valid, and what the store raises.
+    """
+    objects, place = Objects(url), folder / ID_NAME
+    owner = _read_json(objects, OWNER).get("id", "")
+    mine = json.loads(place.read_text())["id"] if place.is_file() else ""
+    here, _ = find_newest(folder / CHECKPOINTS_NAME)
+    if not owner or ((mine or here) and mine != owner):
+        return  # there is nothing, or it is not of this run, which open_mirror refuses
+    newest = str(_read_json(objects, NEWEST).get("manifest", ""))
+    names = objects.names(MANIFESTS)[::-1]
+    names = sorted(names, key=lambda name: name != newest)  # the pointer first, then by step
+    at_least = -1 if here is None else here.step + 1
+    rejected = 0
+    for name in names:
+        if int(name[:9]) < at_least:
+            continue
+        try:
+            size_bytes = _fetch_one(objects, name, folder)
+        except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+            log.warning("passed over the checkpoint %s of %s: %s", name, url, error)
+            rejected += 1
+            continue
+        text = "fetched the checkpoint of step %d (%.1f MB) from %s"
+        log.info(text, int(name[:9]), size_bytes / 1e6, url)
+        break
+    else:
+        if rejected and here is None:
+            raise CheckpointError(
+                f"none of the {rejected} checkpoints of {url} is valid",
+                fix="the log says what is wrong with each; start afresh: another --run_name",
+            )
+    make_folders(folder, disk=Disk())
+    write_text(place, json.dumps({"id": owner}) + "\n")
+
+
+def _fetch_one(objects: Objects, name: str, folder: Path) -> int:
+    """Fetch what a manifest names, and put it in place if all is right; return its size."""
+    files = _read_manifest(objects, name)
+    make_folders(folder / CHECKPOINTS_NAME, disk=Disk())
+    aside = folder / f"{_ASIDE}{uuid.uuid4().hex[:12]}"
+    final = f"{CHECKPOINTS_NAME}/{step_folder_name(int(name[:9]))}"
+    try:
+        for place, entry in files.items():
+            target = aside / place
+            target.parent.mkdir(parents=True, exist_ok=True)
+            objects.get(entry["object"], target, entry["size_bytes"])
+            found = (target.stat().st_size, _sha256_of(target))
+            if found != (entry["size_bytes"], entry["sha256"]):
+                raise ValueError(f"{place} is not what its manifest says: size {found[0]}")
+        if not (aside / final).is_dir():
+            raise ValueError(f"it has no {final}")
+        for place in files:
+            if not place.startswith(f"{final}/"):
+                (folder / place).parent.mkdir(parents=True, exist_ok=True)
+                os.replace(aside / place, folder / place)
+        if os.path.lexists(folder / final):  # one that is not valid
+            drop_folder(folder / final, disk=Disk())
+        os.replace(aside / final, folder / final)  # WHY last: complete or absent
+    finally:
+        if aside.is_dir():
+            remove_tree(aside, disk=Disk())
+    return sum(entry["size_bytes"] for entry in files.values())
+
+
+def _read_manifest(objects: Objects, name: str) -> dict[str, dict[str, Any]]:
+    """Read which files belong to a checkpoint. Raises ValueError for what is none of ours."""
+    content = json.loads(objects.read(f"{MANIFESTS}/{name}"))
+    files: dict[str, dict[str, Any]] = content["files"]
+    for place, entry in files.items():
+        for path in (PurePosixPath(place), PurePosixPath(entry["object"])):
+            if path.is_absolute() or ".." in path.parts:
+                raise ValueError(f"it names {path}, which is outside of the run")
+    return files
+
+
+def _read_json(objects: Objects, name: str) -> dict[str, Any]:
+    """Read an object of JSON; empty if there is none, or half of one."""
+    with suppress(FileNotFoundError, ValueError):
+        value = json.loads(objects.read(name))
+        return value if isinstance(value, dict) else {}
+    return {}
+
+
+def _sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def with_tries(call: Callable[[], T], *, url: str) -> T:
+    """Call what reads a mirror at a start, again if it fails. Raises CheckpointError."""
+    for number in range(_TRIES):
+        try:
+            return call()
+        except (CheckpointError, RunFolderError):
+            raise
+        except Exception as error:  # WHY broad: a store raises what it likes
+            log.warning("mirror %s: %s: %s", url, type(error).__name__, error)
+            problem = error
+            time.sleep(_PAUSE_S * number)
+    raise CheckpointError(
+        f"the mirror {url} can't be read: {type(problem).__name__}: {problem}",
+        fix="check address, network and credentials; then the same command again",
+    ) from problem
