@@ -75,6 +75,7 @@ class TestRecord:
             "false",
             "90s",
             "{a: 1}",
+            "file:///x",
             *SETTINGS[name].choices,
             "other",
         ]
