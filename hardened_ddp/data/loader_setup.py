@@ -20,7 +20,7 @@ from hardened_ddp.data.sources.facts import AnyDataset, is_view_of_stream
 from hardened_ddp.errors import CheckpointMismatchError, DataError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.settings.config import Config, DataConfig
+from hardened_ddp.settings.config import EACH_ONCE, Config, DataConfig
 
 if TYPE_CHECKING:  # WHY: streams are loaded only where the dataset is one
     from hardened_ddp.streams.shard_loader import ShardLoader
@@ -70,6 +70,12 @@ def build_sampler(
                 global_batch,
             )
         return found
+    if config.data.sampling != EACH_ONCE:
+        raise DataError(
+            f"--sampling {config.data.sampling}: {config.data.dataset} is a stream, which is read "
+            "in its own order",
+            fix="leave --sampling out, or give a map-style data set",
+        )
     view: Any = data.train  # a StreamView
     how |= {"shuffle_block": config.data.shuffle_block, "digests": view.digests}
     return _build_shard_sampler(view.stream, config, launch=launch, saved=saved, how=how)

@@ -49,9 +49,6 @@ def contradictions(config: Config, world_size: int) -> Iterator[Contradiction]:
     if data.streaming and not data.dataset.startswith("hf:"):
         why = "streaming is for hf:FOLDER_OR_NAME; text:GLOB, parquet:GLOB, tar:GLOB and your own"
         yield ("streaming", "dataset"), f"{why} iterable datasets are streams in any case"
-    is_stream = data.streaming or data.dataset.startswith(("text:", "parquet:", "tar:"))
-    if is_stream and data.sampling != EACH_ONCE:
-        yield ("sampling", "dataset"), "a stream is read in its own order; leave sampling out"
     has_length = data.dataset.startswith("mix:") or data.sampling not in (EACH_ONCE, "")
     if data.samples_per_epoch and not has_length:
         why = "each sample comes once per epoch; choose a sampling, or leave it out"
