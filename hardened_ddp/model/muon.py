@@ -50,7 +50,9 @@ class MuonAndAdamW(Optimizer):
         of_muon.setdefault("adjust_lr_fn", "match_rms_adamw")
         mine = [group for group in self.param_groups if group.get(BY_MUON)]
         others = [group for group in self.param_groups if not group.get(BY_MUON)]
-        self.parts: list[Optimizer] = [torch.optim.Muon(mine, **both, **of_muon)]
+        self.parts: list[Optimizer] = []
+        if mine:
+            self.parts.append(torch.optim.Muon(mine, **both, **of_muon))
         if others:
             self.parts.append(AdamW(others, **both, betas=betas, fused=True))
         self.param_groups = [group for part in self.parts for group in part.param_groups]
