@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any, TextIO
 
+from ddp_runs.replay_records import read_digests
 from hardened_ddp.checkpoint.folder import find_newest
-from hardened_ddp.data.batches.ledger import Done, verify_ledger
+from hardened_ddp.data.batches.ledger import DIGESTS, Done, verify_ledger
 from hardened_ddp.errors import CheckpointError
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME
 
@@ -30,5 +31,9 @@ def check_ledger(run: Path, *, output: TextIO) -> int:
         sizes=stream["sizes"],
     )
     lines, is_exact = verify_ledger(run, done)
+    if (run / DIGESTS).is_dir():
+        digests = read_digests(run, may_be_empty=True)
+        number = sum(step < done.step for step in digests.numbers())
+        lines.append(f"digests: of {number} of {done.step} steps, for replay and diff")
     print("\n".join(lines), file=output)
     return 0 if is_exact else 1

@@ -23,7 +23,7 @@ from hardened_ddp.errors import ConfigError, HardenedError, RunFolderError
 from hardened_ddp.ranks.launch import environment
 from hardened_ddp.reporting.run_json import read_lines
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME, SAVED_SETTINGS, find_folder
-from hardened_ddp.settings.record import read_back
+from hardened_ddp.settings.record import read_back, yaml_word
 from hardened_ddp.settings.typed_command import SCRIPT, own_command, torchrun_words
 from hardened_ddp.settings.wording import counted
 
@@ -160,7 +160,7 @@ def replay(run: Path, wish: Wish, *, output: TextIO) -> Replayed:
         if json.loads((folder / f"{REPLAYED}0.json").read_text(encoding="utf-8"))["held_at"]:
             break
     done = _compare(digests, folder, wish, owner, first)
-    if wish.step > known[-1] and not done.main.get("step"):
+    if wish.step > known[-1] and not (done.main.get("step") or done.main.get("newest")):
         raise _no_step(run, wish.step, known[-1])
     return done
 
@@ -214,9 +214,9 @@ def _settings_of(start: Start) -> Json:
 def _prepare(run: Path, folder: Path, start: Start, found: Found | None, ranks: int) -> None:
     """Write the settings of a start to the folder, and the checkpoint to begin with."""
     settings = (run / SAVED_SETTINGS).read_text(encoding="utf-8")
-    then = {name.removeprefix("--"): text for name, text in start.facts["settings"].items()}
     lines = {name: value for name, value, _ in read_back(settings)}
-    lines |= {name: "auto" if text == "null" else text for name, text in then.items()}
+    for name, text in start.facts["settings"].items():
+        lines[name.removeprefix("--")] = yaml_word(json.loads(text))
     if found is None and ranks not in (0, start.world_size):
         lines["global_batch_size"] = str(start.facts["global_batch"])
     text = "".join(f"{name}: {value}\n" for name, value in lines.items())

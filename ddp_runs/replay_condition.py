@@ -7,7 +7,7 @@ gives the weights.
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +84,19 @@ class Condition:
         if self.name in step:
             return self.fits(float(step[self.name])) or (bool(step.get("error")) and not self.op)
         return False
+
+    def worst(self, steps: Sequence[Mapping[str, Any]]) -> float:  # Any: JSON
+        """Return how near it came to hold in some steps; infinite if it held in one."""
+        if any(self.holds(step) for step in steps):
+            return math.inf
+        values = [float(step[self.name]) for step in steps if self.name in step]
+        sign = -1.0 if self.op.startswith("<") else 1.0
+        return max((sign * value for value in values), default=0.0) if self.op else 0.0
+
+    def is_clear(self, worst: float, best: float) -> bool:
+        """Return whether something helps about as much as the best that was found."""
+        limit = -self.limit if self.op.startswith("<") else self.limit
+        return not self.op or limit - worst >= (limit - best) / 2
 
     def measure(self, norms: Callable[[str], float]) -> dict[str, float]:
         """Return what it asks of the weights. norms: the norm of a layer; of all for ''."""

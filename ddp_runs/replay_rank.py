@@ -238,13 +238,12 @@ class Replay:
     def _state(self) -> Saved:
         """Copy the state at this step boundary."""
         tensors = {name: t.detach().clone() for name, t in collect_tensors(self.parts).items()}
-        return Saved(
-            specs_of(tensors),
-            collect_meta(self.parts, self.run.progress),
-            read=(lambda names: {name: tensors[name] for name in names})
-            if self.parts.group.is_main
-            else None,
-        )
+
+        def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
+            return {name: tensors[name].clone() for name in names}  # WHY: an optimizer keeps them
+
+        meta = collect_meta(self.parts, self.run.progress)
+        return Saved(specs_of(tensors), meta, read=read if self.parts.group.is_main else None)
 
     def trial(
         self,
@@ -348,29 +347,38 @@ def blame(
     enough, those that weigh most together.
     """
 
-    def helps(at: int, without: list[int] | None) -> bool:
+    def peak(at: int, without: list[int] | None) -> float:
         steps = replay.trial(state, last, at=at, without=without)  # collective
         found["trials"] += 1
-        return not any(condition.holds(step) for step in steps)
+        return condition.worst(steps)
 
     found: Found = {"step": None, "alone": [], "together": [], "rows": [], "trials": 0}
-    found["step"] = step = next((each for each in suspects if helps(each, None)), None)
-    if step is None:
+    # WHY the best of them: next to a limit any change may do. WHY the oldest: of equally good ones
+    # it is where the damage began.
+    peaks = {step: peak(step, None) for step in suspects}
+    step = min(peaks, key=lambda each: (peaks[each], each))
+    if peaks[step] == math.inf:
         return found
+    found["step"] = step
     rows = replay.trial(state, last, at=step, looks=True)  # collective
     found["rows"] = rows = in_order(rows)
     samples = [int(row["sample"]) for row in rows]
+    alone: dict[int, float] = {}
     for place, sample in enumerate(samples[:MOST_ALONE]):
-        if place >= _ALWAYS_TRIED and found["alone"]:
+        if place >= _ALWAYS_TRIED and alone:
             break
-        if helps(step, [sample]):
-            found["alone"].append(sample)
-    if found["alone"]:
+        if (value := peak(step, [sample])) < math.inf:
+            alone[sample] = value
+    if alone:
+        best = min(alone.values())
+        clear = [sample for sample in alone if condition.is_clear(alone[sample], best)]
+        found["alone"] = sorted(clear, key=lambda sample: alone[sample])
         return found
-    together = next((samples[:n] for n in range(2, len(samples)) if helps(step, samples[:n])), [])
+    counts = range(2, len(samples))
+    together = next((samples[:n] for n in counts if peak(step, samples[:n]) < math.inf), [])
     for sample in together[::-1]:  # which of them are not needed?
         fewer = [each for each in together if each != sample]
-        if fewer and helps(step, fewer):
+        if fewer and peak(step, fewer) < math.inf:
             together = fewer
     found["together"] = together
     return found

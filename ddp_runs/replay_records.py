@@ -9,14 +9,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from hardened_ddp.data.batches.ledger import list_files
+from ddp_runs.run_files import RunView
+from hardened_ddp.data.batches.ledger import DIGESTS, RECORD, list_files
 from hardened_ddp.errors import RunFolderError
 from hardened_ddp.settings.typed_command import own_command
-from hardened_ddp.step.records import DIGESTS, RECORD
 
 Json = dict[str, Any]  # Any: JSON
+
+_SPIKE, _BEFORE = 1.5, 5
+"""A loss so many times as large as the median of so many reports before it."""
 
 
 @dataclass(slots=True)
@@ -149,6 +153,29 @@ def _steps_of(ranks: Mapping[int, tuple[Json, bytes]]) -> dict[int, Step]:
 def _are_same(one: Mapping[int, float], other: Mapping[int, float]) -> bool:
     """Compare losses; NaN is as good as NaN."""
     return repr(sorted(one.items())) == repr(sorted(other.items()))
+
+
+def spikes_of(run: RunView) -> list[tuple[int, float, str]]:
+    """List the reports whose training loss has a spike, and what replays the worst of their steps.
+
+    Of a run without digests: none.
+    """
+    steps, losses = run.curve("loss/train")
+    found = []
+    for at, loss in enumerate(losses):
+        before = [value for value in losses[max(0, at - _BEFORE) : at] if math.isfinite(value)]
+        if len(before) < 2 or loss <= _SPIKE * median(before):
+            continue
+        try:
+            digests = read_digests(run.folder)
+        except (RunFolderError, OSError):
+            return []
+        since = [s for n in range(steps[at - 1], steps[at]) if (s := digests.step(n)) is not None]
+        if since:
+            worst = max(since, key=lambda step: math.inf if math.isnan(step.loss) else step.loss)
+            command = own_command("replay", run.folder, "--step", str(worst.number))
+            found.append((steps[at], loss, command))
+    return found
 
 
 def other_code(before: Json, now: Json) -> list[str]:

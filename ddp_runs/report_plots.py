@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from ddp_runs.replay_records import spikes_of
 from ddp_runs.run_files import RunView
 from ddp_runs.watch import ranks_of, spans_decades
 from hardened_ddp.reporting.rank_status import WAITS, RankStatus
@@ -44,6 +45,7 @@ SYMBOLS = {
     "restart": ("triangle-right", "#1f77b4"),
     "error": ("x", "#d62728"),
     "hang": ("hourglass", "#d62728"),
+    "spike": ("triangle-up", "#d62728"),
     "rollback": ("triangle-left", "#ff7f0e"),
     "retry": ("circle", "#ff7f0e"),
     "left out": ("circle-open", "#ff7f0e"),
@@ -55,7 +57,7 @@ SYMBOLS = {
 }
 """What happened to a run, with its mark and its color."""
 
-_ON_CURVES: tuple[str, ...] = ("failure", "hang", "rollback", "retry", "left out", "data")
+_ON_CURVES: tuple[str, ...] = ("failure", "hang", "spike", "rollback", "retry", "left out", "data")
 _ON_CURVES += ("survivor save", "restart")
 """What has a step, the gravest first."""
 
@@ -154,6 +156,7 @@ def marks_of(run: RunView) -> list[tuple[int, str, str]]:
         is_told = event.kind == "hang" and event.step in told
         if event.step is not None and event.kind in _ON_CURVES and not is_told:
             found.append((event.step, event.kind, event.text))
+    found += [(step, "spike", f"look: {command}") for step, _, command in spikes_of(run)]
     for number, attempt in enumerate(run.attempts[1:], start=2):
         # WHY: only after a rollback an attempt has no start-up of its own
         kind = "restart" if attempt.get("start_up") else "rollback"

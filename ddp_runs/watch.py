@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from ddp_runs.replay_records import spikes_of
 from ddp_runs.run_events import FAULTS
 from ddp_runs.run_files import RunView, read_run, resume_command
 from hardened_ddp.errors import ConfigError
@@ -254,6 +255,8 @@ def _lines(run: RunView, bars: str, width: int) -> list[str]:
         if room >= _SHORTEST_CURVE:
             line += f"  {sparkline(losses, bars, width=room)}{first}"
         lines.append(line)
+    for step, loss, command in spikes_of(run)[-1:]:
+        lines.append(f"spike       {loss:.4g} by step {step}: {command}")
     if run.tested:
         words = [f"{name} {values[-1]:.4g}" for name, (_, values) in run.tested.items()]
         at = next(iter(run.tested.values()))[0][-1]

@@ -14,7 +14,6 @@ Read by ddp_runs/replay_records.py. Does not own: the format of the ledger (data
 import json
 import logging
 import math
-import struct
 import time
 import zlib
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ import torch
 
 from hardened_ddp.checkpoint.disk import Disk, sync_files
 from hardened_ddp.data.batches.batch import Batch
-from hardened_ddp.data.batches.ledger import LedgerWriter, next_start
+from hardened_ddp.data.batches.ledger import DIGESTS, RECORD, LedgerWriter, next_start
 from hardened_ddp.data.batches.nesting import dense_parts, tensors_of
 from hardened_ddp.gradients.sums import real
 from hardened_ddp.model.checksum import Checksum, combine
@@ -36,12 +35,6 @@ from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
 
 log = logging.getLogger(__name__)
-
-DIGESTS = "digests"
-RECORD = struct.Struct("<QIIQIIqqqdddd")
-"""Step, epoch, most samples of a micro-batch (0: no limit), where the window starts, its samples
-over all ranks, 1 if it was left out; two numbers of the gradient and one of this rank's batches;
-this rank's loss and what counts in it, the gradient's norm (NaN: not computed), the rate."""
 
 PARTS = 16
 """Steps in which auto takes all of the gradient once."""

@@ -16,11 +16,16 @@ from torch import nn
 
 from ddp_runs import replay as replaying
 from ddp_runs.replay import Wish, replay, told
+from ddp_runs.replay_bisect import run_bisect
 from ddp_runs.replay_diff import run_diff
 from ddp_runs.replay_records import read_digests
+from ddp_runs.report_plots import marks_of
+from ddp_runs.run_files import read_run
 from hardened_ddp.checkpoint.folder import choose_drops
+from hardened_ddp.data.batches.ledger import DIGESTS, RECORD
+from hardened_ddp.data.batches.sampler import EpochOrder
 from hardened_ddp.errors import ConfigError, HardenedError, RunFolderError
-from hardened_ddp.step.records import DIGESTS, RECORD, shares_of
+from hardened_ddp.step.records import shares_of
 from tests.harness.ranks import Finished, train
 from tests.plugins import Points
 
@@ -69,6 +74,15 @@ class Kept(Points):
 
 def kept_points(train: bool, root: str) -> Points:
     return Kept(root) if train else Points(17)
+
+
+def poisoned_points(train: bool, value: float, index: int = 29) -> Kept:
+    """Give points of which one has a coordinate of this value."""
+    dataset = Kept.__new__(Kept)
+    Points.__init__(dataset, 48 if train else 17)
+    dataset.values = torch.randn(48, 3, generator=torch.Generator().manual_seed(1))
+    dataset.values[index, 1] = value
+    return dataset
 
 
 STEADY: list[str | Path] = ["--cpu_only", "--model", f"{HERE}:Course", "--digests", "on"]
@@ -175,6 +189,54 @@ def test_the_command_replays_with_processes_of_its_own(tmp_path: Path) -> None:
     done = train(["replay", run, "--step", "7"], launcher="none").ok()
     assert re.search(r"\d+ steps? equal bit for bit", done.output)
     assert "samples that weigh most, of 8" in done.output
+
+
+def bisected(run: Path, when: str) -> str:
+    output = io.StringIO()
+    run_bisect({"run": str(run), "when": when, "horizon": "2", "any_code": ""}, [], output=output)
+    return output.getvalue()
+
+
+POISONED = ["--dataset", f"{HERE}:poisoned_points", "--epochs", "2", "--run_name", "run"]
+POISONED += ["--model", "mlp", "--checkpoint_every_steps", "4", "--optimizer", "sgd"]
+
+
+def step_of_sample(run: Path, index: int) -> int:
+    """Return the first step that takes a sample."""
+    order = EpochOrder(48, 0, 0).take(0, 48).tolist()
+    return int(order.index(index)) // 4
+
+
+@pytest.mark.usefixtures("forked")
+def test_the_sample_that_makes_a_loss_large_is_found_and_proved(tmp_path: Path) -> None:
+    flags = [*POISONED, "--dataset_args", "{value: -1000.0}", "--log_interval", "2"]
+    run = run_of(tmp_path, *flags)
+    guilty = step_of_sample(run, 29)
+    text = bisected(run, "loss > 5")
+    assert f"loss > 5 holds first at step {guilty}: recorded when it was done" in text
+    assert f"proved: step {guilty} without sample 29 (each alone) does not lead to it" in text
+    report = train(["watch", run, "--once"], launcher="none").ok()
+    assert re.search(rf"spike +\S+ by step \d+: .*replay {run} --step \d+", report.output)
+    marks = [text for _, kind, text in marks_of(read_run(run)) if kind == "spike"]
+    assert any(f"--step {guilty}" in text for text in marks)
+    with pytest.raises(ConfigError, match="which is no condition"):
+        bisected(run, "loss is large")
+    with pytest.raises(ConfigError, match="accuracy/tested was not recorded"):
+        bisected(run, "accuracy/tested > 2")
+    assert "holds in no report" in bisected(run, "accuracy/train > 2")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
+def test_weights_that_became_nan_are_found_between_checkpoints(tmp_path: Path) -> None:
+    flags = [*POISONED, "--dataset_args", "{value: .nan}", "--check_inputs", "false"]
+    run = run_of(tmp_path, *flags, "--step_retry", "off", "--log_interval", "12")
+    guilty = step_of_sample(run, 29)
+    text = bisected(run, "nan in weights")
+    assert f"nan in weights holds first at step {guilty}" in text
+    assert "without sample 29 (each alone)" in text
+    norm = bisected(run, "norm(layers.3) > 1e9")
+    assert f"holds first at step {guilty}" in norm
 
 
 MISUSE: list[tuple[Callable[[Path], object], type[HardenedError], str]] = [

@@ -35,6 +35,14 @@ from hardened_ddp.reporting.sinks import FileSink
 log = logging.getLogger(__name__)
 
 FOLDER = "ledger"
+DIGESTS = "digests"
+"""The folder of the digests, whose files have such names too: see step/records.py."""
+
+RECORD = struct.Struct("<QIIQIIqqqdddd")
+"""Step, epoch, most samples of a micro-batch (0: no limit), where the window starts, its samples
+over all ranks, 1 if it was left out; two numbers of the gradient and one of this rank's batches;
+this rank's loss and what counts in it, the gradient's norm (NaN: not computed), the rate."""
+
 _NAME = re.compile(r"(\d{4,})-rank-(\d+)\.bin")
 _HEAD = struct.Struct("<QII")
 _SHOWN = 8
