@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 OF_MODULES = frozenset({*vars(nn.Module()), "_compiled_call_impl"})
 """The attributes that torch gives to each module."""
@@ -111,8 +110,7 @@ class Reach:
             return
         self._seen[id(value)] = value  # held, so that no other object gets its id meanwhile
         if isinstance(value, torch.Tensor):
-            if not is_lazy(value):
-                self.places[path] = Place(holder, key, value, owner)
+            self.places[path] = Place(holder, key, value, owner)
         elif isinstance(value, nn.Module):
             self._add_module(value, path)
         elif isinstance(value, dict | list | tuple | deque):

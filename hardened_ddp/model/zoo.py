@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
 from hardened_ddp.data.foreign_code import import_callable, import_torchvision, meant_path
@@ -141,6 +142,12 @@ def build_model(
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(f"{config.model} has no parameter to train", fix="unfreeze some of it")
+    if lazy := [name for name, part in model.named_parameters() if is_lazy(part)]:
+        raise ModelError(
+            f"{config.model} has parameters without a shape: {', '.join(lazy[:8])}",
+            fix="run one batch through the model before it is returned: model(torch.zeros(1, "
+            "*input_shape)); or build it with sizes, such as nn.Linear instead of nn.LazyLinear",
+        )
     if empty := [name for name, part in model.named_parameters() if part.is_meta]:
         raise ModelError(
             f"{config.model} has parameters on the meta device, without values: "
@@ -205,48 +212,23 @@ def place_model(
             )
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch
         log.warning("sync_batchnorm: a rank that fails in forward leaves the others waiting there")
-    _make_dense(model)
-    _check_storage(model, config.model, world_size=world_size)
+    _refuse_expanded(model, config.model)
     return model.to(device)
 
 
-def _check_storage(model: nn.Module, name: str, *, world_size: int) -> None:
-    """Give expanded buffers memory of their own. Raises ModelError for what can't be written to.
-
-    WHY: an update, a sum over the ranks and a checkpoint write to each value of a tensor.
-    """
-    if expanded := [n for n, part in model.named_parameters() if _is_expanded(part)]:
+def _refuse_expanded(model: nn.Module, name: str) -> None:
+    """Raise ModelError for parameters that no optimizer can update: each value has many places."""
+    if found := [n for n, part in model.named_parameters() if _is_expanded(part)]:
         raise ModelError(
             f"{name} has parameters whose values share memory, as expand() makes them: "
-            f"{', '.join(expanded[:8])}. No optimizer can update them",
+            f"{', '.join(found[:8])}. No optimizer can update them",
             fix="make the parameter small, and expand it in forward; or .clone() what expand() "
             "returned, for values that are trained each for itself",
-        )
-    odd = []
-    for owner, module in model.named_modules():
-        for label, buffer in list(module.named_buffers(recurse=False)):
-            if _is_expanded(buffer):
-                setattr(module, label, buffer.clone(memory_format=torch.contiguous_format))
-            if buffer.is_quantized or (world_size > 1 and str(buffer.dtype) in _NOT_SENT):
-                odd.append(f"{owner}{'.' if owner else ''}{label} ({buffer.dtype})")
-    if odd:
-        raise ModelError(
-            f"{name} has buffers that can't be sent from rank to rank, or saved: "
-            f"{', '.join(odd[:8])}",
-            fix="hold their bits in another dtype, by .view(torch.uint8) or .view(torch.int16), "
-            "and view them as their own in forward",
         )
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
-    if tensor.layout is not torch.strided:
-        return False
     return any(not step and n > 1 for step, n in zip(tensor.stride(), tensor.shape, strict=True))
-
-
-_FLOAT8 = ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")
-_NOT_SENT = {f"torch.float8_{kind}" for kind in _FLOAT8}
-_NOT_SENT |= {"torch.uint16", "torch.uint32", "torch.uint64"}
 
 
 def _no_classes(model: str) -> DataError:
@@ -275,22 +257,6 @@ def _call(build: Callable[..., Any], facts: Mapping[str, Any], config: ModelConf
             fix="name a class or function that returns an nn.Module",
         )
     return model
-
-
-def _make_dense(model: nn.Module) -> None:
-    """Have the embeddings of model give dense gradients; name those that gave sparse ones.
-
-    WHY: gradients are summed over the ranks in flat buffers, and checked there for NaN.
-    """
-    found = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            module.sparse = False
-            found.append(name)
-    if found:
-        log.info(
-            "sparse gradients are made dense, to be summed over the ranks: %s", ", ".join(found)
-        )
 
 
 def _checkpoint_blocks(model: nn.Module, name: str) -> None:

@@ -1,17 +1,11 @@
-"""The first forward of a model: what it must show before the probe can score an output.
+"""The first forward of a model: with --task auto its output says which task fits the labels."""
 
-Lazy modules, such as LazyLinear, get the shapes of their parameters; where a model is built again,
-by the weights of a checkpoint. And with --task auto the output says which task fits the labels.
-"""
-
-import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.sources.datasets import TaskData
@@ -20,41 +14,12 @@ from hardened_ddp.model.effects import Effects
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.preflight.trial import Refusal, Trial, fix_by, try_on_all_ranks
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.ranks.seeding import seed_update
 from hardened_ddp.settings.config import TaskConfig
 from hardened_ddp.task.build import CHOICES, build_task, task_that_fits
 from hardened_ddp.task.first_batch import refuse_late_buffers, saved_shapes
 from hardened_ddp.task.task import Task
 
 log = logging.getLogger(__name__)
-
-Lazy = UninitializedParameter | UninitializedBuffer
-
-
-def shape_by_forward(model: nn.Module, sample: Batch, group: Group, *, seed: int) -> None:
-    """Give parameters without a shape theirs, by a forward on sample. Collective: all ranks.
-
-    Raises ModelError on all ranks if that fails on one. The model is then on the group's device.
-    """
-    if not any(_lazy_tensors(model)):  # the same on all ranks
-        return
-    model.to(group.device)
-    caller = Task()
-    caller.attach(model)
-
-    def run(batch: Batch, effects: Effects) -> None:
-        # WHY: how many random numbers were drawn so far depends on the launch.
-        seed_update(seed, step=0, device_type=group.device.type)
-        with torch.no_grad():
-            caller.forward(model, batch)
-        if left := [name for name, _ in _lazy_tensors(model)]:
-            raise ModelError(
-                f"lazy parameters have no shape after a forward: {', '.join(left[:8])}",
-                fix="call their modules in forward, also in eval mode; or build them with sizes, "
-                "such as nn.Linear instead of nn.LazyLinear",
-            )
-
-    _try_first(caller, model, sample, run, group)  # collective
 
 
 def choose_task(
@@ -93,7 +58,10 @@ def _fitting_name(model: nn.Module, sample: Batch, group: Group) -> str:
         except ModelError as error:  # WHY no failure: the batch of another rank may say more
             return "", error.message, error.fix
 
-    everyone = _try_first(caller, model, sample, run, group)  # collective
+    trial = Trial(model, caller, Precision("off", group.device), group)
+    refusal = Refusal(what="the model failed on a first batch", fix=fix_by(sample))
+    found = try_on_all_ranks(trial, [sample], run, refusal, evaluates=True)  # collective
+    everyone = [outcomes[0] for outcomes in found if outcomes]
     reasons: dict[str, str] = {name: why for name, why, _ in everyone[::-1] if name}
     if not reasons:
         raise ModelError(f"rank 0: {everyone[0][1]}", fix=everyone[0][2])
@@ -106,25 +74,3 @@ def _fitting_name(model: nn.Module, sample: Batch, group: Group) -> str:
     [(name, why)] = reasons.items()
     log.info("task: %s, because of the first batch: %s", name, why)
     return name
-
-
-def _try_first(
-    caller: Task, model: nn.Module, sample: Batch, work: Callable[..., Any], group: Group
-) -> list[Any]:
-    """Do work with the sample in evaluation mode; return each rank's outcome. Collective."""
-    trial = Trial(model, caller, Precision("off", group.device), group)
-    refusal = Refusal(what="the model failed on a first batch", fix=fix_by(sample))
-    found = try_on_all_ranks(trial, [sample], work, refusal, evaluates=True)  # collective
-    return [outcomes[0] for outcomes in found if outcomes]
-
-
-def shape_by_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Give parameters without a shape that of the weights of the same name. Rank-local."""
-    for name, tensor in list(_lazy_tensors(model)):
-        # WHY a shape for those that have no weights: then the comparison of both names them
-        tensor.materialize(weights[name].shape if name in weights else (0,))
-
-
-def _lazy_tensors(model: nn.Module) -> Iterator[tuple[str, Lazy]]:
-    named = itertools.chain(model.named_parameters(), model.named_buffers())
-    return ((name, tensor) for name, tensor in named if is_lazy(tensor))

@@ -207,7 +207,7 @@ def refuse_sparse(module: nn.Module) -> None:
         raise ModelError(
             f"the gradients of {', '.join(found[:8])} are sparse: they can't be summed over ranks "
             "with the others, nor checked",
-            fix="leave sparse=True out, as in torch.nn.functional.embedding",
+            fix="leave sparse=True out, of nn.Embedding for instance",
         )
 
 

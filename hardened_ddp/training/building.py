@@ -34,7 +34,7 @@ from hardened_ddp.model.moving_buffers import MovingBuffers
 from hardened_ddp.model.optimizer import find_optimizer
 from hardened_ddp.model.replica import Inputs, Replica, check_same_model, compile_model
 from hardened_ddp.model.zoo import build_model, check_model, place_model
-from hardened_ddp.preflight.first_forward import choose_task, shape_by_forward
+from hardened_ddp.preflight.first_forward import choose_task
 from hardened_ddp.preflight.memory_format import choose_channels_last
 from hardened_ddp.preflight.probe import choose_find_unused, probe
 from hardened_ddp.preflight.trial import Trial
@@ -196,7 +196,6 @@ def model_and_task(
         task=config.task.task,
     )
     samples = loader.sample_batches(group.device)
-    shape_by_forward(model, samples[0], group, seed=config.device.seed)  # collective
     base = (saved or {}).get("base")
     loads = not saved or base
     load_initial_weights(model, config.model.init_from if loads else "", group)  # collective

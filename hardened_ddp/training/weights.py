@@ -23,7 +23,6 @@ from hardened_ddp.model.average import AVERAGE
 from hardened_ddp.model.base import check_base
 from hardened_ddp.model.moving_attributes import TASK, MovingAttributes
 from hardened_ddp.model.zoo import build_described, build_model
-from hardened_ddp.preflight.first_forward import shape_by_weights
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.config import ModelConfig
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME
@@ -260,7 +259,6 @@ def rebuild_model(weights: Mapping[str, Tensor], meta: Mapping[str, Any]) -> nn.
     Raises ModelError if it can't be built, CheckpointMismatchError if the weights do not fit.
     """
     model = build_described(meta)
-    shape_by_weights(model, weights)
     problems = differences(specs_of(weights), specs_of(model.state_dict()))
     if problems:
         raise CheckpointMismatchError(
