@@ -349,7 +349,7 @@ def fit(run: Run) -> Ending:
             if stop.reason or stops_early(run.parts, progress):
                 break
         if stop.has_looked:  # some times a second
-            run.do_periodic_work()  # progress bar, checkpoints by time
+            run.do_periodic_work()  # signs of life, checkpoints by time
         try:
             # Forward, backward, all-reduce, update: see step/step.py.
             outcome = run.stepper.train_step(window, batches)  # collective

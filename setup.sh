@@ -247,7 +247,7 @@ make_environment() {
   say "ready in $((SECONDS - before)) s; to type commands yourself: source ${venv##*/}/bin/activate"
 }
 first_import="
-import psutil, safetensors.torch, sklearn.datasets, tqdm, yaml
+import psutil, safetensors.torch, sklearn.datasets, yaml
 import torch._dynamo, torch.distributed.run, torch.nn.parallel, torch.utils.data
 import torch.utils.tensorboard
 "

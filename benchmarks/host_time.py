@@ -135,7 +135,7 @@ def _await(running: Mapping[str, subprocess.Popen[bytes]], work: str, folder: Pa
 def flags_of(work: str) -> list[str]:
     """Return the arguments of ddp_training.py for one model."""
     of_work = f"{{work: {work}}}"
-    flags = ["--no_config", "--cpu_only", "--num_workers", "0", "--no_progress", "--amp", "off"]
+    flags = ["--no_config", "--cpu_only", "--num_workers", "0", "--amp", "off"]
     flags += ["--model", "benchmarks.host_models:build", "--model_args", of_work]
     flags += ["--dataset", "benchmarks.host_models:Samples", "--dataset_args", of_work]
     flags += ["--task", "tokens"] if work == "gpt" else []

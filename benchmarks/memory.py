@@ -132,7 +132,7 @@ def flags_of(num_parameters: float, folder: Path, *, steps: int) -> list[str]:
     flags = ["--no_config", "--cpu_only", "--model", "benchmarks.memory_model:build"]
     flags += ["--model_args", f"{{num_parameters: {int(num_parameters)}}}", "--batch_size", "2"]
     flags += ["--max_steps", str(steps), "--checkpoint_every_steps", str(_SAVED_AT)]
-    flags += ["--lr_schedule", "constant", "--eval_every", "0", "--no_progress"]
+    flags += ["--lr_schedule", "constant", "--eval_every", "0"]
     return [*flags, "--run_name", "run", "--output_dir", str(folder / "runs")]
 
 

@@ -16,7 +16,7 @@ DEFAULTS: Mapping[str, str] = {
 
 ALWAYS = (
     *("--run_name", "drill", "--ledger", "--log_interval", "5", "--checkpoint_every_steps", "5"),
-    *("--tensorboard", "false", "--progress", "false", "--stop_grace_s", "6"),
+    *("--tensorboard", "false", "--stop_grace_s", "6"),
 )
 
 

@@ -33,7 +33,6 @@ _INSTALL = pip_command("requirements.txt")
 # Without these nothing runs; each of the others is for one feature.
 _NEEDED = ("numpy", "pyyaml", "safetensors", "psutil")
 _FEATURES = {
-    "tqdm": "the progress bar",
     "tensorboard": "looking at the curves",
     "scikit-learn": "the dataset digits",
     "rich": "the command watch",

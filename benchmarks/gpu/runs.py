@@ -259,7 +259,7 @@ def _argv(folder: Path, *, dry: bool, model: str, ranks: int = 1) -> list[str | 
     """Return the command of a run with one of the models in trials.py."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     argv: list[str | Path] = ["python", *(launcher if ranks > 1 else [])]
-    argv += [_SCRIPT, "--no_config", "--no_progress"]
+    argv += [_SCRIPT, "--no_config"]
     # WHY gloo: NCCL refuses two ranks on one GPU
     on_gpu = ["--backend", "gloo"] if ranks > 1 else ["--single_gpu"]
     argv += ["--cpu_only", "--no_shared_memory"] if dry else on_gpu

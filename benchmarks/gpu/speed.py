@@ -176,5 +176,5 @@ def _command(
     flags += ["--dataset_args", f"{{{about}, num_samples: {steps * batch_size}}}"]
     flags += ["--batch_size", str(batch_size), "--epochs", "1", "--amp", "bf16"]
     flags += ["--num_workers", str(workers), "--eval_every", "0"]
-    flags += ["--checkpoint_every_epochs", "0", "--output_dir", str(folder), "--no_progress"]
+    flags += ["--checkpoint_every_epochs", "0", "--output_dir", str(folder)]
     return ["python", ROOT / "ddp_training.py", "--no_config", *flags]

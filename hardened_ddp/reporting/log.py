@@ -4,14 +4,10 @@ A line that can't be written (disk full, terminal closed) is counted and dropped
 logged when writing works again: a run of days must not die because somebody closed its terminal.
 """
 
-import contextlib
 import logging
-import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 from hardened_ddp.reporting.sinks import FileSink, TextSink
@@ -54,13 +50,6 @@ def add_log_file(folder: Path, *, rank: int) -> None:
             handler.open(folder / f"rank-{rank}.log")
 
 
-def write_within(guard: Callable[[], AbstractContextManager[object]] | None) -> None:
-    """Write each console line inside guard(), which hides a progress bar; None: no guard."""
-    for handler in _ROOT.handlers:
-        if isinstance(handler, ConsoleHandler):
-            handler.guard = guard or contextlib.nullcontext
-
-
 def stop_logging() -> None:
     """Close what start_logging and add_log_file opened. Safe to call twice."""
     for handler in list(_ROOT.handlers):
@@ -79,9 +68,7 @@ class ConsoleHandler(logging.Handler):
     def __init__(self, sink: TextSink, *, tag: str) -> None:
         super().__init__()
         self.sink = sink
-        self.guard: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
         self.levels_before = (_ROOT.level, _OURS.level)
-        self._pid = os.getpid()
         self._plain = logging.Formatter(f"%(asctime)s {tag}%(message)s", datefmt="%H:%M:%S")
         self._loud = logging.Formatter(
             f"%(asctime)s {tag}%(levelname)s %(message)s", datefmt="%H:%M:%S"
@@ -94,11 +81,8 @@ class ConsoleHandler(logging.Handler):
             line = line.partition("\n")[0]
         if num_lost := self.sink.num_lost:
             line = f"{_notice(num_lost, self.sink.error)}\n{line}"
-        # WHY the pid: a forked worker must not wait for the bar's lock, which its parent may hold.
-        is_fork = os.getpid() != self._pid
-        with contextlib.nullcontext() if is_fork else self.guard():
-            if self.sink.write(line + "\n"):
-                self.sink.num_lost -= num_lost
+        if self.sink.write(line + "\n"):
+            self.sink.num_lost -= num_lost
 
 
 class RankFileHandler(logging.Handler):

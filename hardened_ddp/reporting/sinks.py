@@ -61,9 +61,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 class TextSink:
-    """A terminal, pipe or file that somebody else opened. tqdm can write to it too."""
-
-    encoding = "ascii"
+    """A terminal, pipe or file that somebody else opened."""
 
     def __init__(self, stream: TextIO | None) -> None:
         """stream None: Python had no stderr when it started; everything is dropped."""
@@ -99,18 +97,6 @@ class TextSink:
             self.error = error
             return False
         return True
-
-    def flush(self) -> None:
-        """Do nothing: nothing is buffered."""
-
-    def fileno(self) -> int:
-        """Return the descriptor, to query the terminal's width. Raises OSError without one."""
-        if self._fd is None:
-            raise OSError("this stream has no file descriptor")
-        return self._fd
-
-    def isatty(self) -> bool:
-        return self._fd is not None and os.isatty(self._fd)
 
 
 class _PrintableOutput:

@@ -589,9 +589,6 @@ class RunConfig:
         may_differ=True,
         is_place=True,
     )
-    progress: bool | None = setting(
-        None, "Show a progress bar. auto: if the output is a terminal.", may_differ=True
-    )
     ledger: bool = setting(
         False,
         "Record the samples of each step, 4 bytes per sample. verify-ledger then proves that each "

@@ -22,7 +22,7 @@ SCRIPT = ROOT / "ddp_training.py"
 PROGRAM = "hardened-ddp"
 """The command that an installation of the package gives, and the package's own name."""
 
-NEEDED = ("torch", "numpy", "yaml", "psutil", "tqdm", "safetensors")
+NEEDED = ("torch", "numpy", "yaml", "psutil", "safetensors")
 """The packages of requirements.txt without which no run starts, by the names to import."""
 
 

@@ -22,8 +22,8 @@ from hardened_ddp.task.output import (
 )
 from hardened_ddp.task.task import Figures, Metric, Score, Task, for_softmax
 
-ACCURACY = Metric("accuracy", form=".2%", short_name="acc", short_form=".1%")
-TOP5 = Metric("top5_accuracy", form=".2%", short_name="top5", short_form=".1%")
+ACCURACY = Metric("accuracy", form=".2%")
+TOP5 = Metric("top5_accuracy", form=".2%")
 FEW_CLASSES = 10
 """With at most so many, top-5 accuracy says little: it is measured from one more on."""
 

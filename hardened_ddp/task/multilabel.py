@@ -26,8 +26,8 @@ class Multilabel(Task):
     """
 
     metrics = (
-        Metric("f1", form=".2%", short_form=".1%"),
-        Metric("exact_match", form=".2%", short_name="exact", short_form=".1%"),
+        Metric("f1", form=".2%"),
+        Metric("exact_match", form=".2%"),
     )
     counts_samples = True
     learns = ("num_labels",)

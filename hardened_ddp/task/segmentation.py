@@ -27,8 +27,8 @@ class Segmentation(Task):
     """Cross-entropy of logits (N, C, H, W) and labels (N, H, W) int64; or both with a depth."""
 
     metrics = (
-        Metric("mean_iou", form=".2%", short_name="IoU", short_form=".1%"),
-        Metric("pixel_accuracy", form=".2%", short_name="acc", short_form=".1%"),
+        Metric("mean_iou", form=".2%"),
+        Metric("pixel_accuracy", form=".2%"),
     )
 
     learns = ("num_classes",)

@@ -53,10 +53,6 @@ class Metric:
     form: str = ".4f"
     """Its format specification for printing."""
 
-    short_name: str = ""
-    short_form: str = ".3g"
-    """The same for the progress bar, where space is short."""
-
     is_higher_better: bool = True
 
     def is_better(self, value: float, than: float) -> bool:
@@ -193,12 +189,6 @@ def described(metrics: Sequence[Metric], figures: Mapping[str, float], *, of: st
     """Format the figures of metrics: accuracy 97.12%. of: a prefix for each, such as test."""
     known = [metric for metric in metrics if metric.name in figures]
     return "  ".join(f"{of} {m.name} {figures[m.name]:{m.form}}".lstrip() for m in known)
-
-
-def shortly_described(metrics: Sequence[Metric], figures: Mapping[str, float]) -> str:
-    """Format the figures of metrics in their short form: acc 97.1%."""
-    known = [metric for metric in metrics if metric.name in figures]
-    return " ".join(f"{m.short_name or m.name} {figures[m.name]:{m.short_form}}" for m in known)
 
 
 def widened(logits: torch.Tensor) -> torch.Tensor:

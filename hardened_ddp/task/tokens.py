@@ -43,8 +43,8 @@ class Tokens(Task):
     """Cross-entropy of logits (N, T, vocabulary) and labels (N, T) int64; -100: none."""
 
     metrics = (
-        Metric("perplexity", form=".4g", short_name="ppl", is_higher_better=False),
-        Metric("token_accuracy", form=".2%", short_name="acc", short_form=".1%"),
+        Metric("perplexity", form=".4g", is_higher_better=False),
+        Metric("token_accuracy", form=".2%"),
     )
 
     learns = ("vocabulary", "shift", "uses_model_loss", "needs_labels")

@@ -111,7 +111,7 @@ class Run:
                 return
 
     def do_periodic_work(self) -> None:
-        """Update the progress bar and the account of time; save if it is time to.
+        """Give a sign of life, and note the time; save if it is time to.
 
         Rank-local, between two steps.
         """

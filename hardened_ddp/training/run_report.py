@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from time import monotonic
 
 import torch
 
@@ -21,7 +22,6 @@ from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.reporting.ending import stop_status
 from hardened_ddp.reporting.goodput import Goodput
 from hardened_ddp.reporting.metrics import MetricsLog
-from hardened_ddp.reporting.progress import ProgressBar
 from hardened_ddp.reporting.resources import ResourceMonitor, read_gpu_mib
 from hardened_ddp.reporting.step_clock import REPORTED, start_clock
 from hardened_ddp.reporting.summary import closing_lines, withdraw_summary, write_summary
@@ -45,11 +45,14 @@ from hardened_ddp.settings.typed_command import pip_command
 from hardened_ddp.step.left_out import LeftOut
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
-from hardened_ddp.task.task import LOSS, described, shortly_described, with_loss
+from hardened_ddp.task.task import LOSS, described, with_loss
 from hardened_ddp.training.evaluation import EMA, PARTIAL, Evaluation
 from hardened_ddp.training.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
+
+SIGN_EVERY_S = 30.0
+"""So long after the last report rank 0 says at which step it is."""
 
 _MAX_LOGGED = 8  # test samples that are named one by one in the log
 
@@ -82,11 +85,6 @@ class RunReport:
                 if self.is_main and path
             ],
         )
-        self.bar = ProgressBar(
-            total_steps=parts.length.total if parts.length.is_known else None,
-            initial_step=step,
-            enabled=run.progress if self.is_main else False,
-        )
         tracker = parts.group.tracker
         self.read_times = start_clock(tracker, parts.device)
         self.resources = ResourceMonitor(parts.device)
@@ -106,10 +104,13 @@ class RunReport:
         self._told_left_out: set[str] = set()
         self._num_rollbacks = self._num_diverged = 0
         self._time_spent = ""
+        self._told_at = monotonic()
 
     def tick(self, step: int) -> None:
-        """Update the progress bar and the account of time. Rank-local."""
-        self.bar.update(step)
+        """Say where the run is, if nothing was said for long; note the time. Rank-local."""
+        if self.is_main and monotonic() - self._told_at > SIGN_EVERY_S:
+            self._told_at = monotonic()
+            log.info("step %d%s", step, self._of_all())
         self.goodput.note(step)
 
     def log_training(
@@ -148,21 +149,15 @@ class RunReport:
     def _show_training(
         self, progress: Progress, sums: Mapping[str, float], rate: float, speed: float
     ) -> None:
-        """Show the newest figures in the progress bar, and log them."""
+        """Log the newest figures."""
         self._note_left_out()
-        if self.parts.length.is_known:
-            self.bar.expect(self.parts.length.total)
-        self.bar.describe(
-            f"epoch {progress.epoch + 1}/{self.parts.config.loop.epochs}",
-            f"loss {sums['loss']:.3g} {shortly_described(self.parts.task.metrics, sums)}".rstrip(),
-            f"{speed:,.0f} samples/s",
-        )
+        self._told_at = monotonic()
         log.info(
             "epoch %d/%d step %d%s  %s  lr %.2e  %.0f samples/s",
             progress.epoch + 1,
             self.parts.config.loop.epochs,
             progress.step,
-            f"/{self.parts.length.total}" if self.parts.length.is_known else "",
+            self._of_all(),
             with_loss(sums["loss"], described(self.parts.task.metrics, sums)),
             rate,
             speed,
@@ -222,7 +217,6 @@ class RunReport:
 
     def close(self, progress: Progress, *, status: str) -> None:
         """Write the summary and close all files. Rank-local."""
-        self.bar.close()
         ended = status if status in ("finished", "stopped") else ""
         self.goodput.note(progress.step, is_last=True, ended=ended)
         # WHY here: a tracker that sends its last values over a network is no part of the training
@@ -274,6 +268,10 @@ class RunReport:
     def _exit_status(self, status: str) -> int:
         setting = self.parts.config.loop.stop_status
         return stop_status(setting, environment()) if status == "stopped" else 0
+
+    def _of_all(self) -> str:
+        """Write the steps of the whole run, behind the number of one; empty: not known yet."""
+        return f"/{self.parts.length.total}" if self.parts.length.is_known else ""
 
     def _training_s(self) -> float:
         """Return the seconds of this process so far, without evaluation."""

@@ -64,7 +64,6 @@ _IMPORTED_LATE = (
     "encodings.idna",
     "safetensors.torch",
     "psutil",
-    "tqdm",
     "pytest",
     "tests.harness.ranks",
     "ddp_training",

@@ -1,26 +1,23 @@
-"""What a run says of itself: logs, progress bar, metrics, TensorBoard, times, memory, summary.
+"""What a run says of itself: logs, metrics, TensorBoard, times, memory, summary.
 
 Faults are real ones: full devices, closed pipes, terminals that go away, files that hit a limit.
 """
 
 import contextlib
-import fcntl
 import json
 import logging
 import math
 import os
-import pty
 import resource
 import shlex
-import struct
 import subprocess
 import sys
-import termios
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -39,7 +36,6 @@ from hardened_ddp.reporting.log import (
     stop_logging,
 )
 from hardened_ddp.reporting.metrics import MetricsLog
-from hardened_ddp.reporting.progress import ProgressBar
 from hardened_ddp.reporting.resources import ResourceMonitor, read_rss_mib
 from hardened_ddp.reporting.sinks import FileSink, TextSink
 from hardened_ddp.reporting.step_clock import GpuTimeline, start_clock
@@ -50,6 +46,7 @@ from hardened_ddp.reporting.summary import (
     write_summary,
 )
 from hardened_ddp.settings.typed_command import SCRIPT
+from hardened_ddp.training.run_report import SIGN_EVERY_S, RunReport
 from tests.harness.forks import run_forked
 from tests.harness.processes import deadline
 from tests.harness.ranks import run_command
@@ -299,156 +296,15 @@ class TestFileSink:
         assert sink.num_lost == 7
 
 
-class Terminal:
-    """A terminal in the place of stderr."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, columns: int = 100) -> None:
-        self.master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-        self.stream = os.fdopen(slave, "w")
-        self._monkeypatch = monkeypatch
-
-    def __enter__(self) -> "Terminal":
-        # WHY not in a fixture: pytest sets sys.stderr again between setup and call.
-        self._monkeypatch.setattr(sys, "stderr", self.stream)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._monkeypatch.undo()
-        with contextlib.suppress(OSError):
-            self.stream.close()
-        self.hang_up()
-
-    def hang_up(self) -> None:
-        """Go away, as a window does that is closed."""
-        if self.master >= 0:
-            os.close(self.master)
-        self.master = -1
-
-    def screen(self) -> list[str]:
-        """Give the lines that can be seen on it; nothing can be written to it after that."""
-        stop_logging()
-        self.stream.close()
-        output = b""
-        with contextlib.suppress(OSError):  # EIO: that was all
-            while part := os.read(self.master, 4096):
-                output += part
-        return read_screen(output.decode("ascii"))
-
-
-def read_screen(output: str) -> list[str]:
-    """Do what a terminal does with carriage returns and newlines; return the lines on it."""
-    lines, column = [""], 0
-    for character in output:
-        if character == "\n":
-            lines.append("")
-        elif character == "\r":
-            column = 0
-        else:
-            lines[-1] = lines[-1][:column].ljust(column) + character + lines[-1][column + 1 :]
-            column += 1
-    return [line.rstrip() for line in lines]
-
-
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    return Terminal(monkeypatch)
-
-
-class TestProgressBar:
-    def test_on_a_terminal_there_is_one_bar_with_numbers_and_an_estimate(
-        self, terminal: Terminal
-    ) -> None:
-        with terminal:
-            bar = ProgressBar(total_steps=400, initial_step=100)
-            bar.describe("epoch 2/5", "loss 0.123 acc 97.1%", "1,234 samples/s")
-            bar.update(200)
-            [line] = terminal.screen()
-            bar.close()
-        assert line.startswith("epoch 2/5 | loss 0.123 acc 97.1% | 1,234 samples/s  50%|###")
-        assert "| 200/400 [00:00<00:0" in line
-        assert len(line) <= 100
-
-    def test_log_lines_stand_whole_above_the_bar_and_after_the_end_nothing_is_left_of_it(
-        self, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        with terminal:
-            start_logging(rank=0, world_size=1, debug=False)
-            bar = ProgressBar(total_steps=10, initial_step=0)
-            for step in range(1, 4):
-                bar.update(step)
-                log.info("step %d is done", step)
-            lines = terminal.screen()
-            bar.close()
-        assert [line[9:] for line in lines[:3]] == [f"step {n} is done" for n in (1, 2, 3)]
-        assert "/10 [" in lines[3]
-        assert len(lines) == 4
-        with Terminal(monkeypatch) as terminal:
-            start_logging(rank=0, world_size=1, debug=False)
-            bar = ProgressBar(total_steps=10, initial_step=0)
-            bar.update(10)
-            bar.close()
-            bar.close()
-            log.info("finished")
-            assert [line[9:] for line in terminal.screen()] == ["finished", ""]
-
-    def test_an_unknown_width_or_number_leaves_a_bar_all_the_same(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        with Terminal(monkeypatch, columns=0) as terminal:
-            bar = ProgressBar(total_steps=10, initial_step=0)
-            bar.describe("epoch 1/5", "", "20 samples/s")
-            bar.update(5)
-            [line] = terminal.screen()
-            bar.close()
-        assert line.startswith("epoch 1/5 | 20 samples/s  50%|####")
-        assert 60 < len(line) <= 80
-
-    def test_a_terminal_that_goes_away_ends_the_bar_and_nothing_else(
-        self, terminal: Terminal, tmp_path: Path
-    ) -> None:
-        with terminal:
-            start_logging(rank=0, world_size=1, debug=False)
-            add_log_file(tmp_path, rank=0)
-            bar = ProgressBar(total_steps=10, initial_step=0)
-            terminal.hang_up()
-            bar.update(3)
-            bar.describe("epoch 1/5")
-            log.info("training goes on")
-            bar.update(4)
-            bar.close()
-        text = (tmp_path / "rank-0.log").read_text()
-        assert "the progress bar is closed" in text
-        assert "Input/output error" in text
-        assert "training goes on" in text
-
-    @pytest.mark.parametrize("enabled", [None, False])
-    def test_without_a_terminal_there_is_no_bar(
-        self, enabled: bool | None, stderr: Callable[[], str]
-    ) -> None:
-        bar = ProgressBar(total_steps=10, initial_step=0, enabled=enabled)
-        bar.update(5)
-        bar.describe("epoch 1/1")
-        bar.close()
-        assert stderr() == ""
-
-    def test_without_a_terminal_tqdm_is_not_even_loaded(self) -> None:
-        program = (
-            "import sys\n"
-            "from hardened_ddp.reporting.progress import ProgressBar\n"
-            "ProgressBar(total_steps=9, initial_step=0).update(1)\n"
-            "print('tqdm' in sys.modules)\n"
-        )
-        assert run_command([sys.executable, "-c", program], timeout_s=30).ok().stdout == "False\n"
-
-    def test_a_bar_that_was_asked_for_is_drawn_into_any_stream_but_seldom(
-        self, stderr: Callable[[], str]
-    ) -> None:
-        bar = ProgressBar(total_steps=1000, initial_step=0, enabled=True)
-        for step in range(1000):
-            bar.update(step)
-        assert 1 <= stderr().count("/1000 [") <= 3
-        bar.close()
+def test_steps_that_take_long_give_a_sign_of_life(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    goodput = SimpleNamespace(note=lambda step: None)
+    report: Any = SimpleNamespace(
+        is_main=True, _told_at=-SIGN_EVERY_S, _of_all=lambda: "/9", goodput=goodput
+    )
+    for step in (6, 7):
+        RunReport.tick(report, step)
+    assert caplog.messages == ["step 6/9"]
 
 
 def read_lines(folder: Path) -> list[dict[str, Any]]:

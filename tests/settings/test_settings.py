@@ -242,8 +242,6 @@ class TestWords:
             ("--single_gpu", "single_gpu", True),
             ("--single_gpu false", "single_gpu", False),
             ("--no_download", "download", False),
-            ("--progress", "progress", True),
-            ("--no_progress", "progress", False),
             ("--find_unused_parameters", "find_unused_parameters", "on"),
             ("--find_unused_parameters --epochs 1", "find_unused_parameters", "on"),
             ("--find_unused_parameters auto", "find_unused_parameters", "auto"),

@@ -61,7 +61,7 @@ class TestRecord:
 
     def test_ranks_need_not_agree_where_nodes_may_differ(self) -> None:
         plain = agreed_settings(Config())
-        local = "--data_dir x --output_dir y --num_workers 3 --no_progress --no_tensorboard"
+        local = "--data_dir x --output_dir y --num_workers 3 --no_tensorboard"
         assert agreed_settings(settings_of(local).config) == plain
         assert agreed_settings(settings_of("--learning_rate 1 --epochs 5").config) != plain
 

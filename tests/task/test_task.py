@@ -19,7 +19,7 @@ from hardened_ddp.settings.layers import resolve
 from hardened_ddp.step.gradient import Totals
 from hardened_ddp.task.classification import Classification
 from hardened_ddp.task.first_batch import check_score
-from hardened_ddp.task.task import Metric, Score, Task, described, shortly_described, with_loss
+from hardened_ddp.task.task import Metric, Score, Task, described, with_loss
 from hardened_ddp.training.evaluation import Evaluation, evaluate
 from tests.harness.ranks import run_ranks, train
 
@@ -129,9 +129,6 @@ def test_a_metric_says_which_value_is_better_and_how_it_is_printed() -> None:
         "loss 2e-07",
         "loss 3e+11",
     ]
-    assert shortly_described(Distance.metrics, {"near": 0.97125, "distance": 0.5}) == (
-        "distance 0.5 close 97%"
-    )
 
 
 def evaluate_distance(argv: list[str]) -> tuple[Evaluation, Evaluation | None]:
