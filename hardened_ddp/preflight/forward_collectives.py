@@ -27,7 +27,6 @@ from hardened_ddp.preflight.trial import Refusal, Trial, try_on_all_ranks
 from hardened_ddp.reporting.log import ON_EVERY_RANK
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
-from hardened_ddp.task.output import fix_for_gradients
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +43,6 @@ _WORDS = {
 _OURS = Path(__file__).parent.parent
 _TORCHS = Path(torch.__file__).parent
 
-CANT_EVALUATE = Refusal(
-    what="the test set can't be evaluated",
-    fix=lambda error: fix_for_gradients(error) or "the whole traceback is in this rank's log",
-)
 _LEFT_OUT = (
     "a sample that is left out would be missing in one rank's batch",
     "leave out --continue_on_error, and remove samples that can't be read from the dataset",
@@ -87,7 +82,7 @@ def find_collectives(
         return ForwardCollectives(("all_gather in SyncBatchNorm",)) if syncs else NO_COLLECTIVES
     none: tuple[tuple[str, ...], bool] = (), False
     calls, fit_batch = _find(trial, sample, refusal) if in_training else none  # collective
-    in_evaluation, fit_too = _find(trial, sample, evaluates=True)  # collective
+    in_evaluation, fit_too = _find(trial, sample, None, evaluates=True)  # collective
     return ForwardCollectives(calls, in_evaluation, fit_batch or fit_too)
 
 
@@ -109,40 +104,12 @@ def check_forwards(parts: Parts, progress: Progress) -> None:
         _refuse(found, _problem_in_training(parts, progress))
     if found.in_evaluation and parts.eval_loader is not None and loop.evaluates:
         size = parts.group.world_size
-        problem = _problem_in_evaluation(found, parts.eval_loader, size, "--eval_every 0")
+        problem = _problem_in_evaluation(found, parts.eval_loader, size)
         _refuse(found, problem or (_LEFT_OUT if loop.continue_on_error else None))
 
 
-def check_equal_evaluation(trial: Trial, loader: EvalLoader, *, leaves_out: bool) -> None:
-    """Raise ModelError if ranks of evaluate would run unequal forwards. Collective: all ranks.
-
-    leaves_out: samples that can't be read. It runs a sample through the model, where that can
-    matter. WHY the same one on all ranks: a rank may have none of its own.
-    """
-    world_size = trial.group.world_size
-    is_even = loader.size % world_size == 0 and not leaves_out
-    if world_size == 1 or is_even or trial.is_compiled:
-        return
-    samples: list[Batch] = []
-
-    def read(loader: EvalLoader, effects: Effects) -> bool:
-        samples.append(loader.reader.fetcher[(0, torch.arange(min(4, loader.size)))])
-        return samples[0].num_samples > 0
-
-    is_read = try_on_all_ranks(trial, [loader], read, CANT_EVALUATE)  # collective
-    if any(flags != [True] for flags in is_read):
-        return  # the evaluation will report it
-    one = take(samples[0], [0]).to(trial.group.device)
-    calls, fit_batch = _find(trial, one, CANT_EVALUATE, evaluates=True)  # collective
-    if calls:
-        found = ForwardCollectives((), calls, fit_batch)
-        instead = "evaluate in one process, without torchrun"
-        problem = _problem_in_evaluation(found, loader, world_size, instead)
-        _refuse(found, problem or (_LEFT_OUT if leaves_out else None))
-
-
 def _find(
-    trial: Trial, sample: Batch, refusal: Refusal | None = None, *, evaluates: bool = False
+    trial: Trial, sample: Batch, refusal: Refusal | None, *, evaluates: bool = False
 ) -> tuple[tuple[str, ...], bool]:
     """Return the collectives of a forward, and whether their sizes follow from its batch's.
 
@@ -195,14 +162,14 @@ def _problem_in_training(parts: Parts, progress: Progress) -> tuple[str, str] | 
 
 
 def _problem_in_evaluation(
-    found: ForwardCollectives, loader: EvalLoader, world_size: int, instead: str
+    found: ForwardCollectives, loader: EvalLoader, world_size: int
 ) -> tuple[str, str] | None:
     """Return why forwards on the test set would be unequal, and the fix; None if they are equal."""
     text = _uneven(world_size, loader.size, loader.batch_size, fit_batch=found.fit_batch)
     if not text:
         return None
     text = f"the test set has {loader.size} samples for {world_size} ranks: {text}"
-    return text, f"{instead}; or call them in training only: if self.training"
+    return text, "--eval_every 0; or call them in training only: if self.training"
 
 
 def _refuse(found: ForwardCollectives, problem: tuple[str, str] | None) -> None:

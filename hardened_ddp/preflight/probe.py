@@ -23,13 +23,14 @@ from hardened_ddp.data.batches.loader import EvalLoader
 from hardened_ddp.errors import ModelError, UnusedParameterError
 from hardened_ddp.model.effects import Effects, InputEffects, span_of
 from hardened_ddp.model.replica import NO_COLLECTIVES, ForwardCollectives
-from hardened_ddp.preflight.forward_collectives import CANT_EVALUATE, find_collectives, watching
+from hardened_ddp.preflight.forward_collectives import find_collectives, watching
 from hardened_ddp.preflight.trial import Refusal, Trial, fix_by, try_on_all_ranks
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.config import FindUnused
 from hardened_ddp.settings.wording import counted
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.task.first_batch import refuse_late_buffers, saved_shapes, warn_of_unsaved
+from hardened_ddp.task.output import fix_for_gradients
 from hardened_ddp.task.own_metrics import OwnMetrics
 
 log = logging.getLogger(__name__)
@@ -167,7 +168,11 @@ def check_evaluation(parts: Parts) -> None:
             with torch.no_grad(), eager:
                 trial.score(replica.inputs.send(batch, parts.device))
 
-    refusal = replace(CANT_EVALUATE, also="; --eval_every 0 trains without evaluations")
+    refusal = Refusal(
+        what="the test set can't be evaluated",
+        fix=lambda error: fix_for_gradients(error) or "the whole traceback is in this rank's log",
+        also="; --eval_every 0 trains without evaluations",
+    )
     try_on_all_ranks(trial, [loader], score, refusal, evaluates=True)  # collective
 
 

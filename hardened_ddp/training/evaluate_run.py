@@ -22,8 +22,6 @@ from hardened_ddp.errors import DataError, StepError
 from hardened_ddp.model.average import AVERAGE
 from hardened_ddp.model.moving_attributes import MovingAttributes
 from hardened_ddp.model.precision import Precision
-from hardened_ddp.preflight.forward_collectives import check_equal_evaluation
-from hardened_ddp.preflight.trial import Trial
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.resources import collect_as_usual
 from hardened_ddp.reporting.summary import READER_HAS_GONE, print_report, write_report
@@ -118,8 +116,6 @@ def measure(
     totals = Totals(task, group.device, loss_dtype=torch.float64)
     collect_as_usual()
     try:
-        trial = Trial(model, task, loop.precision, group)
-        check_equal_evaluation(trial, loader, leaves_out=loop.leaves_out)  # collective
         found = loop.run(model, totals)  # collective
     finally:
         loader.close()

@@ -86,28 +86,6 @@ def test_an_error_of_one_rank_in_such_a_forward_ends_the_attempt_and_loses_no_st
     assert last_tensors(tmp_path) == last_tensors(tmp_path / "undisturbed")
 
 
-@pytest.mark.slow
-def test_evaluate_is_refused_where_a_rank_would_lack_a_forward(tmp_path: Path) -> None:
-    # 17 samples to test on: both ranks have them in one batch, or one has 9 batches and one 8.
-    always = ["--model_args", "{all_modes: true}"]
-    argv = [*FLAGS, *NORMING, *always, "--dataset_args", "{size: 24}", "--output_dir", tmp_path]
-    train(argv, 2).ok()
-    words: list[str | Path] = ["evaluate", only_run(tmp_path), "--cpu_only", "--timeout_s", "20"]
-    assert "17" in train(words, 2).ok().output
-    finished = train([*words, "--eval_batch_size", "1"], 2)
-    assert all(finished.statuses)
-    output = finished.output
-    assert "[DDP-M01] the model's forward runs collectives (all_reduce in plugins" in output
-    assert "the test set has 17 samples for 2 ranks: rank 1 has 8 for the 9" in output
-    assert "evaluate in one process" in output
-    assert output.count("DDP-M01") == 1
-    assert "Traceback" not in output
-    assert "17" in train([*words, "--eval_batch_size", "1"]).ok().output
-    finished = train([*words, "--continue_on_error"], 2)
-    assert all(finished.statuses)
-    assert "left out" in finished.output
-
-
 def test_the_trial_of_the_test_set_is_left_out_where_a_rank_could_wait_in_it() -> None:
     found = ForwardCollectives(in_evaluation=("all_reduce in mine.py:1",))
     parts: Any = SimpleNamespace(  # with nothing that a trial needs: it would raise
