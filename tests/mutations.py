@@ -185,14 +185,6 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
             "launch restarts test_ddp_training.py -k 'stop'",
         )
     ],
-    "model/optimizer_state.py": [
-        (
-            """if option != "params" and not (option in base and _is_same(value, base[option]))""",
-            "if option == 'no option'",
-            "own_optimizers -k 'put_back or taken_back'",
-        ),
-        ("schedule.restore(_unpack", "(_unpack", "own_optimizers -k 'put_back or taken_back'"),
-    ],
     "step/step.py": [
         (
             "            seed_update(seed, step=step, device_type=parts.device.type)",
@@ -201,6 +193,12 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         )
     ],
     "model/schedule.py": [
+        (
+            """if option != "params" and not (option in base and _is_same(value, base[option]))""",
+            "if option == 'no option'",
+            "own_optimizers -k 'put_back or taken_back'",
+        ),
+        ("schedule.restore(_unpack", "(_unpack", "own_optimizers -k 'put_back or taken_back'"),
         (
             "            group.update(options)",
             "            pass",

@@ -1,8 +1,8 @@
 """The optimizer: built in, or the user's by import path.
 
 Owns the choice, its arguments, and the state that is allocated before the first step.
-Does not own: its parameter groups (parameter_groups.py), the learning rate (schedule.py), saving
-its state (optimizer_state.py).
+Does not own: its parameter groups (parameter_groups.py), the learning rate, saving its state
+(both: schedule.py).
 """
 
 import inspect
@@ -15,9 +15,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from hardened_ddp.data.foreign_code import import_callable
 from hardened_ddp.errors import OptimizerError
 from hardened_ddp.model.muon import MuonAndAdamW
-from hardened_ddp.model.optimizer_state import KNOWN, is_known
 from hardened_ddp.model.parameter_groups import Group, check_options
-from hardened_ddp.model.schedule import needed_arguments
+from hardened_ddp.model.schedule import KNOWN, is_known, needed_arguments
 from hardened_ddp.settings.config import OptimizerConfig, OptimizerName
 from hardened_ddp.settings.declare import ImportPath
 from hardened_ddp.task.user_code import told_as

@@ -17,9 +17,8 @@ from hardened_ddp.checkpoint.tensors import plan_file
 from hardened_ddp.errors import CheckpointError, OptimizerError
 from hardened_ddp.model.effects import Effects, has_same_bits
 from hardened_ddp.model.optimizer import build_optimizer
-from hardened_ddp.model.optimizer_state import is_known, restore_state, save_state
 from hardened_ddp.model.parameter_groups import Group, parameter_groups
-from hardened_ddp.model.schedule import Schedule
+from hardened_ddp.model.schedule import Schedule, is_known, restore_state, save_state
 from hardened_ddp.preflight.trial import Refusal, Trial, try_on_all_ranks
 from hardened_ddp.ranks.seeding import seed_update
 from hardened_ddp.settings.config import OptimizerConfig

@@ -18,8 +18,8 @@ import torch
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.errors import ANY_FAILURE, HardenedError, PeerLostError
-from hardened_ddp.model.optimizer_state import is_known
 from hardened_ddp.model.precision import clip
+from hardened_ddp.model.schedule import is_known
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.seeding import seed_update
 from hardened_ddp.step.async_device import AsyncDevice

@@ -24,7 +24,7 @@ from hardened_ddp.checkpoint.store import CheckpointStore, CheckpointWriter, Wri
 from hardened_ddp.checkpoint.tensors import TensorSpec, differences, specs_of
 from hardened_ddp.errors import ANY_FAILURE, CheckpointError, CheckpointMismatchError
 from hardened_ddp.model.average import AVERAGE
-from hardened_ddp.model.optimizer_state import (
+from hardened_ddp.model.schedule import (
     PREFIX,
     is_known,
     restore_state,

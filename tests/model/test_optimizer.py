@@ -15,9 +15,8 @@ from hardened_ddp.model.optimizer import (
     find_optimizer,
     skips_by_flag,
 )
-from hardened_ddp.model.optimizer_state import KNOWN, PREFIX, restore_state
 from hardened_ddp.model.precision import Precision
-from hardened_ddp.model.schedule import Schedule, learning_rate
+from hardened_ddp.model.schedule import KNOWN, PREFIX, Schedule, learning_rate, restore_state
 from hardened_ddp.settings.config import Config, OptimizerConfig, OptimizerName
 from hardened_ddp.settings.declare import ImportPath
 

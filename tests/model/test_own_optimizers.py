@@ -14,10 +14,9 @@ from torch import nn
 from hardened_ddp.checkpoint.folder import load_checkpoint, open_checkpoint
 from hardened_ddp.errors import OptimizerError
 from hardened_ddp.model.optimizer import build_optimizer
-from hardened_ddp.model.optimizer_state import _pack, _unpack, restore_state, save_state
 from hardened_ddp.model.parameter_groups import parameter_groups
 from hardened_ddp.model.precision import Precision
-from hardened_ddp.model.schedule import Schedule
+from hardened_ddp.model.schedule import Schedule, _pack, _unpack, restore_state, save_state
 from hardened_ddp.preflight.optimizer_trial import build_schedule
 from hardened_ddp.preflight.trial import Trial
 from hardened_ddp.ranks.group import Group
