@@ -137,7 +137,7 @@ def run_ranks(
     prepare_environment(launch, environment(), debug=debug, deterministic=config.deterministic)
     prepare_signals(launch)
     from hardened_ddp.ranks.phase import Tracker
-    from hardened_ddp.reporting.progress import StartUp
+    from hardened_ddp.reporting.log import StartUp
 
     tracker = Tracker()  # knows what this rank is doing, and for how long
     start_up = StartUp(tracker, launch, debug=debug)

@@ -1,13 +1,14 @@
 """The probe before training: a few samples forward and backward, whose effects are undone.
 
 It finds which parameters get no gradient (by name, on each rank), which buffers and attributes a
-forward changes, and whether logits and labels fit; those of the test set, too.
+forward changes, and whether logits and labels fit; those of the test set, too. With --task auto
+the output of a first forward says which task fits the labels.
 """
 
 import contextlib
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,18 +21,22 @@ from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.checks import Limit, parts_of
 from hardened_ddp.data.batches.fetch import preserved_rng
 from hardened_ddp.data.batches.loader import EvalLoader
+from hardened_ddp.data.sources.datasets import TaskData
 from hardened_ddp.errors import ModelError, UnusedParameterError
 from hardened_ddp.model.effects import Effects, InputEffects, span_of
+from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.replica import NO_COLLECTIVES, ForwardCollectives
 from hardened_ddp.preflight.forward_collectives import find_collectives, watching
 from hardened_ddp.preflight.trial import Refusal, Trial, fix_by, try_on_all_ranks
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.settings.config import FindUnused
+from hardened_ddp.settings.config import FindUnused, TaskConfig
 from hardened_ddp.settings.wording import counted
 from hardened_ddp.step.parts import Parts
+from hardened_ddp.task.build import CHOICES, build_task, task_that_fits
 from hardened_ddp.task.first_batch import refuse_late_buffers, saved_shapes, warn_of_unsaved
 from hardened_ddp.task.output import fix_for_gradients
 from hardened_ddp.task.own_metrics import OwnMetrics
+from hardened_ddp.task.task import Task
 
 log = logging.getLogger(__name__)
 
@@ -313,3 +318,57 @@ def _unused(everyone: Sequence[Sequence[dict[str, Any]]]) -> str:
     kind = "on some ranks or batches" if is_varying else "on all ranks"
     gets = "gets" if len(unused) == 1 else "get"
     return f"{counted(len(unused), 'parameter')} {gets} no gradient {kind}: {where}"
+
+
+def choose_task(
+    model: nn.Module,
+    sample: Batch,
+    data: TaskData,
+    config: TaskConfig,
+    group: Group,
+    *,
+    saved: Mapping[str, Any] | None = None,  # Any: the numbers of a checkpoint
+) -> Task:
+    """Return the task of a run: as asked, as it began, or as fits the first batch.
+
+    Collective: all ranks. Raises ModelError or ConfigError on all ranks alike.
+    """
+    began_with = (saved or {}).get("task", {})
+    name = config.task
+    if name == "auto":
+        name = began_with.get("name") or _fitting_name(model, sample, group)  # collective
+    task = build_task(name, model, data, config)
+    task.take_over(began_with.get("learned", {}))
+    return task
+
+
+def _fitting_name(model: nn.Module, sample: Batch, group: Group) -> str:
+    """Return the name of the task that fits the first batches of all ranks. Collective."""
+    caller, shapes = Task(), saved_shapes(model)
+    caller.attach(model)
+
+    def run(batch: Batch, effects: Effects) -> tuple[str, str, str]:
+        with torch.no_grad():
+            output = caller.forward(model, batch)
+        refuse_late_buffers(model, shapes)
+        try:
+            return *task_that_fits(output, batch), ""
+        except ModelError as error:  # WHY no failure: the batch of another rank may say more
+            return "", error.message, error.fix
+
+    trial = Trial(model, caller, Precision("off", group.device), group)
+    refusal = Refusal(what="the model failed on a first batch", fix=fix_by(sample))
+    found = try_on_all_ranks(trial, [sample], run, refusal, evaluates=True)  # collective
+    everyone = [outcomes[0] for outcomes in found if outcomes]
+    reasons: dict[str, str] = {name: why for name, why, _ in everyone[::-1] if name}
+    if not reasons:
+        raise ModelError(f"rank 0: {everyone[0][1]}", fix=everyone[0][2])
+    if len(reasons) > 1:
+        raise ModelError(
+            "--task auto can't decide: the first batches of the ranks fit "
+            f"{' and '.join(sorted(reasons))}",
+            fix=f"choose one: --task {' | '.join(CHOICES)}",
+        )
+    [(name, why)] = reasons.items()
+    log.info("task: %s, because of the first batch: %s", name, why)
+    return name

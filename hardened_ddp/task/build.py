@@ -1,7 +1,7 @@
 """Building a run's task, and which one fits the labels and the output of a batch: --task auto.
 
 Where labels fit two tasks, or none, it refuses: a wrong guess would train, and wrongly.
-Does not own: the first batch (preflight/first_forward.py).
+Does not own: the first batch (preflight/probe.py).
 """
 
 import inspect

@@ -34,9 +34,8 @@ from hardened_ddp.model.moving_buffers import MovingBuffers
 from hardened_ddp.model.optimizer import find_optimizer
 from hardened_ddp.model.replica import Inputs, Replica, check_same_model, compile_model
 from hardened_ddp.model.zoo import build_model, check_model, place_model
-from hardened_ddp.preflight.first_forward import choose_task
 from hardened_ddp.preflight.memory_format import choose_channels_last
-from hardened_ddp.preflight.probe import choose_find_unused, probe
+from hardened_ddp.preflight.probe import choose_find_unused, choose_task, probe
 from hardened_ddp.preflight.trial import Trial
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.config import Config, OptimizerConfig

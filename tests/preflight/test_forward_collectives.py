@@ -89,7 +89,7 @@ def test_an_error_of_one_rank_in_such_a_forward_ends_the_attempt_and_loses_no_st
 def test_the_trial_of_the_test_set_is_left_out_where_a_rank_could_wait_in_it() -> None:
     found = ForwardCollectives(in_evaluation=("all_reduce in mine.py:1",))
     parts: Any = SimpleNamespace(  # with nothing that a trial needs: it would raise
-        config=SimpleNamespace(loop=SimpleNamespace(eval_every=1)),
+        config=SimpleNamespace(loop=SimpleNamespace(evaluates=True)),
         eval_loader=object(),
         group=None,
         replica=SimpleNamespace(collectives=found),

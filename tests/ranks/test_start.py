@@ -11,7 +11,7 @@ import pytest
 
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.phase import Phase, Tracker
-from hardened_ddp.reporting.progress import StartUp
+from hardened_ddp.reporting.log import StartUp
 from hardened_ddp.training.start_summary import changed_settings, not_used_line
 from tests.harness.processes import ROOT, deadline, limit_of
 from tests.harness.ranks import run_command, train

@@ -12,8 +12,7 @@ from torch.nn import functional
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.sources.datasets import build_data
 from hardened_ddp.errors import HardenedError, ModelError
-from hardened_ddp.preflight.first_forward import choose_task
-from hardened_ddp.preflight.probe import try_metrics
+from hardened_ddp.preflight.probe import choose_task, try_metrics
 from hardened_ddp.ranks.group import Group, open_group
 from hardened_ddp.ranks.launch import Launch, environment, read_launch
 from hardened_ddp.settings.cli import parse
