@@ -37,7 +37,6 @@ _SHOWN = 10
 # What a replay writes, and where it runs, is its own. Each is a flag, as typed.
 _OF_REPLAY: tuple[str, ...] = (
     "--tracker=none",
-    "--no_progress",
     "--no_ledger",
     "--time_limit=",
     "--on_event=",
