@@ -74,8 +74,7 @@ def check_batch(inputs: Any, numbers: list[int]) -> None:
     assert inputs["ordered"]["b"].tolist() == numbers
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("shares_memory", [True, False])
+@pytest.mark.parametrize(("num_workers", "shares_memory"), [(0, True), (1, True), (1, False)])
 def test_any_nesting_comes_through_the_loader(num_workers: int, shares_memory: bool) -> None:
     loader = make_loader(Nested(), num_workers)
     fallback = loader.reader.fallback
