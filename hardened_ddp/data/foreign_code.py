@@ -93,7 +93,7 @@ def import_extra(name: str, *, what: str) -> ModuleType:
     install = pip_command("requirements-extras.txt")
     if importlib.util.find_spec(name) is None:
         raise MissingPackageError(f"{what} needs {name}, which is not installed", fix=install)
-    if name == "transformers":
+    if name in ("transformers", "peft"):  # peft imports transformers
         with contextlib.suppress(DataError):
             import_torchvision()
     try:
