@@ -85,6 +85,7 @@ def measure(options: argparse.Namespace) -> int:
     import ddp_training
     from hardened_ddp.ranks.group import open_group
     from hardened_ddp.ranks.launch import read_launch
+    from hardened_ddp.reporting.events import Events
     from hardened_ddp.settings.cli import parse
     from hardened_ddp.settings.layers import resolve
     from hardened_ddp.step.left_out import LeftOut
@@ -99,7 +100,7 @@ def measure(options: argparse.Namespace) -> int:
     for step_retry in ("on", "off") if options.first == "on" else ("off", "on"):
         argv = [*IMAGES, *flags, data, *FORMS[options.form], "--step_retry", step_retry]
         settings = resolve(parse(argv), world_size=launch.world_size)
-        parts = ddp_training.build(settings, group, None)  # collective
+        parts = ddp_training.build(settings, group, None, Events())  # collective
         steppers[step_retry] = Stepper(
             parts, Progress(), left_out=LeftOut(parts), saver=SimpleNamespace(reads_weights=False)
         )

@@ -17,6 +17,7 @@ from hardened_ddp.errors import StepError
 from hardened_ddp.ranks.group import open_group
 from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.ranks.seeding import seed_step
+from hardened_ddp.reporting.events import Events
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.layers import resolve
 from hardened_ddp.step.failure import Failure
@@ -53,7 +54,7 @@ def parts_of(argv: list[str], *, device: torch.device = CPU) -> Parts:
     shares = settings.config.ddp.shared_memory
     group = open_group(launch, device=device, backend="gloo", timeout_s=30, shared_memory=shares)
     torch.manual_seed(settings.config.device.seed)
-    return ddp_training.build(settings, group, None)
+    return ddp_training.build(settings, group, None, Events())
 
 
 def stepper_of(parts: Parts, before_update: Callable[[], None] | None = None) -> Stepper:

@@ -14,6 +14,7 @@ from hardened_ddp.errors import HardenedError
 from hardened_ddp.preflight.probe import check_evaluation
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
+from hardened_ddp.reporting.events import Events
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.layers import resolve
 from tests.harness.marks import slow_after
@@ -211,7 +212,9 @@ def build_each(cases: list[Words]) -> list[list[str]]:
         try:
             with contextlib.redirect_stderr(output):
                 settings = resolve(parse([*COMMON, *words]), world_size=1)
-                parts = ddp_training.build(settings, Group(Launch(), torch.device("cpu")), None)
+                parts = ddp_training.build(
+                    settings, Group(Launch(), torch.device("cpu")), None, Events()
+                )
                 check_evaluation(parts)
                 parts.close()
             found.append(["", "no error", ""])

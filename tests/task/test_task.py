@@ -14,6 +14,7 @@ from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.errors import ModelError
 from hardened_ddp.ranks.group import Group, open_group
 from hardened_ddp.ranks.launch import Launch, environment, read_launch
+from hardened_ddp.reporting.events import Events
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.layers import resolve
 from hardened_ddp.step.gradient import Totals
@@ -136,7 +137,7 @@ def evaluate_distance(argv: list[str]) -> tuple[Evaluation, Evaluation | None]:
     launch = read_launch(environment())
     settings = resolve(parse(["--cpu_only", *argv]), world_size=launch.world_size)
     group = open_group(launch, device=CPU, backend="gloo", timeout_s=30)
-    parts = replace(ddp_training.build(settings, group, None), task=Distance())
+    parts = replace(ddp_training.build(settings, group, None, Events()), task=Distance())
     assert parts.eval_loader is not None
     found = evaluate(parts, parts.eval_loader)
     assert found is not None
