@@ -20,7 +20,14 @@ import ddp_training
 from hardened_ddp.errors import ConfigError, HardenedError
 from hardened_ddp.ranks.launch import environment
 from hardened_ddp.ranks.launchers_env import needs_torchrun
-from hardened_ddp.reporting.ending import RECORD, STOPPED, read_endings, write_termination_log
+from hardened_ddp.reporting.ending import (
+    FAILURE,
+    RECORD,
+    STOPPED,
+    TRY_AGAIN,
+    read_endings,
+    write_termination_log,
+)
 from hardened_ddp.reporting.sinks import printed
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.commands import COMMANDS, TRAIN
@@ -97,6 +104,8 @@ def start_ranks(launcher: Sequence[str], own: Sequence[str], env: MutableMapping
         endings = read_endings(record)
     if endings.status is not None:
         status = endings.status
+    elif status in (STOPPED, TRY_AGAIN):
+        status = FAILURE  # WHY: no rank noted that: it is a status of the user's own code
     if status not in (0, STOPPED):
         print(f"{PROGRAM}: status {status}: {told}", file=printed(sys.stderr))
         write_termination_log(endings.error or told, env)

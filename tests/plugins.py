@@ -251,7 +251,8 @@ class Faulty(Plain):
         marker: str = "",
     ) -> None:
         super().__init__(num_classes)
-        self.is_it = rank is None or os.environ.get("RANK", "0") == str(rank)
+        mine = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+        self.is_it = rank is None or mine == str(rank)
         self.kind, self.first, self.last, self.marker = kind, first, last, marker
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -142,6 +143,12 @@ def read_endings(path: Path) -> Endings:
     return Endings(status, errors[0]["error"] if errors else "")
 
 
+def main() -> None:
+    """Print the status that the ranks noted in the file that is named; nothing if they did not."""
+    status = read_endings(Path(sys.argv[1])).status
+    sys.stdout.write("" if status is None else f"{status}\n")
+
+
 def write_termination_log(text: str, env: Mapping[str, str]) -> None:
     """Write an error to the termination log of this container, which `kubectl describe` shows."""
     path = Path(env.get(_TERMINATION_LOG, "/dev/termination-log"))
@@ -162,3 +169,7 @@ def _note(entry: Json, env: Mapping[str, str]) -> None:
         write_text(Path(path), json.dumps(line) + "\n", mode="a")
     except OSError as error:
         log.warning("%s can't be written: %s", path, error)
+
+
+if __name__ == "__main__":
+    main()

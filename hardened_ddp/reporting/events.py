@@ -24,6 +24,10 @@ log = logging.getLogger(__name__)
 LIMIT_S = 30.0
 _CLOSE_LIMIT_S, _QUIET_S = LIMIT_S, 2.0
 _MOST_TEXT = 200
+_OF_LAUNCHERS = (
+    *("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "PET_"),
+    *("SLURM_", "OMPI_", "PMI", "HARDENED_DDP_"),
+)
 
 
 class Events:
@@ -52,7 +56,9 @@ class Events:
         if not self._command or self._has_ended:
             return
         self._has_ended = status is not None
-        env = {**environment(), "HDDP_EVENT": event}
+        # WHY not the launcher's: a command that runs hardened-ddp would take itself for this rank
+        env = {n: v for n, v in environment().items() if not n.startswith(_OF_LAUNCHERS)}
+        env["HDDP_EVENT"] = event
         env["HDDP_STATUS"] = "" if status is None else str(status)
         known = {"event": event, "time": round(time.time(), 3), "run": env.get(RUN, "")}
         known |= {} if status is None else {"status": status}

@@ -147,6 +147,24 @@ def test_a_job_that_fails_is_failed_and_not_queued_again(
     assert "the run failed with status 2; not queued again" in output.read_text()
 
 
+def test_a_job_that_loses_a_rank_is_queued_again_and_finishes(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    fault = f"{{kind: kill itself, rank: 1, first: 8, marker: {tmp_path}/once}}"
+    run = ["--cpu_only", "--num_workers", "0", "--batch_size", "4", "--epochs", "2", "--model"]
+    run += ["tests.plugins:Faulty", "--model_args", fault]
+    run += ["--dataset", "tests.plugins:points"]
+    env = {"OUTPUT_DIR": str(tmp_path / "runs")}
+    job, output = cluster.submit(["train.slurm", *run], env=env)
+    cluster.wait_for_state(job, "PENDING", "FAILED", timeout_s=JOB_LIMIT_S, output=output)
+    assert "a rank was lost, and the others saved (status 75); queued again" in output.read_text()
+    assert not list((tmp_path / "runs").glob(".endings-*"))
+    cluster.start_now(job, minutes=10)
+    state = cluster.wait_for_state(job, "COMPLETED", "FAILED", timeout_s=JOB_LIMIT_S, output=output)
+    assert state == "COMPLETED", output.read_text()
+    assert read_summary(only_run(tmp_path / "runs"))["status"] == "finished"
+
+
 def wait_for_steps(cluster: SlurmCluster, job: str, output: Path, runs: Path) -> None:
     """Wait until a job trains."""
     cluster.wait_until(

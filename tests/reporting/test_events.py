@@ -68,6 +68,18 @@ def test_a_command_that_takes_too_long_is_killed_with_its_children(
     assert not (tmp_path / "late").exists()
 
 
+def test_a_command_that_runs_this_program_is_no_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "HARDENED_DDP_ENDINGS"):
+        monkeypatch.setenv(name, "0")
+    with Events(f"env > {tmp_path}/env") as events:
+        events.tell("started")
+    found = (tmp_path / "env").read_text()
+    assert "HDDP_EVENT=started\n" in found
+    assert not [name for name in ("RANK=", "TORCHELASTIC", "ENDINGS") if name in found]
+
+
 def test_nothing_is_told_by_other_ranks_or_after_the_end(tmp_path: Path) -> None:
     with Events(command_in(tmp_path), Launch(rank=1, world_size=2)) as events:
         events.tell("started")
