@@ -156,7 +156,12 @@ def test_a_job_that_loses_a_rank_is_queued_again_and_finishes(
     run += ["--dataset", "tests.plugins:points"]
     env = {"OUTPUT_DIR": str(tmp_path / "runs")}
     job, output = cluster.submit(["train.slurm", *run], env=env)
-    cluster.wait_for_state(job, "PENDING", "FAILED", timeout_s=JOB_LIMIT_S, output=output)
+    cluster.wait_until(
+        lambda: cluster.show(job)["Restarts"] == "1" or cluster.show(job)["JobState"] == "FAILED",
+        what="a restart",
+        output=output,
+        timeout_s=JOB_LIMIT_S,
+    )
     assert "a rank was lost, and the others saved (status 75); queued again" in output.read_text()
     assert not list((tmp_path / "runs").glob(".endings-*"))
     cluster.start_now(job, minutes=10)
