@@ -47,7 +47,7 @@ def cell(row: dict[str, Any]) -> str:
     """Say in a few words what a fault cost."""
     if "status" not in row:
         return "-"
-    told = "hangs; " if row["ended_by_drill"] == "hung" else ""
+    told = "hangs; " if row["ended"] == "hung" else ""
     if row["weights"] == "not finite":
         return told + "weights become NaN"
     if any(lost.startswith("the next start") for lost in row["lost"]):
@@ -55,9 +55,8 @@ def cell(row: dict[str, Any]) -> str:
     if row["next_start"] == "not needed" and not row["lost"]:
         return "continues, nothing lost"
     told += f"{row['steps_lost']} steps" if row["steps_lost"] else "nothing"
-    samples = row["samples"] or {"twice": 0, "never": 0}
-    told += f"; {samples['twice']} twice, {samples['never']} never" * any(samples.values())
-    return told
+    twice, never = row["samples_twice"] or 0, row["samples_never"] or 0
+    return told + f"; {twice} twice, {never} never" * bool(twice + never)
 
 
 def table(rows: dict[tuple[str, str], dict[str, Any]]) -> str:

@@ -28,8 +28,9 @@ from ddp_doctor.drill.story import Part, last_weights, marks_of, samples_of, use
 from ddp_doctor.terminal import PrintableOutput, UsageError
 
 LOST, UNSEEN, SHOWN_LINES = 1, 2, 15
-COLUMNS = {"fault": 14, "verdict": 14, "ended": 8, "gone s": 6, "orphans": 7, "next start": 12}
-COLUMNS |= {"steps lost": 10, "twice/never": 11, "weights": 10, "files whole/broken": 18, "log": 0}
+COLUMNS = {"fault": 14, "verdict": 14, "ended": 9, "gone_s": 6, "orphans": 0, "next_start": 12}
+COLUMNS |= dict.fromkeys(("steps_lost", "samples_twice", "samples_never", "weights"), 0)
+COLUMNS |= dict.fromkeys(("files_whole", "files_broken", "log_names"), 0)
 
 
 def run_drill(
@@ -51,7 +52,7 @@ def run_drill(
             reference = observe_undisturbed(plan, program, report)
             print(
                 *summary(report),
-                table_row({n: n for n in COLUMNS}),
+                line_of(dict(zip(COLUMNS, COLUMNS, strict=True))),
                 sep="\n",
                 file=shown,
                 flush=True,
@@ -61,7 +62,7 @@ def run_drill(
                 if fault in OTHER_RANKS:
                     words = with_ranks(again, report["ranks"], OTHER_RANKS[fault])
                 report["faults"].append(drill.run(program, words))
-                print(table_row(cells_of(report["faults"][-1])), file=shown, flush=True)
+                print(line_of(report["faults"][-1]), file=shown, flush=True)
                 drill.case.clean()
         finally:
             kill_all()
@@ -223,30 +224,15 @@ def check_observed(case: Case, ranks: Sequence[Process], plan: Plan) -> None:
 # What is shown: a table, sentences, a page.
 
 
-def cells_of(row: Facts) -> dict[str, str]:
-    """Give what the columns show of one fault."""
-    cells = {"fault": row["fault"], "verdict": row["verdict"]}
-    if "status" not in row:
-        return cells
-    samples, files, names = row["samples"], row["checkpoints"], row["log_names"]
-    shown = {
-        "ended": row["ended_by_drill"] or f"status {row['status']}",
-        "gone s": row["ranks_gone_s"],
-        "orphans": row["orphans"],
-        "next start": row["next_start"],
-        "steps lost": row["steps_lost"],
-        "twice/never": samples and f"{samples['twice']}/{samples['never']}",
-        "weights": row["weights"],
-        "files whole/broken": files and f"{files['whole']}/{files['broken']}",
-        "log": None if names is None else f"names {' and '.join(names) or 'nothing'}",
-    }
-    return cells | {name: str(text) for name, text in shown.items() if text is not None}
+def row_of(facts: Facts) -> list[str]:
+    """Give what the columns show of one fault; "-": it was not measured."""
+    return ["-" if facts.get(name) is None else str(facts[name]) for name in COLUMNS]
 
 
-def table_row(cells: Mapping[str, str]) -> str:
-    """Lay out one line; "-" stands for what was not measured."""
-    words = [cells.get(name, "-").ljust(width) for name, width in COLUMNS.items()]
-    return "  ".join(words).rstrip()
+def line_of(facts: Facts) -> str:
+    """Lay out one line of the table."""
+    words = zip(row_of(facts), COLUMNS.items(), strict=True)
+    return "  ".join(w.ljust(max(width, len(name))) for w, (name, width) in words).rstrip()
 
 
 def sentences(report: Facts) -> list[str]:
@@ -272,9 +258,8 @@ def summary(report: Facts) -> list[str]:
 
 def as_html(report: Facts) -> str:
     """Give one page that needs no other file."""
-    rows = [{name: name for name in COLUMNS}, *map(cells_of, report["faults"])]
-    cells = [[html.escape(row.get(name, "-")) for name in COLUMNS] for row in rows]
-    table = "".join(f"<tr><td>{'<td>'.join(line)}" for line in cells)
+    rows = [map(html.escape, row) for row in [[*COLUMNS], *map(row_of, report["faults"])]]
+    table = "".join(f"<tr><td>{'<td>'.join(row)}" for row in rows)
     told = "".join(f"<p>{html.escape(line)}" for line in [*summary(report), *sentences(report)])
     style = "body{font-family:sans-serif}td{padding:4px 9px;border-bottom:1px solid #ccc}"
     head = '<!doctype html><html lang="en"><meta charset="utf-8"><title>drill</title>'

@@ -12,19 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddp_doctor.drill import story
 from ddp_doctor.drill.injected import CHECKPOINTS, CUT_BYTES, OF_OUTPUT, SAVE_FAULTS
 from ddp_doctor.drill.runs import KILLS_ALL, OTHER_RANKS, SLOW, Case, Facts
-from ddp_doctor.drill.story import (
-    Part,
-    Samples,
-    Uses,
-    last_weights,
-    marks_of,
-    parts_of,
-    samples_of,
-    uses_of,
-    why_different,
-)
+from ddp_doctor.drill.story import Part, Samples, Uses, last_weights, marks_of, parts_of
 
 ABORT = "terminate called without an active exception"
 _TORN = r"corrupt|truncat|central directory|failed (finding|reading)|\bEOF|incomplete|checksum"
@@ -102,7 +93,7 @@ class Drill:
         went_on = bool(parts) and parts[-1].base is not None and len(parts) > is_again
         self._judge_steps(parts, went_on, is_again)
         is_whole_run = went_on and (self.is_resized or parts[-1].end == total)
-        self._judge_result(parts, uses_of(case, parts) if is_whole_run else {})
+        self._judge_result(parts, story.uses_of(case, parts) if is_whole_run else {})
         self._judge_log()
         self.unknown += [r["what"] for p in case.processes() for r in p.all("missed")]
         verdict = "not measured" if self.unknown else "nothing lost"
@@ -110,13 +101,10 @@ class Drill:
         return facts
 
     def _judge_end(self, first: Facts) -> None:
-        why, orphans = first["why"], first["orphans"]
-        self.facts |= {"status": first["status"], "ended_by_drill": why}
+        facts, why, orphans = self.facts, first["why"], first["orphans"]
+        facts |= {"status": first["status"], "ended": why or f"status {first['status']}"}
         is_seen = not why and self.case.fault not in KILLS_ALL
-        self.facts |= {
-            "ranks_gone_s": first["gone_s"],
-            "orphans": len(orphans) if is_seen else None,
-        }
+        facts |= {"gone_s": first["gone_s"], "orphans": len(orphans) if is_seen else None}
         self.lost += ["hung"] if why == "hung" else []
         self.unknown += ["it still made steps at the limit"] if why == SLOW else []
         if len(orphans) > len(self.reference.start["orphans"]):  # a helper may always stay
@@ -124,12 +112,12 @@ class Drill:
             self.notes.append(f"orphans: {'; '.join(orphans)}")
         found = [(seen, is_whole(path)) for path, seen in checkpoints_of(self.case)]
         broken = [os.path.relpath(p, self.case.folders[0]) for p, whole in found if whole is False]
-        counts = {"whole": sum(w is True for _, w in found), "broken": len(broken)}
-        counts["unknown"] = len(found) - sum(counts.values())
-        self.facts["checkpoints"] = counts if self.reference.can_judge_files else None
-        self.notes += [f"broken{' (by the drill)' * bool(self.torn)}: {', '.join(broken)}"] * bool(
-            broken
-        )
+        facts |= {"files_whole": None, "files_broken": None}
+        if self.reference.can_judge_files:
+            facts["files_whole"] = sum(whole is True for _, whole in found)
+            facts["files_broken"] = len(broken)
+        told = "cut by the drill" if self.torn else "broken"
+        self.notes += [f"{told}: {', '.join(broken)}"] if broken else []
 
     def _judge_steps(self, parts: Sequence[Part], went_on: bool, is_again: bool) -> None:
         later, total = parts[1:], self.reference.total
@@ -150,17 +138,17 @@ class Drill:
 
     def _judge_result(self, parts: Sequence[Part], uses: Uses) -> None:
         """Compare samples and weights. uses: empty if it did not come to its end."""
-        reference, facts, mine = self.reference, self.facts, samples_of(uses)
+        reference, facts, mine = self.reference, self.facts, story.samples_of(uses)
         is_equal = bool(uses) and last_weights(self.case) == reference.weights
-        facts |= {"samples": None, "weights": None}
+        facts |= dict.fromkeys(("samples_twice", "samples_never", "weights"))
         if mine is not None and reference.samples is not None:
             twice, never = (mine - reference.samples).total(), (reference.samples - mine).total()
             # WHY: a sampler pads the last batches of an epoch for the number of its ranks
             padded = max(reference.samples.values()) * parts[-1].process.world * self.is_resized
             if not is_equal or not twice + never:  # otherwise it contradicts the weights
-                facts["samples"] = {"twice": twice, "never": never}
-            if facts["samples"] and (never or twice > padded):
-                self.lost.append(f"samples: {twice} twice, {never} never")
+                facts |= {"samples_twice": twice, "samples_never": never}
+                if never or twice > padded:
+                    self.lost.append(f"samples: {twice} twice, {never} never")
         before = {mark for p in parts[:1] for mark in marks_of(p.process, 0)}
         has_drifted = any(mark[2] < self.fault["n"] for mark in before - reference.marks)
         if any(not r["finite"] for p in parts[-1:] for r in p.process.all("update")[-1:]):
@@ -170,8 +158,8 @@ class Drill:
             facts["weights"] = "equal" if is_equal else "differ"
             if not is_equal:
                 self.lost.append("the weights differ")
-                self.notes.append(why_different(uses, reference.uses))
-        self.unknown += ["samples"] if facts["samples"] is None else []
+                self.notes.append(story.why_different(uses, reference.uses))
+        self.unknown += ["samples"] if facts["samples_twice"] is None else []
         # Another number of ranks sums gradients in another order: its weights are not compared.
         self.unknown += ["weights"] if facts["weights"] is None and not self.is_resized else []
 
@@ -180,7 +168,7 @@ class Drill:
         case, words, rank = self.case, FAULTS[self.case.fault], self.fault["rank"]
         if case.fault in SAVE_FAULTS and not re.search(words, case.log(0), re.I):
             sizes = [path.stat().st_size for path, _ in files_of(case)]
-            if CUT_BYTES not in sizes and not (self.facts["checkpoints"] or {}).get("broken"):
+            if CUT_BYTES not in sizes and not self.facts["files_broken"]:
                 self.unknown.append("whether a write was cut")
         reads = [r["path"] for p in case.processes() if p.start for r in p.all("read")]
         if self.torn and self.torn not in reads:
@@ -190,7 +178,7 @@ class Drill:
         named = rf"\b(local_)?rank[ :=]*{rank}\b|\[rank{rank}\]|\bprocess {rank}\b"
         found = ["rank"] if case.fault not in NO_CULPRIT and re.search(named, text, re.I) else []
         found += ["cause"] if words and re.search(words, text, re.I) else []
-        self.facts["log_names"] = found if words else None
+        self.facts["log_names"] = (" and ".join(found) or "nothing") if words else None
 
     def _cut_newest(self) -> str:
         """Cut the newest checkpoint in half, of several files the largest."""

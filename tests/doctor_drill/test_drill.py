@@ -38,11 +38,11 @@ def test_what_faults_cost_a_program_that_saves_after_every_fifth_step(tmp_path: 
     killed = rows["kill-rank"]
     assert killed["lost"] == [f"{lost} steps of work"], killed
     assert (killed["next_start"], killed["weights"]) == ("step 11", "equal")
-    assert killed["samples"] == {"twice": 0, "never": 0}
-    assert (killed["orphans"], killed["checkpoints"]["broken"]) == (0, 0)
-    assert killed["log_names"] == [], "no line of the program tells of it"
+    assert (killed["samples_twice"], killed["samples_never"]) == (0, 0)
+    assert (killed["orphans"], killed["files_broken"]) == (0, 0)
+    assert killed["log_names"] == "nothing", "no line of the program tells of it"
     assert rows["nan"]["weights"] == "not finite"
-    assert rows["full-disk"]["checkpoints"]["broken"] == 1
+    assert rows["full-disk"]["files_broken"] == 1
     assert "the next start: status 1" in rows["cut-checkpoint"]["lost"]
     assert rows["cut-checkpoint"]["weights"] is None
     assert os.listdir(tmp_path) == ["train.py"], "the user's folder is as it was"
@@ -56,7 +56,7 @@ def test_a_hang_is_ended_at_its_limit_and_a_program_that_saves_nothing_starts_ag
     done = run_drill(source, tmp_path, "--faults=hang", "--hang_after=5", "--step=7", "--copy")
     assert done.status == 1, done.output
     [row] = json.loads(done.stdout)["faults"]
-    assert row["ended_by_drill"] == "hung"
+    assert row["ended"] == "hung"
     assert (row["next_start"], row["steps_lost"], row["weights"]) == ("step 1", 6, "equal")
     assert row["orphans"] is None
     assert os.listdir(tmp_path) == ["train.py"]
@@ -78,7 +78,7 @@ def test_a_write_outside_of_the_folder_is_refused_and_told_and_can_be_allowed(
     assert done.status == 1, done.output
     [row] = json.loads(done.stdout)["faults"]
     assert (row["next_start"], row["weights"]) == ("step 11", "equal")
-    assert row["log_names"] == ["cause"]
+    assert row["log_names"] == "cause"
     assert os.listdir(outside) == []
 
 
