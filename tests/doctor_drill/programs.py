@@ -8,6 +8,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+import torch._dynamo  # here: otherwise each rank imports it, in its first step
+
 SAVED = os.path.abspath("last.pt")  # also an absolute path stays in the program's own folder
 
 
