@@ -25,7 +25,7 @@ from ddp_doctor.audit.injected.training import is_compiling, parameters_of
 
 CHECKPOINTS = (".pt", ".pth", ".ckpt", ".safetensors", ".bin", ".tar", ".pkl", ".distcp")
 OF_OUTPUT = ("nan", "oom")  # given by what forward returns
-SAVE_FAULTS, CUT_BYTES = ("full-disk", "kill-in-save"), 4099  # a size that no program chooses
+SAVE_FAULTS, CUT_BYTES = ("full-disk", "kill-in-save"), 521  # a size that no program chooses
 CACHES, KEPT_BATCHES = {".cache", ".config", ".triton", "__pycache__"}, 64
 
 

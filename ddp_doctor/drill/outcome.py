@@ -121,10 +121,8 @@ class Drill:
 
     def _judge_steps(self, parts: Sequence[Part], went_on: bool, is_again: bool) -> None:
         later, total = parts[1:], self.reference.total
-        where = [p.how if p.base is None else f"step {p.base + 1}" for p in later]
-        where = [
-            w if p.how == "weights" else f"{w} ({p.how})" for w, p in zip(where, later, strict=True)
-        ]
+        known = [f"step {(p.base or 0) + 1}{f' ({p.how})' * (p.how != 'weights')}" for p in later]
+        where = [p.how if p.base is None else text for p, text in zip(later, known, strict=True)]
         told = ("" if is_again else "launcher: ") + (", ".join(where) or "no step")
         self.facts["next_start"] = told if is_again or later else "not needed"
         num_lost = sum(a.end - (b.base or 0) for a, b in zip(parts, later, strict=False))
