@@ -56,7 +56,8 @@ def cell(row: dict[str, Any]) -> str:
         return "continues, nothing lost"
     told += f"{row['steps_lost']} steps" if row["steps_lost"] else "nothing"
     twice, never = row["samples_twice"] or 0, row["samples_never"] or 0
-    return told + f"; {twice} twice, {never} never" * bool(twice + never)
+    told += f"; {twice} twice, {never} never" * bool(twice + never)
+    return told + "; other weights" * (row["weights"] == "differ")
 
 
 def table(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
