@@ -32,7 +32,7 @@ TARGETS = torch.tensor([0, 1, 2])
 class Distance(Task):
     """A toy task with floats as labels: how far off is the model?"""
 
-    metrics = (Metric("distance", is_higher_better=False), Metric("near", ".1%", "close", ".0%"))
+    metrics = (Metric("distance", is_higher_better=False), Metric("near", ".1%"))
 
     def __init__(self, power: float = 2.0) -> None:
         self.power = power
