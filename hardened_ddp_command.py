@@ -45,7 +45,9 @@ def main() -> None:
     env = environment()
     try:
         launcher, own = split_words(sys.argv[1:])
-        if launcher or (_is_for_ranks(own) and needs_torchrun(env)):
+        if launcher and own[:1] and own[0] in COMMANDS and own[0] not in WITH_RANKS:
+            raise _error(f"{own[0]} is one process: leave out {' '.join(launcher)}")
+        if _is_for_ranks(own) and (launcher or needs_torchrun(env)):
             sys.exit(start_ranks(launcher, own, env))
     except HardenedError as error:
         print(f"{PROGRAM}: error {error}", file=printed(sys.stderr))
