@@ -1,15 +1,21 @@
 """The command line of explain, audit and drill, without the trainer beside it."""
 
-import argparse
 import os
 import shlex
 import sys
-from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
-from typing import TextIO, cast
 
-from ddp_doctor.terminal import DoctorError, PrintableOutput, printable
+# WHY first: -m looks into the current folder first, and a program there may have a json.py
+sys.path[:] = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))] + [
+    path for path in sys.path if os.path.abspath(path or ".") != os.getcwd()
+]
+
+import argparse  # noqa: E402
+from collections.abc import Sequence  # noqa: E402
+from functools import partial  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import TextIO, cast  # noqa: E402
+
+from ddp_doctor.terminal import DoctorError, PrintableOutput, printable  # noqa: E402
 
 COMMAND = "ddp-doctor"  # of an installation
 DRILL_OPTIONS = {
@@ -26,9 +32,9 @@ DRILL_OPTIONS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; a mistake of the user is one line and 2."""
     name = COMMAND if Path(sys.argv[0]).name == COMMAND else "python -m ddp_doctor"
-    asked = _parser(name).parse_args(argv)
     output = cast(TextIO, PrintableOutput(sys.stdout))
     try:
+        asked = _parser(name).parse_args(argv)
         # WHY imported here: explain needs nothing of audit, and answers at once
         if asked.command == "explain":
             from ddp_doctor.explain.command import run_cause, run_explain
@@ -48,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         request = Request(
             source=asked.source,
             program=tuple(asked.program),
-            num_steps=asked.steps,
-            patience_s=asked.hang_after,
+            steps=asked.steps,
+            hang_after=asked.hang_after,
             wants_json=asked.json,
             usage=f"{name} audit --help",
         )
@@ -82,11 +88,13 @@ def _parser(name: str) -> argparse.ArgumentParser:
     explain.add_argument("--cause", default="", metavar="CODE", help="print one cause in full")
     explain.add_argument("--json", action="store_true", help="write JSON instead of text")
     audit = commands.add_parser("audit", help="what is silently wrong in a program or a source")
-    audit.add_argument("--steps", type=int, default=50, help="optimizer steps to observe per rank")
+    audit.add_argument("--steps", default="50", help="optimizer steps to observe per rank")
     audit.add_argument(
-        "--hang_after", type=int, default=20, help="seconds without progress that count as a hang"
+        "--hang_after", default="20", help="seconds without progress that count as a hang"
     )
-    audit.add_argument("--source", default="", help="Python file to read; nothing is run")
+    audit.add_argument(
+        "--source", default="", help="Python file to read; without a program nothing is run"
+    )
     audit.add_argument("--json", action="store_true", help="write JSON instead of text")
     audit.add_argument("program", nargs="*", help="the command to observe, after --")
     drill = commands.add_parser("drill", help="what faults cost a program: steps, samples, weights")

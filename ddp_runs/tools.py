@@ -78,8 +78,8 @@ def _run(request: Request) -> int:
             audit = Audit(
                 source=request.options["source"],
                 program=request.program,
-                num_steps=_positive(request, "steps"),
-                patience_s=_positive(request, "hang_after"),
+                steps=request.options["steps"],
+                hang_after=request.options["hang_after"],
                 wants_json=bool(request.options["json"]),
                 usage=own_command("audit", "--help"),
             )
@@ -119,16 +119,6 @@ def _settings_of(request: Request) -> list[str]:
         raise ConfigError("; ".join(request.problems), fix=own_command(request.command, "--help"))
     given = {name: value for name, value in request.settings.items() if name != "resume"}
     return [f"--{name}={yaml_word(value)}" for name, value in given.items()]
-
-
-def _positive(request: Request, name: str) -> int:
-    value = request.options[name]
-    if not value.isdigit() or int(value) < 1:
-        raise ConfigError(
-            f"--{name}: found {value!r}, needs a whole number from 1",
-            fix=own_command("audit", "--help"),
-        )
-    return int(value)
 
 
 def _named(log: str) -> str:

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ddp_doctor.audit.catalogue import OBSERVED, SOURCE, Kind
+from ddp_doctor.audit.catalogue import CATALOGUE, Kind
 from ddp_doctor.explain.catalogue import BY_CODE, FAMILIES
 from ddp_doctor.explain.catalogue.python import BUILT_IN, OPERATION, RAISED
 from ddp_doctor.explain.catalogue.stops import FINISHED, SILENT
@@ -44,7 +44,7 @@ GENERATED = {
     README: ("capture: docs/first_run.txt", "generated: faults"),
     CAUSES: ("generated: causes",),
     DRILLS: ("generated: drills",),
-    AUDIT: ("generated: verdicts of a run", "generated: verdicts of a source"),
+    AUDIT: ("generated: verdicts",),
 }
 """Which parts of which document are made from code or from measurements."""
 
@@ -232,8 +232,7 @@ def rendered(document: str, *, only: str = "") -> str:
         "generated: causes": causes_table,
         "generated: drills": drills_tables,
         "generated: faults": faults_table,
-        "generated: verdicts of a run": partial(verdicts_table, OBSERVED),
-        "generated: verdicts of a source": partial(verdicts_table, SOURCE),
+        "generated: verdicts": partial(verdicts_table, CATALOGUE),
     }
 
     def part(match: re.Match[str]) -> str:

@@ -4,9 +4,11 @@ Owns its output and its exit status: 0 healthy, 1 mistakes found, 2 could not ob
 Puts the verdicts together: each cause once, and what follows from another one as advice only.
 """
 
+import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
@@ -34,10 +36,16 @@ FOLLOWS = {
     "learning-rates-differ": ("weights-differ",),
     "uneven-steps": ("collectives-differ", "hang", "exception"),
     "collectives-differ": ("hang", "exception", "uneven-steps"),
-    "same-samples": ("samples-overlap", "same-augmentation", "same-dropout"),
+    "same-samples": (
+        *("samples-overlap", "same-augmentation", "same-dropout", "same-noise"),
+        "schedule-too-short",
+    ),
+    "samples-overlap": ("schedule-too-short",),
     "exception": ("hang",),
     "gradients-not-zeroed": ("accumulation-not-divided",),
 }
+
+ENOUGH_STEPS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,32 +54,45 @@ class Request:
 
     source: str
     program: tuple[str, ...]
-    num_steps: int
-    patience_s: int
+    steps: str
+    hang_after: str
     wants_json: bool
     usage: str
     """The command that shows the options."""
 
 
 def run_audit(request: Request, *, output: TextIO, env: Mapping[str, str]) -> int:
-    """Print the report and return the exit status. Raises UsageError for wrong options."""
+    """Print the report and return the exit status. Raises UsageError for wrong options.
+
+    As JSON an error is printed, too: who reads the report gets an answer in every case.
+    """
+    try:
+        return _run(request, output, env)
+    except Exception as error:  # WHY broad: whatever it is, it is raised again
+        if request.wants_json:
+            print(as_json([], error=str(error) or repr(error)), file=output)
+        raise
+
+
+def _run(request: Request, output: TextIO, env: Mapping[str, str]) -> int:
     source, program = request.source, request.program
-    if bool(source) == bool(program):
-        found = "both --source and a program" if source else "neither a program nor --source FILE"
-        raise UsageError(f"audit looks at one thing, and was given {found}", fix=request.usage)
-    if source:
-        verdicts = read_script(Script(Path(source)))
-        return _report(verdicts, request, output, seen=f"{source} was read, not run")
-    for name, number in (("steps", request.num_steps), ("hang_after", request.patience_s)):
-        if number < 1:
-            text = f"--{name}: found {number}, needs a whole number from 1"
-            raise UsageError(text, fix=request.usage)
+    if not source and not program:
+        raise UsageError(
+            "audit looks at a program or a source, and was given neither a program nor "
+            "--source FILE",
+            fix=request.usage,
+        )
+    read = read_script(Script(Path(source))) if source else []
+    if not program:
+        return _report(read, request, output, seen=f"{source} was read, not run")
+    num_steps = _positive(request, "steps", request.steps)
+    patience_s = _positive(request, "hang_after", request.hang_after)
     with tempfile.TemporaryDirectory(prefix="audit-") as folder:
         ending = run_program(
             program,
             Path(folder),
-            num_steps=request.num_steps,
-            patience_s=request.patience_s,
+            num_steps=num_steps,
+            patience_s=patience_s,
             env=env,
             stdout=sys.stderr if request.wants_json else None,  # the report alone is on stdout
         )
@@ -79,15 +100,25 @@ def run_audit(request: Request, *, output: TextIO, env: Mapping[str, str]) -> in
     return _report_program(ranks, ending, request, output)
 
 
+def _positive(request: Request, name: str, value: str) -> int:
+    if value.isdecimal() and int(value) > 0:
+        return int(value)
+    text = f"--{name}: found {value!r}, needs a whole number from 1"
+    raise UsageError(text, fix=request.usage)
+
+
 def _report_program(ranks: Ranks, ending: Ending, request: Request, output: TextIO) -> int:
     steps = {rank.number: rank.work_count for rank in ranks}
-    verdicts = judge(ranks, hung=ending.hung) if len(ranks) else []
+    sources = [request.source] if request.source else []
+    verdicts: list[Verdict] = []
+    if len(ranks):
+        verdicts = judge(ranks, hung=ending.hung, status=ending.status, sources=sources)
     has_mistakes = any(verdict.is_mistake for verdict in verdicts)
     if not has_mistakes and not any(steps.values()):
-        why = _why_unseen(ranks, ending)
+        why = f"could not observe the program: {_why_unseen(ranks, ending)}"
         if request.wants_json:
-            print(as_json(verdicts, was_observed=False), file=output)
-        print(f"audit: could not observe the program: {why}", file=PrintableOutput(sys.stderr))
+            print(as_json(verdicts, error=why), file=output)
+        print(f"audit: {why}", file=PrintableOutput(sys.stderr))
         return UNSEEN
     if not request.wants_json:
         lines = [*time_lines(ranks), *(f"not seen: {what}" for what in unseen(ranks))]
@@ -101,7 +132,9 @@ def _report_program(ranks: Ranks, ending: Ending, request: Request, output: Text
 
 
 def _why_unseen(ranks: Ranks, ending: Ending) -> str:
-    if not len(ranks):
+    if not len(ranks) and ending.status:
+        why = "it fails before a process of it trains with torch: see its own output"
+    elif not len(ranks):
         why = "no process of it trains with torch, or they run with python -I, -E or -S, or with "
         why += "another PYTHONPATH"
     elif errors := [end["error"] for rank in ranks if (end := rank.last("exit")) and end["error"]]:
@@ -128,27 +161,54 @@ def _report(
     return MISTAKES if num_mistakes else HEALTHY
 
 
-def judge(ranks: Ranks, *, hung: bool) -> list[Verdict]:
-    """Give all verdicts on a program of which at least one rank was seen."""
-    found: list[Verdict] = []
-    for verdict in _all(ranks, hung=hung):
-        if not any(v.code == verdict.code and v.place == verdict.place for v in found):
-            found.append(verdict)
-    causes = {v.code for v in found if v.is_mistake}
+def judge(
+    ranks: Ranks, *, hung: bool, status: int | None = None, sources: Sequence[str] = ()
+) -> list[Verdict]:
+    """Give all verdicts on a program of which at least one rank was seen.
+
+    status: how it ended. sources: files that are read beside those that were seen at work.
+    """
+    found: dict[tuple[str, str], Verdict] = {}
+    parts: dict[str, Iterator[Verdict]] = {
+        "weights": judge_weights(ranks),
+        "samples": judge_samples(ranks),
+        "updates": judge_updates(ranks),
+        "modes": judge_modes(ranks),
+        "endings": judge_endings(ranks, hung=hung, status=status),
+        "speed": judge_speed(ranks),
+        "sources": _read_sources(ranks, sources, found),
+    }
+    for name, verdicts in parts.items():
+        try:
+            for verdict in verdicts:
+                found.setdefault((verdict.code, verdict.place), verdict)
+        except Exception as error:  # WHY broad: the other parts still have an answer
+            ranks.failures.append(f"{name}: {error!r}")
+    causes = {v.code for v in found.values() if v.is_mistake}
     effects: set[str] = set()
     for code in FOLLOWS:
         if code in causes - effects:
             effects |= set(FOLLOWS[code]) & causes
-    return [replace(v, softened=v.softened or v.code in effects) for v in found]
+    return [replace(v, softened=v.softened or v.code in effects) for v in found.values()]
 
 
-def _all(ranks: Ranks, *, hung: bool) -> Iterator[Verdict]:
-    yield from judge_weights(ranks)
-    yield from judge_samples(ranks)
-    yield from judge_updates(ranks)
-    yield from judge_modes(ranks)
-    yield from judge_endings(ranks, hung=hung)
-    yield from judge_speed(ranks)
+def _read_sources(
+    ranks: Ranks, sources: Sequence[str], seen: Mapping[tuple[str, str], Verdict]
+) -> Iterator[Verdict]:
+    """Yield what the files tell beyond what was seen, and the run does not refute."""
+    have_ended = all(rank.ended_well for rank in ranks)
+    refuted = {
+        "gradients-not-averaged": ranks.first.step_count >= ENOUGH_STEPS,
+        "same-order": len(ranks.first.trained_passes()) > 1,
+        "collectives-differ": have_ended,
+        "same-file": have_ended,
+    }
+    codes = {verdict.code for verdict in seen.values()}
+    for file in dict.fromkeys([*map(os.path.abspath, sources), *ranks.files]):
+        with suppress(UsageError):  # it is gone, or no file: python -c
+            for verdict in read_script(Script(Path(file))):
+                if verdict.code not in codes and not refuted.get(verdict.code):
+                    yield verdict
 
 
 def unseen(ranks: Ranks) -> list[str]:
@@ -165,6 +225,7 @@ def unseen(ranks: Ranks) -> list[str]:
         found.append(f"{ranks.world_size - len(ranks)} of {ranks.world_size} ranks were not seen")
     if not any(rank.all("ddp") for rank in ranks):
         found.append("no DistributedDataParallel was seen")
+    found += [f"a part of the judging failed: {failure}" for failure in ranks.failures]
     errors = {r["where"] + ": " + r["what"] for rank in ranks for r in rank.all("error")}
     found += [f"a part of the observer failed: {error}" for error in sorted(errors)]
     return found

@@ -14,8 +14,11 @@ _ECHOES = ("Connection", "peer", "recvValue", "Broken pipe", "timed out", "Socke
 """Words of exceptions that another rank's end causes."""
 
 
-def judge_endings(ranks: Ranks, *, hung: bool) -> Iterator[Verdict]:
-    """Yield why a program hung or failed, and files that ranks share."""
+def judge_endings(ranks: Ranks, *, hung: bool, status: int | None = None) -> Iterator[Verdict]:
+    """Yield why a program hung or failed, and files that ranks share.
+
+    status: that of the program; None: the audit ended it.
+    """
     failures = [(rank, end) for rank in ranks if (end := rank.last("exit")) and end["error"]]
     own = [(r, e) for r, e in failures if not any(word in e["error"] for word in _ECHOES)]
     differing = list(_collectives(ranks, hung=hung, failed=bool(failures)))
@@ -30,6 +33,16 @@ def judge_endings(ranks: Ranks, *, hung: bool) -> Iterator[Verdict]:
         )
     if failures and not own and not differing:
         yield from _left_alone(ranks, *failures[0])
+    lost = [rank for rank in ranks if rank.last("exit") is None]
+    if status and lost and not failures and not hung:
+        steps = lost[0].all("step")
+        yield Verdict(
+            code="exception",
+            sentence=f"rank {lost[0].number} ends without an exception, as a process does that is "
+            f"killed; the program's exit status is {status}",
+            place=steps[-1]["line"] if steps else "",
+            evidence=(f"after {lost[0].step_count} optimizer steps",),
+        )
     if hung and not differing:
         yield from _hang(ranks)
     yield from _shared_files(ranks)

@@ -2,12 +2,16 @@
 
 from collections.abc import Iterator
 
+from ddp_doctor.audit.origins import call_line, drops_padding, last_line, noise_line, seed_line
 from ddp_doctor.audit.records import Rank, Ranks, Record
-from ddp_doctor.audit.samples import Key, Pass, read_passes
+from ddp_doctor.audit.samples import Pass, own_seed, place_of, read_passes
 from ddp_doctor.audit.verdict import Verdict
 
 ENOUGH = 2
 """Draws that must agree: one may be equal by a seed that is set once, before the ranks part."""
+
+LOST = [True, False, False]
+"""Modes of steps in a row: one step alone may be meant so."""
 
 _JOINING = frozenset(("all_reduce", "reduce", "all_gather", "gather", "all_gather_object")).union(
     ("gather_object", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor")
@@ -17,8 +21,9 @@ _JOINING = frozenset(("all_reduce", "reduce", "all_gather", "gather", "all_gathe
 def judge_modes(ranks: Ranks) -> Iterator[Verdict]:
     """Yield what is wrong with modes, masks and evaluation."""
     yield from _train_mode(ranks.first)
+    yield from _lost_mode(ranks.first)
     if len(ranks) > 1:
-        yield from _masks(ranks)
+        yield from _noise(ranks)
         yield from _augmentations(ranks)
         yield from _evaluation(ranks)
 
@@ -49,43 +54,51 @@ def _train_mode(rank: Rank) -> Iterator[Verdict]:
             return
 
 
-def _masks(ranks: Ranks) -> Iterator[Verdict]:
-    draws = [_states_of(rank) for rank in ranks]
+def _lost_mode(rank: Rank) -> Iterator[Verdict]:
+    """Yield a model that was in train mode at first, and trains on in the mode of evaluation."""
+    for number in {step["o"] for step in rank.all("step")}:
+        steps = [s for s in rank.all("step") if s["o"] == number and s["trains"] is not None]
+        modes = [step["trains"] for step in steps]
+        lost = next((i for i in range(1, len(modes) - 1) if modes[i - 1 : i + 2] == LOST), None)
+        if lost is not None and (place := steps[lost]["eval_line"]):
+            yield Verdict(
+                code="train-mode-lost",
+                sentence=f"from step {steps[lost]['n']} on the model trains in the mode of "
+                "evaluation: dropout is off, and BatchNorm's statistics stand still; model.train() "
+                "is missing after this eval()",
+                place=place,
+                seen_at=steps[lost]["backward_line"],
+                evidence=(f"{sum(modes)} of {len(modes)} steps trained in train mode",),
+            )
+            return
+
+
+def _noise(ranks: Ranks) -> Iterator[Verdict]:
+    """Yield random numbers that a step draws once its batch has come, equal on all ranks."""
+    draws = [
+        {(step["o"], step["n"]): step["drawn"] for step in rank.all("step") if step.get("drawn")}
+        for rank in ranks
+    ]
     common = set.intersection(*(set(d) for d in draws))
     if len(common) < ENOUGH or any(len({d[key] for d in draws}) > 1 for key in common):
         return
-    first = next(m for m in ranks.first.all("mode") if m["op"] == "dropout" and m["has_grad"])
-    seed = _own_seed(ranks)
+    seed = own_seed(ranks)
+    noise = next(filter(None, map(noise_line, ranks.files)), "")
+    masks = [m["line"] for m in ranks.first.all("mode") if m["op"] == "dropout" and m["has_grad"]]
+    line = masks[0] if masks else noise
     yield Verdict(
-        code="same-dropout",
-        sentence="all ranks draw the same dropout masks: their random generators are in the same "
-        "state",
-        place=seed["line"] if seed else first["line"],
+        code="same-dropout" if masks else "same-noise",
+        sentence=f"all ranks draw the same {'dropout masks' if masks else 'random numbers'} in a "
+        "step: their random generators are in the same state",
+        place=seed_line(seed["lines"]) if seed else line,
+        seen_at=line,
         evidence=(
-            f"{len(common)} of {len(common)} masks are equal; dropout: {first['line']}",
+            f"in {len(common)} of {len(common)} steps looked at",
             f"seed {seed['value']} on all ranks" if seed else "no line of the program sets a seed",
         ),
-        # Frameworks, and programs without a seed, have it so; then it is nobody's slip.
-        softened=seed is None,
+        # Frameworks, and programs without a seed, have masks so; then it is nobody's slip.
+        softened=ranks.have_framework or (seed is None and (bool(masks) or not noise)),
     )
-
-
-def _states_of(rank: Rank) -> dict[tuple[object, ...], str]:
-    return {
-        (str(m["of"]), m["number"]): m["state"]
-        for m in rank.all("mode")
-        if m["op"] == "dropout" and m["has_grad"]
-    }
-
-
-def _own_seed(ranks: Ranks) -> Record | None:
-    """Give the last seed that the program itself sets, if all ranks set the same."""
-    lasts = []
-    for rank in ranks:
-        own = [seed for seed in rank.all("seed") if seed["by_user"]]
-        lasts.append(own[-1] if own else None)
-    values = {None if last is None else last["value"] for last in lasts}
-    return lasts[0] if len(values) == 1 else None
 
 
 def _augmentations(ranks: Ranks) -> Iterator[Verdict]:
@@ -104,17 +117,22 @@ def _augmentations(ranks: Ranks) -> Iterator[Verdict]:
         return
     first = next(a for a in ranks.first.all("augment"))
     about = next((p for p in ranks.first.all("pass") if p["dataset"] == first["dataset"]), None)
-    seed = _own_seed(ranks)
+    seed = own_seed(ranks)
+    calls = [f"{start}{name}.seed" for name in generators for start in ("", "np.", "numpy.")]
+    calls += ["np.random.seed", "numpy.random.seed"] if "numpy" in generators else []
+    lines = [call_line(file, calls) for file in ranks.files if "torch" not in generators]
+    line = next(filter(None, lines), "") or (seed_line(seed["lines"]) if seed else "")
     yield Verdict(
         code="same-augmentation",
         sentence="all ranks draw the same random numbers for their samples: the n-th sample of "
         "each rank is augmented alike",
-        place=first["line"] or (about["made"] if about else ""),
+        place=line or first["line"] or (about["made"] if about else ""),
+        seen_at=first["line"],
         evidence=(
             f"{len(same)} states of {', '.join(generators)} are equal when samples are read",
-            f"seed: {seed['line']}" if seed else "no line of the program sets a seed",
+            f"seed: {line}" if line else "no line of the program sets a seed",
         ),
-        softened=seed is None,
+        softened=not line or ranks.have_framework,
     )
 
 
@@ -124,30 +142,44 @@ def _evaluation(ranks: Ranks) -> Iterator[Verdict]:
     mine = by_rank[first.number]
     if not any(p.trains for p in mine.values()):
         return
-    starts = sorted(p.about["t"] for p in mine.values())
+    starts = sorted(p.about["t"] for p in mine.values() if p.trains)
     begin = min(p.about["t"] for p in mine.values() if p.trains)  # before it, data is looked at
     for key, one in mine.items():
         parts = [passes.get(key) for passes in by_rank.values()]
         if one.trains or one.num_batches is None or key[2] > 1 or one.about["t"] < begin:
             continue
         others = [p for p in parts if p is not None and p.num_batches is not None]
-        if len(others) < len(ranks):
-            continue  # on one rank only, which may have the whole set
+        # Results may be joined until the next training begins.
         until = min((t for t in starts if t > one.ended_at), default=float("inf"))
-        joining = _joining(first, one.ended_at, until) + _joining(
-            first, one.about["t"], one.ended_at
-        )
-        yield from _judge_pass(key, others, joining, ranks, is_over=first.ended_well)
+        joining = [
+            record
+            for record in first.all("collective")
+            if one.about["t"] <= record["t"] <= until and record["op"] in _JOINING
+        ]
+        is_over = first.ended_well or until < float("inf")
+        if len(others) == len(ranks):
+            yield from _judge_pass(others, joining, ranks, is_over=is_over)
+        elif one.about["replicas"] == ranks.world_size and len(set(one.indices)) < 0.75 * (
+            one.about["size"] or 0
+        ):
+            yield _not_joined(one, ranks, "one rank alone evaluates, and has its share only")
 
 
-def _joining(rank: Rank, begin: float, end: float) -> list[str]:
-    return [
-        c["op"] for c in rank.all("collective") if begin <= c["t"] <= end and c["op"] in _JOINING
-    ]
+def _not_joined(one: Pass, ranks: Ranks, why: str) -> Verdict:
+    loop = last_line(one.about["line"]).rpartition(":")[2]
+    return Verdict(
+        code="evaluation-not-joined",
+        sentence=f"{why}: a metric that one rank prints, or that picks the best checkpoint, covers "
+        f"1/{ranks.world_size} of the data",
+        place=one.about["line"],
+        seen_at=one.about["made"],
+        evidence=(f"no reduce or gather follows the loop, which ends at line {loop}",),
+        softened=not one.about["by_user"],  # the loop of a framework
+    )
 
 
 def _judge_pass(
-    key: Key, parts: list[Pass], joining: list[str], ranks: Ranks, *, is_over: bool
+    parts: list[Pass], joining: list[Record], ranks: Ranks, *, is_over: bool
 ) -> Iterator[Verdict]:
     one = parts[0]
     size = one.about["size"]
@@ -159,24 +191,22 @@ def _judge_pass(
     shared = len(sets[0] & sets[1])
     is_split = shared < 0.5 * len(sets[0])
     if is_split and not joining and is_over:
-        yield Verdict(
-            code="evaluation-not-joined",
-            sentence="each rank evaluates its own share, and nothing joins the results: a metric "
-            f"that one rank prints covers 1/{ranks.world_size} of the data",
-            place=one.about["line"],
-            evidence=(
-                f"{len(sets[0])} samples on rank 0, {shared} of them on rank 1, too; no reduce or "
-                "gather follows",
-            ),
+        yield _not_joined(
+            one, ranks, "each rank evaluates its own share, and nothing joins the results"
         )
     total = sum(len(p.indices) for p in parts)
     is_padded = bool(size) and not is_part and one.about["replicas"] == len(parts) and total > size
-    is_summed = bool(joining) and all("gather" not in op for op in joining)
-    if is_split and is_padded and is_summed and not one.about["drop_last"]:
+    # WHY: gather_for_metrics, and what a framework calls, drops what is there twice
+    own = [record for record in joining if record["via"] in _JOINING]
+    gathers = [record for record in own if "gather" in record["via"]]
+    is_cut = any(drops_padding(record["line"].rpartition(":")[0]) for record in gathers)
+    if is_split and is_padded and own and not is_cut and not one.about["drop_last"]:
+        is_prepared = bool(gathers) and one.about["sampler"] != "DistributedSampler"
         yield Verdict(
             code="evaluation-padded",
-            sentence=f"{total - size} of {size} samples are evaluated twice: DistributedSampler "
-            "fills up the last batches, and the sums over the ranks count them again",
-            place=one.about["made"],
+            sentence=f"{total - size} of {size} samples are evaluated twice: the sampler "
+            "fills up the last batches, and what joins the ranks' results counts them again",
+            place=gathers[0]["line"] if is_prepared else place_of(one.about),
+            seen_at=own[0]["line"],
             evidence=(f"{total} samples evaluated, {size} in the dataset",),
         )

@@ -73,6 +73,8 @@ def run_program(
         ) from error
     try:
         return _watch(process, folder, num_steps, patience_s)
+    except KeyboardInterrupt:  # who waits has seen enough: what was seen is judged
+        return Ending(None)
     finally:
         _end(process, folder)
 

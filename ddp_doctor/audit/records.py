@@ -87,6 +87,8 @@ class Ranks:
         declared = [init["world"] for rank in self for init in rank.all("init")]
         given = [int(rank.process["world"] or 1) for rank in self]
         self.world_size = max([len(ranks), *declared, *given], default=0)
+        self.failures: list[str] = []
+        """Parts of the judging that failed on these records."""
 
     def __iter__(self) -> Iterator[Rank]:
         return iter(self.by_number.values())
@@ -102,6 +104,20 @@ class Ranks:
     def are_sharded(self) -> bool:
         """Whether each rank holds another part of the model, so that weights differ rightly."""
         return any(record["is_sharded"] for rank in self for record in rank.all("optimizer"))
+
+    @property
+    def have_framework(self) -> bool:
+        """Whether a framework seeds, splits and evaluates for the program."""
+        return any(record["frameworks"] for rank in self for record in rank.all("optimizer"))
+
+    @property
+    def files(self) -> list[str]:
+        """List the program's own files that were seen at work."""
+        kinds = ("optimizer", "pass", "ddp", "step", "seed")
+        places = [record["line"] for kind in kinds for record in self.first.all(kind)]
+        places += [step["backward_line"] for step in self.first.all("step")]
+        files = dict.fromkeys(place.rpartition(":")[0] for place in places)
+        return [file for file in files if file and "-packages/" not in file]
 
 
 def read_ranks(folder: Path) -> Ranks:
@@ -138,14 +154,21 @@ def _number_of(records: list[Record], *, taken: dict[int, Rank]) -> int:
 
 
 def read_file(path: Path) -> list[Record]:
-    """Read the complete lines of one file."""
-    found = []
+    """Read the complete lines of one file.
+
+    A program that starts itself anew (exec) keeps its process id: what trained last counts.
+    """
+    runs: list[list[Record]] = [[]]
     for line in path.read_bytes().split(b"\n")[:-1]:
         try:
-            found.append(json.loads(line))
+            record = json.loads(line)
         except ValueError:  # cut by a full disk
             continue
-    return found if found and found[0].get("k") == "process" else []
+        if record["k"] == "process":
+            runs.append([])
+        runs[-1].append(record)
+    trained = [run for run in runs[1:] if any(record["k"] in _OF_RANKS for record in run)]
+    return (trained or runs[1:] or [[]])[-1]
 
 
 class Follower:
@@ -175,7 +198,10 @@ class Follower:
         complete = new[: new.rfind(b"\n") + 1]
         self._place += len(complete)
         for line in complete.splitlines():
-            record = json.loads(line)
+            try:
+                record = json.loads(line)
+            except ValueError:  # cut by a full disk
+                continue
             kind = record["k"]
             self.heard_at = now
             self.is_rank = self.is_rank or kind in _OF_RANKS

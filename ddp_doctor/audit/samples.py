@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from ddp_doctor.audit.origins import loop_line, made_line, seed_line
 from ddp_doctor.audit.records import Rank, Ranks, Record
 from ddp_doctor.audit.verdict import Verdict
 
@@ -86,6 +87,14 @@ def judge_samples(ranks: Ranks) -> Iterator[Verdict]:
         yield from _inputs(ranks)
 
 
+def place_of(about: Record) -> str:
+    """Give the line that decides which samples a pass has: of the dataset, sampler or loader."""
+    if about["sampler"] == "_InfiniteConstantSampler":  # of an iterable dataset
+        return str(about["reader"] or about["made"])
+    is_given = about["sampler"] not in ("RandomSampler", "SequentialSampler")
+    return (is_given and made_line(about["made"], "sampler")) or str(about["made"])
+
+
 def _are_same_set(x: Pass, y: Pass) -> bool:
     """Whether equal indices are equal samples on two ranks."""
     if not x.indices or not y.indices:
@@ -122,8 +131,9 @@ def _pair(a: int, x: Pass, b: int, y: Pass, ranks: Ranks) -> Iterator[Verdict]:
             code="same-samples",
             sentence=f"ranks {a} and {b} train on the same samples in the same order: "
             f"{ranks.world_size} ranks do the work of one",
-            place=x.about["made"],
-            evidence=(f"{number} samples compared ({where})", f"loop: {x.about['line']}"),
+            place=place_of(x.about),
+            seen_at=x.about["line"],
+            evidence=(f"{number} samples compared ({where})",),
         )
         return
     chance = 0.5 * len(own) * len(theirs) / max(x.about["size"] or 0, len(own | theirs))
@@ -137,7 +147,8 @@ def _pair(a: int, x: Pass, b: int, y: Pass, ranks: Ranks) -> Iterator[Verdict]:
             code="samples-overlap",
             sentence=f"ranks {a} and {b} share samples within one epoch: the loader is not split "
             "over the ranks",
-            place=x.about["made"],
+            place=place_of(x.about),
+            seen_at=x.about["line"],
             evidence=(f"{both} of {min(len(own), len(theirs))} samples are shared ({where})",),
         )
 
@@ -161,7 +172,8 @@ def _coverage(by_rank: dict[int, Pass], ranks: Ranks) -> Iterator[Verdict]:
             code="samples-missing",
             sentence=f"{missing} of {size} samples are used by no rank: the sampler splits for "
             f"{declared} ranks, and there are {ranks.world_size}",
-            place=first.about["made"],
+            place=place_of(first.about),
+            seen_at=first.about["line"],
             evidence=(f"{len(used)} samples used in pass {first.about['number']}",),
         )
 
@@ -179,7 +191,8 @@ def _repeated(by_rank: dict[int, Pass]) -> Iterator[Verdict]:
             code="samples-repeated",
             sentence=f"each sample comes {workers} times: every one of the {workers} workers reads "
             "the whole dataset",
-            place=one.about["made"],
+            place=place_of(one.about),
+            seen_at=one.about["line"],
             evidence=(f"{num_distinct} different samples among {len(one.keys)}",),
         )
 
@@ -206,7 +219,8 @@ def _order(by_rank: dict[int, Pass], following: dict[int, Pass]) -> Iterator[Ver
                 if about["has_set_epoch"]
                 else "its generator is seeded anew in each epoch"
             ),
-            place=about["line"],
+            place=loop_line(about["lines"]) or about["line"],
+            seen_at=about["line"],
             evidence=(
                 f"{length} samples of passes {about['number']} and {about['number'] + 1} are in "
                 f"the same order ({about['sampler']})",
@@ -227,7 +241,8 @@ def _uneven(by_rank: dict[int, Pass], ranks: Ranks) -> Iterator[Verdict]:
         code="uneven-steps",
         sentence="the ranks have other numbers of batches in one epoch: who has more waits for "
         "ever in its next all-reduce",
-        place=about["line"],
+        place=place_of(about),
+        seen_at=about["line"],
         evidence=(f"batches in pass {about['number']}: {told}",),
     )
 
@@ -243,11 +258,23 @@ def _inputs(ranks: Ranks) -> Iterator[Verdict]:
         # WHY half of them: one rank may have drawn a few more, for an evaluation
         if min(len(own), len(theirs)) >= 4 and len(own & theirs) > 0.5 * len(own):
             step = next(s for s in ranks.first.all("step") if s.get("inputs"))
+            seed = own_seed(ranks)
             yield Verdict(
                 code="same-samples",
                 sentence=f"ranks {number} and {number + 1} train on the same batches: "
                 f"{ranks.world_size} ranks do the work of one",
-                place=step["forward_line"],
+                place=seed_line(seed["lines"]) if seed else step["forward_line"],
+                seen_at=step["forward_line"],
                 evidence=(f"{len(own & theirs)} of {len(own)} inputs of DDP's forward are equal",),
             )
             return
+
+
+def own_seed(ranks: Ranks) -> Record | None:
+    """Give the last seed that the program itself sets, if all ranks set the same."""
+    lasts = []
+    for rank in ranks:
+        own = [seed for seed in rank.all("seed") if seed["by_user"]]
+        lasts.append(own[-1] if own else None)
+    values = {None if last is None else last["value"] for last in lasts}
+    return lasts[0] if len(values) == 1 else None

@@ -8,7 +8,7 @@ count in favour of the program.
 import ast
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ddp_doctor.audit.injected.collectives import OPERATIONS
@@ -286,23 +286,6 @@ def _is_fixed_path(script: Script, path: ast.expr) -> bool:
     return isinstance(path, ast.Call) and last_name(path.func) == "join"
 
 
-def find_local_rank_argument(script: Script) -> Found:
-    """Yield --local_rank options of scripts that never read LOCAL_RANK."""
-    if "LOCAL_RANK" in script.text or script.imports_any(FRAMEWORKS):
-        return
-    starts = any(True for name in ("spawn", "Process") for _ in script.calls(name))
-    if starts or not script.is_distributed:
-        return
-    for call in script.calls("add_argument"):
-        words = {arg.value for arg in call.args if isinstance(arg, ast.Constant)}
-        if words & {"--local_rank", "--local-rank"}:
-            yield (
-                call,
-                "torchrun passes no --local_rank (torch.distributed.launch did): the option keeps "
-                "its default, so all ranks use one device",
-            )
-
-
 def find_hard_coded_device(script: Script) -> Found:
     """Yield devices with a fixed index in a script that runs on all ranks."""
     if not script.is_distributed or script.imports_any(OTHER_LAUNCHERS):
@@ -452,15 +435,14 @@ def _rank_flags(nodes: list[ast.AST]) -> set[str]:
     } - {""}
 
 
-RULES: Mapping[str, Callable[[Script], Found]] = {
-    "bypasses-ddp": find_bypass,
-    "set-epoch-missing": find_missing_set_epoch,
-    "collective-on-one-rank": find_one_rank_collective,
-    "ddp-forward-on-one-rank": find_one_rank_forward,
-    "save-on-all-ranks": find_save_on_all_ranks,
-    "local-rank-argument": find_local_rank_argument,
-    "hard-coded-device": find_hard_coded_device,
-}
+RULES: Sequence[tuple[str, Callable[[Script], Found]]] = (
+    ("gradients-not-averaged", find_bypass),
+    ("same-order", find_missing_set_epoch),
+    ("collectives-differ", find_one_rank_collective),
+    ("collectives-differ", find_one_rank_forward),
+    ("same-file", find_save_on_all_ranks),
+    ("hard-coded-device", find_hard_coded_device),
+)
 
 
 def read_script(script: Script) -> list[Verdict]:
@@ -473,6 +455,6 @@ def read_script(script: Script) -> list[Verdict]:
             place=f"{script.path}:{node.lineno}",
             evidence=(lines[node.lineno - 1].strip(),),
         )
-        for code, rule in RULES.items()
+        for code, rule in RULES
         for node, sentence in rule(script)
     ]

@@ -6,18 +6,22 @@ from statistics import median
 from ddp_doctor.audit.records import Rank, Ranks, Record
 from ddp_doctor.audit.verdict import Verdict
 
-PARTS = ("wait_s", "forward_s", "backward_s", "optimizer_s")
+PARTS = ("wait_s", "forward_s", "backward_s", "optimizer_s", "collective_s")
 _NAMES = {
     "wait_s": "data",
     "forward_s": "forward",
     "backward_s": "backward and all-reduce",
     "optimizer_s": "optimizer",
+    "collective_s": "own collectives",
 }
 SLOW = 1.3
 """Times the others' own work: then a rank is slow."""
 
 LEAST_MS = 1.0
 """What a rank must be slower by in each step: less is noise."""
+
+STEADY = 0.8
+"""Share of the steps in which it must be slower: on a busy machine each rank is, now and then."""
 
 MUCH = 0.2
 """Share of a step from which waiting for data is worth a word."""
@@ -28,7 +32,7 @@ FEWEST = 6
 
 def split_times(rank: Rank) -> dict[str, float]:
     """Give the median milliseconds of a step, and of its parts."""
-    steps = [s for s in rank.all("step") if s["wall_s"]][2:]
+    steps = _steps_of(rank)
     if len(steps) < FEWEST:
         return {}
     times = {name: 1e3 * median(step[name] for step in steps) for name in PARTS}
@@ -36,6 +40,10 @@ def split_times(rank: Rank) -> dict[str, float]:
     times["audit"] = 1e3 * median(step["own_s"] for step in steps)
     times["other"] = max(0.0, times["step"] - sum(times[name] for name in PARTS) - times["audit"])
     return times
+
+
+def _steps_of(rank: Rank) -> list[Record]:
+    return [step for step in rank.all("step") if step["wall_s"]][2:]
 
 
 def time_lines(ranks: Ranks) -> list[str]:
@@ -68,11 +76,18 @@ def _slow_rank(ranks: Ranks, times: dict[int, dict[str, float]]) -> Iterator[Ver
     # with a broadcast of the buffers.
     waits = any(wrap["broadcasts"] and wrap["num_norms"] for wrap in ranks.first.all("ddp"))
     parts = ("wait_s", "other") if waits else ("wait_s", "forward_s", "other")
-    work = {n: sum(t[part] for part in parts) for n, t in times.items()}
+    waiting = ["backward_s", "optimizer_s", "collective_s", "own_s", "forward_s"][: 4 + waits]
+    each = {
+        rank.number: [1e3 * (s["wall_s"] - sum(s[w] for w in waiting)) for s in _steps_of(rank)]
+        for rank in ranks
+    }
+    work = {number: median(steps) for number, steps in each.items()}
     slow = max(work, key=lambda n: work[n])
-    others = median(ms for number, ms in work.items() if number != slow)
+    rest = [median(row) for row in zip(*(each[n] for n in each if n != slow), strict=False)]
+    others = median(rest)
     least_ms = max(LEAST_MS, 0.1 * times[slow]["step"])
-    if work[slow] > SLOW * others and work[slow] - others > least_ms:
+    pairs = list(zip(each[slow], rest, strict=False))
+    if sum(a > max(SLOW * b, b + least_ms) for a, b in pairs) >= STEADY * len(pairs):
         part = max(
             parts,
             key=lambda p: times[slow][p] - median(t[p] for n, t in times.items() if n != slow),
@@ -104,32 +119,15 @@ def _data(rank: Rank, times: dict[str, float]) -> Iterator[Verdict]:
 def _ddp(rank: Rank, wrap: Record, times: dict[str, float]) -> Iterator[Verdict]:
     steps = [s for s in rank.all("step") if "g" in s]
     is_only = len(rank.all("ddp")) == 1
-    unused = [{i for i, g in enumerate(step["g"]) if g is None} for step in steps]
-    if wrap["find_unused"] and is_only and len(steps) > 3 and len(rank.all("optimizer")) == 1:
-        if not any(unused):
-            yield Verdict(
-                code="find-unused-needless",
-                sentence="find_unused_parameters=True searches the graph in every step, and every "
-                "parameter had a gradient",
-                place=wrap["line"],
-                evidence=(f"{len(steps)} steps looked at",),
-            )
-        elif all(some == unused[0] for some in unused) and not wrap["static_graph"]:
-            yield Verdict(
-                code="static-graph-possible",
-                sentence="the same parameters are unused in every step: static_graph=True needs no "
-                "search",
-                place=wrap["line"],
-                evidence=(f"{len(unused[0])} unused parameters in {len(steps)} steps",),
-            )
-    if not wrap["bucket_view"] and wrap["numel"] > 1_000_000:
-        size_mb = wrap["numel"] * 4 / 2**20
+    unused = any(g is None for step in steps for g in step["g"])
+    is_plain = is_only and len(steps) > 3 and len(rank.all("optimizer")) == 1
+    if wrap["find_unused"] and is_plain and not unused:
         yield Verdict(
-            code="bucket-view-possible",
-            sentence=f"gradient_as_bucket_view=True saves {size_mb:.0f} MiB per rank and a copy of "
-            "all gradients",
+            code="find-unused-needless",
+            sentence="find_unused_parameters=True searches the graph in every step, and every "
+            "parameter had a gradient",
             place=wrap["line"],
-            evidence=(f"{wrap['numel']} parameters",),
+            evidence=(f"{len(steps)} steps looked at",),
         )
     needless = [
         s

@@ -4,13 +4,19 @@ The ranks agree on these, so the records of one rank are enough; but clipping be
 shows only between ranks.
 """
 
-import ast
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
+from ddp_doctor.audit.origins import (
+    are_alternatives,
+    forward_cut_line,
+    is_between,
+    is_planned_by_loader,
+    made_line,
+    scaling_line,
+)
 from ddp_doctor.audit.records import Rank, Ranks, Record
-from ddp_doctor.audit.source_rules import names_in
 from ddp_doctor.audit.verdict import Verdict
 from ddp_doctor.audit.weights import MAX_NAMED, name_of
 
@@ -19,6 +25,9 @@ ENOUGH = 2
 
 CLOSE = 1e-3
 """Relative: factors of a loss are products of few floats."""
+
+_HORIZONS = ("T_max", "total_steps", "total_iters", "num_training_steps")
+"""Keywords that plan a schedule."""
 
 _WORLD = frozenset(("world", "num_processes", "nprocs", "n_gpu", "num_gpus", "ngpus")).union(
     ("num_replicas", "n_ranks", "num_ranks")
@@ -33,9 +42,10 @@ def judge_updates(ranks: Ranks) -> Iterator[Verdict]:
         yield from _zeroing(steps)
         yield from judge_scale(rank, steps, ranks)
         if not ranks.are_sharded:
-            yield from _still(rank, optimizer, steps)
+            yield from _still(rank, optimizer, steps, ranks.files)
     yield from judge_by_hand(rank, ranks)
     yield from _orphans(rank)
+    yield from _schedules(rank, ranks)
     yield from _clipping(ranks)
 
 
@@ -59,7 +69,8 @@ def _zeroing(steps: Sequence[Record]) -> Iterator[Verdict]:
         )
     elif all(
         step["num_looks"] > 1
-        and step["num_zero"] == step["num_looks"] == step["batches"]
+        and step["num_zero"] == step["num_looks"]
+        and _is_split(step, step["num_looks"])
         and len(step["backward_lines"]) == 1
         for step in later
     ):
@@ -68,12 +79,48 @@ def _zeroing(steps: Sequence[Record]) -> Iterator[Verdict]:
             code="accumulation-lost",
             sentence=f"{step['num_looks']} batches make a step, but the gradients are set to zero "
             "before each of them: only the last one counts",
-            place=step["backward_line"],
+            place=step["zero_line"] or step["backward_line"],
+            seen_at=step["backward_line"],
             evidence=(f"all {step['num_looks']} backwards of a step began with empty gradients",),
         )
 
 
-def _still(rank: Rank, optimizer: Record, steps: Sequence[Record]) -> Iterator[Verdict]:
+def _schedules(rank: Rank, ranks: Ranks) -> Iterator[Verdict]:
+    """Yield schedules that are planned for other numbers of steps, by the number of ranks."""
+    plans = (rank.last("schedules") or {"all": []})["all"]
+    passes = len(rank.trained_passes()) if plans else 0
+    for plan in plans if rank.ended_well and ranks.world_size > 1 else ():
+        made, planned = plan["steps"], plan["horizon"]
+        # WHY passes: an epoch has a rounded number of steps
+        slack = ranks.world_size * (1 + passes)
+        if made <= 2 * max(1, passes):
+            continue  # a schedule of epochs
+        if abs(planned - made * ranks.world_size) <= min(slack, 0.2 * planned):
+            if is_planned_by_loader(plan["line"]):
+                continue  # it is divided, and the run has stopped early
+            code, whose = "schedule-too-long", "those of the undivided data"
+            places = [made_line(plan["line"], keyword) for keyword in _HORIZONS]
+        elif (
+            abs(planned * ranks.world_size - made) <= min(slack, 0.2 * made)
+            and made >= ranks.world_size * rank.step_count - slack
+        ):
+            code, whose = "schedule-too-short", "and is stepped once for each rank"
+            places = ["" if ranks.have_framework else plan["step_line"]]
+        else:
+            continue
+        yield Verdict(
+            code=code,
+            sentence=f"the learning rate's schedule is planned for {planned} steps, {whose}, and "
+            f"the run makes {made} of them, with {ranks.world_size} ranks",
+            place=next(filter(None, places), plan["line"]),
+            seen_at=plan["step_line"],
+            evidence=(f"{rank.step_count} optimizer steps in {passes} epochs",),
+        )
+
+
+def _still(
+    rank: Rank, optimizer: Record, steps: Sequence[Record], files: Sequence[str]
+) -> Iterator[Verdict]:
     """Yield parameters of an optimizer that do not move."""
     if len(steps) < 4:
         return
@@ -103,7 +150,8 @@ def _still(rank: Rank, optimizer: Record, steps: Sequence[Record]) -> Iterator[V
         yield Verdict(
             code="parameter-never-moves",
             sentence=f"{_named(optimizer, unused)} never get a gradient: no loss depends on them",
-            place=optimizer["line"],
+            place=next(filter(None, map(forward_cut_line, files)), "") or optimizer["line"],
+            seen_at=optimizer["line"],
             evidence=(f"{len(steps)} of {steps[-1]['n']} steps were looked at",),
         )
     if stuck:
@@ -192,9 +240,9 @@ def judge_scale(rank: Rank, steps: Sequence[Record], ranks: Ranks) -> Iterator[V
         return
     parts, factor = readings[0]
     world, step = ranks.world_size, later[0]
-    file, _, _ = step["backward_line"].rpartition(":")
+    near = step["backward_line"]
     whole = factor * parts
-    seen = f"each loss is a mean, and is multiplied by {factor:.6g}; {parts} backwards make a step"
+    seen = f"each loss is multiplied by {factor:.6g}; {parts} backwards make a step"
     if parts > 1 and _is(whole, parts):
         yield Verdict(
             code="accumulation-not-divided",
@@ -203,7 +251,7 @@ def judge_scale(rank: Rank, steps: Sequence[Record], ranks: Ranks) -> Iterator[V
             place=step["backward_line"],
             evidence=(seen,),
         )
-    elif parts > 1 and _is(whole, 1 / parts) and (line := _scaling_line(file, ())):
+    elif parts > 1 and _is(whole, 1 / parts) and (line := scaling_line(near, ())):
         yield Verdict(
             code="divided-twice",
             sentence=f"the loss is divided by the {parts} batches of a step twice",
@@ -213,13 +261,21 @@ def judge_scale(rank: Rank, steps: Sequence[Record], ranks: Ranks) -> Iterator[V
     elif world > 1 and (_is(whole, world) or _is(whole, 1 / world)):
         if _shares_outputs(rank) or not any(s["backwards"].get("sync") for s in steps):
             return
-        if line := _scaling_line(file, _WORLD):
-            is_large = _is(whole, world)
+        is_large = _is(whole, world)
+        calls = [c["line"] for c in rank.all("collective") if c["op"] == "all_reduce"]
+        at = next(filter(None, (step["reduced_line"], *calls)), near)
+        is_reduced = any(kind == "reduced" for _, kind in step["factors"])
+        line = scaling_line(near, _WORLD)
+        if is_reduced and not is_between(line, at, near):
+            line = at  # it is divided elsewhere: by a helper
+        if line:
             yield Verdict(
                 code="scaled-by-world-size" if is_large else "divided-twice",
                 sentence="DDP averages the gradients over the ranks already; the program "
-                + (f"multiplies them by the {world} ranks" if is_large else "divides them again"),
+                + (f"multiplies them by the {world} ranks" if is_large else "divides them again")
+                + (": the loss that goes backward was all-reduced" if is_reduced else ""),
                 place=line,
+                seen_at=near,
                 evidence=(seen,),
             )
 
@@ -228,17 +284,16 @@ def _reading(rank: Rank, step: Record) -> tuple[int, float] | None:
     """Give the number of batches of a step, and the factor of each; None if it is not sure."""
     kinds = {kind for _, kind in step["factors"]}
     values = {round(value / step["amp_scale"], 7) for value, _ in step["factors"]}
-    if kinds != {"mean"} or len(values) != 1 or not are_alternatives(list(step["backward_lines"])):
+    if (
+        len(kinds) != 1
+        or not kinds <= {"mean", "reduced"}
+        or len(values) != 1
+        or not are_alternatives(list(step["backward_lines"]))
+    ):
         return None
     number = step["backwards"]["all"]
-    if number > 1:
-        # WHY: several losses of one batch are added up rightly
-        inputs = [x for x in step["inputs"] if x is not None]
-        is_split = step["batches"] == number or (
-            not step["batches"] and len(set(inputs)) == min(number, 16)
-        )
-        if not is_split:
-            return None
+    if number > 1 and not _is_split(step, number):
+        return None
     factor: float = values.pop()
     by_hand = step["ratio"]
     is_clipped = any(step["n"] in clip["next_steps"].values() for clip in rank.all("clip"))
@@ -247,80 +302,27 @@ def _reading(rank: Rank, step: Record) -> tuple[int, float] | None:
     return number, round(factor, 6)
 
 
+def _is_split(step: Record, number: int) -> bool:
+    """Whether each backward had a batch of its own: losses of one batch are added up rightly."""
+    inputs = [x for x in step["inputs"] if x is not None]
+    is_seen = not step["batches"] and len(set(inputs)) == min(number, 16)
+    return bool(step["batches"] == number or is_seen)
+
+
 def _is(value: float, wanted: float) -> bool:
     return abs(value - wanted) <= CLOSE * abs(wanted)
 
 
 def _shares_outputs(rank: Rank) -> bool:
     """Whether outputs are gathered in training: then a loss may rightly count for all ranks."""
-    return any("gather" in c["op"] or "reduce_scatter" in c["op"] for c in rank.all("collective"))
-
-
-def _scaling_line(file: str, words: Collection[str]) -> str:
-    """Find the line that multiplies or divides by what has one of these words in its name.
-
-    Without words: by anything but a plain number. Only a factor that was measured is looked for.
-    """
-    nodes = _nodes_of(file)
-    aliases = {
-        name
-        for node in nodes
-        if isinstance(node, ast.Assign) and _has(node.value, words)
-        for target in node.targets
-        for name in names_in(target)
-    }
-
-    def is_it(factor: ast.expr) -> bool:
-        return not words or _has(factor, words) or bool(names_in(factor) & aliases)
-
-    for node in nodes:
-        if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Mult | ast.Div):
-            sides = [node.right, node.left] if isinstance(node, ast.BinOp) else [node.value]
-            text = ast.unparse(node).lower()
-            is_loss = any(word in text for word in ("loss", "grad", "criterion", "entropy"))
-            if is_loss and any(is_it(s) and not isinstance(s, ast.Constant) for s in sides):
-                return f"{file}:{node.lineno}"
-    for node in nodes:
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr in ("div_", "mul_", "div", "mul")
-            and node.args
-            and is_it(node.args[0])
-        ):
-            return f"{file}:{node.lineno}"
-    return ""
-
-
-def _nodes_of(file: str) -> list[ast.AST]:
-    """Parse a file; empty if it is no Python."""
-    try:
-        return list(ast.walk(ast.parse(Path(file).read_text("utf-8", "replace"))))
-    except (OSError, SyntaxError, ValueError):
-        return []
-
-
-def _has(node: ast.AST, words: Collection[str]) -> bool:
-    return any(word in name.lower() for name in names_in(node) for word in words)
-
-
-def are_alternatives(lines: Sequence[str]) -> bool:
-    """Whether one pass of a loop runs only one of these lines: the arms of one `if`."""
-    if len(lines) < 2:
-        return True
-    files, numbers = zip(*(line.rsplit(":", 1) for line in lines), strict=True)
-    if len(lines) > 2 or files[0] != files[1]:
-        return False
-    first, second = sorted(map(int, numbers))
-    return any(
-        _has_line(node.body, first) and _has_line(node.orelse, second)
-        for node in _nodes_of(files[0])
-        if isinstance(node, ast.If)
-    )
-
-
-def _has_line(body: Sequence[ast.stmt], number: int) -> bool:
-    return any(node.lineno <= number <= (node.end_lineno or 0) for node in body)
+    trained = rank.trained_passes()
+    batches = sorted((b["t"], (b["loader"], b["number"]) in trained) for b in rank.all("batch"))
+    for call in rank.all("collective"):
+        if "gather" in call["op"] or "reduce_scatter" in call["op"]:
+            before = bisect_right(batches, (call["t"], True))
+            if not before or batches[before - 1][1]:  # the newest batch is one of training
+                return True
+    return False
 
 
 def judge_by_hand(rank: Rank, ranks: Ranks) -> Iterator[Verdict]:
@@ -346,20 +348,14 @@ def judge_by_hand(rank: Rank, ranks: Ranks) -> Iterator[Verdict]:
         return
     world, whole = ranks.world_size, found[0]
     line = lines.most_common(1)[0][0]
-    file, _, _ = line.rpartition(":")
     seen = f"after the all-reduce a gradient is {whole:g} times the mean over the {world} ranks"
-    if _is(whole, world):
+    is_large = _is(whole, world)
+    if is_large or _is(whole, 1 / world):
+        how = "added up over the ranks, and not divided" if is_large else "divided twice"
         yield Verdict(
-            code="scaled-by-world-size",
-            sentence=f"the gradients are added up over the {world} ranks, and not divided",
-            place=line,
-            evidence=(seen,),
-        )
-    elif _is(whole, 1 / world):
-        yield Verdict(
-            code="divided-twice",
-            sentence=f"the gradients are divided by the {world} ranks twice",
-            place=_scaling_line(file, _WORLD) or line,
+            code="scaled-by-world-size" if is_large else "divided-twice",
+            sentence=f"the gradients are {how} by the {world} ranks",
+            place=line if is_large else scaling_line(line, _WORLD) or line,
             evidence=(seen,),
         )
 

@@ -26,6 +26,9 @@ class Verdict:
     place: str = ""
     """FILE:LINE of the user's; empty if no line is to blame."""
 
+    seen_at: str = ""
+    """FILE:LINE where the damage shows, if that is another one."""
+
     evidence: tuple[str, ...] = ()
     softened: bool = False
     """It is true, but may be meant so, or follows from another verdict: advice only."""
@@ -60,8 +63,8 @@ def in_order(verdicts: Sequence[Verdict]) -> list[Verdict]:
     return sorted(verdicts, key=lambda v: (order.index(v.severity), v.file, v.line, v.code))
 
 
-def as_json(verdicts: Sequence[Verdict], *, was_observed: bool = True, num_ranks: int = 0) -> str:
-    """Write the verdicts for programs. Unobserved is never healthy.
+def as_json(verdicts: Sequence[Verdict], *, error: str = "", num_ranks: int = 0) -> str:
+    """Write the verdicts for programs. What could not be observed is never healthy.
 
     num_ranks: how many ranks were compared; 0 for a source.
     """
@@ -72,13 +75,15 @@ def as_json(verdicts: Sequence[Verdict], *, was_observed: bool = True, num_ranks
             "sentence": verdict.sentence,
             "file": verdict.file,
             "line": verdict.line,
+            "seen_at": verdict.seen_at,
             "evidence": list(verdict.evidence),
         }
         for verdict in in_order(verdicts)
     ]
-    is_healthy = was_observed and not any(verdict.is_mistake for verdict in verdicts)
+    is_healthy = not error and not any(verdict.is_mistake for verdict in verdicts)
     report = {"verdicts": rows, "healthy": is_healthy}
-    return json.dumps(report | ({"ranks": num_ranks} if num_ranks else {}), indent=2)
+    more = {name: value for name, value in (("ranks", num_ranks), ("error", error)) if value}
+    return json.dumps(report | more, indent=2)
 
 
 def as_text(verdicts: Sequence[Verdict]) -> list[str]:
@@ -88,7 +93,8 @@ def as_text(verdicts: Sequence[Verdict]) -> list[str]:
         head = f"{verdict.severity} {verdict.code}"
         lines.append(f"{shown_path(verdict.place)}: {head}" if verdict.place else head)
         lines += _wrapped(verdict.sentence)
-        for fact in verdict.evidence:
+        shows = f"it shows at {shown_path(verdict.seen_at)}"
+        for fact in (*verdict.evidence, *([shows] if verdict.seen_at else [])):
             lines += _wrapped(f"seen: {fact}")
         lines += [*_wrapped(f"fix: {CATALOGUE[verdict.code].fix}"), ""]
     return lines

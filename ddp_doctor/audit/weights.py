@@ -5,6 +5,7 @@ What differs is a fact; why it differs is read from what DDP was asked to do bef
 
 from collections.abc import Iterator, Sequence
 
+from ddp_doctor.audit.origins import change_line, made_line, set_line
 from ddp_doctor.audit.records import Rank, Ranks, Record
 from ddp_doctor.audit.verdict import Verdict
 
@@ -42,6 +43,8 @@ def _first_difference(first: Rank, other: Rank) -> Iterator[Verdict]:
     )
     made = {record["o"]: record for record in first.all("optimizer")}
     made_there = {record["o"]: record for record in other.all("optimizer")}
+    # WHY: after a Join the ranks have made other numbers of steps, and count on from there
+    until = min((j["t"] for rank in (first, other) for j in rank.all("joined")), default=None)
     for key in sorted(set(mine) & set(yours), key=lambda key: key[1]):
         number, step = key
         if number not in made or number not in made_there:
@@ -50,6 +53,8 @@ def _first_difference(first: Rank, other: Rank) -> Iterator[Verdict]:
         if optimizer["shapes"] != made_there[number]["shapes"]:
             return  # they hold other parts of the model on purpose
         a, b = mine[key], yours[key]
+        if until is not None and max(a["t"], b["t"]) > until:
+            return
         if not any(optimizer["in_ddp"]) and not any(a.get("g", [None])):
             continue  # its parameters take no part in training: no rank uses them
         who = f"ranks {first.number} and {other.number}"
@@ -64,7 +69,8 @@ def _first_difference(first: Rank, other: Rank) -> Iterator[Verdict]:
             yield Verdict(
                 code="learning-rates-differ",
                 sentence=f"the learning rate differs between ranks at step {step}",
-                place=next(filter(None, schedulers), a["line"]),
+                place=next(filter(None, schedulers if step > 1 else ()), optimizer["line"]),
+                seen_at=a["line"],
                 evidence=(f"rank {first.number}: {a['lr']}, rank {other.number}: {b['lr']}",),
             )
             return
@@ -108,6 +114,7 @@ def _unequal_start(first: Rank, other: Rank, optimizer: Record, seen: str, late:
         why = "they were made after the DDP wrap, which knows nothing of them"
     elif wraps:
         why = "they were changed after DDP made them equal"
+        late = change_line(wraps["line"], optimizer["line"])
     else:
         why = "other seeds or files, and no DistributedDataParallel that makes them equal"
     return Verdict(
@@ -140,14 +147,14 @@ def _not_averaged(first: Rank, other: Rank, optimizer: Record, step: Record, see
     line = step["backward_line"] or step["line"]
     if not first.all("ddp"):
         why = "the model is not wrapped in DistributedDataParallel"
-        line = optimizer["line"] or line
+        line = made_line(optimizer["line"]) or optimizer["line"] or line
     elif unknown and len(unknown) < len(optimizer["in_ddp"]):
         names = ", ".join(name_of(optimizer, i) for i in unknown[:MAX_NAMED])
         why = f"DDP does not know {names}: added or replaced after the wrap"
         line = optimizer["made"][unknown[0]] or optimizer["line"] or line
     elif unknown:
         why = "the optimizer's parameters are not those that DDP wraps"
-        line = optimizer["line"] or line
+        line = made_line(optimizer["line"]) or optimizer["line"] or line
     elif bare or (counts.get("bypass") and not counts.get("sync")):
         why = "the forward did not go through DDP: its inner module was called"
         line = bare or line
@@ -156,7 +163,9 @@ def _not_averaged(first: Rank, other: Rank, optimizer: Record, step: Record, see
         why = f"DDP still waits for the gradients of {names}, which this backward did not give"
     elif counts.get("no_sync") and not counts.get("sync"):
         why = "every backward of the step ran under no_sync()"
-        line = quiet or line
+        files = [record["line"].rpartition(":")[0] for record in first.all("ddp")]
+        switches = [set_line(file, "require_backward_grad_sync") for file in files]
+        line = quiet or next(filter(None, switches), line)
     else:
         why = "DDP averaged them, and one rank changed them afterwards"
         line = _only_on_one(first, other, "clip") or step["line"]

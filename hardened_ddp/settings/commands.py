@@ -162,7 +162,7 @@ COMMANDS: Mapping[str, Command] = {
                 "Seconds without progress on any rank after which the program counts as hung.",
                 default="20",
             ),
-            _place("source", "Python file to read instead; nothing is run."),
+            _place("source", "Python file to read; without a program nothing is run."),
             Option("json", "Print the report as JSON.", is_switch=True),
         ),
         takes_program=True,

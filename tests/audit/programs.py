@@ -308,6 +308,7 @@ def _indented(text: str, depth: int) -> str:
 
 SAMPLER = "    sampler = DistributedSampler(train)\n"
 LOADER = "    loader = DataLoader(train, 16, sampler=sampler)\n"
+EPOCHS = "    for epoch in range(2):\n"
 SET_EPOCH = "        sampler.set_epoch(epoch)\n"
 WRAP = "    model = DDP(net)\n"
 OPTIMIZER = "    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)\n"
@@ -348,7 +349,7 @@ class Noisy(Dataset):
     def __len__(self):
         return 320
 
-    def __getitem__(self, index):  # here
+    def __getitem__(self, index):
         x, y = make_data_once[index]
         return x + 0.01 * torch.randn(20), y
 
@@ -359,10 +360,10 @@ make_data_once, train = train, Noisy()
 STREAM = _indented(
     """
 class Stream(IterableDataset):
-    def __iter__(self):
+    def __iter__(self):  # here
         return iter([train[i] for i in range(START, 320, STEP)])
 
-loader = DataLoader(Stream(), 16, num_workers=WORKERS)  # here
+loader = DataLoader(Stream(), 16, num_workers=WORKERS)
 """,
     1,
 )
@@ -457,6 +458,34 @@ HEALTHY: Sequence[Case] = (
             f"    {line}\n" for line in (LOOP + ZERO + LOSS + BACKWARD + STEP).splitlines())),
         ("self.norm = nn.BatchNorm1d(32)", "self.norm = nn.LayerNorm(32)"),
     ]),
+    Case("several epochs with Join, and other numbers of steps", [
+        ("import os\n", "import os\nfrom torch.distributed.algorithms.join import Join\n"),
+        (SAMPLER, "    mine = range(100) if rank else range(100, 320)\n"
+                  "    train = torch.utils.data.Subset(train, mine)\n"),
+        (LOADER, "    loader = DataLoader(train, 16, shuffle=True)\n"), (SET_EPOCH, ""),
+        (LOOP + ZERO + LOSS + BACKWARD + STEP, "        with Join([model]):\n" + "".join(
+            f"    {line}\n" for line in (LOOP + ZERO + LOSS + BACKWARD + STEP).splitlines())),
+        ("self.norm = nn.BatchNorm1d(32)", "self.norm = nn.LayerNorm(32)"),
+    ]),
+    Case("a layer that is unfrozen in mid-run", [
+        (EPOCHS, "    model = DDP(net, find_unused_parameters=True)\n"
+                 "    net.a.requires_grad_(False)\n"
+                 "    optimizer = torch.optim.SGD(net.b.parameters(), lr=0.05)\n" + EPOCHS
+         + "        if epoch == 1:\n            net.a.requires_grad_(True)\n"
+           "            optimizer.add_param_group(\n"
+           "                {'params': [*net.a.parameters(), *net.norm.parameters()]})\n"),
+        (WRAP, ""), (OPTIMIZER, ""), ("    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, "
+                                      "1, 0.9)\n", ""), ("        scheduler.step()\n", ""),
+    ]),
+    Case("gathered results, cut to their number", [
+        ("make_data(64, 1)", "make_data(63, 1)"), ("hits = torch.zeros(())", "hits = []"),
+        ("hits += (model(x).argmax(1) == y).sum()",
+         "hits.append((model(x).argmax(1) == y).float())"),
+        (REDUCE, "        mine = torch.cat(hits)\n"
+                 "        parts = [torch.zeros_like(mine) for _ in range(world_size)]\n"
+                 "        dist.all_gather(parts, mine)\n"
+                 "        hits = torch.stack(parts, 1).flatten()[: len(test)].sum()\n"),
+    ]),
     Case("a sharded optimizer", [
         (OPTIMIZER, "    from torch.distributed.optim import ZeroRedundancyOptimizer\n"
          "    optimizer = ZeroRedundancyOptimizer(\n"
@@ -496,7 +525,7 @@ MISTAKES: Sequence[Case] = (
         ("DDP(net)", "DDP(net, find_unused_parameters=True)"),
     ], "weights-differ"),
     Case("no wrap", [
-        BY_HAND[0], (OPTIMIZER, OPTIMIZER.replace("\n", "  # here\n")),
+        (WRAP, BY_HAND[0][1].replace("model = net\n", "model = net  # here\n")),
     ], "gradients-not-averaged"),
     Case("changed on one rank", [
         (STEP, "            if rank == 0:\n"
@@ -561,17 +590,15 @@ for index, (x, y) in enumerate(loader):
     Case("a stream on every rank", stream("0", "1"), "same-samples"),
     Case("a stream in every worker", stream("rank", "world_size", 2), "samples-repeated"),
     Case("a sampler for four ranks", [
-        (SAMPLER, "    sampler = DistributedSampler(train, num_replicas=4, rank=rank)\n"),
-        (LOADER, LOADER.replace("\n", "  # here\n")),
+        (SAMPLER, "    sampler = DistributedSampler(train, num_replicas=4, rank=rank)  # here\n"),
     ], "samples-missing"),
-    Case("set_epoch forgotten", [(SET_EPOCH, ""), (LOOP, LOOP.replace("\n", "  # here\n"))],
+    Case("set_epoch forgotten", [(SET_EPOCH, ""), (EPOCHS, EPOCHS.replace("\n", "  # here\n"))],
          "same-order"),
     Case("zero_grad forgotten", [(ZERO, ""), (BACKWARD, BACKWARD.replace("\n", "  # here\n"))],
          "gradients-not-zeroed"),
     Case("zero_grad before each batch", [
         NULLCONTEXT, (ACCUMULATE[0], ACCUMULATE[1].replace(
-            "    with null", "    optimizer.zero_grad()\n            with null").replace(
-            "        loss.backward()\n", "        loss.backward()  # here\n")),
+            "    with null", "    optimizer.zero_grad()  # here\n            with null")),
     ], "accumulation-lost"),
     Case("accumulation without division", [
         NULLCONTEXT, (ACCUMULATE[0], ACCUMULATE[1].replace(", y) / 2", ", y)").replace(
@@ -602,8 +629,8 @@ for index, (x, y) in enumerate(loader):
     ], "parameter-never-moves"),
     Case("a detach too many", [
         ("F.relu(self.norm(self.a(x)))", "F.relu(self.norm(self.a(x))).detach()"),
+        ("detach()))\n", "detach()))  # here\n"),
         ("DDP(net)", "DDP(net, find_unused_parameters=True)"),
-        (OPTIMIZER, OPTIMIZER.replace("\n", "  # here\n")),
     ], "parameter-never-moves"),
     Case("clipping before unscale", [
         (OPTIMIZER, OPTIMIZER + '    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)\n'),
@@ -618,11 +645,11 @@ for index, (x, y) in enumerate(loader):
     Case("equal dropout masks", [("manual_seed(rank)\n", "manual_seed(7)  # here\n")],
          "same-dropout"),
     Case("equal augmentations", [
-        (SAMPLER, AUGMENTED + SAMPLER), ("manual_seed(rank)", "manual_seed(7)"),
+        (SAMPLER, AUGMENTED + SAMPLER), ("manual_seed(rank)\n", "manual_seed(7)  # here\n"),
         ("nn.Dropout(0.2)", "nn.Identity()"),
     ], "same-augmentation"),
     Case("equal augmentations in workers", [
-        (SAMPLER, AUGMENTED + SAMPLER), ("manual_seed(rank)", "manual_seed(7)"),
+        (SAMPLER, AUGMENTED + SAMPLER), ("manual_seed(rank)\n", "manual_seed(7)  # here\n"),
         ("nn.Dropout(0.2)", "nn.Identity()"),
         ("sampler=sampler)", "sampler=sampler, num_workers=1)"),
     ], "same-augmentation"),
@@ -641,6 +668,41 @@ for index, (x, y) in enumerate(loader):
         ("            for x, y in test_loader:\n",
          "            for x, y in test_loader:  # here\n"),
     ], "evaluation-not-joined"),
+    Case("evaluation of one rank's share, on that rank alone", [
+        (EVAL, "        if rank:\n            continue\n" + EVAL), (REDUCE, ""),
+        ("(model(x).argmax", "(net(x).argmax"),
+        ("            for x, y in test_loader:\n",
+         "            for x, y in test_loader:  # here\n"),
+    ], "evaluation-not-joined"),
+    Case("gathered with the padding", [
+        ("make_data(64, 1)", "make_data(63, 1)"), (TEST, TEST.replace("\n", "  # here\n")),
+        (REDUCE, "        parts = [torch.zeros(()) for _ in range(world_size)]\n"
+                 "        dist.all_gather(parts, hits)\n"),
+    ], "evaluation-padded"),
+    Case("train() before all epochs only", [
+        ("        model.train()\n", ""), (EPOCHS, "    model.train()\n" + EPOCHS),
+        (EVAL, EVAL.replace("\n", "  # here\n")),
+    ], "train-mode-lost"),
+    Case("a schedule for the undivided data", [
+        ("StepLR(optimizer, 1, 0.9)\n", "CosineAnnealingLR(optimizer, 2 * 20)  # here\n"),
+        ("        scheduler.step()\n", ""), (STEP, STEP + "            scheduler.step()\n"),
+    ], "schedule-too-long"),
+    Case("a schedule that is stepped once per rank", [
+        ("StepLR(optimizer, 1, 0.9)\n", "LambdaLR(optimizer, lambda s: 1 - s / total)\n"),
+        ("    scheduler = ", "    total = 2 * len(loader)\n    scheduler = "),
+        ("        scheduler.step()\n", ""),
+        (STEP, STEP + "            for _ in range(world_size):\n"
+                      "                scheduler.step()  # here\n"),
+    ], "schedule-too-short"),
+    Case("equal noise", [
+        ("manual_seed(rank)\n", "manual_seed(7)  # here\n"), ("nn.Dropout(0.2)", "nn.Identity()"),
+        (LOSS, LOSS.replace("model(x)", "model(x + 0.1 * torch.randn_like(x))")),
+    ], "same-noise"),
+    Case("the loss is averaged by a helper", [
+        ("def main", "def mean(x):\n    dist.all_reduce(x)\n"
+                     "    return x / dist.get_world_size()\n\n\ndef main"),
+        (BACKWARD, "            loss = mean(loss)  # here\n" + BACKWARD),
+    ], "divided-twice"),
     Case("evaluation padded", [
         ("make_data(64, 1)", "make_data(63, 1)"),
         (TEST, TEST.replace("\n", "  # here\n")),
@@ -660,16 +722,14 @@ for index, (x, y) in enumerate(loader):
             "                loss.backward()  # here\n")),
     ], "no-sync-without-effect"),
     Case("nanoGPT with one seed", [
-        ("        logits, loss = model(X, Y)\n", "        logits, loss = model(X, Y)  # here\n"),
-        ("manual_seed(1337 + ddp_rank)", "manual_seed(1337)"),
+        ("manual_seed(1337 + ddp_rank)\n", "manual_seed(1337)  # here\n"),
         ("step % 5 == 0 and master_process", "step % 5 == 0"),
     ], "same-samples", "nano"),
     Case("nanoGPT through raw_model", [
         ("logits, loss = model(X, Y)\n", "logits, loss = raw_model(X, Y)  # here\n"),
     ], "gradients-not-averaged", "nano"),
     Case("nanoGPT never synchronised", [
-        ("micro_step == gradient_accumulation_steps - 1", "False"),
-        ("        loss.backward()\n", "        loss.backward()  # here\n"),
+        ("micro_step == gradient_accumulation_steps - 1\n", "False  # here\n"),
     ], "gradients-not-averaged", "nano"),
     Case("nanoGPT without division", [
         ("        loss = loss / gradient_accumulation_steps\n", ""),

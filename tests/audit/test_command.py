@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import textwrap
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -11,12 +12,13 @@ import pytest
 import torch
 
 import ddp_training
+from ddp_doctor.audit.command import judge
 from ddp_doctor.audit.injected.recorder import Recorder, user_line
 from ddp_doctor.audit.program import BUSY_STALLS, hangs
-from ddp_doctor.audit.records import Follower, read_ranks
+from ddp_doctor.audit.records import Follower, Rank, Ranks, read_ranks
 from tests.audit.programs import MISTAKES, PLAIN, Case
 from tests.harness.processes import ROOT
-from tests.harness.ranks import Finished, held_port, run_command, run_program
+from tests.harness.ranks import Finished, held_port, run_command, run_program, start_command
 
 SPAWNED = PLAIN.replace("def main():\n", "def main(rank):\n    world_size = 2\n")
 SPAWNED = SPAWNED.replace('("gloo")', '("gloo", rank=rank, world_size=world_size)')
@@ -152,16 +154,79 @@ def test_a_program_that_fails_before_training_was_not_observed(tmp_path: Path) -
     source = "import torch\nraise ValueError('no data')\n"
     done = run_audit(source, tmp_path, launcher=["python"])
     assert done.status == 2, done.output
-    assert json.loads(done.stdout) == {"verdicts": [], "healthy": False}
+    report = json.loads(done.stdout)
+    assert (report["verdicts"], report["healthy"]) == ([], False)
+    assert "could not observe" in report["error"]
     assert "could not observe" in done.stderr
+
+
+ODD = {
+    "starts itself anew": """
+        if "again" not in sys.argv:
+            train(2)
+            os.execv(sys.executable, [sys.executable, *sys.argv, "again"])
+        train(8)
+        """,
+    "closes all files": """
+        train(2)
+        os.closerange(3, 200)
+        files = [open(f"own-{i}.txt", "w") for i in range(8)]
+        train(6)
+        assert not any(os.path.getsize(file.name) for file in files)
+        """,
+    "has modules of its own, and leaves at once": """
+        import events, records
+        assert (events.OWN, records.OWN) == (1, 1)
+        train(8)
+        os._exit(0)
+        """,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ODD)
+def test_a_program_that_is_odd_gets_an_answer_and_is_left_as_it_is(
+    name: str, tmp_path: Path
+) -> None:
+    for module in ("events", "records"):
+        (tmp_path / f"{module}.py").write_text("OWN = 1\n")
+    loop = ALONE.replace("import torch\n", "def train(num_steps):\n").replace("\n", "\n    ")
+    source = "import os, sys, torch\n" + loop.replace("range(8)", "range(num_steps)")
+    done = run_audit(source + "\n" + textwrap.dedent(ODD[name]), tmp_path, launcher=["python"])
+    assert done.status == 0, done.output
+    assert json.loads(done.stdout) == {"verdicts": [], "healthy": True, "ranks": 1}
+
+
+@pytest.mark.slow
+def test_a_program_that_is_killed_is_not_healthy(tmp_path: Path) -> None:
+    done = run_audit(ALONE + "import os\nos.kill(os.getpid(), 9)\n", tmp_path, launcher=["python"])
+    assert done.status == 1, done.output
+    [verdict] = json.loads(done.stdout)["verdicts"]
+    assert verdict["code"] == "exception"
+    assert "-9" in verdict["sentence"]
+
+
+@pytest.mark.slow
+def test_an_audit_that_is_interrupted_tells_what_it_has_seen(tmp_path: Path) -> None:
+    loop = ALONE.replace("range(8)", "range(10**9)")
+    (tmp_path / "train.py").write_text(loop + "    if step == 8:\n        open('begun', 'w')\n")
+    argv = ["python", ROOT / "ddp_training.py", "audit", "--json", f"--steps={10**9}", "--"]
+    with start_command([*argv, "python", "train.py"], cwd=tmp_path) as running:
+        running.wait_for((tmp_path / "begun").exists, timeout_s=60, what="eight steps")
+        os.kill(running.pid, signal.SIGINT)
+        done = running.wait(30)
+    assert done.status == 0, done.output
+    assert json.loads(done.stdout) == {"verdicts": [], "healthy": True, "ranks": 1}
 
 
 @pytest.mark.parametrize("steps", ["0", "-3", "many"])
 def test_a_wrong_number_of_steps_gives_one_error(
     steps: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert ddp_training.main(["audit", f"--steps={steps}", "--", "true"]) == 2
-    assert "--steps" in capsys.readouterr().err
+    assert ddp_training.main(["audit", "--json", f"--steps={steps}", "--", "true"]) == 2
+    printed = capsys.readouterr()
+    assert "--steps" in printed.err
+    assert "--steps" in json.loads(printed.out)["error"]
 
 
 def test_what_follows_the_dashes_is_the_programs_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,6 +241,25 @@ def test_a_sitecustomize_of_the_user_still_runs(tmp_path: Path) -> None:
     done = run_command([*argv, code], timeout_s=30, env={"PYTHONPATH": str(tmp_path)})
     assert done.status == 2, done.output
     assert "(its exit status: 0)" in done.stderr
+
+
+def test_a_source_and_a_run_give_one_answer(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(PLAIN.replace("        if rank == 0:\n    ", ""))
+    rank = Rank(0, {"world": "2", "rank": "0"})
+    read = judge(Ranks({0: rank}), hung=False, sources=[str(path)])
+    assert [v.code for v in read] == ["same-file"]
+    rank.add({"k": "exit", "error": "", "code": 0, "line": ""})  # it ended, and no file was shared
+    assert judge(Ranks({0: rank}), hung=False, sources=[str(path)]) == []
+
+
+def test_a_part_of_the_judging_that_fails_leaves_the_others_their_answer() -> None:
+    rank = Rank(0, {"world": "1", "rank": "0"})
+    rank.add({"k": "batch", "loader": 0, "number": 0})  # of no pass
+    rank.add({"k": "exit", "error": "ValueError: 3", "code": 1, "line": "train.py:3"})
+    ranks = Ranks({0: rank})
+    assert [v.code for v in judge(ranks, hung=False)] == ["exception"]
+    assert any("samples" in failure for failure in ranks.failures)
 
 
 class TestRecorder:
@@ -206,9 +290,9 @@ class TestRecorder:
         with pytest.raises(KeyError, match="theirs"):
             Owner().act()
 
-    @pytest.mark.parametrize("kind", ["function", "method", "partial", "object"])
+    @pytest.mark.parametrize("kind", ["function", "method", "partial", "object", "once"])
     def test_what_a_signals_handler_raises_within_a_hook_passes_through(
-        self, kind: str, tmp_path: Path
+        self, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # torch's handler of SIGCHLD raises so that a loader does not wait for a dead worker.
         class Dead(RuntimeError):
@@ -228,10 +312,17 @@ class TestRecorder:
         def function(number: int, frame: object) -> None:
             raise Dead(number)
 
+        def once(number: int, frame: object) -> None:
+            signal.signal(number, signal.SIG_DFL)
+            recorder.emit("load")  # what a program records while the observer writes
+            raise Dead(number)
+
         handlers = {"method": Program().notice, "partial": partial(function), "object": Caller()}
-        handlers["function"] = function
-        before = signal.signal(signal.SIGUSR1, handlers[kind])
+        handlers |= {"function": function, "once": once}
         recorder = Recorder(str(tmp_path))
+        monkeypatch.setattr(signal, "signal", signal.signal)
+        recorder.watch_signals()
+        before = signal.signal(signal.SIGUSR1, handlers[kind])
         recorder.wrap(Program, "act", before=lambda *_: signal.raise_signal(signal.SIGUSR1))
         try:
             with pytest.raises(Dead):
@@ -241,6 +332,12 @@ class TestRecorder:
 
     def test_a_line_is_that_of_the_user(self) -> None:
         assert user_line().startswith(f"{__file__}:")
+
+    def test_a_signal_amid_a_write_does_not_lock_the_program_up(self, tmp_path: Path) -> None:
+        recorder = Recorder(str(tmp_path))
+        with recorder._lock:  # as a flush holds it when the handler runs
+            recorder.emit("init", rank=0, world=1)
+        assert len(read_ranks(tmp_path)) == 1
 
     def test_records_of_steps_wait_for_another_one_and_keep_their_order(
         self, tmp_path: Path

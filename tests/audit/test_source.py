@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 import ddp_training
-from ddp_doctor.audit.catalogue import SOURCE
-from ddp_doctor.audit.source_rules import Script, read_script
+from ddp_doctor.audit.source_rules import RULES, Script, read_script
 from ddp_doctor.audit.verdict import Verdict, as_json
 from tests.harness.ranks import run_command
 
@@ -34,7 +33,7 @@ for epoch in range(3):
         optimizer.step()
 """
 MISTAKES = {
-    "bypasses-ddp": """
+    "gradients-not-averaged": """
         model = DDP(net)
         for epoch in range(3):
             for x, y in loader:
@@ -43,7 +42,7 @@ MISTAKES = {
                 loss.backward()
                 optimizer.step()
         """,
-    "bypasses-ddp in a class": """
+    "gradients-not-averaged in a class": """
         class Trainer:
             def __init__(self, net):
                 self.model = DDP(net, device_ids=[rank])
@@ -52,7 +51,7 @@ MISTAKES = {
                     loss = loss_fn(self.model.module(x), y)  # here
                     loss.backward()
         """,
-    "bypasses-ddp in the method of one batch": """
+    "gradients-not-averaged in the method of one batch": """
         class Trainer:
             def __init__(self, net):
                 self.model = DDP(net, device_ids=[rank])
@@ -62,39 +61,36 @@ MISTAKES = {
                 loss.backward()
                 self.optimizer.step()
         """,
-    "set-epoch-missing": """
+    "same-order": """
         sampler = DistributedSampler(train, shuffle=True)  # here
         loader = DataLoader(train, 32, sampler=sampler)
         """
     + textwrap.indent(LOOP, "        "),
-    "set-epoch-missing in a loop of another name": """
+    "same-order in a loop of another name": """
         sampler = DistributedSampler(train)  # here
         loader = DataLoader(train, 32, sampler=sampler)
         """
     + textwrap.indent(LOOP.replace("epoch", "i"), "        "),
-    "collective-on-one-rank": """
+    "collectives-differ": """
         for epoch in range(3):
             if rank == 0:
                 torch.save(net.state_dict(), "a.pt")
                 dist.barrier()  # here
         """,
-    "collective-on-one-rank by call": """
+    "collectives-differ by call": """
         if not dist.get_rank():
             dist.all_reduce(total)  # here
         """,
-    "ddp-forward-on-one-rank": """
+    "collectives-differ in a forward": """
         model = DDP(net)
         if rank == 0:
             print(model(x).mean())  # here
         """,
-    "save-on-all-ranks": """
+    "same-file": """
         def main():
             model = DDP(net)
             torch.save(model.module.state_dict(), "model.pt")  # here
         main()
-        """,
-    "local-rank-argument": """
-        parser.add_argument("--local-rank", type=int, default=0)  # here
         """,
     "hard-coded-device": """
         net = net.to("cuda:0")  # here
@@ -223,8 +219,8 @@ def test_a_planted_mistake_is_found_on_its_line(name: str, tmp_path: Path) -> No
     assert all(verdict.is_mistake and verdict.evidence for verdict in verdicts)
 
 
-def test_each_verdict_of_the_catalogue_has_a_planted_mistake() -> None:
-    assert {name.split()[0] for name in MISTAKES} == set(SOURCE)
+def test_each_rule_has_a_planted_mistake() -> None:
+    assert {name.split()[0] for name in MISTAKES} == {code for code, _ in RULES}
 
 
 @pytest.mark.parametrize("name", HEALTHY)
@@ -259,7 +255,7 @@ def test_our_own_programs_are_not_accused() -> None:
 
 
 def test_the_command_exits_with_1_and_prints_json(tmp_path: Path) -> None:
-    _, line = read(tmp_path, MISTAKES["save-on-all-ranks"])
+    _, line = read(tmp_path, MISTAKES["same-file"])
     script = tmp_path / "train.py"
     done = run_command(
         ["python", "ddp_training.py", "audit", "--source", script, "--json"], timeout_s=20
@@ -269,7 +265,7 @@ def test_the_command_exits_with_1_and_prints_json(tmp_path: Path) -> None:
     assert set(report) == {"verdicts", "healthy"}
     assert report["healthy"] is False
     [verdict] = report["verdicts"]
-    assert set(verdict) == {"code", "severity", "sentence", "file", "line", "evidence"}
+    assert set(verdict) == {"code", "severity", "sentence", "file", "line", "seen_at", "evidence"}
     assert (verdict["file"], verdict["line"]) == (str(script), line)
 
 
@@ -298,6 +294,6 @@ def test_what_is_no_python_gives_one_error(
 
 @pytest.mark.parametrize("place", ["", "model.py", "<string>:?"])
 def test_a_place_without_a_line_number_is_written_as_line_0(place: str) -> None:
-    verdict = Verdict(code="bypasses-ddp", sentence="s", place=place)
+    verdict = Verdict(code="gradients-not-averaged", sentence="s", place=place)
     [row] = json.loads(as_json([verdict]))["verdicts"]
     assert row["line"] == 0

@@ -11,7 +11,7 @@ import threading
 import time
 from typing import Any
 
-from ddp_doctor.audit.injected.recorder import Foreign, Recorder, user_line
+from ddp_doctor.audit.injected.recorder import Foreign, Recorder, user_frames, user_line
 
 OPERATIONS = (
     *("all_reduce", "broadcast", "reduce", "gather", "scatter", "reduce_scatter", "barrier"),
@@ -34,6 +34,12 @@ class Collectives:
         self._num_records = 0
         self._is_watching = False
         self._module: Foreign = None
+        self.wait_s = 0.0
+        """In collectives of the program, since the last step."""
+
+        self.world_size = 1
+        self.reduced: dict[Foreign, Foreign] = {}
+        """Nodes of losses that were all-reduced since the last step, with the user's frames."""
 
     def patch(self, module: Foreign) -> None:
         self._module = module
@@ -49,18 +55,20 @@ class Collectives:
         def call(*args: Foreign, **kwargs: Foreign) -> Foreign:
             if self._depth == 0:
                 note(name, args, kwargs)
+            began = self._recorder.clock()
             self._depth += 1
             try:
                 return original(*args, **kwargs)
             finally:
                 self._depth -= 1
+                self.wait_s += 0.0 if self._depth else self._recorder.clock() - began
                 self._recorder.progress += 1
 
         call.__name__, call.__qualname__, call.__doc__ = name, name, original.__doc__
         call.__module__, call.__wrapped__ = original.__module__, original  # type: ignore[attr-defined]  # what functools.wraps sets
         code = getattr(original, "__code__", None)
         if code is not None:
-            call.__code__ = call.__code__.replace(co_filename=code.co_filename)
+            call.__code__ = call.__code__.replace(co_filename=code.co_filename, co_name=name)
         setattr(module, name, call)
 
     def _note_call(self, name: str, args: Foreign, kwargs: Foreign) -> None:
@@ -75,19 +83,23 @@ class Collectives:
         first = args[0] if args else kwargs.get("tensor")
         # WHY only these: of the others each rank may have other sizes
         has_shape = name in ("all_reduce", "broadcast") and hasattr(first, "shape")
+        frames = list(user_frames())
+        if name == "all_reduce" and (node := getattr(first, "grad_fn", None)) is not None:
+            self.reduced[node] = frames
         self._recorder.emit(
             "collective",
             group=key,
             ranks=ranks,
             op=name,
             what=f"{str(first.dtype).rpartition('.')[2]}{list(first.shape)}" if has_shape else "",
-            line=user_line(),
+            line=frames[0][0],
+            via=frames[0][2],
         )
 
     def _note_init(self, token: Foreign, result: Foreign, *args: Any, **kwargs: Any) -> None:
         self._recorder.is_rank = True
-        module = self._module
-        self._recorder.emit("init", rank=module.get_rank(), world=module.get_world_size())
+        self.world_size = self._module.get_world_size()
+        self._recorder.emit("init", rank=self._module.get_rank(), world=self.world_size)
         if not self._is_watching:
             self._is_watching = True
             ident = threading.main_thread().ident
@@ -96,17 +108,17 @@ class Collectives:
 
     def _watch(self, ident: int) -> None:
         recorder = self._recorder
-        last, since, cpu_s = recorder.progress, time.monotonic(), time.process_time()
+        last, since, cpu_s = recorder.progress, recorder.clock(), time.process_time()
         while not recorder.is_over:
             time.sleep(POLL_S)
             recorder.flush()
             if recorder.progress == last:
-                passed_s = time.monotonic() - since
+                passed_s = recorder.clock() - since
                 if passed_s < self._patience_s:
                     continue
                 used_s = time.process_time() - cpu_s
                 self._emit_stall(ident, is_idle=used_s < IDLE_SHARE * passed_s)
-            last, since, cpu_s = recorder.progress, time.monotonic(), time.process_time()
+            last, since, cpu_s = recorder.progress, recorder.clock(), time.process_time()
 
     def _emit_stall(self, ident: int, *, is_idle: bool) -> None:
         frame = sys._current_frames().get(ident)

@@ -5,15 +5,21 @@ indices belongs to the n-th batch, with and without workers. Contents are hashed
 samples are known also where indices say nothing (parts per rank, iterable datasets).
 """
 
-import time
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from ddp_doctor.audit.injected.fingerprints import leaves, sample_hashes, text_hashes
-from ddp_doctor.audit.injected.recorder import Foreign, Recorder, user_line
+from ddp_doctor.audit.injected.recorder import (
+    Foreign,
+    Recorder,
+    is_library,
+    user_frames,
+    user_line,
+)
 
-MAX_PASSES, MAX_BATCHES, MAX_LEAVES = 4, 400, 4
-"""Of a loader, of a pass, of a batch: more is counted, and not recorded."""
+MAX_PASSES, MAX_BATCHES, MAX_LEAVES, MAX_LINES = 4, 400, 4, 5
+"""Of a loader, of a pass, of a batch, of a stack: more is counted, and not recorded."""
 
 MAX_HASHED, ENOUGH_HASHED = 32, 256
 """Batches, and samples, of a pass whose contents are hashed although their indices are known."""
@@ -37,6 +43,10 @@ class Loaders:
         """Loader and pass of the newest batch."""
 
         self.wait_s = 0.0
+        self.is_sampled = True
+        self.states: list[Foreign] = []
+        """Of torch's generators, when a sampled step's newest batch came, or its forward began."""
+
         self._num_batches: dict[int, int] = {}
         """Since the last optimizer step, by loader."""
 
@@ -56,16 +66,16 @@ class Loaders:
         note_batch = recorder.guarded(self._note_batch)
 
         def __next__(iterator: Foreign) -> Foreign:
-            began = time.perf_counter()
+            began = recorder.clock()
             try:
                 batch = fetch(iterator)
             except StopIteration:
                 note_end(iterator)
                 raise
-            came = time.perf_counter()
+            came = recorder.clock()
             self.wait_s += came - began
             note_batch(iterator, batch)
-            recorder.own_s += time.perf_counter() - came
+            recorder.own_s += recorder.clock() - came
             return batch
 
         base.__next__ = __next__
@@ -82,7 +92,8 @@ class Loaders:
 
     def _note_pass(self, token: Foreign, iterator: Foreign, loader: Foreign) -> None:
         self._recorder.is_rank = True
-        line, dataset, sampler = user_line(), loader.dataset, loader.sampler
+        frames = list(user_frames())
+        line, dataset, sampler = frames[0][0], loader.dataset, loader.sampler
         made = self._made_at.get(id(loader), line)
         key = (id(dataset), made)
         number = self._known.setdefault(key, len(self._known))
@@ -102,9 +113,12 @@ class Loaders:
             shuffles=_shuffles(inner),
             has_set_epoch=any(hasattr(s, "set_epoch") for s in (inner, sampler, dataset)),
             drop_last=bool(getattr(inner, "drop_last", False)),
-            replicas=getattr(inner, "num_replicas", None),
+            replicas=getattr(inner, "num_replicas", getattr(batch_sampler, "num_processes", None)),
             workers=loader.num_workers,
+            reader=place_of(type(dataset), "__getitem__") or place_of(type(dataset), "__iter__"),
+            by_user=frames[0][2] == "__iter__",
             line=line,
+            lines=[place for place, _, _ in frames[:MAX_LINES]],
             made=made,
         )
 
@@ -131,6 +145,7 @@ class Loaders:
         notes["num_batches"] += 1
         loader, number = notes["of"]
         self._num_batches[loader] = self._num_batches.get(loader, 0) + 1
+        self.states = generator_states() if self.is_sampled else []
         if number >= MAX_PASSES or notes["num_batches"] > MAX_BATCHES:
             return
         parts = leaves(batch, [])
@@ -174,6 +189,20 @@ def _hashes(parts: list[Foreign], size: int) -> list[str]:
         elif len(part) == size:
             found.append(text_hashes(part))
     return found
+
+
+def place_of(owner: Foreign, name: str) -> str:
+    """Give FILE:LINE of a function of the user's; empty if it is a library's, or is none."""
+    code: Foreign = getattr(getattr(owner, name, None), "__code__", None)
+    is_own = code is not None and not is_library(code.co_filename)
+    return f"{code.co_filename}:{code.co_firstlineno}" if is_own else ""
+
+
+def generator_states() -> list[Foreign]:
+    """Give the states of torch's own generators: on the CPU, and on the current GPU."""
+    torch = sys.modules["torch"]
+    on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *on_gpu]
 
 
 def _base_of(dataset: Foreign) -> str:

@@ -7,13 +7,12 @@ without torch is left as it is.
 import atexit
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from typing import Any
 
 from ddp_doctor.audit.injected.collectives import Collectives
-from ddp_doctor.audit.injected.files import Files
 from ddp_doctor.audit.injected.loaders import Loaders
 from ddp_doctor.audit.injected.randomness import Randomness
 from ddp_doctor.audit.injected.recorder import Foreign, Recorder, is_library, user_line
@@ -21,6 +20,9 @@ from ddp_doctor.audit.injected.replicas import Replicas
 from ddp_doctor.audit.injected.training import Clipping, Training
 
 PATIENCE_VARIABLE = "HARDENED_DDP_AUDIT_PATIENCE"
+_SKIPPED = ("/dev/", "/proc/", "/sys/")
+_CACHES = ("/.cache/", "/.triton/", "/torchinductor_", "/__pycache__/", "/torch_extensions/")
+_SUFFIXES = (".lock", ".pyc", ".tmp")
 Patch = Callable[[Foreign], None]
 
 
@@ -58,6 +60,73 @@ def _extend(loader: Foreign, patches: list[Patch]) -> None:
     loader.exec_module = exec_module
 
 
+class Files:
+    """The files that one process writes, by audit events: one path on several ranks is a race."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._seen: set[str] = set()
+        self._waiting: list[dict[str, Foreign]] = []
+        self._temporary = os.path.join(tempfile.gettempdir(), "torch")
+        self._is_inside = False
+
+    def watch(self) -> None:
+        """Listen to the audit events of this interpreter."""
+        hear = self._recorder.guarded(self._hear)
+
+        def listen(event: str, args: Foreign) -> None:
+            # WHY nothing else here: it runs for every event, some 30,000 of them in torch's import
+            if event == "open":
+                hear(args)
+
+        sys.addaudithook(listen)
+
+    def patch_serialization(self, module: Foreign) -> None:
+        """Patch torch.serialization: torch.save opens its file in C++, where no event is sent."""
+        self._recorder.wrap(module, "save", before=lambda obj, f, *a, **k: self._note(f))
+
+    def patch_safetensors(self, module: Foreign) -> None:
+        self._recorder.wrap(module, "save_file", before=lambda obj, f, *a, **k: self._note(f))
+
+    def _hear(self, args: Foreign) -> None:
+        if self._is_inside:
+            return
+        path, mode, flags = args
+        is_new = any(c in mode for c in "wx") if isinstance(mode, str) else flags & os.O_TRUNC
+        if is_new and isinstance(path, str | os.PathLike):
+            self._is_inside = True
+            try:
+                self._note(path)
+            finally:
+                self._is_inside = False
+
+    def _note(self, path: Foreign) -> None:
+        if not isinstance(path, str | os.PathLike):
+            return
+        name = os.path.abspath(os.fspath(path))
+        if name in self._seen or name.startswith((*_SKIPPED, self._recorder.folder)):
+            return
+        if name.startswith(self._temporary) or name.endswith(_SUFFIXES):
+            return
+        if any(part in name for part in _CACHES) or not (line := user_line()):
+            return
+        self._seen.add(name)
+        record = {"path": name, "line": line}
+        # The launcher writes files too: what comes before training waits until it begins.
+        self._waiting.append(record)
+        self.flush()
+
+    def flush(self) -> None:
+        """Record what has waited, once this process is known to be a rank."""
+        if self._recorder.is_rank:
+            for record in self._waiting:
+                self._recorder.emit("write", **record)
+            self._waiting = []
+
+    def forget(self) -> None:
+        self._seen, self._waiting = set(), []
+
+
 class Observer:
     """All parts, and the beginning and end of a process."""
 
@@ -65,8 +134,8 @@ class Observer:
         self.recorder = Recorder(folder)
         self.loaders = Loaders(self.recorder)
         self.replicas = Replicas(self.recorder, self.loaders)
-        self.training = Training(self.recorder, self.loaders, self.replicas)
         self.collectives = Collectives(self.recorder, patience_s)
+        self.training = Training(self.recorder, self.loaders, self.replicas, self.collectives)
         self.randomness = Randomness(self.recorder, self.loaders)
         self.clipping = Clipping(self.recorder, self.training)
         self.files = Files(self.recorder)
@@ -80,7 +149,8 @@ class Observer:
             "torch.optim.lr_scheduler": [self.training.patch_schedulers],
             "torch.autograd": [self.training.patch_autograd],
             "torch.nn.functional": [self.randomness.patch_functional],
-            "torch.nn.modules.module": [self.patch_module],
+            "torch.nn.modules.module": [self.replicas.patch_module],
+            "torch.distributed.algorithms.join": [self.replicas.patch_join],
             "torch.nn.parallel.distributed": [self.replicas.patch],
             "torch.nn.utils.clip_grad": [self.clipping.patch_clipping],
             "torch.amp.grad_scaler": [self.clipping.patch_scaler],
@@ -92,13 +162,6 @@ class Observer:
         }
         return {name: [guarded(patch) for patch in some] for name, some in table.items()}
 
-    def patch_module(self, module: Foreign) -> None:
-        """Patch torch.nn.modules.module: weights that one rank loads are an explanation."""
-        self.recorder.wrap(module.Module, "load_state_dict", before=self._note_load)
-
-    def _note_load(self, *args: Any, **kwargs: Any) -> None:
-        self.recorder.emit("load", line=user_line())
-
     def finish(self, code: Foreign = None) -> None:
         """Record how the process ends, once."""
         recorder = self.recorder
@@ -106,6 +169,7 @@ class Observer:
             return
         recorder.is_over = True
         self.files.flush()
+        recorder.emit("schedules", all=self.training.schedules())
         error = getattr(sys, "last_value", None)
         recorder.emit(
             "exit",
@@ -138,6 +202,7 @@ def start(folder: str) -> Observer:
     sys.meta_path.insert(0, PatchingFinder(observer.patches()))
     os.register_at_fork(after_in_child=observer.recorder.guarded(observer.begin_child))
     observer.recorder.wrap(os, "_exit", before=finish)
+    observer.recorder.watch_signals()
     observer.files.watch()
     atexit.register(finish)
     return observer

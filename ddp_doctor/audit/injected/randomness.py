@@ -1,7 +1,7 @@
 """Observes seeds, dropout, BatchNorm's mode, and random numbers that a dataset draws.
 
-Ranks whose generators are in one state draw one mask and one augmentation. The states are hashed
-before the first draws; the draws themselves are untouched.
+Ranks whose generators are in one state draw one augmentation. The states are hashed before the
+first draws; the draws themselves are untouched.
 """
 
 import random
@@ -9,17 +9,17 @@ import sys
 import zlib
 from typing import Any
 
-from ddp_doctor.audit.injected.loaders import Loaders
+from ddp_doctor.audit.injected.loaders import Loaders, place_of
 from ddp_doctor.audit.injected.recorder import (
     Foreign,
     Recorder,
     is_called_by_user,
-    is_library,
     model_line,
+    user_frames,
     user_line,
 )
 
-MAX_SEEDS, MAX_FETCHES, MAX_DRAWS = 20, 4, 6
+MAX_SEEDS, MAX_FETCHES = 20, 4
 
 
 class Randomness:
@@ -29,7 +29,7 @@ class Randomness:
         self._recorder, self._loaders = recorder, loaders
         self._num_seeds = 0
         self._num_fetches = 0
-        self._seen: dict[tuple[Foreign, ...], int] = {}
+        self._seen: set[tuple[Foreign, ...]] = set()
 
     def patch_random(self, module: Foreign) -> None:
         self._recorder.wrap(module, "manual_seed", before=self._note_seed)
@@ -47,46 +47,35 @@ class Randomness:
         self._num_seeds += 1
         if self._num_seeds <= MAX_SEEDS and (self._recorder.is_rank or self._num_seeds < 4):
             self._recorder.emit(
-                "seed", value=int(seed), line=user_line(), by_user=is_called_by_user()
+                "seed",
+                value=int(seed),
+                line=user_line(),
+                lines=[line for line, _, _ in user_frames()],
+                by_user=is_called_by_user(),
             )
 
     def _note_dropout(
         self, input: Foreign, p: float = 0.5, training: bool = True, *a: Any, **k: Any
     ) -> None:
         if training and 0 < p < 1:
-            self._note_mode("dropout", input)
+            self._note_mode("dropout")
 
     def _note_batch_norm(self, input: Foreign, *rest: Any, **named: Any) -> None:
         """Take batch_norm(input, running_mean, running_var, weight, bias, training, ...)."""
         training = named.get("training", rest[4] if len(rest) > 4 else False)
         mean = named.get("running_mean", rest[0] if rest else None)
         if training and mean is not None:
-            self._note_mode("batch_norm", input)
+            self._note_mode("batch_norm")
 
-    def _note_mode(self, name: str, input: Foreign) -> None:
-        """Record a layer in train mode: the first of each pass, and a few more for dropout."""
+    def _note_mode(self, name: str) -> None:
+        """Record a layer in train mode: the first of each pass."""
         torch = sys.modules["torch"]
-        has_grad = bool(torch.is_grad_enabled())
-        key = (name, self._loaders.current, has_grad)
-        number = self._seen[key] = self._seen.get(key, 0) + 1
-        if number > (MAX_DRAWS if name == "dropout" else 1) or torch.compiler.is_compiling():
+        key = (name, self._loaders.current, bool(torch.is_grad_enabled()))
+        if key in self._seen or not self._recorder.is_rank or torch.compiler.is_compiling():
             return
-        if not self._recorder.is_rank or _is_updating_statistics():
-            return
-        state = ""
-        if name == "dropout":
-            is_cuda = input.is_cuda
-            numbers = torch.cuda.get_rng_state(input.device) if is_cuda else torch.get_rng_state()
-            state = f"{zlib.crc32(numbers.numpy()):08x}"
-        self._recorder.emit(
-            "mode",
-            op=name,
-            of=self._loaders.current,
-            has_grad=has_grad,
-            state=state,
-            number=number,
-            line=model_line(),
-        )
+        self._seen.add(key)
+        if not _is_updating_statistics():
+            self._recorder.emit("mode", op=name, of=key[1], has_grad=key[2], line=model_line())
 
     def _begin_fetch(self, fetcher: Foreign, *args: Any) -> Foreign:
         self._num_fetches += 1
@@ -99,15 +88,13 @@ class Randomness:
         drawn = {name: before[name] for name in before if after[name] != before[name]}
         if drawn:
             worker = sys.modules["torch"].utils.data.get_worker_info()
-            code: Foreign = getattr(type(fetcher.dataset).__getitem__, "__code__", None)
-            is_own = code is not None and not is_library(code.co_filename)
             self._recorder.emit(
                 "augment",
                 drawn=drawn,
                 dataset=type(fetcher.dataset).__name__,
                 worker=None if worker is None else worker.id,
                 number=self._num_fetches,
-                line=f"{code.co_filename}:{code.co_firstlineno}" if is_own else "",
+                line=place_of(type(fetcher.dataset), "__getitem__"),
             )
 
     def forget(self) -> None:

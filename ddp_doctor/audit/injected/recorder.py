@@ -16,7 +16,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -37,34 +37,36 @@ def is_library(filename: str) -> bool:
     return filename.startswith(_LIBRARIES) or "-packages/" in filename
 
 
-def _is_of_signal(error: BaseException) -> bool:
-    """Whether the program's handler of a signal raised it, which happened to run in a hook.
-
-    As torch's of SIGCHLD does, when a worker of a DataLoader has died.
-    """
-    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
-    handlers = [getattr(handler, "func", handler) for handler in handlers]  # of a partial
-    functions = [vars(type(handler)).get("__call__", handler) for handler in handlers]
-    codes = {getattr(function, "__code__", None) for function in (*handlers, *functions)}
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_code in codes for frame, _ in frames)
+def _codes_of(handler: Foreign) -> set[Foreign]:
+    """Collect the code of a signal's handler: a function, a method, a partial, an object."""
+    handler = getattr(handler, "func", handler)
+    functions = (handler, vars(type(handler)).get("__call__"))
+    return {getattr(function, "__code__", None) for function in functions} - {None}
 
 
-def user_line(frame: FrameType | None = None) -> str:
-    """Give FILE:LINE of the innermost frame outside libraries; of a package, if all are in one.
+def user_frames(frame: FrameType | None = None) -> Iterator[tuple[str, str, str]]:
+    """Yield FILE:LINE of each frame outside libraries, innermost first; of a package, if all are.
 
+    With the name of the frame's function, and of the one that it calls: how a library was entered.
     A program that is installed as a package (python -m package.train) has no other frames.
     """
     frame = frame or sys._getframe(1)
-    fallback = ""
+    fallback, inner, is_found = "", "", False
     while frame is not None:
-        name = frame.f_code.co_filename
+        name, function = frame.f_code.co_filename, frame.f_code.co_name
         if not is_library(name):
-            return f"{name}:{frame.f_lineno}"
+            is_found = True
+            yield f"{name}:{frame.f_lineno}", function, inner
         if not fallback and "-packages/" in name and "/torch/" not in name:
             fallback = f"{name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return fallback
+        inner, frame = inner if name.startswith(_HERE) else function, frame.f_back
+    if not is_found:
+        yield fallback, "", ""
+
+
+def user_line(frame: FrameType | None = None) -> str:
+    """Give FILE:LINE of the innermost frame outside libraries."""
+    return next(user_frames(frame or sys._getframe(1)))[0]
 
 
 def model_line() -> str:
@@ -103,21 +105,25 @@ class Recorder:
         """A process that trains: it made a process group, a loader or an optimizer step."""
 
         self.is_over = False
-        self._descriptor: int | None = None
+        self._pid = 0
+        """Of the process that the file tells of."""
+
+        self._statistics: int | None = None
         self._num_errors = 0
         self._waiting: list[dict[str, Foreign]] = []
         self._flushed_at = 0.0
-        self._lock = threading.Lock()
+        # WHY reentrant: a handler of a signal runs amid a flush, and may do what is recorded
+        self._lock = threading.RLock()
+        self._handlers: set[Foreign] = set()
+        """Code of handlers of signals, also of those that are no longer set when they raise."""
 
     def emit(self, kind: str, **fields: Foreign) -> None:
         """Append a record; a frequent one may wait for flush()."""
-        if self._descriptor is None:
-            path = f"{self.folder}/p{os.getpid()}.jsonl"
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            env = os.environ
+        if self._pid != os.getpid():
+            self._pid, env = os.getpid(), os.environ
             self.emit(
                 "process",
-                pid=os.getpid(),
+                pid=self._pid,
                 parent=os.getppid(),
                 host=socket.gethostname(),
                 rank=env.get("RANK"),
@@ -131,13 +137,56 @@ class Recorder:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits. From any thread."""
+        """Write what waits. From any thread.
+
+        WHY the file is opened each time: a program may close all descriptors, and get the number
+        of ours for a file of its own.
+        """
         with self._lock:
             waiting, self._waiting = self._waiting, []
             self._flushed_at = time.monotonic()
-            if waiting and self._descriptor is not None:
+            if waiting:
                 text = "".join(json.dumps(record) + "\n" for record in waiting)
-                os.write(self._descriptor, text.encode())
+                path, flags = f"{self.folder}/p{self._pid}.jsonl", os.O_WRONLY | os.O_APPEND
+                descriptor = os.open(path, flags | os.O_CREAT, 0o644)
+                try:
+                    os.write(descriptor, text.encode())
+                finally:
+                    os.close(descriptor)
+
+    def clock(self) -> float:
+        """Give a time that stands still while the main thread waits for a CPU.
+
+        WHY: on a busy machine the clock on the wall shows what other programs do.
+        """
+        waited_ns = 0
+        try:
+            if self._statistics is None:
+                path = f"/proc/self/task/{os.getpid()}/schedstat"
+                self._statistics = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            if self._statistics >= 0:
+                waited_ns = int(os.pread(self._statistics, 80, 0).split()[1])
+        except (OSError, ValueError, IndexError) as error:  # not Linux, or the file was closed
+            if self._is_of_signal(error):
+                raise
+            self._statistics = -1
+        return time.perf_counter() - 1e-9 * waited_ns
+
+    def watch_signals(self) -> None:
+        """Remember all handlers of signals: what one raises within a hook is the program's."""
+        self.wrap(signal, "signal", before=self._note_handler)
+
+    def _note_handler(self, number: Foreign, handler: Foreign) -> None:
+        self._handlers |= _codes_of(handler)
+
+    def _is_of_signal(self, error: BaseException) -> bool:
+        """Whether a handler of a signal raised it, which happened to run in a hook.
+
+        As torch's of SIGCHLD does, when a worker of a DataLoader has died.
+        """
+        now = [_codes_of(signal.getsignal(number)) for number in signal.valid_signals()]
+        codes = self._handlers.union(*now)
+        return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
     def guarded(self, function: Callable[..., Foreign]) -> Callable[..., Foreign]:
         """Give a function that records an exception of its own instead of raising it."""
@@ -147,10 +196,11 @@ class Recorder:
             try:
                 return function(*args, **kwargs)
             except Exception as error:
-                if _is_of_signal(error):
+                if self._is_of_signal(error):
                     raise
                 self._num_errors += 1
-                if self._num_errors <= MAX_ERRORS:
+                # WHY not after an OSError: the disk is full, or the folder is gone
+                if self._num_errors <= MAX_ERRORS and not isinstance(error, OSError):
                     self.emit("error", where=function.__qualname__, what=repr(error)[:300])
                 return None
 
@@ -181,11 +231,11 @@ class Recorder:
         call: Foreign = patched
         if code is not None:
             # WHY: torch.compile decides by the file whether it looks into a function.
-            call.__code__ = call.__code__.replace(co_filename=code.co_filename)
+            call.__code__ = call.__code__.replace(co_filename=code.co_filename, co_name=name)
         setattr(owner, name, call)
 
     def forget(self) -> None:
         """Begin anew in a forked child: it has a file of its own."""
-        self._descriptor, self._waiting, self._lock = None, [], threading.Lock()
+        self._waiting, self._lock, self._statistics = [], threading.RLock(), None
         self.is_rank = False
         self.is_over = False

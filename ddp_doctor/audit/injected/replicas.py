@@ -6,12 +6,12 @@ compares them); here only its line is found, and only after a backward that was 
 healthy program never gets a hook.
 """
 
-import time
 import weakref
+from functools import partial
 from typing import Any
 
 from ddp_doctor.audit.injected.fingerprints import fingerprints, leaves
-from ddp_doctor.audit.injected.loaders import Loaders
+from ddp_doctor.audit.injected.loaders import Loaders, generator_states
 from ddp_doctor.audit.injected.recorder import Foreign, Recorder, user_line
 
 MAX_BUFFER = 1_000_000
@@ -52,6 +52,10 @@ class Replicas:
 
         self.forward_line = ""
         self.is_sampled = True
+        self.trains: bool | None = None
+        """The mode of the model in the newest forward with gradients; None: it has no modes."""
+
+        self.eval_line = ""
         self.made_at: dict[int, str] = {}
         """Lines of the parameters that are made after the first DDP object, by id."""
 
@@ -62,10 +66,30 @@ class Replicas:
         wrap(ddp, "__init__", after=self._note_made)
         wrap(ddp, "forward", before=self._begin_forward, after=self._end_forward)
         wrap(ddp, "no_sync", before=self._note_no_sync)
-        wrap(ddp, "join", before=self._note_join)
 
-    def _note_join(self, *args: Any, **kwargs: Any) -> None:
-        self._recorder.emit("join", line=user_line())
+    def patch_join(self, module: Foreign) -> None:
+        """Patch torch.distributed.algorithms.join: DDP's join() uses it, too."""
+        for name, kind in (("__enter__", "join"), ("__exit__", "joined")):
+            self._recorder.wrap(module.Join, name, before=partial(self._note_join, kind))
+
+    def _note_join(self, kind: str, *args: Any, **kwargs: Any) -> None:
+        self._recorder.emit(kind, line=user_line())
+
+    def patch_module(self, module: Foreign) -> None:
+        """Patch torch.nn.modules.module: eval() of a model that trains, and weights loaded."""
+        wrap = self._recorder.wrap
+        wrap(module.Module, "load_state_dict", before=self._note_load)
+        wrap(module.Module, "eval", before=self._trained, after=self._note_eval)
+
+    def _note_load(self, *args: Any, **kwargs: Any) -> None:
+        self._recorder.emit("load", line=user_line())
+
+    def _trained(self, *args: Any) -> list[Foreign]:
+        return [ddp for _, ddp in self.living() if ddp.module.training]
+
+    def _note_eval(self, trained: list[Foreign], *args: Any) -> None:
+        if any(not ddp.module.training for ddp in trained):
+            self.eval_line = user_line()
 
     def _note_parameter(self, module: Foreign, name: str, parameter: Foreign) -> None:
         self.made_at[id(parameter)] = user_line()
@@ -148,31 +172,34 @@ class Replicas:
             register(self._recorder.guarded(self._note_parameter))
         replica = Replica(ddp)
         self._all.append(replica)
-        norms = [type(m).__name__ for m in ddp.module.modules()]
-        replica.has_modes = any("Dropout" in n or "BatchNorm" in n for n in norms)
+        layers = [(type(m).__name__, getattr(m, "p", 1)) for m in ddp.module.modules()]
+        norms = [name for name, _ in layers]
+        replica.has_modes = any("BatchNorm" in n or ("Dropout" in n and p) for n, p in layers)
         self._recorder.emit(
             "ddp",
             line=user_line(),
             find_unused=ddp.find_unused_parameters,
             static_graph=bool(getattr(ddp, "static_graph", False)),
-            bucket_view=ddp.gradient_as_bucket_view,
             broadcasts=ddp.broadcast_buffers,
             num_norms=sum("BatchNorm" in n and "Sync" not in n for n in norms),
-            numel=sum(p.numel() for p in ddp.module.parameters()),
         )
 
     def _begin_forward(self, ddp: Foreign, *inputs: Foreign, **kwargs: Foreign) -> float:
         import torch
 
-        began = time.perf_counter()
+        began = self._recorder.clock()
         for replica, other in self.living():
             if other is ddp:
                 replica.is_inside = True
                 if torch.is_grad_enabled() and ddp.require_backward_grad_sync:
                     replica.is_ready = True
+                if torch.is_grad_enabled() and replica.has_modes:
+                    self.trains = bool(ddp.module.training)
                 if not torch.is_grad_enabled() and replica.has_modes and ddp.module.training:
                     self._note_quiet_mode()
         if self.is_sampled and torch.is_grad_enabled() and len(self.inputs) < 16:
+            if not self.inputs and not self._loaders.states:
+                self._loaders.states = generator_states()
             tensors = [t for t in leaves([inputs, kwargs], []) if hasattr(t, "element_size")]
             self.inputs += fingerprints(tensors[:1])
             self.forward_line = user_line()
@@ -185,7 +212,7 @@ class Replicas:
             self._recorder.emit("quiet", of=self._loaders.current, line=user_line())
 
     def _end_forward(self, began: float, result: Foreign, ddp: Foreign, *a: Any, **k: Any) -> None:
-        self.forward_s += time.perf_counter() - began
+        self.forward_s += self._recorder.clock() - began
         for replica, other in self.living():
             if other is ddp:
                 replica.is_inside = False
@@ -197,7 +224,7 @@ class Replicas:
 
     def after_step(self) -> None:
         """Begin to count for the next optimizer step."""
-        self.forward_s, self.inputs = 0.0, []
+        self.forward_s, self.inputs, self.trains = 0.0, [], None
 
     def forget(self) -> None:
         self._all = []

@@ -16,11 +16,13 @@ _PACKAGE = "ddp_doctor"
 
 def _start() -> None:
     """Import the observer without leaving a trace in the program's own imports."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    root = here
-    for _ in range(3):  # injected, audit, ddp_doctor
+    root = os.path.abspath(__file__)
+    for _ in range(4):  # this file, injected, audit, ddp_doctor
         root = os.path.dirname(root)
-    sys.path.insert(0, root)
+    known, paths, library = set(sys.modules), sys.path[:], os.path.dirname(os.__file__)
+    others = [path for path in paths if not path.startswith(library) and "-packages" not in path]
+    # WHY: PYTHONPATH may lead to a json.py of the program's
+    sys.path[:] = [root, *(path for path in paths if path not in others)]
     try:
         if DRILL_VARIABLE in os.environ:
             from ddp_doctor.drill.injected import start as start_drilled
@@ -31,10 +33,15 @@ def _start() -> None:
 
             start(os.environ[FOLDER_VARIABLE])
     finally:
-        sys.path.remove(root)
-        # WHY: the program may have a ddp_doctor of its own
-        for name in [n for n in sys.modules if n.split(".")[0] == _PACKAGE]:
-            del sys.modules[name]
+        sys.path[:] = paths
+        script = next((word for word in sys.orig_argv[1:] if not word.startswith("-")), "")
+        others.append(os.path.dirname(os.path.abspath(script if os.path.isfile(script) else ".")))
+        for name in set(sys.modules) - known:
+            first = name.split(".")[0]
+            # WHY: the program may have a ddp_doctor, or a json.py, of its own
+            files = (f"{path}/{first}{end}" for path in others for end in (".py", "/__init__.py"))
+            if first == _PACKAGE or any(map(os.path.exists, files)):
+                del sys.modules[name]
 
 
 def _chain() -> None:

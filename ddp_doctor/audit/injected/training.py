@@ -7,11 +7,13 @@ every 2^k-th: a power of two, so that ranks with other costs have sampled steps 
 import sys
 import time
 import weakref
+import zlib
 from typing import Any
 
+from ddp_doctor.audit.injected.collectives import Collectives
 from ddp_doctor.audit.injected.fingerprints import UNREADABLE, fingerprints
-from ddp_doctor.audit.injected.loaders import Loaders
-from ddp_doctor.audit.injected.recorder import Foreign, Recorder, user_line
+from ddp_doctor.audit.injected.loaders import Loaders, generator_states
+from ddp_doctor.audit.injected.recorder import Foreign, Recorder, user_frames, user_line
 from ddp_doctor.audit.injected.replicas import Replicas
 
 FIRST_STEPS = 4  # all of them are sampled; then only as many as cost little
@@ -25,14 +27,18 @@ MAX_FACTORS = 8
 _SHARDING = ("deepspeed", "megatron.core", "colossalai")
 """Libraries that give each rank other parts of the model."""
 
+_FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning", "transformers.trainer")
 MAX_NODES = 40
-MEAN, SUM, UNKNOWN = "mean", "sum", "unknown"
+MEAN, SUM, REDUCED, UNKNOWN = "mean", "sum", "reduced", "unknown"
 _PASSES_ON = tuple(
     f"{name}Backward"
     for name in ("Clone", "View", "Alias", "ToCopy", "Squeeze", "Unsqueeze", "Expand", "Detach")
 )
 _REDUCES = ("LossBackward", "CrossEntropyWithLogits", "BinaryCrossEntropy", "KlDiv")
 MAX_RECORDS = 40
+FEW_DRAWS = 4
+"""Random numbers: so few are a decision, which ranks may share; more are noise."""
+
 NUM_PROBES, NUM_VALUES = 3, 8
 MAX_EVERY = 256
 SAMPLING_SHARE = 0.03
@@ -45,9 +51,12 @@ LOOKS_COST = 2
 class Optimizer:
     """What is known of one optimizer."""
 
-    def __init__(self, number: int, line: str) -> None:
-        self.number, self.line = number, line
+    def __init__(self, line: str) -> None:
+        self.number, self.line = -1, line
         self.num_steps = 0
+        self.layout: list[int] = []
+        """Parameters of each group, when they were described."""
+
         self.first: list[Foreign] = []
         """Fingerprints of its parameters before its first step."""
 
@@ -62,8 +71,13 @@ class Optimizer:
 class Training:
     """The optimizers and backwards of one process."""
 
-    def __init__(self, recorder: Recorder, loaders: Loaders, replicas: Replicas) -> None:
+    def __init__(
+        self, recorder: Recorder, loaders: Loaders, replicas: Replicas, collectives: Collectives
+    ) -> None:
         self._recorder, self._loaders, self._replicas = recorder, loaders, replicas
+        self._collectives = collectives
+        self._reduced_line = self._drawn = self._zero_line = ""
+        self._num_described = 0
         self._optimizers: weakref.WeakKeyDictionary[Foreign, Optimizer] = (
             weakref.WeakKeyDictionary()
         )
@@ -78,6 +92,10 @@ class Training:
         self._backward_lines: dict[str, int] = {}
         self._factors: list[tuple[float, str]] = []
         self._schedule_lines: set[str] = set()
+        self._planned: weakref.WeakKeyDictionary[Foreign, dict[str, Foreign]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._schedules: list[dict[str, Foreign]] = []
         self._weights_before: list[Foreign] = []
         self._backward_before_s = 0.0
         self.amp_scale = 1.0
@@ -88,6 +106,10 @@ class Training:
         module.register_optimizer_step_pre_hook(self._recorder.guarded(self._before_step))
         module.register_optimizer_step_post_hook(self._recorder.guarded(self._after_step))
         self._recorder.wrap(module.Optimizer, "__init__", after=self._note_made)
+        self._recorder.wrap(module.Optimizer, "zero_grad", before=self._note_zero)
+
+    def _note_zero(self, *args: Any, **kwargs: Any) -> None:
+        self._zero_line = user_line()
 
     def patch_autograd(self, module: Foreign) -> None:
         self._recorder.wrap(
@@ -95,39 +117,54 @@ class Training:
         )
 
     def patch_schedulers(self, module: Foreign) -> None:
-        """Patch torch.optim.lr_scheduler: the line that sets other rates on one rank."""
+        """Patch torch.optim.lr_scheduler: what steps of a schedule are planned, and made."""
         for name in ("LRScheduler", "ReduceLROnPlateau"):
             if hasattr(module, name):
-                self._recorder.wrap(getattr(module, name), "step", before=self._note_schedule)
+                self._recorder.wrap(getattr(module, name), "step", after=self._note_schedule)
+        self._recorder.wrap(module.LRScheduler, "__init__", before=self._note_planned)
 
-    def _note_schedule(self, *args: Any, **kwargs: Any) -> None:
+    def _note_planned(self, schedule: Foreign, *args: Any, **kwargs: Any) -> None:
+        self._planned[schedule] = {"line": user_line(), "steps": 0, "horizon": 0}
+        self._schedules.append(self._planned[schedule])
+
+    def _note_schedule(
+        self, token: Foreign, result: Foreign, schedule: Foreign, *a: Any, **k: Any
+    ) -> None:
         if (line := user_line()) not in self._schedule_lines:
             self._schedule_lines.add(line)
             self._recorder.emit("schedule", line=line)
+        if (plan := self._planned.get(schedule)) is not None:
+            plan["steps"], plan["step_line"] = schedule.last_epoch, line
+            plan["horizon"] = plan["horizon"] or horizon_of(schedule)
+
+    def schedules(self) -> list[dict[str, Foreign]]:
+        """Give the schedules with their steps, planned and made."""
+        return [plan for plan in self._schedules if plan["horizon"]]
 
     def _note_made(
         self, token: Foreign, result: Foreign, optimizer: Foreign, *a: Any, **k: Any
     ) -> None:
-        self._optimizers[optimizer] = Optimizer(len(self._optimizers), user_line())
+        self._optimizers[optimizer] = Optimizer(user_line())
         self._held |= {id(p) for p in parameters_of(optimizer)}
 
     def _before_step(self, optimizer: Foreign, args: Foreign, kwargs: Foreign) -> None:
         if is_compiling():
             return
-        began = time.perf_counter()
+        began = self._recorder.clock()
         if self._inside is not None and self._inside is not optimizer:
             return  # a step inside a step (ZeroRedundancyOptimizer): only the outer one counts
         self._inside = optimizer
         self._recorder.is_rank = True
         known = self._optimizers.get(optimizer)
         if known is None:
-            known = self._optimizers[optimizer] = Optimizer(len(self._optimizers), user_line())
-        if known.num_steps == 0:
+            known = self._optimizers[optimizer] = Optimizer(user_line())
+        if known.layout != (layout := [len(g["params"]) for g in optimizer.param_groups]):
+            known.layout = layout  # it is new, or has other parameters than before
             self._describe(optimizer, known)
         known.num_steps += 1
         if self.is_sampled:
             self._weights_before = fingerprints(probes_of(parameters_of(optimizer)))
-        self._step_began_at = time.perf_counter()
+        self._step_began_at = self._recorder.clock()
         self._backward_before_s = self._backward_s
         self._recorder.own_s += self._step_began_at - began
 
@@ -135,6 +172,7 @@ class Training:
         parameters, names = parameters_of(optimizer), self._replicas.names()
         averaged = self._replicas.averaged()
         known.first = fingerprints(parameters)
+        known.number, self._num_described = self._num_described, self._num_described + 1
         self._recorder.emit(
             "optimizer",
             o=known.number,
@@ -147,6 +185,7 @@ class Training:
             is_sharded=any(is_sharded(p) for p in parameters)
             or any(n in sys.modules for n in _SHARDING),
             first=known.first,
+            frameworks=[name for name in _FRAMEWORKS if name in sys.modules],
         )
 
     def _after_step(self, optimizer: Foreign, args: Foreign, kwargs: Foreign) -> None:
@@ -155,7 +194,7 @@ class Training:
         self._inside = None
         if (known := self._optimizers.get(optimizer)) is None:
             return
-        ended = time.perf_counter()
+        ended = self._recorder.clock()
         wall_s = ended - self._last_step_at if self._last_step_at else None
         inner_s = self._backward_s - self._backward_before_s
         # WHY CPU time, of this thread: on a busy machine the clock shows what others do
@@ -185,8 +224,11 @@ class Training:
             forward_s=rounded(self._replicas.forward_s),
             backward_s=rounded(self._backward_s),
             optimizer_s=rounded(ended - self._step_began_at - inner_s),
+            collective_s=rounded(self._collectives.wait_s),
             has_closure=inner_s > 0,
             own_s=rounded(self._recorder.own_s),
+            trains=self._replicas.trains,
+            eval_line=self._replicas.eval_line,
             **fields,
         )
         self._begin_next(known)
@@ -194,15 +236,18 @@ class Training:
     def _begin_next(self, known: Optimizer) -> None:
         """Begin to count for the next step."""
         self._counts, self._factors, self._backward_lines = {}, [], {}
+        self._reduced_line = self._drawn = ""
+        self._collectives.reduced.clear()
+        self._collectives.wait_s = 0.0
         self._backward_s, self._recorder.own_s = 0.0, 0.0
         self._loaders.after_step()
         self._replicas.after_step()
         known.num_backwards, known.num_zero, known.last_values = 0, 0, None
         upcoming = known.num_steps + 1
         self.is_sampled = upcoming <= FIRST_STEPS or upcoming % self._every == 0
-        self._replicas.is_sampled = self.is_sampled
+        self._replicas.is_sampled = self._loaders.is_sampled = self.is_sampled
         self._recorder.progress += 1
-        self._last_step_at = time.perf_counter()
+        self._last_step_at = self._recorder.clock()
         self._last_cpu_s = time.process_time() if upcoming <= FIRST_STEPS else 0.0
 
     def _sample(self, optimizer: Foreign, known: Optimizer) -> dict[str, Foreign]:
@@ -227,6 +272,9 @@ class Training:
             "values": None if self._replicas.living() else [local, values],
             "num_zero": known.num_zero,
             "num_looks": known.num_backwards,
+            "reduced_line": self._reduced_line,
+            "zero_line": self._zero_line,
+            "drawn": self._drawn,
         }
 
     def _emit_still(
@@ -253,7 +301,7 @@ class Training:
         self._recorder.emit("still", o=known.number, still=still, orphans=orphans)
 
     def _before_backward(self, tensors: Foreign, *args: Any, **kwargs: Any) -> float:
-        began = time.perf_counter()
+        began = self._recorder.clock()
         self._num_total += 1
         self._recorder.progress += 1
         counts = self._replicas.count_backward()
@@ -267,13 +315,17 @@ class Training:
             self._look(tensors)
         if self._num_total in BY_HAND_AT:
             self._look_by_hand()
-        self._recorder.own_s += time.perf_counter() - began
-        return time.perf_counter()
+        self._recorder.own_s += self._recorder.clock() - began
+        return self._recorder.clock()
 
     def _look(self, tensors: Foreign) -> None:
         loss = tensors if hasattr(tensors, "grad_fn") else tensors[0] if len(tensors) == 1 else None
         if loss is not None and len(self._factors) < MAX_FACTORS:
-            self._factors.append(_factor_of(getattr(loss, "grad_fn", None), MAX_NODES))
+            node = getattr(loss, "grad_fn", None)
+            self._factors.append(_factor_of(node, MAX_NODES, self._collectives))
+        self._reduced_line = self._reduced_line or _matching_line(self._collectives.reduced)
+        self._drawn = self._drawn or drawn_since(self._loaders.states)
+        self._loaders.states = []
         for optimizer, known in list(self._optimizers.items()):
             known.num_backwards += 1
             probes = probes_of(parameters_of(optimizer))
@@ -294,12 +346,12 @@ class Training:
             )
 
     def _after_backward(self, began: float, *args: Any, **kwargs: Any) -> None:
-        ended = time.perf_counter()
+        ended = self._recorder.clock()
         self._backward_s += ended - began
         if self.is_sampled and self._inside is None:
             for optimizer, known in list(self._optimizers.items()):
                 known.last_values = probe_values(parameters_of(optimizer))
-        self._recorder.own_s += time.perf_counter() - ended
+        self._recorder.own_s += self._recorder.clock() - ended
 
     def next_steps(self) -> dict[int, int]:
         """Give the number of the step that comes next, by optimizer."""
@@ -313,15 +365,63 @@ class Training:
         self._optimizers.clear()
 
 
-def _factor_of(node: Foreign, left: int) -> tuple[float, str]:
-    """Give the factor of a loss, and what it scales: MEAN, SUM or UNKNOWN.
+def horizon_of(schedule: Foreign) -> int:
+    """Give the number of steps that a schedule of learning rates is planned for; 0: nobody knows.
 
+    A function's plan is the largest number that it uses, as in lambda s: 1 - s / total_steps.
+    """
+    rises = getattr(schedule, "start_factor", 1) < getattr(schedule, "end_factor", 1)
+    if rises or hasattr(schedule, "factor"):
+        return 0  # a warm-up
+    found = [getattr(schedule, name, 0) for name in ("T_max", "total_steps", "total_iters")]
+    for function in getattr(schedule, "lr_lambdas", ()):
+        found.append(getattr(function, "keywords", {}).get("num_training_steps"))  # transformers
+        if code := getattr(function, "__code__", None):
+            found += [function.__globals__.get(name) for name in code.co_names]
+            found += [cell.cell_contents for cell in function.__closure__ or ()]
+    return max((int(n) for n in found if type(n) in (int, float)), default=0)
+
+
+def drawn_since(states: list[Foreign]) -> str:
+    """Hash the states from which random numbers were drawn; empty if none were, or only a few."""
+    import torch
+
+    now = generator_states() if states else []
+    if all(map(torch.equal, states, now)):
+        return ""
+    generator = torch.Generator()
+    generator.set_state(states[0])
+    for _ in range(FEW_DRAWS):
+        torch.rand((), generator=generator)
+        if torch.equal(generator.get_state(), now[0]):
+            return ""
+    return "".join(f"{zlib.crc32(state.numpy()):08x}" for state in states)
+
+
+def _matching_line(reduced: dict[Foreign, list[Foreign]]) -> str:
+    """Give the line of an all-reduced loss: in the function that calls backward, if it is there."""
+    functions = {(line.rpartition(":")[0], name) for line, name, _ in user_frames()}
+    for frames in reduced.values():
+        for line, name, _ in frames:
+            if (line.rpartition(":")[0], name) in functions:
+                return str(line)
+    return ""
+
+
+def _factor_of(node: Foreign, left: int, collectives: Collectives) -> tuple[float, str]:
+    """Give the factor of a loss, and what it scales: MEAN, SUM, REDUCED or UNKNOWN.
+
+    REDUCED: a value that is all-reduced already. Its own backward adds up the ranks' gradients.
     The nodes between the loss and its reduction are multiplications and divisions by plain numbers;
     their product is the factor. Whatever else stands there makes the answer unknown.
     """
     if node is None or left <= 0:
         return 1.0, UNKNOWN
     name = node.name().split("::")[-1]
+    if node in collectives.reduced:
+        return 1.0, REDUCED
+    if name == "_AllReduceBackward" or "functional_all_reduce" in name:
+        return float(collectives.world_size), REDUCED
     parents = [parent for parent, _ in node.next_functions if parent is not None]
     if name.startswith("MeanBackward"):
         return 1.0, MEAN
@@ -333,16 +433,17 @@ def _factor_of(node: Foreign, left: int) -> tuple[float, str]:
     if name.startswith("AddBackward") and parents:
         # Of a sum of losses the part with the largest factor is the main one.
         return max(
-            (_factor_of(parent, left - 1) for parent in parents), key=lambda read: abs(read[0])
+            (_factor_of(parent, left - 1, collectives) for parent in parents),
+            key=lambda read: abs(read[0]),
         )
     if len(parents) != 1:
         return 1.0, UNKNOWN
-    if name.startswith(_PASSES_ON):
-        return _factor_of(parents[0], left - 1)
+    if name.startswith(_PASSES_ON) or "wait_tensor" in name:
+        return _factor_of(parents[0], left - 1, collectives)
     if name.startswith(("MulBackward", "DivBackward")):
         number = _number_of(getattr(node, "_saved_other", None))
         if number:
-            factor, kind = _factor_of(parents[0], left - 1)
+            factor, kind = _factor_of(parents[0], left - 1, collectives)
             return factor * (number if name.startswith("Mul") else 1 / number), kind
     return 1.0, UNKNOWN
 

@@ -1,0 +1,244 @@
+"""Finds in the program's files where a mistake is written that was seen at another line.
+
+Only what was measured is looked for. Empty: it is not found, and the line where it was seen counts.
+"""
+
+import ast
+import linecache
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ddp_doctor.audit.source_rules import last_name, names_in
+
+_DRAWS = frozenset(("randn", "randn_like", "rand", "rand_like", "randint", "randint_like")).union(
+    ("normal_", "uniform_", "bernoulli", "bernoulli_", "normal", "random_", "exponential_")
+)
+_ONE = ("1", "()", "[]", "(1,)", "[1]")
+"""Sizes of a decision, which ranks may share."""
+
+_DROPS = ("unique", "dedup", "drop_dup", "remainder", "truncat")
+
+
+def _lines_of(place: str) -> tuple[str, int]:
+    file, _, number = place.rpartition(":")
+    return file, int(number) if number.isdigit() else 0
+
+
+def is_between(place: str, first: str, last: str) -> bool:
+    """Whether a line lies between two others of its file."""
+    (file, number), (file_1, begin), (file_2, end) = map(_lines_of, (place, first, last))
+    return file == file_1 == file_2 and begin <= number <= end
+
+
+def loop_line(lines: Sequence[str]) -> str:
+    """Give the head of the loop around a loop over batches. lines: its call stack, from inside."""
+    for place in lines:
+        file, number = _lines_of(place)
+        around = [
+            node.lineno
+            for node in nodes_of(file)
+            if isinstance(node, ast.For | ast.While) and has_line(node.body, number)
+        ]
+        if around:
+            return f"{file}:{max(around)}"
+    return ""
+
+
+def made_line(place: str, keyword: str = "") -> str:
+    """Give the assignment to the model whose parameters() a call at a line gets, or its keyword."""
+    file, number = _lines_of(place)
+    names: set[str] = set()
+    for node in nodes_of(file):
+        if isinstance(node, ast.Call) and node.lineno <= number <= (node.end_lineno or 0):
+            given = [a.value for a in node.keywords if a.arg == keyword]
+            if last_name(node.func) == "parameters" and isinstance(node.func, ast.Attribute):
+                given += [node.func.value] if not keyword else []
+            names |= {value.id for value in given if isinstance(value, ast.Name)}
+    found = [
+        node.lineno
+        for node in nodes_of(file)
+        if isinstance(node, ast.Assign) and node.lineno <= number
+        for target in node.targets
+        if any(isinstance(n, ast.Name) and n.id in names for n in ast.walk(target))
+    ]
+    return f"{file}:{max(found)}" if found else ""
+
+
+def change_line(first: str, last: str) -> str:
+    """Give the first line between two others that changes weights in place."""
+    (file, begin), (other, end) = _lines_of(first), _lines_of(last)
+    return (
+        ""
+        if file != other
+        else _first(
+            file,
+            lambda n: (
+                isinstance(n, ast.Call)
+                and begin < n.lineno <= end
+                and (
+                    last_name(n.func).endswith("_")
+                    or last_name(n.func) in ("apply", "init_weights")
+                )
+            ),
+        )
+    )
+
+
+def seed_line(lines: Sequence[str]) -> str:
+    """Give the outermost line of a stack that speaks of a seed: there its value is chosen."""
+    spoken = [place for place in lines if "seed" in linecache.getline(*_lines_of(place)).lower()]
+    return (spoken or list(lines) or [""])[-1]
+
+
+def _first(file: str, is_it: Callable[[ast.AST], bool]) -> str:
+    nodes: Iterator[Any] = filter(is_it, nodes_of(file))  # Any: nodes that have a line
+    return next((f"{file}:{node.lineno}" for node in nodes), "")
+
+
+def set_line(file: str, attribute: str) -> str:
+    """Give the first line that sets an attribute."""
+    return _first(
+        file,
+        lambda n: isinstance(n, ast.Assign) and any(last_name(t) == attribute for t in n.targets),
+    )
+
+
+def call_line(file: str, names: Collection[str]) -> str:
+    """Give the first call in a file that is written as one of these names."""
+    return _first(file, lambda n: isinstance(n, ast.Call) and ast.unparse(n.func) in names)
+
+
+def noise_line(file: str) -> str:
+    """Give the line that draws random numbers in training: with torch's own generator."""
+    for function in nodes_of(file):
+        name = getattr(function, "name", "")
+        if not isinstance(function, ast.FunctionDef) or name.startswith("__") or "data" in name:
+            continue
+        for node in ast.walk(function):
+            if not isinstance(node, ast.Call) or last_name(node.func) not in _DRAWS:
+                continue
+            is_own = any(k.arg == "generator" for k in node.keywords)
+            is_own |= bool(node.args) and ast.unparse(node.args[-1]) in _ONE
+            if not is_own and not ast.unparse(node.func).startswith(("np.", "numpy.", "random.")):
+                return f"{file}:{node.lineno}"
+    return ""
+
+
+def forward_cut_line(file: str) -> str:
+    """Give the line that cuts gradients off within a forward, if there is only one."""
+    cuts = {
+        node.lineno
+        for function in nodes_of(file)
+        if isinstance(function, ast.FunctionDef) and function.name == "forward"
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute) and node.attr in ("detach", "no_grad", "data")
+    }
+    return f"{file}:{cuts.pop()}" if len(cuts) == 1 else ""
+
+
+def drops_padding(file: str) -> bool:
+    """Whether a file seems to cut gathered results to their number: read generously."""
+    for node in nodes_of(file):
+        upper = node.upper if isinstance(node, ast.Slice) and node.lower is None else None
+        is_cut = upper is not None and not isinstance(upper, ast.Constant | ast.UnaryOp)
+        if is_cut or any(word in last_name(node).lower() for word in _DROPS):
+            return True
+    return False
+
+
+def is_planned_by_loader(place: str) -> bool:
+    """Whether the calls at a line, or what is assigned to the names in them, ask len(loader)."""
+    file, number = _lines_of(place)
+    assigned: dict[str, str] = {}
+    texts = []
+    for node in nodes_of(file):
+        if isinstance(node, ast.Assign):
+            assigned |= {last_name(target): ast.unparse(node.value) for target in node.targets}
+        elif isinstance(node, ast.Call) and node.lineno <= number <= (node.end_lineno or 0):
+            texts.append(ast.unparse(node))
+    for _ in range(2):
+        texts += [assigned.get(name, "") for name in re.findall(r"\w+", " ".join(texts))]
+    return re.search(r"len\(\w*(loader|dl)\w*\)", " ".join(texts)) is not None
+
+
+def last_line(place: str) -> str:
+    """Give the last line of the loop that begins at a line."""
+    file, number = _lines_of(place)
+    loops = (n for n in nodes_of(file) if isinstance(n, ast.For) and n.lineno == number)
+    return next((f"{file}:{node.end_lineno}" for node in loops), place)
+
+
+def scaling_line(near: str, words: Collection[str]) -> str:
+    """Find the line that multiplies or divides by what has one of these words in its name.
+
+    Without words: by anything but a plain number. near: where it takes effect; of several lines
+    the last one before it counts.
+    """
+    file, number = _lines_of(near)
+    nodes = nodes_of(file)
+    aliases = {
+        name
+        for node in nodes
+        if isinstance(node, ast.Assign) and _has(node.value, words)
+        for target in node.targets
+        for name in names_in(target)
+    }
+
+    def is_it(factor: ast.expr) -> bool:
+        is_named = not words or _has(factor, words) or bool(names_in(factor) & aliases)
+        return is_named and not isinstance(factor, ast.Constant)
+
+    operations: list[int] = []
+    calls: list[int] = []
+    for node in nodes:
+        match node:
+            case ast.BinOp(left=left, op=ast.Mult() | ast.Div(), right=right):
+                sides, found = [left, right], operations
+            case ast.AugAssign(op=ast.Mult() | ast.Div(), value=value):
+                sides, found = [value], operations
+            case ast.Call(func=ast.Attribute(attr="div_" | "mul_" | "div" | "mul"), args=[value]):
+                sides, found = [value], calls
+            case _:
+                continue
+        text = ast.unparse(node).lower()
+        is_loss = any(word in text for word in ("loss", "grad", "criterion", "entropy"))
+        if (is_loss or found is calls) and any(map(is_it, sides)):
+            found.append(node.lineno)
+    lines = sorted(operations or calls)
+    before = [line for line in lines if line <= number]
+    return f"{file}:{(before[-1:] or lines)[0]}" if lines else ""
+
+
+@cache
+def nodes_of(file: str) -> list[ast.AST]:
+    """Parse a file; empty if it is no Python."""
+    try:
+        return list(ast.walk(ast.parse(Path(file).read_text("utf-8", "replace"))))
+    except (OSError, SyntaxError, ValueError):
+        return []
+
+
+def _has(node: ast.AST, words: Collection[str]) -> bool:
+    return any(word in name.lower() for name in names_in(node) for word in words)
+
+
+def are_alternatives(lines: Sequence[str]) -> bool:
+    """Whether one pass of a loop runs only one of these lines: the arms of one `if`."""
+    if len(lines) < 2:
+        return True
+    files, numbers = zip(*(line.rsplit(":", 1) for line in lines), strict=True)
+    if len(lines) > 2 or files[0] != files[1]:
+        return False
+    first, second = sorted(map(int, numbers))
+    return any(
+        has_line(node.body, first) and has_line(node.orelse, second)
+        for node in nodes_of(files[0])
+        if isinstance(node, ast.If)
+    )
+
+
+def has_line(body: Sequence[ast.stmt], number: int) -> bool:
+    return any(node.lineno <= number <= (node.end_lineno or 0) for node in body)
