@@ -1,0 +1,1 @@
+"""Programs in the styles that people write, for counting what audit finds: run.py runs them."""

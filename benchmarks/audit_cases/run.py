@@ -1,0 +1,141 @@
+#!/usr/bin/env python3
+"""Counts what audit finds in programs of many styles: found, on its line, false words.
+
+    python benchmarks/audit_cases/run.py                     both lots, about 8 minutes
+    python benchmarks/audit_cases/run.py --lot first tutorial    cases with this word in them
+    python benchmarks/audit_cases/run.py --show              what is said of each case, too
+
+The ranks are forked from one process under the observer; programs that start their own ranks, or
+hang, run under the command itself. A false word is a mistake in a healthy program, or one of
+another kind than the planted one.
+"""
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.audit_cases import first, second  # noqa: E402  # WHY: the path above
+from benchmarks.audit_cases.case import Case  # noqa: E402
+from benchmarks.audit_cases.styles import NEEDS  # noqa: E402
+from ddp_doctor.audit.command import judge  # noqa: E402
+from ddp_doctor.audit.records import read_ranks  # noqa: E402
+from tests.audit.observed_server import run_observed  # noqa: E402
+from tests.harness.ranks import another_server, held_port, start_ranks  # noqa: E402
+
+LIMIT_S = 120
+LOTS = {"first": (*first.HEALTHY, *first.MISTAKES), "second": (*second.HEALTHY, *second.MISTAKES)}
+Said = list[tuple[str, int, str]]
+
+
+def main() -> int:
+    """Run the cases; print a table in Markdown."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("words", nargs="*", help="parts of a style or of a name")
+    parser.add_argument("--lot", choices=(*LOTS, "both"), default="both")
+    parser.add_argument("--show", action="store_true")
+    options = parser.parse_args()
+    rows: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    num_skipped = 0
+    with (
+        tempfile.TemporaryDirectory(prefix="audit-cases-") as folder,
+        another_server("tests.audit.observed_server"),
+    ):
+        for name, lot in LOTS.items():
+            for number, case in enumerate(lot if options.lot in (name, "both") else ()):
+                if options.words and not any(
+                    w in f"{case.style} {case.name}" for w in options.words
+                ):
+                    continue
+                if importlib.util.find_spec(NEEDS.get(case.style, "torch")) is None:
+                    num_skipped += 1
+                    continue
+                place = Path(folder) / f"{name}-{number}"
+                place.mkdir()
+                said = ask(case, place)
+                count(case, said, rows[case.kind], show=options.show)
+    print("| mistake | programs | found | on its line | false words |")
+    print("| --- | --- | --- | --- | --- |")
+    healthy = rows.pop("healthy", [0, 0, 0, 0])
+    total = [sum(column) for column in zip(*rows.values(), strict=True)] or [0, 0, 0, 0]
+    for kind, numbers in (*sorted(rows.items()), ("all mistakes", total)):
+        print(f"| {kind} | {' | '.join(map(str, numbers))} |")
+    print(f"| none: healthy programs | {healthy[0]} | - | - | {healthy[3]} |")
+    print(f"skipped, as their package is not installed: {num_skipped}")
+    return 0
+
+
+def ask(case: Case, folder: Path) -> Said | None:
+    """Give the mistakes that audit names in a program; None: no answer."""
+    script = folder / "train.py"
+    script.write_text(case.source().replace("FREE_PORT", str(held_port())))
+    if not (case.real or case.style == "spawn"):
+        records = folder / "records"
+        records.mkdir()
+        with start_ranks(run_observed, 2, script, records) as running:
+            finished = running.wait(LIMIT_S)
+        if any(finished.statuses):
+            print(
+                f"{case.style}, {case.name}: statuses {finished.statuses}\n{finished.output[-900:]}"
+            )
+        ranks = read_ranks(records)
+        for error in {e["what"] for rank in ranks for e in rank.all("error")}:
+            print(f"{case.style}, {case.name}: the observer failed: {error}")
+        verdicts = judge(ranks, hung=False)
+        for failure in ranks.failures:
+            print(f"{case.style}, {case.name}: the judging failed: {failure}")
+        return [(v.code, v.line, v.sentence) for v in verdicts if v.is_mistake]
+    command = [
+        sys.executable,
+        str(ROOT / "ddp_training.py"),
+        "audit",
+        "--json",
+        "--hang_after",
+        "20",
+    ]
+    launch = [sys.executable]
+    if case.style != "spawn":
+        launch += ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    done = subprocess.run(
+        [*command, "--", *launch, script.name],
+        cwd=folder, capture_output=True, text=True, timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+    try:
+        report: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        print(f"{case.style}, {case.name}: no JSON\n{done.stderr[-900:]}")
+        return None
+    if "error" in report:
+        print(f"{case.style}, {case.name}: {report['error']}")
+    mistakes = [v for v in report["verdicts"] if v["severity"] != "advice"]
+    return [(v["code"], v["line"], v["sentence"]) for v in mistakes]
+
+
+def count(case: Case, said: Said | None, row: list[int], *, show: bool) -> None:
+    """Count one program: it, whether it is found, whether on its line, and false words."""
+    lines = case.lines()
+    right = [(code, line) for code, line, _ in said or () if code in case.codes]
+    wrong = [s for s in said or () if s[0] not in case.codes]
+    is_line = any(line in lines for _, line in right)
+    for place, number in enumerate((1, bool(right), is_line, len(wrong))):
+        row[place] += number
+    is_well = not wrong and (is_line or not case.codes) and said is not None
+    if show or not is_well:
+        told = "; ".join(f"{line} {code}: {text}" for code, line, text in said or ())
+        wanted = f"{'/'.join(case.codes)} at {sorted(lines)}" if case.codes else "healthy"
+        print(
+            f"{'ok ' if is_well else 'BAD'} {case.style}, {case.name} ({wanted}): {told}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
