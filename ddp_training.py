@@ -31,6 +31,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -236,7 +237,8 @@ def train(settings: Resolved, group: Group) -> int:
         rank_status.attach(run.work())
         status = Ending.FAILED
         try:
-            refuse_crash_loop(parts, progress, run.folder)
+            samples = partial(parts.next_samples, progress)
+            refuse_crash_loop(group, progress.step, run.folder, next_samples=samples)
             ending = fit(run)  # collective
             run.saver.save_last(progress)
             stop.finish()  # collective

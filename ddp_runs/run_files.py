@@ -136,6 +136,8 @@ class RunView:
 def resume_command(run: RunView) -> str:
     """Write the command that continues a run on as many ranks, as their status tells it."""
     told = run.main
+    if told.command:
+        return told.command
     is_known = told.launcher in get_args(LauncherName)  # WHY: anybody may have written it
     launcher = cast(
         LauncherName, told.launcher if is_known else "torchrun" if told.world_size > 1 else "none"

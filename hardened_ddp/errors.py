@@ -39,6 +39,13 @@ class ConfigError(HardenedError):
     exit_status = 2
 
 
+class OwnLoopError(HardenedError):
+    """A loop of the user's own does what protect could not make good after a fault."""
+
+    code = "DDP-C02"
+    exit_status = 2
+
+
 class LaunchError(HardenedError):
     """The environment that the launcher left is incomplete or contradicts itself."""
 

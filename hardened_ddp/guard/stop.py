@@ -135,9 +135,19 @@ class LastResort:
 class StopRequest:
     """Collects this rank's reasons to stop, and agrees on them with the other ranks."""
 
-    def __init__(self, group: Group, *, time_limit: str = "") -> None:
-        """time_limit: as in the settings; it counts from the start of the launcher."""
+    def __init__(
+        self, group: Group, *, time_limit: str = "", digest: Callable[[], int] | None = None
+    ) -> None:
+        """time_limit: as in the settings; it counts from the start of the launcher.
+
+        digest: a number that must be the same on all ranks at each poll: see is_alike. With it a
+        poll waits for its answer, unless polls are so frequent that the ranks answer a later one.
+        """
         self.group = group
+        self._digest = digest
+        self.is_alike = True
+        """The digests of the last all-reduce were equal."""
+
         self._ends_at = _launched_at(group) + seconds_of(time_limit) if time_limit else None
         self.folder: Path | None = None
         self.code = 0
@@ -148,7 +158,7 @@ class StopRequest:
         self.has_looked = False
         """The last poll checked file and time: about every CHECK_EVERY_S. The loop uses it too."""
 
-        self._word = torch.zeros(2, dtype=torch.int64)  # the code, the interval
+        self._word = torch.zeros(4, dtype=torch.int64)  # code, interval, digest, -digest
         self._check_every_s = max(CHECK_EVERY_S, CHECK_PER_RANK_S * group.world_size)
         self._pending: dist.Work | None = None
         self._interval = 1
@@ -241,16 +251,24 @@ class StopRequest:
                 self._look_around()
                 self._started_at = now
             return self.code
-        code = 0
-        if self._pending is not None:
-            self.group.finish(self._pending)
-            code = int(self._word[0])
-            # WHY: an all-reduce started before a change of pace has the interval of the old one
-            self._interval = 1 if self._has_new_pace else max(1, int(self._word[1]))
-            self._pending = None
+        code = self._answer()
         if not code:
             self._start()
+            # WHY: where a step takes minutes, the answer at the next one would come too late
+            if self._digest is not None and self._interval == 1:
+                code = self._answer()
         return code
+
+    def _answer(self) -> int:
+        """Return the code of the all-reduce under way; 0: there is none. Collective: all ranks."""
+        if self._pending is None:
+            return 0
+        self.group.finish(self._pending)
+        self._pending = None
+        # WHY: an all-reduce started before a change of pace has the interval of the old one
+        self._interval = 1 if self._has_new_pace else max(1, int(self._word[1]))
+        self.is_alike = bool(self._word[2] == -self._word[3])  # the max of x and of -x
+        return int(self._word[0])
 
     def finish(self) -> None:
         """Wait for the all-reduce under way. Collective: all ranks."""
@@ -278,6 +296,9 @@ class StopRequest:
         self._word[0] = self.code
         interval = min(MAX_INTERVAL, max(1, int(self._check_every_s / poll_time)))
         self._word[1] = 1 if self._has_new_pace else interval  # no poll was timed yet
+        if self._digest is not None:
+            self._word[2] = digest = self._digest()
+            self._word[3] = -digest
         self._pending = self.group.start_max(self._word)  # collective
         self._started_tick, self._started_at = self._tick, now
         self._has_new_pace = False

@@ -13,8 +13,11 @@ import ctypes
 import json
 import logging
 import re
+import socket
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -115,6 +118,9 @@ class Group:
         self._has_published = False
         self.is_broken = False
         """A rank failed: collectives may be in flight that never finish."""
+
+        self.is_adopted = False
+        """The process group belongs to the user's program, which ends it."""
 
     @property
     def backend(self) -> str:
@@ -232,7 +238,9 @@ class Group:
         """Leave the process group. Rank-local for gloo; all ranks for NCCL. Safe to call twice."""
         if self.shared is not None:
             self.shared.close()
-        if dist.is_initialized() and not (self.is_broken and self.backend == "nccl"):
+        if self.is_adopted and self.control is not None and not self.is_broken:
+            dist.destroy_process_group(self.control)
+        elif dist.is_initialized() and not (self.is_broken and self.backend == "nccl"):
             # WHY not then: NCCL would wait here for data that the dead rank never sends.
             dist.destroy_process_group()
         if self._has_published and self.is_main and not self.launch.agent_owns_store:
@@ -328,6 +336,44 @@ def open_group(
             fix=next(fixes, "check that this port is free and reachable from every node")
             + f"; the network of this machine is looked at by: {own_command('doctor')}",
         ) from error
+    return group
+
+
+def place_in_group(launch: Launch) -> Launch:
+    """Return a launch with the rank in the process group, if there is one already. Rank-local."""
+    if not dist.is_initialized():
+        return launch
+    return replace(launch, rank=dist.get_rank(), world_size=dist.get_world_size())
+
+
+def adopt_group(
+    launch: Launch, *, device: torch.device, timeout_s: float, tracker: Tracker | None = None
+) -> Group:
+    """Make a Group of the process group that the user's program has made. Collective: all ranks.
+
+    launch: of this process, as its environment has it; the group says which rank it is.
+    """
+    launch = place_in_group(launch)
+    group = Group(launch, device, timeout_s=timeout_s, tracker=tracker)
+    group.is_adopted = True
+    if launch.world_size == 1:
+        return group
+    group.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    found = group.gather_json([socket.gethostname(), uuid.uuid4().hex])  # collective
+    hosts = [host for host, _ in found]
+    here = [rank for rank, host in enumerate(hosts) if host == hosts[launch.rank]]
+    group.launch = replace(
+        launch,
+        local_rank=here.index(launch.rank),
+        local_world_size=len(here),
+        num_nodes=len(set(hosts)),
+    )
+    group.is_local_main = group.launch.is_local_main
+    # WHY a store at all: without it no rank reads why another one failed, and no hang is judged
+    find = getattr(dist.distributed_c10d, "_get_default_store", None)
+    if find is not None:
+        # WHY a part of its own: the store may serve several attempts, and several protects
+        group.store = RunStore(dist.PrefixStore(f"hardened_ddp/{found[0][1]}", find()))
     return group
 
 

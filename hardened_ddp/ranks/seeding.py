@@ -7,6 +7,8 @@ seeded here: its state is put back and saved (model/moving_attributes.py).
 """
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -59,6 +61,27 @@ def seed_update(seed: int, *, step: int, device_type: str) -> None:
     _seed_all(value)
     if device_type == "cuda":
         torch.cuda.manual_seed(value)
+
+
+def seed_body(seed: int, *, step: int, rank: int, device_type: str) -> np.random.Generator:
+    """Seed all generators for a body of the user's own loop; return one of numpy's. Rank-local."""
+    own = mix(seed, step, rank)
+    _seed_all(own)
+    if device_type == "cuda":
+        torch.cuda.manual_seed(own)
+    return np.random.default_rng(own)
+
+
+@contextmanager
+def keeping_random_state() -> Iterator[None]:
+    """Have torch's, numpy's and Python's generators after the work inside as before. Rank-local."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
 
 
 def seed_sample(seed: int, epoch: int, index: int) -> None:

@@ -33,19 +33,28 @@ _MAX_EARLY_LINES = 2_000
 _KEEP_BYTES = 256 * 1024  # of a rank's log, in memory, while its disk is full
 
 
-def start_logging(*, rank: int, world_size: int, debug: bool) -> None:
+def start_logging(
+    *, rank: int, world_size: int, debug: bool = False, is_guest: bool = False
+) -> None:
     """Log to stderr: INFO on rank 0, warnings of its own on another rank; with debug everything.
 
-    The file of add_log_file has every line, also those from here to its opening.
+    The file of add_log_file has every line, also those from here to its opening. is_guest: in a
+    program of the user's, whose own logging stays as it is, and shows our lines if there is any.
     """
     stop_logging()
+    is_shown = bool(is_guest and _ROOT.handlers)
     tag = f"[rank {rank}] " if world_size > 1 else ""
     console = ConsoleHandler(TextSink(sys.stderr), tag=tag)
     console.setLevel(logging.DEBUG if debug else logging.INFO if rank == 0 else logging.WARNING)
     if rank > 0 and not debug:
         console.addFilter(_is_of_this_rank)
-    for handler in (console, RankFileHandler()):
+    if is_guest:
+        console.addFilter(logging.Filter(_OURS.name))
+    for handler in (RankFileHandler(),) if is_shown else (console, RankFileHandler()):
         _ROOT.addHandler(handler)
+    if is_guest:
+        _OURS.setLevel(logging.INFO)
+        return
     # WHY two levels: the debug lines of other libraries would bury ours.
     _ROOT.setLevel(logging.INFO)
     _OURS.setLevel(logging.DEBUG)

@@ -38,6 +38,9 @@ class RankStatus:
     num_nodes: int = 0
     launcher: str = ""
     working_folder: str = ""
+    command: str = ""
+    """What starts a loop of the user's own again; empty: resume_command composes it."""
+
     step: int = 0
     total_steps: int = 0
     """0: not known yet."""

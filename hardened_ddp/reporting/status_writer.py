@@ -178,6 +178,7 @@ class StatusWriter:
             num_nodes=launch.num_nodes,
             launcher=launch.launcher,
             working_folder=working_folder(),
+            command=launch.command() if launch.start.is_whole else "",
             process=asdict(this_process()),
             device=str(group.device),
             device_name=torch.cuda.get_device_name(group.device) if is_gpu else "CPU",

@@ -35,10 +35,14 @@ class StartCommand:
     note: str = ""
     """What a reader has to know besides; it becomes a comment of the shell."""
 
+    is_whole: bool = False
+    """It is a program of the user's, with its arguments: it takes none of ours."""
+
     def typed(self, *arguments: str | Path) -> str:
         """Write the command with these arguments, for a shell in the working folder."""
         is_elsewhere = self.folder != working_folder() or _is_left()
-        command = _joined((*map(_found, self.words), *arguments), in_full=is_elsewhere)
+        given = () if self.is_whole else arguments
+        command = _joined((*map(_found, self.words), *given), in_full=is_elsewhere)
         if is_elsewhere:
             command = f"(cd {shlex.quote(self.folder)} && {command})"
         return f"{command}   # {self.note}" if self.note else command

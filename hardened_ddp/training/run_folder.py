@@ -214,6 +214,36 @@ def _fetch(settings: Resolved) -> str:
     return url
 
 
+def open_folder(folder: Path, group: Group, *, keep_last: int) -> RunFolder:
+    """Make and lock the folder of a user's own loop; find its newest checkpoint. Collective.
+
+    Raises as open_run does.
+    """
+    chosen: list[tuple[Found | None, RunLock]] = []  # on rank 0
+    marks = {mark for of_rank in group.gather_json(_job_marks(group.launch)) for mark in of_rank}
+
+    def choose() -> list[str]:
+        path = folder.absolute()
+        try:
+            make_folders(path, disk=Disk())
+        except OSError as error:
+            raise unusable_folder(path, error) from error
+        refuse_links(path)
+        lock = RunLock.acquire(path, jobs=marks, restart=group.launch.attempt)
+        try:
+            probe_folder(path)
+            chosen.append((_newest_valid(path), lock))
+        except (RunFolderError, CheckpointError):
+            lock.release()
+            raise
+        return [str(path), lock.token]
+
+    name, token = group.run_on_main(choose, what="opening the run folder")  # collective
+    environment()[RUN] = name
+    add_log_file(Path(name) / "logs", rank=group.launch.rank)
+    return RunFolder(Path(name), keep_last, token, *(chosen[0] if chosen else ()))
+
+
 def read_checkpoint(run: RunFolder, group: Group, *, at_most: int | None = None) -> Saved | None:
     """Tell all ranks of the checkpoint to load, which rank 0 reads later. Collective: all ranks.
 

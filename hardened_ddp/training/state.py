@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -35,6 +35,7 @@ from hardened_ddp.preflight.forward_collectives import check_forwards
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.resources import keep_freed_memory
+from hardened_ddp.settings.config import RunConfig
 from hardened_ddp.step.memory import allocate_ahead
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
@@ -272,30 +273,65 @@ def save_interval_s(size_bytes: int, measured: WriteCost | None) -> float:
     return min(MOST_S, (_LEAST_S + size_bytes / _SPEED) / TRAINING_SHARE)
 
 
+class HasStep(Protocol):
+    """How far a run is, or a loop of the user's own."""
+
+    step: int
+
+
+class Contents(Protocol):
+    """What a checkpoint holds: StepContents of a run, LastCommit (own_loop/) of an own loop."""
+
+    def tensors(self) -> Tensors:
+        """Name the live tensors; nothing is copied."""
+
+    def meta(self, progress: Any) -> dict[str, Any]:  # Any: what save was given; JSON
+        """Give the numbers that belong to them."""
+
+    def volatile(self, tensors: Tensors) -> set[str]:
+        """Name those that may change at any moment: they are copied at once."""
+
+
+class StepContents:
+    """The contents of the checkpoints of a run."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    def tensors(self) -> Tensors:
+        return collect_tensors(self._parts)
+
+    def meta(self, progress: Progress) -> dict[str, Any]:
+        return collect_meta(self._parts, progress)
+
+    def volatile(self, tensors: Tensors) -> set[str]:
+        return volatile_names(self._parts, tensors)
+
+
 class Saver:
     """Writes checkpoints of one run. On ranks other than 0 every call is cheap and does nothing."""
 
-    def __init__(self, parts: Parts, store: CheckpointStore) -> None:
-        self.parts = parts
+    def __init__(
+        self, contents: Contents, store: CheckpointStore, *, group: Group, config: RunConfig
+    ) -> None:
+        self.contents = contents
         self.reads_weights = False
         """A write under way reads the weights: call before_update before they change."""
 
-        self._tracker = parts.group.tracker
-        self._writer = CheckpointWriter(store) if parts.group.launch.is_main else None
+        self._tracker = group.tracker
+        self._writer = CheckpointWriter(store) if group.launch.is_main else None
         self._store = store
         self._saved_step = self._needed_step = -1
         self._in_need = threading.Lock()
         # A checkpoint is due after these steps and epochs; or else when is_time says so.
-        run = parts.config.run
-        self.due_steps = _multiples_of(run.checkpoint_every_steps)
-        self.due_epochs = _multiples_of(run.checkpoint_every_epochs)
-        self._is_auto = run.checkpoint_every_steps is None
-        # Weights, and as a rule two numbers more for each in the optimizer.
-        self._size_bytes = 3 * sum(p.nbytes for p in parts.replica.module.parameters())
+        self.due_steps = _multiples_of(config.checkpoint_every_steps)
+        self.due_epochs = _multiples_of(config.checkpoint_every_epochs)
+        self._is_auto = config.checkpoint_every_steps is None
         self._began_at = time.monotonic()
-        if self._writer is not None and parts.device.type == "cuda":
-            size_bytes = sum(tensor.nbytes for tensor in collect_tensors(parts).values())
-            self._writer.pin_ahead(size_bytes)
+        if self._writer is not None:
+            self._size_bytes = sum(tensor.nbytes for tensor in contents.tensors().values())
+            if group.device.type == "cuda":
+                self._writer.pin_ahead(self._size_bytes)
 
     def is_time(self) -> bool:
         """Say whether a checkpoint is due by the clock, or was when the last one was under way.
@@ -309,7 +345,7 @@ class Saver:
         interval_s = save_interval_s(self._size_bytes, self._writer.cost)
         return time.monotonic() - self._began_at >= interval_s
 
-    def save(self, progress: Progress, *, best: Best | None = None) -> None:
+    def save(self, progress: HasStep, *, best: Best | None = None) -> None:
         """Start writing the state of this step boundary; training goes on beside it. Rank-local."""
         if self._writer is None:
             return
@@ -317,12 +353,12 @@ class Saver:
             try:
                 if best is not None:
                     self._writer.close()  # WHY: a best state must not be passed over as busy
-                tensors = collect_tensors(self.parts)
+                tensors = self.contents.tensors()
                 if self._writer.submit(
                     progress.step,
                     tensors=tensors,
-                    meta=collect_meta(self.parts, progress),
-                    volatile=volatile_names(self.parts, tensors),
+                    meta=self.contents.meta(progress),
+                    volatile=self.contents.volatile(tensors),
                     best=best,
                 ):
                     self.reads_weights = True
@@ -331,13 +367,13 @@ class Saver:
             except CheckpointError as error:
                 self._warn(error)
 
-    def save_last(self, progress: Progress) -> None:
+    def save_last(self, progress: HasStep) -> None:
         """Write the state and wait until it is on the disk. Rank-local. Raises CheckpointError."""
         if self._writer is not None:
             with self._tracker.within(Phase.CHECKPOINT):
                 self.save_in_need(progress)
 
-    def save_in_need(self, progress: Progress, *, tensors: Tensors | None = None) -> None:
+    def save_in_need(self, progress: HasStep, *, tensors: Tensors | None = None) -> None:
         """Do as save_last on whatever rank this is. Rank-local. Raises CheckpointError.
 
         tensors: those of the state; None: the live ones.
@@ -354,15 +390,15 @@ class Saver:
         finally:
             self._in_need.release()
 
-    def _write_now(self, progress: Progress, tensors: Tensors | None) -> None:
+    def _write_now(self, progress: HasStep, tensors: Tensors | None) -> None:
         if self._writer is not None:
             self._writer.close()
             if self._saved_step == progress.step and self._writer.poll() is None:
                 return  # else it failed in the background: once more, and now it must not be silent
         self._store.write(
             progress.step,
-            tensors=collect_tensors(self.parts) if tensors is None else tensors,
-            meta=collect_meta(self.parts, progress),
+            tensors=self.contents.tensors() if tensors is None else tensors,
+            meta=self.contents.meta(progress),
         )
         self._saved_step = progress.step
 

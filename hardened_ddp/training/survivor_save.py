@@ -13,9 +13,9 @@ No collective here: some rank may be dead.
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -33,8 +33,6 @@ from hardened_ddp.ranks.threads import call_within
 from hardened_ddp.reporting.run_json import Json, read_lines
 from hardened_ddp.reporting.sinks import write_text
 from hardened_ddp.step.async_device import Boundary, beside, copy_beside
-from hardened_ddp.step.parts import Parts
-from hardened_ddp.step.progress import Progress
 from hardened_ddp.step.step import Stepper
 from hardened_ddp.training.state import Saver, Tensors, collect_tensors
 
@@ -66,12 +64,17 @@ def save_as_survivor(error: Exception, stepper: Stepper, saver: Saver, folder: P
 
     Never raises: the error that ended training is the one to report.
     """
-    is_seen_early = isinstance(error, NonFiniteError) and not error.reached_weights
-    if not is_seen_early and isinstance(error, _NOT_SAVED):
+    if not is_saved_after(error):
         return
     # WHY first: the other ranks wait for this one, and one of them may be the one that saves
     stepper.parts.group.leave()
     _save(stepper, saver, folder, error=error, limit_s=DEVICE_LIMIT_S)
+
+
+def is_saved_after(error: Exception) -> bool:
+    """Return whether the last state is good, and can be written, after this error."""
+    is_seen_early = isinstance(error, NonFiniteError) and not error.reached_weights
+    return is_seen_early or not isinstance(error, _NOT_SAVED)
 
 
 def save_while_stuck(
@@ -94,23 +97,25 @@ def save_while_stuck(
     _save(stepper, saver, folder, error=error, limit_s=LOCK_LIMIT_S, gone=gone)
 
 
-def refuse_crash_loop(parts: Parts, progress: Progress, folder: Path) -> None:
+def refuse_crash_loop(
+    group: Group, step_here: int, folder: Path, *, next_samples: Callable[[], list[int]] = list
+) -> None:
     """Raise CrashLoopError if the last attempts all failed at a step still to be done. Rank-local.
 
     Only in a restart by the launcher: a person who starts the run again may have fixed the cause.
     """
-    failures = read_failures(folder)[-NUM_ATTEMPTS:] if parts.group.launch.attempt else []
+    failures = read_failures(folder)[-NUM_ATTEMPTS:] if group.launch.attempt else []
     steps = {failure["step"] for failure in failures}
     # WHY may the run stand before it: where nothing can be saved, it resumes from a checkpoint
-    if len(failures) < NUM_ATTEMPTS or len(steps) > 1 or progress.step > (step := steps.pop()):
+    if len(failures) < NUM_ATTEMPTS or len(steps) > 1 or step_here > (step := steps.pop()):
         return
     causes = sorted({str(failure["error"]) for failure in failures})
-    next_samples = parts.next_samples(progress) if progress.step == step else []
-    samples = f". Its samples: {next_samples}" if next_samples else ""
+    found = next_samples() if step_here == step else []
+    samples = f". Its samples: {found}" if found else ""
     raise CrashLoopError(
         f"{NUM_ATTEMPTS} attempts failed at step {step}, one after the other: "
         f"{'; '.join(causes)}{samples}",
-        fix=f"fix the cause; then: {parts.group.launch.command('--resume', folder)}",
+        fix=f"fix the cause; then: {group.launch.command('--resume', folder)}",
     )
 
 
@@ -129,27 +134,59 @@ def _save(
     limit_s: float,
     gone: Sequence[int] = (),
 ) -> None:
-    """Save the last step boundary, here or on another rank; return when it is. Rank-local.
+    """Save the last step boundary, while no other thread commits a step. See save_once.
 
-    While no other thread commits a step. limit_s: how long to wait for a device that runs behind
-    the host. Never raises.
+    limit_s: how long to wait for a device that runs behind the host.
     """
-    group, boundary = stepper.parts.group, None
+
+    def find() -> Rescue:
+        boundary = _find(stepper, limit_s)
+        if boundary is None:
+            return Rescue(stepper.progress.step, None)
+        write = partial(_try_to_write, stepper, saver, folder, boundary, limit_s)
+        return Rescue(boundary.progress.step, None if _warn_if_lost(stepper) else write)
+
+    where = Rescue(stepper.progress.step, None)
+    save_once(stepper.parts.group, folder, find, where=where, error=error, gone=gone)
+
+
+@dataclass(frozen=True, slots=True)
+class Rescue:
+    """A state that this rank can save."""
+
+    step: int
+    write: Callable[[], bool] | None
+    """Write it; False: another rank should try it. None: it can't be saved."""
+
+
+def save_once(
+    group: Group,
+    folder: Path,
+    find: Callable[[], Rescue],
+    *,
+    where: Rescue,
+    error: Exception | None,
+    gone: Sequence[int] = (),
+) -> None:
+    """Save what find finds, here or on another rank; return when it is. Rank-local; never raises.
+
+    where: the step to note as failed if find raises. error: the reason, for the list of failures.
+    gone: ranks whose process ended.
+    """
     try:
         try:
-            boundary = _find(stepper, limit_s)
+            where = find()
         finally:  # WHY also if it raises: a GPU with an error answers nothing; restarts must end
             if error is not None:
-                progress = boundary.progress if boundary else stepper.progress
-                _note_failure(folder, progress.step, error, group)
-        if boundary is None or boundary.progress.step == 0 or _warn_if_lost(stepper):
+                _note_failure(folder, where.step, error, group)
+        if where.write is None or where.step == 0:
             return
         shared = None if group.is_main else group.shared
         has_left = 0 in gone or (shared is not None and shared.has_left(0))
         do_once(
             group.store,
-            f"survivor_save/{boundary.progress.step}",
-            partial(_try_to_write, stepper, saver, folder, boundary, limit_s),
+            f"survivor_save/{where.step}",
+            where.write,
             rank=group.launch.rank,
             world_size=group.world_size,
             head_start_s=0.0 if has_left else HEAD_START_S,

@@ -262,12 +262,10 @@ def test_a_state_of_another_shape_is_laid_out_anew(bench: Bench) -> None:
     assert read_best_step(bench.store.root) == 2
 
 
-def test_the_last_save_waits_for_the_write_in_flight_and_then_writes(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(state_module, "collect_meta", lambda *_: {})
+def test_the_last_save_waits_for_the_write_in_flight_and_then_writes(bench: Bench) -> None:
     saver: Any = Saver.__new__(Saver)
-    saver._writer, saver._store, saver._saved_step, saver.parts = bench.writer, bench.store, 1, None
+    saver._writer, saver._store, saver._saved_step = bench.writer, bench.store, 1
+    saver.contents = SimpleNamespace(meta=lambda progress: {})
     bench.writer.submit(1, tensors=some_state(), meta={})
     threading.Timer(0.05, bench.disk.open).start()
     saver._write_now(SimpleNamespace(step=2), some_state())
@@ -367,13 +365,13 @@ def test_a_save_is_due_when_the_last_one_began_long_enough_ago(
 ) -> None:
     now, saved_at, nothing = 0.0, list[float](), SimpleNamespace(step=1)
     monkeypatch.setattr(state_module, "time", SimpleNamespace(monotonic=lambda: now))
-    for name in ("collect_tensors", "collect_meta", "volatile_names"):
-        monkeypatch.setattr(state_module, name, lambda *_: {})
+    give = dict.fromkeys(("tensors", "meta", "volatile"), lambda *_: {})
     saver: Any = Saver.__new__(Saver)
     cost, submit = WriteCost(5.0, 1.0), lambda *_, **__: True
     saver._writer = SimpleNamespace(is_wanted=False, is_busy=False, cost=cost, submit=submit)
     saver._tracker = SimpleNamespace(within=lambda _: nullcontext())
-    saver.parts, saver._is_auto, saver._size_bytes, saver._began_at = nothing, True, 0, now
+    saver.contents = SimpleNamespace(**give)
+    saver._is_auto, saver._size_bytes, saver._began_at = True, 0, now
     for now in range(0, 1800, 100):
         if saver.is_time():
             saver.save(nothing)

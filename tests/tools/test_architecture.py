@@ -33,7 +33,7 @@ LAYERS = [
     "checkpoint",
     "guard",
 ]
-LAYERS += ["step", "preflight", "training", "export"]
+LAYERS += ["step", "preflight", "training", "export", "own_loop"]
 HANDS_OVER = ("ddp_runs/tools.py",)
 # Packages beside the trainer, and who imports them.
 USERS_OF = {
@@ -88,6 +88,7 @@ ONE_FOR_EACH_FIELD = {
     "data/sources/hub_sets.py": {"open_hub_set"},
     "data/sources/hub_stream.py": {"open_hub_stream"},
     "streams/formats.py": {"open_files"},
+    "own_loop/protect.py": {"protect"},
 }
 
 # What is done, by its full name -> the files that may do it. What stands first counts.
@@ -100,7 +101,10 @@ OWNERS = {
     "os.environ os.environb os.getenv os.putenv os.unsetenv os.getenvb": (
         "ranks/launch.py ddp_doctor/__main__.py ddp_doctor/audit/injected/*"
     ),
-    "torch.distributed.*.DistributedDataParallel torch.nn.parallel.*": ("gradients/*"),
+    # own_loop/registry.py: it unwraps what a user has wrapped
+    "torch.distributed.*.DistributedDataParallel torch.nn.parallel.*": (
+        "gradients/* own_loop/registry.py"
+    ),
     # ddp_drills/injectors.py: a model that misbehaves calls a collective, ends its process
     "torch.distributed.[a-z_]*": ("ranks/group.py gradients/* ddp_drills/injectors.py"),
     "torch.save torch.load safetensors*": "checkpoint/* export/*",
@@ -119,7 +123,10 @@ OWNERS = {
     "sys.exit exit quit": (
         f"ddp_training.py {COMMAND} ddp_doctor/__main__.py ddp_doctor/drill/command.py"
     ),
-    "SystemExit": "ddp_training.py errors.py data/foreign_code.py step/failure.py",  # a user's
+    # what a user's code raises; and what ends the program of a user's own loop
+    "SystemExit": (
+        "ddp_training.py errors.py data/foreign_code.py step/failure.py own_loop/protect.py"
+    ),
     "os._exit": "guard/stop.py ddp_drills/injectors.py",
 }
 

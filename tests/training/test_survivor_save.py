@@ -31,7 +31,7 @@ from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.step.progress import Progress
 from hardened_ddp.training import run as run_module
-from hardened_ddp.training import state, survivor_save
+from hardened_ddp.training import survivor_save
 from hardened_ddp.training.run import hang_subject
 from hardened_ddp.training.state import Saver
 from hardened_ddp.training.survivor_save import (
@@ -238,9 +238,7 @@ def test_a_save_that_fails_keeps_the_first_error(
     assert "could not be saved" in caplog.text
 
 
-def test_two_threads_of_a_rank_that_save_the_same_step_write_it_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_two_threads_of_a_rank_that_save_the_same_step_write_it_once() -> None:
     """The main thread, which lost another rank, and the last resort, after a signal."""
     written: list[int] = []
     begun, may_end = threading.Event(), threading.Event()
@@ -250,15 +248,10 @@ def test_two_threads_of_a_rank_that_save_the_same_step_write_it_once(
         assert may_end.wait(30)
         written.append(step)
 
-    monkeypatch.setattr(state, "collect_meta", lambda *of: {})
-    replica = SimpleNamespace(module=torch.nn.Linear(2, 2))
-    config = SimpleNamespace(
-        run=SimpleNamespace(checkpoint_every_steps=1, checkpoint_every_epochs=0)
-    )
-    group = SimpleNamespace(tracker=None, launch=SimpleNamespace(is_main=False))
-    parts: Any = SimpleNamespace(group=group, config=config, replica=replica)
-    store: Any = SimpleNamespace(write=write)
-    saver = Saver(parts, store)
+    config: Any = SimpleNamespace(checkpoint_every_steps=1, checkpoint_every_epochs=0)
+    group: Any = SimpleNamespace(tracker=None, launch=SimpleNamespace(is_main=False))
+    contents, store = mock.Mock(), mock.Mock(write=write)
+    saver = Saver(contents, store, group=group, config=config)
     progress = Progress(step=7)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(saver.save_in_need, progress, tensors={})
@@ -282,16 +275,14 @@ def test_before_the_first_step_there_is_nothing_to_save(tmp_path: Path) -> None:
 def test_only_failures_at_the_same_step_are_a_crash_loop(tmp_path: Path) -> None:
     for step in (4, 5, 5):
         save_after(StepError("no"), FakeSaver(), tmp_path, step=step)
-    parts: Any = SimpleNamespace(  # Any: all that is asked of Parts
-        next_samples=lambda progress: [1, 2], group=SimpleNamespace(launch=Launch(attempt=3))
-    )
-    refuse_crash_loop(parts, Progress(step=5), tmp_path)
+    group = Group(Launch(attempt=3), torch.device("cpu"))
+    refuse_crash_loop(group, 5, tmp_path)
     save_after(StepError("no"), FakeSaver(), tmp_path, step=5)
     with (tmp_path / "failures.jsonl").open("ab") as file:
         file.write(b'[5]\n{"step": 5}\n\0\xff\n{"step": 5, "err')  # cut off by a crash
-    refuse_crash_loop(parts, Progress(step=6), tmp_path)
+    refuse_crash_loop(group, 6, tmp_path)
     with pytest.raises(CrashLoopError, match=r"3 attempts failed at step 5.*\[1, 2\]"):
-        refuse_crash_loop(parts, Progress(step=5), tmp_path)
+        refuse_crash_loop(group, 5, tmp_path, next_samples=lambda: [1, 2])
 
 
 @pytest.mark.filterwarnings("ignore:Exception in thread last-resort")
@@ -344,11 +335,11 @@ def test_a_failure_after_which_the_device_answers_nothing_is_noted_all_the_same(
         save_after(StepError("rank 0, step 7"), saver, tmp_path, stepper=stepper)
     assert not saver.steps
     assert [failure["step"] for failure in read_failures(tmp_path)] == [7, 7, 7]
-    parts: Any = SimpleNamespace(group=SimpleNamespace(launch=Launch(attempt=3)))
+    group = Group(Launch(attempt=3), torch.device("cpu"))
     # Nothing was saved, so each restart begins at the last checkpoint before that step.
     with pytest.raises(CrashLoopError, match=r"3 attempts failed at step 7, .*rank 0, step 7"):
-        refuse_crash_loop(parts, Progress(step=4), tmp_path)
-    refuse_crash_loop(parts, Progress(step=8), tmp_path)
+        refuse_crash_loop(group, 4, tmp_path)
+    refuse_crash_loop(group, 8, tmp_path)
 
 
 def test_a_process_that_holds_the_descriptors_of_the_last_resort_delays_no_stop() -> None:

@@ -7,6 +7,7 @@ from ddp_doctor.explain.events import Blame, Cause, Tier
 TITLES = {
     "DDP-X01": "base of all our errors: a failure that has a known cause and a next step",
     "DDP-C01": "a setting is unknown, of the wrong type, out of range, or contradicts another one",
+    "DDP-C02": "a loop of the user's own does what protect could not make good after a fault",
     "DDP-L01": "the environment that the launcher left is incomplete or contradicts itself",
     "DDP-G01": "the process group could not be formed: a rank is missing, a port is taken, no route",
     "DDP-G02": "ranks run other code, other settings or other data than rank 0",
@@ -80,7 +81,7 @@ _WORDS = {
 }
 _STEPS_OF = """
 killed-outside: kernel fewer again
-DDP-C01: next help              DDP-L01: clear launch
+DDP-C01: next help              DDP-L01: clear launch          DDP-C02: next
 DDP-G01: port again wait doctor DDP-G02: same doctor again     DDP-G03: traceback again
 DDP-G04: log kernel fewer again DDP-G05: stack again longer
 DDP-D01: next download          DDP-D02: traceback leave       DDP-D03: doctor workers

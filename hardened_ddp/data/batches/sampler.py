@@ -154,12 +154,16 @@ class WindowSampler(DistributedSampler[Any]):
         batch_size: int,
         drop_last: bool = False,
         sampling: Sampling | None = None,
+        least: int = 0,
     ) -> None:
-        """sampling: the order of an epoch, if it is not each sample once."""
+        """sampling: the order of an epoch, if it is not each sample once. least: a last window
+        with fewer samples is joined to the one before it.
+        """
         # WHY drop_last stays False for torch: it would drop other samples than we do.
         super().__init__(dataset, num_replicas=num_replicas, rank=rank, seed=seed)
         self.global_batch = global_batch
         self.batch_size = batch_size
+        self._least = least
         self.size = len(dataset)  # type: ignore[arg-type]  # map-style: it has a length
         # WHY the comparison: if there is only one short window, it is kept: an epoch needs a step.
         self.sampling = sampling
@@ -235,8 +239,12 @@ class WindowSampler(DistributedSampler[Any]):
 
     def windows_of(self, epoch: int, start: int = 0) -> Iterator[Window]:
         """Yield the windows of an epoch from cursor start on."""
-        for begin in range(start, self.end, self.global_batch):
-            yield Window(epoch, begin, min(self.global_batch, self.end - begin))
+        begin = start
+        while begin < self.end:
+            stop = min(begin + self.global_batch, self.end)
+            stop = self.end if self.end - stop < self._least else stop
+            yield Window(epoch, begin, stop - begin)
+            begin = stop
 
     def micro_batches(self, window: Window) -> list[torch.Tensor]:
         """Return the indices of this rank's micro-batches of window; none if its share is empty."""

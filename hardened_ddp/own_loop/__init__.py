@@ -1,0 +1,1 @@
+"""Protection for a training loop of the user's own: read protect.py first."""

@@ -1,0 +1,181 @@
+"""The state of the last commit: what a survivor saves, or nothing.
+
+Owns the rule. At each commit numbers, generators, arrays and buffers are kept by value; of other
+tensors a stamp, pointer and version. A rank learns that another one died in an all-reduce, which
+follows a forward. So before each forward it is noted what was written since the commit, and that is
+copied at later commits (the undo copy): of a GAN the discriminator, of SAM the weights, of a plain
+loop nothing. A survivor takes the copy, else the live tensor if it was not written, else it saves
+nothing. WHY not stamps alone: p.data.add_() and a numpy view change none, and fused optimizers
+change no version: those are seen by a hook, and in some bodies all is copied and compared.
+
+On a GPU the host runs ahead: a commit waits until the device has done the body; and what the host
+has queued behind an update that the device did not begin is not written yet.
+"""
+
+import logging
+import threading
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from functools import partial
+from hashlib import sha256
+from typing import Any, Literal
+
+import torch
+from torch.optim import Optimizer
+
+from hardened_ddp.model.reach import version_of
+from hardened_ddp.own_loop.registry import Registry, Tensors, Tree, is_same
+from hardened_ddp.ranks.threads import call_within
+from hardened_ddp.step.async_device import Event, copy_beside
+from hardened_ddp.training.survivor_save import COPY_LIMIT_S
+
+log = logging.getLogger(__name__)
+
+Undo = Literal["auto", "all"]
+
+NUM_FIRST, INSPECTED_EVERY = 2, 64
+"""Bodies in which all is copied and compared: the first ones after each start, then one of some."""
+
+
+class LastCommit:
+    """The state at the last commit. One lock keeps a thread that saves apart from the loop."""
+
+    def __init__(self, registry: Registry, device: torch.device, *, undo: Undo) -> None:
+        self.registry = registry
+        self.lock = threading.Lock()
+        """Held while the state of a commit is noted, and by whoever saves it: then for good."""
+
+        self.step = 0
+        self.place: Mapping[str, Any] = {}  # Any: JSON
+        self.tree: Tree = None
+        self._undo = undo
+        self._is_gpu = device.type == "cuda"
+        self._device = device
+        self._live: Tensors = {}
+        self._copies: Tensors = {}
+        self._stamps: dict[str, tuple[int, int]] = {}
+        self._needed: set[str] = set()
+        """Tensors that bodies write before a forward: they are copied."""
+
+        self._updated: set[str] = set()
+        """Written by an optimizer since the commit, which a fused one does without a version."""
+
+        self._buffers: set[str] = set()
+        self._is_whole = self.is_inspected = False
+        self._num_bodies = 0
+        self._names: dict[int, list[str]] = {}
+        self._first_update: tuple[Event, set[str]] | None = None
+        """On a GPU, the first update since the commit: where it is queued, what was written."""
+
+    def note(self, step: int, place: Mapping[str, Any]) -> None:  # Any: JSON
+        """Note the state of now as that of a commit. Rank-local."""
+        if self._is_gpu:
+            Event().wait()  # WHY: else a death could lose what the device has not done yet
+        with self.lock:
+            self._is_whole = False
+            self.step, self.place = step, place
+            self.tree, self._live = self.registry.pack()
+            self._names = {}
+            for name, tensor in self._live.items():
+                self._names.setdefault(id(tensor), []).append(name)
+            buffers = (b for m in self.registry.modules.values() for b in m.buffers())
+            # WHY always: BatchNorm changes its averages without changing their version
+            self._buffers = {name for b in buffers for name in self._names.get(id(b), ())}
+            count = self._num_bodies
+            self._num_bodies += 1
+            is_all = count < NUM_FIRST or count % INSPECTED_EVERY == 0 or self._undo == "all"
+            self.is_inspected = is_all and self._undo == "auto"
+            names = self._live.keys() if is_all else self._needed | self._buffers
+            self._copy(names & self._live.keys())
+            self._stamps = {name: _stamp(tensor) for name, tensor in self._live.items()}
+            self._updated, self._first_update = set(), None
+            self._is_whole = True
+
+    @torch.no_grad()
+    def _copy(self, names: Iterable[str]) -> None:
+        before, self._copies = self._copies, {}
+        for name in names:
+            live, old = self._live[name], before.get(name)
+            if old is None or old.shape != live.shape or old.dtype != live.dtype:
+                old = torch.empty_like(live)
+            self._copies[name] = old.copy_(live)
+
+    def written(self) -> set[str]:
+        """Name what was written since the commit, as far as that is seen. Rank-local."""
+        changed = {n for n, tensor in self._live.items() if _stamp(tensor) != self._stamps[n]}
+        return (changed | self._updated) - self._buffers
+
+    def before_forward(self) -> None:
+        """Learn what has to be copied at commits: the next all-reduce may lose a rank."""
+        if self._undo != "auto":
+            return
+        self._needed |= (written := self.written())
+        if self.is_inspected:
+            # WHY bytes: see above
+            for name in self._copies.keys() - written - self._buffers - self._needed:
+                if not is_same(self._copies[name], self._live[name]):
+                    self._needed.add(name)
+
+    def before_update(self, optimizer: Optimizer, name: str) -> set[str]:
+        """Note that an optimizer writes its tensors now; return those that are registered."""
+        with self.lock:  # WHY: a thread that saves holds it until the process ends
+            params = (p for group in optimizer.param_groups for p in group["params"])
+            found = {n for p in params for n in self._names.get(id(p), ())}
+            if self._is_gpu and self._first_update is None:
+                self._first_update = Event(), self.written()
+            self._updated |= found | {n for n in self._live if n.startswith(f"{name}.")}
+            return found
+
+    def digest(self) -> int:
+        """Return a number of what must be alike on all ranks: step, place, numbers, names."""
+        facts = f"{self.step} {self.place} {self.tree} {list(self._live)}"
+        return int(sha256(facts.encode()).hexdigest()[:15], 16)
+
+    def take(self, *, is_beside: bool) -> Tensors | None:
+        """Return the tensors of the last commit; None: what it names in the log is lost.
+
+        is_beside: the main thread may still write to them: they are copied, while it is stuck.
+        """
+        if not self._is_whole:
+            log.warning("a commit is under way: nothing is saved, the last checkpoint stays")
+            return None
+        lost = self._lost()
+        tensors = {n: self._copies.get(n, self._live[n]).detach() for n in self._live}
+        if not lost and is_beside:
+            copy = partial(copy_beside, tensors, self._device)
+            tensors = call_within(copy, COPY_LIMIT_S) if self._is_gpu else copy()
+            lost = self._lost()
+        if not lost:
+            return tensors
+        log.warning(
+            "%s was written since commit %d, and nobody has it as it was: nothing is saved, the "
+            "last checkpoint stays",
+            ", ".join(sorted(lost)[:8]),
+            self.step,
+        )
+        return None
+
+    def _lost(self) -> set[str]:
+        first, written = self._first_update, self.written()
+        if first is not None:
+            with suppress(RuntimeError):  # a GPU with an error
+                written = written if first[0].is_reached() else first[1]
+        return written - self._copies.keys()
+
+    # What the saver asks (training/state.py: Contents)
+
+    def tensors(self) -> Tensors:
+        """Name the tensors, right after a commit; nothing is copied."""
+        return {name: tensor.detach() for name, tensor in self._live.items()}
+
+    def meta(self, progress: Any) -> dict[str, Any]:  # Any: it is this commit; JSON
+        """Give all that is not a tensor."""
+        return {"step": self.step, "place": self.place, "tree": self.tree}
+
+    def volatile(self, tensors: Tensors) -> set[str]:
+        """Name all of them: nobody says when a loop writes to which."""
+        return set(tensors)
+
+
+def _stamp(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), version_of(tensor)

@@ -1,0 +1,597 @@
+"""Protection for a training loop of the user's own: of a GAN, SAM, PPO, or several data sets.
+
+    with protect("runs/gan", G=G, D=D, opt_G=opt_G, opt_D=opt_D) as run:
+        for epoch in run.epochs(10):
+            for real in run.batches(loader):
+                ...
+                run.commit()
+
+What is done between two commits is a body: all of it counts, or nothing. The parts are those of the
+script's runs: sampler, ledger, checkpoints, agreed stop, survivor save, hang watch, run folder.
+Read protect() first, then OwnLoop.commit. What a survivor may save: last_commit.py.
+"""
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
+
+from hardened_ddp.checkpoint.tensors import plan_file
+from hardened_ddp.errors import (
+    CheckpointMismatchError,
+    HardenedError,
+    LaunchError,
+    OwnLoopError,
+    RankMismatchError,
+)
+from hardened_ddp.guard.hang import HangWatch, Subject
+from hardened_ddp.guard.stop import StopRequest
+from hardened_ddp.model.checksum import checksums
+from hardened_ddp.own_loop.batches import Batch, Streams, ledger_start
+from hardened_ddp.own_loop.last_commit import NUM_FIRST, LastCommit, Undo
+from hardened_ddp.own_loop.registry import Registry, names_in
+from hardened_ddp.ranks.group import Group, adopt_group, open_group, place_in_group
+from hardened_ddp.ranks.launch import (
+    Launch,
+    end_with_launcher,
+    environment,
+    keep_nccl_from_exiting,
+    log_failure,
+    prepare_environment,
+    read_launch,
+)
+from hardened_ddp.ranks.phase import Phase, Tracker
+from hardened_ddp.ranks.process import stat_fields
+from hardened_ddp.ranks.seeding import seed_body
+from hardened_ddp.reporting.ending import leave_failed, settle, stop_status
+from hardened_ddp.reporting.goodput import Goodput
+from hardened_ddp.reporting.log import start_logging, stop_logging
+from hardened_ddp.reporting.status_writer import StatusWriter, Work
+from hardened_ddp.reporting.summary import withdraw_summary, write_summary
+from hardened_ddp.settings.config import RunConfig
+from hardened_ddp.settings.typed_command import SCRIPT
+from hardened_ddp.step.failure import errors_told
+from hardened_ddp.training.run import Ending
+from hardened_ddp.training.run_folder import RunFolder, open_folder, read_checkpoint
+from hardened_ddp.training.state import Saved, Saver, Tensors, receive
+from hardened_ddp.training.survivor_save import (
+    LOCK_LIMIT_S,
+    Rescue,
+    is_saved_after,
+    refuse_crash_loop,
+    save_once,
+)
+
+log = logging.getLogger(__name__)
+
+MANY_UPDATES = 1000
+"""Updates without a commit, at which a warning says that nothing would be saved."""
+
+_active: list[Path] = []
+
+
+class Stopped(SystemExit):
+    """A stop was asked for: the state is saved. WHY SystemExit: no line after the loop may run."""
+
+
+class Failed(SystemExit):
+    """An error that the log explains ended the loop: its status says what kind."""
+
+
+@contextmanager
+def protect(
+    folder: str | Path,
+    *,
+    seed: int = 0,
+    save_every: int | Literal["auto"] = "auto",
+    keep_last: int = 3,
+    undo: Undo = "auto",
+    exact_resume: bool = False,
+    hang_after_s: float = 60.0,
+    timeout_s: float = 1800.0,
+    stop_grace_s: float = 30.0,
+    **state: Any,  # Any: the user's objects, by name
+) -> Iterator["OwnLoop"]:
+    """Protect the loop inside, whose state is in folder and in these objects. Collective.
+
+    Loads the newest valid checkpoint into the objects, in place. save_every: commits between two
+    checkpoints. undo: all copies the whole state at each commit. exact_resume: do the first body
+    after a resume twice: DDP sums the first backward of three ranks and more in another order.
+    timeout_s: how long commits wait for other ranks. The others: see ddp_training.py --help.
+    Raises Stopped after a stop, and Failed, which the log explains, or the error of the body.
+    """
+    if _active:
+        raise OwnLoopError(f"protect({str(_active[0])!r}) is not over: one at a time")
+    launch, tracker, group, is_stopped = _read_launch(), Tracker(), None, False
+    start_logging(rank=launch.rank, world_size=launch.world_size, is_guest=True)
+    try:
+        _active.append(Path(folder))
+        group = _join(launch, state, timeout_s=timeout_s, tracker=tracker)  # collective
+        launch = group.launch
+        with errors_told(group):
+            last = LastCommit(Registry(state), group.device, undo=undo)
+            with (
+                StopRequest(group, digest=last.digest) as stop,
+                open_folder(Path(folder), group, keep_last=keep_last) as run,  # collective
+                Goodput(run.folder, tracker, launch, step=run.step) as goodput,
+                HangWatch(group, run.folder, hang_after_s=hang_after_s) as watch,  # collective
+                StatusWriter(run.folder, group) as status,
+            ):
+                parts = group, run, goodput, stop, status
+                loop = OwnLoop(last, parts, seed=seed, save_every=save_every)  # collective
+                loop.begin(exact_resume=exact_resume)  # collective
+                watch.attach(loop.subject)
+                stop.start_last_resort(loop.subject.save, grace_s=stop_grace_s)
+                with _ended_well(loop, stop, watch, status):
+                    yield loop
+                is_stopped = loop.ending is Ending.STOPPED
+    except HardenedError as error:
+        if group is None:
+            log_failure(error)
+        raise Failed(settle(leave_failed(error, launch), environment())) from error
+    except Exception as error:
+        leave_failed(error, launch)
+        raise
+    finally:
+        _active.clear()
+        if group is not None:
+            group.close()
+        stop_logging()
+    if is_stopped:
+        raise Stopped(settle(stop_status(None, environment()), environment()))
+
+
+@contextmanager
+def _ended_well(
+    loop: "OwnLoop", stop: StopRequest, watch: HangWatch, status: StatusWriter
+) -> Iterator[None]:
+    """Save at the end of the loop inside, however it ends. A stop ends here."""
+    try:
+        yield
+        loop.finish()  # collective
+        stop.finish()  # collective
+        loop.ending = Ending.FINISHED
+    except Stopped:
+        loop.save_last()
+        stop.finish()  # collective
+        loop.ending = Ending.STOPPED
+    except BaseException as error:
+        watch.close()  # if a rank hung: this waits for the verdict, and the process ends
+        stop.relieve_last_resort()
+        loop.save_as_survivor(error)
+        if isinstance(error, NameError) and loop.has_done_nothing:
+            raise _unbound(error) from error
+        raise
+    finally:
+        status.close_as(loop.ending)
+        loop.close()
+
+
+class OwnLoop:
+    """What the loop uses of protect."""
+
+    def __init__(
+        self,
+        last: LastCommit,
+        parts: tuple[Group, RunFolder, Goodput, StopRequest, StatusWriter],
+        *,
+        seed: int,
+        save_every: int | Literal["auto"],
+    ) -> None:
+        """Collective: all ranks."""
+        self._last, self._registry, self._seed = last, last.registry, seed
+        self._group, self._run, self._goodput, self._stop, self._status = parts
+        self.step = 0
+        """Commits so far. Read it; commit() counts."""
+
+        self.rng = np.random.default_rng(seed)
+        """Of this rank, new in each body."""
+
+        self.ending = Ending.FAILED
+        self._num_epochs = self._num_steps = 0
+        self._is_in_body = self._has_forward = False
+        self._num_commits = self._num_updates = 0  # the latter since the last commit
+        self._strangers: set[str] = set()
+        self._hooks: list[Any] = []  # Any: torch's handles
+        start = self._group.run_on_main(  # collective
+            lambda: ledger_start(self._run.folder), what="opening the ledger"
+        )
+        self._streams = Streams(self._group, self._run.folder, seed=seed, start=start)
+        self._run.store.call_before_commit(self._streams.sync)
+        plan_file(self._registry.pack()[1])  # raises for what no checkpoint holds
+        every = None if save_every == "auto" else save_every
+        config = RunConfig(checkpoint_every_steps=every)
+        self._saver = Saver(last, self._run.store, group=self._group, config=config)
+        self._main_thread, self._ending = threading.get_ident(), threading.Lock()
+        self.subject = Subject(save=self._save_while_stuck, phase=self._phase_of)
+        """For the watch for hangs."""
+
+        self._stop.watch(self._run.folder)
+
+    # ---- what the user calls
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the epochs that are left, from 0; the first one may be half done."""
+        self._num_epochs = count
+        self._tell_work()
+        while self.epoch < count:
+            yield self.epoch
+            self._streams.place.end_epoch()
+
+    def batches(
+        self, loader: DataLoader[Any], *, name: str = "data", repeat: bool = False
+    ) -> Iterator[Batch]:
+        """Yield this rank's share of each window of an epoch, from the committed place on.
+
+        Of the loader all but its sampler counts: the order is shuffled by the seed. repeat: begin
+        again, in another order, whenever it is over.
+        """
+        found = self._streams.batches(loader, name=name, repeat=repeat, begin=self._begin_body)
+        self._tell_work()
+        return found
+
+    def steps(self, count: int) -> Iterator[int]:
+        """Yield the steps that are left of count, for a loop that makes its data by itself."""
+        self._num_steps = count
+        self._tell_work()
+        while self.step < count:
+            before = self._num_commits
+            yield self._begin_body()
+            if self._num_commits == before:
+                raise OwnLoopError("a body of run.steps ended without run.commit()")
+
+    def commit(self) -> None:
+        """Count what was done since the last commit as one step. Collective: all ranks.
+
+        Raises Stopped if any rank was asked to stop; its state is that of this commit.
+        """
+        if self._strangers:
+            raise OwnLoopError(
+                f"{', '.join(self._strangers)} updates a registered model and is not registered "
+                "itself: its state would be lost",
+                fix="give it to protect by a name, also if it is inside of another optimizer",
+            )
+        self._sync_buffers()  # collective
+        self._streams.write()
+        self._num_commits += 1
+        self._num_updates = 0
+        if self._streams.is_rehearsal:
+            self._end_rehearsal()
+            return
+        self.step += 1
+        # WHY before the vote: a rank that comes this far has the whole step, whoever dies now
+        self._note()
+        tracker = self._group.tracker
+        tracker.end_step(self.step)
+        tracker.enter(Phase.EVALUATION)  # until the next body
+        reason = self._stop.poll()  # collective
+        if not self._stop.is_alike:
+            raise RankMismatchError(
+                f"the ranks differ at commit {self.step}: in their place in the data, or in "
+                "registered numbers, names or generators",
+                fix="register only what is the same on all ranks (a generator must not be seeded "
+                "by the rank), and call run.batches and run.commit on all of them equally often",
+            )
+        if self.step <= self._first_step + NUM_FIRST:
+            self._check_alike()  # collective
+        if reason:
+            self._leave_for(reason)
+        self._goodput.note(self.step)
+        self._saver.tell_errors()
+        if self.step in self._saver.due_steps or self._saver.is_time():
+            self._saver.save(self._last)
+
+    def poll(self) -> None:
+        """Stop if any rank was asked to, in a long evaluation after a commit. Collective.
+
+        Raises Stopped; the next start evaluates again.
+        """
+        if written := self._last.written():
+            raise OwnLoopError(
+                f"run.poll() between an update and its run.commit(): {min(written)} was written"
+            )
+        tracker = self._group.tracker
+        tracker.enter(tracker.phase)  # a sign of life
+        if reason := self._stop.poll():  # collective
+            self._leave_for(reason)
+
+    @property
+    def has_done_nothing(self) -> bool:
+        """Whether no body ended since this start."""
+        return not self._num_commits
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is under way, from 0."""
+        return self._streams.place.epoch
+
+    @property
+    def batch(self) -> int:
+        """The number of the last batch in its epoch, from 0."""
+        return self._streams.batch_index
+
+    # ---- what protect calls
+
+    def begin(self, *, exact_resume: bool) -> None:
+        """Load the newest checkpoint, if there is one. Collective: all ranks."""
+        group, folder = self._group, self._run.folder
+        group.tracker.begin("loading the checkpoint")
+        saved = read_checkpoint(self._run, group)  # collective
+        if saved is not None:
+            self._load(saved)  # collective
+            log.info("resuming %s from step %d", folder, self.step)
+            self._streams.is_rehearsal = exact_resume
+        refuse_crash_loop(group, self.step, folder)
+        self._check_alike()  # collective
+        self._first_step = self.step
+        group.tracker.start_at(self.step)
+        self._goodput.begin(self.step)
+        if group.is_main:
+            withdraw_summary(folder)
+        self._note()
+        for thing in self._registry.given.values():
+            if isinstance(thing, nn.Module):
+                self._hooks.append(thing.register_forward_pre_hook(self._before_forward))
+        # WHY of all optimizers: one that wraps another, or was not registered, shows too
+        self._hooks.append(register_optimizer_step_pre_hook(self._before_update))
+
+    def finish(self) -> None:
+        """Save the last commit at the end of the loop. Collective: all ranks."""
+        if written := self._last.written():
+            raise OwnLoopError(
+                f"{min(written)} was written after the last commit, and would be lost",
+                fix="end each body with run.commit()",
+            )
+        self._group.check_equal({"the number of commits": str(self.step)})  # collective
+        self.save_last()
+
+    def save_last(self) -> None:
+        """Write the last commit and wait until it is on the disk. Rank-local."""
+        if self.step:
+            self._saver.save_last(self._last)
+
+    def save_as_survivor(self, error: BaseException) -> None:
+        """Write the last commit if this rank is the one to do it. Rank-local; never raises."""
+        if isinstance(error, Exception) and not is_saved_after(error):
+            return
+        self._group.leave()
+        self._rescue(error, is_beside=False)
+
+    def close(self) -> None:
+        """Finish the last write; say how the loop ended. Rank-local."""
+        for hook in self._hooks:
+            hook.remove()
+        self._saver.close()
+        self._streams.close()
+        is_over, ending = self.ending is not Ending.FAILED, str(self.ending)
+        self._goodput.note(self.step, is_last=True, ended=ending if is_over else "")
+        if self._group.is_main:
+            write_summary(self._run.folder, {"status": ending, "step": self.step})
+            if is_over:
+                log.info("%s at step %d: %s", ending, self.step, self._run.folder)
+
+    # ---- within a body
+
+    def _begin_body(self) -> int:
+        """Seed the generators if a body begins; return its step."""
+        if not self._is_in_body:
+            self._is_in_body = True
+            self._group.tracker.enter(Phase.FORWARD)
+            self.rng = seed_body(
+                self._seed,
+                step=self.step,
+                rank=self._group.launch.rank,
+                device_type=self._group.device.type,
+            )
+        return self.step
+
+    def _note(self) -> None:
+        self._last.note(self.step, self._streams.place.as_json())
+        self._is_in_body = False
+
+    def _before_forward(self, module: nn.Module, inputs: object) -> None:
+        self._streams.write()
+        self._has_forward |= module.training
+        if torch.is_grad_enabled():
+            self._last.before_forward()
+
+    def _before_update(self, optimizer: Optimizer, *_: object) -> None:
+        self._sync_buffers()  # collective; WHY here: after the last update none is, but commit's
+        named = (name for name, own in self._registry.optimizers.items() if own is optimizer)
+        name = next(named, "")
+        found = self._last.before_update(optimizer, name)
+        if found and not name:
+            self._strangers.add(type(optimizer).__name__)
+        self._num_updates += bool(found)
+        if self._num_updates == MANY_UPDATES:
+            log.warning("%d updates and no run.commit(): nothing would be saved", MANY_UPDATES)
+
+    @torch.no_grad()
+    def _sync_buffers(self) -> None:
+        """Give all ranks rank 0's buffers, which forward changes by each rank's own samples."""
+        if not self._has_forward:
+            return
+        self._has_forward = False
+        kinds: dict[tuple[torch.dtype, torch.device], dict[int, torch.Tensor]] = {}
+        for module in self._registry.modules.values():  # in one order on all ranks
+            for buffer in module.buffers():
+                kinds.setdefault((buffer.dtype, buffer.device), {})[id(buffer)] = buffer
+        for same in kinds.values() if self._group.world_size > 1 else ():
+            buffers = list(same.values())
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            self._group.broadcast_(flat)  # collective
+            sizes = [buffer.numel() for buffer in buffers]
+            for buffer, part in zip(buffers, torch.split(flat, sizes), strict=True):
+                # WHY data: a forward of before may have its backward still to come, which refuses a
+                # buffer of another version
+                buffer.data.copy_(part.view_as(buffer))
+
+    def _end_rehearsal(self) -> None:
+        """Put back the state before the first body, which the loop now does again."""
+        self._streams.is_rehearsal = False
+        tensors = self._last.take(is_beside=False)  # all are copied in the first bodies
+        assert tensors is not None
+        for name, tree in self._last.tree.items():
+            self._registry.load(name, tree, tensors)
+        for module in self._registry.modules.values():
+            module.zero_grad()
+        self._streams.begin(self.step, dict(self._last.place))
+        self._note()
+
+    def _leave_for(self, reason: str) -> None:
+        log.warning("%s: stopping at step %d, saving first", reason, self.step)
+        raise Stopped(0)
+
+    def _tell_work(self) -> None:
+        windows = [stream["window"] for stream in self._streams.place.streams.values()]
+        work = Work(
+            global_batch=max(windows, default=0),
+            epochs=self._num_epochs,
+            epoch=lambda: self.epoch,
+            steps=lambda: self._num_steps or None,
+        )
+        self._status.attach(work)
+
+    # ---- the state
+
+    def _load(self, saved: Saved) -> None:
+        """Put a checkpoint into the objects. Collective. Raises CheckpointMismatchError."""
+        tree: dict[str, Any] = saved.meta.get("tree") or {}  # Any: JSON
+        names, known = list(tree), list(self._registry.things)
+        lacking = [name for name in known if name not in names]
+        unknown = [name for name in names if name not in known]
+        if lacking or unknown:
+            what = f"the checkpoint has no {', '.join(lacking)}; it has {', '.join(names)}"
+            if not lacking:
+                what = f"the checkpoint has {', '.join(unknown)}, which protect is not given"
+            raise CheckpointMismatchError(
+                what if tree else f"{self._run.folder} is a run of ddp_training.py",
+                fix="give protect the same names as before, or another folder",
+            )
+        for name in known:
+            own = receive(self._group, saved, names_in(tree[name]), torch.device("cpu"))
+            self._registry.load(name, tree[name], own)  # the same on all ranks
+        self.step = saved.meta["step"]
+        self._streams.begin(self.step, saved.meta["place"])
+
+    def _check_alike(self) -> None:
+        """Raise RankMismatchError if a registered tensor differs between ranks. Collective."""
+        _, tensors = self._registry.pack()
+        if self._group.world_size == 1 or not tensors:
+            return
+        sums = dict(zip(tensors, checksums(tensors).tolist(), strict=True))
+        everyone = self._group.gather_json(sums)  # collective
+        for rank, theirs in enumerate(everyone):
+            if names := [name for name in everyone[0] if theirs.get(name) != everyone[0][name]]:
+                raise RankMismatchError(
+                    f"{names[0]} and {len(names) - 1} other registered tensors of rank {rank} are "
+                    f"not those of rank 0, after step {self.step}",
+                    fix="wrap each model in DistributedDataParallel, copy an average from the "
+                    "wrapped model, and draw no initial values by the rank",
+                )
+
+    def _rescue(
+        self, error: BaseException | None, *, is_beside: bool, gone: Sequence[int] = ()
+    ) -> None:
+        last = self._last
+
+        def find() -> Rescue:
+            tensors = last.take(is_beside=is_beside)
+            return Rescue(last.step, None if tensors is None else partial(self._write, tensors))
+
+        reason = error if isinstance(error, Exception) else None
+        where = Rescue(last.step, None)
+        save_once(self._group, self._run.folder, find, where=where, error=reason, gone=gone)
+
+    def _write(self, tensors: Tensors) -> bool:
+        try:
+            self._saver.save_in_need(self._last, tensors=tensors)
+        except Exception:  # WHY broad: whatever it is, another rank may be able to save
+            log.warning("the last state could not be saved by this rank", exc_info=True)
+            return False
+        resume = self._group.launch.command()
+        log.warning("the state after step %d is saved; to resume: %s", self._last.step, resume)
+        return True
+
+    def _save_while_stuck(
+        self, error: HardenedError | None = None, gone: Sequence[int] = ()
+    ) -> None:
+        """Save beside a main thread that waits for another rank; the process ends after it."""
+        # WHY no release: whoever saves first ends the process, and the state must not change
+        self._ending.acquire()
+        if not self._last.lock.acquire(timeout=LOCK_LIMIT_S):
+            log.warning("a commit is under way: nothing is saved, the last checkpoint stays")
+            return
+        self._rescue(error, is_beside=True, gone=gone)
+        self._goodput.note(self._last.step, is_last=True)
+
+    def _phase_of(self, host: int) -> int:
+        """Return the phase of this rank: a body that waits for others does so. Any thread.
+
+        By the stack of the main thread. WHY its state: backward of DDP ends with such a wait, and
+        a backward that computes runs.
+        """
+        frame = sys._current_frames().get(self._main_thread)
+        if frame is None or host not in (Phase.FORWARD, Phase.EVALUATION):
+            return host
+        path = frame.f_code.co_filename
+        if "/torch/distributed/" in path or "/torch/nn/parallel/" in path:
+            return Phase.ALL_REDUCE
+        if not path.endswith("/torch/autograd/graph.py"):
+            return host
+        return Phase.ALL_REDUCE if stat_fields(os.getpid())[:1] == ["S"] else Phase.BACKWARD
+
+
+def _unbound(error: NameError) -> OwnLoopError:
+    return OwnLoopError(
+        f"{error}: this start continues at the end of an epoch, so no body was run before",
+        fix="give it a value before the loop; if its value counts, keep it in a registered dict",
+    )
+
+
+def _read_launch() -> Launch:
+    """Read who launched this process; where the program has a group already, that one counts."""
+    try:
+        launch = read_launch(environment())
+    except LaunchError:
+        if not dist.is_initialized():
+            raise
+        launch = Launch()
+    script, given = str(Path(sys.argv[0]).absolute()), sys.argv[1:]
+    words = [script if word == str(SCRIPT) else word for word in launch.start.words]
+    start = replace(launch.start, words=(*words, *given), is_whole=True)
+    return place_in_group(replace(launch, start=start))
+
+
+def _join(launch: Launch, state: dict[str, Any], *, timeout_s: float, tracker: Tracker) -> Group:
+    """Take part in the group of the program, or make one. Collective: all ranks."""
+    end_with_launcher(launch)
+    modules = (thing for thing in state.values() if isinstance(thing, nn.Module))
+    devices = {p.device for module in modules for p in module.parameters()}
+    device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+    if dist.is_initialized():
+        return adopt_group(launch, device=device, timeout_s=timeout_s, tracker=tracker)
+    prepare_environment(launch, environment())
+    keep_nccl_from_exiting(launch, environment())
+    return open_group(  # collective
+        launch,
+        device=device,
+        backend="auto",
+        timeout_s=timeout_s,
+        shared_memory=False,
+        tracker=tracker,
+    )

@@ -1,0 +1,229 @@
+"""The objects that a loop registers by name, as JSON and tensors, and back into them, in place.
+
+WHY no pickle: reading a checkpoint must not run code. So an object is a module, an optimizer or
+another one with state_dict and load_state_dict, a generator, or a dict or list of tensors, arrays,
+numbers, text and None. All else is refused, with its name, when the loop begins.
+"""
+
+import json
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from hardened_ddp.errors import CheckpointMismatchError, OwnLoopError
+
+Tree = Any  # Any: JSON
+Tensors = dict[str, torch.Tensor]
+
+_DICTS = {cls.__name__: cls for cls in (dict, OrderedDict, Counter)}
+_GENERATORS = (np.random.Generator, torch.Generator)
+
+
+class Registry:
+    """The registered objects, by name."""
+
+    def __init__(self, things: Mapping[str, Any]) -> None:  # Any: the user's
+        """Raises OwnLoopError for what can't be saved, or not put back."""
+        self.given = dict(things)
+        self.things = {name: _inner(thing) for name, thing in things.items()}
+        self.modules = {n: t for n, t in self.things.items() if isinstance(t, nn.Module)}
+        self.optimizers = {n: t for n, t in self.things.items() if isinstance(t, Optimizer)}
+        for name, thing in self.things.items():
+            can_load = hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+            in_place = (dict, list, torch.Tensor, np.ndarray, *_GENERATORS)
+            if not (can_load or isinstance(thing, in_place)):
+                kind = type(thing).__name__
+                why = f"it is a {kind}, without state_dict and load_state_dict"
+                if thing is None or isinstance(thing, bool | int | float | str | tuple):
+                    why = "protect can't set your variable on resume; put it in a dict"
+                raise OwnLoopError(f"{name}={thing!r:.40}: {why}")
+        if not things:
+            raise OwnLoopError("protect was given no object: nothing would be saved")
+        known = {id(tensor) for tensor in self.pack()[1].values()}
+        for name, optimizer in self.optimizers.items():
+            if lost := sum(id(p) not in known for p in _parameters(optimizer)):
+                raise OwnLoopError(
+                    f"{name} updates {lost} tensors of no registered model: register it, too"
+                )
+
+    def pack(self) -> tuple[Tree, Tensors]:
+        """Return the state of all: JSON, and the tensors that it names, by name. Nothing is copied.
+
+        What is not a tensor in the object is one here, and belongs to nobody else.
+        """
+        tensors: Tensors = {}
+        tree = {name: _pack(_state_of(t), name, tensors) for name, t in self.things.items()}
+        return tree, tensors
+
+    def load(self, name: str, tree: Tree, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put the state of one object into it. Raises CheckpointMismatchError if it can't."""
+        thing, state = self.things[name], _unpack(tree, tensors)
+        try:
+            if isinstance(thing, np.random.Generator):
+                thing.bit_generator.state = state
+            elif isinstance(thing, torch.Generator):
+                thing.set_state(state)
+            elif isinstance(thing, dict | list | torch.Tensor | np.ndarray):
+                if _put(thing, state) is not thing:
+                    raise ValueError(f"it was {_kind(state)}, and is {_kind(thing)}")
+            else:
+                thing.load_state_dict(state)
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _mismatch(f"{name}: {error}") from error
+        now: Tensors = {}
+        if _sorted(_pack(_state_of(thing), name, now)) != _sorted(tree):
+            raise _mismatch(f"{name}: its numbers are others after load_state_dict")
+        if changed := [n for n in now if not is_same(now[n], tensors[n])]:
+            raise _mismatch(f"{name}: {changed[0]} is another after load_state_dict")
+
+
+def names_in(tree: Tree) -> list[str]:
+    """List the tensors that a tree names."""
+    if isinstance(tree, list):
+        return [name for part in tree for name in names_in(part)]
+    if not isinstance(tree, dict):
+        return []
+    kind, content = next(iter(tree.items()))
+    return [content] if kind in ("tensor", "array") else names_in(content)
+
+
+def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have the same bytes, also where they are NaN."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    first, second = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
+    return torch.equal(first, second.to(first.device))
+
+
+def _sorted(tree: Tree) -> str:
+    """Write a tree without the order of its dicts. WHY text: NaN is not equal to itself."""
+    if isinstance(tree, list):
+        return f"[{', '.join(map(_sorted, tree))}]"
+    if not isinstance(tree, dict):
+        return json.dumps(tree)
+    kind, content = next(iter(tree.items()))
+    if kind in _DICTS:
+        return f"{{{', '.join(sorted(f'{key!r}: {_sorted(part)}' for key, part in content))}}}"
+    return f"{kind} {_sorted(content)}"
+
+
+def _mismatch(text: str) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        f"the checkpoint does not fit the objects of this loop: {text}",
+        fix="build them as in the run that wrote it, or give protect another folder",
+    )
+
+
+def _kind(value: object) -> str:
+    shape = tuple(value.shape) if isinstance(value, torch.Tensor | np.ndarray) else ""
+    return f"{type(value).__name__}{shape}"
+
+
+def _inner(thing: Any) -> Any:  # Any: the user's
+    """Unwrap what DDP and torch.compile make of a module: its names don't depend on them."""
+    thing = getattr(thing, "_orig_mod", thing)
+    if isinstance(thing, DistributedDataParallel):
+        thing = thing.module
+    return getattr(thing, "_orig_mod", thing)
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _state_of(thing: Any) -> Any:  # Any: the user's
+    if isinstance(thing, nn.Module):
+        return thing.state_dict(keep_vars=True)  # WHY: p.data = x shows in the parameter only
+    if isinstance(thing, np.random.Generator):
+        return thing.bit_generator.state
+    if isinstance(thing, torch.Generator):
+        return thing.get_state()
+    return thing.state_dict() if hasattr(thing, "state_dict") else thing
+
+
+def _pack(value: Any, name: str, tensors: Tensors) -> Tree:  # Any: the user's
+    """Return value as JSON; its tensors and arrays go to tensors. Raises OwnLoopError."""
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if isinstance(value, torch.Tensor):
+        name = _free(name, tensors)
+        tensors[name] = value
+        return {"tensor": name} if value.is_cpu else {"tensor": name, "on": value.device.type}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        name = _free(name, tensors)
+        tensors[name] = torch.from_numpy(np.array(value))  # WHY a copy: it has no version
+        return {"array": name}
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        return {"scalar": [value.dtype.str, value.item()]}
+    if kind in (list, tuple):
+        parts = [_pack(part, f"{name}.{i}", tensors) for i, part in enumerate(value)]
+        return {kind.__name__: parts}
+    if kind in _DICTS.values() or (isinstance(value, dict) and "." not in name):
+        pairs = [[_key(k, name), _pack(v, f"{name}.{k}", tensors)] for k, v in value.items()]
+        return {kind.__name__ if kind in _DICTS.values() else "dict": pairs}
+    raise OwnLoopError(
+        f"{name} is a {kind.__name__}: it can't be saved without pickle",
+        fix="keep it as numbers, text, tensors or arrays, in dicts and lists; or give its object "
+        "the methods state_dict and load_state_dict that return and take such",
+    )
+
+
+def _free(name: str, tensors: Tensors) -> str:
+    """Return a name that no tensor has: {1: a, "1": b} gives the same one twice."""
+    return name if name not in tensors else _free(f"{name}'", tensors)
+
+
+def _key(key: Any, name: str) -> Tree:  # Any: the user's
+    if type(key) not in (bool, int, float, str):
+        raise OwnLoopError(
+            f"{name} has the key {key!r:.40}: only text and numbers are saved without pickle"
+        )
+    return key
+
+
+def _unpack(tree: Tree, tensors: Mapping[str, torch.Tensor]) -> Any:  # Any: the user's
+    if not isinstance(tree, dict):
+        return tree
+    kind, content = next(iter(tree.items()))
+    if kind == "tensor":
+        return tensors[content].detach().clone().to(tree.get("on", "cpu"))
+    if kind == "array":
+        return tensors[content].numpy().copy()
+    if kind == "scalar":
+        return np.dtype(content[0]).type(content[1])
+    if kind in ("list", "tuple"):
+        parts = [_unpack(part, tensors) for part in content]
+        return parts if kind == "list" else tuple(parts)
+    found: dict[Any, Any] = _DICTS[kind]()  # Any: the user's
+    found.update({key: _unpack(part, tensors) for key, part in content})
+    return found
+
+
+@torch.no_grad()
+def _put(old: Any, new: Any) -> Any:  # Any: the user's
+    """Return new; where old has its kind and shape, in the object that old is."""
+    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+        if old.shape == new.shape and old.dtype == new.dtype:
+            return old.copy_(new)
+    elif isinstance(old, np.ndarray) and isinstance(new, np.ndarray):
+        if old.shape == new.shape and old.dtype == new.dtype:
+            old[...] = new
+            return old
+    elif isinstance(old, dict) and isinstance(new, dict):
+        kept = {key: _put(old.get(key), value) for key, value in new.items()}
+        old.clear()
+        old.update(kept)
+        return old
+    elif isinstance(old, list) and isinstance(new, list):
+        before = [*old, *[None] * len(new)]
+        old[:] = [_put(was, value) for was, value in zip(before, new, strict=False)]
+        return old
+    return new

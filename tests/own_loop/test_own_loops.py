@@ -1,0 +1,276 @@
+"""Own loops under protect: after any fault the same command ends in the undisturbed run's bits."""
+
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hardened_ddp.errors import HangError, OwnLoopError, PeerLostError
+from tests.harness.marks import slow_after
+from tests.harness.processes import ROOT
+from tests.harness.ranks import run_command
+from tests.own_loop import faults
+from tests.own_loop.faults import (
+    EVERY_RANK,
+    Fault,
+    body_of,
+    checkpoints_of,
+    is_exact,
+    launch,
+    run_folder,
+    state_of,
+    text_of,
+)
+
+LOOPS = ("gan", "sam", "average", "ppo", "two_sets")
+KILLED, LEFT, MISUSED = -9, PeerLostError.exit_status, OwnLoopError.exit_status
+STEP = 5  # of a fault: of the first epoch, and after the bodies in which all is copied
+HIDDEN = "w.add_(c) -> w.data.add_(c)", "w.sub_(c) -> w.data.sub_(c)"
+State = tuple[Any, ...]
+
+
+@pytest.fixture(autouse=True)
+def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., State]:
+    """Give the last state of a loop to which nothing happens."""
+
+    @cache
+    def state(text: str, world_size: int = 2) -> State:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder := tmp_path_factory.mktemp("undisturbed"))
+            launch(text, world_size).ok()
+            assert is_exact(folder) == ""
+            return state_of(folder)
+
+    return state
+
+
+def restart(text: str, truth: State, world_size: int = 2) -> None:
+    """Run it again to its end, with the bits and the samples of the undisturbed run."""
+    launch(text, world_size).ok()
+    assert state_of(Path()) == truth
+    assert is_exact(Path()) == ""
+
+
+def kills_of(name: str, *changes: str, seed: int = 0) -> list[Any]:  # Any: pytest's
+    """List a kill before each line of the body, and some at random moments."""
+    body, choose = body_of(text_of(name, *changes)), random.Random(f"{name} {seed}")
+    kills = [Fault(act="kill", rank=choose.randrange(2), step=STEP, line=line) for line in body]
+    for _ in range(2):
+        moment = {"line": body[0], "after_s": choose.uniform(1e-4, 6e-3)}
+        kills.append(
+            Fault(act="kill", rank=choose.randrange(2), step=choose.randrange(3, 10), **moment)
+        )
+    return [(name, changes, kill) for kill in kills]
+
+
+CASES = [case for name in LOOPS for case in kills_of(name)] + kills_of("sam", *HIDDEN)[::4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "changes", "kill"), CASES)
+def test_a_rank_that_is_killed_anywhere_costs_no_commit(
+    name: str, changes: tuple[str, ...], kill: Fault, undisturbed: Callable[..., State]
+) -> None:
+    text = text_of(name, *changes)
+    truth = undisturbed(text)
+    finished = launch(text, fault=kill)
+    assert sorted(finished.statuses) == [KILLED, LEFT], finished.describe()
+    saved = checkpoints_of(Path())[-1]  # WHY one more: the other rank may have finished its body
+    assert saved in (kill.step, kill.step + 1) or kill.after_s
+    restart(text, truth)
+
+
+def test_a_rank_that_is_killed_between_two_updates_costs_no_commit(
+    undisturbed: Callable[..., State],
+) -> None:
+    text = text_of("gan", "epochs(2) -> epochs(1)")
+    line = next(n for n in body_of(text) if "loss_G = " in text.splitlines()[n - 1])
+    finished = launch(text, fault=Fault(act="kill", line=line))
+    assert sorted(finished.statuses) == [KILLED, LEFT], finished.describe()
+    assert checkpoints_of(Path())[-1] == STEP
+    restart(text, undisturbed(text))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["what is there", "stamps alone"])
+def test_other_rules_of_what_a_survivor_saves_give_other_bits(
+    rule: str, undisturbed: Callable[..., State]
+) -> None:
+    """The controls: without the rule the tests above would see it."""
+    changes = HIDDEN if rule == "stamps alone" else ()
+    text = text_of("sam", *changes)
+    line = next(n for n in body_of(text) if "loss = " in text.splitlines()[n - 1])
+    before = faults.save_what_is_there if rule == "what is there" else faults.trust_stamps
+    launch(text, fault=Fault(act="kill", line=line + 1, step=STEP), before=before)
+    launch(text, before=before).ok()
+    assert state_of(Path()) != undisturbed(text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_stop_on_any_rank_stops_all_at_one_commit(
+    name: str, undisturbed: Callable[..., State]
+) -> None:
+    text = text_of(name)
+    finished = launch(text, fault=Fault(act="stop", line=body_of(text)[0]))
+    assert finished.statuses == (0, 0), finished.describe()
+    assert "SIGTERM: stopping at step" in finished.outputs[0]
+    assert checkpoints_of(Path())[-1] < undisturbed(text)[0]["step"]
+    restart(text, undisturbed(text))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOOPS)
+def test_an_exception_in_the_body_is_raised_on_and_costs_no_commit(
+    name: str, undisturbed: Callable[..., State]
+) -> None:
+    text = text_of(name)
+    finished = launch(text, fault=Fault(act="raise", line=body_of(text)[1]))
+    assert finished.statuses == (LEFT, 1), finished.describe()
+    assert "a mistake of the user's own" in finished.outputs[0]  # of the other rank
+    assert checkpoints_of(Path())[-1] == STEP
+    restart(text, undisturbed(text))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOOPS)
+def test_if_all_ranks_are_killed_the_last_checkpoint_stands(
+    name: str, undisturbed: Callable[..., State]
+) -> None:
+    text = text_of(name, "protect( -> protect(save_every=3, folder=")
+    kill = Fault(act="kill", rank=EVERY_RANK, step=8, line=body_of(text)[-1])
+    assert launch(text, fault=kill).statuses == (KILLED, KILLED)
+    assert checkpoints_of(Path()) == [3, 6]
+    restart(text, undisturbed(text_of(name)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "world_size"), [("gan", 1), ("two_sets", 3), ("average", 3)])
+def test_other_numbers_of_ranks_take_the_same_samples_in_each_step(
+    name: str, world_size: int, undisturbed: Callable[..., State]
+) -> None:
+    text = text_of(name)
+    launch(text, fault=Fault(act="stop", line=body_of(text)[0])).ok()
+    launch(text, world_size).ok()
+    assert is_exact(Path()) == ""
+    meta, truth = state_of(Path())[0], undisturbed(text)[0]
+    assert (meta["step"], meta["place"]) == (truth["step"], truth["place"])
+
+
+@pytest.mark.slow
+def test_three_ranks_resume_to_the_same_bits_with_exact_resume(
+    undisturbed: Callable[..., State],
+) -> None:
+    text = text_of("sam", "protect( -> protect(exact_resume=True, folder=")
+    truth = undisturbed(text, 3)
+    launch(text, 3, fault=Fault(act="stop", line=body_of(text)[0])).ok()
+    restart(text, truth, 3)
+
+
+@pytest.mark.slow
+def test_a_rank_that_makes_no_progress_is_named_and_costs_no_commit(
+    undisturbed: Callable[..., State],
+) -> None:
+    text = text_of("gan", "protect( -> protect(hang_after_s=2.0, folder=")
+    line = next(n for n in body_of(text) if "loss_G = " in text.splitlines()[n - 1])
+    finished = launch(text, fault=Fault(act="hang", line=line, step=STEP))
+    assert finished.statuses == (HangError.exit_status,) * 2, finished.describe()
+    assert f"rank 1, step {STEP}, forward" in finished.output
+    assert "rank 0 waits in all-reduce" in finished.output
+    [stacks] = (run_folder(Path()) / "hangs").iterdir()
+    assert "own_loop.py" in (stacks / "rank_1.txt").read_text(encoding="utf-8")
+    assert checkpoints_of(Path())[-1] == STEP
+    restart(text, undisturbed(text_of("gan")))
+
+
+MISTAKES = {
+    "no registered model": ("model=model, ", ""),
+    "not registered itself": (", opt=opt", ""),
+    "put it in a dict": ("opt=opt", "opt=opt, best=0.0"),
+    "can't be saved without pickle": ("opt=opt", "opt=opt, log={'seen': {1}}"),
+    "was written after the last commit": ("run.commit()", "pass"),
+    "no object": ("model=model, opt=opt", ""),
+    "its sampler (WeightedRandomSampler) is not used": (
+        "DataLoader(few, 10)",
+        "DataLoader(few, 10, sampler=torch.utils.data.WeightedRandomSampler([1.0] * 60, 60))",
+    ),
+    "an IterableDataset has no place": (
+        "DataLoader(few, 10)",
+        "DataLoader(type('S', (torch.utils.data.IterableDataset,), {'__iter__': iter})(), 10)",
+    ),
+    "is not over: one at a time": ("run.commit()", "protect('runs/b', m=model).__enter__()"),
+    "has given all of epoch 0 already": ("run.epochs(2)", "range(2)"),
+    "run.poll() between an update": ("run.commit()", "run.poll()"),
+    "two loaders are named": ("run.batches(unlabeled)", "run.batches(unlabeled, name='labeled')"),
+    "the ranks differ at commit": (
+        "opt=opt)",
+        "opt=opt, draw=__import__('numpy').random.default_rng(dist.get_rank()))",
+    ),
+    "of rank 1 are not those of rank 0": (
+        "opt=opt)",
+        "opt=opt, noise=[torch.ones(2) * dist.get_rank()])",
+    ),
+}
+
+
+@pytest.mark.parametrize("text", slow_after(1, MISTAKES))
+def test_a_mistake_is_one_error_that_says_what_to_do(text: str) -> None:
+    old, new = MISTAKES[text]
+    program = text_of("two_sets", f"{old} -> {new}")
+    finished = launch(program, 2)
+    assert set(finished.statuses) <= {MISUSED, LEFT}, finished.describe()
+    assert MISUSED in finished.statuses
+    assert text in finished.output
+    assert "Traceback" not in finished.output
+
+
+@pytest.mark.slow
+def test_other_names_on_resume_are_refused_and_nothing_is_loaded() -> None:
+    text = text_of("ppo", "steps(12) -> steps(4)")
+    launch(text).ok()
+    finished = launch(text.replace("critic=critic, ", "").replace("opt=opt", "best=[1], opt=opt"))
+    assert set(finished.statuses) == {MISUSED}
+    assert "[DDP-C02] opt updates 4 tensors of no registered model" in finished.output
+    finished = launch(text.replace("opt=opt", "other=[1], opt=opt"))
+    assert "the checkpoint has no other; it has actor, critic, opt" in finished.output
+
+
+@pytest.mark.slow
+def test_a_name_that_only_the_body_sets_is_explained_after_a_resume_at_an_epochs_end() -> None:
+    text = text_of("sam", "print(epoch, log -> print(epoch, loss")
+    fault = Fault(act="raise", step=10, line=max(body_of(text)) + 1)
+    assert 1 in launch(text, fault=fault).statuses
+    finished = launch(text)
+    assert set(finished.statuses) <= {MISUSED, LEFT}
+    assert "'loss' is not defined: this start continues at the end of an epoch" in finished.output
+
+
+@pytest.mark.slow
+def test_under_a_real_torchrun_the_same_command_continues_after_a_kill(
+    undisturbed: Callable[..., State], tmp_path: Path
+) -> None:
+    """Real ends of processes, and torchrun's store."""
+    text = text_of("gan")
+    lines = text.splitlines()
+    number = next(n for n in body_of(text) if "loss_G = " in lines[n - 1])
+    indent = " " * (len(lines[number - 1]) - len(lines[number - 1].lstrip()))
+    kill = "if run.step == 5 and dist.get_rank() == 1: __import__('os').kill(0, 9)"
+    lines.insert(number - 1, indent + kill.replace("kill(0", "kill(__import__('os').getpid()"))
+    argv = ["torchrun", "--standalone", "--nproc_per_node=2", "loop.py"]
+    env = {"PYTHONPATH": str(ROOT)}
+    (tmp_path / "loop.py").write_text("\n".join(lines), encoding="utf-8")
+    first = run_command(argv, timeout_s=120, env=env, cwd=tmp_path)
+    assert first.status
+    assert "to resume: torchrun --standalone --nproc_per_node=2 loop.py" in first.stderr
+    (tmp_path / "loop.py").write_text(text, encoding="utf-8")
+    assert "resuming" in run_command(argv, timeout_s=120, env=env, cwd=tmp_path).ok().stderr
+    assert state_of(tmp_path) == undisturbed(text)
+    assert is_exact(tmp_path) == ""
