@@ -86,17 +86,11 @@ class Condition:
         return False
 
     def worst(self, steps: Sequence[Mapping[str, Any]]) -> float:  # Any: JSON
-        """Return how near it came to hold in some steps; infinite if it held in one."""
-        if any(self.holds(step) for step in steps):
-            return math.inf
+        """Return how far it went towards this condition in some steps; NaN counts as infinite."""
         values = [float(step[self.name]) for step in steps if self.name in step]
         sign = -1.0 if self.op.startswith("<") else 1.0
-        return max((sign * value for value in values), default=0.0) if self.op else 0.0
-
-    def is_clear(self, worst: float, best: float) -> bool:
-        """Return whether something helps about as much as the best that was found."""
-        limit = -self.limit if self.op.startswith("<") else self.limit
-        return not self.op or limit - worst >= (limit - best) / 2
+        found = [sign * value if math.isfinite(value) else math.inf for value in values]
+        return max(found, default=0.0) if self.op or math.inf in found else 0.0
 
     def measure(self, norms: Callable[[str], float]) -> dict[str, float]:
         """Return what it asks of the weights. norms: the norm of a layer; of all for ''."""

@@ -350,7 +350,7 @@ def blame(
     def peak(at: int, without: list[int] | None) -> float:
         steps = replay.trial(state, last, at=at, without=without)  # collective
         found["trials"] += 1
-        return condition.worst(steps)
+        return math.inf if any(map(condition.holds, steps)) else condition.worst(steps)
 
     found: Found = {"step": None, "alone": [], "together": [], "rows": [], "trials": 0}
     # WHY the best of them: next to a limit any change may do. WHY the oldest: of equally good ones
@@ -370,8 +370,9 @@ def blame(
         if (value := peak(step, [sample])) < math.inf:
             alone[sample] = value
     if alone:
-        best = min(alone.values())
-        clear = [sample for sample in alone if condition.is_clear(alone[sample], best)]
+        # WHY not all: next to a limit any change may do. Those that help at least half as much:
+        least = (condition.worst(replay.trial(state, last)) + min(alone.values())) / 2
+        clear = [sample for sample, value in alone.items() if value <= least]
         found["alone"] = sorted(clear, key=lambda sample: alone[sample])
         return found
     counts = range(2, len(samples))

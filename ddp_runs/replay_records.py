@@ -196,8 +196,11 @@ def in_order(rows: Sequence[Json]) -> list[Json]:
     By the change of the gradient without each of them, where samples are not independent.
     """
 
-    def weight(row: Json) -> float:
-        value = float(row["change"] if "change" in row else row["norm"])
-        return -value if math.isfinite(value) else -math.inf
+    def weight(row: Json) -> tuple[float, float]:
+        change = row["change"] if "change" in row else row["norm"]
+        values = float(change), float(row["loss"])
+        # WHY the loss too: where one sample is NaN, all gradients of its batch may be
+        first, second = (-value if math.isfinite(value) else -math.inf for value in values)
+        return first, second
 
     return sorted(rows, key=weight)
