@@ -60,6 +60,9 @@ def run_diff(options: Mapping[str, str], *, output: TextIO) -> int:
         print(f"equal in all {counted(len(shared), 'step')} that both have", file=output)
         return 0
     step, what = parted
+    seeds = [(own["settings"].get("--seed"), own["num_samples"]) for own in facts]
+    if what == "data" and seeds[0] != seeds[1]:  # a place in another order
+        what = "samples"
     print(f"they part at step {step}: {_PARTED[what]}", file=output)
     for line in reasons(one, two, shared, step, what, facts):
         print(f"  {line}", file=output)

@@ -70,7 +70,9 @@ def code_in_use() -> dict[str, str]:
         file = getattr(module, "__file__", None) or ""
         path = Path(file).resolve()
         is_installed = path.is_relative_to(library) or _PACKAGES & set(path.parts)
-        is_ours = name == "__main__" or any(path.is_relative_to(place) for place in ours)
+        is_ours = name in ("__main__", "__mp_main__") or any(
+            path.is_relative_to(place) for place in ours
+        )
         if path.suffix == ".py" and not is_installed and not is_ours and path.is_file():
             found[name] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     program = hashlib.sha256()
