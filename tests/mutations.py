@@ -121,7 +121,7 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         ('down += max(0.0, attempt["began_at"] - attempts[index - 1]["now"])', "pass", "goodput"),
     ],
     "checkpoint/folder.py": [
-        ("if step not in protected", "", "checkpoint_files"),
+        ("if step not in kept", "", "checkpoint_files"),
         (
             "and path.name != step_folder_name(manifest.step)",
             "and False",
@@ -224,9 +224,9 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         )
     ],
     "model/checksum.py": [
-        ("torch.dot(part, row[: len(part)])", "part.sum()", "numbers"),
+        ("int(words.dot(low[: len(words)]))", "int(words.sum())", "numbers"),
         ("words.bitwise_xor_(upper.bitwise_and_(", "words.add(upper.bitwise_and_(", "numbers"),
-        ("((upper, factors[1]),", "((piece, factors[1]),", "numbers"),
+        ("int(upper.dot(high[: len(words)]))", "int(words.dot(high[: len(words)]))", "numbers"),
     ],
     "preflight/memory_format.py": [
         ("        is_chosen = all(", "        is_chosen = any(", "memory_format"),
