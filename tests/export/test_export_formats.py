@@ -157,4 +157,5 @@ def test_what_the_tests_install_of_the_extras_has_the_same_versions() -> None:
     names = {line.partition("==")[0] for line in extras & dev}
     needed = {"huggingface_hub", "transformers", "accelerate", "onnx", "onnxscript"}
     assert names == needed
-    assert {line.partition("==")[0] for line in extras - dev} == {"datasets", "wandb"}
+    others = {"datasets", "wandb", "mlflow", "peft", "s3fs"}
+    assert {line.partition("==")[0] for line in extras - dev} == others
