@@ -22,6 +22,7 @@ from hardened_ddp.settings.earlier_run import (
     NoSuchRun,
     find_run,
 )
+from hardened_ddp.settings.record import read_back
 from hardened_ddp.settings.rules import (
     COMMAND_LINE,
     DEFAULT,
@@ -143,13 +144,16 @@ def _earlier_run(chosen: _Layer, *, is_named: bool) -> tuple[Path | None, _Layer
             told = f"{where} continues {folder}, which is another run; leave out one of them"
             where = place("run_name", chosen.sources["run_name"])
             raise NoSuchRun(told)
+        text = (folder / SAVED_SETTINGS).read_text("utf-8", "replace")
     except NoSuchRun as error:
         told = str(error).replace("--resume ", "") if is_named else str(error)
         return None, _Layer(problems=[f"{where}: {told}"], is_complete=False)
     except OSError as error:
         problem = f"{where}: {error.filename} can't be read: {error.strerror}"
         return None, _Layer(problems=[problem], is_complete=False)
-    layer = _layer(str(folder / SAVED_SETTINGS), apart_from=NOT_INHERITED)
+    # WHY: what another version saved with its default, and this one has no more, changes nothing
+    gone = {n for n, _, source in read_back(text) if source == DEFAULT and n not in SETTINGS}
+    layer = _layer(str(folder / SAVED_SETTINGS), apart_from={*NOT_INHERITED, *gone})
     return folder, replace(layer, sources=dict.fromkeys(layer.values, RUN))
 
 

@@ -167,6 +167,14 @@ class TestContinuedRun:
         Path("my.yaml").write_text("resume: runs/first\n")
         assert settings_of("--config my.yaml").config.loop.epochs == 2
 
+    def test_a_default_of_a_setting_that_is_gone_since_is_no_problem(self) -> None:
+        saved = make_run("first") / "config.yaml"
+        text = saved.read_text()
+        saved.write_text(f"{text}split_by_length: false  # default\n")
+        assert settings_of("--resume runs/first").run_folder is not None
+        saved.write_text(f"{text}split_by_length: true  # command line\n")
+        assert "split_by_length: no such setting" in problem_of("--resume runs/first")
+
     def test_newest_is_the_run_whose_checkpoints_changed_last(self) -> None:
         without = make_run("without_checkpoint", step=None)
         assert "no run with a checkpoint in runs" in problem_of("--resume newest")
