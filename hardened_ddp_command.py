@@ -47,7 +47,7 @@ def main() -> None:
         launcher, own = split_words(sys.argv[1:])
         if launcher and own[:1] and own[0] in COMMANDS and own[0] not in WITH_RANKS:
             raise _error(f"{own[0]} is one process: leave out {' '.join(launcher)}")
-        if _is_for_ranks(own) and (launcher or needs_torchrun(env)):
+        if is_for_ranks(own) and (launcher or needs_torchrun(env)):
             sys.exit(start_ranks(launcher, own, env))
     except HardenedError as error:
         print(f"{PROGRAM}: error {error}", file=printed(sys.stderr))
@@ -164,8 +164,10 @@ def _world_size(numbers: Mapping[str, str], env: Mapping[str, str]) -> int:
     return nodes * ranks
 
 
-def _is_for_ranks(own: Sequence[str]) -> bool:
-    command = own[0] if own and not own[0].startswith("-") else TRAIN
+def is_for_ranks(own: Sequence[str]) -> bool:
+    """Whether several ranks can do what these words ask for."""
+    words = own[1:] if own and Path(own[0]).name == SCRIPT.name else own
+    command = words[0] if words and not words[0].startswith("-") else TRAIN
     return command in WITH_RANKS and not {"--help", "-h", "--version"}.intersection(own)
 
 

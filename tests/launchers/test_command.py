@@ -13,7 +13,7 @@ from hardened_ddp.settings import typed_command
 from hardened_ddp.settings.schema import SETTINGS
 from hardened_ddp.settings.typed_command import own_command, pip_command
 from hardened_ddp.settings.wording import TORCHRUN_OPTIONS, TORCHRUN_SWITCHES
-from hardened_ddp_command import check_numbers, split_words
+from hardened_ddp_command import check_numbers, is_for_ranks, split_words
 from tests.harness.processes import ROOT
 from tests.harness.ranks import run_command
 from tests.launcher_environments import PYTORCH_JOB, TORCHRUN, TRAIN_JOB
@@ -35,6 +35,21 @@ def test_torchruns_options_are_split_from_our_own() -> None:
     assert split_words(audit) == ([], audit)
     with pytest.raises(ConfigError, match="nnodes: has no value"):
         split_words(["--nnodes"])
+
+
+@pytest.mark.parametrize(
+    ("words", "has_ranks"),
+    [
+        ("", True),
+        ("--cpu_only", True),
+        ("evaluate runs/a", True),
+        ("ddp_training.py --cpu_only", True),  # as launch.py writes it
+        ("explain LOG", False),
+        ("--help", False),
+    ],
+)
+def test_ranks_are_started_for_what_ranks_can_do(words: str, has_ranks: bool) -> None:
+    assert is_for_ranks(words.split()) is has_ranks
 
 
 def test_torchrun_has_these_options_and_no_other_and_no_setting_has_the_name_of_one() -> None:
