@@ -299,12 +299,11 @@ MISTAKES = (
          "    for"),
     ], ["clipped-before-unscale"], "clipping"),
     Case("a detach too many", "finetune", [
-        ("F.relu(self.neck(self.backbone(x)))\n", "F.relu(self.neck(self.backbone(x))).detach()\n"),
         ("        return self.fc(F.relu(self.neck(self.backbone(x))))",
          "        h = F.relu(self.neck(self.backbone(x))).detach()" + HERE
          + "        return self.fc(h)"),
         ("find_unused_parameters=False", "find_unused_parameters=True"),
-    ][1:], ["parameter-never-moves"], "parameters"),
+    ], ["parameter-never-moves"], "parameters"),
     Case("the optimizer knows only the head", "finetune", [
         ("    head = [p for p in model.parameters() if p.requires_grad]\n",
          "    head = [*model.fc.parameters()]" + HERE),
