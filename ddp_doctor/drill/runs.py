@@ -153,12 +153,15 @@ class Case:
                     kill_all()
             if fired_at and gone_s is None and not ranks & alive.keys():
                 gone_s = round(now - fired_at, 1)
+            ticks = sum(of_one for of_one, _ in alive.values())
+            states = {state for _, state in alive.values()}
             told = [path.stat().st_mtime for path in self.home.glob("records*/*")]
             if (newest := max([began, *told])) != heard_at:
-                heard_at, used = newest, sum(alive.values())
+                heard_at, used = newest, ticks
             silent_s = max(silent_s, now - heard_at)
-            used_s = (sum(alive.values()) - used) / os.sysconf("SC_CLK_TCK")
-            is_idle = used_s < IDLE_SHARE * (now - heard_at)
+            used_s = (ticks - used) / os.sysconf("SC_CLK_TCK")
+            # WHY the states: on a busy machine it waits for a processor (R) or for the disk (D)
+            is_idle = used_s < IDLE_SHARE * (now - heard_at) and not states & {"R", "D"}
             if now - heard_at > self.plan.hang_after_s * (1 if is_idle else BUSY_TIMES):
                 why = "hung"
             elif now - began > self.plan.limit_s:  # a machine that has become slow is no hang
@@ -217,8 +220,8 @@ def _copy_output(process: "subprocess.Popen[bytes]", log: IO[bytes], wait_s: flo
         wait_s = 0.0
 
 
-def living() -> dict[int, int]:
-    """Find the processes below this one, and the CPU time of each in ticks."""
+def living() -> dict[int, tuple[int, str]]:
+    """Find the processes below this one: the CPU time of each in ticks, and its state."""
     children: dict[int, list[tuple[int, list[str]]]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):  # it has just ended
@@ -230,7 +233,7 @@ def living() -> dict[int, int]:
         for pid, parts in children.get(todo.pop(), ()):
             todo.append(pid)
             if parts[0] not in "ZX":
-                found[pid] = int(parts[11]) + int(parts[12])
+                found[pid] = int(parts[11]) + int(parts[12]), parts[0]
     return found
 
 

@@ -53,7 +53,7 @@ def test_a_hang_is_ended_at_its_limit_and_a_program_that_saves_nothing_starts_ag
     tmp_path: Path,
 ) -> None:
     source = LOOP.replace("if step % 5 == 0 and", "if False and")
-    done = run_drill(source, tmp_path, "--faults=hang", "--hang_after=5", "--step=7", "--copy")
+    done = run_drill(source, tmp_path, "--faults=hang", "--hang_after=20", "--step=7", "--copy")
     assert done.status == 1, done.output
     [row] = json.loads(done.stdout)["faults"]
     assert row["ended"] == "hung"
