@@ -76,6 +76,8 @@ def test_a_state_goes_over_nccl_where_there_is_one(
             attributes=SimpleNamespace(load=nothing),
         ),
         precision=SimpleNamespace(scaler=None),
+        average=None,
+        base={},
         sampler=SimpleNamespace(restore=nothing),
         schedule=None,
     )
