@@ -243,7 +243,8 @@ class Mirror:
         if self._objects is None:
             self._objects = Objects(self.url)
         objects = self._objects
-        name = f"{snapshot.step:09d}-{self.claim}-{uuid.uuid4().hex[:12]}"
+        # WHY by claim and time, not by step: after a rollback the newest is of an earlier step
+        name = f"{self.claim}-{time.time():017.6f}-{snapshot.step}-{uuid.uuid4().hex[:8]}"
         files: dict[str, Mapping[str, Any]] = {}
         for place, path in snapshot.files():
             known = self._sent.get(place)
@@ -270,7 +271,7 @@ class Mirror:
         best = read_best_step(self.folder / CHECKPOINTS_NAME)
         kept: dict[int, str] = {}  # of each step the newest manifest
         for name in names:
-            step = int(name[:9])
+            step = _step_of(name)
             if step not in kept and (len(kept) < self.keep_last or step == best):
                 kept[step] = name
         entries = [_read_manifest(objects, name) for name in kept.values()]
@@ -332,20 +333,20 @@ def fetch(url: str, folder: Path) -> None:
         return  # there is nothing, or it is not of this run, which open_mirror refuses
     newest = str(_read_json(objects, NEWEST).get("manifest", ""))
     names = objects.names(MANIFESTS)[::-1]
-    names = sorted(names, key=lambda name: name != newest)  # the pointer first, then by step
+    names = sorted(names, key=lambda name: name != newest)  # the pointer first, then by age
     at_least = -1 if here is None else here.step + 1
     rejected = 0
     for name in names:
-        if int(name[:9]) < at_least:
-            continue
         try:
+            if _step_of(name) < at_least:
+                break  # what is here is as new
             size_bytes = _fetch_one(objects, name, folder)
         except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
             log.warning("passed over the checkpoint %s of %s: %s", name, url, error)
             rejected += 1
             continue
         text = "fetched the checkpoint of step %d (%.1f MB) from %s"
-        log.info(text, int(name[:9]), size_bytes / 1e6, url)
+        log.info(text, _step_of(name), size_bytes / 1e6, url)
         break
     else:
         if rejected and here is None:
@@ -362,7 +363,7 @@ def _fetch_one(objects: Objects, name: str, folder: Path) -> int:
     files = _read_manifest(objects, name)
     make_folders(folder / CHECKPOINTS_NAME, disk=Disk())
     aside = folder / f"{_ASIDE}{uuid.uuid4().hex[:12]}"
-    final = f"{CHECKPOINTS_NAME}/{step_folder_name(int(name[:9]))}"
+    final = f"{CHECKPOINTS_NAME}/{step_folder_name(_step_of(name))}"
     try:
         for place, entry in files.items():
             target = aside / place
@@ -384,6 +385,10 @@ def _fetch_one(objects: Objects, name: str, folder: Path) -> int:
         if aside.is_dir():
             remove_tree(aside, disk=Disk())
     return sum(entry["size_bytes"] for entry in files.values())
+
+
+def _step_of(manifest_name: str) -> int:
+    return int(manifest_name.split("-")[2])
 
 
 def _read_manifest(objects: Objects, name: str) -> dict[str, dict[str, Any]]:

@@ -81,7 +81,7 @@ def test_only_the_newest_and_the_best_are_kept_and_nothing_that_no_manifest_name
     objects = Objects(url)
     objects.write("data/000000009-000001-crashed/part", b"left over")
     write_steps(run, url, 2, 3, 4).close()
-    steps = {int(name[:9]) for name in objects.names("manifests")}
+    steps = {int(name.split("-")[2]) for name in objects.names("manifests")}
     assert steps == {1, 3, 4} or steps == {3, 4}  # 1 if the store still has it: it is the best
     named = set()
     for name in objects.names("manifests"):
@@ -97,15 +97,24 @@ def test_an_invalid_checkpoint_is_named_and_passed_over(
     caplog.set_level("INFO")
     url = url_of(tmp_path)
     write_steps(tmp_path / "r", url, 1, 2).close()
-    for state in (tmp_path / "mirror").rglob("000000002-*/**/state.safetensors"):
+    for state in (tmp_path / "mirror").rglob("*-2-*/**/state.safetensors"):
         state.write_bytes(state.read_bytes()[:-1] + b"x")
     assert fetched_step(url, tmp_path / "empty" / "r") == "step-000000001"
-    assert "passed over the checkpoint 000000002-" in caplog.text
+    assert "passed over the checkpoint 000001-" in caplog.text
     assert "fetched the checkpoint of step 1" in caplog.text
     for state in (tmp_path / "mirror").rglob("state.safetensors"):
         state.unlink()
     with pytest.raises(CheckpointError, match=r"none of the \d checkpoints"):
         fetch(url, tmp_path / "another" / "r")
+
+
+def test_after_a_rollback_the_newest_is_of_an_earlier_step(tmp_path: Path) -> None:
+    url, run = url_of(tmp_path), tmp_path / "r"
+    write_steps(run, url, 1, 9).close()
+    shutil.rmtree(run / "checkpoints" / "step-000000009")
+    write_steps(run, url, 2, keep_last=1).close()
+    assert fetched_step(url, tmp_path / "empty" / "r") == "step-000000002"
+    assert fetched_step(url, run) == "step-000000002"  # which has it already
 
 
 def test_a_hostile_manifest_writes_nothing_outside_of_the_run(tmp_path: Path) -> None:
@@ -131,7 +140,7 @@ def test_a_second_run_is_refused_and_an_older_start_stops_sending(
     open_mirror(url, other, is_new=False)  # the same run, on another machine
     first.close()
     assert "another start of this run has taken over" in caplog.text
-    assert json.loads(Objects(url).read("newest.json"))["manifest"].startswith("000000001-000001")
+    assert json.loads(Objects(url).read("newest.json"))["manifest"].startswith("000001-")
 
 
 def test_a_store_that_fails_costs_no_step_and_is_tried_again(
