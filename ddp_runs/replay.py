@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ddp_runs.replay_records import Digests, Start, differing, in_order, read_digests
-from hardened_ddp.checkpoint.folder import Found, find_newest, step_folder_name
+from hardened_ddp.checkpoint.folder import Found, find_newest, list_steps, step_folder_name
 from hardened_ddp.errors import ConfigError, HardenedError, RunFolderError
 from hardened_ddp.ranks.launch import environment
 from hardened_ddp.reporting.run_json import read_lines
@@ -165,6 +165,12 @@ def replay(run: Path, wish: Wish, *, output: TextIO) -> Replayed:
 
 
 def _no_step(run: Path, step: int, last: int) -> ConfigError:
+    if any(saved > last + 1 for saved in list_steps(run / CHECKPOINTS_NAME)):
+        return ConfigError(
+            f"{run} left no digest of step {step}: they end at step {last}, as --digests auto does "
+            "where they take more than 1.5 % of a step",
+            fix=f"train with --digests on: {own_command('--digests', 'on')}",
+        )
     return ConfigError(
         f"{run} has no step {step}: the last one is {last}",
         fix=own_command("replay", run, "--step", str(last)),

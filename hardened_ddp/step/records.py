@@ -65,7 +65,7 @@ class Records:
         # On a device that runs behind: what is to come into _rows.
         self._waiting: tuple[torch.Tensor, torch.Tensor] | None = None
         self._numbers: torch.Tensor | list[int] = [0, 0]
-        self._is_judged = wanted == "on"
+        self._is_judged, self._is_too_costly = wanted == "on", False
         self._began_at = self._cost_s = 0.0
         self._num_steps = 0
 
@@ -88,7 +88,7 @@ class Records:
                 order_of=sampling.order if sampling and parts.group.is_main else None,
             )
             self._left_out.begin(start)
-        if run.digests == "off":
+        if run.digests == "off" or self._is_too_costly:
             return
         start = parts.group.run_on_main(  # collective
             lambda: next_start(folder, DIGESTS), what="opening the digests"
@@ -204,8 +204,11 @@ class Records:
         self._is_judged = True
         wall_s = time.perf_counter() - self._began_at
         cost = self._cost_s / max(1e-9, wall_s)
-        is_over = self._parts.group.run_on_main(lambda: cost > MOST_COST, what="digests")
-        if is_over:  # collective
+        is_over = self._parts.group.run_on_main(  # collective
+            lambda: cost > MOST_COST, what="digests"
+        )
+        self._is_too_costly = bool(is_over)
+        if is_over:
             self._end_digests()
             log.info(
                 "no digests of steps from here on: they take %.1f %% of a step of %.2f ms; with "
