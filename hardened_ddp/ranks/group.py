@@ -238,8 +238,9 @@ class Group:
         """Leave the process group. Rank-local for gloo; all ranks for NCCL. Safe to call twice."""
         if self.shared is not None:
             self.shared.close()
-        if self.is_adopted and self.control is not None and not self.is_broken:
-            dist.destroy_process_group(self.control)
+        if self.is_adopted:
+            if self.control is not None and not self.is_broken:
+                dist.destroy_process_group(self.control)
         elif dist.is_initialized() and not (self.is_broken and self.backend == "nccl"):
             # WHY not then: NCCL would wait here for data that the dead rank never sends.
             dist.destroy_process_group()

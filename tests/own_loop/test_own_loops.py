@@ -1,5 +1,6 @@
 """Own loops under protect: after any fault the same command ends in the undisturbed run's bits."""
 
+import difflib
 import random
 from collections.abc import Callable
 from functools import cache
@@ -71,7 +72,8 @@ def kills_of(name: str, *changes: str, seed: int = 0) -> list[Any]:  # Any: pyte
     return [(name, changes, kill) for kill in kills]
 
 
-CASES = [case for name in LOOPS for case in kills_of(name)] + kills_of("sam", *HIDDEN)[::4]
+# Of all these, as many as there is time for; a change of the rule is tried with [::1].
+CASES = [case for name in LOOPS for case in kills_of(name)[1::5]] + kills_of("sam", *HIDDEN)[3::9]
 
 
 @pytest.mark.slow
@@ -115,7 +117,7 @@ def test_other_rules_of_what_a_survivor_saves_give_other_bits(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", ["average", "two_sets"])
 def test_a_stop_on_any_rank_stops_all_at_one_commit(
     name: str, undisturbed: Callable[..., State]
 ) -> None:
@@ -128,7 +130,7 @@ def test_a_stop_on_any_rank_stops_all_at_one_commit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", ["sam", "ppo"])
 def test_an_exception_in_the_body_is_raised_on_and_costs_no_commit(
     name: str, undisturbed: Callable[..., State]
 ) -> None:
@@ -141,7 +143,7 @@ def test_an_exception_in_the_body_is_raised_on_and_costs_no_commit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", ["gan", "ppo"])
 def test_if_all_ranks_are_killed_the_last_checkpoint_stands(
     name: str, undisturbed: Callable[..., State]
 ) -> None:
@@ -251,6 +253,24 @@ def test_a_name_that_only_the_body_sets_is_explained_after_a_resume_at_an_epochs
     finished = launch(text)
     assert set(finished.statuses) <= {MISUSED, LEFT}
     assert "'loss' is not defined: this start continues at the end of an epoch" in finished.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_programs_own_process_group_lives_on_after_the_loop(world_size: int) -> None:
+    launch(text_of("ppo", "steps(12) -> steps(3)") + "dist.barrier()\n", world_size).ok()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOOPS)
+def test_an_example_runs_without_protect_too_and_few_lines_differ(name: str) -> None:
+    plain, protected = (faults.EXAMPLES / kind / f"{name}.py" for kind in ("plain", "protected"))
+    launch(plain.read_text(encoding="utf-8")).ok()
+    words = [path.read_text(encoding="utf-8").split("\n") for path in (plain, protected)]
+    before, after = ([line.strip() for line in lines if line.strip()] for lines in words)
+    changed = [line for line in difflib.ndiff(before, after) if line[0] in "+-"]
+    assert sum(line[0] == "+" for line in changed) <= 10
+    assert sum(line[0] == "-" for line in changed) <= 10
 
 
 @pytest.mark.slow
