@@ -12,7 +12,6 @@ from hardened_ddp.reporting.ending import MOST_STARTS
 from tests.harness.ranks import Running, run_command, start_command
 from tests.harness.run_folder import last_tensors, only_run, read_summary
 
-pytestmark = pytest.mark.slow
 COMMAND = [sys.executable, "-m", "hardened_ddp_command"]
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
 LIMIT_S = 120
@@ -32,6 +31,7 @@ def wait_for_steps(running: Running, output: Path) -> None:
     running.wait_for(metrics.exists, timeout_s=60, what="a step")
 
 
+@pytest.mark.slow
 def test_a_stop_in_a_pod_is_3_and_the_same_command_goes_on_to_the_same_weights(
     tmp_path: Path,
 ) -> None:
@@ -69,12 +69,14 @@ def test_a_lost_rank_is_75_with_its_reason_in_the_termination_log(tmp_path: Path
     assert "DDP-G04" in log.read_text()
 
 
+@pytest.mark.slow
 def test_a_mistake_is_2_whoever_finds_it(tmp_path: Path) -> None:
     argv = [*COMMAND, "--nproc_per_node=2", "--cpu_only", "--model", "no_such_model"]
     finished = run_command([*argv, "--output_dir", tmp_path], timeout_s=LIMIT_S)
     assert finished.status == 2, finished.describe()
 
 
+@pytest.mark.slow
 def test_starts_without_progress_end_with_1_at_the_limit(tmp_path: Path) -> None:
     words = [*COMMAND, *run_words(tmp_path / "pace", tmp_path / "runs"), "--time_limit", "1s"]
     assert run_command(words, env=POD, timeout_s=LIMIT_S).status == 3
@@ -88,6 +90,7 @@ def test_starts_without_progress_end_with_1_at_the_limit(tmp_path: Path) -> None
     assert f"{MOST_STARTS} starts of" in finished.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher",
     [
