@@ -18,8 +18,7 @@ usage: ./launch_examples.sh [--dry-run] PRESET [more arguments for its command]
    8    continue the newest run in one process (on all GPUs: 2 --resume newest)
    9    TensorBoard on all runs
   10    doctor: what is wrong with this machine?
-  test  the quick tests, 3 minutes (--all: everything, 16; also --hostile and --soak);
-        first with --torch 2.15.0: with this torch, in an environment of its own
+  test  the quick tests, 3 minutes (--all: everything; --hostile, --soak; first --torch 2.15.0)
 
 --dry-run prints the command, quoted for the shell, and does nothing else.
 TEXT

@@ -121,6 +121,7 @@ class TestCheck:
         assert (checked / "calls").read_text().splitlines() == [
             "setup.sh --dev --print_python",
             "python -m pip install --quiet -r requirements-extras.txt",
+            "python -m venv .venv-tools",
             "python -m ruff format --check --quiet .",
             "python -m ruff check --quiet .",
             "python -m mypy",

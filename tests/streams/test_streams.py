@@ -159,7 +159,7 @@ def test_fewer_shards_than_ranks_are_shared_and_said(tmp_path: Path) -> None:
     argv = [*STEADY, "--output_dir", tmp_path, "--epochs", "1", *arguments(lengths=[70, 30])]
     done = train(argv, 3).ok()
     assert "2 shards for 3 ranks: each rank reads all samples" in done.output
-    assert ledger_of(only_run(tmp_path)) == "epoch 0: 100 samples, each exactly once\n"
+    assert ledger_of(only_run(tmp_path)).startswith("epoch 0: 100 samples, each exactly once\n")
 
 
 def test_a_stream_with_another_number_of_shards_is_refused(tmp_path: Path) -> None:
