@@ -122,7 +122,7 @@ class MovingAttributes:
         now = {**self._copy_all(), **(self._before or {})}
         changed = _changed(self._first, now)
         self._take_up(changed)
-        found = {name: as_json(now.get(name, ABSENT)) for name in changed}
+        found = {n: as_json(now.get(n, ABSENT), self._first.get(n)) for n in changed}
         return {name: data for name, data in found.items() if data != ["kept", None]}
 
     def load(self, saved: Mapping[str, Any]) -> None:

@@ -167,10 +167,20 @@ def _fill(kind: str, target: Any, content: Any) -> Any:
     return target
 
 
-def as_json(copy: Copy) -> Any:
-    """Write a copy as JSON; from_json reads it."""
+def as_json(copy: Copy, built: Copy | None = None) -> Any:
+    """Write a copy as JSON; from_json reads it.
+
+    built: the value as its process has built it. What an object still has as in it is not written:
+    it may be right in that process only, such as a file descriptor.
+    """
+    if copy == built:
+        return ["kept", None]
     if copy.kind in _AS_THEY_ARE:
         return copy.content
+    if built is not None and copy.kind == built.kind == "object":
+        old = {key.content: part for key, part in built.content}
+        pairs = [(key, as_json(part, old.get(key.content))) for key, part in copy.content]
+        return ["object", [[as_json(key), part] for key, part in pairs]]
     return [copy.kind, None if copy.kind == "kept" else _each(as_json, copy.content)]
 
 

@@ -324,6 +324,26 @@ def test_what_cannot_be_saved_or_differs_is_named_before_the_first_step(tmp_path
     assert max(lines.index(unsaved), lines.index(own), lines.index(made)) < first
 
 
+class OfProcess:
+    """Has a number that is right in this process only, beside one that changes."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor, self.count, self.inner = descriptor, 0, Clock()
+
+
+def test_what_an_object_has_as_it_was_built_is_no_part_of_a_checkpoint() -> None:
+    models = [nn.Sequential(Mixed()) for _ in range(2)]
+    kept = []
+    for descriptor, model in enumerate(models, start=7):
+        model[0].log = OfProcess(descriptor)
+        kept.append(MovingAttributes(model))
+    models[0][0].log.count = 3
+    models[0][0].log.inner.extra = [4]
+    kept[1].load(json.loads(json.dumps(kept[0].state())))
+    log = models[1][0].log
+    assert (log.descriptor, log.count, log.inner.extra) == (8, 3, [4])
+
+
 def test_a_model_without_such_attributes_pays_nothing_in_a_step() -> None:
     attributes = MovingAttributes(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     assert (attributes.watched, attributes.shared, attributes.state()) == ((), (), {})
