@@ -440,4 +440,4 @@ def _changes(trials: Sequence[Json], step: int) -> list[str]:
             for side, each in (("with", one), ("without", two))
             if each["error"]
         ]
-    return lines
+    return [*lines, "  A model with dropout draws other masks for the rows that are left."]
