@@ -55,7 +55,7 @@ BUDGETS = {
     "hardened_ddp_command.py": 180,
     "ddp_doctor/*": 13_650,
     "ddp_runs/*": 3_940,
-    "hardened_ddp/*": 33_555,
+    "hardened_ddp/*": 33_565,
     "hardened_ddp/gradients/*": 765,
     "hardened_ddp/settings/*": 2_680,
     "hardened_ddp/step/*": 2_495,
@@ -64,7 +64,7 @@ BUDGETS = {
     "hardened_ddp/checkpoint/*": 2_180,
     "hardened_ddp/training/*": 3_195,
     "hardened_ddp/export/*": 565,
-    "hardened_ddp/model/*": 3_290,
+    "hardened_ddp/model/*": 3_300,
     "hardened_ddp/preflight/*": 950,
     "hardened_ddp/ranks/*": 2_910,
     "hardened_ddp/guard/*": 1_535,
@@ -72,7 +72,7 @@ BUDGETS = {
     "hardened_ddp/streams/*": 2_620,
     "ddp_drills/*": 2_570,
     "launchers/*": 710,
-    "tests/*": 37_955,
+    "tests/*": 37_975,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.
