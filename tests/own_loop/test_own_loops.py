@@ -85,6 +85,10 @@ def test_a_rank_that_is_killed_anywhere_costs_no_commit(
     truth = undisturbed(text)
     finished = launch(text, fault=kill)
     assert sorted(finished.statuses) == [KILLED, LEFT], finished.describe()
+    if name == "average" and not checkpoints_of(Path()):
+        # its all-reduce between update and commit fails: nothing is saved, the last one stands
+        restart(text, truth)
+        return
     saved = checkpoints_of(Path())[-1]  # WHY one more: the other rank may have finished its body
     assert saved in (kill.step, kill.step + 1) or kill.after_s
     restart(text, truth)
