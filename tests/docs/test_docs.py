@@ -57,6 +57,12 @@ TYPED_TEST = "test_ddp_training.py::test_a_command_as_typed_trains_and_leaves_a_
 # Commands that are not run here, and the test that does run them. Those of its table TYPED, too.
 ELSEWHERE = {
     "./launch_examples.sh test": "tests/stages.py::run_stage",  # the one under way
+    "./launch_examples.sh test --torch 2.15.0": (
+        "tests/docs/test_setup.py::test_another_torch_gets_an_environment_of_its_own"
+    ),
+    "python ddp_training.py export runs/lora --format peft": (
+        "tests/model/test_adapters.py::test_lora_of_a_gpt2_is_a_small_checkpoint_and_is_exported_alone_and_merged"
+    ),
     # it needs network; there with a server of its own, and as typed without any
     "python download.py --dataset mnist --model resnet18 --data_dir data": (
         "tests/data/test_download.py::test_without_network_the_command_says_what_to_do_by_hand"
