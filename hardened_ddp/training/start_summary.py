@@ -45,7 +45,7 @@ def tell_start(settings: Resolved, parts: Parts, progress: Progress) -> None:
         kept = run.keep_last + run.keep_milestones + 1
         lines.append(
             f"checkpoints: at most {run.keep_milestones} of the whole run besides the last "
-            f"{run.keep_last} and the best, {kept * size_mb:,.0f} MB on the disk in all"
+            f"{run.keep_last} and the best, about {kept * size_mb:,.0f} MB with AdamW's state"
         )
     if parts.group.is_main:
         is_again = progress.step or parts.group.launch.attempt
