@@ -404,7 +404,9 @@ class OwnLoop:
         self._is_in_body = False
 
     def _before_forward(self, module: nn.Module, inputs: object) -> None:
-        self._streams.write()
+        # WHY not in an evaluation: zip may have taken a batch that no body gets, to be given back
+        if module.training or torch.is_grad_enabled():
+            self._streams.write()
         self._has_forward |= module.training
         if torch.is_grad_enabled():
             self._last.before_forward()

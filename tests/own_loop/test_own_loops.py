@@ -158,6 +158,19 @@ def test_if_all_ranks_are_killed_the_last_checkpoint_stands(
     restart(text, undisturbed(text_of(name)))
 
 
+def test_an_evaluation_after_the_epoch_costs_no_sample_that_zip_took_too_many(
+    undisturbed: Callable[..., State],
+) -> None:
+    text = text_of("two_sets")
+    end = "        if dist.get_rank() == 0:\n"
+    evaluation = (
+        "        with torch.no_grad():\n            model.eval()(z)\n        model.train()\n"
+    )
+    launch(text.replace(end, evaluation + end)).ok()
+    assert state_of(Path()) == undisturbed(text)
+    assert is_exact(Path()) == ""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "world_size"), [("gan", 1), ("two_sets", 3), ("average", 3)])
 def test_other_numbers_of_ranks_take_the_same_samples_in_each_step(
