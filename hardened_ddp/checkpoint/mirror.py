@@ -292,10 +292,10 @@ def mirror_url(mirror: str, run_name: str) -> str:
     return f"{mirror.rstrip('/')}/{run_name}"
 
 
-def open_mirror(url: str, folder: Path, *, is_new: bool) -> str:
+def open_mirror(url: str, folder: Path) -> str:
     """Take over the mirror of a run for this start; return the claim. On rank 0.
 
-    is_new: nothing may be there. Raises RunFolderError if it belongs to another run.
+    Raises RunFolderError if it belongs to another run, which each one is for a new folder.
     """
     objects, place = Objects(url), folder / ID_NAME
     for left in folder.glob(f"{_ASIDE}*"):
@@ -307,7 +307,7 @@ def open_mirror(url: str, folder: Path, *, is_new: bool) -> str:
             owner = mine = mine or uuid.uuid4().hex
             write_text(place, json.dumps({"id": mine}) + "\n")
             objects.create(OWNER, json.dumps({"id": mine}).encode())
-        if mine != owner or is_new:
+        if mine != owner:
             raise FileExistsError
         number = 1 + max((int(name[:6]) for name in objects.names(CLAIMS)), default=0)
         claim = f"{number:06d}"

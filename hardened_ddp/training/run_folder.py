@@ -167,7 +167,7 @@ def open_run(settings: Resolved, group: Group) -> RunFolder:
             claim = ""
             if url or (is_new and config.run.mirror):
                 url = url or mirror_url(config.run.mirror, folder.name)
-                claim = with_tries(partial(open_mirror, url, folder, is_new=is_new), url=url)
+                claim = with_tries(partial(open_mirror, url, folder), url=url)
         except (RunFolderError, CheckpointError):
             lock.release()
             raise

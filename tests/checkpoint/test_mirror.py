@@ -36,7 +36,7 @@ def write_steps(run: Path, url: str, *steps: int, keep_last: int = 2) -> Mirror:
 
     run.mkdir(exist_ok=True)
     (run / "config.yaml").write_text("epochs: 1\n")
-    mirror = Mirror(url, run, open_mirror(url, run, is_new=False), keep_last)
+    mirror = Mirror(url, run, open_mirror(url, run), keep_last)
     store = CheckpointStore(run / "checkpoints", keep_last=keep_last)
     for step in steps:
         mirror.take(store.write(step, tensors={"w": torch.full((1000,), step)}, meta={}))
@@ -117,6 +117,22 @@ def test_after_a_rollback_the_newest_is_of_an_earlier_step(tmp_path: Path) -> No
     assert fetched_step(url, run) == "step-000000002"  # which has it already
 
 
+def test_a_new_run_starts_a_mirror_of_its_own_and_takes_over_no_other(tmp_path: Path) -> None:
+    argv = [
+        *TRAIN,
+        "--resume",
+        "never",
+        "--max_steps",
+        "2",
+        "--mirror",
+        f"file://{tmp_path}/mirror",
+    ]
+    train([*argv, "--output_dir", str(tmp_path / "one")], timeout_s=60).ok()
+    assert fetched_step(url_of(tmp_path), tmp_path / "empty" / "r") == "step-000000002"
+    refused = train([*argv, "--output_dir", str(tmp_path / "two")], timeout_s=60)
+    assert "belongs to another run" in refused.output
+
+
 def test_a_hostile_manifest_writes_nothing_outside_of_the_run(tmp_path: Path) -> None:
     url = url_of(tmp_path)
     write_steps(tmp_path / "r", url, 1).close()
@@ -135,9 +151,9 @@ def test_a_second_run_is_refused_and_an_older_start_stops_sending(
     other = tmp_path / "other" / "r"
     other.mkdir(parents=True)
     with pytest.raises(RunFolderError, match="belongs to another run"):
-        open_mirror(url, other, is_new=False)
+        open_mirror(url, other)
     fetch(url, other)
-    open_mirror(url, other, is_new=False)  # the same run, on another machine
+    open_mirror(url, other)  # the same run, on another machine
     first.close()
     assert "another start of this run has taken over" in caplog.text
     assert json.loads(Objects(url).read("newest.json"))["manifest"].startswith("000001-")
