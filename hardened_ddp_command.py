@@ -88,7 +88,7 @@ def start_ranks(launcher: Sequence[str], own: Sequence[str], env: MutableMapping
         script, own = own[0], own[1:]
     elif Path(script).name != PROGRAM:
         script = str(SCRIPT)
-    numbers = dict(word.removeprefix("--").split("=") for word in launcher if "=" in word)
+    numbers = dict(word.removeprefix("--").split("=", 1) for word in launcher if "=" in word)
     check_numbers(numbers)
     request = parse(own, edited_file=config_file())
     if request.command in WITH_RANKS:

@@ -13,7 +13,7 @@ from hardened_ddp.settings import typed_command
 from hardened_ddp.settings.schema import SETTINGS
 from hardened_ddp.settings.typed_command import own_command, pip_command
 from hardened_ddp.settings.wording import TORCHRUN_OPTIONS, TORCHRUN_SWITCHES
-from hardened_ddp_command import check_numbers, is_for_ranks, split_words
+from hardened_ddp_command import check_numbers, is_for_ranks, split_words, start_ranks
 from tests.harness.processes import ROOT
 from tests.harness.ranks import run_command
 from tests.launcher_environments import PYTORCH_JOB, TORCHRUN, TRAIN_JOB
@@ -74,6 +74,12 @@ def test_torchrun_has_these_options_and_no_other_and_no_setting_has_the_name_of_
 def test_a_number_that_is_none_is_named(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"--{name}: found '{value}'"):
         check_numbers({name: value})
+
+
+def test_a_value_of_torchruns_may_have_an_equals_sign() -> None:
+    launcher, own = split_words(["--rdzv_conf", "timeout=900", "--nnodes=x"])
+    with pytest.raises(ConfigError, match="--nnodes: found 'x'"):
+        start_ranks(launcher, own, {})
 
 
 def test_an_operators_variables_say_whether_ranks_are_to_be_started() -> None:
