@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import threading
 import time
@@ -41,6 +42,7 @@ from hardened_ddp.settings.typed_command import pip_command
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_MANIFEST_NAME = re.compile(r"\d{6}-\d+\.\d+-\d+-[0-9a-f]{8}\.json")
 OWNER, CLAIMS, DATA, MANIFESTS, NEWEST = "owner.json", "claims", "data", "manifests", "newest.json"
 ID_NAME = "mirror.json"
 _ASIDE = ".mirror-"
@@ -267,16 +269,21 @@ class Mirror:
 
     def _prune(self, objects: Objects) -> None:
         """Remove all but the newest and the best checkpoints, and what no manifest names."""
-        names = objects.names(MANIFESTS)[::-1]
+        names = _manifests_of(objects)
         best = read_best_step(self.folder / CHECKPOINTS_NAME)
-        kept: dict[int, str] = {}  # of each step the newest manifest
+        kept: dict[int, dict[str, dict[str, Any]]] = {}  # of each step the newest manifest
+        dropped = []
         for name in names:
             step = _step_of(name)
-            if step not in kept and (len(kept) < self.keep_last or step == best):
-                kept[step] = name
-        entries = [_read_manifest(objects, name) for name in kept.values()]
-        used = {entry["object"] for files in entries for entry in files.values()}
-        for name in set(names) - set(kept.values()):
+            try:
+                if step not in kept and (len(kept) < self.keep_last or step == best):
+                    kept[step] = _read_manifest(objects, name)
+                else:
+                    dropped.append(name)
+            except (ValueError, KeyError, TypeError):  # half of one: no checkpoint
+                dropped.append(name)
+        used = {entry["object"] for files in kept.values() for entry in files.values()}
+        for name in dropped:
             objects.remove(f"{MANIFESTS}/{name}")
         for name in objects.names(DATA):
             if f"{DATA}/{name}" not in used:
@@ -332,8 +339,9 @@ def fetch(url: str, folder: Path) -> None:
     if not owner or ((mine or here) and mine != owner):
         return  # there is nothing, or it is not of this run, which open_mirror refuses
     newest = str(_read_json(objects, NEWEST).get("manifest", ""))
-    names = objects.names(MANIFESTS)[::-1]
-    names = sorted(names, key=lambda name: name != newest)  # the pointer first, then by age
+    names = sorted(
+        _manifests_of(objects), key=lambda name: name != newest
+    )  # the pointer first, then by age
     at_least = -1 if here is None else here.step + 1
     rejected = 0
     for name in names:
@@ -385,6 +393,11 @@ def _fetch_one(objects: Objects, name: str, folder: Path) -> int:
         if aside.is_dir():
             remove_tree(aside, disk=Disk())
     return sum(entry["size_bytes"] for entry in files.values())
+
+
+def _manifests_of(objects: Objects) -> list[str]:
+    """List the manifests, newest first; names of others, such as .DS_Store, are none."""
+    return [name for name in objects.names(MANIFESTS)[::-1] if _MANIFEST_NAME.fullmatch(name)]
 
 
 def _step_of(manifest_name: str) -> int:

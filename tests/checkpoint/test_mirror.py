@@ -117,6 +117,20 @@ def test_after_a_rollback_the_newest_is_of_an_earlier_step(tmp_path: Path) -> No
     assert fetched_step(url, run) == "step-000000002"  # which has it already
 
 
+def test_names_of_others_and_half_a_manifest_stop_neither_sending_nor_fetching(
+    tmp_path: Path,
+) -> None:
+    url, folder = url_of(tmp_path), tmp_path / "mirror" / "r" / "manifests"
+    write_steps(tmp_path / "r", url, 1).close()
+    (folder / ".DS_Store").write_text("of a file manager")
+    [first] = folder.glob("*-1-*.json")
+    (folder / f"{first.name[:7]}9{first.name[8:]}").write_text('{"format": 1')
+    mirror = write_steps(tmp_path / "r", url, 2)
+    mirror.close()
+    assert mirror.num_sent and not mirror.num_failed
+    assert fetched_step(url, tmp_path / "empty" / "r") == "step-000000002"
+
+
 def test_a_new_run_starts_a_mirror_of_its_own_and_takes_over_no_other(tmp_path: Path) -> None:
     argv = [
         *TRAIN,
