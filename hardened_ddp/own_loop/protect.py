@@ -116,9 +116,12 @@ def protect(
     """
     if _active:
         raise OwnLoopError(f"protect({str(_active[0])!r}) is not over: one at a time")
-    launch, tracker, group, is_stopped = _read_launch(), Tracker(), None, False
-    start_logging(rank=launch.rank, world_size=launch.world_size, is_guest=True)
+    launch, tracker, group, is_stopped = Launch(), Tracker(), None, False
     try:
+        try:
+            launch = _read_launch()
+        finally:
+            start_logging(rank=launch.rank, world_size=launch.world_size, is_guest=True)
         _active.append(Path(folder))
         group = _join(launch, state, timeout_s=timeout_s, tracker=tracker)  # collective
         launch = group.launch
@@ -213,9 +216,8 @@ class OwnLoop:
         self._streams = Streams(self._group, self._run.folder, seed=seed, start=start)
         self._run.store.call_before_commit(self._streams.sync)
         plan_file(self._registry.pack()[1])  # raises for what no checkpoint holds
-        every = None if save_every == "auto" else save_every
-        config = RunConfig(checkpoint_every_steps=every)
-        self._saver = Saver(last, self._run.store, group=self._group, config=config)
+        self._save_every = None if save_every == "auto" else save_every
+        self._saver: Saver  # from begin on
         self._main_thread, self._ending = threading.get_ident(), threading.Lock()
         self.subject = Subject(save=self._save_while_stuck, phase=self._phase_of)
         """For the watch for hangs."""
@@ -343,6 +345,9 @@ class OwnLoop:
         if group.is_main:
             withdraw_summary(folder)
         self._note()
+        config = RunConfig(checkpoint_every_steps=self._save_every)
+        # WHY not before: it asks how large the state is
+        self._saver = Saver(self._last, self._run.store, group=group, config=config)
         for thing in self._registry.given.values():
             if isinstance(thing, nn.Module):
                 self._hooks.append(thing.register_forward_pre_hook(self._before_forward))

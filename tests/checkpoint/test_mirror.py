@@ -127,7 +127,8 @@ def test_names_of_others_and_half_a_manifest_stop_neither_sending_nor_fetching(
     (folder / f"{first.name[:7]}9{first.name[8:]}").write_text('{"format": 1')
     mirror = write_steps(tmp_path / "r", url, 2)
     mirror.close()
-    assert mirror.num_sent and not mirror.num_failed
+    assert mirror.num_sent
+    assert not mirror.num_failed
     assert fetched_step(url, tmp_path / "empty" / "r") == "step-000000002"
 
 

@@ -2,6 +2,7 @@
 
 import difflib
 import random
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -249,6 +250,28 @@ def test_a_mistake_is_one_error_that_says_what_to_do(text: str) -> None:
     assert MISUSED in finished.statuses
     assert text in finished.output
     assert "Traceback" not in finished.output
+
+
+PROGRAM = """
+import torch
+from hardened_ddp import protect
+with protect("runs/a", m=torch.nn.Linear(2, 2)) as run:
+    print("bytes:", run._saver._size_bytes)
+"""
+
+
+def test_half_a_launchers_environment_is_one_error(tmp_path: Path) -> None:
+    env = {"RANK": "0", "PYTHONPATH": str(ROOT)}
+    done = run_command([sys.executable, "-c", PROGRAM], timeout_s=60, cwd=tmp_path, env=env)
+    assert done.status == MISUSED
+    assert "[DDP-L01] RANK set, but not LOCAL_RANK" in done.output
+    assert "Traceback" not in done.output
+
+
+def test_the_saver_knows_how_large_the_state_is(tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", PROGRAM]
+    done = run_command(argv, timeout_s=60, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}).ok()
+    assert "bytes: 24" in done.output
 
 
 @pytest.mark.slow
