@@ -67,7 +67,7 @@ def first_step(
     last = numbers[-1] + (finished_at(run) is None)  # the one after the last may have failed
     first: int | None = last
     if not is_recorded:
-        first, last = 0, last
+        first = 0
         if condition.stays:
             first, last = _between_checkpoints(run, last)
     wish = Wish(step=last, when=condition.text, first=first, **more)  # type: ignore[arg-type]

@@ -192,7 +192,7 @@ class Records:
                     if tensor.is_cpu and left > 0:
                         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)[:left]
                         # WHY not as the gradient: it has no order of a sum, and this is faster
-                        number = zlib.crc32(flat.numpy().tobytes(), number)
+                        number = zlib.crc32(flat.numpy().data, number)
                         left -= len(flat)
         return number
 

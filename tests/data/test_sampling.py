@@ -109,6 +109,9 @@ def test_weights_of_a_file(form: str, tmp_path: Path) -> None:
     path.write_text("1 2 x")
     with pytest.raises(DataError, match="can't be read"):
         sampling_of(f"weights:{path}")
+    path.write_bytes(b"")
+    with pytest.raises(DataError, match=r"can't be read|has 0 numbers"):
+        sampling_of(f"weights:{path}")
     np.savetxt(tmp_path / "few.txt", weights[1:])
     with pytest.raises(DataError, match="has 99 numbers for 100 samples"):
         sampling_of(f"weights:{tmp_path / 'few.txt'}")
@@ -146,6 +149,12 @@ def test_an_epoch_of_a_mix_ends_as_its_rule_says(ends: str, length: int, counts:
         assert set(found.values()) <= {full, full + 1}
         assert sum(count == full + 1 for count in found.values()) == rest
     assert samples != sorted(samples)
+
+
+@pytest.mark.parametrize("ends", ["first", "all"])
+def test_a_mix_with_an_empty_part_is_refused(ends: str) -> None:
+    with pytest.raises(DataError, match="part 2 has no samples"):
+        sampling_of("none", Mix([range(75), range(0)], [3.0, 1.0], ends))
 
 
 def test_counts_add_up_and_are_as_near_to_the_weights_as_can_be() -> None:
@@ -216,3 +225,7 @@ def test_the_ledger_knows_what_was_drawn_and_a_run_keeps_its_sampling(tmp_path: 
     with (tmp_path / "told").open("w") as output:
         assert check_ledger(run, output=output) == 1
     assert "not as often as drawn" in (tmp_path / "told").read_text()
+    (run / "ledger" / "order-000000.npy").write_bytes(b"")  # as after a power cut
+    with (tmp_path / "told").open("w") as output:
+        assert check_ledger(run, output=output) == 1
+    assert "drawn for it is not known" in (tmp_path / "told").read_text()

@@ -18,6 +18,7 @@ Does not own: which samples a step takes (sampler.py), what was left out (skippe
 
 import json
 import logging
+import os
 import re
 import struct
 from collections import Counter
@@ -113,10 +114,11 @@ class LedgerWriter:
     def _write_order(self, epoch: int, order: npt.NDArray[Any]) -> None:
         path = _order_path(self._run, epoch)
         try:
-            if not path.exists():
-                with path.with_suffix(".partial").open("wb") as file:
-                    np.save(file, order)
-                path.with_suffix(".partial").replace(path)
+            with path.with_suffix(".partial").open("wb") as file:
+                np.save(file, order)
+                file.flush()
+                os.fsync(file.fileno())
+            path.with_suffix(".partial").replace(path)
         except OSError as error:
             log.warning("verify-ledger will miss the order of epoch %d: %s", epoch, error)
 
@@ -240,7 +242,7 @@ def _judge_drawn(
     path = _order_path(run, epoch)
     try:
         drawn = np.load(path)[:expected]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         return f"which samples were drawn for it is not known: {error}"
     # WHY without: a sample that can't be read is in no ledger, however often it was drawn.
     wanted, found = (

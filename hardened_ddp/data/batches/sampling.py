@@ -189,7 +189,7 @@ def _read_weights(path: Path, size: int | None) -> Floats:
     try:
         found = np.load(path) if path.suffix == ".npy" else np.loadtxt(path, ndmin=1)
         weights: Floats = found.astype(np.float64)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         raise DataError(f"{told} can't be read: {error}", fix=fix) from error
     is_finite = bool(np.isfinite(weights).all()) and weights.size > 0
     if (

@@ -59,6 +59,11 @@ class Mix(Dataset[Any]):
         if (self.ends == "steps") != (length > 0):
             why = f"dataset mix: ends is {self.ends}, and samples_per_epoch {length}"
             raise DataError(why, fix="ends: steps needs --samples_per_epoch N, and only it")
+        for number, part in enumerate(self.parts, start=1):
+            if not len(part):
+                raise DataError(
+                    f"dataset mix: part {number} has no samples", fix="leave it out of mix:"
+                )
         shares = [weight / sum(self.weights) for weight in self.weights]
         lengths = [len(part) / share for part, share in zip(self.parts, shares, strict=True)]
         if self.ends == "first":  # the first part that is used up ends the epoch
