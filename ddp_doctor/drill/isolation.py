@@ -37,6 +37,8 @@ def mount_overlays(home: str, folders: Sequence[str]) -> None:
         options = f"lowerdir=/proc/self/fd/{below[number]},upperdir={home}/upper{number}"
         options += f",workdir={home}/work{number}" + (",userxattr" if uid else "")
         check(libc.mount(b"overlay", folder.encode(), b"overlay", 0, options.encode()))
+        # WHY: the kernel makes it without any right, and only root could remove it afterwards
+        os.chmod(f"{home}/work{number}/work", 0o700)
 
 
 if __name__ == "__main__":

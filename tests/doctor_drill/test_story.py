@@ -3,12 +3,15 @@
 import io
 import json
 import os
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ddp_doctor.drill import isolation
 from ddp_doctor.drill.command import (
     COLUMNS,
     as_html,
@@ -112,6 +115,15 @@ def test_a_file_that_was_cut_is_seen_by_its_own_format(keep: float, tmp_path: Pa
     for name, whole in (("a.pt", keep == 1), ("a.safetensors", keep == 1), ("a.bin", None)):
         os.truncate(tmp_path / name, int((tmp_path / name).stat().st_size * keep))
         assert is_whole(tmp_path / name) is whole
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"\xff" * 100, b"\0\0\0\0\0\0\xff\x0f{}", b"\2\0\0\0\0\0\0\0[]", b"\4\0\0\0\0\0\0\0null"],
+)
+def test_a_damaged_header_is_a_broken_file_and_no_error(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(content)
+    assert is_whole(tmp_path / "a.safetensors") is False
 
 
 @pytest.mark.parametrize("form", ["--nproc_per_node=2", "--nproc-per-node 2", "--num_processes 2"])
