@@ -222,9 +222,14 @@ def is_whole(path: Path) -> bool | None:
             if head[:2] == b"PK":  # torch's format, with a checksum of each part
                 return zipfile.ZipFile(file).testzip() is None
             if path.suffix == ".safetensors":
-                parts = json.loads(file.read(int.from_bytes(head, "little")))
+                length, size = int.from_bytes(head, "little"), path.stat().st_size
+                if length > size:  # WHY first: a damaged length may be more than all memory
+                    return False
+                parts = json.loads(file.read(length))
                 ends = [v["data_offsets"][1] for k, v in parts.items() if k != "__metadata__"]
-                return file.tell() + max(ends, default=0) == path.stat().st_size
-        except (zipfile.BadZipFile, ValueError, KeyError, OSError, EOFError):
+                return file.tell() + max(ends, default=0) == size
+        except (zipfile.BadZipFile, LookupError, ValueError, OSError, EOFError):
+            return False
+        except (AttributeError, TypeError):  # its header is JSON, and of another form
             return False
     return None if head else False

@@ -146,6 +146,7 @@ def test_a_command_is_given_for_another_number_of_ranks(form: str) -> None:
         ({"again": "no-such-command b"}, ["true"], "no-such-command"),
         ({"also": "/no/such/folder"}, ["true"], "/no/such/folder"),
         ({"html": "/no/such/folder/a.html"}, ["true"], "/no/such/folder"),
+        ({"html": "."}, ["true"], "--html"),
     ],
 )
 def test_a_mistake_is_one_error_with_json_too(
