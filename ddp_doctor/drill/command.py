@@ -104,8 +104,9 @@ def read_faults(
     for words in (program, again):
         if not words or shutil.which(words[0], path=env.get("PATH")) is None:
             problems.append(f"no such command: {words[0]}" if words else "no command was given")
-    if options["html"] and not os.access(Path(options["html"]).absolute().parent, os.W_OK):
-        problems.append(f"--html: {options['html']}: no such folder, or it can't be written to")
+    page = Path(options["html"]).absolute()
+    if options["html"] and (page.is_dir() or not os.access(page.parent, os.W_OK)):
+        problems.append(f"--html: {page}: it is a folder, or there is none to write it to")
     if sys.platform != "linux":
         problems.append("this needs Linux: /proc, and overlay mounts where it has them")
     if problems:

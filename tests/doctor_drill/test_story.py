@@ -186,6 +186,17 @@ def test_what_was_not_measured_is_shown_as_such_and_nothing_is_markup() -> None:
     assert "torchrun &lt;b&gt;" in page
 
 
+def test_what_an_overlay_leaves_can_be_removed_by_its_user(tmp_path: Path) -> None:
+    for name in ("home/upper0", "own"):
+        (tmp_path / name).mkdir(parents=True)
+    home, own = tmp_path / "home", tmp_path / "own"
+    words = [sys.executable, "-I", isolation.__file__, str(home), str(own), "--", "true"]
+    if subprocess.run(words, capture_output=True, timeout=60, check=False).returncode:
+        pytest.skip("no overlay mounts here")
+    for path in home.rglob("*/"):
+        assert path.stat().st_mode & 0o700 == 0o700, path
+
+
 def test_only_files_that_the_program_wrote_are_looked_at(tmp_path: Path) -> None:
     case = case_of(tmp_path, {0: life("a", "b")})
     upper = case.home / "upper0"
