@@ -23,7 +23,7 @@ from typing import TextIO, cast
 
 from ddp_doctor.drill import isolation
 from ddp_doctor.drill.outcome import FAULTS, Drill, Reference, checkpoints_of, has_failed, is_whole
-from ddp_doctor.drill.runs import OTHER_RANKS, Case, Facts, Plan, Process, kill_all
+from ddp_doctor.drill.runs import OTHER_RANKS, Case, Facts, Plan, Process, keep_logs, kill_all
 from ddp_doctor.drill.story import Part, last_weights, marks_of, samples_of, uses_of
 from ddp_doctor.terminal import PrintableOutput, UsageError
 
@@ -63,13 +63,12 @@ def run_drill(
                     words = with_ranks(again, report["ranks"], OTHER_RANKS[fault])
                 report["faults"].append(drill.run(program, words))
                 print(line_of(report["faults"][-1]), file=shown, flush=True)
-                drill.case.clean()
+                keep_logs(plan.work)
+            verdicts = {row["verdict"] for row in report["faults"]}
+            report["logs"] = str(plan.work) if "lost" in verdicts else ""
         finally:
             kill_all()
-            verdicts = {row["verdict"] for row in report["faults"]}
-            if "lost" in verdicts:
-                report["logs"] = str(plan.work)
-            else:
+            if not report["logs"]:
                 shutil.rmtree(plan.work, ignore_errors=True)
     except UsageError as error:
         if wants_json:

@@ -87,11 +87,6 @@ class Case:
                 told = f"{old} can't be copied, and overlay mounts are not used: {error}"
                 raise UsageError(told, fix="drill it in a smaller folder") from error
 
-    def clean(self) -> None:
-        """Remove all but the logs."""
-        for path in self.home.glob("[!l]*/"):
-            shutil.rmtree(path, ignore_errors=True)
-
     @property
     def home(self) -> Path:
         return self.plan.work / self.name
@@ -204,6 +199,12 @@ class Case:
             if records:
                 found.append(Process(start, pid, records, group["rank"], group["world"]))
         return sorted(found, key=lambda process: (process.start, process.records[0]["t"]))
+
+
+def keep_logs(work: Path) -> None:
+    """Remove what the cases left but their logs."""
+    for path in work.glob("*/[!l]*/"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _copy_output(process: "subprocess.Popen[bytes]", log: IO[bytes], wait_s: float) -> None:

@@ -21,6 +21,7 @@ def run_drill(source: str, folder: Path, *options: str, program: Sequence[str] =
     done = run_command(argv, timeout_s=240, cwd=folder, env={"PYTHONPATH": str(ROOT)})
     if logs := json.loads(done.stdout).get("logs"):
         assert (Path(logs) / "undisturbed/log0").exists()
+        assert not any(path.is_dir() for path in Path(logs).glob("*/*")), "logs, and no more"
         shutil.rmtree(logs)
     return done
 
