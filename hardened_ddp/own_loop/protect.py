@@ -118,10 +118,7 @@ def protect(
         raise OwnLoopError(f"protect({str(_active[0])!r}) is not over: one at a time")
     launch, tracker, group, is_stopped = Launch(), Tracker(), None, False
     try:
-        try:
-            launch = _read_launch()
-        finally:
-            start_logging(rank=launch.rank, world_size=launch.world_size, is_guest=True)
+        launch = _read_launch()
         _active.append(Path(folder))
         group = _join(launch, state, timeout_s=timeout_s, tracker=tracker)  # collective
         launch = group.launch
@@ -571,17 +568,20 @@ def _unbound(error: NameError) -> OwnLoopError:
 
 
 def _read_launch() -> Launch:
-    """Read who launched this process; where the program has a group already, that one counts."""
+    """Read who launched this process, and log from here on. A group of the program counts first."""
     try:
         launch = read_launch(environment())
     except LaunchError:
         if not dist.is_initialized():
+            start_logging(rank=0, world_size=1, is_guest=True)
             raise
         launch = Launch()
     script, given = str(Path(sys.argv[0]).absolute()), sys.argv[1:]
     words = [script if word == str(SCRIPT) else word for word in launch.start.words]
     start = replace(launch.start, words=(*words, *given), is_whole=True)
-    return place_in_group(replace(launch, start=start))
+    launch = place_in_group(replace(launch, start=start))
+    start_logging(rank=launch.rank, world_size=launch.world_size, is_guest=True)
+    return launch
 
 
 def _join(launch: Launch, state: dict[str, Any], *, timeout_s: float, tracker: Tracker) -> Group:
