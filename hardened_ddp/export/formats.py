@@ -156,7 +156,7 @@ def _write_huggingface(folder: Path, model: _Logits, meta: Mapping[str, Any]) ->
     with contextlib.redirect_stdout(io.StringIO()):  # WHY: the library prints progress
         if isinstance(model.model, HubNet):
             return _write_transformers(folder, model.model, meta)
-        hub_model = HubModel(facts={name: meta.get(name) for name in DESCRIPTION})
+        hub_model: Any = HubModel(facts={name: meta.get(name) for name in DESCRIPTION})
         hub_model.net.load_state_dict(model.model.state_dict())
         hub_model.save_pretrained(folder)
         read_back: Forward = HubModel.from_pretrained(folder, local_files_only=True, strict=True)

@@ -17,7 +17,7 @@ from torch import nn
 from hardened_ddp.model.zoo import build_described
 
 
-class HubModel(nn.Module, PyTorchModelHubMixin):
+class HubModel(nn.Module, PyTorchModelHubMixin):  # type: ignore[misc]  # an extra, so not followed
     """A classifier that stores its own description: (N, *input_shape) float -> (N, num_classes)."""
 
     # Any: JSON, as config.json has it; the names are those of DESCRIPTION
