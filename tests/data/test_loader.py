@@ -373,6 +373,22 @@ def test_a_slow_batch_is_waited_for() -> None:
     loader.close()
 
 
+class SlowToStart(Scripted):
+    """A worker takes longer to get it than a batch may take."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        time.sleep(2.5)
+        self.__dict__.update(state)
+
+
+def test_a_worker_that_takes_long_to_start_is_waited_for() -> None:
+    # WHY not fork: a forked worker has the dataset, and is not sent it
+    loader = make_loader(SlowToStart(), 1, loader_timeout_s=1.0, start_method="forkserver")
+    assert numbers(read(loader)) == loader.sampler.order(0).take(0, SIZE).tolist()
+    assert loader.reader.num_workers == 1
+    loader.close()
+
+
 SIGNALS_OF_A_RANK = {signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM}
 
 

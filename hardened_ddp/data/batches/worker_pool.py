@@ -36,6 +36,7 @@ from hardened_ddp.ranks.threads import AwakeTime, HelperThread
 
 POLL_S = 0.5  # how long a dead worker may go unnoticed while a batch is waited for
 _LONGEST_GAP_S = 4 * POLL_S  # a longer one was no wait: the process was stopped
+START_S = 60.0  # how long workers may at least take to start: a busy machine imports torch slowly
 _NUM_NOTES = 3  # of each worker: the sample being read, its pid, the descriptor of its stacks
 END_S = 5.0  # how long workers may take to end before they are killed
 SENDING_S = 1.0  # how long one that is to be killed may take to send what it has begun to send
@@ -125,7 +126,7 @@ class WorkerPool:
         """Wait for the next batch; None if all requests are answered. Raises WorkersLost."""
         assert self._iterator is not None, "a worker pool that was not started has no batches"
         limit_s = self.timeout_s or float("inf")
-        waited = AwakeTime(_LONGEST_GAP_S)
+        has_begun, waited = self._has_begun(), AwakeTime(_LONGEST_GAP_S)
         while True:
             try:
                 found = next(self._iterator)
@@ -134,12 +135,20 @@ class WorkerPool:
                 return None
             except Exception as error:  # WHY broad: RuntimeError, OSError, EOFError, pickle's own
                 is_late = str(error).startswith("DataLoader timed out")
-                if is_late and waited.passed_s() < limit_s and self._can_pin():
+                if not has_begun and self._has_begun():
+                    # WHY from here on: no sample is to blame for the time that a start takes
+                    has_begun, waited = True, AwakeTime(_LONGEST_GAP_S)
+                most_s = limit_s if has_begun else max(limit_s, START_S)
+                if is_late and waited.passed_s() < most_s and self._can_pin():
                     continue
                 reason, is_dangerous = self._explain(error, is_late=is_late)
                 error.__traceback__ = None
             # WHY without it: a traceback (torch puts it in a cycle) keeps its iterator and threads.
             raise WorkersLost(reason, is_dangerous=is_dangerous, is_hang=is_late and is_dangerous)
+
+    def _has_begun(self) -> bool:
+        """Return whether each worker has started, and reads."""
+        return all(self._notes[1::_NUM_NOTES])
 
     def being_read(self) -> list[int]:
         """Return the sample that each worker reads, or read last; -1 where that is not known."""
