@@ -64,8 +64,9 @@ for rank in range(count):
     ranks.append(subprocess.Popen(words, env=dict(os.environ) | own))
 sys.exit(max(rank.wait() for rank in ranks))
 """
+JOB = str(os.getpid())  # WHY: the port follows from it, and tests run side by side
 SLURM = {
-    "SLURM_JOB_ID": "77",
+    "SLURM_JOB_ID": JOB,
     "SLURM_STEP_ID": "0",
     "SLURM_PROCID": "{rank}",
     "SLURM_LOCALID": "{rank}",
@@ -336,7 +337,7 @@ def test_a_preset_from_another_folder_names_commands_for_that_folder(shell: Shel
 def test_a_slurm_job_is_continued_by_the_sbatch_that_it_names(shell: Shell) -> None:
     shell.pretend("srun", SLURM)
     submit = shell.programs / "sbatch"
-    job = {"SLURM_JOB_ID": "77", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_NTASKS": "2"}
+    job = {"SLURM_JOB_ID": JOB, "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_NTASKS": "2"}
     job |= {"SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NUM_NODES": "1"}
     job["SLURM_JOB_NODELIST"] = "localhost"
     options = 'while [[ $1 == -* ]]; do shift; done\nexec bash "$@"\n'
@@ -383,7 +384,7 @@ def test_a_dead_rank_is_explained_and_the_run_resumed_by_what_the_survivor_says(
     "variables",
     [
         {"RANK": "0", "LOCAL_RANK": "0"},
-        {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "2"},
+        {"SLURM_JOB_ID": JOB, "SLURM_NTASKS": "2"},
         {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2"},
     ],
     ids=["half an environment", "a batch script without srun", "an operator without torchrun"],
