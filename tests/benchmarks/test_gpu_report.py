@@ -1,20 +1,14 @@
 """The report of a machine with a GPU: its harness works, tried small on the CPU."""
 
-import importlib.util
 import json
-import os
-import signal
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from benchmarks import gpu_report
 from benchmarks.gpu import checks, meter, row, runs, speed, works
@@ -53,30 +47,6 @@ def test_the_meter_counts_neither_a_report_nor_its_own_waits(
 DEVICE = {"gpu": "H100", "versions": "torch 2.13", "commit": "1", "date": "d"}
 
 
-def test_a_part_that_is_run_again_replaces_its_lines_and_keeps_the_text_before(
-    tmp_path: Path,
-) -> None:
-    file = tmp_path / "GPU.md"
-    file.write_text("# Own text\n\n<!-- results -->\nold\n", encoding="utf-8")
-    records = gpu_report.Records(file, DEVICE, dry=False)
-    good, bad = row.Row("a|b", "1.2 x", row.PASS), row.Row("c", "", row.MISS, "Traceback")
-    for name, rows in (("life", [good]), ("first", [bad]), ("life", [bad, good])):
-        records.begin(name)
-        for one in rows:
-            records.add(name, one)
-        records.end(name)
-    written = file.read_text(encoding="utf-8")
-    title = gpu_report.PARTS["life"][0]
-    assert written.startswith("# Own text\n")
-    assert "old" not in written
-    assert written.count(f"## {title}") == 1
-    assert written.index("kill and resume") < written.index(f"## {title}")
-    assert "| a\\|b | 1.2 x | PASS |" in written
-    assert "`python benchmarks/gpu_report.py --part life`, H100, torch 2.13" in written
-    assert "```text\nTraceback\n```" in written
-    assert records.num_missed() == 2
-
-
 def test_a_report_that_was_cut_off_goes_on_with_the_part_that_is_not_done(tmp_path: Path) -> None:
     file = tmp_path / "GPU.md"
     records = gpu_report.Records(file, DEVICE, dry=False)
@@ -94,44 +64,6 @@ def test_a_report_that_was_cut_off_goes_on_with_the_part_that_is_not_done(tmp_pa
     again.end("tests")
     assert gpu_report.Records(file, DEVICE, dry=False).is_done("tests")
     assert not gpu_report.Records(file, DEVICE | {"commit": "2"}, dry=False).is_done("first")
-
-
-def test_a_claim_is_as_good_as_its_worst_line(tmp_path: Path) -> None:
-    records = gpu_report.Records(tmp_path / "GPU.md", DEVICE, dry=False)
-    records.begin("first")
-    for name, verdict in (("kill-backward", row.PASS), ("memory-forward", row.PASS)):
-        records.add("first", row.Row(f"drill {name}, amp off", "", verdict))
-    records.add("first", row.Row("drill memory-backward, amp off", "", row.MISS))
-    found = {one.what: one.verdict for one in records.claims()}
-    assert found["a killed rank loses nothing"] == row.PASS
-    assert found["memory gone is answered with smaller micro-batches"] == row.MISS
-    assert found["a rank that hangs is found"] == row.OPEN
-
-
-def test_what_a_killed_report_has_left_running_is_killed() -> None:
-    env = {row.MARK: f"test of process {os.getpid()}"}
-    with subprocess.Popen(["sleep", "1000"], env=os.environ | env, start_new_session=True) as left:
-        while env[row.MARK].encode() not in Path(f"/proc/{left.pid}/environ").read_bytes():
-            time.sleep(0.01)
-        assert row.end_leftovers(env[row.MARK]) == 1
-        assert left.wait(10) == -signal.SIGKILL
-
-
-def test_the_files_are_read_without_the_package_of_their_format(tmp_path: Path) -> None:
-    path = tmp_path / "state.safetensors"
-    tensors = {"a": torch.rand(3, 2), "b": torch.tensor(7), "c": torch.rand(4).bfloat16()}
-    save_file(tensors | {"none": torch.empty(0, 2)}, path)
-    place = row.ROOT / "benchmarks" / "gpu" / "without" / "safetensors" / "__init__.py"
-    spec = importlib.util.spec_from_file_location("without_safetensors", place)
-    assert spec is not None
-    assert spec.loader is not None
-    stand_in = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(stand_in)
-    with stand_in.safe_open(path, framework="pt", device="cpu") as file:
-        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    assert found.pop("none").shape == (0, 2)
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
 def round_of(ours: float, bare: float) -> dict[str, speed.Figures]:
@@ -172,57 +104,6 @@ def test_the_driver_knows_the_sizes_of_the_works() -> None:
         gpt = works.model("gpt", small=False)
     num_parameters = sum(parameter.numel() for parameter in gpt.parameters())
     assert num_parameters == pytest.approx(124e6, rel=0.01)
-
-
-def test_each_test_that_pytest_names_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    def say(command: Sequence[str], **_: object) -> row.Done:
-        name = command[-1]
-        said = f"{name}::test_a PASSED [ 50%]\n{name}::test_b[x y] FAILED [100%]\n"
-        return row.Done(1, said) if "pytest" in command else row.Done(0, "PASS\ta check\t1\n")
-
-    monkeypatch.setattr(runs, "run", say)
-    _, *found, whole = runs.first_tests(dry=False, ends_at=0.0)
-    assert [(one.what, one.verdict) for one in found] == [
-        ("test_a", row.PASS),
-        ("test_b[x y]", row.MISS),
-    ]
-    assert (whole.what, whole.verdict) == ("tests/step/test_gpu.py", row.MISS)
-
-
-def test_a_command_that_hangs_is_killed_with_its_children() -> None:
-    done = row.run(["bash", "-c", "echo begun; sleep 1000 & wait"], limit_s=1.0)
-    assert done.status == row.TIMED_OUT
-    assert "begun" in done.output
-    assert row.run(["no-such-program"], limit_s=1.0).status == 127
-
-
-def test_a_part_that_raises_is_missed_and_what_it_had_found_stays() -> None:
-    def rows() -> Iterator[row.Row]:
-        yield row.Row("a", "1", row.PASS)
-        raise ZeroDivisionError("of the report")
-
-    found = list(row.guarded("a part", rows))
-    assert [(one.what, one.verdict) for one in found] == [("a", row.PASS), ("a part", row.MISS)]
-    assert "ZeroDivisionError: of the report" in found[1].details
-
-
-def test_a_dry_run_writes_to_a_file_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["gpu_report.py", "--dry-run"])
-    places = [gpu_report._read_options().output for _ in range(2)]
-    assert len(set(places)) == 2
-    assert all(place.is_relative_to(tmp_path) and place.parent.is_dir() for place in places)
-
-
-@pytest.mark.slow
-def test_without_a_gpu_it_says_so() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    done = run_program(["python", "benchmarks/gpu_report.py", "--part", "life"], timeout_s=60)
-    assert done.status == 2
-    assert "no GPU" in done.stdout
 
 
 @pytest.mark.slow

@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from benchmarks.faults.account import (
     Line,
     Start,
@@ -17,7 +15,7 @@ from benchmarks.faults.account import (
 )
 from benchmarks.faults.cases import FAULTS, TOTAL_STEPS
 from benchmarks.faults.running import Attempt, Observed
-from benchmarks.faults.table import describe, figures_of, markdown
+from benchmarks.faults.table import figures_of, markdown
 from tests.harness.ranks import run_command
 
 # 2 ranks, 4 samples, one of each per step: an epoch is 2 steps.
@@ -71,47 +69,6 @@ def observed(*statuses: int | None, steps: list[list[int]], fault: str = "kill")
     attempts = [Attempt(status=s, wall_s=1.0, num_orphans=0, error="") for s in statuses]
     starts = [make_start(run, dict.fromkeys(done, ())) for run, done in enumerate(steps)]
     return Observed("bare", FAULTS[fault], attempts, starts, fault_time=0.0)
-
-
-@pytest.mark.parametrize(
-    ("statuses", "steps", "words"),
-    [
-        ((1, 0), [[1], [2, TOTAL_STEPS]], "status 1; then from step 2"),
-        (
-            (None, 1),
-            [[1]],
-            "hung (60 s, killed); then status 1, without a step",
-        ),
-        ((0,), [[1, TOTAL_STEPS]], "went on to the end by itself"),
-        (
-            (0, 0),
-            [[1], [TOTAL_STEPS]],
-            f"stopped with status 0 after step 1; then from step {TOTAL_STEPS}",
-        ),
-        (
-            (1, 1),
-            [[5], [1]],
-            "status 1; then from step 1, status 1",
-        ),
-    ],
-)
-def test_what_happened_is_said(
-    statuses: tuple[int | None, ...], steps: list[list[int]], words: str
-) -> None:
-    assert describe(observed(*statuses, steps=steps)) == words
-
-
-def test_a_fault_that_never_came_is_no_result() -> None:
-    seen = observed(0, steps=[[TOTAL_STEPS]])
-    seen.fault_time = None
-    row = figures_of(seen)
-    assert row["happened"] == "no fault came: status 0"
-    assert row["steps_lost"] is None
-
-
-def test_a_run_that_did_not_end_has_no_count_of_samples() -> None:
-    row = figures_of(observed(1, 1, steps=[[1]]))
-    assert row["surplus"] is row["missing"] is row["seconds"] is None
 
 
 def test_each_fault_has_a_table_with_a_cell_for_each_figure() -> None:

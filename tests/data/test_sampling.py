@@ -10,7 +10,6 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from ddp_runs.ledger_check import check_ledger
-from hardened_ddp.data.batches.sampler import WindowSampler
 from hardened_ddp.data.batches.sampling import Sampling, build_sampling, counts_by_weight
 from hardened_ddp.data.sources.datasets import build_data
 from hardened_ddp.data.sources.mix import Mix
@@ -181,33 +180,7 @@ def test_a_mix_has_the_classes_and_tests_of_its_parts_and_refuses_others() -> No
         sampling_of("balanced", data.train)
 
 
-def test_a_windows_sampler_deals_the_drawn_samples_to_any_number_of_ranks() -> None:
-    sampling = sampling_of("balanced")
-    dealt = []
-    for world_size in (1, 3, 8):
-        samplers = [
-            WindowSampler(
-                rare(),
-                num_replicas=world_size,
-                rank=rank,
-                seed=0,
-                global_batch=16,
-                batch_size=2,
-                sampling=sampling,
-            )
-            for rank in range(world_size)
-        ]
-        windows = list(samplers[0].windows_of(0))
-        dealt.append(
-            [
-                [int(i) for s in samplers for part in s.micro_batches(w) for i in part]
-                for w in windows
-            ]
-        )
-    assert dealt[0] == dealt[1] == dealt[2]
-    assert [i for window in dealt[0] for i in window] == epoch_of(sampling)
-
-
+@pytest.mark.slow
 def test_the_ledger_knows_what_was_drawn_and_a_run_keeps_its_sampling(tmp_path: Path) -> None:
     argv = ["--cpu_only", "--model", "mlp", "--sampling", "balanced", "--ledger", "--eval_every=0"]
     argv += ["--num_workers=0", "--output_dir", str(tmp_path), "--run_name", "run", "--epochs=3"]

@@ -282,10 +282,7 @@ class ForkedRank:
 
 
 def _be_rank_of_torchrun(
-    words: Sequence[str],
-    env: Mapping[str, str],
-    streams: tuple[str | None, str | None],
-    ready: int,
+    words: Sequence[str], env: Mapping[str, str], streams: tuple[str | None, str | None], ready: int
 ) -> None:
     """Leave behind what is the agent's, and be the program."""
     os.setsid()

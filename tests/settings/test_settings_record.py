@@ -1,5 +1,6 @@
 """Settings written down: beside a run, in config.yaml, in --help; the other commands; anything."""
 
+import itertools
 import json
 import random
 import shlex
@@ -65,24 +66,13 @@ class TestRecord:
         assert agreed_settings(settings_of(local).config) == plain
         assert agreed_settings(settings_of("--learning_rate 1 --epochs 5").config) != plain
 
-    @pytest.mark.parametrize("name", SETTINGS)
-    def test_all_other_settings_are_compared_between_ranks(self, name: str) -> None:
-        words = [
-            "7",
-            "3",
-            "0.5",
-            "true",
-            "false",
-            "90s",
-            "{a: 1}",
-            "file:///x",
-            *SETTINGS[name].choices,
-            "other",
-        ]
-        configs = (taken(name, word) for word in [*words, "package.module:name"])
-        changed = next(config for config in configs if config and config != Config())
-        differs = agreed_settings(changed) != agreed_settings(Config())
-        assert differs is not SETTINGS[name].facts.may_differ
+    def test_all_other_settings_are_compared_between_ranks(self) -> None:
+        words = ["7", "3", "0.5", "true", "false", "90s", "{a: 1}", "file:///x", "other"]
+        for name, setting in SETTINGS.items():
+            configs = (taken(name, w) for w in [*setting.choices, *words, "package.module:name"])
+            changed = next(config for config in configs if config and config != Config())
+            differs = agreed_settings(changed) != agreed_settings(Config())
+            assert differs is not setting.facts.may_differ, name
 
     def test_config_yaml_has_every_setting_with_its_default(self) -> None:
         path = PROJECT / "config.yaml"
@@ -228,9 +218,8 @@ class TestAnything:
     )  # fmt: skip
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("name", SETTINGS)
-    def test_a_value_of_any_setting_fits_or_is_told(self, name: str) -> None:
-        for word in self.WORDS:
+    def test_a_value_of_any_setting_fits_or_is_told(self) -> None:
+        for name, word in itertools.product(SETTINGS, self.WORDS):
             self.check_argv([f"--{name}={word}"])
             self.check_file(f"{name}: {word}\n")
 

@@ -351,15 +351,6 @@ def test_a_sample_that_kills_each_worker_is_named_and_passed_over(tmp_path: Path
     assert sorted([*good, 35]) == list(range(80))
 
 
-def test_what_is_behind_a_sample_that_kills_can_not_be_read_without_skip(tmp_path: Path) -> None:
-    good, bad = read_with_a_worker(Deadly(tmp_path / "flag", always=True), most_steps=6)
-    first, *others = sorted(bad, key=lambda sample: sample.index)
-    assert first.name == "35 (shard 1, sample 17 of it)"
-    assert others
-    assert all("sample 17 of its shard ended the reader" in sample.error for sample in others)
-    assert all(index < 35 for index in good if index % 2)
-
-
 def test_behind_an_error_a_reader_whose_state_stayed_there_is_not_believed() -> None:
     stream = SomeFragile((2,))
     stream.moves = False

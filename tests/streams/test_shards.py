@@ -19,20 +19,12 @@ from hardened_ddp.streams.planner import (
     UNKNOWN,
     StreamPlanner,
     StreamPosition,
-    advance,
     block_order,
     deal,
     settle,
     shard_order,
 )
-from tests.streams.stream_programs import (
-    Rows,
-    all_ids,
-    ids_of,
-    merged,
-    read_epoch,
-    shard_loader,
-)
+from tests.streams.stream_programs import Rows, all_ids, ids_of, merged, read_epoch, shard_loader
 
 RAGGED = [5, 0, 13, 8, 1, 21, 7]
 LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=9)
@@ -175,24 +167,6 @@ def test_the_end_is_known_with_the_last_step_and_then_the_length_of_the_run() ->
     assert sampler.end == sum(RAGGED)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_rank_deals_its_own_turns(world_size: int) -> None:
-    order, lengths = shard_order(3, 0, 7), np.array(RAGGED)
-    facts = StreamPosition.at_start(0, lengths)
-    dealers = [
-        StreamPlanner(order, 8, rank=rank, num_owners=world_size, at_once=16)
-        for rank in range(world_size)
-    ]
-    while not facts.is_over:
-        shares = [dealer.next(facts) for dealer in dealers]
-        turns = deal(facts, order, 8)
-        for rank, share in enumerate(shares):
-            mine = order[rank::world_size].tolist()
-            assert share.shards == [shard for shard in turns.shards.tolist() if shard in mine]
-            assert share.has_idle_rank is not all(other.shards for other in shares)
-        facts = advance(facts, turns)
-
-
 def test_an_epoch_that_is_over_has_no_step_left() -> None:
     loader = shard_loader(Rows(RAGGED))
     steps = [window for window, _ in loader.windows(0, 0)]
@@ -210,45 +184,6 @@ def test_drop_last_leaves_out_the_short_step() -> None:
     assert [window.size for window in steps] == [8] * (sum(RAGGED) // 8)
     assert loader.sampler.end == steps[-1].stop
     assert loader.sampler.num_windows == len(steps)
-
-
-class Noted(Rows):
-    """A stream that notes how many samples were read."""
-
-    num_read = 0
-
-    def row(self, shard: int, index: int) -> Any:
-        self.num_read += 1
-        return super().row(shard, index)
-
-
-@pytest.mark.parametrize(("says", "world_size"), [(False, 1), (True, 1), (True, 2)])
-def test_batches_are_made_together_of_samples_that_are_at_hand(
-    says: bool, world_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[int] = []
-    assemble = Fetcher.assemble
-
-    def noting(self: Fetcher, epoch: int, samples: Any, numbers: Any) -> Batch:
-        made.extend(numbers)
-        return assemble(self, epoch, samples, numbers)
-
-    def read(at_once: int) -> tuple[list[tuple[int, list[float]]], list[int]]:
-        monkeypatch.setattr("hardened_ddp.streams.stream_batches._AT_ONCE", at_once)
-        stream = Noted([90] * 4, says=[90] * 4 if says else None)
-        loader = shard_loader(stream, world_size=world_size)
-        found, ahead, num_taken = [], [], 0
-        made.clear()
-        for _, batches in loader.windows(0, 0):
-            num_taken += sum(batch.num_samples for batch in batches)
-            found.append((stream.num_read, [float(x) for batch in batches for x in batch.inputs]))
-            ahead.append(len(made) - num_taken)
-        return found, ahead
-
-    monkeypatch.setattr(Fetcher, "assemble", noting)
-    one_by_one, together = read(1), read(16)
-    assert together[0] == one_by_one[0]
-    assert max(together[1]) > max(one_by_one[1])
 
 
 class Raising(Rows):

@@ -1,6 +1,8 @@
 """Training on a stream: every promise of a map-style dataset, kept for an iterable one."""
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -37,20 +39,35 @@ def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
         torch.testing.assert_close(other[name], tensor, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("says", [False, True])
-def test_the_weights_are_the_same_on_any_number_of_ranks(tmp_path: Path, says: bool) -> None:
-    found = []
-    for world_size in (1, 2, 3):
-        place = ["--output_dir", tmp_path / str(world_size)]
-        done = train([*STEADY, *place, *arguments(says=says)], world_size).ok()
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Give the folder of the STEADY run that nothing happens to, by ranks."""
+
+    @cache
+    def output_of(world_size: int) -> Path:
+        output = tmp_path_factory.mktemp("undisturbed")
+        done = train([*STEADY, "--output_dir", output], world_size).ok()
         assert "test accuracy" in done.output
-        run = only_run(tmp_path / str(world_size))
-        assert ledger_of(run).count("232 samples, each exactly once") == 3
-        found.append((samples_by_step(run), weights_of(tmp_path / str(world_size))))
-    for samples, weights in found[1:]:
-        assert samples == found[0][0]
-        assert_close(weights, found[0][1])
+        return output
+
+    return output_of
+
+
+@pytest.mark.slow
+def test_the_weights_are_the_same_on_any_number_of_ranks(
+    tmp_path: Path, undisturbed: Callable[[int], Path]
+) -> None:
+    of_two = [tmp_path / "2", tmp_path / "3"]
+    for world_size, output in zip((1, 3), of_two, strict=True):  # of a stream that says its sizes
+        train([*STEADY, "--output_dir", output, *arguments(says=True)], world_size).ok()
+    for one, other in ((undisturbed(1), undisturbed(2)), of_two):
+        assert samples_by_step(only_run(one)) == samples_by_step(only_run(other))
+        assert_close(weights_of(one), weights_of(other))
+        for output in (one, other):
+            assert ledger_of(only_run(output)).count("232 samples, each exactly once") == 3
+    report = tmp_path / "report.json"
+    train(["evaluate", only_run(undisturbed(2)), "--cpu_only", "--output", report], 2).ok()
+    assert json.loads(report.read_text())["num_samples"] == 17
 
 
 class Powered(Distance):
@@ -58,6 +75,7 @@ class Powered(Distance):
         super().__init__(power)
 
 
+@pytest.mark.slow
 def test_a_task_of_the_users_gets_its_arguments_and_the_stream(tmp_path: Path) -> None:
     task = ["--task", "tests.streams.test_streams:Powered", "--task_args", "{power: 3.0}"]
     for world_size in (1, 2):
@@ -67,10 +85,10 @@ def test_a_task_of_the_users_gets_its_arguments_and_the_stream(tmp_path: Path) -
     assert_close(weights_of(tmp_path / "1"), weights_of(tmp_path / "2"))
 
 
-def test_a_kill_and_other_numbers_of_ranks_cost_no_sample(tmp_path: Path) -> None:
-    whole = [*STEADY, "--output_dir", tmp_path / "whole", *arguments(pace="")]
-    train(whole, 2).ok()
-    pace = tmp_path / "pace"
+def test_a_kill_and_other_numbers_of_ranks_cost_no_sample(
+    tmp_path: Path, undisturbed: Callable[[int], Path]
+) -> None:
+    whole, pace = undisturbed(2), tmp_path / "pace"
     pace.touch()
     argv = [*STEADY, "--output_dir", tmp_path / "cut", *arguments(pace=str(pace))]
     with start_training(argv, 2) as running:
@@ -84,54 +102,37 @@ def test_a_kill_and_other_numbers_of_ranks_cost_no_sample(tmp_path: Path) -> Non
     run = only_run(tmp_path / "cut")
     train([*argv, "--resume", run], 3).ok()
     assert ledger_of(run).count("232 samples, each exactly once") == 3
-    assert samples_by_step(run) == samples_by_step(only_run(tmp_path / "whole"))
-    assert_close(weights_of(tmp_path / "cut"), weights_of(tmp_path / "whole"))
+    assert samples_by_step(run) == samples_by_step(only_run(whole))
+    assert_close(weights_of(tmp_path / "cut"), weights_of(whole))
 
 
 @pytest.mark.slow
-def test_a_stop_and_a_resume_with_the_same_ranks_change_no_bit(tmp_path: Path) -> None:
-    whole = [*STEADY, "--output_dir", tmp_path / "whole"]
-    train(whole, 2).ok()
+def test_a_stop_and_a_resume_with_workers_change_no_bit(
+    tmp_path: Path, undisturbed: Callable[[int], Path]
+) -> None:
     cut = [*STEADY, "--output_dir", tmp_path / "cut"]
     train([*cut, "--max_steps", "7"], 2).ok()
     run = only_run(tmp_path / "cut")
     assert any((run / "readers").iterdir()), "the states of the readers are a state to the place"
-    train([*cut, "--resume", run, "--max_steps", "0"], 2).ok()
-    assert last_tensors(tmp_path / "cut") == last_tensors(tmp_path / "whole")
+    more = arguments(lengths=[50, 31, 64, 7, 40, 40, 3])
+    done = train([*cut, "--resume", run, *more, "--max_steps", "0"], 2)
+    assert any(done.statuses)
+    assert "num_shards: the checkpoint has 6, this run 7" in done.output
+    assert "Traceback" not in done.output
+    train([*cut, "--resume", run, "--max_steps", "0", "--num_workers", "1"], 2).ok()
+    assert last_tensors(tmp_path / "cut") == last_tensors(undisturbed(2))
     assert ledger_of(run).count("232 samples, each exactly once") == 3
 
 
 @pytest.mark.slow
-def test_workers_change_no_bit(tmp_path: Path) -> None:
-    for number in ("0", "2"):
-        argv = [*STEADY, "--output_dir", tmp_path / number, "--epochs", "2"]
-        train([*argv, "--num_workers", number], 1).ok()
-    assert last_tensors(tmp_path / "0") == last_tensors(tmp_path / "2")
-
-
-@pytest.mark.parametrize(
-    ("length", "chosen"),
-    [
-        (["--epochs", "2"], "constant"),
-        (["--max_steps", "5"], "cosine"),
-        ([*arguments(says=True), "--epochs", "1"], "cosine"),
-    ],
-    ids=["unknown", "max_steps", "sizes"],
-)
-def test_auto_takes_the_schedule_that_the_length_allows(
-    tmp_path: Path, length: list[str | Path], chosen: str
-) -> None:
-    argv = [*STREAM, *length, "--warmup_steps", "3", "--output_dir"]
-    done = train([*argv, tmp_path / "auto"]).ok()
-    is_told = "lr_schedule constant (the number of steps is not known" in done.output
-    assert is_told is (chosen == "constant")
-    train([*argv, tmp_path / chosen, "--lr_schedule", chosen]).ok()
-    assert last_tensors(tmp_path / "auto") == last_tensors(tmp_path / chosen)
-
-
-def test_auto_keeps_the_schedule_that_it_chose(tmp_path: Path) -> None:
+def test_auto_takes_the_schedule_that_the_length_allows_and_keeps_it(tmp_path: Path) -> None:
     argv = [*STREAM, "--epochs", "1", "--output_dir"]
-    train([*argv, tmp_path / "constant"]).ok()
+    done = train([*argv, tmp_path / "sizes", *arguments(says=True)]).ok()
+    assert "lr_schedule cosine" in done.output
+    done = train([*argv, tmp_path / "constant"]).ok()
+    assert "lr_schedule constant (the number of steps is not known" in done.output
+    train([*argv, tmp_path / "asked", "--lr_schedule", "constant"]).ok()
+    assert last_tensors(tmp_path / "asked") == last_tensors(tmp_path / "constant")
     again = ["--resume", only_run(tmp_path / "constant"), "--epochs", "2", "--max_steps", "99"]
     done = train([*argv, tmp_path / "constant", *again]).ok()
     assert "lr_schedule constant, as before" in done.output
@@ -145,31 +146,16 @@ def test_auto_keeps_the_schedule_that_it_chose(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_bad_sample_is_named_by_shard_and_position(tmp_path: Path) -> None:
-    argv = [*STEADY, "--output_dir", tmp_path, *arguments(broken="2/17")]
-    done = train(argv, 2)
+    argv = [*STEADY, "--output_dir", tmp_path, "--epochs", "1"]
+    done = train([*argv, *arguments(broken="2/17")], 2)
     assert any(done.statuses)
     assert "(shard 2, sample 17 of it): ValueError: a broken row" in done.output
-    argv += ["--continue_on_error", "--run_name", "on"]
-    done = train(argv, 2).ok()
-    assert "left out sample 104" in done.output
-    assert ledger_of(tmp_path / "on").count("1 of them left out, as reported") == 3
-
-
-def test_fewer_shards_than_ranks_are_shared_and_said(tmp_path: Path) -> None:
-    argv = [*STEADY, "--output_dir", tmp_path, "--epochs", "1", *arguments(lengths=[70, 30])]
-    done = train(argv, 3).ok()
+    few = arguments(broken="0/17", lengths=[70, 30])  # fewer shards than ranks
+    done = train([*argv, *few, "--continue_on_error", "--run_name", "on"], 3).ok()
+    assert "left out sample 34" in done.output
     assert "2 shards for 3 ranks: each rank reads all samples" in done.output
-    assert ledger_of(only_run(tmp_path)).startswith("epoch 0: 100 samples, each exactly once\n")
-
-
-def test_a_stream_with_another_number_of_shards_is_refused(tmp_path: Path) -> None:
-    argv = [*STEADY, "--output_dir", tmp_path]
-    train([*argv, "--max_steps", "3"]).ok()
-    more = arguments(lengths=[50, 31, 64, 7, 40, 40, 3])
-    done = train([*argv, "--resume", only_run(tmp_path), *more, "--max_steps", "0"])
-    assert any(done.statuses)
-    assert "num_shards: the checkpoint has 6, this run 7" in done.output
-    assert "Traceback" not in done.output
+    told = ledger_of(tmp_path / "on")
+    assert "100 samples, each exactly once; 1 of them left out, as reported" in told
 
 
 @pytest.mark.slow
@@ -186,11 +172,3 @@ def test_a_file_that_changed_since_the_checkpoint_is_named(tmp_path: Path) -> No
     assert any(done.statuses)
     assert "of the stream's files b.txt has changed (" in done.output
     assert "Traceback" not in done.output
-
-
-def test_evaluate_counts_each_sample_of_a_test_stream_once(tmp_path: Path) -> None:
-    train([*STEADY, "--output_dir", tmp_path, "--epochs", "1"], 2).ok()
-    done = train(["evaluate", only_run(tmp_path)], 2).ok()
-    assert "17" in done.output
-    report = json.loads(next(only_run(tmp_path).rglob("evaluation-*.json")).read_text())
-    assert report["num_samples"] == 17

@@ -1,7 +1,6 @@
 """The task: what a batch is worth, and that training adds up any task's scores alike."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,20 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-import ddp_training
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.errors import ModelError
-from hardened_ddp.ranks.group import Group, open_group
-from hardened_ddp.ranks.launch import Launch, environment, read_launch
-from hardened_ddp.reporting.events import Events
-from hardened_ddp.settings.cli import parse
-from hardened_ddp.settings.layers import resolve
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.step.gradient import Totals
 from hardened_ddp.task.classification import Classification
 from hardened_ddp.task.first_batch import check_score
 from hardened_ddp.task.task import Metric, Score, Task, described, with_loss
-from hardened_ddp.training.evaluation import Evaluation, evaluate
-from tests.harness.ranks import run_ranks, train
+from tests.harness.ranks import train
 
 CPU = torch.device("cpu")
 LOGITS = torch.tensor([[2.0, 1.0, 0.0], [0.0, 3.0, 1.0], [1.0, 0.5, 0.0]])
@@ -93,28 +87,6 @@ def test_totals_add_up_the_sums_of_any_task_and_go_back_to_a_mark() -> None:
     }
 
 
-def read_shared() -> dict[str, float]:
-    """Rank 0 has no samples."""
-    launch = read_launch(environment())
-    group = open_group(launch, device=CPU, backend="gloo", timeout_s=30)
-    totals = Totals(Distance(), CPU)
-    for seed in range(launch.rank):
-        totals.add(score_of(totals.task, seed=seed), 4)
-    found = totals.read(group)
-    group.close()
-    return found
-
-
-def test_a_reading_is_over_all_ranks_and_one_without_samples_takes_part() -> None:
-    alone = Totals(Distance(), CPU)
-    for seed in (0, 0, 1):
-        alone.add(score_of(alone.task, seed=seed), 4)
-    wanted = alone.read(Group(Launch(), CPU))
-    first, *others = run_ranks(read_shared, 3)
-    assert first == pytest.approx(wanted)
-    assert all(found == first for found in others)
-
-
 def test_a_metric_says_which_value_is_better_and_how_it_is_printed() -> None:
     distance, near = Distance.metrics
     assert distance.is_better(1.0, than=2.0)
@@ -130,30 +102,6 @@ def test_a_metric_says_which_value_is_better_and_how_it_is_printed() -> None:
         "loss 2e-07",
         "loss 3e+11",
     ]
-
-
-def evaluate_distance(argv: list[str]) -> tuple[Evaluation, Evaluation | None]:
-    """Evaluate with a task that has no accuracy, once to the end and once stopped in it."""
-    launch = read_launch(environment())
-    settings = resolve(parse(["--cpu_only", *argv]), world_size=launch.world_size)
-    group = open_group(launch, device=CPU, backend="gloo", timeout_s=30)
-    parts = replace(ddp_training.build(settings, group, None, Events()), task=Distance())
-    assert parts.eval_loader is not None
-    found = evaluate(parts, parts.eval_loader)
-    assert found is not None
-    stopped = evaluate(parts, parts.eval_loader, should_stop=lambda: True)
-    assert parts.replica.module.training
-    parts.close()
-    group.close()
-    return found, stopped
-
-
-def test_evaluation_measures_what_the_task_names() -> None:
-    argv = ["--dataset", "tests.plugins:points", "--model", "tests.plugins:Plain"]
-    for found, stopped in run_ranks(evaluate_distance, 2, [*argv, "--eval_batch_size", "5"]):
-        assert found.num_samples == 17
-        assert found.figures.keys() == {"loss", "distance", "near"}
-        assert stopped is None
 
 
 @pytest.mark.slow

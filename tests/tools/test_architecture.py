@@ -230,47 +230,29 @@ def find_long(name: str, tree: ast.AST, full: dict[str, str]) -> Iterator[str]:
                 yield f"{node.lineno}: {node.name} takes {num_taken} parameters"
 
 
-def find_silence(name: str, tree: ast.AST, full: dict[str, str]) -> Iterator[str]:
-    """An except says what it catches, and does something about it."""
-    for node in nodes_of(tree):
-        if isinstance(node, ast.ExceptHandler):
-            if node.type is None:
-                yield f"{node.lineno}: except without a class"
-            if all(isinstance(line, ast.Pass) or is_ellipsis(line) for line in node.body):
-                yield f"{node.lineno}: except that does nothing"
-
-
 Rule = Callable[[str, ast.AST, dict[str, str]], Iterator[str]]
 BREAKS: dict[Rule, list[tuple[str, str]]] = {
     find_upward_imports: [
         ("model/zoo.py", "from hardened_ddp.step.step import Stepper"),
-        ("model/zoo.py", "def f():\n    from hardened_ddp import guard"),
         ("settings/cli.py", "import hardened_ddp.ranks.launch"),
         ("data/batches/loader.py", "from . import sampler"),
         ("errors.py", "import ddp_training"),
         ("ddp_runs/doctor.py", "from ddp_drills import runner"),
         ("reporting/rank_status.py", "from ddp_runs.run_files import read_run"),
         ("ddp_doctor/explain/exits.py", "from hardened_ddp.errors import ConfigError"),
-        ("ddp_doctor/explain/exits.py", "def f():\n    import torch"),
         ("step/step.py", "from ddp_doctor.explain.command import run_explain"),
     ],
     find_foreign_acts: [
-        ("ranks/group.py", "import os\nos.environ['A'] = '1'"),
         ("ddp_training.py", "from os import getenv as read\nread('RANK')"),
         ("step/step.py", "import torch.distributed as dist\ndist.all_reduce(t)"),
-        ("step/step.py", "from torch.distributed import barrier\nbarrier()"),
         ("step/step.py", "import torch\ntorch.distributed.broadcast(t, 0)"),
         ("step/step.py", "from torch.nn.parallel import DistributedDataParallel as D\nD(m)"),
-        ("training/run_folder.py", "import torch\ntorch.load('x')"),
         ("model/zoo.py", "from safetensors.torch import load_file\nload_file('x')"),
-        ("data/batches/workers.py", "import numpy as np\nnp.random.seed(0)"),
         ("data/batches/workers.py", "import torch\ntorch.cuda.manual_seed_all(0)"),
         ("data/batches/workers.py", "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)"),
-        ("data/batches/workers.py", "import threading\nthreading.Thread(target=f)"),
         ("data/batches/workers.py", "from concurrent.futures import ThreadPoolExecutor as T\nT()"),
         ("checkpoint/store.py", "print('saved')"),
         ("step/step.py", "import sys\nsys.exit(1)"),
-        ("step/step.py", "raise SystemExit(1)"),
         ("guard/hang.py", "import os\nos._exit(1)"),
     ],
     find_private_torch: [
@@ -284,11 +266,6 @@ BREAKS: dict[Rule, list[tuple[str, str]]] = {
     find_long: [
         ("a.py", "def f():\n" + "    x = 1\n" * 60),
         ("a.py", "def f(self, a, b, c, *, d, e, f, **g): ..."),
-    ],
-    find_silence: [
-        ("a.py", "try:\n    f()\nexcept:\n    raise"),
-        ("a.py", "try:\n    f()\nexcept OSError:\n    pass"),
-        ("a.py", "try:\n    f()\nexcept OSError:\n    ..."),
     ],
 }
 RULES = pytest.mark.parametrize("rule", BREAKS, ids=lambda rule: rule.__name__.strip("_"))
@@ -463,10 +440,6 @@ def dotted(node: ast.AST) -> str:
     if isinstance(node, ast.Attribute):
         return f"{dotted(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else "?"
-
-
-def is_ellipsis(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and ast.unparse(node) == "..."
 
 
 @cache
