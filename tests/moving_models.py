@@ -220,8 +220,20 @@ class InBackward(ZeroTeacher):
         self.teacher.bias.data.lerp_(self.body.bias.data, 0.2)
 
 
-MOVING = [ZeroTeacher, ReplacedTeacher, ZeroedTarget, DataTarget, HiddenTeacher, HiddenTarget]
-MOVING += [Shadowed, PlainMean, Queue, Unsaved, Numpy, Decayed, InBackward]
+class Together(nn.Module):
+    """Has all that change something in each forward."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        kinds = [ZeroTeacher, ReplacedTeacher, HiddenTeacher, Shadowed, PlainMean, Queue]
+        kinds += [Unsaved, Numpy, Decayed, InBackward]
+        self.parts = nn.ModuleList(kind(num_classes) for kind in kinds)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.stack([part(inputs) for part in self.parts]).mean(dim=0)
+
+
+MOVING = [ZeroTeacher, Together, ZeroedTarget, DataTarget, HiddenTarget]
 
 
 class Normalising(nn.Module):
@@ -300,8 +312,8 @@ class ByNumpy(Normalising):
         return inputs
 
 
-CHANGING = [Normalising, DroppingOut, ThroughData, NoisyNowAndThen, OfNests, ChangingLabels]
-CHANGING += [OfColumns, ByNumpy]
+CHANGING = [Normalising, NoisyNowAndThen, OfNests, ByNumpy]
+CHANGING_IN_PARTS = [NoisyNowAndThen, DroppingOut, ThroughData, ChangingLabels, OfColumns]
 
 
 def nests(train: bool, size: int = 40) -> Made:
