@@ -28,6 +28,9 @@ from ddp_doctor.drill.story import Part, last_weights, marks_of, samples_of, use
 from ddp_doctor.terminal import PrintableOutput, UsageError
 
 LOST, UNSEEN, SHOWN_LINES = 1, 2, 15
+MOUNT_S = 20.0
+"""For a trial mount: a network file system that is gone never answers."""
+
 COLUMNS = {"fault": 14, "verdict": 14, "ended": 9, "gone_s": 6, "orphans": 0, "next_start": 12}
 COLUMNS |= dict.fromkeys(("steps_lost", "samples_twice", "samples_never", "weights"), 0)
 COLUMNS |= dict.fromkeys(("files_whole", "files_broken", "log_names"), 0)
@@ -137,13 +140,17 @@ def make_plan(options: Mapping[str, str], env: Mapping[str, str]) -> Plan:
     plan = Plan(folders, work, env, numbers["hang_after"], numbers["rank"], numbers["step"])
     plan.repeats, trial = numbers["repeat"], Case(plan, "trial")
     words = [sys.executable, "-I", isolation.__file__, str(trial.home), *folders, "--", "true"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    plan.has_overlay = done.returncode == 0 and not options["copy"]
+    plan.has_overlay, why = not options["copy"], "--copy was given"
+    try:
+        if plan.has_overlay:
+            subprocess.run(words, capture_output=True, text=True, timeout=MOUNT_S, check=True)
+    except subprocess.SubprocessError as error:  # it failed, or did not end
+        plan.has_overlay = False
+        why = [str(error), *(str(getattr(error, "stderr", "") or "").splitlines())][-1]
     if not plan.has_overlay:
         plan.folders = folders[:1]
     if options["also"] and not plan.has_overlay:
         shutil.rmtree(work)
-        why = ["--copy was given", *done.stderr.splitlines()][-1]
         raise UsageError(f"--also needs overlay mounts: {why}", fix="leave out --also or --copy")
     return plan
 

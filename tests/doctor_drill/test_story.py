@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ddp_doctor.drill import isolation
+from ddp_doctor.drill import command, isolation
 from ddp_doctor.drill.command import (
     COLUMNS,
     as_html,
@@ -206,3 +207,17 @@ def test_only_files_that_the_program_wrote_are_looked_at(tmp_path: Path) -> None
     os.utime(upper / "new.pt", (case.made_at + 1, case.made_at + 1))
     (case.home / "tmp" / "later").mkdir()
     assert [seen for _, seen in checkpoints_of(case)] == [str(tmp_path / "new.pt")]
+
+
+def test_a_trial_mount_that_never_ends_is_no_overlay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (stuck := tmp_path / "stuck.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.setattr(command, "MOUNT_S", 0.3)
+    monkeypatch.setattr(command.isolation, "__file__", str(stuck))
+    options = dict.fromkeys(NAMES, "") | {"usage": "--help"}
+    plan = command.make_plan(options, {})
+    assert not plan.has_overlay
+    shutil.rmtree(plan.work)
+    with pytest.raises(UsageError, match=r"overlay mounts: .*timed out after 0\.3 seconds"):
+        command.make_plan(options | {"also": str(tmp_path)}, {})
