@@ -64,6 +64,51 @@ if __name__ == "__main__":
 """
 """18 steps, saved after every fifth with all that a resumed run needs."""
 
+STREAMED = LOOP.replace("TensorDataset\n", "IterableDataset\n", 1)
+STREAMED = STREAMED.replace(", DistributedSampler", "")
+STREAMED = STREAMED.replace(
+    "def train(",
+    """\
+class Stream(IterableDataset):
+    def __init__(self, rank):
+        self.rank, self.inputs = rank, torch.randn(96, 8)
+        self.labels = torch.randint(0, 3, (96,))
+
+    def __iter__(self):
+        return iter([(self.inputs[i], self.labels[i]) for i in range(self.rank, 96, 2)])
+
+
+def train(""",
+)
+STREAMED = STREAMED.replace(
+    "TensorDataset(torch.randn(96, 8), torch.randint(0, 3, (96,)))", "Stream(rank)"
+)
+STREAMED = STREAMED.replace("    sampler = DistributedSampler(data)\n", "")
+STREAMED = STREAMED.replace("DataLoader(data, 8, sampler=sampler)", "DataLoader(data, 8)")
+STREAMED = STREAMED.replace("        sampler.set_epoch(epoch)\n", "")
+"""The same of a dataset that can only be gone through, and that divides itself among the ranks."""
+
+WITH_ACCELERATE = """\
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+accelerator = Accelerator(cpu=True)
+data = TensorDataset(torch.randn(96, 8), torch.randint(0, 3, (96,)))
+net = nn.Linear(8, 3)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+net, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(data, 8))
+for inputs, labels in loader:
+    optimizer.zero_grad()
+    accelerator.backward(nn.functional.cross_entropy(net(inputs), labels))
+    optimizer.step()
+accelerator.end_training()
+"""
+"""6 steps, and nothing is saved."""
+
 SILENT = "import time\ntime.sleep(600)\n"
 NO_RANKS = """\
 import torch

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.doctor_drill.programs import LOOP, NO_RANKS, SILENT
+from tests.doctor_drill.programs import LOOP, NO_RANKS, SILENT, STREAMED, WITH_ACCELERATE
 from tests.harness.processes import ROOT
 from tests.harness.ranks import Finished, run_command
 
@@ -98,6 +98,34 @@ def test_what_can_not_be_observed_ends_with_2_and_one_reason(
     done = run_drill(source, tmp_path, f"--hang_after={patience_s}")
     assert done.status == 2, done.output
     assert told in json.loads(done.stdout)["error"]
+
+
+@pytest.mark.slow
+def test_a_stream_of_samples_is_counted_too(tmp_path: Path) -> None:
+    done = run_drill(STREAMED, tmp_path, "--faults=kill-rank")
+    assert done.status == 1, done.output
+    report = json.loads(done.stdout)
+    assert report["same_samples_twice"]
+    [row] = report["faults"]
+    assert (row["samples_twice"], row["samples_never"], row["weights"]) == (0, 0, "equal")
+    assert row["steps_lost"] == report["fault_step"] - 1 - 10
+
+
+@pytest.mark.slow
+def test_a_program_under_accelerate_launch_is_drilled(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    command = (
+        "accelerate launch --multi_gpu --num_processes=2 --num_machines=1 --main_process_port=0"
+    )
+    command += " --mixed_precision=no --dynamo_backend=no train.py"
+    done = run_drill(WITH_ACCELERATE, tmp_path, "--faults=exception", program=command.split())
+    assert done.status == 1, done.output
+    [row] = json.loads(done.stdout)["faults"]
+    assert (row["next_start"], row["weights"], row["log_names"]) == (
+        "step 1",
+        "equal",
+        "rank and cause",
+    )
 
 
 @pytest.mark.slow
