@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Drill ddp_training.py, a bare DDP loop and its peers with `drill -- COMMAND`; print one table.
+"""Drill ddp_training.py and programs of others with `drill -- COMMAND`; print one table.
 
     benchmarks/setup.sh                             once: about 2 minutes, 2 GB
-    python benchmarks/peer_drills.py --json FOLDER  about an hour; goes on where it was left
+    python benchmarks/peer_drills.py --json FOLDER  two hours; goes on where it was left
 
-The programs are those of faults/, without the faults that peer_faults.py puts into them.
+The programs are those of faults/, without the faults that peer_faults.py puts into them: each as
+the documents of its framework show it. A drill that ends without a report leaves no result.
 """
 
 import argparse
@@ -13,10 +14,11 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from faults.cases import BATCH_SIZE, OURS, PEERS, SAVE_EVERY
+from faults.cases import BATCH_SIZE, OURS, SAVE_EVERY
 from machine import ROOT, describe
 from peer_faults import _lay_out_digits, _versions
 from workloads import bench_home
@@ -27,20 +29,24 @@ WORKERS = {"dead-worker": 2}
 
 FAULTS = ("kill-rank", "kill-all", "term", "exception", "oom", "nan", "hang", "full-disk")
 FAULTS += ("kill-in-save", "cut-checkpoint", "fewer-ranks", "dead-worker")
-CONTENDERS = {**PEERS, OURS: ""}
-
-
-def command(contender: str, fault: str) -> list[str]:
-    """Give the command of a contender; its outputs are in a folder of the repository's copy."""
-    common = ["--epochs", str(NUM_EPOCHS), "--num_workers", str(WORKERS.get(fault, 0))]
-    common += ["--output_dir", "out"]
-    launcher = ["torchrun", "--standalone", "--nproc_per_node=2"]
-    if contender in PEERS:
-        return [*launcher, "--module", f"benchmarks.faults.{PEERS[contender]}", *common]
-    own = ["--dataset", "benchmarks.faults.task:dataset", "--model", "benchmarks.faults.task:model"]
-    own += ["--batch_size", str(BATCH_SIZE), "--checkpoint_every_steps", str(SAVE_EVERY)]
-    own += ["--run_name", "fault", "--eval_every", "0", "--lr_schedule", "constant"]
-    return [*launcher, "ddp_training.py", *own, *common]
+TORCHRUN = ("torchrun", "--standalone", "--nproc_per_node=2")
+# WHY --multi_gpu: only so it starts several processes; that they train on the CPU, the program says
+ACCELERATE = ("accelerate", "launch", "--multi_gpu", "--num_processes=2", "--num_machines=1")
+ACCELERATE += ("--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0")
+OWN = ("--dataset", "benchmarks.faults.task:dataset", "--model", "benchmarks.faults.task:model")
+OWN += ("--batch_size", str(BATCH_SIZE), "--checkpoint_every_steps", str(SAVE_EVERY))
+OWN += ("--run_name", "fault", "--eval_every", "0", "--lr_schedule", "constant")
+PROGRAMS = {
+    "torch's tutorial": (*TORCHRUN, "--module", "benchmarks.faults.bare"),
+    "IterableDataset": (*TORCHRUN, "--module", "benchmarks.faults.bare", "--iterable"),
+    "torchdata": (*TORCHRUN, "--module", "benchmarks.faults.bare", "--stateful"),
+    "Accelerate": (*TORCHRUN, "--module", "benchmarks.faults.with_accelerate"),
+    "accelerate launch": (*ACCELERATE, "--module", "benchmarks.faults.with_accelerate"),
+    "Fabric": (*TORCHRUN, "--module", "benchmarks.faults.with_fabric"),
+    "Lightning": (*TORCHRUN, "--module", "benchmarks.faults.with_lightning"),
+    "HF Trainer": (*TORCHRUN, "--module", "benchmarks.faults.with_trainer"),
+    OURS: (*TORCHRUN, "ddp_training.py", *OWN),
+}
 
 
 def cell(row: dict[str, Any]) -> str:
@@ -62,18 +68,34 @@ def cell(row: dict[str, Any]) -> str:
 
 def table(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
     """Lay out a row for each fault."""
-    lines = [f"| fault | {' | '.join(CONTENDERS)} |", "| --- " * (len(CONTENDERS) + 1) + "|"]
+    lines = [f"| fault | {' | '.join(PROGRAMS)} |", "| --- " * (len(PROGRAMS) + 1) + "|"]
     for fault in FAULTS:
-        cells = [cell(rows.get((who, fault), {})) for who in CONTENDERS]
+        cells = [cell(rows.get((who, fault), {})) for who in PROGRAMS]
         lines.append(f"| `{fault}` | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def drill(who: str, faults: Sequence[str], env: dict[str, str]) -> list[dict[str, Any]]:
+    """Drill one program; give a row for each fault, none if there was no report."""
+    words = [sys.executable, "ddp_training.py", "drill", "--json", "--faults", ",".join(faults)]
+    words += ["--", *PROGRAMS[who], "--epochs", str(NUM_EPOCHS), "--output_dir", "out"]
+    words += ["--num_workers", str(WORKERS.get(faults[0], 0))]
+    done = subprocess.run(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, check=False)
+    try:
+        report: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        report = {"error": f"no report, status {done.returncode}"}
+    if "error" in report:
+        print(f"{who}, {', '.join(faults)}: {report['error']}", flush=True)
+    return list(report.get("faults", ()))
 
 
 def main() -> int:
     """Run what is not in the folder of results yet; print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--programs", nargs="*", choices=PROGRAMS, default=list(PROGRAMS))
+    parser.add_argument("--faults", nargs="*", choices=FAULTS, default=list(FAULTS))
     options = parser.parse_args()
     options.json.mkdir(parents=True, exist_ok=True)
     home = bench_home()
@@ -84,21 +106,21 @@ def main() -> int:
         env |= {"FAULT_FOLDER": folder, "FAULT_DATA": f"{folder}/digits.npz", "FAULT_KIND": ""}
         env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "1"}
         env |= {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
-        for who in options.contenders:
-            for group in ([f for f in FAULTS if f not in WORKERS], list(WORKERS)):
-                result = options.json / f"{who}-{group[0]}.json"
-                if not result.exists():
-                    drill = [sys.executable, "ddp_training.py", "drill", "--json", "--faults"]
-                    words = [*drill, ",".join(group), "--", *command(who, group[0])]
-                    done = subprocess.run(words, cwd=ROOT, env=env, stdout=subprocess.PIPE)
-                    result.write_bytes(done.stdout)
-    rows = {}
-    for who in CONTENDERS:
-        for path in options.json.glob(f"{who}-*.json"):
-            for row in json.loads(path.read_text(encoding="utf-8")).get("faults", ()):
-                rows[who, row["fault"]] = row
+        for who in options.programs:
+            todo = [f for f in options.faults if not (options.json / f"{who}, {f}.json").exists()]
+            for group in ([f for f in todo if f not in WORKERS], [f for f in todo if f in WORKERS]):
+                for row in drill(who, group, env) if group else ():
+                    path = options.json / f"{who}, {row['fault']}.json"
+                    path.write_text(json.dumps(row, indent=1), encoding="utf-8")
+    rows, missing = {}, 0
+    for who in PROGRAMS:
+        for fault in FAULTS:
+            path = options.json / f"{who}, {fault}.json"
+            missing += not path.exists()
+            if path.exists():
+                rows[who, fault] = json.loads(path.read_text(encoding="utf-8"))
     print(table(rows))
-    return 0
+    return int(missing > 0)
 
 
 if __name__ == "__main__":

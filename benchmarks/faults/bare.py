@@ -13,7 +13,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from benchmarks.faults.task import Digits, Task, build_optimizer, compute_loss, model, read_task
+from benchmarks.faults.task import (
+    Digits,
+    Stream,
+    Task,
+    build_optimizer,
+    compute_loss,
+    model,
+    read_task,
+)
 
 
 def main() -> None:
@@ -29,8 +37,8 @@ def train(task: Task) -> None:
     """Train as the tutorial does."""
     network = model()
     optimizer = build_optimizer(network)
-    digits = Digits()
-    sampler: DistributedSampler[Any] = DistributedSampler(digits, shuffle=True)
+    digits: Any = Stream(dist.get_rank(), task.num_ranks) if task.is_iterable else Digits()
+    sampler: Any = None if task.is_iterable else DistributedSampler(digits, shuffle=True)
     loader = DataLoader(digits, task.batch_size, sampler=sampler, num_workers=task.num_workers)
     path, epochs_run = task.output_dir / "snapshot.pt", 0
     if path.exists():
@@ -39,7 +47,8 @@ def train(task: Task) -> None:
         epochs_run = snapshot["EPOCHS_RUN"]
     ddp = DistributedDataParallel(network)
     for epoch in range(epochs_run, task.num_epochs):
-        sampler.set_epoch(epoch)
+        if sampler is not None:
+            sampler.set_epoch(epoch)
         for batch in loader:
             _step(ddp, optimizer, batch)
         if dist.get_rank() == 0:

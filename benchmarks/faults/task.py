@@ -7,13 +7,14 @@ same parts. A sample carries its id, for the log of what was trained on (inciden
 import argparse
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from benchmarks.faults.cases import BATCH_SIZE, NUM_EPOCHS, SAVE_EVERY
 from benchmarks.faults.incident import StepLog, check_sample, fire
@@ -33,6 +34,9 @@ class Task:
     num_workers: int
     is_stateful: bool
     """Load with torchdata's StatefulDataLoader."""
+
+    is_iterable: bool
+    """Load from an IterableDataset, which divides itself among ranks and workers."""
 
     batch_size: int = BATCH_SIZE
     save_every: int = SAVE_EVERY
@@ -55,6 +59,19 @@ class Digits(Dataset[Sample]):
         check_sample(index, main_pid=self.main_pid)
         ids = torch.tensor(index)
         return {"images": self.images[index], "ids": ids, "labels": self.labels[index]}
+
+
+class Stream(IterableDataset[Sample]):
+    """The digits in their order, as torch's documentation divides such a dataset."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self.digits, self.rank, self.num_ranks = Digits(), rank, num_ranks
+
+    def __iter__(self) -> Iterator[Sample]:
+        worker = get_worker_info()
+        place, num = (worker.id, worker.num_workers) if worker else (0, 1)
+        first, step = self.rank * num + place, self.num_ranks * num
+        return (self.digits[index] for index in range(first, len(self.digits), step))
 
 
 class Classifier(nn.Module):
@@ -115,6 +132,13 @@ def read_task() -> Task:
     parser.add_argument("--epochs", type=int, default=NUM_EPOCHS)
     parser.add_argument("--num_workers", type=int, default=0)
     parser.add_argument("--stateful", action="store_true")
+    parser.add_argument("--iterable", action="store_true")
     found = parser.parse_args()
-    num_ranks = int(os.environ["WORLD_SIZE"])
-    return Task(found.output_dir, num_ranks, found.epochs, found.num_workers, found.stateful)
+    return Task(
+        output_dir=found.output_dir,
+        num_ranks=int(os.environ["WORLD_SIZE"]),
+        num_epochs=found.epochs,
+        num_workers=found.num_workers,
+        is_stateful=found.stateful,
+        is_iterable=found.iterable,
+    )
