@@ -5,6 +5,11 @@ from dataclasses import dataclass
 
 from benchmarks.audit_cases.styles import STYLES
 
+HERE = "  # here\n"
+FINDS_UNUSED = ("find_unused_parameters=False", "find_unused_parameters=True")
+UNEVEN_DATA = ("points(64, 1)", "points(61, 1)")
+EACH_RANK_EVALUATES = ("    dist.all_reduce(counts)\n", "")
+
 
 @dataclass(frozen=True, slots=True)
 class Case:

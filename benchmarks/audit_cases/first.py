@@ -1,14 +1,13 @@
 """The first lot: the rules of audit were tuned on it."""
 
-from benchmarks.audit_cases.case import Case
+from benchmarks.audit_cases.case import EACH_RANK_EVALUATES, FINDS_UNUSED, HERE, UNEVEN_DATA, Case
 
-HERE = "  # here\n"
 HEALTHY = (
     *(Case("as written", style) for style in (
         "tutorial", "vision", "gpt", "gan", "diffusion", "stream", "finetune", "by_hand", "joined",
         "contrastive", "spawn", "accelerate", "fabric", "lightning", "trainer")),
     Case("a layer is unfrozen in the second epoch", "finetune", [
-        ("find_unused_parameters=False", "find_unused_parameters=True"),
+        FINDS_UNUSED,
         ("for p in model.backbone.parameters():\n        p.requires_grad = False\n    ddp",
          "pass\n    ddp"),
         ("    for epoch in range(3):\n",
@@ -46,11 +45,11 @@ HEALTHY = (
     Case("validation on rank 0, of the whole set, through the module", "tutorial", [
         ("        acc = evaluate(model, val_loader, device)\n        if rank == 0:\n",
          "        if rank == 0:\n            acc = evaluate(model.module, val_loader, device)\n"),
-        ("    dist.all_reduce(counts)\n", ""),
+        EACH_RANK_EVALUATES,
         ("sampler=val_sampler", "shuffle=False"),
     ]),
     Case("gathered predictions, cut to the size of the set", "tutorial", [
-        ("points(64, 1)", "points(61, 1)"),
+        UNEVEN_DATA,
         ("    counts = torch.zeros(2, device=device)\n", "    hits = []\n"),
         ("            counts[0] += (logits.argmax(1) == y.to(device)).sum()\n"
          "            counts[1] += len(y)\n    dist.all_reduce(counts)\n"
@@ -199,7 +198,7 @@ MISTAKES = (
          "accelerator.gather((predictions, y))" + HERE),
     ], ["evaluation-padded"], "metric of padded data"),
     Case("gathered predictions with the padding", "tutorial", [
-        ("points(64, 1)", "points(61, 1)"),
+        UNEVEN_DATA,
         ("    counts = torch.zeros(2, device=device)\n", "    hits = []\n"),
         ("            counts[0] += (logits.argmax(1) == y.to(device)).sum()\n"
          "            counts[1] += len(y)\n    dist.all_reduce(counts)\n"
@@ -255,7 +254,7 @@ MISTAKES = (
          + "    scheduler = accelerator.prepare(scheduler)\n"),
     ], ["schedule-too-short"], "schedule"),
     Case("rank 0's share picks the best", "tutorial", [
-        ("    dist.all_reduce(counts)\n", ""),
+        EACH_RANK_EVALUATES,
         ("            counts[1] += len(y)\n", "            counts[1] += len(y)" + HERE),
         ("        for x, y in loader:\n            logits",
          "        for x, y in loader:" + HERE + "            logits"),
@@ -264,7 +263,7 @@ MISTAKES = (
         ("        acc = evaluate(model, val_loader, device)\n        if rank == 0:\n",
          "        if rank == 0:\n"
          "            acc = evaluate(model.module, val_loader, device)" + HERE),
-        ("    dist.all_reduce(counts)\n", ""),
+        EACH_RANK_EVALUATES,
         ("        for x, y in loader:\n            logits",
          "        for x, y in loader:" + HERE + "            logits"),
         ("    val_sampler = DistributedSampler(val_set, shuffle=False)\n",
@@ -302,7 +301,7 @@ MISTAKES = (
         ("        return self.fc(F.relu(self.neck(self.backbone(x))))",
          "        h = F.relu(self.neck(self.backbone(x))).detach()" + HERE
          + "        return self.fc(h)"),
-        ("find_unused_parameters=False", "find_unused_parameters=True"),
+        FINDS_UNUSED,
     ], ["parameter-never-moves"], "parameters"),
     Case("the optimizer knows only the head", "finetune", [
         ("    head = [p for p in model.parameters() if p.requires_grad]\n",

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Counts what audit finds in programs of many styles: found, on its line, false words.
 
-    python benchmarks/audit_cases/run.py                     both lots, about 8 minutes
+    python benchmarks/audit_cases/run.py                     all lots, about 10 minutes
     python benchmarks/audit_cases/run.py --lot first tutorial    cases with this word in them
     python benchmarks/audit_cases/run.py --show              what is said of each case, too
 
@@ -23,16 +23,18 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.audit_cases import first, second  # noqa: E402  # WHY: the path above
+from benchmarks.audit_cases import first, second, third  # noqa: E402  # WHY: the path above
 from benchmarks.audit_cases.case import Case  # noqa: E402
 from benchmarks.audit_cases.styles import NEEDS  # noqa: E402
 from ddp_doctor.audit.command import judge  # noqa: E402
 from ddp_doctor.audit.records import read_ranks  # noqa: E402
 from tests.audit.observed_server import run_observed  # noqa: E402
-from tests.harness.ranks import another_server, held_port, start_ranks  # noqa: E402
+from tests.harness.ranks import RankFailure, another_server, held_port, start_ranks  # noqa: E402
 
 LIMIT_S = 120
-LOTS = {"first": (*first.HEALTHY, *first.MISTAKES), "second": (*second.HEALTHY, *second.MISTAKES)}
+LOTS = {
+    lot.__name__.rpartition(".")[2]: (*lot.HEALTHY, *lot.MISTAKES) for lot in (first, second, third)
+}
 Said = list[tuple[str, int, str]]
 
 
@@ -40,35 +42,43 @@ def main() -> int:
     """Run the cases; print a table in Markdown."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("words", nargs="*", help="parts of a style or of a name")
-    parser.add_argument("--lot", choices=(*LOTS, "both"), default="both")
+    parser.add_argument("--lot", choices=(*LOTS, "all"), default="all")
     parser.add_argument("--show", action="store_true")
+    parser.add_argument("--json", type=Path, help="figures of each case: go on where it was left")
     options = parser.parse_args()
-    rows: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
-    num_skipped = 0
+    known: dict[str, list[int]] = {}
+    if options.json and options.json.exists():
+        known = json.loads(options.json.read_text(encoding="utf-8"))
+    chosen, num_skipped = [], 0
+    for lot, cases in LOTS.items():
+        for case in cases if options.lot in (lot, "all") else ():
+            told = f"{lot}: {case.style}, {case.name}"
+            if any(word in told for word in options.words or [""]):
+                chosen.append((told, case))
     with (
         tempfile.TemporaryDirectory(prefix="audit-cases-") as folder,
         another_server("tests.audit.observed_server"),
     ):
-        for name, lot in LOTS.items():
-            for number, case in enumerate(lot if options.lot in (name, "both") else ()):
-                if options.words and not any(
-                    w in f"{case.style} {case.name}" for w in options.words
-                ):
-                    continue
-                if importlib.util.find_spec(NEEDS.get(case.style, "torch")) is None:
-                    num_skipped += 1
-                    continue
-                place = Path(folder) / f"{name}-{number}"
-                place.mkdir()
-                said = ask(case, place)
-                count(case, said, rows[case.kind], show=options.show)
+        for told, case in chosen:
+            if importlib.util.find_spec(NEEDS.get(case.style, "torch")) is None:
+                num_skipped += 1
+            elif told not in known:
+                place = Path(tempfile.mkdtemp(dir=folder))
+                known[told] = count(case, ask(case, place), show=options.show)
+                if options.json:
+                    options.json.write_text(json.dumps(known, indent=1), encoding="utf-8")
+    rows: dict[str, list[list[int]]] = defaultdict(list)
+    for told, case in chosen:
+        if told in known:
+            rows[case.kind if case.codes else "healthy"].append(known[told])
+    healthy = rows.pop("healthy", [])
     print("| mistake | programs | found | on its line | false words |")
     print("| --- | --- | --- | --- | --- |")
-    healthy = rows.pop("healthy", [0, 0, 0, 0])
-    total = [sum(column) for column in zip(*rows.values(), strict=True)] or [0, 0, 0, 0]
-    for kind, numbers in (*sorted(rows.items()), ("all mistakes", total)):
-        print(f"| {kind} | {' | '.join(map(str, numbers))} |")
-    print(f"| none: healthy programs | {healthy[0]} | - | - | {healthy[3]} |")
+    whole = [figures for some in rows.values() for figures in some]
+    for kind, some in (*sorted(rows.items()), ("all mistakes", whole)):
+        sums = [sum(column) for column in zip(*some, strict=True)]
+        print(f"| {kind} | {len(some)} | {' | '.join(map(str, sums))} |")
+    print(f"| none: healthy programs | {len(healthy)} | - | - | {sum(h[2] for h in healthy)} |")
     print(f"skipped, as their package is not installed: {num_skipped}")
     return 0
 
@@ -81,7 +91,11 @@ def ask(case: Case, folder: Path) -> Said | None:
         records = folder / "records"
         records.mkdir()
         with start_ranks(run_observed, 2, script, records) as running:
-            finished = running.wait(LIMIT_S)
+            try:
+                finished = running.wait(LIMIT_S)
+            except RankFailure as error:
+                print(f"{case.style}, {case.name}: {error}")
+                return None
         if any(finished.statuses):
             print(
                 f"{case.style}, {case.name}: statuses {finished.statuses}\n{finished.output[-900:]}"
@@ -93,21 +107,18 @@ def ask(case: Case, folder: Path) -> Said | None:
         for failure in ranks.failures:
             print(f"{case.style}, {case.name}: the judging failed: {failure}")
         return [(v.code, v.line, v.sentence) for v in verdicts if v.is_mistake]
-    command = [
-        sys.executable,
-        str(ROOT / "ddp_training.py"),
-        "audit",
-        "--json",
-        "--hang_after",
-        "20",
-    ]
+    command = [sys.executable, str(ROOT / "ddp_training.py"), "audit", "--json"]
     launch = [sys.executable]
     if case.style != "spawn":
         launch += ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    done = subprocess.run(
-        [*command, "--", *launch, script.name],
-        cwd=folder, capture_output=True, text=True, timeout=LIMIT_S, check=False,
-    )  # fmt: skip
+    command += ["--hang_after", "20", "--", *launch, script.name]
+    try:
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        print(f"{case.style}, {case.name}: no answer within {LIMIT_S} s")
+        return None
     try:
         report: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
@@ -119,22 +130,19 @@ def ask(case: Case, folder: Path) -> Said | None:
     return [(v["code"], v["line"], v["sentence"]) for v in mistakes]
 
 
-def count(case: Case, said: Said | None, row: list[int], *, show: bool) -> None:
-    """Count one program: it, whether it is found, whether on its line, and false words."""
+def count(case: Case, said: Said | None, *, show: bool) -> list[int]:
+    """Judge one program: whether it is found, whether on its line, and the false words."""
     lines = case.lines()
     right = [(code, line) for code, line, _ in said or () if code in case.codes]
     wrong = [s for s in said or () if s[0] not in case.codes]
     is_line = any(line in lines for _, line in right)
-    for place, number in enumerate((1, bool(right), is_line, len(wrong))):
-        row[place] += number
     is_well = not wrong and (is_line or not case.codes) and said is not None
     if show or not is_well:
         told = "; ".join(f"{line} {code}: {text}" for code, line, text in said or ())
         wanted = f"{'/'.join(case.codes)} at {sorted(lines)}" if case.codes else "healthy"
-        print(
-            f"{'ok ' if is_well else 'BAD'} {case.style}, {case.name} ({wanted}): {told}",
-            flush=True,
-        )
+        word = "ok " if is_well else "BAD"
+        print(f"{word} {case.style}, {case.name} ({wanted}): {told}", flush=True)
+    return [bool(right), is_line, len(wrong)]
 
 
 if __name__ == "__main__":

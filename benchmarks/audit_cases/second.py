@@ -1,8 +1,7 @@
 """The second lot: written with the first, and not looked at while the rules were made."""
 
-from benchmarks.audit_cases.case import Case
+from benchmarks.audit_cases.case import FINDS_UNUSED, HERE, UNEVEN_DATA, Case
 
-HERE = "  # here\n"
 HEALTHY = (
     Case("ZeRO", "tutorial", [
         ("    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)\n",
@@ -266,7 +265,7 @@ MISTAKES = (
          "    test_loader = DataLoader(dataset_test, 8, sampler=test_sampler)" + HERE),
     ], ["evaluation-padded"], "metric of padded data"),
     Case("sums with the padding", "tutorial", [
-        ("points(64, 1)", "points(61, 1)"),
+        UNEVEN_DATA,
         ("    val_sampler = DistributedSampler(val_set, shuffle=False)\n",
          "    val_sampler = DistributedSampler(val_set, shuffle=False)" + HERE),
         ("    val_loader = DataLoader(val_set, batch_size=args.batch_size, sampler=val_sampler)\n",
@@ -378,7 +377,7 @@ MISTAKES = (
     Case("a layer without a use", "finetune", [
         ("        self.fc = nn.Linear(16, 3)\n",
          "        self.fc = nn.Linear(16, 3)\n        self.extra = nn.Linear(16, 3)" + HERE),
-        ("find_unused_parameters=False", "find_unused_parameters=True"),
+        FINDS_UNUSED,
         ("    optimizer = torch.optim.AdamW(head, lr=1e-3)\n",
          "    optimizer = torch.optim.AdamW(head, lr=1e-3)" + HERE),
     ], ["parameter-never-moves"], "parameters"),
