@@ -11,14 +11,17 @@ nothing, and is only counted. The exit status is 0 only if certain is right in 9
 """
 
 import argparse
+import io
 import json
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ddp_doctor.explain.command import run_explain  # WHY: the path above
+
 BARS = {"certain": 0.95, "likely": 0.70, "healthy": 1.0, "open": 0.0, "unknown": 0.0}
 
 
@@ -51,9 +54,8 @@ def logs_of(folders: list[Path]) -> Iterator[tuple[Path, list[str]]]:
 
 def ask(log: Path) -> tuple[str, str]:
     """Return how sure explain is of a log, and of what."""
-    command = [sys.executable, "-m", "ddp_doctor", "explain", "--json", str(log)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    report = json.loads(done.stdout)
+    run_explain([str(log)], wants_json=True, output=(output := io.StringIO()))
+    report = json.loads(output.getvalue())
     if report["cause"] is None:
         return report["verdict"], report["verdict"]
     return report["confidence"], report["cause"]["code"]

@@ -194,10 +194,12 @@ CAUSES = (
             r"CheckpointException ranks:",
             r"global metadata read failed",
             r"Missing key in checkpoint state_dict: (?P<name>\S+)",
+            r"used a DP world size of (?P<saved>\d+) but the current world size is (?P<now>\d+)",
         ),
-        why="A rank failed while saving, files of a node are not on the shared disk, or the model "
-        "has other names",
-        fix="All ranks write to one shared folder; load with the same model; "
+        why="A rank failed while saving, files of a node are not on the shared disk, the model "
+        "has other names, or another number of ranks saved it",
+        fix="All ranks write to one shared folder; load with the same model, and DeepSpeed's ZeRO "
+        "on as many ranks (or convert it by ds_to_universal.py); "
         "torch.distributed.checkpoint.format_utils converts to one file.",
         confirm="ls of the folder on all nodes: .metadata and one file per rank.",
     ),

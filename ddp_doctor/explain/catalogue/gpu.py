@@ -177,7 +177,7 @@ CAUSES = (
         code="gpu-ordinal",
         title="a rank chose a GPU that does not exist",
         phrases=(
-            r"CUDA error: invalid device ordinal",
+            r"(?:CUDA error:|Cuda failure \d+) '?invalid device ordinal",
             r"cudaErrorInvalidDevice",
             r"You requested gpu: \[.*\]",
         ),
@@ -307,7 +307,10 @@ OTHERS = (
     Cause(
         code="accelerator-no-backend",
         title="the process group has no backend for tensors of this device",
-        phrases=(r"No backend type associated with device type (?P<device>(?!cpu|cuda)\w+)",),
+        phrases=(
+            r"No backend type associated with device type (?P<device>(?!cpu|cuda)\w+)",
+            r"We detected accelerator (?P<device>\w+) on your machine\. But we don't know which",
+        ),
         why="init_process_group chose, or was given, a backend that moves no {device} tensors",
         fix="xpu: init_process_group('xccl'), before torch 2.8 'ccl' with oneCCL's package; hpu, "
         "npu: 'hccl' with the vendor's plug-in. mps has none: train on the CPU with gloo.",

@@ -179,7 +179,7 @@ CAUSES = (
             r"exitcode: -11\)",
             r"terminated with signal SIGSEGV",
             r"died with <Signals\.SIGSEGV",
-            r"returned non-zero exit status -11\b",
+            r"returned non-zero exit status (?:-11|3221225477)\b",  # the second: Windows
             r"\*\*\* SIGSEGV received at time=",
             r"DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: Segmentation fault",
             r"exited on signal 11",

@@ -105,6 +105,7 @@ CAUSES = (
             r"MPS backend out of memory",
             r"The operator '(?P<name>[^']+)' is not currently implemented for the MPS device",
             r"Cannot convert a MPS Tensor to float64",
+            r"MPS\w+\.mm:\d+: failed assertion",
         ),
         why="MPS has one GPU, no process group for its tensors, and fewer operators",
         fix="PYTORCH_ENABLE_MPS_FALLBACK=1; DDP on the CPU with gloo; float32.",

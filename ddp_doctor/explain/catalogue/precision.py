@@ -138,7 +138,7 @@ CAUSES = (
     ),
     Cause(
         code="compile-compiler",
-        title="torch.compile found no compiler",
+        title="no compiler was found that fits torch",
         phrases=(
             r"InvalidCxxCompiler",
             r"No working C\+\+ compiler found",
@@ -146,10 +146,12 @@ CAUSES = (
             r"Cannot find a working triton installation",
             r"Compiler: cl is not found",
             r"fatal error: Python\.h: No such file",
+            r"Installed CUDA version \S+ does not match the version torch was compiled with \S+ un",
         ),
-        why="Inductor needs a C++ compiler, Python's headers, and Triton for GPUs",
-        fix="apt install build-essential python3-dev; pip install triton (triton-windows); or "
-        "torch.compile off.",
+        why="Inductor and extensions (DeepSpeed's) need a C++ compiler, Python's headers, for GPUs "
+        "Triton, and the CUDA toolkit that torch was built with",
+        fix="apt install build-essential python3-dev; pip install triton (triton-windows); "
+        "CUDA_HOME=the toolkit of torch.version.cuda; or torch.compile off.",
         confirm="c++ --version and python -c 'import triton' on the node.",
     ),
     Cause(
