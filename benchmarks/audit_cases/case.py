@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.audit_cases.styles import STYLES
+from tests.audit.programs import edited
 
 HERE = "  # here\n"
 FINDS_UNUSED = ("find_unused_parameters=False", "find_unused_parameters=True")
@@ -24,12 +25,8 @@ class Case:
     """It hangs, or starts its ranks itself: so the real command runs it, not the fork server."""
 
     def source(self) -> str:
-        """Give the program. Raises ValueError if an edit does not fit."""
-        text = STYLES[self.style]
-        for old, new in self.edits:
-            if old not in text:
-                raise ValueError(f"{self.style}, {self.name}: {old!r} is not in the program")
-            text = text.replace(old, new)
+        """Give the program. Raises AssertionError if an edit does not fit."""
+        text = edited(STYLES[self.style], self.edits, name=f"{self.style}, {self.name}")
         compile(text, self.name, "exec")
         return text
 

@@ -289,17 +289,21 @@ class Case:
     style: str = "plain"
 
     def source(self) -> str:
-        """Give the program. Raises AssertionError if an edit no longer fits."""
-        text = STYLES[self.style]
-        for old, new in self.edits:
-            assert old in text, f"{self.name}: {old!r} is not in the program"
-            text = text.replace(old, new)
-        return text
+        """Give the program."""
+        return edited(STYLES[self.style], self.edits, name=self.name)
 
     def line(self) -> int:
         """Give the planted line; 0 if none is marked."""
         lines = [i for i, t in enumerate(self.source().splitlines(), 1) if "# here" in t]
         return lines[0] if lines else 0
+
+
+def edited(text: str, edits: Sequence[Edit], *, name: str) -> str:
+    """Give a program with its edits. Raises AssertionError if one no longer fits."""
+    for old, new in edits:
+        assert old in text, f"{name}: {old!r} is not in the program"
+        text = text.replace(old, new)
+    return text
 
 
 def _indented(text: str, depth: int) -> str:
