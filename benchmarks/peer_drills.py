@@ -11,6 +11,7 @@ the documents of its framework show it. A drill that ends without a report leave
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -98,6 +99,7 @@ def main() -> int:
     parser.add_argument("--faults", nargs="*", choices=FAULTS, default=list(FAULTS))
     options = parser.parse_args()
     options.json.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the folder below is removed
     home = bench_home()
     print(describe() | _versions(home / "venv/bin/python"), flush=True)
     with tempfile.TemporaryDirectory(prefix="drills-", dir=ROOT) as folder:
