@@ -1,5 +1,6 @@
 """train.slurm and srun on a real Slurm of two nodes that the tests start themselves."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from tests.harness.processes import ROOT
 from tests.harness.ranks import run_command, run_program
 from tests.harness.run_folder import find_checkpoints, last_tensors, only_run, read_summary
+from tests.own_loop.test_kinds_of_loops import check_launched
 from tests.slurm_cluster import SlurmCluster, why_not
 
 pytestmark = [
@@ -48,6 +50,13 @@ def test_srun_of_one_task_per_rank_ends_in_the_weights_of_torchrun(
     cluster.run(*argv, *SMALL, "--output_dir", tmp_path, timeout_s=120).ok()
     assert read_summary(only_run(tmp_path))["world_size"] == 2
     assert last_tensors(tmp_path) == by_torchrun
+
+
+def test_a_loop_of_ones_own_under_srun_loses_no_commit(
+    cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    check_launched(tmp_path, "srun", "--ntasks=2", sys.executable, "loop.py", env=cluster.env)
 
 
 def test_one_torchrun_per_node_under_srun_is_one_run(

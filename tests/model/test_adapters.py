@@ -2,7 +2,10 @@
 
 import importlib.util
 import json
+import os
+import random
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +13,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hardened_ddp.checkpoint.folder import load_checkpoint, open_checkpoint
 from hardened_ddp.data.foreign_code import import_extra
-from hardened_ddp.errors import CheckpointMismatchError
+from hardened_ddp.errors import CheckpointMismatchError, PeerLostError
 from hardened_ddp.export.export import export_model
 from hardened_ddp.training.weights import model_tensors, rebuild_model
 from tests.harness.ranks import run_program, train
 from tests.harness.run_folder import find_checkpoints, last_tensors, only_run, samples_by_step
+from tests.model.test_hub_text import Sentences
+from tests.plugins import is_first_time
 
 Words = list[str | Path]
 WIDTH = 600
@@ -123,30 +130,95 @@ def test_frozen_weights_of_no_file_are_saved_as_before(tmp_path: Path) -> None:
     assert "model.base.weight" in last_tensors(tmp_path)
 
 
-def gpt2(folder: Path) -> str:
+def gpt2(folder: Path) -> None:
     transformers = import_extra("transformers", what="this test")
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=400, n_positions=32, n_embd=128, n_layer=4, n_head=4
     )
     transformers.GPT2LMHeadModel(config).save_pretrained(folder / "gpt2")
-    return f"hf:{folder / 'gpt2'}"
+
+
+def sentences(train: bool, board: str = "", fails_at: int = 0, dies_at: int = 0) -> Sentences:
+    """Give the data; and to rank 1, in the forward of a step, an exception, and of one a SIGKILL.
+
+    board: a folder, where it is noted that they have been.
+    """
+    if not (train and board and os.environ["RANK"] == "1"):
+        return Sentences()
+    step = 0
+
+    def count(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        nonlocal step
+        step = max(int(state["step"]) for state in optimizer.state.values())
+
+    def misbehave(module: nn.Module, inputs: object) -> None:
+        if not module.training or type(module).__name__ != "TextModel":
+            return
+        if step == fails_at and is_first_time(f"{board}/failed"):
+            raise RuntimeError("a fault inside of the step")
+        if step == dies_at and is_first_time(f"{board}/died"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    register_optimizer_step_post_hook(count)
+    register_module_forward_pre_hook(misbehave)
+    return Sentences()
+
+
+NUM_STEPS = 9
+LORA: Words = ["--adapter", "{r: 1, target_modules: [c_attn]}"]
+
+
+def text_run(base: Path, output: Path, *, num_steps: int = NUM_STEPS, **faults: Any) -> Words:
+    model = f"hf:{base / 'gpt2'}"
+    if not (base / "gpt2").is_dir():
+        gpt2(base)
+    words: Words = [*PLAIN, "--dataset", "tests.model.test_adapters:sentences", "--task", "tokens"]
+    words += ["--model", model, "--run_name", "run", "--global_batch_size", "8"]
+    words += ["--optimizer", "adamw", "--dataset_args", json.dumps(faults)]
+    return [*words, "--max_steps", str(num_steps), "--output_dir", output]
+
+
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give a folder with the base and the undisturbed run, in lora/."""
+    folder = tmp_path_factory.mktemp("lora")
+    train([*text_run(folder, folder / "lora"), *LORA], 2).ok()
+    return folder
+
+
+@needs_peft
+@pytest.mark.slow
+def test_lora_that_is_killed_in_a_random_step_and_retries_one_loses_nothing(
+    lora: Path, tmp_path: Path
+) -> None:
+    fails_at, dies_at = sorted(random.Random("lora").sample(range(1, NUM_STEPS - 2), 2))
+    faults = {"board": str(tmp_path), "fails_at": fails_at, "dies_at": dies_at}
+    argv = [*text_run(lora, tmp_path / "cut", **faults), *LORA]
+    first = train(argv, 2)
+    assert first.statuses == (PeerLostError.exit_status, -signal.SIGKILL), first.describe()
+    assert f"retrying step {fails_at}" in first.outputs[0]
+    shutil.copytree(tmp_path / "cut", tmp_path / "resized")
+    train(argv, 2).ok()
+    assert last_tensors(tmp_path / "cut") == last_tensors(lora / "lora")
+    # On other numbers of ranks it takes the same samples.
+    for world_size, last in ((3, NUM_STEPS - 1), (1, NUM_STEPS)):
+        argv = text_run(lora, tmp_path / "resized", num_steps=last, **faults)
+        train([*argv, *LORA], world_size).ok()
+    whole = samples_by_step(lora / "lora" / "run")
+    assert len(whole) == NUM_STEPS
+    assert samples_by_step(tmp_path / "cut" / "run") == whole
+    assert samples_by_step(tmp_path / "resized" / "run") == whole
 
 
 @needs_peft
 @pytest.mark.slow
 def test_lora_of_a_gpt2_is_a_small_checkpoint_and_is_exported_alone_and_merged(
-    tmp_path: Path,
+    lora: Path, tmp_path: Path
 ) -> None:
-    model = gpt2(tmp_path)
-    text: Words = [*PLAIN, "--dataset", "tests.model.test_hub_text:sentences", "--task", "tokens"]
-    text += ["--model", model, "--run_name", "run", "--global_batch_size", "8"]
-    lora: Words = ["--adapter", "{r: 1, target_modules: [c_attn]}"]
-    train([*text, "--max_steps", "6", "--output_dir", tmp_path / "full"], 2).ok()
-    train([*text, *lora, "--max_steps", "3", "--output_dir", tmp_path / "cut"], 2).ok()
-    train([*text, *lora, "--max_steps", "6", "--output_dir", tmp_path / "cut"], 2).ok()
-    train([*text, *lora, "--max_steps", "6", "--output_dir", tmp_path / "lora"], 2).ok()
-    assert last_tensors(tmp_path / "cut") == last_tensors(tmp_path / "lora")
+    train(text_run(lora, tmp_path / "full", num_steps=3), 2).ok()
+    shutil.copytree(lora, tmp_path, dirs_exist_ok=True)
+    model = f"hf:{lora / 'gpt2'}"
     small, full = (size_of(find_checkpoints(tmp_path / name)[-1]) for name in ("lora", "full"))
     assert small < 0.02 * full
     run = only_run(tmp_path / "lora")
@@ -164,4 +236,3 @@ def test_lora_of_a_gpt2_is_a_small_checkpoint_and_is_exported_alone_and_merged(
     assert not torch.allclose(whole, before)
     command = ["python", "ddp_training.py", "evaluate", str(run), "--cpu_only"]
     run_program([*command, "--output", str(tmp_path / "report.json")], timeout_s=120).ok()
-    shutil.rmtree(tmp_path / "gpt2")

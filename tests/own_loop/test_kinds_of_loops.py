@@ -1,0 +1,154 @@
+"""Own loops of other kinds, and ranks that others start: killed once, they end in the same bits."""
+
+import shutil
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from hardened_ddp.errors import PeerLostError
+from tests.harness.processes import ROOT
+from tests.harness.ranks import held_port, run_command
+from tests.launchers.test_run_with import MPI_ENV
+from tests.own_loop.faults import (
+    Fault,
+    body_of,
+    checkpoints_of,
+    is_exact,
+    launch,
+    state_of,
+    text_of,
+)
+
+pytestmark = pytest.mark.slow
+DIES_AT = 5
+SCALED = (
+    "1e-2) -> 1e-2)\nscaler = torch.amp.GradScaler('cpu', init_scale=256.0, growth_interval=3)",
+    "loss.backward() -> scaler.scale(loss).backward()",
+    "opt.step() -> scaler.step(opt); scaler.update()",
+    "opt=opt -> opt=opt, scaler=scaler",
+)
+HEAD = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader
+from hardened_ddp import protect
+
+"""
+CLOSURE = f"""{HEAD}
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DDP(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 6)))
+opt = torch.optim.LBFGS(model.parameters(), 0.5, max_iter=3, history_size=4)
+loader = DataLoader(torch.randn(120, 6), 10)
+with protect("runs/lbfgs", model=model, opt=opt) as run:
+    for epoch in run.epochs(2):
+        for points in run.batches(loader):
+            losses = []
+
+            def closure():
+                opt.zero_grad()
+                loss = (model(points) - points).square().mean()
+                if losses:
+                    losses.append("a line to die at: the weights are written")
+                loss.backward()
+                losses.append(loss.detach())
+                dist.all_reduce(losses[-1])
+                return losses[-1]
+
+            opt.step(closure)
+            run.commit()
+"""
+LOOP = f"""
+import os
+import sys
+{HEAD}
+
+def loop(rank=0, port=""):
+    if port:
+        place = f"tcp://127.0.0.1:{{port}}"
+        dist.init_process_group("gloo", init_method=place, rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    opt = torch.optim.Adam(model.parameters(), 1e-2)
+    loader = DataLoader(torch.randn(64, 4), 4)
+    with protect("runs/a", model=model, opt=opt) as run:
+        for epoch in run.epochs(2):
+            for batch in run.batches(loader):
+                loss = (model(batch) - batch).square().mean()
+                opt.zero_grad()
+                loss.backward()
+                if run.step == {DIES_AT} and dist.get_rank() == 1 and os.path.exists("die"):
+                    os.unlink("die")
+                    os.kill(os.getpid(), 9)
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.grad)
+                opt.step()
+                run.commit()
+
+
+if __name__ == "__main__":
+    given = sys.argv[1:]
+    if given[:1] == ["spawn"]:
+        torch.multiprocessing.spawn(loop, args=tuple(given[1:]), nprocs=2)
+    else:
+        loop(int(os.environ[given[0]]) if given else 0, *given[1:])
+"""
+"""Gradients are summed by hand: DDP would need the group before protect makes it."""
+
+
+@pytest.fixture(autouse=True)
+def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["a GradScaler", "LBFGS and a closure"])
+def test_a_rank_that_is_killed_in_a_loop_of_this_kind_costs_no_commit(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = text_of("two_sets", *SCALED) if kind == "a GradScaler" else CLOSURE
+    where = "scaler.step" if kind == "a GradScaler" else "a line to die at"
+    line = next(n for n in body_of(text) if where in text.splitlines()[n - 1])
+    finished = launch(text, fault=Fault(act="kill", line=line))
+    assert finished.statuses == (PeerLostError.exit_status, -9), finished.describe()
+    assert checkpoints_of(Path())[-1] in (DIES_AT, DIES_AT + 1)  # the other may have finished it
+    launch(text).ok()
+    assert is_exact(Path()) == ""
+    found = state_of(Path())
+    (tmp_path / "whole").mkdir()
+    monkeypatch.chdir(tmp_path / "whole")
+    launch(text).ok()
+    assert state_of(Path()) == found
+
+
+def check_launched(tmp_path: Path, *argv: str, env: dict[str, str] | None = None) -> None:
+    """Run LOOP, whose rank 1 dies, and again; it ends in the state of forked ranks."""
+    (tmp_path / "loop.py").write_text(LOOP, encoding="utf-8")
+    (tmp_path / "die").touch()
+    env = {**(env or {}), "PYTHONPATH": str(ROOT)}
+    run = partial(run_command, argv, timeout_s=90, cwd=tmp_path, env=env)
+    first = run()
+    assert first.status
+    assert checkpoints_of(tmp_path) == [DIES_AT], first.describe()
+    again = run().ok()
+    assert f"resuming {tmp_path / 'runs' / 'a'} from step {DIES_AT}" in again.output
+    found = state_of(tmp_path)
+    shutil.rmtree(tmp_path / "runs")
+    launch(LOOP.partition("if __name__")[0] + "loop()").ok()
+    assert state_of(Path()) == found
+
+
+@pytest.mark.parametrize("group", ["made by protect", "of the program"])
+def test_under_mpirun_a_rank_that_is_killed_costs_no_commit(group: str, tmp_path: Path) -> None:
+    if shutil.which("mpirun") is None:
+        pytest.skip("mpirun is not installed on this machine (see .ci/run)")
+    argv = ["mpirun", "-np", "2", sys.executable, "loop.py"]
+    given = ["OMPI_COMM_WORLD_RANK", str(held_port())] if group == "of the program" else []
+    check_launched(tmp_path, *argv, *given, env=MPI_ENV)
+
+
+def test_under_spawn_a_rank_that_is_killed_costs_no_commit(tmp_path: Path) -> None:
+    check_launched(tmp_path, sys.executable, "loop.py", "spawn", str(held_port()))
