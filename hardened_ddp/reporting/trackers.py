@@ -160,7 +160,8 @@ class PrometheusFile:
     """
 
     def __init__(self, path: Path, run: str) -> None:
-        self._path, self._run, self._is_failing = path, json.dumps(run), False
+        self._path, self._is_failing = path, False
+        self._run = json.dumps(run, ensure_ascii=False)
         self._values: dict[str, float] = {}
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

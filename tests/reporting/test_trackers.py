@@ -184,14 +184,14 @@ def test_the_metrics_file_is_whole_and_has_the_newest_values_of_all_kinds(tmp_pa
 def test_a_metrics_file_that_cannot_be_written_stops_nothing_and_is_written_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = PrometheusFile(tmp_path / "later" / "ddp.prom", "a")
+    file = PrometheusFile(tmp_path / "later" / "ddp.prom", "größer")
     for step in range(3):
         file.log(step, {"loss": math.nan})
     assert len(caplog.messages) == 1
     (tmp_path / "later").mkdir()
     file.log(3, {"loss": -math.inf})
-    text = (tmp_path / "later" / "ddp.prom").read_text()
-    assert 'ddp_training_loss{run="a"} -Inf' in text
+    text = (tmp_path / "later" / "ddp.prom").read_text(encoding="utf-8")
+    assert 'ddp_training_loss{run="größer"} -Inf' in text
 
 
 @pytest.mark.parametrize("word", ["tensorbord", "wandb,", "tensorboard wandb", "none,wandb"])
