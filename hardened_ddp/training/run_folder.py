@@ -149,22 +149,16 @@ def open_run(settings: Resolved, group: Group) -> RunFolder:
     config = settings.config
     output = Path(config.run.output_dir)
     # WHY all ranks: with elastic nodes, the node of rank 0 may be a new one.
-    notes = group.gather_json(  # collective
-        [_noted_folder(output, group.launch), *_job_marks(group.launch)]
-    )
-    jobs = {mark for _, *marks in notes for mark in marks}
+    notes = group.gather_json(_noted_folder(output, group.launch))  # collective
+    jobs = _jobs_of(group)  # collective
 
     def choose() -> list[str]:
-        noted = (Path(name) for name, *_ in notes if name)
-        earlier = next(filter(Path.is_dir, noted), None)
+        earlier = next(filter(Path.is_dir, map(Path, filter(None, notes))), None)
         is_new = config.run.resume == "never" and earlier is None
         url = "" if is_new else _fetch(settings)
         folder, checkpoint = find_place(settings, earlier)
-        refuse_links(folder)
-        lock = RunLock.acquire(folder, jobs=jobs, restart=group.launch.attempt)
+        lock, claim = _lock(folder, group, jobs), ""
         try:
-            probe_folder(folder)
-            claim = ""
             if url or (is_new and config.run.mirror):
                 url = url or mirror_url(config.run.mirror, folder.name)
                 claim = with_tries(partial(open_mirror, url, folder), url=url)
@@ -179,8 +173,7 @@ def open_run(settings: Resolved, group: Group) -> RunFolder:
     if group.is_local_main:
         _note_folder(output, group.launch, folder)
     checkpoint, lock = chosen[0] if chosen else (None, None)
-    environment()[RUN] = str(folder)
-    add_log_file(folder / "logs", rank=group.launch.rank)
+    _enter(folder, group)
     kept = settings.config.run
     return RunFolder(
         folder,
@@ -220,7 +213,7 @@ def open_folder(folder: Path, group: Group, *, keep_last: int) -> RunFolder:
     Raises as open_run does.
     """
     chosen: list[tuple[Found | None, RunLock]] = []  # on rank 0
-    marks = {mark for of_rank in group.gather_json(_job_marks(group.launch)) for mark in of_rank}
+    jobs = _jobs_of(group)  # collective
 
     def choose() -> list[str]:
         path = folder.absolute()
@@ -228,20 +221,35 @@ def open_folder(folder: Path, group: Group, *, keep_last: int) -> RunFolder:
             make_folders(path, disk=Disk())
         except OSError as error:
             raise unusable_folder(path, error) from error
-        refuse_links(path)
-        lock = RunLock.acquire(path, jobs=marks, restart=group.launch.attempt)
+        lock = _lock(path, group, jobs)
         try:
-            probe_folder(path)
             chosen.append((_newest_valid(path), lock))
-        except (RunFolderError, CheckpointError):
+        except CheckpointError:
             lock.release()
             raise
         return [str(path), lock.token]
 
     name, token = group.run_on_main(choose, what="opening the run folder")  # collective
-    environment()[RUN] = name
-    add_log_file(Path(name) / "logs", rank=group.launch.rank)
+    _enter(Path(name), group)
     return RunFolder(Path(name), keep_last, token, *(chosen[0] if chosen else ()))
+
+
+def _lock(folder: Path, group: Group, jobs: set[str]) -> RunLock:
+    """Lock a folder that can be written. On rank 0. Raises RunFolderError, CheckpointError."""
+    refuse_links(folder)
+    lock = RunLock.acquire(folder, jobs=jobs, restart=group.launch.attempt)
+    try:
+        probe_folder(folder)
+    except (RunFolderError, CheckpointError):
+        lock.release()
+        raise
+    return lock
+
+
+def _enter(folder: Path, group: Group) -> None:
+    """Tell the launcher of the folder, and log into it. Rank-local."""
+    environment()[RUN] = str(folder)
+    add_log_file(folder / "logs", rank=group.launch.rank)
 
 
 def read_checkpoint(run: RunFolder, group: Group, *, at_most: int | None = None) -> Saved | None:
@@ -347,14 +355,16 @@ def _noted_folder(output: Path, launch: Launch) -> str:
     return ""
 
 
-def _job_marks(launch: Launch) -> list[str]:
-    """Return short marks of this rank's job: two attempts of a job share one, two jobs none.
+def _jobs_of(group: Group) -> set[str]:
+    """Return short marks of this job: two attempts of it share one, two jobs none. Collective.
 
     WHY several: after a node was lost, the new attempt may have only some agents in common with
     the one before. The run id is the user's, who may use it twice.
     """
+    launch = group.launch
     keys = (launch.job_key, launch.agent_key, launch.run_id and f"run-id-{launch.run_id}")
-    return sorted({hashlib.sha256(key.encode()).hexdigest()[:12] for key in keys if key})
+    mine = [hashlib.sha256(key.encode()).hexdigest()[:12] for key in keys if key]
+    return {mark for marks in group.gather_json(mine) for mark in marks}  # collective
 
 
 def create_run_folder(config: Config, *, now: datetime | None = None) -> Path:
