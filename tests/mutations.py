@@ -198,7 +198,7 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
             "if option == 'no option'",
             "own_optimizers -k 'put_back or taken_back'",
         ),
-        ("schedule.restore(_unpack", "(_unpack", "own_optimizers -k 'put_back or taken_back'"),
+        ("schedule.restore(unpack", "(unpack", "own_optimizers -k 'put_back or taken_back'"),
         (
             "            group.update(options)",
             "            pass",

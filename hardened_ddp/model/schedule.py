@@ -15,7 +15,6 @@ import copy
 import inspect
 import math
 import numbers
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -27,6 +26,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from hardened_ddp.data.batches.run_length import UNKNOWN_STEPS
 from hardened_ddp.data.foreign_code import import_callable
 from hardened_ddp.errors import OptimizerError
+from hardened_ddp.model.state_tree import Tree, pack, unpack
 from hardened_ddp.settings.config import OptimizerConfig
 from hardened_ddp.settings.declare import ImportPath
 from hardened_ddp.task.user_code import told_as
@@ -55,15 +55,6 @@ KNOWN = (SGD, Adam, AdamW)
 """Their state is known, and their fused kernels skip a step by a flag on the device."""
 
 PREFIX = "optimizer."
-_TENSOR, _TUPLE, _LIST = "tensor", "tuple", "list"
-_MAPPINGS: Mapping[str, type[dict[Any, Any]]] = {  # Any: keys and values of any kind
-    "dict": dict,
-    "ordered dict": OrderedDict,
-    "counter": Counter,  # torch's MultiStepLR has one
-}
-
-Tree = Any
-"""JSON: a number, text or null as it is; anything else as {kind: content}."""
 
 
 class Schedule:
@@ -272,18 +263,18 @@ def save_state(
                 tensors[f"{PREFIX}{name}.{key}"] = value
     elif (cls.state_dict, cls.load_state_dict) != (Optimizer.state_dict, Optimizer.load_state_dict):
         # its class saves and loads its state in its own way
-        rest["whole"] = _pack(optimizer.state_dict(), f"{PREFIX}whole", tensors)
+        rest["whole"] = _packed(optimizer.state_dict(), f"{PREFIX}whole", tensors)
     else:
         rest["state"] = {
-            name: _pack(dict(state), f"{PREFIX}{name}", tensors)
+            name: _packed(dict(state), f"{PREFIX}{name}", tensors)
             for name, parameter in trainable.items()
             if (state := optimizer.state.get(parameter))
         }
         shared = {k: v for k, v in optimizer.state.items() if not isinstance(k, Tensor)}
-        rest["shared"] = _pack(shared, f"{PREFIX}shared", tensors)
+        rest["shared"] = _packed(shared, f"{PREFIX}shared", tensors)
     if schedule.has_state:
-        rest["schedule"] = _pack(schedule.state(), f"{PREFIX}schedule", tensors)
-    return tensors, rest
+        rest["schedule"] = _packed(schedule.state(), f"{PREFIX}schedule", tensors)
+    return {name: t.detach() if t.requires_grad else t for name, t in tensors.items()}, rest
 
 
 @torch.no_grad()
@@ -299,22 +290,22 @@ def restore_state(
     """
     optimizer = schedule.optimizer
     if "whole" in rest:
-        optimizer.load_state_dict(_unpack(rest["whole"], tensors))
+        optimizer.load_state_dict(unpack(rest["whole"], tensors))
     elif "state" in rest:
         optimizer.state.clear()
         for name, tree in rest["state"].items():
-            state = _unpack(tree, tensors)
+            state = unpack(tree, tensors)
             optimizer.state[trainable[name]] = _placed(state, trainable[name])
-        optimizer.state.update(_unpack(rest["shared"], tensors))
+        optimizer.state.update(unpack(rest["shared"], tensors))
     else:
         _restore_known(optimizer, trainable, tensors)
     if schedule.has_state and "schedule" in rest:
-        schedule.restore(_unpack(rest["schedule"], tensors))
+        schedule.restore(unpack(rest["schedule"], tensors))
     groups = rest.get("groups") or [{}] * len(schedule.base)
     for group, base, changed in zip(optimizer.param_groups, schedule.base, groups, strict=True):
         if "whole" not in rest:
             group.update(base)
-        group.update({option: _unpack(tree, tensors) for option, tree in changed.items()})
+        group.update({option: unpack(tree, tensors) for option, tree in changed.items()})
 
 
 def state_problems(
@@ -346,12 +337,16 @@ def _changed_options(schedule: Schedule, tensors: dict[str, Tensor]) -> list[dic
     groups = zip(schedule.optimizer.param_groups, schedule.base, strict=True)
     return [
         {
-            option: _pack(value, f"{PREFIX}groups.{number}.{option}", tensors)
+            option: _packed(value, f"{PREFIX}groups.{number}.{option}", tensors)
             for option, value in group.items()
             if option != "params" and not (option in base and _is_same(value, base[option]))
         }
         for number, (group, base) in enumerate(groups)
     ]
+
+
+def _packed(value: Any, name: str, tensors: dict[str, Tensor]) -> Tree:  # Any: a foreign state
+    return pack(value, name, tensors, error=OptimizerError)
 
 
 def _is_same(one: Any, other: Any) -> bool:  # Any: options of a parameter group
@@ -399,43 +394,3 @@ def _placed(value: Any, parameter: Tensor) -> Any:  # Any: the state of a parame
     if isinstance(value, list | tuple):
         return type(value)(_placed(part, parameter) for part in value)
     return value
-
-
-def _pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Tree:  # Any: a foreign state
-    """Return value as JSON; its tensors go to tensors, under names that begin with name."""
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if isinstance(value, Tensor):
-        unique = name
-        while unique in tensors:  # a.b of {"a.b": t} and of {"a": {"b": t}}
-            unique += "'"
-        tensors[unique] = value.detach()
-        return {_TENSOR: unique, "is_on_device": not value.is_cpu}
-    if type(value) in (list, tuple):
-        kind = _LIST if type(value) is list else _TUPLE
-        return {kind: [_pack(part, f"{name}.{i}", tensors) for i, part in enumerate(value)]}
-    mapping = next((word for word, kind in _MAPPINGS.items() if type(value) is kind), "")
-    has_plain_keys = mapping and all(k is None or type(k) in (bool, int, float, str) for k in value)
-    if has_plain_keys:
-        # WHY pairs: JSON would turn a number as a key into text.
-        return {mapping: [[key, _pack(v, f"{name}.{key}", tensors)] for key, v in value.items()]}
-    keys = " with keys that are not text or numbers" if mapping else ""
-    raise OptimizerError(
-        f"{name} is a {type(value).__name__}{keys}: it can't be saved, so a resumed run would "
-        "differ",
-        fix="keep in the state what is a tensor, a number, text, or a dict, list or tuple of "
-        "them; compute the rest from these",
-    )
-
-
-def _unpack(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:  # Any: as it was packed
-    if not isinstance(tree, Mapping):
-        return tree
-    if _TENSOR in tree:
-        found = tensors[tree[_TENSOR]].clone()
-        return found.cuda() if tree["is_on_device"] and torch.cuda.is_available() else found
-    for word, kind in _MAPPINGS.items():
-        if word in tree:
-            return kind({key: _unpack(part, tensors) for key, part in tree[word]})
-    parts = [_unpack(part, tensors) for part in tree.get(_LIST, tree.get(_TUPLE, []))]
-    return parts if _LIST in tree else tuple(parts)

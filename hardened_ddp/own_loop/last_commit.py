@@ -24,7 +24,8 @@ import torch
 from torch.optim import Optimizer
 
 from hardened_ddp.model.reach import version_of
-from hardened_ddp.own_loop.registry import Registry, Tensors, Tree, is_same
+from hardened_ddp.model.state_tree import Tree
+from hardened_ddp.own_loop.registry import Registry, Tensors, is_same
 from hardened_ddp.ranks.threads import call_within
 from hardened_ddp.step.async_device import Event, copy_beside
 from hardened_ddp.training.survivor_save import COPY_LIMIT_S

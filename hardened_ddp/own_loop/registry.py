@@ -6,7 +6,6 @@ numbers, text and None. All else is refused, with its name, when the loop begins
 """
 
 import json
-from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,11 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hardened_ddp.errors import CheckpointMismatchError, OwnLoopError
+from hardened_ddp.model.state_tree import MAPPINGS, Tree, pack, unpack
 
-Tree = Any  # Any: JSON
 Tensors = dict[str, torch.Tensor]
 
-_DICTS = {cls.__name__: cls for cls in (dict, OrderedDict, Counter)}
 _GENERATORS = (np.random.Generator, torch.Generator)
 
 
@@ -58,12 +56,12 @@ class Registry:
         What is not a tensor in the object is one here, and belongs to nobody else.
         """
         tensors: Tensors = {}
-        tree = {name: _pack(_state_of(t), name, tensors) for name, t in self.things.items()}
+        tree = {name: _packed(t, name, tensors) for name, t in self.things.items()}
         return tree, tensors
 
     def load(self, name: str, tree: Tree, tensors: Mapping[str, torch.Tensor]) -> None:
         """Put the state of one object into it. Raises CheckpointMismatchError if it can't."""
-        thing, state = self.things[name], _unpack(tree, tensors)
+        thing, state = self.things[name], unpack(tree, tensors)
         try:
             if isinstance(thing, np.random.Generator):
                 thing.bit_generator.state = state
@@ -77,7 +75,7 @@ class Registry:
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise _mismatch(f"{name}: {error}") from error
         now: Tensors = {}
-        if _sorted(_pack(_state_of(thing), name, now)) != _sorted(tree):
+        if _sorted(_packed(thing, name, now)) != _sorted(tree):
             raise _mismatch(f"{name}: its numbers are others after load_state_dict")
         if changed := [n for n in now if not is_same(now[n], tensors[n])]:
             raise _mismatch(f"{name}: {changed[0]} is another after load_state_dict")
@@ -108,7 +106,7 @@ def _sorted(tree: Tree) -> str:
     if not isinstance(tree, dict):
         return json.dumps(tree)
     kind, content = next(iter(tree.items()))
-    if kind in _DICTS:
+    if kind in MAPPINGS:
         return f"{{{', '.join(sorted(f'{key!r}: {_sorted(part)}' for key, part in content))}}}"
     return f"{kind} {_sorted(content)}"
 
@@ -145,66 +143,14 @@ def _state_of(thing: Any) -> Any:  # Any: the user's
         return thing.bit_generator.state
     if isinstance(thing, torch.Generator):
         return thing.get_state()
-    return thing.state_dict() if hasattr(thing, "state_dict") else thing
+    if hasattr(thing, "state_dict"):
+        return thing.state_dict()
+    is_own = isinstance(thing, dict) and type(thing) not in MAPPINGS.values()
+    return dict(thing) if is_own else thing
 
 
-def _pack(value: Any, name: str, tensors: Tensors) -> Tree:  # Any: the user's
-    """Return value as JSON; its tensors and arrays go to tensors. Raises OwnLoopError."""
-    kind = type(value)
-    if value is None or kind in (bool, int, float, str):
-        return value
-    if isinstance(value, torch.Tensor):
-        name = _free(name, tensors)
-        tensors[name] = value
-        return {"tensor": name} if value.is_cpu else {"tensor": name, "on": value.device.type}
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        name = _free(name, tensors)
-        tensors[name] = torch.from_numpy(np.array(value))  # WHY a copy: it has no version
-        return {"array": name}
-    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
-        return {"scalar": [value.dtype.str, value.item()]}
-    if kind in (list, tuple):
-        parts = [_pack(part, f"{name}.{i}", tensors) for i, part in enumerate(value)]
-        return {kind.__name__: parts}
-    if kind in _DICTS.values() or (isinstance(value, dict) and "." not in name):
-        pairs = [[_key(k, name), _pack(v, f"{name}.{k}", tensors)] for k, v in value.items()]
-        return {kind.__name__ if kind in _DICTS.values() else "dict": pairs}
-    raise OwnLoopError(
-        f"{name} is a {kind.__name__}: it can't be saved without pickle",
-        fix="keep it as numbers, text, tensors or arrays, in dicts and lists; or give its object "
-        "the methods state_dict and load_state_dict that return and take such",
-    )
-
-
-def _free(name: str, tensors: Tensors) -> str:
-    """Return a name that no tensor has: {1: a, "1": b} gives the same one twice."""
-    return name if name not in tensors else _free(f"{name}'", tensors)
-
-
-def _key(key: Any, name: str) -> Tree:  # Any: the user's
-    if type(key) not in (bool, int, float, str):
-        raise OwnLoopError(
-            f"{name} has the key {key!r:.40}: only text and numbers are saved without pickle"
-        )
-    return key
-
-
-def _unpack(tree: Tree, tensors: Mapping[str, torch.Tensor]) -> Any:  # Any: the user's
-    if not isinstance(tree, dict):
-        return tree
-    kind, content = next(iter(tree.items()))
-    if kind == "tensor":
-        return tensors[content].detach().clone().to(tree.get("on", "cpu"))
-    if kind == "array":
-        return tensors[content].numpy().copy()
-    if kind == "scalar":
-        return np.dtype(content[0]).type(content[1])
-    if kind in ("list", "tuple"):
-        parts = [_unpack(part, tensors) for part in content]
-        return parts if kind == "list" else tuple(parts)
-    found: dict[Any, Any] = _DICTS[kind]()  # Any: the user's
-    found.update({key: _unpack(part, tensors) for key, part in content})
-    return found
+def _packed(thing: Any, name: str, tensors: Tensors) -> Tree:  # Any: the user's
+    return pack(_state_of(thing), name, tensors, error=OwnLoopError)
 
 
 @torch.no_grad()

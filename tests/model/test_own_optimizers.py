@@ -16,7 +16,8 @@ from hardened_ddp.errors import OptimizerError
 from hardened_ddp.model.optimizer import build_optimizer
 from hardened_ddp.model.parameter_groups import parameter_groups
 from hardened_ddp.model.precision import Precision
-from hardened_ddp.model.schedule import Schedule, _pack, _unpack, restore_state, save_state
+from hardened_ddp.model.schedule import Schedule, restore_state, save_state
+from hardened_ddp.model.state_tree import pack, unpack
 from hardened_ddp.preflight.optimizer_trial import build_schedule
 from hardened_ddp.preflight.trial import Trial
 from hardened_ddp.ranks.group import Group
@@ -211,7 +212,8 @@ def test_a_state_comes_back_as_it_was() -> None:
         "counts": Counter([2, 2, 5]),
     }
     tensors: dict[str, torch.Tensor] = {}
-    found = _unpack(json.loads(json.dumps(_pack(state, "s", tensors))), tensors)
+    tree = json.dumps(pack(state, "s", tensors, error=OptimizerError))
+    found = unpack(json.loads(tree), tensors)
     assert found.keys() == state.keys()
     assert found[3][:2] == [1, (2.5, None, True)]
     assert found[3][2]["deep"].item() == 7
@@ -222,7 +224,7 @@ def test_a_state_comes_back_as_it_was() -> None:
     assert torch.equal(found["t"], state["t"])  # type: ignore[arg-type]
     for bad in ({1, 2}, object(), {(1, 2): 3}, torch.Generator(), lambda: 1):
         with pytest.raises(OptimizerError, match="can't be saved"):
-            _pack({"x": [bad]}, "s", {})
+            pack({"x": [bad]}, "s", {}, error=OptimizerError)
 
 
 @pytest.mark.parametrize("scheduler", ["cosine", f"{SCHEDULERS}:OneCycleLR", f"{OWN}:Bouncing"])
