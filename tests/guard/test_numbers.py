@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hardened_ddp.guard.divergence import judge
+from hardened_ddp.model.average import AVERAGE
 from hardened_ddp.model.checksum import checksums, combine
 from tests.gradients.test_by_ddp import NewMemory
 from tests.harness.marks import slow_after
@@ -100,15 +101,18 @@ def test_numbers_that_go_wrong_within_the_hooks_of_ddp_leave_no_trace_either(
 OFTEN = ["--checkpoint_every_steps", "4", "--ledger"]
 
 
+@pytest.mark.parametrize("flags", slow_after(1, [(), ("--ema", "0.9")]), ids=str)
 def test_steps_without_finite_numbers_are_rolled_back_and_done_again(
-    tmp_path: Path, undisturbed: Undisturbed
+    flags: tuple[str, ...], tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
     # A step given up is seven forwards: three tries, and each of its four samples alone.
     faulty = spoiled(kind="nan", first=13, last=13 + 3 * 7 - 1)
-    finished = run(tmp_path / "faulty", 2, *faulty, *OFTEN, "--continue_on_error").ok()
+    finished = run(tmp_path / "faulty", 2, *faulty, *OFTEN, *flags, "--continue_on_error").ok()
     words = "3 steps in a row had no finite loss or gradient: going back to the checkpoint of"
     assert words in finished.output
-    assert last_tensors(tmp_path / "faulty") == undisturbed(2, *spoiled())
+    tensors = last_tensors(tmp_path / "faulty")  # with the averages
+    assert tensors == undisturbed(2, *spoiled(), *flags)
+    assert any(name.startswith(AVERAGE) for name in tensors) == ("--ema" in flags)
     assert is_exact(tmp_path / "faulty")
     summary = read_summary(only_run(tmp_path / "faulty"))
     assert (summary["num_rollbacks"], summary["num_left_out"]) == (1, 0)
