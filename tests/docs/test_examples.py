@@ -19,11 +19,12 @@ from tests.harness.run_folder import only_run, read_summary
 EXAMPLES = ROOT / "examples"
 LEARNS = {  # a figure of the test set, its bound, and whether it has to be above it
     "language_model": ("test_perplexity", 6.5, False),
+    "mixup": ("test_accuracy", 0.9, True),
     "regression": ("test_r2", 0.45, True),
     "segmentation": ("test_mean_iou", 0.75, True),
     "streaming": ("test_accuracy", 0.93, True),
 }
-OF_SKLEARN = ("regression", "segmentation")
+OF_SKLEARN = ("mixup", "regression", "segmentation")
 FAULTS = ("kill-forward", "raise-backward-one", "memory-backward")
 
 
@@ -85,7 +86,8 @@ def test_an_example_comes_through_faults_to_the_weights_of_the_undisturbed_run(
     example: str, tmp_path: Path
 ) -> None:
     drills = drills_of(example, tmp_path)
-    for name in FAULTS:
+    # WHY: if memory runs out, parts of a batch are mixed, each within itself
+    for name in FAULTS[:2] if example == "mixup" else FAULTS:
         fault = find(name)
         assert fault is not None
         output = io.StringIO()
