@@ -307,10 +307,13 @@ class HangWatch:
     def _end_run(self, hang: Hang, folder: Path) -> None:
         """Say who hangs, save, kill the neighbours that can't exit by themselves, and exit."""
         self._consensus.publish(hang)
+        launch = self._group.launch
+        # WHY: a loop of the user's own is not one that torchrun can start again (OWN_LOOPS.md)
+        by_itself = "" if launch.start.is_whole else " (torchrun --max_restarts resumes by itself)"
         error = HangError(
             hang.text,
-            fix=f"read the stacks of all ranks in {folder} (torchrun --max_restarts resumes by "
-            f"itself); to resume: {self._group.launch.command('--resume', self._folder.parent)}",
+            fix=f"read the stacks of all ranks in {folder}{by_itself}; to resume: "
+            f"{launch.command('--resume', self._folder.parent)}",
         )
         log.error("%s", error)
         try:
@@ -322,7 +325,6 @@ class HangWatch:
             for neighbour in self._neighbours.lost():
                 log.warning("rank %d can't exit by itself: it is killed", neighbour.rank)
                 neighbour.kill()
-            launch = self._group.launch
             is_server = launch.is_main and not launch.agent_owns_store
             self._consensus.await_others(is_server=is_server, limit_s=_END_LIMIT_S)
             # WHY: it keeps the GIL, and the thread that waits for NCCL may hold what it takes

@@ -118,6 +118,8 @@ class Streams:
         self._ledgers: dict[str, LedgerWriter] = {}
         self._ended: set[tuple[str, int]] = set()
         self._unwritten: list[tuple[str, int, int, torch.Tensor]] = []
+        self._is_over = False
+        """A loader has ended: what another gave beside it may be given back, as zip does it."""
 
     def begin(self, step: int, place: dict[str, Any] | None) -> None:  # Any: JSON
         """Go to the place of a checkpoint."""
@@ -148,7 +150,7 @@ class Streams:
             read = iter(loader)
             for window in order.windows():
                 tracker.enter(Phase.DATA)
-                step = begin()
+                step, self._is_over = begin(), False
                 if loader.num_workers:
                     batch = next(read)
                 else:
@@ -172,8 +174,10 @@ class Streams:
                 if (stream["pass"], stream["cursor"]) != (window.epoch, window.stop):
                     break  # another state was loaded
 
-    def write(self) -> None:
+    def write(self, *, is_commit: bool = False) -> None:
         """Write to the ledgers what was handed out. Before each forward, and at each commit."""
+        if self._is_over and not is_commit:  # WHY: the forward may be one of an evaluation
+            return
         for name, step, number, share in self._unwritten if not self.is_rehearsal else ():
             self._ledgers[name].bring(step, number, [share.numpy()])
         self._unwritten.clear()
@@ -197,6 +201,7 @@ class Streams:
                 "another name for another loader",
             )
         self._ended.add((name, epoch))
+        self._is_over = True
 
     def _open(
         self, given: DataLoader[Any], name: str, *, repeat: bool

@@ -38,9 +38,9 @@ from hardened_ddp.errors import (
     OwnLoopError,
     RankMismatchError,
 )
+from hardened_ddp.guard.divergence import compare_replicas
 from hardened_ddp.guard.hang import HangWatch, Subject
 from hardened_ddp.guard.stop import StopRequest
-from hardened_ddp.model.checksum import checksums
 from hardened_ddp.own_loop.batches import Batch, Streams, ledger_start
 from hardened_ddp.own_loop.last_commit import NUM_FIRST, LastCommit, Undo
 from hardened_ddp.own_loop.registry import Registry, names_in
@@ -56,7 +56,7 @@ from hardened_ddp.ranks.launch import (
 )
 from hardened_ddp.ranks.phase import Phase, Tracker
 from hardened_ddp.ranks.process import stat_fields
-from hardened_ddp.ranks.seeding import seed_body
+from hardened_ddp.ranks.seeding import mix, seed_body
 from hardened_ddp.reporting.ending import leave_failed, settle, stop_status
 from hardened_ddp.reporting.goodput import Goodput
 from hardened_ddp.reporting.log import start_logging, stop_logging
@@ -67,7 +67,7 @@ from hardened_ddp.settings.typed_command import SCRIPT
 from hardened_ddp.step.failure import errors_told
 from hardened_ddp.training.run import Ending
 from hardened_ddp.training.run_folder import RunFolder, open_folder, read_checkpoint
-from hardened_ddp.training.state import Saved, Saver, Tensors, receive
+from hardened_ddp.training.state import Saved, Saver, receive
 from hardened_ddp.training.survivor_save import (
     LOCK_LIMIT_S,
     Rescue,
@@ -199,7 +199,7 @@ class OwnLoop:
         """Commits so far. Read it; commit() counts."""
 
         self.rng = np.random.default_rng(seed)
-        """Of this rank, new in each body."""
+        """Of this rank, new in each body, and after each commit."""
 
         self.ending = Ending.FAILED
         self._num_epochs = self._num_steps = 0
@@ -265,7 +265,7 @@ class OwnLoop:
                 fix="give it to protect by a name, also if it is inside of another optimizer",
             )
         self._sync_buffers()  # collective
-        self._streams.write()
+        self._streams.write(is_commit=True)
         self._num_commits += 1
         self._num_updates = 0
         if self._streams.is_rehearsal:
@@ -393,22 +393,21 @@ class OwnLoop:
         if not self._is_in_body:
             self._is_in_body = True
             self._group.tracker.enter(Phase.FORWARD)
-            self.rng = seed_body(
-                self._seed,
-                step=self.step,
-                rank=self._group.launch.rank,
-                device_type=self._group.device.type,
-            )
+            self._seed_all(self._seed)
         return self.step
 
     def _note(self) -> None:
         self._last.note(self.step, self._streams.place.as_json())
         self._is_in_body = False
+        # WHY here, too: a start may begin with the evaluation that follows
+        self._seed_all(mix(self._seed, 1))
+
+    def _seed_all(self, seed: int) -> None:
+        rank, device_type = self._group.launch.rank, self._group.device.type
+        self.rng = seed_body(seed, step=self.step, rank=rank, device_type=device_type)
 
     def _before_forward(self, module: nn.Module, inputs: object) -> None:
-        # WHY not in an evaluation: zip may have taken a batch that no body gets, to be given back
-        if module.training or torch.is_grad_enabled():
-            self._streams.write()
+        self._streams.write()
         self._has_forward |= module.training
         if torch.is_grad_enabled():
             self._last.before_forward()
@@ -494,42 +493,28 @@ class OwnLoop:
 
     def _check_alike(self) -> None:
         """Raise RankMismatchError if a registered tensor differs between ranks. Collective."""
-        _, tensors = self._registry.pack()
-        if self._group.world_size == 1 or not tensors:
-            return
-        sums = dict(zip(tensors, checksums(tensors).tolist(), strict=True))
-        everyone = self._group.gather_json(sums)  # collective
-        for rank, theirs in enumerate(everyone):
-            if names := [name for name in everyone[0] if theirs.get(name) != everyone[0][name]]:
-                raise RankMismatchError(
-                    f"{names[0]} and {len(names) - 1} other registered tensors of rank {rank} are "
-                    f"not those of rank 0, after step {self.step}",
-                    fix="wrap each model in DistributedDataParallel, copy an average from the "
-                    "wrapped model, and draw no initial values by the rank",
-                )
+        found = compare_replicas(self._group, self._registry.pack()[1])  # collective
+        if found is not None:
+            raise RankMismatchError(
+                f"registered tensors are not the same after step {self.step}: {found.text}",
+                fix="wrap each model in DistributedDataParallel, copy an average from the wrapped "
+                "model, and draw no initial values by the rank",
+            )
 
     def _rescue(
         self, error: BaseException | None, *, is_beside: bool, gone: Sequence[int] = ()
     ) -> None:
-        last = self._last
+        last, saver = self._last, self._saver
 
         def find() -> Rescue:
             tensors = last.take(is_beside=is_beside)
-            return Rescue(last.step, None if tensors is None else partial(self._write, tensors))
+            if tensors is None:
+                return Rescue(last.step, None)
+            return Rescue(last.step, partial(saver.save_in_need, last, tensors=tensors))
 
         reason = error if isinstance(error, Exception) else None
         where = Rescue(last.step, None)
         save_once(self._group, self._run.folder, find, where=where, error=reason, gone=gone)
-
-    def _write(self, tensors: Tensors) -> bool:
-        try:
-            self._saver.save_in_need(self._last, tensors=tensors)
-        except Exception:  # WHY broad: whatever it is, another rank may be able to save
-            log.warning("the last state could not be saved by this rank", exc_info=True)
-            return False
-        resume = self._group.launch.command()
-        log.warning("the state after step %d is saved; to resume: %s", self._last.step, resume)
-        return True
 
     def _save_while_stuck(
         self, error: HardenedError | None = None, gone: Sequence[int] = ()

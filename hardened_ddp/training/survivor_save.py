@@ -51,6 +51,9 @@ DEVICE_LIMIT_S = 15.0
 COPY_LIMIT_S = 60.0
 """How long to wait for the copy of a state from a GPU; 10 GB take a few seconds."""
 
+NOTHING = -1
+"""Instead of a step: nothing was to be saved, and that is told."""
+
 LOCK_LIMIT_S = 3.0
 """How long to wait for an update of the weights under way."""
 
@@ -143,7 +146,7 @@ def _save(
         boundary = _find(stepper, limit_s)
         if boundary is None:
             return Rescue(stepper.progress.step, None)
-        write = partial(_try_to_write, stepper, saver, folder, boundary, limit_s)
+        write = partial(_write, stepper, saver, boundary, limit_s)
         return Rescue(boundary.progress.step, None if _warn_if_lost(stepper) else write)
 
     where = Rescue(stepper.progress.step, None)
@@ -155,8 +158,8 @@ class Rescue:
     """A state that this rank can save."""
 
     step: int
-    write: Callable[[], bool] | None
-    """Write it; False: another rank should try it. None: it can't be saved."""
+    write: Callable[[], int | None] | None
+    """Write it; return the step if it is another one by then. None: it can't be saved."""
 
 
 def save_once(
@@ -173,6 +176,20 @@ def save_once(
     where: the step to note as failed if find raises. error: the reason, for the list of failures.
     gone: ranks whose process ended.
     """
+
+    def write() -> bool:
+        """Return False if another rank should try it."""
+        assert where.write is not None
+        try:
+            step = where.write() or where.step
+        except Exception:  # WHY broad: whatever it is, another rank may be able to save
+            log.warning("the last state could not be saved by this rank", exc_info=True)
+            return False
+        if step > 0:
+            resume = group.launch.command("--resume", folder)
+            log.warning("the state after step %d is saved; to resume: %s", step, resume)
+        return True
+
     try:
         try:
             where = find()
@@ -186,7 +203,7 @@ def save_once(
         do_once(
             group.store,
             f"survivor_save/{where.step}",
-            where.write,
+            write,
             rank=group.launch.rank,
             world_size=group.world_size,
             head_start_s=0.0 if has_left else HEAD_START_S,
@@ -212,35 +229,27 @@ def _find(stepper: Stepper, limit_s: float) -> Boundary | None:
     return boundary
 
 
-def _try_to_write(
-    stepper: Stepper, saver: Saver, folder: Path, boundary: Boundary, limit_s: float
-) -> bool:
-    """Write the state of a boundary; return False if another rank should try it. Rank-local."""
+def _write(stepper: Stepper, saver: Saver, boundary: Boundary, limit_s: float) -> int:
+    """Write the state of a boundary; return its step. Rank-local; raises if it can't."""
     parts, device, tensors = stepper.parts, stepper.device, None
-    try:
-        if device is None and boundary.buffers:  # a forward is under way
-            tensors = collect_tensors(parts, buffers=boundary.buffers)
-        while device is not None:
-            tensors = call_within(partial(_copy, stepper, boundary), COPY_LIMIT_S)
-            if tensors is None:
-                log.warning("the loss is not finite: nothing is saved, the last checkpoint stays")
-                return True
-            if boundary.still_holds():
-                break
-            # the device went on after all: its next state is good, too
-            if (found := device.find(limit_s)) is None:
-                raise TimeoutError("the device does not answer")
-            boundary = found
-        with beside(parts.group.device):
-            if boundary.next is not None:
-                stepper.take_back_on_host(boundary.next.step.attempt)
-            saver.save_in_need(boundary.progress, tensors=tensors)
-    except Exception:  # WHY broad: whatever it is, another rank may be able to save
-        log.warning("the last state could not be saved by this rank", exc_info=True)
-        return False
-    resume = parts.group.launch.command("--resume", folder)
-    log.warning("the state after step %d is saved; to resume: %s", boundary.progress.step, resume)
-    return True
+    if device is None and boundary.buffers:  # a forward is under way
+        tensors = collect_tensors(parts, buffers=boundary.buffers)
+    while device is not None:
+        tensors = call_within(partial(_copy, stepper, boundary), COPY_LIMIT_S)
+        if tensors is None:
+            log.warning("the loss is not finite: nothing is saved, the last checkpoint stays")
+            return NOTHING
+        if boundary.still_holds():
+            break
+        # the device went on after all: its next state is good, too
+        if (found := device.find(limit_s)) is None:
+            raise TimeoutError("the device does not answer")
+        boundary = found
+    with beside(parts.group.device):
+        if boundary.next is not None:
+            stepper.take_back_on_host(boundary.next.step.attempt)
+        saver.save_in_need(boundary.progress, tensors=tensors)
+    return boundary.progress.step
 
 
 def _copy(stepper: Stepper, boundary: Boundary) -> Tensors | None:

@@ -159,15 +159,16 @@ def test_if_all_ranks_are_killed_the_last_checkpoint_stands(
     restart(text, undisturbed(text_of(name)))
 
 
+EVALUATIONS = ["with torch.no_grad(): model(z)", "model(z)", "model.eval()(z); model.train()"]
+
+
+@pytest.mark.parametrize("evaluation", slow_after(1, EVALUATIONS))
 def test_an_evaluation_after_the_epoch_costs_no_sample_that_zip_took_too_many(
-    undisturbed: Callable[..., State],
+    evaluation: str, undisturbed: Callable[..., State]
 ) -> None:
     text = text_of("two_sets")
     end = "        if dist.get_rank() == 0:\n"
-    evaluation = (
-        "        with torch.no_grad():\n            model.eval()(z)\n        model.train()\n"
-    )
-    launch(text.replace(end, evaluation + end)).ok()
+    launch(text.replace(end, f"        {evaluation}\n{end}")).ok()
     assert state_of(Path()) == undisturbed(text)
     assert is_exact(Path()) == ""
 
@@ -204,11 +205,23 @@ def test_a_rank_that_makes_no_progress_is_named_and_costs_no_commit(
     finished = launch(text, fault=Fault(act="hang", line=line, step=STEP))
     assert finished.statuses == (HangError.exit_status,) * 2, finished.describe()
     assert f"rank 1, step {STEP}, forward" in finished.output
+    assert "max_restarts" not in finished.output
     assert "rank 0 waits in all-reduce" in finished.output
     [stacks] = (run_folder(Path()) / "hangs").iterdir()
     assert "own_loop.py" in (stacks / "rank_1.txt").read_text(encoding="utf-8")
     assert checkpoints_of(Path())[-1] == STEP
     restart(text, undisturbed(text_of("gan")))
+
+
+@pytest.mark.slow
+def test_a_collective_that_one_rank_calls_alone_is_one_error_and_costs_no_commit() -> None:
+    barrier = "if run.step == 5 and dist.get_rank() == 0:\n                dist.barrier()"
+    text = text_of("two_sets", "protect( -> protect(hang_after_s=2.0, folder=")
+    finished = launch(text.replace("run.commit()", f"{barrier}\n            run.commit()"))
+    assert finished.statuses == (HangError.exit_status,) * 2, finished.describe()
+    assert "all ranks wait for each other: rank 0 waits in all-reduce of step 5" in finished.output
+    assert "Traceback" not in finished.output
+    assert checkpoints_of(Path())[-1] in (5, 6)  # the other rank may have finished the body
 
 
 MISTAKES = {
@@ -217,6 +230,7 @@ MISTAKES = {
     "put it in a dict": ("opt=opt", "opt=opt, best=0.0"),
     "can't be saved without pickle": ("opt=opt", "opt=opt, log={'seen': {1}}"),
     "was written after the last commit": ("run.commit()", "pass"),
+    "end each body with run.commit()": ("run.commit()", "break"),
     "no object": ("model=model, opt=opt", ""),
     "its sampler (WeightedRandomSampler) is not used": (
         "DataLoader(few, 10)",
@@ -234,7 +248,11 @@ MISTAKES = {
         "opt=opt)",
         "opt=opt, draw=__import__('numpy').random.default_rng(dist.get_rank()))",
     ),
-    "of rank 1 are not those of rank 0": (
+    "the ranks differ at commit 4": (
+        "run.commit()",
+        "run.commit()\n            if run.step == 3 and dist.get_rank():\n                break",
+    ),
+    "rank 1 differs from rank 0 in noise": (
         "opt=opt)",
         "opt=opt, noise=[torch.ones(2) * dist.get_rank()])",
     ),
@@ -293,6 +311,24 @@ def test_a_name_that_only_the_body_sets_is_explained_after_a_resume_at_an_epochs
     finished = launch(text)
     assert set(finished.statuses) <= {MISUSED, LEFT}
     assert "'loss' is not defined: this start continues at the end of an epoch" in finished.output
+
+
+@pytest.mark.slow
+def test_an_evaluation_draws_the_same_numbers_after_a_resume(
+    undisturbed: Callable[..., State],
+) -> None:
+    end = "        if dist.get_rank() == 0:\n"
+    evaluation = (
+        "        drawn = torch.rand(()) + run.rng.random()\n        dist.all_reduce(drawn)\n"
+    )
+    text = text_of(
+        "two_sets", "opt=opt -> opt=opt, seen=seen", "with protect -> seen = {}\nwith protect"
+    )
+    text = text.replace(end, f"{evaluation}        seen[epoch] = drawn.item()\n{end}")
+    line = next(n for n, words in enumerate(text.splitlines(), 1) if "dist.all_reduce" in words)
+    assert 1 in launch(text, fault=Fault(act="raise", step=10, line=line)).statuses
+    assert checkpoints_of(Path())[-1] == 10
+    restart(text, undisturbed(text))
 
 
 @pytest.mark.slow
