@@ -32,6 +32,7 @@ from hardened_ddp.checkpoint.folder import (
     find_newest,
     read_best_step,
     step_folder_name,
+    step_in,
 )
 from hardened_ddp.errors import CheckpointError, ConfigError, MissingPackageError, RunFolderError
 from hardened_ddp.ranks.threads import call_within
@@ -148,6 +149,11 @@ class _Snapshot:
             if path.is_file():
                 yield path.relative_to(self.folder).as_posix(), path
 
+    def remove(self) -> None:
+        """Remove the copies; what can't be removed the next start removes."""
+        with suppress(OSError):
+            remove_tree(self.folder, disk=Disk())
+
 
 @dataclass(slots=True)
 class Mirror:
@@ -183,7 +189,7 @@ class Mirror:
         with self._lock:  # WHY one: where sending is slower than saving, only the newest matters
             older, self._waiting = self._waiting, snapshot
         if older is not None:
-            remove_tree(older.folder, disk=Disk())
+            older.remove()
         else:
             self._writer.do(self._send_waiting)
 
@@ -201,7 +207,17 @@ class Mirror:
             log.warning("mirror: %d tries failed, %d sent", self.num_failed, self.num_sent)
 
     def _snapshot(self, checkpoint: Path) -> _Snapshot:
-        aside = self.folder / f"{_ASIDE}{uuid.uuid4().hex[:12]}"
+        snapshot = _Snapshot(
+            step_in(checkpoint.name), self.folder / f"{_ASIDE}{uuid.uuid4().hex[:12]}"
+        )
+        try:
+            self._copy_to(snapshot.folder, checkpoint)
+        except OSError:
+            snapshot.remove()
+            raise
+        return snapshot
+
+    def _copy_to(self, aside: Path, checkpoint: Path) -> None:
         for path in checkpoint.iterdir():
             target = aside / path.relative_to(self.folder)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -215,7 +231,6 @@ class Mirror:
                     target = aside / path.relative_to(self.folder)
                     target.parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(path, target)
-        return _Snapshot(int(checkpoint.name.rpartition("-")[2]), aside)
 
     def _send_waiting(self) -> None:
         with self._lock:
@@ -239,7 +254,7 @@ class Mirror:
                     self.num_sent += 1
                     return
         finally:
-            remove_tree(snapshot.folder, disk=Disk())
+            snapshot.remove()
 
     def _send(self, snapshot: _Snapshot) -> None:
         if self._objects is None:

@@ -194,6 +194,28 @@ def test_a_store_that_fails_costs_no_step_and_is_tried_again(
     assert "mirror: 3 tries failed, 2 sent" in caplog.text
 
 
+def test_a_copy_aside_that_fails_leaves_nothing_and_the_next_one_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "r"
+    mirror = write_steps(run, url_of(tmp_path), 1)
+    copies: list[object] = []
+
+    def fail_from_second(source: object, target: object) -> None:
+        copies.append(source)
+        if len(copies) > 1:
+            raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(mirror_module.os, "link", fail_from_second)
+        patched.setattr(mirror_module.shutil, "copyfile", fail_from_second)
+        mirror.take(run / "checkpoints" / "step-000000001")
+    assert "step-000000001 can't be prepared: OSError" in caplog.text
+    assert not list(run.glob(".mirror-*"))
+    mirror.close()
+    assert (mirror.num_failed, mirror.num_sent) == (1, 2)
+
+
 def test_what_can_not_be_used_is_said_before_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="knows no nonsense"):
         check_mirror("nonsense://bucket")
