@@ -209,3 +209,41 @@ def checked(tmp_path: Path) -> Path:
 def executable(path: Path, script: str) -> None:
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
+
+
+class TestSlurmScript:
+    """train.slurm with stand-ins for Slurm's programs; with a real Slurm: test_slurm.py."""
+
+    @pytest.mark.parametrize(
+        ("noted", "summary", "status", "is_queued"),
+        [
+            (0, "finished", 0, False),
+            (0, "stopped", 0, True),
+            (3, "stopped", 0, True),  # --stop_status 3
+            (75, "failed", 0, True),
+            (1, "stopped", 1, False),  # it saved, but got no further in five starts
+            (2, "failed", 2, False),
+        ],
+    )
+    def test_a_job_is_queued_again_by_the_status_of_its_ranks(
+        self, noted: int, summary: str, status: int, is_queued: bool, tmp_path: Path
+    ) -> None:
+        note = json.dumps({"attempt": 0, "status": noted, "run": ""})
+        programs = {
+            "setup.sh": f"echo {sys.executable}",
+            "srun": f"echo '{note}' > $HARDENED_DDP_ENDINGS\n"
+            f'mkdir -p runs/r; echo \'{{"status": "{summary}"}}\' > runs/r/summary.json\n'
+            f"exit {noted}",
+            "scontrol": f"echo $* >> {tmp_path}/asked",
+        }
+        for name, script in programs.items():
+            (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
+            (tmp_path / name).chmod(0o755)
+        (tmp_path / "ddp_training.py").touch()
+        env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHONPATH": str(ROOT), "RUN_NAME": "r"}
+        env |= {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}
+        env |= {"SLURM_JOB_NODELIST": "a", "SLURM_JOB_NUM_NODES": "1"}
+        argv = ["bash", ROOT / "train.slurm"]
+        done = run_command(argv, env=env, timeout_s=30)
+        assert done.status == status, done.output
+        assert ("requeue 7" in (tmp_path / "asked").read_text()) == is_queued
