@@ -45,7 +45,7 @@ def main() -> None:
     env = environment()
     try:
         launcher, own = split_words(sys.argv[1:])
-        if launcher and own[:1] and own[0] in COMMANDS and own[0] not in WITH_RANKS:
+        if launcher and own[:1] and own[0] in COMMANDS and not is_for_ranks(own):
             raise _error(f"{own[0]} is one process: leave out {' '.join(launcher)}")
         if is_for_ranks(own) and (launcher or needs_torchrun(env)):
             sys.exit(start_ranks(launcher, own, env))
@@ -58,7 +58,7 @@ def main() -> None:
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Separate torchrun's options from our own words. Raises ConfigError."""
     command = next(iter(words), "")
-    if command in COMMANDS and command not in WITH_RANKS:
+    if command in COMMANDS and command not in WITH_RANKS:  # doctor stands behind the options
         return [], list(words)  # its options may have the same names, as those behind "--"
     launcher: list[str] = []
     own: list[str] = []
@@ -168,7 +168,8 @@ def is_for_ranks(own: Sequence[str]) -> bool:
     """Whether several ranks can do what these words ask for."""
     words = own[1:] if own and Path(own[0]).name == SCRIPT.name else own
     command = words[0] if words and not words[0].startswith("-") else TRAIN
-    return command in WITH_RANKS and not {"--help", "-h", "--version"}.intersection(own)
+    has_ranks = command in WITH_RANKS or (command == "doctor" and "--cluster" in words)
+    return has_ranks and not {"--help", "-h", "--version"}.intersection(own)
 
 
 def _error(problem: str) -> ConfigError:

@@ -27,15 +27,22 @@ def run_doctor(
 
     Takes some seconds: two processes form a group over the network. Lines are printed one by one.
     """
+    title = f"doctor: {platform.platform()}, host {platform.node()}"
+    found = map(guarded, list_checks(env) if checks is None else checks)
+    return report(found, output, title=title)
+
+
+def report(checks: Iterable[Check], output: TextIO, *, title: str) -> int:
+    """Print each check when it is done; return 0 if nothing FAILs, else 1."""
     done: list[Check] = []
     # WHY: a reader of only the first lines (doctor | head) closes the pipe; that is not an error.
     with contextlib.suppress(BrokenPipeError):
-        _say(output, f"doctor: {platform.platform()}, host {platform.node()}")
-        for check in list_checks(env) if checks is None else checks:
-            done.append(_guarded(check))
-            name, detail, advice = done[-1].name, done[-1].detail, done[-1].advice
-            _say(output, f"  {done[-1].status:<4}  {name:<{_NAME_WIDTH}}  {detail}")
-            _say(output, *([f"        {'':<{_NAME_WIDTH}}  do: {advice}"] if advice else []))
+        _say(output, title)
+        for check in checks:
+            done.append(check)
+            _say(output, f"  {check.status:<4}  {check.name:<{_NAME_WIDTH}}  {check.detail}")
+            if check.advice:
+                _say(output, f"        {'':<{_NAME_WIDTH}}  do: {check.advice}")
         num_failed = sum(check.status == "FAIL" for check in done)
         num_warned = sum(check.status == "warn" for check in done)
         verdict = "training can't run here as it is" if num_failed else "training can run here"
@@ -69,7 +76,8 @@ def list_checks(env: Mapping[str, str]) -> list[Callable[[], Check]]:
     ]
 
 
-def _guarded(check: Callable[[], Check]) -> Check:
+def guarded(check: Callable[[], Check]) -> Check:
+    """Do a check; one that breaks is a warning."""
     # WHY: without a handler Python prints our log lines to stderr; the report has their content.
     silence = logging.NullHandler()
     _OURS.addHandler(silence)
@@ -83,6 +91,7 @@ def _guarded(check: Callable[[], Check]) -> Check:
 
 
 def _say(output: TextIO, *lines: str) -> None:
+    """Print lines as ASCII, at once."""
     for line in lines:
         output.write(line.encode("ascii", "backslashreplace").decode("ascii") + "\n")
     output.flush()

@@ -33,9 +33,7 @@ def _run(request: Request) -> int:
     output = printed(sys.stdout)  # watch draws, and escapes what it draws
     match request.command:
         case "doctor":
-            from ddp_runs.doctor import run_doctor
-
-            return run_doctor(output=output, env=environment())
+            return _look_at_machines(request, output)
         case "version":
             from ddp_runs.software import versions
 
@@ -87,6 +85,16 @@ def _run(request: Request) -> int:
         case "drill":
             return _drill_program(request, output)
     raise ValueError(f"{request.command} is no command of run_tool")
+
+
+def _look_at_machines(request: Request, output: TextIO) -> int:
+    if request.options["cluster"]:
+        from ddp_runs.cluster import run_cluster
+
+        return run_cluster(request.options, output=output, env=environment())
+    from ddp_runs.doctor import run_doctor
+
+    return run_doctor(output=output, env=environment())
 
 
 def _drill_program(request: Request, output: TextIO) -> int:

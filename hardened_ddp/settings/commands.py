@@ -69,7 +69,15 @@ WEIGHTS = Option(
 OUTPUT_DIR = _place("output_dir", "Folder that holds the run folders.", default="runs")
 
 COMMANDS: Mapping[str, Command] = {
-    "doctor": Command("Check this machine: Python, torch, GPUs, network, disk, memory."),
+    "doctor": Command(
+        "Check this machine: Python, torch, GPUs, network, disk, memory.",
+        (
+            Option("cluster", "Started on all ranks: compare all hosts.", is_switch=True),
+            Option("wait", "With --cluster: seconds to wait for all ranks.", default="60"),
+            _place("data", "With --cluster: folder of data to compare.", default="data"),
+            OUTPUT_DIR,
+        ),
+    ),
     "explain": Command(
         "Explain the log of any DDP job: which rank failed, why, and how to fix it.",
         (

@@ -94,6 +94,9 @@ ELSEWHERE[
     "torchrun --nnodes=1:2 --nproc_per_node=2 --max_restarts=3 --rdzv_backend=c10d --rdzv_id=job"
     " --rdzv_endpoint=localhost:29401 ddp_training.py"
 ] = "tests/promises/test_restarts.py::test_a_node_that_joins_or_dies_changes_nothing_but_the_speed"
+ELSEWHERE["torchrun --standalone --nproc_per_node=2 ddp_training.py doctor --cluster"] = (
+    "tests/runs/test_cluster.py::test_the_ranks_of_one_host_are_one_report"
+)
 # Run here, but not as they stand: what would take too long, or never ends, is shortened.
 INSTEAD = {
     "./launch_examples.sh 1": "./launch_examples.sh 1 --dry-run",
@@ -120,6 +123,7 @@ OURS |= {"width", "ranks"}  # of benchmarks/dp_vs_ddp.py; ranks of the command d
 OURS |= {"version"}
 OURS |= {"table", "faults", "again", "also", "copy", "repeat", "step", "rank"}  # of drill
 OURS |= {"once", "every"}  # of the command watch
+OURS |= {"cluster", "data", "wait"}  # of the command doctor
 OURS |= {"cause"}  # of the command explain
 OURS |= {"weights"}  # of the commands evaluate and export
 OURS |= {"steps", "hang_after", "json", "source", "lint"}  # of the command audit

@@ -44,6 +44,8 @@ def test_torchruns_options_are_split_from_our_own() -> None:
         ("--cpu_only", True),
         ("evaluate runs/a", True),
         ("ddp_training.py --cpu_only", True),  # as launch.py writes it
+        ("doctor --cluster", True),
+        ("doctor", False),
         ("explain LOG", False),
         ("--help", False),
     ],

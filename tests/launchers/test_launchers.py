@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.marks import slow_after
 from tests.harness.processes import ROOT
 from tests.harness.ranks import run_command, start_command
 
@@ -216,14 +217,17 @@ class TestSlurmScript:
 
     @pytest.mark.parametrize(
         ("noted", "summary", "status", "is_queued"),
-        [
-            (0, "finished", 0, False),
-            (0, "stopped", 0, True),
-            (3, "stopped", 0, True),  # --stop_status 3
-            (75, "failed", 0, True),
-            (1, "stopped", 1, False),  # it saved, but got no further in five starts
-            (2, "failed", 2, False),
-        ],
+        slow_after(
+            2,
+            [
+                (1, "stopped", 1, False),  # it saved, but got no further in five starts
+                (0, "stopped", 0, True),
+                (3, "stopped", 0, True),  # --stop_status 3
+                (75, "failed", 0, True),
+                (0, "finished", 0, False),
+                (2, "failed", 2, False),
+            ],
+        ),
     )
     def test_a_job_is_queued_again_by_the_status_of_its_ranks(
         self, noted: int, summary: str, status: int, is_queued: bool, tmp_path: Path

@@ -106,7 +106,10 @@ OWNERS = {
         "gradients/* own_loop/registry.py"
     ),
     # ddp_drills/injectors.py: a model that misbehaves calls a collective, ends its process
-    "torch.distributed.[a-z_]*": ("ranks/group.py gradients/* ddp_drills/injectors.py"),
+    # ddp_runs/cluster.py: it measures torch's own all-reduce
+    "torch.distributed.[a-z_]*": (
+        "ranks/group.py gradients/* ddp_drills/injectors.py ddp_runs/cluster.py"
+    ),
     "torch.save torch.load safetensors*": "checkpoint/* export/*",
     "torch.manual_seed torch.seed torch.*.manual_seed* torch.*.set_rng_state*": "ranks/seeding.py",
     "torch.set_rng_state torch.use_deterministic_algorithms random.seed": "ranks/seeding.py",
