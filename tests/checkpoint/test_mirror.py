@@ -5,10 +5,12 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -314,3 +316,125 @@ def test_a_store_that_becomes_silent_does_not_stop_the_run(
         finished = running.wait(120).ok()
     assert read_summary(tmp_path / "runs" / "r")["step"] == 400
     assert "was not sent: FSTimeoutError" in finished.output
+
+
+class Proxy:
+    """Stands between a client and the S3 server: passes bytes on, slowly, or not at all."""
+
+    def __init__(self, env: dict[str, str]) -> None:
+        self._port = int(env["AWS_ENDPOINT_URL"].rpartition(":")[2])
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.env = env | {"AWS_ENDPOINT_URL": "http://{}:{}".format(*self._listener.getsockname())}
+        self.bytes_per_s, self.is_gone, self.num_passed = 1e12, False, 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            client, _ = self._listener.accept()
+            if self.is_gone:
+                client.close()
+                continue
+            server = socket.create_connection(("127.0.0.1", self._port))
+            for source, target in ((client, server), (server, client)):
+                pump = threading.Thread(target=self._pump, args=(source, target), daemon=True)
+                pump.start()
+
+    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+        with source, target, suppress(OSError):
+            while (piece := source.recv(65536)) and not self.is_gone:
+                time.sleep(len(piece) / self.bytes_per_s)
+                target.sendall(piece)
+                self.num_passed += len(piece)
+            target.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.slow
+def test_a_slow_and_a_vanishing_server_are_told_and_the_next_checkpoint_is_sent(
+    server: tuple[int, dict[str, str]], tmp_path: Path
+) -> None:
+    url, run = "s3://bucket/a", tmp_path / "r"
+
+    def check() -> None:
+        import torch
+
+        proxy = Proxy(server[1])
+        os.environ.update(proxy.env)
+        mirror_module._CALL_S, mirror_module._BYTES_PER_S = 4.0, 1e9
+        mirror_module._TRIES, mirror_module._PAUSE_S = 2, 0.01
+        mirror = write_steps(run, url, 1)
+        store = CheckpointStore(run / "checkpoints", keep_last=2)
+
+        def take(step: int, is_over: Callable[[], bool]) -> None:
+            tensors = {"w": torch.full((200_000,), step)}
+            checkpoint = store.write(step, tensors=tensors, meta={})
+            began = time.monotonic()
+            mirror.take(checkpoint)
+            assert time.monotonic() - began < 2.0, "the run waits for its mirror"
+            end = deadline(60)
+            while not is_over():
+                assert time.monotonic() < end
+                time.sleep(0.01)
+
+        proxy.bytes_per_s = 20e3
+        take(2, lambda: mirror.num_failed == 2)
+        proxy.is_gone = True
+        take(3, lambda: mirror.num_failed == 4)
+        proxy.is_gone, proxy.bytes_per_s = False, 1e12
+        take(4, lambda: mirror.num_sent == 2)
+        mirror.close()
+        assert fetched_step(url, tmp_path / "empty" / "r") == "step-000000004"
+        objects = Objects(url)
+        [state] = [n for n in objects.names("data") if "-4-" in n and n.endswith("safetensors")]
+        objects.write(f"data/{state}", objects.read(f"data/{state}")[:1000])  # truncated
+        assert fetched_step(url, tmp_path / "another" / "r") == "step-000000001"
+
+    assert run_forked(check) == 0
+
+
+@pytest.mark.slow
+def test_a_kill_in_a_multipart_upload_leaves_no_object(
+    server: tuple[int, dict[str, str]], tmp_path: Path
+) -> None:
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(120 * 2**20)  # above 100 MiB s3fs sends it in parts
+    code = "import sys; from pathlib import Path; from hardened_ddp.checkpoint.mirror import *\n"
+    code += "Objects('s3://bucket/a').put(Path(sys.argv[1]), 'data/large')"
+
+    def check() -> None:
+        proxy = Proxy(server[1])
+        proxy.bytes_per_s = 40e6
+        sender = subprocess.Popen(
+            [sys.executable, "-c", code, tmp_path / "large"], env=os.environ | proxy.env
+        )
+        end = deadline(60)
+        while proxy.num_passed < 20 * 2**20:
+            assert sender.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        sender.kill()
+        sender.wait()
+        os.environ.update(server[1])
+        assert Objects("s3://bucket/a").names("data") == []
+        url, run = "s3://bucket/a", tmp_path / "r"
+        write_steps(run, url, 1).close()
+        assert fetched_step(url, tmp_path / "empty" / "r") == "step-000000001"
+
+    assert run_forked(check) == 0
+
+
+@pytest.mark.slow
+def test_wrong_credentials_end_a_start_with_one_error_that_does_not_show_them(
+    server: tuple[int, dict[str, str]], tmp_path: Path
+) -> None:
+    argv = [*TRAIN, "--mirror", "s3://bucket/runs", "--output_dir", str(tmp_path), "--max_steps"]
+    port = server[1]["AWS_ENDPOINT_URL"].rpartition(":")[2]
+    checked = http.client.HTTPConnection("127.0.0.1", int(port), timeout=10)
+    checked.request("POST", "/moto-api/reset-auth", body="0")  # from now on keys are looked at
+    assert checked.getresponse().status == 200
+    checked.close()
+    refused = train([*argv, "2"], env=server[1], timeout_s=60)
+    assert refused.status == 1
+    assert "the mirror s3://bucket/runs/r can't be read: PermissionError" in refused.output
+    assert "check address, network and credentials" in refused.output
+    assert SECRET not in refused.output
+    assert "Traceback" not in refused.output

@@ -216,7 +216,7 @@ class TestSlurmScript:
     """train.slurm with stand-ins for Slurm's programs; with a real Slurm: test_slurm.py."""
 
     @pytest.mark.parametrize(
-        ("noted", "summary", "status", "is_queued"),
+        "case",
         slow_after(
             2,
             [
@@ -230,8 +230,9 @@ class TestSlurmScript:
         ),
     )
     def test_a_job_is_queued_again_by_the_status_of_its_ranks(
-        self, noted: int, summary: str, status: int, is_queued: bool, tmp_path: Path
+        self, case: tuple[int, str, int, bool], tmp_path: Path
     ) -> None:
+        noted, summary, status, is_queued = case
         note = json.dumps({"attempt": 0, "status": noted, "run": ""})
         programs = {
             "setup.sh": f"echo {sys.executable}",
