@@ -125,6 +125,7 @@ def test_a_buffer_that_moves_differs_on_more_than_one_rank(
     assert run_ranks(compare_still, len(values), values) == [found] * len(values)
 
 
+@pytest.mark.slow
 def test_a_buffer_that_begins_to_move_late_is_named_and_made_equal(tmp_path: Path) -> None:
     finished = train([*LATE, "--output_dir", tmp_path], 2).ok()
     assert finished.output.count("buffers began to change in forward") >= 1
