@@ -60,17 +60,6 @@ def undisturbed(epoch: int = 0) -> dict[int, tuple[float, ...]]:
     return content(read(make_loader(Scripted()), epoch))
 
 
-# Workers.
-
-
-@pytest.mark.slow
-def test_a_run_with_workers_leaves_no_folder_of_sockets(tmp_path: Path) -> None:
-    argv = ["--cpu_only", "--dataset", "tests.plugins:points", "--model", "mlp", "--epochs", "1"]
-    argv += ["--num_workers", "2", "--output_dir", tmp_path / "runs"]
-    train(argv, launcher="none", env={"TMPDIR": str(tmp_path)}).ok()
-    assert not list(tmp_path.glob("pymp-*"))
-
-
 # Shared memory and open files.
 
 
@@ -80,13 +69,12 @@ def strike_bus_once(flag: Path) -> None:
         cause_fault("bus")
 
 
-@pytest.mark.parametrize("num_workers", slow_after(1, [1, 2]))
 def test_after_a_bus_error_batches_come_through_pipes(
-    num_workers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loader = make_loader(Scripted(strike_bus_once, tmp_path / "flag"), num_workers)
+    loader = make_loader(Scripted(strike_bus_once, tmp_path / "flag"), 1)
     batches = read(loader)
-    assert loader.reader.fallback.level == plan(num_workers, shares_memory=False, copies_data=True)
+    assert loader.reader.fallback.level == plan(1, shares_memory=False, copies_data=True)
     loader.close()
     assert content(batches) == undisturbed()
     assert bad_numbers(batches) == []
@@ -493,8 +481,8 @@ def test_values_of_no_use_are_left_out_by_name_with_the_weights_of_samples_that_
     tmp_path: Path,
 ) -> None:
     faults = {3: "nan", 13: "label", 22: "half", 30: "infinite"}
-    flags = ["--continue_on_error"]
-    wrong = run(tmp_path / "wrong", *flags, faults=faults).ok()
+    flags, of_tests = ["--continue_on_error"], {"test_faults": {2: "label", 16: "nan"}}
+    wrong = run(tmp_path / "wrong", *flags, "--eval_every", "1", faults=faults, **of_tests).ok()
     run(tmp_path / "broken", *flags, faults=dict.fromkeys(faults, "broken")).ok()
     assert last_tensors(tmp_path / "wrong/runs") == last_tensors(tmp_path / "broken/runs")
     folder = only_run(tmp_path / "wrong/runs")
@@ -507,13 +495,17 @@ def test_values_of_no_use_are_left_out_by_name_with_the_weights_of_samples_that_
         assert "its " in entry["error"]
     assert read_summary(folder)["num_left_out"] == 8
     assert_ledger_is_exact(tmp_path / "wrong", num_left_out=4)
+    assert "(15 samples, 2 left out)" in wrong.outputs[0]
+    assert wrong.outputs[0].count("left out of the evaluation: test sample 16 (") == 1
 
 
-@pytest.mark.parametrize("form", slow_after(1, ["--shared_memory", "--no_shared_memory"]))
-@pytest.mark.parametrize("kind", slow_after(1, ["label", "nan", "broken"]))
+@pytest.mark.parametrize(
+    "case", slow_after(1, [("label", "--shared_memory"), ("nan", "--no_shared_memory")])
+)
 def test_without_the_flag_one_bad_sample_stops_all_ranks_with_that_cause(
-    kind: str, form: str, tmp_path: Path
+    case: tuple[str, str], tmp_path: Path
 ) -> None:
+    kind, form = case
     finished = run(tmp_path, form, faults={13: kind})
     assert all(finished.statuses)
     assert finished.output.count("can't read sample 13 (") >= 1
@@ -523,25 +515,9 @@ def test_without_the_flag_one_bad_sample_stops_all_ranks_with_that_cause(
 
 
 @pytest.mark.slow
-def test_test_samples_of_no_use_end_all_ranks_or_are_left_out_and_counted(tmp_path: Path) -> None:
-    faults = {2: "label", 16: "nan"}
-    flags = ["--eval_every", "1"]
-    finished = run(tmp_path / "strict", *flags, test_faults={2: "label"})
-    assert all(finished.statuses)
-    assert finished.output.count("test sample 2 (") == 1
-    finished = run(tmp_path / "loose", *flags, "--continue_on_error", test_faults=faults).ok()
-    assert "(15 samples, 2 left out)" in finished.outputs[0]
-    assert finished.outputs[0].count("left out of the evaluation: test sample 16 (") == 1
-    assert read_summary(only_run(tmp_path / "loose/runs"))["num_left_out"] == 0
-
-
-@pytest.mark.slow
-def test_labels_that_a_dataset_lists_are_looked_at_before_the_first_step(tmp_path: Path) -> None:
+def test_labels_that_a_dataset_lists_are_left_out_before_the_first_step(tmp_path: Path) -> None:
     listed = ["--dataset", "tests.plugins:listed_points", "--dataset_args", "{wrong: [4, 7]}"]
     argv = [*RUN, *listed, "--output_dir"]
-    finished = train([*argv, tmp_path / "strict"], 1)
-    assert finished.statuses == (2,)
-    assert "sample 4 has label 9, but there are 2 classes" in finished.output
     loose = train([*argv, tmp_path / "loose", "--continue_on_error"], 1).ok()
     assert "2 such samples will be left out" in loose.output
     assert read_summary(only_run(tmp_path / "loose"))["num_left_out"] == 4

@@ -24,7 +24,6 @@ from torch.utils.data import Dataset
 from hardened_ddp.data.batches import read_errors, worker_pool
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.fetch import Fetcher
-from hardened_ddp.data.batches.images import MemoryImages
 from hardened_ddp.data.batches.loader import BatchReader
 from hardened_ddp.data.batches.workers import WorkerPlan
 from hardened_ddp.errors import LoaderError, SampleError
@@ -177,10 +176,8 @@ def test_workers_serve_epoch_after_epoch_and_breaks_between(is_lasting: bool) ->
 @pytest.mark.parametrize(
     ("act", "num_workers", "sign"),
     [
-        (die_once, 1, "SIGKILL"),
         (die_once, 2, "SIGKILL"),
         (die_once_when_all_else_is_read, 1, "SIGKILL"),
-        (die_once_when_all_else_is_read, 2, "SIGKILL"),
         (segfault_once, 2, "SIGSEGV"),
         (leave_once_without_a_word, 2, "exit status 0"),
     ],
@@ -202,8 +199,7 @@ def test_a_worker_that_ends_costs_nothing(
 
 
 @pytest.mark.parametrize(
-    ("act", "num_workers", "sign"),
-    [(crash_always, 1, "SIGKILL"), (crash_always, 2, "SIGKILL"), (strike_bus, 1, "SIGBUS")],
+    ("act", "num_workers", "sign"), [(crash_always, 2, "SIGKILL"), (strike_bus, 1, "SIGBUS")]
 )
 def test_a_sample_that_crashes_its_reader_is_named_and_the_rank_lives(
     act: Act, num_workers: int, sign: str
@@ -494,21 +490,6 @@ def test_no_worker_outlives_a_killed_rank(tmp_path: Path) -> None:
     if has_outlived:
         os.kill(worker, signal.SIGKILL)
     assert not has_outlived
-
-
-def test_reading_leaves_the_random_numbers_of_data_without_randomness_alone() -> None:
-    images = torch.arange(SIZE * 4.0).view(SIZE, 1, 2, 2)
-    data = MemoryImages(images, torch.arange(SIZE), classes=["a"])
-    torch.manual_seed(3)
-    expected = torch.rand(2)
-    for num_workers in (0, 1):
-        torch.manual_seed(3)
-        loader = make_loader(data, num_workers)
-        for batch in read(loader):
-            assert torch.equal(batch.inputs, images[batch.indices])
-            assert torch.equal(batch.targets, batch.indices)
-        loader.close()
-        assert torch.equal(torch.rand(2), expected)
 
 
 def test_all_generators_are_seeded_for_a_sample() -> None:
