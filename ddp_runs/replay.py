@@ -13,11 +13,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from ddp_runs.replay_records import Digests, Start, differing, in_order, read_digests
+from ddp_runs.replay_records import MACHINE, Digests, Start, differing, in_order, read_digests
 from hardened_ddp.checkpoint.folder import Found, find_newest, list_steps, step_folder_name
 from hardened_ddp.errors import ConfigError, HardenedError, RunFolderError
 from hardened_ddp.ranks.launch import environment
@@ -32,16 +32,12 @@ PLAN = "HARDENED_DDP_REPLAY"
 
 FOLDER = "replays"
 REPLAYED = "replayed-rank-"
-FACTS = ("torch", "python", "numpy", "device", "kernels", "threads", "variables", "data")
 _SHOWN = 10
-# What a replay writes, and where it runs, is its own. Each is a flag, as typed.
-_OF_REPLAY: tuple[str, ...] = (
-    "--tracker=none",
-    "--no_ledger",
-    "--time_limit=",
-    "--on_event=",
-)
-_OF_REPLAY += ("--checkpoint_every_steps=0", "--checkpoint_every_epochs=0")
+# WHY so long: a rank that hangs is ended by the trainer itself. This is for a launcher that hangs.
+_LIMIT_S, _TIMED_OUT = 24 * 3600, 124
+# What a replay writes, and where it runs, is its own.
+_OF_REPLAY = "--tracker=none --no_ledger --time_limit= --on_event= --checkpoint_every_steps=0"
+_OF_REPLAY += " --checkpoint_every_epochs=0"
 _OF_MACHINE = ("--single_gpu", "--cpu_only", "--backend", "--timeout_s")
 
 Json = dict[str, Any]  # Any: JSON
@@ -185,9 +181,8 @@ def _make_folder(run: Path, step: int) -> Path:
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
     except OSError as error:
-        raise RunFolderError(
-            f"{folder} can't be made: {error}", fix="copy the run first"
-        ) from error
+        problem = f"{folder} can't be made: {error}"
+        raise RunFolderError(problem, fix="copy the run first") from error
     return folder
 
 
@@ -206,14 +201,10 @@ def _segments(
 
 
 def _are_alike(one: Start, other: Start) -> bool:
-    keys = ("world_size", "threads", "global_batch")
-    same = all(one.facts.get(key) == other.facts.get(key) for key in keys)
-    return same and _settings_of(one) == _settings_of(other)
-
-
-def _settings_of(start: Start) -> Json:
-    own = ("--resume", "--run_name", "--output_dir")
-    return {name: v for name, v in start.facts.get("settings", {}).items() if name not in own}
+    a, b = one.facts["settings"], other.facts["settings"]
+    names = {**a, **b}.keys() - {"--resume", "--run_name", "--output_dir"}
+    unlike = differing(one.facts, other.facts, ["world_size", "threads", "global_batch"])
+    return not unlike and not differing(a, b, names)
 
 
 def _prepare(run: Path, folder: Path, start: Start, found: Found | None, ranks: int) -> None:
@@ -241,19 +232,12 @@ def _plan(digests: Digests, start: Start, wish: Wish, end: int) -> Json:
         with contextlib.suppress(KeyError, TypeError, ValueError):
             left_out.setdefault(int(entry["step"]), []).append(int(entry["index"]))
     return {
+        **asdict(wish),
         "last": end,
-        "detail": wish.detail,
         "facts": start.facts,
-        "checks_code": wish.checks_code,
         "limits": {str(step.number): step.limit for step in steps},
         "left_out": left_out,
         "given_up": [step.number for step in steps if step.is_left_out],
-        "without": list(wish.without),
-        "horizon": wish.horizon,
-        "open": wish.open,
-        "debug": wish.debug,
-        "when": wish.when,
-        "blame_from": wish.blame_from,
     }
 
 
@@ -264,10 +248,10 @@ def _train(folder: Path, plan: Json, start: Start, wish: Wish) -> None:
     argv = ["--output_dir", str(folder.parent), "--run_name", folder.name]
     for name in _OF_MACHINE:
         argv.append(f"{name}={str(json.loads(start.facts['settings'][name])).lower()}")
-    env = {**start.facts.get("variables", {}), PLAN: str(path.resolve())}
-    env["OMP_NUM_THREADS"] = str(start.facts["threads"])
-    ranks = wish.ranks or start.world_size
-    if status := run_trainer([*argv, *_OF_REPLAY, *wish.flags], ranks, env, log):
+    own = {PLAN: str(path.resolve()), "OMP_NUM_THREADS": str(start.facts["threads"])}
+    env = {**start.facts.get("variables", {}), **own}
+    argv += [*_OF_REPLAY.split(), *wish.flags]
+    if status := run_trainer(argv, wish.ranks or start.world_size, env, log):
         raise _error_of(log, status)
 
 
@@ -276,36 +260,34 @@ def run_trainer(argv: Sequence[str], ranks: int, env: Mapping[str, str], log: Pa
     words = [sys.executable]
     if ranks > 1:
         words = [*torchrun_words(), "--standalone", f"--nproc_per_node={ranks}"]
-    with log.open("ab") as file:
+    with log.open("ab") as file, contextlib.suppress(subprocess.TimeoutExpired):
         return subprocess.run(
             [*words, str(SCRIPT), *argv],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
             env={**environment(), **env},
+            timeout=_LIMIT_S,
         ).returncode
+    return _TIMED_OUT
 
 
 def _error_of(log: Path, status: int) -> HardenedError:
     """Make an error of the last one in a log."""
     text = log.read_text(encoding="utf-8", errors="replace")
-    _, is_there, text = text.rpartition("[DDP-")
-    if not is_there:
+    what, has_fix, rest = text.rpartition("[DDP-")[2].partition("] ")[2].partition("\n  next: ")
+    if not has_fix:
         return RunFolderError(
             f"the replay ended with status {status}", fix=own_command("explain", log)
         )
-    what, _, rest = text.partition("] ")[2].partition("\n  next: ")
-    fix = rest.partition("\n")[0] or own_command("explain", log)
-    return ConfigError(f"the replay can't be done: {what}", fix=fix)
+    return ConfigError(f"the replay can't be done: {what}", fix=rest.partition("\n")[0])
 
 
 def _compare(digests: Digests, folder: Path, wish: Wish, owner: Start, first: int) -> Replayed:
     """Compare what the replay left with the records of the run."""
     again = read_digests(folder, may_be_empty=True)
-    found = [
-        dict(json.loads(path.read_text(encoding="utf-8")))
-        for path in sorted(folder.glob(f"{REPLAYED}*.json"))
-    ]
+    left = [path.read_text(encoding="utf-8") for path in sorted(folder.glob(f"{REPLAYED}*.json"))]
+    found = [dict(json.loads(text)) for text in left]
     ranks = again.starts[-1].world_size if again.starts else owner.world_size
     equal, missing, largest = 0, 0, 0.0
     parted: tuple[int, str] | None = None
@@ -324,7 +306,6 @@ def _compare(digests: Digests, folder: Path, wish: Wish, owner: Start, first: in
         equal += not what
         if what and parted is None:
             parted = number, what
-    now = found[0]["facts"] if found else {}
     return Replayed(
         folder=folder,
         begun_at=first,
@@ -335,7 +316,7 @@ def _compare(digests: Digests, folder: Path, wish: Wish, owner: Start, first: in
         missing=missing,
         largest=largest,
         found=found,
-        facts=differing(owner.facts, now, FACTS),
+        facts=differing(owner.facts, found[0]["facts"], (*MACHINE, "data")) if found else [],
     )
 
 
@@ -358,7 +339,9 @@ def told(run: Path, wish: Wish, done: Replayed) -> list[str]:
         lines.append("  gradient norm by layer: " + ", ".join(f"{n} {v:.3g}" for n, v in layers))
     rows = [row for rank in done.found for row in rank["samples"]]
     lines += sample_lines(rows)
-    lines += _opened(done.main.get("opened") or {}, wish.open)
+    if opened := done.main.get("opened"):
+        place = opened["file"] or "no file: it is what the dataset gives for this index"
+        lines += [f"sample {wish.open}: {place}", *(f"  {part}" for part in opened["parts"])]
     if gone := sorted({*wish.without} - {row["sample"] for row in rows}):
         lines.append(f"not among the samples of step {wish.step}: {', '.join(map(str, gone))}")
     lines += _changes(done.main["trials"], wish.step)
@@ -373,16 +356,15 @@ def told(run: Path, wish: Wish, done: Replayed) -> list[str]:
 
 def verdict(wish: Wish, done: Replayed) -> str:
     """Say which steps are equal, and what that means."""
-    share = f"a sixteenth of the gradient in each ({done.owner.facts['parts']} steps take it all)"
-    what = "all of the gradient" if done.owner.facts["parts"] == 1 else share
+    what = "a sixteenth of the gradient in each (16 steps take it all)"
+    what = "all of the gradient" if done.owner.facts["parts"] == 1 else what
     number = counted(done.equal, "step")
     more = f"; {counted(done.missing, 'step')} left no digest" if done.missing else ""
+    text = f"{number} equal bit for bit: samples, loss, {what}"
     if done.ranks != done.owner.world_size:
         text = f"on {done.ranks} instead of {counted(done.owner.world_size, 'rank')}: the same "
         text += f"samples and the same mean, added up in another order: {number} with the same "
         text += f"loss up to rounding (largest difference {done.largest:.1g})"
-    else:
-        text = f"{number} equal bit for bit: samples, loss, {what}"
     if done.parted is None:
         return text + more
     at, name = done.parted
@@ -415,13 +397,6 @@ def sample_lines(rows: Sequence[Json]) -> list[str]:
     return lines
 
 
-def _opened(opened: Json, sample: int | None) -> list[str]:
-    if not opened:
-        return []
-    place = opened["file"] or "no file: it is what the dataset gives for this index"
-    return [f"sample {sample}: {place}", *(f"  {part}" for part in opened["parts"])]
-
-
 def _changes(trials: Sequence[Json], step: int) -> list[str]:
     """Compare the steps with and without some samples."""
     if len(trials) < 2:
@@ -435,9 +410,6 @@ def _changes(trials: Sequence[Json], step: int) -> list[str]:
             f"  step {one['step']}:  {one['loss']:.6g} and {two['loss']:.6g};  "
             f"{one['grad_norm']:.4g} and {two['grad_norm']:.4g}"
         )
-        lines += [
-            f"    {side}: {each['error']}"
-            for side, each in (("with", one), ("without", two))
-            if each["error"]
-        ]
+        sides = ("with", one["error"]), ("without", two["error"])
+        lines += [f"    {side}: {error}" for side, error in sides if error]
     return [*lines, "  A model with dropout draws other masks for the rows that are left."]

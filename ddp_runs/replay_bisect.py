@@ -5,14 +5,14 @@ the condition stays once it holds; else by doing the steps again. Which samples:
 without them (replay_rank.py), with those before it too: damage may show some steps later.
 """
 
-import math
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
 import torch
 
-from ddp_runs.replay import Replayed, Wish, replay, sample_lines, whole
+from ddp_runs.replay import Replayed, Wish, replay, sample_lines, verdict, whole
 from ddp_runs.replay_condition import STEP_NUMBERS, Condition
 from ddp_runs.replay_records import Digests, Step, read_digests
 from ddp_runs.run_files import read_run
@@ -46,7 +46,10 @@ def run_bisect(options: Mapping[str, str], flags: Sequence[str], *, output: Text
     begin = max(0, step - horizon)
     wish = Wish(step=step, when=condition.text, blame_from=begin, first=begin, **more)  # type: ignore[arg-type]  # as named
     done = replay(run, wish, output=output)
-    print("\n".join(blame_lines(run, done, step)), file=output)
+    if done.parted is not None:  # what a trial shows is then no proof for the run
+        print(verdict(wish, done), file=output)
+        return 1
+    print("\n".join(blame_lines(run, done)), file=output)
     return 0
 
 
@@ -56,15 +59,20 @@ def first_step(
     """Return the first step where a condition holds, None if it is none, and how that is known."""
     numbers = digests.numbers()
     steps = [step for number in numbers if (step := digests.step(number)) is not None]
-    has_norms = not any(math.isnan(step.norm) for step in steps)
-    is_recorded = condition.name in ("loss", "lr") or (condition.name == "grad_norm" and has_norms)
+    is_finished = finished_at(run) is not None
+    is_recorded = condition.name in ("loss", "lr")
+    if condition.name == "grad_norm":  # else each step has none but those that are reported
+        clips = [
+            json.loads(start.facts["settings"]["--clip_grad_norm"]) for start in digests.starts
+        ]
+        is_recorded = min(clips) > 0
     if is_recorded:
         found = next((step.number for step in steps if condition.holds(_values(step))), None)
         if found is not None:
             return found, "recorded when it was done"
-        if finished_at(run) is not None:
+        if is_finished:
             return None, f"by the records of {len(steps)} steps"
-    last = numbers[-1] + (finished_at(run) is None)  # the one after the last may have failed
+    last = numbers[-1] + (not is_finished)  # the one after the last may have failed
     first: int | None = last
     if not is_recorded:
         first = 0
@@ -72,11 +80,14 @@ def first_step(
             first, last = _between_checkpoints(run, last)
     wish = Wish(step=last, when=condition.text, first=first, **more)  # type: ignore[arg-type]
     done = replay(run, wish, output=output)
+    if done.parted is not None:
+        return None, f"not known: {verdict(wish, done)}"
     return done.main.get("held_at"), f"steps {done.begun_at} to {last} were done again"
 
 
 def _values(step: Step) -> dict[str, float]:
-    return {"loss": step.loss, "grad_norm": step.norm, "lr": step.rate}
+    norm = 0.0 if step.is_left_out else step.norm
+    return {"loss": step.loss, "grad_norm": norm, "lr": step.rate}
 
 
 def _between_checkpoints(run: Path, last: int) -> tuple[int, int]:
@@ -102,31 +113,27 @@ def _has_nan(found: Found) -> bool:
 
 def _tell_metric(run: Path, condition: Condition, output: TextIO) -> int:
     """Tell from metrics.jsonl where a metric was first reported so."""
-    before = 0
-    names = set[str]()
-    for point in read_run(run).points:
-        names |= point.values.keys()
-        if condition.name in point.values:
-            if condition.fits(point.values[condition.name]):
-                print(
-                    f"{condition.text} holds first in the report after step {point.step}, "
-                    f"{point.values[condition.name]:.6g}; the one before was after step {before}",
-                    file=output,
-                )
-                print(
-                    f"look: {own_command('replay', run, '--step', str(point.step - 1))}",
-                    file=output,
-                )
-                return 0
-            before = point.step
-    if condition.name not in names:
-        known = ", ".join([*STEP_NUMBERS, *sorted(names)])
+    points = read_run(run).points
+    reports = [(p.step, p.values[condition.name]) for p in points if condition.name in p.values]
+    if not reports:
+        known = ", ".join([*STEP_NUMBERS, *sorted({name for p in points for name in p.values})])
         raise ConfigError(f"--when: {condition.name} was not recorded", fix=f"known: {known}")
+    before = 0
+    for step, value in reports:
+        if condition.fits(value):
+            print(
+                f"{condition.text} holds first in the report after step {step}, {value:.6g}; the "
+                f"one before was after step {before}\n"
+                f"look: {own_command('replay', run, '--step', str(step - 1))}",
+                file=output,
+            )
+            return 0
+        before = step
     print(f"{condition.text} holds in no report", file=output)
     return 1
 
 
-def blame_lines(run: Path, done: Replayed, step: int) -> list[str]:
+def blame_lines(run: Path, done: Replayed) -> list[str]:
     """Say which step and which samples made it so."""
     found = done.main.get("blame")
     if not found:
@@ -140,9 +147,8 @@ def blame_lines(run: Path, done: Replayed, step: int) -> list[str]:
     lines = [f"without step {guilty} it does not hold ({found['trials']} trials)"]
     if found["alone"]:
         names = ", ".join(map(str, found["alone"]))
-        lines.append(
-            f"proved: step {guilty} without sample {names} (each alone) does not lead to it"
-        )
+        alone = " (each alone)" if len(found["alone"]) > 1 else ""
+        lines.append(f"proved: step {guilty} without sample {names}{alone} does not lead to it")
     elif found["together"]:
         names = ", ".join(map(str, found["together"]))
         lines.append(f"proved: step {guilty} without samples {names} together does not lead to it")

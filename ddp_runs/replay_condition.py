@@ -63,10 +63,6 @@ class Condition:
         )
 
     @property
-    def needs_weights(self) -> bool:
-        return self.name in ("weights", "layer")
-
-    @property
     def stays(self) -> bool:
         """Once it holds, it holds in each later step: NaN in weights never goes away."""
         return self.name == "weights"
@@ -94,7 +90,7 @@ class Condition:
 
     def measure(self, norms: Callable[[str], float]) -> dict[str, float]:
         """Return what it asks of the weights. norms: the norm of a layer; of all for ''."""
-        return {self.name: norms(self.layer)} if self.needs_weights else {}
+        return {self.name: norms(self.layer)} if self.name in ("weights", "layer") else {}
 
 
 def weights_of(module: Any) -> Callable[[str], float]:  # Any: an nn.Module, without torch here

@@ -6,16 +6,18 @@ that step again from both datasets, and names those that differ.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
-from ddp_runs.replay_records import Digests, Step, read_digests
+from ddp_runs.replay_records import MACHINE, Digests, Step, differing, read_digests
 from ddp_runs.run_events import FAULTS
 from ddp_runs.run_files import read_run
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.fetch import Fetcher
+from hardened_ddp.data.batches.ledger import DIGESTS
 from hardened_ddp.data.batches.nesting import tensors_of
 from hardened_ddp.data.batches.read_errors import file_of
 from hardened_ddp.data.batches.sampler import EpochOrder, share_of
@@ -26,6 +28,7 @@ from hardened_ddp.settings.earlier_run import SAVED_SETTINGS, find_folder
 from hardened_ddp.settings.layers import resolve
 from hardened_ddp.settings.typed_command import own_command
 from hardened_ddp.settings.wording import counted
+from hardened_ddp.step.attempt_facts import hash_of
 
 # Settings that change no weight: what is written and watched, and how long is waited.
 _HARMLESS = {
@@ -34,7 +37,6 @@ _HARMLESS = {
     *("--checkpoint_every_steps", "--checkpoint_every_epochs", "--keep_last", "--keep_milestones"),
     *("--ledger", "--digests", "--metrics", "--best_metric", "--max_errors"),
 }
-_MACHINE = ("torch", "python", "numpy", "device", "kernels", "variables", "tf32", "threads")
 _SHOWN = 8
 """Of a list, so that all fits on a screen."""
 
@@ -52,10 +54,11 @@ def run_diff(options: Mapping[str, str], *, output: TextIO) -> int:
     parted = first_difference(one, two, shared)
     at = parted[0] if parted else (shared[-1] if shared else 0)
     facts = [facts_at(digests, at) for digests in (one, two)]
-    for name, text in differences(*facts).items():
-        print(f"{name + ':':9}{text}", file=output)
+    unlike = differences(*facts)
+    for name, found in unlike.items():
+        print(f"{name + ':':10}{_listed(found) or 'the same'}", file=output)
     healed = [_faults(folder) for folder in folders]
-    print(f"{'faults:':9}{healed[0]} in the first run, {healed[1]} in the second", file=output)
+    print(f"{'faults:':10}{healed[0]} in the first run, {healed[1]} in the second", file=output)
     if parted is None:
         print(f"equal in all {counted(len(shared), 'step')} that both have", file=output)
         return 0
@@ -64,8 +67,9 @@ def run_diff(options: Mapping[str, str], *, output: TextIO) -> int:
     if what == "data" and seeds[0] != seeds[1]:  # a place in another order
         what = "samples"
     print(f"they part at step {step}: {_PARTED[what]}", file=output)
-    for line in reasons(one, two, shared, step, what, facts):
-        print(f"  {line}", file=output)
+    lines = name_samples(one, two, shared, step) if what == "data" else []
+    lines += reasons(unlike, changed_lines(one, two, step, unlike["code"]), what, bool(lines))
+    print("\n".join(f"  {line}" for line in [*lines, *side_by_side(one, two, step)]), file=output)
     print(f"look at it: {own_command('replay', folders[0], '--step', str(step))}", file=output)
     return 1
 
@@ -99,67 +103,80 @@ def facts_at(digests: Digests, step: int) -> Json:
     return (digests.owner(step) or digests.starts[-1]).facts
 
 
-def differences(one: Json, two: Json) -> dict[str, str]:
-    """Say how far two starts differ, by settings, code, data, machine and ranks."""
-    settings = settings_that_differ(one, two)
-    code = code_that_differs(one, two)
-    machine = [f"{n} {one.get(n)} / {two.get(n)}" for n in _MACHINE if one.get(n) != two.get(n)]
-    ranks, others = one["world_size"], two["world_size"]
+def differences(one: Json, two: Json) -> dict[str, list[str]]:
+    """Say how far two starts differ: in settings that can change a number, code, data and so on."""
+    a, b, code, other = one["settings"], two["settings"], one["code"], two["code"]
+    ranks = one["world_size"], two["world_size"]
     return {
-        "settings": _listed(settings) or "the same",
-        "code": _listed(code) or "the same",
-        "data": "the same" if one["data"] == two["data"] else "another dataset, by its fingerprint",
-        "machine": _listed(machine) or "the same",
-        "ranks": str(ranks) if ranks == others else f"{ranks} / {others}",
+        "settings": differing(a, b, [name for name in {**a, **b} if name not in _HARMLESS]),
+        "code": [name for name in {**code, **other} if code.get(name) != other.get(name)],
+        "data": [] if one["data"] == two["data"] else ["another dataset, by its fingerprint"],
+        "machine": differing(one, two, MACHINE),
+        "ranks": [] if ranks[0] == ranks[1] else [f"{ranks[0]} / {ranks[1]}"],
     }
 
 
-def settings_that_differ(one: Json, two: Json) -> list[str]:
-    """Name the settings that can change a number: learning_rate 0.1 / 0.2."""
-    a, b = one["settings"], two["settings"]
-    names = [n for n in {**a, **b} if n not in _HARMLESS and a.get(n) != b.get(n)]
-    return [f"{name} {a.get(name)} / {b.get(name)}" for name in names]
-
-
-def code_that_differs(one: Json, two: Json) -> list[str]:
-    """Name the modules that both had, with other code, and what only one had."""
-    a, b = one["code"], two["code"]
-    return [name for name in {**a, **b} if a.get(name) != b.get(name)]
-
-
 def reasons(
-    one: Digests,
-    two: Digests,
-    shared: Sequence[int],
-    step: int,
-    what: str,
-    facts: Sequence[Json],
+    unlike: Mapping[str, list[str]], changed: Sequence[str], what: str, is_known: bool
 ) -> list[str]:
-    """Say what explains a difference, what is known for certain first."""
+    """Say what explains a difference. is_known: its samples are named."""
     found = []
-    settings, code = settings_that_differ(*facts), code_that_differs(*facts)
-    machine = [n for n in _MACHINE if facts[0].get(n) != facts[1].get(n)]
-    if what == "data":
-        found += name_samples(one, two, shared, step)
-    if settings:
-        found.append(f"settings differ: {_listed(settings)}")
-    if code:
-        found.append(f"the code differs: {_listed(code)}")
-    if machine:
-        found.append(f"the machine differs: {_listed(machine)}: the same sums, rounded otherwise")
+    if names := _listed(unlike["settings"]):
+        found.append(f"settings differ: {names}")
+    if names := _listed(unlike["code"]):
+        found.append("\n    ".join([f"the code differs: {names}", *changed[:_SHOWN]]))
+    if names := _listed(unlike["machine"]):
+        found.append(f"the machine differs: {names}: the same sums, rounded otherwise")
     if what == "ranks":
         found.append("other ranks: the same sums, added up in another order")
     if what == "left out":
         found.append("a sample or a step failed in one run only: see skipped_samples.jsonl")
-    if len(found) > 1 and what != "data":
+    if len(found) > 1 and not is_known:
         found.append("which of them it is: replay the step with one of them at a time")
-    if not found:
+    if not found and not is_known:
         found.append(
             "nothing recorded differs: a device that is not deterministic (train both with "
             "--deterministic), code or data outside of what is hashed, or a memory fault; replay "
             "both: the run that its replay contradicts is the one at fault"
         )
     return found
+
+
+def side_by_side(one: Digests, two: Digests, first: int) -> list[str]:
+    """Show what both runs recorded of the step where they part, and of the next ones."""
+    lines = []
+    for number in range(first, first + 3):
+        a, b = one.step(number), two.step(number)
+        if a is not None and b is not None:
+            lines.append(
+                f"step {number}: loss {a.loss:.6g} / {b.loss:.6g}; gradient norm {a.norm:.4g} / "
+                f"{b.norm:.4g}; learning rate {a.rate:.3g} / {b.rate:.3g}; "
+                f"samples {a.size} / {b.size}"
+            )
+    return [line.replace("; gradient norm nan / nan", "") for line in lines]
+
+
+def changed_lines(one: Digests, two: Digests, step: int, names: Sequence[str]) -> list[str]:
+    """Show where modules differ, by the copies that both runs kept of their sources."""
+    found = []
+    for name in names:
+        sources = [kept_source(digests, step, name) for digests in (one, two)]
+        a, b = (source.decode(errors="replace").splitlines() for source in sources)
+        for kind, i, j, k, m in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+            if kind != "equal" and all(sources):
+                texts = [
+                    " ".join(lines).strip() or "(no line)" for lines in (a[i:j][:1], b[k:m][:1])
+                ]
+                found.append(f"{name.replace('.', '/')}.py, line {i + 1}: {' / '.join(texts)}")
+    return found
+
+
+def kept_source(digests: Digests, step: int, name: str) -> bytes:
+    """Return the source of a module at a step; nothing if it was not kept, or only a part of it."""
+    known = facts_at(digests, step)["code"].get(name)
+    path = digests.run / DIGESTS / f"{name}-{known}.py"
+    source = path.read_bytes() if path.is_file() else b""
+    return source if hash_of(source) == known else b""
 
 
 def name_samples(one: Digests, two: Digests, shared: Sequence[int], step: int) -> list[str]:

@@ -19,6 +19,7 @@ from ddp_runs.replay_condition import Condition, weights_of
 from ddp_runs.replay_records import in_order, other_code
 from hardened_ddp.checkpoint.tensors import specs_of
 from hardened_ddp.data.batches.batch import Batch, split, take
+from hardened_ddp.data.batches.ledger import DIGESTS
 from hardened_ddp.data.batches.nesting import pick
 from hardened_ddp.data.batches.read_errors import file_of
 from hardened_ddp.data.batches.sampler import Window
@@ -48,7 +49,8 @@ def replay_steps(run: Run, path: Path) -> Ending:
     if plan["checks_code"] and (changed := other_code(plan["facts"], facts)):
         raise ConfigError(
             f"step {plan['last']} was done by other code: {', '.join(changed)} changed since",
-            fix="check out the code of that time; or --any_code, to see what this code does",
+            fix=f"check out the code of that time, kept in {path.parents[2] / DIGESTS}; or "
+            "--any_code, to see what this code does",
         )
     replay = Replay(run, plan)
     try:

@@ -6,7 +6,7 @@ step counts, and of its records the last one; a record that was cut off is dropp
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -18,6 +18,9 @@ from hardened_ddp.errors import RunFolderError
 from hardened_ddp.settings.typed_command import own_command
 
 Json = dict[str, Any]  # Any: JSON
+
+MACHINE = ("torch", "python", "numpy", "device", "kernels", "variables", "tf32", "threads")
+"""The facts of the machine: with others of them the same sums may be rounded otherwise."""
 
 _SPIKE, _BEFORE = 1.5, 5
 """A loss so many times as large as the median of so many reports before it."""
@@ -161,15 +164,19 @@ def spikes_of(run: RunView) -> list[tuple[int, float, str]]:
     Of a run without digests: none.
     """
     steps, losses = run.curve("loss/train")
-    found = []
+    spikes = []
     for at, loss in enumerate(losses):
         before = [value for value in losses[max(0, at - _BEFORE) : at] if math.isfinite(value)]
-        if len(before) < 2 or loss <= _SPIKE * median(before):
-            continue
-        try:
-            digests = read_digests(run.folder)
-        except (RunFolderError, OSError):
-            return []
+        if len(before) >= 2 and not loss <= _SPIKE * median(before):
+            spikes.append((at, loss))
+    if not spikes:  # WHY first: to read the digests of a long run takes time
+        return []
+    try:
+        digests = read_digests(run.folder)
+    except (RunFolderError, OSError):
+        return []
+    found = []
+    for at, loss in spikes:
         since = [s for n in range(steps[at - 1], steps[at]) if (s := digests.step(n)) is not None]
         if since:
             worst = max(since, key=lambda step: math.inf if math.isnan(step.loss) else step.loss)
@@ -184,10 +191,10 @@ def other_code(before: Json, now: Json) -> list[str]:
     return [name for name in code if name in here and code[name] != here[name]]
 
 
-def differing(before: Json, now: Json, names: Sequence[str]) -> list[str]:
-    """Say which facts differ: threads 1 and 2."""
+def differing(before: Json, now: Json, names: Iterable[str]) -> list[str]:
+    """Say which facts differ: threads 1 / 2."""
     pairs = [(name, before.get(name), now.get(name)) for name in names]
-    return [f"{name} {one} and {two}" for name, one, two in pairs if one != two]
+    return [f"{name} {one} / {two}" for name, one, two in pairs if one != two]
 
 
 def in_order(rows: Sequence[Json]) -> list[Json]:

@@ -4,6 +4,7 @@ Owns which these are: versions, threads, kind of CPU or GPU, what chooses kernel
 code of the user and of this program, and the dataset's fingerprint.
 """
 
+import contextlib
 import hashlib
 import platform
 import sys
@@ -22,19 +23,12 @@ OWN_CODE = "hardened_ddp"
 """The name under which all files of this program are hashed together."""
 
 _PACKAGES = {"site-packages", "dist-packages"}
-_KERNELS = frozenset(
-    {
-        "ATEN_CPU_CAPABILITY",
-        "MKL_CBWR",
-        "ONEDNN_MAX_CPU_ISA",
-        "CUBLAS_WORKSPACE_CONFIG",
-        "NVIDIA_TF32_OVERRIDE",
-    }
-)
+_KERNELS = {"ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA"}
+_KERNELS |= {"CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE"}
 
 
-def facts_of_attempt(parts: Parts) -> dict[str, Any]:  # Any: JSON
-    """Give the facts of this start, as JSON. Rank-local; settings and code on rank 0 only."""
+def facts_of_attempt(parts: Parts, *, keep_in: Path | None = None) -> dict[str, Any]:  # Any: JSON
+    """Give the facts of this start; settings, and code, which it keeps too, on rank 0 only."""
     env, device, order = environment(), parts.device, parts.sampler.ledger_facts()
     facts: dict[str, Any] = {
         "world_size": parts.group.world_size,
@@ -56,11 +50,11 @@ def facts_of_attempt(parts: Parts) -> dict[str, Any]:  # Any: JSON
         facts["kernels"] = f"CUDA {torch.version.cuda}, cuDNN {cudnn}"
         facts["tf32"] = [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32]
     if parts.group.is_main:
-        facts |= {"settings": agreed_settings(parts.config), "code": code_in_use()}
+        facts |= {"settings": agreed_settings(parts.config), "code": code_in_use(keep_in)}
     return facts
 
 
-def code_in_use() -> dict[str, str]:
+def code_in_use(keep_in: Path | None = None) -> dict[str, str]:
     """Hash each imported module that belongs to no installed package; this program as one."""
     root = Path(__file__).resolve().parents[2]
     ours = [root / name for name in (OWN_CODE, "ddp_runs", "ddp_doctor", "ddp_drills")]
@@ -70,15 +64,22 @@ def code_in_use() -> dict[str, str]:
         file = getattr(module, "__file__", None) or ""
         path = Path(file).resolve()
         is_installed = path.is_relative_to(library) or _PACKAGES & set(path.parts)
-        is_ours = name in ("__main__", "__mp_main__") or any(
-            path.is_relative_to(place) for place in ours
-        )
+        is_ours = name in ("__main__", "__mp_main__") or any(map(path.is_relative_to, ours))
         if path.suffix == ".py" and not is_installed and not is_ours and path.is_file():
-            found[name] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+            source = path.read_bytes()
+            found[name] = hash_of(source)
+            if keep_in is not None:
+                with contextlib.suppress(OSError):  # the hash still says that it is another one
+                    (keep_in / f"{name}-{found[name]}.py").write_bytes(source)
     program = hashlib.sha256()
     for path in sorted(ours[0].rglob("*.py")):
         program.update(path.read_bytes())
     return found | {OWN_CODE: program.hexdigest()[:16]}
+
+
+def hash_of(source: bytes) -> str:
+    """Hash the source of a module; its copy is MODULE-HASH.py."""
+    return hashlib.sha256(source).hexdigest()[:16]
 
 
 def _cpu_name() -> str:

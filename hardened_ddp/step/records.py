@@ -3,11 +3,11 @@
 The digests are the files digests/NNNN-rank-R.bin of a run folder: one for each rank and each start
 of the run, or return to an earlier step. A file is a line of JSON, the facts that explain
 differences, then records of a fixed size, one for each step that was committed. Of a step that was
-done again the last record counts; one that was cut off by a crash is dropped.
-The digest of the gradient, 16 bytes by model/checksum.py, is that of the sum over the ranks, before
-it is clipped, so rank 0 alone takes it. WHY a share of it in each step: a pass over all of it takes
-some percent of a step. A wrong gradient makes wrong weights, and they show in each later share.
-On a GPU the numbers wait on the device, and are read together with the losses.
+done again the last record counts; one cut off by a crash is dropped. Copies of the user's modules
+lie beside them. The digest of the gradient, 16 bytes by model/checksum.py, is that of the sum over
+ranks, not yet clipped: rank 0 alone takes it. WHY a share of it in each step: all of it takes some
+percent of a step; a wrong gradient makes wrong weights, which show in each later share. On a GPU
+the numbers wait on the device, and are read together with the losses.
 Read by ddp_runs/replay_records.py. Does not own: the format of the ledger (data/batches/ledger.py).
 """
 
@@ -66,7 +66,7 @@ class Records:
         self._waiting: tuple[torch.Tensor, torch.Tensor] | None = None
         self._numbers: torch.Tensor | list[int] = [0, 0]
         self._is_judged, self._is_too_costly = wanted == "on", False
-        self._began_at = self._cost_s = 0.0
+        self._began_at = self.cost_s = 0.0
         self._num_steps = 0
 
     def open(self, folder: Path) -> None:
@@ -95,7 +95,8 @@ class Records:
         )
         path = folder / DIGESTS / f"{start:04d}-rank-{rank}.bin"
         self._sink = FileSink(path, keep_bytes=_KEEP_BYTES, has_lines=False)
-        head = {"schema": 1, "step": step, "parts": len(self._shares), **facts_of_attempt(parts)}
+        facts = facts_of_attempt(parts, keep_in=path.parent)
+        head = {"schema": 1, "step": step, "parts": len(self._shares), **facts}
         self._sink.add(json.dumps(head).encode() + b"\n")
         self._sink.flush()
         if parts.is_async_device and self._device is None and parts.group.is_main:
@@ -131,7 +132,7 @@ class Records:
         else:
             pairs = [self._host.of(each) for each in found]
             self._numbers = combine(torch.stack(pairs)).tolist()
-        self._cost_s += time.perf_counter() - began
+        self.cost_s += time.perf_counter() - began
 
     def commit(self, attempt: Attempt) -> None:
         """Record a step, before progress counts it. Rank-local; waits for no device."""
@@ -155,7 +156,7 @@ class Records:
             self._sink.flush()
         else:
             self._queue(row, numbers, attempt)
-        self._cost_s += time.perf_counter() - began
+        self.cost_s += time.perf_counter() - began
         self._num_steps += 1
 
     def _queue(
@@ -186,9 +187,8 @@ class Records:
         """Hash this rank's samples: their inputs and labels, of which so many bytes are read."""
         number, left = 0, _BATCH_BYTES
         for batch in batches:
-            for leaf in (batch.inputs, batch.targets):
-                whole = (leaf,) if isinstance(leaf, torch.Tensor) else tensors_of(leaf)
-                for tensor in [part for each in whole for part in dense_parts(each)]:
+            for whole in tensors_of((batch.inputs, batch.targets)):
+                for tensor in dense_parts(whole):
                     if tensor.is_cpu and left > 0:
                         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)[:left]
                         # WHY not as the gradient: it has no order of a sum, and this is faster
@@ -203,7 +203,7 @@ class Records:
             return
         self._is_judged = True
         wall_s = time.perf_counter() - self._began_at
-        cost = self._cost_s / max(1e-9, wall_s)
+        cost = self.cost_s / max(1e-9, wall_s)
         is_over = self._parts.group.run_on_main(  # collective
             lambda: cost > MOST_COST, what="digests"
         )

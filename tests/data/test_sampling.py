@@ -10,7 +10,12 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from ddp_runs.ledger_check import check_ledger
-from hardened_ddp.data.batches.sampling import Sampling, build_sampling, counts_by_weight
+from hardened_ddp.data.batches.sampling import (
+    Samples,
+    Sampling,
+    build_sampling,
+    counts_by_weight,
+)
 from hardened_ddp.data.sources.datasets import build_data
 from hardened_ddp.data.sources.mix import Mix
 from hardened_ddp.errors import DataError
@@ -125,6 +130,19 @@ def test_a_function_of_ones_own_gives_the_order_or_is_refused() -> None:
         sampling_of("tests.data.test_sampling:outside")
     with pytest.raises(DataError, match="gave 99 samples, and 100 in epoch 0, in epoch 1"):
         sampling_of("tests.data.test_sampling:shrinking").order(1)
+
+
+def test_an_order_is_made_once_for_the_ranks_and_the_ledger() -> None:
+    made: list[int] = []
+
+    def order(epoch: int) -> Samples:
+        made.append(epoch)
+        return np.arange(3)
+
+    sampling = Sampling("own", 3, "", order)
+    for epoch in (0, 0, 1, 0):
+        assert sampling.order(epoch).tolist() == [0, 1, 2]
+    assert made == [0, 1]
 
 
 def test_classes_that_are_not_known_without_reading_are_an_error() -> None:

@@ -452,6 +452,15 @@ def train_as_typed(command: str, *more: str | Path, cwd: Path | None = None) -> 
     return train([*words[1:], *more], world_size, launcher=launcher, cwd=cwd)
 
 
+def run_trainer_forked(
+    argv: Sequence[str | Path], ranks: int, env: Mapping[str, str], log: Path
+) -> int:
+    """In the place of run_trainer of the command replay: its ranks need not import torch."""
+    done = train(argv, ranks, env=env, launcher="torchrun" if ranks > 1 else "none")
+    log.write_text(done.output, encoding="utf-8")
+    return max(map(int, done.statuses))
+
+
 def held_port() -> int:
     """Return a TCP port that stays free for who is told it, until the test ends."""
     _holders.append(hold_port())

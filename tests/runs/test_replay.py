@@ -7,8 +7,9 @@ import random
 import re
 import shutil
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -26,12 +27,15 @@ from hardened_ddp.data.batches.ledger import DIGESTS, RECORD
 from hardened_ddp.data.batches.sampler import EpochOrder
 from hardened_ddp.errors import ConfigError, HardenedError, RunFolderError
 from hardened_ddp.step.records import shares_of
-from tests.harness.ranks import Finished, train
+from tests.harness.ranks import run_trainer_forked, train
 from tests.plugins import Points
 
 HERE = "tests.runs.test_replay"
 FAULT = "REPLAY_TEST_FAULT"
 """Of these starts only: kind, rank, the first and the last forward that it hits; ..."""
+
+NUM_STEPS = int(os.environ.get("REPLAY_STEPS", "0"))
+"""How many random steps of a run with every fault are replayed; 0: three that differ most."""
 
 FORWARDS = [0]
 """Of this process. WHY not of the model: a retry would put it back."""
@@ -54,6 +58,9 @@ class Course(nn.Module):
             if first <= FORWARDS[0] <= last:
                 if kind == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
+                if kind == "noise":
+                    inputs = inputs + 1e-3 * int.from_bytes(os.urandom(1))
+                    continue
                 if kind == "raise":
                     raise ValueError("a fault that happens once")
                 inputs = inputs * float("nan")
@@ -94,24 +101,16 @@ SMALL += ["--checkpoint_every_steps", "4"]
 def run_of(tmp_path: Path, *more: str | Path, ranks: int = 1, fault: str = "") -> Path:
     """Train, whatever comes of it; return the run folder."""
     env = {FAULT: fault} if fault else {}
-    train_it([*STEADY, *more, "--output_dir", tmp_path], ranks, env)
+    launcher: Literal["torchrun", "none"] = "torchrun" if ranks > 1 else "none"
+    train([*STEADY, *more, "--output_dir", tmp_path], ranks, env=env, launcher=launcher)
     return tmp_path / "run"
-
-
-def train_it(argv: Sequence[str | Path], ranks: int, env: Mapping[str, str]) -> Finished:
-    return train(argv, ranks, env=env, launcher="torchrun" if ranks > 1 else "none")
 
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the processes of a replay forked, as those of all tests: they need not import torch."""
 
-    def run(argv: Sequence[str], ranks: int, env: Mapping[str, str], log: Path) -> int:
-        finished = train_it(argv, ranks, env)
-        log.write_text(finished.output, encoding="utf-8")
-        return max(map(int, finished.statuses))
-
-    monkeypatch.setattr(replaying, "run_trainer", run)
+    monkeypatch.setattr(replaying, "run_trainer", run_trainer_forked)
 
 
 def replayed(run: Path, step: int, **wish: object) -> tuple[replaying.Replayed, str]:
@@ -164,7 +163,10 @@ def test_steps_of_a_run_with_every_fault_are_the_same_again(tmp_path: Path) -> N
     assert digests.numbers() == list(range(last + 1))
     chance = random.Random(1)
     resized = next(start for start in digests.starts if start.world_size == 3)
-    for step in (chance.randrange(12), resized.first + 1, chance.randrange(last - 8, last + 1)):
+    steps = [chance.randrange(12), resized.first + 1, chance.randrange(last - 8, last + 1)]
+    if NUM_STEPS:
+        steps = sorted(chance.sample(range(last + 1), NUM_STEPS))
+    for step in steps:
         done, text = replayed(run, step)
         assert done.parted is None, (step, text)
         assert done.equal == step - done.begun_at + 1
@@ -181,6 +183,29 @@ def test_on_fewer_ranks_the_samples_and_the_mean_are_the_same(tmp_path: Path) ->
     assert "on 1 instead of 2 ranks" in text
     assert "up to rounding" in text
     assert done.largest < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
+def test_behind_a_step_that_is_not_the_same_again_nothing_is_claimed(tmp_path: Path) -> None:
+    flags = [*SMALL, "--checkpoint_every_steps", "0", "--lr_schedule", "cosine"]
+    run = run_of(tmp_path, *flags, "--warmup_steps", "0", fault="noise 0 9 9")
+    done, text = replayed(run, 12)
+    assert done.parted is not None
+    at, _ = done.parted
+    assert 0 < at < 12
+    assert done.equal == at
+    assert f"equality ended at step {at}: its " in text
+    assert "is not what the run did" in text
+    assert "with --deterministic" in text
+    assert "bit for bit" not in text
+    step = read_digests(run).step(12)
+    assert step is not None
+    text = bisected(run, f"lr < {step.rate * 1.0001}")
+    assert "holds first at step 12: recorded when it was done" in text
+    assert f"equality ended at step {at}" in text
+    assert "not known: equality ended" in bisected(run, "norm(head) > 1e9")
+    assert "proved" not in text
 
 
 @pytest.mark.slow
@@ -214,7 +239,7 @@ def test_the_sample_that_makes_a_loss_large_is_found_and_proved(tmp_path: Path) 
     guilty = step_of_sample(run, 29)
     text = bisected(run, "loss > 5")
     assert f"loss > 5 holds first at step {guilty}: recorded when it was done" in text
-    assert f"proved: step {guilty} without sample 29 (each alone) does not lead to it" in text
+    assert f"proved: step {guilty} without sample 29 does not lead to it" in text
     report = train(["watch", run, "--once"], launcher="none").ok()
     assert re.search(rf"spike +\S+ by step \d+: .*replay {run} --step \d+", report.output)
     marks = [text for _, kind, text in marks_of(read_run(run)) if kind == "spike"]
@@ -230,13 +255,16 @@ def test_the_sample_that_makes_a_loss_large_is_found_and_proved(tmp_path: Path) 
 @pytest.mark.usefixtures("forked")
 def test_weights_that_became_nan_are_found_between_checkpoints(tmp_path: Path) -> None:
     flags = [*POISONED, "--dataset_args", "{value: .nan}", "--check_inputs", "false"]
-    run = run_of(tmp_path, *flags, "--step_retry", "off", "--log_interval", "12")
+    flags += ["--step_retry", "off", "--log_interval", "12", "--clip_grad_norm", "1000"]
+    run = run_of(tmp_path, *flags)
     guilty = step_of_sample(run, 29)
     text = bisected(run, "nan in weights")
     assert f"nan in weights holds first at step {guilty}" in text
-    assert "without sample 29 (each alone)" in text
+    assert "without sample 29" in text
     norm = bisected(run, "norm(layers.3) > 1e9")
     assert f"holds first at step {guilty}" in norm
+    text = bisected(run, "nan in grad_norm")
+    assert f"holds first at step {guilty}: recorded when it was done" in text
 
 
 MISUSE: list[tuple[Callable[[Path], object], type[HardenedError], str]] = [
@@ -257,7 +285,7 @@ MISUSE: list[tuple[Callable[[Path], object], type[HardenedError], str]] = [
 
 def change(run: Path, step: int, facts: Mapping[str, object], code: str = "") -> None:
     """Change what the digests of a run say: of a step the gradient, and facts, and some code."""
-    for path in (run / DIGESTS).iterdir():
+    for path in (run / DIGESTS).glob("*.bin"):
         head, _, raw = path.read_bytes().partition(b"\n")
         known = json.loads(head) | facts
         if code:
@@ -271,6 +299,13 @@ def change(run: Path, step: int, facts: Mapping[str, object], code: str = "") ->
 @pytest.fixture(scope="module")
 def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_of(tmp_path_factory.mktemp("small"), *SMALL)
+
+
+def test_a_launcher_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(replaying, "_LIMIT_S", 0.01)
+    status = replaying.run_trainer([], 1, {}, tmp_path / "replay.log")
+    assert status == 124
+    assert "status 124" in str(replaying._error_of(tmp_path / "replay.log", status))
 
 
 @pytest.mark.usefixtures("forked")
@@ -302,6 +337,7 @@ def test_a_setting_is_named(small_run: Path, tmp_path: Path) -> None:
     text = parted(small_run, other)
     assert "they part at step 1: the same samples, of the same bytes, give another loss" in text
     assert "settings differ: --learning_rate 0.003 / 0.004" in text
+    assert re.search(r"step 1: loss \S+ / \S+; learning rate \S+ / \S+; samples 4 / 4", text)
 
 
 @pytest.mark.slow
@@ -316,12 +352,12 @@ def test_other_ranks_threads_and_an_order_of_samples_are_named(
     change(threads, 3, {"threads": 2})
     text = parted(small_run, threads)
     assert "they part at step 3: the same loss, another gradient" in text
-    assert "the machine differs: threads: the same sums, rounded otherwise" in text
+    assert "the machine differs: threads 1 / 2: the same sums, rounded otherwise" in text
     ranks = run_of(
         tmp_path / "ranks", *SMALL, "--global_batch_size", "4", "--batch_size", "2", ranks=2
     )
     text = parted(small_run, ranks)
-    assert "ranks:   1 / 2" in text
+    assert "ranks:    1 / 2" in text
     assert "added up in another order" in text
 
 
@@ -364,7 +400,14 @@ def test_the_module_is_named_of_which_a_line_differs(tmp_path: Path) -> None:
         place = tmp_path / f"run-{number}"
         train([*flags, "--output_dir", place], launcher="none", cwd=tmp_path).ok()
         runs.append(place / "run")
-    assert "the code differs: mymodel" in parted(*runs)
+    text = parted(*runs)
+    assert "the code differs: mymodel" in text
+    assert "mymodel.py, line 3: return nn.Linear(3, num_classes) / return nn.Linear(3, " in text
+    [copy] = (runs[0] / DIGESTS).glob("mymodel-*.py")
+    copy.write_text(code[:20], encoding="utf-8")  # as one that was cut off
+    text = parted(*runs)
+    assert "the code differs: mymodel" in text
+    assert "line 3" not in text
 
 
 def test_the_last_start_counts_and_a_record_that_is_cut_off_does_not(tmp_path: Path) -> None:

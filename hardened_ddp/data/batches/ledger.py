@@ -12,8 +12,6 @@ a crash belongs to a step that does not count.
 
 Before a checkpoint is committed, the files of all ranks are synced from where it is written; what a
 rank on another host has only in the memory of its host is lost if that host loses its power.
-
-Does not own: which samples a step takes (sampler.py), what was left out (skipped_samples.jsonl).
 """
 
 import json
@@ -47,8 +45,7 @@ this rank's loss and what counts in it, the gradient's norm (NaN: not computed),
 _NAME = re.compile(r"(\d{4,})-rank-(\d+)\.bin")
 _HEAD = struct.Struct("<QII")
 _SHOWN = 8
-_KEEP_BYTES = 64 * 2**20
-"""How much of a rank's ledger is kept in memory while its disk is full."""
+_KEEP_BYTES = 64 * 2**20  # of a rank's ledger, in memory while its disk is full
 
 Ids = npt.NDArray[np.uint64]
 
@@ -75,9 +72,8 @@ class LedgerWriter:
         facts: dict[str, int],
         order_of: Callable[[int], npt.NDArray[Any]] | None = None,
     ) -> None:
-        """facts: num_samples, and epoch_end, the cursor at which an epoch is done; or num_shards
-        of a stream, whose length may not be known yet. order_of: on one rank, gives the samples of
-        an epoch where they are drawn.
+        """facts: num_samples and epoch_end, the cursor at which an epoch is done; num_shards of a
+        stream. order_of: on one rank, gives the samples of an epoch where they are drawn.
         """
         self._order_of, self._ordered = order_of, -1
         self._dtype = "<u4" if facts.get("num_samples", 2**32) < 2**32 else "<u8"

@@ -9,6 +9,7 @@ WHY hashes and only + - * /: other functions may round differently on another ki
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,10 @@ class Sampling:
     """Differs where the order would."""
 
     order: Callable[[int], Samples]
-    """Gives the samples of an epoch."""
+    """Gives the samples of an epoch: made once for the sampler and for the ledger."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "order", lru_cache(maxsize=2)(self.order))
 
 
 def build_sampling(dataset: Any, config: DataConfig, *, seed: int) -> Sampling | None:
