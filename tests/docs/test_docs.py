@@ -126,6 +126,7 @@ OURS |= {"once", "every"}  # of the command watch
 OURS |= {"cluster", "data", "wait"}  # of the command doctor
 OURS |= {"cause"}  # of the command explain
 OURS |= {"weights"}  # of the commands evaluate and export
+OURS |= {"when", "open"}  # of the commands bisect and replay
 OURS |= {"steps", "hang_after", "json", "source", "lint"}  # of the command audit
 OURS |= {"all", "hostile", "soak", "for", "dev", "torch"}  # of the tests, and of setup.sh
 OURS |= {"nesterov"}  # of a recipe
