@@ -14,7 +14,6 @@ Ours is what lies in the checkout, this file and a virtual environment aside. A 
 its file and qualified name; a lambda or a comprehension counts as the function that it stands in.
 """
 
-import atexit
 import json
 import os
 import re
@@ -23,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -136,7 +136,7 @@ class SaveWatch:
             of_thread.watch(frame, event, None)
 
         threading.setprofile(note)
-        atexit.register(self.write)
+        Finalize(None, self.write, exitpriority=0)  # also where a rank is a forked process
 
     def forward(self) -> None:
         """Begin to watch, once it is time."""

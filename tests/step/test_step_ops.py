@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from benchmarks import step_ops
-from benchmarks.ops_trace import Trace
 from hardened_ddp.gradients.sums import flag_of
-from tests.harness.ranks import run_program, train
+from tests.harness.ranks import train
 
 
 def test_a_step_dispatches_little_more_than_the_bare_loop_and_waits_for_one_flag(
@@ -25,30 +24,6 @@ def test_a_step_dispatches_little_more_than_the_bare_loop_and_waits_for_one_flag
     assert figures["flags"][0] == figures["evaluation"][0] == 1  # they are seen
     reports = [part["waits"] for part in seen["parts"] if part["kind"] == "report"]
     assert any("tolist" in wait for waits in reports for wait in waits)
-
-
-@pytest.mark.slow
-def test_the_command_prints_each_figure_beside_its_bar() -> None:
-    done = run_program(["python", "benchmarks/step_ops.py", "--work", "mlp"], timeout_s=400)
-    assert done.stdout.count("PASS") + done.stdout.count("MISS") == len(step_ops.BARS)
-    assert done.status == ("MISS" in done.stdout)
-
-
-def test_a_read_of_what_the_device_computes_is_a_wait_and_of_the_hosts_numbers_is_none() -> None:
-    trace = Trace()
-    weight, other = torch.ones(3), torch.ones(3)
-    trace.add([weight])
-    with trace:
-        (other * 2).sum().item()
-        assert not trace.take()["waits"]
-        computed = (weight * other).sum()
-        other.add_(computed)  # now this is on the device too
-        other.nonzero()
-        computed.item()
-        found = trace.take()
-    kinds = [wait.partition(" ")[0] for wait in found["waits"]]
-    assert kinds == ["nonzero", "_local_scalar_dense"]
-    assert found["operations"]["aten.mul.Tensor"] == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -34,20 +34,12 @@ def run(output: Path, world_size: int, *flags: str | Path) -> Any:
 
 
 HOOKS = "--no_shared_memory"  # gradients are sent within backward, as between machines
-FORMS = [
-    (3, []),
-    (3, [HOOKS]),
-    (2, []),
-    (1, []),
-    (2, [HOOKS]),
-    (4, [HOOKS, "--bucket_cap_mb=1e-4"]),
-]
-FORMS += [(3, [HOOKS, "--find_unused_parameters"]), (3, [HOOKS, "--no_gradient_as_bucket_view"])]
-FORMS += [(3, ["--comm_hook", "fp16"])]
+FORMS = [(3, []), (3, [HOOKS]), (1, []), (3, ["--comm_hook", "fp16"])]
+FORMS += [(4, [HOOKS, "--bucket_cap_mb=1e-4", "--find_unused_parameters"])]
 FORMS += [(3, [HOOKS, "--accumulation_steps", "2", "--batch_size", "2"])]
 LATE = "late"  # as on GPUs, see tests/late_looks.py
-FORMS += [(3, [HOOKS, LATE]), (2, [HOOKS, LATE, "--optimizer", "sgd", "--clip_grad_norm", "1"])]
 FORMS += [(3, [HOOKS, LATE, "--log_interval", "7"]), (1, [LATE])]
+FORMS += [(2, [HOOKS, LATE, "--optimizer", "sgd", "--clip_grad_norm", "1"])]
 FORMS += [(3, [HOOKS, LATE, "--accumulation_steps", "2", "--batch_size", "2"])]
 
 
@@ -93,18 +85,17 @@ def test_a_rank_that_fails_in_the_first_step_keeps_no_other_waiting(tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 3])
 def test_with_fp16_a_fault_that_is_learned_of_late_leaves_no_trace_in_its_scale(
-    world_size: int, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     faults = {0: {8: "raise", 18: "nan"}, 1: {12: "raise in backward"}, 2: {14: "raise"}}
     half = ["--dataset", "tests.halves:points", "--dataset_args", "{}", HOOKS, "--epochs", "5"]
     half += ["--model", "tests.plugins:FailingOnce", "--model_args"]
-    run(tmp_path / "undisturbed", world_size, *half, "{}").ok()
-    faulty = run(tmp_path / "faulty", world_size, *half, str({"faults": faults})).ok()
+    run(tmp_path / "undisturbed", 3, *half, "{}").ok()
+    faulty = run(tmp_path / "faulty", 3, *half, str({"faults": faults})).ok()
     assert last_tensors(tmp_path / "faulty") == last_tensors(tmp_path / "undisturbed")
     assert "a flag was up" in faulty.outputs[0]
-    assert faulty.outputs[0].count("retrying step") >= min(world_size, 2)
+    assert faulty.outputs[0].count("retrying step") >= 2
     assert _scale(tmp_path / "faulty") == _scale(tmp_path / "undisturbed")
 
 
@@ -118,7 +109,7 @@ def test_ranks_that_would_compute_in_other_types_stop_at_once(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "flags", [[], ["--clip_grad_norm", "1", "--log_interval", "7"], ["--ema", "0.9"]]
+    "flags", [[], ["--clip_grad_norm", "1", "--log_interval", "7", "--ema", "0.9"]]
 )
 def test_an_overflow_of_fp16_is_its_scalers_business_whenever_it_is_learned_of(
     flags: list[str], tmp_path: Path
@@ -150,7 +141,7 @@ def test_memory_for_half_a_batch_gives_the_gradient_of_the_whole(tmp_path: Path)
 
 
 LESS_MEMORY = [("memory", []), ("memory in backward", [HOOKS])]
-LESS_MEMORY += [("memory", [HOOKS, LATE]), ("memory in backward", [])]
+LESS_MEMORY += [("memory", [HOOKS, LATE])]
 
 
 @pytest.mark.parametrize("case", slow_after(1, LESS_MEMORY), ids=str)
@@ -246,10 +237,9 @@ def test_no_memory_before_the_first_step_is_one_clear_error(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_sample_that_fails_alone_is_left_out_by_name(world_size: int, tmp_path: Path) -> None:
+def test_a_sample_that_fails_alone_is_left_out_by_name(tmp_path: Path) -> None:
     picky = ["--model", "tests.plugins:Picky", "--continue_on_error"]
-    run(tmp_path, world_size, *picky, "--ledger").ok()
+    run(tmp_path, 2, *picky, "--ledger").ok()
     folder = only_run(tmp_path)
     lines = (folder / "skipped_samples.jsonl").read_text(encoding="utf-8").splitlines()
     entries = [json.loads(line) for line in lines]

@@ -1,7 +1,6 @@
 """One optimizer step, for real: what gradient comes of its samples, however ranks share them."""
 
 import json
-import multiprocessing
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -120,13 +119,9 @@ def test_with_debug_ranks_on_one_cpu_train_through_ddp_too(
         1,
         [
             (3, ["--batch_size", "4"]),
-            (2, ["--batch_size", "6"]),
-            (2, ["--batch_size", "6", "--no_shared_memory"]),
             (3, ["--batch_size", "2", "--accumulation_steps", "2", "--no_shared_memory"]),
-            (2, ["--batch_size", "2", "--accumulation_steps", "3"]),
-            (3, ["--batch_size", "2", "--accumulation_steps", "2"]),
-            (2, ["--batch_size", "6", "--continue_on_error"]),
-            (3, ["--batch_size", "4", "--continue_on_error", "--no_shared_memory"]),
+            (2, ["--batch_size", "2", "--accumulation_steps", "3", "--continue_on_error"]),
+            (2, ["--batch_size", "6", "--continue_on_error", "--no_shared_memory"]),
             (1, ["--batch_size", "4", "--accumulation_steps", "3"]),
         ],
     ),
@@ -141,13 +136,6 @@ def test_any_sharing_gives_the_gradient_of_one_big_batch(shared: tuple[int, list
     for gradients in run_ranks(step_gradients, world_size, [*data, *how], which):
         for found, expected in zip(gradients, alone, strict=True):
             assert_close(found, expected)
-
-
-def test_the_gradient_of_a_step_is_the_mean_over_its_samples() -> None:
-    data = [*POINTS, "--dataset_args", "{size: 24}"]
-    [[whole]] = run_ranks(step_gradients, 1, [*data, "--batch_size", "24"], [0])
-    [halves] = run_ranks(step_gradients, 1, [*data, "--batch_size", "12"], [0, 1])
-    assert_close((halves[0] + halves[1]) / 2, whole)
 
 
 def fail_for_good() -> None:
@@ -219,7 +207,7 @@ def count_evaluated(argv: list[str]) -> tuple[int, float, float]:
     return evaluation.num_samples, evaluation.figures["accuracy"], evaluation.figures["loss"]
 
 
-@pytest.mark.parametrize("world_size", slow_after(1, [3, 1, 2, 4]))
+@pytest.mark.parametrize("world_size", slow_after(1, [3, 4]))
 def test_evaluation_counts_every_sample_once(world_size: int) -> None:
     argv = [*POINTS, "--eval_batch_size", "5"]  # the test set has 17 points
     [alone] = run_ranks(count_evaluated, 1, [*POINTS])
@@ -229,31 +217,10 @@ def test_evaluation_counts_every_sample_once(world_size: int) -> None:
         assert loss == pytest.approx(alone[2], rel=1e-6)
 
 
-def workers_of_evaluations(argv: list[str]) -> list[set[int | None]]:
-    """Evaluate twice; give the pids of the workers after each."""
-    parts, found = parts_of(argv), []
-    assert parts.eval_loader is not None
-    for _ in range(2):
-        evaluate(parts, parts.eval_loader)
-        found.append({process.pid for process in multiprocessing.active_children()})
-    parts.close()
-    parts.group.close()
-    return found
-
-
-@pytest.mark.slow
-def test_lasting_workers_read_for_each_evaluation() -> None:
-    argv = [*POINTS, "--eval_batch_size", "5", "--num_workers", "1", "--persistent_workers"]
-    for first, second in run_ranks(workers_of_evaluations, 2, argv):
-        assert len(first) == 1
-        assert first == second
-
-
-@pytest.mark.parametrize("world_size", slow_after(1, [2, 1]))
-def test_broken_samples_are_named_counted_and_left_out(tmp_path: Path, world_size: int) -> None:
+def test_broken_samples_are_named_counted_and_left_out(tmp_path: Path) -> None:
     argv = [*POINTS, "--dataset_args", "{size: 40, broken: [3, 17]}", "--continue_on_error"]
     argv += ["--epochs", "2", "--batch_size", "8", "--output_dir", str(tmp_path)]
-    train(argv, world_size).ok()
+    train(argv, 2).ok()
     [folder] = [path for path in tmp_path.iterdir() if path.is_dir() and path.name[0] != "."]
     entries = [json.loads(line) for line in (folder / "skipped_samples.jsonl").open()]
     assert sorted(entry["index"] for entry in entries) == [3, 3, 17, 17]
@@ -281,16 +248,11 @@ def test_a_step_with_nan_is_left_out_under_continue_on_error(tmp_path: Path) -> 
 
 
 VARIANTS = [
-    "--amp bf16",
-    "--comm_hook fp16",
-    "--no_gradient_as_bucket_view --bucket_cap_mb 0.01",
-    "--gradient_checkpointing",
-    "--channels_last",
-    "--optimizer sgd --learning_rate 0.05 --lr_schedule linear --warmup_steps 2",
-    "--optimizer adam --lr_schedule step --clip_grad_norm 0.5",
-    "--augment --label_smoothing 0.1",
-    "--num_workers 1 --prefetch_factor 1",
-    "--drop_last --deterministic",
+    "--amp bf16 --gradient_checkpointing --channels_last --num_workers 1 --prefetch_factor 1",
+    "--comm_hook fp16 --no_gradient_as_bucket_view --bucket_cap_mb 0.01 --optimizer sgd"
+    " --learning_rate 0.05 --lr_schedule linear --warmup_steps 2",
+    "--optimizer adam --lr_schedule step --clip_grad_norm 0.5 --augment --label_smoothing 0.1"
+    " --drop_last --deterministic",
 ]
 
 
@@ -308,12 +270,3 @@ def test_bf16_compression_without_nccl_is_refused_with_what_works(tmp_path: Path
     assert finished.statuses == (2, 2)
     assert "--comm_hook fp16" in finished.output
     assert "Traceback" not in finished.output
-
-
-@pytest.mark.slow
-def test_a_model_with_a_loss_of_its_own_trains_alike(tmp_path: Path) -> None:
-    own = [*POINTS, "--model", "tests.plugins:OwnLoss", "--batch_size", "12"]
-    ours = [*POINTS, "--model", "tests.plugins:Plain", "--batch_size", "12"]
-    [[first]] = run_ranks(step_gradients, 1, own, [0])
-    [[second]] = run_ranks(step_gradients, 1, ours, [0])
-    assert_close(first, second)

@@ -48,28 +48,25 @@ def whole_batch_gradients(argv: list[str], which: list[int], shift: int) -> list
     return found
 
 
-@pytest.mark.parametrize("double", slow_after(1, [False, True]))
 @pytest.mark.parametrize(
     "shared",
     slow_after(
         2,
         [
-            (2, ["--batch_size", "3", "--accumulation_steps", "2"]),
-            (3, ["--batch_size", "2", "--accumulation_steps", "2", "--no_shared_memory"]),
-            (4, ["--batch_size", "1", "--accumulation_steps", "3"]),
-            (1, ["--batch_size", "4", "--accumulation_steps", "3"]),
-            (4, ["--batch_size", "3", "--no_shared_memory"]),
-            (2, ["--batch_size", "6", "--no_shared_memory", "--step_retry", "off"]),
-            (2, ["--batch_size", "6", "--continue_on_error"]),
-            (3, ["--batch_size", "4", "--no_shared_memory", "--find_unused_parameters", "on"]),
+            (2, True, ["--batch_size", "3", "--accumulation_steps", "2"]),
+            (3, True, ["--batch_size", "2", "--accumulation_steps", "2", "--no_shared_memory"]),
+            (1, True, ["--batch_size", "4", "--accumulation_steps", "3"]),
+            (2, True, ["--batch_size", "6", "--no_shared_memory", "--step_retry", "off"]),
+            (4, False, ["--batch_size", "3", "--continue_on_error"]),
+            (3, False, ["--batch_size", "4", "--no_shared_memory", "--find_unused_parameters=on"]),
         ],
     ),
     ids=str,
 )
 def test_any_sharing_gives_the_mean_over_the_tokens_that_count(
-    shared: tuple[int, list[str]], double: bool
+    shared: tuple[int, bool, list[str]],
 ) -> None:
-    world_size, how = shared
+    world_size, double, how = shared
     which = [0, 1, 3]
     argv = arguments(double)
     [wanted] = run_ranks(whole_batch_gradients, 1, argv, which, 0)
@@ -78,18 +75,22 @@ def test_any_sharing_gives_the_mean_over_the_tokens_that_count(
             assert (found - expected).abs().max() <= TOLERANCES[double] * expected.abs().max()
 
 
-@pytest.mark.parametrize("how", slow_after(1, [["--no_shared_memory"], []]), ids=str)
 @pytest.mark.parametrize(
-    ("task", "names", "shift"),
-    [
-        ("tokens", "loss logits", 1),
-        pytest.param("own", "loss logits", 1, marks=pytest.mark.slow),
-        pytest.param("own", "loss", 0, marks=pytest.mark.slow),
-    ],
+    "case",
+    slow_after(
+        1,
+        [
+            ("tokens", "loss logits", 1, ["--no_shared_memory"]),
+            ("own", "loss logits", 1, ["--no_shared_memory"]),
+            ("own", "loss", 0, []),
+        ],
+    ),
+    ids=str,
 )
 def test_labels_are_counted_as_the_model_itself_uses_them(
-    task: str, names: str, shift: int, how: list[str]
+    case: tuple[str, str, int, list[str]],
 ) -> None:
+    task, names, shift, how = case
     argv = arguments(True, *how)
     argv[argv.index("tests.token_data:TinyLM")] = "tests.token_data:OwnLM"
     argv[argv.index("{double: true}")] = f"{{double: true, shift: {shift}, names: {names}}}"
@@ -125,14 +126,11 @@ def weights_after(argv: list[str], number: int) -> tuple[bool, str, float]:
 
 
 @pytest.mark.parametrize(
-    "how", [[], ["--no_shared_memory"], ["--no_shared_memory", "late"]], ids=str
+    "how", slow_after(1, [["--no_shared_memory"], [], ["--no_shared_memory", "late"]]), ids=str
 )
-@pytest.mark.parametrize("world_size", slow_after(1, [2, 1]))
-def test_a_step_without_any_label_that_counts_moves_nothing(
-    how: list[str], world_size: int
-) -> None:
-    argv = arguments(False, "--batch_size", str(WINDOW // world_size), *how)
-    for is_same, outcome, loss in run_ranks(weights_after, world_size, argv, 1):
+def test_a_step_without_any_label_that_counts_moves_nothing(how: list[str]) -> None:
+    argv = arguments(False, "--batch_size", str(WINDOW // 2), *how)
+    for is_same, outcome, loss in run_ranks(weights_after, 2, argv, 1):
         assert is_same
         assert outcome == Outcome.EMPTY.value or "late" in how
         assert 0 < loss < 10
@@ -168,14 +166,12 @@ def total_of_counts(dtype: torch.dtype, sent_as: torch.dtype | None) -> float:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "sent_as"),
-    [(torch.float32, None), (torch.float32, torch.float16), (torch.float16, None)],
-    ids=str,
+    "types", slow_after(1, [(torch.float32, torch.float16), (torch.float16, None)]), ids=str
 )
 def test_the_count_is_exact_also_beside_gradients_of_16_bits(
-    dtype: torch.dtype, sent_as: torch.dtype | None
+    types: tuple[torch.dtype, torch.dtype | None],
 ) -> None:
-    assert run_ranks(total_of_counts, 2, dtype, sent_as) == [10007.0, 10007.0]
+    assert run_ranks(total_of_counts, 2, *types) == [10007.0, 10007.0]
 
 
 @pytest.mark.parametrize("how", [["--accumulation_steps", "2"], ["--batch_size", "2"]], ids=str)
