@@ -70,13 +70,15 @@ def prepare_broken(root: Path) -> None:
     os.truncate(write_step(store, 4) / "state.safetensors", 100)
 
 
-@pytest.mark.parametrize(
-    "in_the_middle", slow_after(1, [True, False]), ids=["in a call", "before a call"]
-)
-@pytest.mark.parametrize("prepare", slow_after(1, [prepare_full, prepare_first, prepare_broken]))
+CRASHES = [(prepare_full, True), (prepare_full, False), (prepare_first, True)]
+CRASHES += [(prepare_broken, False)]
+
+
+@pytest.mark.parametrize("crash", slow_after(1, CRASHES))
 def test_a_crash_at_any_call_leaves_the_old_or_the_new_checkpoint(
-    tmp_path: Path, prepare: Callable[[Path], None], in_the_middle: bool
+    tmp_path: Path, crash: tuple[Callable[[Path], None], bool]
 ) -> None:
+    prepare, in_the_middle = crash
     template = tmp_path / "template" / "checkpoints"
     prepare(template)
     before = CheckpointStore(template, keep_last=1)

@@ -79,14 +79,6 @@ def test_a_file_cut_anywhere_is_seen(store: CheckpointStore, name: str) -> None:
     assert isinstance(verify_checkpoint(path.parent), Rejected)
 
 
-def test_a_missing_file_is_named(store: CheckpointStore) -> None:
-    path = write_step(store, 1)
-    (path / "state.safetensors").unlink()
-    assert reason_of(path) == "state.safetensors is missing"
-    (path / "manifest.json").unlink()
-    assert reason_of(path) == "manifest.json is missing: its writing was not finished"
-
-
 # --- strangers and links -------------------------------------------------------------------------
 
 

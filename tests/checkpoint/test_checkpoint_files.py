@@ -21,7 +21,7 @@ from hardened_ddp.checkpoint.folder import (
 from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.errors import CheckpointError
 from hardened_ddp.ranks.process import this_process
-from tests.checkpoint_states import assert_holds, disk_with, found_in, small_state, write_step
+from tests.checkpoint_states import disk_with, found_in, small_state, write_step
 
 
 def test_the_newest_and_the_best_are_kept(store: CheckpointStore) -> None:
@@ -57,13 +57,6 @@ def test_a_valid_checkpoint_of_the_same_step_is_kept(store: CheckpointStore) -> 
     assert (first / "state.safetensors").stat().st_ino == inode
     assert found_in(store).manifest.meta == {"n": 1}
     assert read_best_step(store.root) == 1
-
-
-def test_a_broken_checkpoint_of_the_same_step_is_written_again(store: CheckpointStore) -> None:
-    (write_step(store, 1) / "manifest.json").unlink()
-    write_step(store, 1)
-    assert_holds(found_in(store))
-    assert os.listdir(store.root) == ["step-000000001"]
 
 
 def test_the_newest_valid_one_is_found_and_the_others_are_named(store: CheckpointStore) -> None:
@@ -188,7 +181,7 @@ def test_a_small_file_is_whole_on_the_disk_before_it_takes_the_place_of_the_old_
     ]
 
 
-@pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o027, 0o077])
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
 def test_a_checkpoint_follows_the_umask_and_is_never_open_to_every_writer(
     tmp_path: Path, umask: int
 ) -> None:

@@ -116,7 +116,7 @@ def change(state: dict[str, Tensor]) -> None:
         tensor.zero_()
 
 
-@pytest.mark.parametrize("num_writes", [0, 1, 2, 5, 20, 60, 200])
+@pytest.mark.parametrize("num_writes", [0, 2, 20, 200])
 def test_the_state_written_is_that_of_submit_however_far_the_writer_was(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, num_writes: int
 ) -> None:
@@ -124,7 +124,9 @@ def test_the_state_written_is_that_of_submit_however_far_the_writer_was(
     monkeypatch.setattr(tensors_module, "_BLOCK_BYTES", 256)
     state = some_state()
     expected = copy_of(state)
-    assert bench.writer.submit(5, tensors=state, meta={"epoch": 1})
+    meta: dict[str, Any] = {"epoch": 1, "nested": {"a": [1]}}
+    assert bench.writer.submit(5, tensors=state, meta=meta)
+    meta["nested"]["a"].append(2)
     for _ in range(num_writes):
         if not bench.writer.is_busy:
             break
@@ -138,6 +140,7 @@ def test_the_state_written_is_that_of_submit_however_far_the_writer_was(
     bench.writer.close(timeout_s=LIMIT_S)
     assert bench.writer.poll() is None
     assert_same(bench.loaded(5), expected)
+    assert found_in(bench.store).manifest.meta == {"epoch": 1, "nested": {"a": [1]}}
 
 
 def test_an_undisturbed_write_copies_nothing(bench: Bench) -> None:
@@ -241,17 +244,6 @@ def test_a_mistake_of_the_caller_is_raised_at_submit(bench: Bench) -> None:
     assert not bench.writer.is_busy
 
 
-def test_the_meta_written_is_that_of_submit(bench: Bench) -> None:
-    meta: dict[str, Any] = {"cursor": 1, "nested": {"a": [1]}}
-    bench.writer.submit(1, tensors=some_state(), meta=meta)
-    meta["nested"]["a"].append(2)
-    meta["cursor"] = 2
-    bench.disk.open()
-    bench.writer.close(timeout_s=LIMIT_S)
-    found = found_in(bench.store)
-    assert found.manifest.meta == {"cursor": 1, "nested": {"a": [1]}}
-
-
 def test_a_state_of_another_shape_is_laid_out_anew(bench: Bench) -> None:
     bench.disk.open()
     for step, size in enumerate((3, 3, 5)):
@@ -350,14 +342,6 @@ def test_a_state_on_a_gpu_is_written_as_it_was_at_submit(bench: Bench) -> None:
             tensor.copy_(expected[name])
     bench.store.write(3, tensors=state, meta={})
     assert_same(bench.loaded(3), expected)
-
-
-def test_a_save_that_was_refused_is_due_as_soon_as_the_writer_is_free() -> None:
-    saver = Saver.__new__(Saver)
-    saver._is_auto = False
-    for is_wanted in (False, True):
-        saver._writer = cast(Any, SimpleNamespace(is_wanted=is_wanted, is_busy=False))
-        assert saver.is_time() == is_wanted
 
 
 def test_a_save_is_due_when_the_last_one_began_long_enough_ago(

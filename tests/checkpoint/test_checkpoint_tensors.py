@@ -50,18 +50,7 @@ def test_a_state_without_tensors_is_a_state(store: CheckpointStore) -> None:
     assert load_file(path / "state.safetensors") == {}
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 7, 64, 1000])
-def test_chunks_and_blocks_of_any_size_give_the_same_file(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
-) -> None:
-    kinds = every_kind()
-    whole = store.write(1, tensors=kinds, meta={}) / "state.safetensors"
-    monkeypatch.setattr(tensors_module, "CHUNK_BYTES", chunk_bytes)
-    pieces = store.write(2, tensors=kinds, meta={}) / "state.safetensors"
-    assert pieces.read_bytes() == whole.read_bytes()
-
-
-@pytest.mark.parametrize("frozen_after", range(0, 4000, 97))
+@pytest.mark.parametrize("frozen_after", range(0, 4000, 397))
 def test_a_stream_frozen_anywhere_gives_the_state_before_the_change(
     monkeypatch: pytest.MonkeyPatch, frozen_after: int
 ) -> None:

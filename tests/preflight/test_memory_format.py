@@ -1,6 +1,5 @@
 """Channels last by a rule, and memory that is kept from step to step."""
 
-import resource
 from dataclasses import replace
 
 import pytest
@@ -15,10 +14,8 @@ from hardened_ddp.preflight.memory_format import choose_channels_last, pays
 from hardened_ddp.preflight.trial import Trial
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.ranks.resources import keep_freed_memory
 from hardened_ddp.settings.config import Config, ModelConfig
 from hardened_ddp.task.classification import Classification
-from tests.harness.ranks import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -82,13 +79,6 @@ def test_values_of_images_decide_against_weights_of_kernels(
     assert choose(model, of_batch(batch_size)) == is_faster
     assert model.conv.weight.is_contiguous(memory_format=torch.channels_last) == is_faster
     assert torch.equal(model.conv.weight, weight)
-
-
-def test_kernels_of_one_pixel_do_not_count() -> None:
-    wide = nn.Sequential(
-        nn.Conv2d(3, 64, 1), nn.AdaptiveAvgPool2d(1), nn.Conv2d(64, 512, 1), nn.Flatten()
-    )
-    assert choose(wide, of_batch(1))
 
 
 def test_on_a_gpu_it_goes_with_16_bits() -> None:
@@ -162,23 +152,3 @@ def test_a_rank_calls_the_model_equally_often_until_all_agree(
         model.register_forward_hook(lambda *call: calls.append(call))
         choose(model)
     assert agreed_after == [3, 4, 3, 3, 4]
-
-
-def page_faults_of_a_loop(keeps: bool) -> int:
-    """Ask for 64 MB, fill it, and let it go, again and again."""
-    if keeps:
-        assert keep_freed_memory("cpu")
-    for turn in range(18):
-        if turn == 6:
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        torch.ones(16_000_000)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-
-@pytest.mark.slow
-def test_memory_that_is_kept_is_not_mapped_anew() -> None:
-    [usual], [kept] = (
-        run_ranks(page_faults_of_a_loop, 1, False),
-        run_ranks(page_faults_of_a_loop, 1, True),
-    )
-    assert kept < usual / 3  # seldom it is mapped anew once or twice, and not each of 12 times
