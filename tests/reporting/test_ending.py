@@ -1,4 +1,4 @@
-"""What the status of a run tells a scheduler."""
+"""What the status of a run tells a scheduler, and what torchrun's last block says of an error."""
 
 import json
 from collections.abc import Mapping
@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from hardened_ddp.errors import PeerLostError, SampleError
+import ddp_training
+from hardened_ddp.errors import PeerLostError, SampleError, StepError
 from hardened_ddp.reporting.ending import (
     MOST_STARTS,
     RECORD,
@@ -128,3 +129,46 @@ def test_the_termination_log_of_a_pod_has_the_error_and_fits(tmp_path: Path) -> 
     write_error_file(SampleError("y" * 9000), POD | env)
     assert path.read_bytes().startswith(b"SampleError: [DDP-D02] yyy")
     assert len(path.read_bytes()) == 4000
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> dict[str, str]:
+    """Make the environment that torchrun gives a rank."""
+    return {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+
+
+def test_an_error_file_has_code_cause_and_next_command_in_torch_elastics_form(
+    env: dict[str, str],
+) -> None:
+    write_error_file(StepError("rank 1, step 4", fix="look at its log"), env)
+    entry = json.loads(Path(env["TORCHELASTIC_ERROR_FILE"]).read_text())
+    shown = entry["message"]["extraInfo"]["py_callstack"]
+    assert shown == "StepError: [DDP-S01] rank 1, step 4\n  next: look at its log"
+    assert int(entry["message"]["extraInfo"]["timestamp"]) > 0
+
+
+def test_a_rank_that_lost_another_one_writes_no_error_file(env: dict[str, str]) -> None:
+    write_error_file(PeerLostError("rank 0 lost another rank"), env)
+    assert not Path(env["TORCHELASTIC_ERROR_FILE"]).exists()
+
+
+def test_an_error_file_that_can_not_be_written_does_not_hide_the_error(tmp_path: Path) -> None:
+    write_error_file(StepError("x"), {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "no" / "x.json")})
+
+
+@pytest.mark.parametrize(("local_rank", "is_printed"), [("0", True), ("1", False)])
+def test_a_mistake_in_the_settings_is_printed_once_per_node(
+    local_rank: str,
+    is_printed: bool,
+    env: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    launched = {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": "2"}
+    launched |= {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
+    launched |= {"TORCHELASTIC_RUN_ID": "none"}
+    for name, value in (launched | env).items():
+        monkeypatch.setenv(name, value)
+    assert ddp_training.main(["--bach_size", "3"]) == 2
+    assert ("bach_size" in capsys.readouterr().err) == is_printed
+    assert "DDP-C01" in Path(env["TORCHELASTIC_ERROR_FILE"]).read_text()

@@ -10,8 +10,7 @@ import pytest
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.phase import Phase, Tracker
 from hardened_ddp.reporting.goodput import NAME, Goodput, account_of, num_attempts, read_attempts
-from tests.harness.ranks import start_training, train
-from tests.harness.run_folder import find_checkpoints, only_run, read_summary
+from tests.harness.ranks import train
 
 PHASES = {"start_up": 2.0, "data_wait": 1.0, "training": 10.0, "evaluation": 1.0, "checkpoint": 1.0}
 
@@ -90,23 +89,6 @@ def test_lines_that_were_cut_off_are_passed_over(tmp_path: Path) -> None:
     assert account_of(attempts)["wall"] > 0
 
 
-@pytest.mark.slow
-def test_a_run_accounts_for_its_time_over_a_kill(tmp_path: Path) -> None:
-    argv: list[str | Path] = ["--cpu_only", "--batch_size", "16", "--checkpoint_every_steps", "5"]
-    argv += ["--log_interval", "5", "--run_name", "run", "--output_dir", tmp_path]
-    with start_training(argv, 1) as running:
-        running.wait_for(lambda: find_checkpoints(tmp_path), timeout_s=60, what="a checkpoint")
-        running.kill(0)
-    finished = train(argv, 1).ok()
-    run = only_run(tmp_path)
-    account = read_summary(run)["time"]
-    assert 0 < account["goodput"] < 1
-    assert account["goodput"] == pytest.approx(account["training"] / account["wall"], abs=0.01)
-    assert "s in 1 attempt" in finished.outputs[0] or "s in 2 attempts" in finished.outputs[0]
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    assert "time/goodput" in json.loads(lines[-1])
-
-
 def test_attempts_that_a_launcher_counted_and_nobody_wrote_down_count() -> None:
     def of(*restarts: int) -> int:
         return num_attempts([{**attempt(1, first_step=0, step=3), "restart": r} for r in restarts])
@@ -119,6 +101,7 @@ def test_attempts_that_a_launcher_counted_and_nobody_wrote_down_count() -> None:
     assert num_attempts([attempt(1, first_step=0, step=3)]) == 1  # of an earlier version
 
 
+@pytest.mark.slow
 def test_an_attempt_that_dies_in_its_start_up_is_recorded(tmp_path: Path) -> None:
     argv: list[str | Path] = ["--cpu_only", "--max_steps", "2", "--eval_every", "0"]
     argv += ["--run_name", "run", "--output_dir", tmp_path, "--model_args", "{}"]

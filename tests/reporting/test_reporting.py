@@ -9,8 +9,6 @@ import logging
 import math
 import os
 import resource
-import shlex
-import subprocess
 import sys
 import threading
 import time
@@ -25,7 +23,6 @@ import pytest
 import torch
 
 from hardened_ddp.ranks import phase as phase_module
-from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.phase import Phase, Tracker
 from hardened_ddp.reporting import metrics as metrics_module
 from hardened_ddp.reporting import sinks, step_clock
@@ -40,12 +37,10 @@ from hardened_ddp.reporting.resources import ResourceMonitor, read_rss_mib
 from hardened_ddp.reporting.sinks import FileSink, TextSink
 from hardened_ddp.reporting.step_clock import GpuTimeline, start_clock
 from hardened_ddp.reporting.summary import (
-    closing_lines,
     finished_at,
     withdraw_summary,
     write_summary,
 )
-from hardened_ddp.settings.typed_command import SCRIPT
 from hardened_ddp.training.run_report import SIGN_EVERY_S, RunReport
 from tests.harness.forks import run_forked
 from tests.harness.processes import deadline
@@ -122,13 +117,6 @@ class TestConsole:
         log.info("sample \u00fcber \U0001f600 \udcff.png")
         assert stderr()[8:] == " sample \\xfcber \\U0001f600 \\udcff.png\n"
 
-    def test_python_warnings_become_one_log_line(self, stderr: Callable[[], str]) -> None:
-        start_logging(rank=0, world_size=1, debug=False)
-        warnings.warn("old call", stacklevel=1)
-        [line] = stderr().splitlines()
-        assert line[8:].startswith(" WARNING ")
-        assert line.endswith("UserWarning: old call")
-
     def test_a_line_that_cannot_be_formatted_does_not_raise(self) -> None:
         program = (
             "import logging\n"
@@ -176,25 +164,6 @@ class TestConsole:
         add_log_file(tmp_path / "logs", rank=0)
         assert "nobody hears this" in (tmp_path / "logs/rank-0.log").read_text()
 
-    def test_a_program_whose_reader_has_gone_ends_as_if_nothing_were(self, tmp_path: Path) -> None:
-        program = (
-            "import logging, sys\n"
-            "from pathlib import Path\n"
-            "from hardened_ddp.reporting.log import *\n"
-            "start_logging(rank=0, world_size=1, debug=False)\n"
-            "add_log_file(Path(sys.argv[1]), rank=0)\n"
-            "for n in range(2000): logging.getLogger('hardened_ddp').info('line %d', n)\n"
-            "stop_logging()\n"
-        )
-        read_end, write_end = os.pipe()
-        os.close(read_end)
-        status = subprocess.run(
-            [sys.executable, "-c", program, tmp_path], stderr=write_end, timeout=90, check=False
-        ).returncode
-        os.close(write_end)
-        assert status == 0
-        assert "line 1999" in (tmp_path / "rank-0.log").read_text()
-
 
 class TestLogFile:
     def test_what_was_said_before_the_run_folder_was_known_is_in_the_file(
@@ -219,20 +188,6 @@ class TestLogFile:
         lines = (tmp_path / "rank-1.log").read_text().splitlines()
         assert len(lines) == 2000
         assert lines[-1].endswith("line 2499")
-
-    def test_what_waits_for_the_file_keeps_nothing_alive_that_was_logged(self) -> None:
-        program = (
-            "import logging, weakref\n"
-            "from hardened_ddp.reporting.log import start_logging\n"
-            "class Big: pass\n"
-            "start_logging(rank=1, world_size=2, debug=False)\n"
-            "big = Big()\n"
-            "watched = weakref.ref(big)\n"
-            "logging.info('%s', big)\n"
-            "del big\n"
-            "print(watched())\n"
-        )
-        assert run_command([sys.executable, "-c", program], timeout_s=30).ok().stdout == "None\n"
 
     def test_a_folder_that_cannot_be_made_is_a_warning(
         self, stderr: Callable[[], str], tmp_path: Path
@@ -343,18 +298,6 @@ class TestMetrics:
         assert math.isnan(bad[0])
         assert bad[1] == -math.inf
 
-    def test_each_record_has_the_checksum_that_tensorboard_wants(self, tmp_path: Path) -> None:
-        from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-
-        metrics = MetricsLog(tmp_path, tensorboard=True, is_main=True)
-        metrics.scalars(1, {"loss": 1.0})
-        metrics.close()
-        [path] = (tmp_path / "tensorboard").iterdir()
-        events = list(EventFileLoader(str(path)).Load())  # which checks them
-        assert events[0].file_version == "brain.Event:2"
-        tags = [value.tag for event in events for value in event.summary.value]
-        assert tags == ["loss"]
-
     def test_a_restart_from_an_earlier_step_replaces_the_steps_behind_it(
         self, tmp_path: Path
     ) -> None:
@@ -408,21 +351,6 @@ class TestMetrics:
         metrics.close()
         last = (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]
         assert json.loads(last)["step"] == 2
-
-    def test_a_full_disk_is_one_warning_with_the_reason_and_a_count_at_the_end(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, full: set[Path]
-    ) -> None:
-        full.add(tmp_path / "metrics.jsonl")
-        metrics = MetricsLog(tmp_path, tensorboard=True, is_main=True)
-        for step in range(50):
-            metrics.scalars(step, {"loss": 1.0})
-        wait_for(lambda: caplog.messages, limit_s=5)
-        metrics.close()
-        first, last = caplog.messages
-        assert "metrics.jsonl can't be written, training continues" in first
-        assert "No space left on device" in first
-        assert last.startswith("50 records of metrics could not be written")
-        assert len(read_board(tmp_path).Scalars("loss")) == 50
 
     def test_a_disk_that_hangs_holds_up_neither_the_steps_nor_the_end(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -629,38 +557,6 @@ class TestSummary:
         withdraw_summary(tmp_path)
         withdraw_summary(tmp_path)  # there is none any more
         assert not list(tmp_path.iterdir())
-
-    def test_the_last_lines_can_be_typed_whatever_the_folder_is_called(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
-        folder = tmp_path / "runs" / "it's my run"
-        lines = closing_lines(
-            folder,
-            status="finished",
-            result="test accuracy 97.12%",
-            resume=Launch().command("--resume", folder),
-            has_tensorboard=True,
-        )
-        assert lines[0] == "finished: test accuracy 97.12%"
-        commands = [shlex.split(line.partition(": ")[2]) for line in lines[2:]]
-        run = "runs/it's my run"
-        assert commands == [
-            ["python", "-m", "tensorboard.main", "--logdir", f"{run}/tensorboard"],
-            ["python", str(SCRIPT), "--resume", run],
-            ["python", str(SCRIPT), "evaluate", run],
-            ["python", str(SCRIPT), "export", run],
-        ]
-
-    def test_a_folder_elsewhere_is_named_in_full(self, tmp_path: Path) -> None:
-        folder = tmp_path / "run"
-        lines = closing_lines(folder, status="stopped", result="", resume="", has_tensorboard=False)
-        assert lines[:2] == [
-            "stopped: no evaluation",
-            f"run folder:  {shlex.quote(str(folder))}",
-        ]
-        assert not any("tensorboard" in line for line in lines)
 
 
 def test_a_terminal_that_takes_nothing_just_now_is_waited_for(tmp_path: Path) -> None:

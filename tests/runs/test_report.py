@@ -216,14 +216,6 @@ def test_a_long_curve_keeps_its_extremes(tmp_path: Path) -> None:
     assert thinned([1, 2], [3, 4]) == ([1, 2], [3, 4])
 
 
-def test_of_a_dead_run_the_newest_step_that_is_known_counts(tmp_path: Path) -> None:
-    run = read_run(make_run(tmp_path / "first"))
-    ranks = tuple(replace(rank, state="running", step=150) for rank in run.ranks)
-    dead = replace(run, ranks=ranks, checkpoints=((240, BEGAN),))
-    assert dead.state == "dead"
-    assert "<tr><td>step</td><td>240</td></tr>" in page_of({"r": dead}, "")
-
-
 def test_where_the_disk_is_full_the_report_of_before_is_kept(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "first")
     (folder / "report.html").write_text("before")
