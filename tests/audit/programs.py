@@ -392,7 +392,6 @@ HEALTHY: Sequence[Case] = (
     Case("the tutorial"),
     Case("accumulation", [NULLCONTEXT, ACCUMULATE]),
     Case("augmentation with a seed per rank", [(SAMPLER, AUGMENTED + SAMPLER)]),
-    Case("workers", [(LOADER, LOADER.replace("sampler)", "sampler, num_workers=2)"))]),
     Case("a share per rank", [
         (SAMPLER, "    train = TensorDataset(*[t[rank::world_size] for t in train.tensors])\n"),
         (LOADER, "    loader = DataLoader(train, 16, shuffle=True)\n"), (SET_EPOCH, ""),
@@ -512,8 +511,6 @@ HEALTHY: Sequence[Case] = (
 MISTAKES: Sequence[Case] = (
     Case("bypass", [("(model(x), y)\n", "(model.module(x), y)  # here\n")],
          "gradients-not-averaged"),
-    Case("bypass by the bare model", [("(model(x), y)\n", "(net(x), y)  # here\n")],
-         "gradients-not-averaged"),
     Case("no_sync around all", [
         (LOSS + BACKWARD, "            with model.no_sync():  # here\n"
          "                F.cross_entropy(model(x), y).backward()\n"),
@@ -524,10 +521,6 @@ MISTAKES: Sequence[Case] = (
          + OPTIMIZER),
         ("DDP(net)", "DDP(net, find_unused_parameters=True)"),
     ], "gradients-not-averaged"),
-    Case("a layer added after the wrap, with other weights on each rank", [
-        (OPTIMIZER, "    net.b = nn.Linear(32, 4)  # here\n" + OPTIMIZER),
-        ("DDP(net)", "DDP(net, find_unused_parameters=True)"),
-    ], "weights-differ"),
     Case("no wrap", [
         (WRAP, BY_HAND[0][1].replace("model = net\n", "model = net  # here\n")),
     ], "gradients-not-averaged"),
@@ -548,14 +541,6 @@ MISTAKES: Sequence[Case] = (
     Case("statistics not broadcast", [
         ("DDP(net)\n", "DDP(net, broadcast_buffers=False)  # here\n"),
     ], "buffers-differ"),
-    Case("a buffer of each rank's own, not broadcast", [
-        ("DDP(net)\n", "DDP(net, broadcast_buffers=False)  # here\n"),
-        ("self.norm = nn.BatchNorm1d(32)", "self.norm = nn.LayerNorm(32)"),
-        ("    model = DDP(", '    net.register_buffer("center", torch.zeros(20))\n'
-         "    model = DDP("),
-        (LOSS, "            net.center.mul_(0.9).add_(0.1 * x.mean(0))\n"
-         + LOSS.replace("(x)", "(x - net.center)")),
-    ], "buffers-differ"),
     Case("frozen after the wrap", [
         (OPTIMIZER, OPTIMIZER + "    net.a.requires_grad_(False)\n"),
         (BACKWARD, "            loss.backward()  # here\n"),
@@ -567,27 +552,10 @@ MISTAKES: Sequence[Case] = (
         (WRAP, OPTIMIZER.replace("model", "net").replace("\n", "  # here\n")
          + "    net.b = nn.Linear(32, 4)\n" + WRAP),
     ], "parameter-not-in-optimizer"),
-    Case("accumulation without division, in two arms", [
-        (LOOP + ZERO + LOSS + BACKWARD + STEP, _indented("""
-for index, (x, y) in enumerate(loader):
-    if index % 2 == 0:
-        with model.no_sync():
-            F.cross_entropy(model(x), y).backward()
-    else:
-        F.cross_entropy(model(x), y).backward()  # here
-        optimizer.step()
-        optimizer.zero_grad()
-""", 2)),
-    ], "accumulation-not-divided"),
     Case("gradients added up by hand", [
         *BY_HAND, (STEP, "            for p in net.parameters():\n"
                    "                dist.all_reduce(p.grad)  # here\n" + STEP),
     ], "scaled-by-world-size"),
-    Case("gradients divided twice by hand", [
-        *BY_HAND, (STEP, "            for p in net.parameters():\n"
-                   "                dist.all_reduce(p.grad)\n"
-                   "                p.grad.div_(world_size * world_size)  # here\n" + STEP),
-    ], "divided-twice"),
     Case("no sampler, equal seeds", [("manual_seed(rank)", "manual_seed(0)"), *NO_SAMPLER],
          "same-samples"),
     Case("no sampler, a seed per rank", NO_SAMPLER, "samples-overlap"),
@@ -608,9 +576,6 @@ for index, (x, y) in enumerate(loader):
         NULLCONTEXT, (ACCUMULATE[0], ACCUMULATE[1].replace(", y) / 2", ", y)").replace(
             "loss.backward()\n", "loss.backward()  # here\n")),
     ], "accumulation-not-divided"),
-    Case("divided by the world size, too", [
-        (BACKWARD, "            loss = loss / world_size  # here\n" + BACKWARD),
-    ], "divided-twice"),
     Case("gradients divided by hand, too", [
         (STEP, "            for p in model.parameters():\n"
                "                p.grad.div_(world_size)  # here\n" + STEP),
@@ -620,11 +585,6 @@ for index, (x, y) in enumerate(loader):
     ], "scaled-by-world-size"),
     Case("a part of the model in the optimizer", [
         (OPTIMIZER, "    optimizer = torch.optim.SGD(net.a.parameters(), lr=0.05)  # here\n"),
-    ], "parameter-not-in-optimizer"),
-    Case("an optimizer of the model before", [
-        (OPTIMIZER, ""),
-        (WRAP, "    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)  # here\n"
-               "    net = Net()\n" + WRAP),
     ], "parameter-not-in-optimizer"),
     Case("a learning rate of 0", [
         (OPTIMIZER, "    groups = [{'params': net.a.parameters(), 'lr': 0.0},\n"
@@ -652,11 +612,6 @@ for index, (x, y) in enumerate(loader):
         (SAMPLER, AUGMENTED + SAMPLER), ("manual_seed(rank)\n", "manual_seed(7)  # here\n"),
         ("nn.Dropout(0.2)", "nn.Identity()"),
     ], "same-augmentation"),
-    Case("equal augmentations in workers", [
-        (SAMPLER, AUGMENTED + SAMPLER), ("manual_seed(rank)\n", "manual_seed(7)  # here\n"),
-        ("nn.Dropout(0.2)", "nn.Identity()"),
-        ("sampler=sampler)", "sampler=sampler, num_workers=1)"),
-    ], "same-augmentation"),
     Case("evaluation in train mode", [
         (EVAL, ""), ("(model(x).argmax(1) == y).sum()\n",
                      "(model(x).argmax(1) == y).sum()  # here\n"),
@@ -665,24 +620,12 @@ for index, (x, y) in enumerate(loader):
         (REDUCE, ""), ("            for x, y in test_loader:\n",
                        "            for x, y in test_loader:  # here\n"),
     ], "evaluation-not-joined"),
-    Case("evaluation of a Subset not joined", [
-        (REDUCE, ""), (TEST, "shuffle=False)\n"),
-        (SAMPLER, SAMPLER + "    part = range(rank, 64, world_size)\n"
-         "    test = torch.utils.data.Subset(test, part)\n"),
-        ("            for x, y in test_loader:\n",
-         "            for x, y in test_loader:  # here\n"),
-    ], "evaluation-not-joined"),
     Case("evaluation of one rank's share, on that rank alone", [
         (EVAL, "        if rank:\n            continue\n" + EVAL), (REDUCE, ""),
         ("(model(x).argmax", "(net(x).argmax"),
         ("            for x, y in test_loader:\n",
          "            for x, y in test_loader:  # here\n"),
     ], "evaluation-not-joined"),
-    Case("gathered with the padding", [
-        ("make_data(64, 1)", "make_data(63, 1)"), (TEST, TEST.replace("\n", "  # here\n")),
-        (REDUCE, "        parts = [torch.zeros(()) for _ in range(world_size)]\n"
-                 "        dist.all_gather(parts, hits)\n"),
-    ], "evaluation-padded"),
     Case("train() before all epochs only", [
         ("        model.train()\n", ""), (EPOCHS, "    model.train()\n" + EPOCHS),
         (EVAL, EVAL.replace("\n", "  # here\n")),
@@ -702,20 +645,12 @@ for index, (x, y) in enumerate(loader):
         ("manual_seed(rank)\n", "manual_seed(7)  # here\n"), ("nn.Dropout(0.2)", "nn.Identity()"),
         (LOSS, LOSS.replace("model(x)", "model(x + 0.1 * torch.randn_like(x))")),
     ], "same-noise"),
-    Case("the loss is averaged by a helper", [
-        ("def main", "def mean(x):\n    dist.all_reduce(x)\n"
-                     "    return x / dist.get_world_size()\n\n\ndef main"),
-        (BACKWARD, "            loss = mean(loss)  # here\n" + BACKWARD),
-    ], "divided-twice"),
     Case("evaluation padded", [
         ("make_data(64, 1)", "make_data(63, 1)"),
         (TEST, TEST.replace("\n", "  # here\n")),
     ], "evaluation-padded"),
     Case("one file", [(SAVE, '        torch.save(net.state_dict(), "model.pt")  # here\n')],
          "same-file"),
-    Case("one text file", [
-        (SAVE, '        with open("log.txt", "w") as file:  # here\n            file.write("x")\n'),
-    ], "same-file"),
     Case("no_sync around backward only", [
         NULLCONTEXT, (ACCUMULATE[0], ACCUMULATE[1].replace(
             "            with nullcontext() if is_last else model.no_sync():\n"
@@ -732,13 +667,6 @@ for index, (x, y) in enumerate(loader):
     Case("nanoGPT through raw_model", [
         ("logits, loss = model(X, Y)\n", "logits, loss = raw_model(X, Y)  # here\n"),
     ], "gradients-not-averaged", "nano"),
-    Case("nanoGPT never synchronised", [
-        ("micro_step == gradient_accumulation_steps - 1\n", "False  # here\n"),
-    ], "gradients-not-averaged", "nano"),
-    Case("nanoGPT without division", [
-        ("        loss = loss / gradient_accumulation_steps\n", ""),
-        ("        loss.backward()\n", "        loss.backward()  # here\n"),
-    ], "accumulation-not-divided", "nano"),
     Case("nanoGPT evaluated in train mode", [
         ("    model.eval()\n    losses = [model(*get_batch())[1].item() for _ in range(3)]\n",
          "    losses = [model(*get_batch())[1].item() for _ in range(3)]  # here\n"),
@@ -754,14 +682,6 @@ for index, (x, y) in enumerate(loader):
         ("accelerator.clip_grad_norm_(model.parameters(), 1.0)",
          "accelerator.clip_grad_norm_(model.parameters(), 1.0)  # here"),
     ], "clipped-before-all-reduce", "accelerate"),
-    Case("Accelerate divides already", [
-        ("            accelerator.backward(loss)\n",
-         "            loss = loss / accelerator.gradient_accumulation_steps  # here\n"
-         "            accelerator.backward(loss)\n"),
-    ], "divided-twice", "accelerate"),
-    Case("Accelerate through the bare net", [
-        ("F.cross_entropy(model(x), y)", "F.cross_entropy(net(x), y)  # here"),
-    ], "gradients-not-averaged", "accelerate"),
     Case("Fabric without its loader", [
         ("fabric.setup_dataloaders(DataLoader(train, 16, shuffle=True))",
          "DataLoader(train, 16)  # here"),

@@ -42,7 +42,7 @@ def audit(case: Case, folder: Path) -> tuple[Ranks, list[Verdict]]:
     return ranks, verdicts
 
 
-QUICK = {"clipping", "bypass"}
+QUICK = {"the tutorial", "bypass"}
 
 
 def cases(some: Sequence[Case]) -> list[object]:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -126,20 +125,3 @@ def test_a_fault_comes_once_in_its_step_on_its_rank(tmp_path: Path) -> None:
     other.num_steps = 2
     assert other._strike() == "", "without a forward of DDP there is no output to break"
     assert not (tmp_path / "2/fired").exists()
-
-
-def test_a_handlers_exception_that_rises_in_a_hook_is_the_programs(tmp_path: Path) -> None:
-    made = drilled(tmp_path)
-
-    def handler(number: int, frame: object) -> None:
-        raise RuntimeError("DataLoader worker (pid 7) is killed")
-
-    def hook() -> None:
-        os.kill(os.getpid(), signal.SIGUSR1)
-
-    previous = signal.signal(signal.SIGUSR1, handler)
-    try:
-        with pytest.raises(RuntimeError, match="is killed"):
-            made.recorder.guarded(hook)()
-    finally:
-        signal.signal(signal.SIGUSR1, previous)

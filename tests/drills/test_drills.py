@@ -35,14 +35,12 @@ they learn of a bad gradient one step later, as on GPUs."""
 DrillsOf = Callable[[Where], Drills]
 # The others are slow: these show each a way that a run can end.
 QUICK = ("kill-forward", "raise-loss-one", "sigterm-data", "bad-sample-left-out")
-ON_MORE_RANKS = ("kill-sum", "kill-rank-0", "sigterm-evaluation", "raise-backward-some")
-ON_MORE_RANKS += ("nan-once", "memory-forward", "unused-parameter", "other-data", "disk-full")
-ON_FOUR_RANKS = ("kill-sum", "sigterm-evaluation", "raise-backward-some")
-UNDER_HOOKS = ("kill-backward", "raise-forward-one", "raise-backward-one", "raise-backward-all")
-UNDER_HOOKS += ("nan-once", "memory-backward", "unused-parameter")
-LATE = (*UNDER_HOOKS, "kill-forward", "kill-optimizer", "kill-sum", "sigterm-backward")
-LATE += ("raise-loss-one", "raise-optimizer", "nan-repeated", "nan-gradient", "bit-flip")
-LATE += ("stop-forward", "bad-sample", "kill-evaluation", "kill-checkpoint")
+ON_MORE_RANKS = ("sigterm-evaluation", "raise-backward-some", "memory-forward", "other-data")
+ON_FOUR_RANKS = ("kill-sum",)
+UNDER_HOOKS = ("kill-backward", "raise-backward-one", "memory-backward", "unused-parameter")
+LATE = ("raise-forward-one", "raise-backward-all", "nan-once", "nan-repeated", "memory-backward")
+LATE += ("kill-forward", "kill-optimizer", "kill-sum", "sigterm-backward", "raise-optimizer")
+LATE += ("bit-flip", "bad-sample", "kill-checkpoint")
 CASES: list[tuple[str, Where]] = [(name, 2) for name in QUICK]
 CASES += [(fault.name, 2) for fault in all_faults() if fault.name not in QUICK]
 CASES += [(name, 3) for name in ON_MORE_RANKS] + [(name, 4) for name in ON_FOUR_RANKS]

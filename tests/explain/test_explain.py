@@ -29,7 +29,6 @@ from tests.explain.composed import (
     of_rank,
     timeouts,
     traceback_of,
-    with_other_size,
 )
 from tests.explain.explained import code_of, explain, explain_text, rank_of
 from tests.explain.variants import FORMS
@@ -101,10 +100,12 @@ json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)
 """
 
 
-@pytest.mark.parametrize("form", slow_after(2, FORMS))
+@pytest.mark.parametrize("form", slow_after(1, FORMS))
 def test_a_cause_is_found_in_every_form_of_its_log(form: str, tmp_path: Path) -> None:
     wrong = []
-    for case in LOGS:
+    # Each log as it is, and in every third of the other forms.
+    place = [*FORMS].index(form)
+    for case in LOGS[place % 3 :: 3] if place else LOGS:
         found = explain_text(FORMS[form](log_of(case, rank=SPOKEN_BY_RANK, other=5)), tmp_path)
         rank = rank_of(found)
         if code_of(found) != case.code or not is_right(case, rank, form):
@@ -151,12 +152,6 @@ class TestRanks:
         assert (code_of(found), rank_of(found)) == (code, guilty)
         for op, number in words:
             assert f"{op} number {number}" in found["cause"]["sentence"]
-
-    def test_one_rank_of_another_size_is_named(self, tmp_path: Path) -> None:
-        text = timeouts({rank: 90 for rank in range(4)}, world_size=4)
-        found = explain_text(with_other_size(text, rank=3), tmp_path)
-        assert (code_of(found), rank_of(found)) == (MISMATCH, 3)
-        assert "rank 3 in ALLREDUCE number 90 of 7 elements" in found["cause"]["sentence"]
 
     def test_numbers_of_different_groups_are_not_compared(self, tmp_path: Path) -> None:
         words = [["ALLREDUCE", "18233"] for _ in range(4)]
@@ -522,7 +517,7 @@ class TestUnknown:
 
 
 class TestFuzz:
-    @pytest.mark.parametrize("seed", slow_after(1, range(4)))
+    @pytest.mark.parametrize("seed", slow_after(1, range(2)))
     def test_random_bytes_never_raise(self, seed: int, tmp_path: Path) -> None:
         chance = random.Random(seed)
         text = joined(of_rank(1, KEY_ERROR)) + timeouts({0: 1, 1: 2}, world_size=2)
