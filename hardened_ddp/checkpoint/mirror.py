@@ -207,30 +207,23 @@ class Mirror:
             log.warning("mirror: %d tries failed, %d sent", self.num_failed, self.num_sent)
 
     def _snapshot(self, checkpoint: Path) -> _Snapshot:
-        snapshot = _Snapshot(
-            step_in(checkpoint.name), self.folder / f"{_ASIDE}{uuid.uuid4().hex[:12]}"
-        )
+        aside = self.folder / f"{_ASIDE}{uuid.uuid4().hex[:12]}"
+        snapshot = _Snapshot(step_in(checkpoint.name), aside)
+        named = [path for pattern in _BESIDE for path in self.folder.glob(pattern)]
+        beside = [path for path in named if path.is_file() and not path.is_symlink()]
         try:
-            self._copy_to(snapshot.folder, checkpoint)
+            for path in (*checkpoint.iterdir(), *beside):
+                target = aside / path.relative_to(self.folder)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                if path.parent == checkpoint:
+                    with suppress(OSError):
+                        os.link(path, target)  # WHY: the run may drop it while it is sent
+                if not target.exists():
+                    shutil.copyfile(path, target)
         except OSError:
             snapshot.remove()
             raise
         return snapshot
-
-    def _copy_to(self, aside: Path, checkpoint: Path) -> None:
-        for path in checkpoint.iterdir():
-            target = aside / path.relative_to(self.folder)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                os.link(path, target)  # WHY: the run may drop the checkpoint while it is sent
-            except OSError:
-                shutil.copyfile(path, target)
-        for pattern in _BESIDE:
-            for path in self.folder.glob(pattern):
-                if path.is_file() and not path.is_symlink():
-                    target = aside / path.relative_to(self.folder)
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(path, target)
 
     def _send_waiting(self) -> None:
         with self._lock:

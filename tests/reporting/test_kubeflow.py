@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ def server(tmp_path: Path) -> Iterator[tuple[dict[str, str], Posts]]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             posts.append((self.headers["Authorization"], json.loads(body)["trainerStatus"]))
+            if self.path == "/status/garbage":
+                self.wfile.write(b"what is this")
+                return
             self.send_response(200 if self.path == "/status" else 422)
             self.end_headers()
 
@@ -65,14 +69,15 @@ def test_a_token_is_read_each_time_and_what_fails_is_ignored(
 ) -> None:
     env, posts = server
     status = RankStatus(rank=0, state="running", step=30, total_steps=40)
-    post_progress(status, env, steps_per_s=2.0)
+    post_progress(replace(status, now=100.0, began_at=85.0, steps_here=30), env)
     (tmp_path / "token").write_text("second")
-    post_progress(status, env, steps_per_s=0.0)
+    post_progress(status, env)
     assert [token for token, _ in posts] == ["Bearer first", "Bearer second"]
     assert posts[0][1]["progressPercentage"] == 75
     assert posts[0][1]["estimatedRemainingSeconds"] == 5
     assert "estimatedRemainingSeconds" not in posts[1][1]
-    post_progress(status, {URL: env[URL] + "/refused"}, steps_per_s=1.0)
-    post_progress(status, {URL: "no url"}, steps_per_s=1.0)
-    post_progress(status, {URL: "http://127.0.0.1:1/"}, steps_per_s=1.0)
-    assert len(posts) == 3
+    post_progress(status, {URL: env[URL] + "/refused"})
+    post_progress(status, {URL: "no url"})
+    post_progress(status, {URL: "http://127.0.0.1:1/"})
+    post_progress(status, {URL: env[URL] + "/garbage"})
+    assert len(posts) == 4
