@@ -124,13 +124,6 @@ def step_folder_name(step: int) -> str:
     return f"step-{step:09d}"  # WHY fixed width: sorting by name is sorting by step
 
 
-def step_in(name: str) -> int:
-    """Read the step in the name of a checkpoint's folder. Raises ValueError if it is of none."""
-    if (match := STEP_FOLDER.fullmatch(name)) is None:
-        raise ValueError(f"{name} is no name of a checkpoint's folder")
-    return int(match[1])
-
-
 def list_steps(root: Path) -> list[int]:
     """Return the steps that have a folder under root, newest first, valid or not."""
     if not is_real_folder(root):

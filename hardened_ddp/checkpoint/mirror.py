@@ -32,12 +32,11 @@ from hardened_ddp.checkpoint.folder import (
     find_newest,
     read_best_step,
     step_folder_name,
-    step_in,
 )
 from hardened_ddp.errors import CheckpointError, ConfigError, MissingPackageError, RunFolderError
 from hardened_ddp.ranks.threads import call_within
 from hardened_ddp.reporting.sinks import ReportWriter, write_text
-from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME, SAVED_SETTINGS
+from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME, SAVED_SETTINGS, STEP_FOLDER
 from hardened_ddp.settings.typed_command import pip_command
 
 log = logging.getLogger(__name__)
@@ -208,7 +207,7 @@ class Mirror:
 
     def _snapshot(self, checkpoint: Path) -> _Snapshot:
         aside = self.folder / f"{_ASIDE}{uuid.uuid4().hex[:12]}"
-        snapshot = _Snapshot(step_in(checkpoint.name), aside)
+        snapshot = _Snapshot(int(STEP_FOLDER.sub(r"\1", checkpoint.name)), aside)
         named = [path for pattern in _BESIDE for path in self.folder.glob(pattern)]
         beside = [path for path in named if path.is_file() and not path.is_symlink()]
         try:

@@ -45,9 +45,7 @@ _SHARE_OF_TIME = 0.01
 _RATE_OVER_S = 15.0
 _END_LIMIT_S = 2.0
 _SILENT_PERIODS = 5
-KUBEFLOW_URL = "KUBEFLOW_TRAINER_SERVER_URL"
-"""Set by Kubeflow Trainer's operator where it wants to be told how far a run is."""
-
+KUBEFLOW_URL = "KUBEFLOW_TRAINER_SERVER_URL"  # set by its operator, where it is to be told
 _KUBEFLOW_CA = "KUBEFLOW_TRAINER_SERVER_CA_CERT"
 _KUBEFLOW_TOKEN = "KUBEFLOW_TRAINER_SERVER_TOKEN"  # both are paths of files
 _KUBEFLOW_EVERY_S, _KUBEFLOW_LIMIT_S = 10.0, 5.0
@@ -230,8 +228,8 @@ def post_progress(status: RankStatus, env: Mapping[str, str]) -> None:
     try:
         if path := env.get(_KUBEFLOW_TOKEN):  # WHY each time: a token lives for an hour
             headers["Authorization"] = f"Bearer {Path(path).read_text().strip()}"
-        data = json.dumps({"trainerStatus": told}).encode()
-        request = urllib.request.Request(env[KUBEFLOW_URL], data, headers, method="POST")
+        data = json.dumps({"trainerStatus": told}).encode()  # with data it is a POST
+        request = urllib.request.Request(env[KUBEFLOW_URL], data, headers)
         context = ssl.create_default_context(cafile=env.get(_KUBEFLOW_CA))
         # WHY no proxy: the server is inside of the cluster
         handlers = (urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
