@@ -144,21 +144,6 @@ def test_a_chapter_breaks_and_mends_as_it_says(number: int, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_chapter_4_may_be_read_in_any_order(tmp_path: Path) -> None:
-    import_in_server("sklearn.datasets")
-    launch = ["torchrun", "--standalone", "--nproc_per_node=2"]
-    argv = [*launch, ROOT / "examples/tutorial/4_kill_and_resume.py"]
-    found = []
-    for killed, flags in (("--break --kill", ""), ("--kill", ""), ("--break --kill", "--resume")):
-        assert run_program([*argv, *killed.split()], timeout_s=200, cwd=tmp_path).status != 0
-        done = run_program([*argv, *flags.split()], timeout_s=200, cwd=tmp_path).ok()
-        assert "continues" not in done.output, "what another try left is not taken"
-        found += re.findall(rf"{MENDED_4}(\w+)", done.output)
-    assert len(found) == 3
-    assert len(set(found)) == 1
-
-
-@pytest.mark.slow
 def test_the_story_of_chapter_9_happens_as_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
