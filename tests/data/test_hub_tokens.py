@@ -44,13 +44,13 @@ def batch_of(data: Any, *indices: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["GPT2LMHeadModel", "BertForMaskedLM"])
-def test_a_tokenised_folder_trains(model: str, tmp_path: Path) -> None:
+def test_a_tokenised_folder_trains(tmp_path: Path) -> None:
     for name in ("datasets", "transformers.models.auto.modeling_auto"):
         import_in_server(name)
     lengths = [5 + number % 4 for number in range(48)]
     folder = save(tmp_path, counting(lengths), counting(lengths[:12]))
-    argv: list[str | Path] = ["--model", saved(tmp_path, model), "--task", "tokens", "--cpu_only"]
+    model = saved(tmp_path, "GPT2LMHeadModel")
+    argv: list[str | Path] = ["--model", model, "--task", "tokens", "--cpu_only"]
     argv += ["--dataset", f"hf:{folder}", "--batch_size", "8", "--learning_rate", "0.02"]
     argv += ["--epochs", "2", "--ledger"]
     train([*argv, "--num_workers", "0", "--output_dir", tmp_path / "here"], 2, timeout_s=240).ok()
@@ -58,7 +58,7 @@ def test_a_tokenised_folder_trains(model: str, tmp_path: Path) -> None:
     done = run_program(["python", "ddp_training.py", "verify-ledger", str(run)], timeout_s=120).ok()
     assert done.stdout.count("48 samples, each exactly once") == 2
     assert read_summary(run)["test_perplexity"] < VOCABULARY
-    train([*argv, "--num_workers", "2", "--output_dir", tmp_path / "sent"], 2, timeout_s=240).ok()
+    train([*argv, "--num_workers", "1", "--output_dir", tmp_path / "sent"], 2, timeout_s=240).ok()
     assert last_tensors(tmp_path / "here") == last_tensors(tmp_path / "sent")
 
 
