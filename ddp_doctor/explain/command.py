@@ -38,11 +38,7 @@ _LETTER = re.compile(rb"[A-Za-z0-9]")
 
 
 def run_explain(
-    names: Sequence[str],
-    *,
-    wants_json: bool,
-    output: TextIO,
-    commands: Commands | None = None,
+    names: Sequence[str], *, wants_json: bool, output: TextIO, commands: Commands | None = None
 ) -> int:
     """Explain the logs; return 0 explained or healthy, 1 unknown. Raises UnreadableLogError."""
     if not names:

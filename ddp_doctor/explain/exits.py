@@ -4,6 +4,7 @@ Owns torchrun's last block, and single lines of torchrun, spawn, srun and mpirun
 """
 
 import re
+import signal
 from dataclasses import dataclass, field
 
 from ddp_doctor.explain.events import Line
@@ -39,10 +40,6 @@ _SINGLE = (
     re.compile(r"exits with return code = (?P<status>-?\d+)"),
     re.compile(r"Child process with PID (?P<pid>\d+) terminated with code (?P<status>-?\d+)"),
 )
-_SIGNALS = {
-    "SIGHUP": 1, "SIGINT": 2, "SIGILL": 4, "SIGABRT": 6, "SIGBUS": 7, "SIGFPE": 8,
-    "SIGKILL": 9, "SIGSEGV": 11, "SIGTERM": 15,
-}  # fmt: skip
 _SRUN = {
     "Killed": -9, "Segmentation fault": -11, "Aborted": -6, "Bus error": -7, "Terminated": -15,
     "Out Of Memory": -9, "Illegal instruction": -4, "Floating point exception": -8,
@@ -173,7 +170,7 @@ class ExitReader:
         elif number is not None:
             code = -int(number)
         elif found.get("signal"):
-            code = -_SIGNALS.get(found["signal"] or "", 0)
+            code = -getattr(signal, found["signal"] or "", 0)
         else:
             self._add_srun(found, line)
             return

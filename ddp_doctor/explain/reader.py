@@ -77,11 +77,7 @@ def decoder_of(sample: bytes) -> str:
 
 
 def read_lines(
-    file: BinaryIO,
-    collector: Collector,
-    search: Search,
-    *,
-    first: bytes,
+    file: BinaryIO, collector: Collector, search: Search, *, first: bytes
 ) -> tuple[int, str]:
     """Give collector the lines that search finds, and those that it wants.
 

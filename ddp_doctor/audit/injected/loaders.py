@@ -10,13 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ddp_doctor.audit.injected.fingerprints import leaves, sample_hashes, text_hashes
-from ddp_doctor.audit.injected.recorder import (
-    Foreign,
-    Recorder,
-    is_library,
-    user_frames,
-    user_line,
-)
+from ddp_doctor.audit.injected.recorder import Foreign, Recorder, is_library, user_frames, user_line
 
 MAX_PASSES, MAX_BATCHES, MAX_LEAVES, MAX_LINES = 4, 400, 4, 5
 """Of a loader, of a pass, of a batch, of a stack: more is counted, and not recorded."""

@@ -58,10 +58,7 @@ CAUSES = (
     Cause(
         code="checkpoint-weights-only",
         title="the checkpoint holds more than weights, which torch.load refuses since 2.6",
-        phrases=(
-            r"Weights only load failed",
-            r"WeightsUnpickler error",
-        ),
+        phrases=(r"Weights only load failed", r"WeightsUnpickler error"),
         is_generic=True,  # a damaged file comes first
         why="weights_only=True is the default since torch 2.6; the file has objects of classes "
         "that are not allowed (numpy scalars, argparse.Namespace, a whole model)",
@@ -109,10 +106,7 @@ CAUSES = (
     Cause(
         code="checkpoint-many-writers",
         title="several ranks wrote the same file or folder",
-        phrases=(
-            r"\[Errno 17\] File exists: ?(?P<path>.+)",
-            r"\[Errno 39\] Directory not empty",
-        ),
+        phrases=(r"\[Errno 17\] File exists: ?(?P<path>.+)", r"\[Errno 39\] Directory not empty"),
         why="Each rank runs the saving code; they meet at the same path",
         fix="if dist.get_rank() == 0: torch.save(...), then dist.barrier(); os.makedirs(path, "
         "exist_ok=True).",

@@ -339,10 +339,7 @@ OTHERS = (
     Cause(
         code="accelerator-gaudi",
         title="Gaudi's graph compiler or runtime failed",
-        phrases=(
-            r"synNodeCreateWithId failed (?P<what>.+)",
-            r"synStatus[ =](?P<what>.+)",
-        ),
+        phrases=(r"synNodeCreateWithId failed (?P<what>.+)", r"synStatus[ =](?P<what>.+)"),
         why="An operation of the model can't be compiled or run on this device in this version: an "
         "unsupported type or shape, or no memory",
         fix="The versions of SynapseAI, its torch and optimum-habana belong together (hl-smi "

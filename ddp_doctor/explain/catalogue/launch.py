@@ -120,11 +120,7 @@ CAUSES = (
     Cause(
         code="launch-route",
         title="a node can't be reached over the network",
-        phrases=(
-            r"No route to host",
-            r"Network is unreachable",
-            r"errno: 113\b",
-        ),
+        phrases=(r"No route to host", r"Network is unreachable", r"errno: 113\b"),
         tier=Tier.TIMEOUT,
         why="A firewall that rejects, or the wrong network interface or address",
         fix="ping and nc -zv between the nodes; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; open "
@@ -332,10 +328,7 @@ SETUP = (
     Cause(
         code="launch-pod-crash",
         title="a pod ends again and again; this output does not say why",
-        phrases=(
-            r"CrashLoopBackOff",
-            r"Back-off restarting failed container",
-        ),
+        phrases=(r"CrashLoopBackOff", r"Back-off restarting failed container"),
         tier=Tier.TEARDOWN,
         is_generic=True,
         why="Its container exits with an error, and Kubernetes starts it anew",

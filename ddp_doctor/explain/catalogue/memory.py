@@ -75,10 +75,7 @@ CAUSES = (
     Cause(
         code="memory-pod-oom",
         title="the container was killed for memory (OOMKilled)",
-        phrases=(
-            r"OOMKilled",
-            r"[Cc]ontainer .*(?:exceeded|exceeds) (?:its )?memory limit",
-        ),
+        phrases=(r"OOMKilled", r"[Cc]ontainer .*(?:exceeded|exceeds) (?:its )?memory limit"),
         tier=Tier.KILLED,
         why="All processes of the pod together used more than resources.limits.memory",
         fix="Raise resources.limits.memory; an emptyDir of medium Memory (/dev/shm) counts, "
