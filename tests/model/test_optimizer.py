@@ -41,15 +41,6 @@ def test_the_schedules_are_the_known_ones() -> None:
     assert curve("constant", warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
 
 
-def test_each_optimizer_is_its_own() -> None:
-    weight = torch.nn.Parameter(torch.ones(2))
-    kinds = {
-        type(build_optimizer([{"params": [weight]}], OptimizerConfig(optimizer=n)))
-        for n in OPTIMIZERS
-    }
-    assert len(kinds) == len(OPTIMIZERS)
-
-
 @pytest.mark.parametrize(
     ("name", "args"), [*((name, {}) for name in FUSED), ("adamw", {"amsgrad": True})]
 )

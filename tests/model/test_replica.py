@@ -154,16 +154,6 @@ def test_a_model_that_fails_on_one_rank_fails_on_all_with_one_message() -> None:
         assert "(2, 2)" in message
 
 
-def test_probe_leaves_weights_buffers_and_gradients_as_they_were() -> None:
-    group = Group(read_launch({}), CPU)
-    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    findings = look_at(model, group)
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert findings.moving_buffers == ("1.num_batches_tracked", "1.running_mean", "1.running_var")
-
-
 class Remembers(nn.Module):
     """Makes a tensor in its first forward that it reads in the next ones."""
 

@@ -92,19 +92,6 @@ def test_orders_are_permutations_that_change_with_the_epoch() -> None:
     assert len({tuple(order) for order in blocks}) == 3
 
 
-def test_more_ranks_than_shards_share_them() -> None:
-    def make() -> Rows:
-        return Rows([20, 3])
-
-    alone = merged(read_epoch(make, 1))
-    assert merged(read_epoch(make, 3)) == alone
-    sizes = [
-        [sum(b.num_samples for b in batches) for _, batches, _ in steps]
-        for steps in read_epoch(make, 3)
-    ]
-    assert all(max(step) - min(step) <= 1 for step in zip(*sizes, strict=True))
-
-
 @pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
