@@ -25,7 +25,7 @@ LEARNS = {  # a figure of the test set, its bound, and whether it has to be abov
     "streaming": ("test_accuracy", 0.93, True),
 }
 OF_SKLEARN = ("mixup", "regression", "segmentation")
-FAULTS = ("kill-forward", "raise-backward-one", "memory-backward")
+FAULTS = ("kill-forward", "memory-backward")
 
 
 def config_of(example: str) -> dict[str, Any]:  # Any: YAML
@@ -70,8 +70,7 @@ def test_an_example_learns_what_it_says(example: str, tmp_path: Path) -> None:
 
 def drills_of(example: str, folder: Path) -> Drills:
     """Prepare drills of the first steps of an example, small ones."""
-    if example in OF_SKLEARN:
-        import_in_server("sklearn.datasets")
+    import_in_server("sklearn.datasets")
     config = config_of(example)
     flags = [f"--config={EXAMPLES / example / 'config.yaml'}", f"--data_dir={folder / 'data'}"]
     flags += ["--epochs=1000", "--max_steps=24", "--batch_size=8", "--num_workers=0"]
@@ -81,13 +80,14 @@ def drills_of(example: str, folder: Path) -> Drills:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", LEARNS)
+@pytest.mark.parametrize("example", ["mixup", "segmentation", "streaming"])
 def test_an_example_comes_through_faults_to_the_weights_of_the_undisturbed_run(
     example: str, tmp_path: Path
 ) -> None:
+    """Those of other kinds: test_task_promises.py has tokens and regression."""
     drills = drills_of(example, tmp_path)
     # WHY: if memory runs out, parts of a batch are mixed, each within itself
-    for name in FAULTS[:2] if example == "mixup" else FAULTS:
+    for name in FAULTS[:1] if example == "mixup" else FAULTS:
         fault = find(name)
         assert fault is not None
         output = io.StringIO()
