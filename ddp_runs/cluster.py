@@ -17,8 +17,9 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -62,8 +63,8 @@ def run_cluster(
         return doctor.report(found, output, title=title)
     try:
         with links.Listener() as listener:
-            mine = _facts_of(launch, listener.port, options, env)
-            hosts, measured, sums, meeting = _measure(launch, mine, float(wait))
+            look = partial(_facts_of, launch, listener.port, options, env)
+            hosts, measured, sums, meeting = _measure(launch, look, float(wait))
             status = 0
             if launch.is_main:
                 title = "\n".join([title, *table(hosts, measured)])
@@ -75,15 +76,20 @@ def run_cluster(
 
 
 def _measure(
-    launch: Launch, mine: Facts, limit_s: float
+    launch: Launch, look: Callable[[], Facts], limit_s: float
 ) -> tuple[list[Facts], list[Facts], list[Facts], "Meeting"]:
     """Meet the other ranks; return facts and links of each host, and what each rank summed."""
     from hardened_ddp.ranks.rendezvous import open_store, rendezvous
 
     store = open_store(launch, timedelta(seconds=limit_s))
     meeting = Meeting(rendezvous(store, launch, limit_s), launch, limit_s)  # collective
-    hosts = [facts for facts in meeting.share("facts", mine) if facts]
-    found = _measure_links(hosts, mine) if launch.is_local_main else {}
+    # WHY not before: to look takes as long as a disk is slow, and the others would give up
+    hosts = [facts for facts in meeting.share("facts", look()) if facts]
+    names = [facts["host"] for facts in hosts]
+    for facts in hosts:
+        if names.count(facts["host"]) > 1:
+            facts["host"] += f" (rank {facts['rank']})"
+    found = _measure_links(hosts, launch.rank) if launch.is_local_main else {}
     measured = [facts for facts in meeting.share("links", found) if facts]
     is_open = not any(facts["closed"] for facts in measured)
     sums = _all_reduce(launch, meeting.store, limit_s) if is_open else {}  # collective
@@ -164,9 +170,16 @@ def _equal_facts(data: Path, checks: Iterable[Check]) -> dict[str, str]:
 
 def digest(folder: Path, *, by_size: bool = False) -> str:
     """Digest the code below a folder, or names and sizes of all files."""
-    total, num_files = hashlib.sha256(), 0
     if not folder.is_dir():
         return "none"
+    try:
+        return _digest(folder, by_size=by_size)
+    except OSError as error:
+        return f"can't be read: {error}"
+
+
+def _digest(folder: Path, *, by_size: bool) -> str:
+    total, num_files = hashlib.sha256(), 0
     for place, folders, files in os.walk(folder):
         skipped = () if by_size else ("runs", "data", "site-packages", "__pycache__")
         folders[:] = sorted(n for n in folders if not n.startswith(".") and n not in skipped)
@@ -218,32 +231,31 @@ def read_gpus() -> list[dict[str, str]]:
     argv = ["nvidia-smi", f"--query-gpu={_GPU_QUERY}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=20, check=False)
-    except subprocess.TimeoutExpired:
-        return [{"index": "all", "clock": "?", "ecc": "?", "slowdown": "nvidia-smi hangs"}]
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [{"index": "all", "clock": "?", "ecc": "?", "slowdown": f"no answer: {error}"}]
     rows = [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines()]
     names = ("index", "clock", "ecc", "slowdown")
     return [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names)]
 
 
-def _measure_links(hosts: Sequence[Facts], mine: Facts) -> Facts:
+def _measure_links(hosts: Sequence[Facts], rank: int) -> Facts:
     """Try the listeners of all other hosts, read rank 0's clock, send to the next host."""
-    others = [host for host in hosts if host["rank"] != mine["rank"]]
+    place = [host["rank"] for host in hosts].index(rank)
+    mine, others = hosts[place], [*hosts[place + 1 :], *hosts[:place]]
     closed: dict[str, str] = {}
     for host in others:
         if len(closed) < 4 and (why := links.why_closed(host["address"], host["port"])):
             closed[host["host"]] = f"port {host['port']} of {host['address']}: {why}"
-    found: Facts = {"rank": mine["rank"], "host": mine["host"], "closed": closed}
+    found: Facts = {"host": mine["host"], "closed": closed}
     found |= {"ahead_s": 0.0, "latency_s": 0.0, "rate": 0.0, "next": ""}
     if not others or closed:
         return found
     try:
-        if mine["rank"] != hosts[0]["rank"]:
+        if place:
             ahead_s, latency_s = links.read_clock(hosts[0]["address"], hosts[0]["port"])
             found |= {"ahead_s": -ahead_s, "latency_s": latency_s}
-        place = [host["rank"] for host in hosts].index(mine["rank"])
-        following = hosts[(place + 1) % len(hosts)]
-        found["next"] = following["host"]
-        found["rate"] = links.measure_rate(following["address"], following["port"])
+        found["next"] = others[0]["host"]
+        found["rate"] = links.measure_rate(others[0]["address"], others[0]["port"])
     except OSError as error:
         closed[str(found["next"] or hosts[0]["host"])] = str(error)
     return found

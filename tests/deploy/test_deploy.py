@@ -192,3 +192,20 @@ def test_the_image_compose_and_skypilot_start_the_command() -> None:
     assert "hardened-ddp" in task["run"]
     assert "--stop_status 3" in task["run"]
     subprocess.run(["bash", "-n"], input=task["run"], text=True, check=True)
+
+
+@pytest.mark.slow
+def test_skypilots_own_parser_accepts_its_file_and_no_misspelt_one(tmp_path: Path) -> None:
+    sky = shutil.which("sky")
+    if sky is None:
+        pytest.skip("there is no sky: pip install skypilot, in an environment of its own")
+    misspelt = tmp_path / "misspelt.yaml"
+    text = (DEPLOY / "skypilot.yaml").read_text()
+    misspelt.write_text(text.replace("recover_on_exit_codes", "recover_on_exit_code"))
+    code = "import sys, sky; sky.Task.from_yaml(sys.argv[1])"
+    argv = [Path(sky).with_name("python"), "-c", code]
+    env = {"HOME": str(tmp_path), "PYTHONPATH": ""}
+    run_command([*argv, DEPLOY / "skypilot.yaml"], env=env, timeout_s=60).ok()
+    refused = run_command([*argv, misspelt], env=env, timeout_s=60)
+    assert refused.status != 0
+    assert "recover_on_exit_code" in refused.output
