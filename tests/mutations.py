@@ -245,6 +245,11 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
     ],
     "ddp_runs/machine.py": [("if hard != unlimited and hard < 4096:", "if False:", "doctor")],
     "ddp_runs/variables.py": [('if value.startswith("="):', "if False:", "doctor")],
+    "ddp_runs/cluster.py": [
+        ("if rate < _SLOW_SHARE * usual:", "if False:", "cluster"),
+        ("elif rate < _LINK_SHARE * nominal:", "elif False:", "cluster"),
+        ('abs(m["ahead_s"]) > _CLOCK_S', "False", "cluster"),
+    ],
     "ddp_runs/software.py": [("if number > NEWEST_TRIED_TORCH:", "if False:", "doctor")],
     "export/export.py": [
         ("and not (output.is_dir() and not any(output.iterdir()))", "", "checkpoint_export"),

@@ -201,11 +201,11 @@ def test_skypilots_own_parser_accepts_its_file_and_no_misspelt_one(tmp_path: Pat
         pytest.skip("there is no sky: pip install skypilot, in an environment of its own")
     misspelt = tmp_path / "misspelt.yaml"
     text = (DEPLOY / "skypilot.yaml").read_text()
-    misspelt.write_text(text.replace("recover_on_exit_codes", "recover_on_exit_code"))
+    misspelt.write_text(text.replace("job_recovery", "job_recover"))
     code = "import sys, sky; sky.Task.from_yaml(sys.argv[1])"
     argv = [Path(sky).with_name("python"), "-c", code]
     env = {"HOME": str(tmp_path), "PYTHONPATH": ""}
     run_command([*argv, DEPLOY / "skypilot.yaml"], env=env, timeout_s=60).ok()
     refused = run_command([*argv, misspelt], env=env, timeout_s=60)
     assert refused.status != 0
-    assert "recover_on_exit_code" in refused.output
+    assert "job_recover" in refused.output
