@@ -173,8 +173,8 @@ def _ended_well(
         watch.close()  # if a rank hung: this waits for the verdict, and the process ends
         stop.relieve_last_resort()
         loop.save_as_survivor(error)
-        if isinstance(error, NameError) and loop.has_done_nothing:
-            raise _unbound(error) from error
+        if isinstance(error, NameError) and loop.first_step:
+            raise _unbound(error, loop.first_step) from error
         raise
     finally:
         status.close_as(loop.ending)
@@ -200,6 +200,9 @@ class OwnLoop:
 
         self.rng = np.random.default_rng(seed)
         """Of this rank, new in each body, and after each commit."""
+
+        self.first_step = 0
+        """Of this start."""
 
         self.ending = Ending.FAILED
         self._num_epochs = self._num_steps = 0
@@ -285,7 +288,7 @@ class OwnLoop:
                 fix="register only what is the same on all ranks (a generator must not be seeded "
                 "by the rank), and call run.batches and run.commit on all of them equally often",
             )
-        if self.step <= self._first_step + NUM_FIRST:
+        if self.step <= self.first_step + NUM_FIRST:
             self._check_alike()  # collective
         if reason:
             self._leave_for(reason)
@@ -307,11 +310,6 @@ class OwnLoop:
         tracker.enter(tracker.phase)  # a sign of life
         if reason := self._stop.poll():  # collective
             self._leave_for(reason)
-
-    @property
-    def has_done_nothing(self) -> bool:
-        """Whether no body ended since this start."""
-        return not self._num_commits
 
     @property
     def epoch(self) -> int:
@@ -336,7 +334,7 @@ class OwnLoop:
             self._streams.is_rehearsal = exact_resume
         refuse_crash_loop(group, self.step, folder)
         self._check_alike()  # collective
-        self._first_step = self.step
+        self.first_step = self.step
         group.tracker.start_at(self.step)
         self._goodput.begin(self.step)
         if group.is_main:
@@ -545,9 +543,9 @@ class OwnLoop:
         return Phase.ALL_REDUCE if stat_fields(os.getpid())[:1] == ["S"] else Phase.BACKWARD
 
 
-def _unbound(error: NameError) -> OwnLoopError:
+def _unbound(error: NameError, step: int) -> OwnLoopError:
     return OwnLoopError(
-        f"{error}: this start continues at the end of an epoch, so no body was run before",
+        f"{error}: this start continues at step {step}, and did not run the bodies before it",
         fix="give it a value before the loop; if its value counts, keep it in a registered dict",
     )
 

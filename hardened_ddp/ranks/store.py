@@ -142,6 +142,8 @@ class RunStore:
         except (RuntimeError, TimeoutError) as error:
             log.debug("the store does not answer: %s", error)
             self._is_answered, self.is_gone = is_answered, True
+            if isinstance(error, dist.DistNetworkError):
+                self._store = None  # WHY: it never connects again, and torch prints each try
             return otherwise
         self.is_gone = False
         return answer

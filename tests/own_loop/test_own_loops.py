@@ -310,7 +310,7 @@ def test_a_name_that_only_the_body_sets_is_explained_after_a_resume_at_an_epochs
     assert 1 in launch(text, fault=fault).statuses
     finished = launch(text)
     assert set(finished.statuses) <= {MISUSED, LEFT}
-    assert "'loss' is not defined: this start continues at the end of an epoch" in finished.output
+    assert "'loss' is not defined: this start continues at step 10, and did not" in finished.output
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hardened_ddp.ranks import store as run_store
 from hardened_ddp.ranks import threads
@@ -54,6 +55,20 @@ def test_a_store_is_asked_again_only_when_it_has_answered(monkeypatch: pytest.Mo
     assert store._is_answered.wait(60)
     assert store.look_up("key") == "found"
     assert not store.is_gone
+
+
+def test_a_store_whose_connection_broke_is_not_asked_again() -> None:
+    """Each try would print a stack of torch's C++."""
+    asked = []
+
+    def compare_set(*words: str) -> bytes:
+        asked.append(words)
+        raise dist.DistNetworkError("Broken pipe")
+
+    store = RunStore(SimpleNamespace(compare_set=compare_set))  # type: ignore[arg-type]
+    assert [store.claim("key", "me") for _ in range(3)] == ["me"] * 3
+    assert store.is_gone
+    assert len(asked) == 1
 
 
 def test_a_gap_counts_for_the_longest_that_running_explains(
