@@ -11,6 +11,7 @@ script's runs: sampler, ledger, checkpoints, agreed stop, survivor save, hang wa
 Read protect() first, then OwnLoop.commit. What a survivor may save: last_commit.py.
 """
 
+import json
 import logging
 import os
 import sys
@@ -21,6 +22,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -57,6 +59,7 @@ from hardened_ddp.ranks.launch import (
 from hardened_ddp.ranks.phase import Phase, Tracker
 from hardened_ddp.ranks.process import stat_fields
 from hardened_ddp.ranks.seeding import mix, seed_body
+from hardened_ddp.ranks.store import ANSWER_LIMIT_S
 from hardened_ddp.reporting.ending import leave_failed, settle, stop_status
 from hardened_ddp.reporting.goodput import Goodput
 from hardened_ddp.reporting.log import start_logging, stop_logging
@@ -283,8 +286,7 @@ class OwnLoop:
         reason = self._stop.poll()  # collective
         if not self._stop.is_alike:
             raise RankMismatchError(
-                f"the ranks differ at commit {self.step}: in their place in the data, or in "
-                "registered numbers, names or generators",
+                f"the ranks differ at commit {self.step}, in {self._differing()}",
                 fix="register only what is the same on all ranks (a generator must not be seeded "
                 "by the rank), and call run.batches and run.commit on all of them equally often",
             )
@@ -498,6 +500,18 @@ class OwnLoop:
                 fix="wrap each model in DistributedDataParallel, copy an average from the wrapped "
                 "model, and draw no initial values by the rank",
             )
+
+    def _differing(self) -> str:
+        """Name what differs between ranks. Rank-local. WHY no collective: one may not be here."""
+        store, tree = self._group.store, self._last.tree
+        facts = {name: crc32(str(part).encode()) for name, part in tree.items()}
+        facts["the place in the data"] = crc32(str(self._last.place).encode())
+        keys = [f"commit/{self.step}/{rank}" for rank in range(self._group.world_size)]
+        store.set(keys[self._group.launch.rank], json.dumps(facts))
+        store.wait(keys, ANSWER_LIMIT_S)
+        everyone = [json.loads(text) for text in store.read(keys).values()]
+        names = [name for name in facts if any(facts[name] != one.get(name) for one in everyone)]
+        return ", ".join(names) or "their number of commits, or in names of tensors"
 
     def _rescue(
         self, error: BaseException | None, *, is_beside: bool, gone: Sequence[int] = ()

@@ -244,11 +244,11 @@ MISTAKES = {
     "has given all of epoch 0 already": ("run.epochs(2)", "range(2)"),
     "run.poll() between an update": ("run.commit()", "run.poll()"),
     "two loaders are named": ("run.batches(unlabeled)", "run.batches(unlabeled, name='labeled')"),
-    "the ranks differ at commit": (
+    "the ranks differ at commit 1, in draw\n": (
         "opt=opt)",
         "opt=opt, draw=__import__('numpy').random.default_rng(dist.get_rank()))",
     ),
-    "the ranks differ at commit 4": (
+    "the ranks differ at commit 4, in the place in the data\n": (
         "run.commit()",
         "run.commit()\n            if run.step == 3 and dist.get_rank():\n                break",
     ),
