@@ -138,12 +138,6 @@ class TestCheck:
         assert "== shell: ok" in done.stdout
         assert "launch_examples.sh" not in (checked / "calls").read_text().split()
 
-    def test_failing_tests_fail_the_check(self, checked: Path) -> None:
-        env = {"FAULT": "launch_examples.sh test --all -x"}
-        done = run_command([".ci/run", "-x"], timeout_s=30, cwd=checked, env=env)
-        assert done.status == 1
-        assert "== failed: tests" in done.stderr
-
     def test_every_shell_script_is_clean(self) -> None:
         scripts = [ROOT / ".ci" / "run", *ROOT.glob("*.sh"), *ROOT.glob("*.slurm")]
         scripts += (ROOT / ".ci").glob("*.sh")

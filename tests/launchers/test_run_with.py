@@ -7,16 +7,14 @@ import os
 import re
 import shlex
 import shutil
-import signal
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from hardened_ddp.training.survivor_save import read_failures
 from tests.harness.marks import slow_after
-from tests.harness.ranks import held_port, run_command, run_program, start_command, train
-from tests.harness.run_folder import find_checkpoints, last_tensors, only_run, read_summary
+from tests.harness.ranks import held_port, run_command, run_program, train
+from tests.harness.run_folder import last_tensors, only_run, read_summary
 
 SMALL = ["--cpu_only", "--model", "mlp", "--num_workers", "0"]
 RUN = ["ddp_training.py", *SMALL, "--epochs", "2"]
@@ -68,14 +66,6 @@ def test_each_process_is_shown_once_in_rank_order() -> None:
     assert "all-gather  gives every rank all of them:    [1, 2]" in done.stdout
 
 
-@pytest.mark.slow
-def test_four_processes_are_in_rank_order_too() -> None:
-    argv = ["torchrun", "--nproc_per_node=4", "launchers/run_with_torchrun.py", "--inspect"]
-    done = run_program(argv, timeout_s=LIMIT_S).ok()
-    found = re.findall(r"rank (\d)  local rank (\d)  world size 4", done.stdout)
-    assert found == [(str(rank), str(rank)) for rank in range(4)]
-
-
 @pytest.fixture(scope="module")
 def by_torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The tensors that a torchrun of the script ends in; its ranks are forked."""
@@ -110,21 +100,6 @@ def test_a_failed_child_ends_the_others_and_shows_its_traceback(tmp_path: Path) 
     assert "broken.py" in done.stderr
 
 
-@pytest.mark.slow
-def test_a_signal_to_the_python_launcher_saves_and_ends_all_ranks(tmp_path: Path) -> None:
-    argv: list[str | Path] = ["python", "launchers/run_with_python.py", "--nproc", "2"]
-    argv += ["ddp_training.py", *SMALL, "--epochs", "1000", "--log_interval", "1"]
-    with start_command([*argv, "--output_dir", tmp_path]) as command:
-        command.wait_for(
-            lambda: list(tmp_path.glob("*/metrics.jsonl")), timeout_s=90, what="a step"
-        )
-        command.kill(0, signal.SIGTERM)
-        command.wait(timeout_s=60).ok()
-    assert read_summary(only_run(tmp_path))["status"] == "stopped"
-    assert find_checkpoints(tmp_path)
-    assert not read_failures(only_run(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("command", "text", "next_command"),
     [
@@ -147,16 +122,6 @@ def test_a_launcher_used_wrongly_says_what_is_right(
     assert text in done.stderr
     assert next_command in done.stderr
     assert "Traceback" not in done.output
-
-
-NAMES = ["run_with_torchrun", "run_with_mpirun", "run_with_python", "launch"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_help_is_the_text_at_the_top_of_the_file(name: str) -> None:
-    done = run_command(["python", f"launchers/{name}.py", "--help"], timeout_s=60).ok()
-    for word in ("ddp_training.py", "rank"):
-        assert word in done.stdout.lower()
 
 
 def test_a_dry_run_prints_one_torchrun_for_each_host() -> None:

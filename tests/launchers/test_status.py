@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from hardened_ddp.reporting.ending import MOST_STARTS
+from hardened_ddp.training.survivor_save import read_failures
 from tests.harness.ranks import Running, run_command, start_command
-from tests.harness.run_folder import last_tensors, only_run, read_summary
+from tests.harness.run_folder import find_checkpoints, last_tensors, only_run, read_summary
 
 COMMAND = [sys.executable, "-m", "hardened_ddp_command"]
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
@@ -106,3 +107,7 @@ def test_our_launchers_end_with_what_the_ranks_noted(launcher: str, tmp_path: Pa
         running.kill(number=signal.SIGTERM)
         finished = running.wait(LIMIT_S)
     assert finished.status == 3, finished.describe()
+    run = only_run(tmp_path / "runs")
+    assert read_summary(run)["status"] == "stopped"
+    assert find_checkpoints(tmp_path / "runs")
+    assert not read_failures(run)

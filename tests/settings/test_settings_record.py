@@ -92,20 +92,6 @@ def taken(name: str, word: str) -> Config | None:
 
 
 class TestCommands:
-    def test_evaluate_takes_a_run_a_file_and_settings(self) -> None:
-        request = parse(["evaluate", "runs/a", "--output", "x.json", "--cpu_only"])
-        assert request.command == "evaluate"
-        assert request.options == {"run": "runs/a", "output": "x.json", "weights": "averaged"}
-        assert request.settings == {"resume": "runs/a", "cpu_only": True}
-        assert parse(["evaluate", "runs/a", "--epoch", "3"]).problems
-
-    def test_drill_takes_a_name_or_none_ranks_a_file_and_settings(self) -> None:
-        request = parse(["drill", "nan-once", "--ranks", "3", "--model", "resnet18"])
-        assert request.command == "drill"
-        assert request.options == {"name": "nan-once", "ranks": "3", "table": ""}
-        assert request.settings == {"model": "resnet18"}
-        assert parse(["drill"]).options["name"] == ""
-
     @pytest.mark.parametrize(
         ("words", "told"),
         [
@@ -120,16 +106,6 @@ class TestCommands:
     def test_a_wrong_command_is_told(self, words: str, told: str) -> None:
         with pytest.raises(ConfigError, match=told):
             parse(words.split())
-
-    def test_export_takes_a_run_a_format_and_a_folder(self) -> None:
-        assert not parse(["doctor"]).options["cluster"]
-        request = parse(["export", "runs/first"])
-        assert request.command == "export"
-        found = {"run": "runs/first", "format": "safetensors", "output": "", "weights": "averaged"}
-        assert request.options == found
-        for words in (["runs/a", "--output", "x"], ["--output=x", "runs/a"]):
-            options = parse(["export", *words]).options
-            assert (options["run"], options["output"]) == ("runs/a", "x")
 
     def test_all_problems_of_export_come_in_one_message(self) -> None:
         with pytest.raises(ConfigError) as caught:
