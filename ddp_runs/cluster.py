@@ -133,7 +133,7 @@ def _facts_of(
         return {}
     address = links.address_towards(launch.master_addr, launch.master_port)
     checks = [doctor.guarded(check) for check in doctor.list_checks(env)[:-1]]
-    checks.append(_check_own_name(launch, env))
+    checks.append(check_own_name(launch, env))
     return {
         "host": socket.gethostname(),
         "rank": launch.rank,
@@ -194,7 +194,7 @@ def _digest(folder: Path, *, by_size: bool) -> str:
     return f"{num_files} files, {total.hexdigest()[:10]}"
 
 
-def _check_own_name(launch: Launch, env: Mapping[str, str]) -> Check:
+def check_own_name(launch: Launch, env: Mapping[str, str]) -> Check:
     """Check that the name of this host is no loopback address, which gloo would tell the others."""
     name = socket.gethostname()
     try:

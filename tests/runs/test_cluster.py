@@ -12,6 +12,7 @@ import torch
 from ddp_drills.two_hosts import TwoHosts, why_not
 from ddp_runs import cluster
 from ddp_runs.check import MIB, Check
+from hardened_ddp.ranks.launch import Launch
 from tests.harness.processes import ROOT
 from tests.harness.ranks import Finished, run_command, start_command, start_program, train
 from tests.ranks.test_two_hosts import by_hand
@@ -202,3 +203,15 @@ def test_a_digest_sees_a_changed_line_and_no_folder_of_runs(tmp_path: Path) -> N
     assert cluster.digest(tmp_path / "none") == "none"
     (tmp_path / "big").write_bytes(bytes(MIB))
     assert cluster.digest(tmp_path, by_size=True).startswith("3 files, ")
+
+
+def test_a_name_that_means_loopback_would_keep_gloo_from_other_hosts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cluster.socket, "gethostbyname", lambda name: "127.0.1.1")
+    launch = Launch(world_size=2, num_nodes=2)
+    found = cluster.check_own_name(launch, {})
+    assert found.status == "FAIL"
+    assert "is 127.0.1.1: gloo tells that address to the other hosts" in found.detail
+    assert cluster.check_own_name(launch, {"GLOO_SOCKET_IFNAME": "eth0"}).status == "ok"
+    assert cluster.check_own_name(Launch(world_size=2), {}).status == "ok"
