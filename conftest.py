@@ -63,8 +63,8 @@ gc.disable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--rounds", type=int, default=8, help="of the chaos test")
-    parser.addoption("--plans", type=int, default=2, help="of the test of fault plans")
+    parser.addoption("--rounds", type=int, default=4, help="of the chaos test")
+    parser.addoption("--plans", type=int, default=1, help="of the test of fault plans")
     parser.addoption("--seed", type=int, default=0, help="of the first round and plan")
     parser.addoption("--shuffle", type=int, help="a random order of the tests: its seed")
 

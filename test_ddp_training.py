@@ -50,10 +50,6 @@ STEADY += ["--num_workers", "0", "--checkpoint_every_steps", "5"]
 Undisturbed = Callable[..., dict[str, str]]
 """Gives the final tensors of the run that nothing happens to, by ranks and flags."""
 
-STOP_SIGNALS = [
-    pytest.param(signal.SIGTERM, id="SIGTERM"),
-    pytest.param(signal.SIGINT, id="SIGINT", marks=pytest.mark.slow),
-]
 # What the README tells to type, and the accuracy that must come of it. Real commands, one of each
 # launcher; those that differ from them in torchrun's flags, and in the script's flags only.
 TYPED = {
@@ -66,10 +62,6 @@ TYPED_WITH_OTHER_LAUNCHES = {
     " --master_port=12355 ddp_training.py": LEARNED,
 }
 TYPED_WITH_OTHER_FLAGS = {
-    "torchrun --nproc_per_node=2 ddp_training.py --batch_size 32 --epochs 10"
-    " --learning_rate 1e-4": 0.75,
-    "torchrun --nproc_per_node=2 ddp_training.py --find_unused_parameters --num_workers 0"
-    " --batch_size 8 --continue_on_error": LEARNED,
     "python ddp_training.py --cpu_only --batch_size 8 --epochs 2": 0.9,
     # of the tutorial
     "torchrun --nproc_per_node=2 ddp_training.py --batch_size 16 --epochs 5"
@@ -139,13 +131,11 @@ def test_help_answers_without_importing_torch() -> None:
 
 # Through shared memory, and by DDP's hooks over gloo, where from 3 ranks on the order of additions
 # depends on DDP's buckets.
-@pytest.mark.parametrize(
-    "flags", [(), pytest.param(("--no_shared_memory",), marks=pytest.mark.slow)], ids=" ".join
-)
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", slow_after(1, [(2,), (3, "--no_shared_memory")]), ids=str)
 def test_a_run_killed_in_mid_epoch_resumes_to_the_same_weights(
-    world_size: int, flags: tuple[str, ...], tmp_path: Path, undisturbed: Undisturbed
+    case: tuple[int, *tuple[str, ...]], tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
+    world_size, *flags = case
     run = _kill_in_mid_run(tmp_path, world_size, *flags)
     saved_step = step_of(find_checkpoints(tmp_path)[-1])
     argv = [*STEADY, *flags, "--output_dir", tmp_path, "--resume", run]
@@ -175,14 +165,11 @@ def test_a_corrupt_checkpoint_is_passed_over_with_its_reason(
     assert last_tensors(tmp_path) == undisturbed(2)
 
 
-@pytest.mark.parametrize("number", STOP_SIGNALS)
-@pytest.mark.parametrize("world_size", slow_after(1, [2, 1]))
+@pytest.mark.parametrize("case", slow_after(1, [(2, signal.SIGTERM), (1, signal.SIGINT)]), ids=str)
 def test_a_signal_to_one_rank_stops_all_with_a_checkpoint_to_go_on_from(
-    number: signal.Signals,
-    world_size: int,
-    tmp_path: Path,
-    undisturbed: Undisturbed,
+    case: tuple[int, signal.Signals], tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
+    world_size, number = case
     argv = [*STEADY, "--output_dir", tmp_path]
     with start_training(argv, world_size) as running:
         running.wait_for(lambda: find_checkpoints(tmp_path), timeout_s=60, what="a checkpoint")
@@ -211,8 +198,8 @@ def test_a_request_to_save_that_comes_while_torch_is_imported_is_kept(tmp_path: 
         completed = command.wait(timeout_s=60).ok()
     assert "SIGUSR1: stopping at step 0" in completed.output
     assert read_summary(tmp_path / "run")["status"] == "stopped"
-    short = [*argv, "--max_steps", "3"]
-    assert "from step 0\n" in run_command(short, timeout_s=60).ok().output
+    short = [*argv[2:], "--max_steps", "3"]
+    assert "from step 0\n" in train(short, launcher="none").ok().output
     assert read_summary(tmp_path / "run")["step"] == 3
 
 
@@ -232,16 +219,12 @@ def test_torchrun_restarts_after_a_killed_worker_to_the_same_weights(
 
 
 @pytest.mark.parametrize(
-    ("start", "number"),
-    [
-        (start_program, signal.SIGTERM),
-        pytest.param(start_program, signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param(start_command, signal.SIGTERM, marks=pytest.mark.slow),
-    ],
+    "case", slow_after(1, [(start_program, signal.SIGTERM), (start_command, signal.SIGINT)])
 )
 def test_a_signal_to_torchrun_saves_a_checkpoint_and_leaves_no_worker(
-    start: Callable[..., Running], number: signal.Signals, tmp_path: Path
+    case: tuple[Callable[..., Running], signal.Signals], tmp_path: Path
 ) -> None:
+    start, number = case
     argv = ["torchrun", "--nproc_per_node=2", "ddp_training.py", "--epochs", "1000"]
     argv += ["--checkpoint_every_steps", "10"]
     with start([*argv, "--output_dir", tmp_path]) as command:

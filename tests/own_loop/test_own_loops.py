@@ -13,7 +13,7 @@ import pytest
 from hardened_ddp.errors import HangError, OwnLoopError, PeerLostError
 from tests.harness.marks import slow_after
 from tests.harness.processes import ROOT
-from tests.harness.ranks import run_command
+from tests.harness.ranks import run_command, run_program
 from tests.own_loop import faults
 from tests.own_loop.faults import (
     EVERY_RANK,
@@ -74,7 +74,7 @@ def kills_of(name: str, *changes: str, seed: int = 0) -> list[Any]:  # Any: pyte
 
 
 # Of all these, as many as there is time for; a change of the rule is tried with [::1].
-CASES = [case for name in LOOPS for case in kills_of(name)[1::5]] + kills_of("sam", *HIDDEN)[3::9]
+CASES = [case for name in LOOPS for case in kills_of(name)[1::9]] + kills_of("sam", *HIDDEN)[3::9]
 
 
 @pytest.mark.slow
@@ -135,11 +135,10 @@ def test_a_stop_on_any_rank_stops_all_at_one_commit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sam", "ppo"])
 def test_an_exception_in_the_body_is_raised_on_and_costs_no_commit(
-    name: str, undisturbed: Callable[..., State]
+    undisturbed: Callable[..., State],
 ) -> None:
-    text = text_of(name)
+    text = text_of("sam")
     finished = launch(text, fault=Fault(act="raise", line=body_of(text)[1]))
     assert finished.statuses == (LEFT, 1), finished.describe()
     assert "a mistake of the user's own" in finished.outputs[0]  # of the other rank
@@ -148,10 +147,10 @@ def test_an_exception_in_the_body_is_raised_on_and_costs_no_commit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gan", "ppo"])
 def test_if_all_ranks_are_killed_the_last_checkpoint_stands(
-    name: str, undisturbed: Callable[..., State]
+    undisturbed: Callable[..., State],
 ) -> None:
+    name = "ppo"
     text = text_of(name, "protect( -> protect(save_every=3, folder=")
     kill = Fault(act="kill", rank=EVERY_RANK, step=8, line=body_of(text)[-1])
     assert launch(text, fault=kill).statuses == (KILLED, KILLED)
@@ -174,7 +173,7 @@ def test_an_evaluation_after_the_epoch_costs_no_sample_that_zip_took_too_many(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "world_size"), [("gan", 1), ("two_sets", 3), ("average", 3)])
+@pytest.mark.parametrize(("name", "world_size"), [("gan", 1), ("two_sets", 3)])
 def test_other_numbers_of_ranks_take_the_same_samples_in_each_step(
     name: str, world_size: int, undisturbed: Callable[..., State]
 ) -> None:
@@ -280,7 +279,7 @@ with protect("runs/a", m=torch.nn.Linear(2, 2)) as run:
 
 def test_half_a_launchers_environment_is_one_error(tmp_path: Path) -> None:
     env = {"RANK": "0", "PYTHONPATH": str(ROOT)}
-    done = run_command([sys.executable, "-c", PROGRAM], timeout_s=60, cwd=tmp_path, env=env)
+    done = run_program([sys.executable, "-c", PROGRAM], timeout_s=60, cwd=tmp_path, env=env)
     assert done.status == MISUSED
     assert "[DDP-L01] RANK set, but not LOCAL_RANK" in done.output
     assert "Traceback" not in done.output
@@ -288,7 +287,7 @@ def test_half_a_launchers_environment_is_one_error(tmp_path: Path) -> None:
 
 def test_the_saver_knows_how_large_the_state_is(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", PROGRAM]
-    done = run_command(argv, timeout_s=60, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}).ok()
+    done = run_program(argv, timeout_s=60, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}).ok()
     assert "bytes: 24" in done.output
 
 
@@ -332,9 +331,8 @@ def test_an_evaluation_draws_the_same_numbers_after_a_resume(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_programs_own_process_group_lives_on_after_the_loop(world_size: int) -> None:
-    launch(text_of("ppo", "steps(12) -> steps(3)") + "dist.barrier()\n", world_size).ok()
+def test_the_programs_own_process_group_lives_on_after_the_loop() -> None:
+    launch(text_of("ppo", "steps(12) -> steps(3)") + "dist.barrier()\n", 2).ok()
 
 
 @pytest.mark.slow
@@ -367,6 +365,6 @@ def test_under_a_real_torchrun_the_same_command_continues_after_a_kill(
     assert first.status
     assert "to resume: torchrun --standalone --nproc_per_node=2 loop.py" in first.stderr
     (tmp_path / "loop.py").write_text(text, encoding="utf-8")
-    assert "resuming" in run_command(argv, timeout_s=120, env=env, cwd=tmp_path).ok().stderr
+    assert "resuming" in run_program(argv, timeout_s=120, env=env, cwd=tmp_path).ok().stderr
     assert state_of(tmp_path) == undisturbed(text)
     assert is_exact(tmp_path) == ""

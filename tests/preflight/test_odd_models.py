@@ -16,6 +16,7 @@ from hardened_ddp.model.replica import check_same_model
 from hardened_ddp.model.zoo import place_model
 from hardened_ddp.settings.config import DataConfig, ModelConfig
 from hardened_ddp.streams import views
+from tests.harness.marks import slow_after
 from tests.harness.ranks import run_ranks, train
 from tests.ranks.test_shared_sum import rendezvous
 
@@ -96,29 +97,21 @@ def test_a_parameter_whose_values_share_memory_is_refused_by_name() -> None:
     assert caught.value.fix
 
 
-@pytest.mark.parametrize(
-    ("kind", "world_size"),
-    [
-        ("unfrozen", 2),
-        pytest.param("unfrozen", 1, marks=pytest.mark.slow),
-        pytest.param("replaced", 2, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("case", slow_after(1, [("unfrozen", 2), ("replaced", 1)]), ids=str)
 def test_a_parameter_that_becomes_trainable_in_mid_run_is_refused_by_name(
-    kind: str, world_size: int, tmp_path: Path
+    case: tuple[str, int], tmp_path: Path
 ) -> None:
+    kind, world_size = case
     done = train(command(kind, tmp_path), world_size)
     assert all(status == 2 for status in done.statuses), done.output
     assert "became trainable, or were made anew: hidden.weight" in done.output
     assert "Traceback" not in done.output
 
 
-@pytest.mark.parametrize("shared", ["on", pytest.param("off", marks=pytest.mark.slow)])
 def test_a_parameter_that_is_frozen_in_mid_run_is_named_and_the_others_train_on(
-    shared: str, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    words = [] if shared == "on" else ["--no_shared_memory"]
-    done = train([*command("frozen", tmp_path), *words], 2).ok()
+    done = train([*command("frozen", tmp_path), "--no_shared_memory"], 2).ok()
     assert "hidden.weight" in done.output
 
 

@@ -52,10 +52,10 @@ class Fault:
 
 
 def plan_of(seed: int) -> tuple[int, list[Fault]]:
-    """Draw the world size and the faults of a round. Each kind comes up in eight rounds."""
+    """Draw the world size and the faults of a round. Each kind comes up in four rounds."""
     chance = random.Random(seed)
     world_size = 2 + seed % 2
-    kinds = [KINDS[seed % len(KINDS)], chance.choice(KINDS[:-2])]
+    kinds = [KINDS[(seed + other) % len(KINDS)] for other in (0, len(KINDS) // 2)]
     chance.shuffle(kinds)
     last = NUM_STEPS[world_size] - 40
     steps = sorted(chance.randrange(5, last) for _ in kinds)

@@ -7,7 +7,6 @@ replicas are equal, and the ledger has every sample exactly once. More plans: --
 
 import random
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -88,16 +87,6 @@ def test_ten_faults_in_a_hundred_steps_leave_no_trace(plan_seed: int, drills: Dr
     assert not verdict.problems, drills.output_of(fault)
     board = drills.folder / fault.name / "board"
     assert len(list(board.glob("injected-*"))) == NUM_FAULTS
-
-
-@pytest.mark.slow
-def test_a_plan_leaves_no_trace_where_ranks_learn_of_faults_a_step_later(tmp_path: Path) -> None:
-    # As on GPUs. A fault may hit a step that is taken back in any case, and then is not told.
-    flags = [*FLAGS, "--no_shared_memory"]
-    drills = forked_drills(tmp_path, num_ranks=3, flags=flags, model="tests.late_looks:mlp")
-    fault = fault_of(0)
-    verdict = drills.run(fault)
-    assert not verdict.problems, drills.output_of(fault)
 
 
 def test_a_plan_is_drawn_by_its_seed_and_has_all_kinds() -> None:

@@ -10,11 +10,10 @@ from hardened_ddp.errors import CheckpointError, PeerLostError
 from hardened_ddp.reporting.summary import finished_at, write_summary
 from hardened_ddp.training.survivor_save import read_failures
 from tests.harness.marks import slow_after
-from tests.harness.processes import ROOT, kill
+from tests.harness.processes import kill
 from tests.harness.ranks import (
     Running,
     held_port,
-    run_command,
     run_program,
     start_program,
     start_training,
@@ -56,11 +55,8 @@ def test_ten_of_ten_restarts_go_on_at_the_next_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rendezvous", ["--standalone", "--master_port={port}"])
-def test_restarts_by_torchrun_itself_go_on_at_the_next_step(
-    rendezvous: str, tmp_path: Path
-) -> None:
-    argv = ["torchrun", rendezvous.format(port=held_port()), "--nproc_per_node=2"]
+def test_restarts_by_torchrun_itself_go_on_at_the_next_step(tmp_path: Path) -> None:
+    argv = ["torchrun", f"--master_port={held_port()}", "--nproc_per_node=2"]
     argv += ["--max_restarts=3", "ddp_training.py", *map(str, DYING)]
     run_program([*argv, "--output_dir", tmp_path], timeout_s=60)
     assert len(read_failures(tmp_path / "run")) == 4, "an attempt did not come to its end"
@@ -80,20 +76,18 @@ def check_progress(output_dir: Path) -> None:
 def test_a_restart_goes_on_in_its_run_whatever_resume_said(tmp_path: Path) -> None:
     argv = [*POINTS, "--model", "tests.plugins:dying", "--model_args", "{forward_number: 8}"]
     argv += ["--resume", "never", "--output_dir", tmp_path]
-    # WHY a real torchrun: its agent, by which a restart finds its run, is its ranks' parent
+    # its agent, by which a restart finds its run, is its ranks' parent
     torchrun = ["torchrun", "--standalone", "--nproc_per_node=2", "--max_restarts=1"]
-    finished = run_command([*torchrun, ROOT / "ddp_training.py", *argv], timeout_s=120)
+    finished = run_program([*torchrun, "ddp_training.py", *argv], timeout_s=120)
     run = only_run(tmp_path)
     assert f"resuming {run}" in finished.output
     assert len(read_failures(run)) == 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["--no_shared_memory"]], ids=" ".join)
-def test_a_stop_that_comes_while_another_rank_hangs_saves_the_last_step(
-    flags: list[str], tmp_path: Path
-) -> None:
-    undisturbed = [*STEADY, *flags, "--epochs", "2", *PACED, "--checkpoint_every_steps", "0"]
+def test_a_stop_that_comes_while_another_rank_hangs_saves_the_last_step(tmp_path: Path) -> None:
+    undisturbed = [*STEADY, "--no_shared_memory", "--epochs", "2", *PACED]
+    undisturbed += ["--checkpoint_every_steps", "0"]
     train([*undisturbed, "--output_dir", tmp_path / "undisturbed"], 2).ok()
     output = tmp_path / "faulty"
     argv = [*undisturbed, "--stop_grace_s", "1.5", "--output_dir", output]
@@ -112,11 +106,11 @@ def test_a_stop_that_comes_while_another_rank_hangs_saves_the_last_step(
     assert last_tensors(output) == last_tensors(tmp_path / "undisturbed")
 
 
-@pytest.mark.parametrize("flags", slow_after(1, [[], ["--no_shared_memory"]]), ids=" ".join)
-@pytest.mark.parametrize("victim", slow_after(1, [0, 1]))
+@pytest.mark.parametrize("case", slow_after(1, [(0,), (1, "--no_shared_memory")]), ids=str)
 def test_a_rank_that_hangs_is_left_after_the_timeout(
-    victim: int, flags: list[str], tmp_path: Path
+    case: tuple[int, *tuple[str, ...]], tmp_path: Path
 ) -> None:
+    victim, *flags = case
     argv = [*STEADY, *flags, *PACED, "--timeout_s", "3", "--output_dir", tmp_path]
     argv += ["--hang_after_s", "0"]  # with a watch, see test_hangs.py
     with start_training([*argv, "--checkpoint_every_steps", "0"], 2) as running:
@@ -164,10 +158,7 @@ def test_a_stop_in_an_evaluation_is_saved_and_the_evaluation_done_again(tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])
-def test_a_last_evaluation_that_was_cut_short_is_done_by_the_next_start(
-    sign: signal.Signals, tmp_path: Path
-) -> None:
+def test_a_last_evaluation_that_was_cut_short_is_done_by_the_next_start(tmp_path: Path) -> None:
     argv: list[str | Path] = ["--dataset", "tests.plugins:points_slow_to_test", "--cpu_only"]
     argv += ["--model", "mlp", "--batch_size", "4", "--eval_batch_size", "4", "--epochs", "1"]
     argv += ["--num_workers", "0", "--log_interval", "5", "--checkpoint_every_steps", "5"]
@@ -178,7 +169,7 @@ def test_a_last_evaluation_that_was_cut_short_is_done_by_the_next_start(
     with start_training(argv, 2) as running:
         running.wait_for(lambda: bool(find_checkpoints(tmp_path)), timeout_s=60, what="a save")
         for rank in (0, 1):
-            running.kill(rank, sign)
+            running.kill(rank)
         running.wait(20)
     assert finished_at(tmp_path / "run") is None
     assert [step_of(path) for path in find_checkpoints(tmp_path)] == [5]
@@ -193,12 +184,11 @@ def test_a_last_evaluation_that_was_cut_short_is_done_by_the_next_start(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["--checkpoint_every_epochs", "0"]], ids=" ".join)
-def test_a_run_whose_last_save_fails_is_not_finished(flags: list[str], tmp_path: Path) -> None:
+def test_a_run_whose_last_save_fails_is_not_finished(tmp_path: Path) -> None:
     argv: list[str | Path] = ["--dataset", "tests.plugins:points_slow_to_test", "--cpu_only"]
     argv += ["--model", "mlp", "--batch_size", "4", "--eval_batch_size", "4", "--epochs", "1"]
     argv += ["--num_workers", "0", "--log_interval", "5", "--checkpoint_every_steps", "0"]
-    argv += ["--run_name", "run", "--output_dir", tmp_path, *flags]
+    argv += ["--run_name", "run", "--output_dir", tmp_path]
     checkpoints = tmp_path / "run" / "checkpoints"
     with start_training(argv, 1) as running:
         running.wait_for(lambda: "step 10/10" in running.output(0), timeout_s=60, what="the steps")

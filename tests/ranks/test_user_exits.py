@@ -17,25 +17,19 @@ from tests.harness.marks import slow_after
 from tests.harness.ranks import train
 
 
-def leave(how: str, rank: int) -> None:
+def leave(rank: int) -> None:
     """End the program, if this is the rank that does."""
     if rank in (-1, int(environment().get("RANK", "0"))):
-        match how:
-            case "exit":
-                sys.exit(0)
-            case "quit":
-                raise SystemExit
-            case "text":
-                sys.exit("no more")
+        sys.exit(0)
 
 
 class Rows(Dataset[tuple[torch.Tensor, int]]):
     num_classes = 2
 
-    def __init__(self, train: bool, where: str = "", how: str = "exit", rank: int = -1) -> None:
-        self.where, self.how, self.rank, self.is_train = where, how, rank, train
+    def __init__(self, train: bool, where: str = "", rank: int = -1) -> None:
+        self.where, self.rank, self.is_train = where, rank, train
         if where == "constructor":
-            leave(how, rank)
+            leave(rank)
         if where == "collate":
             self.collate_fn = self._collate
         if where == "whole":
@@ -46,34 +40,34 @@ class Rows(Dataset[tuple[torch.Tensor, int]]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         if self.where in ("item", "whole") and index > 16:
-            leave(self.how, self.rank)
+            leave(self.rank)
         return torch.tensor([index / 24, 1.0, -1.0]), index % 2
 
     def _collate(self, samples: list[Any]) -> Any:
         if any(inputs[0] * 24 > 16.5 for inputs, _ in samples):
-            leave(self.how, self.rank)
+            leave(self.rank)
         return torch.utils.data.default_collate(samples)
 
 
 class WholeRows(Rows):
     def __getitems__(self, numbers: list[int]) -> list[Any]:
         if max(numbers) > 16:
-            leave(self.how, self.rank)
+            leave(self.rank)
         return [self[number] for number in numbers]
 
 
 class Net(nn.Module):
-    def __init__(self, where: str = "", how: str = "exit", rank: int = -1, after: int = 4) -> None:
+    def __init__(self, where: str = "", rank: int = -1, after: int = 4) -> None:
         super().__init__()
         if where == "constructor":
-            leave(how, rank)
+            leave(rank)
         self.layer = nn.Linear(3, 2)
-        self.where, self.how, self.rank, self.num_left = where, how, rank, after
+        self.where, self.rank, self.num_left = where, rank, after
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.layer(inputs)
         if self.where == "evaluation" and not self.training and len(inputs) > 2:
-            leave(self.how, self.rank)
+            leave(self.rank)
         if self.where == "backward" and logits.requires_grad:
             logits.register_hook(self._count)
         elif self.where == "forward":
@@ -83,19 +77,19 @@ class Net(nn.Module):
     def _count(self, *_: Any) -> None:
         self.num_left -= 1
         if self.num_left < 0:
-            leave(self.how, self.rank)
+            leave(self.rank)
 
 
 class Own(Task):
-    def __init__(self, where: str, how: str = "exit", rank: int = -1) -> None:
-        self.where, self.how, self.rank, self.num_left = where, how, rank, 4
+    def __init__(self, where: str, rank: int = -1) -> None:
+        self.where, self.rank, self.num_left = where, rank, 4
         if where == "constructor":
-            leave(how, rank)
+            leave(rank)
 
     def score(self, output: Any, batch: Any) -> Score:
         self.num_left -= 1
         if self.num_left < 0:
-            leave(self.how, self.rank)
+            leave(self.rank)
         loss = nn.functional.cross_entropy(output, batch.targets, reduction="sum")
         return Score(loss, len(batch.targets))
 
@@ -105,24 +99,24 @@ class Leaving(torch.optim.SGD):
         super().__init__(parameters, lr=lr)
         self.where, self.rank, self.num_left = where, rank, 5
         if where == "constructor":
-            leave("exit", rank)
+            leave(rank)
 
     def step(self, closure: Any = None) -> Any:
         self.num_left -= 1
         if self.num_left < 0:
-            leave("exit", self.rank)
+            leave(self.rank)
         return super().step(closure)
 
 
 def leaving_rate(step: int, rank: int = -1, at: int = 0) -> float:
     if step == at:
-        leave("exit", rank)
+        leave(rank)
     return 0.1
 
 
 class LeavingSchedule(torch.optim.lr_scheduler.LambdaLR):
     def __init__(self, optimizer: Any, rank: int = -1) -> None:
-        leave("exit", rank)
+        leave(rank)
         super().__init__(optimizer, lambda step: 0.1)
 
 
@@ -137,15 +131,11 @@ PLACES: dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[str, ...]]] = {
     "forward": (MODEL, {"where": "forward"}, ()),
     "sample": (DATA, {"where": "item"}, ()),
     "dataset": (DATA, {"where": "constructor"}, ()),
-    "dataset, by text": (DATA, {"where": "constructor", "how": "text"}, ()),
     "sample, in a worker": (DATA, {"where": "item"}, WORKER),
-    "samples": (DATA, {"where": "whole"}, ()),
     "samples, in a worker": (DATA, {"where": "whole"}, WORKER),
-    "collate": (DATA, {"where": "collate"}, ()),
     "collate, in a worker": (DATA, {"where": "collate"}, WORKER),
     "model": (MODEL, {"where": "constructor"}, ()),
     "first forward": (MODEL, {"where": "forward", "after": 0}, ()),
-    "forward, by raise": (MODEL, {"where": "forward", "how": "quit"}, ()),
     "backward": (MODEL, {"where": "backward"}, ()),
     "evaluation": (MODEL, {"where": "evaluation"}, ("--eval_every", "1")),
     "task": (TASK, {"where": "constructor"}, ()),
@@ -154,8 +144,8 @@ PLACES: dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[str, ...]]] = {
     "update": (OPTIMIZER, {"where": "step"}, ()),
     "schedule": (("--lr_schedule", f"{HERE}:LeavingSchedule", "--lr_schedule_args"), {}, ()),
     "rate": (("--lr_schedule", f"{HERE}:leaving_rate", "--lr_schedule_args"), {"at": 3}, ()),
-    "first rate": (("--lr_schedule", f"{HERE}:leaving_rate", "--lr_schedule_args"), {}, ()),
 }
+ALONE = ("forward", "sample", "dataset", "sample, in a worker", "evaluation", "update", "rate")
 COMMON = ("--cpu_only", "--batch_size", "4", "--epochs", "2", "--no_config", "--num_workers", "0")
 REST = {"--dataset": f"{HERE}:Rows", "--model": f"{HERE}:Net", "--eval_every": "0"}
 
@@ -167,7 +157,7 @@ def command(place: str, output: Path, rank: int) -> list[str]:
     return [*COMMON, *found, *(word for pair in rest.items() for word in pair)]
 
 
-@pytest.mark.parametrize("place", slow_after(3, PLACES))
+@pytest.mark.parametrize("place", slow_after(2, ALONE))
 def test_an_exit_of_the_users_code_is_an_error_that_says_where(place: str, tmp_path: Path) -> None:
     done = train(command(place, tmp_path, -1), launcher="none")
     assert done.statuses[0] not in (0, None), done.output

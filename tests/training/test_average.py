@@ -85,6 +85,7 @@ def test_tied_weights_have_one_average_and_half_floats_none() -> None:
         WeightAverage(model, trained=half, moving=(), decay=0.5, every=1)
 
 
+@pytest.mark.slow
 def test_both_are_measured_and_the_averages_decide_and_are_exported(tmp_path: Path) -> None:
     argv: Words = [*POINTS, "--model", "mlp", "--epochs", "3", "--output_dir", tmp_path]
     output = train(argv, 2).ok().outputs[0]

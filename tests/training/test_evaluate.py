@@ -1,7 +1,6 @@
 """The command evaluate: every test sample once, whoever counts, and figures that are right."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,9 @@ import torch
 from hardened_ddp.checkpoint.folder import load_checkpoint, open_checkpoint
 from hardened_ddp.data.sources.built_in import open_digits
 from hardened_ddp.errors import CheckpointMismatchError, ModelError
-from hardened_ddp.reporting.summary import print_report
 from hardened_ddp.task.classification import Classification
-from hardened_ddp.task.details import report_lines
 from hardened_ddp.training.weights import example_inputs, model_tensors, rebuild_model
+from tests.harness.marks import slow_after
 from tests.harness.ranks import train
 from tests.harness.run_folder import only_run
 
@@ -36,7 +34,7 @@ def evaluated(run: Path, output: Path, *words: str, ranks: int = 1) -> tuple[dic
     return json.loads(output.read_text(encoding="utf-8")), done.output
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", slow_after(1, [3, 1]))
 def test_any_number_of_ranks_counts_what_a_plain_loop_counts(
     digits_run: Path, tmp_path: Path, ranks: int
 ) -> None:
@@ -60,15 +58,6 @@ def test_any_number_of_ranks_counts_what_a_plain_loop_counts(
     assert report["world_size"] == ranks
     assert f"accuracy {report['accuracy']:.2%}" in printed
     assert printed.count("confusion matrix") == 1
-
-
-def test_the_report_lies_in_the_run_folder_and_a_checkpoint_may_be_named(digits_run: Path) -> None:
-    [checkpoint] = digits_run.glob("checkpoints/step-*")
-    for named in (digits_run, checkpoint):
-        train(["evaluate", str(named), "--cpu_only"]).ok()
-        report = digits_run / f"evaluation-{checkpoint.name}.json"
-        assert json.loads(report.read_text(encoding="utf-8"))["num_samples"] == 360
-        report.unlink()
 
 
 @pytest.mark.slow
@@ -122,29 +111,3 @@ def test_figures_of_a_class_are_those_of_the_textbook() -> None:
     }
     assert (second["samples"], second["precision"], second["recall"]) == (7, 4 / 5, 4 / 7)
     assert (third["name"], third["precision"], third["recall"], third["f1"]) == ("2", 0, None, 0)
-
-
-def test_many_classes_are_printed_short(capsys: pytest.CaptureFixture[str]) -> None:
-    import sys
-
-    confusion = torch.cat([torch.eye(200), torch.zeros(200, 1)], dim=1).tolist()
-    report = {
-        "checkpoint": "x",
-        "step": 1,
-        "dataset": "\N{SNOWMAN}",
-        "num_samples": 200,
-        "is_data_of_training": True,
-        "left_out": [],
-        **Classification(num_classes=200).report({"confusion": confusion}, 200),
-    }
-    table = report_lines(report)
-    assert print_report(report, metrics="", table=table, place=Path("x"), output=sys.stdout)
-    reading, writing = os.pipe()
-    os.close(reading)
-    with os.fdopen(writing, "w", encoding="utf-8") as output:  # as in: evaluate RUN | head
-        assert not print_report(report, metrics="", table=table, place=Path("x"), output=output)
-    printed = capsys.readouterr().out
-    assert printed.isascii()
-    assert "20 worst of 200" in printed
-    assert "confusion matrix" not in printed
-    assert len(printed.splitlines()) < 30

@@ -1,14 +1,19 @@
-"""--eval_every_steps and --eval_max_batches: the same evaluations, whatever happens."""
+"""--eval_every_steps, --eval_max_batches, --stop_when: the same evaluations, whatever happens."""
 
 import json
+import math
 import os
 import signal
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from hardened_ddp.step.progress import Progress
+from hardened_ddp.task.task import Metric
+from hardened_ddp.training.evaluation import why_stopped
 from tests.harness.ranks import train
 from tests.harness.run_folder import find_checkpoints, last_tensors, only_run, read_summary
 from tests.plugins import Plain, is_first_time
@@ -95,3 +100,37 @@ def test_a_part_of_the_test_set_is_called_so_and_is_the_same_on_any_number_of_ra
         assert summary["test_partial_accuracy"] == best["value"]
         losses.append(evaluations(run, "partial_loss/test")[3])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_only_better_values_count_and_nan_is_never_better() -> None:
+    loss = Metric("loss", is_higher_better=False)
+    progress = Progress()
+    seen = []
+    for value in (math.nan, 3.0, 2.0, 2.0, math.nan, 1.0, 5.0):
+        progress.note_for_stop(loss, value)
+        seen.append(progress.num_worse)
+    assert seen == [1, 0, 0, 1, 2, 0, 1]
+    assert progress.stop_value == 1.0
+    assert why_stopped(loss, progress) == "loss has not been better than 1 in 1 evaluation"
+    progress.note_for_stop(Metric("accuracy"), 0.1)  # another metric: all begins anew
+    assert (progress.stop_metric, progress.num_worse) == ("accuracy", 0)
+
+
+@pytest.mark.parametrize("is_higher_better", [True, False])
+def test_a_metric_that_is_never_a_number_ends_the_run_too(is_higher_better: bool) -> None:
+    metric, progress = Metric("score", is_higher_better=is_higher_better), Progress()
+    for value in (math.nan, math.inf):
+        progress.note_for_stop(metric, value)
+    json.dumps(asdict(progress), allow_nan=False)  # it goes into checkpoints
+    assert progress.num_worse == 2
+    assert why_stopped(metric, progress) == "score has been NaN or infinite in 2 evaluations"
+    progress.note_for_stop(metric, -7.0)
+    assert (progress.num_worse, progress.stop_value) == (0, -7.0)
+
+
+def test_without_a_test_set_to_measure_it_a_metric_to_stop_by_is_refused(tmp_path: Path) -> None:
+    argv = ["--cpu_only", "--stop_when", "loss", "--model", "mlp", "--output_dir", tmp_path]
+    argv += ["--dataset", "tests.plugins:points_to_test", "--dataset_args", "{none: true}"]
+    finished = train(argv, 1)
+    assert finished.statuses == (2,)
+    assert "has no test set to measure it" in finished.output

@@ -25,16 +25,13 @@ LARGEST_MB = 40
 """The largest tensor: a weight, and the two numbers that AdamW keeps for each element."""
 
 
-@pytest.mark.parametrize("flag", [(), ("--no_shared_memory",)], ids=["shared memory", "gloo"])
 @pytest.mark.slow
-def test_a_resumed_rank_has_at_most_the_memory_of_a_fresh_one(
-    flag: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_resumed_rank_has_at_most_the_memory_of_a_fresh_one(tmp_path: Path) -> None:
     peaks = []
     for name, more in (("fresh", []), ("resumed", ["--resume", "newest"])):
         notes = tmp_path / name
         notes.mkdir()
-        argv = [*FLAGS, *flag, *more, "--output_dir", tmp_path / "runs"]
+        argv = [*FLAGS, *more, "--output_dir", tmp_path / "runs"]
         steps = str(2 + 2 * len(peaks))
         args = f"{{notes: {notes}}}"
         train([*argv, "--model_args", args, "--max_steps", steps], 2).ok()
@@ -45,7 +42,7 @@ def test_a_resumed_rank_has_at_most_the_memory_of_a_fresh_one(
     # equal runs differs by one gradient, as the ranks happen to meet in a backward.
     for before, after in zip(fresh, resumed, strict=True):
         assert after <= before + 1.2 * LARGEST_MB, peaks
-    whole = [*FLAGS, *flag, "--max_steps", "4", "--output_dir", tmp_path / "whole"]
+    whole = [*FLAGS, "--max_steps", "4", "--output_dir", tmp_path / "whole"]
     train(whole, 2).ok()
     assert last_tensors(tmp_path / "runs") == last_tensors(tmp_path / "whole")
     assert only_run(tmp_path / "runs")

@@ -81,9 +81,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     ("world_size", "victim", "flags"),
     [
         (2, 1, ()),
-        pytest.param(2, 0, (), marks=pytest.mark.slow),
         pytest.param(3, 1, (), marks=pytest.mark.slow),
-        pytest.param(2, 1, ("--no_shared_memory",), marks=pytest.mark.slow),
         pytest.param(2, 0, ("--no_shared_memory",), marks=pytest.mark.slow),
     ],
     ids=str,
@@ -107,25 +105,6 @@ def test_the_ranks_that_are_left_save_the_step_before_a_kill(
     resumed = train([*argv, "--resume", run], world_size).ok()
     assert f"from step {saved}\n" in resumed.outputs[0]
     assert last_tensors(tmp_path) == undisturbed(world_size, *flags)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "rank"), [(1, 0), (2, 0), (2, 1)])
-def test_an_exception_on_one_rank_loses_no_step(world_size: int, rank: int, tmp_path: Path) -> None:
-    broken = ["--model_args", f"{{rank: {rank}}}"]
-    healthy = ["--model_args", "{rank: 9}"]
-    finished = train([*POINTS, *broken, "--output_dir", tmp_path / "a"], world_size)
-    assert all(finished.statuses)
-    assert "a fault of this model" in finished.output
-    [checkpoint] = find_checkpoints(tmp_path / "a")
-    saved = step_of(checkpoint)
-    assert 0 < saved < 8
-    # Saved is the state after that step, the buffers too, and nothing of the one that failed.
-    limited = [*POINTS, *healthy, "--lr_schedule", "constant"]
-    again = [*POINTS, *broken, "--lr_schedule", "constant"]
-    train([*again, "--output_dir", tmp_path / "b"], world_size)
-    train([*limited, "--max_steps", str(saved), "--output_dir", tmp_path / "c"], world_size).ok()
-    assert last_tensors(tmp_path / "b") == last_tensors(tmp_path / "c")
 
 
 @pytest.mark.slow
