@@ -12,7 +12,7 @@ little more than the others:
 - frames: ours, between `fit` in ddp_training.py and the model's forward, both left out.
 - files, functions: executed in the thread that trains, from one forward to that of the next step;
   with `fit`, without the model's own file. A lambda or comprehension is part of its function. Of
-  nine steps, watched one by one, the one with the fewest counts: a plain good step, without a
+  40 steps, watched one by one, the one with the fewest counts: a plain good step, without a
   report, a save, an agreement on stopping or a comparison of the replicas. With gradients through
   shared memory, and by DDP's hooks.
 - save: files executed in Saver.save in the thread that trains, and in the thread that writes, from
@@ -60,7 +60,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="step-path-") as folder:
         plain_files: set[str] = set()
         for form, flags in FORMS.items():
-            seen = watch(repo, "step", Path(folder), [*_NO_SAVES, *flags, "--max_steps", "40"])
+            seen = watch(repo, "step", Path(folder), [*_NO_SAVES, *flags, "--max_steps", "80"])
             functions = min(seen["steps"], key=len)
             print(f"a step, gradients by {form}")
             tell("frames", [f"{file}: {name}" for file, name in seen["stack"]], listed=True)

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 WARM_UP = 20
-STEPS = 9
+STEPS = 40
 SAVE = "Saver.save"
 FIRST_SAVE = 20
 """The step of it; the driver asks for a checkpoint after every so many."""
