@@ -49,7 +49,7 @@ def main() -> int:
     known: dict[str, list[int]] = {}
     if options.json and options.json.exists():
         known = json.loads(options.json.read_text(encoding="utf-8"))
-    chosen, num_skipped = [], 0
+    chosen, num_skipped, unanswered = [], 0, list[str]()
     for lot, cases in LOTS.items():
         for case in cases if options.lot in (lot, "all") else ():
             told = f"{lot}: {case.style}, {case.name}"
@@ -64,9 +64,12 @@ def main() -> int:
                 num_skipped += 1
             elif told not in known:
                 place = Path(tempfile.mkdtemp(dir=folder))
-                known[told] = count(case, ask(case, place), show=options.show)
+                said = ask(case, place)
+                known[told] = count(case, said, show=options.show)
+                unanswered += [told] if said is None else []
                 if options.json:
-                    options.json.write_text(json.dumps(known, indent=1), encoding="utf-8")
+                    kept = {name: known[name] for name in known if name not in unanswered}
+                    options.json.write_text(json.dumps(kept, indent=1), encoding="utf-8")
     rows: dict[str, list[list[int]]] = defaultdict(list)
     for told, case in chosen:
         if told in known:
@@ -103,6 +106,8 @@ def ask(case: Case, folder: Path) -> Said | None:
         ranks = read_ranks(records)
         for error in {e["what"] for rank in ranks for e in rank.all("error")}:
             print(f"{case.style}, {case.name}: the observer failed: {error}")
+        if not len(ranks):
+            return None
         verdicts = judge(ranks, hung=False)
         for failure in ranks.failures:
             print(f"{case.style}, {case.name}: the judging failed: {failure}")
