@@ -12,12 +12,12 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from ddp_drills.fault import TWO_HOSTS, Fault
+from ddp_drills.fault import Fault
 from ddp_drills.faults import all_faults, find
-from ddp_drills.two_hosts import why_not
 from hardened_ddp.errors import ConfigError
 from hardened_ddp.settings.cli import Request
 from hardened_ddp.settings.layers import resolve
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 
 ALL = "all"
 _CAPTION = "Measured by `drill all --table` on"
-_HEADING_LINES = 4
-"""Of the table: caption, an empty line, the names of the columns, and the rule below them."""
-
 _OF_THE_DRILL: tuple[str, ...] = ("run_name", "output_dir", "resume", "ledger", "model", "dataset")
 _OF_THE_DRILL += ("model_args", "dataset_args", "single_gpu", "time_limit")
 
@@ -46,8 +43,6 @@ class Order:
     faults: tuple[Fault, ...]
     num_ranks: int
     table: str
-    left_out: str
-    """Why the drill on two hosts is not among them; empty: it is, or was not asked for."""
 
 
 def run_drills(request: Request, *, output: TextIO, env: Mapping[str, str]) -> int:
@@ -65,8 +60,6 @@ def run_drills(request: Request, *, output: TextIO, env: Mapping[str, str]) -> i
         reference = drills.reference()
         _say(output, [f"the undisturbed run took {reference.wall_s:.1f} s"])
         verdicts = report(drills, order.faults, output)
-        if order.left_out:
-            _say(output, [f"left out: the drill on two hosts ({order.left_out})"])
     except RuntimeError as error:
         _say(output, [f"FAIL: {error}", f"see {folder}"])
         return 1
@@ -114,20 +107,7 @@ def read_order(request: Request) -> Order:
             fix=own_command("drill", name, "--ranks", str(fault.min_ranks)),
         )
     chosen = [fault] if fault else [f for f in all_faults() if f.min_ranks <= num_ranks]
-    left_out = why_not() if any(f.outside == TWO_HOSTS for f in chosen) else ""
-    if fault is not None and left_out:
-        raise ConfigError(
-            f"drill {name} needs two hosts, which it makes of network namespaces: {left_out}",
-            fix="run it as root on a machine with ip, nsenter and unshare",
-        )
-    if left_out:
-        chosen = [f for f in chosen if f.outside != TWO_HOSTS]
-    return Order(
-        faults=tuple(chosen),
-        num_ranks=num_ranks,
-        table=request.options["table"],
-        left_out=left_out,
-    )
+    return Order(faults=tuple(chosen), num_ranks=num_ranks, table=request.options["table"])
 
 
 def read_work(request: Request, num_ranks: int) -> "Work":
@@ -168,15 +148,10 @@ def read_work(request: Request, num_ranks: int) -> "Work":
 
 def prepare(work: "Work", folder: Path, env: Mapping[str, str]) -> "Drills":
     """Prepare drills that start processes with this Python."""
-    from ddp_drills.other_host import start_on_two_hosts
-    from ddp_drills.processes import Ranks, Start, start_ranks
+    from ddp_drills.processes import start_ranks
     from ddp_drills.runner import Drills
 
-    def starter(start: Start) -> Ranks:
-        is_two = start.outside == TWO_HOSTS
-        return start_on_two_hosts(env, start) if is_two else start_ranks(env, start)
-
-    return Drills(work, folder, starter)
+    return Drills(work, folder, partial(start_ranks, env))
 
 
 def list_faults() -> list[str]:
@@ -213,23 +188,14 @@ def row_of(verdict: "Verdict") -> str:
 
 
 def write_table(path: Path, table: Sequence[str]) -> None:
-    """Write the table to path; replace the table in a document that has one.
-
-    Drills that were not run now keep their rows, and the table its heading, until all are run.
-    """
+    """Write the table to path; replace the table in a document that has one."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    starts = [index for index, line in enumerate(lines) if line.startswith(_CAPTION)]
-    begin = starts[0] if starts else len(lines)
-    end = begin + 2
+    found = (index for index, line in enumerate(lines) if line.startswith(_CAPTION))
+    begin = next(found, len(lines))
+    end = begin + 2  # the caption, an empty line, and then rows
     while end < len(lines) and lines[end].startswith("|"):
         end += 1
-    heading, old = lines[begin : begin + _HEADING_LINES], lines[begin + _HEADING_LINES : end]
-    rows = {row.split("`")[1]: row for row in [*old, *table[_HEADING_LINES:]]}  # | `name` | ...
-    names = [fault.name for fault in all_faults()]
-    is_whole = not old or len(table) - _HEADING_LINES == len(names)
-    heading = list(table[:_HEADING_LINES]) if is_whole else heading
-    known = [rows[name] for name in names if name in rows]
-    text = "\n".join([*lines[:begin], *heading, *known, *lines[end:]])
+    text = "\n".join([*lines[:begin], *table, *lines[end:]])
     path.write_text(text + "\n", encoding="utf-8")
 
 

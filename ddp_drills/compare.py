@@ -21,17 +21,16 @@ from hardened_ddp.errors import HardenedError
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME
 from hardened_ddp.training.weights import MODEL_PREFIX
 
+# Of the size of the weights. A few dozen steps make it 1e-7 to 1e-5; one wrong gradient, 1e-2.
 _ROUNDING = 1e-3
-"""Of the size of the weights. A few dozen steps make it 1e-7 to 1e-5; one wrong gradient, 1e-2."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """One start of the command."""
 
+    # Of each rank, or of torchrun; None: it did not end and was killed.
     statuses: tuple[int | None, ...]
-    """Of each rank, or of torchrun; None: it did not end and was killed."""
-
     is_finished: bool
     wall_s: float
 
@@ -40,18 +39,13 @@ class Attempt:
 class Record:
     """All starts of one run."""
 
-    folder: Path
-    """Of the run."""
-
+    folder: Path  # of the run
     board: Board
     num_ranks: int
     attempts: list[Attempt] = field(default_factory=list)
     output: str = ""
-    problems: list[str] = field(default_factory=list)
-    """Leftovers, and processes that did not end."""
-
-    has_fault: bool = False
-    """The fault has happened in it."""
+    problems: list[str] = field(default_factory=list)  # leftovers, and processes that did not end
+    has_fault: bool = False  # the fault has happened in it
 
     @property
     def wall_s(self) -> float:
@@ -91,12 +85,8 @@ class Verdict:
     ended: str
     weights: str
     ledger: str
-    message: str
-    """The message that the user of such a run reads."""
-
-    lost_s: float
-    """How much longer it took than the undisturbed run."""
-
+    message: str  # the message that the user of such a run reads
+    lost_s: float  # how much longer it took than the undisturbed run
     problems: tuple[str, ...] = ()
 
     @property

@@ -10,16 +10,10 @@ from ddp_drills.injections import Injection
 
 LAST = (-1,)
 ALL: tuple[int, ...] = ()
+# Settings for a drill that waits for a missing rank where the watch for hangs waits longer: at the
+# start, in an evaluation, in a checkpoint.
 HANGS = ("--timeout_s", "5")
-"""Settings for a drill that waits for a missing rank where the watch for hangs waits longer: at the
-start, in an evaluation, in a checkpoint."""
-
-TWO_HOSTS = "torchrun on two hosts"
-"""The fault from outside that needs hosts, and so root: see two_hosts.py."""
-
-WATCHED = ("--hang_after_s", "1.5")
-"""Settings for a drill in which a rank hangs inside of a step."""
-
+WATCHED = ("--hang_after_s", "1.5")  # settings for a drill in which a rank hangs inside of a step
 Ends = Literal["continues", "saves", "stops", "restarts", "several starts"]
 Keeps = Literal["same weights", "near weights", "equal replicas"]
 
@@ -35,36 +29,21 @@ class Fault:
     """One fault, and its expected verdict."""
 
     name: str
-    text: str
-    """What happens."""
-
+    text: str  # what happens
     injections: tuple[Injection, ...] = ()
+    # saves: exits with status 0 and a checkpoint; stops: with an error; restarts: by torchrun;
+    # several starts: any of these, as often as needed.
     ends: Ends = "continues"
-    """saves: exits with status 0 and a checkpoint; stops: with an error; restarts: by torchrun;
-    several starts: any of these, as often as needed."""
-
-    code: str = ""
-    """The code of the error that the user reads."""
-
+    code: str = ""  # the code of the error that the user reads
+    # More texts that the user reads; SAMPLE stands for the index of the bad sample.
     says: tuple[str, ...] = ()
-    """More texts that the user reads; SAMPLE stands for the index of the bad sample."""
-
+    # near weights: only rounding differs, because the parts of a sum changed. equal replicas: the
+    # samples or the gradients are other ones.
     keeps: Keeps = "same weights"
-    """near weights: only rounding differs, because the parts of a sum changed. equal replicas: the
-    samples or the gradients are other ones."""
-
-    leaves_out: bool = False
-    """A sample is left out, and the ledger and the report show it."""
-
-    flags: tuple[str, ...] = ()
-    """Settings of this drill, besides those of the work."""
-
-    signal: int = 0
-    """Sent to the rank while it pauses."""
-
-    outside: str = ""
-    """A fault from outside, see outside.py."""
-
+    leaves_out: bool = False  # A sample is left out, and the ledger and the report show it
+    flags: tuple[str, ...] = ()  # settings of this drill, besides those of the work
+    signal: int = 0  # sent to the rank while it pauses
+    outside: str = ""  # A fault from outside, see outside.py
     min_ranks: int = 1
 
     @property

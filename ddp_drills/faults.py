@@ -8,11 +8,11 @@ import signal
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ddp_drills.fault import ALL, HANGS, LAST, TWO_HOSTS, WATCHED, Fault
+from ddp_drills.fault import ALL, HANGS, LAST, WATCHED, Fault
 from ddp_drills.injections import Injection
 
+# Two workers, for training only: each takes a second or more to start.
 _LOADS = ("--num_workers", "2", "--loader_timeout_s", "2", "--eval_every", "0")
-"""Two workers, for training only: each takes a second or more to start."""
 
 
 def all_faults() -> list[Fault]:
@@ -166,15 +166,6 @@ def _launchers() -> Iterator[Fault]:
         ends="stops",
         says=("SIGTERM: stopping",),
         min_ranks=2,
-    )
-    yield Fault(
-        name="dead-host",
-        text="the host of an elastic run dies, and torchrun on another one takes over",
-        injections=_once("pause", "forward"),
-        signal=signal.SIGKILL,
-        outside=TWO_HOSTS,
-        ends="restarts",
-        says=("an earlier attempt of this job",),
     )
 
 

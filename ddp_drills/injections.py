@@ -15,40 +15,25 @@ from pathlib import Path
 from typing import Any
 
 POLL_S = 0.002
-PAUSE_LIMIT_S = 30.0
-"""How long a rank pauses for a fault from outside."""
-
+PAUSE_LIMIT_S = 30.0  # how long a rank pauses for a fault from outside
+# A note: the model's output for a batch is not that for its halves, as with dropout.
 DEPENDS_ON_PARTS = "depends-on-parts"
-"""A note: the model's output for a batch is not that for its halves, as with dropout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Injection:
     """One fault: what, where, when."""
 
-    kind: str
-    """What ddp_drills/injectors.py does."""
-
+    kind: str  # what ddp_drills/injectors.py does
+    # data, forward, loss, layer, backward, optimizer, update, evaluation: in training. worker: in a
+    # DataLoader worker; sample: for one sample, the first one that the last rank reads from that
+    # step on; open, start: when the dataset is created.
     phase: str
-    """data, forward, loss, layer, backward, optimizer, update, evaluation: in training. worker: in
-    a DataLoader worker; sample: for one sample, the first one that the last rank reads from that
-    step on; open, start: when the dataset is created."""
-
-    step: int = 7
-    """From this step on (0 is the first); in a worker, after this many samples."""
-
-    ranks: tuple[int, ...] = ()
-    """Which ranks; negative ones count from the last. Empty: all."""
-
-    lasts: bool = False
-    """Every time, until the drill removes the cause. Else once."""
-
-    victim: int = -1
-    """pause: the rank that gets the fault meanwhile."""
-
-    signal: int = 0
-    """pause: the signal. 0: the one of the fault."""
-
+    step: int = 7  # from this step on (0 is the first); in a worker, after this many samples
+    ranks: tuple[int, ...] = ()  # which ranks; negative ones count from the last. Empty: all.
+    lasts: bool = False  # every time, until the drill removes the cause. Else once.
+    victim: int = -1  # pause: the rank that gets the fault meanwhile
+    signal: int = 0  # pause: the signal. 0: the one of the fault.
     seconds: float = 0.0
 
     def is_for(self, rank: int, world_size: int) -> bool:

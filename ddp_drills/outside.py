@@ -20,11 +20,10 @@ from hardened_ddp.checkpoint.folder import STATE_NAME, find_newest
 from hardened_ddp.ranks.network import port_of
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME
 
+# How long ranks have to exit after one has failed. Then SIGTERM; after the same time SIGKILL.
 PATIENCE_S = 8.0
-"""How long ranks have to exit after one has failed. Then SIGTERM; after the same time SIGKILL."""
-
+# The limit of a file's size on a full disk: logs fit, a checkpoint does not.
 _FULL_BYTES = 48 * 1024
-"""The limit of a file's size on a full disk: logs fit, a checkpoint does not."""
 
 
 class Outside:
@@ -87,9 +86,6 @@ class Outside:
                     resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, hard))
             case "all ranks":
                 _signal_all(ranks, everyone, self.fault.signal)
-            case "torchrun on two hosts":
-                ranks.cut()  # WHY first: no other host is told that its torchrun and ranks end
-                _signal_all(ranks, [-1, *everyone], self.fault.signal)
             case "torchrun killed":
                 _signal_all(ranks, [-1], self.fault.signal)
             case _:

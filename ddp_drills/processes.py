@@ -40,9 +40,6 @@ class Ranks(Protocol):
     def pid_of(self, rank: int) -> int | None:
         """Return the pid of a rank, or with -1 that of torchrun; None if there is none."""
 
-    def cut(self) -> None:
-        """Cut the network of their host."""
-
     def output(self) -> str:
         """Return everything that they wrote."""
 
@@ -55,19 +52,12 @@ class Start:
     """One start of the script."""
 
     flags: Sequence[str]
-    log: Path
-    """Where the ranks write their output to."""
-
+    log: Path  # where the ranks write their output to
     num_ranks: int
     port: int
-    outside: str
-    """The fault from outside, see outside.py."""
-
-    missing: int = 0
-    """So many of the last ranks are not started."""
-
-    host: str = HOST
-    """Of rank 0."""
+    outside: str  # the fault from outside, see outside.py
+    missing: int = 0  # so many of the last ranks are not started
+    host: str = HOST  # of rank 0
 
 
 Starter = Callable[[Start], Ranks]
@@ -123,9 +113,6 @@ class Processes:
             if wanted in _environment_of(pid) and _parent_of(pid) == agent:
                 return pid
         return None
-
-    def cut(self) -> None:
-        """They share this machine with all others."""
 
     def output(self) -> str:
         return self._log.read_text(encoding="utf-8", errors="replace")

@@ -18,16 +18,10 @@ from hardened_ddp.ranks.network import hold_port, port_of
 from hardened_ddp.reporting.summary import finished_at
 
 NO_FAULT = Fault(name="undisturbed", text="nothing happens")
-MAX_STARTS = 3
-"""Of one run; with several faults, one more for each."""
-
+MAX_STARTS = 3  # of one run; with several faults, one more for each
 CAN_NOT_START = ("port taken", "missing rank", "unresolvable host")
-NO_HOST = "rank-0.invalid"
-"""A name that no name server may know."""
-
-START_LIMIT_S = 120.0
-"""Of one start, plus ten times what the undisturbed run took: more is a hang."""
-
+NO_HOST = "rank-0.invalid"  # A name that no name server may know
+START_LIMIT_S = 120.0  # of one start, plus ten times what the undisturbed run took: more is a hang
 OUTPUT_NAME = "output.txt"
 _POLL_S = 0.005
 

@@ -6,14 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+# Defaults that the user may override.
 DEFAULTS: Mapping[str, str] = {
     "batch_size": "36",
     "num_workers": "0",
     "max_steps": "27",
     "epochs": "1000",  # WHY so many: max_steps ends the run
 }
-"""Defaults that the user may override."""
-
 ALWAYS = (
     *("--run_name", "drill", "--ledger", "--log_interval", "5", "--checkpoint_every_steps", "5"),
     *("--tensorboard", "false", "--stop_grace_s", "6"),
@@ -31,8 +30,8 @@ class Work:
     dataset_args: Mapping[str, Any] = field(default_factory=dict)  # Any: as above
     may_download: bool = True
     streaming: bool = False
+    # Settings, as on the command line.
     flags: tuple[str, ...] = tuple(f"--{name}={value}" for name, value in DEFAULTS.items())
-    """Settings, as on the command line."""
 
     def command(self, board: Path, output: Path) -> list[str]:
         """Return the flags of a run whose model and dataset inject the faults of board."""

@@ -43,9 +43,7 @@ class Moments:
     def __init__(self, board: Board) -> None:
         launch = read_launch(environment())
         self.rank, self.world_size, self.board = launch.rank, launch.world_size, board
-        self.step = 0
-        """Optimizer steps done, over all starts; 0 before the first one of this start."""
-
+        self.step = 0  # optimizer steps done, over all starts; 0 before the first one of this start
         self._injections = {
             number: injection
             for number, injection in enumerate(board.injections())

@@ -3,13 +3,10 @@
 Owns: ForkedRanks, which is to ddp_drills/runner.py what its own processes are.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ddp_drills.fault import TWO_HOSTS
-from ddp_drills.other_host import start_on_two_hosts
 from ddp_drills.processes import SCRIPT, Ranks, Start, await_end
 from ddp_drills.runner import Drills
 from ddp_drills.work import Work
@@ -32,9 +29,6 @@ class ForkedRanks:
         if self._by_torchrun:
             return self._running.pid if rank < 0 else self._running.pid_of_rank(rank)
         return self._running.pids[rank] if rank in self._running.living() else None
-
-    def cut(self) -> None:
-        """They share this machine with all others."""
 
     def output(self) -> str:
         outputs = [self._running.output(rank) for rank in range(len(self._running.pids))]
@@ -70,8 +64,6 @@ def forked_drills(
 
 
 def _start(start: Start) -> Ranks:
-    if start.outside == TWO_HOSTS:
-        return start_on_two_hosts(os.environ, start)
     if start.outside.startswith("torchrun"):
         argv = ["torchrun", "--standalone", f"--nproc_per_node={start.num_ranks}"]
         argv += ["--max_restarts=3", str(SCRIPT), *start.flags]

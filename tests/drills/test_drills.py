@@ -14,15 +14,14 @@ import pytest
 import torch
 
 from ddp_drills import processes
-from ddp_drills.command import list_faults, markdown, read_order, read_work, report, write_table
+from ddp_drills.command import list_faults, markdown, read_work, report, write_table
 from ddp_drills.compare import Record, distance
-from ddp_drills.fault import TWO_HOSTS, Fault
+from ddp_drills.fault import Fault
 from ddp_drills.faults import all_faults, find
 from ddp_drills.injections import DEPENDS_ON_PARTS, Board, Injection
 from ddp_drills.injectors import tensors_of
 from ddp_drills.runner import Drills
-from ddp_drills.two_hosts import why_not
-from hardened_ddp.errors import ConfigError, HardenedError
+from hardened_ddp.errors import HardenedError
 from hardened_ddp.settings.cli import parse
 from tests.drills.forked import forked_drills
 from tests.harness.marks import slow_after
@@ -71,8 +70,6 @@ def test_a_fault_comes_to_its_verdict(case: tuple[str, Where], drills_of: Drills
     name, where = case
     fault = find(name)
     assert fault is not None
-    if fault.outside == TWO_HOSTS and (reason := why_not()):
-        pytest.skip(reason)
     output, drills = io.StringIO(), drills_of(where)
     [verdict] = report(drills, [fault], output)
     # what the command would have said
@@ -178,16 +175,6 @@ class TestCommand:
         assert completed.status == 2
         assert told in completed.stderr
 
-    def test_the_drill_on_two_hosts_says_in_one_line_why_there_are_none(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("ddp_drills.command.why_not", lambda: "only root can make them")
-        with pytest.raises(ConfigError, match=r"dead-host needs two hosts.*: only root can make"):
-            read_order(parse(["drill", "dead-host"]))
-        order = read_order(parse(["drill", "all"]))
-        assert len(order.faults) == len(all_faults()) - 1
-        assert order.left_out == "only root can make them"
-
     def test_settings_reach_the_ranks_as_they_were_typed(self) -> None:
         words = ["nan-once", "--amp", "off", "--optimizer_args", "{eps: 0.1}", "--cpu_only"]
         flags = read_work(parse(["drill", *words]), 2).flags
@@ -239,16 +226,13 @@ def test_a_table_is_written_in_its_place_and_leaves_the_rest(tmp_path: Path) -> 
     path = tmp_path / "table.md"
     table = markdown([], 2)
     table[0] += " the first day"
-    rows = ["| `kill-sum` | old |", "| `nan-once` | kept |", "| `not-there` | gone |"]
-    write_table(path, [*table, *rows])
+    write_table(path, [*table, "| `kill-sum` | old |", "| `not-there` | gone |"])
     path.write_text(f"# Title\n\n{path.read_text(encoding='utf-8')}\nThe end.\n", encoding="utf-8")
     other = [f"{table[0]} the next day", *table[1:]]
     write_table(path, [*other, "| `kill-sum` | new |", "| `kill-data` | first |"])
     lines = path.read_text(encoding="utf-8").splitlines()
-    rows = ["| `kill-data` | first |", "| `kill-sum` | new |", "| `nan-once` | kept |"]
-    assert lines == ["# Title", "", *table, *rows, "", "The end."]
-    write_table(path, [*other, *(f"| `{fault.name}` | all |" for fault in all_faults())])
-    assert path.read_text(encoding="utf-8").splitlines()[2] == other[0]
+    rows = ["| `kill-sum` | new |", "| `kill-data` | first |"]
+    assert lines == ["# Title", "", *other, *rows, "", "The end."]
 
 
 class TestBoard:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from ddp_drills.two_hosts import ADDRESSES, TwoHosts, why_not
 from hardened_ddp.checkpoint.disk import LOCK_NAME
 from tests.harness.marks import slow_after
 from tests.harness.processes import kill, list_pids, read_environment
@@ -35,6 +34,7 @@ from tests.harness.run_folder import (
     samples_by_step,
     step_of,
 )
+from tests.harness.two_hosts import ADDRESSES, TwoHosts, why_not
 
 RUN = ["--cpu_only", "--epochs", "2", "--batch_size", "64"]
 ELASTIC = ["--cpu_only", "--batch_size", "12", "--epochs", "1000", "--num_workers", "0", "--ledger"]
