@@ -24,12 +24,8 @@ _SHOWN = 6
 class Divergence:
     """Which ranks differ. The same on all ranks."""
 
-    odd: list[int]
-    """The ranks that differ from the majority; all of them if there is no majority."""
-
-    source: int | None
-    """The lowest rank with the state of the majority; None: there is no majority."""
-
+    odd: list[int]  # the ranks that differ from the majority; all of them if there is no majority
+    source: int | None  # the lowest rank with the state of the majority; None: there is no majority
     text: str
 
 

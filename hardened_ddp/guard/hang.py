@@ -1,15 +1,15 @@
 """The watch for hangs: names the rank that makes no progress, and where; then saves and exits.
 
-Owns a thread of each rank. About once a second it checks the heartbeat of this rank and those of
-the other ranks of its machine (neighbours.py). If a phase takes longer than its limit, the thread
-raises the alarm. Then the threads of all ranks write Python's stacks to RUN/hangs and agree
-(hang_consensus.py) on which ranks hang, by the rules of hang_rules.py. If one does, they save the
-last completed step, kill the ranks that can't exit by themselves, and exit with a status on which
-the launcher starts again. So does a rank that waits on a GPU for one whose process ended.
+A thread of each rank checks, about once a second, the heartbeat of this rank and those of the other
+ranks of its machine (neighbours.py). If a phase takes longer than its limit, it raises the alarm.
+Then the threads of all ranks write Python's stacks to RUN/hangs and agree (hang_consensus.py) on
+which ranks hang, by the rules of hang_rules.py. If one does, they save the last completed step,
+kill the ranks that can't exit by themselves, and exit with a status on which the launcher starts
+again. So does a rank that waits on a GPU for one whose process ended.
 
 Time counts only while the thread itself runs: a job that was stopped as a whole and continued, or a
 machine that slept, did not hang. Neither does a rank in a debugger. A process that is alone on its
-machine while native code holds the GIL does not exit; outside_view.py writes its stacks.
+machine while native code holds the GIL does not exit.
 """
 
 import contextlib
@@ -18,7 +18,6 @@ import logging
 import math
 import os
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,12 +29,10 @@ from hardened_ddp.errors import HangError, PeerLostError
 from hardened_ddp.guard.hang_consensus import NUM_WITNESSES, HangConsensus
 from hardened_ddp.guard.hang_rules import Hang, Report, decide, limits_ns, longest_wait_s
 from hardened_ddp.guard.neighbours import Neighbours
-from hardened_ddp.guard.outside_view import start_outside_view
 from hardened_ddp.guard.slow import SlowData, SlowRanks, Split
 from hardened_ddp.guard.stop import leave_at_once
 from hardened_ddp.ranks.group import Group, lost_peer, nccl_trace
 from hardened_ddp.ranks.phase import (
-    ALARM,
     FIRST_WAIT,
     HEART,
     LIMITS,
@@ -43,7 +40,6 @@ from hardened_ddp.ranks.phase import (
     PHASE,
     SINCE,
     STEP,
-    TOKEN,
     Phase,
 )
 from hardened_ddp.ranks.stacks import is_debugged, offer_stacks, withdraw_stacks
@@ -67,21 +63,16 @@ _RAISE_S = 0.25  # until the main thread raises by itself, where it does
 class Subject:
     """What the watch needs from the run. Called on the watch's thread."""
 
-    save: Callable[..., None]
-    """Save the last completed step, as save_while_stuck in training/survivor_save.py."""
-
+    save: Callable[..., None]  # as save_while_stuck in training/survivor_save.py
+    # The phase of this rank's device, by that of its main thread. None: they are the same.
     phase: Callable[[int], int] | None = None
-    """The phase of this rank's device, by that of its main thread. None: they are the same."""
-
+    # The samples that this rank processes in that phase.
     samples: Callable[[int], Sequence[int]] = lambda phase: ()
-    """The samples that this rank processes in that phase."""
-
     worker_stacks: Callable[[], Mapping[int, str]] = dict
+    # The split of this rank's step time, and the number of that report.
     split: Callable[[], tuple[int, Split]] = lambda: (0, {})
-    """The split of this rank's step time, and the number of that report."""
-
+    # Phases with a longer limit, in seconds.
     least_s: Mapping[int, float] = field(default_factory=dict)
-    """Phases with a longer limit, in seconds."""
 
 
 class HangWatch:
@@ -103,7 +94,6 @@ class HangWatch:
         self._end = threading.Event()
         self._is_deciding = threading.Event()
         self._thread: HelperThread | None = None
-        self._outside: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "HangWatch":
         """Start the watch. Main thread. Collective: all ranks."""
@@ -122,15 +112,6 @@ class HangWatch:
             world_size=group.world_size,
             tick_s=self._tick_s,
         )
-        if not self._neighbours.reports() and min(fds) >= 0:
-            launch = group.launch
-            self._outside = start_outside_view(
-                self._folder / f"held_rank_{launch.rank}.txt",
-                heartbeat_fd=fds[0],
-                token=group.tracker.words[TOKEN],
-                stacks_fd=fds[1],
-                tick_s=self._tick_s,
-            )
         self._main_thread = threading.get_ident()
         self._thread = HelperThread(self._watch, name="hang-watch")
         self._thread.start()
@@ -147,7 +128,7 @@ class HangWatch:
         """Stop the watch; if the ranks are deciding on a hang, wait for that. Main thread.
 
         WHY wait: a rank that lost another one calls this, and the verdict says why it was lost.
-        The watch's thread then ends this process. May be called twice.
+        The watch's thread then ends this process.
         """
         self._end_questions()
         if self._thread is None:
@@ -162,9 +143,6 @@ class HangWatch:
         self._neighbours.close()
         if self._heartbeat_fd >= 0:
             os.close(self._heartbeat_fd)
-        if self._outside is not None:
-            self._outside.kill()
-            self._outside.wait()
 
     def _watch(self) -> None:
         awake, last_s = AwakeTime(_MAX_TICKS * self._tick_s), 0.0
@@ -197,18 +175,11 @@ class HangWatch:
         is_suspicious = self._muted_s == 0.0 and self._is_suspicious(report, awake_s)
         # WHY step and time: tells several hangs of one run apart, with one name on all ranks
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-step-{report.step}" if is_suspicious else ""
-        # WHY not each rank: a thousand questions a second would keep the store's host busy
-        if not (name or self._neighbours.must_ask(self._consensus.round, tick_s=self._tick_s)):
-            return
         if alarm := self._consensus.alarm(name):
-            words[ALARM] = self._consensus.round + 1
             self._answer_alarm(self._folder / alarm, is_witness=is_suspicious)
 
     def _age(self, awake_s: float) -> None:
-        """Add up how long this rank has been in its phase, while this thread was awake.
-
-        WHY not the time of the tracker: a limit would grow by the hour in which a job was stopped.
-        """
+        """Add up how long this rank has been in its phase, while this thread was awake."""
         tracker = self._group.tracker
         since = tracker.words[SINCE]
         if since != self._seen_since:
@@ -219,7 +190,6 @@ class HangWatch:
         self._age_s = min((time.monotonic_ns() - since) / 1e9, self._age_s + awake_s)
 
     def _set_limits(self) -> None:
-        """Update the limit of each phase, and publish it to the neighbours."""
         tracker = self._group.tracker
         limits = limits_ns(
             hang_after_s=self._hang_after_s,
@@ -242,7 +212,6 @@ class HangWatch:
         return Report(rank, words[STEP], phase, self._age_s, limit_s, samples)
 
     def _is_suspicious(self, report: Report, awake_s: float) -> bool:
-        """Return whether this rank sees a reason for an alarm."""
         is_working = report.phase < FIRST_WAIT
         if is_working and report.is_late and is_debugged(self._main_thread):
             self._age_s = 0.0
@@ -293,10 +262,7 @@ class HangWatch:
         with contextlib.suppress(OSError):  # WHY suppress: a full disk must not hide the verdict
             self._write_stacks(folder, mine)
         hang = self._consensus.agree(
-            mine,
-            self._neighbours.reports,
-            is_witness=is_witness,
-            wait_limit_s=self._wait_limit_s,
+            mine, self._neighbours.reports, is_witness=is_witness, wait_limit_s=self._wait_limit_s
         )
         if hang is not None:
             self._end_run(hang, folder)

@@ -1,11 +1,10 @@
 """How the ranks agree on whether one of them hangs: beats, an alarm, reports, a verdict.
 
-Owns the store keys for this, in rounds. A regular beat says where a rank is. A rank that sees a
-reason raises the alarm; then every rank that can reports where it is now; the first verdict made
-from these reports (hang_rules.py) holds for all. If no rank hangs, the next round begins.
-WHY the store, not a collective: ranks that wait in one collective can't call another. One thread
-serves it: the more ranks there are, the more rarely each one asks. If its server hangs, each
-machine judges by itself.
+A regular beat in the store says where a rank is. A rank that sees a reason raises the alarm; then
+every rank that can reports where it is now; the first verdict made from these reports
+(hang_rules.py) holds for all. If no rank hangs, the next round begins.
+WHY the store, not a collective: ranks that wait in one collective can't call another. If the store
+does not answer, each machine judges by itself.
 """
 
 import json
@@ -16,23 +15,14 @@ from typing import Any
 
 from hardened_ddp.guard.hang_rules import SILENT, Hang, Report, decide
 from hardened_ddp.guard.slow import Split
-from hardened_ddp.ranks.store import (
-    MOST_READ,
-    RunStore,
-    poll_s,
-    publish_failure,
-    read_failures,
-)
+from hardened_ddp.ranks.store import MOST_READ, RunStore, poll_s, publish_failure, read_failures
 
 LEFT = "left"
+# How long the other ranks have to report; their threads check for an alarm at each tick.
 COLLECT_S = 4.0
-"""How long the other ranks have to report; their threads check for an alarm at each tick."""
-
 NUM_WITNESSES = 2  # ranks that check all others; more of them would only load the store
-# The others wait a little longer for a verdict than those who make it wait for reports. WHY: else
-# each of a thousand ranks would collect all reports by itself, whenever one of them is silent.
+# WHY longer: else every rank would collect all reports by itself, whenever one of them is silent.
 _VERDICT_S = COLLECT_S + 2.0
-_BEATS_PER_TICK = 500
 _POLL_S = 0.05
 _POLL_PER_RANK_S = 5e-4  # all but the witnesses wait for a verdict
 
@@ -41,24 +31,18 @@ class HangConsensus:
     """This rank's part in the consensus. All methods are called from one thread."""
 
     def __init__(self, store: RunStore, *, rank: int, world_size: int, tick_s: float = 1.0) -> None:
-        """tick_s: how often beat is called."""
+        """tick_s: how often beat is called, by each rank."""
         self._store = store
         self._rank = rank
         self._world_size = world_size
-        self.round = 0
-        """How many alarms ended without a verdict."""
-
+        self.round = 0  # how many alarms ended without a verdict
         self._beats: dict[int, Any] = {}
         self._silent_s: dict[int, float] = {}
-        self._beat_every = max(1, world_size // _BEATS_PER_TICK)
-        self._beat_s = self._beat_every * tick_s
-        self._has_beaten = False
+        self._tick_s = tick_s
 
     def beat(self, report: Report, number: int, splits: tuple[int, Split]) -> None:
-        """Publish where this rank is. number: one more each time. Of many ranks, some at a time."""
-        if not self._has_beaten or (number + self._rank) % self._beat_every == 0:
-            self._has_beaten = True
-            self._publish_beat([number, asdict(report), splits])
+        """Publish where this rank is. number: one more each time."""
+        self._publish_beat([number, asdict(report), splits])
 
     def leave(self) -> None:
         """Publish that this rank no longer takes part."""
@@ -80,7 +64,7 @@ class HangConsensus:
             self._silent_s[rank] = 0.0 if is_new else self._silent_s.get(rank, 0.0) + awake_s
             self._beats[rank] = beat
             report = _report_of(beat[1])
-            limit_s = max(report.limit_s, 2 * self._beat_s)
+            limit_s = max(report.limit_s, 2 * self._tick_s)
             is_silent = rank != self._rank and self._silent_s[rank] > limit_s
             found[rank] = replace(report, state=SILENT) if is_silent else report
         return found

@@ -14,12 +14,10 @@ from itertools import groupby
 
 from hardened_ddp.ranks.phase import FIRST_WAIT, NUM_PHASES, Phase
 
+# Limit of a phase as a multiple of its longest time: as in NVIDIA's resiliency extension.
 LEARNED_FACTOR = 5
-"""Limit of a phase as a multiple of its longest time: as in NVIDIA's resiliency extension."""
-
+# Factor on the limit of phases without a usual time: start-up, first steps, evaluation.
 LONG_FACTOR = 30
-"""Factor on the limit of phases without a usual time: start-up, first steps, evaluation."""
-
 _SHARE_OF_TIMEOUT = 0.9
 _HEAD_START_S = 3.0
 
@@ -44,13 +42,10 @@ class Report:
     rank: int
     step: int
     phase: int
-    age_s: float
-    """How long it has been in this phase."""
-
+    age_s: float  # how long it has been in this phase
     limit_s: float  # of this phase
     samples: tuple[int, ...] = ()
-    state: str = ""
-    """Why it does not answer; empty: it does."""
+    state: str = ""  # why it does not answer; empty: it does
 
     @property
     def is_waiting(self) -> bool:
@@ -70,11 +65,7 @@ class Hang:
 
 
 def limits_ns(
-    *,
-    hang_after_s: float,
-    longest_s: Sequence[float],
-    is_warm: bool,
-    least_s: Mapping[int, float],
+    *, hang_after_s: float, longest_s: Sequence[float], is_warm: bool, least_s: Mapping[int, float]
 ) -> list[int]:
     """Return the limit of each phase, in ns.
 

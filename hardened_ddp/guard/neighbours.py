@@ -1,9 +1,7 @@
-"""The other ranks of this machine, inspected from outside.
+"""The other ranks of this machine, inspected from outside, and killed where they can't exit.
 
-Owns what a process can find out about another one that does not answer: its phase by its heartbeat,
-whether its watch still ticks, its state in the kernel, its stacks; and killing it.
-What goes wrong here: a pid may mean another process by now, or one of another container. Only a
-process with the token that its rank published is a neighbour, and a pidfd holds it from then on.
+A pid may mean another process by now, or one of another container. So only a process with the token
+that its rank published is a neighbour, and a pidfd holds it from then on.
 """
 
 import contextlib
@@ -15,7 +13,6 @@ from dataclasses import dataclass
 from hardened_ddp.guard.hang_rules import HELD, STOPPED, UNINTERRUPTIBLE, Report
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import (
-    ALARM,
     HEART,
     LIMITS,
     PHASE,
@@ -31,7 +28,6 @@ from hardened_ddp.ranks.process import stat_fields, this_process
 from hardened_ddp.ranks.stacks import ask_for_stacks
 
 TRACED, GONE = "t", "gone"
-_MISSED = 3  # ticks without a sign, after which a neighbour is not relied on
 
 
 @dataclass(slots=True)
@@ -42,17 +38,14 @@ class Neighbour:
     pid: int
     pidfd: int
     words: memoryview
-    limits: Tracker
-    """Those of this rank: all ranks learn the same limits, and these are up to date."""
-
+    own: Tracker  # of this rank. All ranks learn the same limits of phases, and its are up to date.
     stacks_fd: int
-    stopped_limit_s: float
+    stopped_limit_s: float  # how long the process may be stopped
     heart: int = -1
-    silent_s: float = 0.0
-    """How long its watch has not ticked while ours did."""
+    silent_s: float = 0.0  # how long its watch has not ticked while ours did
 
     def look(self, awake_s: float) -> None:
-        """Check whether its watch has ticked since the last check, awake_s ago."""
+        """Check whether its watch has ticked in the last awake_s."""
         heart = self.words[HEART]
         self.silent_s = 0.0 if heart != self.heart else self.silent_s + awake_s
         self.heart = heart
@@ -92,7 +85,7 @@ class Neighbour:
         )
 
     def _limit_s(self, phase: int) -> float:
-        return self.limits.words[LIMITS + phase] / 1e9
+        return self.own.words[LIMITS + phase] / 1e9
 
     def stacks(self) -> str:
         """Return its Python stacks, or why there are none."""
@@ -111,21 +104,17 @@ class Neighbours:
     """The other ranks of this machine that can be inspected."""
 
     def __init__(self, group: Group, fds: tuple[int, int], *, stopped_limit_s: float) -> None:
-        """Exchange pids and descriptors with the other ranks. Collective: all ranks.
+        """Exchange pids and descriptors: a rank that is stopped can't do so later. Collective.
 
-        fds: the descriptors of its heartbeat and its stacks; -1 without. stopped_limit_s: how
-        long a process may be stopped.
-
-        WHY at the start: a rank that is stopped can't answer any more.
+        fds: the descriptors of the heartbeat and the stacks of this rank; -1 without.
         """
-        self._rank = group.launch.rank
         self._found: dict[int, Neighbour] = {}
         place = this_process().place
         me = [place, os.getpid(), group.tracker.words[TOKEN], *fds]
         for rank, entry in enumerate(group.gather_json(me)):  # collective
             its_place, pid, token, heartbeat_fd, stacks_fd = entry
             can_hold = hasattr(os, "pidfd_open") and heartbeat_fd >= 0
-            if rank == self._rank or its_place != place or not can_hold:
+            if rank == group.launch.rank or its_place != place or not can_hold:
                 continue
             try:
                 pidfd = os.pidfd_open(pid)
@@ -141,7 +130,6 @@ class Neighbours:
             )
 
     def look(self, awake_s: float) -> None:
-        """Check the ticks of the others, awake_s after the last check."""
         for neighbour in self._found.values():
             neighbour.look(awake_s)
 
@@ -158,18 +146,7 @@ class Neighbours:
         living = {r: n for r, n in self._found.items() if n.state() != GONE}
         return {rank: neighbour.report() for rank, neighbour in living.items()}
 
-    def must_ask(self, num_alarms: int, *, tick_s: float) -> bool:
-        """Return whether this rank asks the store for an alarm: for all ranks of this machine.
-
-        The lowest rank whose watch ticks does, and each one as soon as a neighbour has seen an
-        alarm after the first num_alarms. tick_s: how often each of them ticks.
-        """
-        others = self._found.items()
-        has_lower = any(r < self._rank and n.silent_s <= _MISSED * tick_s for r, n in others)
-        return not has_lower or any(n.words[ALARM] > num_alarms for _, n in others)
-
     def close(self) -> None:
-        """Close the pidfds."""
         for neighbour in self._found.values():
             os.close(neighbour.pidfd)
         self._found = {}

@@ -16,17 +16,12 @@ from hardened_ddp.ranks.phase import Phase
 log = logging.getLogger(__name__)
 
 FACTOR = 1.5
-NUM_REPORTS = 3
-"""Reports in a row before a rank counts as slow: a single one may be chance."""
-
+NUM_REPORTS = 3  # reports in a row before a rank counts as slow: a single one may be chance
 NUM_AVERAGED = 5
 
-LEAST_S = 0.001
-"""Smaller differences are noise of the system."""
-
+LEAST_S = 0.001  # smaller differences are noise of the system
+# On a GPU the two can't be told apart, so this is not counted as work.
 BACKWARD_AND_WAIT = "backward with all-reduce"
-"""On a GPU the two can't be told apart, so this is not counted as work."""
-
 SLOW_AFTER_S = 30.0
 TELL_EVERY_S = 60.0
 _SHOWN = 8

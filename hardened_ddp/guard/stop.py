@@ -54,8 +54,7 @@ _TIME_CODE = 1001
 # And above those: the launcher of rank code - _LOST_CODE died. WHY not a normal stop: the launchers
 # of the other nodes still run, and may continue without it.
 _LOST_CODE = 1002
-SHARE_TO_WAIT = 2 / 3
-"""Of the grace period, for the main thread; the rest is for saving."""
+SHARE_TO_WAIT = 2 / 3  # of the grace period, for the main thread; the rest is for saving
 
 # WHY: on Ctrl-C torchrun sends its ranks SIGINT and, right after it, SIGTERM: one request.
 SAME_REQUEST_S = 3.0
@@ -145,19 +144,14 @@ class StopRequest:
         """
         self.group = group
         self._digest = digest
-        self.is_alike = True
-        """The digests of the last all-reduce were equal."""
-
+        self.is_alike = True  # the digests of the last all-reduce were equal
         self._ends_at = _launched_at(group) + seconds_of(time_limit) if time_limit else None
         self.folder: Path | None = None
         self.code = 0
-        self.reason = ""
-        """The result of the last poll."""
-
+        self.reason = ""  # the result of the last poll
         self._noted_at = 0.0
+        # The last poll checked file and time: about every CHECK_EVERY_S. The loop uses it too.
         self.has_looked = False
-        """The last poll checked file and time: about every CHECK_EVERY_S. The loop uses it too."""
-
         self._word = torch.zeros(4, dtype=torch.int64)  # code, interval, digest, -digest
         self._check_every_s = max(CHECK_EVERY_S, CHECK_PER_RANK_S * group.world_size)
         self._pending: dist.Work | None = None

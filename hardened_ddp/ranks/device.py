@@ -19,9 +19,8 @@ _SUCCESS, _NOT_READY = 0, 600  # CUresult of <cuda.h>
 def pick_device(launch: Launch, *, cpu_only: bool, backend: str) -> torch.device:
     """Choose this rank's device: its own GPU, else the CPU. Rank-local.
 
-    WHY by what is visible: variables don't say for sure whether all ranks see the same GPUs. If
-    they do, the local rank is right; if each sees its own only, any of them is. The rendezvous
-    refuses two ranks with one GPU (gpu_id).
+    WHY by what is visible: variables don't say for sure whether all ranks see the same GPUs. The
+    rendezvous refuses two ranks with one GPU (gpu_id).
     Raises LaunchError if the node has fewer GPUs than ranks (but gloo ranks may share a GPU).
     """
     if cpu_only or not torch.cuda.is_available():
@@ -76,7 +75,6 @@ def _driver() -> ctypes.CDLL | None:
 
 
 def choose_backend(device: torch.device, backend: Backend) -> Literal["nccl", "gloo"]:
-    """Choose the backend of the collectives between ranks with such devices. Rank-local."""
     if backend == "auto":
         return "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
     if backend == "nccl" and device.type != "cuda":

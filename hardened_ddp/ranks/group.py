@@ -1,11 +1,11 @@
 """The process group of a run, and the collectives over it.
 
-Owns the life of the process group and every collective that is not DDP's own. With one rank there
-is no group and each method returns what one rank would agree on with itself.
+Every collective that is not DDP's own is here. With one rank there is no group, and each method
+returns what one rank would agree on with itself.
 
-Rules: all ranks reach every collective, in the same order (calls are marked # collective); work
-that only rank 0 does goes through run_on_main, so that its error reaches all ranks; values travel
-as JSON bytes, never as pickles. When a peer is lost, torch raises a plain RuntimeError at the next
+All ranks reach every collective, in the same order (calls are marked # collective); work that only
+rank 0 does goes through run_on_main, so that its error reaches all ranks; values travel as JSON
+bytes, never as pickles. When a peer is lost, torch raises a plain RuntimeError at the next
 collective: lost_peer turns it into PeerLostError.
 """
 
@@ -53,14 +53,11 @@ from hardened_ddp.settings.typed_command import own_command
 
 log = logging.getLogger(__name__)
 
+# How long a rank that lost a peer polls for the reason, and a failed one for its readers.
 LISTEN_LIMIT_S = 2.0
-"""How long a rank that lost a peer polls for the reason, and how long a failed rank waits until
-the others have read its own."""
-
+# Longer values are broadcast by their rank. WHY: what is gathered is padded to the longest, so 1 MB
+# of one rank would be 1 GB on each of 1,000 ranks.
 _GATHERED_BYTES = 4096
-"""Longer values are broadcast by their rank. WHY: what is gathered is padded to the longest, so
-1 MB of one rank would be 1 GB on each of 1,000 ranks."""
-
 _NO_LIMIT = timedelta(days=365)
 _LONGEST_GAP_S, _LONGEST_NAP_S = 1.0, 0.005
 # The error messages of gloo and NCCL when another rank died, left or no longer answers.
@@ -102,7 +99,6 @@ class Group:
         timeout_s: float = float("inf"),
         tracker: Tracker | None = None,
     ) -> None:
-        """timeout_s: how long a collective waits for the other ranks."""
         self.launch = launch
         self.timeout_s = timeout_s
         self.device = device
@@ -111,16 +107,12 @@ class Group:
         self.tracker = tracker or Tracker()
         self.store = RunStore()
         self.control: dist.ProcessGroup | None = None
+        # Sums CPU tensors if all ranks are on one machine; None: gloo sums them.
         self.shared: SharedSum | None = None
-        """Sums CPU tensors if all ranks are on one machine; None: gloo sums them."""
-
         self._agreement: dist.Work | None = None  # the last one that start_max began
         self._has_published = False
-        self.is_broken = False
-        """A rank failed: collectives may be in flight that never finish."""
-
-        self.is_adopted = False
-        """The process group belongs to the user's program, which ends it."""
+        self.is_broken = False  # A rank failed: collectives may be in flight that never finish
+        self.is_adopted = False  # the process group belongs to the user's program, which ends it
 
     @property
     def backend(self) -> str:
@@ -220,22 +212,21 @@ class Group:
             )
 
     def publish_failure(self, text: str) -> None:
-        """Write the reason for this rank's failure to the store, for its peers. Rank-local."""
+        """Write the reason for this rank's failure to the store, for its peers."""
         self.is_broken = True
         self._has_published = publish_failure(self.store, self.launch.rank, text, is_last=False)
 
     def leave(self) -> None:
-        """Tell the others at once that this rank joins no further collective. Rank-local.
+        """Tell the others at once that this rank joins no further collective.
 
-        WHY: otherwise they would wait for it while it saves. Without shared memory they notice when
-        this process ends.
+        WHY: they would wait for it while it saves. Over gloo they notice when this process ends.
         """
         self.is_broken = True
         if self.shared is not None:
             self.shared.leave()
 
     def close(self) -> None:
-        """Leave the process group. Rank-local for gloo; all ranks for NCCL. Safe to call twice."""
+        """Leave the process group. Rank-local for gloo; all ranks for NCCL."""
         if self.shared is not None:
             self.shared.close()
         if self.is_adopted:
@@ -253,7 +244,7 @@ class Group:
         self.store, self.control = RunStore(), None
 
     def _group_of(self, tensor: torch.Tensor) -> "dist.ProcessGroup | None":
-        """Choose the group for a tensor: NCCL moves only CUDA tensors, so CPU ones take control."""
+        """Choose the group for a tensor: NCCL moves only CUDA tensors."""
         return None if tensor.device.type == self.device.type else self.control
 
     def _run_on(self, is_worker: bool, work: Callable[[], Any], *, what: str) -> list[Any]:
@@ -341,7 +332,7 @@ def open_group(
 
 
 def place_in_group(launch: Launch) -> Launch:
-    """Return a launch with the rank in the process group, if there is one already. Rank-local."""
+    """Return a launch with the rank in the process group, if there is one already."""
     if not dist.is_initialized():
         return launch
     return replace(launch, rank=dist.get_rank(), world_size=dist.get_world_size())
@@ -350,10 +341,7 @@ def place_in_group(launch: Launch) -> Launch:
 def adopt_group(
     launch: Launch, *, device: torch.device, timeout_s: float, tracker: Tracker | None = None
 ) -> Group:
-    """Make a Group of the process group that the user's program has made. Collective: all ranks.
-
-    launch: of this process, as its environment has it; the group says which rank it is.
-    """
+    """Make a Group of the process group that the user's program has made. Collective: all ranks."""
     launch = place_in_group(launch)
     group = Group(launch, device, timeout_s=timeout_s, tracker=tracker)
     group.is_adopted = True

@@ -1,12 +1,10 @@
 """Who launched this process, and how it ends with its launcher.
 
-Owns the environment: the only module that reads or sets environment variables. A launcher is
-recognised once, its variables are checked against each other, and all other modules get the frozen
-Launch. An incomplete environment is an error: guessing rank 0 would train N separate models.
+The only module that reads or sets environment variables: all others get the frozen Launch. An
+incomplete environment is an error: guessing rank 0 would train N separate models.
 
-Owns finding the command that started this run, too: a variable names it, or it is that of an
-ancestor of this process, or it is composed. And what the log says of a rank that failed.
-Does not own: what a process tells whoever started it when it ends (reporting/ending.py).
+Also finds the command that started this run: a variable names it, or it is that of an ancestor of
+this process, or it is composed.
 """
 
 import logging
@@ -37,8 +35,8 @@ from hardened_ddp.settings.typed_command import StartCommand, working_folder
 log = logging.getLogger(__name__)
 
 MODELS_FOLDER = Path("models")  # made by setup.sh
+# Signals with which clusters ask a job to save. Without a handler they would kill it.
 SAVE_REQUESTS = (signal.SIGUSR1, signal.SIGUSR2)
-"""Signals with which clusters ask a job to save. Without a handler they would kill it."""
 
 # They leave a process only some GPUs: those of its rank if a wrapper sets them for each rank.
 _GPU_MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -91,15 +89,14 @@ def prepare_environment(
         # WHY: cuBLAS reads it once, and without it matrix products on two streams may round
         # differently from run to run. The value is the one that torch's error message names.
         env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # WHY: with the 1,021 launches that a GPU otherwise takes ahead, one step of a large model fills
-    # the queue; what follows from that is in step/async_device.py. CUDA takes 4x at most.
+    # WHY: else one step of a large model fills the queue of launches, see step/async_device.py.
     env.setdefault("CUDA_SCALE_LAUNCH_QUEUES", "4x")
     if (MODELS_FOLDER / "hub").is_dir():
         # Where download.py puts published weights, and torch looks for them.
         env.setdefault("TORCH_HOME", str(MODELS_FOLDER.absolute()))
     if launch.world_size > 1:
-        # WHY: torchrun does the same. Otherwise each rank starts as many threads as the machine has
-        # CPUs; and with another number of threads sums round differently.
+        # WHY: as torchrun. Else each rank starts as many threads as the machine has CPUs; and with
+        # another number of threads sums round differently.
         env.setdefault("OMP_NUM_THREADS", "1")
     if launch.num_nodes == 1 and launch.world_size > 1:
         # WHY: ranks of one node need no network card; loopback also keeps the sockets private.
@@ -136,9 +133,8 @@ def end_with_launcher(launch: Launch) -> None:
     """Send this process SIGTERM when its launcher has ended. Rank-local, on Linux.
 
     WHY: ranks of a killed torchrun would train on as orphans, beside the restarted job. SIGTERM
-    makes them save and leave. WHY not the kernel's PR_SET_PDEATHSIG: it sends its signal when the
-    thread that started the process ends. A thread pool, a notebook or Ray starts processes from
-    threads that end early.
+    makes them save and leave. WHY not PR_SET_PDEATHSIG: it acts when the thread that started the
+    process ends, and a thread pool, a notebook or Ray starts processes from threads that end early.
     """
     if launch.launcher in ("none", "operator") or not hasattr(os, "pidfd_open"):
         return

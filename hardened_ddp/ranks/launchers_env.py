@@ -1,15 +1,12 @@
 """What each launcher's environment variables say of this process, and how each one starts ranks.
 
-Owns Launch, and one reader for each launcher: torchrun, operators of Kubernetes, mpirun, srun, our
-own. A reader checks the variables against each other and returns a Launch, or raises LaunchError
-with the right command, which has the arguments that the script was given. Nothing here reads
-os.environ or imports torch. Which command started this run: launch.py. How a command is written for
-a shell: settings/typed_command.py.
+One reader for each launcher (torchrun, operators of Kubernetes, mpirun, srun, our own) checks its
+variables against each other and returns a Launch, or raises LaunchError with the right command.
+Nothing here reads os.environ or imports torch.
 
 What goes wrong here: two launchers at once. Each task of srun starts a torchrun that does not know
 the others; or RANK was exported once, before srun, and is 0 in every task. And python in a batch
-script without srun: there SLURM_PROCID is 0 and SLURM_NTASKS may be 8, but the seven others were
-never started.
+script without srun: SLURM_PROCID is 0 and SLURM_NTASKS 8, but seven others were never started.
 """
 
 import os
@@ -35,9 +32,8 @@ from hardened_ddp.settings.typed_command import (
     working_folder,
 )
 
+# Set by launchers/launch.py and train.slurm: what the user typed, quoted for a shell.
 COMMAND = "HARDENED_DDP_LAUNCHER_COMMAND"
-"""Set by launchers/launch.py and train.slurm: what the user typed, quoted for a shell."""
-
 MASTER = ("MASTER_ADDR", "MASTER_PORT")
 LauncherName = Literal["none", "torchrun", "slurm", "mpi", "spawn", "operator"]
 
@@ -57,11 +53,7 @@ HYDRA = {
     "WORLD_SIZE": "PMI_SIZE",
     "LOCAL_WORLD_SIZE": "MPI_LOCALNRANKS",
 }
-STEP = {
-    "RANK": "SLURM_PROCID",
-    "LOCAL_RANK": "SLURM_LOCALID",
-    "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
-}
+STEP = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
 NODE, NODES = "SLURM_NODEID", "SLURM_STEP_NUM_NODES"
 TASKS, HOSTS = "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"
 # The step of salloc's interactive shell on some clusters: it starts no ranks.
@@ -82,29 +74,19 @@ class Launch:
     num_nodes: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = 0
-    attempt: int = 0
-    """How often the launcher has restarted the ranks."""
-
+    attempt: int = 0  # how often the launcher has restarted the ranks
+    # torchrun's agent already serves a TCPStore on the master port; rank 0 must not.
     agent_owns_store: bool = False
-    """torchrun's agent already serves a TCPStore on the master port; rank 0 must not."""
-
-    has_own_gpus: bool = False
-    """This rank may see only its own GPUs; then it takes the first one."""
-
+    has_own_gpus: bool = False  # this rank may see only its own GPUs; then it takes the first one
+    # The same over all restarts of one job, different between jobs; empty: unknown.
     job_key: str = ""
-    """The same over all restarts of one job, different between jobs; empty: unknown."""
-
+    # The same over all attempts that one launcher on one node starts; empty: unknown.
     agent_key: str = ""
-    """The same over all attempts that one launcher on one node starts; empty: unknown."""
-
-    run_id: str = ""
-    """torchrun's --rdzv_id, the same on all nodes of a job; empty: none was given."""
-
+    run_id: str = ""  # torchrun's --rdzv_id, the same on all nodes of a job; empty: none was given
+    # What starts all ranks again.
     start: StartCommand = field(default=StartCommand((), ""), compare=False)
-    """What starts all ranks again."""
-
+    # When this process read its environment, in seconds since the epoch.
     started_at: float = field(default_factory=time.time, compare=False)
-    """When this process read its environment, in seconds since the epoch."""
 
     @property
     def is_main(self) -> bool:
@@ -140,7 +122,7 @@ def read_variables(env: Mapping[str, str]) -> Launch:
 
 
 def _read_torchrun(env: Mapping[str, str]) -> Launch:
-    """Read RANK and the others of torchrun, or of one of our launchers. Rank-local."""
+    """Read RANK and the others of torchrun, or of one of our launchers."""
     need(env, (*TORCHRUN, *MASTER))
     launch = _read_ranks(env, TORCHRUN, "spawn" if env.get(MARK) == "spawn" else "torchrun")
     num_agents = whole_number(env, "GROUP_WORLD_SIZE", default=0)
@@ -166,7 +148,7 @@ def _is_of_operator(env: Mapping[str, str]) -> bool:
 
 
 def _read_operator(env: Mapping[str, str]) -> Launch:
-    """Read what an operator gives each pod, in which this process is the only rank. Rank-local."""
+    """Read what an operator gives each pod, in which this process is the only rank."""
     _refuse_missing_torchrun(env)
     need(env, ("RANK", "WORLD_SIZE", *MASTER))
     launch = _read_torchrun({**env, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
@@ -218,10 +200,7 @@ def names_of_mpi(env: Mapping[str, str]) -> Mapping[str, str] | None:
 
 
 def _read_mpi(env: Mapping[str, str], names: Mapping[str, str]) -> Launch:
-    """Read the variables of mpirun. Rank-local.
-
-    On several hosts MASTER_ADDR must be set: mpirun does not say where rank 0 is.
-    """
+    """Read the variables of mpirun, which does not say where rank 0 is."""
     launch = _read_ranks(env, names, "mpi")
     missing = [name for name in MASTER if name not in env]
     if launch.num_nodes > 1 and missing:
@@ -356,7 +335,7 @@ def need(env: Mapping[str, str], names: Collection[str]) -> None:
 
 
 def _read_ranks(env: Mapping[str, str], names: Mapping[str, str], launcher: LauncherName) -> Launch:
-    """Read the place of this rank. names: ours to the launcher's. Raises LaunchError."""
+    """Read the place of this rank. names: ours to the launcher's."""
     need(env, names.values())
     numbers = {ours: whole_number(env, theirs) for ours, theirs in names.items()}
     said = {ours: f"{theirs}={numbers[ours]}" for ours, theirs in names.items()}
@@ -379,7 +358,6 @@ def _read_ranks(env: Mapping[str, str], names: Mapping[str, str], launcher: Laun
 
 
 def refuse(problems: Sequence[str], env: Mapping[str, str]) -> None:
-    """Raise LaunchError with all problems, if there are any."""
     if problems:
         raise LaunchError(
             "the launcher's environment contradicts itself: " + "; ".join(problems),
@@ -388,7 +366,7 @@ def refuse(problems: Sequence[str], env: Mapping[str, str]) -> None:
 
 
 def whole_number(env: Mapping[str, str], name: str, *, default: int | None = None) -> int:
-    """Read a whole number >= 0. Raises LaunchError if the value is something else."""
+    """Read a whole number >= 0; raise LaunchError if it is something else."""
     if name not in env and default is not None:
         return default
     try:
@@ -463,7 +441,6 @@ def srun_words(env: Mapping[str, str], num_tasks: int, num_nodes: int) -> tuple[
 
 
 def right_command(env: Mapping[str, str], *, unset: Iterable[str] = ()) -> str:
-    """Write the right command for the launcher of this process, see with_arguments."""
     launcher: LauncherName = "torchrun"
     names, num_nodes = ("LOCAL_WORLD_SIZE", "WORLD_SIZE"), 1
     if names_of_mpi(env) is not None:
@@ -477,21 +454,16 @@ def right_command(env: Mapping[str, str], *, unset: Iterable[str] = ()) -> str:
 
 
 def with_arguments(words: Sequence[str], *, unset: Iterable[str] = ()) -> str:
-    """Write a command with the arguments that the script was given.
-
-    unset: variables that it must not see.
-    """
+    """Write a command with the script's arguments. unset: variables that it must not see."""
     without = [word for name in unset for word in ("-u", name)]
     words = [*(["env", *without] if without else []), *words]
     return StartCommand(tuple(words), working_folder()).typed(*sys.argv[1:])
 
 
 def one_process(unset: Iterable[str]) -> str:
-    """Write the command for one process, which must not see some variables."""
     return with_arguments(command_words("none", 1, env={}), unset=unset)
 
 
 def _first_number(env: Mapping[str, str], names: Iterable[str], default: int) -> int:
-    """Return the first of these variables that is a number above 0."""
     found = (env[name] for name in names if name in env)
     return next((int(text) for text in found if text.isdecimal() and int(text) > 0), default)

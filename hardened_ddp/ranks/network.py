@@ -1,7 +1,4 @@
-"""Ports and addresses: a port that stays free, and why an address can't be reached from here.
-
-Owns Notices, too, which paces what is told in a wait.
-"""
+"""Ports and addresses: a port that stays free, and why an address can't be reached from here."""
 
 import logging
 import socket
@@ -36,7 +33,6 @@ class Notices:
         return self.waited_s >= self._due_s
 
     def tell(self, text: str) -> None:
-        """Tell it now; the next one is due NOTICE_EVERY_S later."""
         self._tell(text)
         self._due_s = self.waited_s + NOTICE_EVERY_S
 
@@ -56,7 +52,6 @@ def hold_port() -> socket.socket:
 
 
 def port_of(holder: socket.socket) -> int:
-    """Return the port of a socket."""
     port: int = holder.getsockname()[1]
     return port
 

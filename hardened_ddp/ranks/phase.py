@@ -1,10 +1,9 @@
 """The phases of a run, and the tracker: which phase this rank is in, and the time spent in each.
 
-Owns the one tracker of a rank, which is told each phase once. From that it keeps the seconds of
-each phase per step (reports, slow ranks), the wall time of each phase (goodput), and the heartbeat:
-memory that another process of this machine can map and read, even while this process is stopped or
-native code holds the GIL. WHY no lock and no message: it is written several times in each step. A
-reader may see values that are a moment old, so nothing is decided from a single read.
+The tracker keeps the seconds of each phase per step (reports, slow ranks), the wall time of each
+phase (goodput), and the heartbeat: memory that another process of this machine can read, even while
+this one is stopped or native code holds the GIL. WHY no lock: it is written several times in each
+step. A reader may see values that are a moment old, so nothing is decided from a single read.
 """
 
 import logging
@@ -18,8 +17,8 @@ from time import monotonic_ns
 
 log = logging.getLogger(__name__)
 
+# Steps that compile, tune and allocate: their times say nothing about later steps.
 NUM_FIRST_STEPS = 3
-"""Steps that compile, tune and allocate: their times say nothing about later steps."""
 
 
 class Phase(IntEnum):
@@ -40,7 +39,6 @@ class Phase(IntEnum):
 
     @property
     def label(self) -> str:
-        """Its name in messages and reports."""
         is_stop = self is Phase.AGREEMENT
         return "agreement on a stop" if is_stop else self.name.lower().replace("_", "-")
 
@@ -48,21 +46,19 @@ class Phase(IntEnum):
 FIRST_WAIT = Phase.ALL_REDUCE
 NUM_PHASES = len(Phase)
 
-# The words: 8 bytes each. LIMITS: how long each phase may take, in ns. ALARM: how
-# many alarms of the hang watch this rank has seen. Both are written by the hang watch.
-TOKEN, STEP, PHASE, SINCE, SAMPLE, HEART, ALARM, LIMITS = range(8)
+# The words of a heartbeat, 8 bytes each. LIMITS: how long each phase may take, in ns: one for each
+# phase, written by the hang watch.
+TOKEN, STEP, PHASE, SINCE, SAMPLE, HEART, LIMITS = range(7)
 NUM_WORDS = LIMITS + NUM_PHASES
 
 
 class Tracker:
-    """Knows the phase of the main thread, and sums the time of each phase. Main thread writes."""
+    """Knows the phase of the main thread, which writes it; any thread may read."""
 
     def __init__(self) -> None:
         self.words = memoryview(bytearray(8 * NUM_WORDS)).cast("q")
         self.words[SINCE], self.words[SAMPLE] = monotonic_ns(), -1
         self.num_steps = 0
-        """Steps done by this process."""
-
         self._work = int(Phase.START_UP)  # the last phase that was not only waiting
         self._wall_ns = [0] * NUM_PHASES  # by _work: a wait counts for the phase it interrupts
         self._spent_ns = [0] * NUM_PHASES  # a wait counts for itself
@@ -71,14 +67,14 @@ class Tracker:
         self._part = ("starting", monotonic_ns())
 
     def begin(self, part: str) -> None:
-        """Begin a part of the start, such as "opening the dataset". Main thread."""
+        """Begin a part of the start, such as "opening the dataset"."""
         before, since = self._part
         now = monotonic_ns()
         log.debug("start: %s: %.2f s", before, (now - since) / 1e9)
         self._part = (part, now)
 
     def part_of_start(self) -> tuple[str, float]:
-        """Return the part of the start, or of the first step, and its seconds. Any thread."""
+        """Return the part of the start, or of the first step, and its seconds."""
         part, since = self._part
         if self._work != Phase.START_UP:
             part, since = f"the first step, {self.phase.label}", self.words[SINCE]
@@ -87,7 +83,7 @@ class Tracker:
         return part, (monotonic_ns() - since) / 1e9
 
     def enter(self, phase: int) -> int:
-        """Begin phase now; return the phase that ends. Main thread."""
+        """Begin phase now; return the phase that ends."""
         words = self.words
         now = monotonic_ns()
         before = words[PHASE]
@@ -105,7 +101,7 @@ class Tracker:
 
     @contextmanager
     def within(self, phase: int) -> Iterator[None]:
-        """Be in phase inside the context, and in the previous phase after it. Main thread."""
+        """Be in phase inside the context, and in the previous phase after it."""
         before = self.enter(phase)
         try:
             yield
@@ -113,13 +109,13 @@ class Tracker:
             self.enter(before)
 
     def end_step(self, step: int) -> None:
-        """Note that step steps are done; the data phase of the next step begins. Main thread."""
+        """Note that step steps are done; the data phase of the next step begins."""
         self.enter(Phase.DATA)
         self.words[STEP] = step
         self.num_steps += 1
 
     def start_at(self, step: int) -> None:
-        """Note that training continues after this step, as after a resume. Main thread."""
+        """Note that training continues after this step, as after a resume."""
         self.words[STEP] = step
 
     def follow_on(self, follow: Callable[[int], None]) -> None:
@@ -128,7 +124,7 @@ class Tracker:
 
     @property
     def phase(self) -> Phase:
-        """The current phase; during a wait, the phase it interrupts. Any thread."""
+        """The current phase; during a wait, the phase it interrupts."""
         return Phase(self._work)
 
     @property
@@ -137,7 +133,7 @@ class Tracker:
         return self.num_steps > NUM_FIRST_STEPS
 
     def read_split(self) -> dict[str, float]:
-        """Return the mean seconds of each phase in the steps since the last call. Main thread."""
+        """Return the mean seconds of each phase in the steps since the last call."""
         now_ns, then_ns = list(self._spent_ns), self._read_ns
         count = self.num_steps - self._num_read
         self._read_ns, self._num_read = now_ns, self.num_steps
@@ -147,13 +143,13 @@ class Tracker:
         return {Phase(i).label: ns / 1e9 / count for i, ns in enumerate(spent) if ns}
 
     def wall_s(self) -> list[float]:
-        """Return seconds by phase so far; a wait counts for what it interrupts. Any thread."""
+        """Return seconds by phase so far; a wait counts for what it interrupts."""
         found = [ns / 1e9 for ns in self._wall_ns]
         found[self._work] += (monotonic_ns() - self.words[SINCE]) / 1e9
         return found
 
     def spent_s(self) -> dict[str, float]:
-        """Return seconds by phase so far; a wait counts for itself. Any thread."""
+        """Return seconds by phase so far; a wait counts for itself."""
         return {Phase(i).label: ns / 1e9 for i, ns in enumerate(self._spent_ns) if ns}
 
     def share(self) -> int:

@@ -1,11 +1,9 @@
-"""Which process made a file, and whether it is still alive.
+"""Which process made a file, and whether it is still alive. What is decided: checkpoint/disk.py.
 
-Owns ProcessMark, which a process writes beside its files, and the heartbeat that the holder of a
-lock writes into it. WHY a mark: a pid is reused after a while, means another process after a
-reboot, and another one in each container. Outside Linux only the pid is compared. WHY a count in
-the file: the file system is the only thing that two hosts are sure to share. Their clocks may
-differ, the times of a file are cached, and hosts made from one image may have one name.
-What is decided from them: checkpoint/disk.py.
+WHY a mark: a pid is reused after a while, means another process after a reboot, and another one in
+each container. Outside Linux only the pid is compared. WHY a count in the file of a lock: the file
+system is the only thing that two hosts are sure to share. Their clocks may differ, the times of a
+file are cached, and hosts made from one image may have one name.
 """
 
 import hashlib
@@ -23,9 +21,8 @@ from hardened_ddp.ranks.threads import AwakeTime, HelperThread
 log = logging.getLogger(__name__)
 
 BEAT_EVERY_S = 3.0
+# A count that stays the same for so long belongs to a process that is dead or stopped.
 SILENT_AFTER_S = 15.0
-"""A count that stays the same for so long belongs to a process that is dead or stopped."""
-
 _WATCH_FACTOR = 2  # a holder that still counts after so many times SILENT_AFTER_S stays
 _LOOK_EVERY_S = 0.25
 _WIDTH = 12
@@ -42,13 +39,10 @@ class ProcessMark:
 
     host: str
     pid: int
-    started: str
-    """Clock ticks between boot and start; empty if the system doesn't say."""
+    started: str  # clock ticks between boot and start; empty if the system doesn't say
     boot: str
-    namespace: str
-    """The namespace of process ids: two containers on one host have two."""
-    machine: str
-    """The machine's id, hashed because it is not meant to be published; empty if it has none."""
+    namespace: str  # of process ids: two containers on one host have two
+    machine: str  # its id, hashed because it is not meant to be published; empty if it has none
 
     @property
     def place(self) -> str:
@@ -57,7 +51,6 @@ class ProcessMark:
 
 
 def this_process() -> ProcessMark:
-    """Return the mark of the running process."""
     pid = os.getpid()
     fields = stat_fields(pid)
     try:
@@ -86,7 +79,6 @@ def is_gone(mark: ProcessMark) -> bool | None:
 
 
 def is_pid_gone(pid: int, *, started: str) -> bool:
-    """Return whether the process of this pid and start time, seen from here, has ended."""
     fields = stat_fields(pid)
     if fields:
         return fields[_STATE_FIELD] in "ZX" or fields[START_FIELD] != started
@@ -112,7 +104,7 @@ def ancestors() -> Iterator[int]:
 
 
 def name_of(pid: int) -> str:
-    """Return the name of a process's program; empty if it is gone."""
+    """Return the name of a process's program; empty: it is gone."""
     return _text_of(Path(f"/proc/{pid}/comm"))
 
 
@@ -130,10 +122,9 @@ def with_count(body: bytes, count: int = 0) -> bytes:
 
 
 class LockHeartbeat:
-    """Counts up in an open lock file until it is stopped."""
+    """Counts up in an open lock file. A count of 0 says that its file system can't do it."""
 
     def __init__(self, descriptor: int, *, every_s: float = BEAT_EVERY_S) -> None:
-        """Write the first count. WHY now: a count of 0 says that this file system can't do it."""
         # WHY its own: the thread may hang in a write while the lock is released
         self._descriptor = os.dup(descriptor)
         self._every_s = every_s
@@ -165,8 +156,7 @@ class LockHeartbeat:
 def is_silent(read: Callable[[], bytes | None], *, silent_after_s: float) -> bool:
     """Watch a lock that may belong to another host; return whether it does not change any more.
 
-    read returns its content, None if it is gone. Waits for silent_after_s, and at most twice as
-    long for a holder that is about to leave.
+    read: gives its content; None: it is gone. Waits for twice as long at most.
     """
     content = read()
     watched, changed_s = AwakeTime(4 * _LOOK_EVERY_S), 0.0

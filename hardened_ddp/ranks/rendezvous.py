@@ -1,16 +1,13 @@
 """The rendezvous: the key-value store through which the ranks of one attempt find each other.
 
-Owns the TCPStore: who serves it, on which address, and which ranks joined which round. A rendezvous
-that fails says what was tried, which ranks are missing, and why, as far as one machine can see it.
+A rendezvous that fails says what was tried, which ranks are missing, and why, as far as one machine
+can see it.
 
 WHY rounds: torchrun keeps one store over all restarts, and a restarted rank that reads the
-addresses which a dead attempt left there hangs or fails. A restart count would distinguish the
-attempts on one node; with elastic nodes the counts differ. So rank 0 gives each round a random id,
-each rank joins with its own random token, and rank 0 opens the round by repeating the tokens: what
-a dead attempt left never holds the token of a living rank.
-
-A store serves thousands of ranks with one thread. The more ranks there are, the more rarely each
-one asks; and only rank 0 reads what each of them wrote.
+addresses which a dead attempt left there hangs or fails. With elastic nodes the restart counts
+differ. So rank 0 gives each round a random id, each rank joins with its own random token, and rank
+0 opens the round by repeating the tokens: what a dead attempt left never holds the token of a
+living rank. Only rank 0 reads what each of them wrote: one thread serves the store.
 """
 
 import json
@@ -100,7 +97,7 @@ def rendezvous(
 
 
 def _open_round(store: dist.Store, launch: Launch, end: float, me: dict[str, str]) -> str | None:
-    """Announce a round and wait until all have joined; then open it, or refuse it. On rank 0."""
+    """Announce a round; open it when all have joined, or refuse it. On rank 0."""
     round_id = uuid.uuid4().hex
     current = {"round_id": round_id, "world_size": launch.world_size, "who": me["who"]}
     store.set("round", json.dumps(current))

@@ -1,8 +1,7 @@
 """What a rank asks of its interpreter, its C library and its system: garbage, memory, open files.
 
 Importing torch makes 600,000 objects, and none of them is garbage. With Python's own thresholds,
-searching for it takes a quarter of the CPU time of a short run: during the imports, then now and
-then in the middle of a step, and once more at the end of the process.
+searching for it takes a quarter of the CPU time of a short run.
 """
 
 import ctypes
@@ -42,11 +41,9 @@ def collect_as_usual() -> None:
 def keep_freed_memory(device_type: str) -> bool:
     """Make malloc keep freed memory if we train on the CPU; True if it does. Rank-local.
 
-    WHY: by default malloc returns large blocks to the kernel as soon as they are freed, and each
-    step frees and allocates the same activations: the kernel maps and zeroes the same pages over
-    and over. Measured with ResNet-18 on the CPU: 7,000 to 12,000 page faults and 15 to 30 ms of 540
-    ms in each step, nearly all of it gone with this setting. Call it after data and model are
-    loaded: freed memory stays with the process.
+    WHY: each step frees and allocates the same activations, and the kernel would map and zero the
+    same pages over and over (ResNet-18 on the CPU: 15 to 30 ms of 540 ms in each step). Call it
+    after data and model are loaded: freed memory stays with the process.
     """
     if device_type != "cpu":
         return False
@@ -60,11 +57,7 @@ def keep_freed_memory(device_type: str) -> bool:
 
 
 def raise_open_file_limit() -> None:
-    """Raise the limit as far as allowed. Rank-local.
-
-    WHY: gloo connects every rank with each other one, and each batch that a loader worker sends is
-    an open file; the usual limit is 1,024.
-    """
+    """Raise the limit, usually 1,024: each connection of gloo and each batch of a worker counts."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _WANTED if hard == resource.RLIM_INFINITY else min(hard, _WANTED)
     if soft < wanted:

@@ -2,8 +2,7 @@
 
 Model randomness (dropout) is a function of (seed, step, rank), sample randomness (augmentation) of
 (seed, epoch, sample index). WHY: no random state has to be saved, a retried step draws the same
-numbers, and neither workers nor restarts shift a sequence. A generator that the model owns is not
-seeded here: its state is put back and saved (model/moving_attributes.py).
+numbers, and neither workers nor restarts shift a sequence.
 """
 
 import random

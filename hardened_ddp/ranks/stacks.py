@@ -1,8 +1,7 @@
 """The Python stacks of a process, requested by another process on this machine.
 
-Owns the signal for that. Its handler is C code (faulthandler), which runs at once and without the
-GIL, so it works even while native code holds the GIL. A stopped process answers only when it
-continues, and one in an uninterruptible call when that ends.
+The signal's handler is C code (faulthandler), which works even while native code holds the GIL. A
+stopped process answers only when it continues, and one in an uninterruptible call when that ends.
 """
 
 import contextlib
@@ -13,9 +12,8 @@ import sys
 import time
 from pathlib import Path
 
+# Added to SIGRTMIN: schedulers, torchrun and NCCL use the signals that have names.
 SIGNAL_OFFSET = 1
-"""Added to SIGRTMIN: schedulers, torchrun and NCCL use the signals that have names."""
-
 _NAME = "stacks-of-python"
 _POLL_S = 0.02
 _DEBUGGERS = ("bdb.py", "pdb.py", "pydevd.py")

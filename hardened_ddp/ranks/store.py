@@ -1,10 +1,8 @@
 """The store of a run during training, and the reasons of ranks that failed, which peers read there.
 
-Owns RunStore, which limits the time of each call. WHY: if the rank that serves the store is stopped
-or hangs, or its cable is cut, torch's own calls wait forever, and a rank could neither save nor
-report what happened. Owns which of several ranks with the same reason tells it, too. All reasons
-are lines of one value: a peer that lost a rank reads them with one question, and not with one for
-each of a thousand ranks.
+RunStore limits the time of each call: if the rank that serves the store is stopped or hangs, or its
+cable is cut, torch's own calls wait forever, and a rank could neither save nor report what
+happened. All reasons are lines of one value, which a peer that lost a rank reads at once.
 """
 
 import contextlib
@@ -25,16 +23,12 @@ from hardened_ddp.ranks.threads import AwakeTime, call_within, repeating
 log = logging.getLogger(__name__)
 
 ANSWER_LIMIT_S = 2.0
+# How often a rank at work for all says so, and after how long a silence another one does it.
 BEAT_S, SILENT_S = 1.0, 5.0
-"""How often a rank at work for all says so, and after how long a silence another one does it."""
-
 MOST_WAIT_S = 600.0  # for such work: its disk may hang, and then the launcher must end it
-MOST_TRIES = 3
-"""Ranks that try such work, one after the other: what fails on so many fails on all."""
-
+MOST_TRIES = 3  # ranks that try such work, one after the other: what fails on so many fails on all
+# How long a rank waits for rank 0, which may be slower, before it tells such an error itself.
 DEFER_S = 4.0
-"""How long a rank waits for rank 0, which may be slower, before it tells such an error itself."""
-
 MOST_READ = 8  # those that failed first; later ones are consequences as a rule
 
 _COUNTER, _REASONS = "failures", "failures/reasons"
@@ -50,24 +44,19 @@ T = TypeVar("T")
 class RunStore:
     """The store of a run. Each call returns within ANSWER_LIMIT_S.
 
-    Without a store, or if it died or hangs, nothing is found and nothing is kept. WHY no error: it
-    may have died with the rank that served it, and then this rank goes on by itself.
+    Without a store, or if it died or hangs, nothing is found and nothing is kept: it may have died
+    with the rank that served it, and then this rank goes on by itself.
     """
 
     def __init__(self, store: dist.Store | None = None) -> None:
         self._store = store
-        self.is_gone = store is None
-        """The last call got no answer."""
-
+        self.is_gone = store is None  # the last call got no answer
         self._is_answered = threading.Event()  # the last call that failed, perhaps later
         self._is_answered.set()
 
     def look_up(self, key: str) -> str:
-        """Return the value of key; empty if there is none.
-
-        WHY compare_set: one question. check and then get, which waits for the key, are three.
-        """
-        nothing = _NOTHING.encode()
+        """Return the value of key; empty if there is none."""
+        nothing = _NOTHING.encode()  # WHY compare_set: get waits for a key that is missing
         raw = self._ask(lambda s: s.compare_set(key, _NOTHING, _NOTHING), otherwise=nothing)
         return "" if raw == nothing else raw.decode()
 
@@ -93,27 +82,17 @@ class RunStore:
     def read(self, keys: Sequence[str]) -> dict[str, str]:
         """Return the values of those keys that exist."""
 
-        def existing(store: dist.Store, keys: Sequence[str]) -> list[str]:
-            # WHY halves: to find a few missing keys takes a few questions, not one for each key
-            if store.check(list(keys)):
-                return list(keys)
-            middle = len(keys) // 2
-            if not middle:
-                return []
-            return existing(store, keys[:middle]) + existing(store, keys[middle:])
-
         def look(store: dist.Store) -> dict[str, bytes]:
-            there = existing(store, keys) if keys else []
+            # WHY all at once, first: as a rule only the first moments of a run lack some
+            has_all = store.check(list(keys))
+            there = [key for key in keys if has_all or store.check([key])]
             return dict(zip(there, store.multi_get(there) if there else [], strict=True))
 
         nothing: dict[str, bytes] = {}
         return {key: raw.decode() for key, raw in self._ask(look, otherwise=nothing).items()}
 
     def second(self) -> "RunStore":
-        """Return the same store over a separate connection.
-
-        WHY: a call that waits forever would block everybody who shares its connection.
-        """
+        """Return the same store over a connection that no call of others can block."""
         return RunStore(
             self._ask(lambda store: store.clone(), otherwise=None)  # type: ignore[attr-defined]  # no stub
         )
@@ -150,12 +129,11 @@ class RunStore:
 
 
 def poll_s(world_size: int) -> float:
-    """Return how long each of so many ranks waits until it asks the store again."""
     return max(_LEAST_POLL_S, _POLL_PER_RANK_S * world_size)
 
 
 def publish_failure(store: RunStore, rank: int, text: str, *, is_last: bool = True) -> bool:
-    """Write why a rank failed; return whether that was possible. Rank-local.
+    """Write why a rank failed; return whether that was possible.
 
     is_last: it asks the store for nothing after this.
     """
@@ -175,12 +153,11 @@ def do_once(
     world_size: int,
     head_start_s: float = 0.0,
 ) -> bool:
-    """Have one of the ranks that call this do work; return whether this rank did. Rank-local.
+    """Have one of the ranks that call this do work; return whether this rank did.
 
-    The first rank that comes does it. The others wait until it is done. WHY: when one has left, the
-    launcher ends the rest, also the one at work. If it can't do it (False), or is silent because it
-    died, another one does; without a store each rank. None waits for longer than MOST_WAIT_S.
-    head_start_s: how long rank 0 is waited for.
+    The first one that comes does it. The others wait: when one has left, the launcher ends the
+    rest, also the one at work. If it can't do it (False), or is silent because it died, another one
+    does; without a store each rank. head_start_s: how long rank 0 is waited for.
     """
     end = time.monotonic() + head_start_s
     while rank > 0 and time.monotonic() < end and not (store.look_up(f"{key}/0") or store.is_gone):
@@ -230,7 +207,7 @@ def tell_once(
     world_size: int,
     defer_s: float = 0.0,
 ) -> bool:
-    """Call tell unless another rank tells the same text; return whether it was called. Rank-local.
+    """Call tell unless another rank tells the same text; return whether it was called.
 
     defer_s: how long rank 0 is waited for, where all ranks have such an error as a rule.
     """
@@ -246,7 +223,7 @@ def _note_heard(store: RunStore, rank: int) -> None:
 
 
 def read_failures(store: RunStore, *, reader: int) -> dict[int, str]:
-    """Return the reason of each other rank that failed, as far as known. Rank-local."""
+    """Return the reason of each other rank that failed, as far as known."""
     found: dict[int, str] = {}
     for rank, reason in map(json.loads, store.look_up(_REASONS).splitlines()):
         if rank != reader:

@@ -4,8 +4,7 @@ Each thread works on the GPU of the rank that it belongs to. WHY one place: CUDA
 belongs to a thread and is 0 at first. A thread of rank 5 that only waits for an event would take
 500 MiB on GPU 0, and fail if that GPU is full or lost.
 
-A device behind an all-reduce that never ends, or a store whose server hangs, can't be cancelled:
-the thread of such a call stays until the process ends.
+A call to a device or a store that hangs can't be cancelled: its thread stays to the end.
 """
 
 import contextlib
@@ -21,9 +20,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Jobs = SimpleQueue[Callable[[], None] | None]
-_ready: list[Jobs] = []
-"""Of the threads that wait for a question about the GPU; None ends them."""
-
+_ready: list[Jobs] = []  # of the threads that wait for a question about the GPU; None ends them
 os.register_at_fork(after_in_child=_ready.clear)
 
 
@@ -73,9 +70,9 @@ def call_within(question: Callable[[], T], limit_s: float, *, uses_gpu: bool = T
 
 
 def keep_ready(number: int) -> Callable[[], None]:
-    """Start threads for call_within: while a device is stuck, to start one may wait. See above.
+    """Start threads for call_within: while a device is stuck, to start one may wait.
 
-    Returns what ends those that wait for a question.
+    Returns what ends them.
     """
     for _ in range(number):
         jobs: Jobs = SimpleQueue()
@@ -117,8 +114,7 @@ class AwakeTime:
     """Adds up the time between calls of passed_s; a gap counts for at most longest_gap_s.
 
     WHY not the clock: a job that was stopped as a whole for an hour (SIGSTOP, Slurm's suspend, a
-    laptop that sleeps) has not waited for an hour. When it continues, each rank would find its
-    limit passed, although all the others continue at the same moment.
+    laptop that sleeps) has not waited for an hour.
     """
 
     def __init__(self, longest_gap_s: float) -> None:
@@ -128,7 +124,6 @@ class AwakeTime:
         self._passed_s = 0.0
 
     def passed_s(self) -> float:
-        """Return the seconds awake since the start."""
         now = time.monotonic()
         self._passed_s += min(now - self._last, self._longest_gap_s)
         self._last = now

@@ -247,7 +247,6 @@ class TestAllDocuments:
     def test_a_file_that_is_named_exists(self, document: str) -> None:
         made_by_a_run = {"manifest.json", "summary.json", "best.json", "my.yaml"}
         made_by_a_run |= {"verdict.txt", "rank_1.txt", "rank_1_worker_4711.txt"}
-        made_by_a_run |= {"hangs/held_rank_0.txt"}
         for name in re.findall(
             r"`((?:[\w.]+/)*[\w.]+\.(?:py|sh|yaml|txt|md))`", prose_of(document)
         ):

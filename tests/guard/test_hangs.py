@@ -168,32 +168,6 @@ def test_a_job_that_is_stopped_as_a_whole_and_goes_on_did_not_hang(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_rank_alone_on_its_machine_that_holds_the_gil_is_seen_from_outside(
-    tmp_path: Path,
-) -> None:
-    """Nothing reads the stacks of a process that was only stopped: its threads may be running."""
-    argv = [*HANGING, "--model_args", "{rank: 0, how: hold, forward_number: 1000}"]
-    argv += ["--epochs", "100", "--hang_after_s", "1", "--output_dir", tmp_path]
-    with start_training(argv, 1) as running:
-        running.wait_for(lambda: "step 20/" in running.output(0), timeout_s=60, what="20 steps")
-        running.kill(0, signal.SIGSTOP)
-        threading.Event().wait(3)  # the pause itself is what is tested
-        running.kill(0, signal.SIGCONT)
-        running.wait_for(lambda: "step 400/" in running.output(0), timeout_s=60, what="400 steps")
-        hangs = only_run(tmp_path) / "hangs"
-        assert not hangs.exists()
-        held = hangs / "held_rank_0.txt"
-        running.wait_for(held.exists, timeout_s=60, what="the stacks of rank 0")
-        running.wait_for(
-            lambda: "in forward of step" in running.output(0), timeout_s=10, what="the message"
-        )
-        assert "native code holds the GIL" in running.output(0)
-        assert "tests/plugins.py" in held.read_text(encoding="utf-8")
-        running.kill(0, signal.SIGKILL)
-        running.wait(30)
-
-
-@pytest.mark.slow
 def test_a_slow_start_and_a_slow_evaluation_are_no_hangs(tmp_path: Path) -> None:
     argv = [*PLAIN, "--model", "tests.plugins:SlowAtFirst", "--eval_every", "1", "--epochs", "2"]
     argv += ["--hang_after_s", "0.5", "--output_dir", tmp_path]
