@@ -1,8 +1,8 @@
 """Events of a run, told to a command of the user: --on_event COMMAND.
 
-Owns when and how it runs: on rank 0, beside training, one event after the other, by a shell. What
-happened is JSON on its stdin, and in HDDP_EVENT, HDDP_STATUS (the exit status, of an ending) and
-HDDP_RUN (the run folder). It has LIMIT_S; a failure of it is a warning, and never ends the run.
+It runs on rank 0, beside training, one event after the other, by a shell. What happened is JSON on
+its stdin, and in HDDP_EVENT, HDDP_STATUS (the exit status, of an ending) and HDDP_RUN (the run
+folder). It has LIMIT_S; a failure of it is a warning, and never ends the run.
 """
 
 import json

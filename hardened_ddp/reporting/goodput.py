@@ -1,10 +1,9 @@
 """The wall time of a run by phase, over all its attempts.
 
-Rank 0 writes a line of attempts.jsonl every few seconds: seconds of each phase since its attempt
-began, and the step. The last line of each attempt counts. The time between that line and the next
-attempt's start is down time, unless the run had ended as it should and somebody started it again;
+Rank 0 writes a line of attempts.jsonl every few seconds; the last one of each attempt counts. The
+time from there to the next attempt's start is down time, unless the run had ended as it should;
 steps that an attempt did and a later one repeated are lost time. Goodput is the share of the wall
-time that went into steps that count: waiting for data and evaluation are not part of it.
+time that went into steps that count, without waiting for data and evaluation.
 """
 
 import json
@@ -37,7 +36,7 @@ PHASES = tuple(_COUNTED)
 
 
 class Goodput:
-    """Sums the wall time of this attempt by phase. On ranks other than 0 nothing is written."""
+    """Sums the wall time of this attempt by phase. Only rank 0 writes."""
 
     def __init__(self, folder: Path, tracker: Tracker, launch: Launch, *, step: int) -> None:
         """step: where this attempt continues, as far as it is known."""
@@ -77,7 +76,6 @@ class Goodput:
             log.debug("%s can't be written: %s", self._path, error)
 
     def begin(self, step: int) -> None:
-        """Note where this attempt continues, once its state is loaded."""
         self._first_step = self._step = step
 
     def leave(self, *, ended: str = "") -> None:
@@ -93,11 +91,9 @@ class Goodput:
         self._start_up_s, self._before_s = 0.0, self._tracker.wall_s()
 
     def account(self) -> dict[str, float]:
-        """Return seconds and goodput of all attempts up to now."""
         return account_of([*self._earlier, self._line()])
 
     def describe(self) -> str:
-        """Describe the account in one line."""
         account = self.account()
         shares = ", ".join(
             f"{name.replace('_', ' ')} {account[name] / account['wall']:.0%}"

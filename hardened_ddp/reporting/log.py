@@ -2,7 +2,7 @@
 
 A line that can't be written (disk full, terminal closed) is counted and dropped, and the count is
 logged when writing works again: a run of days must not die because somebody closed its terminal.
-While a run starts, a thread names the part that takes long; the tracker is told of each part.
+While a run starts, a thread names the part that takes long.
 """
 
 import logging
@@ -20,9 +20,8 @@ from hardened_ddp.settings.wording import printable
 
 log = logging.getLogger(__name__)
 
+# extra= of a line that every rank logs with the same words: only rank 0 prints it.
 ON_EVERY_RANK = {"on_every_rank": True}
-"""extra= of a line that every rank logs with the same words: only rank 0 prints it."""
-
 FIRST_SIGN_S = 2.0
 _TICK_S = 0.5
 _END_LIMIT_S = 2.0
@@ -81,7 +80,7 @@ def stop_logging() -> None:
 
 
 class ConsoleHandler(logging.Handler):
-    """Writes short lines for people: the level is shown only from WARNING on."""
+    """Writes short lines: the level is shown only from WARNING on."""
 
     def __init__(self, sink: TextSink, *, tag: str) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 After a restart from an earlier step both contain some steps twice: TensorBoard is told to discard
 the first, and a reader of metrics.jsonl takes the last line of a step.
-Does not own: the formats (event_file.py), the thread and the disk (sinks.py).
+WHY not tensorboard's own writers: they load 290 modules. Its protocol buffers alone load 50.
 """
 
 import json
@@ -10,12 +10,12 @@ import logging
 import math
 import os
 import socket
+import struct
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
-from hardened_ddp.reporting import event_file
 from hardened_ddp.reporting.sinks import FileSink, ReportWriter
 from hardened_ddp.reporting.trackers import TrackerThread
 
@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 _KEEP_BYTES = 1024 * 1024  # of each file, in memory, while the disk is full
 _CLOSE_LIMIT_S = 10.0
+_CRC32C_POLYNOMIAL = 0x82F63B78
 
 
 class MetricsLog:
@@ -42,18 +43,16 @@ class MetricsLog:
         """
         self._trackers = trackers
         self._is_main = is_main
-        self._has_board = tensorboard and is_main
         self._lines = FileSink(folder / "metrics.jsonl", keep_bytes=_KEEP_BYTES)
         # WHY pid and time: each start of a run has its own file, and all are shown as one curve.
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
         path = folder / "tensorboard" / name
         self._events = FileSink(path, keep_bytes=_KEEP_BYTES, has_lines=False)
-        self._events.add(event_file.first_record(wall_time=time.time()))
         sinks = [self._lines, self._events] if tensorboard else [self._lines]
         self._sinks = sinks if is_main else []
         self._writer = ReportWriter(flush=self._flush, name="metrics")
         self._failing: set[Path] = set()
-        self._has_restart_record = False
+        self._has_events = False
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Write values at step: one line of metrics.jsonl, one point each in TensorBoard.
@@ -89,11 +88,23 @@ class MetricsLog:
         }
         line = json.dumps({"step": step, "time": round(now, 3), **finite})
         self._lines.add(line.encode() + b"\n")
-        if self._has_board:
-            if step > 0 and not self._has_restart_record:
-                self._events.add(event_file.restart_record(step, wall_time=now))
-            self._has_restart_record = True
-            self._events.add(event_file.scalars_record(step, numbers, wall_time=now))
+        if self._events in self._sinks:
+            self._add_events(step, numbers, now)
+
+    def _add_events(self, step: int, numbers: Mapping[str, float], now: float) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=n, simple_value=v) for n, v in numbers.items()]
+        found = [Event(summary=Summary(value=values))]
+        if not self._has_events:
+            found.insert(0, Event(file_version="brain.Event:2"))
+            if step > 0:  # discard what earlier files have from this step on
+                found.insert(1, Event(session_log=SessionLog(status=SessionLog.START)))
+        self._has_events = True
+        for event in found:
+            event.wall_time, event.step = now, step
+            self._events.add(_framed(event.SerializeToString()))
 
     def _flush(self) -> bool:
         """Write to all files; for each, warn once that it fails, and once that it works again."""
@@ -109,3 +120,29 @@ class MetricsLog:
                 self._failing.add(sink.path)
                 log.warning("%s can't be written, training continues: %s", sink.path, sink.error)
         return is_all_written
+
+
+def _framed(data: bytes) -> bytes:
+    """Frame a record as TFRecord does: length, checksum, data, checksum."""
+    length = struct.pack("<Q", len(data))
+    return b"".join((length, _masked_crc(length), data, _masked_crc(data)))
+
+
+def _masked_crc(data: bytes) -> bytes:
+    """Compute TFRecord's checksum of the Castagnoli CRC, which zlib does not have."""
+    table, crc = _crc_table(), 0xFFFFFFFF
+    for byte in data:
+        crc = table[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+    crc ^= 0xFFFFFFFF
+    rotated = (crc >> 15 | crc << 17) & 0xFFFFFFFF
+    return struct.pack("<I", (rotated + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+@cache
+def _crc_table() -> tuple[int, ...]:
+    table = []
+    for entry in range(256):
+        for _ in range(8):
+            entry = entry >> 1 ^ (_CRC32C_POLYNOMIAL if entry & 1 else 0)
+        table.append(entry)
+    return tuple(table)

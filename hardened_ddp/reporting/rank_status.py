@@ -12,11 +12,10 @@ from hardened_ddp.ranks.phase import FIRST_WAIT, Phase
 from hardened_ddp.ranks.process import ProcessMark, is_gone
 from hardened_ddp.reporting.run_json import Json, is_number, number_of
 
+# The phases in which a rank only waits for others.
 WAITS = tuple(phase.label for phase in Phase if phase >= FIRST_WAIT)
-"""The phases in which a rank only waits for others."""
-
+# Or longer. WHY not less: the clocks of two hosts may differ, and a shared disk may lag behind.
 SILENT_AFTER_S = 30.0
-"""Or longer. WHY not less: the clocks of two hosts may differ, and a shared disk may lag behind."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,43 +23,28 @@ class RankStatus:
     """What a rank does, and where it runs, at one moment."""
 
     rank: int
-    state: str
-    """running, finished, stopped or failed."""
-
-    now: float = 0.0
-    """When this was written, in seconds since the epoch."""
-
+    state: str  # running, finished, stopped or failed
+    now: float = 0.0  # when this was written, in seconds since the epoch
     began_at: float = 0.0
-    silent_after_s: float = SILENT_AFTER_S
-    """How old this is at most while the rank lives."""
-
+    silent_after_s: float = SILENT_AFTER_S  # how old this is at most while the rank lives
     world_size: int = 0
     num_nodes: int = 0
     launcher: str = ""
     working_folder: str = ""
+    # What starts a loop of the user's own again; empty: resume_command composes it.
     command: str = ""
-    """What starts a loop of the user's own again; empty: resume_command composes it."""
-
     step: int = 0
-    total_steps: int = 0
-    """0: not known yet."""
-
+    total_steps: int = 0  # 0: not known yet
     epoch: int = 0
     epochs: int = 0
     phase: str = "?"
     phase_s: float = 0.0
-    steps_here: int = 0
-    """Steps since this start."""
-
+    steps_here: int = 0  # steps since this start
+    # Seconds of each phase since this start.
     spent_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of each phase since this start."""
-
+    # On a GPU: seconds of each part of a step. The CPU's clock would see only the queueing.
     split_s: Mapping[str, float] = field(default_factory=dict)
-    """On a GPU: seconds of each part of a step. The CPU's clock would see only the queueing."""
-
-    samples_per_s: float = 0.0
-    """Of all ranks."""
-
+    samples_per_s: float = 0.0  # of all ranks
     rss_mib: float = 0.0
     gpu_mib: float = 0.0
     gpu_peak_mib: float = 0.0

@@ -1,7 +1,6 @@
 """Memory use of this process, the machine or its container, the GPU and /dev/shm.
 
-Owns the figures and the warning before memory runs out. Imports neither torch nor psutil by itself:
-doctor asks for a container's memory where they may be missing.
+Imports neither torch nor psutil by itself: doctor asks for a container's memory without them.
 """
 
 import logging

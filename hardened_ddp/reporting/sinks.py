@@ -1,12 +1,10 @@
 """Outputs for text and records: a terminal or a file whose failures never raise.
 
-A sink accepts everything, counts what it has to drop, and remembers why.
-WHY not Python's own streams: a stream keeps what it could not write, raises the error again at the
-next write, and once more when Python exits, which turns the exit status into 120.
+A sink counts what it has to drop, and remembers why. WHY not Python's own streams: a stream keeps
+what it could not write, raises the error again at the next write, and once more when Python exits,
+which turns the exit status into 120.
 
-Owns the thread that writes, too, so that training never waits for a disk. Its queue is bounded:
-while a disk hangs, further jobs are counted and dropped. The thread is a daemon: it can't keep the
-program from ending. Without close() what waits in the queue is lost.
+ReportWriter writes in a thread, so that training never waits for a disk.
 """
 
 import contextlib
@@ -37,13 +35,13 @@ def open_no_link(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def write_text(path: Path, text: str, *, mode: str = "w") -> None:
-    """Write a text file of a run folder, but not through a link. Raises OSError."""
+    """Write a text file of a run folder, but not through a link."""
     with open(path, mode, encoding="utf-8", opener=open_no_link) as file:
         file.write(text)
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file complete or not at all: a full disk keeps the one of before. Raises OSError."""
+    """Write a file complete or not at all: a full disk keeps the one of before."""
     if path.exists() and not path.is_file():  # WHY: a pipe must not be replaced
         path.write_text(text, encoding="utf-8")
         return
@@ -70,11 +68,8 @@ class TextSink:
         if stream is not None:
             with contextlib.suppress(OSError, ValueError, AttributeError):  # in memory, or closed
                 self._fd = stream.fileno()
-        self.num_lost = 0
-        """Writes that failed since the counter was last set to 0."""
-
-        self.error: BaseException | None = None
-        """The error of the last write that failed."""
+        self.num_lost = 0  # writes that failed since this was last set to 0
+        self.error: BaseException | None = None  # of the last one
 
     def write(self, text: str) -> bool:
         """Write text at once; False if that failed, and then it is counted as lost."""
@@ -126,12 +121,8 @@ class FileSink:
         has_lines: begin on a new line, even if a killed process left an unfinished one.
         """
         self.path = path
-        self.num_lost = 0
-        """Records that were dropped since the counter was last set to 0."""
-
-        self.error: OSError | None = None
-        """The error of the last flush that failed; None if none failed yet."""
-
+        self.num_lost = 0  # records that were dropped since this was last set to 0
+        self.error: OSError | None = None  # of the last flush that failed
         self._keep_bytes = keep_bytes
         self._has_lines = has_lines
         self._waiting: deque[bytes] = deque()
@@ -140,7 +131,6 @@ class FileSink:
         self._fd: int | None = None
 
     def add(self, record: bytes) -> None:
-        """Queue a record for the next flush."""
         self._waiting.append(record)
         self._size += len(record)
 
@@ -189,7 +179,11 @@ class FileSink:
 
 
 class ReportWriter:
-    """Runs report jobs one after the other, and flushes after each."""
+    """Runs report jobs one after the other, and flushes after each.
+
+    While a disk hangs, what is too much for the queue is counted and dropped. The thread is a
+    daemon: without close() what waits is lost.
+    """
 
     def __init__(self, *, flush: Callable[[], bool], name: str) -> None:
         """flush: writes what the jobs buffered; returns whether all of it is written."""
@@ -198,10 +192,9 @@ class ReportWriter:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: HelperThread | None = None
         self.num_refused = 0
-        """Jobs that were dropped because too many were waiting."""
 
     def do(self, job: Callable[[], None]) -> bool:
-        """Queue a job; never waits. Returns False if it is dropped, because too many wait."""
+        """Queue a job; return False if it is dropped, because too many wait."""
         if self._thread is None:
             self._thread = HelperThread(self._run, name=self._name)
             self._thread.start()

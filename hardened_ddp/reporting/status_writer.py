@@ -1,8 +1,7 @@
 """Writes what this rank does into the run folder: for the commands watch and report.
 
-A thread writes RUN/status/rank-N.json (rank_status.py), about 1 KB, anew every few seconds. The
-training thread does nothing for it: the thread reads the tracker. All ranks together write at most
-MOST_WRITES_PER_S, and one rank spends at most 1 % of the time on it, however slow the disk is.
+A thread reads the tracker and writes RUN/status/rank-N.json (rank_status.py) every few seconds. All
+ranks together write at most MOST_WRITES_PER_S, and one rank spends at most 1 % of the time on it.
 Rank 0 also tells the status server of Kubeflow Trainer, from a thread of its own; a failure of that
 is ignored.
 """
@@ -37,9 +36,7 @@ from hardened_ddp.settings.typed_command import working_folder
 
 log = logging.getLogger(__name__)
 
-EVERY_S = 2.0
-"""The least time between two writes."""
-
+EVERY_S = 2.0  # between two writes, at least
 MOST_WRITES_PER_S = 64
 _SHARE_OF_TIME = 0.01
 _RATE_OVER_S = 15.0
@@ -53,24 +50,18 @@ _KUBEFLOW_EVERY_S, _KUBEFLOW_LIMIT_S = 10.0, 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """What is trained, once it is known."""
+    """What is trained, once it is known. Each function is called from the writing thread."""
 
-    global_batch: int = 0
-    """Samples of one step, over all ranks."""
-
+    global_batch: int = 0  # samples of one step, over all ranks
     epochs: int = 0
+    # On a GPU: the seconds of each part of a step. The CPU's clock would see only the queueing.
     split: Callable[[], tuple[int, Mapping[str, float]]] = lambda: (0, {})
-    """On a GPU: the seconds of each part of a step. The CPU's clock would see only the queueing."""
-
     epoch: Callable[[], int] = lambda: 0
-    """The epochs done. From any thread."""
 
+    # What torch has of the GPU, and had at most. It must not ask torch, which keeps the GIL while
+    # it waits for what a stuck main thread may hold.
     gpu_mib: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
-    """What torch has of the GPU, and had at most. From any thread: it must not ask torch, which
-    keeps the GIL while it waits for what a stuck main thread may hold."""
-
-    steps: Callable[[], int | None] = lambda: None
-    """The steps of the whole run; None: not known yet. From any thread."""
+    steps: Callable[[], int | None] = lambda: None  # of the whole run; None: not known yet
 
 
 class StatusWriter:
@@ -103,15 +94,12 @@ class StatusWriter:
             thread.join(_END_LIMIT_S)
 
     def attach(self, work: Work) -> None:
-        """Say what is trained. Main thread."""
         self._work = work
 
     def close_as(self, state: str) -> None:
-        """Note how the run ended: finished, stopped or failed. Main thread."""
         self._state = state
 
     def read(self) -> RankStatus:
-        """Return the status of this moment. Any thread."""
         tracker, work = self._group.tracker, self._work
         words = tracker.words
         step, phase = words[STEP], Phase(words[PHASE]).label

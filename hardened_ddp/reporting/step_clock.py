@@ -1,9 +1,8 @@
 """The time of each phase of a step: data, forward, backward, all-reduce, optimizer.
 
 On the CPU these are the tracker's own sums. On a GPU that clock sees only the queueing: each
-change of phase records an event in the GPU's stream, without waiting, and only in one of
-sample_every steps. There the data phase is the time in which the GPU is idle because no batch is
-there; backward includes the all-reduces.
+change of phase records an event in the GPU's stream, in one of sample_every steps. There the data
+phase is the time in which the GPU has no batch; backward includes the all-reduces.
 """
 
 from collections import deque
@@ -22,11 +21,7 @@ _MOST_UNREAD_STEPS = 1_000
 
 
 def start_clock(tracker: Tracker, device: torch.device) -> Callable[[], Mapping[str, float]]:
-    """Measure the time of each phase of a step from now on.
-
-    Returns what reads the mean seconds per step of each phase since it was last called; empty if no
-    step was timed.
-    """
+    """Measure phases; return what reads their mean seconds per step since its last call."""
     if device.type != "cuda":
         return tracker.read_split
     timeline = GpuTimeline(partial(_record, device), sample_every=SAMPLE_EVERY)
@@ -43,9 +38,8 @@ class GpuTimeline:
         self._sample_every = sample_every
         self._phase = int(Phase.START_UP)
         self._step = 0
+        # The start of this step and the ends of its phases; empty if the step is not sampled.
         self._marks: list[tuple[str, torch.cuda.Event]] = []
-        """The start of this step and the ends of its phases; empty if the step is not sampled."""
-
         self._unread: deque[list[tuple[str, torch.cuda.Event]]] = deque(maxlen=_MOST_UNREAD_STEPS)
 
     def enter(self, phase: int) -> None:

@@ -16,8 +16,8 @@ from hardened_ddp.settings.wording import printable
 log = logging.getLogger(__name__)
 
 _NAME = "summary.json"
+# The exit status if nobody reads the report of evaluate: what a shell gives for SIGPIPE.
 READER_HAS_GONE = 141
-"""The exit status if nobody reads the report of evaluate: what a shell gives for SIGPIPE."""
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
@@ -53,10 +53,7 @@ def closing_lines(
 
     result: of the last evaluation; empty if there was none. resume: the command.
     """
-    lines = [
-        f"{status}: {result or 'no evaluation'}",
-        f"run folder:  {shell_command(folder)}",
-    ]
+    lines = [f"{status}: {result or 'no evaluation'}", f"run folder:  {shell_command(folder)}"]
     if has_tensorboard:
         # WHY not the program tensorboard: its first line breaks when the environment is moved.
         command = python_command("-m", "tensorboard.main", "--logdir", folder / "tensorboard")

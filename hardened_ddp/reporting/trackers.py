@@ -49,7 +49,6 @@ class TrackerThread:
         self._writer = ReportWriter(flush=lambda: True, name=f"tracker-{name}")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Pass values on."""
         if self._has_failed:
             return
         # WHY a copy: a tracker may change what it gets, and others get the same values
@@ -101,7 +100,6 @@ class WandbTracker:
     """
 
     def __init__(self, *, folder: Path, settings: Mapping[str, Any]) -> None:  # Any: of settings
-        """Start or continue the W&B run of a run folder. Raises what wandb raises."""
         import wandb
 
         self._run = wandb.init(
@@ -115,11 +113,10 @@ class WandbTracker:
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log values; W&B ignores a step that is before the last one, as after a rollback."""
+        # W&B ignores a step that is before the last one, as after a rollback
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
-        """Send or write what is left."""
         self._run.finish()
 
 
@@ -130,7 +127,6 @@ class MlflowTracker:
     """
 
     def __init__(self, *, folder: Path, settings: Mapping[str, Any]) -> None:  # Any: of settings
-        """Start or continue the MLflow run of a run folder. Raises what mlflow raises."""
         import mlflow
 
         self._mlflow, path = mlflow, folder / "mlflow" / "run-id.txt"
@@ -145,11 +141,9 @@ class MlflowTracker:
         mlflow.log_params({name: str(value)[:500] for name, value in settings.items()})
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log values."""
         self._mlflow.log_metrics(dict(values), step=step)
 
     def close(self) -> None:
-        """End the run."""
         self._mlflow.end_run()
 
 
