@@ -37,13 +37,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 # WHY so few imports here: these need no torch, so --help and wrong flags answer at once.
-from hardened_ddp.errors import (
-    ConfigError,
-    HardenedError,
-    NonFiniteError,
-    PeerLostError,
-    StepError,
-)
+from hardened_ddp.errors import ConfigError, HardenedError, NonFiniteError, PeerLostError, StepError
 from hardened_ddp.ranks.launch import (
     Launch,
     environment,
@@ -259,11 +253,7 @@ def train(settings: Resolved, group: Group) -> int:
 
 def build(settings: Resolved, group: Group, saved: Saved | None, events: Events) -> Parts:
     """Put together data, model, DDP and optimizer. Collective: all ranks."""
-    from hardened_ddp.data.loader_setup import (
-        build_eval_loader,
-        build_sampler,
-        build_train_loader,
-    )
+    from hardened_ddp.data.loader_setup import build_eval_loader, build_sampler, build_train_loader
     from hardened_ddp.data.sources.datasets import build_data, prepare_data
     from hardened_ddp.model.precision import Precision
     from hardened_ddp.preflight.optimizer_trial import build_schedule

@@ -50,9 +50,7 @@ class Plan:
     folder: str
     python: str
     variables: list[str]
-    words: list[str]
-    """The script and its arguments."""
-
+    words: list[str]  # the script and its arguments
     launcher: str = "torch.distributed.run"  # torchrun, without a need for it in PATH
     max_restarts: int = 0
 

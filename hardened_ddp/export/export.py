@@ -24,12 +24,7 @@ from hardened_ddp.checkpoint.disk import (
     write_file,
 )
 from hardened_ddp.checkpoint.folder import JSON, Found, load_checkpoint, open_checkpoint
-from hardened_ddp.checkpoint.tensors import (
-    TensorReader,
-    read_tensors,
-    specs_of,
-    write_tensors,
-)
+from hardened_ddp.checkpoint.tensors import TensorReader, read_tensors, specs_of, write_tensors
 from hardened_ddp.errors import CheckpointError
 from hardened_ddp.export.formats import (
     CARD_NAME,

@@ -64,21 +64,19 @@ logits = model(pixel_values=inputs).logits"""
 _OF_TOKENS = """\
 tokenizer = AutoTokenizer.from_pretrained("FOLDER")  # if the export has one
 logits = model(**tokenizer(text, return_tensors="pt")).logits"""
+# What differs where tokens are the inputs, as a tokenizer gives them.
 _OF_TEXT = {
     TORCH_EXPORT: ("model(inputs)", 'model(tokens["input_ids"], tokens["attention_mask"])'),
     ONNX: ('{"inputs": inputs})  # inputs: float32 array', "dict(tokens))  # int64 arrays"),
 }
-"""What differs where tokens are the inputs, as a tokenizer gives them."""
 
 
 class _Logits(nn.Module):
     """A model whose only output is the logits."""
 
-    names: tuple[str, ...] = ("inputs",)
-    """The names of its inputs."""
-
+    names: tuple[str, ...] = ("inputs",)  # the names of its inputs
+    # Which of their dimensions may have any size. Any: torch's kind of one.
     sizes: Mapping[int, Any] = {0: torch.export.Dim.DYNAMIC}
-    """Which of their dimensions may have any size. Any: torch's kind of one."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -207,11 +207,7 @@ def model_and_task(
 
 
 def build_replica(
-    config: Config,
-    trial: Trial,
-    samples: Sequence[Batch],
-    *,
-    saved: Mapping[str, Any] | None,
+    config: Config, trial: Trial, samples: Sequence[Batch], *, saved: Mapping[str, Any] | None
 ) -> tuple[Replica, GradientSum]:
     """Try the model, and wrap it in DDP. Collective: all ranks."""
     model, task, group = trial.model, trial.task, trial.group

@@ -35,21 +35,20 @@ from hardened_ddp.task.task import LOSS, Metric, Task
 
 log = logging.getLogger(__name__)
 
+# Begin the names of figures of a part of the test set, and of the averaged weights.
 PARTIAL, EMA = "partial_", "ema_"
-"""Begin the names of figures of a part of the test set, and of the averaged weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """The outcome over the whole test set."""
 
+    # The loss and the metrics of the task, by name; those of the averages begin with ema_, of a
+    # part of the test set with partial_.
     figures: Mapping[str, float]
-    """The loss and the metrics of the task, by name; those of the averages begin with ema_, of a
-    part of the test set with partial_."""
-
     num_samples: int
+    # Under --continue_on_error: the samples left out on all ranks, each with its error.
     left_out: tuple[str, ...] = ()
-    """Under --continue_on_error: the samples left out on all ranks, each with its error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,12 +59,9 @@ class EvaluationLoop:
     task: Task
     precision: Precision
     group: Group
-    leaves_out: bool
-    """Go on without samples that can't be read, and name them: --continue_on_error."""
-
+    leaves_out: bool  # go on without samples that can't be read, and name them: --continue_on_error
+    # Check that each output and its labels fit. Waits for the device once per batch.
     checks: bool = False
-    """Check that each output and its labels fit. Waits for the device once per batch."""
-
     inputs: Inputs = DEFAULT_INPUTS
 
     @torch.no_grad()

@@ -41,8 +41,8 @@ class Course(Enum):
     """Where training continues."""
 
     NEXT_STEP = "next step"
+    # The state was replaced by an earlier one, or by that of another rank.
     ANOTHER_STEP = "another step"
-    """The state was replaced by an earlier one, or by that of another rank."""
 
 
 class Rollback:
@@ -59,12 +59,9 @@ class Rollback:
         loop = self.parts.config.loop
         self._retries = loop.step_retry == "on"
         self._rollback_after = loop.rollback_after if self._retries else 0
-        self._equal_at = -1
-        """The last step after which replicas were known to be equal."""
-
+        self._equal_at = -1  # the last step after which replicas were known to be equal
+        # Replicas differed at or before this step, and were not found equal after it yet.
         self._differed_until = -1
-        """Replicas differed at or before this step, and were not found equal after it yet."""
-
         self._given_up_until = -1
         self._note_equal()  # all ranks have just got the same state
 

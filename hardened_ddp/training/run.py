@@ -36,13 +36,11 @@ from hardened_ddp.training.survivor_save import save_while_stuck
 log = logging.getLogger(__name__)
 
 
+# A batch of another shape makes a compiled model compile again, in the middle of a run.
 COMPILE_LIMIT_S = 600.0
-"""A batch of another shape makes a compiled model compile again, in the middle of a run."""
-
 NO_LIMIT_S = 10 * 365 * 86400.0
 
-MARGIN_S = 30.0
-"""Time for the loader to find out by itself in which sample its workers hang."""
+MARGIN_S = 30.0  # time for the loader to find out by itself in which sample its workers hang
 
 
 class Ending(StrEnum):
@@ -83,9 +81,7 @@ class Run:
         parts.train_loader.open_folder(self.folder)
         self.rollback = Rollback(folder, self.stepper, self.saver, self.report)
         stop.watch(self.folder)
-        self.subject = hang_subject(self)
-        """For the watch for hangs."""
-
+        self.subject = hang_subject(self)  # for the watch for hangs
         stop.start_last_resort(self.subject.save, grace_s=parts.config.loop.stop_grace_s)
         parts.call_after_workers_start(stop.leave_children_alone)
         collect_as_usual()  # from here on garbage may hold large tensors

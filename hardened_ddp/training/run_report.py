@@ -51,9 +51,7 @@ from hardened_ddp.training.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 
-SIGN_EVERY_S = 30.0
-"""So long after the last report rank 0 says at which step it is."""
-
+SIGN_EVERY_S = 30.0  # so long after the last report rank 0 says at which step it is
 _MAX_LOGGED = 8  # test samples that are named one by one in the log
 
 
@@ -92,12 +90,9 @@ class RunReport:
         self.goodput.begin(step)
         self.splits = Splits()
         self.last_train: Mapping[str, float] = {}
+        # What torch had of this rank's GPU at the last report, and at most.
         self.gpu_mib = (0.0, 0.0)
-        """What torch had of this rank's GPU at the last report, and at most."""
-
-        self._last_tested: Mapping[str, float] = {}
-        """The figures of the last evaluation."""
-
+        self._last_tested: Mapping[str, float] = {}  # the figures of the last evaluation
         self._tracker = tracker
         self._trained_s = self._training_s()
         self._left_out = left_out
