@@ -6,8 +6,8 @@
 
 Each simulated rank is a thread with a connection of its own to a real TCPStore in another process,
 and runs the real code: rendezvous, heartbeats and alarms, the verdict on a rank that hangs, failure
-reports, and the sampler. Eight ranks are a host: there one of them asks for alarms. 256 ranks are
-a process, because a thousand threads spend most of their time on the GIL.
+reports, and the sampler. 256 ranks are a process, because a thousand threads spend most of their
+time on the GIL.
 The agreement on a stop, an all-reduce of gloo, is played by 64 ranks at the pace of all of them.
 What it can't show: the network between hosts; the connections of gloo and NCCL between 1,000 ranks;
 1,000 Python interpreters that start; and the time limit of each question to the store, a thread of
@@ -58,7 +58,6 @@ LIMIT_S = 300.0
 STEADY_S = 10.0
 TICK_S = 1.0
 FORK_RANKS = 256
-HOST_RANKS = 8
 GLOO_RANKS = 64
 STEP_S = 0.05
 LIMIT_OF_PHASE_S = 60.0
@@ -174,15 +173,14 @@ def measure_steady(ranks: Ranks, server: psutil.Process) -> float:
     report = Report(0, 412, int(Phase.FORWARD), 0.1, 60.0)
     split = (412, {"data": 0.001, "forward": 0.02, "backward": 0.04})
     for rank, one in enumerate(consensus):
-        one.beat(replace(report, rank=rank), -1, split)  # the first one is sent in any case
+        one.beat(replace(report, rank=rank), -1, split)
     used_s, began_at = cpu_s(server), time.perf_counter()
     ticks = 0
     while time.perf_counter() - began_at < STEADY_S:
         ends_at = time.perf_counter() + TICK_S
         for rank, one in enumerate(consensus):  # one by one: the calls are spread over a second
             one.beat(replace(report, rank=rank), ticks, split)
-            if rank % HOST_RANKS == 0:
-                one.alarm("")
+            one.alarm("")
         if ticks % 2 == 0:
             consensus[0].splits()
         ticks += 1
@@ -197,22 +195,18 @@ def measure_hang(ranks: Ranks) -> float:
     Each rank's watch ticks once a second, at a moment of its own. Print when all know the verdict.
     """
     hung = ranks.number // 2 + 1
-    has_seen = [False] * (ranks.number // HOST_RANKS + 1)  # each host is within one process
 
     def watch(rank: int, deadline_at: float) -> float:
         phase = Phase.FORWARD if rank == hung else Phase.ALL_REDUCE
         limit_s = LIMIT_OF_PHASE_S if rank == hung else PATIENCE_S
         report = Report(rank, 412, int(phase), LIMIT_OF_PHASE_S + 1, limit_s)
         consensus = HangConsensus(ranks.patient[rank], rank=rank, world_size=ranks.number)
-        host = rank // HOST_RANKS
         time.sleep(max(0.0, deadline_at + rank * 0.618 % 1.0 * TICK_S - time.perf_counter()))
         alarm = ""
         while not alarm:
-            if rank == hung or rank % HOST_RANKS == 0 or has_seen[host]:
-                alarm = consensus.alarm("hang" if rank == hung else "")
+            alarm = consensus.alarm("hang" if rank == hung else "")
             if not alarm:
                 time.sleep(TICK_S)
-        has_seen[host] = True
         verdict = consensus.agree(report, dict, is_witness=rank == hung, wait_limit_s=PATIENCE_S)
         if verdict is None or verdict.ranks != (hung,):
             raise RuntimeError(f"rank {hung} hangs, and the verdict is: {verdict}"[:400])

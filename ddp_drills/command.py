@@ -1,7 +1,7 @@
 """The command drill: the list, one drill, all of them, and the table for the documents.
 
-Owns its output and exit status: 0 if all verdicts are as expected, 1 if not, 2 for an unknown name
-or a wrong setting. Does not own: the drills (runner.py), the list (faults.py).
+Its exit status is 0 if all verdicts are as expected, 1 if not, 2 for an unknown name or a wrong
+setting.
 """
 
 import contextlib
@@ -73,7 +73,6 @@ def run_drills(request: Request, *, output: TextIO, env: Mapping[str, str]) -> i
 
 
 def report(drills: "Drills", faults: Sequence[Fault], output: TextIO) -> "list[Verdict]":
-    """Run drills one after the other; print each verdict when it is known."""
     verdicts = []
     for fault in faults:
         verdicts.append(drills.run(fault))
@@ -165,7 +164,6 @@ def list_faults() -> list[str]:
 
 
 def lines_of(verdict: "Verdict") -> list[str]:
-    """Format one drill as lines of text."""
     fault = verdict.fault
     lines = [
         f"drill {fault.name}: {fault.text}",
@@ -181,7 +179,6 @@ def lines_of(verdict: "Verdict") -> list[str]:
 
 
 def row_of(verdict: "Verdict") -> str:
-    """Format one drill as one line."""
     word = "PASS" if verdict.passed else "FAIL"
     fault = verdict.fault
     return f"{word}  {fault.name:<22} {verdict.lost_s:5.1f} s lost  {fault.verdict}"
@@ -200,7 +197,6 @@ def write_table(path: Path, table: Sequence[str]) -> None:
 
 
 def markdown(verdicts: "Sequence[Verdict]", num_ranks: int) -> list[str]:
-    """Format the results as a Markdown table."""
     import torch
 
     lines = [

@@ -1,7 +1,6 @@
 """The comparison of a run with a fault with the undisturbed run and the expected verdict.
 
-Owns: Record, what is known of a drill's run; and the comparison: exit statuses, messages, weights,
-replicas, ledger, and leftovers.
+Compared are exit statuses, messages, weights, replicas, ledger, and leftovers.
 """
 
 import io
@@ -66,12 +65,10 @@ class Record:
         return {} if newest is None else load_checkpoint(newest)[0]
 
     def digests(self) -> list[str]:
-        """Return the hash of each rank's replica."""
         found = [self.board.read(f"digest-{rank}") for rank in range(self.num_ranks)]
         return [digest or "none" for digest in found]
 
     def text(self) -> str:
-        """Return everything that the ranks wrote to their output and their logs."""
         logs = sorted((self.folder / "logs").glob("rank-*.log"))
         texts = [path.read_text(encoding="utf-8", errors="replace") for path in logs]
         return "\n".join([self.output, *texts])
@@ -198,7 +195,6 @@ def _describe(attempt: Attempt) -> str:
 
 
 def _find_message(text: str, wanted: Sequence[str]) -> str:
-    """Find the first line with most of the expected words."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     best = max(lines, key=lambda line: sum(word in line for word in wanted), default="")
     return best if any(word in best for word in wanted) else ""

@@ -1,6 +1,6 @@
 """Fault: what happens, and the expected verdict.
 
-No torch: the list of drills prints at once. Does not own: which faults there are (faults.py).
+No torch: the list of drills prints at once.
 """
 
 from dataclasses import dataclass
@@ -48,7 +48,6 @@ class Fault:
 
     @property
     def verdict(self) -> str:
-        """Return the expected outcome as one line."""
         kept = _KEPT[self.keeps]
         if self.leaves_out:
             return "continues without the sample and reports it; equal replicas"

@@ -1,8 +1,4 @@
-"""The list of all faults: of whole ranks, inside of a step, and of data.
-
-Does not own: what a fault is (fault.py), how it happens (injectors.py inside of a rank, outside.py
-from outside), the comparison with its verdict (compare.py). No torch: the list prints at once.
-"""
+"""The list of all faults: of whole ranks, inside of a step, and of data."""
 
 import signal
 from collections.abc import Iterator
@@ -23,7 +19,6 @@ def all_faults() -> list[Fault]:
 
 
 def find(name: str) -> Fault | None:
-    """Return the fault of this name."""
     return next((fault for fault in all_faults() if fault.name == name), None)
 
 
@@ -117,7 +112,6 @@ def _first_and_all() -> Iterator[Fault]:
 
 
 def _starts() -> Iterator[Fault]:
-    """Ranks that can't start together."""
     for outside, text, told in (
         ("port taken", "another program listens on the port of the rendezvous", "is taken"),
         ("unresolvable host", "the name of rank 0's host can't be resolved", "can't be resolved"),
@@ -145,7 +139,6 @@ def _starts() -> Iterator[Fault]:
 
 
 def _launchers() -> Iterator[Fault]:
-    """Faults under torchrun."""
     yield Fault(
         name="torchrun-restart",
         text="a rank under torchrun --max_restarts is killed",
@@ -170,7 +163,6 @@ def _launchers() -> Iterator[Fault]:
 
 
 def _errors() -> Iterator[Fault]:
-    """An exception inside of a step, once."""
     kinds = {"forward": "raise", "loss": "too few", "backward": "raise"}
     groups: tuple[tuple[str, str, tuple[int, ...]], ...] = (
         ("one", "one rank raises", LAST),
@@ -205,7 +197,6 @@ def _errors() -> Iterator[Fault]:
 
 
 def _memory() -> Iterator[Fault]:
-    """Out of memory."""
     for phase in ("forward", "backward"):
         yield Fault(
             name=f"memory-{phase}",
@@ -225,7 +216,6 @@ def _memory() -> Iterator[Fault]:
 
 
 def _numbers() -> Iterator[Fault]:
-    """NaN, and wrong numbers."""
     yield Fault(
         name="nan-once",
         text="the loss of one rank is NaN, once",
@@ -274,7 +264,6 @@ def _numbers() -> Iterator[Fault]:
 
 
 def _waits() -> Iterator[Fault]:
-    """A rank that is slow or hangs."""
     yield Fault(
         name="straggler",
         text="one rank takes a second longer for one step",
@@ -426,7 +415,6 @@ def _workers() -> Iterator[Fault]:
 
 
 def _samples() -> Iterator[Fault]:
-    """One sample is bad at every read."""
     for word, kind, text in (
         ("sample", "unreadable", "can't be read"),
         ("shape", "shape", "has another shape than the others"),

@@ -1,9 +1,8 @@
 """The faults that a misbehaving model or dataset injects, and the files that record them.
 
-Owns: Injection, one fault with its moment; Board, the folder through which the wrappers
-(wrappers.py) inside of the ranks and the drill (runner.py) outside communicate. Each fault that
-happened is a file there, so that a restarted rank does not inject it twice. No torch: the list of
-drills prints at once.
+Through the folder Board, the wrappers (wrappers.py) inside of the ranks and the drill (runner.py)
+outside communicate. Each fault that happened is a file there, so that a restarted rank does not
+inject it twice. No torch: the list of drills prints at once.
 """
 
 import json
@@ -37,7 +36,6 @@ class Injection:
     seconds: float = 0.0
 
     def is_for(self, rank: int, world_size: int) -> bool:
-        """Return whether this rank is meant."""
         return not self.ranks or rank in [number % world_size for number in self.ranks]
 
 
@@ -66,7 +64,6 @@ class Board:
         return True
 
     def has(self, name: str) -> bool:
-        """Return whether there is a note of this name."""
         return (self.folder / name).exists()
 
     def write(self, name: str, content: Any) -> None:  # Any: JSON
@@ -76,7 +73,6 @@ class Board:
         aside.rename(self.folder / name)
 
     def read(self, name: str) -> Any:  # Any: JSON; None: not there
-        """Read a note."""
         path = self.folder / name
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
@@ -115,7 +111,6 @@ class Board:
         self.write("injections", [asdict(injection) for injection in injections])
 
     def injections(self) -> list[Injection]:
-        """Read the faults to inject. In a rank."""
         return [
             Injection(**{**entry, "ranks": tuple(entry["ranks"])})
             for entry in self.read("injections")

@@ -1,7 +1,6 @@
 """Faults inside of a rank, as a bad model, a bad dataset or a bad machine causes them.
 
 Each is real: an allocation larger than any memory, a real signal, a read of an invalid address.
-Does not own: when they happen (wrappers.py).
 """
 
 import contextlib
@@ -56,7 +55,6 @@ def do(
 
 
 def spoil(kind: str, sample: Any, num_classes: int) -> Any:  # Any: whatever the dataset gives
-    """Return a bad sample instead of a good one, or raise."""
     match kind:
         case "unreadable":
             raise ValueError("broken file")
@@ -70,7 +68,6 @@ def spoil(kind: str, sample: Any, num_classes: int) -> Any:  # Any: whatever the
 
 
 def change_output(kind: str, output: Any) -> Any:  # Any: logits, or a mapping that has them
-    """Return a bad output instead of a good one."""
     changes: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "nan": lambda tensor: tensor * float("nan"),
         # The loss then gets fewer logits than labels.
@@ -119,7 +116,6 @@ def normalise(inputs: Sequence[Any]) -> tuple[Any, ...]:  # Any: a model's posit
 
 
 def flip_bit(values: torch.Tensor, bit: int) -> None:
-    """Flip a bit of the first element, in place."""
     words = values.view(torch.int16 if values.element_size() == 2 else torch.int32).view(-1)
     words[0] ^= 1 << bit
 
@@ -134,7 +130,6 @@ def tensors_of(output: Any) -> list[torch.Tensor]:  # Any: whatever a model retu
 
 
 def first_layer(network: nn.Module) -> nn.Module:
-    """Return the first module that has parameters and no submodules."""
     for part in network.modules():
         if not list(part.children()) and any(True for _ in part.parameters()):
             return part

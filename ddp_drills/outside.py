@@ -1,8 +1,4 @@
-"""Faults from outside of the ranks: signals, limits, files, a port.
-
-Owns: the fault of a rank that pauses for it, and what changes between two starts.
-Does not own: faults inside of a rank (ddp_drills/injectors.py).
-"""
+"""Faults from outside of the ranks: signals, limits, files, a port."""
 
 import os
 import resource

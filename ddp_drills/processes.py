@@ -1,9 +1,7 @@
 """The ranks of a drill: real processes, started as by a launcher, with a check for leftovers.
 
-Owns: the commands, the environment, signals to ranks, and finding what still runs. Every process
-that a drill starts has a mark in its environment, and its own session: so its child processes are
-found too, and Ctrl-C reaches only the drill, which then ends all of them.
-Does not own: faults (outside.py).
+Every process that a drill starts has a mark in its environment, and its own session: so its child
+processes are found too, and Ctrl-C reaches only the drill, which then ends all of them.
 """
 
 import contextlib
@@ -136,7 +134,6 @@ class Processes:
 
 
 def start_ranks(env: Mapping[str, str], start: Start) -> Processes:
-    """Start ranks of the script with this machine's Python."""
     mark = uuid.uuid4().hex
     script = [str(SCRIPT), *start.flags]
     own = clean(env) | {MARK: mark, "OMP_NUM_THREADS": "1"}
@@ -165,7 +162,6 @@ def start_ranks(env: Mapping[str, str], start: Start) -> Processes:
 
 
 def clean(env: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the variables of another launcher."""
     return {
         name: value
         for name, value in env.items()

@@ -1,7 +1,6 @@
 """One drill: the undisturbed run, the run with the fault, the comparison.
 
-Owns the starts of a run: the same command again until it is finished. Does not own: how ranks are
-started (processes.py), faults from outside (outside.py), what is expected (faults.py).
+The same command is started again until the run is finished.
 """
 
 import time
@@ -40,7 +39,6 @@ class Drills:
         return judge(fault, self._record(fault), reference)
 
     def output_of(self, fault: Fault, *, most: int = 6000) -> str:
-        """Return the end of the output of the ranks of a finished drill."""
         path = self.folder / fault.name / OUTPUT_NAME
         return path.read_text(encoding="utf-8", errors="replace")[-most:] if path.exists() else ""
 

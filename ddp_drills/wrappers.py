@@ -2,10 +2,8 @@
 
     --model ddp_drills.wrappers:model --model_args '{inner: mlp, board: FOLDER}'
 
-Owns the moments: the step, by a hook on the optimizer; the phase, by hooks on the model. The model
-itself does not change: the same names, the same numbers, so that its checkpoints can be compared.
-Does not own: the injectors (injectors.py), what is expected of them (faults.py). The training
-program has no hook for them: all of this could be a user's own code.
+A hook on the optimizer knows the step, hooks on the model the phase. The model itself does not
+change: the same names, the same numbers, so that its checkpoints can be compared.
 """
 
 import functools
@@ -51,7 +49,6 @@ class Moments:
         }
 
     def has(self, kind: str) -> bool:
-        """Return whether there is such a fault in this process."""
         return any(injection.kind == kind for injection in self._injections.values())
 
     def due(self, phase: str) -> list[tuple[int, Injection]]:
@@ -65,7 +62,6 @@ class Moments:
         ]
 
     def bad_samples(self, index: int) -> list[Injection]:
-        """Return the faults of this sample."""
         injections = [
             injection for injection in self._injections.values() if injection.phase == "sample"
         ]
@@ -194,7 +190,6 @@ class MisbehavingReader:
 
 
 def _describe(dataset: Any, task: Any) -> None:  # Any: one of the above, TaskData
-    """Give dataset what the inner one says of itself."""
     if task.num_classes:
         dataset.num_classes, dataset.classes = task.num_classes, list(task.class_names)
     for name in ("targets", "labels", "mixed"):
@@ -218,7 +213,6 @@ def _read(dataset: Any, index: int, read: Callable[[], Any], *, is_worker: bool)
 
 
 def _watch_forward(network: nn.Module, moments: Moments) -> None:
-    """Inject faults before and after each forward, and in its backward."""
     first: list[torch.Tensor] = []  # the state of the generator at the start of a forward
 
     def before(module: nn.Module, inputs: Any) -> Any:
@@ -266,8 +260,6 @@ def _generator_state(module: nn.Module) -> torch.Tensor:
 
 
 def _watch_optimizer(network: nn.Module, moments: Moments) -> None:
-    """Count steps, and inject faults before and after the update."""
-
     def before(optimizer: torch.optim.Optimizer, *rest: Any) -> None:
         for number, injection in moments.due("optimizer"):
             injectors.do(injection, moments, number)

@@ -17,15 +17,15 @@ same path on all of them (for example on a shared disk). The host localhost is t
 ssh. --dry-run only prints the commands, which can also be typed by hand, one on each machine.
 """
 
+import argparse
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -40,38 +40,25 @@ GRACE_S = 60.0
 LOCAL = ("localhost", "127.0.0.1")
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What is the same on all machines."""
-
-    hosts: list[str]
-    nproc_per_node: int
-    port: int
-    folder: str
-    python: str
-    variables: list[str]
-    words: list[str]  # the script and its arguments
-    launcher: str = "torch.distributed.run"  # torchrun, without a need for it in PATH
-    max_restarts: int = 0
-
-
-def torchrun_command(plan: Plan, node_rank: int) -> str:
-    """Return the command of one machine, quoted for a shell."""
+def torchrun_command(options: argparse.Namespace, words: Sequence[str], node_rank: int) -> str:
+    """Return the command of one machine for a shell; words: the script and its arguments."""
+    is_own = Path(words[0]).name == SCRIPT
     command = [
-        *(["env", *plan.variables] if plan.variables else []),
-        plan.python,
+        *(["env", *options.env] if options.env else []),
+        options.python,
         "-m",
-        plan.launcher,
-        f"--nnodes={len(plan.hosts)}",
+        # WHY ours: torchrun itself ends with 1 where the ranks end with 75
+        "hardened_ddp_command" if is_own else "torch.distributed.run",
+        f"--nnodes={len(options.hosts)}",
         f"--node_rank={node_rank}",
-        f"--nproc_per_node={plan.nproc_per_node}",
-        f"--master_addr={plan.hosts[0]}",
-        f"--master_port={plan.port}",
-        *([f"--max_restarts={plan.max_restarts}"] if plan.max_restarts else []),
-        *plan.words,
+        f"--nproc_per_node={options.nproc_per_node}",
+        f"--master_addr={options.hosts[0]}",
+        f"--master_port={options.port}",
+        *([f"--max_restarts={options.max_restarts}"] if options.max_restarts else []),
+        *words,
     ]
     # WHY exec: torchrun replaces the shell, so a signal to the shell's pid reaches torchrun.
-    return f"cd {shlex.quote(plan.folder)} && exec {shlex.join(command)}"
+    return f"cd {shlex.quote(options.folder)} && exec {shlex.join(command)}"
 
 
 def host_command(host: str, command: str, ssh: str) -> list[str]:
@@ -83,7 +70,7 @@ def host_command(host: str, command: str, ssh: str) -> list[str]:
     return [*shlex.split(ssh), "-tt", host, command]
 
 
-def run_everywhere(plan: Plan, ssh: str) -> int:
+def run_everywhere(commands: Mapping[str, Sequence[str]]) -> int:
     """Run the command of each host, wait for all, and return the first status that is not 0."""
     machines: dict[str, subprocess.Popen[bytes]] = {}
     end: float | None = None
@@ -97,8 +84,7 @@ def run_everywhere(plan: Plan, ssh: str) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, stop_all)
-    for node_rank, host in enumerate(plan.hosts):
-        argv = host_command(host, torchrun_command(plan, node_rank), ssh)
+    for host, argv in commands.items():
         # WHY its own process group: Ctrl-C reaches only this launcher, which passes it on once.
         stdin = subprocess.DEVNULL if host in LOCAL else subprocess.PIPE
         machines[host] = subprocess.Popen(argv, stdin=stdin, process_group=0)
@@ -151,43 +137,34 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--ssh", default="ssh", help="how to reach a host, such as 'ssh -p 2222'")
     parser.add_argument("--dry-run", action="store_true", help="print the commands; start nothing")
     options, words = read_arguments(parser, list(argv))
-    hosts = [host.strip() for host in options.hosts.split(",") if host.strip()]
+    options.hosts = hosts = [host.strip() for host in options.hosts.split(",") if host.strip()]
     if len(set(hosts)) != len(hosts) or not hosts:
         parser.error(
-            f"--hosts {options.hosts}: name each host once; --nproc_per_node sets the ranks"
+            f"--hosts {','.join(hosts)}: name each host once; --nproc_per_node sets the ranks"
         )
     if len(hosts) > 1 and hosts[0] in LOCAL:
         parser.error(
-            f"--hosts {options.hosts}: the other hosts can't reach the first one by that name"
+            f"--hosts {','.join(hosts)}: the other hosts can't reach the first one by that name"
         )
     if options.nproc_per_node < 1 or not 0 < options.port < 65536:
         parser.error("--nproc_per_node needs 1 or more, --port 1 to 65535")
     if is_ours(words[0]):
         words[0] = os.path.relpath(words[0], ROOT)
-    variables = options.env
     if not options.dry_run:
         given = argv[: len(argv) - len(words[1:])]  # up to the script, if it was named
         started = shlex.join([sys.executable, os.path.abspath(__file__), *given])
-        variables = [f"{COMMAND}={started}", *variables]
+        options.env.insert(0, f"{COMMAND}={started}")
         if os.getcwd() != options.folder:  # a whole path tells the ranks that the user is elsewhere
             words[0] = os.path.join(options.folder, words[0])
-    plan = Plan(
-        hosts=hosts,
-        nproc_per_node=options.nproc_per_node,
-        port=options.port,
-        folder=options.folder,
-        python=options.python,
-        variables=variables,
-        words=words,
-        max_restarts=options.max_restarts,
-    )
-    if Path(words[0]).name == SCRIPT:  # torchrun itself ends with 1 where the ranks end with 75
-        plan = replace(plan, launcher="hardened_ddp_command")
+    commands = {
+        host: host_command(host, torchrun_command(options, words, node_rank), options.ssh)
+        for node_rank, host in enumerate(hosts)
+    }
     if options.dry_run:
-        for node_rank, host in enumerate(hosts):
-            print(shlex.join(host_command(host, torchrun_command(plan, node_rank), options.ssh)))
+        for command in commands.values():
+            print(shlex.join(command))
         return 0
-    return run_everywhere(plan, options.ssh)
+    return run_everywhere(commands)
 
 
 def is_ours(script: str) -> bool:

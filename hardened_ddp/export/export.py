@@ -1,8 +1,6 @@
 """Export the trained model to its own folder, for use without the training.
 
-Owns the content of that folder: the model in one format, config.json, a model card. Does not own
-the formats that hold more than the weights (formats.py).
-What goes wrong here: an export that is incomplete, or that differs from the checkpoint. So it is
+The folder holds the model in one format, config.json and a model card. It is
 written under a temporary name, read back, compared, and renamed into place.
 """
 
@@ -55,7 +53,6 @@ model.eval()"""
 
 
 def run_export(options: Mapping[str, str], *, output: TextIO) -> int:
-    """Do the command export: write the model of a run, and say where."""
     source, form = Path(options["run"]), options["format"]
     name = source.name if form == SAFETENSORS else f"{source.name}-{form}"
     output_folder = Path(options["output"] or f"exports/{name}")
@@ -126,7 +123,6 @@ def export_model(
 
 
 def _compare(written: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError unless the written weights equal the checkpoint's, byte for byte."""
     same = specs_of(written) == specs_of(weights) and all(
         has_same_bits(written[name], weights[name]) for name in weights
     )

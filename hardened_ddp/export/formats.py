@@ -267,7 +267,6 @@ def _write_onnx(folder: Path, model: _Logits, meta: Mapping[str, Any]) -> Forwar
 
 
 def how_to_load(form: str, meta: Mapping[str, Any]) -> str:
-    """Return the lines that load an export in this form, for its model card."""
     described = meta.get("hub_config")
     if form == HUGGINGFACE and described:
         kind = described["architectures"][0]

@@ -121,7 +121,6 @@ class HangWatch:
         self.close()
 
     def attach(self, subject: Subject) -> None:
-        """Attach the run to watch, once it exists. Main thread."""
         self._subject = subject
 
     def close(self) -> None:

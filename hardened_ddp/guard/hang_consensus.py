@@ -45,11 +45,9 @@ class HangConsensus:
         self._publish_beat([number, asdict(report), splits])
 
     def leave(self) -> None:
-        """Publish that this rank no longer takes part."""
         self._publish_beat(LEFT)
 
     def splits(self) -> dict[int, tuple[int, Split]]:
-        """Return the newest split of each rank's step time, with its number."""
         splits = {rank: beat[2] for rank, beat in self._read_beats()[0].items()}
         return {rank: (number, split) for rank, (number, split) in splits.items() if split}
 

@@ -1,7 +1,5 @@
 """The rules of the hang watch: when a phase takes too long, and which ranks hang, and where.
 
-Decides only, from what is known of each rank: no communication, no action.
-
 A rank that works hangs if its phase takes longer than the limit. A rank that waits for others is
 held up by one of them; it does not hang itself. Only if every rank waits, they wait for each other,
 and so forever. Of several ranks that hang, those at the earliest step hold up the rest (a rank with

@@ -45,7 +45,6 @@ class Neighbour:
     silent_s: float = 0.0  # how long its watch has not ticked while ours did
 
     def look(self, awake_s: float) -> None:
-        """Check whether its watch has ticked in the last awake_s."""
         heart = self.words[HEART]
         self.silent_s = 0.0 if heart != self.heart else self.silent_s + awake_s
         self.heart = heart
@@ -63,14 +62,12 @@ class Neighbour:
         return is_late and state not in (TRACED, GONE)
 
     def state(self) -> str:
-        """Return what keeps its threads from running, by its state in the kernel."""
         fields = stat_fields(self.pid)
         if not fields or fields[0] in "ZX":
             return GONE
         return fields[0] if fields[0] in (STOPPED, UNINTERRUPTIBLE, TRACED) else HELD
 
     def report(self) -> Report:
-        """Return where it is by its heartbeat."""
         words = self.words
         phase = words[PHASE]
         has_sample = phase == Phase.DATA and words[SAMPLE] >= 0
@@ -88,7 +85,6 @@ class Neighbour:
         return self.own.words[LIMITS + phase] / 1e9
 
     def stacks(self) -> str:
-        """Return its Python stacks, or why there are none."""
         if self.state() == STOPPED:
             return "no stacks: the process is stopped and can't run the code that writes them\n"
         found = ask_for_stacks(self.pid, self.stacks_fd)
@@ -134,7 +130,6 @@ class Neighbours:
             neighbour.look(awake_s)
 
     def lost(self) -> list[Neighbour]:
-        """Return those that can't answer any more."""
         return [neighbour for neighbour in self._found.values() if neighbour.is_lost]
 
     def gone(self) -> list[int]:
@@ -142,7 +137,6 @@ class Neighbours:
         return [rank for rank, neighbour in self._found.items() if neighbour.state() == GONE]
 
     def reports(self) -> dict[int, Report]:
-        """Return where each of them is by its heartbeat, without those that ended."""
         living = {r: n for r, n in self._found.items() if n.state() != GONE}
         return {rank: neighbour.report() for rank, neighbour in living.items()}
 

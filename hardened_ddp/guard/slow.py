@@ -38,7 +38,6 @@ class Splits:
         self._count = 0
 
     def add(self, split: Split) -> None:
-        """Add the split of one report, in seconds."""
         self._last.append(split)
         self._count += 1
 

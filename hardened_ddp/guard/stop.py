@@ -265,7 +265,6 @@ class StopRequest:
         return int(self._word[0])
 
     def finish(self) -> None:
-        """Wait for the all-reduce under way. Collective: all ranks."""
         if self._pending is not None:
             self.group.finish(self._pending)
             self._pending = None
@@ -274,7 +273,6 @@ class StopRequest:
             (self.folder / STOP_FILE).unlink(missing_ok=True)
 
     def release(self) -> None:
-        """Restore the previous signal handlers. Rank-local."""
         self.relieve_last_resort()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
@@ -298,7 +296,6 @@ class StopRequest:
         self._has_new_pace = False
 
     def _look_around(self) -> None:
-        """Check whether the stop file exists, or the time limit is over."""
         self.has_looked = True
         if self.code:
             return
@@ -314,7 +311,6 @@ class StopRequest:
             self.last_resort = None
 
     def _launcher_died(self) -> bool:
-        """Return whether SIGTERM came because this node's launcher died, not all launchers."""
         if self.group.launch.num_nodes == 1:
             return False
         # WHY wait: the signal arrives while the launcher is still ending, thread by thread
@@ -332,7 +328,6 @@ class StopRequest:
 
 
 def seconds_of(text: str) -> float:
-    """Return the seconds of a time such as 1d12h, 3h55m or 90s."""
     found = re.findall(r"([0-9.]+)([dhms])", text)
     return sum(float(number) * _UNITS[unit] for number, unit in found)
 

@@ -116,7 +116,6 @@ class Group:
 
     @property
     def backend(self) -> str:
-        """nccl or gloo; none with one rank."""
         return str(dist.get_backend()) if self.world_size > 1 else "none"
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -125,7 +125,6 @@ class SharedSum:
         return are_finite
 
     def leave(self) -> None:
-        """Tell the others that this rank has left."""
         self._counters[self._rank * _LINE_WORDS + _LEFT] = 1
 
     def has_left(self, peer: int) -> bool:

@@ -55,7 +55,6 @@ class RunStore:
         self._is_answered.set()
 
     def look_up(self, key: str) -> str:
-        """Return the value of key; empty if there is none."""
         nothing = _NOTHING.encode()  # WHY compare_set: get waits for a key that is missing
         raw = self._ask(lambda s: s.compare_set(key, _NOTHING, _NOTHING), otherwise=nothing)
         return "" if raw == nothing else raw.decode()
@@ -73,15 +72,12 @@ class RunStore:
         return self._ask(lambda store: store.compare_set(key, "", name), otherwise=mine).decode()
 
     def append(self, key: str, text: str) -> None:
-        """Add text to the end of the value of key."""
         self._ask(
             lambda store: store.append(key, text),  # type: ignore[attr-defined]  # no stub
             otherwise=None,
         )
 
     def read(self, keys: Sequence[str]) -> dict[str, str]:
-        """Return the values of those keys that exist."""
-
         def look(store: dist.Store) -> dict[str, bytes]:
             # WHY all at once, first: as a rule only the first moments of a run lack some
             has_all = store.check(list(keys))

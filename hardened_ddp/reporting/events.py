@@ -67,7 +67,6 @@ class Events:
             log.warning("on_event: %s is not told, because too many events wait", event)
 
     def fail(self, error: BaseException) -> None:
-        """Tell that the run fails, and why."""
         status = error.exit_status if isinstance(error, HardenedError) else 1
         self.tell("failed", status=status, error=f"{type(error).__name__}: {error}")
 

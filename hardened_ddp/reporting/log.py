@@ -184,7 +184,6 @@ class StartUp:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, if it still runs, and logging."""
         self._end.set()
         self._thread.join(_END_LIMIT_S)
         stop_logging()

@@ -1,7 +1,4 @@
-"""The format of RUN/status/rank-N.json: what a rank does. No torch: watch answers at once.
-
-Does not own: writing it every few seconds (status_writer.py).
-"""
+"""The format of RUN/status/rank-N.json: what a rank does. No torch: watch answers at once."""
 
 import contextlib
 from collections.abc import Mapping

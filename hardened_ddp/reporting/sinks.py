@@ -155,7 +155,6 @@ class FileSink:
         return True
 
     def close(self) -> bool:
-        """Write the queued records and close; return whether all were written."""
         is_written = self.flush()
         self.num_lost += len(self._waiting) + bool(self._rest)
         self._waiting.clear()

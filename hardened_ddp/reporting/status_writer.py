@@ -174,7 +174,6 @@ class StatusWriter:
         return (step - rates[0][1]) / passed if passed > 0 else 0.0
 
     def _read_facts(self) -> RankStatus:
-        """Return what stays the same during this start."""
         group, launch = self._group, self._group.launch
         is_gpu = group.device.type == "cuda"
         return RankStatus(

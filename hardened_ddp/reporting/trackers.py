@@ -179,7 +179,6 @@ class PrometheusFile:
 
 
 def _read_wandb_id(folder: Path) -> str:
-    """Return the id of a run folder; make one the first time."""
     path = folder / "run-id.txt"
     if not path.is_file():
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,6 @@
 """What a run is made of, before its first step: its numbers, and its model with task and DDP.
 
-Owns the numbers that follow from settings, data and the checkpoint; which names in the settings are
-checked before the ranks meet; and the order in which the model is built, given its task, tried
-without DDP, and wrapped in it.
-Does not own: the checks and trials (each beside what it names; preflight/).
+The model is built, given its task, tried without DDP, and wrapped in it.
 """
 
 import functools

@@ -1,9 +1,7 @@
 """The command evaluate: a trained model on its whole test set, on any number of ranks.
 
-Owns the content of its report. Every sample counts once: the ranks' shares do not overlap, and at
-the end the count is compared with the size of the set.
-Does not own: the loop over the test set (evaluation.py), the metrics and the table of classes
-(task/), the format of the report (reporting/summary.py).
+Every sample counts once: the ranks' shares do not overlap, and at the end the count is compared
+with the size of the set.
 """
 
 import os
@@ -96,7 +94,6 @@ def evaluate_run(settings: Resolved, group: Group, options: Mapping[str, str]) -
 def measure(
     model: nn.Module, task: Task, data: TaskData, config: Config, group: Group
 ) -> dict[str, Any]:
-    """Measure loss and metrics on the test set. Collective: all ranks."""
     loader = build_eval_loader(data, config, group, measures_all=True)
     if loader is None:
         raise DataError(

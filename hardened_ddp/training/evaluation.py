@@ -1,10 +1,9 @@
 """Evaluation: every test sample once, over all ranks, also if their shares differ in size.
 
-Owns the loop over the test set, for training and for the command evaluate. Runs the plain module,
-never the DDP wrapper: ranks may have different numbers of batches, and only the sums at the end are
-exchanged. Also early stopping, which follows from figures that are equal on all ranks and in every
-checkpoint: all ranks stop at the same evaluation, and a resumed run where the unbroken one would.
-Does not own: what is measured (task/), what is reported of it (run_report.py, evaluate_run.py).
+The loop runs the plain module, never the DDP wrapper: ranks may have different numbers of batches,
+and only the sums at the end are exchanged. Early stopping follows from figures that are equal on
+all ranks and in every checkpoint: all ranks stop at the same evaluation, and a resumed run where
+the unbroken one would.
 """
 
 import logging
@@ -149,7 +148,6 @@ def evaluate(
 def _evaluate_weights(
     parts: Parts, loader: EvalLoader, should_stop: Callable[[], object]
 ) -> Evaluation | None:
-    """Measure the weights that the module has now. Collective: all ranks."""
     module, task = parts.replica.module, parts.task
     loop = EvaluationLoop(
         loader=loader,
@@ -224,7 +222,6 @@ def note_evaluation(parts: Parts, progress: Progress, evaluation: Evaluation) ->
 
 
 def why_stopped(metric: Metric, progress: Progress) -> str:
-    """Say what did not improve, and for how long."""
     times = counted(progress.num_worse, "evaluation")
     if abs(progress.stop_value) == NEVER_FINITE:
         return f"{metric.name} has been NaN or infinite in {times}"
@@ -232,7 +229,6 @@ def why_stopped(metric: Metric, progress: Progress) -> str:
 
 
 def is_over(parts: Parts, progress: Progress) -> bool:
-    """Whether no step is left to do. The same on all ranks."""
     return progress.step >= parts.length.total or stops_early(parts, progress)
 
 

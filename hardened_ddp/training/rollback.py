@@ -1,6 +1,6 @@
 """Rollback of a wrong state: to a checkpoint, or to the state of the majority of ranks.
 
-Owns what happens when retrying a step (step/retry.py) is not enough, within this process:
+What happens when retrying a step (step/retry.py) is not enough, within this process:
 
 - several steps in a row without a finite loss or gradient, under --continue_on_error: all ranks go
   back to the last checkpoint after which a step succeeded; if it happens again, all ranks stop.

@@ -1,7 +1,6 @@
 """One run on this rank: its parts, its progress, and the work between its steps.
 
-Owns putting these together, and when each is called between steps: some times a second, at a
-report, at the end. Each part owns what it does. Also what the watch for hangs needs of a run.
+It puts these together, and calls each between steps: some times a second, at a report, at the end.
 """
 
 import logging
@@ -146,7 +145,6 @@ class Run:
         return best is not None
 
     def report_losses(self) -> None:
-        """Sum the losses over the ranks since the last report, and report them. Collective."""
         sums = self.stepper.read_totals()  # collective
         refuse_new_parameters(self.parts.replica.module, self.parts.gradients.local.by_name)
         # WHY before saving: a checkpoint of poisoned weights would push out the good ones.
@@ -161,7 +159,6 @@ class Run:
         self.report.log_training(self.progress, sums, rate, self.stepper.gradient.totals.grad_norm)
 
     def work(self) -> Work:
-        """Say what is trained, for the status of this rank."""
         parts, progress = self.parts, self.progress
         return Work(
             global_batch=parts.global_batch,

@@ -1,8 +1,6 @@
 """The reports of a run: log lines, metrics.jsonl, TensorBoard, trackers, and the summary.
 
-Owns which numbers are reported, and when; which trackers a run has. Rank 0 writes; the other ranks
-keep their own log file.
-Does not own: how they are written (reporting/), which never stops training.
+Rank 0 writes; the other ranks keep their own log file.
 """
 
 import importlib.util
@@ -144,7 +142,6 @@ class RunReport:
     def _show_training(
         self, progress: Progress, sums: Mapping[str, float], rate: float, speed: float
     ) -> None:
-        """Log the newest figures."""
         self._note_left_out()
         self._told_at = monotonic()
         log.info(
@@ -159,7 +156,6 @@ class RunReport:
         )
 
     def log_evaluation(self, progress: Progress, evaluation: Evaluation) -> None:
-        """Report the test set's loss and metrics. Rank-local."""
         self._last_tested = figures = evaluation.figures
         if not self.is_main:
             return
@@ -207,7 +203,6 @@ class RunReport:
         self._trained_s = self._training_s()
 
     def note_divergence(self) -> None:
-        """Count that the replicas were found to differ."""
         self._num_diverged += 1
 
     def close(self, progress: Progress, *, status: str) -> None:
@@ -265,11 +260,9 @@ class RunReport:
         return stop_status(setting, environment()) if status == "stopped" else 0
 
     def _of_all(self) -> str:
-        """Write the steps of the whole run, behind the number of one; empty: not known yet."""
         return f"/{self.parts.length.total}" if self.parts.length.is_known else ""
 
     def _training_s(self) -> float:
-        """Return the seconds of this process so far, without evaluation."""
         seconds = self._tracker.wall_s()
         return sum(seconds) - seconds[Phase.EVALUATION]
 
@@ -297,7 +290,6 @@ def _times(account: Mapping[str, float]) -> dict[str, float]:
 
 
 def check_trackers(run: RunConfig) -> None:
-    """Raise ConfigError or MissingPackageError if a tracker that was asked for can't be there."""
     for name in tracker_names(run.tracker):
         if name in (WANDB, MLFLOW) and importlib.util.find_spec(name) is None:
             raise MissingPackageError(
@@ -309,7 +301,6 @@ def check_trackers(run: RunConfig) -> None:
 
 
 def has_tensorboard(run: RunConfig) -> bool:
-    """Whether curves are written for TensorBoard."""
     return run.tensorboard and TENSORBOARD in tracker_names(run.tracker)
 
 

@@ -1,7 +1,7 @@
 """The start of a run in a few lines: where it runs, what it trains, and what was decided for it.
 
-Owns these lines. Rank 0 logs them before the first step. The facts of each rank are in its own log
-file, and with --debug on the console.
+Rank 0 logs them before the first step. The facts of each rank are in its own log file, and with
+--debug on the console.
 """
 
 import logging
@@ -154,7 +154,6 @@ def _work_line(parts: Parts, progress: Progress) -> str:
 
 
 def _auto_line(parts: Parts) -> str:
-    """Say what became of the settings that are auto."""
     config = parts.config
     values = flatten(config)
     reader = parts.train_loader.reader

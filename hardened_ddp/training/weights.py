@@ -1,10 +1,7 @@
 """Weights from a file or a checkpoint: those that a new run starts from, and a model rebuilt.
 
-Owns: what the path of --init_from means, which of its tensors fit which of the model's, and the
-report of those that do not. And the nn.Module of a checkpoint, rebuilt in eval mode, on the CPU.
-What goes wrong here: another model's weights. Those that fit by name and shape are loaded, the
-others are named; if none fits, that is an error. Weights in a pickle are refused: reading one can
-run code. Does not own: resuming a run (run_folder.py, state.py), which loads all or nothing.
+Of another model's weights, those that fit by name and shape are loaded, the others are named; if
+none fits, that is an error. Weights in a pickle are refused: reading one can run code.
 """
 
 import json
@@ -154,7 +151,6 @@ def _read_file(path: Path) -> dict[str, Tensor]:
 
 
 def _read_shards(index: Path) -> dict[str, Tensor]:
-    """Read the files that an index of Hugging Face names."""
     try:
         places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = sorted({Path(name).name for name in places.values()})  # all in the same folder
