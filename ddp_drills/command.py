@@ -10,7 +10,6 @@ import platform
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -36,35 +35,26 @@ _OF_THE_DRILL: tuple[str, ...] = ("run_name", "output_dir", "resume", "ledger", 
 _OF_THE_DRILL += ("model_args", "dataset_args", "single_gpu", "time_limit")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Order:
-    """The checked request."""
-
-    faults: tuple[Fault, ...]
-    num_ranks: int
-    table: str
-
-
 def run_drills(request: Request, *, output: TextIO, env: Mapping[str, str]) -> int:
     """Run the command drill. Raises ConfigError for an unknown name or a wrong setting."""
     name = request.options["name"]
     if not name:
         _say(output, list_faults())
         return 0
-    order = read_order(request)
-    work = read_work(request, order.num_ranks)
+    faults, num_ranks = read_order(request)
+    work = read_work(request, num_ranks)
     folder = Path(tempfile.mkdtemp(prefix="drill-"))
     drills = prepare(work, folder, env)
     _say(output, [f"undisturbed run: {work.model} on {work.dataset}, {work.num_ranks} ranks ..."])
     try:
         reference = drills.reference()
         _say(output, [f"the undisturbed run took {reference.wall_s:.1f} s"])
-        verdicts = report(drills, order.faults, output)
+        verdicts = report(drills, faults, output)
     except RuntimeError as error:
         _say(output, [f"FAIL: {error}", f"see {folder}"])
         return 1
-    if order.table:
-        write_table(Path(order.table), markdown(verdicts, order.num_ranks))
+    if table := request.options["table"]:
+        write_table(Path(table), markdown(verdicts, num_ranks))
     if all(verdict.passed for verdict in verdicts):
         shutil.rmtree(folder, ignore_errors=True)
         return 0
@@ -84,8 +74,8 @@ def report(drills: "Drills", faults: Sequence[Fault], output: TextIO) -> "list[V
     return verdicts
 
 
-def read_order(request: Request) -> Order:
-    """Read the name, the ranks and the table file. Raises ConfigError."""
+def read_order(request: Request) -> tuple[list[Fault], int]:
+    """Read which faults, on how many ranks. Raises ConfigError."""
     name, ranks = request.options["name"], request.options["ranks"]
     if not ranks.isdigit() or not 1 <= int(ranks) <= 64:
         raise ConfigError(
@@ -106,7 +96,7 @@ def read_order(request: Request) -> Order:
             fix=own_command("drill", name, "--ranks", str(fault.min_ranks)),
         )
     chosen = [fault] if fault else [f for f in all_faults() if f.min_ranks <= num_ranks]
-    return Order(faults=tuple(chosen), num_ranks=num_ranks, table=request.options["table"])
+    return chosen, num_ranks
 
 
 def read_work(request: Request, num_ranks: int) -> "Work":

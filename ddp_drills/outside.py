@@ -44,10 +44,7 @@ class Outside:
             self._send(ranks, 0, self.fault.signal)
 
     def act_as_launcher(self, ranks: Ranks) -> None:
-        """End the surviving ranks when one has failed, as torchrun does, but later.
-
-        WHY later: those that can should exit by themselves. A stopped one can't.
-        """
+        """End the surviving ranks when one has failed; not at once: most exit by themselves."""
         statuses = ranks.statuses
         living = [rank for rank, status in enumerate(statuses) if status is None]
         if not living or not any(statuses):

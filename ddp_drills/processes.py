@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from hardened_ddp.ranks.launchers_env import OF_LAUNCHERS
 from hardened_ddp.ranks.process import stat_fields
 
 SCRIPT = Path(__file__).resolve().parents[1] / "ddp_training.py"
 HOST = "127.0.0.1"
 MARK = "HARDENED_DDP_DRILL"
 SHARED_MEMORY = Path("/dev/shm")
-_LAUNCHERS = ("TORCHELASTIC_", "SLURM_", "GROUP_", "ROLE_", "MASTER_", "OMPI_", "PMI", "MPI_")
-_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "HARDENED_DDP_LAUNCHER")
 _POLL_S = 0.02
 _LOOK_EVERY_S = 0.25
 
@@ -136,7 +135,8 @@ class Processes:
 def start_ranks(env: Mapping[str, str], start: Start) -> Processes:
     mark = uuid.uuid4().hex
     script = [str(SCRIPT), *start.flags]
-    own = clean(env) | {MARK: mark, "OMP_NUM_THREADS": "1"}
+    own = {name: value for name, value in env.items() if not name.startswith(OF_LAUNCHERS)}
+    own |= {MARK: mark, "OMP_NUM_THREADS": "1"}
     if start.outside.startswith("torchrun"):
         words = ["--standalone", f"--nproc_per_node={start.num_ranks}", "--max_restarts=3"]
         command = [sys.executable, "-m", "torch.distributed.run", *words, *script]
@@ -161,14 +161,6 @@ def start_ranks(env: Mapping[str, str], start: Start) -> Processes:
     )
 
 
-def clean(env: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: value
-        for name, value in env.items()
-        if name not in _NAMES and not name.startswith(_LAUNCHERS)
-    }
-
-
 def send(pid: int, number: int) -> None:
     """Send a signal to a process that may be gone."""
     with contextlib.suppress(ProcessLookupError):
@@ -176,10 +168,7 @@ def send(pid: int, number: int) -> None:
 
 
 def await_end(find: Callable[[], list[int]], *, limit_s: float = 15.0) -> list[int]:
-    """Wait until find returns no process; return those that still run at the limit.
-
-    WHY so long: a DataLoader worker checks every few seconds whether its rank still runs.
-    """
+    """Wait until find returns no process; return what still runs. A loader worker takes seconds."""
     end = time.monotonic() + limit_s
     while (pids := find()) and time.monotonic() < end:
         time.sleep(_POLL_S)

@@ -94,10 +94,7 @@ def model(
     inner: str = "mlp",
     inner_args: Mapping[str, Any] | None = None,  # Any: the arguments of a callable
 ) -> nn.Module:
-    """Build the model that inner names, with hooks that inject faults. For --model.
-
-    num_classes: 0 where the data has none, such as tokens; the inner model may do without.
-    """
+    """Build the model that inner names, with hooks. num_classes: 0 where the data has none."""
     config = ModelConfig(model=inner, model_args=inner_args or {})
     network = build_model(config, num_classes=num_classes, input_shape=tuple(input_shape))
     moments = moments_of(board)

@@ -23,10 +23,7 @@ _TRIED = "The naïve café costs 1,234.50: def f(x):\n\treturn [x]  漢字 🙂 
 
 
 def write_preparation(folder: Path, meta: Mapping[str, Any], *, kind: str) -> bool:
-    """Write what prepares the inputs of the model in folder; False: none was found.
-
-    kind: TOKENIZER or IMAGE_PROCESSOR. Raises CheckpointError if it reads back otherwise.
-    """
+    """Write what prepares the inputs of the model in folder; False: none was found."""
     sources = list(_sources(meta))
     settings = [path for s in sources if (path := s / _GENERATION_NAME).is_file()]
     if settings and (folder / _GENERATION_NAME).exists():  # from the model's configuration alone

@@ -252,10 +252,7 @@ class HangWatch:
             leave_at_once(PeerLostError.exit_status)
 
     def _answer_alarm(self, folder: Path, *, is_witness: bool) -> None:
-        """Write stacks, and agree on which ranks hang; then end the run, or continue if none does.
-
-        is_witness: this rank saw a reason for the alarm by itself.
-        """
+        """Write stacks, and agree on which ranks hang; end the run, or go on if none does."""
         self._is_deciding.set()
         mine = self._report(tuple(self._subject.samples(self._group.tracker.words[PHASE])))
         with contextlib.suppress(OSError):  # WHY suppress: a full disk must not hide the verdict

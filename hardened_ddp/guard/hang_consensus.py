@@ -52,10 +52,7 @@ class HangConsensus:
         return {rank: (number, split) for rank, (number, split) in splits.items() if split}
 
     def watch_beats(self, awake_s: float) -> dict[int, Report]:
-        """Return where each rank is by its beat. Silent: no beat for longer than its limit.
-
-        awake_s: since the last call. A rank without a beat so far is left out.
-        """
+        """Return where each rank is by its beat; silent: none for longer than its limit."""
         found = {}
         for rank, beat in self._read_beats()[0].items():
             is_new = beat != self._beats.get(rank)
@@ -68,10 +65,7 @@ class HangConsensus:
         return found
 
     def alarm(self, name: str) -> str:
-        """Raise the alarm of this round under a name, or return the name of another rank's alarm.
-
-        An empty name only asks; an empty answer: there is no alarm.
-        """
+        """Raise the alarm of this round; return its name. Without a name only ask; empty: none."""
         key = f"hang/{self.round}/alarm"
         return self._store.claim(key, name) if name else self._store.look_up(key)
 
@@ -132,10 +126,7 @@ class HangConsensus:
         return bool(text)
 
     def _collect(self, known: Mapping[int, Report]) -> dict[int, Report]:
-        """Wait for the reports of all ranks; return them and the known ones.
-
-        A rank that does not report within COLLECT_S is silent, at the place of its last beat.
-        """
+        """Wait for all reports; a rank that sends none is silent, at the place of its last beat."""
         found = dict(known)
         end = time.monotonic() + COLLECT_S
         while len(found) < self._world_size:

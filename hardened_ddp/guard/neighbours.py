@@ -51,10 +51,7 @@ class Neighbour:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it is silent for longer than its limit, and not stopped in a debugger.
-
-        For a stopped process the limit of its phase does not matter.
-        """
+        """Whether it is silent for longer than its limit, or stopped; not in a debugger."""
         if self.silent_s <= self.stopped_limit_s:
             return False
         state = self.state()
@@ -100,10 +97,7 @@ class Neighbours:
     """The other ranks of this machine that can be inspected."""
 
     def __init__(self, group: Group, fds: tuple[int, int], *, stopped_limit_s: float) -> None:
-        """Exchange pids and descriptors: a rank that is stopped can't do so later. Collective.
-
-        fds: the descriptors of the heartbeat and the stacks of this rank; -1 without.
-        """
+        """Exchange pids and descriptors; a rank that is stopped can't do so later. Collective."""
         self._found: dict[int, Neighbour] = {}
         place = this_process().place
         me = [place, os.getpid(), group.tracker.words[TOKEN], *fds]

@@ -135,10 +135,7 @@ class Group:
             tensor.copy_(part.view_as(tensor))
 
     def start_max(self, tensor: torch.Tensor) -> "dist.Work | None":
-        """Start the element-wise maximum over the ranks of a CPU tensor, in place; wait() later.
-
-        Collective: all ranks. Uses the control group, so it runs beside DDP's all-reduces.
-        """
+        """Start the maximum of a CPU tensor over the ranks, for finish to wait. Collective."""
         if self.world_size == 1:
             return None
         assert self.control is not None

@@ -55,10 +55,7 @@ _MPI = ("mpirun", "mpiexec", "orterun", "prterun", "prun")
 
 
 def read_launch(env: Mapping[str, str]) -> Launch:
-    """Find out from the environment who launched this process. Rank-local.
-
-    Raises LaunchError if the variables are incomplete, not numbers, or contradict each other.
-    """
+    """Find out who launched this process. Raises LaunchError if its variables contradict."""
     launch = read_variables(env)
     run_id = env.get("TORCHELASTIC_RUN_ID", "")
     agent_key = _agent_key(run_id)

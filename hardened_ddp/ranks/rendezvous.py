@@ -36,10 +36,7 @@ _NO_GPU = "would use gloo, as without a GPU, and the others NCCL"
 
 
 def open_store(launch: Launch, timeout: timedelta) -> dist.Store:
-    """Connect to the key-value store that the launcher, or else rank 0, serves. Rank-local.
-
-    Raises GroupError if the port is taken, or the store does not answer.
-    """
+    """Connect to the store that the launcher, or else rank 0, serves. Raises GroupError."""
     is_server = launch.is_main and not launch.agent_owns_store
     end = time.monotonic() + timeout.total_seconds()
     descriptor = _listen(launch) if is_server else None

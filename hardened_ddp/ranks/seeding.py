@@ -56,18 +56,13 @@ def seed_update(seed: int, *, step: int, device_type: str) -> None:
 
     WHY: forward draws other numbers on each rank, and weights must stay equal on all.
     """
-    value = mix(seed, step)
-    _seed_all(value)
-    if device_type == "cuda":
-        torch.cuda.manual_seed(value)
+    _seed_all(mix(seed, step), device_type)
 
 
 def seed_body(seed: int, *, step: int, rank: int, device_type: str) -> np.random.Generator:
     """Seed all generators for a body of the user's own loop; return one of numpy's. Rank-local."""
     own = mix(seed, step, rank)
-    _seed_all(own)
-    if device_type == "cuda":
-        torch.cuda.manual_seed(own)
+    _seed_all(own, device_type)
     return np.random.default_rng(own)
 
 
@@ -88,7 +83,9 @@ def seed_sample(seed: int, epoch: int, index: int) -> None:
     _seed_all(mix(seed, epoch, index))
 
 
-def _seed_all(value: int) -> None:
+def _seed_all(value: int, device_type: str = "cpu") -> None:
     torch.default_generator.manual_seed(value)
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
+    if device_type == "cuda":
+        torch.cuda.manual_seed(value)

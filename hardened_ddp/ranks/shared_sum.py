@@ -47,10 +47,7 @@ _LONGEST_GAP_S = 1.0  # between two looks, on a machine with too few cores
 def open_shared_sum(
     gather: Callable[[Any], list[Any]], *, rank: int, world_size: int, timeout_s: float
 ) -> "SharedSum | None":
-    """Map the same memory on all ranks; None if one of them can't. Collective: all ranks.
-
-    All are on one machine. gather: gives each rank the JSON values of all ranks.
-    """
+    """Map the same memory on all ranks of one machine; None if one of them can't. Collective."""
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     if not (is_x86 and hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
         return None

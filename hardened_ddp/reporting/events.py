@@ -16,18 +16,14 @@ from typing import Any
 
 from hardened_ddp.errors import HardenedError, first_line
 from hardened_ddp.ranks.launch import Launch, environment
+from hardened_ddp.ranks.launchers_env import OF_LAUNCHERS
 from hardened_ddp.reporting.ending import RUN
 from hardened_ddp.reporting.sinks import ReportWriter
 
 log = logging.getLogger(__name__)
 
 LIMIT_S = 30.0
-_CLOSE_LIMIT_S, _QUIET_S = LIMIT_S, 2.0
 _MOST_TEXT = 200
-_OF_LAUNCHERS = (
-    *("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "PET_"),
-    *("SLURM_", "OMPI_", "PMI", "HARDENED_DDP_"),
-)
 
 
 class Events:
@@ -46,10 +42,8 @@ class Events:
         """Tell of an error that ends the run, and wait for the command."""
         if error is not None:
             self.fail(error)
-        if not self._writer.close(timeout_s=_QUIET_S):
-            log.info("waiting for the command of on_event, %.0f s at most", _CLOSE_LIMIT_S)
-            if not self._writer.close(timeout_s=_CLOSE_LIMIT_S):
-                log.warning("the command of on_event is left behind: events may be missing")
+        if not self._writer.finish("the command of on_event"):
+            log.warning("the command of on_event is left behind: events may be missing")
 
     def tell(self, event: str, *, status: int | None = None, **facts: Any) -> None:  # Any: JSON
         """Run the command for an event. status: that of the run, if it ends by it. Rank-local."""
@@ -57,7 +51,7 @@ class Events:
             return
         self._has_ended = status is not None
         # WHY not the launcher's: a command that runs hardened-ddp would take itself for this rank
-        env = {n: v for n, v in environment().items() if not n.startswith(_OF_LAUNCHERS)}
+        env = {n: v for n, v in environment().items() if not n.startswith(OF_LAUNCHERS)}
         env["HDDP_EVENT"] = event
         env["HDDP_STATUS"] = "" if status is None else str(status)
         known = {"event": event, "time": round(time.time(), 3), "run": env.get(RUN, "")}

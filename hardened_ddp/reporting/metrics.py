@@ -37,10 +37,7 @@ class MetricsLog:
         is_main: bool,
         trackers: Sequence[TrackerThread] = (),
     ) -> None:
-        """Does not touch the disk: the writer thread opens the files at the first write.
-
-        trackers: of rank 0, which get the same values.
-        """
+        """The writer thread opens the files at the first write. trackers: of rank 0."""
         self._trackers = trackers
         self._is_main = is_main
         self._lines = FileSink(folder / "metrics.jsonl", keep_bytes=_KEEP_BYTES)
@@ -55,10 +52,7 @@ class MetricsLog:
         self._has_events = False
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Write values at step: one line of metrics.jsonl, one point each in TensorBoard.
-
-        A NaN or infinite number is null in metrics.jsonl and kept in TensorBoard.
-        """
+        """Write values at step. NaN and infinity are null in metrics.jsonl, kept in TensorBoard."""
         if self._is_main:
             numbers = {name: float(number) for name, number in values.items()}
             self._writer.do(partial(self._add_scalars, step, numbers, time.time()))

@@ -46,7 +46,7 @@ class ResourceMonitor:
     def _read_memory(self, found: dict[str, float]) -> None:
         import psutil
 
-        found["memory/rss_mib"] = psutil.Process().memory_info().rss / _MIB
+        found["memory/rss_mib"] = read_rss_mib()
         percent = psutil.virtual_memory().percent
         found["memory/system_used_percent"] = percent
         self._warn_above("system memory", percent, _SYSTEM_LIMIT_PERCENT)
@@ -109,10 +109,7 @@ def read_gpu_mib(device: "torch.device") -> tuple[float, float]:
 
 
 def read_container_memory(cgroup: Path) -> tuple[int, int] | None:
-    """Read the limit of this process's container (cgroup v2 or v1) and what is in use, in bytes.
-
-    None without a limit.
-    """
+    """Return limit and use of this container (cgroup v2 or v1), in bytes; None without a limit."""
     for limit_name, used_name, stat_name, cache_name in (_CGROUP_V2, _CGROUP_V1):
         try:
             limit = (cgroup / limit_name).read_text("ascii").strip()

@@ -23,6 +23,7 @@ from hardened_ddp.settings.wording import printable
 log = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = 10.0
+_QUIET_S, _FINISH_S = 2.0, 30.0
 _MAX_WAITING = 10_000
 
 
@@ -178,11 +179,7 @@ class FileSink:
 
 
 class ReportWriter:
-    """Runs report jobs one after the other, and flushes after each.
-
-    While a disk hangs, what is too much for the queue is counted and dropped. The thread is a
-    daemon: without close() what waits is lost.
-    """
+    """Runs jobs in a daemon thread, and flushes after each. Drops what is too much for its queue."""
 
     def __init__(self, *, flush: Callable[[], bool], name: str) -> None:
         """flush: writes what the jobs buffered; returns whether all of it is written."""
@@ -206,7 +203,6 @@ class ReportWriter:
     def close(self, *, timeout_s: float, last: Callable[[], None] | None = None) -> bool:
         """Run the queued jobs, flush and end the thread; False if that takes over timeout_s.
 
-        After False it may be called again, to wait for longer.
         last: a job that is never dropped, if there was any other.
         """
         if self._thread is None:
@@ -216,6 +212,13 @@ class ReportWriter:
         self._jobs.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def finish(self, who: str, *, last: Callable[[], None] | None = None) -> bool:
+        """Close, and say for whom, if that takes long; False if it takes too long."""
+        if self.close(timeout_s=_QUIET_S, last=last):
+            return True
+        log.info("waiting for %s, %.0f s at most", who, _FINISH_S)
+        return self.close(timeout_s=_FINISH_S)
 
     def _run(self) -> None:
         wait_s: float | None = None

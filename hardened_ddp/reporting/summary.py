@@ -49,10 +49,7 @@ def withdraw_summary(folder: Path) -> None:
 def closing_lines(
     folder: Path, *, status: str, result: str, resume: str, has_tensorboard: bool
 ) -> list[str]:
-    """Return lines that say how the run ended, and the commands to continue with.
-
-    result: of the last evaluation; empty if there was none. resume: the command.
-    """
+    """Return lines that say how the run ended, and the commands to continue with."""
     lines = [f"{status}: {result or 'no evaluation'}", f"run folder:  {shell_command(folder)}"]
     if has_tensorboard:
         # WHY not the program tensorboard: its first line breaks when the environment is moved.
@@ -81,10 +78,7 @@ def write_report(path: Path, report: Mapping[str, Any]) -> None:
 def print_report(
     report: Mapping[str, Any], *, metrics: str, table: Sequence[str], place: Path, output: TextIO
 ) -> bool:
-    """Print the report; return False if whoever read the output has gone, as in: ... | head.
-
-    metrics: one line; table: the task's part; place: where the file is.
-    """
+    """Print the report; return False if whoever read the output has gone, as in: ... | head."""
     lines = [
         f"checkpoint {report['checkpoint']} (step {report['step']})",
         f"test set of {report['dataset']}: {report['num_samples']} samples, each once",

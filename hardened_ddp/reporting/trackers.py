@@ -26,9 +26,6 @@ from hardened_ddp.reporting.sinks import ReportWriter, write_text, write_whole
 
 log = logging.getLogger(__name__)
 
-# How long the end of a run waits for a tracker that sends its last values, and how long silently.
-_CLOSE_LIMIT_S, _QUIET_S = 30.0, 2.0
-
 
 class Tracker(Protocol):
     """Takes the values of a run."""
@@ -65,11 +62,8 @@ class TrackerThread:
         """Let the tracker finish, for half a minute at most."""
         if self._writer.num_refused:
             log.warning("tracker %s: %d values were dropped", self.name, self._writer.num_refused)
-        if self._writer.close(timeout_s=_QUIET_S, last=partial(self._do, methodcaller("close"))):
-            return
-        text = "waiting for tracker %s to take its last values, %.0f s at most"
-        log.info(text, self.name, _CLOSE_LIMIT_S)
-        if not self._writer.close(timeout_s=_CLOSE_LIMIT_S):
+        last = partial(self._do, methodcaller("close"))
+        if not self._writer.finish(f"tracker {self.name} to take its last values", last=last):
             log.warning("tracker %s did not close in time: values may be missing", self.name)
 
     def _do(self, call: Callable[[Tracker], object]) -> None:

@@ -180,10 +180,7 @@ def model_and_task(
     *,
     saved: Mapping[str, Any] | None,
 ) -> tuple[nn.Module, Task, Sequence[Batch]]:
-    """Build the model, and the task that scores its output. Collective: all ranks.
-
-    Also returns two small batches, to try both on.
-    """
+    """Build the model, its task, and two small batches to try both on. Collective."""
     # The same model on every rank: seeded alike, and DDP sends rank 0's weights to all.
     model = build_model(
         config.model,

@@ -37,11 +37,7 @@ from hardened_ddp.training.weights import MODEL_PREFIX, model_tensors, rebuild_m
 
 
 def evaluate_run(settings: Resolved, group: Group, options: Mapping[str, str]) -> int:
-    """Evaluate the run or checkpoint that --resume names; print and write the report. Collective.
-
-    For a run: its best checkpoint, or else its newest valid one. options: those of the command.
-    Raises DataError without a test set, CheckpointError, SampleError.
-    """
+    """Evaluate the best or newest checkpoint of what --resume names; report it. Collective."""
     config, output, averaged = settings.config, options["output"], options["weights"] == AVERAGED
     saved: list[Found] = []  # on rank 0
 

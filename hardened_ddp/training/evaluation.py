@@ -204,10 +204,7 @@ def check_stop_when(parts: Parts) -> None:
 
 
 def note_evaluation(parts: Parts, progress: Progress, evaluation: Evaluation) -> Best | None:
-    """Return what to record of the best evaluation, if this is it; count those since for stop_when.
-
-    Rank-local, on all ranks with the same numbers.
-    """
+    """Note an evaluation for stop_when and best; return what to record if it is the best."""
     best = _decider(parts, parts.config.task.best_metric, setting="best_metric")
     value = evaluation.figures[best.name]
     progress.evaluated_step = progress.step

@@ -107,10 +107,7 @@ class Run:
                 return
 
     def do_periodic_work(self) -> None:
-        """Give a sign of life, and note the time; save if it is time to.
-
-        Rank-local, between two steps.
-        """
+        """Give a sign of life, and note the time; save if it is time to. Rank-local."""
         self.report.tick(self.progress.step)
         self.saver.tell_errors()
         if self.progress.step > 0 and self.saver.is_time():

@@ -113,10 +113,7 @@ class RunReport:
         rate: float,
         grad_norm: torch.Tensor | None,
     ) -> None:
-        """Report loss, metrics, rate, times and memory since the last report. Rank-local.
-
-        A metric over a vocabulary is that of the last step alone: see Batch.is_measured.
-        """
+        """Report loss, metrics, rate, times and memory since the last report. Rank-local."""
         with self._tracker.within(Phase.REPORT):
             times = self.read_times()
             self.splits.add(_own_split(times, self.parts.device))
@@ -183,7 +180,8 @@ class RunReport:
 
     def _tested(self, figures: Mapping[str, float]) -> str:
         """Format what was measured on the test set: of the weights, and of their averages."""
-        metrics, of = self.parts.task.test_metrics, self._test_name(figures)
+        metrics = self.parts.task.test_metrics
+        of = "partial test" if any(name.startswith(PARTIAL) for name in figures) else "test"
         figures = {name.removeprefix(PARTIAL): value for name, value in figures.items()}
         text = f"{of} {with_loss(figures[LOSS], described(metrics, figures, of=of))}"
         averaged = {n.removeprefix(EMA): v for n, v in figures.items() if n.startswith(EMA)}
@@ -191,9 +189,6 @@ class RunReport:
             return text
         told = described(metrics, averaged, of=of)
         return f"{text}; averaged weights: {with_loss(averaged[LOSS], told)}"
-
-    def _test_name(self, figures: Mapping[str, float]) -> str:
-        return "partial test" if any(name.startswith(PARTIAL) for name in figures) else "test"
 
     def go_back(self, left_at: int, step: int) -> None:
         """Account for a return to an earlier step: the time after it is lost. Rank-local."""

@@ -38,11 +38,7 @@ _KINDS = (
 
 
 def load_initial_weights(model: nn.Module, path: str, group: Group) -> None:
-    """Load weights from path into a new model, as far as they fit. Collective: all ranks.
-
-    WHY on rank 0 only: DDP sends its weights to all ranks when it wraps the model.
-    Raises the error on all ranks: CheckpointError, or CheckpointMismatchError if nothing fits.
-    """
+    """Load weights into a new model on rank 0, as far as they fit; DDP sends them. Collective."""
     if not path:
         return
     source = Path(path)
@@ -250,10 +246,7 @@ def build_from_source(
 
 
 def rebuild_model(weights: Mapping[str, Tensor], meta: Mapping[str, Any]) -> nn.Module:
-    """Build the model that meta describes, and load weights. Rank-local; advances the RNG.
-
-    Raises ModelError if it can't be built, CheckpointMismatchError if the weights do not fit.
-    """
+    """Build the model that meta describes, and load weights. Rank-local; advances the RNG."""
     model = build_described(meta)
     problems = differences(specs_of(weights), specs_of(model.state_dict()))
     if problems:
@@ -269,10 +262,7 @@ def rebuild_model(weights: Mapping[str, Tensor], meta: Mapping[str, Any]) -> nn.
 
 
 def example_inputs(meta: Mapping[str, Any], *, num_samples: int) -> Tensor:
-    """Create inputs of the trained shape to compare models with: the same every time.
-
-    Raises ModelError if the model takes anything but one tensor.
-    """
+    """Create inputs of the trained shape to compare models with: the same every time."""
     shape = tuple(int(size) for size in meta.get("input_shape") or ())
     if not shape:
         raise ModelError(

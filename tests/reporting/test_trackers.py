@@ -80,8 +80,8 @@ def test_a_tracker_gets_what_metrics_jsonl_gets_and_a_broken_one_is_left_behind(
 def test_a_tracker_that_hangs_holds_nothing_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("hardened_ddp.reporting.trackers._QUIET_S", 0.05)
-    monkeypatch.setattr("hardened_ddp.reporting.trackers._CLOSE_LIMIT_S", 0.05)
+    monkeypatch.setattr("hardened_ddp.reporting.sinks._QUIET_S", 0.05)
+    monkeypatch.setattr("hardened_ddp.reporting.sinks._FINISH_S", 0.05)
     caplog.set_level("INFO")
     release = threading.Event()
 
