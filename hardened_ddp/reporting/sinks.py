@@ -179,7 +179,7 @@ class FileSink:
 
 
 class ReportWriter:
-    """Runs jobs in a daemon thread, and flushes after each. Drops what is too much for its queue."""
+    """Runs jobs in a daemon thread, and flushes after each; drops what is too much for it."""
 
     def __init__(self, *, flush: Callable[[], bool], name: str) -> None:
         """flush: writes what the jobs buffered; returns whether all of it is written."""

@@ -66,7 +66,7 @@ class Rollback:
         self._note_equal()  # all ranks have just got the same state
 
     def compare_or_roll_back(self) -> Course:
-        """Compare the replicas; go back if they differ, or after many steps with NaN. Collective."""
+        """Compare replicas; go back if they differ, or after many steps with NaN. Collective."""
         given_up, step = self.stepper.retry.given_up, self.progress.step
         every = self.parts.compares_every
         is_last = step >= self.parts.length.total
@@ -79,7 +79,7 @@ class Rollback:
         return Course.NEXT_STEP
 
     def repair_or_raise(self, error: NonFiniteError | StepError) -> Course:
-        """Make the state good again after an error that all ranks raised, or raise it. Collective."""
+        """Make the state good after an error that all ranks raised, or raise it. Collective."""
         if isinstance(error, NonFiniteError):
             # WHY: NaN may be the first sign of a rank with bad memory.
             can_differ = self.parts.compares_every and self.parts.gradients.tells_of_failures
@@ -212,7 +212,7 @@ class Rollback:
             self.saver.forget(discard_newer(root, self._equal_at))
 
     def _go_back(self, *, at_most: int, why: str) -> bool:
-        """Go back to the newest valid checkpoint up to at_most; False: there is none. Collective."""
+        """Go back to the newest valid checkpoint up to at_most; False: none. Collective."""
         group, stepper, progress = self.parts.group, self.stepper, self.progress
         with group.tracker.within(Phase.CHECKPOINT):
             self.saver.close()  # WHY: the checkpoint being written may be the one to take
