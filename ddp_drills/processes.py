@@ -107,7 +107,7 @@ class Processes:
         wanted = f"RANK={rank}".encode()
         for pid in self._marked():
             # WHY the parent: a rank's child processes have the same environment.
-            if wanted in _environment_of(pid) and _parent_of(pid) == agent:
+            if wanted in _environment_of(pid) and stat_fields(pid)[1:2] == [str(agent)]:
                 return pid
         return None
 
@@ -167,9 +167,9 @@ def send(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def await_end(find: Callable[[], list[int]], *, limit_s: float = 15.0) -> list[int]:
+def await_end(find: Callable[[], list[int]]) -> list[int]:
     """Wait until find returns no process; return what still runs. A loader worker takes seconds."""
-    end = time.monotonic() + limit_s
+    end = time.monotonic() + 15
     while (pids := find()) and time.monotonic() < end:
         time.sleep(_POLL_S)
     return pids
@@ -190,11 +190,6 @@ def _environment_of(pid: int) -> list[bytes]:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:  # it ended while we looked, or belongs to somebody else
         return []
-
-
-def _parent_of(pid: int) -> int:
-    fields = stat_fields(pid)
-    return int(fields[1]) if len(fields) > 1 else -1
 
 
 def _is_alive(pid: int) -> bool:

@@ -38,9 +38,9 @@ class Drills:
         reference = self.reference()
         return judge(fault, self._record(fault), reference)
 
-    def output_of(self, fault: Fault, *, most: int = 6000) -> str:
+    def output_of(self, fault: Fault) -> str:
         path = self.folder / fault.name / OUTPUT_NAME
-        return path.read_text(encoding="utf-8", errors="replace")[-most:] if path.exists() else ""
+        return path.read_text(encoding="utf-8", errors="replace")[-6000:] if path.exists() else ""
 
     def reference(self) -> Record:
         """Return the undisturbed run. Raises RuntimeError if it fails by itself."""

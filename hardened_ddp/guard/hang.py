@@ -28,7 +28,7 @@ from pathlib import Path
 from hardened_ddp.errors import HangError, PeerLostError
 from hardened_ddp.guard.hang_consensus import NUM_WITNESSES, HangConsensus
 from hardened_ddp.guard.hang_rules import Hang, Report, decide, limits_ns, longest_wait_s
-from hardened_ddp.guard.neighbours import Neighbours
+from hardened_ddp.guard.neighbours import GONE, Neighbour, find_neighbours
 from hardened_ddp.guard.slow import SlowData, SlowRanks, Split
 from hardened_ddp.guard.stop import leave_at_once
 from hardened_ddp.ranks.group import Group, lost_peer, nccl_trace
@@ -103,7 +103,8 @@ class HangWatch:
         if self._hang_after_s > 0:
             fds = group.tracker.share(), offer_stacks()
         self._heartbeat_fd, self._stacks_fd = fds
-        self._neighbours = Neighbours(group, fds, stopped_limit_s=self._hang_after_s)  # collective
+        limit_s = self._hang_after_s
+        self._neighbours = find_neighbours(group, fds, stopped_limit_s=limit_s)  # collective
         if self._hang_after_s <= 0:
             return self
         self._consensus = HangConsensus(
@@ -131,7 +132,6 @@ class HangWatch:
         """
         self._end_questions()
         if self._thread is None:
-            self._neighbours.close()
             return
         self._end.set()
         self._thread.join(_END_LIMIT_S)
@@ -139,7 +139,8 @@ class HangWatch:
             self._thread.join(self._tick_s)
         self._thread = None
         withdraw_stacks(self._stacks_fd)
-        self._neighbours.close()
+        while self._neighbours:
+            os.close(self._neighbours.pop().pidfd)
         if self._heartbeat_fd >= 0:
             os.close(self._heartbeat_fd)
 
@@ -164,7 +165,8 @@ class HangWatch:
         self._slow_data.note(report, longest_s=longest_s, samples=samples)
         if self._group.world_size > 1:
             self._consensus.beat(report, words[HEART], self._subject.split())
-            self._neighbours.look(awake_s)
+            for neighbour in self._neighbours:
+                neighbour.look(awake_s)
             self._leave_if_alone(report)
             self._compare_in_s -= awake_s
             if self._group.launch.is_main and self._compare_in_s <= 0:
@@ -215,7 +217,7 @@ class HangWatch:
         if is_working and report.is_late and is_debugged(self._main_thread):
             self._age_s = 0.0
             return False
-        if self._neighbours.lost() or (is_working and report.is_late):
+        if self._lost() or (is_working and report.is_late):
             return True
         if is_working:
             return False
@@ -229,6 +231,14 @@ class HangWatch:
             return False
         return decide(list(seen.values()), wait_limit_s=self._wait_limit_s) is not None
 
+    def _lost(self) -> list[Neighbour]:
+        """Return the neighbours that can't answer any more."""
+        return [neighbour for neighbour in self._neighbours if neighbour.is_lost]
+
+    def _others_here(self) -> dict[int, Report]:
+        living = [neighbour for neighbour in self._neighbours if neighbour.state() != GONE]
+        return {neighbour.rank: neighbour.report() for neighbour in living}
+
     def _leave_if_alone(self, report: Report) -> None:
         """Save and exit if a neighbour's process ended, and the main thread waits for it for ever.
 
@@ -237,7 +247,8 @@ class HangWatch:
         words, since = self._group.tracker.words, self._seen_since
         is_gpu = self._group.device.type == "cuda"  # there a forward may wait, too
         is_stuck = is_gpu and report.phase in _DEVICE_WORK and report.age_s > _DEVICE_WORK_S
-        if not (is_stuck or report.phase in _DEVICE_WAITS) or not (gone := self._neighbours.gone()):
+        gone = [neighbour.rank for neighbour in self._neighbours if neighbour.state() == GONE]
+        if not gone or not (is_stuck or report.phase in _DEVICE_WAITS):
             return
         if self._end.wait(_RAISE_S) or self._group.is_broken or words[SINCE] != since:
             return
@@ -258,7 +269,7 @@ class HangWatch:
         with contextlib.suppress(OSError):  # WHY suppress: a full disk must not hide the verdict
             self._write_stacks(folder, mine)
         hang = self._consensus.agree(
-            mine, self._neighbours.reports, is_witness=is_witness, wait_limit_s=self._wait_limit_s
+            mine, self._others_here, is_witness=is_witness, wait_limit_s=self._wait_limit_s
         )
         if hang is not None:
             self._end_run(hang, folder)
@@ -284,7 +295,7 @@ class HangWatch:
             self._subject.save(error)
             # WHY every rank does it: the others may not have watched that neighbour for long enough
             # to know that it is lost. To kill it twice does no harm.
-            for neighbour in self._neighbours.lost():
+            for neighbour in self._lost():
                 log.warning("rank %d can't exit by itself: it is killed", neighbour.rank)
                 neighbour.kill()
             is_server = launch.is_main and not launch.agent_owns_store
@@ -307,7 +318,7 @@ class HangWatch:
             file.write(f" for {report.age_s:.1f} s; its main thread is {self._main_thread:#018x}\n")
             file.flush()
             faulthandler.dump_traceback(file=file, all_threads=True)
-        for neighbour in self._neighbours.lost():
+        for neighbour in self._lost():
             path = folder / f"rank_{neighbour.rank}.txt"
             # WHY "x": one rank asks it, whichever of those that see it lost is the first.
             with contextlib.suppress(FileExistsError), path.open("x", encoding="utf-8") as file:

@@ -93,48 +93,29 @@ class Neighbour:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
 
-class Neighbours:
-    """The other ranks of this machine that can be inspected."""
+def find_neighbours(
+    group: Group, fds: tuple[int, int], *, stopped_limit_s: float
+) -> list[Neighbour]:
+    """Find the other ranks of this machine, while none of them is stopped. Collective: all ranks.
 
-    def __init__(self, group: Group, fds: tuple[int, int], *, stopped_limit_s: float) -> None:
-        """Exchange pids and descriptors; a rank that is stopped can't do so later. Collective."""
-        self._found: dict[int, Neighbour] = {}
-        place = this_process().place
-        me = [place, os.getpid(), group.tracker.words[TOKEN], *fds]
-        for rank, entry in enumerate(group.gather_json(me)):  # collective
-            its_place, pid, token, heartbeat_fd, stacks_fd = entry
-            can_hold = hasattr(os, "pidfd_open") and heartbeat_fd >= 0
-            if rank == group.launch.rank or its_place != place or not can_hold:
-                continue
-            try:
-                pidfd = os.pidfd_open(pid)
-            except OSError:
-                continue
-            # WHY after the pidfd: so the memory belongs to the process that the pidfd holds.
-            words = open_words(pid, heartbeat_fd, token)
-            if words is None:
-                os.close(pidfd)
-                continue
-            self._found[rank] = Neighbour(
-                rank, pid, pidfd, words, group.tracker, stacks_fd, stopped_limit_s
-            )
-
-    def look(self, awake_s: float) -> None:
-        for neighbour in self._found.values():
-            neighbour.look(awake_s)
-
-    def lost(self) -> list[Neighbour]:
-        return [neighbour for neighbour in self._found.values() if neighbour.is_lost]
-
-    def gone(self) -> list[int]:
-        """Return those whose process ended."""
-        return [rank for rank, neighbour in self._found.items() if neighbour.state() == GONE]
-
-    def reports(self) -> dict[int, Report]:
-        living = {r: n for r, n in self._found.items() if n.state() != GONE}
-        return {rank: neighbour.report() for rank, neighbour in living.items()}
-
-    def close(self) -> None:
-        for neighbour in self._found.values():
-            os.close(neighbour.pidfd)
-        self._found = {}
+    fds: the descriptors of the heartbeat and the stacks of this rank; -1 without.
+    """
+    found = []
+    place = this_process().place
+    me = [place, os.getpid(), group.tracker.words[TOKEN], *fds]
+    for rank, entry in enumerate(group.gather_json(me)):  # collective
+        its_place, pid, token, heartbeat_fd, stacks_fd = entry
+        can_hold = hasattr(os, "pidfd_open") and heartbeat_fd >= 0
+        if rank == group.launch.rank or its_place != place or not can_hold:
+            continue
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            continue
+        # WHY after the pidfd: so the memory belongs to the process that the pidfd holds.
+        words = open_words(pid, heartbeat_fd, token)
+        if words is None:
+            os.close(pidfd)
+            continue
+        found.append(Neighbour(rank, pid, pidfd, words, group.tracker, stacks_fd, stopped_limit_s))
+    return found

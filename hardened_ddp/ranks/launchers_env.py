@@ -36,8 +36,10 @@ from hardened_ddp.settings.typed_command import (
 COMMAND = "HARDENED_DDP_LAUNCHER_COMMAND"
 MASTER = ("MASTER_ADDR", "MASTER_PORT")
 # How the variables begin that a launcher gives its ranks.
-OF_LAUNCHERS = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
-OF_LAUNCHERS += ("PET_", "SLURM_", "OMPI_", "PMI", "MPI_", "HARDENED_DDP_")
+OF_LAUNCHERS = (
+    *("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "PET_"),
+    *("SLURM_", "OMPI_", "PMI", "MPI_", "HARDENED_DDP_"),
+)
 LauncherName = Literal["none", "torchrun", "slurm", "mpi", "spawn", "operator"]
 
 # Set to "spawn" by run_with_python.py, beside torchrun's variables, for its ranks.

@@ -15,7 +15,7 @@ from pathlib import Path
 # Added to SIGRTMIN: schedulers, torchrun and NCCL use the signals that have names.
 SIGNAL_OFFSET = 1
 _NAME = "stacks-of-python"
-_POLL_S = 0.02
+_POLL_S, _LIMIT_S = 0.02, 1.0
 _DEBUGGERS = ("bdb.py", "pdb.py", "pydevd.py")
 
 
@@ -36,8 +36,8 @@ def withdraw_stacks(fd: int) -> None:
         os.close(fd)
 
 
-def ask_for_stacks(pid: int, fd: int, *, limit_s: float = 1.0) -> str:
-    """Return the stacks of a process that offers them; empty if it does not answer in limit_s."""
+def ask_for_stacks(pid: int, fd: int) -> str:
+    """Return the stacks of a process that offers them; empty if it does not answer."""
     place = f"/proc/{pid}/fd/{fd}"
     # WHY check: any other process would be killed by this signal.
     with contextlib.suppress(OSError):
@@ -46,7 +46,7 @@ def ask_for_stacks(pid: int, fd: int, *, limit_s: float = 1.0) -> str:
         with open(place, encoding="utf-8", errors="replace") as file:
             file.seek(0, os.SEEK_END)
             os.kill(pid, signal.SIGRTMIN + SIGNAL_OFFSET)
-            return _read_until_quiet(file.fileno(), file.tell(), limit_s=limit_s)
+            return _read_until_quiet(file.fileno(), file.tell())
     return ""
 
 
@@ -64,9 +64,9 @@ def is_debugged(thread: int) -> bool:
     return False
 
 
-def _read_until_quiet(fd: int, start: int, *, limit_s: float) -> str:
+def _read_until_quiet(fd: int, start: int) -> str:
     """Read what is written from start on, until the file stops growing."""
-    end, size = time.monotonic() + limit_s, start
+    end, size = time.monotonic() + _LIMIT_S, start
     while time.monotonic() < end:
         time.sleep(_POLL_S)
         last, size = size, os.fstat(fd).st_size
