@@ -3,12 +3,14 @@
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from ddp_drills.fault import ALL, HANGS, LAST, WATCHED, Fault
 from ddp_drills.injections import Injection
 
 # Two workers, for training only: each takes a second or more to start.
 _LOADS = ("--num_workers", "2", "--loader_timeout_s", "2", "--eval_every", "0")
+_stops = partial(Fault, ends="stops", min_ranks=2)
 
 
 def all_faults() -> list[Fault]:
@@ -91,15 +93,13 @@ def _expected(number: int, phase: str) -> tuple[str, tuple[str, ...], tuple[str,
 def _first_and_all() -> Iterator[Fault]:
     """SIGKILL to rank 0, and to all ranks."""
     first = (Injection(kind="pause", phase="forward", ranks=(0,), victim=0),)
-    yield Fault(
+    yield _stops(
         name="kill-rank-0",
         text="rank 0, which serves the store and writes checkpoints, is killed in forward",
         injections=first,
         signal=signal.SIGKILL,
-        ends="stops",
         code="DDP-G04",
         says=("lost another rank",),
-        min_ranks=2,
     )
     yield Fault(
         name="kill-all",
@@ -117,24 +117,20 @@ def _starts() -> Iterator[Fault]:
         ("unresolvable host", "the name of rank 0's host can't be resolved", "can't be resolved"),
         ("missing rank", "one rank never starts", "never joined"),
     ):
-        yield Fault(
+        yield _stops(
             name=outside.replace(" ", "-"),
             text=text,
             outside=outside,
-            ends="stops",
             code="DDP-G01",
             says=(told,),
             flags=HANGS,
-            min_ranks=2,
         )
-    yield Fault(
+    yield _stops(
         name="other-data",
         text="the dataset of one rank has one sample less",
         injections=(Injection(kind="shorter", phase="open", step=0, ranks=LAST, lasts=True),),
-        ends="stops",
         code="DDP-G02",
         says=("the ranks would not train the same model",),
-        min_ranks=2,
     )
 
 
@@ -150,15 +146,13 @@ def _launchers() -> Iterator[Fault]:
         says=("resuming",),
         min_ranks=2,
     )
-    yield Fault(
+    yield _stops(
         name="torchrun-killed",
         text="torchrun itself is killed: its ranks save and exit",
         injections=_once("pause", "forward"),
         signal=signal.SIGKILL,
         outside="torchrun killed",
-        ends="stops",
         says=("SIGTERM: stopping",),
-        min_ranks=2,
     )
 
 
@@ -180,14 +174,12 @@ def _errors() -> Iterator[Fault]:
                 min_ranks=1 if who == "all" else 2,
             )
     for phase, where in _AFTER_BACKWARD.items():
-        yield Fault(
+        yield _stops(
             name=f"raise-{phase}",
             text=f"one rank raises an exception in the {where}",
             injections=_once("raise", phase),
-            ends="stops",
             code="DDP-S01",
             says=("a fault of the drill",),
-            min_ranks=2,
         )
     yield Fault(
         name="disk-error",
@@ -244,14 +236,12 @@ def _numbers() -> Iterator[Fault]:
         says=("the replicas are not equal", "going back to the checkpoint"),
         min_ranks=2,
     )
-    yield Fault(
+    yield _stops(
         name="bit-flip-early",
         text="a bit of a weight flips before the first checkpoint with compared replicas",
         injections=_once("bit", "update"),
-        ends="stops",
         code="DDP-S05",
         says=("the replicas are not equal",),
-        min_ranks=2,
     )
     yield Fault(
         name="unused-parameter",
@@ -279,7 +269,7 @@ def _waits() -> Iterator[Fault]:
         ("forward", "hang", "forward hangs"),
         ("collective", "collective", "the model calls a collective that the others don't"),
     ):
-        yield Fault(
+        yield _stops(
             name=f"hang-{phase}",
             text=f"{text}, on one rank",
             injections=(
@@ -287,20 +277,16 @@ def _waits() -> Iterator[Fault]:
             ),
             # WHY the second one: else reading a sample may take two minutes
             flags=(*WATCHED, "--loader_timeout_s", "1.5"),
-            ends="stops",
             code="DDP-G05",
             says=(", step 7, ", "rank 0 waits in all-reduce"),
-            min_ranks=2,
         )
-    yield Fault(
+    yield _stops(
         name="stuck-collective",
         text="a rank is killed, and its connections stay open: the all-reduce never ends, as on "
         "NCCL",
         injections=_once("die in silence", "backward"),
         flags=("--no_shared_memory", *WATCHED),
-        ends="stops",
         says=("the state after step 7 is saved",),
-        min_ranks=2,
     )
     yield Fault(
         name="slow-storage",
@@ -322,16 +308,14 @@ def _models() -> Iterator[Fault]:
         says=("the model's forward runs collectives (all_reduce in",),
         min_ranks=2,
     )
-    yield Fault(
+    yield _stops(
         name="uneven-collective",
         text="the model calls a collective in each forward, and a rank could lack a forward: "
         "refused",
         injections=(collective,),
         flags=("--continue_on_error",),
-        ends="stops",
         code="DDP-M01",
         says=("in which all ranks wait for each other",),
-        min_ranks=2,
     )
     yield Fault(
         name="synced-norm-tail",

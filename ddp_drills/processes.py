@@ -14,7 +14,6 @@ import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from hardened_ddp.ranks.launchers_env import OF_LAUNCHERS
 from hardened_ddp.ranks.process import stat_fields
@@ -25,23 +24,6 @@ MARK = "HARDENED_DDP_DRILL"
 SHARED_MEMORY = Path("/dev/shm")
 _POLL_S = 0.02
 _LOOK_EVERY_S = 0.25
-
-
-class Ranks(Protocol):
-    """The ranks of one start."""
-
-    @property
-    def statuses(self) -> list[int | None]:
-        """Exit status of each process, in rank order; -N: signal N; None: it still runs."""
-
-    def pid_of(self, rank: int) -> int | None:
-        """Return the pid of a rank, or with -1 that of torchrun; None if there is none."""
-
-    def output(self) -> str:
-        """Return everything that they wrote."""
-
-    def end(self) -> list[str]:
-        """Kill what still runs; return the leftovers if every rank had ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,11 +39,8 @@ class Start:
     host: str = HOST  # of rank 0
 
 
-Starter = Callable[[Start], Ranks]
-
-
-class Processes:
-    """One process for each rank, or torchrun with them below it."""
+class Ranks:
+    """The ranks of one start: one process for each, or torchrun with them below it."""
 
     def __init__(
         self,
@@ -93,12 +72,14 @@ class Processes:
 
     @property
     def statuses(self) -> list[int | None]:
+        """Exit status of each process, in rank order; -N: signal N; None: it still runs."""
         if time.monotonic() > self._look_at:
             self._seen.update(self._marked())
             self._look_at = time.monotonic() + _LOOK_EVERY_S
         return [process.poll() for process in self._started]
 
     def pid_of(self, rank: int) -> int | None:
+        """Return the pid of a rank, or with -1 that of torchrun; None if there is none."""
         if not self._is_torchrun:
             return self._started[rank].pid if self._started[rank].poll() is None else None
         agent = self._started[0].pid
@@ -115,6 +96,7 @@ class Processes:
         return self._log.read_text(encoding="utf-8", errors="replace")
 
     def end(self) -> list[str]:
+        """Kill what still runs; return the leftovers if every rank had ended."""
         still_running = [] if None in self.statuses else await_end(self._marked)
         left = [f"process {pid} was left" for pid in still_running]
         limit = time.monotonic() + 10
@@ -132,7 +114,7 @@ class Processes:
         return [pid for pid in pids if self._mark in _environment_of(pid) and _is_alive(pid)]
 
 
-def start_ranks(env: Mapping[str, str], start: Start) -> Processes:
+def start_ranks(env: Mapping[str, str], start: Start) -> Ranks:
     mark = uuid.uuid4().hex
     script = [str(SCRIPT), *start.flags]
     own = {name: value for name, value in env.items() if not name.startswith(OF_LAUNCHERS)}
@@ -142,7 +124,7 @@ def start_ranks(env: Mapping[str, str], start: Start) -> Processes:
         command = [sys.executable, "-m", "torch.distributed.run", *words, *script]
         # WHY TMPDIR: torchrun leaves folders of logs behind.
         own["TMPDIR"] = str(start.log.parent)
-        return Processes([command], [own], start.log, mark=mark, is_torchrun=True)
+        return Ranks([command], [own], start.log, mark=mark, is_torchrun=True)
     # What torchrun sets for a rank.
     own |= {
         "WORLD_SIZE": str(start.num_ranks),
@@ -152,7 +134,7 @@ def start_ranks(env: Mapping[str, str], start: Start) -> Processes:
         "MASTER_PORT": str(start.port),
     }
     ranks = [str(rank) for rank in range(start.num_ranks - start.missing)]
-    return Processes(
+    return Ranks(
         [[sys.executable, *script] for _ in ranks],
         [own | {"RANK": rank, "LOCAL_RANK": rank} for rank in ranks],
         start.log,

@@ -4,6 +4,7 @@ The same command is started again until the run is finished.
 """
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from ddp_drills.compare import Attempt, Record, Verdict, judge
 from ddp_drills.fault import Fault
 from ddp_drills.injections import Board
 from ddp_drills.outside import Outside, occupied
-from ddp_drills.processes import HOST, Ranks, Start, Starter
+from ddp_drills.processes import HOST, Ranks, Start
 from ddp_drills.work import Work
 from hardened_ddp.ranks.network import hold_port, port_of
 from hardened_ddp.reporting.summary import finished_at
@@ -28,7 +29,7 @@ _POLL_S = 0.005
 class Drills:
     """Runs drills of one work in folder, with one undisturbed run for all of them."""
 
-    def __init__(self, work: Work, folder: Path, starter: Starter) -> None:
+    def __init__(self, work: Work, folder: Path, starter: Callable[[Start], Ranks]) -> None:
         self.work, self.folder = work, folder
         self._starter = starter
         self._reference: Record | None = None

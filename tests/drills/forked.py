@@ -6,8 +6,9 @@ Owns: ForkedRanks, which is to ddp_drills/runner.py what its own processes are.
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from ddp_drills.processes import SCRIPT, Ranks, Start, await_end
+from ddp_drills.processes import SCRIPT, Start, await_end
 from ddp_drills.runner import Drills
 from ddp_drills.work import Work
 from tests.harness.processes import kill, list_pids, read_process
@@ -15,7 +16,7 @@ from tests.harness.ranks import Running, start_program, start_training
 
 
 class ForkedRanks:
-    """Ranks of the fork server, or a torchrun with its own, as ddp_drills/processes.py has them."""
+    """Ranks of the fork server, or a torchrun with its own, as Ranks has them."""
 
     def __init__(self, running: Running, log: Path, *, by_torchrun: bool) -> None:
         self._running, self._log, self._by_torchrun = running, log, by_torchrun
@@ -63,7 +64,7 @@ def forked_drills(
     return Drills(replace(work, flags=(*work.flags, "--cpu_only", *flags)), folder, _start)
 
 
-def _start(start: Start) -> Ranks:
+def _start(start: Start) -> Any:  # Any: what behaves as Ranks
     if start.outside.startswith("torchrun"):
         argv = ["torchrun", "--standalone", f"--nproc_per_node={start.num_ranks}"]
         argv += ["--max_restarts=3", str(SCRIPT), *start.flags]
