@@ -24,10 +24,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hardened_ddp.errors import HardenedError, LaunchError
-from hardened_ddp.ranks.launch import Launch, end_with_launcher, prepare_environment, read_launch
+from hardened_ddp.ranks.launch import Launch, read_launch
 from hardened_ddp.ranks.launchers_env import command_words, with_arguments
 from hardened_ddp.ranks.network import hold_port, port_of
-from launchers.running import ROOT, limit_threads, make_parser, read_arguments, run_script
+from launchers.running import (
+    ROOT,
+    begin_rank,
+    limit_threads,
+    make_parser,
+    read_arguments,
+    run_script,
+)
 
 POLL_S = 0.05
 
@@ -113,15 +120,10 @@ def main(argv: list[str]) -> None:
 
     limit_threads()
     launch, note = find_launch(options.folder, options.wait_s)
-    prepare_environment(launch, os.environ)
-    end_with_launcher(launch)
-    if not options.no_lesson:
-        from launchers.lesson import give_lesson
-
-        give_lesson(launch, cpu_only="--cpu_only" in words)
-        # All ranks have joined the lesson, so all of them have read the file.
-        if note is not None:
-            note.unlink(missing_ok=True)
+    begin_rank(launch, words, with_lesson=not options.no_lesson)
+    # If all ranks have joined the lesson, all of them have read the file.
+    if note is not None and not options.no_lesson:
+        note.unlink(missing_ok=True)
     run_script(words)
 
 

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hardened_ddp.ranks.network import hold_port, port_of
 from hardened_ddp.reporting.ending import RECORD, read_endings
-from launchers.running import limit_threads, make_parser, read_arguments, run_script
+from launchers.running import begin_rank, limit_threads, make_parser, read_arguments, run_script
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 # How long ranks may take to save when another process has failed, or the user stops the run.
@@ -49,16 +49,10 @@ def run_rank(rank: int, world_size: int, port: int, lesson: bool, words: list[st
     """Run one rank: this is called in the new process."""
     os.environ.update(rank_environment(rank, world_size, port))
     from hardened_ddp.errors import HardenedError
-    from hardened_ddp.ranks.launch import end_with_launcher, prepare_environment, read_launch
+    from hardened_ddp.ranks.launch import read_launch
 
     try:
-        launch = read_launch(os.environ)
-        prepare_environment(launch, os.environ)
-        end_with_launcher(launch)
-        if lesson:
-            from launchers.lesson import give_lesson
-
-            give_lesson(launch, cpu_only="--cpu_only" in words)
+        begin_rank(read_launch(os.environ), words, with_lesson=lesson)
     except HardenedError as error:
         print(f"run_with_python.py: error {error}", file=sys.stderr)
         sys.exit(error.exit_status)

@@ -22,9 +22,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hardened_ddp.errors import HardenedError
-from hardened_ddp.ranks.launch import end_with_launcher, prepare_environment, read_launch
+from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.ranks.launchers_env import command_words, with_arguments
-from launchers.running import make_parser, read_arguments, run_script
+from launchers.running import begin_rank, make_parser, read_arguments, run_script
 
 
 def main(argv: list[str]) -> None:
@@ -40,13 +40,7 @@ def main(argv: list[str]) -> None:
             "run_with_torchrun.py: this process was not started by torchrun (RANK is not set)\n"
             f"  next: {with_arguments(command_words('torchrun', 2, env={}))}"
         )
-    prepare_environment(launch, os.environ)
-    end_with_launcher(launch)
-
-    if not options.no_lesson:
-        from launchers.lesson import give_lesson  # WHY here: it imports torch, which takes a second
-
-        give_lesson(launch, cpu_only="--cpu_only" in words)
+    begin_rank(launch, words, with_lesson=not options.no_lesson)
     if not options.inspect:
         run_script(words)
 

@@ -14,6 +14,8 @@ import runpy
 import sys
 from pathlib import Path
 
+from hardened_ddp.ranks.launch import Launch, end_with_launcher, prepare_environment
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = "ddp_training.py"
 
@@ -49,6 +51,16 @@ def read_arguments(
             parser.error(f"there is no script {script}")  # exits with status 2
         script = beside
     return options, [str(script), *words[1:]]
+
+
+def begin_rank(launch: Launch, words: list[str], *, with_lesson: bool) -> None:
+    """Prepare this process as a rank of a launcher, and show what its ranks are."""
+    prepare_environment(launch, os.environ)
+    end_with_launcher(launch)
+    if with_lesson:
+        from launchers.lesson import give_lesson  # WHY here: it imports torch, which takes a second
+
+        give_lesson(launch, cpu_only="--cpu_only" in words)
 
 
 def run_script(words: list[str]) -> None:

@@ -174,9 +174,7 @@ def _write_transformers(folder: Path, model: HubNet, meta: Mapping[str, Any]) ->
     net.save_pretrained(folder)
     loader = getattr(transformers, type(net).__name__)
     net = loader.from_pretrained(folder, local_files_only=True, use_safetensors=True)
-    is_text = isinstance(model, TextModel)
-    again = TextModel(net) if is_text else ImageClassifier(net, input_shape=meta["input_shape"])
-    return _with_logits(again)
+    return _wrapped_as(model, net, meta)
 
 
 def _write_peft(folder: Path, model: _Logits, meta: Mapping[str, Any]) -> Forward:
@@ -202,11 +200,14 @@ def _write_peft(folder: Path, model: _Logits, meta: Mapping[str, Any]) -> Forwar
             shutil.copyfile(Path(aside, name), folder / name)
     base = type(net).from_pretrained(place, use_safetensors=True)
     again = peft.PeftModel.from_pretrained(base, folder).get_base_model()
-    is_text = isinstance(model.model, TextModel)
-    wrapped = (
-        TextModel(again) if is_text else ImageClassifier(again, input_shape=meta["input_shape"])
-    )
-    return _with_logits(wrapped)
+    return _wrapped_as(model.model, again, meta)
+
+
+def _wrapped_as(model: HubNet, net: Any, meta: Mapping[str, Any]) -> Forward:  # Any: transformers
+    """Wrap a model that was read back as ours is."""
+    is_text = isinstance(model, TextModel)
+    again = TextModel(net) if is_text else ImageClassifier(net, input_shape=meta["input_shape"])
+    return _with_logits(again)
 
 
 def _with_peft(net: Any, meta: Mapping[str, Any]) -> Any:  # Any: models of transformers and peft
