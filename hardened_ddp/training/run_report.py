@@ -19,6 +19,7 @@ from hardened_ddp.ranks.launch import environment
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.reporting.ending import stop_status
 from hardened_ddp.reporting.goodput import Goodput
+from hardened_ddp.reporting.log import ON_EVERY_RANK
 from hardened_ddp.reporting.metrics import MetricsLog
 from hardened_ddp.reporting.resources import ResourceMonitor, read_gpu_mib
 from hardened_ddp.reporting.step_clock import REPORTED, start_clock
@@ -293,10 +294,14 @@ def check_trackers(run: RunConfig) -> None:
             )
         if ":" in name:
             import_callable(name, setting="tracker", error=ConfigError)
+    if run.tensorboard and TENSORBOARD in tracker_names(run.tracker) and not has_tensorboard(run):
+        text = "the package tensorboard is not installed: its curves are not written"
+        log.warning("%s", text, extra=ON_EVERY_RANK)
 
 
 def has_tensorboard(run: RunConfig) -> bool:
-    return run.tensorboard and TENSORBOARD in tracker_names(run.tracker)
+    is_there = importlib.util.find_spec("tensorboard") is not None
+    return is_there and run.tensorboard and TENSORBOARD in tracker_names(run.tracker)
 
 
 def _make_tracker(name: str, config: Config, folder: Path) -> Tracker:

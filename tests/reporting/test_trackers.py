@@ -15,6 +15,8 @@ import pytest
 
 from hardened_ddp.reporting.metrics import MetricsLog
 from hardened_ddp.reporting.trackers import PrometheusFile, TrackerThread
+from hardened_ddp.settings.config import RunConfig
+from hardened_ddp.training.run_report import check_trackers, has_tensorboard
 from tests.harness.ranks import train
 from tests.harness.run_folder import read_summary
 from tests.settings.given import problem_of, settings_of
@@ -75,6 +77,16 @@ def test_a_tracker_gets_what_metrics_jsonl_gets_and_a_broken_one_is_left_behind(
     ]
     assert not (folder / "tensorboard").exists()
     assert "TensorBoard:" not in finished.output
+
+
+def test_without_its_package_a_run_goes_on_without_curves_for_tensorboard(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert has_tensorboard(RunConfig())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    check_trackers(RunConfig())
+    assert "the package tensorboard is not installed" in caplog.text
+    assert not has_tensorboard(RunConfig())
 
 
 def test_a_tracker_that_hangs_holds_nothing_up(
