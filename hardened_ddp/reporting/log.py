@@ -5,17 +5,21 @@ logged when writing works again: a run of days must not die because somebody clo
 While a run starts, a thread names the part that takes long.
 """
 
+import contextlib
 import logging
+import os
+import select
 import sys
 import threading
 import time
 from collections import deque
 from pathlib import Path
+from typing import TextIO
 
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.phase import Phase, Tracker
 from hardened_ddp.ranks.threads import HelperThread
-from hardened_ddp.reporting.sinks import FileSink, TextSink
+from hardened_ddp.reporting.sinks import FileSink
 from hardened_ddp.settings.wording import printable
 
 log = logging.getLogger(__name__)
@@ -43,7 +47,7 @@ def start_logging(
     stop_logging()
     is_shown = bool(is_guest and _ROOT.handlers)
     tag = f"[rank {rank}] " if world_size > 1 else ""
-    console = ConsoleHandler(TextSink(sys.stderr), tag=tag)
+    console = ConsoleHandler(sys.stderr, tag=tag)
     console.setLevel(logging.DEBUG if debug else logging.INFO if rank == 0 else logging.WARNING)
     if rank > 0 and not debug:
         console.addFilter(_is_of_this_rank)
@@ -82,9 +86,16 @@ def stop_logging() -> None:
 class ConsoleHandler(logging.Handler):
     """Writes short lines: the level is shown only from WARNING on."""
 
-    def __init__(self, sink: TextSink, *, tag: str) -> None:
+    def __init__(self, stream: TextIO | None, *, tag: str) -> None:
+        """stream None: Python had no stderr when it started; everything is dropped."""
         super().__init__()
-        self.sink = sink
+        self._stream = stream
+        self._fd: int | None = None
+        if stream is not None:
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # in memory, or closed
+                self._fd = stream.fileno()
+        self._num_lost = 0
+        self._error: BaseException | None = None  # why the last of them was lost
         self.levels_before = (_ROOT.level, _OURS.level)
         self._plain = logging.Formatter(f"%(asctime)s {tag}%(message)s", datefmt="%H:%M:%S")
         self._loud = logging.Formatter(
@@ -96,10 +107,29 @@ class ConsoleHandler(logging.Handler):
         line = _format(self._loud if is_loud else self._plain, record)
         if record.name == "py.warnings":  # its second line quotes the source: only the file gets it
             line = line.partition("\n")[0]
-        if num_lost := self.sink.num_lost:
-            line = f"{_notice(num_lost, self.sink.error)}\n{line}"
-        if self.sink.write(line + "\n"):
-            self.sink.num_lost -= num_lost
+        told = f"{_notice(self._num_lost, self._error)}\n" if self._num_lost else ""
+        try:
+            self.write(f"{told}{line}\n")
+            self._num_lost = 0
+        except (OSError, ValueError) as error:
+            self._num_lost += 1
+            self._error = error
+
+    def write(self, text: str) -> None:
+        """Write text at once. Raises OSError or ValueError."""
+        data = text.encode("ascii", "backslashreplace")
+        if self._stream is None or self._stream.closed:
+            raise ValueError("the stream is closed")
+        if self._fd is None:
+            self._stream.write(data.decode("ascii"))
+            self._stream.flush()
+            return
+        while data:
+            try:
+                data = data[os.write(self._fd, data) :]
+            except BlockingIOError:  # a full buffer: it has 0.5 s to take more
+                if not select.select([], [self._fd], [], 0.5)[1]:
+                    raise
 
 
 class RankFileHandler(logging.Handler):

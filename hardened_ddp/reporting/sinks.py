@@ -1,17 +1,14 @@
-"""Outputs for text and records: a terminal or a file whose failures never raise.
+"""Files of a run whose failures never raise, and the thread that writes them.
 
 A sink counts what it has to drop, and remembers why. WHY not Python's own streams: a stream keeps
 what it could not write, raises the error again at the next write, and once more when Python exits,
 which turns the exit status into 120.
-
-ReportWriter writes in a thread, so that training never waits for a disk.
 """
 
 import contextlib
 import logging
 import os
 import queue
-import select
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -57,42 +54,6 @@ def write_whole(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)
         raise
-
-
-class TextSink:
-    """A terminal, pipe or file that somebody else opened."""
-
-    def __init__(self, stream: TextIO | None) -> None:
-        """stream None: Python had no stderr when it started; everything is dropped."""
-        self._stream = stream
-        self._fd: int | None = None
-        if stream is not None:
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # in memory, or closed
-                self._fd = stream.fileno()
-        self.num_lost = 0  # writes that failed since this was last set to 0
-        self.error: BaseException | None = None  # of the last one
-
-    def write(self, text: str) -> bool:
-        """Write text at once; False if that failed, and then it is counted as lost."""
-        data = text.encode("ascii", "backslashreplace")
-        try:
-            if self._stream is None or self._stream.closed:
-                raise ValueError("the stream is closed")
-            if self._fd is None:
-                self._stream.write(data.decode("ascii"))
-                self._stream.flush()
-                return True
-            while data:
-                try:
-                    data = data[os.write(self._fd, data) :]
-                except BlockingIOError:  # a full buffer: it has 0.5 s to take more
-                    if not select.select([], [self._fd], [], 0.5)[1]:
-                        raise
-        except (OSError, ValueError) as error:
-            self.num_lost += 1
-            self.error = error
-            return False
-        return True
 
 
 class _PrintableOutput:

@@ -28,13 +28,14 @@ from hardened_ddp.reporting import metrics as metrics_module
 from hardened_ddp.reporting import sinks, step_clock
 from hardened_ddp.reporting.log import (
     ON_EVERY_RANK,
+    ConsoleHandler,
     add_log_file,
     start_logging,
     stop_logging,
 )
 from hardened_ddp.reporting.metrics import MetricsLog
 from hardened_ddp.reporting.resources import ResourceMonitor, read_rss_mib
-from hardened_ddp.reporting.sinks import FileSink, TextSink
+from hardened_ddp.reporting.sinks import FileSink
 from hardened_ddp.reporting.step_clock import GpuTimeline, start_clock
 from hardened_ddp.reporting.summary import (
     finished_at,
@@ -570,9 +571,9 @@ def test_a_terminal_that_takes_nothing_just_now_is_waited_for(tmp_path: Path) ->
 
     reader = threading.Thread(target=read)
     with os.fdopen(write_end, "w") as stream:
-        sink = TextSink(stream)
+        console = ConsoleHandler(stream, tag="")
         reader.start()
-        assert sink.write("x" * 1_000_000)
+        console.write("x" * 1_000_000)
     reader.join()
     os.close(read_end)
     assert sum(map(len, received)) == 1_000_000
