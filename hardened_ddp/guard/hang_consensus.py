@@ -23,6 +23,7 @@ COLLECT_S = 4.0
 NUM_WITNESSES = 2  # ranks that check all others; more of them would only load the store
 # WHY longer: else every rank would collect all reports by itself, whenever one of them is silent.
 _VERDICT_S = COLLECT_S + 2.0
+_BEATS_PER_TICK = 250
 _POLL_S = 0.05
 _POLL_PER_RANK_S = 5e-4  # all but the witnesses wait for a verdict
 
@@ -38,11 +39,14 @@ class HangConsensus:
         self.round = 0  # how many alarms ended without a verdict
         self._beats: dict[int, Any] = {}
         self._silent_s: dict[int, float] = {}
-        self._tick_s = tick_s
+        # WHY fewer beats of many ranks: the store must stay free for the questions of all of them
+        self._beat_every = max(1, world_size // _BEATS_PER_TICK)
+        self._silent_after_s = 2 * self._beat_every * tick_s
 
     def beat(self, report: Report, number: int, splits: tuple[int, Split]) -> None:
         """Publish where this rank is. number: one more each time."""
-        self._publish_beat([number, asdict(report), splits])
+        if (number + self._rank) % self._beat_every == 0:
+            self._publish_beat([number, asdict(report), splits])
 
     def leave(self) -> None:
         self._publish_beat(LEFT)
@@ -59,7 +63,7 @@ class HangConsensus:
             self._silent_s[rank] = 0.0 if is_new else self._silent_s.get(rank, 0.0) + awake_s
             self._beats[rank] = beat
             report = _report_of(beat[1])
-            limit_s = max(report.limit_s, 2 * self._tick_s)
+            limit_s = max(report.limit_s, self._silent_after_s)
             is_silent = rank != self._rank and self._silent_s[rank] > limit_s
             found[rank] = replace(report, state=SILENT) if is_silent else report
         return found
