@@ -180,7 +180,7 @@ class HangWatch:
             self._answer_alarm(self._folder / alarm, is_witness=is_suspicious)
 
     def _age(self, awake_s: float) -> None:
-        """Add up how long this rank has been in its phase, while this thread was awake."""
+        """Add up how long this rank is in its phase; an hour as a stopped job does not count."""
         tracker = self._group.tracker
         since = tracker.words[SINCE]
         if since != self._seen_since:
