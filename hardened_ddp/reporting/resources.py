@@ -46,7 +46,7 @@ class ResourceMonitor:
     def _read_memory(self, found: dict[str, float]) -> None:
         import psutil
 
-        found["memory/rss_mib"] = read_rss_mib()
+        found["memory/rss_mib"] = psutil.Process().memory_info().rss / _MIB
         percent = psutil.virtual_memory().percent
         found["memory/system_used_percent"] = percent
         self._warn_above("system memory", percent, _SYSTEM_LIMIT_PERCENT)
