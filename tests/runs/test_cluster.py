@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp_drills.two_hosts import TwoHosts, why_not
 from ddp_runs import cluster
 from ddp_runs.check import MIB, Check
 from hardened_ddp.ranks.launch import Launch
 from tests.harness.processes import ROOT
 from tests.harness.ranks import Finished, run_command, start_command, start_program, train
+from tests.harness.two_hosts import TwoHosts, why_not
 from tests.ranks.test_two_hosts import by_hand
 
 SUMS = [{"took": {}, "backend": "gloo"}]
