@@ -23,9 +23,10 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 
+from hardened_ddp.model.effects import has_same_bits
 from hardened_ddp.model.reach import version_of
 from hardened_ddp.model.state_tree import Tree
-from hardened_ddp.own_loop.registry import Registry, Tensors, is_same
+from hardened_ddp.own_loop.registry import Registry, Tensors
 from hardened_ddp.ranks.threads import call_within
 from hardened_ddp.step.async_device import Event, copy_beside
 from hardened_ddp.training.survivor_save import COPY_LIMIT_S
@@ -114,7 +115,7 @@ class LastCommit:
         if self.is_inspected:
             # WHY bytes: see above
             for name in self._copies.keys() - written - self._buffers - self._needed:
-                if not is_same(self._copies[name], self._live[name]):
+                if not has_same_bits(self._copies[name], self._live[name]):
                     self._needed.add(name)
 
     def before_update(self, optimizer: Optimizer, name: str) -> set[str]:

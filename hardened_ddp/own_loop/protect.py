@@ -45,7 +45,7 @@ from hardened_ddp.guard.hang import HangWatch, Subject
 from hardened_ddp.guard.stop import StopRequest
 from hardened_ddp.own_loop.batches import Batch, Streams, ledger_start
 from hardened_ddp.own_loop.last_commit import NUM_FIRST, LastCommit, Undo
-from hardened_ddp.own_loop.registry import Registry, names_in
+from hardened_ddp.own_loop.registry import Registry
 from hardened_ddp.ranks.group import Group, adopt_group, open_group, place_in_group
 from hardened_ddp.ranks.launch import (
     Launch,
@@ -486,7 +486,8 @@ class OwnLoop:
                 fix="give protect the same names as before, or another folder",
             )
         for name in known:
-            own = receive(self._group, saved, names_in(tree[name]), torch.device("cpu"))
+            parts = [part for part in saved.specs if part.partition(".")[0] == name]
+            own = receive(self._group, saved, parts, torch.device("cpu"))  # collective
             self._registry.load(name, tree[name], own)  # the same on all ranks
         self.step = saved.meta["step"]
         self._streams.begin(self.step, saved.meta["place"])

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hardened_ddp.errors import CheckpointMismatchError, OwnLoopError
+from hardened_ddp.model.effects import has_same_bits
 from hardened_ddp.model.state_tree import MAPPINGS, Tree, pack, unpack
 
 Tensors = dict[str, torch.Tensor]
@@ -77,26 +78,10 @@ class Registry:
         now: Tensors = {}
         if _sorted(_packed(thing, name, now)) != _sorted(tree):
             raise _mismatch(f"{name}: its numbers are others after load_state_dict")
-        if changed := [n for n in now if not is_same(now[n], tensors[n])]:
-            raise _mismatch(f"{name}: {changed[0]} is another after load_state_dict")
-
-
-def names_in(tree: Tree) -> list[str]:
-    """List the tensors that a tree names."""
-    if isinstance(tree, list):
-        return [name for part in tree for name in names_in(part)]
-    if not isinstance(tree, dict):
-        return []
-    kind, content = next(iter(tree.items()))
-    return [content] if kind in ("tensor", "array") else names_in(content)
-
-
-def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors have the same bytes, also where they are NaN."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    first, second = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
-    return torch.equal(first, second.to(first.device))
+        for part, tensor in now.items():
+            is_alike = tensor.dtype == tensors[part].dtype
+            if not (is_alike and has_same_bits(tensor.cpu(), tensors[part])):
+                raise _mismatch(f"{name}: {part} is another after load_state_dict")
 
 
 def _sorted(tree: Tree) -> str:

@@ -173,7 +173,8 @@ def open_run(settings: Resolved, group: Group) -> RunFolder:
     if group.is_local_main:
         _note_folder(output, group.launch, folder)
     checkpoint, lock = chosen[0] if chosen else (None, None)
-    _enter(folder, group)
+    environment()[RUN] = str(folder)
+    add_log_file(folder / "logs", rank=group.launch.rank)
     kept = settings.config.run
     return RunFolder(
         folder,
@@ -230,7 +231,8 @@ def open_folder(folder: Path, group: Group, *, keep_last: int) -> RunFolder:
         return [str(path), lock.token]
 
     name, token = group.run_on_main(choose, what="opening the run folder")  # collective
-    _enter(Path(name), group)
+    environment()[RUN] = name
+    add_log_file(Path(name) / "logs", rank=group.launch.rank)
     return RunFolder(Path(name), keep_last, token, *(chosen[0] if chosen else ()))
 
 
@@ -244,12 +246,6 @@ def _lock(folder: Path, group: Group, jobs: set[str]) -> RunLock:
         lock.release()
         raise
     return lock
-
-
-def _enter(folder: Path, group: Group) -> None:
-    """Tell the launcher of the folder, and log into it. Rank-local."""
-    environment()[RUN] = str(folder)
-    add_log_file(folder / "logs", rank=group.launch.rank)
 
 
 def read_checkpoint(run: RunFolder, group: Group, *, at_most: int | None = None) -> Saved | None:
