@@ -11,6 +11,7 @@ failure comes at the end. The exit status is 0 only below 90 s of CPU and 100 Mi
 import argparse
 import random
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -37,7 +38,7 @@ def write_log(path: Path, size: int) -> int:
             step += 1
             lines = [
                 f"[rank{rank}]: {step} loss {source.random():.6f} {words[step % WORDS]} "
-                f"{words[step // WORDS % WORDS]} {words[source.randrange(WORDS)]} {rank * step}\n"
+                f"{words[step // WORDS % WORDS]} {' '.join(source.choices(words, k=4))} {rank}\n"
                 for rank in range(8)
             ]
             num_bytes += file.write("".join(lines))
@@ -49,6 +50,7 @@ def main() -> int:
     """Write the log, explain it, print what that took."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--mb", type=int, default=1000)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the log is removed
     size_gb = (options := parser.parse_args()).mb / 1000
     with tempfile.TemporaryDirectory(prefix="explain-speed-") as folder:
         num_lines = write_log(log := Path(folder) / "out.log", options.mb * 1_000_000)
