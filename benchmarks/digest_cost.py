@@ -4,7 +4,7 @@
     python benchmarks/digest_cost.py                 four works, some minutes
     python benchmarks/digest_cost.py --work tiny     one of them
 
-One process holds the three forms of one model, and does blocks of steps in turns. What counts is
+One process does blocks of steps of one model in turns, in the three forms. What counts is
 its CPU time, so that other work on the machine disturbs little: the ratio to off of the fastest
 fifth of the blocks (its upper end). Next to it the share of a step that the digests measure
 themselves, by which --digests auto ends them if it is more than 1.5 %, the bar.
@@ -18,6 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,7 +35,7 @@ from hardened_ddp.settings.cli import parse  # noqa: E402
 from hardened_ddp.settings.layers import resolve  # noqa: E402
 from hardened_ddp.step.left_out import LeftOut  # noqa: E402
 from hardened_ddp.step.progress import Progress  # noqa: E402
-from hardened_ddp.step.records import MOST_COST  # noqa: E402
+from hardened_ddp.step.records import MOST_COST, Records  # noqa: E402
 from hardened_ddp.step.step import Stepper  # noqa: E402
 
 PEERS = "benchmarks.peers.work"
@@ -88,30 +89,38 @@ def measure(work: str, num_blocks: int) -> tuple[dict[str, list[float]], dict[st
     group = open_group(
         read_launch(os.environ), device=torch.device("cpu"), backend="gloo", timeout_s=60
     )
-    steppers, wall_s = dict[str, Stepper](), dict.fromkeys(FORMS, 0.0)
+    settings = resolve(parse(argv), world_size=1)
+    parts = ddp_training.build(settings, group, None, Events())  # collective
+    left_out, progress = LeftOut(parts), Progress()
+    stepper = Stepper(
+        parts, progress, left_out=left_out, saver=SimpleNamespace(reads_weights=False)
+    )
+    wall_s = dict.fromkeys(FORMS, 0.0)
     blocks_s: dict[str, list[float]] = {form: [] for form in FORMS}
     with tempfile.TemporaryDirectory() as folder:
+        records = {}
         for form in FORMS:
-            settings = resolve(parse([*argv, "--digests", form]), world_size=1)
-            parts = ddp_training.build(settings, group, None, Events())  # collective
-            saver = SimpleNamespace(reads_weights=False)
-            steppers[form] = Stepper(parts, Progress(), left_out=LeftOut(parts), saver=saver)
+            run = replace(parts.config.run, digests=form)
+            own = replace(parts, config=replace(parts.config, run=run))
+            records[form] = Records(own, progress, left_out)
             (Path(folder) / form).mkdir()
-            steppers[form].records.open(Path(folder) / form)
+            records[form].open(Path(folder) / form)
         windows = list(itertools.islice(parts.train_loader.windows(0, 0), 8))
         for number in range(-2, num_blocks):  # the first ones warm up
             turn = number % len(FORMS)
             for form in (*FORMS[turn:], *FORMS[:turn]):
+                # WHY not a stepper each: where memory comes to lie favours one or the other
+                stepper.records = records[form]
                 began_s, began_at = time.process_time(), time.perf_counter()
                 for place in range(block):
                     window, batches = windows[place % len(windows)]
-                    steppers[form].train_step(window, batches)  # collective
+                    stepper.train_step(window, batches)  # collective
                 wall_s[form] += time.perf_counter() - began_at
                 if number >= 0:
                     blocks_s[form].append((time.process_time() - began_s) / block)
-        shares = {form: steppers[form].records.cost_s / wall_s[form] for form in FORMS}
-        for stepper in steppers.values():
-            stepper.records.close()
+        shares = {form: records[form].cost_s / wall_s[form] for form in FORMS}
+        for each in records.values():
+            each.close()
     group.close()
     return blocks_s, shares
 
