@@ -24,8 +24,10 @@ def main() -> None:
     parser.add_argument("words", nargs="*", help="arguments of hardened-ddp, after --")
     asked = parser.parse_args()
 
+    # WHY v2 by name: ray.train.data_parallel_trainer is of v1, and refuses the configs of v2
+    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.data_parallel_trainer import DataParallelTrainer
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
     trainer = DataParallelTrainer(
         run_one_rank,

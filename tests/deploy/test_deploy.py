@@ -16,6 +16,7 @@ from hardened_ddp.settings.schema import SETTINGS
 from hardened_ddp_command import split_words
 from tests.harness.processes import ROOT
 from tests.harness.ranks import run_command
+from tests.harness.run_folder import read_summary
 
 DEPLOY = ROOT / "deploy"
 KUBERNETES = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
@@ -209,3 +210,20 @@ def test_skypilots_own_parser_accepts_its_file_and_no_misspelt_one(tmp_path: Pat
     refused = run_command([*argv, misspelt], env=env, timeout_s=60)
     assert refused.status != 0
     assert "job_recover" in refused.output
+
+
+@pytest.mark.slow
+def test_two_workers_of_ray_are_two_ranks_of_one_run(tmp_path: Path) -> None:
+    ray = shutil.which("ray")
+    if ray is None:
+        pytest.skip(
+            "there is no ray: pip install 'ray[train]' beside torch, in another environment"
+        )
+    argv = [Path(ray).with_name("python"), DEPLOY / "ray_train.py", "--workers", "2", "--"]
+    argv += ["--cpu_only", "--max_steps", "4", "--num_workers", "0", "--batch_size", "10"]
+    argv += ["--model", "mlp", "--dataset", "tests.plugins:points", "--no_tensorboard"]
+    argv += ["--run_name", "r", "--output_dir", tmp_path / "runs"]
+    env = {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "RAY_USAGE_STATS_ENABLED": "0"}
+    run_command(argv, env=env, timeout_s=120).ok()
+    summary = read_summary(tmp_path / "runs" / "r")
+    assert (summary["status"], summary["step"], summary["world_size"]) == ("finished", 4, 2)
