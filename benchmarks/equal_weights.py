@@ -185,7 +185,7 @@ def read_facts(run: Path) -> Facts:
     for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         numbers = json.loads(line)
         for name, number in numbers.items():
-            if name.startswith(_METRICS):  # of a step that was done again the last line holds
+            if name.startswith(_METRICS):  # of a step that was retried the last line holds
                 facts[f"{name} of step {numbers['step']}"] = repr(number)
     return facts
 

@@ -82,7 +82,7 @@ def first_step(
     done = replay(run, wish, output=output)
     if done.parted is not None:
         return None, f"not known: {verdict(wish, done)}"
-    return done.main.get("held_at"), f"steps {done.begun_at} to {last} were done again"
+    return done.main.get("held_at"), f"steps {done.begun_at} to {last} were replayed"
 
 
 def _values(step: Step) -> dict[str, float]:
@@ -137,7 +137,7 @@ def blame_lines(run: Path, done: Replayed) -> list[str]:
     """Say which step and which samples made it so."""
     found = done.main.get("blame")
     if not found:
-        return ["done again, it does not hold: what the run did can't be repeated here"]
+        return ["replayed, it does not hold: this step is not the same again here"]
     if found["step"] is None:
         return [
             "none of these steps alone makes it so: without any one of them it still holds; "

@@ -166,8 +166,8 @@ def survivor_save(folder: Path, *, size_gb: float, dry: bool, ends_at: float) ->
 
 
 def memory_gone_in_the_hook(folder: Path, *, dry: bool, ends_at: float) -> Row:
-    """Memory is gone where DDP's hook allocates: the step is done again, and no rank hangs."""
-    text = "memory gone in the communication hook: the step is done again"
+    """Memory is gone where DDP's hook allocates: the step is retried, and no rank hangs."""
+    text = "memory gone in the communication hook: the step is retried"
     mark = folder / "happened"
     argv = _argv(folder / "runs", dry=dry, model=f"hook, mark: {mark}, width: 1024", ranks=2)
     argv += ["--max_steps", "12", "--comm_hook", "fp16", "--hang_after_s", f"{_HANG_AFTER_S:.0f}"]

@@ -71,7 +71,7 @@ def parts_of(case: Case, total: int) -> list[Part]:
 
 
 def uses_of(case: Case, parts: Sequence[Part]) -> Uses:
-    """Collect the steps that went into the final weights: not those that were done again."""
+    """Collect the steps that went into the final weights: not those that were repeated."""
     ends = [part.base or 0 for part in parts[1:]] + [10**9]
     lives, done, begun = Counter[int](), Uses(), Uses()
     for process in case.processes():

@@ -5,7 +5,7 @@
   gradient that is not finite by itself, sets a flag on the device, which is the same on all ranks,
   because the sums are. It makes the optimizer skip the update: it is found_inf of torch's fused
   optimizers, with which GradScaler skips a step. The host reads its copy while the next step
-  already runs; if it is up, both steps are taken back and done again. With fp16 a gradient that is
+  already runs; if it is up, both steps are rolled back and retried. With fp16 a gradient that is
   not finite is normal: that step is taken back too, and its retry shows which of the two it was.
 - If another rank dies or is stopped, NCCL's all-reduce never ends, and nothing that was queued
   behind it runs. But the weights in the device's memory are those of the last finished update, and
@@ -203,7 +203,7 @@ class AsyncDevice:
         self._current.loss_after = self._totals.loss_sum.clone()
 
     def take_bad(self) -> QueuedStep | None:
-        """Return the last step if it must be done again; it is confirmed now. Waits."""
+        """Return the last step if it must be retried; it is confirmed now. Waits."""
         if self.unconfirmed is None:
             return None
         # WHY: this rank may wait here for another one that has not joined an all-reduce
@@ -258,9 +258,9 @@ class AsyncDevice:
         self._current = None
 
     def take_back(self, step: QueuedStep) -> None:
-        """Note that a step is done again, since the device skipped its update. Main thread.
+        """Note that a step is retried, since the device skipped its update. Main thread.
 
-        WHY not as the last update: a step that is done again has no flag any more.
+        WHY not as the last update: a step that is retried has no flag any more.
         """
         step.flag = None
         self._current, self._last = step, None

@@ -3,7 +3,7 @@
 The digests are the files digests/NNNN-rank-R.bin of a run folder: one for each rank and each start
 of the run, or return to an earlier step. A file is a line of JSON, the facts that explain
 differences, then records of a fixed size, one for each step that was committed. Of a step that was
-done again the last record counts; one cut off by a crash is dropped. Copies of the user's modules
+repeated the last record counts; one cut off by a crash is dropped. Copies of the user's modules
 lie beside them. The digest of the gradient, 16 bytes by model/checksum.py, is that of the sum over
 ranks, not yet clipped: rank 0 alone takes it. WHY a share of it in each step: all of it takes some
 percent of a step; a wrong gradient makes wrong weights, which show in each later share. On a GPU

@@ -116,7 +116,7 @@ class StepRetry:
             self.parts.replica.buffers.add(name for name in lost if name != INPUTS)
             what = join_causes(causes) if causes else BAD_SUM
             raise StepError(
-                f"step {self.progress.step} can't be done again, since its forward changed what no "
+                f"step {self.progress.step} can't be retried, since its forward changed what no "
                 f"step before had changed: {', '.join(lost[:NUM_SHOWN])}; it failed with: {what}",
                 fix="start the same command again: it continues at the last checkpoint",
                 is_undone=False,

@@ -93,7 +93,7 @@ class Stepper:
     def train_step(self, window: Window, batches: Sequence[Batch]) -> Outcome:
         """Train on this rank's batches of window, and commit it. Collective: all ranks.
 
-        On a GPU the next step, or confirm_last_step, may find that it has to be done again. Raises
+        On a GPU the next step, or confirm_last_step, may find that it has to be retried. Raises
         SampleError, OutOfMemoryError, NonFiniteError, StepError or PeerLostError, each naming rank,
         step, phase and samples; then nothing of the step is committed.
         """

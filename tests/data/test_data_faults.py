@@ -364,7 +364,7 @@ CHECKS = Checks(3, inputs=True)
 
 @pytest.mark.parametrize("kind", [Wrong, WrongWhole])
 @pytest.mark.parametrize("value", TEXTS)
-def test_a_value_of_no_use_makes_one_bad_sample(value: str, kind: type[Wrong]) -> None:
+def test_a_bad_value_makes_one_bad_sample(value: str, kind: type[Wrong]) -> None:
     batches = read(make_loader(kind(value), checks=CHECKS))
     [bad] = [bad for batch in batches for bad in batch.bad]
     assert bad.index == MARKED
@@ -477,7 +477,7 @@ def test_a_run_with_lost_workers_and_failing_reads_ends_in_the_weights_of_an_und
 
 
 @pytest.mark.slow
-def test_values_of_no_use_are_left_out_by_name_with_the_weights_of_samples_that_are_broken(
+def test_bad_values_are_left_out_by_name_with_the_weights_of_samples_that_are_broken(
     tmp_path: Path,
 ) -> None:
     faults = {3: "nan", 13: "label", 22: "half", 30: "infinite"}

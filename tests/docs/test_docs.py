@@ -72,7 +72,7 @@ ELSEWHERE |= dict.fromkeys(
 )
 ELSEWHERE |= {
     "python ddp_training.py drill all --table drills.md": (
-        "tests/drills/test_drills.py::test_a_fault_comes_to_its_verdict"
+        "tests/drills/test_drills.py::test_a_fault_ends_with_its_verdict"
     ),
     "python ddp_training.py drill kill-forward": (
         "tests/drills/test_drills.py::test_one_drill_as_it_is_typed_with_a_model_and_data_of_the_user"

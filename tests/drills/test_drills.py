@@ -66,7 +66,7 @@ def drills_of(tmp_path_factory: pytest.TempPathFactory) -> DrillsOf:
     slow_after(len(QUICK), CASES),
     ids=lambda case: case[0] if case[1] == 2 else f"{case[0]}-{case[1]}",
 )
-def test_a_fault_comes_to_its_verdict(case: tuple[str, Where], drills_of: DrillsOf) -> None:
+def test_a_fault_ends_with_its_verdict(case: tuple[str, Where], drills_of: DrillsOf) -> None:
     name, where = case
     fault = find(name)
     assert fault is not None

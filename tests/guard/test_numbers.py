@@ -53,7 +53,7 @@ CULPRITS = [
 
 
 @pytest.mark.parametrize("culprit", slow_after(1, CULPRITS), ids=lambda culprit: culprit[0])
-def test_the_module_that_first_gives_no_number_is_named_with_rank_and_samples(
+def test_the_module_that_first_gives_nan_is_named_with_rank_and_samples(
     culprit: tuple[str, str], tmp_path: Path
 ) -> None:
     kind, words = culprit
@@ -67,7 +67,7 @@ def test_the_module_that_first_gives_no_number_is_named_with_rank_and_samples(
     assert words in line
 
 
-def test_a_sample_that_is_no_number_is_named(tmp_path: Path) -> None:
+def test_a_sample_that_is_nan_is_named(tmp_path: Path) -> None:
     flags = ["--dataset", "tests.plugins:points_with_nan", "--no_check_inputs", *spoiled()]
     finished = run(tmp_path, 2, *flags)
     assert finished.statuses == (1, 1)
@@ -75,7 +75,7 @@ def test_a_sample_that_is_no_number_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", slow_after(1, [("gradient", 2), ("nan", 1)]), ids=str)
-def test_numbers_that_go_wrong_once_leave_no_trace_in_the_weights(
+def test_numbers_that_go_wrong_once_do_not_change_the_weights(
     case: tuple[str, int], tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
     kind, world_size = case
@@ -86,7 +86,7 @@ def test_numbers_that_go_wrong_once_leave_no_trace_in_the_weights(
 
 
 @pytest.mark.slow
-def test_numbers_that_go_wrong_within_the_hooks_of_ddp_leave_no_trace_either(
+def test_numbers_that_go_wrong_within_the_hooks_of_ddp_do_not_change_them_either(
     tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
     hooks = ["--no_shared_memory"]
@@ -140,7 +140,7 @@ FLIPS = [{"at": 11}, {"at": 11, "rank": 0, "what": "nan"}, {"at": 11, "what": "s
 
 
 @pytest.mark.parametrize("flip", slow_after(1, FLIPS), ids=str)
-def test_a_bit_that_flips_on_one_of_two_ranks_leaves_no_trace_in_the_weights(
+def test_a_bit_that_flips_on_one_of_two_ranks_does_not_change_the_weights(
     flip: dict[str, Any], tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
     faulty = [*flipping(**flip), *OFTEN, "--check_replicas_every", "6"]

@@ -90,7 +90,7 @@ def test_without_such_a_checkpoint_the_run_stops_and_the_same_command_continues(
     tmp_path: Path,
 ) -> None:
     work = work_of(HiddenTarget, every=FAILS_AT)
-    stops = {"ends": "stops", "code": "DDP-S01", "says": ("can't be done again",)}
+    stops = {"ends": "stops", "code": "DDP-S01", "says": ("can't be retried",)}
     check(tmp_path / "raise", work, "raise-backward-one", **stops)
     check(tmp_path / "kill", work, "kill-backward")
 

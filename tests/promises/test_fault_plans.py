@@ -80,7 +80,9 @@ def drills(tmp_path_factory: pytest.TempPathFactory) -> Drills:
 
 
 @pytest.mark.slow
-def test_ten_faults_in_a_hundred_steps_leave_no_trace(plan_seed: int, drills: Drills) -> None:
+def test_ten_faults_in_a_hundred_steps_do_not_change_the_weights(
+    plan_seed: int, drills: Drills
+) -> None:
     fault = fault_of(plan_seed)
     verdict = drills.run(fault)
     print(fault.text, verdict.ended, sep="\n")

@@ -69,7 +69,7 @@ def random_faults(name: str) -> tuple[Injection, ...]:
 
 
 @pytest.mark.parametrize("name", slow_after(1, FEATURES))
-def test_faults_and_kills_leave_no_trace(name: str, tmp_path: Path) -> None:
+def test_faults_and_kills_do_not_change_the_weights(name: str, tmp_path: Path) -> None:
     drills = drills_of(name, tmp_path)
     fault = Fault(name="faults", text=name, injections=random_faults(name), ends="several starts")
     verdict = drills.run(fault)
@@ -79,7 +79,9 @@ def test_faults_and_kills_leave_no_trace(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", UPDATES)
-def test_faults_that_are_learned_of_late_leave_no_trace(name: str, tmp_path: Path) -> None:
+def test_faults_that_are_learned_of_late_do_not_change_the_weights(
+    name: str, tmp_path: Path
+) -> None:
     drills = drills_of(name, tmp_path, "--no_shared_memory", model="tests.late_looks:mlp")
     fault = Fault(
         name="faults", text=name, injections=random_faults(f"late {name}"), ends="several starts"

@@ -35,7 +35,7 @@ def test_what_only_a_gpu_has_works(check: Callable[[torch.device], str]) -> None
 
 @pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
 @pytest.mark.parametrize("ranks", [[], SHARED], ids=["alone", "two ranks on one GPU"])
-def test_faults_within_steps_leave_no_trace_in_the_weights(
+def test_faults_within_steps_do_not_change_the_weights(
     amp: str, ranks: list[str], tmp_path: Path
 ) -> None:
     faults = {0: {8: "raise", 11: "raise in backward"}, 1: {14: "raise in backward", 17: "raise"}}

@@ -44,7 +44,7 @@ FORMS += [(3, [HOOKS, LATE, "--accumulation_steps", "2", "--batch_size", "2"])]
 
 
 @pytest.mark.parametrize("form", slow_after(2, FORMS), ids=str)
-def test_faults_of_ranks_inside_of_steps_leave_no_trace_in_the_weights(
+def test_faults_of_ranks_inside_of_steps_do_not_change_the_weights(
     form: tuple[int, list[str]], tmp_path: Path
 ) -> None:
     world_size, flags = form
@@ -85,7 +85,7 @@ def test_a_rank_that_fails_in_the_first_step_keeps_no_other_waiting(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_with_fp16_a_fault_that_is_learned_of_late_leaves_no_trace_in_its_scale(
+def test_with_fp16_a_fault_that_is_learned_of_late_does_not_change_its_scale(
     tmp_path: Path,
 ) -> None:
     faults = {0: {8: "raise", 18: "nan"}, 1: {12: "raise in backward"}, 2: {14: "raise"}}
