@@ -120,7 +120,7 @@ class Replay:
         gone = {*self._without.get(step, ()), *without}
         found: Found = {"step": step, "error": "", "loss": math.nan, "grad_norm": math.nan}
         if skips or step in self.plan["given_up"]:
-            attempt = Attempt(window, batches, (), stepper.gradient.totals.mark())
+            attempt = Attempt(window, batches, stepper.gradient.totals.mark())
             attempt.outcome = Outcome.LEFT_OUT
             stepper.commit(attempt)
             return {**found, "loss": 0.0, "grad_norm": 0.0}

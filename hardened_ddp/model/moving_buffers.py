@@ -9,7 +9,9 @@ target network that is copied now and then). Its version tells in that step; if 
 bits tell before a retry (changed_bits).
 """
 
+import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -17,6 +19,81 @@ from torch import nn
 from hardened_ddp.model.checksum import checksums
 from hardened_ddp.model.reach import Place, Reach
 from hardened_ddp.ranks.group import Group
+
+_KEPT_BYTES = 1 << 26  # of the memory for sums
+
+
+class Copies:
+    """Copies of tensors at one moment: one tensor for each dtype."""
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor | None], kinds: Sequence[Sequence[int]]
+    ) -> None:
+        """kinds: the places of the tensors that can be one."""
+        self._num = len(tensors)
+        self._parts = []
+        for places in kinds:
+            found = [tensor for place in places if (tensor := tensors[place]) is not None]
+            self._parts.append((places, _flat(found), [tensor.shape for tensor in found]))
+
+    def __len__(self) -> int:
+        return self._num
+
+    @cached_property
+    def each(self) -> list[torch.Tensor | None]:
+        """The copy of each. WHY only when it is wanted: a view takes the host a microsecond."""
+        found: list[torch.Tensor | None] = [None] * self._num
+        for places, flat, shapes in self._parts:
+            for place, part in zip(places, _split(flat, shapes), strict=True):
+                found[place] = part
+        return found
+
+
+NO_COPIES = Copies((), ())
+
+
+class _Sums:
+    """The memory in which buffers are added up over the ranks: few tensors for all of them."""
+
+    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
+        self.forms = _forms(buffers)
+        self._has_complex = any(buffer.is_complex() for buffer in buffers)
+        found = [_real(buffer) for buffer in buffers]
+        # WHY one device: a model on a GPU may keep a count on the host
+        device = next((t.device for t in found if not t.is_cpu), torch.device("cpu"))
+        is_double = [t.dtype == torch.float64 for t in found]
+        doubles = [i for i, is_one in enumerate(is_double) if is_one]
+        counters = [i for i, t in enumerate(found) if not t.is_floating_point()]
+        singles = sorted({*range(len(found))} - {*doubles, *counters})
+        num = [sum(found[i].numel() for i in places) for places in (singles, doubles, counters)]
+        # WHY bytes of counters: float32 adds them up exactly, and one sum is then enough for all
+        self.flat = torch.empty(num[0] + 8 * num[2], dtype=torch.float32, device=device)
+        self.singles, self.bytes = self.flat[: num[0]], self.flat[num[0] :]
+        self.doubles = torch.empty(num[1], dtype=torch.float64, device=device)
+        self.counters = torch.empty(num[2], dtype=torch.int64, device=device)
+        kinds = (singles, self.singles), (doubles, self.doubles), (counters, self.counters)
+        self._views = [(p, _split(flat, [found[i].shape for i in p])) for p, flat in kinds if p]
+
+    def take(self, buffers: Sequence[torch.Tensor], *, is_main: bool) -> None:
+        """Copy the values of buffers; of counters only rank 0's."""
+        for places, views in self._views:
+            copy_each(views, self._some(buffers, places))
+        if is_main:
+            self.bytes.copy_(self.counters.view(torch.uint8))
+        else:
+            self.bytes.zero_()
+
+    def give(self, buffers: Sequence[torch.Tensor], *, world_size: int) -> None:
+        """Copy the means of floats, and the counters, to buffers."""
+        self.singles.mul_(1 / world_size)
+        self.doubles.mul_(1 / world_size)
+        self.counters.view(torch.uint8).copy_(self.bytes)
+        for places, views in self._views:
+            copy_each(self._some(buffers, places), views)
+
+    def _some(self, buffers: Sequence[torch.Tensor], places: Sequence[int]) -> list[torch.Tensor]:
+        found = [buffers[place] for place in places]
+        return [_real(buffer) for buffer in found] if self._has_complex else found
 
 
 class MovingBuffers:
@@ -51,9 +128,16 @@ class MovingBuffers:
         self.watched: list[torch.Tensor] = []
         """What is believed still, and has a version; the trained weights too."""
 
-        self._weights: set[str] = set()
-        """Which of them are parameters. WHY kept: to ask each takes the host a microsecond."""
+        # WHY kept: to ask each tensor what it is takes the host a microsecond.
+        self._homes: list[torch.Tensor | None] = []
+        self._kinds: list[list[int]] = []
+        """Of _homes, which are as a rule what is known."""
 
+        self._weights: list[str] = []
+        self._buffers: list[str] = []
+        """Of names the parameters, and the others."""
+
+        self._sums: _Sums | None = None
         self._take_up([*self.names, *own])
 
     def still(self) -> dict[str, torch.Tensor]:
@@ -97,10 +181,10 @@ class MovingBuffers:
         self._take_up(changed)
         return changed
 
-    def to_save(self, copies: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    def to_save(self, copies: Copies = NO_COPIES) -> dict[str, torch.Tensor]:
         """Return what moves: of those that there are the copies, else the live tensors."""
         live = self._live(self.known[len(copies) :])
-        named = zip(self.known, [*copies, *live], strict=True)
+        named = zip(self.known, [*copies.each, *live], strict=True)
         return {n: t.detach() for n, t in named if t is not None and n not in self._own}
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -109,18 +193,15 @@ class MovingBuffers:
         self.add(tensors)
 
     @torch.no_grad()
-    def copies(self) -> list[torch.Tensor | None]:
-        """Copy what moves, into one tensor for each dtype; return a view for each."""
-        copies = self._live(self.known)
-        for group in _by_dtype(copies):
-            tensors = [tensor for _, tensor in group]
-            for (index, _), part in zip(group, _parts(_flat(tensors), tensors), strict=True):
-                copies[index] = part
-        return copies
+    def copies(self) -> Copies:
+        """Copy what moves."""
+        live = self._live(self.known)
+        are_home = len(live) == len(self._homes) and all(map(operator.is_, live, self._homes))
+        return Copies(live, self._kinds if are_home else _by_dtype(live))
 
-    def put_back(self, copies: Sequence[torch.Tensor | None]) -> None:
+    def put_back(self, copies: Copies) -> None:
         """Restore them from copies; those that were added since keep their values."""
-        self._set(zip(self.known, copies, strict=False))
+        self._set(zip(self.known, copies.each, strict=False))
 
     @torch.no_grad()
     def equalize(self, group: Group) -> None:
@@ -133,26 +214,19 @@ class MovingBuffers:
             return
         if self._weights:
             self._take_weights(group)  # collective
-        buffers = [_real(self._now(name)) for name in self.names if name not in self._weights]
-        doubles = [buffer for buffer in buffers if buffer.dtype == torch.float64]
-        counters = [buffer for buffer in buffers if not buffer.is_floating_point()]
-        singles = [b for b in buffers if b.is_floating_point() and b.dtype != torch.float64]
-        # WHY one device: a model on a GPU may keep a count on the host
-        device = next((t.device for t in buffers if not t.is_cpu), torch.device("cpu"))
-        parts = [_flat(_alike(singles, device, torch.float32))] if singles else []
-        if counters:
-            # WHY bytes: float32 adds them up exactly, and one sum is then enough for all
-            whole = _flat(_alike(counters, device, torch.int64))
-            parts.append(whole.view(torch.uint8).float().mul_(float(group.is_main)))
-        if parts:
-            flat = group.sum_(torch.cat(parts))  # collective
-            num_singles = sum(buffer.numel() for buffer in singles)
-            if counters:
-                _spread(flat[num_singles:].to(torch.uint8).view(torch.int64), counters)
-            _spread(flat[:num_singles].mul_(1 / group.world_size), singles)
-        if doubles:
-            flat = _flat(_alike(doubles, device, torch.float64))
-            _spread(group.sum_(flat).mul_(1 / group.world_size), doubles)  # collective
+        live = [self._now(name) for name in self._buffers]
+        if not live:
+            return
+        sums = self._sums
+        if sums is None or sums.forms != _forms(live):
+            sums = _Sums(live)
+        # WHY not large ones: that memory is free for a forward
+        self._sums = sums if sums.flat.nbytes <= _KEPT_BYTES else None
+        sums.take(live, is_main=group.is_main)
+        for flat in (sums.flat, sums.doubles):
+            if flat.numel():
+                group.sum_(flat)  # collective
+        sums.give(live, world_size=group.world_size)
 
     @torch.no_grad()
     def _set(self, copies: Iterable[tuple[str, torch.Tensor | None]]) -> None:
@@ -188,8 +262,12 @@ class MovingBuffers:
 
     def _take_up(self, names: Iterable[str]) -> None:
         self.known += [name for name in names if name not in self.known]
+        found = map(self._places.get, self.known)
+        self._homes = [None if place is None else place.home for place in found]
+        self._kinds = _by_dtype(self._homes)
         homes = {name: self._places[name].home for name in self.names}
-        self._weights = {name for name, home in homes.items() if isinstance(home, nn.Parameter)}
+        self._weights = [name for name, home in homes.items() if isinstance(home, nn.Parameter)]
+        self._buffers = [name for name in homes if not isinstance(homes[name], nn.Parameter)]
         self.watched = [
             place.home
             for place in self._believed_still(self._places).values()
@@ -208,13 +286,13 @@ class MovingBuffers:
 
     def _take_weights(self, group: Group) -> None:
         """Take rank 0's parameters. Collective: all ranks."""
-        found = [_real(self._now(name).detach()) for name in self.names if name in self._weights]
-        for of_one_dtype in _by_dtype(found):
-            parts = [part for _, part in of_one_dtype]
+        found = [_real(self._now(name).detach()) for name in self._weights]
+        for places in _by_dtype(found):
+            parts = [found[place] for place in places]
             flat = _flat(parts)
             wide = flat if flat.dtype == torch.float64 else flat.float()
             sums = group.sum_(wide if group.is_main else torch.zeros_like(wide))  # collective
-            _spread(sums, parts)
+            copy_each(parts, _split(sums, [part.shape for part in parts]))
 
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -228,25 +306,17 @@ def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
         target.copy_(source)
 
 
-def _spread(flat: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
-    """Copy the values of flat to targets, one after the other."""
-    copy_each(targets, _parts(flat, targets))
+def _forms(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Size], list[torch.dtype]]:
+    return [tensor.shape for tensor in tensors], [tensor.dtype for tensor in tensors]
 
 
-def _parts(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return views of flat, one after the other, of the shapes of like."""
-    if not any([tensor.dim() for tensor in like]):
-        return list(flat.unbind())  # WHY: a view of each takes the host 6 us
-    parts = torch.split(flat, [tensor.numel() for tensor in like])
-    pairs = zip(parts, like, strict=True)
-    return [part if tensor.dim() == 1 else part.view(tensor.shape) for part, tensor in pairs]
-
-
-def _alike(
-    tensors: Sequence[torch.Tensor], device: torch.device, dtype: torch.dtype
-) -> list[torch.Tensor]:
-    """Return them on device, in dtype. WHY not by torch.cat: it promotes no unsigned integers."""
-    return [t if t.device == device and t.dtype == dtype else t.to(device, dtype) for t in tensors]
+def _split(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> Sequence[torch.Tensor]:
+    """Return views of flat, one after the other, of these shapes."""
+    if not any(shapes):
+        return flat.unbind()  # WHY: a view of each takes the host 6 us
+    parts = torch.split(flat, [shape.numel() for shape in shapes])
+    pairs = zip(parts, shapes, strict=True)
+    return [part if len(shape) == 1 else part.view(shape) for part, shape in pairs]
 
 
 def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -257,15 +327,13 @@ def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors])
 
 
-def _by_dtype(
-    tensors: Sequence[torch.Tensor | None],
-) -> Iterable[list[tuple[int, torch.Tensor]]]:
-    """Group the tensors that can be one, each with its place."""
-    groups: dict[tuple[torch.dtype, torch.device], list[tuple[int, torch.Tensor]]] = {}
+def _by_dtype(tensors: Sequence[torch.Tensor | None]) -> list[list[int]]:
+    """Group the tensors that can be one: their places."""
+    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for place, tensor in enumerate(tensors):
         if tensor is not None:
-            groups.setdefault((tensor.dtype, tensor.device), []).append((place, tensor))
-    return groups.values()
+            groups.setdefault((tensor.dtype, tensor.device), []).append(place)
+    return list(groups.values())
 
 
 def _real(buffer: torch.Tensor) -> torch.Tensor:

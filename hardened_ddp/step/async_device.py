@@ -18,7 +18,7 @@ Read next: training/survivor_save.py, which saves what find() returns.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +27,7 @@ import torch
 
 from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.gradients.sums import Sums
+from hardened_ddp.model.moving_buffers import NO_COPIES, Copies
 from hardened_ddp.model.optimizer import skips_by_flag
 from hardened_ddp.ranks.device import is_reached
 from hardened_ddp.ranks.phase import Phase
@@ -133,7 +134,7 @@ class Boundary:
     """The state at a step boundary, as far as it is not in the live tensors."""
 
     progress: Progress
-    buffers: Sequence[torch.Tensor | None]
+    buffers: Copies
     """The moving buffers; empty: the live ones."""
 
     loss: torch.Tensor | float
@@ -306,7 +307,7 @@ class AsyncDevice:
             return _before(last)
         progress = replace(self._progress)
         if current is None:
-            return Boundary(progress, (), self._totals.loss_sum)
+            return Boundary(progress, NO_COPIES, self._totals.loss_sum)
         if not current.begun.is_reached():
             return None
         return Boundary(progress, current.attempt.buffers, current.attempt.totals_before[0])

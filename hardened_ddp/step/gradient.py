@@ -23,7 +23,8 @@ from hardened_ddp.data.batches.nesting import tensors_of
 from hardened_ddp.data.batches.sampler import Window, WindowSampler
 from hardened_ddp.errors import ANY_FAILURE
 from hardened_ddp.gradients.sums import LocalGradients, Marks, Sums
-from hardened_ddp.model.moving_attributes import Copies
+from hardened_ddp.model.moving_attributes import Copies as Attributes
+from hardened_ddp.model.moving_buffers import NO_COPIES, Copies
 from hardened_ddp.model.replica import Replica
 from hardened_ddp.ranks.group import Group, lost_peer
 from hardened_ddp.ranks.phase import Phase
@@ -77,11 +78,11 @@ class Attempt:
 
     window: Window
     batches: Sequence[Batch]
-    buffers: Sequence[torch.Tensor | None]
+    totals_before: Mark
+    buffers: Copies = NO_COPIES
     """The moving buffers before it."""
 
-    totals_before: Mark
-    attributes: Copies = field(default_factory=dict)
+    attributes: Attributes = field(default_factory=dict)
     """The plain attributes that may move, before it."""
 
     is_reported: bool = True

@@ -55,8 +55,9 @@ class Records:
 
     def __init__(self, parts: Parts, progress: Progress, left_out: LeftOut) -> None:
         self._parts, self._progress, self._left_out = parts, progress, left_out
-        self._ledger: LedgerWriter | None = None
-        self._sink: FileSink | None = None
+        # Of the samples of each step, and of its digests. None: they are off.
+        self.ledger: LedgerWriter | None = None
+        self.sink: FileSink | None = None
         wanted = parts.config.run.digests
         self._shares = shares_of(parts.gradients.local.parameters, PARTS if wanted == "auto" else 1)
         self._host = Checksum(torch.device("cpu"))
@@ -79,7 +80,7 @@ class Records:
                 lambda: next_start(folder), what="opening the ledger"
             )
             sampling = getattr(parts.sampler, "sampling", None)  # a stream has none
-            self._ledger = LedgerWriter(
+            self.ledger = LedgerWriter(
                 folder,
                 start=start,
                 rank=rank,
@@ -94,24 +95,16 @@ class Records:
             lambda: next_start(folder, DIGESTS), what="opening the digests"
         )
         path = folder / DIGESTS / f"{start:04d}-rank-{rank}.bin"
-        self._sink = FileSink(path, keep_bytes=_KEEP_BYTES, has_lines=False)
+        self.sink = FileSink(path, keep_bytes=_KEEP_BYTES, has_lines=False)
         facts = facts_of_attempt(parts, keep_in=path.parent)
         head = {"schema": 1, "step": step, "parts": len(self._shares), **facts}
-        self._sink.add(json.dumps(head).encode() + b"\n")
-        self._sink.flush()
+        self.sink.add(json.dumps(head).encode() + b"\n")
+        self.sink.flush()
         if parts.is_async_device and self._device is None and parts.group.is_main:
             self._device = Checksum(parts.device, piece=_DEVICE_WORDS)
 
-    def bring(self, batches: Sequence[Batch]) -> None:
-        """Record the samples of a step, before it. Rank-local."""
-        if self._ledger is not None:
-            ids = [batch.indices.numpy() for batch in batches]
-            self._ledger.bring(self._progress.step, self._progress.epoch, ids)
-
-    def digest(self, attempt: Attempt) -> None:
+    def digest(self) -> None:
         """Take the digest of a gradient, before it is clipped. Rank-local; waits for no device."""
-        if self._sink is None or not self._parts.group.is_main:
-            return
         began = time.perf_counter()
         share = self._shares[self._progress.step % len(self._shares)]
         found = []
@@ -136,8 +129,7 @@ class Records:
 
     def commit(self, attempt: Attempt) -> None:
         """Record a step, before progress counts it. Rank-local; waits for no device."""
-        if self._sink is None:
-            return
+        assert self.sink is not None  # the caller asks
         began = time.perf_counter()
         if not self._num_steps:
             self._began_at = began
@@ -152,8 +144,8 @@ class Records:
         if not self._parts.is_async_device:
             loss = sum([float(each) for each in attempt.losses])
             row[6:8], row[9:12] = numbers, [loss, float(attempt.count), float(attempt.norm)]
-            self._sink.add(RECORD.pack(*row))
-            self._sink.flush()
+            self.sink.add(RECORD.pack(*row))
+            self.sink.flush()
         else:
             self._queue(row, numbers, attempt)
         self.cost_s += time.perf_counter() - began
@@ -199,7 +191,7 @@ class Records:
     def after_report(self) -> None:
         """Write what the device had; end digests that cost too much. Collective: all ranks."""
         self._read()
-        if self._sink is None or self._is_judged or self._num_steps < _LEAST_STEPS:
+        if self.sink is None or self._is_judged or self._num_steps < _LEAST_STEPS:
             return
         self._is_judged = True
         wall_s = time.perf_counter() - self._began_at
@@ -224,9 +216,9 @@ class Records:
         """
         if self._left_out.entries:
             self._left_out.write(is_synced=True)
-        if self._ledger is not None and (files := self._ledger.files()):
+        if self.ledger is not None and (files := self.ledger.files()):
             sync_files(files[0].parent, files, disk=Disk())
-        if (sink := self._sink) is not None:
+        if (sink := self.sink) is not None:
             start, _, _ = sink.path.name.partition("-")
             files = sorted(sink.path.parent.glob(f"{start}-rank-*.bin"))
             sync_files(sink.path.parent, files, disk=Disk())
@@ -236,8 +228,8 @@ class Records:
 
         is_failed: the device may be stuck, and is not waited for.
         """
-        if self._ledger is not None:
-            self._ledger.close()
+        if self.ledger is not None:
+            self.ledger.close()
         if is_failed:
             self._rows.clear()
         self._end_digests()
@@ -245,7 +237,7 @@ class Records:
     def _read(self) -> None:
         """Write the records whose numbers are on a device. Waits for it."""
         rows, self._rows = self._rows, []
-        if self._sink is None or self._waiting is None or not rows:
+        if self.sink is None or self._waiting is None or not rows:
             return
         pairs, floats = (numbers[: len(rows)].tolist() for numbers in self._waiting)
         for row, pair, values in zip(rows, pairs, floats, strict=True):
@@ -253,14 +245,14 @@ class Records:
             row[9:12] = [
                 v if r == _ON_DEVICE else r for r, v in zip(row[9:12], values, strict=True)
             ]
-            self._sink.add(RECORD.pack(*row))
-        self._sink.flush()
+            self.sink.add(RECORD.pack(*row))
+        self.sink.flush()
 
     def _end_digests(self) -> None:
         self._read()
-        if self._sink is not None and not self._sink.close():
-            log.warning("digests of %d steps could not be written", self._sink.num_lost)
-        self._sink = None
+        if self.sink is not None and not self.sink.close():
+            log.warning("digests of %d steps could not be written", self.sink.num_lost)
+        self.sink = None
 
 
 def shares_of(

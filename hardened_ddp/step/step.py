@@ -18,6 +18,7 @@ import torch
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.errors import ANY_FAILURE, HardenedError, PeerLostError
+from hardened_ddp.model.moving_buffers import NO_COPIES, Copies
 from hardened_ddp.model.precision import clip
 from hardened_ddp.model.schedule import is_known
 from hardened_ddp.ranks.phase import Phase
@@ -53,7 +54,7 @@ class Live:
     is_at_boundary: bool = True
     """Weights and optimizer state are not half updated."""
 
-    buffers_before: Sequence[torch.Tensor | None] | None = None
+    buffers_before: Copies | None = None
     """The moving buffers at the last step boundary, before a forward under way changed them.
     None: no forward is under way."""
 
@@ -98,7 +99,9 @@ class Stepper:
         step, phase and samples; then nothing of the step is committed.
         """
         progress = self.progress
-        self.records.bring(batches)
+        if (ledger := self.records.ledger) is not None:
+            ids = [batch.indices.numpy() for batch in batches]
+            ledger.bring(progress.step, progress.epoch, ids)
         if self.device is not None and not self.device.can_run_ahead(window):
             self.confirm_last_step()  # collective
         attempt = self.compute_gradient(window, batches)  # collective: forward, backward, sum
@@ -117,14 +120,14 @@ class Stepper:
         # For a retry: forward changes the buffers, and adds to the losses.
         moving = parts.replica.buffers
         self.gradient.writes.begin(batches)
-        self.live.buffers_before = buffers = moving.copies() if moving.known else ()
+        self.live.buffers_before = buffers = moving.copies() if moving.known else NO_COPIES
         step = self.progress.step + 1
         is_last = step >= parts.length.total or window.start + window.size >= parts.sampler.end
         attempt = Attempt(
             window,
             batches,
-            buffers,
             self.gradient.totals.mark(),
+            buffers=buffers,
             is_reported=is_last or is_due(step, parts.config.loop.log_interval),
         )
         if parts.replica.attributes.watched:
@@ -157,7 +160,8 @@ class Stepper:
                     self._update(attempt)
                     self.last_good = self.progress.step
                     self.retry.given_up.clear()
-                self.records.commit(attempt)
+                if self.records.sink is not None:
+                    self.records.commit(attempt)
                 if self.parts.schedule.has_state:
                     self._end_schedule_step()
                 self.progress.commit(attempt.window)
@@ -174,7 +178,8 @@ class Stepper:
     def _update(self, attempt: Attempt) -> None:
         """Unscale, clip, update the weights. Every rank has the same gradients."""
         parts = self.parts
-        self.records.digest(attempt)
+        if self.records.sink is not None and parts.group.is_main:
+            self.records.digest()
         max_norm = parts.config.optimizer.clip_grad_norm
         is_at_interval = is_due(self.progress.step + 1, parts.config.loop.log_interval)
         if is_at_interval and attempt.failure is None:

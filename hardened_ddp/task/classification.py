@@ -20,7 +20,7 @@ from hardened_ddp.task.output import (
     logits_of,
     split_output,
 )
-from hardened_ddp.task.task import Figures, Metric, Score, Task, for_softmax
+from hardened_ddp.task.task import Figures, Metric, Score, Task, widened
 
 ACCURACY = Metric("accuracy", form=".2%")
 TOP5 = Metric("top5_accuracy", form=".2%")
@@ -73,7 +73,10 @@ class Classification(Task):
         num_samples = targets.shape[0]
         if mean_loss is None:
             loss_sum = cross_entropy(
-                for_softmax(logits), targets, reduction="sum", label_smoothing=self.label_smoothing
+                widened(logits, softmax=True),
+                targets,
+                reduction="sum",
+                label_smoothing=self.label_smoothing,
             )
         else:  # a model's own loss is a mean, by convention
             loss_sum = mean_loss.float() * num_samples

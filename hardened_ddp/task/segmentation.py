@@ -15,7 +15,7 @@ from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.errors import ModelError
 from hardened_ddp.task.details import name_of
 from hardened_ddp.task.output import check_range, described_labels, logits_of
-from hardened_ddp.task.task import Figures, Metric, Score, Task, for_softmax
+from hardened_ddp.task.task import Figures, Metric, Score, Task, widened
 from hardened_ddp.task.tokens import IGNORED
 
 _NEED = "(num_samples, num_classes, height, width)"
@@ -49,7 +49,7 @@ class Segmentation(Task):
         """Compare the logits of each pixel that counts with its label."""
         logits, labels = logits_of(output, need=_NEED), batch.targets.long()
         loss_sum = cross_entropy(
-            for_softmax(logits), labels, reduction="sum", ignore_index=self.ignore_index
+            widened(logits, softmax=True), labels, reduction="sum", ignore_index=self.ignore_index
         )
         counts, size = labels.ne(self.ignore_index), self.num_classes
         predictions = logits.detach()[:, :size].argmax(dim=1)

@@ -191,15 +191,12 @@ def described(metrics: Sequence[Metric], figures: Mapping[str, float], *, of: st
     return "  ".join(f"{of} {m.name} {figures[m.name]:{m.form}}".lstrip() for m in known)
 
 
-def widened(logits: torch.Tensor) -> torch.Tensor:
-    """Return logits for a loss. WHY: under autocast they are bf16, and a sum needs fp32."""
-    return logits if logits.dtype == torch.float64 else logits.float()
+def widened(logits: torch.Tensor, *, softmax: bool = False) -> torch.Tensor:
+    """Return logits for a loss. WHY: under autocast they are bf16, and a sum needs fp32.
 
-
-def for_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """Return logits for cross_entropy, which then computes in fp32.
-
-    WHY not widened in each case: under autocast, CUDA's log_softmax reads bf16 and gives fp32 by
-    itself, with the same numbers. Of a vocabulary that saves a copy as large as the loss.
+    softmax: the loss is cross_entropy. WHY not widened in each case: under autocast, CUDA's
+    log_softmax reads bf16 and gives fp32 by itself, with the same numbers. Of a vocabulary that
+    saves a copy as large as the loss.
     """
-    return logits if logits.is_cuda and torch.is_autocast_enabled("cuda") else widened(logits)
+    is_ready = softmax and logits.is_cuda and torch.is_autocast_enabled("cuda")
+    return logits if is_ready or logits.dtype == torch.float64 else logits.float()

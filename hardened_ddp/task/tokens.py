@@ -27,7 +27,7 @@ from hardened_ddp.task.output import (
     split_output,
 )
 from hardened_ddp.task.own_metrics import OwnMetrics
-from hardened_ddp.task.task import Figures, Metric, Score, Task, for_softmax
+from hardened_ddp.task.task import Figures, Metric, Score, Task, widened
 
 IGNORED = -100
 """Marks a position without a label, in torch's cross-entropy and in Hugging Face."""
@@ -96,7 +96,7 @@ class Tokens(Task):
             loss_sum = torch.where(count > 0, own_loss.float() * count, torch.zeros_like(own_loss))
         else:
             loss_sum = cross_entropy(
-                for_softmax(logits).flatten(0, 1),
+                widened(logits, softmax=True).flatten(0, 1),
                 labels.flatten(),
                 reduction="sum",
                 ignore_index=self.ignore_index,

@@ -24,6 +24,7 @@ from hardened_ddp.checkpoint.store import CheckpointStore, CheckpointWriter, Wri
 from hardened_ddp.checkpoint.tensors import TensorSpec, differences, specs_of
 from hardened_ddp.errors import ANY_FAILURE, CheckpointError, CheckpointMismatchError
 from hardened_ddp.model.average import AVERAGE
+from hardened_ddp.model.moving_buffers import NO_COPIES, Copies
 from hardened_ddp.model.schedule import (
     PREFIX,
     is_known,
@@ -213,7 +214,7 @@ def has_all_that_moves(parts: Parts, saved: Saved) -> bool:
     What began to move after it was saved, and only an attribute holds, is not in it.
     """
     replica = parts.replica
-    hidden = replica.buffers.to_save(()).keys() - replica.module.state_dict().keys()
+    hidden = replica.buffers.to_save().keys() - replica.module.state_dict().keys()
     is_here = all(f"{MOVING}{name}" in saved.specs for name in hidden)
     return all(parts.group.gather_json(is_here))  # collective
 
@@ -446,7 +447,7 @@ def _base_names(parts: Parts) -> set[str]:
 
 
 def collect_tensors(
-    parts: Parts, *, buffers: Sequence[torch.Tensor | None] = (), with_base: bool = False
+    parts: Parts, *, buffers: Copies = NO_COPIES, with_base: bool = False
 ) -> Tensors:
     """Name the live tensors of model and optimizer; nothing is copied. Rank-local.
 

@@ -27,6 +27,7 @@ from hardened_ddp.errors import (
     NonFiniteError,
     PeerLostError,
 )
+from hardened_ddp.model.moving_buffers import NO_COPIES
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.store import do_once
 from hardened_ddp.ranks.threads import call_within
@@ -220,7 +221,7 @@ def _find(stepper: Stepper, limit_s: float) -> Boundary | None:
     if stepper.device is None:
         # WHY is_finite: the loss is checked when it is reported, which may be some steps ago
         is_good = progress.step == 0 or stepper.is_finite()
-        return Boundary(progress, live.buffers_before or (), 0.0) if is_good else None
+        return Boundary(progress, live.buffers_before or NO_COPIES, 0.0) if is_good else None
     boundary = None
     with suppress(TimeoutError):  # a driver that is stuck answers nothing
         boundary = call_within(partial(stepper.device.find, limit_s), limit_s + COPY_LIMIT_S)

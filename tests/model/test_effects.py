@@ -194,16 +194,16 @@ def test_what_moves_is_put_back_and_loaded_into_a_model_built_anew(way: str) -> 
     torch.nn.init.normal_(model.frozen)
     buffers = MovingBuffers(model, sorted(expected | STATISTICS))
     copies = buffers.copies()
-    saved = {name: tensor.clone() for name, tensor in buffers.to_save(()).items()}
+    saved = {name: tensor.clone() for name, tensor in buffers.to_save().items()}
     for _ in range(2):
         with torch.no_grad():
             write(model)
         buffers.put_back(copies)
-        now = buffers.to_save(())
+        now = buffers.to_save()
         assert all(torch.equal(now[name], saved[name]) for name in saved)
     other = MovingBuffers(Writing(write), [])
     other.load(saved)
-    assert all(torch.equal(other.to_save(())[name], saved[name]) for name in saved)
+    assert all(torch.equal(other.to_save()[name], saved[name]) for name in saved)
 
 
 def test_a_norm_that_begins_to_count_late_is_taken_up_whole() -> None:

@@ -83,7 +83,9 @@ def test_copies_restore_the_buffers_without_a_kernel_for_each() -> None:
     buffers = MovingBuffers(module, names)
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     copies = buffers.copies()
-    assert len({copy.untyped_storage().data_ptr() for copy in copies}) == 2  # one for each dtype
+    assert (
+        len({copy.untyped_storage().data_ptr() for copy in copies.each}) == 2
+    )  # one for each dtype
     module(torch.randn(4, 2))
     assert any(not torch.equal(b, before[name]) for name, b in module.named_buffers())
     buffers.put_back(copies)
