@@ -208,19 +208,23 @@ def drills_tables() -> str:
     for fault in all_faults():
         # one row for a signal to a rank, whatever the phase
         is_signal = fault.signal and fault.text.startswith("a rank ")
-        family = fault.name.split("-")[0] if is_signal else fault.name
+        whole, _, who = fault.name.rpartition("-")
+        is_raise = whole.startswith("raise-") and who in ("one", "some", "all")
+        family = fault.name.split("-")[0] if is_signal else whole if is_raise else fault.name
         outcome = fault.verdict.replace(fault.code, "a code") if fault.code else fault.verdict
         outcomes.setdefault(outcome, {}).setdefault(family, []).append(fault)
     lines = []
     for outcome, families in outcomes.items():
         lines += [f"### {outcome[0].upper()}{outcome[1:]}", "", "| drill | what happens |"]
         lines += ["| --- | --- |"]
-        for faults in families.values():
-            phases = [fault.name.removeprefix(faults[0].name.split("-")[0]) for fault in faults[1:]]
-            names = ", ".join(f"`{name}`" for name in (faults[0].name, *phases))
+        for family, faults in families.items():
+            others = [fault.name.removeprefix(family) for fault in faults[1:]]
+            names = ", ".join(f"`{name}`" for name in (faults[0].name, *others))
             text, code = faults[0].text, faults[0].code
             if len(faults) > 1:
-                text = re.split(" (?:while|in|before) ", text)[0]
+                text = text.replace("one rank raises", "one, some or all ranks raise")
+                is_signal = text.startswith("a rank ")
+                text = re.split(" (?:while|in|before) ", text)[0] if is_signal else text
             lines.append(f"| {names} | {text}{f': {code}' * bool(code)} |")
         lines.append("")
     return "\n".join(lines)
