@@ -124,9 +124,13 @@ def refuse_crash_loop(
 
 
 def read_failures(folder: Path) -> list[Json]:
-    """Read the failures of all attempts, oldest first; what can't be read is left out."""
-    lines = read_lines(folder / FAILURES_NAME, [])
-    return [failure for failure in lines if "step" in failure and "error" in failure]
+    """Read the failure of each attempt, oldest first; what can't be read is left out."""
+    lines = [
+        line for line in read_lines(folder / FAILURES_NAME, []) if {"step", "error"} <= {*line}
+    ]
+    # WHY the last of an attempt: where the store is gone with rank 0, several ranks note theirs
+    attempts = [line.get("attempt", -n) for n, line in enumerate(lines, start=1)] + [None]
+    return [line for n, line in enumerate(lines) if attempts[n] != attempts[n + 1]]
 
 
 def _save(
@@ -283,4 +287,5 @@ def _note_failure(folder: Path, step: int, error: Exception, group: Group) -> No
         return
     text = error.message if isinstance(error, HardenedError) else f"{type(error).__name__}: {error}"
     entry = {"step": step, "is_peer": isinstance(error, PeerLostError), "error": text}
+    entry["attempt"] = group.launch.attempt
     write_text(folder / FAILURES_NAME, json.dumps(entry) + "\n", mode="a")

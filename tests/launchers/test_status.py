@@ -67,7 +67,9 @@ def test_a_lost_rank_is_75_with_its_reason_in_the_termination_log(tmp_path: Path
         os.kill(pid, signal.SIGKILL)
         finished = running.wait(LIMIT_S)
     assert finished.status == 75, finished.describe()
-    assert "DDP-G04" in log.read_text()
+    # torchrun may end the other rank before that has found out
+    told = "DDP-G04", "rank 1 was the first to end: by SIGKILL"
+    assert any(words in log.read_text() for words in told), log.read_text()
 
 
 @pytest.mark.slow

@@ -173,9 +173,14 @@ class FakeStepper:
     """A stepper at a step boundary or within an update, whose losses were numbers or not."""
 
     def __init__(
-        self, *, is_at_boundary: bool = True, is_finite: bool = True, step: int = 5
+        self,
+        *,
+        is_at_boundary: bool = True,
+        is_finite: bool = True,
+        step: int = 5,
+        attempt: int = 0,
     ) -> None:
-        self.parts = SimpleNamespace(group=Group(Launch(), torch.device("cpu")))
+        self.parts = SimpleNamespace(group=Group(Launch(attempt=attempt), torch.device("cpu")))
         self.live = SimpleNamespace(
             is_at_boundary=is_at_boundary, buffers_before=None, lock=threading.Lock()
         )
@@ -252,11 +257,14 @@ def test_before_the_first_step_there_is_nothing_to_save(tmp_path: Path) -> None:
 
 
 def test_only_failures_at_the_same_step_are_a_crash_loop(tmp_path: Path) -> None:
-    for step in (4, 5, 5):
-        save_after(StepError("no"), FakeSaver(), tmp_path, step=step)
+    # Attempt 2 has two: the store was gone with rank 0, and each survivor noted its own.
+    for attempt, step in enumerate((4, 5, 5)):
+        for _ in range(1 + (attempt == 2)):
+            stepper = FakeStepper(step=step, attempt=attempt)
+            save_after(StepError("no"), FakeSaver(), tmp_path, stepper=stepper)
     group = Group(Launch(attempt=3), torch.device("cpu"))
     refuse_crash_loop(group, 5, tmp_path)
-    save_after(StepError("no"), FakeSaver(), tmp_path, step=5)
+    save_after(StepError("no"), FakeSaver(), tmp_path, stepper=FakeStepper(step=5, attempt=3))
     with (tmp_path / "failures.jsonl").open("ab") as file:
         file.write(b'[5]\n{"step": 5}\n\0\xff\n{"step": 5, "err')  # cut off by a crash
     refuse_crash_loop(group, 6, tmp_path)
@@ -307,10 +315,10 @@ def test_a_failure_after_which_the_device_answers_nothing_is_noted_all_the_same(
 ) -> None:
     # As on a GPU after this error: each call that needs it raises it again.
     gone = RuntimeError("CUDA error: device-side assert triggered")
-    stepper = FakeStepper(step=7)
-    stepper.device = SimpleNamespace(find=mock.Mock(side_effect=gone))
     saver = FakeSaver()
-    for _ in range(3):
+    for attempt in range(3):
+        stepper = FakeStepper(step=7, attempt=attempt)
+        stepper.device = SimpleNamespace(find=mock.Mock(side_effect=gone))
         save_after(StepError("rank 0, step 7"), saver, tmp_path, stepper=stepper)
     assert not saver.steps
     assert [failure["step"] for failure in read_failures(tmp_path)] == [7, 7, 7]
