@@ -72,7 +72,7 @@ BUDGETS = {
     "hardened_ddp/streams/*": 2_620,
     "ddp_drills/*": 2_570,
     "launchers/*": 710,
-    "tests/*": 37_490,
+    "tests/*": 37_510,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.
