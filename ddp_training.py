@@ -7,6 +7,7 @@
     python ddp_training.py watch RUN                what is each rank doing, and how fast?
     python ddp_training.py report RUN ...           curves, faults and times as one HTML file
     python ddp_training.py replay RUN --step N      this step again: what was in it?
+    python ddp_training.py bisect RUN --when C      the first step where it holds, and the sample
     python ddp_training.py diff RUN RUN             where do two runs part, and why?
     python ddp_training.py explain LOG              why did this job fail? of any DDP program
     python ddp_training.py doctor                   what is wrong with this machine?

@@ -1,7 +1,7 @@
 """The digests of a run, read: which start did a step, from what facts, and what it left.
 
-Written by hardened_ddp/step/records.py, whose docstring tells the format. The last start that did a
-step counts, and of its records the last one; a record that was cut off is dropped.
+Written by hardened_ddp/step/records.py; RECORD of data/batches/ledger.py has the fields. The last
+start that did a step counts, and of its records the last one; a record that was cut off is dropped.
 """
 
 import json

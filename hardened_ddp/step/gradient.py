@@ -229,7 +229,7 @@ class Gradient:
         return None
 
     def reduce(self, attempt: Attempt, *, on_device: bool) -> Sums | None:
-        """Sum a gradient over the ranks, and make it that of a mean. Collective: all ranks.
+        """Sum a gradient over the ranks, scaled to that of the mean loss. Collective: all ranks.
 
         None: some rank failed, or the gradient is not finite. The same on all ranks. on_device: the
         device may be the first to know that, see Sums.is_bad.

@@ -2,13 +2,13 @@
 
 The digests are the files digests/NNNN-rank-R.bin of a run folder: one for each rank and each start
 of the run, or return to an earlier step. A file is a line of JSON, the facts that explain
-differences, then records of a fixed size, one for each step that was committed. Of a step that was
-repeated the last record counts; one cut off by a crash is dropped. Copies of the user's modules
+differences, then a RECORD (data/batches/ledger.py) of each step that was committed. Of a step that
+was repeated the last record counts; one cut off by a crash is dropped. Copies of the user's modules
 lie beside them. The digest of the gradient, 16 bytes by model/checksum.py, is that of the sum over
 ranks, not yet clipped: rank 0 alone takes it. WHY a share of it in each step: all of it takes some
 percent of a step; a wrong gradient makes wrong weights, which show in each later share. On a GPU
 the numbers wait on the device, and are read together with the losses.
-Read by ddp_runs/replay_records.py. Does not own: the format of the ledger (data/batches/ledger.py).
+Read by ddp_runs/replay_records.py: for replay, bisect, diff, verify-ledger, watch and report.
 """
 
 import json

@@ -176,7 +176,7 @@ class Rollback:
         )
 
     def _take_from(self, source: int) -> None:
-        """Return all ranks the state of one of them. Collective."""
+        """Give all ranks the state of one of them. Collective."""
         parts = self.parts
         self.saver.close()  # WHY: a write under way reads the tensors that change here
         tensors = {name: t.detach() for name, t in collect_tensors(parts, with_base=True).items()}

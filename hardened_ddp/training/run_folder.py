@@ -84,7 +84,7 @@ class RunFolder:
         return self
 
     def __exit__(self, *raised: Any) -> None:  # Any: as Python passes it
-        """Tell how the run ended, and give the folder free."""
+        """Tell how the run ended, and release the folder."""
         self.events.__exit__(*raised)
         if self.lock is not None:
             self.lock.release()
