@@ -76,7 +76,8 @@ class Run:
         self.stepper = Stepper(parts, progress, left_out=left_out, saver=self.saver)
         self.stepper.records.open(self.folder)  # collective
         folder.store.call_before_commit(self.stepper.records.sync)
-        folder.store.call_after_write(lambda path: parts.events.tell("checkpoint", path=path))
+        if parts.config.run.on_event:
+            folder.store.call_after_write(lambda path: parts.events.tell("checkpoint", path=path))
         parts.train_loader.open_folder(self.folder)
         self.rollback = Rollback(folder, self.stepper, self.saver, self.report)
         stop.watch(self.folder)
