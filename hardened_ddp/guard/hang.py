@@ -25,13 +25,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from hardened_ddp.errors import HangError, PeerLostError
+from hardened_ddp.errors import HangError, HardenedError, PeerLostError
 from hardened_ddp.guard.hang_consensus import NUM_WITNESSES, HangConsensus
 from hardened_ddp.guard.hang_rules import Hang, Report, decide, limits_ns, longest_wait_s
 from hardened_ddp.guard.neighbours import GONE, Neighbour, find_neighbours
 from hardened_ddp.guard.slow import SlowData, SlowRanks, Split
 from hardened_ddp.guard.stop import leave_at_once
 from hardened_ddp.ranks.group import Group, lost_peer, nccl_trace
+from hardened_ddp.ranks.launch import environment, log_failure
 from hardened_ddp.ranks.phase import (
     FIRST_WAIT,
     HEART,
@@ -44,7 +45,9 @@ from hardened_ddp.ranks.phase import (
 )
 from hardened_ddp.ranks.stacks import is_debugged, offer_stacks, withdraw_stacks
 from hardened_ddp.ranks.threads import AwakeTime, HelperThread, call_within, keep_ready
+from hardened_ddp.reporting.ending import write_error_file
 from hardened_ddp.reporting.sinks import open_no_link, write_text
+from hardened_ddp.settings.typed_command import own_command
 
 log = logging.getLogger(__name__)
 
@@ -256,7 +259,8 @@ class HangWatch:
         where = f"{Phase(report.phase).label} of step {report.step}"
         why = RuntimeError(f"Connection closed by peer: rank {gone[0]} ended, in {where}")
         error = lost_peer(why, self._group, is_dead=True)
-        log.error("%s", error)
+        assert error is not None, "this message tells of a lost rank"
+        self._tell(error)
         try:
             self._subject.save(error, gone=gone)
         finally:
@@ -288,7 +292,7 @@ class HangWatch:
             fix=f"read the stacks of all ranks in {folder}{by_itself}; to resume: "
             f"{launch.command('--resume', self._folder.parent)}",
         )
-        log.error("%s", error)
+        self._tell(error)
         try:
             with contextlib.suppress(OSError):
                 write_text(folder / "verdict.txt", f"{hang.text}\n")
@@ -306,6 +310,13 @@ class HangWatch:
                 write_text(folder / f"rank_{launch.rank}_nccl.json", trace)
         finally:
             leave_at_once(HangError.exit_status)
+
+    def _tell(self, error: HardenedError) -> None:
+        """Say why this process ends, to its log and its launcher, as its main thread would."""
+        if self._group.is_main:
+            error.add_note(f"why: {own_command('explain', self._folder.parent)}")
+        log_failure(error)
+        write_error_file(error, environment())
 
     def _write_stacks(self, folder: Path, report: Report) -> None:
         """Write the stacks of this rank, its workers, and the neighbours that don't answer."""

@@ -143,6 +143,7 @@ def test_a_rank_that_waits_on_its_device_for_one_that_died_saves_at_once(
     assert step_of(checkpoint) == num_done
     if victim:  # rank 0 is waited for; else any of the two is the first
         assert "could not be saved by this rank" in finished.outputs[first]
+        assert "why: " in finished.outputs[0]
     output = finished.outputs[second]
     assert f"the state after step {num_done} is saved" in output
     assert f"lost another rank (Connection closed by peer: rank {victim} ended, in " in output
