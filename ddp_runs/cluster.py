@@ -210,9 +210,9 @@ def check_own_name(launch: Launch, env: Mapping[str, str]) -> Check:
 
 def _write_rate(folder: Path) -> float:
     """Write a file where runs will be, to the disk; return bytes per second, 0 if it failed."""
-    place = next(path for path in (folder, *folder.parents) if path.is_dir())
     piece = os.urandom(MIB)
     try:
+        place = next(path for path in (folder, *folder.parents) if path.is_dir())
         with tempfile.NamedTemporaryFile(prefix=".doctor-", dir=place) as file:
             began = time.monotonic()
             for _ in range(_PROBE_BYTES // MIB):
@@ -320,7 +320,8 @@ def judge(hosts: Sequence[Facts], measured: Sequence[Facts], sums: Sequence[Fact
         if late
         else Check("clocks", "ok", f"within {_CLOCK_S:g} s of {hosts[0]['host']}")
     )
-    checks.append(_judge_rates("disk", {h["host"]: (h["disk"], 0.0) for h in hosts}))
+    if disks := {h["host"]: (h["disk"], 0.0) for h in hosts if h["disk"]}:
+        checks.append(_judge_rates("disk", disks))
     if any(m["rate"] for m in measured):
         ways = zip(measured, hosts, strict=True)
         rates = {f"{m['host']} -> {m['next']}": (m["rate"], h["interface"][1]) for m, h in ways}
@@ -348,6 +349,11 @@ def _judge_each(hosts: Sequence[Facts]) -> list[Check]:
     for host in hosts:
         for text in host["checks"]:
             by_text.setdefault(tuple(text), []).append(host["host"])
+        if not host["disk"]:
+            text = ("disk", "FAIL", f"{_PROBE_BYTES // MIB} MiB can't be written to --output_dir")
+            by_text.setdefault((*text, "free space there, or choose another"), []).append(
+                host["host"]
+            )
         for gpu in host["gpus"]:
             faults = [(f"{gpu['ecc']} uncorrected ECC errors", "FAIL", "reset or replace it")]
             faults *= gpu["ecc"].isdecimal() and gpu["ecc"] != "0"

@@ -168,6 +168,12 @@ def test_the_odd_one_of_many_hosts_is_named() -> None:
     assert "start a time service" in judged(*hosts, ahead_s=-9.0)["clocks"].advice
 
 
+def test_a_disk_that_no_host_can_write_to_is_an_error() -> None:
+    found = judged(host("n0", disk=0.0), host("n1", disk=0.0))["disk"]
+    assert found.status == "FAIL"
+    assert found.detail == "n0, n1: 64 MiB can't be written to --output_dir"
+
+
 def test_a_link_that_gives_far_less_than_it_should_is_named_even_if_all_do() -> None:
     hosts = [host(f"n{index}", interface=["ib0", 5e10]) for index in range(2)]
     assert "where its link should give 50.0 GB/s" in judged(*hosts)["links"].detail
