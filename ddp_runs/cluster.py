@@ -72,7 +72,10 @@ def run_cluster(
             return int(max(meeting.share("status", status)))
     except HardenedError as error:  # the master can't be reached, or ranks are missing
         found = [Check("meeting", "FAIL", error.message, error.fix)]
-        return doctor.report(found, output, title=title)
+    except RuntimeError as error:  # torch's: its store is gone
+        detail = f"the store of rank 0 is gone: {str(error).partition(chr(10))[0]}"
+        found = [Check("meeting", "FAIL", detail, "read the log of rank 0")]
+    return doctor.report(found, output, title=title)
 
 
 def _measure(
@@ -153,7 +156,10 @@ def _equal_facts(data: Path, checks: Iterable[Check]) -> dict[str, str]:
     import torch
 
     nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else ()  # type: ignore[no-untyped-call]  # torch's
-    named = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    try:
+        named = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    except RuntimeError as error:  # a GPU that fails; the check of GPUs says more
+        named = [f"can't be used: {str(error).partition(chr(10))[0]}"]
     packages = next((check.detail for check in checks if check.name == "packages"), "")
     return {
         "python": platform.python_version(),
@@ -170,10 +176,8 @@ def _equal_facts(data: Path, checks: Iterable[Check]) -> dict[str, str]:
 
 def digest(folder: Path, *, by_size: bool = False) -> str:
     """Digest the code below a folder, or names and sizes of all files."""
-    if not folder.is_dir():
-        return "none"
     try:
-        return _digest(folder, by_size=by_size)
+        return _digest(folder, by_size=by_size) if folder.is_dir() else "none"
     except OSError as error:
         return f"can't be read: {error}"
 
@@ -190,7 +194,8 @@ def _digest(folder: Path, *, by_size: bool) -> str:
             if path.is_file() and (by_size or path.suffix in _CODE):
                 num_files += 1
                 content = str(path.stat().st_size).encode() if by_size else path.read_bytes()
-                total.update(f"{path.relative_to(folder)}\0{len(content)}\0".encode() + content)
+                total.update(os.fsencode(path.relative_to(folder)) + b"\0%d\0" % len(content))
+                total.update(content)
     return f"{num_files} files, {total.hexdigest()[:10]}"
 
 

@@ -126,8 +126,10 @@ def address_towards(host: str, port: int) -> str:
 
 def interface_of(address: str) -> tuple[str, float]:
     """Return the interface with an address, and the bytes per second it should give; 0: unknown."""
-    import psutil  # WHY here: if it is missing, only this is
-
+    try:
+        import psutil
+    except ImportError:  # which the check of packages says
+        return "unknown", 0.0
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == address for entry in entries):
             with contextlib.suppress(OSError, ValueError):  # a virtual one has no speed

@@ -1,16 +1,19 @@
 """doctor --cluster on two hosts with addresses of their own, healthy and not."""
 
+import io
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 
-from ddp_runs import cluster
+from ddp_runs import cluster, links
 from ddp_runs.check import MIB, Check
+from hardened_ddp.errors import GroupError
 from hardened_ddp.ranks.launch import Launch
 from tests.harness.processes import ROOT
 from tests.harness.ranks import Finished, run_command, start_command, start_program, train
@@ -209,6 +212,39 @@ def test_a_digest_sees_a_changed_line_and_no_folder_of_runs(tmp_path: Path) -> N
     assert cluster.digest(tmp_path / "none") == "none"
     (tmp_path / "big").write_bytes(bytes(MIB))
     assert cluster.digest(tmp_path, by_size=True).startswith("3 files, ")
+    (tmp_path / os.fsdecode(b"caf\xe9.py")).touch()
+    assert cluster.digest(tmp_path).startswith("2 files, ")
+    assert cluster.digest(tmp_path / ("x" * 300)).startswith("can't be read: ")
+
+
+def test_what_breaks_on_one_rank_is_a_line_of_its_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", raising("CUDA error: ECC\nmore"))
+    facts = cluster._equal_facts(Path("none"), [])
+    assert facts["gpus"] == "can't be used: CUDA error: ECC"
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    assert links.interface_of("127.0.0.1") == ("unknown", 0.0)
+    monkeypatch.setattr(cluster, "_measure", raising("Broken pipe\nmore"))
+    output = io.StringIO()
+    options = {"wait": "1", "data": "data", "output_dir": "runs"}
+    assert cluster.run_cluster(options, output=output, env=by_hand(1, 29710)) == 1
+    assert "FAIL  meeting        the store of rank 0 is gone: Broken pipe\n" in output.getvalue()
+
+
+def raising(text: str) -> Callable[..., NoReturn]:
+    def fail(*arguments: object) -> NoReturn:
+        raise RuntimeError(text)
+
+    return fail
+
+
+def test_a_rank_that_joined_and_tells_nothing_is_named() -> None:
+    meeting = cluster.Meeting(torch.distributed.HashStore(), Launch(world_size=2), limit_s=-60.0)
+    with pytest.raises(GroupError, match=r"ranks \[1\] joined, but have not told their facts"):
+        meeting.share("facts", {})
 
 
 def test_a_name_that_means_loopback_would_keep_gloo_from_other_hosts(
