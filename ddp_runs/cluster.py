@@ -27,6 +27,7 @@ from ddp_runs import doctor, links, software
 from ddp_runs.check import MIB, Check
 from hardened_ddp.errors import ConfigError, GroupError, HardenedError
 from hardened_ddp.ranks.launch import Launch, prepare_environment, read_launch
+from hardened_ddp.ranks.threads import call_within
 from hardened_ddp.settings.typed_command import ROOT, own_command
 
 Facts = dict[str, Any]  # Any: JSON
@@ -36,7 +37,7 @@ _CODE, _MOST_FILES = (".py", ".yaml", ".sh"), 20_000
 _STRICT = ("torch", "CUDA", "NCCL", "this program", "code", "data", "gpus")
 _PROBE_BYTES = 64 * MIB
 _SLOW_SHARE, _LINK_SHARE = 1 / 3, 0.05  # of what other hosts have; of what the link should give
-_CLOCK_S = 1.0
+_CLOCK_S, _LOOKUP_S = 1.0, 5.0
 _SIZES = (4 * 1024, MIB, 32 * MIB)
 _SUM_S, _MOST_SUMS = 0.2, 1024  # how long, and how many all-reduces of one size at most
 _GPU_QUERY = "index,clocks.max.sm,ecc.errors.uncorrected.volatile.total"
@@ -203,8 +204,8 @@ def check_own_name(launch: Launch, env: Mapping[str, str]) -> Check:
     """Check that the name of this host is no loopback address, which gloo would tell the others."""
     name = socket.gethostname()
     try:
-        address = socket.gethostbyname(name)
-    except OSError:
+        address = call_within(partial(socket.gethostbyname, name), _LOOKUP_S, uses_gpu=False)
+    except OSError:  # also: a name server that does not answer
         return Check("own name", "ok", "unknown, so gloo asks for an interface")
     if launch.num_nodes > 1 and address.startswith("127.") and not env.get("GLOO_SOCKET_IFNAME"):
         advice = "export GLOO_SOCKET_IFNAME=<its interface>, or correct /etc/hosts"

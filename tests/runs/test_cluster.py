@@ -4,6 +4,7 @@ import io
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -257,3 +258,8 @@ def test_a_name_that_means_loopback_would_keep_gloo_from_other_hosts(
     assert "is 127.0.1.1: gloo tells that address to the other hosts" in found.detail
     assert cluster.check_own_name(launch, {"GLOO_SOCKET_IFNAME": "eth0"}).status == "ok"
     assert cluster.check_own_name(Launch(world_size=2), {}).status == "ok"
+    answered = threading.Event()
+    monkeypatch.setattr(cluster.socket, "gethostbyname", lambda name: str(answered.wait(20)))
+    monkeypatch.setattr(cluster, "_LOOKUP_S", 0.01)
+    assert cluster.check_own_name(launch, {}).detail.startswith("unknown")
+    answered.set()
