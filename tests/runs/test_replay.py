@@ -22,10 +22,12 @@ from ddp_runs.replay_diff import run_diff
 from ddp_runs.replay_records import read_digests
 from ddp_runs.report_plots import marks_of
 from ddp_runs.run_files import read_run
+from ddp_runs.tools import run_tool
 from hardened_ddp.checkpoint.folder import choose_drops
 from hardened_ddp.data.batches.ledger import DIGESTS, RECORD
 from hardened_ddp.data.batches.sampler import EpochOrder
 from hardened_ddp.errors import ConfigError, HardenedError, RunFolderError
+from hardened_ddp.settings.cli import parse
 from hardened_ddp.step.records import shares_of
 from tests.harness.ranks import run_trainer_forked, train
 from tests.plugins import Points
@@ -321,6 +323,13 @@ def test_misuse_is_one_clear_error(
     with pytest.raises(error, match=words) as caught:
         (spoil(run), replayed(run, 3))
     assert caught.value.fix
+
+
+@pytest.mark.parametrize("command", [["replay", "--step", "3"], ["bisect", "--when", "loss > 1"]])
+def test_a_replay_has_a_folder_of_its_own(command: list[str]) -> None:
+    words = [*command, "runs/first", "--output_dir", "other", "--run_name", "mine"]
+    with pytest.raises(ConfigError, match=r"--output_dir: it runs in .*; --run_name: it runs in"):
+        run_tool(parse(words, edited_file=""))
 
 
 def parted(one: Path, other: Path) -> str:
