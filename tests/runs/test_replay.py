@@ -271,6 +271,7 @@ def test_weights_that_became_nan_are_found_between_checkpoints(tmp_path: Path) -
 
 MISUSE: list[tuple[Callable[[Path], object], type[HardenedError], str]] = [
     (lambda run: replayed(run, 99), ConfigError, "has no step 99: the last one is 19"),
+    (lambda run: replayed(run, 20), ConfigError, "has no step 20: the last one is 19"),
     (lambda run: shutil.rmtree(run / DIGESTS), RunFolderError, "has no digests"),
     (
         lambda run: change(run, 9, {"step": 2}),
