@@ -22,7 +22,7 @@ from hardened_ddp.data.batches.nesting import tensors_of
 from hardened_ddp.data.batches.read_errors import file_of
 from hardened_ddp.data.batches.sampler import EpochOrder, share_of
 from hardened_ddp.data.sources.datasets import build_data
-from hardened_ddp.errors import ANY_FAILURE, ConfigError
+from hardened_ddp.errors import ANY_FAILURE, ConfigError, RunFolderError
 from hardened_ddp.settings.cli import Request
 from hardened_ddp.settings.earlier_run import SAVED_SETTINGS, find_folder
 from hardened_ddp.settings.layers import resolve
@@ -51,8 +51,14 @@ def run_diff(options: Mapping[str, str], *, output: TextIO) -> int:
     folders = [find_folder(name, Path("runs")) for name in names]
     one, two = (read_digests(folder) for folder in folders)
     shared = sorted({*one.numbers()} & {*two.numbers()})
+    if not shared:
+        spans = [f"{digests.numbers()[0]} to {digests.numbers()[-1]}" for digests in (one, two)]
+        raise RunFolderError(
+            f"no step has digests in both runs: one has those of {spans[0]}, the other {spans[1]}",
+            fix="compare runs that did the same steps",
+        )
     parted = first_difference(one, two, shared)
-    at = parted[0] if parted else (shared[-1] if shared else 0)
+    at = parted[0] if parted else shared[-1]
     facts = [facts_at(digests, at) for digests in (one, two)]
     unlike = differences(*facts)
     for name, found in unlike.items():

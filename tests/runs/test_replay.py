@@ -350,6 +350,17 @@ def test_a_setting_is_named(small_run: Path, tmp_path: Path) -> None:
     assert re.search(r"step 1: loss \S+ / \S+; learning rate \S+ / \S+; samples 4 / 4", text)
 
 
+def test_runs_without_a_step_in_common_are_not_equal(small_run: Path, tmp_path: Path) -> None:
+    halves = [shutil.copytree(small_run, tmp_path / name) for name in ("one", "two")]
+    for half, part in zip(halves, (slice(None, 9), slice(9, None)), strict=True):
+        [path] = (half / DIGESTS).glob("*.bin")
+        head, _, raw = path.read_bytes().partition(b"\n")
+        records = [raw[at : at + RECORD.size] for at in range(0, len(raw), RECORD.size)]
+        path.write_bytes(head + b"\n" + b"".join(records[part]))
+    with pytest.raises(RunFolderError, match="both runs: one has those of 0 to 8, the other 9 to"):
+        parted(*halves)
+
+
 @pytest.mark.slow
 def test_other_ranks_threads_and_an_order_of_samples_are_named(
     small_run: Path, tmp_path: Path
