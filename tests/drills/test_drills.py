@@ -1,4 +1,4 @@
-"""The drills: each fault comes to its verdict, on 2 ranks and some on 3 and 4; and the command.
+"""The drills: each fault ends with its verdict, on 2 ranks and some on 3 and 4; and the command.
 
 The ranks are forked here, which saves the import of torch; what the command itself does, with
 processes of its own, some tests try as it is typed.
