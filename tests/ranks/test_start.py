@@ -1,14 +1,19 @@
 """The start of a run: what it says before the first step."""
 
+import logging
 import re
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from hardened_ddp.ranks.launch import Launch
+from hardened_ddp.ranks.phase import Phase, Tracker
+from hardened_ddp.reporting.log import StartUp
 from hardened_ddp.training.start_summary import changed_settings, not_used_line
-from tests.harness.processes import ROOT
+from tests.harness.processes import ROOT, deadline, limit_of
 from tests.harness.ranks import run_command, train
 from tests.settings.given import settings_of
 
@@ -105,3 +110,30 @@ def test_what_takes_long_is_named_and_not_what_was_before(tmp_path: Path) -> Non
     done = train([*argv, "--num_workers", "0", "--output_dir", str(tmp_path)]).ok()
     assert "reading the first batch: " in done.output
     assert "state of the optimizer" not in done.output
+
+
+def test_a_part_of_the_start_that_takes_long_gives_a_sign_of_life(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tracker = Tracker()
+    caplog.set_level(logging.INFO, logger="hardened_ddp")
+    starting = StartUp(tracker, Launch(), debug=False, first_sign_s=0.02)
+    try:
+        for part, begin in (
+            ("opening the dataset: ", lambda: tracker.begin("opening the dataset")),
+            ("the first step, forward: ", lambda: tracker.enter(Phase.FORWARD)),
+            (
+                "the first step, forward, waiting for other ranks: ",
+                lambda: tracker.enter(Phase.ALL_REDUCE),
+            ),
+        ):
+            begin()
+            end = deadline(10)
+            while part not in caplog.text and time.monotonic() < end:
+                time.sleep(0.01)
+            assert part in caplog.text
+        tracker.end_step(1)
+        starting._thread.join(limit_of(10))
+        assert not starting._thread.is_alive(), "it ends with the first step"
+    finally:
+        starting.close()
