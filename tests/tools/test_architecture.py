@@ -54,7 +54,7 @@ BUDGETS = {
     "ddp_training.py": 415,
     "hardened_ddp_command.py": 180,
     "ddp_doctor/*": 13_655,
-    "ddp_runs/*": 4_515,
+    "ddp_runs/*": 4_538,
     "hardened_ddp/*": 33_150,
     "hardened_ddp/gradients/*": 765,
     "hardened_ddp/settings/*": 2_685,
@@ -72,7 +72,7 @@ BUDGETS = {
     "hardened_ddp/streams/*": 2_620,
     "ddp_drills/*": 2_570,
     "launchers/*": 710,
-    "tests/*": 37_510,
+    "tests/*": 37_605,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.
