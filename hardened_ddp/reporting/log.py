@@ -118,7 +118,7 @@ class ConsoleHandler(logging.Handler):
     def write(self, text: str) -> None:
         """Write text at once. Raises OSError or ValueError."""
         data = text.encode("ascii", "backslashreplace")
-        if self._stream is None or self._stream.closed:
+        if self._stream is None or getattr(self._stream, "closed", False):  # a user's may lack it
             raise ValueError("the stream is closed")
         if self._fd is None:
             self._stream.write(data.decode("ascii"))

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TextIO, cast
 
 import psutil
 import pytest
@@ -577,3 +577,12 @@ def test_a_terminal_that_takes_nothing_just_now_is_waited_for(tmp_path: Path) ->
     reader.join()
     os.close(read_end)
     assert sum(map(len, received)) == 1_000_000
+
+
+def test_a_stream_of_the_programs_own_that_can_only_write_gets_the_lines() -> None:
+    written: list[str] = []
+    console = ConsoleHandler(
+        cast(TextIO, SimpleNamespace(write=written.append, flush=lambda: None)), tag=""
+    )
+    console.handle(log.makeRecord(log.name, logging.INFO, __file__, 1, "hello", (), None))
+    assert [line[9:] for line in written] == ["hello\n"]
