@@ -6,6 +6,7 @@ Rank 0 also tells the status server of Kubeflow Trainer, from a thread of its ow
 is ignored.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -144,7 +145,8 @@ class StatusWriter:
         is_over = False
         while not is_over:
             is_over = self._end.wait(_KUBEFLOW_EVERY_S)
-            post_progress(self.read(), environment())
+            with contextlib.suppress(Exception):  # WHY broad: as in _run
+                post_progress(self.read(), environment())
 
     def _write(self) -> None:
         """Write in place. WHY not aside and rename: on a shared disk that is three times as much.

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.launchers_env import Launch
 from hardened_ddp.reporting.rank_status import RankStatus
 from hardened_ddp.reporting.status_writer import KUBEFLOW_URL as URL
-from hardened_ddp.reporting.status_writer import post_progress
+from hardened_ddp.reporting.status_writer import StatusWriter, Work, post_progress
 from tests.harness.ranks import train
 
 RUN = ["--cpu_only", "--num_workers", "0", "--batch_size", "10", "--no_tensorboard", "--model"]
@@ -81,3 +84,14 @@ def test_a_token_is_read_each_time_and_what_fails_is_ignored(
     post_progress(status, {URL: "http://127.0.0.1:1/"})
     post_progress(status, {URL: env[URL] + "/garbage"})
     assert len(posts) == 4
+
+
+def test_a_status_that_can_not_be_read_at_one_moment_does_not_end_the_thread(
+    tmp_path: Path,
+) -> None:
+    writer = StatusWriter(tmp_path, Group(Launch(), torch.device("cpu")))
+    read: list[int] = []
+    writer.attach(Work(epoch=lambda: read.append(1) or min([])))
+    writer._end.set()
+    writer._tell_kubeflow()
+    assert read
