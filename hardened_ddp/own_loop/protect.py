@@ -486,7 +486,7 @@ class OwnLoop:
                 fix="give protect the same names as before, or another folder",
             )
         for name in known:
-            parts = [part for part in saved.specs if part.partition(".")[0] == name]
+            parts = [part for part in saved.specs if f"{part}.".startswith(f"{name}.")]
             own = receive(self._group, saved, parts, torch.device("cpu"))  # collective
             self._registry.load(name, tree[name], own)  # the same on all ranks
         self.step = saved.meta["step"]

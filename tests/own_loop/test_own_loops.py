@@ -291,6 +291,27 @@ def test_the_saver_knows_how_large_the_state_is(tmp_path: Path) -> None:
     assert "bytes: 24" in done.output
 
 
+TWICE = """
+import torch
+from hardened_ddp import protect
+for start in range(2):
+    a, b = torch.ones(2), [torch.zeros(2)]
+    with protect("runs/a", **{"net": b, "net.a": a}) as run:
+        print("resumed:", run.step, a.tolist(), b[0].tolist())
+        for _ in run.steps(1):
+            a += 1
+            b[0] -= 1
+            run.commit()
+"""
+
+
+@pytest.mark.slow
+def test_names_may_have_dots(tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", TWICE]
+    done = run_program(argv, timeout_s=60, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}).ok()
+    assert "resumed: 1 [2.0, 2.0] [-1.0, -1.0]" in done.output
+
+
 @pytest.mark.slow
 def test_other_names_on_resume_are_refused_and_nothing_is_loaded() -> None:
     text = text_of("ppo", "steps(12) -> steps(4)")
