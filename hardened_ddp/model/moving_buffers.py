@@ -221,7 +221,7 @@ class MovingBuffers:
         if sums is None or sums.forms != _forms(live):
             sums = _Sums(live)
         # WHY not large ones: that memory is free for a forward
-        self._sums = sums if sums.flat.nbytes <= _KEPT_BYTES else None
+        self._sums = sums if sums.flat.nbytes + sums.doubles.nbytes <= _KEPT_BYTES else None
         sums.take(live, is_main=group.is_main)
         for flat in (sums.flat, sums.doubles):
             if flat.numel():
