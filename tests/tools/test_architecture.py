@@ -55,7 +55,7 @@ BUDGETS = {
     "hardened_ddp_command.py": 180,
     "ddp_doctor/*": 13_655,
     "ddp_runs/*": 4_538,
-    "hardened_ddp/*": 33_150,
+    "hardened_ddp/*": 33_165,
     "hardened_ddp/gradients/*": 765,
     "hardened_ddp/settings/*": 2_685,
     "hardened_ddp/step/*": 2_495,
@@ -67,12 +67,12 @@ BUDGETS = {
     "hardened_ddp/model/*": 3_415,
     "hardened_ddp/preflight/*": 950,
     "hardened_ddp/ranks/*": 2_780,
-    "hardened_ddp/guard/*": 1_335,
+    "hardened_ddp/guard/*": 1_345,
     "hardened_ddp/data/*": 5_005,
     "hardened_ddp/streams/*": 2_620,
     "ddp_drills/*": 2_570,
     "launchers/*": 710,
-    "tests/*": 37_605,
+    "tests/*": 37_665,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.
