@@ -114,7 +114,7 @@ def run_replay(options: Mapping[str, str], flags: Sequence[str], *, output: Text
 
 def whole(text: str, name: str) -> int:
     """Read a whole number. Raises ConfigError."""
-    if not text.strip().isdigit():
+    if not text.strip().isdecimal():
         raise ConfigError(
             f"--{name}: found {text!r}, needs a whole number", fix=own_command("replay", "--help")
         )

@@ -331,6 +331,8 @@ def test_a_replay_has_a_folder_of_its_own(command: list[str]) -> None:
     words = [*command, "runs/first", "--output_dir", "other", "--run_name", "mine"]
     with pytest.raises(ConfigError, match=r"--output_dir: it runs in .*; --run_name: it runs in"):
         run_tool(parse(words, edited_file=""))
+    with pytest.raises(ConfigError, match="--step: found '\u00b2', needs a whole number"):
+        replaying.whole("\u00b2", "step")
 
 
 def parted(one: Path, other: Path) -> str:
