@@ -51,7 +51,7 @@ FOLDER_NAME = Shape(
 
 # WHY no @ and no ?: credentials in it would stand in config.yaml and in logs
 MIRROR_URL = Shape(
-    pattern=r"([a-z][a-z0-9+.-]*://[^@?#\s]+)?",
+    pattern=r"([a-z][a-z0-9+.-]*://[^@?#]+)?",
     words="a URL such as s3://bucket/runs or file:///mnt/runs, without credentials",
 )
 

@@ -13,6 +13,7 @@ import copy
 import inspect
 import itertools
 import logging
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,10 @@ class OpenShard:
     """Its state then, if it has one."""
 
 
+# WHY: the process has one such variable, and each of two threads would see the other's
+_one_reads = threading.RLock()
+
+
 @contextlib.contextmanager
 def seen_by_user(stream: Stream, shard: int) -> Iterator[None]:
     """Hide from the stream's code that it runs in a DataLoader worker: it would split once more.
@@ -79,14 +84,15 @@ def seen_by_user(stream: Stream, shard: int) -> Iterator[None]:
     if not hasattr(worker, "_worker_info"):
         yield
         return
-    before, shown = worker._worker_info, None
+    shown = None
     if getattr(stream, "splits_by_worker", False) and hasattr(worker, "WorkerInfo"):
         shown = worker.WorkerInfo(id=shard, num_workers=stream.num_shards, seed=0, dataset=None)
-    worker._worker_info = shown
-    try:
-        yield
-    finally:
-        worker._worker_info = before
+    with _one_reads:
+        before, worker._worker_info = worker._worker_info, shown
+        try:
+            yield
+        finally:
+            worker._worker_info = before
 
 
 _END = object()

@@ -107,6 +107,7 @@ def test_the_driver_knows_the_sizes_of_the_works() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # its parts take 4 minutes alone
 def test_a_dry_run_of_all_parts_finds_all_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

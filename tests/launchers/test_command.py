@@ -1,5 +1,6 @@
 """The installed command hardened-ddp: its words, and what a new user does with it."""
 
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -102,7 +103,7 @@ def test_commands_are_written_as_the_program_was_started(
     command.write_text("#!/bin/sh\n")
     command.chmod(0o755)
     monkeypatch.setattr(sys, "argv", [str(command), "--cpu_only"])
-    assert own_command("explain", "a b") == f"{command} explain 'a b'"
+    assert own_command("explain", "a b") == f"{shlex.quote(str(command))} explain 'a b'"
     monkeypatch.setenv("PATH", str(command.parent))
     assert own_command("doctor") == "hardened-ddp doctor"
     words = command_words("torchrun", 4, env=TORCHRUN)

@@ -1,6 +1,7 @@
 """The presets and the checks of CI as they are typed: their commands, quoting and stages."""
 
 import json
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -233,7 +234,7 @@ class TestSlurmScript:
             "srun": f"echo '{note}' > $HARDENED_DDP_ENDINGS\n"
             f'mkdir -p runs/r; echo \'{{"status": "{summary}"}}\' > runs/r/summary.json\n'
             f"exit {noted}",
-            "scontrol": f"echo $* >> {tmp_path}/asked",
+            "scontrol": f"echo $* >> {shlex.quote(str(tmp_path / 'asked'))}",
         }
         for name, script in programs.items():
             (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")

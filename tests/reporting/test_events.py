@@ -1,6 +1,7 @@
 """The command of --on_event."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,8 @@ def told(folder: Path) -> list[dict[str, object]]:
 
 def command_in(folder: Path) -> str:
     """Write a command that keeps what it gets."""
-    return f"(cat; echo) >> {folder}/told.jsonl; echo $HDDP_EVENT $HDDP_STATUS >> {folder}/names"
+    told, names = (shlex.quote(str(folder / name)) for name in ("told.jsonl", "names"))
+    return f"(cat; echo) >> {told}; echo $HDDP_EVENT $HDDP_STATUS >> {names}"
 
 
 def test_a_run_tells_its_events_with_facts_and_status(tmp_path: Path) -> None:
@@ -62,7 +64,7 @@ def test_a_command_that_takes_too_long_is_killed_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(events_module, "LIMIT_S", 0.2)
-    with Events(f"sleep 1000 & sleep 1000; touch {tmp_path}/late") as events:
+    with Events(f"sleep 1000 & sleep 1000; touch {shlex.quote(str(tmp_path / 'late'))}") as events:
         events.tell("started")
     assert "not over after 0 s: it was killed" in caplog.text
     assert not (tmp_path / "late").exists()
@@ -73,7 +75,7 @@ def test_a_command_that_runs_this_program_is_no_rank(
 ) -> None:
     for name in ("RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "HARDENED_DDP_ENDINGS"):
         monkeypatch.setenv(name, "0")
-    with Events(f"env > {tmp_path}/env") as events:
+    with Events(f"env > {shlex.quote(str(tmp_path / 'env'))}") as events:
         events.tell("started")
     found = (tmp_path / "env").read_text()
     assert "HDDP_EVENT=started\n" in found

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 from collections.abc import Callable, Mapping
@@ -243,7 +244,10 @@ def test_the_sample_that_makes_a_loss_large_is_found_and_proved(tmp_path: Path) 
     assert f"loss > 5 holds first at step {guilty}: recorded when it was done" in text
     assert f"proved: step {guilty} without sample 29 does not lead to it" in text
     report = train(["watch", run, "--once"], launcher="none").ok()
-    assert re.search(rf"spike +\S+ by step \d+: .*replay {run} --step \d+", report.output)
+    assert re.search(
+        rf"spike +\S+ by step \d+: .*replay {re.escape(shlex.quote(str(run)))} --step \d+",
+        report.output,
+    )
     marks = [text for _, kind, text in marks_of(read_run(run)) if kind == "spike"]
     assert any(f"--step {guilty}" in text for text in marks)
     with pytest.raises(ConfigError, match="which is no condition"):

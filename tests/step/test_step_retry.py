@@ -256,7 +256,7 @@ def test_a_sample_that_fails_again_stops_all_ranks_with_one_cause_and_loses_no_s
     [cause] = [line for line in finished.output.splitlines() if "DDP-S01" in line]  # by one rank
     assert "I do not like this one" in cause
     assert finished.output.count(" ddp_training.py explain ") == 1
-    [checkpoint] = find_checkpoints(tmp_path)
+    checkpoint = find_checkpoints(tmp_path)[-1]  # on a busy machine there is one of a step before
     assert f", step {step_of(checkpoint)}, forward" in cause
 
 
