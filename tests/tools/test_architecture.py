@@ -55,7 +55,7 @@ BUDGETS = {
     "hardened_ddp_command.py": 180,
     "ddp_doctor/*": 13_655,
     "ddp_runs/*": 4_538,
-    "hardened_ddp/*": 33_165,
+    "hardened_ddp/*": 33_170,
     "hardened_ddp/gradients/*": 765,
     "hardened_ddp/settings/*": 2_685,
     "hardened_ddp/step/*": 2_495,
@@ -69,10 +69,10 @@ BUDGETS = {
     "hardened_ddp/ranks/*": 2_780,
     "hardened_ddp/guard/*": 1_345,
     "hardened_ddp/data/*": 5_005,
-    "hardened_ddp/streams/*": 2_620,
+    "hardened_ddp/streams/*": 2_625,
     "ddp_drills/*": 2_570,
     "launchers/*": 710,
-    "tests/*": 37_665,
+    "tests/*": 37_690,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.
