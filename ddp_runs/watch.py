@@ -68,9 +68,8 @@ def run_watch(options: Mapping[str, str], *, output: TextIO) -> int:
     console = Console(file=output, width=None if output.isatty() else PLAIN_WIDTH, highlight=False)
     can_redraw = output.isatty() and not console.is_dumb_terminal
     if options["once"] or not can_redraw or run.state != "running":
-        if not output.isatty():  # a program that reads it finds the first lines unfolded
-            console.width = max(PLAIN_WIDTH, *map(len, _head(run)))
-        console.print(drawn(run, width=console.width))
+        # a program that reads it, or a hand that copies a command, finds no line folded
+        console.print(drawn(run, width=console.width), soft_wrap=not output.isatty())
         return int(run.state in ("failed", "dead"))
     try:
         with Live(console=console, auto_refresh=False, screen=False) as live:
@@ -101,14 +100,14 @@ def drawn(
     width, height: of the terminal. If not all ranks fit, those that need a look come first.
     Without a height everything is drawn, as plain text.
     """
-    from rich.console import Console, Group, OverflowMethod
+    from rich.console import Console, Group
     from rich.text import Text
 
     problems = list(run.problems)
     if height is not None and len(problems) > _MOST_PROBLEMS:
         rest = f"and {len(problems) - _MOST_PROBLEMS} more: --once prints all"
         problems = [*problems[:_MOST_PROBLEMS], rest]
-    head = [Text(_as_line(line), overflow="fold") for line in _head(run)]
+    head = [Text(_as_line(line)) for line in _head(run)]
     lines = [*_lines(run, bars, width), *(f"problem     {problem}" for problem in problems)]
     ranks, most_rows = list(run.ranks), len(run.ranks)
     if height is not None:
@@ -125,8 +124,10 @@ def drawn(
         colors.append("")
     table = _table(rows, colors, width=width, is_plain=height is None)
     head[0].highlight_words([f": {run.state}"], _COLORS.get(run.state, "bold red"))
-    overflow: OverflowMethod = "fold" if height is None else "ellipsis"
-    below = [Text(_as_line(x), overflow=overflow, no_wrap=height is not None) for x in lines]
+    below = [Text(_as_line(line)) for line in lines]
+    if height is not None:
+        for text in below:
+            text.no_wrap, text.overflow = True, "ellipsis"
     return Group(*head, *([table] if ranks else []), *below)
 
 

@@ -238,7 +238,7 @@ def step_of_sample(run: Path, index: int) -> int:
 @pytest.mark.usefixtures("forked")
 def test_the_sample_that_makes_a_loss_large_is_found_and_proved(tmp_path: Path) -> None:
     flags = [*POISONED, "--dataset_args", "{value: -1000.0}", "--log_interval", "2"]
-    run = run_of(tmp_path, *flags)
+    run = run_of(tmp_path / ("a" * 90 + " folder with spaces"), *flags)
     guilty = step_of_sample(run, 29)
     text = bisected(run, "loss > 5")
     assert f"loss > 5 holds first at step {guilty}: recorded when it was done" in text

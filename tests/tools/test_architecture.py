@@ -54,7 +54,7 @@ BUDGETS = {
     "ddp_training.py": 415,
     "hardened_ddp_command.py": 180,
     "ddp_doctor/*": 13_655,
-    "ddp_runs/*": 4_538,
+    "ddp_runs/*": 4_540,
     "hardened_ddp/*": 33_170,
     "hardened_ddp/gradients/*": 765,
     "hardened_ddp/settings/*": 2_685,
@@ -72,7 +72,7 @@ BUDGETS = {
     "hardened_ddp/streams/*": 2_625,
     "ddp_drills/*": 2_570,
     "launchers/*": 710,
-    "tests/*": 37_690,
+    "tests/*": 37_680,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.
