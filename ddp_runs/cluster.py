@@ -38,6 +38,7 @@ _STRICT = ("torch", "CUDA", "NCCL", "this program", "code", "data", "gpus")
 _PROBE_BYTES = 64 * MIB
 _SLOW_SHARE, _LINK_SHARE = 1 / 3, 0.05  # of what other hosts have; of what the link should give
 _CLOCK_S, _LOOKUP_S = 1.0, 5.0
+_MOST_WAIT_S = 86_400
 _SIZES = (4 * 1024, MIB, 32 * MIB)
 _SUM_S, _MOST_SUMS = 0.2, 1024  # how long, and how many all-reduces of one size at most
 _GPU_QUERY = "index,clocks.max.sm,ecc.errors.uncorrected.volatile.total"
@@ -50,8 +51,8 @@ def run_cluster(
     """Print a report of all hosts on rank 0; return 0 if nothing FAILs, else 1. Collective."""
     launch = read_launch(env)
     wait = options["wait"]
-    if not wait.isdecimal() or not int(wait):
-        text = f"--wait: found {wait!r}, needs whole seconds from 1"
+    if not wait.isdecimal() or not 1 <= int(wait) <= _MOST_WAIT_S:
+        text = f"--wait: found {wait!r}, needs whole seconds from 1 to {_MOST_WAIT_S}"
         raise ConfigError(text, fix=own_command("doctor", "--help"))
     if launch.world_size == 1:
         fix = "start it as the job, on all hosts: torchrun --nnodes 2 --nproc_per_node 8 "

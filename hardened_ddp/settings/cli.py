@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hardened_ddp.errors import ConfigError
-from hardened_ddp.settings.commands import COMMANDS, HELP, TRAIN, VERSION
+from hardened_ddp.settings.commands import COMMANDS, HELP, TRAIN, VERSION, WITH_PROGRAM
 from hardened_ddp.settings.schema import SETTINGS, Misfit, fit, from_text, needs
 from hardened_ddp.settings.typed_command import own_command
 from hardened_ddp.settings.wording import advice, as_word, nearest, shown, url_problem
@@ -84,7 +84,8 @@ def parse(argv: Sequence[str], *, edited_file: str = "") -> Request:
         return _train_request(flags, edited_file)
     if COMMANDS[command].takes_settings and not program:
         return _continuing_request(command, flags, edited_file)
-    return Request(command=command, options=_read_options(command, flags), program=program)
+    options = _read_options(command, flags, has_program=bool(program))
+    return Request(command=command, options=options, program=program)
 
 
 def _split(argv: Sequence[str]) -> list[_Flag]:
@@ -142,14 +143,12 @@ def _train_request(flags: Sequence[_Flag], edited_file: str) -> Request:
 
 def _continuing_request(command: str, flags: Sequence[_Flag], edited_file: str) -> Request:
     """Read a command that takes settings, for the RUN that it names if any. Raises ConfigError."""
-    foreign = {option.name for option in COMMANDS[command].options if option.is_of_program}
-    if refused := [f"{flag.given}: needs -- COMMAND" for flag in flags if flag.name in foreign]:
-        raise _command_error(refused, command)
     own = {option.name for option in COMMANDS[command].options if not option.is_word}
     options = _read_options(command, [f for f in flags if not f.given or f.name in own])
     its_own = [flag for flag in flags if flag.given and flag.name not in own]
     request = _train_request(its_own, edited_file)
     settings = dict(request.settings)
+    foreign = [each.name for each in COMMANDS[command].options if each.needs == WITH_PROGRAM]
     options = {name: value for name, value in options.items() if name not in foreign}
     if "run" in options:
         settings["resume"] = options["run"]
@@ -195,7 +194,9 @@ def _unknown(flag: _Flag) -> str:
     return f"{as_word(flag.given)}: no such setting; {meant}"
 
 
-def _read_options(command: str, flags: Sequence[_Flag]) -> dict[str, str]:
+def _read_options(
+    command: str, flags: Sequence[_Flag], *, has_program: bool = False
+) -> dict[str, str]:
     """Read the options of a command of COMMANDS. Raises ConfigError."""
     options = {option.name: option for option in COMMANDS[command].options}
     by_flag = [option.name for option in options.values() if not option.is_word]
@@ -223,6 +224,9 @@ def _read_options(command: str, flags: Sequence[_Flag]) -> dict[str, str]:
         words = [*words[:last], "\n".join(words[last:])]
     values |= dict(zip(by_place, words, strict=False))
     problems += [f"{shown(word)}: unexpected behind {command}" for word in words[len(by_place) :]]
+    given = {"", *(f"--{name}" for name in values), WITH_PROGRAM if has_program else ""}
+    alone = [name for name in values if options[name].needs not in given]
+    problems += [f"--{name}: needs {options[name].needs}" for name in alone]
     for name, option in options.items():
         value = values.setdefault(name, option.default)
         place = name.upper() if option.is_word else f"--{name}"

@@ -11,6 +11,7 @@ from functools import partial
 TRAIN = "train"
 HELP = "help"
 VERSION = "version"  # asked for by --version
+WITH_PROGRAM = "-- COMMAND"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,8 @@ class Option:
     """The last of the words given by place takes all that are left, a flag may be given again; the
     values are joined by newlines."""
 
-    is_of_program: bool = False
-    """It is read only with a program behind "--"."""
+    needs: str = ""
+    """What it is given with: a flag, or WITH_PROGRAM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class Command:
 
 _place = partial(Option, is_place=True)  # a folder or a file, by a flag
 _word = partial(Option, is_word=True, is_place=True)  # one without a flag
-_foreign = partial(Option, is_of_program=True)  # one that is read with a program only
+_foreign = partial(Option, needs=WITH_PROGRAM)
 RUN = _word("run", "Run folder or checkpoint folder.")
 AVERAGED = "averaged"
 WEIGHTS = Option(
@@ -73,8 +74,8 @@ COMMANDS: Mapping[str, Command] = {
         "Check this machine: Python, torch, GPUs, network, disk, memory.",
         (
             Option("cluster", "Started on all ranks: compare all hosts.", is_switch=True),
-            Option("wait", "With --cluster: seconds to wait for all ranks.", default="60"),
-            _place("data", "With --cluster: folder of data to compare.", default="data"),
+            Option("wait", "Seconds to wait for all ranks.", default="60", needs="--cluster"),
+            _place("data", "Folder of data to compare.", default="data", needs="--cluster"),
             OUTPUT_DIR,
         ),
     ),

@@ -99,8 +99,10 @@ def _command_help(name: str, command: Command) -> str:
         # WHY not form: its choices stand below
         short = f"[{flag}]" if option.is_switch else f"[{flag} {option.name.upper()}]"
         usage.append(form if option.is_word else short)
-        default = f" (default: {option.default})" if option.default else ""
-        entries.append(_entry(form, option.text + default))
+        told = [f"needs {option.needs}" if option.needs else ""]
+        told += [f"default: {option.default}" if option.default else ""]
+        facts = f" ({'; '.join(filter(None, told))})" if any(told) else ""
+        entries.append(_entry(form, option.text + facts))
     if command.takes_settings:
         usage.append("[--SETTING VALUE ...]")
         text = "Any setting of training, such as --cpu_only"

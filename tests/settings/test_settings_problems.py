@@ -237,7 +237,7 @@ class TestRules:
 
 PLACES = [f"--{name}" for name, setting in SETTINGS.items() if setting.facts.is_place]
 WORDS = [
-    f"{name} {'' if option.is_word else f'{word} --{option.name}'}"
+    f"{name} {'' if option.is_word else f'{word} {option.needs} --{option.name}'}"
     for name, command in COMMANDS.items()
     for word in ["RUN" if any(other.is_word for other in command.options) else ""]
     for option in command.options

@@ -97,6 +97,8 @@ class TestCommands:
         [
             ("doctor --epochs 3", "--epochs: no such option of doctor; known: --cluster"),
             ("doctor now", "'now': unexpected behind doctor"),
+            ("doctor --wait 5", "--wait: needs --cluster"),
+            ("drill nan-once --faults nan", "--faults: needs -- COMMAND"),
             ("drill nan-once twice", "'twice': unexpected behind drill"),
             ("evaluate --cpu_only", "RUN: is missing"),
             ("trian", "'trian': no such command; did you mean train"),
