@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 
+from hardened_ddp.errors import first_line
 from hardened_ddp.reporting.sinks import FileSink, ReportWriter
 from hardened_ddp.reporting.trackers import TrackerThread
 
@@ -86,8 +87,14 @@ class MetricsLog:
             self._add_events(step, numbers, now)
 
     def _add_events(self, step: int, numbers: Mapping[str, float], now: float) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        try:
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+            from tensorboard.compat.proto.summary_pb2 import Summary
+        except Exception as error:  # WHY broad: protobuf of another version raises TypeError
+            text = "tensorboard can't be imported, its curves are not written: %s"
+            log.warning(text, first_line(error))
+            self._sinks.remove(self._events)
+            return
 
         values = [Summary.Value(tag=n, simple_value=v) for n, v in numbers.items()]
         found = [Event(summary=Summary(value=values))]

@@ -13,6 +13,7 @@ from itertools import chain, islice
 from hardened_ddp.checkpoint.mirror import FINISH_S
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.sampler import Window
+from hardened_ddp.data.batches.worker_pool import START_S
 from hardened_ddp.errors import HardenedError, NonFiniteError
 from hardened_ddp.guard.hang import Subject
 from hardened_ddp.guard.stop import StopRequest
@@ -241,7 +242,7 @@ def _least_s(parts: Parts) -> dict[int, float]:
         found[Phase.DATA] = limit_s
     else:
         # WHY: workers that hang are replaced, and their sample is named, without any restart
-        found[Phase.DATA] = limit_s + MARGIN_S
+        found[Phase.DATA] = max(limit_s, START_S) + MARGIN_S
     if config.model.compile:
         found[Phase.FORWARD] = found[Phase.BACKWARD] = COMPILE_LIMIT_S
     return found

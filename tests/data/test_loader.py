@@ -241,6 +241,17 @@ def test_a_sample_that_hangs_its_reader_is_named() -> None:
     assert len(content(batches)) == SIZE - 1
 
 
+def test_workers_that_do_not_start_are_told_as_such(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker_pool, "START_S", 1.0)
+    monkeypatch.setattr(worker_pool.WorkerPool, "_has_begun", lambda pool: False)
+    loader = make_loader(Scripted(hang_always), 2, loader_timeout_s=1.0)
+    assert len(content(read(loader))) == SIZE - 1
+    loader.close()
+    assert "not all workers have started in 1 s. No sample is lost" in caplog.text
+
+
 class AllCrash(Scripted):
     def __getitem__(self, index: int) -> Any:
         crash_always(self.flag)

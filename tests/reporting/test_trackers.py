@@ -89,6 +89,19 @@ def test_without_its_package_a_run_goes_on_without_curves_for_tensorboard(
     assert not has_tensorboard(RunConfig())
 
 
+def test_a_package_tensorboard_that_cannot_be_imported_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
+    metrics = MetricsLog(tmp_path, tensorboard=True, is_main=True)
+    for step in range(3):
+        metrics.scalars(step, {"loss": 1.0})
+    metrics.close()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    [text] = caplog.messages
+    assert text.startswith("tensorboard can't be imported, its curves are not written: ")
+
+
 def test_a_tracker_that_hangs_holds_nothing_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

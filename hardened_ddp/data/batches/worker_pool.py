@@ -203,6 +203,8 @@ class WorkerPool:
         if not self._can_pin():
             return "the thread that pins memory has ended", False
         if is_late:
+            if not self._has_begun():
+                return f"not all workers have started in {max(self.timeout_s, START_S):g} s", True
             return f"no batch in {self.timeout_s:g} s", True
         if "in DataLoader worker process" in str(error):  # it is alive; its dataset raised
             return _summary(error), False
