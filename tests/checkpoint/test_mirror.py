@@ -1,5 +1,6 @@
 """The copy of a run on another store: file:// here, a real S3 server below (slow)."""
 
+import filecmp
 import http.client
 import json
 import os
@@ -32,7 +33,9 @@ SECRET = "secret-of-the-test"
 MOTO = shutil.which("moto_server") or os.environ.get("MOTO_SERVER", "")
 
 
-def write_steps(run: Path, url: str, *steps: int, keep_last: int = 2) -> Mirror:
+def write_steps(
+    run: Path, url: str, *steps: int, keep_last: int = 2, size: int = 1000, within_s: float = 20
+) -> Mirror:
     """Write checkpoints of a run folder, and have the mirror send each one."""
     import torch
 
@@ -41,8 +44,8 @@ def write_steps(run: Path, url: str, *steps: int, keep_last: int = 2) -> Mirror:
     mirror = Mirror(url, run, open_mirror(url, run), keep_last)
     store = CheckpointStore(run / "checkpoints", keep_last=keep_last)
     for step in steps:
-        mirror.take(store.write(step, tensors={"w": torch.full((1000,), step)}, meta={}))
-        end = deadline(20)
+        mirror.take(store.write(step, tensors={"w": torch.full((size,), step)}, meta={}))
+        end = deadline(within_s)
         while mirror.num_sent < 1 + steps.index(step) and time.monotonic() < end:
             time.sleep(0.01)
     return mirror
@@ -418,6 +421,24 @@ def test_a_kill_in_a_multipart_upload_leaves_no_object(
         url, run = "s3://bucket/a", tmp_path / "r"
         write_steps(run, url, 1).close()
         assert fetched_step(url, tmp_path / "empty" / "r") == "step-000000001"
+
+    assert run_forked(check) == 0
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_500_mb_is_fetched_as_it_was(
+    server: tuple[int, dict[str, str]], tmp_path: Path
+) -> None:
+    def check() -> None:
+        os.environ.update(server[1])
+        run, empty = tmp_path / "r", tmp_path / "empty" / "r"
+        mirror = write_steps(run, "s3://bucket/a", 1, size=62_500_000, within_s=120)  # of 8 bytes
+        assert (mirror.num_sent, mirror.num_failed) == (1, 0)
+        mirror.close()
+        assert fetched_step("s3://bucket/a", empty) == "step-000000001"
+        names = [path.relative_to(run) for path in run.glob("checkpoints/*/*")]
+        assert sum((run / name).stat().st_size for name in names) > 500_000_000
+        assert filecmp.cmpfiles(run, empty, names, shallow=False)[0] == names
 
     assert run_forked(check) == 0
 
