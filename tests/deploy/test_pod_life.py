@@ -1,4 +1,4 @@
-"""The life of pods with a mirror: evicted, killed for memory, replaced on empty disks.
+"""The life of pods with a mirror: evicted, killed for memory, updated, replaced on empty disks.
 
 A pod is its ranks, with a disk of its own. A node that is gone: tests/ranks/test_two_hosts.py; the
 status and the termination log of a pod: tests/launchers/test_status.py.
@@ -96,3 +96,22 @@ def test_pods_that_are_evicted_and_killed_on_empty_disks_end_in_the_weights_of_o
         assert samples_by_step(run) == whole, "another number of workers takes the same samples"
         said = io.StringIO()
         assert check_ledger(run, output=said) == 0, said.getvalue()
+
+
+@pytest.mark.slow
+def test_a_rolling_update_ends_one_pod_after_the_other_and_changes_no_weight(
+    tmp_path: Path,
+) -> None:
+    pods = Pods(tmp_path)
+    for rank in (1, 0):
+        with pods.start(f"before-{rank}") as pod:
+            pod.wait_for(lambda: num_sent(pod) > 0, timeout_s=60, what="a copy")
+            pod.kill(rank, signal.SIGTERM)
+            assert pod.wait(60).statuses == (3, 3), "both are started again, together"
+    pods.pace.unlink()
+    updated = train(pods.words("updated"), 2, env=POD, timeout_s=120).ok()
+    step = read_summary(tmp_path / "before-0" / "r")["step"]
+    assert f"fetched the checkpoint of step {step} " in updated.output
+    train(pods.words("whole", mirror=""), 2, timeout_s=120).ok()
+    assert last_tensors(tmp_path / "updated") == last_tensors(tmp_path / "whole")
+    assert samples_by_step(tmp_path / "updated" / "r") == samples_by_step(tmp_path / "whole" / "r")
