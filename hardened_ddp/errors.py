@@ -10,9 +10,9 @@ Imports the standard library only, so that every layer can use it.
 
 from typing import ClassVar
 
+# What the user's code may raise. WHY SystemExit: sys.exit(0) in it would end a rank or a worker
+# without a word, with status 0.
 ANY_FAILURE = (Exception, SystemExit)
-"""What the user's code may raise. WHY SystemExit: sys.exit(0) in it would end a rank or a worker
-without a word, with status 0."""
 
 
 class HardenedError(Exception):
@@ -142,8 +142,8 @@ class StepError(HardenedError):
 
     def __init__(self, message: str, *, fix: str = "", is_undone: bool = True) -> None:
         super().__init__(message, fix=fix)
+        # False, on all ranks: what the step changed can't be put back; a checkpoint can be.
         self.is_undone = is_undone
-        """False, on all ranks: what the step changed can't be put back; a checkpoint can be."""
 
 
 class OutOfMemoryError(HardenedError):
@@ -159,8 +159,8 @@ class NonFiniteError(HardenedError):
 
     def __init__(self, message: str, *, fix: str = "", reached_weights: bool = True) -> None:
         super().__init__(message, fix=fix)
+        # The weights were already updated with it, so they must not be saved.
         self.reached_weights = reached_weights
-        """The weights were already updated with it, so they must not be saved."""
 
 
 class CrashLoopError(HardenedError):

@@ -300,15 +300,12 @@ class _Holder:
     """Who holds a lock."""
 
     mark: ProcessMark
-    token: str
-    """Of this lock alone."""
+    token: str  # of this lock alone
 
+    # The keys by which launchers know the job; two attempts of one job share at least one.
     jobs: tuple[str, ...]
-    """The keys by which launchers know the job; two attempts of one job share at least one."""
-
     restart: int
-    beats: int = 0
-    """Counted up by the holder; 0: it can't count in this file system."""
+    beats: int = 0  # counted up by the holder; 0: it can't count in this file system
 
 
 class RunLock:

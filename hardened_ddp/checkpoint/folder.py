@@ -48,8 +48,7 @@ _MAX_FILE_BYTES = 2**60
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _PROBE_BYTES = b"can this folder be written?\n" * 200
 
-Best = Mapping[str, Any]
-"""What best.json says besides the step: metric, value, direction."""
+Best = Mapping[str, Any]  # what best.json says besides the step: metric, value, direction
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,11 +56,9 @@ class Manifest:
     """The content of manifest.json."""
 
     step: int
-    meta: dict[str, JSON]
-    """The caller's data, such as the epoch and the cursor."""
+    meta: dict[str, JSON]  # the caller's data, such as the epoch and the cursor
     size_bytes: int
-    sha256: str
-    """Of state.safetensors, as is its size."""
+    sha256: str  # of state.safetensors, as is its size
     tensors: dict[str, TensorSpec]
 
 
@@ -232,8 +229,8 @@ class Found:
 
     path: Path
     manifest: Manifest
+    # Inode, size and modification time of the verified file, to detect a later change.
     stamp: tuple[int, int, int]
-    """Inode, size and modification time of the verified file, to detect a later change."""
 
     @property
     def step(self) -> int:

@@ -50,8 +50,7 @@ _ASIDE = ".mirror-"
 _BESIDE = (SAVED_SETTINGS, f"{CHECKPOINTS_NAME}/{BEST_NAME}", "*.jsonl", "summary.json", "ledger/*")
 _CALL_S, _BYTES_PER_S = 30.0, 1e6  # the limit of a call, and what a slow network sends
 _TRIES, _PAUSE_S = 4, 1.0
-FINISH_S = 600.0
-"""How long the end of a run waits for what is still to be sent."""
+FINISH_S = 600.0  # how long the end of a run waits for what is still to be sent
 
 
 def check_mirror(url: str) -> None:
@@ -140,8 +139,7 @@ class _Snapshot:
     """Files of a run, as they were when a checkpoint was complete."""
 
     step: int
-    folder: Path
-    """With a link or a copy of each file, below its name in the run folder."""
+    folder: Path  # with a link or a copy of each file, below its name in the run folder
 
     def files(self) -> Iterator[tuple[str, Path]]:
         for path in sorted(self.folder.rglob("*")):

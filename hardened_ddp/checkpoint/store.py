@@ -247,12 +247,10 @@ class CheckpointStore:
 class WriteCost:
     """What one write cost."""
 
+    # How long training stood still, on the host or on a device; on the CPU also the writer's own
+    # CPU time, which training could have used.
     training_s: float
-    """How long training stood still, on the host or on a device; on the CPU also the writer's own
-    CPU time, which training could have used."""
-
-    disk_s: float
-    """How long the disk was in use."""
+    disk_s: float  # how long the disk was in use
 
 
 @dataclass(kw_only=True, slots=True)
@@ -260,14 +258,10 @@ class _InFlight:
     """The checkpoint in flight."""
 
     reader: TensorReader
+    # Kept until it is written: memory that is freed while it is copied would be reused.
     tensors: Mapping[str, Tensor]
-    """Kept until it is written: memory that is freed while it is copied would be reused."""
-
-    copied: torch.cuda.Event | None
-    """With a GPU: after the copies from it."""
-
-    reached: torch.cuda.Event | None = None
-    """With a GPU: where its update began to wait for them."""
+    copied: torch.cuda.Event | None  # with a GPU: after the copies from it
+    reached: torch.cuda.Event | None = None  # with a GPU: where its update began to wait for them
 
 
 class CheckpointWriter:
@@ -285,8 +279,7 @@ class CheckpointWriter:
         self._error: CheckpointError | None = None
         self._was_refused = False
         self._stall_s = 0.0
-        self.cost: WriteCost | None = None
-        """Of the last finished write; None: there is none."""
+        self.cost: WriteCost | None = None  # of the last finished write; None: there is none
 
     @property
     def is_busy(self) -> bool:

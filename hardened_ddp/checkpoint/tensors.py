@@ -69,8 +69,7 @@ class TensorSpec(NamedTuple):
     """What must be equal so that one tensor can be loaded from another."""
 
     shape: tuple[int, ...]
-    dtype: str
-    """As torch prints it, without "torch.": "float32"."""
+    dtype: str  # as torch prints it, without "torch.": "float32"
 
     def __str__(self) -> str:
         return f"{'x'.join(map(str, self.shape)) or 'scalar'} {self.dtype}"
@@ -81,13 +80,11 @@ class FilePlan:
     """The layout of a file of tensors, made before any tensor is read."""
 
     header: bytes
+    # Where each tensor begins and ends in the bytes after the header, in this order.
     spans: dict[str, tuple[int, int]]
-    """Where each tensor begins and ends in the bytes after the header, in this order."""
-
     specs: dict[str, TensorSpec]
     data_bytes: int
-    size_bytes: int
-    """Of the whole file: the header and the data."""
+    size_bytes: int  # of the whole file: the header and the data
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:
@@ -219,13 +216,11 @@ class TensorReader:
         arena: HostArena | None = None,
     ) -> None:
         self.plan = plan_file(tensors) if plan is None else plan
+        # The tensors that are not read yet, and whose bytes are not in the arena.
         self._live = {name: _as_words(tensor) for name, tensor in tensors.items()}
-        """The tensors that are not read yet, and whose bytes are not in the arena."""
-
         self._unread = deque(self.plan.spans.items())
+        # Of the live tensor that is being read: a view of it, or a copy.
         self._bytes: Bytes | None = None
-        """Of the live tensor that is being read: a view of it, or a copy."""
-
         self._position = 0
         self._arena = HostArena() if arena is None else arena
         self._lock = threading.Lock()

@@ -62,32 +62,28 @@ class ByDdp(GradientSum):
         self._ddp = ddp
         self._group = group
         self._is_within = False
+        # After the last bucket DDP adds up which parameters each rank has used.
         self._finds_unused = ddp.find_unused_parameters
-        """After the last bucket DDP adds up which parameters each rank has used."""
 
         # WHY: a reducer that waits for a backward that never came has to be reset, and has to
         # rebuild its buckets before a rank can fail again; torch has no public function for either.
         has_functions = all(hasattr(ddp.reducer, n) for n in ("_reset_state", "_rebuild_buckets"))
         self._can_send_nan = sends_nan and has_functions
         self._sent_as = sent_as
+        # The parameters of each bucket; none before a backward has shown it.
         self._layout: list[list[torch.Tensor]] = []
-        """The parameters of each bucket; none before a backward has shown it."""
 
+        # DDP's memory of each bucket; none while that is not known.
         self._flats: list[torch.Tensor] = []
-        """DDP's memory of each bucket; none while that is not known."""
-
-        self._are_old = False
-        """DDP has to rebuild its buckets. The same on all ranks."""
-
+        self._are_old = False  # DDP has to rebuild its buckets. The same on all ranks.
         self._sums_count = counts
         # WHY not in 16 bits: bf16 counts to 256, fp16 to 2048.
         sent = {sent_as or parameter.dtype for parameter in self.local.parameters}
+        # What counts is sent behind the first bucket; else beside it.
         self._count_rides = counts and sent <= {torch.float32, torch.float64}
-        """What counts is sent behind the first bucket; else beside it."""
 
+        # The first bucket with the count behind it. WHY kept: sending needs no new memory.
         self._first = torch.empty(0)
-        """The first bucket with the count behind it. WHY kept: sending needs no new memory."""
-
         self._ones = torch.ones(len(self.local.parameters), dtype=torch.int32, device=group.device)
         self._count: float | torch.Tensor = 0.0
         self._total = torch.zeros((), dtype=torch.float64, device=group.device)

@@ -29,11 +29,8 @@ class Marks:
     """What this rank adds to the gradients of a step."""
 
     has_failed: bool
-    num_samples: int
-    """Its samples that are in the gradients."""
-
-    count: float | torch.Tensor
-    """What counts in them, such as valid tokens. On the device."""
+    num_samples: int  # its samples that are in the gradients
+    count: float | torch.Tensor  # What counts in them, such as valid tokens. On the device.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,15 +38,12 @@ class Sums:
     """What came of a step, over all ranks; the gradients themselves lie in parameter.grad."""
 
     num_samples: int
-    count: float | torch.Tensor = 0.0
-    """What counts in the step; on the device if is_bad is."""
+    count: float | torch.Tensor = 0.0  # what counts in the step; on the device if is_bad is
+    are_finite: bool = False  # The gradients are known to be finite. False: not known.
 
-    are_finite: bool = False
-    """The gradients are known to be finite. False: not known."""
-
+    # 1.0 if some rank failed or the gradient is not finite, else 0.0: on the device, of shape (),
+    # the same on all ranks. None: it is known here that no rank failed.
     is_bad: torch.Tensor | None = None
-    """1.0 if some rank failed or the gradient is not finite, else 0.0: on the device, of shape (),
-    the same on all ranks. None: it is known here that no rank failed."""
 
 
 class LocalGradients:
@@ -104,17 +98,10 @@ class GradientSum(Protocol):
     What returns here need do nothing where no gradient is sent within backward.
     """
 
-    local: LocalGradients
-    """This rank's gradients; after finish those of all ranks."""
-
-    call: nn.Module
-    """What training calls for a forward: DDP's prepares its hooks."""
-
-    how: str
-    """How they are summed, for the start of the log."""
-
-    allows_unused: bool
-    """A parameter may get no gradient on some rank, which counts as zero there."""
+    local: LocalGradients  # this rank's gradients; after finish those of all ranks
+    call: nn.Module  # what training calls for a forward: DDP's prepares its hooks
+    how: str  # how they are summed, for the start of the log
+    allows_unused: bool  # a parameter may get no gradient on some rank, which counts as zero there
 
     @property
     def tells_of_failures(self) -> bool:

@@ -20,8 +20,8 @@ _PIECE = {"cpu": 1 << 15, "cuda": 1 << 23}
 _STEP, _FIRST, _SECOND = (
     value - (1 << 64) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
+# Both sums see the lowest bit of a float in the upper half of a word: they share bit 31 and 32.
 _UPPER = 31
-"""Both sums see the lowest bit of a float in the upper half of a word: they share bit 31 and 32."""
 
 
 @torch.no_grad()

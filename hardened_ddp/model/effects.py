@@ -19,10 +19,10 @@ from hardened_ddp.data.batches.nesting import dense_parts, tensors_of
 from hardened_ddp.model.reach import Place, Reach, version_of
 
 Span = tuple[int, int]
+# torch's way to see all operators that run inside; where torch has none, nothing is seen.
 DispatchMode: Any = getattr(
     getattr(torch.utils, "_python_dispatch", None), "TorchDispatchMode", contextlib.nullcontext
 )
-"""torch's way to see all operators that run inside; where torch has none, nothing is seen."""
 
 
 class Operators(DispatchMode):  # type: ignore[misc]  # Any: torch may not have it

@@ -41,9 +41,8 @@ class ImageClassifier(nn.Module):
         self.net = net
         size = getattr(net.config, "image_size", None)
         size = (size, size) if isinstance(size, int) else size
+        # The height and width that the model expects; None if it takes any.
         self.size = tuple(size) if isinstance(size, list | tuple) else None
-        """The height and width that the model expects; None if it takes any."""
-
         wanted = getattr(net.config, "num_channels", None) or 3
         if len(input_shape) != 3 or input_shape[0] not in (1, wanted):
             raise ModelError(

@@ -44,8 +44,7 @@ log = logging.getLogger(__name__)
 Copies = dict[str, Copy]
 
 _SHOWN = 8
-TASK = "(task)."
-"""Begins the names of the task's attributes."""
+TASK = "(task)."  # begins the names of the task's attributes
 _OURS = ("hardened_ddp", "builtins")
 _OWN = (
     "to other values on each rank. A checkpoint holds those of one rank, which all ranks take at a "
@@ -65,16 +64,15 @@ class MovingAttributes:
                 if isinstance(part, nn.Module) and part is not model:
                     self._owners |= _owners_in(part, f"{TASK}{name}.")
         self._first = self._last = self._copy_all()
+        # What is copied before each step.
         self.watched: tuple[str, ...] = tuple(sorted(self._candidates()))
-        """What is copied before each step."""
 
+        # What changes in forward, and is kept equal on all ranks. The same on all ranks.
         self.shared: tuple[str, ...] = ()
-        """What changes in forward, and is kept equal on all ranks. The same on all ranks."""
-
         self._moving: set[str] = set()
         self._told: set[str] = set()
+        # What is watched at the last step boundary, while a step is under way.
         self._before: Copies | None = None
-        """What is watched at the last step boundary, while a step is under way."""
 
     def begin_step(self) -> Copies:
         """Copy what may change in a step, for put_back."""

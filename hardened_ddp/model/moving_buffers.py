@@ -115,28 +115,23 @@ class MovingBuffers:
         reach = Reach(module)
         self._places = reach.places
         self._own, self._outputs = set(own), set(outputs)
+        # What is made equal on all ranks, in an order that is the same on all.
         self.names = [name for name in names if name in self._places]
-        """What is made equal on all ranks, in an order that is the same on all."""
 
+        # What is copied before a step, in the order of its copies; may differ between ranks.
         self.known: list[str] = []
-        """What is copied before a step, in the order of its copies; may differ between ranks."""
 
+        # What a forward may change: not the trained weights, nor a large frozen base.
         self.may_move = frozenset(reach.may_move())
-        """What a forward may change: not the trained weights, nor a large frozen base."""
-
         self._bits: dict[str, list[int]] = {}
+        # What is believed still, and has a version; the trained weights too.
         self.watched: list[torch.Tensor] = []
-        """What is believed still, and has a version; the trained weights too."""
 
         # WHY kept: to ask each tensor what it is takes the host a microsecond.
         self._homes: list[torch.Tensor | None] = []
-        self._kinds: list[list[int]] = []
-        """Of _homes, which are as a rule what is known."""
-
+        self._kinds: list[list[int]] = []  # of _homes, which are as a rule what is known
         self._weights: list[str] = []
-        self._buffers: list[str] = []
-        """Of names the parameters, and the others."""
-
+        self._buffers: list[str] = []  # of names the parameters, and the others
         self._sums: _Sums | None = None
         self._take_up([*self.names, *own])
 

@@ -23,9 +23,8 @@ from hardened_ddp.task.user_code import told_as
 
 log = logging.getLogger(__name__)
 
+# {"params": [...], option: value, ...}, as torch's optimizers take it. Any: an option's value.
 Group = dict[str, Any]
-"""{"params": [...], option: value, ...}, as torch's optimizers take it. Any: an option's value."""
-
 _NUM_NAMED = 6  # parameters that a message names
 _FAILED = (
     "the whole traceback is in this rank's log; a task's takes the model, a model's takes nothing"

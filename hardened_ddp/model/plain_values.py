@@ -27,9 +27,7 @@ from hardened_ddp.model.reach import attributes_of, has_attributes, version_of
 
 GENERATORS = ("random", "numpy generator", "numpy state", "torch generator")
 
-_MOST_PARTS = 20_000
-"""Of one value. WHY a limit: a model may hold its dataset, or a cache."""
-
+_MOST_PARTS = 20_000  # Of one value. WHY a limit: a model may hold its dataset, or a cache.
 _MOST_BYTES = 2**20  # of an array
 
 _KINDS: dict[type, str] = {
@@ -57,8 +55,7 @@ class Copy:
     original: Any = field(compare=False, default=None)
 
 
-ABSENT = Copy("absent", None)
-"""Of an attribute that is not there."""
+ABSENT = Copy("absent", None)  # of an attribute that is not there
 
 
 def kind_of(value: Any) -> str:
@@ -226,6 +223,7 @@ def _new_generator(state: Any) -> np.random.Generator:
     return np.random.Generator(getattr(np.random, name)())
 
 
+# Makes a value of its content.
 _NEW: dict[str, Callable[[Any], Any]] = {
     "float": float.fromhex,
     "complex": lambda content: complex(*map(float.fromhex, content)),
@@ -243,7 +241,6 @@ _NEW: dict[str, Callable[[Any], Any]] = {
     "numpy state": lambda _: np.random.RandomState(),
     "torch generator": lambda _: torch.Generator(),
 }
-"""Makes a value of its content."""
 
 
 def kept_parts(copy: Copy) -> list[Any]:

@@ -29,9 +29,8 @@ class Precision:
 
     def __init__(self, amp: Amp, device: torch.device) -> None:
         self.name = _choose(amp, device)
+        # Gives the context for forward and loss, in which matrix work runs in 16 bits.
         self.autocast: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-        """Gives the context for forward and loss, in which matrix work runs in 16 bits."""
-
         if self.name != "off":
             self.autocast = partial(torch.autocast, device.type, dtype=_DTYPES[self.name])
         self.scaler = torch.amp.GradScaler(device.type) if self.name == "fp16" else None

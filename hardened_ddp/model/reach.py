@@ -15,18 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
+# The attributes that torch gives to each module.
 OF_MODULES = frozenset({*vars(nn.Module()), "_compiled_call_impl"})
-"""The attributes that torch gives to each module."""
+_FOREIGN = sys.stdlib_module_names | {"torch", "numpy"}  # objects of their classes are not entered
 
-_FOREIGN = sys.stdlib_module_names | {"torch", "numpy"}
-"""Objects of their classes are not entered."""
-
+# Larger lists and dicts are not entered: they hold a vocabulary, not weights.
 _MOST_PARTS, _DEEPEST = 10_000, 50
-"""Larger lists and dicts are not entered: they hold a vocabulary, not weights."""
 
+# With more bytes of frozen parameters for each byte of trained ones, they don't move: a teacher is
+# as large as its student. WHY not more: a trial would copy a frozen base of billions.
 _MOST_FROZEN = 2.0
-"""With more bytes of frozen parameters for each byte of trained ones, they don't move: a teacher is
-as large as its student. WHY not more: a trial would copy a frozen base of billions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +33,8 @@ class Place:
 
     holder: Any
     key: Any
-    home: torch.Tensor
-    """The tensor that was found there."""
-
-    owner: nn.Module | None = None
-    """The module whose parameter or buffer it is."""
+    home: torch.Tensor  # the tensor that was found there
+    owner: nn.Module | None = None  # the module whose parameter or buffer it is
 
     @property
     def is_relocated(self) -> bool:
@@ -64,10 +59,9 @@ class Reach:
     """What a module reaches at one time."""
 
     def __init__(self, module: nn.Module) -> None:
+        # The place of each tensor by name; in order, alike on all ranks. The names of parameters
+        # and buffers are those of torch; the others are such as teacher[0].bias.
         self.places: dict[str, Place] = {}
-        """The place of each tensor by name; in order, alike on all ranks. The names of parameters
-        and buffers are those of torch; the others are such as teacher[0].bias."""
-
         self._seen: dict[int, Any] = {}
         self._add_module(module, "")
 

@@ -29,14 +29,10 @@ from hardened_ddp.ranks.group import Group
 class ForwardCollectives:
     """The collectives of one forward; none is the usual case."""
 
+    # Each with its place in the model's code: all_gather in my_model.py:12.
     calls: tuple[str, ...] = ()
-    """Each with its place in the model's code: all_gather in my_model.py:12."""
-
-    in_evaluation: tuple[str, ...] = ()
-    """The same of a forward in evaluation mode."""
-
-    fit_batch: bool = False
-    """The sizes of their tensors follow from the size of the batch."""
+    in_evaluation: tuple[str, ...] = ()  # the same of a forward in evaluation mode
+    fit_batch: bool = False  # the sizes of their tensors follow from the size of the batch
 
     def __bool__(self) -> bool:
         return bool(self.calls)
@@ -49,14 +45,13 @@ NO_COLLECTIVES = ForwardCollectives()
 class Inputs:
     """How the model gets its batches."""
 
-    channels_last: bool = False
-    """Images are stored with channels last."""
+    channels_last: bool = False  # images are stored with channels last
 
+    # Forward or loss change a batch in place: they get a copy, so that a retry has it.
     are_copied: bool = False
-    """Forward or loss change a batch in place: they get a copy, so that a retry has it."""
 
+    # Of numbers that choose a row or a class, where the device would not survive a wrong one.
     limits: Sequence[Limit] = ()
-    """Of numbers that choose a row or a class, where the device would not survive a wrong one."""
 
     def send(self, batch: Batch, device: torch.device) -> Batch:
         """Return a batch on device, as the model gets it. Raises IndexError: see limits."""
@@ -75,12 +70,10 @@ class Replica:
 
     module: nn.Module
     buffers: MovingBuffers
-    attributes: MovingAttributes
-    """What forward changes besides tensors."""
-
+    attributes: MovingAttributes  # what forward changes besides tensors
     inputs: Inputs = DEFAULT_INPUTS
+    # Those that the model calls in its forward, such as those of SyncBatchNorm.
     collectives: ForwardCollectives = NO_COLLECTIVES
-    """Those that the model calls in its forward, such as those of SyncBatchNorm."""
 
     def copy_inputs(self) -> None:
         """Give forward and loss a copy of each batch from now on. Rank-local."""

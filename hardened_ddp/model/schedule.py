@@ -31,9 +31,10 @@ from hardened_ddp.settings.config import OptimizerConfig
 from hardened_ddp.settings.declare import ImportPath
 from hardened_ddp.task.user_code import told_as
 
+# The equal parts of lr_schedule step; the rate of each is a tenth of that of the part before.
 STEP_DROPS = 3
-"""The equal parts of lr_schedule step; the rate of each is a tenth of that of the part before."""
 
+# The built-in schedules: the share of the peak, by the share of the steps that is done.
 _SHARES: Mapping[str, Callable[[float], float]] = {
     "constant": lambda done: 1.0,
     "linear": lambda done: 1 - done,
@@ -41,19 +42,16 @@ _SHARES: Mapping[str, Callable[[float], float]] = {
     "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
     "step": lambda done: 0.1 ** min(STEP_DROPS - 1, int(done * STEP_DROPS)),
 }
-"""The built-in schedules: the share of the peak, by the share of the steps that is done."""
 
+# What schedulers call the steps of the whole run.
 _ENDS = ("total_steps", "num_training_steps", "T_max")
-"""What schedulers call the steps of the whole run."""
-
 _FORMS = (
     "name a scheduler of torch (its first parameter is called optimizer), or a function "
     "(step, total_steps) that returns the share of learning_rate at this step"
 )
 
+# Their state is known, and their fused kernels skip a step by a flag on the device.
 KNOWN = (SGD, Adam, AdamW)
-"""Their state is known, and their fused kernels skip a step by a flag on the device."""
-
 PREFIX = "optimizer."
 
 
@@ -69,24 +67,18 @@ class Schedule:
             is_known = total_steps != UNKNOWN_STEPS
             config = replace(config, lr_schedule="cosine" if is_known else "constant")
         self.optimizer = optimizer
-        self.config = config
-        """With the schedule that auto became."""
-
+        self.config = config  # with the schedule that auto became
         self.total_steps = total_steps
+        # The options of each group as the optimizer was built.
         self.base = [_options(group) for group in optimizer.param_groups]
-        """The options of each group as the optimizer was built."""
-
         self._peaks: list[Any] = [options.get("lr") for options in self.base]
         self._share: Callable[[int], float] | None = None
         self._scheduler: Any = None  # Any: a scheduler of torch, or one with its methods
-        self.is_bound = False
-        """The scheduler was made for total_steps, and can't go beyond them."""
-
+        self.is_bound = False  # the scheduler was made for total_steps, and can't go beyond them
         if isinstance(config.lr_schedule, ImportPath):
             self._find(config.lr_schedule)
+        # It is a scheduler object, which is stepped and saved.
         self.has_state = self._scheduler is not None
-        """It is a scheduler object, which is stepped and saved."""
-
         self.is_constant = config.lr_schedule == "constant" and config.warmup_steps == 0
         if self._scheduler is None and not self.is_constant and None in self._peaks:
             raise OptimizerError(

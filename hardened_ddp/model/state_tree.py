@@ -13,9 +13,7 @@ import torch
 
 from hardened_ddp.errors import HardenedError
 
-Tree = Any
-"""JSON: a number, text or null as it is; anything else as {kind: content}."""
-
+Tree = Any  # JSON: a number, text or null as it is; anything else as {kind: content}
 MAPPINGS: Mapping[str, type[dict[Any, Any]]] = {  # Any: keys and values of any kind
     "dict": dict,
     "ordered dict": OrderedDict,

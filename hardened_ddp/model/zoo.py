@@ -32,18 +32,17 @@ from hardened_ddp.task.user_code import told_as
 
 log = logging.getLogger(__name__)
 
+# The keys that describe a model.
 DESCRIPTION = (
     *("model", "model_args", "pretrained", "hub_config", "adapter"),
     *("num_classes", "input_shape", "class_names"),
 )
-"""The keys that describe a model."""
-
 _OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # they have an error of their own
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
 
 
+# They have outputs besides their logits; with published weights they scale their input anew.
 _WITH_AUXILIARY = ("googlenet", "inception_v3")
-"""They have outputs besides their logits; with published weights they scale their input anew."""
 
 
 class SimpleCNN(nn.Module):

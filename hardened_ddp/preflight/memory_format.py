@@ -19,9 +19,8 @@ from hardened_ddp.preflight.trial import Refusal, Trial, try_on_all_ranks
 from hardened_ddp.ranks.seeding import seed_step
 from hardened_ddp.settings.config import Config
 
+# WHY so much: layers add up rounding. A wrong order of memory changes a number as a whole.
 _ROUNDING = 0.01
-"""WHY so much: layers add up rounding. A wrong order of memory changes a number as a whole."""
-
 _FAILS = Refusal(
     what="the model fails with channels_last",
     fix=lambda _: "--channels_last auto, or use reshape() and flatten() in place of view()",

@@ -45,28 +45,20 @@ log = logging.getLogger(__name__)
 class Findings:
     """What the probe found, over all ranks."""
 
+    # Which parameters got no gradient, and on which ranks; empty: all got one everywhere.
     unused: str = ""
-    """Which parameters got no gradient, and on which ranks; empty: all got one everywhere."""
-
     moving_buffers: tuple[str, ...] = ()
 
-    collectives: ForwardCollectives = NO_COLLECTIVES
-    """Of the model's forward."""
+    collectives: ForwardCollectives = NO_COLLECTIVES  # of the model's forward
 
+    # Attributes that forward reads and makes: each rank has its own.
     own_tensors: tuple[str, ...] = ()
-    """Attributes that forward reads and makes: each rank has its own."""
+    outputs: tuple[str, ...] = ()  # attributes that forward replaces, and never reads
+    changes_inputs: bool = False  # forward or loss change a batch in place
+    limits: Sequence[Limit] = ()  # of inputs that are the numbers of rows of an embedding
 
-    outputs: tuple[str, ...] = ()
-    """Attributes that forward replaces, and never reads."""
-
-    changes_inputs: bool = False
-    """Forward or loss change a batch in place."""
-
-    limits: Sequence[Limit] = ()
-    """Of inputs that are the numbers of rows of an embedding."""
-
+    # It changes plain attributes of model or task, such as a counter of its calls.
     moves_attributes: bool = False
-    """It changes plain attributes of model or task, such as a counter of its calls."""
 
 
 def probe(trial: Trial, samples: Sequence[Batch]) -> Findings:

@@ -36,8 +36,8 @@ class Trial:
 
     def __init__(self, model: nn.Module, task: Task, precision: Precision, group: Group) -> None:
         self.model, self.task, self.precision, self.group = model, task, precision, group
+        # Those of model and task that are no tensors, such as a counter of the model's calls.
         self.attributes = MovingAttributes(model, task)
-        """Those of model and task that are no tensors, such as a counter of the model's calls."""
 
     @property
     def is_compiled(self) -> bool:
@@ -64,12 +64,8 @@ class Refusal:
     """What is raised where a trial fails."""
 
     what: str
-    fix: Callable[[BaseException], str]
-    """Of an error that is none of ours; those have one."""
-
-    also: str = ""
-    """Ends every fix."""
-
+    fix: Callable[[BaseException], str]  # of an error that is none of ours; those have one
+    also: str = ""  # ends every fix
     error: type[HardenedError] = ModelError
 
 

@@ -30,12 +30,11 @@ log = logging.getLogger(__name__)
 
 STOPPED, TRY_AGAIN, MISTAKE, FAILURE = 3, 75, 2, 1
 MOST_STARTS = 5
+# Set by a launcher of ours: the file in which its ranks note how they end.
 RECORD = "HARDENED_DDP_ENDINGS"
-"""Set by a launcher of ours: the file in which its ranks note how they end."""
 
+# The run folder, once it is known: for the commands of on_event, and for the count of starts.
 RUN = "HDDP_RUN"
-"""The run folder, once it is known: for the commands of on_event, and for the count of starts."""
-
 _TERMINATION_LOG = "HARDENED_DDP_TERMINATION_LOG"  # the pod's terminationMessagePath, if set there
 _MOST_BYTES = 4000  # the kubelet keeps 4096
 _WORST_FIRST = (MISTAKE, FAILURE, TRY_AGAIN, STOPPED, 0)
@@ -122,11 +121,8 @@ def is_told_by_another_rank(env: Mapping[str, str]) -> bool:
 class Endings:
     """What the ranks of a launcher noted in their last attempt."""
 
-    status: int | None
-    """The status to end with; None: no rank noted one."""
-
-    error: str
-    """The first error; empty: there was none."""
+    status: int | None  # the status to end with; None: no rank noted one
+    error: str  # the first error; empty: there was none
 
 
 def read_endings(path: Path) -> Endings:

@@ -23,32 +23,24 @@ NO_CONFIG = "no_config"
 class Request:
     """What the command line asks for. For train, layers.resolve reports its problems."""
 
-    command: str = TRAIN
-    """train, help, version, or a key of COMMANDS."""
+    command: str = TRAIN  # train, help, version, or a key of COMMANDS
 
+    # Options of a command of COMMANDS; for help the topic: train, or a key of COMMANDS.
     options: Mapping[str, str] = field(default_factory=dict)
-    """Options of a command of COMMANDS; for help the topic: train, or a key of COMMANDS."""
-
-    program: tuple[str, ...] = ()
-    """The words after "--", for a command that runs another program."""
-
+    program: tuple[str, ...] = ()  # the words after "--", for a command that runs another program
     settings: Mapping[str, Any] = field(default_factory=dict)  # Any: the type of the setting
     config_file: str = ""
+    # config.yaml beside the script, which is read without being named; empty: not read.
     edited_file: str = ""
-    """config.yaml beside the script, which is read without being named; empty: not read."""
-
     problems: tuple[str, ...] = ()
+    # Settings whose value on the command line can't be used.
     bad_names: frozenset[str] = frozenset()
-    """Settings whose value on the command line can't be used."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Flag:
-    given: str
-    """As typed, without its value; empty for the words before the first flag."""
-
-    words: list[str]
-    """What follows: the text after =, then the words up to the next flag."""
+    given: str  # as typed, without its value; empty for the words before the first flag
+    words: list[str]  # what follows: the text after =, then the words up to the next flag
 
     @property
     def name(self) -> str:

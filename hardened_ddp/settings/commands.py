@@ -23,22 +23,16 @@ class Option:
     _: KW_ONLY
     default: str = ""
     choices: tuple[str, ...] = ()
+    # Given by its place, without a flag; such an option must be given, unless it is_optional.
     is_word: bool = False
-    """Given by its place, without a flag; such an option must be given, unless it is_optional."""
-
     is_optional: bool = False
-    is_place: bool = False
-    """It names a folder or a file of this machine."""
+    is_place: bool = False  # it names a folder or a file of this machine
+    is_switch: bool = False  # a flag without a value; given, its value is "true"
 
-    is_switch: bool = False
-    """A flag without a value; given, its value is "true"."""
-
+    # The last of the words given by place takes all that are left, a flag may be given again; the
+    # values are joined by newlines.
     is_repeated: bool = False
-    """The last of the words given by place takes all that are left, a flag may be given again; the
-    values are joined by newlines."""
-
-    needs: str = ""
-    """What it is given with: a flag, or WITH_PROGRAM."""
+    needs: str = ""  # what it is given with: a flag, or WITH_PROGRAM
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +42,10 @@ class Command:
     text: str
     options: tuple[Option, ...] = ()
     _: KW_ONLY
-    takes_settings: bool = False
-    """It trains, or uses the RUN that it names: settings may follow it."""
+    takes_settings: bool = False  # it trains, or uses the RUN that it names: settings may follow it
 
+    # What follows "--" is the command line of another program, and is not read here.
     takes_program: bool = False
-    """What follows "--" is the command line of another program, and is not read here."""
 
 
 _place = partial(Option, is_place=True)  # a folder or a file, by a flag

@@ -9,9 +9,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-LARGEST_COUNT = 2**31 - 1
-"""Counts end up in C ints somewhere: batch sizes, worker counts."""
-
+LARGEST_COUNT = 2**31 - 1  # counts end up in C ints somewhere: batch sizes, worker counts
 ONE_WEEK_S = 7 * 24 * 3600
 
 
@@ -57,24 +55,13 @@ NOT_EMPTY = Shape(pattern=".+", words="text that is not empty")
 class Facts:
     """What is known of a setting beside its name, type and default."""
 
-    text: str
-    """What it does."""
-
+    text: str  # what it does
     bounds: Bounds | None = None
-    bare: str = ""
-    """What the flag means without a value."""
-
-    shape: Shape = NOT_EMPTY
-    """What a text must look like."""
-
-    may_differ: bool = False
-    """Ranks may have different values, such as a path on their own disk."""
-
-    is_place: bool = False
-    """It names a folder or a file of this machine, so a URL is refused."""
-
-    path: str = ""
-    """What a setting of type `Literal[...] | ImportPath` takes beside its words."""
+    bare: str = ""  # what the flag means without a value
+    shape: Shape = NOT_EMPTY  # what a text must look like
+    may_differ: bool = False  # ranks may have different values, such as a path on their own disk
+    is_place: bool = False  # it names a folder or a file of this machine, so a URL is refused
+    path: str = ""  # what a setting of type `Literal[...] | ImportPath` takes beside its words
 
 
 def setting(default: T, text: str, **facts: Any) -> T:  # Any: the other fields of Facts

@@ -35,8 +35,7 @@ class Entry:
     key: str
     value: Any  # Any: whatever the user wrote; schema.py decides whether it fits
     line: int
-    problem: str = ""
-    """Why the value can't be read."""
+    problem: str = ""  # why the value can't be read
 
 
 class Unreadable(ValueError):

@@ -16,8 +16,8 @@ from hardened_ddp.settings.wording import nearest, shown
 SAVED_SETTINGS = "config.yaml"
 CHECKPOINTS_NAME = "checkpoints"
 STATUS_FOLDER = "status"
+# The name of a finished checkpoint: one that is being written, or set aside, has another.
 STEP_FOLDER = re.compile(r"step-([0-9]{9,15})")
-"""The name of a finished checkpoint: one that is being written, or set aside, has another."""
 
 # The first four belong to the machine of today, the others say which run this is. WHY seed and
 # deterministic are not among them, though of the same section: they belong to the samples' order.

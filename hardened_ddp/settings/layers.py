@@ -41,14 +41,13 @@ class Resolved:
     """The settings of this run, and where they came from."""
 
     config: Config
-    sources: Mapping[str, str]
-    """For each setting: default, run, FILE:LINE or command line."""
+    sources: Mapping[str, str]  # for each setting: default, run, FILE:LINE or command line
 
+    # The earlier run that is continued, whose saved settings were taken; None: a new one.
     run_folder: Path | None
-    """The earlier run that is continued, whose saved settings were taken; None: a new one."""
 
+    # What config.yaml sets and the continued run has another value for: its FILE:LINE.
     not_used: Mapping[str, str] = field(default_factory=dict)
-    """What config.yaml sets and the continued run has another value for: its FILE:LINE."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,8 +58,8 @@ class _Layer:
     sources: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     bad_names: set[str] = field(default_factory=set)
+    # False: a part could not be read at all, so it is not known what it sets.
     is_complete: bool = True
-    """False: a part could not be read at all, so it is not known what it sets."""
 
 
 def resolve(request: Request, *, world_size: int = 1) -> Resolved:

@@ -41,9 +41,7 @@ class Setting:
 
     name: str
     section: str
-    type: type
-    """bool, int, float, str or dict."""
-
+    type: type  # bool, int, float, str or dict
     has_auto: bool
     choices: tuple[str, ...]
     default: Any  # Any: of the type above

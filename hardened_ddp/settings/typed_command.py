@@ -19,11 +19,11 @@ from hardened_ddp.settings.wording import as_typed
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "ddp_training.py"
+# The command that an installation of the package gives, and the package's own name.
 PROGRAM = "hardened-ddp"
-"""The command that an installation of the package gives, and the package's own name."""
 
+# The packages of requirements.txt without which no run starts, by the names to import.
 NEEDED = ("torch", "numpy", "yaml", "psutil", "safetensors")
-"""The packages of requirements.txt without which no run starts, by the names to import."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,10 @@ class StartCommand:
 
     words: tuple[str, ...]
     folder: str
-    note: str = ""
-    """What a reader has to know besides; it becomes a comment of the shell."""
+    note: str = ""  # what a reader has to know besides; it becomes a comment of the shell
 
+    # It is a program of the user's, with its arguments: it takes none of ours.
     is_whole: bool = False
-    """It is a program of the user's, with its arguments: it takes none of ours."""
 
     def typed(self, *arguments: str | Path) -> str:
         """Write the command with these arguments, for a shell in the working folder."""

@@ -38,6 +38,7 @@ _TOLD_ELSEWHERE = {
 }
 OTHER_NAMES = {other: name for name, others in _TOLD_ELSEWHERE.items() for other in others}
 TORCHRUN_SWITCHES = ("standalone", "virtual_local_rank")
+# The options of torchrun's launcher that the command hardened-ddp passes on to it.
 TORCHRUN_OPTIONS = (
     *("nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port", "max_restarts"),
     *("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "monitor_interval", "start_method"),
@@ -45,7 +46,6 @@ TORCHRUN_OPTIONS = (
     *("duplicate_stdout_filters", "duplicate_stderr_filters", "local_addr", "logs_specs"),
     *("numa_binding", "signals_to_handle", "shutdown_timeout"),
 )
-"""The options of torchrun's launcher that the command hardened-ddp passes on to it."""
 
 
 def shown(value: object) -> str:

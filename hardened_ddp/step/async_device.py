@@ -88,17 +88,14 @@ class QueuedStep:
     """A step whose work the host has queued."""
 
     attempt: Attempt
-    begun: Event
-    """When the buffers and sums before it have been copied."""
+    begun: Event  # when the buffers and sums before it have been copied
 
+    # When this rank's own gradients are there. None: the host has not queued all of them.
     computed: Event | None = None
-    """When this rank's own gradients are there. None: the host has not queued all of them."""
 
+    # Up: some rank failed in it, or its gradient is not finite. None: known not to be so.
     flag: Flag | None = None
-    """Up: some rank failed in it, or its gradient is not finite. None: known not to be so."""
-
-    loss_after: torch.Tensor | float = 0.0
-    """The sum of the losses after it, on the device."""
+    loss_after: torch.Tensor | float = 0.0  # the sum of the losses after it, on the device
 
     def loss(self) -> float:
         """Return this rank's loss in it. Waits for the device."""
@@ -118,9 +115,7 @@ class Update:
     """A committed step, and events around its update."""
 
     step: QueuedStep
-    progress: Progress
-    """Before it."""
-
+    progress: Progress  # before it
     before: Event
     after: Event
 
@@ -134,15 +129,12 @@ class Boundary:
     """The state at a step boundary, as far as it is not in the live tensors."""
 
     progress: Progress
-    buffers: Copies
-    """The moving buffers; empty: the live ones."""
+    buffers: Copies  # the moving buffers; empty: the live ones
+    loss: torch.Tensor | float  # the sum of the losses since the last reading, on the device
 
-    loss: torch.Tensor | float
-    """The sum of the losses since the last reading, on the device."""
-
+    # The update after it. The live tensors are those of the boundary until the device begins it.
+    # None: it is not queued.
     next: Update | None = None
-    """The update after it. The live tensors are those of the boundary until the device begins it.
-    None: it is not queued."""
 
     def still_holds(self) -> bool:
         """Return whether the live tensors are still those of the boundary."""
@@ -153,12 +145,11 @@ class AsyncDevice:
     """Follows the steps of a run on a device that runs behind the host."""
 
     def __init__(self, parts: Parts, progress: Progress, totals: Totals) -> None:
+        # The last step, as long as its flag has not been read.
         self.unconfirmed: QueuedStep | None = None
-        """The last step, as long as its flag has not been read."""
 
+        # The flag is read one step later; else each step waits for its gradient.
         self.checks_one_step_late = parts.checks_one_step_late
-        """The flag is read one step later; else each step waits for its gradient."""
-
         self._parts = parts
         self._progress = progress
         self._totals = totals

@@ -31,15 +31,11 @@ from hardened_ddp.step.memory import is_out_of_memory
 
 log = logging.getLogger(__name__)
 
-NUM_SHOWN = 8
-"""Samples or parameters that a message names."""
+NUM_SHOWN = 8  # samples or parameters that a message names
+BAD_LABELS = "the labels of samples"  # begins the text of a loss whose labels are NaN or infinite
 
-BAD_LABELS = "the labels of samples"
-"""Begins the text of a loss whose labels are NaN or infinite."""
-
+# In torch's error about a BatchNorm whose input is one value.
 _SINGLE_SAMPLE = "Expected more than 1 value per channel when training"
-"""In torch's error about a BatchNorm whose input is one value."""
-
 BAD_SUM = "the gradient over all ranks is not finite, or its square is not, though every loss is"
 
 Kind = Literal["error", "out of memory", "not finite", "sample", "unused"]
@@ -81,8 +77,7 @@ class Failure:
 
     kind: Kind
     text: str
-    num_samples: int = 0
-    """Of its largest micro-batch."""
+    num_samples: int = 0  # of its largest micro-batch
 
 
 def error_of(kind: Kind, text: str) -> HardenedError:

@@ -49,15 +49,13 @@ from hardened_ddp.task.task import LOSS, Score, Task
 
 log = logging.getLogger(__name__)
 
-INPUTS = "the batch"
-"""In the list of what a forward has written: the samples themselves."""
+INPUTS = "the batch"  # in the list of what a forward has written: the samples themselves
 
+# The loss, the sums of the metrics and the number of samples at one moment.
 Mark = tuple[torch.Tensor | float, list[torch.Tensor | float], int]
-"""The loss, the sums of the metrics and the number of samples at one moment."""
 
+# The sum of what the loss is a mean over, among the sums of a task that does not count samples.
 COUNT = "count"
-"""The sum of what the loss is a mean over, among the sums of a task that does not count samples."""
-
 _VERSION = operator.attrgetter("_version")  # of a tensor: it grows with each write in place
 
 
@@ -65,11 +63,9 @@ class Outcome(Enum):
     """The outcome of a step. The same on all ranks."""
 
     DONE = "done"
+    # Given up under --continue_on_error: its samples are skipped, the weights don't change.
     LEFT_OUT = "left out"
-    """Given up under --continue_on_error: its samples are skipped, the weights don't change."""
-
-    EMPTY = "empty"
-    """Nothing in it counts, such as no valid token: the weights don't change."""
+    EMPTY = "empty"  # nothing in it counts, such as no valid token: the weights don't change
 
 
 @dataclass(slots=True)
@@ -79,42 +75,31 @@ class Attempt:
     window: Window
     batches: Sequence[Batch]
     totals_before: Mark
-    buffers: Copies = NO_COPIES
-    """The moving buffers before it."""
+    buffers: Copies = NO_COPIES  # the moving buffers before it
 
+    # The plain attributes that may move, before it.
     attributes: Attributes = field(default_factory=dict)
-    """The plain attributes that may move, before it."""
+    is_reported: bool = True  # losses and metrics are read after it
+    after_forward: Callable[[], None] | None = None  # called when the first forward is queued
 
-    is_reported: bool = True
-    """Losses and metrics are read after it."""
-
-    after_forward: Callable[[], None] | None = None
-    """Called when the first forward is queued."""
-
+    # Called when this rank's gradients are computed, before the last of them are sent.
     when_computed: Callable[[], None] | None = None
-    """Called when this rank's gradients are computed, before the last of them are sent."""
 
+    # Scale and growth tracker of fp16's scaler before it. Any: from Precision.mark.
     scale_before: Any = ()
-    """Scale and growth tracker of fp16's scaler before it. Any: from Precision.mark."""
 
+    # The state of the schedule before it, if it has one. Any: from Schedule.mark.
     schedule_before: Any = None
-    """The state of the schedule before it, if it has one. Any: from Schedule.mark."""
-
     outcome: Outcome = Outcome.DONE
-    failure: Failure | None = None
-    """How this rank failed in it."""
+    failure: Failure | None = None  # how this rank failed in it
+    searches_for_nan: bool = False  # the next try searches the module that gives NaN or inf first
 
-    searches_for_nan: bool = False
-    """The next try searches the module that gives NaN or inf first."""
-
+    # What counts in this rank's samples, such as valid tokens. On the device.
     count: float | torch.Tensor = 0.0
-    """What counts in this rank's samples, such as valid tokens. On the device."""
+    losses: list[torch.Tensor] = field(default_factory=list)  # of this rank's micro-batches
 
-    losses: list[torch.Tensor] = field(default_factory=list)
-    """Of this rank's micro-batches."""
-
+    # Of the gradient, before it was clipped; NaN: nobody asked for it.
     norm: float | torch.Tensor = math.nan
-    """Of the gradient, before it was clipped; NaN: nobody asked for it."""
 
 
 class Writes:
@@ -124,8 +109,8 @@ class Writes:
         self._replica = replica
         self._watched: Sequence[torch.Tensor] = ()
         self._versions: list[int] = []
+        # What the last two forwards were the first to write: nothing can put it back.
         self._unsafe: deque[list[str]] = deque([[], []], maxlen=2)
-        """What the last two forwards were the first to write: nothing can put it back."""
 
     def begin(self, batches: Sequence[Batch]) -> None:
         """Note the versions of all that is believed still, before a forward of batches."""
@@ -172,15 +157,12 @@ class Gradient:
         self.progress = progress
         self.totals = Totals(parts.task, parts.device)
         self.left_out = left_out
-        self.batch: Batch | None = None
-        """The current micro-batch, for a message about a hang in it."""
-
+        self.batch: Batch | None = None  # the current micro-batch, for a message about a hang in it
         self.writes = Writes(parts.replica)
         config = parts.config.loop
         # WHY: a rank that fails in forward leaves the others in its collectives.
+        # A step in which a rank failed is tried again.
         self.retries = config.step_retry == "on" and not parts.replica.collectives
-        """A step in which a rank failed is tried again."""
-
         self._leaves_out = config.continue_on_error
         self._counts_samples = parts.task.counts_samples
         # WHY not before backward with collectives in forward: the other ranks wait there
@@ -401,11 +383,10 @@ class Totals:
             zeros[COUNT] = torch.zeros((), dtype=torch.float64)
         self.sums = {name: torch.zeros_like(zero, device=device) for name, zero in zeros.items()}
         self.num_samples = 0
-        self.grad_norm: torch.Tensor | None = None
-        """The gradient's norm in the last reported step."""
+        self.grad_norm: torch.Tensor | None = None  # the gradient's norm in the last reported step
 
+        # Steps since the last reading, also those that were left out. The same on all ranks.
         self.num_steps = 0
-        """Steps since the last reading, also those that were left out. The same on all ranks."""
 
     def add(self, score: Score, num_samples: int) -> None:
         """Add the score of one forward on num_samples samples."""

@@ -35,8 +35,7 @@ class LeftOut:
         self._start: dict[str, int] = {}
         self._num_written = self._num_synced = 0
         self._lock = threading.Lock()
-        self.entries: list[dict[str, Any]] = []
-        """What was left out and why, of all ranks."""
+        self.entries: list[dict[str, Any]] = []  # what was left out and why, of all ranks
 
     def add(self, batches: Sequence[Batch], failure: str, progress: Progress) -> None:
         """Record this rank's bad samples, and the whole step if it failed. Collective: all ranks.

@@ -10,6 +10,7 @@ from hardened_ddp.errors import OutOfMemoryError
 from hardened_ddp.model.optimizer import allocate_state
 from hardened_ddp.step.parts import Parts
 
+# Texts of out-of-memory errors of other classes: host allocator, driver, libraries, NCCL.
 _TEXTS = [
     "can't allocate memory",
     "CUDA error: out of memory",
@@ -24,7 +25,6 @@ _TEXTS = [
     "Cuda failure 'out of memory'",
     "Cuda failure 2 'out of memory'",
 ]
-"""Texts of out-of-memory errors of other classes: host allocator, driver, libraries, NCCL."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

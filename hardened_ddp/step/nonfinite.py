@@ -26,9 +26,8 @@ class _Finding:
 
     text: str
     micro_batch: int
+    # Indices in the tensor's first dimension, which has this size, that have NaN or inf.
     rows: list[int]
-    """Indices in the tensor's first dimension, which has this size, that have NaN or inf."""
-
     size: int
 
 
@@ -37,9 +36,7 @@ class _Link:
     """A tensor between modules."""
 
     producer: nn.Module | None = None
-    maker: nn.Module | None = None
-    """The module in whose own forward the tensor is passed on."""
-
+    maker: nn.Module | None = None  # the module in whose own forward the tensor is passed on
     consumer: nn.Module | None = None
     is_result: bool = False
 

@@ -23,8 +23,7 @@ from hardened_ddp.settings.config import Config
 from hardened_ddp.step.progress import Progress
 from hardened_ddp.task.task import Task
 
-ASYNC_DEVICES = ("cuda",)
-"""Device types where reading a number waits for all work before it."""
+ASYNC_DEVICES = ("cuda",)  # device types where reading a number waits for all work before it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,29 +38,18 @@ class Parts:
     train_loader: AnyLoader
     eval_loader: EvalLoader | None
     replica: Replica
-    gradients: GradientSum
-    """Sums them over the ranks."""
-
+    gradients: GradientSum  # sums them over the ranks
     task: Task
     precision: Precision
     optimizer: torch.optim.Optimizer
-    schedule: Schedule
-    """The learning rate of the optimizer."""
+    schedule: Schedule  # the learning rate of the optimizer
+    global_batch: int  # samples of one step, over all ranks
+    average: WeightAverage | None = None  # of the weights: --ema
 
-    global_batch: int
-    """Samples of one step, over all ranks."""
-
-    average: WeightAverage | None = None
-    """Of the weights: --ema."""
-
+    # The frozen weights that checkpoints leave out, and where they come from.
     base: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON
-    """The frozen weights that checkpoints leave out, and where they come from."""
-
-    length: RunLength
-    """Optimizer steps of the whole run, which of a stream may be known only later."""
-
-    events: Events = field(default_factory=Events)
-    """Tells the user's command what happens."""
+    length: RunLength  # optimizer steps of the whole run, which of a stream may be known only later
+    events: Events = field(default_factory=Events)  # tells the user's command what happens
 
     @property
     def checks_loss(self) -> bool:

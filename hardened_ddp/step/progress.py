@@ -7,44 +7,31 @@ from dataclasses import dataclass, fields
 from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.task.task import Metric
 
+# The size of a stop_value while no evaluation had a finite one. WHY not inf: JSON has none.
 NEVER_FINITE = sys.float_info.max
-"""The size of a stop_value while no evaluation had a finite one. WHY not inf: JSON has none."""
 
 
 @dataclass(slots=True)
 class Progress:
     """How far the run is. Equal on all ranks at every step boundary."""
 
-    step: int = 0
-    """Optimizer steps done."""
-
+    step: int = 0  # optimizer steps done
     epoch: int = 0
-    cursor: int = 0
-    """Samples of this epoch consumed so far, over all ranks."""
+    cursor: int = 0  # samples of this epoch consumed so far, over all ranks
 
+    # The metric that decides which checkpoint is best. Empty: none was compared yet.
     best_metric: str = ""
-    """The metric that decides which checkpoint is best. Empty: none was compared yet."""
+    best_value: float = 0.0  # that metric at its best so far
 
-    best_value: float = 0.0
-    """That metric at its best so far."""
-
+    # The metric that ends the run when it no longer improves. Empty: none was compared yet.
     stop_metric: str = ""
-    """The metric that ends the run when it no longer improves. Empty: none was compared yet."""
+    stop_value: float = 0.0  # that metric at its best so far
+    num_worse: int = 0  # evaluations since then
+    evaluated_step: int = 0  # the step after which the test set was last measured
+    num_errors: int = 0  # samples and steps left out so far
 
-    stop_value: float = 0.0
-    """That metric at its best so far."""
-
-    num_worse: int = 0
-    """Evaluations since then."""
-
-    evaluated_step: int = 0
-    """The step after which the test set was last measured."""
-
-    num_errors: int = 0
-    """Samples and steps left out so far."""
-
+    # The limit of samples in a micro-batch, found when memory ran out. 0: no limit.
     max_micro_batch: int = 0
-    """The limit of samples in a micro-batch, found when memory ran out. 0: no limit."""
 
     def commit(self, window: Window) -> None:
         """Count the step over window as done."""

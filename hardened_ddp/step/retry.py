@@ -43,9 +43,7 @@ log = logging.getLogger(__name__)
 class Decision(Enum):
     """What all ranks do about a step in which some rank failed."""
 
-    AGAIN = "again"
-    """Try it again, with no change."""
-
+    AGAIN = "again"  # try it again, with no change
     ALLOW_UNUSED = "allow unused"
     SMALLER = "smaller micro-batches"
     WITHOUT_BAD = "without the samples that fail alone"
@@ -59,9 +57,8 @@ class StepRetry:
     def __init__(self, gradient: Gradient) -> None:
         self.gradient = gradient
         self.parts, self.progress = gradient.parts, gradient.progress
+        # Steps given up for NaN or inf since the last completed one. The same on all ranks.
         self.given_up: list[str] = []
-        """Steps given up for NaN or inf since the last completed one. The same on all ranks."""
-
         self._known_unused: set[str] = set()
 
     def until_done(self, attempt: Attempt) -> None:

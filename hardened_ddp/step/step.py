@@ -48,15 +48,13 @@ class ReadsWeights(Protocol):
 class Live:
     """Whether the live tensors are those of a step boundary: for a thread that saves them."""
 
+    # Held while weights and progress change: a thread that holds it sees a whole step.
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held while weights and progress change: a thread that holds it sees a whole step."""
+    is_at_boundary: bool = True  # weights and optimizer state are not half updated
 
-    is_at_boundary: bool = True
-    """Weights and optimizer state are not half updated."""
-
+    # The moving buffers at the last step boundary, before a forward under way changed them. None:
+    # no forward is under way.
     buffers_before: Copies | None = None
-    """The moving buffers at the last step boundary, before a forward under way changed them.
-    None: no forward is under way."""
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
@@ -76,16 +74,13 @@ class Stepper:
         self.parts = parts
         self.progress = progress
         self.gradient = Gradient(parts, progress, left_out=left_out)
+        # What only a device that runs behind the host needs; None: the host does the work.
         self.device: AsyncDevice | None = None
-        """What only a device that runs behind the host needs; None: the host does the work."""
-
         if parts.is_async_device:
             self.device = AsyncDevice(parts, progress, self.gradient.totals)
         self.retry = StepRetry(self.gradient)
         self.live = Live()
-        self.last_good = -1
-        """The last step that succeeded. The same on all ranks."""
-
+        self.last_good = -1  # The last step that succeeded. The same on all ranks.
         self._saver = saver
         self.records = Records(parts, progress, left_out)
         self._seeds_update = not is_known(parts.optimizer)

@@ -36,8 +36,8 @@ class BlockReader:
         self.dataset = stream
         self.reader = ShardReader(stream, seed=seed)
         self.shares_memory = True
+        # The sample that is being read; other processes may read this.
         self.reading: list[int] | memoryview[int] = [-1]
-        """The sample that is being read; other processes may read this."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "reading": [-1]}  # WHY: memory of this process alone
@@ -128,8 +128,7 @@ class BlockReader:
         )
 
 
-Packed = tuple[Any, ...]
-"""What pack made: a tag, then what the tag says."""
+Packed = tuple[Any, ...]  # what pack made: a tag, then what the tag says
 
 
 def pack(samples: Sequence[Any]) -> Packed:  # Any: samples of a foreign dataset

@@ -16,13 +16,12 @@ import numpy as np
 from hardened_ddp.errors import DataError
 from hardened_ddp.streams.planner import UNKNOWN, Numbers, shard_of
 
+# Files up to this size are hashed as a whole; of larger ones, parts that are spread over it.
 _WHOLE_BYTES = 16 << 20
-"""Files up to this size are hashed as a whole; of larger ones, parts that are spread over it."""
-
 _NUM_PARTS, _PART_BYTES = 17, 1 << 16
 
+# What a dataset may say of itself.
 _FORWARDED = ("num_classes", "classes", "collate_fn", "in_memory", "uses_randomness", "files")
-"""What a dataset may say of itself."""
 
 
 class Stream(Protocol):

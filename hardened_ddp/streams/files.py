@@ -13,9 +13,10 @@ from typing import Any, Protocol
 
 import torch
 
+# Shards where --dataset_args does not say how many. For balance, 8 x ranks or more.
 NUM_SHARDS = 64
-"""Shards where --dataset_args does not say how many. For balance, 8 x ranks or more."""
 
+# As torch.tensor chooses for Python's numbers, by how the type's name begins.
 _DTYPES = {
     "int": torch.int64,
     "uint": torch.int64,
@@ -24,10 +25,9 @@ _DTYPES = {
     "halffloat": torch.float32,
     "bool": torch.bool,
 }
-"""As torch.tensor chooses for Python's numbers, by how the type's name begins."""
 
+# Makes a sample of what a file holds: a line, a row, the members of a tar. Any: that.
 Change = Callable[[Any], Any]
-"""Makes a sample of what a file holds: a line, a row, the members of a tar. Any: that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,7 @@ class Piece:
 class Format(Protocol):
     """One format of files. Picklable."""
 
-    can_cut: bool
-    """Whether a file can be cut into pieces."""
+    can_cut: bool  # whether a file can be cut into pieces
 
     def measure(self, file: str) -> int:
         """Return the length of a file in the unit of Piece."""

@@ -22,11 +22,11 @@ from hardened_ddp.data.foreign_code import import_callable, import_extra
 from hardened_ddp.errors import DataError
 from hardened_ddp.streams.files import NUM_SHARDS, FileStream, Format, Piece, as_sample
 
+# Sets of files up to this size are counted before training, so that their length is known.
 COUNTED_BYTES = 64 << 20
-"""Sets of files up to this size are counted before training, so that their length is known."""
 
+# How files of these formats begin.
 _COMPRESSED = {"gzip": b"\x1f\x8b", "zstd": b"\x28\xb5\x2f\xfd", "xz": b"\xfd7zXZ\x00"}
-"""How files of these formats begin."""
 
 
 class TextFormat:

@@ -24,9 +24,7 @@ from hardened_ddp.ranks.seeding import mix
 
 Numbers = npt.NDArray[np.int64]
 
-UNKNOWN = -1
-"""The end of a shard that nobody has reached yet."""
-
+UNKNOWN = -1  # the end of a shard that nobody has reached yet
 _ENDLESS = 1 << 62
 _MOST_COUNTS = 1 << 20  # of samples by step and shard, for the steps that are dealt at once
 _NUM_ORDERS = 1024  # of the samples of a block
@@ -38,20 +36,11 @@ class StreamPosition:
     """A position in a stream. Two runs at equal positions take the same samples from there on."""
 
     epoch: int
-    place: int
-    """Where in the order of the shards the next turn is."""
-
-    taken: Numbers
-    """(num_shards,): samples consumed of each shard."""
-
-    ends: Numbers
-    """(num_shards,): samples of each shard, or UNKNOWN."""
-
-    cursor: int
-    """Samples of this epoch consumed, over all shards."""
-
-    size: int
-    """Samples of the epoch; UNKNOWN unless the length of every shard is known."""
+    place: int  # where in the order of the shards the next turn is
+    taken: Numbers  # (num_shards,): samples consumed of each shard
+    ends: Numbers  # (num_shards,): samples of each shard, or UNKNOWN
+    cursor: int  # samples of this epoch consumed, over all shards
+    size: int  # samples of the epoch; UNKNOWN unless the length of every shard is known
 
     @classmethod
     def at(cls, epoch: int, place: int, taken: Numbers, ends: Numbers) -> "StreamPosition":
@@ -96,11 +85,8 @@ class Turns:
 
     shards: Numbers
     indices: Numbers
-    place: int
-    """As in StreamPosition, after these turns."""
-
-    taken: Numbers
-    """As in StreamPosition, after these turns if each of them has a sample."""
+    place: int  # as in StreamPosition, after these turns
+    taken: Numbers  # as in StreamPosition, after these turns if each of them has a sample
 
     def __len__(self) -> int:
         return len(self.shards)
@@ -111,11 +97,8 @@ class Share:
     """The turns of one step, as a rank sees them."""
 
     turns: Turns
-    shards: list[int]
-    """Of this rank's turns, in order."""
-
-    has_idle_rank: bool
-    """Some rank has none of the turns."""
+    shards: list[int]  # of this rank's turns, in order
+    has_idle_rank: bool  # some rank has none of the turns
 
 
 def shard_order(seed: int, epoch: int, num_shards: int) -> Numbers:
@@ -193,11 +176,8 @@ class StreamPlanner:
         self._ahead = max(1, num_steps) * size
         self._place_of = np.argsort(order)
         self._dealt: deque[Share] = deque()
-        self._ends: Numbers | None = None
-        """What was known when they were dealt."""
-
-        self._next = 0
-        """Cursor of the step that dealt[0] is for."""
+        self._ends: Numbers | None = None  # what was known when they were dealt
+        self._next = 0  # cursor of the step that dealt[0] is for
 
     def next(self, position: StreamPosition) -> Share:
         """Return deal(position, order, size), and this rank's part of it."""

@@ -27,9 +27,7 @@ from hardened_ddp.streams.shard_sampler import ShardSampler
 
 log = logging.getLogger(__name__)
 
-BLOCKS_AHEAD = 2
-"""Blocks of each shard that workers read ahead of what is needed."""
-
+BLOCKS_AHEAD = 2  # blocks of each shard that workers read ahead of what is needed
 _MANY_SAMPLES = 10_000  # reading so many again is worth a warning
 
 
@@ -42,8 +40,8 @@ class Items:
     """
 
     numbers: list[int] = field(default_factory=list)
+    # Samples or BadSample. Any: whatever the stream gives.
     samples: list[Any] = field(default_factory=list)
-    """Samples or BadSample. Any: whatever the stream gives."""
 
     def part(self, start: int, stop: int) -> "Items":
         """Return the items at these positions."""
@@ -54,16 +52,10 @@ class Items:
 class _Shard:
     """What this rank holds of one of its shards, in the order of the plan."""
 
-    asked: int
-    """Index of the first sample of the next block to ask for."""
-
-    number: int
-    """Among this rank's shards: decides which worker reads it."""
-
+    asked: int  # index of the first sample of the next block to ask for
+    number: int  # among this rank's shards: decides which worker reads it
     numbers: deque[int] = field(default_factory=deque)
-    samples: deque[Any] = field(default_factory=deque)
-    """As in Items."""
-
+    samples: deque[Any] = field(default_factory=deque)  # as in Items
     end: int = UNKNOWN
     states: deque[ReaderState] = field(default_factory=deque)
 
@@ -78,20 +70,16 @@ class ReadAhead:
         self._reader = reader.fetcher.reader
         self._block = sampler.shuffle_block
         self._epoch = -1
-        self._wanted = -1
-        """The shard that is waited for."""
+        self._wanted = -1  # the shard that is waited for
 
+        # (num_shards,): the samples of each shard below this index are wanted.
         self._needed: Numbers = np.empty(0, dtype=np.int64)
-        """(num_shards,): the samples of each shard below this index are wanted."""
 
+        # (num_shards,): how many samples of each shard have come; those of other ranks' shards
+        # count as all there, because nobody here waits for them.
         self._stored: Numbers = np.empty(0, dtype=np.int64)
-        """(num_shards,): how many samples of each shard have come; those of other ranks' shards
-        count as all there, because nobody here waits for them."""
-
         self._shards: dict[int, _Shard] = {}
-        self._unfinished: dict[int, _Shard] = {}
-        """Those whose end was not met yet."""
-
+        self._unfinished: dict[int, _Shard] = {}  # those whose end was not met yet
         self._answers: Iterator[Batch] = iter(())
 
     def begin(

@@ -20,9 +20,7 @@ from hardened_ddp.streams.shard_reader import ReaderState
 log = logging.getLogger(__name__)
 
 FOLDER = "readers"
-EVERY_S = 5.0
-"""Between two notes; a resume reads what came after the last one again."""
-
+EVERY_S = 5.0  # between two notes; a resume reads what came after the last one again
 _BYTES_PER_S = 20_000  # with larger states notes are rarer
 
 StatesAt = Callable[[StreamPosition], Mapping[int, ReaderState]]

@@ -48,9 +48,8 @@ class _Read:
     position: StreamPosition
     share: Share
     items: Items
+    # (num_shards,): the ends that were met, on any rank; None: there can be none.
     ends: torch.Tensor | None
-    """(num_shards,): the ends that were met, on any rank; None: there can be none."""
-
     work: Any  # a dist.Work: the ends on their way to the other ranks
 
 
@@ -76,12 +75,10 @@ class ShardLoader:
         self._states: ShardStates | None = None
         self._read_ahead = ReadAhead(sampler, reader)
         self._unmet = torch.full((sampler.num_shards,), UNKNOWN, dtype=torch.int64)
+        # Ranks among which the shards are shared out.
         self._num_owners = 1 if sampler.is_shared else sampler.num_replicas
-        """Ranks among which the shards are shared out."""
-
         self._planner = StreamPlanner(np.arange(sampler.num_shards), sampler.global_batch)
-        self._over: StreamPosition | None = None
-        """The end of the epoch, once it was met."""
+        self._over: StreamPosition | None = None  # the end of the epoch, once it was met
 
     def windows(
         self, epoch: int, start: int, step: int = 0

@@ -30,8 +30,8 @@ from hardened_ddp.streams.planner import UNKNOWN, id_of
 
 log = logging.getLogger(__name__)
 
+# (epoch, position, state): a reader opened with this state gives sample number position first.
 ReaderState = tuple[int, int, Any]
-"""(epoch, position, state): a reader opened with this state gives sample number position first."""
 
 
 class EndOfShard(Exception):
@@ -62,11 +62,8 @@ class OpenShard:
     epoch: int
     position: int
     samples: Iterator[Any]
-    after_error: str = ""
-    """It raised, and was asked to go on: its end may be no end of the shard."""
-
-    state_after_error: Any = None
-    """Its state then, if it has one."""
+    after_error: str = ""  # it raised, and was asked to go on: its end may be no end of the shard
+    state_after_error: Any = None  # its state then, if it has one
 
 
 # WHY: the process has one such variable, and each of two threads would see the other's
@@ -104,21 +101,19 @@ class ShardReader:
     def __init__(self, stream: Stream, *, seed: int) -> None:
         self.stream = stream
         self.seed = seed
+        # By shard: what is known from the last worker, or the run before.
         self.states: dict[int, ReaderState] = {}
-        """By shard: what is known from the last worker, or the run before."""
-
         self._uses_randomness = getattr(stream, "uses_randomness", True)
         self._open: dict[int, OpenShard] = {}
         self._ends: dict[tuple[int, int], int] = {}
+        # (epoch, shard) -> the sample that no reader goes beyond, and its error.
         self._blocked: dict[tuple[int, int], tuple[int, str]] = {}
-        """(epoch, shard) -> the sample that no reader goes beyond, and its error."""
 
+        # (epoch, shard) -> the samples that failed, and behind which their reader goes on.
         self._passed: dict[tuple[int, int], set[int]] = {}
-        """(epoch, shard) -> the samples that failed, and behind which their reader goes on."""
 
+        # (epoch, shard) -> the samples that no reader is asked for again, each with its error.
         self._deadly: dict[tuple[int, int], dict[int, str]] = {}
-        """(epoch, shard) -> the samples that no reader is asked for again, each with its error."""
-
         self._failed: OpenShard | None = None
 
     def __getstate__(self) -> dict[str, Any]:

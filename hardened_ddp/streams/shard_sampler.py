@@ -18,8 +18,7 @@ from hardened_ddp.streams.planner import StreamPosition, deal, id_of, shard_orde
 
 log = logging.getLogger(__name__)
 
-_KEPT = 32
-"""Positions that are kept: those read ahead, and the last step, which may be taken back."""
+_KEPT = 32  # positions that are kept: those read ahead, and the last step, which may be taken back
 
 
 class ShardSampler:
@@ -45,22 +44,18 @@ class ShardSampler:
         self.global_batch, self.batch_size = global_batch, batch_size
         self.drop_last, self.shuffle_block = drop_last, shuffle_block
         self.digests = dict(digests or {})
+        # (num_shards,): as the stream says, or as a first epoch has shown.
         self.sizes = sizes_of(stream)
-        """(num_shards,): as the stream says, or as a first epoch has shown."""
+        self.declares_length = self.knows_sizes  # the stream itself says how many samples it has
 
-        self.declares_length = self.knows_sizes
-        """The stream itself says how many samples it has."""
-
+        # Of the run; it is told when the end of the stream is known.
         self.length: RunLength | None = None
-        """Of the run; it is told when the end of the stream is known."""
 
+        # There are fewer shards than ranks: each rank reads all of them, and keeps its part.
         self.is_shared = self.num_shards < num_replicas
-        """There are fewer shards than ranks: each rank reads all of them, and keeps its part."""
-
         self._positions: dict[tuple[int, int], StreamPosition] = {}
+        # Cursor at which this epoch is done; more than any cursor if it is not known.
         self.end = sys.maxsize
-        """Cursor at which this epoch is done; more than any cursor if it is not known."""
-
         self.begin_at(StreamPosition.at_start(0, self.sizes))
 
     @property

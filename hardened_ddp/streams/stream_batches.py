@@ -19,12 +19,12 @@ from hardened_ddp.streams.contract import Stream, name_of
 from hardened_ddp.streams.planner import StreamPosition
 from hardened_ddp.streams.read_ahead import Items, split_bad
 
+# Steps whose batches are made together if their samples have been read. WHY: a training step
+# replaces what is in the CPU's caches; so samples and code are loaded into them once in 16 steps.
 _AT_ONCE = 16
-"""Steps whose batches are made together if their samples have been read. WHY: a training step
-replaces what is in the CPU's caches; so samples and code are loaded into them once in 16 steps."""
 
+# Of such batches. Larger ones gain nothing, and memory would be held for them.
 _MOST_BYTES = 1 << 23
-"""Of such batches. Larger ones gain nothing, and memory would be held for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,7 @@ class TakenStep:
     window: Window
     items: Items
     after: StreamPosition
-    is_next_here: bool
-    """The samples of the next step have been read."""
+    is_next_here: bool  # the samples of the next step have been read
 
 
 class HeldSamples:

@@ -18,8 +18,8 @@ from hardened_ddp.streams.shard_reader import EndOfShard, SampleIsError, ShardRe
 
 log = logging.getLogger(__name__)
 
+# Samples of a shard of a test part that are counted: larger ones say their length.
 MOST_COUNTED = 2**20
-"""Samples of a shard of a test part that are counted: larger ones say their length."""
 
 
 class StreamView(Dataset[Any]):  # Any: whatever the stream gives
@@ -29,9 +29,7 @@ class StreamView(Dataset[Any]):  # Any: whatever the stream gives
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
-        self.digests = digests_of(stream)
-        """Size and hash of each file by its name."""
-
+        self.digests = digests_of(stream)  # size and hash of each file by its name
         self._reader = ShardReader(stream, seed=0)
         forward(stream, self)
 

@@ -7,9 +7,8 @@ import torch
 
 from hardened_ddp.errors import ModelError
 
+# Where an output with names has its logits: Hugging Face says logits, torchvision out.
 LOGITS = ("logits", "out")
-"""Where an output with names has its logits: Hugging Face says logits, torchvision out."""
-
 _MOST_NAMED = 6
 _ROUNDING = 1e-3  # of probabilities in fp32, or written with few digits
 _LABEL_IS_LAST = "the last part of a sample is its label"

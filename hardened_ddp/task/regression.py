@@ -44,8 +44,8 @@ class Regression(Task):
             )
         self.loss = loss
         self.num_outputs = num_outputs
+        # Of the labels, one number for each output; None: not known yet.
         self.origin: torch.Tensor | None = None
-        """Of the labels, one number for each output; None: not known yet."""
 
     @property
     def sums(self) -> Mapping[str, torch.Tensor]:

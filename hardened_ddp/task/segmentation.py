@@ -19,8 +19,8 @@ from hardened_ddp.task.task import Figures, Metric, Score, Task, widened
 from hardened_ddp.task.tokens import IGNORED
 
 _NEED = "(num_samples, num_classes, height, width)"
+# Dimensions of the labels: of images, and of volumes (num_samples, depth, height, width).
 _SIZES = (3, 4)
-"""Dimensions of the labels: of images, and of volumes (num_samples, depth, height, width)."""
 
 
 class Segmentation(Task):

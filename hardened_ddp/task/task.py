@@ -20,29 +20,25 @@ from hardened_ddp.data.batches.batch import Batch
 if TYPE_CHECKING:
     from hardened_ddp.task.own_metrics import OwnMetrics
 
-LABEL_PARAMETERS = ("labels", "targets")
-"""What a model's forward calls the labels."""
-
+LABEL_PARAMETERS = ("labels", "targets")  # what a model's forward calls the labels
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 Figures = dict[str, float]
 
-LOSS = "loss"
-"""The name of the loss among the figures: the mean over what the task counts."""
+LOSS = "loss"  # the name of the loss among the figures: the mean over what the task counts
 
 
 @dataclass(slots=True)
 class Score:
     """Loss and metrics of one forward."""
 
-    loss_sum: torch.Tensor
-    """Scalar with its graph: the loss, summed over what count counts."""
+    loss_sum: torch.Tensor  # scalar with its graph: the loss, summed over what count counts
 
+    # What the loss is a mean over: samples, valid tokens, pixels. loss_sum / count is the mean.
     count: int | torch.Tensor
-    """What the loss is a mean over: samples, valid tokens, pixels. loss_sum / count is the mean."""
 
+    # For each name in the task's sums one tensor of that shape. In a task of your own: for each of
+    # its metrics a sum, which is divided by count, or a pair (sum, what it is divided by).
     metrics: Mapping[str, Any] = field(default_factory=dict)  # Any: a sum, or (sum, count)
-    """For each name in the task's sums one tensor of that shape. In a task of your own: for each
-    of its metrics a sum, which is divided by count, or a pair (sum, what it is divided by)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +46,7 @@ class Metric:
     """A number that measures the model."""
 
     name: str
-    form: str = ".4f"
-    """Its format specification for printing."""
-
+    form: str = ".4f"  # its format specification for printing
     is_higher_better: bool = True
 
     def is_better(self, value: float, than: float) -> bool:
@@ -71,30 +65,21 @@ LOSS_METRIC = Metric(LOSS, is_higher_better=False)
 class Task:
     """What training and evaluation need of a task. Your own defines score: see docs/TASKS.md."""
 
-    name = ""
-    """As --task names it; never auto."""
+    name = ""  # as --task names it; never auto
 
+    # What is reported besides the loss. The first one decides which checkpoint is best.
     metrics: Sequence[Metric] = ()
-    """What is reported besides the loss. The first one decides which checkpoint is best."""
 
+    # Every sample counts as exactly one in Score.count. Then the number of the whole step is known
+    # before backward; else it is summed over the ranks together with the gradients.
     counts_samples = False
-    """Every sample counts as exactly one in Score.count. Then the number of the whole step is known
-    before backward; else it is summed over the ranks together with the gradients."""
+    in_detail = False  # the sums have what report() needs, too: in the command evaluate
 
-    in_detail = False
-    """The sums have what report() needs, too: in the command evaluate."""
-
+    # Attributes that check sets on the first batch, as JSON; None: not known yet.
     learns: Sequence[str] = ()
-    """Attributes that check sets on the first batch, as JSON; None: not known yet."""
-
-    own: "OwnMetrics | None" = None
-    """Metrics of the test set that the user brings."""
-
-    labels_name = ""
-    """The parameter of the model's forward for the labels; empty: it gets none."""
-
-    spreads = False
-    """Inputs in a tuple are several arguments of forward, not one."""
+    own: "OwnMetrics | None" = None  # metrics of the test set that the user brings
+    labels_name = ""  # the parameter of the model's forward for the labels; empty: it gets none
+    spreads = False  # inputs in a tuple are several arguments of forward, not one
 
     def attach(self, model: nn.Module, name: str = "", own: "OwnMetrics | None" = None) -> None:
         """Learn how model is called, from the signature of its forward; its name and metrics."""

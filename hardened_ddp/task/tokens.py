@@ -29,9 +29,7 @@ from hardened_ddp.task.output import (
 from hardened_ddp.task.own_metrics import OwnMetrics
 from hardened_ddp.task.task import Figures, Metric, Score, Task, widened
 
-IGNORED = -100
-"""Marks a position without a label, in torch's cross-entropy and in Hugging Face."""
-
+IGNORED = -100  # marks a position without a label, in torch's cross-entropy and in Hugging Face
 log = logging.getLogger(__name__)
 
 _NEED = "(num_samples, length, vocabulary)"
@@ -56,15 +54,11 @@ class Tokens(Task):
         """
         self.ignore_index = ignore_index
         self.shift = shift
-        self.vocabulary = 0
-        """The logits of one position; 0: not known yet."""
+        self.vocabulary = 0  # the logits of one position; 0: not known yet
 
+        # The model's own loss is not this cross-entropy: it is used as it is.
         self.uses_model_loss: bool | None = None
-        """The model's own loss is not this cross-entropy: it is used as it is."""
-
-        self.needs_labels: bool | None = None
-        """The model gets the labels, too."""
-
+        self.needs_labels: bool | None = None  # the model gets the labels, too
         self._model: nn.Module | None = None
         self._parameter = ""  # of its forward, for the labels
 

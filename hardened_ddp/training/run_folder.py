@@ -63,21 +63,15 @@ class RunFolder:
 
     folder: Path
     keep_last: int
-    token: str
-    """Of the lock, on all ranks: who saves proves by it that the run is still ours."""
+    token: str  # of the lock, on all ranks: who saves proves by it that the run is still ours
+    checkpoint: Found | None = None  # What to start from; None: from the beginning. Rank 0 only.
+    lock: RunLock | None = None  # rank 0 only: no second run writes here
 
-    checkpoint: Found | None = None
-    """What to start from; None: from the beginning. Rank 0 only."""
-
-    lock: RunLock | None = None
-    """Rank 0 only: no second run writes here."""
-
+    # Where the checkpoints are copied to. On all ranks: any of them may save.
     mirror: Mirror | None = None
-    """Where the checkpoints are copied to. On all ranks: any of them may save."""
 
+    # Tells the user's command what happens in this run.
     events: Events = field(default_factory=Events)
-    """Tells the user's command what happens in this run."""
-
     keep_milestones: int = 0
 
     def __enter__(self) -> "RunFolder":

@@ -44,29 +44,21 @@ from hardened_ddp.step.progress import Progress
 log = logging.getLogger(__name__)
 
 Tensors = dict[str, torch.Tensor]
-Read = Callable[[Sequence[str]], Tensors]
-"""Gives the tensors of these names."""
+Read = Callable[[Sequence[str]], Tensors]  # gives the tensors of these names
 
+# Begins the names of tensors that a forward changes, and that only an attribute holds.
 MOVING = "moving."
-"""Begins the names of tensors that a forward changes, and that only an attribute holds."""
-
 _CHUNK_BYTES = 16 * 2**20
 
-TRAINING_SHARE = 0.01
-"""Of training's time that saving may take."""
-
-DISK_SHARE = 0.1
-"""Of the disk's time: others use it, and each write wears it."""
-
-MOST_S = 600.0
-"""Until the first save, whatever its size: a loss of more would be a surprise."""
+TRAINING_SHARE = 0.01  # of training's time that saving may take
+DISK_SHARE = 0.1  # of the disk's time: others use it, and each write wears it
+MOST_S = 600.0  # until the first save, whatever its size: a loss of more would be a surprise
 
 # Of a disk, in bytes/s, and what a small write takes: assumed until a first write was measured.
 _SPEED = 500e6
 _LEAST_S = 0.01
 
-OTHER_THREAD_S = 600.0
-"""How long a thread that must save waits for another one that does."""
+OTHER_THREAD_S = 600.0  # how long a thread that must save waits for another one that does
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +71,7 @@ class Saved:
     specs: Mapping[str, TensorSpec]
     meta: Mapping[str, Any]  # Any: JSON
     source: int = 0
-    read: Read | None = None
-    """Only on rank source."""
+    read: Read | None = None  # only on rank source
 
 
 def share_state(group: Group, mine: Saved | None) -> Saved:
@@ -316,9 +307,8 @@ class Saver:
         self, contents: Contents, store: CheckpointStore, *, group: Group, config: RunConfig
     ) -> None:
         self.contents = contents
+        # A write under way reads the weights: call before_update before they change.
         self.reads_weights = False
-        """A write under way reads the weights: call before_update before they change."""
-
         self._tracker = group.tracker
         self._writer = CheckpointWriter(store) if group.launch.is_main else None
         self._store = store

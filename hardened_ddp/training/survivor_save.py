@@ -40,23 +40,14 @@ from hardened_ddp.training.state import Saver, Tensors, collect_tensors
 log = logging.getLogger(__name__)
 
 FAILURES_NAME = "failures.jsonl"
-NUM_ATTEMPTS = 3
-"""Failures in a row at one step that end a run's automatic restarts."""
+NUM_ATTEMPTS = 3  # failures in a row at one step that end a run's automatic restarts
+HEAD_START_S = 1.0  # how long the other ranks wait for rank 0, which normally writes checkpoints
 
-HEAD_START_S = 1.0
-"""How long the other ranks wait for rank 0, which normally writes checkpoints."""
-
+# How long to wait for a GPU, which may be within a step; torchrun kills after 30 s.
 DEVICE_LIMIT_S = 15.0
-"""How long to wait for a GPU, which may be within a step; torchrun kills after 30 s."""
-
-COPY_LIMIT_S = 60.0
-"""How long to wait for the copy of a state from a GPU; 10 GB take a few seconds."""
-
-NOTHING = -1
-"""Instead of a step: nothing was to be saved, and that is told."""
-
-LOCK_LIMIT_S = 3.0
-"""How long to wait for an update of the weights under way."""
+COPY_LIMIT_S = 60.0  # how long to wait for the copy of a state from a GPU; 10 GB take a few seconds
+NOTHING = -1  # instead of a step: nothing was to be saved, and that is told
+LOCK_LIMIT_S = 3.0  # how long to wait for an update of the weights under way
 
 # WHY: weights with NaN, or wrong ones, would replace good ones; and if the disk or the checkpoints
 # are the problem, another checkpoint does not help.
@@ -163,8 +154,8 @@ class Rescue:
     """A state that this rank can save."""
 
     step: int
+    # Write it; return the step if it is another one by then. None: it can't be saved.
     write: Callable[[], int | None] | None
-    """Write it; return the step if it is another one by then. None: it can't be saved."""
 
 
 def save_once(

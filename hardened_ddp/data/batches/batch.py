@@ -13,8 +13,7 @@ import torch
 
 from hardened_ddp.data.batches.nesting import dense_parts, map_parts, map_tensors, pick, tensors_of
 
-Request = tuple[int, torch.Tensor]
-"""(epoch, indices of one micro-batch)."""
+Request = tuple[int, torch.Tensor]  # (epoch, indices of one micro-batch)
 
 
 class BatchSource(Protocol):
@@ -22,8 +21,8 @@ class BatchSource(Protocol):
 
     dataset: Any  # the user's
     shares_memory: bool
+    # The sample that is being read; other processes may read this.
     reading: "list[int] | memoryview[int]"  # WHY quoted: no type at run time before Python 3.14
-    """The sample that is being read; other processes may read this."""
 
     def __getitem__(self, request: Request) -> "Batch":
         """Read the batch of a request."""
@@ -44,8 +43,7 @@ class BadSample:
 
     index: int
     error: str
-    file: str = ""
-    """The file it is in, or its place in a stream, if that is known."""
+    file: str = ""  # the file it is in, or its place in a stream, if that is known
 
     @property
     def name(self) -> str:
@@ -58,23 +56,18 @@ class Batch:
     """One micro-batch. Any: a tensor, or what the dataset nests tensors in."""
 
     inputs: Any
-    targets: Any
-    """The labels; of classes (num_samples,) int64."""
-
-    indices: torch.Tensor
-    """(num_samples,) int64: which samples these are."""
-
+    targets: Any  # the labels; of classes (num_samples,) int64
+    indices: torch.Tensor  # (num_samples,) int64: which samples these are
     bad: tuple[BadSample, ...] = ()
-    troubles: tuple[str, ...] = ()
-    """Errors of reads that were retried."""
+    troubles: tuple[str, ...] = ()  # errors of reads that were retried
 
+    # Reads some of its samples, given their indices, as a batch of their own. None: they can be cut
+    # out of this one, whose tensors have the sample as their first dimension.
     read_part: "Callable[[torch.Tensor], Batch] | None" = None
-    """Reads some of its samples, given their indices, as a batch of their own. None: they can be
-    cut out of this one, whose tensors have the sample as their first dimension."""
 
+    # Its metrics are wanted. Not in training's steps between two reports: there a task may save the
+    # cost of a metric, and give (0, 0).
     is_measured: bool = True
-    """Its metrics are wanted. Not in training's steps between two reports: there a task may save
-    the cost of a metric, and give (0, 0)."""
 
     @property
     def num_samples(self) -> int:

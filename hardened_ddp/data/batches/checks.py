@@ -29,14 +29,12 @@ _MANY = 4096  # above so many labels a list of Python numbers is slower than a r
 class Checks:
     """What is checked in batches."""
 
+    # Labels must be in [0, num_classes). 0: the labels are not classes and are not checked.
     num_classes: int = 0
-    """Labels must be in [0, num_classes). 0: the labels are not classes and are not checked."""
+    inputs: bool = False  # whether float inputs must be finite
 
-    inputs: bool = False
-    """Whether float inputs must be finite."""
-
+    # All problems by sample, if the whole dataset was checked before.
     known: Mapping[int, str] | None = None
-    """All problems by sample, if the whole dataset was checked before."""
 
     @classmethod
     def of(cls, dataset: Any, *, num_classes: int, inputs: bool) -> "Checks":  # Any: map-style
@@ -100,13 +98,11 @@ _UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 class Limit:
     """The numbers in a tensor of a batch choose one of so many: token ids, labels."""
 
+    # Its name or place among the inputs, empty if it is all of them; None: it is the labels.
     part: str | None
-    """Its name or place among the inputs, empty if it is all of them; None: it is the labels."""
-
     count: int
     what: str
-    ignored: int | None = None
-    """A number beside them that is allowed, too."""
+    ignored: int | None = None  # a number beside them that is allowed, too
 
     def check(self, batch: Batch) -> None:
         """Raise IndexError with the first sample whose number is out of range.

@@ -20,11 +20,11 @@ from hardened_ddp.data.batches.nesting import fields_of, is_dataclass, stack
 from hardened_ddp.data.foreign_code import describe, import_callable, line_of_user
 from hardened_ddp.errors import ANY_FAILURE, DataError, SampleError
 
+# Takes the samples of a batch, as the dataset returns them; returns what split_targets takes.
 Collate = Callable[[list[Any]], Any]
-"""Takes the samples of a batch, as the dataset returns them; returns what split_targets takes."""
 
+# Names that the target may have in a sample that is a mapping.
 LABEL_NAMES = ("labels", "label", "targets", "target")
-"""Names that the target may have in a sample that is a mapping."""
 _MAX_TEXT = 400  # characters of the text that describes a sample's shape
 
 

@@ -28,8 +28,8 @@ from hardened_ddp.data.foreign_code import describe, import_torchvision
 from hardened_ddp.errors import ANY_FAILURE, LoaderError
 from hardened_ddp.ranks.seeding import seed_sample
 
+# Samples of a batch, or of a block. If more can't be reached, the storage is the cause.
 MOST_UNREACHABLE = 3
-"""Samples of a batch, or of a block. If more can't be reached, the storage is the cause."""
 
 
 class Fetcher:
@@ -49,11 +49,10 @@ class Fetcher:
         self.collate = collate
         self.checks = checks or Checks()
         self._is_clean = self.checks.known == {}  # all of the data was checked, and is fine
-        self.shares_memory = True
-        """In a worker: batches are made in shared memory."""
+        self.shares_memory = True  # in a worker: batches are made in shared memory
 
+        # The sample that is being read, if read one by one; other processes may read this.
         self.reading: list[int] | memoryview[int] = [-1]
-        """The sample that is being read, if read one by one; other processes may read this."""
 
         # WHY: a Subset always has __getitems__. If its dataset has none, reading sample by sample
         # is the same work, and each sample gets its own seed.

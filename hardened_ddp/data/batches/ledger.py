@@ -34,14 +34,13 @@ from hardened_ddp.reporting.sinks import FileSink
 log = logging.getLogger(__name__)
 
 FOLDER = "ledger"
+# The folder of the digests, whose files have such names too: see step/records.py.
 DIGESTS = "digests"
-"""The folder of the digests, whose files have such names too: see step/records.py."""
 
+# Step, epoch, most samples of a micro-batch (0: no limit), where the window starts, its samples
+# over all ranks, 1 if it was left out; two numbers of the gradient and one of this rank's batches;
+# this rank's loss and what counts in it, the gradient's norm (NaN: not computed), the rate.
 RECORD = struct.Struct("<QIIQIIqqqdddd")
-"""Step, epoch, most samples of a micro-batch (0: no limit), where the window starts, its samples
-over all ranks, 1 if it was left out; two numbers of the gradient and one of this rank's batches;
-this rank's loss and what counts in it, the gradient's norm (NaN: not computed), the rate."""
-
 _NAME = re.compile(r"(\d{4,})-rank-(\d+)\.bin")
 _HEAD = struct.Struct("<QII")
 _SHOWN = 8
@@ -138,14 +137,9 @@ class Done:
 
     step: int
     epoch: int
-    cursor: int
-    """Samples of that epoch that are done."""
-
-    taken: Sequence[int] = ()
-    """Of a stream: samples of each shard in that epoch that are done."""
-
-    sizes: Sequence[int] = ()
-    """Of a stream: samples of each shard in the epochs before."""
+    cursor: int  # samples of that epoch that are done
+    taken: Sequence[int] = ()  # of a stream: samples of each shard in that epoch that are done
+    sizes: Sequence[int] = ()  # of a stream: samples of each shard in the epochs before
 
 
 def verify_ledger(run: Path, done: Done) -> tuple[list[str], bool]:

@@ -60,9 +60,8 @@ class WorkerFallback:
         self.level = top
         self._quiet_s = quiet_s
         self._clock = clock
+        # The levels that were left, the highest first; empty: there was no fault.
         self.above: list[WorkerPlan] = []
-        """The levels that were left, the highest first; empty: there was no fault."""
-
         self._num_doublings = 0
         self._moved_at = clock()
         self._went_up = False
@@ -339,8 +338,7 @@ class _PendingRequests:
     def __init__(self, source: Iterator[Request]) -> None:
         self.unanswered: deque[Request] = deque()
         self._source = source
-        self.num_read = 0
-        """Requests since the current workers started."""
+        self.num_read = 0  # requests since the current workers started
 
     def read(self) -> Iterator[Request]:
         """Yield the unanswered requests again, and then new ones."""
@@ -435,8 +433,8 @@ class EvalLoader:
         in_order = getattr(reader.fetcher.dataset, "is_read_in_order", False)
         self._spread_over = size if in_order else num_all
         self.first, self.last = share_of(size, rank=rank, world_size=world_size)
+        # Batches of each rank that has samples for them: a loop over them is equally long.
         self.most_batches = num_micro_batches(size, batch_size=batch_size, world_size=world_size)
-        """Batches of each rank that has samples for them: a loop over them is equally long."""
 
     def __iter__(self) -> Iterator[Batch]:
         def requests() -> Iterator[Request]:

@@ -21,9 +21,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# Waits before the second, third and fourth try, in which a busy disk often recovers.
 WAITS_S = (0.1, 0.5, 2.0)
-"""Waits before the second, third and fourth try, in which a busy disk often recovers."""
-
 REPORT_EVERY_S = 60.0
 
 _TRANSIENT = {
@@ -36,9 +35,8 @@ _TRANSIENT = {
     )
     if hasattr(errno, name)
 }
+# The same read will certainly fail again.
 _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
-"""The same read will certainly fail again."""
-
 _MOST_CAUSES = 8  # how many errors of a chain are checked
 _FILE_LISTS = ("samples", "imgs", "files", "paths")
 

@@ -40,8 +40,8 @@ class Window:
     epoch: int
     start: int
     size: int
+    # Some rank has none of them, although there are enough: only of a stream.
     has_idle_rank: bool = False
-    """Some rank has none of them, although there are enough: only of a stream."""
 
     @property
     def stop(self) -> int:
@@ -169,22 +169,21 @@ class WindowSampler(DistributedSampler[Any]):
         self.sampling = sampling
         length = self.size if sampling is None else sampling.length
         self.drop_last = drop_last and length >= global_batch
+        # Cursor at which an epoch is done. With drop_last the short last window is behind it.
         self.end = length - (length % global_batch if self.drop_last else 0)
-        """Cursor at which an epoch is done. With drop_last the short last window is behind it."""
 
         # The public attributes of DistributedSampler: this rank's samples, and those of all ranks.
         self.num_samples, self.total_size = len(self), self.end
         # WHY two: workers prefetch from the next epoch while this one still ends.
-        self.order = lru_cache(maxsize=2)(self._order)
-        """Return the order of an epoch."""
+        self.order = lru_cache(maxsize=2)(self._order)  # gives the order of an epoch
 
         # WHY: with thousands of ranks an epoch has few steps, and each would feel the whole order.
         self._takes_alone = sampling is None and (
             self.size > MAX_KEPT_ORDER
             or (num_replicas >= _MIN_RANKS and self.num_windows <= _FEW_STEPS)
         )
+        # This rank's samples of the coming steps, computed without those of other ranks.
         self._ahead: dict[Window, Samples] = {}
-        """This rank's samples of the coming steps, computed without those of other ranks."""
 
     @property
     def num_windows(self) -> int:

@@ -20,12 +20,10 @@ from hardened_ddp.data.batches.workers import WorkerPlan, free_shared_memory
 log = logging.getLogger(__name__)
 
 _SHM_MARGIN = 2.0  # batches need room there, too
-MOST_PRIVATE_BYTES = 100 * 2**20
-"""Of the dataset in one worker. More of it is worth a warning."""
-
+MOST_PRIVATE_BYTES = 100 * 2**20  # Of the dataset in one worker. More of it is worth a warning.
 _OBJECT_FACTOR = 3  # small Python objects take so many bytes of memory for one of their pickle
+# multiprocessing sends a new process at most 256 open files, its own among them.
 _MOST_SHARED_TENSORS = 200
-"""multiprocessing sends a new process at most 256 open files, its own among them."""
 
 
 def plan_sending(fetcher: BatchSource, plan: WorkerPlan) -> WorkerPlan:
@@ -75,9 +73,7 @@ class SendingTrial(pickle.Pickler):
 
     def __init__(self) -> None:
         self.private_bytes = 0
-        self.tensors: dict[int, int] = {}
-        """Bytes of each storage, by its address."""
-
+        self.tensors: dict[int, int] = {}  # bytes of each storage, by its address
         super().__init__(self, protocol=5, buffer_callback=self._count_buffer)
 
     def write(self, data: Any) -> None:

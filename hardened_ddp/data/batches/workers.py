@@ -27,17 +27,13 @@ class WorkerPlan:
     num_workers: int
     prefetch_factor: int
     start_method: str
+    # Batches come back through shared memory. False: through a pipe, slower but without limits.
     shares_memory: bool = True
-    """Batches come back through shared memory. False: through a pipe, slower but without limits."""
 
+    # Each worker gets its own copy of the dataset's tensors; else they share them.
     copies_data: bool = False
-    """Each worker gets its own copy of the dataset's tensors; else they share them."""
-
-    local_world_size: int = 1
-    """Ranks of this machine, each with workers of its own."""
-
-    reasons: tuple[str, ...] = ()
-    """Where this differs from the settings, and why."""
+    local_world_size: int = 1  # ranks of this machine, each with workers of its own
+    reasons: tuple[str, ...] = ()  # where this differs from the settings, and why
 
     def __str__(self) -> str:
         workers = counted(self.num_workers, "worker") if self.num_workers else "no workers"

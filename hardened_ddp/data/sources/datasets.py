@@ -62,27 +62,17 @@ class TaskData:
 
     train: AnyDataset
     test: AnyDataset | None
+    # Outputs that a model needs for the labels: classes, or numbers of one label. 0: not known.
     num_classes: int
-    """Outputs that a model needs for the labels: classes, or numbers of one label. 0: not known."""
+    label_size: int  # numbers in the label of one sample
+    input_shape: tuple[int, ...]  # of one sample, without the batch: (channels, height, width)
 
-    label_size: int
-    """Numbers in the label of one sample."""
-
-    input_shape: tuple[int, ...]
-    """Of one sample, without the batch: (channels, height, width)."""
-
+    # Labels are integers below num_classes, and not in a format that only the model knows.
     labels_are_classes: bool
-    """Labels are integers below num_classes, and not in a format that only the model knows."""
-
     class_names: tuple[str, ...]
-    fingerprint: str
-    """Differs if name, arguments, length or one of a few samples differs."""
-
-    told: str
-    """The lengths and the beginning of the fingerprint, for a message."""
-
-    in_memory: bool
-    """Read by the batch from memory: worker processes would only slow it down."""
+    fingerprint: str  # differs if name, arguments, length or one of a few samples differs
+    told: str  # the lengths and the beginning of the fingerprint, for a message
+    in_memory: bool  # read by the batch from memory: worker processes would only slow it down
 
 
 def prepare_data(config: DataConfig) -> None:

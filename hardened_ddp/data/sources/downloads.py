@@ -37,15 +37,10 @@ _NETWORK_ERRORS = (OSError, http.client.HTTPException)
 class Wanted:
     """A file to download."""
 
-    urls: Sequence[str]
-    """Its addresses; the first that works is used."""
-
+    urls: Sequence[str]  # its addresses; the first that works is used
     path: Path
-    algorithm: str
-    """md5 or sha256."""
-
-    digest: str
-    """In hexadecimal; a prefix is enough."""
+    algorithm: str  # md5 or sha256
+    digest: str  # in hexadecimal; a prefix is enough
 
     def is_here(self) -> bool:
         return self.path.is_file() and self.fits(self.path)
