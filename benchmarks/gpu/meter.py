@@ -1,9 +1,9 @@
 """Measures a training program from inside of its rank: times, memory, kernels, waits.
 
-    GPU_METER={"file": ..., "steps": 40, "batch_size": 8}
+    GPU_METER={"file": ..., "warm_up": 40, "steps": 40, "batch_size": 8}
 
 The bare loop (bare.py) and this project (`--model benchmarks.gpu.meter:build`) are measured by the
-same hook, behind each optimizer step. After WARM_UP steps: so many steps are timed between two
+same hook, behind each optimizer step. After warm_up steps: so many steps are timed between two
 waits for the device; one is left out, since a report may follow the last timed one; then PROFILED
 steps are recorded by torch's profiler. What the meter itself waits for lies outside of its marks.
 """
@@ -20,7 +20,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from benchmarks.gpu import works
 
-WARM_UP = 40  # WHY so many: until then batches get pinned memory, which holds launches up
 PROFILED = 5
 BEGIN, END = "meter: begin", "meter: end"
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
@@ -29,9 +28,11 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 class Meter:
     """Counts optimizer steps, and measures at some of them."""
 
-    def __init__(self, *, file: str, steps: int, batch_size: int, started_at: float) -> None:
+    def __init__(
+        self, *, file: str, warm_up: int, steps: int, batch_size: int, started_at: float
+    ) -> None:
         self._file, self._steps, self._batch_size = file, steps, batch_size
-        self._started_at = started_at
+        self._warm_up, self._started_at = warm_up, started_at
         self._count = 0
         self._began = 0.0
         self._found: dict[str, float] = {}
@@ -44,15 +45,15 @@ class Meter:
         if self._count == 1:
             self._wait()
             self._found["first_step_s"] = time.time() - self._started_at
-        elif self._count == WARM_UP:
+        elif self._count == self._warm_up:
             self._began = self._wait()
-        elif self._count == WARM_UP + self._steps:
+        elif self._count == self._warm_up + self._steps:
             seconds = self._wait() - self._began
             self._found["samples_per_s"] = self._steps * self._batch_size / seconds
             self._found["peak_mib"] = self._peak_mib()
-        elif self._count == WARM_UP + self._steps + 1:
+        elif self._count == self._warm_up + self._steps + 1:
             self._start_profile()
-        elif self._count == WARM_UP + self._steps + 1 + PROFILED:
+        elif self._count == self._warm_up + self._steps + 1 + PROFILED:
             self._end_profile()
             Path(self._file).write_text(json.dumps(self._found), encoding="utf-8")
 

@@ -26,8 +26,10 @@ from benchmarks.gpu.row import (
     run,
 )
 
+WARM_UP = 40  # WHY so many: until then batches get pinned memory, which holds launches up
+SMALL_WARM_UP = 2
 # As in meter.py and works.py, which need torch; test_gpu_report.py compares them.
-WARM_UP, PROFILED = 40, 5
+PROFILED = 5
 STEPS = {"resnet50": 40, "gpt": 40, "mlp": 400}
 BATCHES = {"resnet50": 128, "gpt": 8, "mlp": 256}
 SMALL_STEPS = 3
@@ -86,12 +88,14 @@ def measure(
         return Row(name, "no time left in this part", OPEN)
     batch_size = (SMALL_BATCHES if dry else BATCHES)[work]
     timed = SMALL_STEPS if dry else STEPS[work]
-    steps = WARM_UP + timed + 1 + PROFILED
+    warm_up = SMALL_WARM_UP if dry else WARM_UP
+    steps = warm_up + timed + 1 + PROFILED
     with tempfile.TemporaryDirectory(prefix="gpu-report-") as folder:
         file = Path(folder) / "figures.json"
         command = _command(contender, work, dry, compiled, steps, batch_size, Path(folder))
         wanted = {
             "file": str(file),
+            "warm_up": warm_up,
             "steps": timed,
             "batch_size": batch_size,
             "started_at": time.time(),

@@ -108,12 +108,12 @@ def _convolution(before: int, after: int, size: int, *, stride: int = 1) -> list
     return [convolution, nn.BatchNorm2d(after)]
 
 
-def _resnet50() -> nn.Module:
+def _resnet50(*, small: bool) -> nn.Module:
     """Build ResNet-50 v1.5 (He et al. 2015; stride in the 3x3). WHY here: without torchvision."""
     blocks: list[nn.Module] = []
     before = 64
     for width, depth in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for index in range(depth):
+        for index in range(1 if small else depth):
             stride = 2 if index == 0 and width > 64 else 1
             blocks.append(Bottleneck(before, width, stride=stride))
             before = 4 * width
@@ -162,4 +162,4 @@ def model(work: str, *, small: bool) -> nn.Module:
         return Gpt(size)
     if work == "mlp":
         return Mlp(size)
-    return _resnet50()
+    return _resnet50(small=small)

@@ -1,5 +1,7 @@
 """The report of a machine with a GPU: its harness works, tried small on the CPU."""
 
+import contextlib
+import io
 import json
 import sys
 import time
@@ -11,9 +13,11 @@ import pytest
 import torch
 
 from benchmarks import gpu_report
-from benchmarks.gpu import checks, meter, row, runs, speed, works
+from benchmarks.gpu import checks, drills, meter, row, runs, speed, works
+from ddp_drills.runner import Drills
 from hardened_ddp.step.async_device import Flag
-from tests.harness.ranks import run_program
+from tests.drills.forked import start_forked
+from tests.harness.ranks import import_in_server, run_program
 from tests.pretended_gpu import PretendedGpu
 
 CPU = torch.device("cpu")
@@ -34,9 +38,9 @@ def test_the_meter_counts_neither_a_report_nor_its_own_waits(
 ) -> None:
     monkeypatch.setattr(meter, "WAITS", ("aten::item",))
     file, number = tmp_path / "figures.json", torch.ones(())
-    one = meter.Meter(file=str(file), steps=40, batch_size=1, started_at=0.0)
+    one = meter.Meter(file=str(file), warm_up=40, steps=40, batch_size=1, started_at=0.0)
     monkeypatch.setattr(one, "_wait", lambda: float(number.item()) + time.perf_counter())
-    for step in range(1, meter.WARM_UP + 40 + 1 + meter.PROFILED + 1):
+    for step in range(1, 40 + 40 + 1 + meter.PROFILED + 1):
         number.item()  # the flag of each step
         one.after_step()
         if step % 50 == 0:  # a report reads several figures
@@ -99,7 +103,7 @@ def test_the_driver_knows_the_sizes_of_the_works() -> None:
         sizes = works.sizes(small)
         assert {name: size.steps for name, size in sizes.items()} == steps
         assert {name: size.batch_size for name, size in sizes.items()} == batches
-    assert (meter.WARM_UP, meter.PROFILED) == (speed.WARM_UP, speed.PROFILED)
+    assert meter.PROFILED == speed.PROFILED
     with torch.device("meta"):
         gpt = works.model("gpt", small=False)
     num_parameters = sum(parameter.numel() for parameter in gpt.parameters())
@@ -107,12 +111,15 @@ def test_the_driver_knows_the_sizes_of_the_works() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # its parts take 4 minutes alone
 def test_a_dry_run_of_all_parts_finds_all_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its commands are forked here, which saves each of them the import of torch."""
+    """Its commands and their ranks are forked here, which saves each the import of torch."""
+    import_in_server("sklearn.datasets")  # of the digits
     monkeypatch.setenv(row.MARK, "")  # the report sets it for what it starts
+    monkeypatch.setattr(
+        drills, "prepare", lambda work, folder, env: Drills(work, folder, start_forked)
+    )
 
     def run_in_fork(
         command: Sequence[str | Path],
@@ -123,6 +130,11 @@ def test_a_dry_run_of_all_parts_finds_all_good(
     ) -> row.Done:
         if command[0] != "python":
             return row.run(command, limit_s=limit_s, env=env, cwd=cwd)
+        if "benchmarks.gpu.drills" in command:
+            with monkeypatch.context() as patch:
+                patch.setattr(sys, "argv", [str(word) for word in command[2:]])
+                with contextlib.redirect_stdout(io.StringIO()) as output:
+                    return row.Done(drills.main(), output.getvalue())
         done = run_program(command, timeout_s=limit_s, env=env, cwd=cwd)
         return row.Done(done.status, done.output)
 

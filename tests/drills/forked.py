@@ -61,10 +61,11 @@ def forked_drills(
 ) -> Drills:
     """Prepare drills in folder, of work or of that model."""
     work = work or Work(num_ranks=num_ranks, model=model)
-    return Drills(replace(work, flags=(*work.flags, "--cpu_only", *flags)), folder, _start)
+    return Drills(replace(work, flags=(*work.flags, "--cpu_only", *flags)), folder, start_forked)
 
 
-def _start(start: Start) -> Any:  # Any: what behaves as Ranks
+def start_forked(start: Start) -> Any:  # Any: what behaves as Ranks
+    """Start what a drill starts: in the place of ddp_drills.processes.start_ranks."""
     if start.outside.startswith("torchrun"):
         argv = ["torchrun", "--standalone", f"--nproc_per_node={start.num_ranks}"]
         argv += ["--max_restarts=3", str(SCRIPT), *start.flags]
