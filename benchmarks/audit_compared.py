@@ -4,8 +4,8 @@
     python benchmarks/audit_compared.py --lint "ruff check --select ALL --output-format concise" \\
         --lint "pylint --score n" --lint torchfix           about 3 minutes
 
-Each mistake is one of tests/audit/programs.py: a program of two ranks, in the style of plain torch,
-nanoGPT, Accelerate, Fabric, Lightning or Trainer. It runs once under audit's observer and with
+Each mistake is one of tests/audit/programs.py: a program of two ranks, of plain torch, Accelerate,
+Fabric, Lightning or Trainer. It runs once under audit's observer and with
 TORCH_DISTRIBUTED_DEBUG=INFO; what the run prints, and what a linter says of the file, counts as
 new if the healthy program of that style does not get the same line, numbers aside. So a new line
 about something else (a long line, an unused name) counts for a linter: the codes are shown, and a
@@ -27,10 +27,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from ddp_doctor.audit.command import judge  # noqa: E402  # WHY: the path above
+from benchmarks.audit_cases.case import Case  # noqa: E402  # WHY: the path above
+from benchmarks.audit_cases.styles import NEEDS  # noqa: E402
+from ddp_doctor.audit.command import judge  # noqa: E402
 from ddp_doctor.audit.records import read_ranks  # noqa: E402
 from tests.audit.observed_server import run_observed  # noqa: E402
-from tests.audit.programs import MISTAKES, NEEDS, Case  # noqa: E402
+from tests.audit.programs import MISTAKES  # noqa: E402
 from tests.harness.ranks import another_server, start_ranks  # noqa: E402
 
 _SPEAKS = re.compile(r"[Ww]arn|WARN|[Ee]rror|ERROR|mismatch|not in sync")
@@ -77,7 +79,7 @@ def compare(
     base: dict[str, tuple[Counter[str], list[Counter[str]]]] = {}
     for case in cases:
         if case.style not in base:
-            healthy = Case("healthy", style=case.style)
+            healthy = Case("healthy", case.style)
             _, said, linted = ask(healthy, linters, folder / case.style)
             base[case.style] = (said, linted)
         known_said, known_linted = base[case.style]
@@ -112,8 +114,8 @@ def ask(
     with start_ranks(run_observed, 2, script, records) as running:
         outputs = running.wait(60).ok().outputs
     verdicts = [v for v in judge(read_ranks(records), hung=False) if v.severity in _WORST]
-    right = [v for v in verdicts if v.code == case.code]
-    is_line = any(v.line == case.line() or not case.line() for v in right)
+    right = [v for v in verdicts if v.code in case.codes]
+    is_line = any(v.line in case.lines() for v in right)
     verdict = "code and line" if is_line else "code" if right else "nothing"
     said: Counter[str] = Counter()
     for output in outputs:

@@ -1,6 +1,6 @@
 """Healthy programs of two ranks, one for each style; cases plant mistakes by edits.
 
-None is a test's program: they have functions, arguments and helpers as programs of strangers have.
+They have functions, arguments and helpers as programs of strangers have; plain has none of these.
 """
 
 from collections.abc import Mapping
@@ -16,6 +16,70 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
 from torch.utils.data import TensorDataset
 
+"""
+PLAIN = """\
+import os
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(20, 32)
+        self.norm = nn.BatchNorm1d(32)
+        self.drop = nn.Dropout(0.2)
+        self.b = nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.b(self.drop(F.relu(self.norm(self.a(x)))))
+
+
+def make_data(size, seed):
+    x = torch.randn(size, 20, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(x, x[:, :4].argmax(1))
+
+
+def main():
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank)
+    train, test = make_data(320, 0), make_data(64, 1)
+    sampler = DistributedSampler(train)
+    loader = DataLoader(train, 16, sampler=sampler)
+    test_loader = DataLoader(test, 16, sampler=DistributedSampler(test, shuffle=False))
+    net = Net()
+    model = DDP(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        model.train()
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+        scheduler.step()
+        model.eval()
+        hits = torch.zeros(())
+        with torch.no_grad():
+            for x, y in test_loader:
+                hits += (model(x).argmax(1) == y).sum()
+        dist.all_reduce(hits)
+        if rank == 0:
+            torch.save(net.state_dict(), "model.pt")
+    del model  # DDP must not be the last that holds the process group
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
 """
 DATA = """
 def points(size, seed):
@@ -801,10 +865,10 @@ if __name__ == "__main__":
 STYLES: Mapping[str, str] = {
     name.lower(): text
     for name, text in {
-        "TUTORIAL": TUTORIAL, "VISION": VISION, "GPT": GPT, "GAN": GAN, "DIFFUSION": DIFFUSION,
-        "STREAM": STREAM, "FINETUNE": FINETUNE, "BY_HAND": BY_HAND, "JOINED": JOINED,
-        "CONTRASTIVE": CONTRASTIVE, "SPAWN": SPAWN, "ACCELERATE": ACCELERATE, "FABRIC": FABRIC,
-        "LIGHTNING": LIGHTNING, "TRAINER": TRAINER,
+        "PLAIN": PLAIN, "TUTORIAL": TUTORIAL, "VISION": VISION, "GPT": GPT, "GAN": GAN,
+        "DIFFUSION": DIFFUSION, "STREAM": STREAM, "FINETUNE": FINETUNE, "BY_HAND": BY_HAND,
+        "JOINED": JOINED, "CONTRASTIVE": CONTRASTIVE, "SPAWN": SPAWN, "ACCELERATE": ACCELERATE,
+        "FABRIC": FABRIC, "LIGHTNING": LIGHTNING, "TRAINER": TRAINER,
     }.items()
 }  # fmt: skip
 NEEDS: Mapping[str, str] = {

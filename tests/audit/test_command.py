@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import ddp_training
+from benchmarks.audit_cases.styles import PLAIN
 from ddp_doctor.audit.command import judge
 from ddp_doctor.audit.injected.recorder import Recorder, user_line
 from ddp_doctor.audit.program import BUSY_STALLS, hangs
 from ddp_doctor.audit.records import Follower, Rank, Ranks, read_ranks
-from tests.audit.programs import PLAIN
 from tests.harness.processes import ROOT
 from tests.harness.ranks import Finished, held_port, run_command, run_program, start_command
 
