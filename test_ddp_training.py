@@ -10,6 +10,7 @@ folder.
 
 import json
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Callable
@@ -36,7 +37,6 @@ from tests.harness.run_folder import (
     find_checkpoints,
     last_tensors,
     only_run,
-    printed_command,
     read_summary,
     step_of,
 )
@@ -87,8 +87,8 @@ def test_a_command_as_typed_trains_and_leaves_a_whole_run_folder(
     run = only_run(tmp_path)
     _check_run_folder(run, command, accuracy)
     for words in ("ddp_training.py --resume", "ddp_training.py export"):
-        assert ROOT / printed_command(completed.output, words)[-1] == run
-    assert ROOT / printed_command(completed.output, "--logdir")[-1] == run / "tensorboard"
+        assert ROOT / _printed_command(completed.output, words)[-1] == run
+    assert ROOT / _printed_command(completed.output, "--logdir")[-1] == run / "tensorboard"
 
 
 @pytest.mark.slow
@@ -277,6 +277,14 @@ def _check_run_folder(run: Path, command: str, accuracy: float) -> None:
 def _typed_value(command: str, name: str, default: str) -> str:
     found = re.search(rf"--{name}[ =](\S+)", command)
     return found[1] if found else default
+
+
+def _printed_command(output: str, words: str) -> list[str]:
+    """Return the one command with these words that a run printed, as a shell would split it."""
+    [line] = [line for line in output.splitlines() if words in line]
+    command = re.search(r"(python3?|torchrun|tensorboard) .*", line)
+    assert command, line
+    return shlex.split(command[0])
 
 
 def _check_one_error(completed: Finished) -> None:

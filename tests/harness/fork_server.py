@@ -8,8 +8,8 @@ A rank ends as a child of multiprocessing, without the 0.4 s of CPU time that ta
 down would cost; its atexit handlers do not run.
 
 A rank may be a program, a command line of python or torchrun. torchrun's agent is torch's own, with
-its rendezvous, restarts and signals; its ranks are forked from it instead of started. All other
-programs that a program starts are real ones.
+its rendezvous, restarts and signals, also within hardened-ddp; its ranks are forked from it instead
+of started. All other programs that a program starts are real ones.
 """
 
 import contextlib
@@ -190,25 +190,25 @@ def run_program(argv: Sequence[str], folder: Path) -> None:
         words = ["-m", "torch.distributed.run", *words]
     elif program != sys.executable and Path(program).name not in ("python", "python3"):
         raise ValueError(f"not a command of python: {argv}")
-    if words[:2] == ["-m", "torch.distributed.run"]:
-        sys.argv = ["torchrun", *words[2:]]
 
-        def fork_rank(  # in the place of get_subprocess_handler
-            entrypoint: str,
-            args: Sequence[str],
-            env: Mapping[str, str],
-            stdout: str | None,
-            stderr: str | None,
-            *more: object,
-            **named: object,
-        ) -> ForkedRank:
-            return ForkedRank(args, env, (stdout, stderr), folder / PIDS_NAME)
+    def fork_rank(  # in the place of get_subprocess_handler
+        entrypoint: str,
+        args: Sequence[str],
+        env: Mapping[str, str],
+        stdout: str | None,
+        stderr: str | None,
+        *more: object,
+        **named: object,
+    ) -> ForkedRank:
+        return ForkedRank(args, env, (stdout, stderr), folder / PIDS_NAME)
 
-        starts = "torch.distributed.elastic.multiprocessing.api.get_subprocess_handler"
-        with mock.patch(starts, fork_rank):
+    starts = "torch.distributed.elastic.multiprocessing.api.get_subprocess_handler"
+    with mock.patch(starts, fork_rank):
+        if words[:2] == ["-m", "torch.distributed.run"]:
+            sys.argv = ["torchrun", *words[2:]]
             importlib.import_module("torch.distributed.run").main()
-    else:
-        be_python(words)
+        else:
+            be_python(words)
 
 
 def be_python(words: Sequence[str]) -> None:

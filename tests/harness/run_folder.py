@@ -7,7 +7,6 @@ A checkpoint that is being written or removed while this looks is no checkpoint.
 import hashlib
 import json
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +56,6 @@ def fingerprints(path: Path) -> dict[str, str]:
         content = f"{entry['dtype']}{entry['shape']}".encode() + raw[start + begin : start + end]
         found[name] = hashlib.sha256(content).hexdigest()
     return found
-
-
-def printed_command(output: str, words: str) -> list[str]:
-    """Return the one command with these words that a run printed, as a shell would split it."""
-    [line] = [line for line in output.splitlines() if words in line]
-    command = re.search(r"(python3?|torchrun|tensorboard) .*", line)
-    assert command, line
-    return shlex.split(command[0])
 
 
 def samples_by_step(run: Path) -> dict[int, list[int]]:

@@ -10,10 +10,10 @@ import pytest
 
 from hardened_ddp.reporting.ending import MOST_STARTS
 from hardened_ddp.training.survivor_save import read_failures
-from tests.harness.ranks import Running, run_command, start_command
+from tests.harness.ranks import Running, run_program, start_command, start_program
 from tests.harness.run_folder import find_checkpoints, last_tensors, only_run, read_summary
 
-COMMAND = [sys.executable, "-m", "hardened_ddp_command"]
+COMMAND = ["python", "-m", "hardened_ddp_command"]  # forked; as typed: tests/new_user.sh
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
 LIMIT_S = 120
 
@@ -41,17 +41,17 @@ def test_a_stop_in_a_pod_is_3_and_the_same_command_goes_on_to_the_same_weights(
     argv = [*COMMAND, "--nproc_per_node", "2"]
     words = run_words(pace, tmp_path / "stopped")
     env = POD | {"HARDENED_DDP_TERMINATION_LOG": str(log)}
-    with start_command([*argv, *words], env=env) as running:
+    with start_program([*argv, *words], env=env) as running:
         wait_for_steps(running, tmp_path / "stopped")
         running.kill(number=signal.SIGTERM)
         finished = running.wait(LIMIT_S)
     assert finished.status == 3, finished.describe()
     assert 0 < read_summary(only_run(tmp_path / "stopped"))["step"] < 30
     pace.unlink()
-    run_command([*argv, *words], env=env, timeout_s=LIMIT_S).ok()
+    run_program([*argv, *words], env=env, timeout_s=LIMIT_S).ok()
     assert log.read_bytes() == b""
     whole = [*words[:-1], str(tmp_path / "whole")]
-    run_command([*argv, *whole], timeout_s=LIMIT_S).ok()
+    run_program([*argv, *whole], timeout_s=LIMIT_S).ok()
     assert last_tensors(tmp_path / "stopped") == last_tensors(tmp_path / "whole")
 
 
@@ -60,7 +60,7 @@ def test_a_lost_rank_is_75_with_its_reason_in_the_termination_log(tmp_path: Path
     log.touch()
     words = run_words(tmp_path / "pace", tmp_path / "runs")
     env = POD | {"HARDENED_DDP_TERMINATION_LOG": str(log)}
-    with start_command([*COMMAND, "--nproc_per_node=2", *words], env=env) as running:
+    with start_program([*COMMAND, "--nproc_per_node=2", *words], env=env) as running:
         wait_for_steps(running, tmp_path / "runs")
         pid = running.pid_of_rank(1)
         assert pid is not None
@@ -75,20 +75,20 @@ def test_a_lost_rank_is_75_with_its_reason_in_the_termination_log(tmp_path: Path
 @pytest.mark.slow
 def test_a_mistake_is_2_whoever_finds_it(tmp_path: Path) -> None:
     argv = [*COMMAND, "--nproc_per_node=2", "--cpu_only", "--model", "no_such_model"]
-    finished = run_command([*argv, "--output_dir", tmp_path], timeout_s=LIMIT_S)
+    finished = run_program([*argv, "--output_dir", tmp_path], timeout_s=LIMIT_S)
     assert finished.status == 2, finished.describe()
 
 
 @pytest.mark.slow
 def test_starts_without_progress_end_with_1_at_the_limit(tmp_path: Path) -> None:
     words = [*COMMAND, *run_words(tmp_path / "pace", tmp_path / "runs"), "--time_limit", "1s"]
-    assert run_command(words, env=POD, timeout_s=LIMIT_S).status == 3
+    assert run_program(words, env=POD, timeout_s=LIMIT_S).status == 3
     attempts = only_run(tmp_path / "runs") / "attempts.jsonl"
     first = json.loads(attempts.read_text().splitlines()[-1])
     assert first["step"] == 0
     more = [{**first, "began_at": first["began_at"] - i} for i in range(1, MOST_STARTS - 1)]
     attempts.write_text("".join(json.dumps(line) + "\n" for line in [first, *more]))
-    finished = run_command(words, env=POD, timeout_s=LIMIT_S)
+    finished = run_program(words, env=POD, timeout_s=LIMIT_S)
     assert finished.status == 1
     assert f"{MOST_STARTS} starts of" in finished.output
 

@@ -40,6 +40,7 @@ from tests.harness.run_folder import only_run, read_summary
 from tests.launcher_environments import AGENT, OPEN_MPI, SRUN, TORCHRUN
 
 PYTHON = sys.executable
+TORCHRUN_HERE = str(Path(PYTHON).parent / "torchrun")
 SYSTEM_PATH = "/usr/bin:/bin"
 TRAIN = ["--cpu_only", "--model", "mlp", "--num_workers", "0", "--max_steps", "3"]
 TRAIN += ["--run_name", "r", "--no_tensorboard"]
@@ -102,7 +103,7 @@ class Shell:
     def paste(self, command: str, **variables: str) -> Finished:
         """Run a printed command in bash; one of this Python is forked, which saves its imports."""
         words, env = shlex.split(command), self.env | variables
-        if words[0] != PYTHON or re.search(r"launchers/|[|&;<>]", command):
+        if words[0] not in (PYTHON, TORCHRUN_HERE) or re.search(r"launchers/|[|&;<>]", command):
             return self.run("bash", "-c", command, **variables)
         return run_program(words, timeout_s=LIMIT_S, cwd=self.folder, env=env)
 
@@ -284,8 +285,8 @@ def test_what_no_ancestor_shows_is_composed_from_the_number_of_ranks(
 
 @pytest.mark.slow
 def test_the_last_lines_of_two_ranks_resume_evaluate_and_export(shell: Shell) -> None:
-    torchrun = Path(PYTHON).parent / "torchrun"  # which a shell without an environment can't find
-    done = shell.run(torchrun, *TWO_RANKS[3:], SCRIPT, *TRAIN[:-1]).ok()
+    # which a shell without an environment can't find
+    done = shell.run(TORCHRUN_HERE, *TWO_RANKS[3:], SCRIPT, *TRAIN[:-1]).ok()
     found = {label: command_after(done.output, label) for label in LAST_LINES}
     assert not found["resume: "].startswith("torchrun ")
     trains_on(shell, found["resume: "], 2)
