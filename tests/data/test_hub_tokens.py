@@ -1,5 +1,6 @@
 """Tokenised texts that save_to_disk() wrote: --dataset hf:FOLDER. No network is used."""
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,11 @@ from tests.harness.ranks import import_in_server, run_program, train
 from tests.harness.run_folder import last_tensors, only_run, read_summary
 from tests.model.test_hub_text import VOCABULARY, saved
 
-datasets: Any = pytest.importorskip("datasets", reason="needs requirements-extras.txt")
-pytest.importorskip("transformers", reason="needs requirements-extras.txt")
+# WHY not importorskip: each process of pytest would import them to collect, for a second
+pytestmark = pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("datasets", "transformers"))),
+    reason="needs requirements-extras.txt",
+)
 
 
 def counting(lengths: Sequence[int]) -> dict[str, list[Any]]:
@@ -26,6 +30,8 @@ def counting(lengths: Sequence[int]) -> dict[str, list[Any]]:
 
 def save(folder: Path, columns: Mapping[str, Any], test: Mapping[str, Any] | None = None) -> Path:
     """Save a set, or one with two parts, and return its folder."""
+    import datasets
+
     rows = datasets.Dataset.from_dict(dict(columns))
     if test is not None:
         part = datasets.Dataset.from_dict(dict(test))
@@ -96,6 +102,8 @@ def test_the_ids_may_be_the_labels(tmp_path: Path) -> None:
 
 
 def test_classes_are_those_of_the_column(tmp_path: Path) -> None:
+    import datasets
+
     names = datasets.ClassLabel(names=["no", "yes"])
     kinds = {"input_ids": datasets.List(datasets.Value("int32")), "tags": datasets.List(names)}
     rows = datasets.Dataset.from_dict(
