@@ -3,7 +3,6 @@
 What goes wrong in them is what goes wrong in drills: see with_fault.
 """
 
-import errno
 import gc
 import os
 import re
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset
 
 from ddp_drills.injections import Injection
 from ddp_drills.injectors import FAULTS, change_output, do, flip_bit
@@ -130,8 +129,7 @@ def cause_fault(kind: str) -> None:
 
 
 class FaultyPoints(Points):
-    """Points of which some are wrong (nan, infinite, label, half), or make trouble when a worker
-    reads them first: transient, or a fault of the drills. flags: a folder that remembers that."""
+    """Points of which some are wrong: nan, infinite, label, half, broken. flags: of their files."""
 
     def __init__(self, size: int, faults: dict[int, str], flags: str) -> None:
         super().__init__(size)
@@ -149,18 +147,7 @@ class FaultyPoints(Points):
                 return point, label + 0.5  # type: ignore[return-value]  # that is the fault
             case "broken":
                 raise ValueError(f"broken file {index}")
-            case kind if kind and get_worker_info() is not None:
-                self._make_trouble(kind, index)
         return point, label
-
-    def _make_trouble(self, kind: str, index: int) -> None:
-        tries = Path(self.flags, f"tried-{index}")
-        num_tries = len(tries.read_text()) if tries.exists() else 0
-        tries.write_text("x" * (num_tries + 1))
-        if kind == "transient" and num_tries < 2:
-            raise OSError(errno.ESTALE, "stale file handle")
-        if num_tries == 0 and kind != "transient":
-            cause_fault(kind)
 
 
 def faulty_points(

@@ -456,27 +456,6 @@ def assert_ledger_is_exact(folder: Path, *, num_left_out: int = 0) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_with_lost_workers_and_failing_reads_ends_in_the_weights_of_an_undisturbed_one(
-    tmp_path: Path,
-) -> None:
-    faults = {5: "kill itself", 11: "transient", 29: "segfault"}
-    run(tmp_path / "undisturbed").ok()
-    flags = ["--num_workers", "1", "--loader_quiet_s", "0.01"]
-    faulty = run(tmp_path / "faulty", *flags, faults=faults).ok()
-    assert last_tensors(tmp_path / "faulty/runs") == last_tensors(tmp_path / "undisturbed/runs")
-    for words in (
-        "ended with SIGKILL",
-        "storage had errors",
-        "Continuing at the same sample with 1",
-    ):
-        assert words in faulty.output
-    tried = {path.name for path in (tmp_path / "faulty/flags").glob("tried-*")}
-    assert tried == {f"tried-{index}" for index in faults}
-    assert not (only_run(tmp_path / "faulty/runs") / "skipped_samples.jsonl").exists()
-    assert_ledger_is_exact(tmp_path / "faulty")
-
-
-@pytest.mark.slow
 def test_bad_values_are_left_out_by_name_with_the_weights_of_samples_that_are_broken(
     tmp_path: Path,
 ) -> None:

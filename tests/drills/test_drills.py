@@ -34,12 +34,11 @@ they learn of a bad gradient one step later, as on GPUs."""
 DrillsOf = Callable[[Where], Drills]
 # The others are slow: these show each a way that a run can end.
 QUICK = ("kill-forward", "raise-loss-one", "sigterm-data", "bad-sample-left-out")
-ON_MORE_RANKS = ("sigterm-evaluation", "raise-backward-some", "memory-forward", "other-data")
+ON_MORE_RANKS = ("sigterm-evaluation", "memory-forward", "other-data")
 ON_FOUR_RANKS = ("kill-sum",)
-UNDER_HOOKS = ("kill-backward", "raise-backward-one", "memory-backward", "unused-parameter")
-LATE = ("raise-forward-one", "raise-backward-all", "nan-once", "nan-repeated", "memory-backward")
-LATE += ("kill-forward", "kill-optimizer", "kill-sum", "sigterm-backward", "raise-optimizer")
-LATE += ("bit-flip", "bad-sample", "kill-checkpoint")
+UNDER_HOOKS = ("kill-backward", "unused-parameter")  # what is retried so: test_step_retry.py
+LATE = ("nan-repeated", "kill-forward", "kill-optimizer", "kill-sum", "sigterm-backward")
+LATE += ("raise-optimizer", "bit-flip", "bad-sample", "kill-checkpoint")
 CASES: list[tuple[str, Where]] = [(name, 2) for name in QUICK]
 CASES += [(fault.name, 2) for fault in all_faults() if fault.name not in QUICK]
 CASES += [(name, 3) for name in ON_MORE_RANKS] + [(name, 4) for name in ON_FOUR_RANKS]

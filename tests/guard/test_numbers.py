@@ -57,7 +57,9 @@ def test_the_module_that_first_gives_nan_is_named_with_rank_and_samples(
     culprit: tuple[str, str], tmp_path: Path
 ) -> None:
     kind, words = culprit
-    finished = run(tmp_path, 2, *spoiled(kind=kind))
+    # inf within the hooks of DDP
+    hooks = ["--no_shared_memory"] if kind == "gradient" else []
+    finished = run(tmp_path, 2, *spoiled(kind=kind), *hooks)
     assert finished.statuses == (1, 1)
     # WHY the newest: on a slow machine an earlier one is due by its time
     checkpoint = max(find_checkpoints(tmp_path), key=step_of)
@@ -72,29 +74,6 @@ def test_a_sample_that_is_nan_is_named(tmp_path: Path) -> None:
     finished = run(tmp_path, 2, *flags)
     assert finished.statuses == (1, 1)
     assert "samples [13]: the loss is nan; the input itself is not finite" in finished.output
-
-
-@pytest.mark.parametrize("case", slow_after(1, [("gradient", 2), ("nan", 1)]), ids=str)
-def test_numbers_that_go_wrong_once_do_not_change_the_weights(
-    case: tuple[str, int], tmp_path: Path, undisturbed: Undisturbed
-) -> None:
-    kind, world_size = case
-    once = spoiled(kind=kind, first=9, last=9, rank=world_size - 1)
-    faulty = run(tmp_path / "faulty", world_size, *once).ok()
-    assert faulty.outputs[0].count("retrying step") == 1
-    assert last_tensors(tmp_path / "faulty") == undisturbed(world_size, *spoiled())
-
-
-@pytest.mark.slow
-def test_numbers_that_go_wrong_within_the_hooks_of_ddp_do_not_change_them_either(
-    tmp_path: Path, undisturbed: Undisturbed
-) -> None:
-    hooks = ["--no_shared_memory"]
-    run(tmp_path / "faulty", 2, *spoiled(kind="nan", first=9, last=9), *hooks).ok()
-    assert last_tensors(tmp_path / "faulty") == undisturbed(2, *spoiled(), *hooks)
-    finished = run(tmp_path / "spoiled", 2, *spoiled(kind="gradient"), *hooks)
-    assert finished.statuses == (1, 1)
-    assert "blocks.1.1 (Spoiler) produced the first" in finished.output
 
 
 OFTEN = ["--checkpoint_every_steps", "4", "--ledger"]
