@@ -196,11 +196,10 @@ class Records:
         self._is_judged = True
         wall_s = time.perf_counter() - self._began_at
         cost = self.cost_s / max(1e-9, wall_s)
-        is_over = self._parts.group.run_on_main(  # collective
+        self._is_too_costly = self._parts.group.run_on_main(  # collective
             lambda: cost > MOST_COST, what="digests"
         )
-        self._is_too_costly = bool(is_over)
-        if is_over:
+        if self._is_too_costly:
             self._end_digests()
             log.info(
                 "no digests of steps from here on: they take %.1f %% of a step of %.2f ms; with "
