@@ -29,6 +29,7 @@ _LOOSE = re.compile(
 )
 _ERROR_LINE = re.compile(
     r"^(?:\S+: )?(?:fatal|FATAL|[Ee]rror|ERROR|CRITICAL|E:|Fatal error)\b[ :\]]"
+    r"|^[\w.]+ (?:ERROR|CRITICAL|FATAL)\b"
     r"|^(?:srun|slurmstepd|sbatch|mpirun|docker|\w+\.py): (?:fatal|error)"
     r"|\bExecuteUserScriptError:|Reporting training FAILURE|Failed - Training job failed"
 )
@@ -36,6 +37,9 @@ _RETRIED = re.compile(r"\b[Rr]etry(?:ing)?\b|\bWARNING\b")
 """What a program says when it goes on."""
 
 _WARNS = re.compile(r"\[W\d{0,4} [^\]]*\.cpp:\d+\]")
+_WARNING = re.compile(r"\.py:\d+: \w*Warning: ")
+"""Of Python's warnings: what only may have a cause is none there."""
+
 _SPAWNED = re.compile(r"-- Process (?P<rank>\d+) terminated with the following error")
 _BOX = ("\u2502", "\u2503", "\u256d", "\u2570")
 _LAUNCHER_TYPES = (
@@ -314,6 +318,8 @@ class Collector:
 
     def _add_message(self, match: Match, line: Line) -> None:
         tier = match.cause.tier
+        if match.cause.is_generic and _WARNING.search(line.raw):
+            return
         event = Event(
             kind="message",
             tier=tier,
@@ -348,7 +354,7 @@ class Collector:
                 is_weak=True,
             )
             self._keep(event, (raised.type, raised.shape))
-        elif _ERROR_LINE.search(line.text):
+        elif _ERROR_LINE.search(line.text) and "distributed.elastic" not in line.text:
             self.evidence.error_line = line
 
     def _keep(self, event: Event, what: tuple[object, ...]) -> Event:

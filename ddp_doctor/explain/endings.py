@@ -217,5 +217,5 @@ def name_other_process(event: Event) -> None:
 
 def is_closing(event: Event) -> bool:
     """Whether a launcher ended this process, because another one had failed."""
-    is_stop = event.cause is BY_CODE["stop-sigterm"]
+    is_stop = event.cause is BY_CODE["stop-sigterm"] and event.tier == Tier.TEARDOWN
     return is_stop and (event.kind == "exit" or "losing " in event.line.text)

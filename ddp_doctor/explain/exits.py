@@ -38,7 +38,11 @@ _SINGLE = (
     re.compile(r"Error pod (?P<host>[\w.-]+) container \S+ exitCode: (?P<status>\d+)"),
     re.compile(r"\bPod: (?P<host>[\w.-]+) exited with code (?P<status>\d+)"),
     re.compile(r"exits with return code = (?P<status>-?\d+)"),
+    re.compile(r"MPI_ABORT was invoked on rank (?P<rank>\d+)"),
     re.compile(r"Child process with PID (?P<pid>\d+) terminated with code (?P<status>-?\d+)"),
+)
+_CLOSED = re.compile(
+    r"(?:Sending process (?P<pid>\d+) closing signal|Unable to shutdown process (?P<deaf>\d+) via)"
 )
 _SRUN = {
     "Killed": -9, "Segmentation fault": -11, "Aborted": -6, "Bus error": -7, "Terminated": -15,
@@ -80,6 +84,9 @@ class ExitReader:
     rank: int | None = None
     """The rank whose output is quoted at the moment."""
 
+    closed: set[int] = field(default_factory=set)
+    """The processes that torchrun ended, because another one had failed."""
+
     _values: dict[str, str] = field(default_factory=dict)
     _line: Line | None = None
     _is_root: bool = False
@@ -101,6 +108,8 @@ class ExitReader:
         if section := _SECTION.search(text):  # Composer's launcher quotes what a rank wrote
             self.rank = int(section["rank"]) if section["rank"] else None
             return True
+        if closed := _CLOSED.search(text):
+            self.closed.add(int(closed["pid"] or closed["deaf"]))
         for pattern in _SINGLE:
             if match := pattern.search(text):
                 self._add(match, line)
@@ -163,17 +172,14 @@ class ExitReader:
 
     def _add(self, match: re.Match[str], line: Line) -> None:
         found = match.groupdict()
-        status = found.get("status")
-        number = found.get("number")
-        if status is not None:
-            code = int(status)
-        elif number is not None:
-            code = -int(number)
-        elif found.get("signal"):
-            code = -getattr(signal, found["signal"] or "", 0)
-        else:
+        if found.get("tasks"):
             self._add_srun(found, line)
             return
+        code = int(found.get("status") or 1)
+        if number := found.get("number"):
+            code = -int(number)
+        elif name := found.get("signal"):
+            code = -getattr(signal, name, 0)
         self.exits.append(
             Exit(
                 status=_signal_of(code),

@@ -47,6 +47,7 @@ class Matcher:
     def find(self, text: str) -> list[Match]:
         """List what matches: the lowest tier first, and in it the specific causes."""
         found: dict[str, Match] = {}
+        text = text.replace("HIP ", "CUDA ")  # AMD's words for the same failures
         for literal in self._literals_like(text):
             if literal in text:
                 for phrase, cause in self._rules[literal]:

@@ -199,11 +199,12 @@ def _unknown_headline(verdict: Verdict) -> str:
         message = root.raised.message.partition("\n")[0]
         text = f"{_subject(verdict)}: {root.raised.name or 'an exception'}: {message}"
         return text if len(text) <= _MAX_HEADLINE else f"{text[: _MAX_HEADLINE - 4]} ..."
-    if ended is not None and ended.rank is not None:
+    if ended is not None:
         how = f"signal {-ended.status}" if ended.status < 0 else f"exit status {ended.status}"
+        who = f"rank {ended.rank}" if ended.rank is not None else ended.host
+        how = f"{who}, {how}" if who else how
         return (
-            f"A process failed (rank {ended.rank}, {how}), and this log does not say why: its own "
-            "output is not in it."
+            f"A process failed ({how}), and this log does not say why: its own output is not in it."
         )
     return "Something failed, and this log does not say what."
 

@@ -109,6 +109,7 @@ def _judge(evidence: Evidence) -> Verdict:
     events = [e for e in events if not (e.kind == "message" and e.cause and e.cause.code in known)]
     events += ended
     events += silent_ends(events, evidence)
+    _weaken_time_limit(events, evidence)
     has_verdict = any(e.cause is not None and e.cause.code == HUNG for e in events)
     evidence.stacks = newest_stacks(evidence.stacks)
     events += events_of_folder(evidence.statuses, [] if has_verdict else evidence.stacks)
@@ -166,6 +167,24 @@ def _weaken_crashes(events: Sequence[Event]) -> None:
             event.tier = Tier.TEARDOWN if event.line.file in first else event.tier
 
 
+def _weaken_time_limit(events: Sequence[Event], evidence: Evidence) -> None:
+    """Take a time limit for an effect, if a rank failed before and nothing went on after it.
+
+    WHY: the other ranks wait for a dead or late one until the scheduler ends them all.
+    """
+    limits = [e for e in events if e.cause is not None and e.cause.code == "stop-time-limit"]
+    failed = [
+        e
+        for e in events
+        if Tier.KILLED < e.tier <= Tier.TIMEOUT
+        and e.kind != "exit"
+        and not (e.is_weak or evidence.goes_well(e.line))
+    ]
+    first = min((e.line.order for e in failed), default=math.inf)
+    for event in limits:
+        event.tier = Tier.TEARDOWN if first < event.line.order else event.tier
+
+
 def _mismatch(finding: Finding) -> Event:
     return Event(
         kind="collective",
@@ -180,12 +199,16 @@ def _exit_events(evidence: Evidence) -> list[Event]:
     """Make events of processes that a signal ended."""
     events = []
     others_failed = any(e.status not in (0, _FORCED) for e in evidence.exits.exits)
+    closed = evidence.exits.closed
     for ended in evidence.exits.exits:
         if code := _OF_SIGNAL.get(ended.status):
             # WHY: srun ends the other tasks with SIGKILL after one of them failed
             is_srun = "srun: error" in ended.line.text and ended.status == _FORCED
             event = _exit_event(ended, BY_CODE[code])
-            event.tier = Tier.TEARDOWN if is_srun and others_failed else event.tier
+            if (is_srun and others_failed) or ended.pid in closed:
+                event.tier = Tier.TEARDOWN
+            elif closed and ended.from_block and ended.status == _TERMINATED:
+                event.tier = Tier.KILLED  # not by torchrun
             events.append(event)
     return events
 
@@ -255,8 +278,10 @@ def _support(
     chosen = [root]
     if root.cause is not None and root.cause.code == HUNG:
         chosen += [Event(kind="stack", tier=root.tier, line=s.line) for s in evidence.stacks[:4]]
-    if root.detail is not None:
-        chosen.append(Event(kind="message", tier=root.tier, line=root.detail))
+    detail = evidence.error_line if root.cause is SILENT else root.detail
+    if detail is not None:
+        chosen.append(Event(kind="message", tier=root.tier, line=detail))
+    chosen += [event for event in events if event.chained is root]  # what became of it
     same = [e for e in events if e is not root and e.cause is root.cause and e.cause is not None]
     chosen += same[:2]
     if finding is not None and root.tier in (Tier.TIMEOUT, Tier.MISMATCH):
@@ -327,11 +352,13 @@ def _unknown(
         guilty, alike = who(root, events, evidence, None)
     exits = [ended for ended in evidence.exits.exits if ended.status != 0]
     roots = [ended for ended in exits if ended.is_root] or exits
+    last = evidence.error_line
+    shown = [Event(kind="message", tier=Tier.LAUNCHER, line=last)] if last else []
     return Verdict(
         kind="unknown",
         root=root,
         guilty=guilty,
-        evidence=[root] if root else [],
+        evidence=[root] if root else shown,
         first_exceptions=_first_exceptions(events),
         num_echoes=max(0, total - 1),
         root_exit=roots[0] if roots else None,

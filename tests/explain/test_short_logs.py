@@ -139,6 +139,10 @@ RAY = (
     "step 3\n2023-01-17 17:21:35,472\tWARNING worker.py:1829 -- A worker died or was killed while "
     "executing a task by an unexpected system error.\n"
 )
+TIME_LIMIT = (
+    "slurmstepd: error: *** JOB 8 ON n1 CANCELLED AT 2026-05-21T17:01:43 DUE TO TIME LIMIT ***\n"
+)
+CHECKPOINT, ALL_RANKS = "torch.distributed.checkpoint.api.", "dict_keys([0, 1, 2, 3])"
 RAY_END = "2023-01-17 17:21:35,509\tERROR trial_runner.py:980 -- Error processing event.\n"
 
 
@@ -225,6 +229,13 @@ LOGS: Mapping[str, tuple[str, ...]] = {
         joined(KEY_ERROR[:3]) + raised(f"{SPAWN}signal SIGKILL"),
     ),
     "of a chain the exception that is known": ("data-hub", CHAIN),
+    "of a chain what the program made of it": (
+        "python-keyerror",
+        raised("KeyError: 'rows'").rstrip()
+        + "\n\nThe above exception was the direct cause of the following exception:\n\n"
+        + raised("data.ShardError: shard 1 has no rows"),
+        "shard 1 has no rows",
+    ),
     "of a chain of rank 1": ("data-hub", behind("[rank1]: ", CHAIN.splitlines())),
     "a message of several lines behind a level": (
         "checkpoint-size",
@@ -249,6 +260,16 @@ LOGS: Mapping[str, tuple[str, ...]] = {
         CLOSING + block_of({0: -15, 1: 1}, root=1),
     ),
     "what was told to stop": ("stop-sigterm", CLOSING + block_of({0: -15}, root=0)),
+    "a rank that somebody else than torchrun told to stop": (
+        "stop-sigterm of rank 1",
+        lost_by(0) + CLOSING + block_of({0: -15, 1: -15}, root=1),
+    ),
+    "what torchrun had to kill, beside a rank that says nothing": (
+        "unknown of nobody",
+        CLOSING
+        + CLOSING.replace("Sending", "Unable to shutdown").replace("closing signal", "via")
+        + block_of({0: -9, 1: 1}, root=1),
+    ),
     "srun ends the other tasks": (
         "python-keyerror of rank 3",
         behind("3: ", KEY_ERROR) + SRUN_ENDS_OTHERS,
@@ -258,9 +279,12 @@ LOGS: Mapping[str, tuple[str, ...]] = {
         "memory-slurm-oom of nobody",
         SLURM_OOM + AGENT_OF_TORCHRUN,
     ),
-    "a rank that ended without an exception": (
+    "a rank that ended without an exception, and what it called an error": (
         "stop-silent of rank 1",
-        lost_by(0, 2) + block_of({1: 3, 0: -15, 2: 1}, root=1),
+        "2026-11-26 16:39:14,374 train ERROR shard 17 is cut off\n"
+        + lost_by(0, 2)
+        + block_of({1: 3, 0: -15, 2: 1}, root=1),
+        "shard 17 is cut off",
     ),
     "a rank that finished before the others": (
         "lost-finished-rank of nobody",
@@ -316,6 +340,27 @@ LOGS: Mapping[str, tuple[str, ...]] = {
         "unknown",
         "epoch 1\n1.7e+09\tDEBUG\tevents\tPod: kubeflow.job-worker-0 exited with code 1\t{}\n",
     ),
+    "a rank failed, and the others waited until the time limit": (
+        "python-keyerror of rank 3",
+        joined(of_rank(3, KEY_ERROR)) + TIME_LIMIT,
+    ),
+    "an exception that was logged, and training until the time limit": (
+        "stop-time-limit of nobody",
+        joined(of_rank(3, KEY_ERROR)) + "step 4\nstep 5\n" + TIME_LIMIT,
+    ),
+    "a warning of Python's that names a file": (
+        "unknown of nobody",
+        "/opt/x/resource_tracker.py:237: UserWarning: '/af_barrier': [Errno 2] No such file or "
+        "directory: '/af_barrier'\nERROR:composer.cli.launcher:Rank 1 crashed with exit code 1.\n",
+    ),
+    "a rank that aborts MPI": (
+        "unknown of nobody",
+        "step 1\nMPI_ABORT was invoked on rank 2 in communicator MPI COMMUNICATOR 5\n",
+    ),
+    "a checkpoint that no rank could write": (
+        "checkpoint-sharded of nobody",
+        joined(of_rank(0, traceback_of(f"{CHECKPOINT}CheckpointException ranks:{ALL_RANKS}"))),
+    ),
     "of many error lines the last one counts": (
         "unknown",
         joined([f"ERROR: could not upload part {n}\nstep {n}" for n in range(40)])
@@ -332,4 +377,6 @@ def test_the_cause_and_the_rank_at_fault(name: str, tmp_path: Path) -> None:
     rank = rank_of(found)
     whose = "nobody" if rank is None else f"rank {rank}"
     assert verdict in (code_of(found), f"{code_of(found)} of {whose}")
-    assert all(word in json.dumps([found["guilty"], found["cause"]]) for word in words)
+    assert all(
+        word in json.dumps([found["guilty"], found["cause"], found["evidence"]]) for word in words
+    )

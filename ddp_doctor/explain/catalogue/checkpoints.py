@@ -1,6 +1,6 @@
 """Causes in checkpoints: their names, devices, formats, and who writes them."""
 
-from ddp_doctor.explain.events import Cause
+from ddp_doctor.explain.events import Blame, Cause
 
 CAUSES = (
     Cause(
@@ -185,11 +185,13 @@ CAUSES = (
         code="checkpoint-sharded",
         title="a distributed checkpoint is incomplete or of another layout",
         phrases=(
-            r"CheckpointException ranks:",
+            r"CheckpointException ranks:(?:dict_keys\(\[(?P<ranks>[\d, ]+)\]\))?",
+            r"CheckpointingException: ",
             r"global metadata read failed",
             r"Missing key in checkpoint state_dict: (?P<name>\S+)",
             r"used a DP world size of (?P<saved>\d+) but the current world size is (?P<now>\d+)",
         ),
+        blame=Blame.NAMED,
         why="A rank failed while saving, files of a node are not on the shared disk, the model "
         "has other names, or another number of ranks saved it",
         fix="All ranks write to one shared folder; load with the same model, and DeepSpeed's ZeRO "

@@ -19,6 +19,7 @@ CAUSES = (
             r"Failed to check the \"should dump\" flag on TCPStore",
             r"[Cc]onnection was likely closed",
             r"DDP-G04\]",
+            r"Failed to meet rendezvous",
         ),
         tier=Tier.LOST,
         why="The rank at the other end ended, so this message is a consequence: the cause is in "
@@ -102,6 +103,7 @@ CAUSES = (
         phrases=(
             r"Unable to find address for: (?P<name>\S+)",
             r"Unable to find interface (?P<name>\S+)",
+            r"interface or hostname can't be empty",
             r"[Uu]nable to resolve hostname to a \(local\) address",
             r"makeDeviceFor(?:Hostname|Interface)\(\): unsupported gloo device",
         ),

@@ -141,12 +141,13 @@ CAUSES = (
     ),
     Cause(
         code="gpu-cudnn",
-        title="cuDNN failed",
+        title="cuDNN (on AMD: MIOpen) failed",
         phrases=(
             r"cuDNN error: (?P<what>CUDNN_STATUS_\w+)",
             r"Unable to find a valid cuDNN algorithm",
             r"GET was unable to find an engine to execute this computation",
             r"FIND was unable to find an engine",
+            r"miopen(?:Status\w+|::Exception)",
         ),
         why="No memory for its work space, another cuDNN in LD_LIBRARY_PATH, or an earlier error",
         fix="Smaller batch; unset LD_LIBRARY_PATH; torch.backends.cudnn.benchmark=False.",
@@ -214,7 +215,7 @@ SOFTWARE = (
         phrases=(
             r"no kernel image is available for execution on the device",
             r"is not compatible with the current PyTorch installation",
-            r"(?:CUDA|HIP) error: invalid device function",
+            r"CUDA error: invalid device function",
             r"CUDA capability sm_(?P<arch>\d+)",
         ),
         why="This build of torch, or an extension, was not compiled for the GPU's architecture: it "
@@ -281,7 +282,7 @@ SOFTWARE = (
     Cause(
         code="gpu-cuda-error",
         title="a CUDA call failed",
-        phrases=(r"CUDA error: (?P<what>[a-zA-Z][^\n]+)", r"HIP error: (?P<what>[a-z][^\n]+)"),
+        phrases=(r"CUDA error: (?P<what>[a-zA-Z][^\n]+)",),
         is_generic=True,
         why="CUDA reports an error of an earlier kernel at a later call, so the line in the "
         "traceback may be innocent",
@@ -323,6 +324,7 @@ OTHERS = (
             r"oneCCL: (?P<what>.+)",
             r"\|CCL_ERROR\| (?P<what>.+)",
             r"HCCL (?:function )?error in",
+            r"EJ0001: ",
             r"(?P<what>\w+) isn't implemented on backend \[\w+\]",
             r"what\(\): +Collective call returned error",
         ),
@@ -335,6 +337,16 @@ OTHERS = (
         "HCCL: wait 10 s after an earlier job.",
         confirm="Its debug log: CCL_LOG_LEVEL=info, ASCEND_GLOBAL_LOG_LEVEL=1, "
         "LOG_LEVEL_ALL_HCL=1.",
+    ),
+    Cause(
+        code="accelerator-timeout",
+        title="a collective of HCCL did not finish in time",
+        phrases=(r"EI000[26]: ", r"Hccl\w+, error code is", r"hccl fftsplus task timeout"),
+        tier=Tier.TIMEOUT,
+        why="The rank that prints it waits for another one, which failed before, hangs, or is slow",
+        fix="Read the other ranks' logs first (ASCEND_GLOBAL_LOG_LEVEL=1; plog in ~/ascend/log); "
+        "only if one is slow: HCCL_EXEC_TIMEOUT, HCCL_CONNECT_TIMEOUT.",
+        confirm="The rank whose plog has another error, or none of this kind.",
     ),
     Cause(
         code="accelerator-gaudi",

@@ -257,6 +257,8 @@ MODEL = (
             r"The size of tensor a \(\d+\) must match the size of tensor b \(\d+\)",
             r"Given groups=\d+, weight of size .* expected input.* to have \d+ channels",
             r"shape '\[.*\]' is invalid for input of size \d+",
+            r"Sizes of tensors must match except in dimension",
+            r"Gather got an input of invalid size",
         ),
         is_generic=True,
         why="The model got an input of another shape than it was built for",

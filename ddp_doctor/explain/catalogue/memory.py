@@ -13,7 +13,6 @@ CAUSES = (
         title="the GPU ran out of memory",
         phrases=(
             r"CUDA out of memory",
-            r"HIP out of memory",
             r"(?:torch\.|cuda\.)OutOfMemoryError",
             r"CUDA error: out of memory",
             r"Cuda failure (?:2 )?'out of memory'",
@@ -172,7 +171,7 @@ CAUSES = (
         phrases=(
             r"Signal 11 \(SIGSEGV\) received by PID (?P<pid>\d+)",
             r"Fatal Python error: Segmentation fault",
-            r"Segmentation fault(?: +\(core dumped\)|$|:)",
+            r"Segmentation fault(?: +\((?:core dumped|11)\)|$|:)",
             r"exitcode: -11\)",
             r"terminated with signal SIGSEGV",
             r"died with <Signals\.SIGSEGV",
@@ -198,7 +197,7 @@ CAUSES = (
             r"Signal 7 \(SIGBUS\) received by PID (?P<pid>\d+)",
             r"Fatal Python error: Bus error",
             r"exitcode: -7\)",
-            r"Bus error(?: +\(core dumped\))",
+            r"Bus error(?: +\((?:core dumped|7)\)|: nonexistent)",
             r"died with <Signals\.SIGBUS",
         ),
         is_generic=True,
@@ -227,6 +226,7 @@ CAUSES = (
         phrases=(
             r"killed due to memory pressure \(OOM\)",
             r"Task was killed due to the node running low on memory",
+            r"exceeds the memory usage threshold of",
         ),
         tier=Tier.KILLED,
         why="All processes of the node together crossed Ray's memory threshold",

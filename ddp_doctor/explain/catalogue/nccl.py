@@ -310,6 +310,7 @@ SETUP = (
         title="a CUDA call inside NCCL failed",
         phrases=(
             r"ncclUnhandledCudaError: Call to CUDA function failed",
+            r"NCCL error in: .*unhandled cuda error",
             r"NCCL WARN Cuda failure (?:\d+ )?'(?P<what>[^']+)'",
             r"NCCL WARN Cuda failure '?(?P<what>[a-z][^'\n]+)",
         ),
@@ -355,6 +356,7 @@ SETUP = (
         phrases=(
             r"ncclInvalidUsage: This usually reflects invalid usage of NCCL library",
             r"ncclInvalidArgument: Invalid value for an argument",
+            r"NCCL error in: .*invalid (?:usage|argument)",
         ),
         is_generic=True,
         blame=Blame.NOBODY,

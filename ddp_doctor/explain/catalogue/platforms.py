@@ -6,10 +6,7 @@ CAUSES = (
     Cause(
         code="windows-libuv",
         title="this torch was built without libuv",
-        phrases=(
-            r"use_libuv was requested but PyTorch was built without libuv support",
-            r"was built without libuv support",
-        ),
+        phrases=(r"was buil[dt] without libuv support",),
         blame=Blame.NOBODY,
         why="torch 2.4 and newer want libuv for the store; wheels for Windows had none",
         fix="set USE_LIBUV=0 before torchrun; init_method='tcp://127.0.0.1:29500?use_libuv=0'.",

@@ -135,7 +135,7 @@ CAUSES = (
     ),
     Cause(
         code="stop-sigterm",
-        title="the job was told to stop (SIGTERM)",
+        title="it was told to stop (SIGTERM)",
         phrases=(
             r"got signal: 15\b",
             r"Received (?:Signals\.)?SIGTERM(?! death signal, shutting down workers)",
@@ -223,7 +223,6 @@ CAUSES = (
             r"PRTE (?:was unable to|has lost communication)",
             r"mpirun has detected an attempt to run as root",
             r"Host key verification failed",
-            r"MPI_ABORT was invoked on rank (?P<ranks>\d+)",
         ),
         blame=Blame.NOBODY,
         why="Too few slots in the host list, no ssh to the other nodes, or MPI and Slurm do not "
