@@ -7,6 +7,7 @@ A prefix that may be something else (`3: ` of srun --label) counts only if most 
 import json
 import re
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,6 +70,9 @@ _ENOUGH = 0.6
 
 _MESSAGES = ("log", "message", "msg", "textPayload", "data", "text", "event")
 _EXCEPTIONS = ("exc_info", "exception", "traceback", "stack_trace", "stacktrace", "exc_text")
+_MEMBER = re.compile(r'\s*(?:"(?P<name>\w+)": )?(?P<text>"(?:[^"\\]|\\.)*"),?\s*$')
+"""A line of a JSON file that is written over several lines: a notebook, an export of a cloud."""
+
 _NESTED = ("jsonPayload", "record", "body")
 _RANK_NAMES = ("rank", "global_rank")
 _MAX_PREFIX = 120
@@ -202,7 +206,11 @@ def _cut_bar(line: Line) -> None:
 
 
 def lines_of(raw: str) -> list[str]:
-    """Give the lines of text in a line that is a JSON object, or the line itself."""
+    """Give the lines of text in a line that is a JSON object or a part of one, or the line."""
+    member = _MEMBER.match(raw) if raw.lstrip()[:1] == '"' else None
+    if member and member["name"] in (None, *_MESSAGES, *_EXCEPTIONS):
+        with suppress(ValueError):  # quotes of something else
+            return str(json.loads(member["text"], strict=False)).splitlines() or [raw]
     at = raw.find('{"', 0, _MAX_PREFIX)
     if at < 0 or not raw.rstrip().endswith("}"):
         return [raw]

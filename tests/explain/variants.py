@@ -4,6 +4,7 @@ Owns the forms: prefixes of launchers, schedulers and containers, line ends, col
 between, and logs that were cut.
 """
 
+import json
 import random
 from collections.abc import Callable, Mapping
 
@@ -64,6 +65,8 @@ FORMS: Mapping[str, Form] = {
     "logging": each_line(lambda line: f"[2026-11-22 08:08:33,123][ERROR] {line}"),
     "mpirun": each_line(lambda line: f"[1,0]<stderr>:{line}"),
     "ray": each_line(lambda line: f"(RayTrainWorker pid=3112, ip=10.0.0.7) {line}"),
+    "a notebook": each_line(lambda line: f"       {json.dumps(line + chr(10))},"),
+    "gcloud's JSON": each_line(lambda line: f'    "textPayload": {json.dumps(line)},'),
     "healthy lines between": with_healthy_lines,
     "much around": with_much_around,
     "cut at the top": cut_top,
