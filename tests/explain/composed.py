@@ -50,13 +50,7 @@ WITHOUT_LOG = {
         ["stop-silent", "lost-finished-rank"], "in torchrun's table: test_short_logs.py"
     ),
     **dict.fromkeys(["gloo-ddp-outlives-group", "gloo-destroy-hang"], "a race: stacks there, too"),
-    **dict.fromkeys(["amp-overflow-advice", "nccl-advice-device"], "advice on GPUs: healthy.py"),
-    **dict.fromkeys(["compile-recompiles", "openmp-advice"], "advice, no failure: healthy.py"),
-    **dict.fromkeys(
-        ["nccl-aborted", "nccl-graph-order"], "needs NCCL and GPUs, and a second failure"
-    ),
-    "group-destroyed": "advice of NCCL: healthy.py",
-    "data-tokenizers-fork": "a warning of a package that the tests do not need: healthy.py",
+    "nccl-aborted": "needs NCCL and GPUs, and a second failure",
     "gloo-detail-crash": "needs a torchrun of its own: test_short_logs.py",
     "killed-outside": "in no log: in the run folder, TestFiles",
 }

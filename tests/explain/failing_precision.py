@@ -60,7 +60,7 @@ def compile_failed(rank: int, folder: Path) -> None:
     torch.compile(nn.Linear(2, 2), backend=backend)(torch.ones(1, 2))  # type: ignore[arg-type]
 
 
-@reproduces("compile-graph-break")
+@reproduces("compile-failed")
 def compile_graph_break(rank: int, folder: Path) -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()

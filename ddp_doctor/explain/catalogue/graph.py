@@ -9,11 +9,10 @@ CAUSES = (
         phrases=(
             r"Expected to have finished reduction in the prior iteration before starting a new "
             r"one\. This error indicates that your module has parameters",
-            r"[Pp]arameter indices which did not receive grad for rank (?P<ranks>\d+): "
-            r"(?P<indices>[\d ]+)",
-            r"[Pp]arameters which did not receive grad for rank (?P<ranks>\d+): (?P<names>.+)",
-            r"parameters (?:in this model |that )were not used in producing the loss returned by "
-            r"training_step",
+            r"[Pp]arameter indices which did not receive grad for rank (?P<ranks>\d+): [\d ]+",
+            r"[Pp]arameters which did not receive grad for rank (?P<ranks>\d+): ",
+            r"parameters (?:in this model |that )were not used in producing the loss returned "
+            r"by training_step",
         ),
         blame=Blame.SPEAKER,
         why="DDP waits for one gradient per parameter. Forward skipped a layer, or returned an "
@@ -50,8 +49,7 @@ CAUSES = (
         title="a parameter got its gradient twice in one backward",
         phrases=(
             r"Expected to mark a variable ready only once",
-            r"Parameter at index (?P<index>\d+)(?: with name (?P<name>\S+))? has been marked as "
-            r"ready twice",
+            r"Parameter at index \d+(?: with name \S+)? has been marked as ready twice",
         ),
         why="A parameter is used in several reentrant checkpoints or in several forwards before "
         "one backward, or outside of DDP's forward",
@@ -124,8 +122,8 @@ CAUSES = (
         code="graph-wrapped-attribute",
         title="an attribute of the model was asked of the wrapper around it",
         phrases=(
-            r"'(?P<what>DistributedDataParallel|DataParallel|FullyShardedDataParallel)' object has "
-            r"no attribute",
+            r"'(?P<what>DistributedDataParallel|DataParallel|FullyShardedDataParallel)' object "
+            r"has no attribute",
         ),
         blame=Blame.NOBODY,
         why="{what} has the model in its attribute module, and passes on its forward only",
@@ -147,10 +145,10 @@ CAUSES = (
         code="graph-models-differ",
         title="the ranks do not have the same model",
         phrases=(
-            r"DDP expects same model across all ranks, but Rank (?P<one>\d+) has (?P<mine>\d+) "
-            r"params(?!, while rank \d+ has inconsistent 0 params)",
+            r"DDP expects same model across all ranks, but Rank \d+ has \d+ params(?!, while "
+            r"rank \d+ has inconsistent 0 params)",
             r"params\[\d+\] in this process with sizes .* appears not to match",
-            r"\[(?P<one>\d+)\]: params\[\d+\] in this process with sizes",
+            r"\[\d+\]: params\[\d+\] in this process with sizes",
         ),
         tier=Tier.MISMATCH,
         why="The ranks built models with another number or another shape of parameters: other "
@@ -182,9 +180,9 @@ MODEL = (
         code="graph-device-mixed",
         title="tensors of one operation are on different devices",
         phrases=(
-            r"Expected all tensors to be on the same device, but (?P<what>.+)",
-            r"Input type \(torch\.\w*\.?FloatTensor\) and weight type \(torch\.\w*\.?FloatTensor\) "
-            r"should be the same",
+            r"Expected all tensors to be on the same device, but ",
+            r"Input type \(torch\.\w*\.?FloatTensor\) and weight type "
+            r"\(torch\.\w*\.?FloatTensor\) should be the same",
             r"module must have its parameters and buffers on device",
             r"Expected tensor for argument #\d+ '\w+' to have the same device as tensor for",
             r"Input and (?:parameter|hidden) tensors are not at the same device",
@@ -253,7 +251,7 @@ MODEL = (
         code="graph-shapes",
         title="the shapes of two tensors do not fit",
         phrases=(
-            r"mat1 and mat2 shapes cannot be multiplied \((?P<shapes>[\dx]+ and [\dx]+)\)",
+            r"mat1 and mat2 shapes cannot be multiplied \([\dx]+ and [\dx]+\)",
             r"The size of tensor a \(\d+\) must match the size of tensor b \(\d+\)",
             r"Given groups=\d+, weight of size .* expected input.* to have \d+ channels",
             r"shape '\[.*\]' is invalid for input of size \d+",
