@@ -1,6 +1,5 @@
 """Programs that run out of memory, or raise errors of Python's own types."""
 
-import json
 import resource
 from pathlib import Path
 
@@ -60,19 +59,6 @@ def python_chained(rank: int, folder: Path) -> None:
     dist.barrier()
 
 
-@reproduces("python-recursionerror")
-def python_recursion(rank: int, folder: Path) -> None:
-    def deeper() -> None:
-        deeper()
-
-    deeper()
-
-
-@reproduces("python-assertionerror")
-def python_assertion(rank: int, folder: Path) -> None:
-    assert not folder.exists(), "the folder is there"
-
-
 @reproduces("DDP-S02")
 def own_codes(rank: int, folder: Path) -> None:
     from hardened_ddp.errors import OutOfMemoryError
@@ -83,8 +69,4 @@ def own_codes(rank: int, folder: Path) -> None:
 
 
 reproduce("memory-host", lambda folder: torch.empty(2**60, dtype=torch.uint8))
-reproduce("python-jsondecodeerror", lambda folder: json.loads("{"))
-reproduce("python-stopiteration", lambda folder: next(iter([])))
 reproduce("memory-gpu", lambda folder: throw(torch.OutOfMemoryError(FULL)))
-reproduce("python-attributeerror", lambda folder: None.shape)  # type: ignore[attr-defined]
-reproduce("python-typeerror", lambda folder: torch.nn.Linear(4))  # type: ignore[call-arg]

@@ -69,11 +69,4 @@ def compile_graph_break(rank: int, folder: Path) -> None:
     torch.compile(step, backend="eager", fullgraph=True)(torch.ones(2))
 
 
-@reproduces("compile-compiler")
-def compile_compiler(rank: int, folder: Path) -> None:
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    raise InvalidCxxCompiler
-
-
 reproduce("amp-dtype", lambda folder: nn.Linear(2, 2)(torch.ones(1, 2, dtype=torch.bfloat16)))
