@@ -148,7 +148,6 @@ class HashedFile:
             written += self._disk.write(self._descriptor, data[written:])
 
     def flush_early(self) -> None:
-        """Start writing cached data to the disk."""
         self._disk.flush_early(self._descriptor)
 
     def sync_and_close(self) -> str:

@@ -71,7 +71,6 @@ def plain_meta(meta: Mapping[str, JSON]) -> dict[str, JSON]:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the bytes of manifest.json."""
     body: dict[str, object] = {
         "schema": SCHEMA,
         "step": manifest.step,
@@ -117,7 +116,6 @@ def decode_manifest(raw: bytes) -> Manifest:
 
 
 def step_folder_name(step: int) -> str:
-    """Return the name of the folder of a step's checkpoint."""
     return f"step-{step:09d}"  # WHY fixed width: sorting by name is sorting by step
 
 

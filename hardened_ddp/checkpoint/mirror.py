@@ -300,7 +300,6 @@ class Mirror:
 
 
 def mirror_url(mirror: str, run_name: str) -> str:
-    """Name where a run is below the setting mirror."""
     return f"{mirror.rstrip('/')}/{run_name}"
 
 

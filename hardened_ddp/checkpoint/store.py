@@ -283,7 +283,6 @@ class CheckpointWriter:
 
     @property
     def is_busy(self) -> bool:
-        """A checkpoint is in flight."""
         return self._thread is not None and self._thread.is_alive()
 
     @property

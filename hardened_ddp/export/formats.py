@@ -178,7 +178,6 @@ def _write_transformers(folder: Path, model: HubNet, meta: Mapping[str, Any]) ->
 
 
 def _write_peft(folder: Path, model: _Logits, meta: Mapping[str, Any]) -> Forward:
-    """Write the adapters alone, as the library peft does."""
     if not (meta.get("adapter") and isinstance(model.model, HubNet)):
         raise ModelError(
             "the run has no adapters", fix="train with --adapter, or choose another --format"

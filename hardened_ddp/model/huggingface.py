@@ -85,7 +85,6 @@ class TextModel(nn.Module):
 
     @property
     def hub_config(self) -> dict[str, Any]:
-        """The transformers configuration as JSON, from which the model is built again."""
         return _description_of(self.net)
 
 

@@ -189,7 +189,6 @@ class MovingBuffers:
 
     @torch.no_grad()
     def copies(self) -> Copies:
-        """Copy what moves."""
         live = self._live(self.known)
         are_home = len(live) == len(self._homes) and all(map(operator.is_, live, self._homes))
         return Copies(live, self._kinds if are_home else _by_dtype(live))

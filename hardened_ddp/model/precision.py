@@ -66,7 +66,6 @@ class Precision:
         return [number.clone() for number in self._numbers()] or self.state()
 
     def go_back(self, mark: Any) -> None:  # Any: from mark
-        """Restore the scaler's numbers of mark."""
         if isinstance(mark, dict):
             self.restore(mark)
             return
@@ -87,11 +86,9 @@ class Precision:
         return []
 
     def state(self) -> dict[str, Any]:  # Any: JSON numbers
-        """Return the scaler's state for a checkpoint."""
         return {} if self.scaler is None else dict(self.scaler.state_dict())
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore the scaler's state from a checkpoint."""
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)
 

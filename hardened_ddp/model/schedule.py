@@ -119,11 +119,9 @@ class Schedule:
             group.update(options)
 
     def state(self) -> dict[str, Any]:  # Any: a scheduler's state
-        """Return the scheduler's state, if has_state."""
         return dict(self._scheduler.state_dict())
 
     def restore(self, state: Mapping[str, Any]) -> None:  # Any: as in state
-        """Restore the scheduler's state."""
         self._scheduler.load_state_dict(dict(state))
 
     def _find(self, path: ImportPath) -> None:

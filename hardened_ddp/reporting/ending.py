@@ -126,7 +126,6 @@ class Endings:
 
 
 def read_endings(path: Path) -> Endings:
-    """Read what the ranks of this machine noted."""
     lines = read_lines(path, [])
     attempt = max((line["attempt"] for line in lines), default=0)
     newest = [line for line in lines if line["attempt"] == attempt]
@@ -157,7 +156,6 @@ def write_termination_log(text: str, env: Mapping[str, str]) -> None:
 
 
 def _note(entry: Json, env: Mapping[str, str]) -> None:
-    """Append an entry to the launcher's file."""
     if not (path := env.get(RECORD)):
         return
     line = {"attempt": int(env.get("TORCHELASTIC_RESTART_COUNT", "0")), **entry}

@@ -40,7 +40,6 @@ How values are given
 
 
 def help_text(topic: str = TRAIN) -> str:
-    """Give the help of training, or of one of the other commands."""
     return _command_help(topic, COMMANDS[topic]) if topic in COMMANDS else _train_help()
 
 

@@ -164,7 +164,6 @@ def limits(setting: Setting) -> str:
 
 
 def range_words(bounds: Bounds, *, found: float = 0) -> str:
-    """Say in words which numbers are within the bounds."""
     low = f"above {bounds.low:g}" if bounds.is_low_open else f"{bounds.low:g} or more"
     if isinstance(found, float) and not math.isfinite(found):
         return f"{low}, finite"

@@ -51,7 +51,6 @@ class Event:
         return is_reached(self._event)
 
     def wait(self) -> None:
-        """Wait until the device is past it."""
         self._event.synchronize()
 
 

@@ -179,5 +179,4 @@ def in_full(error: BaseException) -> str:
 
 
 def join_causes(causes: Mapping[int, Failure]) -> str:
-    """Join the failures of several ranks into one text, without duplicates."""
     return "; ".join(dict.fromkeys(cause.text for cause in causes.values()))

@@ -272,7 +272,6 @@ class Gradient:
         return self.writes.unsafe(num_forwards=is_under_way + self.parts.is_async_device)
 
     def where(self) -> str:
-        """Name this rank and the step."""
         return f"rank {self.parts.group.launch.rank}, step {self.progress.step}"
 
     def _forward_backward(self, attempt: Attempt, batches: Sequence[Batch]) -> None:
@@ -389,7 +388,6 @@ class Totals:
         self.num_steps = 0
 
     def add(self, score: Score, num_samples: int) -> None:
-        """Add the score of one forward on num_samples samples."""
         with torch.no_grad():
             self.loss_sum += score.loss_sum
         for name, value in self.task.sums_of(score).items():
@@ -399,7 +397,6 @@ class Totals:
         self.num_samples += num_samples
 
     def reset(self) -> None:
-        """Begin again at zero."""
         for total in (self.loss_sum, *self.sums.values()):
             total.zero_()
         self.num_samples = self.num_steps = 0
@@ -411,7 +408,6 @@ class Totals:
         return self.loss_sum.item() if is_cpu else self.loss_sum.clone(), copies, self.num_samples
 
     def go_back(self, mark: Mark) -> None:
-        """Restore the sums of mark."""
         loss_sum, sums, self.num_samples = mark
         for total, before in zip(
             (self.loss_sum, *self.sums.values()), (loss_sum, *sums), strict=True

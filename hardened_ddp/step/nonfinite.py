@@ -72,7 +72,6 @@ class NonFiniteFinder:
         return f"samples {samples}: {what}; {finding.text}"
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:  # Any: a user's arguments
-        """Check the inputs of a module."""
         is_root = module is self._root
         if is_root:
             self._num_forwards += 1
@@ -107,14 +106,12 @@ class NonFiniteFinder:
             link.is_result = link.is_result or module is self._root
 
     def after_gradient(self, name: str, parameter: torch.Tensor) -> None:
-        """Check the gradient of a parameter."""
         if self._backward is None and parameter.grad is not None and _is_bad(parameter.grad):
             owner = self._root.get_submodule(name.rpartition(".")[0])
             text = f"in backward {self._name(owner)} produced the first {_kind(parameter.grad)}"
             self._backward = self._finding(f"{text}, the gradient of {name}")
 
     def _look_back(self, link: _Link, gradient: torch.Tensor) -> None:
-        """Check the gradient of a tensor between two modules."""
         if self._backward is not None or not _is_bad(gradient):
             return
         kind = _kind(gradient)

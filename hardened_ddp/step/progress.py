@@ -34,7 +34,6 @@ class Progress:
     max_micro_batch: int = 0
 
     def commit(self, window: Window) -> None:
-        """Count the step over window as done."""
         self.step, self.cursor = self.step + 1, window.start + window.size
 
     def take_back(self, window: Window) -> None:
@@ -42,11 +41,9 @@ class Progress:
         self.step, self.cursor = self.step - 1, window.start
 
     def limit_micro_batches(self, max_micro_batch: int) -> None:
-        """Limit micro-batches to max_micro_batch from now on."""
         self.max_micro_batch = max_micro_batch
 
     def count_errors(self, count: int) -> None:
-        """Count samples or steps that were left out."""
         self.num_errors += count
 
     def go_back_to(self, earlier: "Progress") -> None:

@@ -109,7 +109,6 @@ class BlockReader:
         return self.reader.read_run(epoch, shard, index, len(numbers), troubles)
 
     def name_of(self, index: int) -> str:
-        """Name a sample by its shard and its position there."""
         return name_of(self.dataset, index)
 
     def pass_over(self, epoch: int, index: int, error: str) -> None:

@@ -70,7 +70,6 @@ class ParquetFormat:
         self.columns = list(columns) or None
 
     def measure(self, file: str) -> int:
-        """Return the rows of a file."""
         return int(_open(file).metadata.num_rows)
 
     def read(self, piece: Piece, at: int) -> Iterator[tuple[Any, int]]:
@@ -92,7 +91,6 @@ class ParquetFormat:
                 begin = end
 
     def count(self, piece: Piece) -> int:
-        """Return the rows of a piece."""
         return piece.last - piece.first
 
 

@@ -50,17 +50,14 @@ class StreamPosition:
 
     @classmethod
     def at_start(cls, epoch: int, ends: Numbers) -> "StreamPosition":
-        """Return the start of an epoch."""
         return cls.at(epoch, 0, np.zeros_like(ends), ends.copy())
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "StreamPosition":  # Any: JSON
-        """Read what as_json gave."""
         taken, ends = (np.array(saved[name], dtype=np.int64) for name in ("taken", "ends"))
         return cls.at(int(saved["epoch"]), int(saved["place"]), taken, ends)
 
     def as_json(self) -> dict[str, Any]:  # Any: JSON
-        """Return the position as JSON."""
         return {
             "epoch": self.epoch,
             "place": self.place,

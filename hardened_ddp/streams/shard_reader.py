@@ -226,7 +226,6 @@ class ShardReader:
         return (epoch, shard) in self._blocked
 
     def close(self) -> None:
-        """Forget all open readers."""
         self._open.clear()
 
     def _read_once(self, epoch: int, shard: int, index: int) -> Any:

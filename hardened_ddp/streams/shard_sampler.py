@@ -90,7 +90,6 @@ class ShardSampler:
         return [id_of(shard, index, self.num_shards) for shard, index in pairs]
 
     def ledger_facts(self) -> dict[str, int]:
-        """Return what a ledger has to know about the order."""
         return {"num_shards": self.num_shards}
 
     def position_at(self, epoch: int, cursor: int) -> StreamPosition:

@@ -43,7 +43,6 @@ class StreamView(Dataset[Any]):  # Any: whatever the stream gives
             self._reader.close()
 
     def name_of_sample(self, number: int) -> str:
-        """Name a sample by shard and position, for messages."""
         return name_of(self.stream, number)
 
     def first_samples(self) -> Iterator[int]:
@@ -84,7 +83,6 @@ class StreamInOrder(Dataset[Any]):  # Any: as above
         return _read(self._reader, *self._find(place))
 
     def name_of_sample(self, place: int) -> str:
-        """Name a sample by shard and position, for messages."""
         shard, index = self._find(place)
         return name_of(self.stream, index * self.stream.num_shards + shard)
 

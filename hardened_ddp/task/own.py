@@ -27,7 +27,6 @@ class Own(Task):
         self.shift = shift
 
     def score(self, output: Any, batch: Batch) -> Score:
-        """Turn the model's mean loss into a sum."""
         _, loss = split_output(output)
         if loss is None:
             raise _no_loss(output)

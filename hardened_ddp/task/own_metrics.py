@@ -44,7 +44,6 @@ class OwnMetrics:
         return bool(self._objects)
 
     def reset(self) -> None:
-        """Forget all samples."""
         for metric in self._objects.values():
             metric.reset()
 

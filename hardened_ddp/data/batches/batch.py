@@ -47,7 +47,6 @@ class BadSample:
 
     @property
     def name(self) -> str:
-        """Its number, and its file if that is known."""
         return f"{self.index} ({self.file})" if self.file else str(self.index)
 
 
@@ -91,7 +90,6 @@ class Batch:
         return replace(self, inputs=_copied(self.inputs), targets=_copied(self.targets))
 
     def size_bytes(self) -> int:
-        """Count the bytes of all tensors."""
         tensors = tensors_of((self.inputs, self.targets))
         return sum(part.nbytes for tensor in tensors for part in dense_parts(tensor))
 
@@ -136,7 +134,6 @@ def split(batches: Sequence[Batch], max_micro_batch: int) -> list[Batch]:
 
 
 def take(batch: Batch, positions: Sequence[int]) -> Batch:
-    """Return some samples of a batch, as a batch."""
     indices = batch.indices[torch.as_tensor(list(positions), dtype=torch.int64)]
     if batch.read_part is not None:
         return batch.read_part(indices)

@@ -105,7 +105,6 @@ class Fetcher:
         return self._checked(self._collate(samples, numbers), epoch)
 
     def answers(self, batch: Batch, request: Request) -> bool:
-        """Return whether batch holds what request asked for."""
         indices, found, bad = request[1], batch.indices, batch.bad
         return len(found) + len(bad) == len(indices) if bad else torch.equal(found, indices)
 

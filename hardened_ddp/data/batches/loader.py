@@ -89,7 +89,6 @@ class WorkerFallback:
         return bool(self.above) and 0 < self.wait_s <= self._clock() - self._moved_at
 
     def go_up(self) -> None:
-        """Go back to the level that was left last."""
         self.level = self.above.pop()
         self._moved_at, self._went_up = self._clock(), True
 
@@ -124,7 +123,6 @@ class BatchReader:
 
     @property
     def num_workers(self) -> int:
-        """The current number of workers."""
         return self.fallback.level.num_workers
 
     @property
@@ -408,7 +406,6 @@ class TrainLoader:
         """Take the run folder: a map-style dataset has nothing to keep there."""
 
     def close(self) -> None:
-        """End the workers."""
         self.reader.close()
 
 
@@ -453,5 +450,4 @@ class EvalLoader:
         return self.reader.fetcher[(0, torch.arange(first, most))]
 
     def close(self) -> None:
-        """End the workers."""
         self.reader.close()

@@ -92,7 +92,6 @@ def pick(value: Any, positions: Sequence[int], *, num_samples: int) -> Any:  # A
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:  # Any: a dataset's data
-    """Yield the tensors of a nested value."""
     return (leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor))
 
 
@@ -132,12 +131,10 @@ def parts_in(value: Any) -> Sequence[Any] | None:  # Any: a dataset's data
 
 
 def is_dataclass(value: object) -> bool:
-    """Return whether value is an instance of a dataclass."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def fields_of(value: Any) -> list[tuple[str, Any]]:  # Any: an instance of any dataclass
-    """Return the fields of a dataclass's instance with their values."""
     return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
 
 

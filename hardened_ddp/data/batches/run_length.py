@@ -22,9 +22,7 @@ class RunLength:
 
     @property
     def is_known(self) -> bool:
-        """Whether the end of the run is known."""
         return self.total < UNKNOWN_STEPS
 
     def learn(self, total: int) -> None:
-        """Note the steps of the whole run, now that they are known."""
         self.total = min(total, self.most)

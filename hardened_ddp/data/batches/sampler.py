@@ -224,7 +224,6 @@ class WindowSampler(DistributedSampler[Any]):
         """Go to the position of a checkpoint: the order needs nothing for that."""
 
     def ledger_facts(self) -> dict[str, int]:
-        """Return what a ledger has to know about the order."""
         drawn = {} if self.sampling is None else {"is_drawn": 1}
         return {"num_samples": self.size, "epoch_end": self.end, **drawn}
 

@@ -167,7 +167,6 @@ def fetch_dataset(name: str, data_dir: Path, *, say: Callable[[str], None]) -> N
 
 
 def files_of(dataset: Any, data_dir: Path) -> Sequence[Wanted]:  # Any: a class of torchvision
-    """List the archives of a dataset of torchvision."""
     if hasattr(dataset, "resources"):  # MNIST and its kin
         folder = data_dir / dataset.__name__ / "raw"
         return [

@@ -94,7 +94,6 @@ class HubTokens(Dataset[Sample]):
         return [self._sample_of(row) for row in self.rows.__getitems__([int(i) for i in indices])]
 
     def collate_fn(self, samples: Sequence[Sample]) -> Sample:
-        """Pad the rows to the longest of them."""
         fills = {IDS: self.pad, LABELS: NO_LABEL}
         batch = {}
         for name, first in samples[0].items():
