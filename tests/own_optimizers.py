@@ -267,15 +267,14 @@ class Grouped(nn.Module):
 class Gan(nn.Module):
     """Made for two optimizers, as Lightning writes it."""
 
-    def __init__(self, num_classes: int, num_optimizers: int = 2) -> None:
+    def __init__(self, num_classes: int) -> None:
         super().__init__()
         self.layer = nn.Linear(3, num_classes)
-        self.num_optimizers = num_optimizers
 
     def forward(self, inputs: Tensor) -> Tensor:
         logits: Tensor = self.layer(inputs)
         return logits
 
     def configure_optimizers(self) -> Any:
-        made = [torch.optim.SGD(self.parameters(), 0.1) for _ in range(self.num_optimizers)]
+        made = [torch.optim.SGD(self.parameters(), 0.1) for _ in range(2)]
         return made, []

@@ -2,12 +2,11 @@
 
 Owns: the groups that a model or task names in parameter_groups(), the groups without weight decay
 (--no_weight_decay), and the check that each trainable parameter is in one group, once.
-What goes wrong here: a parameter in two groups or in none, a model made for several optimizers.
+What goes wrong here: a parameter in two groups or in none.
 Does not own: the optimizer (optimizer.py).
 """
 
 import difflib
-import inspect
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,8 +14,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from hardened_ddp.data.batches.nesting import leaves
-from hardened_ddp.errors import ANY_FAILURE, OptimizerError
+from hardened_ddp.errors import OptimizerError
 from hardened_ddp.model.muon import MUON, split_for_muon
 from hardened_ddp.settings.config import OptimizerConfig
 from hardened_ddp.task.user_code import told_as
@@ -41,7 +39,7 @@ def parameter_groups(
     """
     owners = {"task": task, "model": model}
     for what, owner in owners.items():
-        _refuse_several(what, owner)
+        _warn_of_own(what, owner)
     groups = [{"params": [p for p in model.parameters() if p.requires_grad]}]
     for what, owner in owners.items():
         if callable(make := getattr(owner, "parameter_groups", None)):
@@ -132,28 +130,12 @@ def _without_decay(groups: Sequence[Group], model: nn.Module) -> list[Group]:
     return found
 
 
-def _refuse_several(what: str, owner: object) -> None:
-    """Raise OptimizerError if owner is made for several optimizers, as a GAN is."""
-    configure = getattr(owner, "configure_optimizers", None)
-    if not callable(configure):
-        return
-    count, is_manual = 0, getattr(owner, "automatic_optimization", True) is False
-    try:
-        inspect.signature(configure).bind()
-        count = sum(isinstance(part, Optimizer) for part in leaves(configure()))
-    except ANY_FAILURE:  # WHY broad: the user's code, and it may need a trainer that is not here
-        log.debug("configure_optimizers of the %s can't be called here", what, exc_info=True)
-    if count > 1 or is_manual:
-        found = f"configure_optimizers() gives {count}" if count > 1 else "it updates by itself"
-        raise OptimizerError(
-            f"the {what} is made for several optimizers ({found}), as a GAN is. A step here is one "
-            "loss, one gradient and one update, because that can be retried and resumed exactly",
-            fix="train its parts one after the other, each as a model of its own with the others "
-            "frozen; one optimizer with a learning rate for each part: parameter_groups(); for a "
-            "GAN: PyTorch Lightning with automatic_optimization = False",
+def _warn_of_own(what: str, owner: object) -> None:
+    """Say that what Lightning calls is not called here."""
+    if callable(getattr(owner, "configure_optimizers", None)):
+        log.warning(
+            "configure_optimizers() of the %s is not used: --optimizer, --lr_schedule and "
+            "parameter_groups() say how it is trained, by one optimizer. For several, as of a GAN, "
+            "write a loop of your own, with protect",
+            what,
         )
-    log.warning(
-        "configure_optimizers() of the %s is not used: --optimizer, --lr_schedule and "
-        "parameter_groups() say how it is trained",
-        what,
-    )

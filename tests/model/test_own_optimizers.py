@@ -330,19 +330,11 @@ def test_norms_and_biases_decay_only_without_the_setting() -> None:
     ]
 
 
-def test_a_model_for_several_optimizers_is_refused_with_what_to_use() -> None:
-    for model in (Gan(2), Gan(2, 1)):
-        model.automatic_optimization = model.num_optimizers == 2  # type: ignore[assignment]
-        with pytest.raises(OptimizerError, match="several optimizers") as caught:
-            build(model)
-        assert "parameter_groups()" in caught.value.fix
-        assert "Lightning" in caught.value.fix
-
-
 def test_a_configure_optimizers_that_is_not_used_is_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        build(Gan(2, 1))
+        build(Gan(2))
     assert "configure_optimizers() of the model is not used" in caplog.text
+    assert "protect" in caplog.text
 
 
 # Other optimizers and schedules: test_a_state_is_put_back_into_an_optimizer_that_went_on.
