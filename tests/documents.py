@@ -22,7 +22,10 @@ from ddp_doctor.explain.catalogue.stops import FINISHED, SILENT
 from ddp_drills.fault import Fault
 from ddp_drills.faults import all_faults
 from docs.pictures.draw import write_all
-from hardened_ddp.settings.record import template
+from hardened_ddp.settings.config import Config
+from hardened_ddp.settings.record import WIDTH, names_of, yaml_word
+from hardened_ddp.settings.schema import SETTINGS, TITLES, Setting, flatten, limits
+from hardened_ddp.settings.wording import unbroken, wrapped
 from tests.harness.processes import ROOT
 
 README, TROUBLES, CONTRIBUTING = "README.md", "DDP_TROUBLESHOOTING.md", "CONTRIBUTING.md"
@@ -47,6 +50,18 @@ GENERATED = {
     AUDIT: ("generated: verdicts",),
 }
 """Which parts of which document are made from code or from measurements."""
+
+_CONFIG_HEAD = """\
+# Every setting of ddp_training.py, with its default.
+#
+# Change a line, and every start uses it: this file is read by default, and the first lines of a run
+# name what was changed here. A run that is continued keeps its own settings. --no_config ignores
+# this file. For settings of one project only, make a file of the lines that differ, and start with
+#   python ddp_training.py --config my.yaml
+# The command line wins over both: --batch_size 64, --augment, --no_download.
+# An unknown name, a wrong type or a value out of range stops the run before it starts.
+# auto, where a setting takes it, lets the program choose.
+"""
 
 SECTIONS = {
     "1": ("graph-unused",),
@@ -333,6 +348,26 @@ def commands_of(document: str) -> Iterator[str]:
         elif line.startswith("| ") and column >= 0 and cells[column].startswith("`"):
             yield cells[column].strip("`")
         last = line
+
+
+def template() -> str:
+    """Write config.yaml: every setting with its default and what it does."""
+    values = flatten(Config())
+    blocks = [_CONFIG_HEAD]
+    for section, title in TITLES.items():
+        rule = "-" * (WIDTH - len(title) - len("# ---  "))
+        blocks.append(f"# --- {title} {rule}\n")
+        for name in names_of(section):
+            blocks.append(f"{_comment(SETTINGS[name])}{name}: {yaml_word(values[name])}\n")
+    return "\n".join(blocks)
+
+
+def _comment(setting: Setting) -> str:
+    """Write what a setting does and takes, as comment lines."""
+    # WHY unbroken: a list of choices over two lines is hard to read
+    taken = unbroken(limits(setting))
+    text = f"{setting.facts.text} ({taken})" if taken else setting.facts.text
+    return "".join(f"# {line}\n" for line in wrapped(text, width=WIDTH - len("# ")))
 
 
 if __name__ == "__main__":

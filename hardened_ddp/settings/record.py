@@ -1,8 +1,8 @@
-"""Settings written down: beside a run, and in config.yaml.
+"""Settings written down, beside a run.
 
 The YAML reads back to the same values with document.py, and with any other YAML reader: words that
-YAML 1.1 takes for truth values are quoted. config.yaml at the top is template(); after a change of
-a setting write it anew: python -m tests.documents
+YAML 1.1 takes for truth values are quoted. config.yaml at the top is written in the same form, by
+python -m tests.documents: after a change of a setting.
 """
 
 import json
@@ -13,24 +13,12 @@ from collections.abc import Mapping
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.document import plain_value
 from hardened_ddp.settings.rules import DEFAULT
-from hardened_ddp.settings.schema import AUTO, SETTINGS, TITLES, Setting, flatten, limits
-from hardened_ddp.settings.wording import unbroken, wrapped
+from hardened_ddp.settings.schema import AUTO, SETTINGS, TITLES, flatten
 
 WIDTH = 100
 _SOURCE_COLUMN = 40
 _PLAIN_WORD = re.compile(r"[A-Za-z_./][A-Za-z0-9_./-]*")
 _YAML_1_1_BOOLS = frozenset({"y", "n", "yes", "no", "on", "off"})
-_TEMPLATE_HEAD = """\
-# Every setting of ddp_training.py, with its default.
-#
-# Change a line, and every start uses it: this file is read by default, and the first lines of a run
-# name what was changed here. A run that is continued keeps its own settings. --no_config ignores
-# this file. For settings of one project only, make a file of the lines that differ, and start with
-#   python ddp_training.py --config my.yaml
-# The command line wins over both: --batch_size 64, --augment, --no_download.
-# An unknown name, a wrong type or a value out of range stops the run before it starts.
-# auto, where a setting takes it, lets the program choose.
-"""
 _DUMP_HEAD = """\
 # All settings of this run, and where each value came from: default, a line of a file (config.yaml
 # beside the script, or --config FILE), run (the run that was continued), or the command line.
@@ -63,18 +51,6 @@ def read_back(text: str) -> tuple[tuple[str, str, str], ...]:
             value, _, source = rest.rpartition("  # ") if "  # " in rest else (rest, "", "")
             found.append((name, value.strip(), source.strip()))
     return tuple(found)
-
-
-def template() -> str:
-    """Write config.yaml: every setting with its default and what it does."""
-    values = flatten(Config())
-    blocks = [_TEMPLATE_HEAD]
-    for section, title in TITLES.items():
-        rule = "-" * (WIDTH - len(title) - len("# ---  "))
-        blocks.append(f"# --- {title} {rule}\n")
-        for name in names_of(section):
-            blocks.append(f"{_comment(SETTINGS[name])}{name}: {yaml_word(values[name])}\n")
-    return "\n".join(blocks)
 
 
 def agreed_settings(config: Config) -> dict[str, str]:
@@ -133,11 +109,3 @@ def _text(value: str) -> str:
 
 def names_of(section: str) -> list[str]:
     return [name for name, setting in SETTINGS.items() if setting.section == section]
-
-
-def _comment(setting: Setting) -> str:
-    """Write what a setting does and takes, as comment lines."""
-    # WHY unbroken: a list of choices over two lines is hard to read
-    taken = unbroken(limits(setting))
-    text = f"{setting.facts.text} ({taken})" if taken else setting.facts.text
-    return "".join(f"# {line}\n" for line in wrapped(text, width=WIDTH - len("# ")))

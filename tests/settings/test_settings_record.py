@@ -18,8 +18,9 @@ from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.document import read_text
 from hardened_ddp.settings.layers import resolve
 from hardened_ddp.settings.manual import help_text
-from hardened_ddp.settings.record import agreed_settings, dump, read_back, template
+from hardened_ddp.settings.record import agreed_settings, dump, read_back
 from hardened_ddp.settings.schema import SETTINGS, TITLES, assemble, flatten
+from tests.documents import template
 from tests.settings.given import PROJECT, settings_of
 
 
