@@ -149,11 +149,8 @@ class MovingAttributes:
         names = sorted({*moved, *self.watched})
         return [{name: _digest(as_json(now.get(name, ABSENT))) for name in names}, moved, lost]
 
-    def agree(self, everyone: Sequence[list[Any]]) -> bool:
-        """Take up the changes of all ranks, and say what can't be resumed. The same on all ranks.
-
-        Returns whether anything has changed.
-        """
+    def agree(self, everyone: Sequence[list[Any]]) -> None:
+        """Take up the changes of all ranks, the same on all, and say what can't be resumed."""
         self.watched = tuple(sorted({name for mine, _, _ in everyone for name in mine}))
         self._moving = {name for _, mine, _ in everyone for name in mine}
         unsaved = {name for _, _, mine in everyone for name in mine}
@@ -163,7 +160,6 @@ class MovingAttributes:
             self.shared = ()
         self._tell(unsaved, _UNSAVED)
         self._tell((own & self._moving) - unsaved, _OWN)
-        return bool(self._moving)
 
     def equalize(self, group: Group, *, is_even: bool) -> None:
         """Give all ranks those of rank 0, after a step with uneven shares. Collective: all ranks.

@@ -57,9 +57,6 @@ class Findings:
     changes_inputs: bool = False  # forward or loss change a batch in place
     limits: Sequence[Limit] = ()  # of inputs that are the numbers of rows of an embedding
 
-    # It changes plain attributes of model or task, such as a counter of its calls.
-    moves_attributes: bool = False
-
 
 def probe(trial: Trial, samples: Sequence[Batch]) -> Findings:
     """Run samples through the model, locally, and compare the findings. Collective: all ranks.
@@ -110,8 +107,8 @@ def probe(trial: Trial, samples: Sequence[Batch]) -> Findings:
     task.take_over(learned)
     warn_of_unsaved(findings.own_tensors)
     trial.attributes.note_built()
-    moves = trial.attributes.agree([found[-1] for found in everyone if found is not None])
-    return replace(findings, collectives=collectives, moves_attributes=moves)
+    trial.attributes.agree([found[-1] for found in everyone if found is not None])
+    return replace(findings, collectives=collectives)
 
 
 @contextlib.contextmanager
