@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ import yaml
 from hardened_ddp.settings.schema import SETTINGS
 from hardened_ddp_command import split_words
 from tests.harness.processes import ROOT
-from tests.harness.ranks import run_command
+from tests.harness.ranks import held_port, run_command, start_program
 from tests.harness.run_folder import read_summary
 
 DEPLOY = ROOT / "deploy"
 KUBERNETES = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 EACH = pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.stem)
+POINTS = ["--dataset", "tests.plugins:points", "--model", "mlp", "--num_workers", "0"]
 _RULE_NAME = re.compile(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?")
 
 
@@ -164,6 +166,22 @@ def test_the_image_compose_and_skypilot_start_the_command() -> None:
     assert "hardened-ddp" in task["run"]
     assert "--stop_status 3" in task["run"]
     subprocess.run(["bash", "-n"], input=task["run"], text=True, check=True)
+
+
+@pytest.mark.slow
+def test_the_two_nodes_of_compose_are_one_run(tmp_path: Path) -> None:
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    words = [*POINTS, "--cpu_only", "--epochs", "1", "--no_tensorboard", "--output_dir", tmp_path]
+    here = f"127.0.0.1:{held_port()}"
+    nodes = []
+    with ExitStack() as stack:
+        for name in ("node0", "node1"):
+            typed = [word.replace("node0:29500", here) for word in services[name]["command"]]
+            argv = ["python", "-m", "hardened_ddp_command", *typed, *words]
+            nodes.append(stack.enter_context(start_program(argv)))
+        for node in nodes:
+            node.wait(120).ok()
+    assert read_summary(tmp_path / "nodes")["world_size"] == 4
 
 
 @pytest.mark.slow
