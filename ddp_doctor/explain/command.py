@@ -58,15 +58,14 @@ def run_explain(
 
 def run_cause(code: str, *, output: TextIO, commands: Commands | None = None) -> int:
     """Print what the catalogue has of one cause, by its code. Raises UsageError."""
-    commands = commands or Commands()
     if code not in BY_CODE:
-        own = commands.own
+        own = (commands or Commands()).own
         near = get_close_matches(code, BY_CODE, n=1)
         raise UsageError(
             f"--cause: found {code!r}, which is no code of the catalogue",
             fix=own("explain", "--cause", near[0]) if near else "docs/CAUSES.md lists the codes",
         )
-    output.write(describe(BY_CODE[code], commands))
+    output.write(describe(BY_CODE[code]))
     return 0
 
 

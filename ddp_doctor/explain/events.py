@@ -66,8 +66,8 @@ class Cause:
     fix: str
     """What to do in plain torch."""
 
-    confirm: str
-    """How to make sure that this is the cause."""
+    confirm: str = ""
+    """How to make sure that this is the cause; empty if the fix shows it."""
 
     tier: Tier = Tier.EXCEPTION
     blame: Blame | None = None
@@ -82,7 +82,6 @@ class Cause:
     lightning: str = ""
     accelerate: str = ""
     trainer: str = ""
-    suite: str = ""
     """What to do there instead; empty: as in plain torch."""
 
     @property

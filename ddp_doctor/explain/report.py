@@ -32,8 +32,8 @@ _NAMES = {
     "lightning": "Lightning",
     "accelerate": "Accelerate",
     "trainer": "Trainer",
-    "suite": "this suite",
 }
+_SUITE = "this suite"
 _COLLECT = (
     "one log per rank: torchrun --log-dir logs --redirects 3 --tee 3 ... ; srun --label",
     "tracebacks in torchrun's last block: @record of "
@@ -265,11 +265,9 @@ def _entry(answer: Answer) -> dict[str, Any]:  # Any: JSON
             for e in verdict.evidence
         ],
         "fixes": [
-            {"for": _NAMES[name], "text": f"{text} {command}".strip()}
-            for name, text, command in _fixes(cause, answer.commands)
-            if name != "suite" or answer.is_of_suite
-        ]
-        + [{"for": _NAMES["suite"], "text": " ".join(step).strip()} for step in _steps(answer)],
+            *({"for": _NAMES[name], "text": text} for name, text in _fixes(cause)),
+            *({"for": _SUITE, "text": " ".join(step).strip()} for step in _steps(answer)),
+        ],
         "later": [
             {"code": e.cause.code, "rank": e.rank, "line": e.line.number, "text": _told(e)}
             for e in verdict.later
@@ -361,7 +359,7 @@ def as_text(answer: Answer) -> str:
     return "\n".join(lines) + "\n"
 
 
-def describe(cause: Cause, commands: Commands) -> str:
+def describe(cause: Cause) -> str:
     """Write all that the catalogue has of one cause, without a log."""
     why = _as_sentence(cause.why, defaultdict(lambda: "..."))
     # WHY: of some causes the log alone says why
@@ -370,8 +368,8 @@ def describe(cause: Cause, commands: Commands) -> str:
         lines += ["In the log, as regular expressions"]
         lines += [f"  {phrase}" for phrase in cause.phrases] + [""]
     lines += ["Fix"]
-    for name, text, command in _fixes(cause, commands):
-        lines += _remedy(f"{_NAMES[name]}: {text}", command)
+    for name, text in _fixes(cause):
+        lines += _wrap(f"{_NAMES[name]}: {text}", "  ")
     for text, _ in STEPS.get(cause.code, ()):
         lines += _wrap(text.removesuffix(":") + ".", "  ")  # its command needs a run
     return "\n".join([*lines, *_confirm_lines(cause), ""])
@@ -388,11 +386,10 @@ def _evidence_lines(verdict: Verdict) -> list[str]:
 
 def _fix_lines(cause: Cause, answer: Answer) -> list[str]:
     lines = ["Fix"]
-    for name, text, command in _fixes(cause, answer.commands):
-        if name != "suite" or answer.is_of_suite:
-            lines += _remedy(f"{_NAMES[name]}: {text}", command)
+    for name, text in _fixes(cause):
+        lines += _wrap(f"{_NAMES[name]}: {text}", "  ")
     for text, command in _steps(answer):
-        lines += _remedy(text, command)
+        lines += _wrap(text, "  ") + [f"    {command}"] * bool(command)
     lines += _confirm_lines(cause)[: None if answer.is_of_suite else -1]
     if answer.verdict.next_step:
         # WHY whole: a command is pasted
@@ -400,18 +397,14 @@ def _fix_lines(cause: Cause, answer: Answer) -> list[str]:
     return [*lines, ""]
 
 
-def _remedy(text: str, command: str) -> list[str]:
-    return _wrap(text, "  ") + [f"    {command}"] * bool(command)
-
-
 def _confirm_lines(cause: Cause) -> list[str]:
     """Say how to be sure, and where the message comes from."""
     lines = []
     if cause.code.startswith("DDP-"):
         lines.append(f"  More: {GUIDE.format(code=cause.code)}")
-    lines += ["", *_wrap(f"Confirm: {cause.confirm}", "")]
-    if cause.or_else:
-        lines += _wrap(f"Or else: {cause.or_else}", "")
+    lines += [""]
+    for name, text in (("Confirm", cause.confirm), ("Or else", cause.or_else)):
+        lines += _wrap(f"{name}: {text}", "") if text else []
     return [*lines, f"Code: {cause.code}"]
 
 
@@ -466,16 +459,11 @@ def _collect_lines(verdict: Verdict) -> list[str]:
     return [*lines, ""]
 
 
-def _fixes(cause: Cause | None, commands: Commands) -> list[tuple[str, str, str]]:
-    """Give the fix for each way of running DDP, and its command; of our own errors _steps do."""
+def _fixes(cause: Cause | None) -> list[tuple[str, str]]:
+    """Give the fix for each way of running DDP; of our own errors _steps do."""
     if cause is None or cause.code in STEPS:
         return []
-    found = []
-    for name in _NAMES:
-        words, command, arguments = getattr(cause, name).partition(_COMMAND)
-        typed = commands.own(*arguments.split()) if command else ""
-        found.append((name, words.rstrip(), typed))
-    return [(name, words, typed) for name, words, typed in found if words or typed]
+    return [(name, text) for name in _NAMES if (text := getattr(cause, name))]
 
 
 def _wrap(text: str, indent: str) -> list[str]:

@@ -93,7 +93,7 @@ reproduce(
     lambda folder: nn.Linear(2, 2).load_state_dict({"head.weight": torch.ones(2, 2)}),
 )
 reproduce("checkpoint-permission", lambda folder: torch.save({}, folder / "no" / "such" / "a.pt"))
-reproduce("checkpoint-rng", lambda folder: torch.set_rng_state(torch.ones(3)))
+reproduce("checkpoint-device", lambda folder: torch.set_rng_state(torch.ones(3)))
 reproduce(
     "checkpoint-permission",
     lambda folder: throw(

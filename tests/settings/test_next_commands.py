@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from ddp_doctor.explain.catalogue import FAMILIES
 from ddp_drills.faults import all_faults
 from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.settings.typed_command import (
@@ -205,13 +204,6 @@ def test_explain_and_watch_name_commands_that_work(shell: Shell) -> None:
     command = commands_in(explained.stdout)[-1]  # the one before is for any program
     assert "explain newest" in command
     assert "ended without a word" in shell.paste(command).stdout
-
-
-def test_a_command_of_the_catalogue_stands_at_the_end_and_has_no_placeholder() -> None:
-    for causes in FAMILIES.values():
-        for cause in causes:
-            assert not re.search(r"ddp_training\.py(?! (?:doctor|explain newest|--help)$)",
-                                 cause.suite)  # fmt: skip
 
 
 def test_a_command_is_written_for_where_the_user_stands(

@@ -13,7 +13,6 @@ CAUSES = (
         "file: state = {k.removeprefix('module.'): v for k, v in state.items()} "
         "(torch.nn.modules.utils.consume_prefix_in_state_dict_if_present).",
         accelerate="accelerator.unwrap_model(model).state_dict()",
-        suite="its checkpoints have no prefix",
         lightning="checkpoint['state_dict'] has the names of the LightningModule: "
         "load_from_checkpoint",
         trainer="trainer.save_model() writes the names without module.",
@@ -40,7 +39,6 @@ CAUSES = (
         fix="Build the model with the arguments of the checkpoint; for a new head: drop its names "
         "from the state and load with strict=False.",
         trainer="from_pretrained(..., ignore_mismatched_sizes=True)",
-        confirm="Compare the two shapes in the message.",
     ),
     Cause(
         code="checkpoint-keys",
@@ -52,7 +50,6 @@ CAUSES = (
         is_generic=True,
         why="Names of parameters in the file and in the model differ",
         fix="Compare set(state) and set(model.state_dict()); strict=False only if meant.",
-        confirm="The names in the message.",
     ),
     Cause(
         code="checkpoint-weights-only",
@@ -69,12 +66,15 @@ CAUSES = (
     ),
     Cause(
         code="checkpoint-device",
-        title="the checkpoint was saved on a device that is not here",
-        phrases=(r"Attempting to deserialize object on (?:a )?CUDA device",),
-        why="torch.load puts tensors where they were: another GPU number, or a GPU at all",
+        title="the checkpoint's tensors go to a device where they can't be used",
+        phrases=(
+            r"Attempting to deserialize object on (?:a )?CUDA device",
+            r"RNG state must be a torch\.ByteTensor",
+        ),
+        why="torch.load puts tensors where they were (another GPU number, or a GPU at all), or "
+        "map_location='cuda' moved the random state, too, which belongs on the CPU",
         fix="torch.load(path, map_location='cpu'), then model.load_state_dict; it also keeps all "
         "ranks from loading to GPU 0.",
-        confirm="The device number in the message.",
     ),
     Cause(
         code="checkpoint-corrupt",
@@ -95,7 +95,6 @@ CAUSES = (
         "full, or it is a git-lfs pointer and no file",
         fix="Use the checkpoint before it. Let only rank 0 write; write to a temporary name, then "
         "os.replace; git lfs pull.",
-        suite="a checkpoint is complete or absent; the newest valid one is used (DDP-K01)",
         confirm="ls -l and sha256sum of the file on all nodes; head -c 100 for git-lfs.",
     ),
     Cause(
@@ -119,7 +118,6 @@ CAUSES = (
         "on a larger one.",
         lightning="ModelCheckpoint(save_top_k=2)",
         trainer="save_total_limit=2",
-        suite="--keep_last",
         confirm="df -h and df -i of that path on that node.",
     ),
     Cause(
@@ -162,14 +160,6 @@ CAUSES = (
         "weights alone",
         trainer="train() without resume_from_checkpoint, on a model of from_pretrained(CHECKPOINT)",
         confirm="Compare len(group['params']) of both.",
-    ),
-    Cause(
-        code="checkpoint-rng",
-        title="the random state was loaded to a GPU",
-        phrases=(r"RNG state must be a torch\.ByteTensor",),
-        why="map_location='cuda' moved the saved random state to the GPU, too",
-        fix="map_location='cpu' for the file; or state.cpu() before set_rng_state.",
-        confirm="print(state.device, state.dtype).",
     ),
     Cause(
         code="checkpoint-sharded",

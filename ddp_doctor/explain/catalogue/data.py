@@ -14,7 +14,6 @@ CAUSES = (
         why="Native code in the dataset crashed, the worker called exit, or it was killed",
         fix="num_workers=0 shows the error in the main process; open files and databases in "
         "__getitem__, not in __init__; multiprocessing_context='spawn'.",
-        suite="the run goes on with fewer workers; --num_workers 0",
         trainer="dataloader_num_workers=0 shows the worker's own error",
         confirm="dmesg for OOM; PYTHONFAULTHANDLER=1 for a crash.",
     ),
@@ -25,7 +24,6 @@ CAUSES = (
         why="Storage hangs, a lock was held at the fork, or a sample takes longer than the timeout",
         fix="multiprocessing_context='spawn' or 'forkserver'; cv2.setNumThreads(0); a longer "
         "timeout=; check the disk.",
-        suite="--loader_timeout_s; the worker is replaced",
         confirm="py-spy dump of the worker shows where it waits.",
     ),
     Cause(
@@ -40,7 +38,6 @@ CAUSES = (
         "dataset keeps open",
         fix="ulimit -n 65536; torch.multiprocessing.set_sharing_strategy('file_system'); close "
         "files in __getitem__.",
-        suite="it raises its soft limit, and goes on with pipes",
         confirm="ls /proc/PID/fd | wc -l against ulimit -n.",
     ),
     Cause(
@@ -73,7 +70,6 @@ CAUSES = (
         fix="A collate_fn that pads (torch.nn.utils.rnn.pad_sequence), or a transform that resizes "
         "all; images: .convert('RGB').",
         trainer="DataCollatorWithPadding(tokenizer)",
-        suite="the sample is named (DDP-D02)",
         confirm="print({dataset[i][0].shape for i in range(1000)}).",
     ),
     Cause(
@@ -87,7 +83,6 @@ CAUSES = (
         why="A label >= the number of classes (or < 0), or a token id >= the size of the embedding",
         fix="Labels from 0 to num_classes - 1; ignore_index for padding; "
         "model.resize_token_embeddings(len(tokenizer)).",
-        suite="checked when batches are made (DDP-D02)",
         trainer="from_pretrained(..., num_labels=N)",
         confirm="print(min, max) of all labels, and the model's last dimension.",
     ),
@@ -148,8 +143,6 @@ CAUSES = (
         ),
         why="A download or a copy was cut off, or the file is of another kind",
         fix="Fetch the file again; check all once: for i in range(len(dataset)): dataset[i].",
-        suite="--continue_on_error leaves such samples out and lists them",
-        confirm="Open that one file in one process.",
     ),
     Cause(
         code="data-sampler",
@@ -165,7 +158,6 @@ CAUSES = (
         "worker.",
         lightning="leave the sampler to Lightning (use_distributed_sampler=True)",
         accelerate="leave the sampler to accelerator.prepare",
-        confirm="The line of the DataLoader in the traceback.",
     ),
     Cause(
         code="data-empty",
@@ -192,7 +184,6 @@ CAUSES = (
         "batches",
         fix="DistributedSampler(drop_last=True), or equal parts of an iterable dataset; or "
         "model.join() without that argument, which lets the others go on.",
-        suite="uneven last windows need no setting",
         confirm="print(len(loader)) on each rank.",
     ),
 )
@@ -216,7 +207,6 @@ STORAGE = (
         why="A disk or a network file system failed or was mounted anew while it was used",
         fix="Check dmesg and the mount on that node; copy the data to a local disk; retry reads in "
         "__getitem__.",
-        suite="such reads are retried, and counted",
         confirm="dmesg | grep -iE 'nfs|lustre|i/o error' on that node.",
     ),
     Cause(
@@ -255,7 +245,6 @@ STORAGE = (
         "only rank 0 downloads, the others wait at a barrier; HF_TOKEN for gated repositories.",
         accelerate="with accelerator.main_process_first(): load_dataset(...)",
         trainer="with training_args.main_process_first(): load_dataset(...)",
-        suite="download.py, then --no_download",
         lightning="download in prepare_data(), which runs on one rank first",
         confirm="curl of that address on the node.",
     ),

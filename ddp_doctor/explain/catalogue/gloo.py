@@ -23,8 +23,6 @@ CAUSES = (
         "that rank's log",
         fix="Find the rank that ended first: torchrun --log-dir logs --tee 3 keeps one log per "
         "rank. No message there: it was killed (memory, scheduler).",
-        suite="the surviving ranks save; the cause: python ddp_training.py explain newest",
-        confirm="The log of the rank that does not print this message.",
     ),
     Cause(
         code="gloo-timeout",
@@ -42,7 +40,6 @@ CAUSES = (
         "collective under `if rank == 0`; init_process_group(timeout=...) if one rank is slow.",
         accelerate="InitProcessGroupKwargs(timeout=...)",
         trainer="TrainingArguments(ddp_timeout=...)",
-        suite="--hang_after_s names the rank and its line",
         lightning="DDPStrategy(timeout=timedelta(hours=1))",
         confirm="dist.monitored_barrier() in its place names the ranks that are missing.",
     ),
@@ -56,7 +53,6 @@ CAUSES = (
         "another branch",
         fix="Read the end of their logs; py-spy dump them; the barrier must be reached by all "
         "ranks.",
-        confirm="The last line of the named ranks.",
     ),
     Cause(
         code="gloo-barrier-rank0",
@@ -69,7 +65,6 @@ CAUSES = (
         why="Rank 0 collects the barrier. It may have failed because another rank did not come: "
         "its own log says which",
         fix="Read rank 0's log: it names the ranks that failed to pass the barrier.",
-        confirm="Rank 0's log.",
     ),
     Cause(
         code="gloo-connect",
@@ -191,7 +186,6 @@ CAUSES = (
         "does so with gloo and TORCH_DISTRIBUTED_DEBUG=DETAIL",
         fix="export TORCH_DISTRIBUTED_DEBUG=INFO (it names unused parameters, too); DETAIL with "
         "the nccl backend only.",
-        suite="what says so before the run: python ddp_training.py doctor",
         confirm="echo $TORCH_DISTRIBUTED_DEBUG; the crash is gone with INFO.",
         or_else="DETAIL is not set: torch and an extension of it don't fit together.",
     ),

@@ -96,7 +96,6 @@ CAUSES = (
         fix="Check on the CPU: assert 0 <= labels.min() and labels.max() < num_classes; the "
         "tokenizer's length against the embedding's rows. CUDA_LAUNCH_BLOCKING=1 gives the right "
         "line.",
-        suite="labels and inputs are checked while batches are made (DDP-D02)",
         confirm="The same batch on the CPU raises IndexError with the value.",
     ),
     Cause(
@@ -165,7 +164,6 @@ CAUSES = (
         "Slurm: --gres=gpu:N (and for srun, too); unset CUDA_VISIBLE_DEVICES.",
         lightning="Trainer(accelerator='auto')",
         accelerate="accelerate launch --cpu for the CPU",
-        suite="--cpu_only; what is missing: python ddp_training.py doctor",
         confirm="python -c 'import torch; print(torch.version.cuda, torch.cuda.device_count())'.",
     ),
     Cause(
@@ -180,7 +178,6 @@ CAUSES = (
         "CUDA_VISIBLE_DEVICES hides GPUs (Slurm gives each task one)",
         fix="cuda:LOCAL_RANK, not cuda:RANK; --nproc_per_node = number of GPUs; Slurm: no "
         "--gpus-per-task=1 with cuda:LOCAL_RANK, or use cuda:0 then.",
-        suite="checked before anything starts (DDP-L01)",
         lightning="Trainer(devices=N) with N at most the node's GPUs",
         accelerate="accelerate launch --num_processes at most the GPUs, --gpu_ids",
         confirm="print(local_rank, torch.cuda.device_count()).",

@@ -24,7 +24,6 @@ CAUSES = (
         lightning='Trainer(strategy="ddp_find_unused_parameters_true")',
         accelerate="Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])",
         trainer="TrainingArguments(ddp_find_unused_parameters=True)",
-        suite="--find_unused_parameters auto (the default) or on",
         confirm="After loss.backward() print [n for n, p in model.named_parameters() if "
         "p.requires_grad and p.grad is None].",
     ),
@@ -61,7 +60,6 @@ CAUSES = (
         accelerate="DistributedDataParallelKwargs(static_graph=True)",
         trainer="TrainingArguments(gradient_checkpointing_kwargs={'use_reentrant': False}, "
         "ddp_find_unused_parameters=False)",
-        suite="--gradient_checkpointing uses use_reentrant=False",
         confirm="TORCH_DISTRIBUTED_DEBUG=INFO names the parameter.",
     ),
     Cause(
@@ -77,7 +75,6 @@ CAUSES = (
         lightning="DDPStrategy(broadcast_buffers=False)",
         accelerate="DistributedDataParallelKwargs(broadcast_buffers=False)",
         trainer="TrainingArguments(ddp_broadcast_buffers=False)",
-        suite="change the model; --debug names the forward line",
         confirm="torch.autograd.set_detect_anomaly(True) prints the forward line. If one process "
         "without DDP does not fail, it is the buffers.",
         or_else="With buffers (BatchNorm) and two forwards it is DDP's buffer broadcast; without "
@@ -155,7 +152,6 @@ CAUSES = (
         "arguments, other data (number of classes, vocabulary), or another checkout",
         fix="Build the model from what all ranks share: compute vocabulary and number of classes "
         "on rank 0 and broadcast_object_list it; same code and files on each node.",
-        suite="settings, code and data of all ranks are compared at the start (DDP-G02)",
         confirm="print(rank, [tuple(p.shape) for p in model.parameters()]) before DDP(model).",
     ),
     Cause(
@@ -229,7 +225,6 @@ MODEL = (
         phrases=(r"Expected more than 1 value per channel when training, got input size",),
         why="The last batch of this rank has one sample, and its spatial size is 1",
         fix="DataLoader(..., drop_last=True), a larger batch, or GroupNorm.",
-        suite="--drop_last",
         trainer="TrainingArguments(dataloader_drop_last=True)",
         confirm="len(dataset) per rank modulo the batch size is 1.",
     ),
@@ -244,8 +239,6 @@ MODEL = (
         fix="Convert only when training on GPUs: if device.type == 'cuda': model = "
         "nn.SyncBatchNorm.convert_sync_batchnorm(model).",
         lightning="Trainer(sync_batchnorm=True) only with accelerator='gpu'",
-        suite="remove --sync_batchnorm on the CPU",
-        confirm="The device of the model is the CPU.",
     ),
     Cause(
         code="graph-shapes",

@@ -16,7 +16,6 @@ CAUSES = (
         fix="torchrun --standalone --nproc_per_node=2 train.py. srun: RANK=$SLURM_PROCID "
         "LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS and MASTER_ADDR, MASTER_PORT.",
         accelerate="accelerate launch train.py",
-        suite="torchrun, srun or launchers/run_with_mpirun.py",
         lightning='Trainer(devices=N, strategy="ddp") starts the ranks itself when the '
         "script is started by python",
         confirm="env | grep -E 'RANK|WORLD|MASTER' in the process.",
@@ -34,7 +33,6 @@ CAUSES = (
         fix="torchrun --standalone (takes a free port), or another --master_port; find the owner: "
         "ss -ltnp | grep PORT, then kill it by its pid.",
         accelerate="accelerate launch --main_process_port 0",
-        suite="--standalone before the script's name",
         lightning="MASTER_PORT=29511 python train.py",
         confirm="ss -ltnp | grep PORT.",
     ),
@@ -73,7 +71,6 @@ CAUSES = (
         "the number of processes",
         fix="Look for the ranks without this message: their logs have the cause. Check --nnodes "
         "and --nproc_per_node on each node; Slurm: srun --ntasks (SLURM_NTASKS) is the world size.",
-        suite="the ranks that never joined are named (DDP-G01)",
         lightning="Trainer(num_nodes=NODES) on every node, devices equal everywhere",
         accelerate="--num_machines, --num_processes (of all machines together) and another "
         "--machine_rank on each",
@@ -135,7 +132,6 @@ CAUSES = (
         accelerate="make the Accelerator() first",
         lightning="no torch.distributed call before fit(); in hooks "
         "self.trainer.strategy.barrier()",
-        confirm="The line in the traceback runs before init_process_group.",
     ),
     Cause(
         code="launch-group-twice",
@@ -147,7 +143,6 @@ CAUSES = (
         fix="if not dist.is_initialized(): dist.init_process_group(...)",
         lightning="no init_process_group of your own",
         accelerate="no init_process_group of your own; InitProcessGroupKwargs for its arguments",
-        confirm="Search for init_process_group in the program.",
     ),
     Cause(
         code="launch-spawn-guard",
@@ -160,7 +155,6 @@ CAUSES = (
         why="spawn imports the script again in each process: code outside of functions runs there, "
         "too",
         fix="if __name__ == '__main__': main() at the end of the script.",
-        confirm="The script calls mp.spawn or iterates a DataLoader at top level.",
     ),
     Cause(
         code="launch-import",
@@ -176,7 +170,6 @@ CAUSES = (
         "package was built for another torch",
         fix="Same environment on all nodes; reinstall the package for this torch; torchrun of the "
         "same environment: python -m torch.distributed.run.",
-        suite="setup.sh again; what still differs: python ddp_training.py doctor",
         confirm="python -c 'import NAME' on the node of this rank.",
     ),
     Cause(
@@ -209,7 +202,6 @@ SETUP = (
         why="torch.distributed.launch gives --local-rank (with a dash since torch 2) to the script",
         fix="Start with torchrun and read os.environ['LOCAL_RANK']; or "
         "parser.add_argument('--local-rank', '--local_rank', type=int).",
-        confirm="The command line in the log has torch.distributed.launch or deepspeed.",
     ),
     Cause(
         code="launch-arguments",
@@ -224,7 +216,6 @@ SETUP = (
         is_generic=True,
         why="A flag is misspelled, or a flag of the launcher stands behind the script's name",
         fix="Flags of torchrun come before the script's name, those of the script after it.",
-        confirm="python train.py --help.",
     ),
     Cause(
         code="launch-devices",
@@ -243,7 +234,6 @@ SETUP = (
         "num_nodes=NODES), started by srun; in an interactive shell of Slurm: SLURM_JOB_NAME=bash "
         "python train.py",
         accelerate="accelerate launch --num_processes (of all nodes) --num_machines",
-        suite="the launcher's numbers are the only ones",
         confirm="env | grep -E 'SLURM_NTASKS|SLURM_NNODES|WORLD_SIZE' in a task.",
     ),
     Cause(
@@ -264,7 +254,6 @@ SETUP = (
         lightning='Trainer(strategy="ddp_notebook") after a restart of the kernel',
         accelerate="notebook_launcher(train, args, num_processes=N) with the Accelerator made in "
         "train",
-        confirm="The same code in a file works with torchrun.",
     ),
     Cause(
         code="launch-config",
@@ -283,8 +272,6 @@ SETUP = (
         "does not have; the lines below the message name it",
         fix="Correct the key or the line that is named; hydra: +key=value adds a new one; "
         "HYDRA_FULL_ERROR=1 shows the stack.",
-        suite="mistyped settings get the nearest name (DDP-C01); all of them: python "
-        "ddp_training.py --help",
         confirm="python -c 'import sys, yaml; yaml.safe_load(open(sys.argv[1]))' FILE.",
     ),
     Cause(
@@ -352,6 +339,5 @@ SETUP = (
         fix="Change what the message names.",
         lightning="Trainer(accelerator, devices, num_nodes, strategy) must be what the launcher "
         "started",
-        confirm="The same message comes with Trainer(fast_dev_run=True).",
     ),
 )

@@ -28,7 +28,6 @@ CAUSES = (
         "find_executable_batch_size",
         trainer="TrainingArguments(per_device_train_batch_size=..., "
         "gradient_accumulation_steps=..., gradient_checkpointing=True, auto_find_batch_size=True)",
-        suite="it halves micro-batches by itself, with the same gradient",
         confirm="torch.cuda.memory_summary(); nvidia-smi for other processes on that GPU.",
     ),
     Cause(
@@ -90,7 +89,6 @@ CAUSES = (
         blame=Blame.SPEAKER,
         why="The kernel or the container ran out of memory and killed the worker with SIGKILL",
         fix=_HOST,
-        suite="the run goes on with fewer workers",
         trainer="dataloader_num_workers=2, dataloader_prefetch_factor=2",
         confirm="dmesg | grep -i oom; grep oom_kill /sys/fs/cgroup/memory.events.",
     ),
@@ -121,7 +119,6 @@ CAUSES = (
         fix="docker run --shm-size=8g or --ipc=host; Kubernetes: emptyDir with medium Memory at "
         "/dev/shm; fewer workers or a smaller prefetch_factor; "
         "torch.multiprocessing.set_sharing_strategy('file_system').",
-        suite="batches go through pipes by themselves then",
         trainer="dataloader_num_workers=0 as a workaround",
         confirm="df -h /dev/shm while it runs.",
     ),
@@ -159,7 +156,6 @@ CAUSES = (
         why="Nothing in the process can log that. Most often the kernel or the container was out "
         "of memory; else the scheduler, or a person",
         fix="If it was memory: " + _HOST,
-        suite="the surviving ranks save; --num_workers 1, --prefetch_factor 1",
         confirm="dmesg -T | grep -i 'killed process'; grep oom_kill /sys/fs/cgroup/memory.events; "
         "sacct or kubectl describe pod.",
         or_else="Memory: dmesg names the pid. Scheduler: its accounting says TIMEOUT or PREEMPTED. "
@@ -185,7 +181,6 @@ CAUSES = (
         "torch) or a full stack",
         fix="PYTHONFAULTHANDLER=1 shows the Python line; num_workers=0 shows whether it is the "
         "dataset; ulimit -s unlimited; reinstall the extension for this torch.",
-        suite="--debug prints the Python stacks; --num_workers 0",
         confirm="The stack that PYTHONFAULTHANDLER=1 prints ends in that extension.",
         or_else="TORCH_DISTRIBUTED_DEBUG=DETAIL on gloo: torch 2.13 crashes on all ranks when DDP "
         "is made; use INFO.",

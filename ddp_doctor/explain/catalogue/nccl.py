@@ -24,7 +24,6 @@ CAUSES = (
         lightning="DDPStrategy(timeout=timedelta(hours=1)); log with sync_dist only on all ranks",
         accelerate="InitProcessGroupKwargs(timeout=timedelta(hours=1)); gather on all ranks",
         trainer="TrainingArguments(ddp_timeout=3600)",
-        suite="--hang_after_s finds the rank and its line; --timeout_s 3600",
         confirm="Run again with TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 and give "
         "the dumps to explain; or py-spy dump each rank while it hangs.",
         or_else="All ranks time out at the very first collective: then it is the network or "
@@ -45,7 +44,6 @@ CAUSES = (
         "took another branch",
         fix="Look at the log and the stack (py-spy dump) of the named rank. No collective under "
         "`if rank == 0`, equal numbers of batches per rank.",
-        suite="--hang_after_s finds its line",
         lightning="self.log(..., sync_dist=True) on all ranks; no collective under rank_zero_only",
         accelerate="gather, wait_for_everyone and save_state on all processes, not under "
         "is_main_process",
@@ -110,7 +108,6 @@ CAUSES = (
         why="A rank that this one talks to ended, or the network between them failed",
         fix="Look at the log of the other ranks: the first that ended is the cause. If none ended: "
         "the network (NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME, cables, switch).",
-        suite="the surviving ranks save; start again with --resume newest",
         confirm="torchrun's last block, dmesg and the scheduler's accounting (sacct, kubectl "
         "describe) of the other nodes.",
     ),
@@ -123,7 +120,6 @@ CAUSES = (
         "libnccl first on one of them",
         fix="Same image or environment on all nodes; unset LD_LIBRARY_PATH; compare python -c "
         "'import torch; print(torch.__version__, torch.cuda.nccl.version())'.",
-        suite="versions of all ranks are compared at the start (DDP-G02)",
         confirm="NCCL_DEBUG=VERSION prints it on each rank.",
     ),
     Cause(
@@ -157,7 +153,6 @@ CAUSES = (
         lightning="DDPStrategy(process_group_backend='gloo')",
         accelerate="accelerate launch --cpu",
         trainer="TrainingArguments(ddp_backend='gloo')",
-        suite="--backend auto (the default) or --cpu_only",
         confirm="python -c 'import torch; print(torch.__version__, torch.cuda.is_available())'.",
     ),
     Cause(
@@ -191,7 +186,6 @@ CAUSES = (
         accelerate="InitProcessGroupKwargs(timeout=...)",
         trainer="TrainingArguments(ddp_timeout=...)",
         lightning="downloads in prepare_data(); DDPStrategy(timeout=timedelta(hours=1))",
-        confirm="py-spy dump of the named rank, or the end of its own log.",
     ),
     Cause(
         code="nccl-heartbeat",
@@ -353,7 +347,6 @@ SETUP = (
         tier=Tier.TEARDOWN,
         why="An earlier error or timeout ended the communicator; this only follows from it",
         fix="Look further up, and in the logs of the other ranks, for the first error.",
-        confirm="The first error of all ranks is earlier than this line.",
     ),
     Cause(
         code="nccl-p2p",

@@ -10,26 +10,16 @@ CAUSES = (
         blame=Blame.NOBODY,
         why="torch 2.4 and newer want libuv for the store; wheels for Windows had none",
         fix="set USE_LIBUV=0 before torchrun; init_method='tcp://127.0.0.1:29500?use_libuv=0'.",
-        confirm="It goes away with USE_LIBUV=0.",
-    ),
-    Cause(
-        code="windows-paging-file",
-        title="Windows could not commit memory for another process",
-        phrases=(
-            r"\[WinError 1455\]",
-            r"The paging file is too small for this operation to complete",
-        ),
-        why="Each worker loads torch's DLLs anew, and Windows reserves memory for them",
-        fix="Fewer num_workers; a larger paging file.",
-        confirm="num_workers=0 works.",
     ),
     Cause(
         code="windows-dll",
-        title="a DLL of torch or CUDA can't be loaded",
-        phrases=(r"\[WinError 126\]", r"\[WinError 127\]", r"DLL load failed while importing "),
-        why="The Visual C++ runtime is missing, or another CUDA or OpenMP comes first in PATH",
-        fix="Install the current Visual C++ Redistributable; a fresh environment.",
-        confirm="python -c 'import torch' in a fresh environment.",
+        title="Windows could not load a DLL of torch or CUDA into a process",
+        phrases=(r"\[WinError (?:126|127|1455)\]", r"DLL load failed while importing "),
+        why="1455: each worker loads torch's DLLs anew, and Windows reserves memory for them. Else "
+        "the Visual C++ runtime is missing, or another CUDA or OpenMP comes first in PATH",
+        fix="1455: fewer num_workers, a larger paging file. Else the current Visual C++ "
+        "Redistributable; a fresh environment.",
+        confirm="1455: num_workers=0 works. Else python -c 'import torch' fails alone.",
     ),
     Cause(
         code="windows-hostname",
@@ -81,7 +71,6 @@ CAUSES = (
         ),
         why="MPS has one GPU, no process group for its tensors, and fewer operators",
         fix="PYTORCH_ENABLE_MPS_FALLBACK=1; DDP on the CPU with gloo; float32.",
-        confirm="device='cpu' works.",
     ),
     Cause(
         code="tracker-login",

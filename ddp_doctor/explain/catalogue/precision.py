@@ -17,7 +17,6 @@ CAUSES = (
         accelerate="accelerator.clip_grad_norm_ only if accelerator.sync_gradients",
         lightning="Trainer(gradient_clip_val=1.0) instead of a clipping of your own",
         trainer="TrainingArguments(max_grad_norm=1.0) instead of a clipping of your own",
-        confirm="The lines around clip_grad_norm_ in the loop.",
     ),
     Cause(
         code="amp-no-inf-checks",
@@ -68,7 +67,6 @@ CAUSES = (
         why="bfloat16 needs an Ampere GPU or newer",
         fix="float16 with a GradScaler, or float32.",
         trainer="fp16=True instead of bf16=True",
-        suite="--amp auto chooses what the GPU can do",
         lightning="Trainer(precision='16-mixed')",
         accelerate="Accelerator(mixed_precision='fp16')",
         confirm="torch.cuda.is_bf16_supported().",
@@ -94,7 +92,6 @@ CAUSES = (
         "a division by 0",
         fix="Clip gradients, warm up, lower the learning rate, bfloat16 instead of float16; assert "
         "torch.isfinite(x).all() on inputs; eps in log and sqrt.",
-        suite="the rank, the samples and the module are named (DDP-S03)",
         lightning="Trainer(gradient_clip_val=1.0, precision='bf16-mixed', detect_anomaly=True)",
         accelerate="accelerator.clip_grad_norm_; Accelerator(mixed_precision='bf16')",
         trainer="TrainingArguments(bf16=True, max_grad_norm=1.0, warmup_ratio=0.1, "
@@ -118,8 +115,6 @@ CAUSES = (
         "@torch.compiler.disable on the part that fails; fullgraph=False, and no .item(), print or "
         "side effects of Python in forward.",
         trainer="torch_compile=False",
-        suite="remove --compile",
-        confirm="The run works without torch.compile.",
         is_generic=True,
     ),
     Cause(

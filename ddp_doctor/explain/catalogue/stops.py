@@ -24,7 +24,6 @@ FINISHED = Cause(
     lightning="use_distributed_sampler=True; limit_train_batches for iterable datasets",
     accelerate="accelerator.prepare(loader); accelerator.join_uneven_inputs([model])",
     trainer="TrainingArguments(dataloader_drop_last=True)",
-    suite="uneven last windows need no setting",
     confirm="print(rank, len(loader)) on each rank, and a print after the loop.",
 )
 
@@ -44,7 +43,6 @@ CAUSES = (
         "that saves, --requeue.",
         lightning="SLURMEnvironment(auto_requeue=True)",
         trainer="save_steps, then train(resume_from_checkpoint=True)",
-        suite="--time_limit; it saves before the limit and requeues",
         confirm="sacct -j JOB --format=State,Elapsed,Timelimit.",
     ),
     Cause(
@@ -59,7 +57,6 @@ CAUSES = (
         why="A job of higher priority, or the cloud, took the machine",
         fix="Handle SIGTERM: save, exit 0; sbatch --requeue; restartPolicy: OnFailure.",
         lightning="SLURMEnvironment(auto_requeue=True)",
-        suite="it saves on SIGTERM and resumes; --requeue",
         trainer="save_steps, then train(resume_from_checkpoint=True)",
         confirm="sacct -j JOB --format=State says PREEMPTED.",
     ),
@@ -135,10 +132,8 @@ CAUSES = (
         "before it, the scheduler or a person ended the job",
         fix="Look for the first failure before it. If there is none: sacct, kubectl describe pod, "
         "or the cloud's events; handle SIGTERM to save a checkpoint.",
-        suite="it saves on SIGTERM; start again with --resume newest",
         lightning="SLURMEnvironment(auto_requeue=True)",
         trainer="save_steps, then train(resume_from_checkpoint=True)",
-        confirm="No other rank has an error before this time.",
     ),
     Cause(
         code="stop-interrupt",
@@ -151,7 +146,6 @@ CAUSES = (
         tier=Tier.TEARDOWN,
         why="SIGINT was sent: Ctrl-C in the terminal, or the scheduler",
         fix="Start it again.",
-        confirm="Nothing else failed before it.",
     ),
     Cause(
         code="stop-aborted",
@@ -172,7 +166,6 @@ CAUSES = (
         why="C++ code ended the process: NCCL's watchdog after a timeout, or an exception that "
         "nothing caught. Its message stands before",
         fix="Read what stands before it on the same rank: what() has the reason.",
-        confirm="The lines before it on that rank.",
     ),
     Cause(
         code="launch-slurm-step",
@@ -213,7 +206,6 @@ CAUSES = (
         blame=Blame.NOBODY,
         why="The environment is not active in the job, or a path is not the same on this node",
         fix="Activate the environment in the job's script; absolute paths; which torchrun.",
-        confirm="Run the same line on that node.",
     ),
     SILENT,
     FINISHED,
