@@ -163,6 +163,8 @@ class Collector:
         self._spawned: int | None = None
         self._tail = 0
         self._idle_lines = 0
+        self.before_traceback = (0, b"")
+        """The line before the file's newest traceback, and the text that ends with it."""
 
     @property
     def wants_more(self) -> bool:
@@ -177,7 +179,7 @@ class Collector:
     def start_file(self, source: Source, habits: Habits) -> None:
         """Begin with another file."""
         self._source, self._habits = source, habits
-        self._spawned, self._tail = None, 0
+        self._spawned, self._tail, self.before_traceback = None, 0, (0, b"")
         own = (source.rank, source.local, source.task)
         self.evidence.collectives.ranks_of_files |= {rank for rank in own if rank is not None}
 

@@ -171,6 +171,9 @@ def _read(source: Source, collector: Collector, search: Search) -> bool:
                 collector.take(line, number)
         else:
             evidence.num_lines, end = read_lines(file, collector, search, first=sample)
-            evidence.endings[source.name] = ending_of(end, evidence.num_lines)
+            ending = ending_of(end, evidence.num_lines)
+            number, before = collector.before_traceback
+            ending.add_progress(ending_of(before.decode("utf-8", "replace"), number))
+            evidence.endings[source.name] = ending
         collector.end_file()
         return has_text

@@ -66,20 +66,21 @@ class Ending:
 
     success: int = 0
     saved: int = 0
-    progress: list[int] = field(default_factory=list)
-    """Lines whose counter is higher than in the line of the same shape before."""
-
     first_of_progress: dict[int, int] = field(default_factory=dict)
-    """For a line of progress, the line that it is compared with."""
+    """For a line whose counter is higher than in the line of the same shape before: that line."""
 
     nan: int = 0
     """The last line, if the loss is NaN in all of the last ones."""
 
     nan_text: str = ""
 
-    def goes_on_after(self, number: int) -> bool:
+    def goes_on_after(self, number: int, times: int = 1) -> bool:
         """Whether training made progress after this line."""
-        return any(self.first_of_progress[later] > number for later in self.progress)
+        return sum(first > number for first in self.first_of_progress.values()) >= times
+
+    def add_progress(self, earlier: "Ending") -> None:
+        """Take the progress that another part of the same file shows."""
+        self.first_of_progress = {**earlier.first_of_progress, **self.first_of_progress}
 
 
 def ending_of(tail: str, num_lines: int) -> Ending:
@@ -123,7 +124,6 @@ def _note_progress(
     total = sum(counters)
     before = newest.get(shape)
     if before is not None and total > before[0]:
-        ending.progress.append(number)
         ending.first_of_progress[number] = before[1]
     newest[shape] = (total, number)
 
@@ -151,10 +151,17 @@ def without_restarted(exits: Sequence[Exit], endings: dict[str, Ending]) -> list
 
 
 def weaken_survived(
-    events: Sequence[Event], endings: dict[str, Ending], restarted: Sequence[Exit]
+    events: Sequence[Event],
+    endings: dict[str, Ending],
+    *,
+    restarted: Sequence[Exit],
+    failed: Sequence[Exit],
 ) -> None:
     """Mark the events that the process went on after as weak."""
     files = {ended.line.file for ended in restarted}
+    for event in events:
+        if event.raised is not None and event.tier == Tier.EXCEPTION and event.rank is None:
+            event.is_weak |= _was_logged(event, events, endings.get(event.line.file), failed)
     chained = {id(event.chained) for event in events if event.chained is not None}
     for event in events:
         if event.tier in (Tier.HARDWARE, Tier.KILLED, Tier.ADVICE) or event.kind == "collective":
@@ -169,6 +176,20 @@ def weaken_survived(
             if _catcher(event) > outermost and id(event) not in chained:
                 event.is_weak = True
             outermost = min(outermost, _catcher(event))
+
+
+def _was_logged(
+    event: Event, events: Sequence[Event], ending: Ending | None, failed: Sequence[Exit]
+) -> bool:
+    """Whether training went on after an exception, until another one, or as long as the log goes.
+
+    WHY steps: ranks whose lines have no prefix may do one more before they wait for a dead one.
+    """
+    if ending is None or not ending.goes_on_after(event.line.number, times=2):
+        return False
+    later = [e for e in events if e.line.order > event.line.order and e.tier <= Tier.LOST]
+    own = [e for e in later if e.chained is not event]
+    return all(e.tier <= Tier.EXCEPTION for e in own) and bool(own or not failed)
 
 
 def _streams(events: Sequence[Event]) -> dict[tuple[object, ...], list[Event]]:

@@ -140,6 +140,11 @@ def _read_block(block: bytes, collector: Collector, search: Search, number: int)
         for part in line.decode("utf-8", "replace").rstrip("\r").split("\r"):
             if part:
                 collector.take(part, number)
+        if b"Traceback (most" in line:
+            collector.before_traceback = (
+                number - 1,
+                block[max(0, position - _END_BYTES) : position],
+            )
         evidence = collector.evidence
         if evidence.waits and evidence.before_wait is None:
             before = block[max(0, position - _END_BYTES) : position]

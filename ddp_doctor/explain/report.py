@@ -113,7 +113,7 @@ def headline_of(verdict: Verdict) -> str:
     root = verdict.root
     if root is None or root.cause is None or root.cause.is_of_type:
         return _unknown_headline(verdict)
-    step = _STEP.search(root.raised.message) if root.raised is not None else None
+    step = _STEP.search(root.raised.message.split("\n")[0]) if root.raised is not None else None
     text = f"{_subject(verdict)}{f', {step[0]}' if step else ''}: {root.cause.title}"
     places = f" ({verdict.finding.text})" if verdict.finding is not None else ""
     if verdict.activity[0]:

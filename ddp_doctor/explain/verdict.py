@@ -97,7 +97,8 @@ def _judge(evidence: Evidence) -> Verdict:
     exits = without_restarted(evidence.exits.exits, evidence.endings)
     restarted = [ended for ended in evidence.exits.exits if ended not in exits]
     evidence.exits.exits = exits
-    weaken_survived(evidence.events, evidence.endings, restarted)
+    failed = [ended for ended in exits if ended.status != 0]
+    weaken_survived(evidence.events, evidence.endings, restarted=restarted, failed=failed)
     finding = evidence.collectives.analyse(world_size=evidence.world_size)
     events = [event for event in evidence.events if event.tier != Tier.ADVICE]
     if finding is not None and finding.kind == "mismatch":
@@ -114,7 +115,6 @@ def _judge(evidence: Evidence) -> Verdict:
     evidence.stacks = newest_stacks(evidence.stacks)
     events += events_of_folder(evidence.statuses, [] if has_verdict else evidence.stacks)
     total = sum(event.count for event in evidence.events)
-    failed = [e for e in evidence.exits.exits if e.status not in (0,)]
     if not events and not failed:
         ends_badly = evidence.ends_with_error and not evidence.ends_well
         return Verdict(kind="unknown" if ends_badly else "healthy")

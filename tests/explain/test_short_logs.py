@@ -340,6 +340,17 @@ LOGS: Mapping[str, tuple[str, ...]] = {
         "unknown",
         "epoch 1\n1.7e+09\tDEBUG\tevents\tPod: kubeflow.job-worker-0 exited with code 1\t{}\n",
     ),
+    "an exception that was logged, long before the one that ended it": (
+        "python-valueerror of nobody",
+        raised("requests.ConnectionError: Max retries exceeded with url: /a")
+        + joined([f"step {n}" for n in range(4)])
+        + VALUE_ERROR
+        + joined(80 * [60 * "="]),
+    ),
+    "an exception in a text that the model wrote": (
+        "open of nobody",
+        raised("ZeroDivisionError: division by zero") + joined([f"step {n}" for n in range(4)]),
+    ),
     "a rank failed, and the others waited until the time limit": (
         "python-keyerror of rank 3",
         joined(of_rank(3, KEY_ERROR)) + TIME_LIMIT,
