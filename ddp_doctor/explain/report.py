@@ -197,7 +197,8 @@ def _unknown_headline(verdict: Verdict) -> str:
     root, ended = verdict.root, verdict.root_exit
     if root is not None and root.raised is not None:
         message = root.raised.message.partition("\n")[0]
-        text = f"{_subject(verdict)}: {root.raised.name or 'an exception'}: {message}"
+        said = f": {message}" if message else f" at {root.raised.where}" * bool(root.raised.where)
+        text = f"{_subject(verdict)}: {root.raised.name or 'an exception'}{said}"
         return text if len(text) <= _MAX_HEADLINE else f"{text[: _MAX_HEADLINE - 4]} ..."
     if ended is not None:
         how = f"signal {-ended.status}" if ended.status < 0 else f"exit status {ended.status}"
@@ -307,7 +308,7 @@ def _short(answer: Answer) -> str:
     verdict, cause = answer.verdict, answer.verdict.root and answer.verdict.root.cause
     if answer.problem:
         return answer.problem
-    if verdict.kind == "explained" and cause:
+    if verdict.kind == "explained" and cause and not cause.is_of_type:
         text = f"{_subject(verdict)}: {cause.title} ({cause.code})"
     else:
         known = {"healthy": "no failure", "open": "no failure seen, and no end"}

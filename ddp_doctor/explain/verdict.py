@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ddp_doctor.explain.catalogue import BY_CODE
+from ddp_doctor.explain.catalogue.python import BUILT_IN
 from ddp_doctor.explain.catalogue.stops import FINISHED, SILENT
 from ddp_doctor.explain.collectives import Finding
 from ddp_doctor.explain.collector import Evidence
@@ -233,7 +234,12 @@ def _root(events: Sequence[Event], evidence: Evidence) -> Event | None:
         return None
     times = {bool(event.line.time) for event in found if event.tier == Tier.EXCEPTION}
     by_time = times == {True}
-    return min(found, key=lambda event: _order(event, by_time))
+    root = min(found, key=lambda event: _order(event, by_time))
+    # WHY these types: no rank raises one because another has failed
+    ends = [e.rank for e in evidence.exits.exits if "failed (exitcode" in e.line.text]
+    own = [e for e in found if [e.rank] == ends and e.cause in BUILT_IN.values() and not e.is_weak]
+    is_of_other = root.tier == Tier.EXCEPTION and root.rank is not None and [root.rank] != ends
+    return min(own, key=lambda event: _order(event, by_time)) if own and is_of_other else root
 
 
 def _order(event: Event, by_time: bool) -> tuple[object, ...]:

@@ -340,6 +340,11 @@ LOGS: Mapping[str, tuple[str, ...]] = {
         "unknown",
         "epoch 1\n1.7e+09\tDEBUG\tevents\tPod: kubeflow.job-worker-0 exited with code 1\t{}\n",
     ),
+    "of two ranks that failed by themselves the one that torchrun saw first": (
+        "python-keyerror of rank 0",
+        joined(of_rank(0, KEY_ERROR), of_rank(1, traceback_of("RuntimeError: CUDA out of memory")))
+        + f"E0815 x/api.py:826] {FAILED.removeprefix(ELASTIC)} of binary: python\n",
+    ),
     "an exception that was logged, long before the one that ended it": (
         "python-valueerror of nobody",
         raised("requests.ConnectionError: Max retries exceeded with url: /a")
