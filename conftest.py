@@ -8,7 +8,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import LoadScopeScheduling
     from xdist.workermanage import WorkerController
+
+    from tests.harness.two_hosts import TwoHosts
 
 __all__ = ["leaves_nothing_behind"]
 
@@ -60,6 +62,17 @@ if _BIN not in os.environ.get("PATH", "").split(os.pathsep)[:1]:
 
 # Until all tests are collected: importing torch and them makes 700,000 objects, and no garbage.
 gc.disable()
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator["TwoHosts"]:
+    """Two hosts, or why there can be none: looking makes a namespace, so it is no mark."""
+    from tests.harness.two_hosts import TwoHosts, why_not
+
+    if reason := why_not():
+        pytest.skip(reason)
+    with TwoHosts(tmp_path / "etc") as made:
+        yield made
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

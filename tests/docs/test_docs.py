@@ -5,6 +5,7 @@ What goes wrong here: a document is older than the code; python -m tests.documen
 """
 
 import ast
+import io
 import re
 import shlex
 from pathlib import Path
@@ -12,9 +13,12 @@ from xml.etree import ElementTree
 
 import pytest
 
+from ddp_drills.command import read_work, report
 from ddp_drills.faults import find
+from ddp_drills.runner import Drills
 from docs.pictures.draw import PICTURES, ring
 from hardened_ddp.errors import HardenedError
+from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.schema import SETTINGS
 from tests.documents import (
     AUDIT,
@@ -36,6 +40,7 @@ from tests.documents import (
     table_rows,
     text_of,
 )
+from tests.drills.forked import start_forked
 from tests.harness.processes import ROOT
 from tests.harness.ranks import held_port, run_command, run_program, start_program, train_as_typed
 from tests.harness.run_folder import losses_of
@@ -385,6 +390,8 @@ def run_documented(command: str, folder: Path, *, max_steps: int) -> str:
     command = INSTEAD.get(command, command)
     words, is_real = command.split(), command in FOR_REAL
     is_script = words[0] == "torchrun" or words[:2] == ["python", "ddp_training.py"]
+    if words[1:3] == ["ddp_training.py", "drill"] and words[3:]:
+        return run_drill(words[3:], folder / "drills")
     is_script &= not {"doctor", "drill"} & {*words}  # which start processes: they are forked, too
     if is_script and not is_real:
         is_other = {"verify-ledger", "evaluate", "export", "--help"} & {*words}
@@ -401,6 +408,16 @@ def run_documented(command: str, folder: Path, *, max_steps: int) -> str:
     assert done.status == status, f"{command}\n{done.output}"
     assert "Traceback" not in done.output, f"{command}\n{done.output}"
     return done.stdout
+
+
+def run_drill(words: list[str], folder: Path) -> str:
+    """Run a drill on forked ranks; test_drills.py starts real ones by such a command."""
+    fault, output = find(words[0]), io.StringIO()
+    assert fault is not None, words
+    drills = Drills(read_work(parse(["drill", *words]), 2), folder, start_forked)
+    [verdict] = report(drills, [fault], output)
+    assert verdict.passed, f"{output.getvalue()}{drills.output_of(fault)}"
+    return output.getvalue()
 
 
 def run_training(command: str, folder: Path, *, max_steps: int) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.processes import ROOT
-from tests.harness.ranks import run_program
+from tests.harness.ranks import import_in_server, run_program
 
 SCRIPT = ROOT / "examples" / "hf_trainer" / "train.py"
 
@@ -17,6 +17,7 @@ SCRIPT = ROOT / "examples" / "hf_trainer" / "train.py"
 def test_it_learns_the_digits_on_one_process_and_with_torchrun(ranks: int, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs requirements-extras.txt")
     pytest.importorskip("accelerate", reason="needs requirements-extras.txt")
+    import_in_server("transformers.trainer")
     launcher = ["torchrun", "--standalone", "--nproc_per_node=2"] if ranks == 2 else ["python"]
     argv = [*launcher, str(SCRIPT), "--cpu_only", "--epochs", "2"]
     done = run_program(argv, timeout_s=170, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"}).ok()

@@ -56,6 +56,7 @@ class TwoHosts:
         self.interfaces = tuple(f"ddp{self._id}{index}" for index in (0, 1))
 
     def __enter__(self) -> Self:
+        self.folder.mkdir()
         names = "".join(f"{a} node{i}\n" for i, a in enumerate(ADDRESSES))
         (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
         # WHY: else each name that is not found waits for a name server that is not there

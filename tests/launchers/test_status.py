@@ -1,17 +1,15 @@
-"""The status of a run that really runs, under hardened-ddp and under the launchers."""
+"""The status of a run that really runs under hardened-ddp; of launchers: test_next_commands.py."""
 
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
 from hardened_ddp.reporting.ending import MOST_STARTS
-from hardened_ddp.training.survivor_save import read_failures
-from tests.harness.ranks import Running, run_program, start_command, start_program
-from tests.harness.run_folder import find_checkpoints, last_tensors, only_run, read_summary
+from tests.harness.ranks import Running, run_program, start_program
+from tests.harness.run_folder import last_tensors, only_run, read_summary
 
 COMMAND = ["python", "-m", "hardened_ddp_command"]  # forked; as typed: tests/new_user.sh
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
@@ -91,25 +89,3 @@ def test_starts_without_progress_end_with_1_at_the_limit(tmp_path: Path) -> None
     finished = run_program(words, env=POD, timeout_s=LIMIT_S)
     assert finished.status == 1
     assert f"{MOST_STARTS} starts of" in finished.output
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        "launchers/run_with_python.py --nproc 2 --no_lesson ddp_training.py --stop_status 3",
-        "launchers/launch.py --hosts localhost --nproc_per_node 2 -- --stop_status 3",
-    ],
-)
-def test_our_launchers_end_with_what_the_ranks_noted(launcher: str, tmp_path: Path) -> None:
-    argv = [sys.executable, *launcher.split()]
-    words = run_words(tmp_path / "pace", tmp_path / "runs")
-    with start_command([*argv, *words]) as running:
-        wait_for_steps(running, tmp_path / "runs")
-        running.kill(number=signal.SIGTERM)
-        finished = running.wait(LIMIT_S)
-    assert finished.status == 3, finished.describe()
-    run = only_run(tmp_path / "runs")
-    assert read_summary(run)["status"] == "stopped"
-    assert find_checkpoints(tmp_path / "runs")
-    assert not read_failures(run)

@@ -21,7 +21,7 @@ from hardened_ddp.data.foreign_code import import_extra
 from hardened_ddp.errors import CheckpointMismatchError, PeerLostError
 from hardened_ddp.export.export import export_model
 from hardened_ddp.training.weights import model_tensors, rebuild_model
-from tests.harness.ranks import run_program, train
+from tests.harness.ranks import import_in_server, run_program, train
 from tests.harness.run_folder import find_checkpoints, last_tensors, only_run, samples_by_step
 from tests.model.test_hub_text import Sentences
 from tests.plugins import is_first_time
@@ -182,6 +182,8 @@ def text_run(base: Path, output: Path, *, num_steps: int = NUM_STEPS, **faults: 
 @pytest.fixture(scope="module")
 def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Give a folder with the base and the undisturbed run, in lora/."""
+    for module in ("transformers.models.gpt2.modeling_gpt2", "peft"):
+        import_in_server(module)
     folder = tmp_path_factory.mktemp("lora")
     train([*text_run(folder, folder / "lora"), *LORA], 2).ok()
     return folder

@@ -19,7 +19,7 @@ from hardened_ddp.model.huggingface import TextModel, build_from_config
 from hardened_ddp.model.zoo import build_model
 from hardened_ddp.settings.config import ModelConfig
 from hardened_ddp.training.weights import model_tensors, rebuild_model
-from tests.harness.ranks import run_program, train
+from tests.harness.ranks import import_in_server, run_program, train
 from tests.harness.run_folder import last_tensors, only_run, read_summary
 
 # WHY not importorskip: each process of pytest would import it to collect, for 0.7 s
@@ -101,6 +101,7 @@ def sentences(train: bool) -> Sentences:
 
 @pytest.mark.slow
 def test_a_causal_model_learns_to_count_and_is_evaluated(tmp_path: Path) -> None:
+    import_in_server("transformers.models.gpt2.modeling_gpt2")
     argv: list[str | Path] = ["--model", saved(tmp_path, "GPT2LMHeadModel"), "--task", "tokens"]
     argv += ["--dataset", "tests.model.test_hub_text:sentences", "--cpu_only", "--num_workers", "0"]
     argv += ["--batch_size", "8", "--learning_rate", "0.02", "--epochs", "30", "--eval_every", "30"]

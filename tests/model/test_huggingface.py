@@ -16,7 +16,7 @@ from hardened_ddp.export.export import export_model
 from hardened_ddp.model.huggingface import ImageClassifier
 from hardened_ddp.model.zoo import build_model
 from hardened_ddp.settings.config import DataConfig, ModelConfig
-from tests.harness.ranks import train
+from tests.harness.ranks import import_in_server, train
 from tests.harness.run_folder import only_run
 
 EXTRAS = "needs requirements-extras.txt"
@@ -120,6 +120,8 @@ def test_an_absent_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_ranks_fine_tune_a_folder_and_its_export_is_a_transformers_model(
     vit: Path, pictures: Path, tmp_path: Path
 ) -> None:
+    for module in ("transformers.models.vit.modeling_vit", "datasets"):
+        import_in_server(module)
     runs = tmp_path / "runs"
     argv = ["--cpu_only", "--model", f"hf:{vit}", "--dataset", f"hf:{pictures}", "--epochs", "3"]
     argv += ["--batch_size", "4", "--output_dir", str(runs)]

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,7 +33,7 @@ from tests.harness.run_folder import (
     samples_by_step,
     step_of,
 )
-from tests.harness.two_hosts import ADDRESSES, TwoHosts, why_not
+from tests.harness.two_hosts import ADDRESSES, TwoHosts
 
 RUN = ["--cpu_only", "--epochs", "2", "--batch_size", "64"]
 ELASTIC = ["--cpu_only", "--batch_size", "12", "--epochs", "1000", "--num_workers", "0", "--ledger"]
@@ -48,16 +47,6 @@ MPI_ON_TWO_HOSTS = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_oob_tcp_if_include": "10.77.0.0/24",
 }
-
-
-@pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
-    # WHY here and not as a mark: looking makes a namespace, which is for those that run these
-    if reason := why_not():
-        pytest.skip(reason)
-    (tmp_path / "etc").mkdir()
-    with TwoHosts(tmp_path / "etc") as made:
-        yield made
 
 
 def torchrun(index: int, *words: str | Path) -> list[str | Path]:

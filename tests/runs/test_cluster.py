@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,20 +19,11 @@ from hardened_ddp.errors import GroupError
 from hardened_ddp.ranks.launch import Launch
 from tests.harness.processes import ROOT
 from tests.harness.ranks import Finished, run_command, start_command, start_program, train
-from tests.harness.two_hosts import TwoHosts, why_not
+from tests.harness.two_hosts import TwoHosts
 from tests.ranks.test_two_hosts import by_hand
 
 SUMS = [{"took": {}, "backend": "gloo"}]
 DOCTOR = ["python", "ddp_training.py", "doctor", "--cluster", "--output_dir"]
-
-
-@pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
-    if reason := why_not():
-        pytest.skip(reason)
-    (tmp_path / "etc").mkdir()
-    with TwoHosts(tmp_path / "etc") as made:
-        yield made
 
 
 def run_doctor(

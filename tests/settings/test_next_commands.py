@@ -25,6 +25,7 @@ from hardened_ddp.settings.typed_command import (
     pip_command,
     shell_command,
 )
+from hardened_ddp.training.survivor_save import read_failures
 from tests.harness.processes import ROOT
 from tests.harness.ranks import (
     Finished,
@@ -55,7 +56,7 @@ PROGRAMS += r"|'[^'\n]*/bin/python')"
 COMMAND = re.compile(rf"(?:^ *|: |-> )({PROGRAMS}.*)$", re.MULTILINE)
 # One process for each rank, as the real program starts them; the last status that is not 0 counts.
 LAUNCHER = """#!{python}
-import os, subprocess, sys
+import os, signal, subprocess, sys
 words = sys.argv[1:]
 count = int(os.environ.get("SLURM_NTASKS", 0))
 while words[0].startswith("-"):
@@ -67,6 +68,7 @@ for rank in range(count):
     values = dict(count=count, rank=rank)
     own = {{name: text.format(**values) for name, text in {variables!r}.items()}}
     ranks.append(subprocess.Popen(words, env=dict(os.environ) | own))
+signal.signal(signal.SIGTERM, lambda *_: [rank.terminate() for rank in ranks])
 sys.exit(max(rank.wait() for rank in ranks))
 """
 JOB = str(os.getpid())  # WHY: the port follows from it, and tests run side by side
@@ -129,16 +131,14 @@ def command_after(text: str, label: str) -> str:
     return line
 
 
-def trains_on(shell: Shell, command: str, num_ranks: int, **variables: str) -> str:
-    """Paste a command, and some more steps; check on how many ranks they were done."""
-    command, _, note = command.partition("   # ")
-    goes_on = command.replace(")", " --max_steps 5)") if command.endswith(")") else ""
-    done = shell.paste(goes_on or f"{command} --max_steps 5", **variables).ok()
-    assert f"{num_ranks} rank{'s' * (num_ranks > 1)}" in done.output
+def trains_on(shell: Shell, command: str, *, step: int = 5, **variables: str) -> None:
+    """Paste a command, and more steps, up to this one; check that two ranks did them."""
+    end = ")" * command.endswith(")")  # of "(cd FOLDER && COMMAND)"
+    done = shell.paste(f"{command.removesuffix(')')} --max_steps {step}{end}", **variables).ok()
+    assert "2 ranks" in done.output
     summary = read_summary(only_run(shell.folder / "runs"))
-    assert (summary["status"], summary["step"]) == ("finished", 5)
-    assert summary["world_size"] == num_ranks
-    return note
+    assert (summary["status"], summary["step"]) == ("finished", step)
+    assert summary["world_size"] == 2
 
 
 # What needs no training: mistakes, and the commands that look at files.
@@ -281,7 +281,7 @@ def test_the_last_lines_of_two_ranks_resume_evaluate_and_export(shell: Shell) ->
     done = shell.run(TORCHRUN_HERE, *TWO_RANKS[3:], SCRIPT, *TRAIN[:-1]).ok()
     found = {label: command_after(done.output, label) for label in LAST_LINES}
     assert not found["resume: "].startswith("torchrun ")
-    trains_on(shell, found["resume: "], 2)
+    trains_on(shell, found["resume: "])
     assert "accuracy" in shell.paste(found["evaluate: "]).ok().stdout
     shell.paste(found["export: "]).ok()
     assert list(shell.folder.glob("exports/*/model.safetensors"))
@@ -293,17 +293,30 @@ SPAWN = [PYTHON, ROOT / "launchers/run_with_python.py", "--no_lesson", "--nproc"
 LAUNCH = [PYTHON, ROOT / "launchers/launch.py", "--hosts", "localhost", "--nproc_per_node", "2"]
 STARTS = {
     "spawn": SPAWN,
-    "launch.py": [*LAUNCH, SCRIPT],
+    "launch.py": [*LAUNCH, "--port", "PORT", SCRIPT],
     "srun": ["srun", "--ntasks=2", PYTHON, SCRIPT],
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STARTS)
-def test_a_run_is_resumed_by_the_launcher_that_started_it(name: str, shell: Shell) -> None:
+def test_a_run_that_is_stopped_is_resumed_by_the_launcher_that_started_it(
+    name: str, shell: Shell
+) -> None:
     shell.pretend_srun()
-    done = shell.run(*STARTS[name], *TRAIN, "--output_dir", shell.folder / "runs").ok()
-    trains_on(shell, command_after(done.output, "resume: "), 2)
+    runs = shell.folder / "runs"
+    start = [str(held_port()) if word == "PORT" else word for word in STARTS[name]]
+    argv = [*start, *TRAIN, "--max_steps", "100000", "--stop_status", "3"]
+    with start_command([*argv, "--output_dir", runs], cwd=shell.folder, env=shell.env) as running:
+        metrics = runs / "r/metrics.jsonl"
+        running.wait_for(metrics.exists, timeout_s=LIMIT_S, what="a step")
+        running.kill(number=signal.SIGTERM)
+        stopped = running.wait(LIMIT_S)
+    assert stopped.status == 3, stopped.describe()  # as the ranks noted
+    summary = read_summary(only_run(runs))
+    assert summary["status"] == "stopped"
+    assert not read_failures(only_run(runs))
+    trains_on(shell, command_after(stopped.output, "resume: "), step=summary["step"] + 2)
 
 
 @pytest.mark.slow
@@ -326,7 +339,7 @@ def test_a_slurm_job_is_continued_by_the_sbatch_that_it_names(shell: Shell) -> N
     done = shell.paste(f"cd {shlex.quote(str(ROOT))} && {start}", **variables).ok()
     resume = command_after(done.output, "resume: ")
     assert "sbatch --nodes=1 --ntasks-per-node=2 train.slurm" in resume
-    trains_on(shell, f"cd {shlex.quote(str(ROOT))} && {resume}", 2, PATH=path)
+    trains_on(shell, f"cd {shlex.quote(str(ROOT))} && {resume}", PATH=path)
 
 
 @pytest.mark.slow
