@@ -320,7 +320,8 @@ class Collector:
 
     def _add_message(self, match: Match, line: Line) -> None:
         tier = match.cause.tier
-        if match.cause.is_generic and _WARNING.search(line.raw):
+        is_note = " NCCL INFO " in line.raw  # what NCCL found out, or chose
+        if is_note or (match.cause.is_generic and _WARNING.search(line.raw)):
             return
         event = Event(
             kind="message",

@@ -75,9 +75,11 @@ class Source:
         """Open it for reading bytes, unpacked. Raises OSError."""
         if self.path is None:
             return sys.stdin.buffer
-        with self.path.open("rb") as file:
-            is_gzip = file.read(2) == b"\x1f\x8b"
-        return cast(BinaryIO, gzip.open(self.path)) if is_gzip else self.path.open("rb")
+        file = self.path.open("rb")
+        if file.peek(2)[:2] != b"\x1f\x8b":
+            return file  # WHY not opened again: a pipe can be read once
+        file.close()
+        return cast(BinaryIO, gzip.open(self.path))
 
 
 def find_sources(names: Sequence[str]) -> list[Source]:
@@ -96,7 +98,8 @@ def find_sources(names: Sequence[str]) -> list[Source]:
             )
         for file in found:
             try:
-                file.open("rb").close()
+                if not file.is_fifo():
+                    file.open("rb").close()
             except OSError as error:
                 raise UnreadableLogError(
                     f"{file} can't be read: {error.strerror or error}",

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import pickle
 import random
 import re
@@ -236,6 +237,15 @@ class TestFiles:
             (folder / "stderr.log").write_text(text)
         found = explain(tmp_path)
         assert (code_of(found), rank_of(found)) == ("python-keyerror", 1)
+
+    def test_a_pipe_of_the_shell_is_read_once(self) -> None:
+        reader, writer = os.pipe()
+        os.write(writer, joined(KEY_ERROR).encode())
+        os.close(writer)
+        try:
+            assert code_of(explain(Path(f"/dev/fd/{reader}"))) == "python-keyerror"
+        finally:
+            os.close(reader)
 
     def test_a_file_for_each_slurm_task(self, tmp_path: Path) -> None:
         (tmp_path / "4711_0.out").write_text(joined(traceback_of(PEER)))

@@ -353,7 +353,7 @@ SETUP = (
         title="direct access between GPUs does not work on this machine",
         phrases=(
             r"peer mapping resources exhausted",
-            r"P2P (?:is )?disabled between (?:connected|NVLINK connected) GPUs",
+            r"P2P is disabled between NVLINK connected GPUs",
             r"PCI ACS is enabled",
             r"peer access is not supported between these two devices",
         ),
