@@ -234,15 +234,21 @@ def _root(events: Sequence[Event], evidence: Evidence) -> Event | None:
         return None
     times = {bool(event.line.time) for event in found if event.tier == Tier.EXCEPTION}
     by_time = times == {True}
-    root = min(found, key=lambda event: _order(event, by_time))
-    # WHY these types: no rank raises one because another has failed
+    # WHY these types: no rank raises one because another has failed, and what a program prints
+    # before may be a note that it goes on from
+    own = [e for e in found if e.cause in BUILT_IN.values() and not e.is_weak]
+
+    def place(event: Event) -> tuple[object, ...]:
+        return _order(event, by_time, has_own=bool(own))
+
+    root = min(found, key=place)
     ends = [e.rank for e in evidence.exits.exits if "failed (exitcode" in e.line.text]
-    own = [e for e in found if [e.rank] == ends and e.cause in BUILT_IN.values() and not e.is_weak]
+    own = [event for event in own if [event.rank] == ends]
     is_of_other = root.tier == Tier.EXCEPTION and root.rank is not None and [root.rank] != ends
-    return min(own, key=lambda event: _order(event, by_time)) if own and is_of_other else root
+    return min(own, key=place) if own and is_of_other else root
 
 
-def _order(event: Event, by_time: bool) -> tuple[object, ...]:
+def _order(event: Event, by_time: bool, *, has_own: bool) -> tuple[object, ...]:
     """The key by which the cause comes first."""
     tier = _WEAK if event.is_weak else float(event.tier)
     is_general = event.cause is None or event.cause.is_generic
@@ -251,7 +257,7 @@ def _order(event: Event, by_time: bool) -> tuple[object, ...]:
     return (
         tier,
         names_none,
-        event.kind == "exit" or (is_general and event.kind == "message"),
+        event.kind == "exit" or (event.kind == "message" and (is_general or has_own)),
         is_general and not (by_time and event.kind == "exception"),
         event.began.time if by_time else "",
         event.began.order,

@@ -364,6 +364,12 @@ LOGS: Mapping[str, tuple[str, ...]] = {
         "stop-time-limit of nobody",
         joined(of_rank(3, KEY_ERROR)) + "step 4\nstep 5\n" + TIME_LIMIT,
     ),
+    "what a program noted before the exception that ended it": (
+        "python-keyerror of nobody",
+        "x.sh: line 12: module: command not found\nwandb: ERROR Error while calling W&B API\n"
+        "[W socket.cpp:601] [c10d] The IPv6 network addresses of (n1, 29500) cannot be retrieved "
+        "(gai error: -2 - Name or service not known).\n" + joined(KEY_ERROR),
+    ),
     "a warning of Python's that names a file": (
         "unknown of nobody",
         "/opt/x/resource_tracker.py:237: UserWarning: '/af_barrier': [Errno 2] No such file or "
