@@ -2,7 +2,7 @@
 
 Owns: the groups that a model or task names in parameter_groups(), the groups without weight decay
 (--no_weight_decay), and the check that each trainable parameter is in one group, once.
-What goes wrong here: a parameter in two groups or in none.
+What goes wrong here: a parameter in two groups or in none, a model made for several optimizers.
 Does not own: the optimizer (optimizer.py).
 """
 
@@ -131,11 +131,18 @@ def _without_decay(groups: Sequence[Group], model: nn.Module) -> list[Group]:
 
 
 def _warn_of_own(what: str, owner: object) -> None:
-    """Say that what Lightning calls is not called here."""
-    if callable(getattr(owner, "configure_optimizers", None)):
-        log.warning(
-            "configure_optimizers() of the %s is not used: --optimizer, --lr_schedule and "
-            "parameter_groups() say how it is trained, by one optimizer. For several, as of a GAN, "
-            "write a loop of your own, with protect",
-            what,
+    """Say that what Lightning calls is not called here. Raises OptimizerError for a GAN."""
+    if not callable(getattr(owner, "configure_optimizers", None)):
+        return
+    # WHY: Lightning trains with several optimizers only where the model updates by itself
+    if getattr(owner, "automatic_optimization", True) is False:
+        raise OptimizerError(
+            f"the {what} updates by itself (automatic_optimization = False), as for several "
+            "optimizers. A step here is one loss, one gradient and one update",
+            fix="write a loop of your own, with protect: docs/OWN_LOOPS.md",
         )
+    log.warning(
+        "configure_optimizers() of the %s is not used: --optimizer, --lr_schedule and "
+        "parameter_groups() say how it is trained",
+        what,
+    )

@@ -334,7 +334,11 @@ def test_a_configure_optimizers_that_is_not_used_is_told(caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING):
         build(Gan(2))
     assert "configure_optimizers() of the model is not used" in caplog.text
-    assert "protect" in caplog.text
+    gan = Gan(2)
+    gan.automatic_optimization = False  # type: ignore[assignment]  # as Lightning's
+    with pytest.raises(OptimizerError, match="several optimizers") as caught:
+        build(gan)
+    assert "protect" in caught.value.fix
 
 
 # Other optimizers and schedules: test_a_state_is_put_back_into_an_optimizer_that_went_on.
