@@ -371,6 +371,8 @@ class Collector:
         before = self._seen.get(key)
         if before is not None:
             before.count += 1
+            if line.file == before.line.file:
+                before.again = line.number
             if event.kind == "exception" and before.is_weak and not event.is_weak:
                 before.is_weak, before.raised, before.line = False, event.raised, line
             return before

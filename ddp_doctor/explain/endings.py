@@ -185,7 +185,7 @@ def _was_logged(
 
     WHY steps: ranks whose lines have no prefix may do one more before they wait for a dead one.
     """
-    if ending is None or not ending.goes_on_after(event.line.number, times=2):
+    if ending is None or not ending.goes_on_after(event.again or event.line.number, times=2):
         return False
     later = [e for e in events if e.line.order > event.line.order and e.tier <= Tier.LOST]
     own = [e for e in later if e.chained is not event]
@@ -206,7 +206,7 @@ def _catcher(event: Event) -> int:
 
 
 def _went_on(event: Event, ending: Ending, has_restarted: bool) -> bool:
-    number = event.line.number
+    number = event.again or event.line.number
     code = event.cause.code if event.cause is not None else ""
     if ending.success > number:
         return has_restarted or not _UNCAUGHT.search(event.line.raw)

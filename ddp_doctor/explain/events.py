@@ -233,6 +233,9 @@ class Event:
     count: int = 1
     """How often this message was found on this rank."""
 
+    again: int = 0
+    """The line of the file where it was found last, if it was found again."""
+
     detail: Line | None = None
     """The line of a longer message that names the cause."""
 

@@ -326,6 +326,10 @@ LOGS: Mapping[str, tuple[str, ...]] = {
         f"{VALUE_ERROR}WARNING:{SIGTERM}\nERROR:{FAILED}\n",
     ),
     "a warning before the error that ends the log": ("launch-ray-actor", RAY + RAY_END),
+    "stopped by hand, started again, and stopped again": (
+        "stop-interrupt",
+        2 * "step 4\nstep 5\nstep 6\n^CKeyboardInterrupt\n",
+    ),
     "a warning, and it goes on": ("open of nobody", f"{RAY}step 4\nstep 5\n"),
     "an exception in a group": ("python-keyerror of rank 1", GROUP, "train.py:3"),
     "a group whose exceptions have no traceback": (
