@@ -280,7 +280,7 @@ class Collector:
         cause = match.cause if match else cause_of_type(raised)
         # CalledProcessError is all that some launchers say of a process that a signal ended
         is_killed = raised.name == "CalledProcessError" and match is not None
-        if raised.name in _LAUNCHER_TYPES and not is_killed:
+        if _is_of_launcher(raised) and not is_killed:
             tier, cause = Tier.LAUNCHER, None
         newest = reversed(self.evidence.events[-8:])
         before = next((e for e in newest if raised.before and e.raised is raised.before), None)
@@ -345,7 +345,7 @@ class Collector:
         loose = _LOOSE.match(line.text)
         if loose and not line.text.endswith("Warning"):
             raised = Raised(type=loose["type"], message=loose["message"].strip())
-            is_launcher = raised.name in _LAUNCHER_TYPES
+            is_launcher = _is_of_launcher(raised)
             event = Event(
                 kind="exception",
                 tier=Tier.LAUNCHER if is_launcher else Tier.EXCEPTION,
@@ -391,6 +391,12 @@ class Collector:
             cause = BY_CODE["nccl-timeout"]
             self._keep(Event(kind="collective", tier=cause.tier, line=line, cause=cause), ())
         return True
+
+
+def _is_of_launcher(raised: Raised) -> bool:
+    """Whether a launcher says with it how a process ended; mp.spawn of old had no type for it."""
+    is_of_spawn = raised.message.startswith("process ") and " terminated with " in raised.message
+    return raised.name in _LAUNCHER_TYPES or is_of_spawn
 
 
 def _named(match: Match | None) -> tuple[int, ...]:

@@ -340,6 +340,10 @@ LOGS: Mapping[str, tuple[str, ...]] = {
         "killed-sigkill",
         raised(f"{LAUNCHER}died with <Signals.SIGKILL: 9>."),
     ),
+    "a spawned process, as torch told it first": (
+        "killed-segfault of rank 3",
+        raised("Exception: process 3 terminated with signal SIGSEGV"),
+    ),
     "a pod that ended": (
         "unknown",
         "epoch 1\n1.7e+09\tDEBUG\tevents\tPod: kubeflow.job-worker-0 exited with code 1\t{}\n",

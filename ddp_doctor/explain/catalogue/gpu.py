@@ -308,7 +308,6 @@ OTHERS = (
             r"Fatal Python error: Floating point exception",
             r"Floating point exception(?: +\(core dumped\)|$)",
             r"(?:terminated with signal |died with <Signals\.|\*\*\* )SIGFPE",
-            r"exits with return code = -8",
         ),
         is_generic=True,
         why="An integer division by zero in a library: cuBLAS before 12.4.5.8 on H20 and other new "

@@ -142,11 +142,7 @@ CAUSES = (
         title="a process was killed with SIGKILL",
         phrases=(
             r"Signal 9 \(SIGKILL\) received by PID (?P<pid>\d+)",
-            r"exitcode: -9\)",
-            r"terminated with signal SIGKILL",
             r"died with <Signals\.SIGKILL: 9>",
-            r"exited on signal 9 \(Killed\)",
-            r"exits with return code = -9",
             r"line \d+: +\d+ Killed\b",
             r"exit (?:code|status):? *137\b",
             r"returned non-zero exit status -9\b",
@@ -168,13 +164,10 @@ CAUSES = (
             r"Signal 11 \(SIGSEGV\) received by PID (?P<pid>\d+)",
             r"Fatal Python error: Segmentation fault",
             r"Segmentation fault(?: +\((?:core dumped|11)\)|$|:)",
-            r"exitcode: -11\)",
-            r"terminated with signal SIGSEGV",
             r"died with <Signals\.SIGSEGV",
             r"returned non-zero exit status (?:-11|3221225477)\b",  # the second: Windows
             r"\*\*\* SIGSEGV received at time=",
             r"DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: Segmentation fault",
-            r"exited on signal 11",
         ),
         is_generic=True,
         why="An extension (image or video decoding, HDF5, custom CUDA, an ABI that does not fit "
@@ -191,7 +184,6 @@ CAUSES = (
         phrases=(
             r"Signal 7 \(SIGBUS\) received by PID (?P<pid>\d+)",
             r"Fatal Python error: Bus error",
-            r"exitcode: -7\)",
             r"Bus error(?: +\((?:core dumped|7)\)|: nonexistent)",
             r"died with <Signals\.SIGBUS",
         ),
@@ -206,7 +198,6 @@ CAUSES = (
         title="a process executed an instruction that this CPU does not have (SIGILL)",
         phrases=(
             r"Signal 4 \(SIGILL\) received by PID (?P<pid>\d+)",
-            r"exitcode: -4\)",
             r"Illegal instruction(?: +\(core dumped\)|$)",
             r"died with <Signals\.SIGILL",
         ),

@@ -122,8 +122,6 @@ CAUSES = (
             r"got signal: 15\b",
             r"Received (?:Signals\.)?SIGTERM",
             r"Signal 15 \(SIGTERM\) received by PID (?P<pid>\d+)",
-            r"exitcode: -15\)",
-            r"terminated with signal SIGTERM",
             r"Sending process (?P<pid>\d+) closing signal (?:Signals\.)?SIGTERM",
             r"Closing process \d+ via signal SIGTERM",
         ),
@@ -152,8 +150,6 @@ CAUSES = (
         title="a process aborted (SIGABRT)",
         phrases=(
             r"Signal 6 \(SIGABRT\) received by PID (?P<pid>\d+)",
-            r"exitcode: -6\)",
-            r"terminated with signal SIGABRT",
             r"died with <Signals\.SIGABRT",
             r"\*\*\* SIGABRT received at time=",
             r"Fatal Python error: Aborted",
