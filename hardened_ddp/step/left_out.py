@@ -60,7 +60,7 @@ class LeftOut:
                 text = f"step {progress.step} left out {what}: rank {rank}, {entry['error']}"
                 log.warning("%s", text, extra=ON_EVERY_RANK)
                 self.entries.append({"rank": rank, **entry})
-                progress.count_errors(1)
+                progress.num_errors += 1
         limit = self.parts.config.loop.max_errors
         if progress.num_errors > limit:
             raise TooManyErrors(

@@ -40,12 +40,6 @@ class Progress:
         """Count the last step, that over window, as not done."""
         self.step, self.cursor = self.step - 1, window.start
 
-    def limit_micro_batches(self, max_micro_batch: int) -> None:
-        self.max_micro_batch = max_micro_batch
-
-    def count_errors(self, count: int) -> None:
-        self.num_errors += count
-
     def go_back_to(self, earlier: "Progress") -> None:
         """Take the values of an earlier state of the run. The limit max_micro_batch stays."""
         max_micro_batch = self.max_micro_batch

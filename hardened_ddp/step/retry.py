@@ -160,7 +160,7 @@ class StepRetry:
                 text = f"find_unused_parameters is on from now; {text}"
             case Decision.SMALLER:
                 limit = _max_without_memory(causes) // 2
-                self.progress.limit_micro_batches(limit)
+                self.progress.max_micro_batch = limit
                 text = f"micro-batches have {limit} samples at most from now on; {text}, for the "
                 text += "same gradient"
             case Decision.WITHOUT_BAD:

@@ -120,7 +120,7 @@ class Rollback:
             return False
         step = self.progress.step
         log.error("[DDP-S05] step %d: the replicas are not equal: %s%s", step, found.text, why)
-        self.report.note_divergence()
+        self.report.num_diverged += 1
         is_again = self._differed_until >= 0
         self._differed_until = step + 1
         if not self._retries or is_again:

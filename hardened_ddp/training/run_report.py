@@ -96,7 +96,7 @@ class RunReport:
         self._trained_s = self._training_s()
         self._left_out = left_out
         self._told_left_out: set[str] = set()
-        self._num_rollbacks = self._num_diverged = 0
+        self._num_rollbacks = self.num_diverged = 0
         self._time_spent = ""
         self._told_at = monotonic()
 
@@ -198,9 +198,6 @@ class RunReport:
         self.goodput.go_back(left_at, step)
         self._trained_s = self._training_s()
 
-    def note_divergence(self) -> None:
-        self._num_diverged += 1
-
     def close(self, progress: Progress, *, status: str) -> None:
         """Write the summary and close all files. Rank-local."""
         ended = status if status in ("finished", "stopped") else ""
@@ -224,7 +221,7 @@ class RunReport:
                     "world_size": self.parts.group.world_size,
                     "num_left_out": progress.num_errors,
                     "num_rollbacks": self._num_rollbacks,
-                    "num_diverged": self._num_diverged,
+                    "num_diverged": self.num_diverged,
                     "time": {k: round(v, 3) for k, v in self.goodput.account().items()},
                     "run_folder": str(self.folder),
                 },
