@@ -192,18 +192,6 @@ def test_explain_and_watch_name_commands_that_work(shell: Shell) -> None:
     assert command_after(why, "to continue: ") == resume
     assert "--nproc_per_node=2" in resume
     assert resume.endswith("--resume runs/r")
-    gloo = shell.folder / "other.log"
-    lost = (
-        "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by "
-    )
-    lost += "peer [127.0.0.1]:46171\n"
-    gloo.write_text(lost)
-    assert "explain newest" not in shell.run(PYTHON, SCRIPT, "explain", gloo.name).stdout
-    gloo.write_text("2026-11-26 08:00:00.123 DEBUG ranks.tracker: start: starting\n" + lost)
-    explained = shell.run(PYTHON, SCRIPT, "explain", gloo.name)
-    command = commands_in(explained.stdout)[-1]  # the one before is for any program
-    assert "explain newest" in command
-    assert "ended without a word" in shell.paste(command).stdout
 
 
 def test_a_command_is_written_for_where_the_user_stands(
