@@ -76,6 +76,9 @@ class Evidence:
     endings: dict[str, Ending] = field(default_factory=dict)
     """How each file ends, by its name."""
 
+    rank_of_file: dict[str, int] = field(default_factory=dict)
+    """Of each file whose name says its rank."""
+
     starts: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     """Of each log of our own runs the lines where a process begins, with the local time there."""
 
@@ -180,6 +183,8 @@ class Collector:
         """Begin with another file."""
         self._source, self._habits = source, habits
         self._spawned, self._tail, self.before_traceback = None, 0, (0, b"")
+        if source.rank is not None:
+            self.evidence.rank_of_file[source.name] = source.rank
         own = (source.rank, source.local, source.task)
         self.evidence.collectives.ranks_of_files |= {rank for rank in own if rank is not None}
 

@@ -73,6 +73,8 @@ class Ending:
     """The last line, if the loss is NaN in all of the last ones."""
 
     nan_text: str = ""
+    last: int = 0
+    last_text: str = ""
 
     def goes_on_after(self, number: int, times: int = 1) -> bool:
         """Whether training made progress after this line."""
@@ -85,8 +87,8 @@ class Ending:
 
 def ending_of(tail: str, num_lines: int) -> Ending:
     """Read the last lines of a file that has num_lines in all."""
-    ending = Ending()
     lines = tail.rstrip("\n").split("\n")
+    ending = Ending(last=num_lines, last_text=lines[-1].rpartition("\r")[2].strip())
     newest: dict[str, tuple[float, int]] = {}
     nans: list[bool] = []
     for number, line in enumerate(lines, start=num_lines - len(lines) + 1):

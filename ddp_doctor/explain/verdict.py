@@ -24,7 +24,7 @@ from ddp_doctor.explain.endings import (
     weaken_survived,
     without_restarted,
 )
-from ddp_doctor.explain.events import Blame, Cause, Event, Tier
+from ddp_doctor.explain.events import Blame, Cause, Event, Line, Tier
 from ddp_doctor.explain.exits import Exit
 from ddp_doctor.explain.run_folder import HUNG, events_of_folder, newest_stacks
 
@@ -385,8 +385,10 @@ def silent_ends(events: Sequence[Event], evidence: Evidence) -> list[Event]:
     spoken = [e for e in events if e.kind == "exception" and e.tier < Tier.LAUNCHER]
     speakers = {event.rank for event in spoken}
     has_other = any(event.tier < Tier.LOST and not event.is_weak for event in events)
-    if not table or not lost or has_other or None in speakers:
+    if not lost or has_other or None in speakers:
         return []
+    if not table:
+        return _silent_log(speakers, evidence)
     failed = [ended for ended in table if ended.status > 0]
     silent = [ended for ended in failed if ended.rank not in speakers]
     if len(silent) == 1:
@@ -396,6 +398,20 @@ def silent_ends(events: Sequence[Event], evidence: Evidence) -> list[Event]:
         line = min((event.line for event in lost), key=lambda line: line.order)
         return [Event(kind="message", tier=Tier.MISMATCH, line=line, cause=FINISHED)]
     return []
+
+
+def _silent_log(speakers: set[int | None], evidence: Evidence) -> list[Event]:
+    """Give the end of the one log without an error, if each rank has its own log."""
+    quiet = {rank: name for name, rank in evidence.rank_of_file.items() if rank not in speakers}
+    if len(quiet) != 1 or evidence.exits.exits:
+        return []
+    [(rank, name)] = quiet.items()
+    ending = evidence.endings.get(name)
+    if ending is None or ending.success or not ending.last_text:
+        return []
+    text = f"the log of rank {rank} ends with: {ending.last_text}"
+    line = Line(file=name, number=ending.last, text=text, raw=text, rank=rank)
+    return [Event(kind="exit", tier=SILENT.tier, line=line, cause=SILENT, rank=rank)]
 
 
 def place_events(evidence: Evidence) -> None:

@@ -238,6 +238,18 @@ class TestFiles:
         found = explain(tmp_path)
         assert (code_of(found), rank_of(found)) == ("python-keyerror", 1)
 
+    def test_of_the_logs_of_ranks_the_one_without_an_error_is_that_of_the_lost_rank(
+        self, tmp_path: Path
+    ) -> None:
+        for rank in (0, 1, 3):
+            (tmp_path / f"rank{rank}.log").write_text(joined(traceback_of(PEER)))
+        (tmp_path / "rank2.log").write_text("step 48\nstep 49\n")
+        found = explain(tmp_path)
+        assert (code_of(found), rank_of(found)) == ("stop-silent", 2)
+        assert "step 49" in found["evidence"][0]["text"]
+        (tmp_path / "rank2.log").write_text("step 48\nTraining finished\n")
+        assert code_of(explain(tmp_path)) == "lost-peer"
+
     def test_a_pipe_of_the_shell_is_read_once(self) -> None:
         reader, writer = os.pipe()
         os.write(writer, joined(KEY_ERROR).encode())

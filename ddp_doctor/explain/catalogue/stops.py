@@ -6,10 +6,10 @@ from ddp_doctor.explain.events import Blame, Cause, Tier
 SILENT = Cause(
     code="stop-silent",
     title="a rank ended without an exception, and the others lost it",
-    why="The launcher says that it ended with an error, and it printed none: sys.exit() or "
-    "os._exit(), an exception that was caught and not printed, or its output went elsewhere",
+    why="It ended and printed no error: sys.exit() or os._exit(), an exception that was caught and "
+    "not printed, output that went elsewhere; or, if no launcher tells its status, it was killed",
     fix="Read what it printed last; search the program for sys.exit, os._exit and broad except "
-    "clauses; raise instead of exiting; torchrun --log-dir logs --tee 3.",
+    "clauses; raise instead of exiting; dmesg -T | grep -i 'killed process' on its node.",
     confirm="python -X faulthandler -u; a breakpoint in sys.exit.",
 )
 FINISHED = Cause(
