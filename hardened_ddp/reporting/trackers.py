@@ -1,7 +1,8 @@
 """Trackers: where the curves of a run go besides metrics.jsonl, such as Weights & Biases.
 
 Each has a thread: a tracker that is slow, hangs or raises is named once and left behind, and
-training goes on. WandbTracker and MlflowTracker are built in. Another one is any class such as
+training goes on. WandbTracker, MlflowTracker and PrometheusFile are built in. Another one is any
+class such as
 
     class MyTracker:
         def __init__(self, *, folder: Path, settings: Mapping[str, Any]) -> None: ...
@@ -11,7 +12,9 @@ training goes on. WandbTracker and MlflowTracker are built in. Another one is an
 Only rank 0 has trackers. All three are called in the tracker's own thread, one after the other.
 """
 
+import json
 import logging
+import re
 import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -19,7 +22,7 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any, Protocol
 
-from hardened_ddp.reporting.sinks import ReportWriter, write_text
+from hardened_ddp.reporting.sinks import ReportWriter, write_text, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -136,6 +139,37 @@ class MlflowTracker:
 
     def close(self) -> None:
         self._mlflow.end_run()
+
+
+class PrometheusFile:
+    """The newest values as a text file for Prometheus: --metrics_file.
+
+    WHY no timestamps: node_exporter refuses a file that has any.
+    """
+
+    def __init__(self, path: Path, run: str) -> None:
+        self._path, self._is_failing = path, False
+        self._run = json.dumps(run, ensure_ascii=False)
+        self._values: dict[str, float] = {}
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Replace the file. A disk that is full is named once, and tried again."""
+        self._values |= {"step": step, **values}
+        lines = []
+        for name, value in sorted(self._values.items()):
+            metric = "ddp_training_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+            text = f"{value:.9g}".replace("nan", "NaN").replace("inf", "Inf")
+            lines += [f"# TYPE {metric} gauge", f"{metric}{{run={self._run}}} {text}"]
+        try:
+            write_whole(self._path, "\n".join(lines) + "\n")
+            self._is_failing = False
+        except OSError as error:
+            if not self._is_failing:
+                log.warning("%s can't be written, training continues: %s", self._path, error)
+            self._is_failing = True
+
+    def close(self) -> None:
+        """The last values stay, for whoever reads them next."""
 
 
 def _read_wandb_id(folder: Path) -> str:

@@ -581,6 +581,14 @@ class RunConfig:
         shape=ANY_TEXT,
         may_differ=True,
     )
+    metrics_file: str = setting(
+        "",
+        "File of the newest values for Prometheus, in the text format of node_exporter's textfile "
+        "collector; replaced as a whole at each report. Empty: none.",
+        shape=ANY_TEXT,
+        may_differ=True,
+        is_place=True,
+    )
     ledger: bool = setting(
         False,
         "Record the samples of each step, 4 bytes per sample. verify-ledger then proves that each "

@@ -24,7 +24,13 @@ from hardened_ddp.reporting.metrics import MetricsLog
 from hardened_ddp.reporting.resources import ResourceMonitor, read_gpu_mib
 from hardened_ddp.reporting.step_clock import REPORTED, start_clock
 from hardened_ddp.reporting.summary import closing_lines, withdraw_summary, write_summary
-from hardened_ddp.reporting.trackers import MlflowTracker, Tracker, TrackerThread, WandbTracker
+from hardened_ddp.reporting.trackers import (
+    MlflowTracker,
+    PrometheusFile,
+    Tracker,
+    TrackerThread,
+    WandbTracker,
+)
 from hardened_ddp.settings.config import (
     MLFLOW,
     TENSORBOARD,
@@ -69,6 +75,11 @@ class RunReport:
                 TrackerThread(name, partial(_make_tracker, name, parts.config, self.folder))
                 for name in tracker_names(run.tracker)
                 if self.is_main and name != TENSORBOARD
+            ]
+            + [
+                TrackerThread("metrics_file", partial(PrometheusFile, Path(path), self.folder.name))
+                for path in (run.metrics_file,)
+                if self.is_main and path
             ],
         )
         tracker = parts.group.tracker

@@ -1,6 +1,7 @@
 """Trackers: what they get, and that none of them stops training."""
 
 import json
+import math
 import re
 import sqlite3
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from hardened_ddp.reporting.metrics import MetricsLog
-from hardened_ddp.reporting.trackers import TrackerThread
+from hardened_ddp.reporting.trackers import PrometheusFile, TrackerThread
 from hardened_ddp.settings.config import RunConfig
 from hardened_ddp.training.run_report import check_trackers, has_tensorboard
 from tests.harness.ranks import train
@@ -189,6 +190,33 @@ def test_mlflow_keeps_one_run_for_a_run_folder(tmp_path: Path) -> None:
         found = store.execute("select run_uuid, key, step from metrics").fetchall()
     assert {row[0] for row in found} == {run_id}
     assert {2, 4, 6} <= {step for _, key, step in found if key == "loss/train"}
+
+
+def test_the_metrics_file_is_whole_and_has_the_newest_values_of_all_kinds(tmp_path: Path) -> None:
+    path = tmp_path / "ddp.prom"
+    argv = [*ARGV, "--output_dir", tmp_path, "--metrics_file", path]
+    train(argv, 2).ok()
+    lines = path.read_text().splitlines()
+    values = {line.split("{")[0]: line for line in lines if not line.startswith("#")}
+    assert values["ddp_training_step"] == 'ddp_training_step{run="r"} 4'
+    assert {"ddp_training_loss_train", "ddp_training_accuracy_test"} <= values.keys()
+    form = r'ddp_training_\w+\{run="r"\} (NaN|[+-]?Inf|-?[0-9.e+-]+)'  # no timestamp behind
+    assert all(re.fullmatch(form, line) for line in values.values())
+    assert len(lines) == 2 * len(values)
+    assert [p.name for p in tmp_path.iterdir() if p.is_file()] == ["ddp.prom"]
+
+
+def test_a_metrics_file_that_cannot_be_written_stops_nothing_and_is_written_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = PrometheusFile(tmp_path / "later" / "ddp.prom", "größer")
+    for step in range(3):
+        file.log(step, {"loss": math.nan})
+    assert len(caplog.messages) == 1
+    (tmp_path / "later").mkdir()
+    file.log(3, {"loss": -math.inf})
+    text = (tmp_path / "later" / "ddp.prom").read_text(encoding="utf-8")
+    assert 'ddp_training_loss{run="größer"} -Inf' in text
 
 
 @pytest.mark.parametrize("word", ["tensorbord", "wandb,", "tensorboard wandb", "none,wandb"])
