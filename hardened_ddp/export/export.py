@@ -34,6 +34,7 @@ from hardened_ddp.export.formats import (
 from hardened_ddp.export.preparation import how_to_add
 from hardened_ddp.model.average import AVERAGE
 from hardened_ddp.model.effects import has_same_bits
+from hardened_ddp.model.zoo import DESCRIPTION
 from hardened_ddp.settings.commands import AVERAGED
 from hardened_ddp.settings.typed_command import shell_command
 from hardened_ddp.training.weights import MODEL_PREFIX, model_tensors
@@ -42,10 +43,7 @@ log = logging.getLogger(__name__)
 
 SAFETENSORS = "safetensors"
 # What config.json takes from the checkpoint's meta; null if missing there.
-CONFIG_KEYS = (
-    *("model", "model_args", "pretrained", "hub_config", "adapter"),
-    *("num_classes", "input_shape", "class_names", "dataset"),
-)
+CONFIG_KEYS = (*DESCRIPTION, "dataset")
 _HOW_TO_LOAD_WEIGHTS = f"""\
 from safetensors.torch import load_file
 

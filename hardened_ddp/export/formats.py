@@ -21,12 +21,9 @@ from torch import Tensor, nn
 from hardened_ddp.data.foreign_code import import_extra
 from hardened_ddp.errors import CheckpointError, ModelError
 from hardened_ddp.export.preparation import IMAGE_PROCESSOR, TOKENIZER, write_preparation
-from hardened_ddp.model.huggingface import (
-    HubModel,
-    ImageClassifier,
-    TextModel,
-    build_from_config,
-)
+from hardened_ddp.model.huggingface import HubModel as HubNet
+from hardened_ddp.model.huggingface import ImageClassifier, TextModel, build_from_config
+from hardened_ddp.model.zoo import DESCRIPTION
 from hardened_ddp.task.user_code import told_as
 from hardened_ddp.training.weights import example_inputs, rebuild_model
 
@@ -40,6 +37,11 @@ _TRACED_SAMPLES, _TRIED_SAMPLES = 2, (2, 5)  # WHY also 5: it detects a fixed ba
 Forward = Callable[..., Tensor]
 
 _HOW_TO_LOAD = {
+    HUGGINGFACE: """\
+from hardened_ddp.model.hub import HubModel
+
+model = HubModel.from_pretrained("FOLDER")  # with this project on PYTHONPATH
+logits = model(inputs)""",
     PEFT: """\
 from peft import PeftModel
 
@@ -118,6 +120,8 @@ def write_model(
     """
     write = {HUGGINGFACE: _write_huggingface, TORCH_EXPORT: _write_torch_export, ONNX: _write_onnx}
     write[PEFT] = _write_peft
+    if form == HUGGINGFACE:
+        import_extra("huggingface_hub", what="--format huggingface")
     if form == ONNX:
         for package in ("onnx", "onnxscript"):
             import_extra(package, what="--format onnx")
@@ -138,32 +142,43 @@ def write_model(
                 f"{_difference(ours, theirs)}",
                 fix="export with --format safetensors, and report this model",
             )
-    if form != HUGGINGFACE:
+    if form != HUGGINGFACE or not isinstance(model.model, HubNet):
         return ""
     kind = TOKENIZER if isinstance(model.model, TextModel) else IMAGE_PROCESSOR
     return "" if write_preparation(folder, meta, kind=kind) else kind
 
 
 def _write_huggingface(folder: Path, model: _Logits, meta: Mapping[str, Any]) -> Forward:
+    from hardened_ddp.model.hub import HubModel
+
+    with contextlib.redirect_stdout(io.StringIO()):  # WHY: the library prints progress
+        if isinstance(model.model, HubNet):
+            return _write_transformers(folder, model.model, meta)
+        hub_model: Any = HubModel(facts={name: meta.get(name) for name in DESCRIPTION})
+        hub_model.net.load_state_dict(model.model.state_dict())
+        hub_model.save_pretrained(folder)
+        read_back: Forward = HubModel.from_pretrained(folder, local_files_only=True, strict=True)
+        return read_back
+
+
+def _write_transformers(folder: Path, model: HubNet, meta: Mapping[str, Any]) -> Forward:
     """Write the transformers model with save_pretrained, with the names of our classes."""
     transformers = import_extra("transformers", what="--format huggingface")
     names = dict(enumerate(meta.get("class_names") or ()))
-    assert isinstance(model.model, HubModel)
-    net = model.model.net
-    with contextlib.redirect_stdout(io.StringIO()):  # WHY: the library prints progress
-        if meta.get("adapter"):
-            net = _with_peft(net, meta).merge_and_unload()
-        if names and len(names) == getattr(net.config, "num_labels", 0):
-            net.config.id2label = names
-            net.config.label2id = {name: index for index, name in names.items()}
-        net.save_pretrained(folder)
-        loader = getattr(transformers, type(net).__name__)
-        net = loader.from_pretrained(folder, local_files_only=True, use_safetensors=True)
-    return _wrapped_as(model.model, net, meta)
+    net = model.net
+    if meta.get("adapter"):
+        net = _with_peft(net, meta).merge_and_unload()
+    if names and len(names) == getattr(net.config, "num_labels", 0):
+        net.config.id2label = names
+        net.config.label2id = {name: index for index, name in names.items()}
+    net.save_pretrained(folder)
+    loader = getattr(transformers, type(net).__name__)
+    net = loader.from_pretrained(folder, local_files_only=True, use_safetensors=True)
+    return _wrapped_as(model, net, meta)
 
 
 def _write_peft(folder: Path, model: _Logits, meta: Mapping[str, Any]) -> Forward:
-    if not (meta.get("adapter") and isinstance(model.model, HubModel)):
+    if not (meta.get("adapter") and isinstance(model.model, HubNet)):
         raise ModelError(
             "the run has no adapters", fix="train with --adapter, or choose another --format"
         )
@@ -187,7 +202,7 @@ def _write_peft(folder: Path, model: _Logits, meta: Mapping[str, Any]) -> Forwar
     return _wrapped_as(model.model, again, meta)
 
 
-def _wrapped_as(model: HubModel, net: Any, meta: Mapping[str, Any]) -> Forward:  # Any: transformers
+def _wrapped_as(model: HubNet, net: Any, meta: Mapping[str, Any]) -> Forward:  # Any: transformers
     """Wrap a model that was read back as ours is."""
     is_text = isinstance(model, TextModel)
     again = TextModel(net) if is_text else ImageClassifier(net, input_shape=meta["input_shape"])
@@ -253,12 +268,7 @@ def _write_onnx(folder: Path, model: _Logits, meta: Mapping[str, Any]) -> Forwar
 
 def how_to_load(form: str, meta: Mapping[str, Any]) -> str:
     described = meta.get("hub_config")
-    if form == HUGGINGFACE:
-        if not described:
-            raise ModelError(
-                f"--format huggingface writes models of hf:, and {meta.get('model')} is none",
-                fix="--format torch_export, a program that needs only torch; or safetensors",
-            )
+    if form == HUGGINGFACE and described:
         kind = described["architectures"][0]
         is_image = kind.endswith("ForImageClassification")
         return f"""\

@@ -32,6 +32,11 @@ from hardened_ddp.task.user_code import told_as
 
 log = logging.getLogger(__name__)
 
+# The keys that describe a model.
+DESCRIPTION = (
+    *("model", "model_args", "pretrained", "hub_config", "adapter"),
+    *("num_classes", "input_shape", "class_names"),
+)
 _OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # they have an error of their own
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
 

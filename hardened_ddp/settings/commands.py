@@ -202,7 +202,7 @@ COMMANDS: Mapping[str, Command] = {
             RUN,
             Option(
                 "format",
-                "safetensors: the weights; huggingface: hf: models, with adapters merged; "
+                "safetensors: the weights; huggingface: for from_pretrained(), adapters merged; "
                 "peft: adapters alone; torch_export, onnx: a program that needs none of this code.",
                 default="safetensors",
                 choices=("safetensors", "huggingface", "peft", "torch_export", "onnx"),

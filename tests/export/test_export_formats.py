@@ -62,10 +62,22 @@ def umask() -> int:
     return old
 
 
-def test_huggingface_is_for_models_of_hf_alone(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="writes models of hf:, and simple_cnn is none"):
-        export_model(run, output=tmp_path / "x", form="huggingface")
-    assert not (tmp_path / "x").exists()
+@pytest.mark.slow
+def test_huggingface_is_loaded_by_from_pretrained(
+    run: Path, tmp_path: Path, inputs: torch.Tensor, wanted: torch.Tensor
+) -> None:
+    pytest.importorskip("huggingface_hub", reason="needs requirements-extras.txt")
+    folder = export(run, "huggingface", tmp_path / "out")
+    from hardened_ddp.model.hub import HubModel
+
+    model = HubModel.from_pretrained(folder, local_files_only=True)
+    assert not model.training
+    assert list(model.class_names) == [str(digit) for digit in range(10)]
+    with torch.no_grad():
+        assert torch.equal(model(inputs), wanted)
+    model.save_pretrained(tmp_path / "again")
+    again = HubModel.from_pretrained(tmp_path / "again", local_files_only=True)
+    assert all(map(torch.equal, again.state_dict().values(), model.state_dict().values()))
 
 
 @pytest.mark.slow
@@ -124,14 +136,17 @@ def test_a_model_that_can_not_be_traced_is_one_error(
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize(
+    ("form", "package"), [("huggingface", "huggingface_hub"), ("onnx", "onnx")]
+)
 def test_an_absent_package_is_named_with_the_command_that_installs_it(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, package: str
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingPackageError) as caught:
-        export_model(run, output=tmp_path / "x", form="onnx")
+        export_model(run, output=tmp_path / "x", form=form)
     assert str(caught.value) == (
-        f"[DDP-X02] --format onnx needs onnx, which is not installed\n"
+        f"[DDP-X02] --format {form} needs {package}, which is not installed\n"
         f"  next: {pip_command('requirements-extras.txt')}"
     )
     assert not (tmp_path / "x").exists()
