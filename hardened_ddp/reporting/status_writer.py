@@ -2,23 +2,30 @@
 
 A thread reads the tracker and writes RUN/status/rank-N.json (rank_status.py) every few seconds. All
 ranks together write at most MOST_WRITES_PER_S, and one rank spends at most 1 % of the time on it.
+Rank 0 also tells the status server of Kubeflow Trainer, from a thread of its own; a failure of that
+is ignored.
 """
 
+import contextlib
 import json
 import logging
 import os
 import platform
+import ssl
 import threading
 import time
+import urllib.request
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 
 from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.launch import environment
 from hardened_ddp.ranks.phase import PHASE, SINCE, STEP, Phase
 from hardened_ddp.ranks.process import this_process
 from hardened_ddp.ranks.threads import HelperThread
@@ -36,6 +43,10 @@ _SHARE_OF_TIME = 0.01
 _RATE_OVER_S = 15.0
 _END_LIMIT_S = 2.0
 _SILENT_PERIODS = 5
+KUBEFLOW_URL = "KUBEFLOW_TRAINER_SERVER_URL"  # set by its operator, where it is to be told
+_KUBEFLOW_CA = "KUBEFLOW_TRAINER_SERVER_CA_CERT"
+_KUBEFLOW_TOKEN = "KUBEFLOW_TRAINER_SERVER_TOKEN"  # both are paths of files
+_KUBEFLOW_EVERY_S, _KUBEFLOW_LIMIT_S = 10.0, 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,11 +76,14 @@ class StatusWriter:
         self._state = "running"
         self._rates: deque[tuple[float, int]] = deque()
         self._end = threading.Event()
-        self._thread = HelperThread(self._run, name="rank-status")
+        self._threads = [HelperThread(self._run, name="rank-status")]
+        if group.launch.is_main and KUBEFLOW_URL in environment():
+            self._threads.append(HelperThread(self._tell_kubeflow, name="kubeflow"))
         self._facts = self._read_facts()
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, error: object, *rest: object) -> None:
@@ -77,7 +91,8 @@ class StatusWriter:
         if self._state == "running":
             self._state = "finished" if error is None else "failed"
         self._end.set()
-        self._thread.join(_END_LIMIT_S)
+        for thread in self._threads:
+            thread.join(_END_LIMIT_S)
 
     def attach(self, work: Work) -> None:
         self._work = work
@@ -125,6 +140,13 @@ class StatusWriter:
                     log.debug("%s can't be written: %s", self._path, error)
                 failed = str(error)
             wait_s = max(self._every_s, (time.monotonic() - began) / _SHARE_OF_TIME)
+
+    def _tell_kubeflow(self) -> None:
+        is_over = False
+        while not is_over:
+            is_over = self._end.wait(_KUBEFLOW_EVERY_S)
+            with contextlib.suppress(Exception):  # WHY broad: as in _run
+                post_progress(self.read(), environment())
 
     def _write(self) -> None:
         """Write in place. WHY not aside and rename: on a shared disk that is three times as much.
@@ -177,3 +199,29 @@ class StatusWriter:
                 "cuda": torch.version.cuda or "none",
             },
         )
+
+
+def post_progress(status: RankStatus, env: Mapping[str, str]) -> None:
+    """Tell Kubeflow's server how far the run is: the last word counts. Never raises."""
+    numbers = {"step": status.step, "epoch": status.epoch, "samples_per_s": status.samples_per_s}
+    metrics = [{"name": name, "value": f"{value:.10g}"} for name, value in numbers.items()]
+    now = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
+    told: dict[str, Any] = {"metrics": metrics, "lastUpdatedTime": now}  # Any: JSON
+    if status.total_steps:
+        told["progressPercentage"] = min(100, 100 * status.step // status.total_steps)
+    if status.total_steps and status.steps_here:
+        s_per_step = max(0.0, status.now - status.began_at) / status.steps_here
+        left = max(0, status.total_steps - status.step)
+        told["estimatedRemainingSeconds"] = int(left * s_per_step)
+    headers = {"Content-Type": "application/json"}
+    try:
+        if path := env.get(_KUBEFLOW_TOKEN):  # WHY each time: a token lives for an hour
+            headers["Authorization"] = f"Bearer {Path(path).read_text().strip()}"
+        data = json.dumps({"trainerStatus": told}).encode()  # with data it is a POST
+        request = urllib.request.Request(env[KUBEFLOW_URL], data, headers)
+        context = ssl.create_default_context(cafile=env.get(_KUBEFLOW_CA))
+        # WHY no proxy: the server is inside of the cluster
+        handlers = (urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
+        urllib.request.build_opener(*handlers).open(request, timeout=_KUBEFLOW_LIMIT_S).close()
+    except Exception as error:  # WHY broad: whatever a server answers, the run goes on
+        log.debug("Kubeflow's status server was not told: %s", error)
