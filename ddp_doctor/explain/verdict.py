@@ -489,6 +489,8 @@ def who(
     if root.rank is not None:
         hosts = [e.host for e in evidence.exits.exits if e.rank == root.rank and e.host]
         host = root.host or next(iter(hosts), None)
+        if root.kind == "exit" and not evidence.exits.exits:
+            return Guilty(root.rank, host, LIKELY, "all others say that they lost a rank"), ()
         return Guilty(root.rank, host, CERTAIN, "its own line says the rank"), ()
     return _by_process(root, evidence), ()
 
