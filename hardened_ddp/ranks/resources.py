@@ -4,12 +4,10 @@ Importing torch makes 600,000 objects, and none of them is garbage. With Python'
 searching for it takes a quarter of the CPU time of a short run.
 """
 
+import contextlib
 import ctypes
 import gc
-import logging
 import resource
-
-log = logging.getLogger(__name__)
 
 _USUAL = gc.get_threshold()
 _WHILE_IMPORTING = 50_000
@@ -38,22 +36,19 @@ def collect_as_usual() -> None:
     gc.set_threshold(*_USUAL)
 
 
-def keep_freed_memory(device_type: str) -> bool:
-    """Make malloc keep freed memory if we train on the CPU; True if it does. Rank-local.
+def keep_freed_memory(device_type: str) -> None:
+    """Make malloc keep freed memory if we train on the CPU. Rank-local.
 
     WHY: each step frees and allocates the same activations, and the kernel would map and zero the
     same pages over and over (ResNet-18 on the CPU: 15 to 30 ms of 540 ms in each step). Call it
     after data and model are loaded: freed memory stays with the process.
     """
     if device_type != "cpu":
-        return False
-    try:
+        return
+    with contextlib.suppress(OSError, AttributeError):  # another C library: musl, macOS
         mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):  # another C library: musl, macOS
-        log.debug("no mallopt in this C library")
-        return False
-    wanted = (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD)
-    return all([mallopt(name, _LARGEST_KEPT_BYTES) == 1 for name in wanted])
+        for name in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
+            mallopt(name, _LARGEST_KEPT_BYTES)
 
 
 def raise_open_file_limit() -> None:

@@ -6,7 +6,6 @@ from that is in async_device.py, and here where Stepper.device is used, which is
 """
 
 import contextlib
-import logging
 import math
 import threading
 from collections.abc import Iterator, Sequence
@@ -31,8 +30,6 @@ from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
 from hardened_ddp.step.records import Records
 from hardened_ddp.step.retry import StepRetry
-
-log = logging.getLogger(__name__)
 
 
 class ReadsWeights(Protocol):

@@ -4,7 +4,6 @@ Owns where the epoch ends, as soon as that is known, and the last positions: wha
 needs. Does not own: the plan (planner.py), reading it (shard_loader.py).
 """
 
-import logging
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -15,8 +14,6 @@ from hardened_ddp.data.batches.run_length import RunLength
 from hardened_ddp.errors import CheckpointMismatchError
 from hardened_ddp.streams.contract import Stream, changes, sizes_of
 from hardened_ddp.streams.planner import StreamPosition, deal, id_of, shard_order
-
-log = logging.getLogger(__name__)
 
 _KEPT = 32  # positions that are kept: those read ahead, and the last step, which may be taken back
 
