@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ddp_doctor.audit.source_rules import last_name, names_in
+from ddp_doctor.audit.source_rules import called, last_name, names_in
 
 _DRAWS = frozenset(("randn", "randn_like", "rand", "rand_like", "randint", "randint_like")).union(
     ("normal_", "uniform_", "bernoulli", "bernoulli_", "normal", "random_", "exponential_")
@@ -36,15 +36,22 @@ def is_between(place: str, first: str, last: str) -> bool:
 def loop_line(lines: Sequence[str]) -> str:
     """Give the head of the loop around a loop over batches. lines: its call stack, from inside."""
     for place in lines:
-        file, number = _lines_of(place)
-        around = [
-            node.lineno
-            for node in nodes_of(file)
-            if isinstance(node, ast.For | ast.While) and has_line(node.body, number)
-        ]
-        if around:
-            return f"{file}:{max(around)}"
+        if around := [loop.lineno for loop in _loops_around(place)]:
+            return f"{_lines_of(place)[0]}:{max(around)}"
     return ""
+
+
+def epoch_line(place: str) -> str:
+    """Give the call of set_epoch() in the loops around a line."""
+    loops = _loops_around(place)
+    calls = _lines(_lines_of(place)[0], lambda n: called(n) == "set_epoch")
+    return next((c for c in calls for loop in loops if has_line(loop.body, _lines_of(c)[1])), "")
+
+
+def _loops_around(place: str) -> list[ast.For | ast.While]:
+    file, number = _lines_of(place)
+    loops = [node for node in nodes_of(file) if isinstance(node, ast.For | ast.While)]
+    return [loop for loop in loops if has_line(loop.body, number)]
 
 
 def made_line(place: str, keyword: str = "") -> str:
@@ -57,34 +64,21 @@ def made_line(place: str, keyword: str = "") -> str:
             if last_name(node.func) == "parameters" and isinstance(node.func, ast.Attribute):
                 given += [node.func.value] if not keyword else []
             names |= {value.id for value in given if isinstance(value, ast.Name)}
-    found = [
-        node.lineno
-        for node in nodes_of(file)
-        if isinstance(node, ast.Assign) and node.lineno <= number
-        for target in node.targets
-        if any(isinstance(n, ast.Name) and n.id in names for n in ast.walk(target))
-    ]
-    return f"{file}:{max(found)}" if found else ""
+
+    def makes(node: ast.AST) -> bool:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        found = (n for target in targets for n in ast.walk(target))
+        return any(isinstance(n, ast.Name) and n.id in names for n in found)
+
+    before = [line for line in _lines(file, makes) if is_between(line, f"{file}:0", place)]
+    return max(before, key=_lines_of, default="")
 
 
 def change_line(first: str, last: str) -> str:
     """Give the first line between two others that changes weights in place."""
-    (file, begin), (other, end) = _lines_of(first), _lines_of(last)
-    return (
-        ""
-        if file != other
-        else _first(
-            file,
-            lambda n: (
-                isinstance(n, ast.Call)
-                and begin < n.lineno <= end
-                and (
-                    last_name(n.func).endswith("_")
-                    or last_name(n.func) in ("apply", "init_weights")
-                )
-            ),
-        )
-    )
+    found = re.compile(r"_$|apply|init|reset|load")
+    calls = _lines(_lines_of(first)[0], lambda n: found.search(called(n)) is not None)
+    return next((line for line in calls if line != first and is_between(line, first, last)), "")
 
 
 def seed_line(lines: Sequence[str]) -> str:
@@ -93,17 +87,47 @@ def seed_line(lines: Sequence[str]) -> str:
     return (spoken or list(lines) or [""])[-1]
 
 
-def _first(file: str, is_it: Callable[[ast.AST], bool]) -> str:
+def _lines(file: str, is_it: Callable[[ast.AST], bool]) -> list[str]:
     nodes: Iterator[Any] = filter(is_it, nodes_of(file))  # Any: nodes that have a line
-    return next((f"{file}:{node.lineno}" for node in nodes), "")
+    return [f"{file}:{node.lineno}" for node in nodes]
+
+
+def _first(file: str, is_it: Callable[[ast.AST], bool]) -> str:
+    return next(iter(_lines(file, is_it)), "")
+
+
+def _sets(node: ast.AST, attribute: str) -> bool:
+    return isinstance(node, ast.Assign) and any(last_name(t) == attribute for t in node.targets)
 
 
 def set_line(file: str, attribute: str) -> str:
     """Give the first line that sets an attribute."""
-    return _first(
-        file,
-        lambda n: isinstance(n, ast.Assign) and any(last_name(t) == attribute for t in n.targets),
-    )
+    return _first(file, lambda n: _sets(n, attribute))
+
+
+def unfreezing_line(file: str) -> str:
+    """Give the last line that may set requires_grad to True."""
+
+    def unfreezes(node: ast.AST) -> bool:
+        is_set = _sets(node, "requires_grad") or called(node) == "requires_grad_"
+        return is_set and not ast.unparse(node).rstrip(")").endswith("False")
+
+    return next(reversed(_lines(file, unfreezes)), "")
+
+
+def own_loss_line(place: str) -> str:
+    """Give the line of a trainer's compute_loss() that makes the loss, in the file of a line."""
+    file = _lines_of(place)[0]
+    own = [n for n in nodes_of(file) if getattr(n, "name", "") == "compute_loss"]
+    made = [n for function in own for n in ast.walk(function) if isinstance(n, ast.Assign)]
+    lines = [n.lineno for n in made if any("loss" in name for name in map(last_name, n.targets))]
+    return f"{file}:{max(lines)}" if lines else ""
+
+
+def split_line(file: str) -> str:
+    """Give the first call that splits data at random."""
+    splits = ("random_split", "train_test_split")
+    return _first(file, lambda n: called(n) in splits)
 
 
 def call_line(file: str, names: Collection[str]) -> str:

@@ -5,8 +5,8 @@ Owns reading: whole and while the program runs. A line that is not complete yet 
 
 import json
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,20 @@ class Ranks:
     def first(self) -> Rank:
         return next(iter(self))
 
+    def smaller_group(self, first: Rank, other: Rank) -> Record | None:
+        """Give a DDP object of the first rank that leaves out the other one, if there is one."""
+        return next((d for d in first.all("ddp") if other.number not in d["ranks"]), None)
+
+    def are_apart(self, first: Rank, other: Rank) -> bool:
+        """Whether two ranks train models of their own on purpose, or parts of one.
+
+        Then no DDP object is common to them, and no sampler splits the data over all ranks.
+        """
+        trained = first.trained_passes()
+        passes = [p for p in first.all("pass") if (p["loader"], p["number"]) in trained]
+        is_split = any(p["replicas"] == self.world_size for p in passes)
+        return self.smaller_group(first, other) is not None and not is_split
+
     @property
     def are_sharded(self) -> bool:
         """Whether each rank holds another part of the model, so that weights differ rightly."""
@@ -136,12 +150,33 @@ def read_ranks(folder: Path) -> Ranks:
         by_pid[process["pid"]] = rank
         for record in records:
             rank.add(record)
+    if len({len(rank.all("optimizer")) for rank in ranks.values()}) > 1:
+        _number_by_line(ranks.values())
     for records in others:
         parent = by_pid.get(records[0]["parent"])
         for record in records if parent else ():
             if parent and record["k"] == "augment":
                 parent.add(record)
     return Ranks(ranks)
+
+
+def _number_by_line(ranks: Iterable[Rank]) -> None:
+    """Number the optimizers by their lines, alike on all ranks.
+
+    WHY: one rank alone may have another one, such as that of a probe which it evaluates.
+    """
+    numbers: dict[tuple[str, int], int] = {}
+    for rank in ranks:
+        counts, new = Counter[str](), dict[int, int]()
+        for made in rank.all("optimizer"):
+            line = made["line"]
+            new[made["o"]] = numbers.setdefault((line, counts[line]), len(numbers))
+            counts[line] += 1
+        for record in (*rank.all("optimizer"), *rank.all("step"), *rank.all("still")):
+            record["o"] = new[record["o"]]
+        for clip in rank.all("clip"):
+            steps = clip["next_steps"].items()
+            clip["next_steps"] = {str(new.get(int(o), o)): step for o, step in steps}
 
 
 def _number_of(records: list[Record], *, taken: dict[int, Rank]) -> int:

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ddp_doctor.audit.origins import loop_line, made_line, seed_line
+from ddp_doctor.audit.origins import epoch_line, loop_line, made_line, seed_line, split_line
 from ddp_doctor.audit.records import Rank, Ranks, Record
 from ddp_doctor.audit.verdict import Verdict
 
@@ -74,14 +74,18 @@ def judge_samples(ranks: Ranks) -> Iterator[Verdict]:
         for key, one in read_passes(rank).items():
             if one.trains:
                 by_key[key][rank.number] = one
-    for key, by_rank in by_key.items():
-        pairs = itertools.combinations(sorted(by_rank), 2)
-        found = [v for a, b in pairs for v in _pair(a, by_rank[a], b, by_rank[b], ranks)]
+    for (made, which, number), by_rank in by_key.items():
+        following = by_key.get((made, which, number + 1), {})
+        beside = following or by_key.get((made, which, number - 1), {})
+        found = list(_other_data((by_rank, beside), ranks))
+        for a, b in itertools.combinations(sorted(by_rank), 2) if not found else ():
+            if not ranks.are_apart(ranks.by_number[a], ranks.by_number[b]):
+                found += _pair(a, by_rank[a], b, by_rank[b], ranks)
         yield from found[:1]
         if not found:
             yield from _coverage(by_rank, ranks)
         yield from _repeated(by_rank)
-        yield from _order(by_rank, by_key.get((key[0], key[1], key[2] + 1), {}))
+        yield from _order(by_rank, following)
         yield from _uneven(by_rank, ranks)
     if not by_key:
         yield from _inputs(ranks)
@@ -106,10 +110,57 @@ def _are_same_set(x: Pass, y: Pass) -> bool:
     if len(both) < 4:
         return bool(x.about["size"] == y.about["size"])
     return any(
-        sum(mine[i][c] == yours[i][c] for i in both) >= 0.98 * len(both)
-        and len({mine[i][c] for i in both}) > 1
-        for c in range(len(mine[both[0]]))
+        equal >= 0.98 and distinct * len(both) > 1
+        for equal, distinct in _shares([(mine[i], yours[i]) for i in both])
     )
+
+
+def _shares(pairs: Sequence[tuple[tuple[str, ...], tuple[str, ...]]]) -> list[tuple[float, float]]:
+    """Give the share of equal contents, and of distinct ones, of each column."""
+    found = []
+    for column in range(min(len(key) for pair in pairs for key in pair)):
+        own, theirs = ([key[column] for key in keys] for keys in zip(*pairs, strict=True))
+        num_equal = sum(a == b for a, b in zip(own, theirs, strict=True))
+        found.append((num_equal / len(own), len(set(own)) / len(own)))
+    return found
+
+
+def _other_data(passes: Sequence[dict[int, Pass]], ranks: Ranks) -> Iterator[Verdict]:
+    """Yield a sampler that splits over the ranks what is other data on each of them.
+
+    Only contents that an index has again in the next pass count: others are augmented.
+    """
+    about = next(iter(passes[0].values())).about
+    if about["replicas"] != ranks.world_size or len(set(passes[0]) & set(passes[1])) < 2:
+        return
+    (now, later), (theirs, later_theirs) = (
+        [dict(zip(of[n].indices, of[n].keys, strict=False)) for of in passes]
+        for n in sorted(set(passes[0]) & set(passes[1]))[:2]
+    )
+    again = [(now[i], later[i]) for i in now if i in later]
+    mine, yours = now | later, theirs | later_theirs
+    both = [(mine[i], yours[i]) for i in mine if i in yours]
+    if min(len(again), len(both)) < FEWEST:
+        return
+    columns = list(zip(_shares(both), _shares(again), strict=False))
+    # WHY any equal one: a column of the same samples may be random on each rank
+    if any(equal > SAME and distinct * len(both) > 1 for (equal, distinct), _ in columns):
+        return
+    if any(
+        equal < 0.1 and distinct > 0.5 and steady[0] == 1 for (equal, distinct), steady in columns
+    ):
+        sets = set(mine.values()), set(yours.values())
+        is_shared = len(sets[0] & sets[1]) > 0.05 * len(sets[0])
+        split = next(filter(None, map(split_line, ranks.files)), "") if is_shared else ""
+        yield Verdict(
+            code="samples-overlap" if is_shared else "samples-missing",
+            sentence="the sampler splits over the ranks what is other data on each of them: "
+            + ("some samples come twice, and others never" if is_shared else "it is split twice")
+            + f", and each rank leaves out {ranks.world_size - 1}/{ranks.world_size} of its own",
+            place=split or place_of(about),
+            seen_at=about["line"],
+            evidence=(f"{len(both)} indices were read on two ranks, and gave other samples",),
+        )
 
 
 def _pair(a: int, x: Pass, b: int, y: Pass, ranks: Ranks) -> Iterator[Verdict]:
@@ -211,15 +262,17 @@ def _order(by_rank: dict[int, Pass], following: dict[int, Pass]) -> Iterator[Ver
             return
         if not about["shuffles"] or (not about["has_set_epoch"] and about["base"] == "part"):
             return
+        loop = loop_line(about["lines"])
+        other_call = next(filter(None, map(epoch_line, about["lines"])), "")
+        why = "set_epoch(epoch) is not called"
+        if not about["has_set_epoch"]:
+            why = "its generator is seeded anew in each epoch"
+        elif other_call:
+            why = "this set_epoch() is of another sampler, or gets the same number in each epoch"
         yield Verdict(
             code="same-order",
-            sentence="two epochs have the same order, though the sampler shuffles: "
-            + (
-                "set_epoch(epoch) is not called"
-                if about["has_set_epoch"]
-                else "its generator is seeded anew in each epoch"
-            ),
-            place=loop_line(about["lines"]) or about["line"],
+            sentence=f"two epochs have the same order, though the sampler shuffles: {why}",
+            place=(about["has_set_epoch"] and other_call) or loop or about["line"],
             seen_at=about["line"],
             evidence=(
                 f"{length} samples of passes {about['number']} and {about['number'] + 1} are in "
@@ -256,7 +309,8 @@ def _inputs(ranks: Ranks) -> Iterator[Verdict]:
     for number, (mine, yours) in enumerate(itertools.pairwise(inputs)):
         own, theirs = set(mine), set(yours)
         # WHY half of them: one rank may have drawn a few more, for an evaluation
-        if min(len(own), len(theirs)) >= 4 and len(own & theirs) > 0.5 * len(own):
+        is_apart = ranks.are_apart(*list(ranks)[number : number + 2])
+        if min(len(own), len(theirs)) >= 4 and len(own & theirs) > 0.5 * len(own) and not is_apart:
             step = next(s for s in ranks.first.all("step") if s.get("inputs"))
             seed = own_seed(ranks)
             yield Verdict(

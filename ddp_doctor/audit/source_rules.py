@@ -69,9 +69,7 @@ class Script:
 
     def calls(self, name: str) -> Iterator[ast.Call]:
         """Yield calls of a function or method by its last name."""
-        for node in self.nodes:
-            if isinstance(node, ast.Call) and last_name(node.func) == name:
-                yield node
+        yield from (n for n in self.nodes if isinstance(n, ast.Call) and called(n) == name)
 
     def above(self, node: ast.AST) -> Iterator[ast.AST]:
         """Yield the nodes around a node, the nearest first."""
@@ -187,7 +185,7 @@ def _reaches_backward(call: ast.Call, scope: ast.AST) -> bool:
             tainted |= {n.id for t in node.targets for n in ast.walk(t) if isinstance(n, ast.Name)}
         elif isinstance(node, ast.AugAssign) and carries(node.value, tainted):
             tainted |= {node.target.id} if isinstance(node.target, ast.Name) else set()
-        elif isinstance(node, ast.Call) and last_name(node.func) == "backward":
+        elif called(node) == "backward":
             is_reached = is_reached or carries(node, tainted)
     return is_reached
 
@@ -308,7 +306,7 @@ def find_hard_coded_device(script: Script) -> Found:
 def _is_top_of_training(script: Script, node: ast.AST) -> bool:
     """Whether the function also sets up DDP, or is the file itself: no helper for one GPU."""
     function = script.function_of(node)
-    words = {last_name(n.func) for n in ast.walk(function) if isinstance(n, ast.Call)}
+    words = set(map(called, ast.walk(function)))
     return bool(words & {"DistributedDataParallel", "DDP", "init_process_group"})
 
 
@@ -345,11 +343,8 @@ def _is_torchs(script: Script, call: ast.Call, name: str) -> bool:
 
 def _one_rank_branch(script: Script, node: ast.AST) -> ast.If | None:
     """Give the `if rank == 0` that a node is under, if that is the only question about ranks."""
-    asked = [(test, holds) for test, holds in script.branches_of(node)]
-    ranks = [(test, holds) for test, holds in asked if script.names_a_rank(test.test)]
-    if len(ranks) == 1 and isinstance(ranks[0][0], ast.If):
-        test, holds = ranks[0]
-        if holds and isinstance(test, ast.If) and script.is_rank_zero(test.test):
+    match [found for found in script.branches_of(node) if script.names_a_rank(found[0].test)]:
+        case [(ast.If() as test, True)] if script.is_rank_zero(test.test):
             return test
     return None
 
@@ -371,12 +366,8 @@ def find_one_rank_forward(script: Script) -> Found:
         if not isinstance(node, ast.Call) or ast.unparse(node.func) not in script.ddp_models:
             continue
         alone = _one_rank_branch(script, node)
-        is_elsewhere = any(
-            last_name(n.func) == last_name(node.func) and n in ast.walk(part)
-            for part in (alone.orelse if alone else [])
-            for n in ast.walk(part)
-            if isinstance(n, ast.Call)
-        )
+        others = [n for part in (alone.orelse if alone else []) for n in ast.walk(part)]
+        is_elsewhere = called(node) in set(map(called, others))
         if alone and not is_elsewhere and not script.is_without_grad(node):
             yield (
                 node,
@@ -390,6 +381,11 @@ def last_name(node: ast.AST) -> str:
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""
+
+
+def called(node: ast.AST) -> str:
+    """Give the last name of the function that a node calls; empty if it is no call."""
+    return last_name(node.func) if isinstance(node, ast.Call) else ""
 
 
 def names_in(node: ast.AST) -> set[str]:
@@ -413,15 +409,12 @@ def _imported(nodes: list[ast.AST]) -> set[str]:
 
 def _assigned_from(nodes: list[ast.AST], functions: tuple[str, ...]) -> set[str]:
     """Collect the names to which a call of one of these functions is assigned."""
-    found = set()
-    for node in nodes:
-        if (
-            isinstance(node, ast.Assign)
-            and isinstance(node.value, ast.Call)
-            and last_name(node.value.func) in functions
-        ):
-            found |= {ast.unparse(target) for target in node.targets}
-    return found
+    return {
+        ast.unparse(target)
+        for node in nodes
+        if isinstance(node, ast.Assign) and called(node.value) in functions
+        for target in node.targets
+    }
 
 
 def _rank_flags(nodes: list[ast.AST]) -> set[str]:

@@ -14,11 +14,12 @@ from ddp_doctor.audit.origins import (
     is_between,
     is_planned_by_loader,
     made_line,
+    own_loss_line,
     scaling_line,
 )
 from ddp_doctor.audit.records import Rank, Ranks, Record
 from ddp_doctor.audit.verdict import Verdict
-from ddp_doctor.audit.weights import MAX_NAMED, name_of
+from ddp_doctor.audit.weights import MAX_NAMED, name_of, reducing_calls
 
 ENOUGH = 2
 """Sampled steps that must agree before anything is said."""
@@ -40,7 +41,7 @@ def judge_updates(ranks: Ranks) -> Iterator[Verdict]:
     for optimizer in rank.all("optimizer"):
         steps = [s for s in rank.all("step") if s["o"] == optimizer["o"] and "g" in s]
         yield from _zeroing(steps)
-        yield from judge_scale(rank, steps, ranks)
+        yield from judge_scale(rank, optimizer, steps, ranks)
         if not ranks.are_sharded:
             yield from _still(rank, optimizer, steps, ranks.files)
     yield from judge_by_hand(rank, ranks)
@@ -232,7 +233,9 @@ def _are_averaged_later(ranks: Ranks, clip: Record) -> bool:
     return all(pair) and all(a["g"] == b["g"] for a, b in zip(*pair, strict=False))
 
 
-def judge_scale(rank: Rank, steps: Sequence[Record], ranks: Ranks) -> Iterator[Verdict]:
+def judge_scale(
+    rank: Rank, optimizer: Record, steps: Sequence[Record], ranks: Ranks
+) -> Iterator[Verdict]:
     """Yield gradients that are too large or too small by the accumulation or the world size."""
     later = [s for s in steps if s["n"] > 1 and not s["has_closure"]] or list(steps)
     readings = [reading for step in later if (reading := _reading(rank, step)) is not None]
@@ -248,7 +251,8 @@ def judge_scale(rank: Rank, steps: Sequence[Record], ranks: Ranks) -> Iterator[V
             code="accumulation-not-divided",
             sentence=f"{parts} batches make a step, and their losses are added up without a "
             f"division: the gradients are {parts} times too large",
-            place=step["backward_line"],
+            place=(ranks.have_framework and own_loss_line(near)) or near,
+            seen_at=near,
             evidence=(seen,),
         )
     elif parts > 1 and _is(whole, 1 / parts) and (line := scaling_line(near, ())):
@@ -262,10 +266,11 @@ def judge_scale(rank: Rank, steps: Sequence[Record], ranks: Ranks) -> Iterator[V
         if _shares_outputs(rank) or not any(s["backwards"].get("sync") for s in steps):
             return
         is_large = _is(whole, world)
-        calls = [c["line"] for c in rank.all("collective") if c["op"] == "all_reduce"]
-        at = next(filter(None, (step["reduced_line"], *calls)), near)
+        lines = [c["line"] for c in rank.all("collective") if c["op"] == "all_reduce"]
+        at = next(filter(None, (step["reduced_line"], *lines)), near)
         is_reduced = any(kind == "reduced" for _, kind in step["factors"])
-        line = scaling_line(near, _WORLD)
+        calls = reducing_calls(rank, optimizer) if _is(step["ratio"] or 1, whole) else []
+        line = calls[-1]["line"] if calls else scaling_line(near, _WORLD)
         if is_reduced and not is_between(line, at, near):
             line = at  # it is divided elsewhere: by a helper
         if line:

@@ -3,9 +3,13 @@
 What differs is a fact; why it differs is read from what DDP was asked to do before.
 """
 
+import re
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import prod
 
-from ddp_doctor.audit.origins import change_line, made_line, set_line
+from ddp_doctor.audit.origins import change_line, made_line, set_line, unfreezing_line
 from ddp_doctor.audit.records import Rank, Ranks, Record
 from ddp_doctor.audit.verdict import Verdict
 
@@ -21,8 +25,9 @@ def judge_weights(ranks: Ranks) -> Iterator[Verdict]:
         return
     first, *others = ranks
     for other in others:
-        yield from _first_difference(first, other)
-        yield from _by_hand(first, other)
+        is_apart = ranks.are_apart(first, other)
+        for verdict in (*_first_difference(first, other, ranks), *_by_hand(first, other)):
+            yield replace(verdict, softened=verdict.softened or is_apart)
         yield from _buffers(first, other)
 
 
@@ -37,7 +42,7 @@ def _no_group(ranks: Ranks) -> Verdict:
     )
 
 
-def _first_difference(first: Rank, other: Rank) -> Iterator[Verdict]:
+def _first_difference(first: Rank, other: Rank, ranks: Ranks) -> Iterator[Verdict]:
     mine, yours = (
         {(step["o"], step["n"]): step for step in rank.all("step")} for rank in (first, other)
     )
@@ -62,10 +67,13 @@ def _first_difference(first: Rank, other: Rank) -> Iterator[Verdict]:
         starts = [_trained(optimizer, a, made["first"]) for made in (optimizer, there)]
         if step == 1 and (seen := _which(optimizer, *starts)):
             late = _made_late(optimizer, there)
-            yield _unequal_start(first, other, optimizer, f"{who}, before step 1: {seen}", late)
+            group = ranks.smaller_group(first, other)
+            told = f"{who}, before step 1: {seen}"
+            yield _unequal_start(first, other, optimizer, told, late, group)
             return
         if a["lr"] != b["lr"]:
-            schedulers = [r["line"] for rank in (first, other) for r in rank.all("schedule")]
+            schedulers = [_only_on_one(first, other, "schedule")]
+            schedulers += [r["line"] for rank in (first, other) for r in rank.all("schedule")]
             yield Verdict(
                 code="learning-rates-differ",
                 sentence=f"the learning rate differs between ranks at step {step}",
@@ -77,7 +85,8 @@ def _first_difference(first: Rank, other: Rank) -> Iterator[Verdict]:
         if "g" not in a or "g" not in b:
             continue
         if seen := _which(optimizer, a["g"], b["g"]):
-            yield _not_averaged(first, other, optimizer, a, f"{who}, step {step}: {seen}")
+            told = f"{who}, step {step}: {seen}"
+            yield _not_averaged(first, other, optimizer, a, told, ranks)
             return
         if seen := _which(optimizer, *(_trained(optimizer, a, s["w"]) for s in (a, b))):
             yield Verdict(
@@ -85,10 +94,28 @@ def _first_difference(first: Rank, other: Rank) -> Iterator[Verdict]:
                 sentence=f"the weights differ between ranks from step {step} on, though the "
                 "gradients were equal: the optimizer's state, or a change of the weights on one "
                 "rank, differs",
-                place=_only_on_one(first, other, "load") or a["line"],
+                place=_only_on_one(first, other, "load")
+                or _only_on_one(first, other, "load_optimizer")
+                or a["line"],
                 evidence=(f"{who}: {seen}",),
             )
             return
+    yield from _never_steps(first, other)
+
+
+def _never_steps(first: Rank, other: Rank) -> Iterator[Verdict]:
+    """Yield a rank that steps no optimizer, so that its weights stay as they were."""
+    for idle, busy in ((first, other), (other, first)):
+        looks, steps = idle.all("by_hand"), [s for s in busy.all("step") if "w" in s]
+        is_still = len(looks) > 1 and looks[0]["w"] == looks[-1]["w"]
+        if is_still and not idle.step_count and steps and steps[0]["w"] != steps[-1]["w"]:
+            yield Verdict(
+                code="weights-differ",
+                sentence=f"rank {idle.number} never steps its optimizer: its weights stay as they "
+                f"were, and rank {busy.number} trains on",
+                place=steps[0]["line"],
+                evidence=(f"equal after {looks[0]['n']} and {looks[-1]['n']} backwards",),
+            )
 
 
 def _trained(optimizer: Record, step: Record, weights: Sequence[object]) -> list[object]:
@@ -105,11 +132,15 @@ def _made_late(optimizer: Record, there: Record) -> str:
     return next((optimizer["made"][i] for i in late if optimizer["made"][i]), "")
 
 
-def _unequal_start(first: Rank, other: Rank, optimizer: Record, seen: str, late: str) -> Verdict:
+def _unequal_start(
+    first: Rank, other: Rank, optimizer: Record, seen: str, late: str, group: Record | None
+) -> Verdict:
     loaded = _only_on_one(first, other, "load")
     wraps = first.last("ddp")
     if loaded:
         why = "one rank alone loads weights, after DDP made them equal"
+    elif group:
+        why, late = f"DDP made them equal among the ranks {group['ranks']} alone", group["line"]
     elif late:
         why = "they were made after the DDP wrap, which knows nothing of them"
     elif wraps:
@@ -125,33 +156,38 @@ def _unequal_start(first: Rank, other: Rank, optimizer: Record, seen: str, late:
     )
 
 
-def _not_averaged(first: Rank, other: Rank, optimizer: Record, step: Record, seen: str) -> Verdict:
+def _not_averaged(
+    first: Rank, other: Rank, optimizer: Record, step: Record, seen: str, ranks: Ranks
+) -> Verdict:
     """Say why gradients differ, by what DDP was asked to do. All of it was recorded."""
     counts = step["backwards"]
-    steps = [record for record in first.all("step") if "lines" in record]
-    bare = next((s["lines"]["bare"] for s in steps if s["lines"]["bare"]), "")
-    quiet = next((s["lines"]["no_sync"] for s in steps if s["lines"]["no_sync"]), "")
-    other_step = next(
-        s for s in other.all("step") if (s["o"], s["n"]) == (step["o"], step["n"]) and "g" in s
-    )
-    unknown = [
-        i
-        for i, (a, b) in enumerate(zip(step["g"], other_step["g"], strict=True))
-        if a != b and not optimizer["in_ddp"][i]
-    ]
+    lines = [s["lines"] for s in first.all("step") if "lines" in s]
+    bare, quiet = (next((at[kind] for at in lines if at[kind]), "") for kind in ("bare", "no_sync"))
+    unknown = _unknown(optimizer, step, other)
     searches = any(d["find_unused"] or d["static_graph"] for d in first.all("ddp"))
     # WHY: the reduction of a bucket begins when all of its parameters have gradients
     unfinished = [
         i for i, g in enumerate(step["g"]) if g is None and optimizer["in_ddp"][i] and not searches
     ]
+    names = ", ".join(name_of(optimizer, i) for i in (unknown or unfinished)[:MAX_NAMED])
     line = step["backward_line"] or step["line"]
-    if not first.all("ddp"):
+    group = ranks.smaller_group(first, other)
+    calls = reducing_calls(first, optimizer)
+    rare = _rare_steps(first, calls)
+    if calls and not first.all("ddp"):
+        line = calls[-1]["line"]
+        left_out = names * (len(unknown) < len(step["g"]))
+        why = _why_by_hand(calls[-1]["ranks"], other, rare=rare, left_out=left_out)
+    elif not first.all("ddp"):
         why = "the model is not wrapped in DistributedDataParallel"
         line = made_line(optimizer["line"]) or optimizer["line"] or line
+    elif group:
+        why = f"DDP averages over the process group of the ranks {group['ranks']} alone"
+        line = group["line"]
     elif unknown and len(unknown) < len(optimizer["in_ddp"]):
-        names = ", ".join(name_of(optimizer, i) for i in unknown[:MAX_NAMED])
-        why = f"DDP does not know {names}: added or replaced after the wrap"
-        line = optimizer["made"][unknown[0]] or optimizer["line"] or line
+        why = f"DDP does not know {names}: added, replaced or unfrozen after the wrap"
+        unfrozen = next(filter(None, map(unfreezing_line, ranks.files)), "")
+        line = optimizer["made"][unknown[0]] or unfrozen or optimizer["line"] or line
     elif unknown:
         why = "the optimizer's parameters are not those that DDP wraps"
         line = made_line(optimizer["line"]) or optimizer["line"] or line
@@ -159,17 +195,17 @@ def _not_averaged(first: Rank, other: Rank, optimizer: Record, step: Record, see
         why = "the forward did not go through DDP: its inner module was called"
         line = bare or line
     elif unfinished:
-        names = ", ".join(name_of(optimizer, i) for i in unfinished[:MAX_NAMED])
         why = f"DDP still waits for the gradients of {names}, which this backward did not give"
-    elif counts.get("no_sync") and not counts.get("sync"):
-        why = "every backward of the step ran under no_sync()"
+    elif counts.get("ends_quiet"):
+        why = "the last backward of the step ran under no_sync()"
         files = [record["line"].rpartition(":")[0] for record in first.all("ddp")]
         switches = [set_line(file, "require_backward_grad_sync") for file in files]
         line = quiet or next(filter(None, switches), line)
     else:
-        why = "DDP averaged them, and one rank changed them afterwards"
+        why = "DDP averaged them, and then they were changed, not alike on all ranks"
         line = _only_on_one(first, other, "clip") or step["line"]
-    is_local = has_local_steps(first, other)
+    averages = any(c["of"] == "weights" and c["t"] > first.all("step")[0]["t"] for c in calls)
+    is_local = averages or bool(rare and first.all("ddp")) or has_local_steps(first, other)
     return Verdict(
         code="gradients-not-averaged",
         sentence=f"the gradients differ between ranks: {why}"
@@ -178,6 +214,44 @@ def _not_averaged(first: Rank, other: Rank, optimizer: Record, step: Record, see
         evidence=(seen, f"DDP in this step: {_told(counts)}"),
         softened=is_local,
     )
+
+
+def _unknown(optimizer: Record, step: Record, other: Rank) -> list[int]:
+    """List the parameters with other gradients on another rank that DDP does not average."""
+    theirs = next(
+        s for s in other.all("step") if (s["o"], s["n"]) == (step["o"], step["n"]) and "g" in s
+    )
+    pairs = enumerate(zip(step["g"], theirs["g"], strict=True))
+    return [i for i, (a, b) in pairs if a != b and not optimizer["in_ddp"][i]]
+
+
+def _rare_steps(rank: Rank, calls: Sequence[Record]) -> str:
+    """Say in how few steps the program's own all-reduces come; empty if they come in most."""
+    times = [step["t"] for step in rank.all("step")]
+    number = len({bisect_right(times, call["t"]) for call in calls})
+    return f"{number} of {len(times)}" if 0 < 2 * number <= len(times) else ""
+
+
+def _why_by_hand(group: list[int], other: Rank, *, rare: str, left_out: str) -> str:
+    """Say why gradients differ that the program's own all-reduce should make equal."""
+    if group and other.number not in group:
+        return f"this all-reduce is among the ranks {group} alone"
+    if rare:
+        return f"this all-reduce runs in {rare} steps"
+    if left_out:
+        return f"this all-reduce leaves out {left_out}"
+    return "this all-reduce gets a copy of them, or is not between the backward and the step"
+
+
+def reducing_calls(rank: Rank, optimizer: Record) -> list[Record]:
+    """List the program's own all-reduces of as many numbers as gradients have, or weights."""
+    sizes = [prod(map(int, filter(None, shape.split("x")))) for shape in optimizer["shapes"]]
+    return [
+        call
+        for call in rank.all("collective")
+        if call["op"] == "all_reduce"
+        and prod(map(int, re.findall(r"\d+", call["what"].partition("[")[2]))) >= max(2, *sizes)
+    ]
 
 
 def has_local_steps(first: Rank, other: Rank) -> bool:

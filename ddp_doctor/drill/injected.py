@@ -21,7 +21,7 @@ from ddp_doctor.audit.injected.fingerprints import UNREADABLE, fingerprints, lea
 from ddp_doctor.audit.injected.loaders import Loaders
 from ddp_doctor.audit.injected.observer import PatchingFinder
 from ddp_doctor.audit.injected.recorder import Foreign, Recorder
-from ddp_doctor.audit.injected.training import is_compiling, parameters_of
+from ddp_doctor.audit.injected.training import is_compiling, makes_state, parameters_of
 
 CHECKPOINTS = (".pt", ".pth", ".ckpt", ".safetensors", ".bin", ".tar", ".pkl", ".distcp")
 OF_OUTPUT = ("nan", "oom")  # given by what forward returns
@@ -88,7 +88,7 @@ class Drilled:
     def _before_step(self, optimizer: Foreign, *args: Any) -> None:
         import torch
 
-        if is_compiling() or self._inside not in (None, optimizer):
+        if is_compiling() or makes_state() or self._inside not in (None, optimizer):
             return  # a step inside a step: only the outer one counts
         self._inside, parameters = optimizer, parameters_of(optimizer)
         self._limit(False)

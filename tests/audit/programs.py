@@ -88,6 +88,8 @@ def stream(start: str, step: str, workers: int = 0) -> list[Edit]:
 NO_MISTAKE = ("joined", "contrastive", "accelerate", "fabric", "lightning", "trainer")
 """As it is written, any other style has a mistake below beside which nothing else may be told."""
 
+ONE_RANK = "    groups = [dist.new_group([r]) for r in range(world_size)]\n"
+ONE_RANK += "    model = DDP(net, process_group=groups[rank])\n"
 BY_HAND: Sequence[Edit] = (
     (
         WRAP,
@@ -153,6 +155,30 @@ HEALTHY = (
         (SAMPLER, SAMPLER + "    part = range(rank, 64, world_size)\n"
          "    test = torch.utils.data.Subset(test, part)\n"),
     ]),
+    plain("a probe with an optimizer of its own, on one rank", [
+        (OPTIMIZER, "    if rank == 0:\n        probe = nn.Linear(20, 4)\n"
+         "        tuner = torch.optim.SGD(probe.parameters(), lr=0.1)\n"
+         "        for x, y in test_loader:\n            tuner.zero_grad()\n"
+         "            F.cross_entropy(probe(x), y).backward()\n            tuner.step()\n"
+         + OPTIMIZER),
+    ]),
+    plain("an ensemble with one member on each rank", [
+        (WRAP, ONE_RANK),
+        ("Sampler(train)", "Sampler(train, num_replicas=1, rank=0, seed=rank)"),
+    ]),
+    plain("weights averaged at every fourth step", [
+        (ZERO + LOSS + BACKWARD, "            optimizer.zero_grad()\n"
+         "            with model.no_sync():\n"
+         "                F.cross_entropy(model(x), y).backward()\n"),
+        (STEP, STEP + "            count += 1\n            for p in net.parameters():\n"
+                      "                if count % 4 == 0:\n"
+                      "                    dist.all_reduce(p.data)\n"
+                      "                    p.data /= world_size\n"),
+        (EPOCHS, "    count = 0\n" + EPOCHS),
+    ]),
+    plain("biases of two classes, which move by opposite amounts", [
+        ("nn.Linear(32, 4)", "nn.Linear(32, 2)"), ("x[:, :4].argmax(1)", "x[:, :2].argmax(1)"),
+    ]),
     plain("a file per rank", [
         (SAVE, '        torch.save(net.state_dict(), f"model-{rank}.pt")\n'),
     ]),
@@ -187,6 +213,29 @@ MISTAKES = (
         (STEP, "            if rank == 0:\n"
                "                clip_grad_norm_(net.parameters(), 0.01)  # here\n" + STEP),
     ], "gradients-not-averaged"),
+    plain("an all-reduce of copies", [
+        *BY_HAND, (STEP, AVERAGE.replace("p.grad)", "p.grad / world_size)  # here").replace(
+            "p.grad /=", "world_size /=") + STEP),
+    ], "gradients-not-averaged"),
+    plain("an all-reduce that leaves out vectors", [
+        *BY_HAND, (STEP, AVERAGE.replace("dist.", "if p.dim() > 1: dist.").replace(
+            "p.grad)", "p.grad)  # here") + STEP),
+    ], "gradients-not-averaged"),
+    plain("unfrozen after the wrap", [
+        (WRAP, "    net.a.requires_grad_(False)\n" + WRAP
+         + "    net.a.requires_grad_(True)  # here\n"),
+    ], "gradients-not-averaged"),
+    plain("a process group of one rank", [(WRAP, ONE_RANK.replace("k])\n", "k])  # here\n"))],
+          "weights-differ"),
+    plain("one rank alone steps", [
+        (STEP, "            if rank == 0:\n                optimizer.step()  # here\n"),
+    ], "weights-differ"),
+    plain("the optimizer's state loaded on one rank", [
+        (OPTIMIZER, OPTIMIZER + "    if rank == 0:\n        old = Net()\n"
+         "        past = torch.optim.SGD(old.parameters(), lr=0.05, momentum=0.9)\n"
+         "        F.cross_entropy(old(train.tensors[0]), train.tensors[1]).backward()\n"
+         "        past.step()\n        optimizer.load_state_dict(past.state_dict())  # here\n"),
+    ], "weights-differ"),
     plain("frozen after the wrap", [
         (OPTIMIZER, OPTIMIZER + "    net.a.requires_grad_(False)\n"),
         (BACKWARD, "            loss.backward()  # here\n"),
@@ -203,6 +252,26 @@ MISTAKES = (
     plain("a sampler for four ranks", [
         (SAMPLER, "    sampler = DistributedSampler(train, num_replicas=4, rank=rank)  # here\n"),
     ], "samples-missing"),
+    plain("a share of each rank's share", [
+        (SAMPLER, "    train = TensorDataset(*[t[rank::world_size] for t in train.tensors])\n"
+         + SAMPLER.replace("\n", "  # here\n")),
+    ], "samples-missing"),
+    plain("another split on each rank", [
+        (SAMPLER, "    train, _ = torch.utils.data.random_split(train, [280, 40])  # here\n"
+         + SAMPLER),
+    ], "samples-overlap"),
+    plain("set_epoch of another sampler", [
+        (SET_EPOCH, "        test_loader.sampler.set_epoch(epoch)  # here\n"),
+    ], "same-order"),
+    plain("added up by hand, too", [
+        (STEP, "            for p in model.parameters():\n"
+               "                dist.all_reduce(p.grad)  # here\n" + STEP),
+    ], "scaled-by-world-size"),
+    Case("shards the shares of a sampler", "accelerate", [
+        ("DataLoader(train_set, batch_size=8, shuffle=True)",
+         "DataLoader(train_set, batch_size=8, sampler=DistributedSampler(train_set))"),
+        ("accelerator.prepare(\n", "accelerator.prepare(  # here\n"),
+    ], ("samples-missing",)),
     plain("zero_grad forgotten", [(ZERO, ""), (BACKWARD, BACKWARD.replace("\n", "  # here\n"))],
           "gradients-not-zeroed"),
     plain("gradients divided by hand, too", [

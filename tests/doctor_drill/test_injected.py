@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.utils.data import Subset, TensorDataset
 
 from ddp_doctor.drill.injected import Drilled, _broken, _digest
@@ -62,12 +63,28 @@ def test_samples_of_an_iterable_dataset_are_named_by_their_contents(tmp_path: Pa
     assert second == first[::-1]
 
 
+def test_the_step_by_which_a_checkpoint_makes_the_optimizers_state_is_none(tmp_path: Path) -> None:
+    made, model = drilled(tmp_path), torch.nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.register_step_pre_hook(made._before_step)
+    optimizer.register_step_post_hook(made._after_step)
+    get_state_dict(model, optimizer)
+    assert optimizer.state
+    assert made.num_steps == 0
+    model(torch.ones(2)).backward()
+    optimizer.step()
+    assert made.num_steps == 1
+
+
 def test_any_bit_changes_the_digest_of_weights() -> None:
     weights = [torch.randn(3, 4), torch.randn(5)]
     before = _digest(weights)
     assert _digest([w.clone() for w in weights]) == before
     weights[1].view(torch.int32)[2] ^= 1
     assert _digest(weights) != before
+    weights[1].view(torch.int32)[:2] += torch.tensor([7, -7], dtype=torch.int32)
+    weights[1].view(torch.int32)[2] ^= 1
+    assert _digest(weights) != before, "as the biases of two classes move"
     assert _digest([1.0, *weights]) != _digest([2.0, *weights])
 
 

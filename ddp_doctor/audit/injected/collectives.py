@@ -9,6 +9,7 @@ decided by the report, which sees all ranks.
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from ddp_doctor.audit.injected.recorder import Foreign, Recorder, user_frames, user_line
@@ -20,6 +21,9 @@ OPERATIONS = (
     *("broadcast_object_list", "scatter_object_list"),
 )
 MAX_RECORDS = 5000
+MAX_OWNED = 200
+"""Calls: later ones are of the same kinds."""
+
 POLL_S = 0.5
 IDLE_SHARE = 0.3
 """Of the time that a process waits for others: it uses less CPU than that."""
@@ -38,6 +42,9 @@ class Collectives:
         """In collectives of the program, since the last step."""
 
         self.world_size = 1
+        self.owner_of: Callable[[Foreign], str] = lambda tensor: ""
+        """Says whose a tensor is; set by the part that knows the optimizers."""
+
         self.reduced: dict[Foreign, Foreign] = {}
         """Nodes of losses that were all-reduced since the last step, with the user's frames."""
 
@@ -92,6 +99,7 @@ class Collectives:
             ranks=ranks,
             op=name,
             what=f"{str(first.dtype).rpartition('.')[2]}{list(first.shape)}" if has_shape else "",
+            of=self.owner_of(first) if has_shape and self._num_records <= MAX_OWNED else "",
             line=frames[0][0],
             via=frames[0][2],
         )

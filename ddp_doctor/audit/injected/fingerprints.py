@@ -18,7 +18,8 @@ MAX_COLUMNS = 2048
 def fingerprints(tensors: list[Foreign]) -> list[Foreign]:
     """Give one int per tensor, the wrapping int32 sum of its bits; None stays None.
 
-    WHY int32: a sum in int64 takes 10 times as long.
+    WHY int32: a sum in int64 takes 10 times as long. WHY weights for small ones: two numbers of a
+    bias may move by the same amount in opposite directions, as those of two classes do.
     """
     import torch
 
@@ -33,6 +34,8 @@ def fingerprints(tensors: list[Foreign]) -> list[Foreign]:
         if flat.dtype != torch.int32:
             size = flat.element_size() * flat.numel()
             flat = flat.view(torch.int32 if size % 4 == 0 else torch.uint8)
+        if flat.numel() <= MAX_COLUMNS:
+            flat = flat * _weights(flat.numel(), flat.device)
         places.append(place)
         sums.append(flat.sum(dtype=torch.int32))
     if sums:
@@ -55,17 +58,19 @@ def sample_hashes(tensor: Foreign, num_samples: int) -> str:
         bits = rows.to(torch.int32)
     else:
         bits = rows.view(torch.int32) if rows.element_size() >= 4 else rows.to(torch.int32)
-    sums = (bits * _weights(bits.shape[1])).sum(1, dtype=torch.int32)
+    sums = (bits * _weights(bits.shape[1], bits.device)).sum(1, dtype=torch.int32)
     return bytes(sums.numpy().tobytes()).hex()
 
 
 @cache
-def _weights(number: int) -> Foreign:
-    """Give odd weights, so that the order of a sample's numbers counts."""
+def _weights(number: int, device: Foreign) -> Foreign:
+    """Give odd weights, so that the order of the numbers counts."""
     import torch
 
-    generator = torch.Generator().manual_seed(number)
-    return torch.randint(-(2**31), 2**31 - 1, (number,), dtype=torch.int32, generator=generator) | 1
+    own = torch.Generator("cpu").manual_seed(number)
+    size, kind = (number,), torch.int32
+    drawn = torch.randint(-(2**31), 2**31 - 1, size, dtype=kind, generator=own, device="cpu")
+    return (drawn | 1).to(device)
 
 
 def text_hashes(values: Foreign) -> str:

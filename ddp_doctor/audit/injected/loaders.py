@@ -96,6 +96,10 @@ class Loaders:
         notes.update(of=(number, self._passes[number]), num_batches=0)
         batch_sampler = getattr(loader, "batch_sampler", None)
         inner = getattr(batch_sampler, "sampler", sampler)
+        replicas = getattr(inner, "num_replicas", getattr(batch_sampler, "num_processes", None))
+        sharded = getattr(getattr(batch_sampler, "batch_sampler", None), "sampler", None)
+        if replicas and sharded is not None and hasattr(sharded, "num_replicas"):  # by Accelerate
+            replicas *= sharded.num_replicas
         self._recorder.emit(
             "pass",
             loader=number,
@@ -107,7 +111,7 @@ class Loaders:
             shuffles=_shuffles(inner),
             has_set_epoch=any(hasattr(s, "set_epoch") for s in (inner, sampler, dataset)),
             drop_last=bool(getattr(inner, "drop_last", False)),
-            replicas=getattr(inner, "num_replicas", getattr(batch_sampler, "num_processes", None)),
+            replicas=replicas,
             workers=loader.num_workers,
             reader=place_of(type(dataset), "__getitem__") or place_of(type(dataset), "__iter__"),
             by_user=frames[0][2] == "__iter__",

@@ -14,6 +14,7 @@ from ddp_doctor.audit.injected.recorder import (
     Foreign,
     Recorder,
     is_called_by_user,
+    is_called_from,
     model_line,
     user_frames,
     user_line,
@@ -74,7 +75,7 @@ class Randomness:
         if key in self._seen or not self._recorder.is_rank or torch.compiler.is_compiling():
             return
         self._seen.add(key)
-        if not _is_updating_statistics():
+        if not is_called_from("swa_utils.py"):  # it gathers statistics for averaged weights
             self._recorder.emit("mode", op=name, of=key[1], has_grad=key[2], line=model_line())
 
     def _begin_fetch(self, fetcher: Foreign, *args: Any) -> Foreign:
@@ -111,13 +112,3 @@ def _states() -> dict[str, str]:
         _, keys, *place = numpy.random.get_state()
         states["numpy"] = f"{zlib.crc32(keys.tobytes() + repr(place).encode()):08x}"
     return states
-
-
-def _is_updating_statistics() -> bool:
-    """Whether BatchNorm runs in train mode to gather statistics for averaged weights (SWA)."""
-    frame: Foreign = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_filename.endswith("swa_utils.py"):
-            return True
-        frame = frame.f_back
-    return False

@@ -90,6 +90,14 @@ def is_called_by_user() -> bool:
     return frame is not None and not is_library(frame.f_code.co_filename)
 
 
+def is_called_from(file: str) -> bool:
+    """Whether a file whose path ends like this has called the current line."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.endswith(file):
+        frame = frame.f_back
+    return frame is not None
+
+
 class Recorder:
     """The file of one process, and the state that all parts of the observer share."""
 

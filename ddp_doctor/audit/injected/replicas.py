@@ -34,6 +34,9 @@ class Replica:
         self.has_modes = False
         """It has layers that behave otherwise in train mode."""
 
+        self.trainable = {id(p) for p in ddp.parameters() if p.requires_grad}
+        """When it was made: it averages no other gradients, ever."""
+
         self.no_sync_line = ""
         self.bare_line = ""
         self.num_bare = 0
@@ -60,8 +63,10 @@ class Replicas:
         """Lines of the parameters that are made after the first DDP object, by id."""
 
         self._num_quiet_modes = 0
+        self._distributed: Foreign = None
 
     def patch(self, module: Foreign) -> None:
+        self._distributed = module.dist
         wrap, ddp = self._recorder.wrap, module.DistributedDataParallel
         wrap(ddp, "__init__", after=self._note_made)
         wrap(ddp, "forward", before=self._begin_forward, after=self._end_forward)
@@ -109,8 +114,9 @@ class Replicas:
     def averaged(self) -> set[int]:
         """Give the ids of the parameters that DDP knows: those of the time when it was made."""
         known: set[int] = set()
-        for _, ddp in self.living():
-            known |= {id(p) for p in getattr(ddp, "_module_parameters", None) or ddp.parameters()}
+        for replica, ddp in self.living():
+            parameters = getattr(ddp, "_module_parameters", None) or ddp.parameters()
+            known |= {id(p) for p in parameters} & replica.trainable
         return known
 
     def count_backward(self) -> dict[str, int]:
@@ -178,6 +184,7 @@ class Replicas:
         self._recorder.emit(
             "ddp",
             line=user_line(),
+            ranks=self._distributed.get_process_group_ranks(ddp.process_group),
             find_unused=ddp.find_unused_parameters,
             static_graph=bool(getattr(ddp, "static_graph", False)),
             broadcasts=ddp.broadcast_buffers,

@@ -8,12 +8,19 @@ import sys
 import time
 import weakref
 import zlib
+from contextlib import suppress
 from typing import Any
 
 from ddp_doctor.audit.injected.collectives import Collectives
 from ddp_doctor.audit.injected.fingerprints import UNREADABLE, fingerprints
 from ddp_doctor.audit.injected.loaders import Loaders, generator_states
-from ddp_doctor.audit.injected.recorder import Foreign, Recorder, user_frames, user_line
+from ddp_doctor.audit.injected.recorder import (
+    Foreign,
+    Recorder,
+    is_called_from,
+    user_frames,
+    user_line,
+)
 from ddp_doctor.audit.injected.replicas import Replicas
 
 FIRST_STEPS = 4  # all of them are sampled; then only as many as cost little
@@ -76,6 +83,7 @@ class Training:
     ) -> None:
         self._recorder, self._loaders, self._replicas = recorder, loaders, replicas
         self._collectives = collectives
+        collectives.owner_of = self.owner_of
         self._reduced_line = self._drawn = self._zero_line = ""
         self._num_described = 0
         self._optimizers: weakref.WeakKeyDictionary[Foreign, Optimizer] = (
@@ -107,6 +115,10 @@ class Training:
         module.register_optimizer_step_post_hook(self._recorder.guarded(self._after_step))
         self._recorder.wrap(module.Optimizer, "__init__", after=self._note_made)
         self._recorder.wrap(module.Optimizer, "zero_grad", before=self._note_zero)
+        self._recorder.wrap(module.Optimizer, "load_state_dict", before=self._note_load)
+
+    def _note_load(self, *args: Any, **kwargs: Any) -> None:
+        self._recorder.emit("load_optimizer", line=user_line())
 
     def _note_zero(self, *args: Any, **kwargs: Any) -> None:
         self._zero_line = user_line()
@@ -130,10 +142,12 @@ class Training:
     def _note_schedule(
         self, token: Foreign, result: Foreign, schedule: Foreign, *a: Any, **k: Any
     ) -> None:
-        if (line := user_line()) not in self._schedule_lines:
+        line, plan = user_line(), self._planned.get(schedule)
+        is_made = plan is not None and plan["line"] == line  # its first step is its own
+        if line not in self._schedule_lines and not is_made:
             self._schedule_lines.add(line)
             self._recorder.emit("schedule", line=line)
-        if (plan := self._planned.get(schedule)) is not None:
+        if plan is not None:
             plan["steps"], plan["step_line"] = schedule.last_epoch, line
             plan["horizon"] = plan["horizon"] or horizon_of(schedule)
 
@@ -148,7 +162,7 @@ class Training:
         self._held |= {id(p) for p in parameters_of(optimizer)}
 
     def _before_step(self, optimizer: Foreign, args: Foreign, kwargs: Foreign) -> None:
-        if is_compiling():
+        if is_compiling() or makes_state():
             return
         began = self._recorder.clock()
         if self._inside is not None and self._inside is not optimizer:
@@ -308,6 +322,7 @@ class Training:
         for name, number in counts.items():
             self._counts[name] = self._counts.get(name, 0) + number
         self._counts["all"] = self._counts.get("all", 0) + 1
+        self._counts["ends_quiet"] = int(counts["no_sync"] > 0)
         self._backward_line = user_line()
         lines = self._backward_lines
         lines[self._backward_line] = lines.get(self._backward_line, 0) + 1
@@ -360,6 +375,19 @@ class Training:
     def all_gradients(self) -> list[Foreign]:
         """List the gradients of all optimizers; None where there is none."""
         return [p.grad for optimizer in list(self._optimizers) for p in parameters_of(optimizer)]
+
+    def owner_of(self, tensor: Foreign) -> str:
+        """Say whether a tensor is a weight or a gradient of an optimizer, by its place."""
+        with suppress(RuntimeError):  # it has no storage
+            place = tensor.data_ptr()
+            for parameter in (
+                p for optimizer in self._optimizers for p in parameters_of(optimizer)
+            ):
+                if parameter.data_ptr() == place:
+                    return "weights"
+                if parameter.grad is not None and parameter.grad.data_ptr() == place:
+                    return "gradients"
+        return ""
 
     def forget(self) -> None:
         self._optimizers.clear()
@@ -544,6 +572,11 @@ def is_compiling() -> bool:
     import torch
 
     return bool(torch.compiler.is_compiling())
+
+
+def makes_state() -> bool:
+    """Whether torch.distributed.checkpoint steps: with rate 0, for a state that it can load."""
+    return is_called_from("distributed/checkpoint/state_dict.py")
 
 
 def rounded(seconds: float | None) -> float | None:
