@@ -161,7 +161,7 @@ def observe_undisturbed(plan: Plan, program: Sequence[str], report: Facts) -> Re
     for case in cases:
         case.start(program)
         ranks = {p.rank: p for p in case.processes() if p.rank is not None and p.all("update")}
-        check_observed(case, list(ranks.values()), plan)
+        check_observed(case, list(ranks.values()), plan, program)
         uses.append(uses_of(case, [Part(ranks[0])]))
     total = len(ranks[0].all("update"))
     if len({max(step for _, step in some) for some in uses}) > 1:
@@ -198,7 +198,9 @@ def observe_undisturbed(plan: Plan, program: Sequence[str], report: Facts) -> Re
     )
 
 
-def check_observed(case: Case, ranks: Sequence[Process], plan: Plan) -> None:
+def check_observed(
+    case: Case, ranks: Sequence[Process], plan: Plan, program: Sequence[str]
+) -> None:
     """Check that all ranks trained to the end and were seen. Raises UsageError."""
     start, fix, told = case.starts[0], "run it without the drill first", ""
     outside = sorted({r["path"] for p in case.processes() for r in p.all("outside")})
@@ -208,7 +210,11 @@ def check_observed(case: Case, ranks: Sequence[Process], plan: Plan) -> None:
         told = f"it writes outside of its folder (refused): {', '.join(outside[:3])}"
         fix = f"add --also {os.path.dirname(outside[0])}"
     elif start["why"] or has_failed(case, 0):
-        tail = case.log(0).splitlines()[-SHOWN_LINES:]
+        lines, fix = case.log(0).splitlines(), "this must end with status 0 by itself, and without "
+        fix += f"input: {shlex.join(program)} < /dev/null"
+        # WHY: what torchrun says after it hides what the ranks said
+        ends = [i for i, line in enumerate(lines, 1) if "] failed (exitcode" in line]
+        tail = lines[: ends[0] if ends else None][-SHOWN_LINES:]
         told = f"undisturbed, it ended with status {start['status']}"
         told = f"undisturbed, it was ended: {start['why']}" if start["why"] else told
         told = "\n  ".join([f"{told}; the end of its log:", *tail])

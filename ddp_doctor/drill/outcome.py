@@ -90,6 +90,8 @@ class Drill:
             how = second["why"] or f"status {second['status']}"
             (self.unknown if how == SLOW else self.lost).append(f"the next start: {how}")
         parts = parts_of(case, total)
+        if made == total and len(parts) > 1 and parts[-1].how == "no step" and not self.lost:
+            parts, is_again = parts[:-1], False  # all was done before, as that start found
         went_on = bool(parts) and parts[-1].base is not None and len(parts) > is_again
         self._judge_steps(parts, went_on, is_again)
         is_whole_run = went_on and (self.is_resized or parts[-1].end == total)

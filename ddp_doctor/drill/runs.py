@@ -165,7 +165,10 @@ class Case:
                 why = "grace"
         wall_s = time.time() - began
         if fired_at and gone_s is None and not why:
-            gone_s = round(began + wall_s - fired_at, 1)
+            end = time.time() + ORPHAN_S
+            while ranks & living().keys() and time.time() < end:  # without their launcher
+                _copy_output(process, log, POLL_S)
+            gone_s = round(time.time() - fired_at, 1)
         facts: Facts = {"status": None if why else process.returncode, "why": why}
         return facts | {"wall_s": wall_s, "gone_s": gone_s, "silent_s": silent_s}
 

@@ -12,6 +12,9 @@ from tests.doctor_drill.programs import LOOP, NO_RANKS, SILENT, STREAMED, WITH_A
 from tests.harness.processes import ROOT
 from tests.harness.ranks import Finished, run_command
 
+TORCHRUN = "KeyError: 'lr'\napi.py:1] failed (exitcode: 1) rank 0\n" + "more\n" * 20
+"""What torchrun says after an error is longer than what is shown."""
+
 
 def run_drill(source: str, folder: Path, *options: str, program: Sequence[str] = ()) -> Finished:
     """Drill a program of two ranks, or another command; its facts are JSON."""
@@ -79,6 +82,7 @@ def test_a_hang_is_ended_at_its_limit_and_samples_of_a_stream_are_counted_in_a_c
         (SILENT, "hung", 3),
         (NO_RANKS, "no DDP program", 60),
         ("raise ValueError(7)", "ValueError: 7", 60),
+        (f"print({TORCHRUN!r}, flush=True); input()", "KeyError: 'lr'", 60),
     ],
 )
 def test_what_can_not_be_observed_ends_with_2_and_one_reason(
@@ -86,7 +90,9 @@ def test_what_can_not_be_observed_ends_with_2_and_one_reason(
 ) -> None:
     done = run_drill(source, tmp_path, f"--hang_after={patience_s}")
     assert done.status == 2, done.output
-    assert told in json.loads(done.stdout)["error"]
+    report = json.loads(done.stdout)
+    assert told in report["error"]
+    assert "Error" not in told or report["next"].endswith("python train.py < /dev/null")
 
 
 @pytest.mark.slow

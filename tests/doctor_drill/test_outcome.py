@@ -100,6 +100,13 @@ def test_nothing_is_lost_where_the_run_came_to_its_end(tmp_path: Path) -> None:
     assert (facts["verdict"], facts["next_start"]) == ("nothing lost", "not needed")
 
 
+def test_a_next_start_that_finds_all_done_has_nothing_to_do(tmp_path: Path) -> None:
+    first = ({"status": -15}, [*WHOLE, FIRED], "")  # a shell's, whose torchrun went on
+    facts = drilled(tmp_path, first, ({"status": 0}, [], ""), fault="term")
+    assert (facts["verdict"], facts["next_start"]) == ("nothing lost", "not needed")
+    assert facts["weights"] == "equal"
+
+
 def test_samples_used_twice_and_never_are_counted_and_the_first_other_step_is_named(
     tmp_path: Path,
 ) -> None:
