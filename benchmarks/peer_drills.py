@@ -81,11 +81,16 @@ def drill(who: str, faults: Sequence[str], env: dict[str, str]) -> list[dict[str
     words = [sys.executable, "ddp_training.py", "drill", "--json", "--faults", ",".join(faults)]
     words += ["--", *PROGRAMS[who], "--epochs", str(NUM_EPOCHS), "--output_dir", "out"]
     words += ["--num_workers", str(WORKERS.get(faults[0], 0))]
-    done = subprocess.run(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, check=False)
+    with subprocess.Popen(words, cwd=ROOT, env=env, stdout=subprocess.PIPE) as process:
+        try:
+            told = process.communicate()[0]
+        except BaseException:  # WHY: killed, the drill would leave its ranks behind
+            process.terminate()
+            raise
     try:
-        report: dict[str, Any] = json.loads(done.stdout)
+        report: dict[str, Any] = json.loads(told)
     except ValueError:
-        report = {"error": f"no report, status {done.returncode}"}
+        report = {"error": f"no report, status {process.returncode}"}
     if "error" in report:
         print(f"{who}, {', '.join(faults)}: {report['error']}", flush=True)
     return list(report.get("faults", ()))
