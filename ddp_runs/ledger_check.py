@@ -25,8 +25,8 @@ def check_ledger(run: Path, *, output: TextIO) -> int:
     if "place" in meta:  # a loop of the user's own has a ledger for each loader
         is_exact = True
         for name, at in meta["place"]["streams"].items():
-            done = Done(step=newest.step, epoch=at["pass"], cursor=at["cursor"])
-            lines, is_good = verify_ledger(run / "data" / name, done)
+            place = Done(step=newest.step, epoch=at["pass"], cursor=at["cursor"], may_pause=True)
+            lines, is_good = verify_ledger(run / "data" / name, place)
             print("\n".join(f"{name}: {line}" for line in lines), file=output)
             is_exact = is_exact and is_good
         return 0 if is_exact else 1

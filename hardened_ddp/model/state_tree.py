@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.lib.format import descr_to_dtype, dtype_to_descr
 
 from hardened_ddp.errors import HardenedError
 
@@ -39,10 +40,17 @@ def pack(
         name = _free(name, tensors)
         tensors[name] = value
         return {"tensor": name, "is_on_device": not value.is_cpu}
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        name = _free(name, tensors)
-        tensors[name] = torch.from_numpy(np.array(value))  # WHY a copy: it has no version
-        return {"array": name}
+    is_array = isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray)
+    if is_array and not value.dtype.hasobject:
+        name, dtype = _free(name, tensors), value.dtype
+        if dtype.kind in "biufc" and dtype.isnative and dtype.char not in "gG":
+            tensors[name] = torch.from_numpy(np.array(value))  # WHY a copy: it has no version
+            return {"array": name}
+        # Of records, dates, text, foreign numbers the bytes. WHY zeros: padding is not copied
+        copy = np.zeros(value.shape, dtype)
+        copy[...] = value
+        tensors[name] = torch.from_numpy(copy.reshape(-1).view(np.uint8))
+        return {"records": [name, dtype_to_descr(dtype), value.shape]}
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
         return {"scalar": [value.dtype.str, value.item()]}
     if kind in (list, tuple):
@@ -71,12 +79,24 @@ def unpack(tree: Tree, tensors: Mapping[str, torch.Tensor]) -> Any:  # Any: as i
         return found.cuda() if tree["is_on_device"] and torch.cuda.is_available() else found
     if kind == "array":
         return tensors[content].numpy().copy()
+    if kind == "records":
+        name, dtype, shape = content
+        values = np.zeros(shape, descr_to_dtype(_tuples(dtype)))
+        values.reshape(-1).view(np.uint8)[:] = tensors[name].numpy()
+        return values
     if kind == "scalar":
         return np.dtype(content[0]).type(content[1])
     if kind in ("list", "tuple"):
         parts = [unpack(part, tensors) for part in content]
         return parts if kind == "list" else tuple(parts)
     return MAPPINGS[kind]({key: unpack(part, tensors) for key, part in content})
+
+
+def _tuples(descr: Any) -> Any:  # Any: of numpy
+    """Give the description of a dtype the tuples that JSON made lists of."""
+    if isinstance(descr, str):
+        return descr
+    return [(name, _tuples(kind), *map(tuple, shape)) for name, kind, *shape in descr]
 
 
 def _free(name: str, tensors: Mapping[str, torch.Tensor]) -> str:

@@ -124,6 +124,7 @@ class Streams:
     def begin(self, step: int, place: dict[str, Any] | None) -> None:  # Any: JSON
         """Go to the place of a checkpoint."""
         self._first_step = step
+        self._ended.clear()  # of a rehearsal
         if place is not None:
             self.place.load(place)
 
@@ -216,8 +217,8 @@ class Streams:
         if name in self._loaders:
             raise OwnLoopError(
                 f"two loaders are named {name!r}, so they would share one place",
-                fix="run.batches(loader, name='...') with another name for each; make a loader "
-                "once, before the loop",
+                fix="make a loader once, before the loop; for others run.batches(loader, name=...) "
+                "with a name for each, such as f'data{epoch}' if each epoch has its own",
             )
         seed = mix(self._seed, zlib.crc32(name.encode()))
         sampler = self._sampler_of(given, name, seed=seed, repeat=repeat)

@@ -75,6 +75,7 @@ class LastCommit:
             Event().wait()  # WHY: else a death could lose what the device has not done yet
         with self.lock:
             self._is_whole = False
+            self._needed |= self._unseen()
             self.step, self.place = step, place
             self.tree, self._live = self.registry.pack()
             self._names = {}
@@ -109,17 +110,20 @@ class LastCommit:
 
     def before_forward(self) -> None:
         """Learn what has to be copied at commits: the next all-reduce may lose a rank."""
-        if self._undo != "auto":
-            return
-        self._needed |= (written := self.written())
-        if self.is_inspected:
-            # WHY bytes: see above
-            for name in self._copies.keys() - written - self._buffers - self._needed:
-                if not has_same_bits(self._copies[name], self._live[name]):
-                    self._needed.add(name)
+        if self._undo == "auto":
+            self._needed |= self.written() | self._unseen()
+
+    def _unseen(self) -> set[str]:
+        """Name what was written since the commit without a stamp, in a body that is inspected."""
+        names = self._copies.keys() - self.written() - self._buffers - self._needed
+        if not self.is_inspected:
+            return set()
+        return {n for n in names if not has_same_bits(self._copies[n], self._live[n])}
 
     def before_update(self, optimizer: Optimizer, name: str) -> set[str]:
         """Note that an optimizer writes its tensors now; return those that are registered."""
+        if not self._updated:  # forward may have written, too, before backward lost a rank
+            self.before_forward()
         with self.lock:  # WHY: a thread that saves holds it until the process ends
             params = (p for group in optimizer.param_groups for p in group["params"])
             found = {n for p in params for n in self._names.get(id(p), ())}

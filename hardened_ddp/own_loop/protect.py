@@ -202,7 +202,7 @@ class OwnLoop:
         """Commits so far. Read it; commit() counts."""
 
         self.rng = np.random.default_rng(seed)
-        """Of this rank, new in each body, and after each commit."""
+        """Of numpy, of this rank, new in each body, and after each commit."""
 
         self.first_step = 0
         """Of this start."""
@@ -236,6 +236,8 @@ class OwnLoop:
         while self.epoch < count:
             yield self.epoch
             self._streams.place.end_epoch()
+        if self.step and self._last.written():  # after the last batch, such as an average
+            self.commit()  # collective
 
     def batches(
         self, loader: DataLoader[Any], *, name: str = "data", repeat: bool = False
@@ -269,6 +271,13 @@ class OwnLoop:
                 f"{', '.join(self._strangers)} updates a registered model and is not registered "
                 "itself: its state would be lost",
                 fix="give it to protect by a name, also if it is inside of another optimizer",
+            )
+        if self.epoch < self._num_epochs and self._last.place == self._streams.place.as_json():
+            raise OwnLoopError(
+                f"commit {self.step + 1} has no batch of run.batches since the one before it: a "
+                "start that continues there would do this part of the epoch twice",
+                fix="leave it out: what follows a batch belongs to the next commit; a loop without "
+                "loaders counts by run.steps(n)",
             )
         self._sync_buffers()  # collective
         self._streams.write(is_commit=True)
@@ -499,7 +508,7 @@ class OwnLoop:
             raise RankMismatchError(
                 f"registered tensors are not the same after step {self.step}: {found.text}",
                 fix="wrap each model in DistributedDataParallel, copy an average from the wrapped "
-                "model, and draw no initial values by the rank",
+                "model, draw no initial values by the rank, and gather what is a rank's own",
             )
 
     def _differing(self) -> str:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -222,9 +223,35 @@ def test_a_state_comes_back_as_it_was() -> None:
     assert (type(found["ordered"]), type(found["counts"])) == (OrderedDict, Counter)
     assert found["counts"] == state["counts"]
     assert torch.equal(found["t"], state["t"])  # type: ignore[arg-type]
-    for bad in ({1, 2}, object(), {(1, 2): 3}, torch.Generator(), lambda: 1):
+    masked = np.ma.masked_array([1, 2], [False, True])
+    for bad in ({1, 2}, object(), {(1, 2): 3}, torch.Generator(), lambda: 1, masked):
         with pytest.raises(OptimizerError, match="can't be saved"):
             pack({"x": [bad]}, "s", {}, error=OptimizerError)
+
+
+ROW = [("state", "f4", 4), ("inner", [("small", "u1"), ("foreign", ">f2", (2, 3))])]
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.ones(3, dtype=np.dtype(ROW, align=True)),
+        np.array([["a", "bcd"]]),
+        np.array("2026-01-01", dtype="M8[s]"),
+        np.arange(4, dtype=">f4")[::-2],
+        np.ones(2, dtype=np.longdouble),
+        np.zeros(0, dtype=ROW),
+    ],
+    ids=str,
+)
+def test_arrays_of_any_kind_but_objects_come_back_with_the_same_bytes(array: Any) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    found = unpack(json.loads(json.dumps(pack(array, "a", tensors, error=OptimizerError))), tensors)
+    assert (found.dtype, found.shape) == (array.dtype, array.shape)
+    assert str(found.tolist()) == str(array.tolist())
+    again: dict[str, torch.Tensor] = {}
+    pack(found, "a", again, error=OptimizerError)
+    assert torch.equal(again["a"], tensors["a"])  # padding, too
 
 
 @pytest.mark.parametrize("scheduler", ["cosine", f"{SCHEDULERS}:OneCycleLR", f"{OWN}:Bouncing"])

@@ -62,6 +62,36 @@ with protect("runs/lbfgs", model=model, opt=opt) as run:
             opt.step(closure)
             run.commit()
 """
+TEACHER = f"""{HEAD}
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False)
+
+    def forward(self, points):
+        for old, new in zip(self.teacher.parameters(), self.student.parameters()):
+            old.data.lerp_(new.data, 0.1)  # no version tells of it
+        return (self.student(points) - self.teacher(points)).square().mean()
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DDP(Pair())
+opt = torch.optim.SGD(model.parameters(), 0.1)
+loader = DataLoader(torch.randn(120, 6), 10)
+with protect("runs/teacher", model=model, opt=opt) as run:
+    for epoch in run.epochs(2):
+        for points in run.batches(loader):
+            loss = model(points)
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            run.commit()
+"""
+KINDS = {
+    "a GradScaler": "scaler.step",
+    "LBFGS and a closure": "a line to die at",
+    "a teacher that forward moves": "loss.backward()",
+}
 LOOP = f"""
 import os
 import sys
@@ -105,13 +135,13 @@ def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["a GradScaler", "LBFGS and a closure"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_that_is_killed_in_a_loop_of_this_kind_costs_no_commit(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = text_of("two_sets", *SCALED) if kind == "a GradScaler" else CLOSURE
-    where = "scaler.step" if kind == "a GradScaler" else "a line to die at"
-    line = next(n for n in body_of(text) if where in text.splitlines()[n - 1])
+    texts = text_of("two_sets", *SCALED), CLOSURE, TEACHER
+    text = dict(zip(KINDS, texts, strict=True))[kind]
+    line = next(n for n in body_of(text) if KINDS[kind] in text.splitlines()[n - 1])
     finished = launch(text, fault=Fault(act="kill", line=line))
     assert finished.statuses == (PeerLostError.exit_status, -9), finished.describe()
     assert checkpoints_of(Path())[-1] in (DIES_AT, DIES_AT + 1)  # the other may have finished it

@@ -186,13 +186,43 @@ def test_other_numbers_of_ranks_take_the_same_samples_in_each_step(
 
 
 @pytest.mark.slow
-def test_three_ranks_resume_to_the_same_bits_with_exact_resume(
+def test_three_ranks_resume_to_the_same_bits_with_exact_resume_also_at_an_epochs_end(
     undisturbed: Callable[..., State],
 ) -> None:
     text = text_of("sam", "protect( -> protect(exact_resume=True, folder=")
     truth = undisturbed(text, 3)
     launch(text, 3, fault=Fault(act="stop", line=body_of(text)[0])).ok()
+    end = truth[0]["step"] // 2
+    at_end = Fault(act="raise", step=end, line=body_of(text)[-1] + 1)
+    assert 1 in launch(text, 3, fault=at_end).statuses
+    assert checkpoints_of(Path())[-1] == end
     restart(text, truth, 3)
+
+
+@pytest.mark.slow
+def test_what_follows_the_last_batch_of_an_epoch_is_done_once_and_saved(
+    undisturbed: Callable[..., State],
+) -> None:
+    end = "        if dist.get_rank() == 0:\n"
+    text = text_of(
+        "sam",
+        "with protect -> average = torch.optim.swa_utils.AveragedModel(model.module)\nwith protect",
+        "opt=opt -> opt=opt, average=average",
+    ).replace(end, f"        average.update_parameters(model.module)\n{end}")
+    kill = Fault(act="kill", step=14, line=body_of(text)[-1])
+    assert KILLED in launch(text, fault=kill).statuses
+    for _ in range(2):  # a run that is finished stays as it is
+        restart(text, undisturbed(text))
+    assert checkpoints_of(Path())[-1] == 2 * 10 + 1  # the one after the last epoch
+
+
+@pytest.mark.slow
+def test_each_epoch_may_have_a_loader_of_its_own(undisturbed: Callable[..., State]) -> None:
+    part = "torch.utils.data.Subset(data, range(100 + 90 * epoch))"
+    own = f"run.batches(DataLoader({part}, 10), name=f'data{{epoch}}')"
+    text = text_of("sam", f"run.batches(loader) -> {own}")
+    launch(text, fault=Fault(act="stop", step=8, line=body_of(text)[0])).ok()
+    restart(text, undisturbed(text))
 
 
 @pytest.mark.slow
@@ -241,6 +271,7 @@ MISTAKES = {
     ),
     "is not over: one at a time": ("run.commit()", "protect('runs/b', m=model).__enter__()"),
     "has given all of epoch 0 already": ("run.epochs(2)", "range(2)"),
+    "commit 2 has no batch of run.batches": ("run.commit()", "run.commit(); run.commit()"),
     "run.poll() between an update": ("run.commit()", "run.poll()"),
     "two loaders are named": ("run.batches(unlabeled)", "run.batches(unlabeled, name='labeled')"),
     "the ranks differ at commit 1, in draw\n": (
