@@ -298,8 +298,7 @@ def _compare(digests: Digests, folder: Path, wish: Wish, owner: Start, first: in
             continue
         if then.loss and math.isfinite(then.loss):
             largest = max(largest, abs(mine.loss - then.loss) / abs(then.loss))
-        if ranks != len(then.losses):
-            mine.batches = then.batches
+        if ranks != then.world_size:
             what = "" if abs(mine.loss - then.loss) <= 1e-3 * max(1.0, abs(then.loss)) else "loss"
         else:
             what = then.parts_from(mine)
@@ -368,10 +367,13 @@ def verdict(wish: Wish, done: Replayed) -> str:
     if done.parted is None:
         return text + more
     at, name = done.parted
+    why = "Where the device is not deterministic, train and replay with --deterministic"
+    if name == "data":
+        why = "The dataset gives other samples now: it was changed, or a sample depends on more "
+        why += "than its index, the seed and the epoch"
     return (
         f"equality ended at step {at}: its {name} differs from what the run recorded; {number} "
-        f"equal. What follows of steps from {at} on is not what the run did. Where the device is "
-        "not deterministic, train and replay with --deterministic" + more
+        f"equal. What follows of steps from {at} on is not what the run did. {why}{more}"
     )
 
 

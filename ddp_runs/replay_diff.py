@@ -94,14 +94,9 @@ def first_difference(one: Digests, two: Digests, shared: Iterable[int]) -> tuple
     """Return the first step that differs, and in what."""
     for number in shared:
         a, b = one.step(number), two.step(number)
-        if a is not None and b is not None and (what := _parts(a, b)):
+        if a is not None and b is not None and (what := a.parts_from(b)):
             return number, what
     return None
-
-
-def _parts(a: Step, b: Step) -> str:
-    what = a.parts_from(b)
-    return "ranks" if what in ("data", "loss") and len(a.losses) != len(b.losses) else what
 
 
 def facts_at(digests: Digests, step: int) -> Json:
@@ -223,7 +218,7 @@ def suspects_of(one: Digests, two: Digests, shared: Iterable[int], step: int) ->
         if a.epoch not in orders:
             orders = {a.epoch: EpochOrder(size, seed, a.epoch)}
         for rank in a.batches.keys() & b.batches.keys():
-            first, last = share_of(a.size, rank=rank, world_size=len(a.batches))
+            first, last = share_of(a.size, rank=rank, world_size=a.world_size)
             taken = {*orders[a.epoch].take(a.start + first, a.start + last).tolist()}
             if a.batches[rank] == b.batches[rank]:
                 innocent |= taken

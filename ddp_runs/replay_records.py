@@ -31,6 +31,7 @@ class Step:
     """What a step has left."""
 
     number: int
+    world_size: int
     epoch: int
     limit: int
     """Of the samples of a micro-batch; 0: none."""
@@ -44,7 +45,7 @@ class Step:
     norm: float
     rate: float
     batches: dict[int, int] = field(default_factory=dict)
-    """By rank: the hash of its samples."""
+    """By rank: the hash of its samples. A rank that was killed in the step has left nothing."""
 
     losses: dict[int, float] = field(default_factory=dict)
     counts: dict[int, float] = field(default_factory=dict)
@@ -61,9 +62,12 @@ class Step:
             return "samples"
         if self.is_left_out != other.is_left_out:
             return "left out"
-        if self.batches != other.batches:
+        if self.world_size != other.world_size:
+            return "ranks"
+        ranks = self.batches.keys() & other.batches.keys()
+        if any(self.batches[rank] != other.batches[rank] for rank in ranks):
             return "data"
-        if not _are_same(self.losses, other.losses):
+        if any(repr(self.losses[rank]) != repr(other.losses[rank]) for rank in ranks):  # NaN, too
             return "loss"
         return "" if self.gradient == other.gradient else "gradient"
 
@@ -139,23 +143,28 @@ def read_digests(run: Path, *, may_be_empty: bool = False) -> Digests:
 def _steps_of(ranks: Mapping[int, tuple[Json, bytes]]) -> dict[int, Step]:
     """Put the records of all ranks of one start together."""
     steps: dict[int, Step] = {}
+    world_size = int(ranks[0][0]["world_size"])
     for rank, (_, raw) in sorted(ranks.items()):
         for at in range(0, len(raw) - RECORD.size + 1, RECORD.size):
             number, epoch, limit, start, size, left_out, *rest = RECORD.unpack_from(raw, at)
             low, high, batches, loss, count, norm, rate = rest
             if rank == 0:
                 steps[number] = Step(
-                    number, epoch, limit, start, size, bool(left_out), (low, high), norm, rate
+                    number,
+                    world_size,
+                    epoch,
+                    limit,
+                    start,
+                    size,
+                    bool(left_out),
+                    (low, high),
+                    norm,
+                    rate,
                 )
             if number in steps:
                 step = steps[number]
                 step.batches[rank], step.losses[rank], step.counts[rank] = batches, loss, count
     return steps
-
-
-def _are_same(one: Mapping[int, float], other: Mapping[int, float]) -> bool:
-    """Compare losses; NaN is as good as NaN."""
-    return repr(sorted(one.items())) == repr(sorted(other.items()))
 
 
 def spikes_of(run: RunView) -> list[tuple[int, float, str]]:

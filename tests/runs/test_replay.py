@@ -214,6 +214,11 @@ def test_behind_a_step_that_is_not_the_same_again_nothing_is_claimed(tmp_path: P
 @pytest.mark.slow
 def test_the_command_replays_with_processes_of_its_own(tmp_path: Path) -> None:
     run = run_of(tmp_path, *SMALL, ranks=2)
+    shutil.copytree(run, other := tmp_path / "whole")
+    path = run / DIGESTS / "0001-rank-1.bin"  # as if this rank were killed in step 7
+    head, _, rows = path.read_bytes().partition(b"\n")
+    path.write_bytes(head + b"\n" + rows[: 7 * RECORD.size + 9])
+    assert "equal in all" in train(["diff", run, other], launcher="none").ok().output
     done = train(["replay", run, "--step", "7"], launcher="none").ok()
     assert re.search(r"\d+ steps? equal bit for bit", done.output)
     assert "samples that weigh most, of 8" in done.output
