@@ -29,6 +29,7 @@ from hardened_ddp.errors import ConfigError, GroupError, HardenedError
 from hardened_ddp.ranks.launch import Launch, prepare_environment, read_launch
 from hardened_ddp.ranks.threads import call_within
 from hardened_ddp.settings.typed_command import ROOT, own_command
+from hardened_ddp.settings.wording import listed
 
 Facts = dict[str, Any]  # Any: JSON
 _OURS = ("hardened_ddp", "ddp_runs", "ddp_doctor", "ddp_drills")
@@ -345,7 +346,7 @@ def _compare(name: str, hosts: Sequence[Facts]) -> Check:
     if len(by_value) == 1:
         return Check(name, "ok", f"{next(iter(by_value)) or 'none'} on all hosts")
     ordered = sorted(by_value.items(), key=lambda pair: len(pair[1]))
-    told = [f"{_few(names)}: {value or 'none'}" for value, names in ordered]
+    told = [f"{listed(names, 4)}: {value or 'none'}" for value, names in ordered]
     advice = f"install or copy the same on all hosts, as on {ordered[-1][1][0]}"
     return Check(name, "FAIL" if name in _STRICT else "warn", "; ".join(told), advice)
 
@@ -371,7 +372,7 @@ def _judge_each(hosts: Sequence[Facts]) -> list[Check]:
                 by_text.setdefault(text, []).append(host["host"])
     found = []
     for (name, status, detail, advice), names in by_text.items():
-        told = f"{_few(names)}: {detail}"
+        told = f"{listed(names, 4)}: {detail}"
         found.append(Check(name, "FAIL" if status == "FAIL" else "warn", told, advice))
     limits = {h["host"]: ",".join(sorted({g["clock"] for g in h["gpus"]})) for h in hosts}
     if len(set(limits.values())) > 1:
@@ -424,10 +425,6 @@ def table(hosts: Sequence[Facts], measured: Sequence[Facts]) -> list[str]:
         rows.append((*here, link, f"{host['shm'] / MIB:.0f} MiB", *rates))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _per_s(rate: float) -> str:

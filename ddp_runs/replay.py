@@ -17,7 +17,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from ddp_runs.replay_records import MACHINE, Digests, Start, differing, in_order, read_digests
+from ddp_runs.replay_records import (
+    Digests,
+    Start,
+    differing,
+    in_order,
+    other_machine,
+    read_digests,
+)
 from hardened_ddp.checkpoint.folder import Found, find_newest, list_steps, step_folder_name
 from hardened_ddp.errors import ConfigError, HardenedError, RunFolderError
 from hardened_ddp.ranks.launch import environment
@@ -305,6 +312,7 @@ def _compare(digests: Digests, folder: Path, wish: Wish, owner: Start, first: in
         equal += not what
         if what and parted is None:
             parted = number, what
+    now = found[0]["facts"] if found else owner.facts
     return Replayed(
         folder=folder,
         begun_at=first,
@@ -315,7 +323,7 @@ def _compare(digests: Digests, folder: Path, wish: Wish, owner: Start, first: in
         missing=missing,
         largest=largest,
         found=found,
-        facts=differing(owner.facts, found[0]["facts"], (*MACHINE, "data")) if found else [],
+        facts=other_machine(owner.facts, now) + differing(owner.facts, now, ["data"]),
     )
 
 

@@ -78,6 +78,8 @@ def first_step(
         first = 0
         if condition.stays:
             first, last = _between_checkpoints(run, last)
+            if first > last:
+                return None, f"the checkpoint of step {first}, the last one, has none"
     wish = Wish(step=last, when=condition.text, first=first, **more)  # type: ignore[arg-type]
     done = replay(run, wish, output=output)
     if done.parted is not None:

@@ -4,7 +4,6 @@ It trains nothing. Where the samples are the same and their bytes are not, it re
 that step again from both datasets, and names those that differ.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, TextIO
 
 import torch
 
-from ddp_runs.replay_records import MACHINE, Digests, Step, differing, read_digests
+from ddp_runs.replay_records import Digests, differing, other_machine, read_digests
 from ddp_runs.run_events import FAULTS
 from ddp_runs.run_files import read_run
 from hardened_ddp.data.batches.batch import Batch
@@ -27,7 +26,7 @@ from hardened_ddp.settings.cli import Request
 from hardened_ddp.settings.earlier_run import SAVED_SETTINGS, find_folder
 from hardened_ddp.settings.layers import resolve
 from hardened_ddp.settings.typed_command import own_command
-from hardened_ddp.settings.wording import counted
+from hardened_ddp.settings.wording import counted, listed
 from hardened_ddp.step.attempt_facts import hash_of
 
 # Settings that change no weight: what is written and watched, and how long is waited.
@@ -62,7 +61,7 @@ def run_diff(options: Mapping[str, str], *, output: TextIO) -> int:
     facts = [facts_at(digests, at) for digests in (one, two)]
     unlike = differences(*facts)
     for name, found in unlike.items():
-        print(f"{name + ':':10}{_listed(found) or 'the same'}", file=output)
+        print(f"{name + ':':10}{listed(found) or 'the same'}", file=output)
     healed = [_faults(folder) for folder in folders]
     print(f"{'faults:':10}{healed[0]} in the first run, {healed[1]} in the second", file=output)
     if parted is None:
@@ -112,7 +111,7 @@ def differences(one: Json, two: Json) -> dict[str, list[str]]:
         "settings": differing(a, b, [name for name in {**a, **b} if name not in _HARMLESS]),
         "code": [name for name in {**code, **other} if code.get(name) != other.get(name)],
         "data": [] if one["data"] == two["data"] else ["another dataset, by its fingerprint"],
-        "machine": differing(one, two, MACHINE),
+        "machine": other_machine(one, two),
         "ranks": [] if ranks[0] == ranks[1] else [f"{ranks[0]} / {ranks[1]}"],
     }
 
@@ -122,14 +121,17 @@ def reasons(
 ) -> list[str]:
     """Say what explains a difference. is_known: its samples are named."""
     found = []
-    if names := _listed(unlike["settings"]):
+    if names := listed(unlike["settings"]):
         found.append(f"settings differ: {names}")
-    if names := _listed(unlike["code"]):
+    if names := listed(unlike["code"]):
         found.append("\n    ".join([f"the code differs: {names}", *changed[:_SHOWN]]))
-    if names := _listed(unlike["machine"]):
+    if names := listed(unlike["machine"]):
         found.append(f"the machine differs: {names}: the same sums, rounded otherwise")
     if what == "ranks":
-        found.append("other ranks: the same sums, added up in another order")
+        found.append(
+            "other ranks: the same sums, added up in another order; what a model draws, such as "
+            "dropout, follows from the rank"
+        )
     if what == "left out":
         found.append("a sample or a step failed in one run only: see skipped_samples.jsonl")
     if len(found) > 1 and not is_known:
@@ -137,8 +139,8 @@ def reasons(
     if not found and not is_known:
         found.append(
             "nothing recorded differs: a device that is not deterministic (train both with "
-            "--deterministic), code or data outside of what is hashed, or a memory fault; replay "
-            "both: the run that its replay contradicts is the one at fault"
+            "--deterministic), code, data or variables outside of what is recorded, or a memory "
+            "fault; replay both: the run that its replay contradicts is the one at fault"
         )
     return found
 
@@ -190,27 +192,28 @@ def name_samples(one: Digests, two: Digests, shared: Sequence[int], step: int) -
     try:
         found = differing_samples(one, two, sorted(suspects))
     except ANY_FAILURE as error:  # WHY broad: the user's dataset
-        return [f"the samples can't be read again: {error}", f"it is one of {_listed(suspects)}"]
+        return [f"the samples can't be read again: {error}", f"it is some of {listed(suspects)}"]
     if found:
         return [f"sample {found[0]} differs", *(f"and sample {name}" for name in found[1:_SHOWN])]
     return [
         "read again now, both datasets give the same: one of them has changed since its run",
-        f"it is sample {_listed(sorted(suspects))}"
+        f"it is sample {listed(sorted(suspects))}"
         if len(suspects) == 1
-        else f"it is one of {len(suspects)} samples: {_listed(sorted(suspects))}",
+        else f"it is some of {len(suspects)} samples: {listed(sorted(suspects))}",
     ]
 
 
 def suspects_of(one: Digests, two: Digests, shared: Iterable[int], step: int) -> set[int]:
     """Return the samples that all steps with other bytes share, and no step with equal ones has.
 
-    Of the epochs after the first difference too: each takes the samples in another order.
+    Of the epochs after the first difference too: each takes the samples in another order. If there
+    are none, several samples differ: then those of the first such step.
     """
     orders: dict[int, EpochOrder] = {}
     facts = facts_at(one, step)
     size, seed = int(facts["num_samples"]), int(facts["settings"]["--seed"])
-    suspects: set[int] | None = None
-    innocent: set[int] = set()
+    common: set[int] | None = None
+    first, innocent = set[int](), set[int]()
     for number in shared if size else ():
         a, b = one.step(number), two.step(number)
         if a is None or b is None or (a.start, a.size) != (b.start, b.size):
@@ -218,13 +221,15 @@ def suspects_of(one: Digests, two: Digests, shared: Iterable[int], step: int) ->
         if a.epoch not in orders:
             orders = {a.epoch: EpochOrder(size, seed, a.epoch)}
         for rank in a.batches.keys() & b.batches.keys():
-            first, last = share_of(a.size, rank=rank, world_size=a.world_size)
-            taken = {*orders[a.epoch].take(a.start + first, a.start + last).tolist()}
+            begin, end = share_of(a.size, rank=rank, world_size=a.world_size)
+            taken = {*orders[a.epoch].take(a.start + begin, a.start + end).tolist()}
             if a.batches[rank] == b.batches[rank]:
                 innocent |= taken
-            elif suspects is None or suspects & taken:
-                suspects = taken if suspects is None else suspects & taken
-    return (suspects or set()) - innocent
+                continue
+            common = taken if common is None else common & taken
+            if number == step:
+                first |= taken
+    return (common or set()) - innocent or first - innocent or first
 
 
 def differing_samples(one: Digests, two: Digests, suspects: Sequence[int]) -> list[str]:
@@ -250,9 +255,3 @@ def _bytes_of(batch: Batch) -> list[bytes]:
 
 def _faults(folder: Path) -> int:
     return sum(event.kind in FAULTS for event in read_run(folder).events)
-
-
-def _listed(items: Iterable[object]) -> str:
-    every = [item if isinstance(item, str) else json.dumps(item) for item in items]
-    more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
-    return ", ".join(every[:_SHOWN]) + more

@@ -19,7 +19,7 @@ from hardened_ddp.settings.typed_command import own_command
 
 Json = dict[str, Any]  # Any: JSON
 
-MACHINE = ("torch", "python", "numpy", "device", "kernels", "variables", "tf32", "threads")
+_MACHINE = ("torch", "python", "numpy", "device", "kernels", "variables", "tf32", "threads")
 """The facts of the machine: with others of them the same sums may be rounded otherwise."""
 
 _SPIKE, _BEFORE = 1.5, 5
@@ -204,6 +204,13 @@ def differing(before: Json, now: Json, names: Iterable[str]) -> list[str]:
     """Say which facts differ: threads 1 / 2."""
     pairs = [(name, before.get(name), now.get(name)) for name in names]
     return [f"{name} {one} / {two}" for name, one, two in pairs if one != two]
+
+
+def other_machine(before: Json, now: Json) -> list[str]:
+    """Say what is different of the machine, and of libraries that both have imported."""
+    old, new = before.get("libraries", {}), now.get("libraries", {})
+    shared = old.keys() & new.keys() - {"torch", "numpy"}
+    return differing(before, now, _MACHINE) + differing(old, new, sorted(shared))
 
 
 def in_order(rows: Sequence[Json]) -> list[Json]:

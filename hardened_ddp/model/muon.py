@@ -14,14 +14,13 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from hardened_ddp.errors import OptimizerError
+from hardened_ddp.settings.wording import listed
 
 log = logging.getLogger(__name__)
 
 MUON, ADAMW = "muon", "adamw"
 BY_MUON = "by_muon"
 """The option of a group whose parameters Muon updates."""
-
-_NUM_NAMED = 6
 
 
 class MuonAndAdamW(Optimizer):
@@ -89,8 +88,8 @@ def split_for_muon(
             if not found or (which == MUON and any(named[name].dim() != 2 for name in found)):
                 raise OptimizerError(
                     f"optimizer_args: {which} has {pattern!r}, and the model has "
-                    f"{_some(found) or 'no such parameter'}",
-                    fix=f"name parameters; Muon's have two dimensions: {_some([*named])}",
+                    f"{listed(found) or 'no such parameter'}",
+                    fix=f"name parameters; Muon's have two dimensions: {listed([*named])}",
                 )
             matching = {id(named[name]) for name in found}
             chosen = chosen | matching if which == MUON else chosen - matching
@@ -100,7 +99,7 @@ def split_for_muon(
             "--optimizer muon: no matrix for Muon, apart from embeddings and the output layer",
             fix="choose --optimizer adamw, or name them: --optimizer_args '{muon: [\"*weight\"]}'",
         )
-    log.info("muon updates %s; adamw %s", _some(by[1]), _some(by[0]) or "nothing")
+    log.info("muon updates %s; adamw %s", listed(by[1]), listed(by[0]) or "nothing")
     split = [
         {**group, "params": [p for p in group["params"] if (id(p) in chosen) == which]}
         | {BY_MUON: which}
@@ -108,8 +107,3 @@ def split_for_muon(
         for which in (True, False)
     ]
     return [group for group in split if group["params"]]
-
-
-def _some(names: Sequence[str]) -> str:
-    left = len(names) - _NUM_NAMED
-    return ", ".join(names[:_NUM_NAMED]) + (f" and {left} more" if left > 0 else "")

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -33,8 +33,6 @@ from hardened_ddp.training.survivor_save import COPY_LIMIT_S
 
 log = logging.getLogger(__name__)
 
-Undo = Literal["auto", "all"]
-
 NUM_FIRST, INSPECTED_EVERY = 2, 64
 """Bodies in which all is copied and compared: the first ones after each start, then one of some."""
 
@@ -42,7 +40,7 @@ NUM_FIRST, INSPECTED_EVERY = 2, 64
 class LastCommit:
     """The state at the last commit. One lock keeps a thread that saves apart from the loop."""
 
-    def __init__(self, registry: Registry, device: torch.device, *, undo: Undo) -> None:
+    def __init__(self, registry: Registry, device: torch.device) -> None:
         self.registry = registry
         self.lock = threading.Lock()
         """Held while the state of a commit is noted, and by whoever saves it: then for good."""
@@ -50,7 +48,6 @@ class LastCommit:
         self.step = 0
         self.place: Mapping[str, Any] = {}  # Any: JSON
         self.tree: Tree = None
-        self._undo = undo
         self._is_gpu = device.type == "cuda"
         self._device = device
         self._live: Tensors = {}
@@ -86,9 +83,8 @@ class LastCommit:
             self._buffers = {name for b in buffers for name in self._names.get(id(b), ())}
             count = self._num_bodies
             self._num_bodies += 1
-            is_all = count < NUM_FIRST or count % INSPECTED_EVERY == 0 or self._undo == "all"
-            self.is_inspected = is_all and self._undo == "auto"
-            names = self._live.keys() if is_all else self._needed | self._buffers
+            self.is_inspected = count < NUM_FIRST or count % INSPECTED_EVERY == 0
+            names = self._live.keys() if self.is_inspected else self._needed | self._buffers
             self._copy(names & self._live.keys())
             self._stamps = {name: _stamp(tensor) for name, tensor in self._live.items()}
             self._updated, self._first_update = set(), None
@@ -110,8 +106,7 @@ class LastCommit:
 
     def before_forward(self) -> None:
         """Learn what has to be copied at commits: the next all-reduce may lose a rank."""
-        if self._undo == "auto":
-            self._needed |= self.written() | self._unseen()
+        self._needed |= self.written() | self._unseen()
 
     def _unseen(self) -> set[str]:
         """Name what was written since the commit without a stamp, in a body that is inspected."""

@@ -44,7 +44,7 @@ from hardened_ddp.guard.divergence import compare_replicas
 from hardened_ddp.guard.hang import HangWatch, Subject
 from hardened_ddp.guard.stop import StopRequest
 from hardened_ddp.own_loop.batches import Batch, Streams, ledger_start
-from hardened_ddp.own_loop.last_commit import NUM_FIRST, LastCommit, Undo
+from hardened_ddp.own_loop.last_commit import NUM_FIRST, LastCommit
 from hardened_ddp.own_loop.registry import Registry
 from hardened_ddp.ranks.group import Group, adopt_group, open_group, place_in_group
 from hardened_ddp.ranks.launch import (
@@ -102,7 +102,6 @@ def protect(
     seed: int = 0,
     save_every: int | Literal["auto"] = "auto",
     keep_last: int = 3,
-    undo: Undo = "auto",
     exact_resume: bool = False,
     hang_after_s: float = 60.0,
     timeout_s: float = 1800.0,
@@ -112,9 +111,9 @@ def protect(
     """Protect the loop inside, whose state is in folder and in these objects. Collective.
 
     Loads the newest valid checkpoint into the objects, in place. save_every: commits between two
-    checkpoints. undo: all copies the whole state at each commit. exact_resume: do the first body
-    after a resume twice: DDP sums the first backward of three ranks and more in another order.
-    timeout_s: how long commits wait for other ranks. The others: see ddp_training.py --help.
+    checkpoints. exact_resume: do the first body after a resume twice: DDP sums the first backward
+    of three ranks and more in another order. timeout_s: how long commits wait for other ranks. The
+    others: see ddp_training.py --help.
     Raises Stopped after a stop, and Failed, which the log explains, or the error of the body.
     """
     if _active:
@@ -126,7 +125,7 @@ def protect(
         group = _join(launch, state, timeout_s=timeout_s, tracker=tracker)  # collective
         launch = group.launch
         with errors_told(group):
-            last = LastCommit(Registry(state), group.device, undo=undo)
+            last = LastCommit(Registry(state), group.device)
             with (
                 StopRequest(group, digest=last.digest) as stop,
                 open_folder(Path(folder), group, keep_last=keep_last) as run,  # collective

@@ -30,7 +30,7 @@ from hardened_ddp.preflight.forward_collectives import find_collectives, watchin
 from hardened_ddp.preflight.trial import Refusal, Trial, fix_by, try_on_all_ranks
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.config import FindUnused, TaskConfig
-from hardened_ddp.settings.wording import counted
+from hardened_ddp.settings.wording import counted, listed
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.task.build import CHOICES, build_task, task_that_fits
 from hardened_ddp.task.first_batch import refuse_late_buffers, saved_shapes, warn_of_unsaved
@@ -299,7 +299,7 @@ def _unused(everyone: Sequence[Sequence[dict[str, Any]]]) -> str:
     unused = sorted({name for names in of_ranks for name in names})
     if not unused:
         return ""
-    where = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
+    where = listed(unused)
     if any(names != unused for names in of_ranks):
         parts = [f"rank {r}: {', '.join(names[:8]) or 'none'}" for r, names in enumerate(of_ranks)]
         where = "; ".join(parts)

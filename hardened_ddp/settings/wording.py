@@ -116,6 +116,13 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def listed(names: Iterable[object], most: int = 8) -> str:
+    """Write names in a row, so many of them: a, b and 3 more."""
+    every = list(map(str, names))
+    rest = f" and {len(every) - most} more" if len(every) > most else ""
+    return ", ".join(every[:most]) + rest
+
+
 def advice(name: str, known: Iterable[str], *, prefix: str = "") -> str:
     """Say what to write instead of a name that does not exist."""
     if name in (*TORCHRUN_OPTIONS, *TORCHRUN_SWITCHES):

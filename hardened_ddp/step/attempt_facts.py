@@ -51,6 +51,10 @@ def facts_of_attempt(parts: Parts, *, keep_in: Path | None = None) -> dict[str, 
         facts["tf32"] = [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32]
     if parts.group.is_main:
         facts |= {"settings": agreed_settings(parts.config), "code": code_in_use(keep_in)}
+        versions = {
+            n: vars(m).get("__version__") for n, m in [*sys.modules.items()] if "." not in n
+        }
+        facts["libraries"] = {n: v for n, v in sorted(versions.items()) if isinstance(v, str)}
     return facts
 
 

@@ -24,6 +24,7 @@ from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.config import ModelConfig
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME
 from hardened_ddp.settings.typed_command import python_command
+from hardened_ddp.settings.wording import listed
 
 log = logging.getLogger(__name__)
 
@@ -105,10 +106,10 @@ def fit_weights(
         if name not in fitting
     ]
     if not fitting:
-        reasons = f"; {_some(other_shape, _FEW)}" if other_shape else ""
+        reasons = f"; {listed(other_shape, _FEW)}" if other_shape else ""
         raise CheckpointMismatchError(
             f"--init_from {path}: none of its {len(found)} tensors fits the {len(live)} of the "
-            f"model. It has {_some(found, _FEW)}; the model needs {_some(live, _FEW)}{reasons}",
+            f"model. It has {listed(found, _FEW)}; the model needs {listed(live, _FEW)}{reasons}",
             fix="give the weights of this model, or of one that shares some layers by name",
         )
     # WHY by address: of tied weights a file has one name, and the model has two.
@@ -131,7 +132,7 @@ def fit_weights(
             if tensor.dtype != live[name].dtype
         ],
     }
-    lines = [f" {what}: {_some(names, _MOST_NAMED)}" for what, names in parts.items() if names]
+    lines = [f" {what}: {listed(names, _MOST_NAMED)}" for what, names in parts.items() if names]
     return fitting, [told, *lines]
 
 
@@ -157,7 +158,7 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
         found |= read_tensors(index.parent / name)
     if lost := [name for name in places if name not in found]:
         raise CheckpointError(
-            f"{index} names {len(lost)} tensors that its files do not hold: {_some(lost, _FEW)}",
+            f"{index} names {len(lost)} tensors that its files do not hold: {listed(lost, _FEW)}",
             fix="copy all files of the folder again",
         )
     return found
@@ -197,12 +198,6 @@ def _renaming_words(drop: str, add: str) -> str:
     words = [f"{drop!r} dropped from" if drop else "", f"{add!r} put before" if add else ""]
     told = " and ".join(filter(None, words))
     return f" ({told} its names)" if told else ""
-
-
-def _some(names: Iterable[str], most: int) -> str:
-    every = list(names)
-    rest = f" and {len(every) - most} more" if len(every) > most else ""
-    return ", ".join(every[:most]) + rest
 
 
 def model_tensors(

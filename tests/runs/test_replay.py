@@ -19,7 +19,7 @@ from torch import nn
 from ddp_runs import replay as replaying
 from ddp_runs.replay import Wish, replay, told
 from ddp_runs.replay_bisect import run_bisect
-from ddp_runs.replay_diff import run_diff
+from ddp_runs.replay_diff import differences, facts_at, run_diff, suspects_of
 from ddp_runs.replay_records import read_digests
 from ddp_runs.report_plots import marks_of
 from ddp_runs.run_files import read_run
@@ -419,6 +419,14 @@ def test_the_sample_is_named_of_which_a_byte_differs(tmp_path: Path) -> None:
     text = parted(*runs)
     assert "one of them has changed since its run" in text
     assert "it is sample 29" in text
+    one, two = map(read_digests, runs)
+    for number in one.numbers():  # as if all samples were others
+        two.step(number).batches[0] += 1
+    assert suspects_of(one, two, one.numbers(), 2) == {*EpochOrder(48, 0, 0).take(8, 12).tolist()}
+    two.starts[0].facts["libraries"]["yaml"] = "0.1"
+    assert any(
+        "yaml" in text for text in differences(facts_at(one, 0), facts_at(two, 0))["machine"]
+    )
 
 
 @pytest.mark.slow
