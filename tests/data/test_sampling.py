@@ -1,5 +1,6 @@
 """--sampling and mix: which samples an epoch has, from any cursor, and the ledger proves it."""
 
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,14 @@ def test_weights_of_a_file(form: str, tmp_path: Path) -> None:
     np.savetxt(tmp_path / "few.txt", weights[1:])
     with pytest.raises(DataError, match="has 99 numbers for 100 samples"):
         sampling_of(f"weights:{tmp_path / 'few.txt'}")
+    np.savez(tmp_path / "several.npz", weights)
+    (tmp_path / "several.npz").rename(tmp_path / "several.npy")
+    with pytest.raises(DataError, match="can't be read"):
+        sampling_of(f"weights:{tmp_path / 'several.npy'}")
+    for number in (1e308, np.nan, np.inf, 0.0):  # the sum of the first is infinite
+        np.save(tmp_path / "odd.npy", np.full(100, number))
+        with pytest.raises(DataError, match="or some below 0, NaN, or all 0"):
+            sampling_of(f"weights:{tmp_path / 'odd.npy'}")
 
 
 def test_a_function_of_ones_own_gives_the_order_or_is_refused() -> None:
@@ -168,6 +177,11 @@ def test_an_epoch_of_a_mix_ends_as_its_rule_says(ends: str, length: int, counts:
     assert samples != sorted(samples)
 
 
+def test_a_mix_with_weights_that_are_too_far_apart_is_refused() -> None:
+    with pytest.raises(DataError, match=r"an epoch has 7.5e\+10 samples"):
+        sampling_of("none", Mix([range(75), range(60)], [1e-9, 1.0], "all"))
+
+
 @pytest.mark.parametrize("ends", ["first", "all"])
 def test_a_mix_with_an_empty_part_is_refused(ends: str) -> None:
     with pytest.raises(DataError, match="part 2 has no samples"):
@@ -188,7 +202,9 @@ def test_a_mix_has_the_classes_and_tests_of_its_parts_and_refuses_others() -> No
     wrong = [
         ({"weights": [1]}, "weights .1."),
         ({"ends": "sometime"}, "ends 'sometime'"),
-        ({"args": [{}]}, "2 data sets and 1 args"),
+        ({"args": [{}]}, "2 data sets and args"),
+        ({"args": [3, 4]}, "2 data sets and args"),
+        ({"weights": [1, math.inf]}, "weights .1, inf"),
         ({"shares": [1, 2]}, "does not take dataset_args"),
     ]
     for arguments, told in wrong:

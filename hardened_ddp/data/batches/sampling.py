@@ -193,15 +193,11 @@ def _read_weights(path: Path, size: int | None) -> Floats:
     try:
         found = np.load(path) if path.suffix == ".npy" else np.loadtxt(path, ndmin=1)
         weights: Floats = found.astype(np.float64)
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, AttributeError) as error:  # of an archive, the last
         raise DataError(f"{told} can't be read: {error}", fix=fix) from error
-    is_finite = bool(np.isfinite(weights).all()) and weights.size > 0
-    if (
-        weights.shape != (size or weights.size,)
-        or not is_finite
-        or weights.min() < 0
-        or not weights.any()
-    ):
+    is_row = weights.shape == (size or weights.size,)
+    bound = float(weights.max(initial=0.0)) * weights.size  # of their sum
+    if not is_row or not 0 < bound < np.inf or weights.min() < 0:
         what = f"{weights.size} numbers" + (f" for {size} samples" if size else "")
         raise DataError(f"{told} has {what}, or some below 0, NaN, or all 0", fix=fix)
     return weights

@@ -22,6 +22,9 @@ from hardened_ddp.errors import DataError
 from hardened_ddp.settings.config import DataConfig
 
 PREFIX = "mix:"
+MOST_SAMPLES = 2**31
+"""Of an epoch: what a computer can shuffle."""
+
 _ENDS = ("first", "all", "steps")
 Open = Callable[..., Dataset[Any] | None]  # Any: whatever a sample is
 
@@ -70,6 +73,11 @@ class Mix(Dataset[Any]):
             length = int(min(lengths) + 1e-9)
         elif self.ends == "all":  # so does the last one; the others begin again
             length = math.ceil(max(lengths) - 1e-9)
+        if length > MOST_SAMPLES:
+            raise DataError(
+                f"dataset mix: with these weights an epoch has {length:.2g} samples",
+                fix="give weights that are nearer to each other, or ends: steps",
+            )
         return counts_by_weight(shares, length)
 
 
@@ -77,9 +85,10 @@ def parts_of(config: DataConfig) -> list[DataConfig]:
     """Return the settings of each part. Raises DataError."""
     names = [name.strip() for name in config.dataset.removeprefix(PREFIX).split(",")]
     given = config.dataset_args.get("args", [{}] * len(names))
-    if len(names) < 2 or not all(names) or len(given) != len(names):
+    is_list = isinstance(given, list | tuple) and all(isinstance(own, Mapping) for own in given)
+    if len(names) < 2 or not all(names) or not is_list or len(given) != len(names):
         raise DataError(
-            f"dataset {config.dataset}: it has {len(names)} data sets and {len(given)} args",
+            f"dataset {config.dataset}: it has {len(names)} data sets and args {given!r:.80}",
             fix="--dataset mix:NAME,NAME --dataset_args '{weights: [3, 1], args: [{}, {}]}'",
         )
     return [
@@ -113,7 +122,8 @@ def open_mix(
             fix="give all parts the same classes in the same order",
         )
     shares = [float(w) for w in weights] or [float(len(part)) for part in parts]  # type: ignore[arg-type]  # map-style
-    if len(shares) != len(settings) or min(shares) <= 0 or ends not in _ENDS:
+    is_share = all(0 < share < math.inf for share in shares)
+    if len(shares) != len(settings) or not is_share or ends not in _ENDS:
         raise DataError(
             f"dataset mix: weights {list(weights)}, ends {ends!r}",
             fix=f"a weight above 0 for each part; ends: {', '.join(_ENDS)}",
