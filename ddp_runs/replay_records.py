@@ -146,21 +146,12 @@ def _steps_of(ranks: Mapping[int, tuple[Json, bytes]]) -> dict[int, Step]:
     world_size = int(ranks[0][0]["world_size"])
     for rank, (_, raw) in sorted(ranks.items()):
         for at in range(0, len(raw) - RECORD.size + 1, RECORD.size):
-            number, epoch, limit, start, size, left_out, *rest = RECORD.unpack_from(raw, at)
-            low, high, batches, loss, count, norm, rate = rest
+            number, *place, left_out, low, high, batches, loss, count, norm, rate = (
+                RECORD.unpack_from(raw, at)
+            )
             if rank == 0:
-                steps[number] = Step(
-                    number,
-                    world_size,
-                    epoch,
-                    limit,
-                    start,
-                    size,
-                    bool(left_out),
-                    (low, high),
-                    norm,
-                    rate,
-                )
+                facts = (*place, bool(left_out), (low, high), norm, rate)
+                steps[number] = Step(number, world_size, *facts)
             if number in steps:
                 step = steps[number]
                 step.batches[rank], step.losses[rank], step.counts[rank] = batches, loss, count

@@ -4,6 +4,7 @@ Owns what can be saved so: tensors, arrays, numbers, text, None; lists, tuples a
 Of optimizers and schedulers (schedule.py), and of what own loops register (own_loop/registry.py).
 """
 
+import ast
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -50,7 +51,7 @@ def pack(
         copy = np.zeros(value.shape, dtype)
         copy[...] = value
         tensors[name] = torch.from_numpy(copy.reshape(-1).view(np.uint8))
-        return {"records": [name, dtype_to_descr(dtype), value.shape]}
+        return {"records": [name, repr(dtype_to_descr(dtype)), value.shape]}
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
         return {"scalar": [value.dtype.str, value.item()]}
     if kind in (list, tuple):
@@ -81,7 +82,7 @@ def unpack(tree: Tree, tensors: Mapping[str, torch.Tensor]) -> Any:  # Any: as i
         return tensors[content].numpy().copy()
     if kind == "records":
         name, dtype, shape = content
-        values = np.zeros(shape, descr_to_dtype(_tuples(dtype)))
+        values = np.zeros(shape, descr_to_dtype(ast.literal_eval(dtype)))
         values.reshape(-1).view(np.uint8)[:] = tensors[name].numpy()
         return values
     if kind == "scalar":
@@ -90,13 +91,6 @@ def unpack(tree: Tree, tensors: Mapping[str, torch.Tensor]) -> Any:  # Any: as i
         parts = [unpack(part, tensors) for part in content]
         return parts if kind == "list" else tuple(parts)
     return MAPPINGS[kind]({key: unpack(part, tensors) for key, part in content})
-
-
-def _tuples(descr: Any) -> Any:  # Any: of numpy
-    """Give the description of a dtype the tuples that JSON made lists of."""
-    if isinstance(descr, str):
-        return descr
-    return [(name, _tuples(kind), *map(tuple, shape)) for name, kind, *shape in descr]
 
 
 def _free(name: str, tensors: Mapping[str, torch.Tensor]) -> str:

@@ -81,9 +81,6 @@ from hardened_ddp.training.survivor_save import (
 
 log = logging.getLogger(__name__)
 
-MANY_UPDATES = 1000
-"""Updates without a commit, at which a warning says that nothing would be saved."""
-
 _active: list[Path] = []
 
 
@@ -209,7 +206,7 @@ class OwnLoop:
         self.ending = Ending.FAILED
         self._num_epochs = self._num_steps = 0
         self._is_in_body = self._has_forward = False
-        self._num_commits = self._num_updates = 0  # the latter since the last commit
+        self._num_commits = 0
         self._strangers: set[str] = set()
         self._hooks: list[Any] = []  # Any: torch's handles
         start = self._group.run_on_main(  # collective
@@ -235,8 +232,10 @@ class OwnLoop:
         while self.epoch < count:
             yield self.epoch
             self._streams.place.end_epoch()
-        if self.step and self._last.written():  # after the last batch, such as an average
-            self.commit()  # collective
+            if not self.step:
+                self._refuse_written()
+            elif self.epoch == count and self._last.written():  # such as an average
+                self.commit()  # collective
 
     def batches(
         self, loader: DataLoader[Any], *, name: str = "data", repeat: bool = False
@@ -281,7 +280,6 @@ class OwnLoop:
         self._sync_buffers()  # collective
         self._streams.write(is_commit=True)
         self._num_commits += 1
-        self._num_updates = 0
         if self._streams.is_rehearsal:
             self._end_rehearsal()
             return
@@ -361,13 +359,16 @@ class OwnLoop:
 
     def finish(self) -> None:
         """Save the last commit at the end of the loop. Collective: all ranks."""
+        self._refuse_written()
+        self._group.check_equal({"the number of commits": str(self.step)})  # collective
+        self.save_last()
+
+    def _refuse_written(self) -> None:
         if written := self._last.written():
             raise OwnLoopError(
                 f"{min(written)} was written after the last commit, and would be lost",
                 fix="end each body with run.commit()",
             )
-        self._group.check_equal({"the number of commits": str(self.step)})  # collective
-        self.save_last()
 
     def save_last(self) -> None:
         """Write the last commit and wait until it is on the disk. Rank-local."""
@@ -427,9 +428,6 @@ class OwnLoop:
         found = self._last.before_update(optimizer, name)
         if found and not name:
             self._strangers.add(type(optimizer).__name__)
-        self._num_updates += bool(found)
-        if self._num_updates == MANY_UPDATES:
-            log.warning("%d updates and no run.commit(): nothing would be saved", MANY_UPDATES)
 
     @torch.no_grad()
     def _sync_buffers(self) -> None:

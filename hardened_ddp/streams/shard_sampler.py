@@ -12,6 +12,7 @@ import numpy as np
 
 from hardened_ddp.data.batches.run_length import RunLength
 from hardened_ddp.errors import CheckpointMismatchError
+from hardened_ddp.settings.wording import listed
 from hardened_ddp.streams.contract import Stream, changes, sizes_of
 from hardened_ddp.streams.planner import StreamPosition, deal, id_of, shard_order
 
@@ -145,10 +146,7 @@ class ShardSampler:
         ]
         changed = changes(saved["digests"], self.digests)
         if changed:
-            more = f", and {len(changed) - 4} more" if len(changed) > 4 else ""
-            found.append(
-                f"since the checkpoint, of the stream's files {', '.join(changed[:4])}{more}"
-            )
+            found.append(f"since the checkpoint, of the stream's files {listed(changed, 4)}")
         return found
 
     def restore(self, saved: Any, *, epoch: int, cursor: int) -> None:  # Any: JSON

@@ -16,7 +16,7 @@ from hardened_ddp.settings.layers import RUN, Resolved
 from hardened_ddp.settings.record import yaml_word
 from hardened_ddp.settings.rules import DEFAULT
 from hardened_ddp.settings.schema import SETTINGS, flatten
-from hardened_ddp.settings.wording import counted
+from hardened_ddp.settings.wording import counted, listed
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
 
@@ -90,7 +90,7 @@ def changed_settings(settings: Resolved) -> list[str]:
         groups.setdefault(place, []).append(
             f"{name} {word}" + (f" (line {line})" if is_file else "")
         )
-    return [f"{place}: {', '.join(_shortened(named))}" for place, named in groups.items()]
+    return [f"{place}: {listed(named, _MAX_NAMED)}" for place, named in groups.items()]
 
 
 def not_used_line(settings: Resolved) -> str:
@@ -98,14 +98,9 @@ def not_used_line(settings: Resolved) -> str:
     named = [f"{name} ({place})" for name, place in settings.not_used.items()]
     flag = f"--{next(iter(settings.not_used))} VALUE"
     return (
-        f"not used: {', '.join(_shortened(named))}: the continued run keeps its own values; "
+        f"not used: {listed(named, _MAX_NAMED)}: the continued run keeps its own values; "
         f"to change one, give it as a flag: {flag}"
     )
-
-
-def _shortened(named: list[str]) -> list[str]:
-    left = len(named) - _MAX_NAMED
-    return named if left <= 0 else [*named[:_MAX_NAMED], f"and {left} more"]
 
 
 def _ranks_line(parts: Parts) -> str:
