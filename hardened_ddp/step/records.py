@@ -47,7 +47,6 @@ _BATCH_BYTES = 1 << 20  # of the batches of a step that are read for the digest
 _JOINED_BYTES = {"cpu": 1 << 20, "cuda": 1 << 26}  # a share of more is not copied into one tensor
 _DEVICE_WORDS = 1 << 20  # of the tables on a GPU
 _KEEP_BYTES = 1 << 22
-_ON_DEVICE = -math.inf  # in a row: the number is on the device
 
 
 class Records:
@@ -164,15 +163,9 @@ class Records:
         if len(self._rows) == len(pairs):
             self._read()
         place = len(self._rows)
-        if isinstance(numbers, torch.Tensor):
-            pairs[place].copy_(numbers)
-        row[9:12] = 0.0, 0.0, math.nan
+        pairs[place] = numbers if isinstance(numbers, torch.Tensor) else 0  # not of a step before
         for column, value in enumerate((sum(attempt.losses), attempt.count, attempt.norm)):
-            if isinstance(value, torch.Tensor):
-                floats[place, column].copy_(value)
-                row[9 + column] = _ON_DEVICE
-            else:
-                row[9 + column] = float(value)
+            floats[place, column] = value
         self._rows.append(row)
 
     def _of_batches(self, batches: Sequence[Batch]) -> int:
@@ -240,10 +233,7 @@ class Records:
             return
         pairs, floats = (numbers[: len(rows)].tolist() for numbers in self._waiting)
         for row, pair, values in zip(rows, pairs, floats, strict=True):
-            row[6:8] = pair
-            row[9:12] = [
-                v if r == _ON_DEVICE else r for r, v in zip(row[9:12], values, strict=True)
-            ]
+            row[6:8], row[9:12] = pair, values
             self.sink.add(RECORD.pack(*row))
         self.sink.flush()
 

@@ -10,7 +10,8 @@ import shutil
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
+from types import SimpleNamespace
+from typing import Literal, cast
 
 import pytest
 import torch
@@ -28,8 +29,11 @@ from hardened_ddp.checkpoint.folder import choose_drops
 from hardened_ddp.data.batches.ledger import DIGESTS, RECORD
 from hardened_ddp.data.batches.sampler import EpochOrder
 from hardened_ddp.errors import ConfigError, HardenedError, RunFolderError
+from hardened_ddp.reporting.sinks import FileSink
 from hardened_ddp.settings.cli import parse
-from hardened_ddp.step.records import shares_of
+from hardened_ddp.step.gradient import Attempt
+from hardened_ddp.step.parts import Parts
+from hardened_ddp.step.records import Records, shares_of
 from tests.harness.ranks import run_trainer_forked, train
 from tests.plugins import Points
 
@@ -482,3 +486,19 @@ def test_milestones_are_spread_over_the_run_and_none_that_was_dropped_is_wanted_
         assert len(steps) <= 3 + 8
     gaps = [a - b for a, b in zip(steps[2:], [*steps[3:], 0], strict=True)]
     assert max(gaps) <= 20_000 / 4
+
+
+def test_numbers_that_wait_on_a_device_are_those_of_their_step() -> None:
+    loop = SimpleNamespace(log_interval=2)
+    parts = SimpleNamespace(config=SimpleNamespace(loop=loop), device=torch.device("cpu"))
+    records, written = Records.__new__(Records), list[tuple[float, ...]]()
+    records._parts, records._rows, records._waiting = cast(Parts, parts), [], None
+    sink = SimpleNamespace(add=lambda raw: written.append(RECORD.unpack(raw)), flush=lambda: None)
+    records.sink = cast(FileSink, sink)
+    pair, loss = torch.tensor([5, 2**62]), torch.tensor(0.5)
+    for step, numbers in enumerate((pair, pair, [0, 0])):
+        attempt = SimpleNamespace(losses=[loss, 2.0], count=4, norm=torch.tensor(step))
+        records._queue([step, *[0] * 11, 0.1], numbers, cast(Attempt, attempt))
+        records._read()
+    assert [row[6:8] for row in written] == [(5, 2**62), (5, 2**62), (0, 0)]
+    assert [row[9:12] for row in written] == [(2.5, 4.0, step) for step in (0.0, 1.0, 2.0)]
