@@ -8,7 +8,7 @@ Read next: replay.py, which writes the plan and reads what is found.
 import json
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -77,12 +77,7 @@ class Replay:
         run, plan = self.run, self.plan
         detail, blame_from = plan["detail"], plan["blame_from"]
         state: Saved | None = None
-        windows = run.windows()
-        for window, batches in windows:
-            step = run.progress.step
-            if window is None:
-                run.stepper.end_epoch()
-                continue
+        for step, window, batches in self._steps():
             if step > plan["last"]:
                 return
             if state is None and step == (detail if blame_from is None else blame_from):
@@ -102,6 +97,14 @@ class Replay:
             end = self._state()
             self._try_without(state)
             run.progress.go_back_to(restore(self.parts, end))  # collective: this is saved
+
+    def _steps(self) -> Iterator[tuple[int, Window, Sequence[Batch]]]:
+        """Yield the steps from here on, over the ends of epochs."""
+        for window, batches in self.run.windows():
+            if window is None:
+                self.run.stepper.end_epoch()
+            else:
+                yield self.run.progress.step, window, batches
 
     def do(
         self,
@@ -264,11 +267,7 @@ class Replay:
         run, found = self.run, list[Found]()
         run.progress.go_back_to(restore(self.parts, state))  # collective
         run.stepper.start_over()
-        for window, batches in run.windows():
-            step = run.progress.step
-            if window is None:
-                run.stepper.end_epoch()
-                continue
+        for step, window, batches in self._steps():
             if looks and step == at:
                 rows = self.parts.group.gather_json(self.look_at(batches))  # collective
                 return [row for own in rows for row in own]

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 from ddp_runs import report_plots
 from ddp_runs.report_plots import ACCOUNT, Figure, moment
 from ddp_runs.run_files import RunView, read_run
-from ddp_runs.watch import duration, first_of
+from ddp_runs.watch import duration
 from hardened_ddp.errors import MissingPackageError, RunFolderError
 from hardened_ddp.reporting.goodput import num_attempts
 from hardened_ddp.reporting.run_json import number_of
@@ -29,7 +29,7 @@ from hardened_ddp.settings.earlier_run import find_folder
 from hardened_ddp.settings.record import yaml_word
 from hardened_ddp.settings.schema import flatten
 from hardened_ddp.settings.typed_command import pip_command
-from hardened_ddp.settings.wording import as_typed, counted, printable
+from hardened_ddp.settings.wording import as_typed, counted, listed, printable
 
 _MOST_ROWS = 300
 _MOST_SIZES = 6
@@ -257,7 +257,7 @@ def _facts_of(run: RunView) -> dict[str, str]:
     results = ", ".join(f"{name} {values[-1]:.5g}" for name, (_, values) in run.tested.items())
     wall_s = account.get("wall", 0.0)
     wall = f"{wall_s:,.1f} s" if wall_s < 3600 else f"{timedelta(seconds=round(wall_s))} h"
-    saved = first_of([step for step, _ in run.checkpoints], 16) or "none"
+    saved = listed([step for step, _ in run.checkpoints], 16) or "none"
     settings = {name: value.strip("'\"") for name, value, _ in run.settings}
     return {
         "folder": str(run.folder),
@@ -291,7 +291,7 @@ def _one_run(name: str, run: RunView, figures: list[Figure]) -> str:
             f"{moment(e.time)[:19]} UTC",
             "" if e.step is None else str(e.step),
             e.kind,
-            first_of(e.ranks, 16),
+            listed(e.ranks, 16),
             e.text,
         ]
         for e in run.events

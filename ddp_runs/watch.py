@@ -21,7 +21,7 @@ from hardened_ddp.reporting.rank_status import WAITS, RankStatus
 from hardened_ddp.reporting.run_json import number_of
 from hardened_ddp.settings.earlier_run import find_folder
 from hardened_ddp.settings.typed_command import own_command, pip_command
-from hardened_ddp.settings.wording import as_typed, printable, shown
+from hardened_ddp.settings.wording import as_typed, listed, printable, shown
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -283,13 +283,8 @@ def _lines(run: RunView, bars: str, width: int) -> list[str]:
 
 
 def ranks_of(numbers: Sequence[int]) -> str:
-    """Name some ranks: rank 3, ranks 0, 1, ranks 0, 1, 2, 3 ..."""
-    return f"rank{'s' * (len(numbers) != 1)} {first_of(numbers, 4)}"
-
-
-def first_of(numbers: Sequence[int], most: int) -> str:
-    """List some numbers: 0, 1, 2, 3 ..."""
-    return ", ".join(map(str, numbers[:most])) + " ..." * (len(numbers) > most)
+    """Name some ranks: rank 3, ranks 0, 1, ranks 0, 1, 2, 3 and 4 more."""
+    return f"rank{'s' * (len(numbers) != 1)} {listed(numbers, 4)}"
 
 
 def sparkline(values: Sequence[float], bars: str, *, width: int = _CURVE_WIDTH) -> str:

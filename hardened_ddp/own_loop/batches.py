@@ -152,11 +152,8 @@ class Streams:
             for window in order.windows():
                 tracker.enter(Phase.DATA)
                 step, self._is_over = begin(), False
-                if loader.num_workers:
+                with keeping_random_state():  # WHY: without workers each sample seeds them
                     batch = next(read)
-                else:
-                    with keeping_random_state():  # WHY: reading seeds them for each sample
-                        batch = next(read)
                 tracker.enter(Phase.FORWARD)
                 (share,) = sampler.micro_batches(window)
                 note = (name, step, window.epoch, share)
