@@ -76,7 +76,7 @@ def first_step(
     first: int | None = last
     if not is_recorded:
         first = 0
-        if condition.stays:
+        if condition.name == "weights":  # NaN in them never goes away
             first, last = _between_checkpoints(run, last)
             if first > last:
                 return None, f"the checkpoint of step {first}, the last one, has none"

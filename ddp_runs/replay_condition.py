@@ -62,11 +62,6 @@ class Condition:
             "nan in weights, norm(LAYER) > 9 (of its weights)",
         )
 
-    @property
-    def stays(self) -> bool:
-        """Once it holds, it holds in each later step: NaN in weights never goes away."""
-        return self.name == "weights"
-
     def fits(self, value: float) -> bool:
         """Return whether it holds for a value. NaN holds every one that asks for large numbers."""
         if not self.op:

@@ -193,13 +193,12 @@ def name_samples(one: Digests, two: Digests, shared: Sequence[int], step: int) -
         found = differing_samples(one, two, sorted(suspects))
     except ANY_FAILURE as error:  # WHY broad: the user's dataset
         return [f"the samples can't be read again: {error}", f"it is some of {listed(suspects)}"]
+    some = "sample" if len(suspects) == 1 else f"some of {len(suspects)} samples:"
     if found:
         return [f"sample {found[0]} differs", *(f"and sample {name}" for name in found[1:_SHOWN])]
     return [
         "read again now, both datasets give the same: one of them has changed since its run",
-        f"it is sample {listed(sorted(suspects))}"
-        if len(suspects) == 1
-        else f"it is some of {len(suspects)} samples: {listed(sorted(suspects))}",
+        f"it is {some} {listed(sorted(suspects))}",
     ]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ddp_runs.replay_condition import Condition, weights_of
-from ddp_runs.replay_records import in_order, other_code
+from ddp_runs.replay_records import in_order
 from hardened_ddp.checkpoint.tensors import specs_of
 from hardened_ddp.data.batches.batch import Batch, split, take
 from hardened_ddp.data.batches.ledger import DIGESTS
@@ -46,7 +46,9 @@ def replay_steps(run: Run, path: Path) -> Ending:
     """Do the steps of a plan, and write what was found. Collective: all ranks."""
     plan: Found = json.loads(path.read_text(encoding="utf-8"))
     facts = facts_of_attempt(run.parts)
-    if plan["checks_code"] and (changed := other_code(plan["facts"], facts)):
+    code, here = plan["facts"].get("code", {}), facts.get("code", {})
+    changed = [name for name in code if name in here and code[name] != here[name]]
+    if plan["checks_code"] and changed:
         raise ConfigError(
             f"step {plan['last']} was done by other code: {', '.join(changed)} changed since",
             fix=f"check out the code of that time, kept in {path.parents[2] / DIGESTS}; or "

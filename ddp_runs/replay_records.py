@@ -19,7 +19,7 @@ from hardened_ddp.settings.typed_command import own_command
 
 Json = dict[str, Any]  # Any: JSON
 
-_MACHINE = ("torch", "python", "numpy", "device", "kernels", "variables", "tf32", "threads")
+_MACHINE = ("python", "device", "kernels", "variables", "tf32", "threads")
 """The facts of the machine: with others of them the same sums may be rounded otherwise."""
 
 _SPIKE, _BEFORE = 1.5, 5
@@ -185,12 +185,6 @@ def spikes_of(run: RunView) -> list[tuple[int, float, str]]:
     return found
 
 
-def other_code(before: Json, now: Json) -> list[str]:
-    """Name the modules whose code is not that of before; those that are not imported are left."""
-    code, here = before.get("code", {}), now.get("code", {})
-    return [name for name in code if name in here and code[name] != here[name]]
-
-
 def differing(before: Json, now: Json, names: Iterable[str]) -> list[str]:
     """Say which facts differ: threads 1 / 2."""
     pairs = [(name, before.get(name), now.get(name)) for name in names]
@@ -200,8 +194,8 @@ def differing(before: Json, now: Json, names: Iterable[str]) -> list[str]:
 def other_machine(before: Json, now: Json) -> list[str]:
     """Say what is different of the machine, and of libraries that both have imported."""
     old, new = before.get("libraries", {}), now.get("libraries", {})
-    shared = old.keys() & new.keys() - {"torch", "numpy"}
-    return differing(before, now, _MACHINE) + differing(old, new, sorted(shared))
+    shared = sorted(old.keys() & new.keys())
+    return differing(before, now, _MACHINE) + differing(old, new, shared)
 
 
 def in_order(rows: Sequence[Json]) -> list[Json]:

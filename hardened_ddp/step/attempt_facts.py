@@ -12,7 +12,6 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from hardened_ddp.ranks.launch import environment
@@ -36,9 +35,7 @@ def facts_of_attempt(parts: Parts, *, keep_in: Path | None = None) -> dict[str, 
         "threads": torch.get_num_threads(),
         "device": _cpu_name(),
         "kernels": torch.backends.cpu.get_cpu_capability(),
-        "torch": torch.__version__,
         "python": platform.python_version(),
-        "numpy": np.__version__,
         "variables": {name: env[name] for name in sorted(_KERNELS & env.keys())},
         "data": parts.data.fingerprint,
         # 0: the samples of a step do not follow from the seed, of a stream or if they are drawn
