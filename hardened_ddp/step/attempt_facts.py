@@ -18,9 +18,6 @@ from hardened_ddp.ranks.launch import environment
 from hardened_ddp.settings.record import agreed_settings
 from hardened_ddp.step.parts import Parts
 
-OWN_CODE = "hardened_ddp"
-"""The name under which all files of this program are hashed together."""
-
 _PACKAGES = {"site-packages", "dist-packages"}
 _KERNELS = {"ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA"}
 _KERNELS |= {"CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE"}
@@ -58,7 +55,7 @@ def facts_of_attempt(parts: Parts, *, keep_in: Path | None = None) -> dict[str, 
 def code_in_use(keep_in: Path | None = None) -> dict[str, str]:
     """Hash each imported module that belongs to no installed package; this program as one."""
     root = Path(__file__).resolve().parents[2]
-    ours = [root / name for name in (OWN_CODE, "ddp_runs", "ddp_doctor", "ddp_drills")]
+    ours = [root / name for name in ("hardened_ddp", "ddp_runs", "ddp_doctor", "ddp_drills")]
     library = Path(sysconfig.get_path("stdlib")).resolve()
     found, left_out = dict[str, str](), {"__main__", "__mp_main__"}
     for name, module in sorted(sys.modules.items()):
@@ -78,7 +75,7 @@ def code_in_use(keep_in: Path | None = None) -> dict[str, str]:
     program = hashlib.sha256()
     for path in sorted(ours[0].rglob("*.py")):
         program.update(path.read_bytes())
-    return found | {OWN_CODE: program.hexdigest()[:16]}
+    return found | {"hardened_ddp": program.hexdigest()[:16]}
 
 
 def hash_of(source: bytes) -> str:
