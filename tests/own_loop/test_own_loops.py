@@ -191,7 +191,7 @@ def test_three_ranks_resume_to_the_same_bits_with_exact_resume_also_at_an_epochs
 ) -> None:
     text = text_of("sam", "protect( -> protect(exact_resume=True, folder=")
     truth = undisturbed(text, 3)
-    launch(text, 3, fault=Fault(act="stop", line=body_of(text)[0])).ok()
+    launch(text, 3, fault=Fault(act="stop", step=1, line=body_of(text)[0])).ok()
     end = truth[0]["step"] // 2
     at_end = Fault(act="raise", step=end, line=body_of(text)[-1] + 1)
     assert 1 in launch(text, 3, fault=at_end).statuses
