@@ -37,6 +37,8 @@ ACCELERATE += ("--mixed_precision=no", "--dynamo_backend=no", "--main_process_po
 OWN = ("--dataset", "benchmarks.faults.task:dataset", "--model", "benchmarks.faults.task:model")
 OWN += ("--batch_size", str(BATCH_SIZE), "--checkpoint_every_steps", str(SAVE_EVERY))
 OWN += ("--run_name", "fault", "--eval_every", "0", "--lr_schedule", "constant")
+# WHY: by default no forward of DDP runs, and a fault would come in the optimizer's step instead
+OWN += ("--no_shared_memory",)
 PROGRAMS = {
     "torch's tutorial": (*TORCHRUN, "--module", "benchmarks.faults.bare"),
     "IterableDataset": (*TORCHRUN, "--module", "benchmarks.faults.bare", "--iterable"),

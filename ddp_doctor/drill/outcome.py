@@ -132,7 +132,8 @@ class Drill:
         if went_on and num_lost:
             self.lost.append(f"{num_lost} steps of work")
         if went_on and parts[-1].end != total and not self.is_resized:
-            self.lost.append(f"ended at step {parts[-1].end} of {total}")
+            more, told = parts[-1].end - total, f"ended at step {parts[-1].end} of {total}"
+            self.lost.append(f"made {more} steps again" if more > 0 else told)
         if not went_on and not self.lost:
             self.unknown.append("where it continued")
 
