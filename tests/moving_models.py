@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.plugins import Made
 
@@ -64,6 +65,18 @@ class ZeroTeacher(Base):
 
     def shift(self, inputs: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.its()(inputs))
+
+
+class AfterUpdates(ZeroTeacher):
+    """The teacher follows in a hook of the optimizer, after its step."""
+
+    def build(self) -> None:
+        super().build()
+        register_optimizer_step_post_hook(lambda *_: self.change(torch.empty(0)))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(torch.tanh(self.body(inputs)) + self.shift(inputs))
+        return logits
 
 
 class ReplacedTeacher(ZeroTeacher):

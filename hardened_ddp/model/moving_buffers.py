@@ -124,8 +124,9 @@ class MovingBuffers:
         # What a forward may change: not the trained weights, nor a large frozen base.
         self.may_move = frozenset(reach.may_move())
         self._bits: dict[str, list[int]] = {}
-        # What is believed still, and has a version; the trained weights too.
+        # What is believed still, and has a version: first what may move, then the trained weights.
         self.watched: list[torch.Tensor] = []
+        self.num_free = 0  # of the first
 
         # WHY kept: to ask each tensor what it is takes the host a microsecond.
         self._homes: list[torch.Tensor | None] = []
@@ -262,11 +263,11 @@ class MovingBuffers:
         homes = {name: self._places[name].home for name in self.names}
         self._weights = [name for name, home in homes.items() if isinstance(home, nn.Parameter)]
         self._buffers = [name for name in homes if not isinstance(homes[name], nn.Parameter)]
-        self.watched = [
-            place.home
-            for place in self._believed_still(self._places).values()
-            if not place.home.is_inference() and not place.is_relocated
-        ]
+        free, trained = list[torch.Tensor](), list[torch.Tensor]()
+        for name, place in self._believed_still(self._places).items():
+            if not place.home.is_inference() and not place.is_relocated:
+                (free if name in self.may_move else trained).append(place.home)
+        self.watched, self.num_free = [*free, *trained], len(free)
 
     def _believed_still(self, places: Mapping[str, Place]) -> dict[str, Place]:
         known = {*self.known, *self._outputs}

@@ -107,20 +107,34 @@ class Writes:
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
-        self._watched: Sequence[torch.Tensor] = ()
+        self._still: Sequence[torch.Tensor] = ()
+        self._watched: Sequence[torch.Tensor] = ()  # these and the inputs
         self._versions: list[int] = []
         # What the last two forwards were the first to write: nothing can put it back.
         self._unsafe: deque[list[str]] = deque([[], []], maxlen=2)
 
     def begin(self, batches: Sequence[Batch]) -> None:
-        """Note the versions of all that is believed still, before a forward of batches."""
+        """Note the versions of all that is believed still, before a forward of batches.
+
+        What was written since the last forward, as by a hook of the optimizer, does move: taken up.
+        """
         inputs = [part for batch in batches for part in (batch.inputs, batch.targets)]
         if not all([isinstance(part, torch.Tensor) for part in inputs]):
             inputs = list(tensors_of(inputs))
         if self._replica.inputs.are_copied:
             inputs = []
-        still = self._replica.buffers.watched
-        self._watched = [*still, *[part for part in inputs if not part.is_inference()]]
+        buffers, before = self._replica.buffers, self._still
+        self._still = buffers.watched
+        if before is self._still:  # nothing was taken up or loaded
+            num, old = buffers.num_free, self._versions
+            now = list(map(_VERSION, before[:num]))
+            if now != old[:num]:
+                pairs = zip(before, now, old, strict=False)
+                written = [tensor for tensor, new, old in pairs if new != old]
+                # unsafe for the last step, whose update an asynchronous device may take back
+                self._unsafe[-1] += buffers.take_up_written(written)
+                self._still = buffers.watched
+        self._watched = [*self._still, *[part for part in inputs if not part.is_inference()]]
         self._versions = list(map(_VERSION, self._watched))
         self._unsafe.append([])
 

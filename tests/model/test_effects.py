@@ -25,6 +25,7 @@ from tests.moving_models import (
     CHANGING,
     CHANGING_IN_PARTS,
     MOVING,
+    AfterUpdates,
     DataTarget,
     HiddenTarget,
     Together,
@@ -67,6 +68,13 @@ def test_what_forward_moves_is_that_of_the_undisturbed_run_after_any_fault(
     told = check(tmp_path, work_of(model), "raise-backward-one", "kill-forward", *others)
     if model is Together:
         assert "can't be put back" not in told, "one of its parts would hide the others"
+
+
+@pytest.mark.slow
+def test_what_a_hook_of_the_optimizer_moves_costs_no_step(tmp_path: Path) -> None:
+    told = check(tmp_path, work_of(AfterUpdates), "raise-backward-one", "nan-once", "kill-forward")
+    assert "can't be put back" not in told
+    assert "for the first time" not in told
 
 
 @pytest.mark.slow
