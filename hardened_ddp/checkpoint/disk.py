@@ -365,6 +365,12 @@ class RunLock:
         os.close(self._descriptor)
         self._descriptor = -1
 
+    def __enter__(self) -> "RunLock":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:

@@ -6,8 +6,7 @@ import shlex
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,15 +22,8 @@ from hardened_ddp.ranks.process import LockHeartbeat, this_process, with_count
 from tests.harness.forks import run_forked
 
 
-@contextmanager
-def held(folder: Path) -> Iterator[RunLock]:
-    lock = RunLock.acquire(folder)
-    yield lock
-    lock.release()
-
-
 def test_a_second_writer_is_refused_with_host_and_pid_of_the_first(tmp_path: Path) -> None:
-    with held(tmp_path):
+    with RunLock.acquire(tmp_path):
         wanted = f"in use by process {os.getpid()} on host {socket.gethostname()}"
 
         def second() -> None:
@@ -124,7 +116,7 @@ def test_a_lock_is_taken_over_only_from_a_process_known_to_be_dead(
 
 
 def test_a_live_process_in_another_container_keeps_its_lock(tmp_path: Path) -> None:
-    with held(tmp_path) as lock:
+    with RunLock.acquire(tmp_path) as lock:
         body = json.loads(lock.path.read_text())
         body["mark"] |= {"namespace": "pid:[1]", "pid": DEAD_PID}
         del body["beats"]
@@ -190,7 +182,7 @@ def test_a_holder_counts_up_and_its_lock_stays_readable(tmp_path: Path) -> None:
 def test_a_process_that_lost_its_lock_while_it_was_stopped_commits_no_checkpoint(
     tmp_path: Path,
 ) -> None:
-    with held(tmp_path) as lock:
+    with RunLock.acquire(tmp_path) as lock:
         store = CheckpointStore(
             tmp_path / "checkpoints",
             keep_last=2,
