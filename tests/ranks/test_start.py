@@ -100,7 +100,7 @@ def test_settings_are_named_with_the_place_that_changed_them(
         "--drop_last --augment"
     )
     [line] = changed_settings(many)
-    assert line.endswith(", and 2 more")
+    assert line.endswith(" and 2 more")
 
 
 @pytest.mark.slow

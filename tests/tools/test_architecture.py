@@ -55,13 +55,13 @@ BUDGETS = {
     "hardened_ddp_command.py": 180,
     "ddp_doctor/*": 13_645,
     "ddp_runs/*": 4_540,
-    "hardened_ddp/*": 32_730,
+    "hardened_ddp/*": 32_735,
     "hardened_ddp/gradients/*": 750,
     "hardened_ddp/settings/*": 2_635,
     "hardened_ddp/step/*": 2_410,
     "hardened_ddp/reporting/*": 1_945,
     "hardened_ddp/task/*": 1_790,
-    "hardened_ddp/checkpoint/*": 2_170,
+    "hardened_ddp/checkpoint/*": 2_175,
     "hardened_ddp/training/*": 3_105,
     "hardened_ddp/export/*": 550,
     "hardened_ddp/model/*": 3_365,
@@ -72,7 +72,7 @@ BUDGETS = {
     "hardened_ddp/streams/*": 2_555,
     "ddp_drills/*": 2_570,
     "launchers/*": 710,
-    "tests/*": 37_575,
+    "tests/*": 37_570,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.
