@@ -278,7 +278,7 @@ MISTAKES = {
         "opt=opt)",
         "opt=opt, draw=__import__('numpy').random.default_rng(dist.get_rank()))",
     ),
-    "the ranks differ at commit 4, in the place in the data\n": (
+    "in the place in the data\n": (
         "run.commit()",
         "run.commit()\n            if run.step == 3 and dist.get_rank():\n                break",
     ),
