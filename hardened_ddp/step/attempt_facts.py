@@ -45,9 +45,9 @@ def facts_of_attempt(parts: Parts, *, keep_in: Path | None = None) -> dict[str, 
         facts["tf32"] = [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32]
     if parts.group.is_main:
         facts |= {"settings": agreed_settings(parts.config), "code": code_in_use(keep_in)}
-        versions = {
-            n: vars(m).get("__version__") for n, m in [*sys.modules.items()] if "." not in n
-        }
+        # WHY not the attribute: a lazy module would import. And None keeps one from being imported.
+        loaded = [(n, getattr(m, "__dict__", {})) for n, m in [*sys.modules.items()]]
+        versions = {name: has.get("__version__") for name, has in loaded if "." not in name}
         facts["libraries"] = {n: v for n, v in sorted(versions.items()) if isinstance(v, str)}
     return facts
 

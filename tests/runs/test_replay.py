@@ -127,6 +127,11 @@ def replayed(run: Path, step: int, **wish: object) -> tuple[replaying.Replayed, 
     return done, "\n".join(told(run, wanted, done))
 
 
+def test_a_package_that_the_program_blocks_has_no_version(tmp_path: Path) -> None:
+    flags = ["--dataset", "tests.plugins:points_without_a_package", "--max_steps", "2"]
+    train([*STEADY, *SMALL, *flags, "--output_dir", tmp_path], 1, launcher="none").ok()
+
+
 @pytest.mark.usefixtures("forked")
 def test_a_step_is_the_same_again_and_tells_what_was_in_it(tmp_path: Path) -> None:
     run = run_of(tmp_path, *SMALL)
