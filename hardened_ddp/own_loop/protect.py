@@ -67,6 +67,7 @@ from hardened_ddp.reporting.status_writer import StatusWriter, Work
 from hardened_ddp.reporting.summary import withdraw_summary, write_summary
 from hardened_ddp.settings.config import RunConfig
 from hardened_ddp.settings.typed_command import SCRIPT
+from hardened_ddp.settings.wording import listed
 from hardened_ddp.step.failure import errors_told
 from hardened_ddp.training.run import Ending
 from hardened_ddp.training.run_folder import RunFolder, open_folder, read_checkpoint
@@ -234,8 +235,17 @@ class OwnLoop:
             self._streams.place.end_epoch()
             if not self.step:
                 self._refuse_written()
-            elif self.epoch == count and self._last.written():  # such as an average
-                self.commit()  # collective
+            elif self.epoch == count:
+                # WHY of all: one rank alone would wait in a commit until the timeout
+                wrote = self._group.gather_json(bool(self._last.written()))  # collective
+                if any(wrote) and not all(wrote):
+                    raise RankMismatchError(
+                        "some ranks alone wrote a registered object after the last batch: rank "
+                        f"{listed(rank for rank, has in enumerate(wrote) if has)}",
+                        fix="write it on all ranks, or do not register it",
+                    )
+                if wrote[0]:  # such as an average
+                    self.commit()  # collective
 
     def batches(
         self, loader: DataLoader[Any], *, name: str = "data", repeat: bool = False

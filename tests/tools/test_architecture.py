@@ -55,7 +55,7 @@ BUDGETS = {
     "hardened_ddp_command.py": 180,
     "ddp_doctor/*": 13_645,
     "ddp_runs/*": 4_540,
-    "hardened_ddp/*": 32_735,
+    "hardened_ddp/*": 32_745,
     "hardened_ddp/gradients/*": 750,
     "hardened_ddp/settings/*": 2_635,
     "hardened_ddp/step/*": 2_410,
@@ -72,7 +72,7 @@ BUDGETS = {
     "hardened_ddp/streams/*": 2_555,
     "ddp_drills/*": 2_570,
     "launchers/*": 710,
-    "tests/*": 37_570,
+    "tests/*": 37_600,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.
