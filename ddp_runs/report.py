@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from ddp_runs import report_plots
 from ddp_runs.report_plots import ACCOUNT, Figure, moment
-from ddp_runs.run_files import RunView, read_run
+from ddp_runs.run_files import RunView, mirror_words, read_run
 from ddp_runs.watch import duration
 from hardened_ddp.errors import MissingPackageError, RunFolderError
 from hardened_ddp.reporting.goodput import num_attempts
@@ -271,6 +271,7 @@ def _facts_of(run: RunView) -> dict[str, str]:
         "faults": ", ".join(run.faults) or "none",
         "samples left out": str(len(run.left_out)),
         "checkpoints": f"{saved}; best: {run.best['step']}" if "step" in run.best else saved,
+        "mirror": mirror_words(run) or "none",
         "data": settings.get("dataset", ""),
         "model": settings.get("model", ""),
     }

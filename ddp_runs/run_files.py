@@ -28,6 +28,7 @@ from hardened_ddp.reporting.run_json import (
 )
 from hardened_ddp.settings.earlier_run import (
     CHECKPOINTS_NAME,
+    MIRROR_STATUS,
     SAVED_SETTINGS,
     STATUS_FOLDER,
     STEP_FOLDER,
@@ -66,6 +67,7 @@ class RunView:
     """The step and the time of each one, oldest first."""
 
     best: Json = field(default_factory=dict)
+    mirror: Json = field(default_factory=dict)
     events: tuple[Event, ...] = ()
     summary: Json = field(default_factory=dict)
     failures: tuple[Json, ...] = ()
@@ -133,6 +135,17 @@ class RunView:
         return [step for step, _ in pairs], [value for _, value in pairs]
 
 
+def mirror_words(run: RunView) -> str:
+    """Say what the newest start has sent to its mirror; empty if it has none."""
+    told = run.mirror
+    if not told:
+        return ""
+    sent, failed = (int(number_of(told, name)) for name in ("num_sent", "num_failed"))
+    newest = f", the newest of step {number_of(told, 'sent_step'):.0f}" if sent else ""
+    problems = f"; tries that failed: {failed}" if failed else ""
+    return f"{sent} sent to {told.get('url', '?')}{newest}{problems}"
+
+
 def resume_command(run: RunView) -> str:
     """Write the command that continues a run on as many ranks, as their status tells it."""
     told = run.main
@@ -175,6 +188,7 @@ def read_run(folder: Path) -> RunView:
         attempts=attempts,
         checkpoints=_read_checkpoints(folder / CHECKPOINTS_NAME, problems),
         best=read_json(folder / CHECKPOINTS_NAME / "best.json", problems),
+        mirror=read_json(folder / MIRROR_STATUS, problems),
         events=read_events(folder, problems, began_at=attempts[0]["began_at"] if attempts else 0.0),
         summary=read_json(folder / "summary.json", problems),
         failures=tuple(read_lines(folder / "failures.jsonl", problems)),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from ddp_runs.replay_records import spikes_of
 from ddp_runs.run_events import FAULTS
-from ddp_runs.run_files import RunView, read_run, resume_command
+from ddp_runs.run_files import RunView, mirror_words, read_run, resume_command
 from hardened_ddp.errors import ConfigError
 from hardened_ddp.reporting.goodput import num_attempts
 from hardened_ddp.reporting.rank_status import WAITS, RankStatus
@@ -271,6 +271,7 @@ def _lines(run: RunView, bars: str, width: int) -> list[str]:
             value = f"{number_of(run.best, 'value'):.4g}"
             saved += f"; best: step {run.best['step']}, {run.best.get('metric', 'value')} {value}"
     lines.append(f"checkpoints {saved}")
+    lines += [f"mirror      {told}"] if (told := mirror_words(run)) else []
     # WHY not in the table: a long message would take the width of every other column
     for event in run.events[-_NEWEST_EVENTS:]:
         lines.append(f"{event.level.lower():<11} {ranks_of(event.ranks)}: {event.text}")

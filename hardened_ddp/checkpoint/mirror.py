@@ -35,8 +35,13 @@ from hardened_ddp.checkpoint.folder import (
 )
 from hardened_ddp.errors import CheckpointError, ConfigError, MissingPackageError, RunFolderError
 from hardened_ddp.ranks.threads import call_within
-from hardened_ddp.reporting.sinks import ReportWriter, write_text
-from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME, SAVED_SETTINGS, STEP_FOLDER
+from hardened_ddp.reporting.sinks import ReportWriter, write_text, write_whole
+from hardened_ddp.settings.earlier_run import (
+    CHECKPOINTS_NAME,
+    MIRROR_STATUS,
+    SAVED_SETTINGS,
+    STEP_FOLDER,
+)
 from hardened_ddp.settings.typed_command import pip_command
 
 log = logging.getLogger(__name__)
@@ -169,6 +174,7 @@ class Mirror:
     _is_over: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _sent: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    _told: dict[str, float] = field(default_factory=dict)
     _writer: ReportWriter = field(
         default_factory=lambda: ReportWriter(flush=lambda: True, name="mirror")
     )
@@ -242,6 +248,7 @@ class Mirror:
                     time.sleep(_PAUSE_S * 2**number)
                 else:
                     self.num_sent += 1
+                    self._note(sent_step=snapshot.step, sent_at=round(time.time(), 3))
                     return
         finally:
             snapshot.remove()
@@ -296,7 +303,16 @@ class Mirror:
 
     def _tell_failure(self, what: str, error: Exception) -> None:
         self.num_failed += 1
+        self._note()
         log.warning("mirror %s: %s: %s: %s", self.url, what, type(error).__name__, error)
+
+    def _note(self, **sent: float) -> None:
+        """Tell the commands watch and report; a full disk costs no more than that."""
+        self._told |= {"num_sent": self.num_sent, "num_failed": self.num_failed, **sent}
+        path = self.folder / MIRROR_STATUS
+        with suppress(OSError):
+            path.parent.mkdir(exist_ok=True)
+            write_whole(path, json.dumps({"url": self.url, **self._told}) + "\n")
 
 
 def mirror_url(mirror: str, run_name: str) -> str:

@@ -16,6 +16,7 @@ from hardened_ddp.settings.wording import nearest, shown
 SAVED_SETTINGS = "config.yaml"
 CHECKPOINTS_NAME = "checkpoints"
 STATUS_FOLDER = "status"
+MIRROR_STATUS = f"{STATUS_FOLDER}/mirror.json"
 # The name of a finished checkpoint: one that is being written, or set aside, has another.
 STEP_FOLDER = re.compile(r"step-([0-9]{9,15})")
 

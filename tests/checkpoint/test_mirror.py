@@ -2,6 +2,7 @@
 
 import filecmp
 import http.client
+import io
 import json
 import os
 import shutil
@@ -17,6 +18,9 @@ from pathlib import Path
 
 import pytest
 
+from ddp_runs.report import page_of
+from ddp_runs.run_files import read_run
+from ddp_runs.watch import run_watch
 from hardened_ddp.checkpoint import mirror as mirror_module
 from hardened_ddp.checkpoint.mirror import Mirror, Objects, check_mirror, fetch, open_mirror
 from hardened_ddp.checkpoint.store import CheckpointStore
@@ -197,6 +201,12 @@ def test_a_store_that_fails_costs_no_step_and_is_tried_again(
     assert (mirror.num_failed, mirror.num_sent) == (3, 2)
     assert "step 1 was not sent: OSError: again" in caplog.text
     assert "mirror: 3 tries failed, 2 sent" in caplog.text
+    told = f"2 sent to {url_of(tmp_path)}, the newest of step 1; tries that failed: 3"
+    run = read_run(tmp_path / "r")
+    seen = io.StringIO()
+    run_watch({"run": str(run.folder), "output_dir": "", "once": "1", "every": "1"}, output=seen)
+    assert f"\nmirror      {told}\n" in seen.getvalue()
+    assert f"<td>{told}</td>" in page_of({"r": run}, "")
 
 
 def test_a_copy_aside_that_fails_leaves_nothing_and_the_next_one_is_sent(
