@@ -18,7 +18,6 @@ from typing import Any
 from ddp_doctor.audit.catalogue import CATALOGUE, Kind
 from ddp_doctor.explain.catalogue import BY_CODE, FAMILIES
 from ddp_doctor.explain.catalogue.python import BUILT_IN, OPERATION, RAISED
-from ddp_doctor.explain.catalogue.stops import FINISHED, SILENT
 from ddp_drills.fault import Fault
 from ddp_drills.faults import all_faults
 from docs.pictures.draw import write_all
@@ -124,8 +123,9 @@ def verdicts_table(kinds: Mapping[str, Kind]) -> str:
 IN_A_TRACEBACK = {
     RAISED.code: "another exception, from a `raise` of the program",
     OPERATION.code: "another exception, from a line of the program without `raise`",
-    SILENT.code: "torchrun's table: one rank failed that printed no exception; the others lost it",
-    FINISHED.code: "torchrun's table: no other failure than lost connections",
+    "stop-silent": "torchrun's table: one rank failed that printed no exception; "
+    "the others lost it",
+    "lost-finished-rank": "torchrun's table: no other failure than lost connections",
     "memory-gpu-others": "`CUDA out of memory`, with numbers that say so",
 }
 """What the log has for a cause that is chosen by the type of an exception."""

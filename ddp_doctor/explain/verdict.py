@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 from ddp_doctor.explain.catalogue import BY_CODE
 from ddp_doctor.explain.catalogue.python import BUILT_IN
-from ddp_doctor.explain.catalogue.stops import FINISHED, SILENT
 from ddp_doctor.explain.collectives import Finding
 from ddp_doctor.explain.collector import Evidence
 from ddp_doctor.explain.endings import (
@@ -39,6 +38,7 @@ _OF_SIGNAL = {
     -2: "stop-interrupt",
     -1: "stop-sighup",
 }
+_SILENT, _FINISHED = BY_CODE["stop-silent"], BY_CODE["lost-finished-rank"]
 _FORCED, _TERMINATED = -9, -15
 _WEAK = Tier.TEARDOWN + 0.5
 
@@ -290,7 +290,7 @@ def _support(
     chosen = [root]
     if root.cause is not None and root.cause.code == HUNG:
         chosen += [Event(kind="stack", tier=root.tier, line=s.line) for s in evidence.stacks[:4]]
-    detail = evidence.error_line if root.cause is SILENT else root.detail
+    detail = evidence.error_line if root.cause is _SILENT else root.detail
     if detail is not None:
         chosen.append(Event(kind="message", tier=root.tier, line=detail))
     chosen += [event for event in events if event.chained is root]  # what became of it
@@ -392,11 +392,11 @@ def silent_ends(events: Sequence[Event], evidence: Evidence) -> list[Event]:
     failed = [ended for ended in table if ended.status > 0]
     silent = [ended for ended in failed if ended.rank not in speakers]
     if len(silent) == 1:
-        return [_exit_event(silent[0], SILENT)]
+        return [_exit_event(silent[0], _SILENT)]
     is_one_node = evidence.num_nodes == 1 and all(e.rank == e.local for e in table)
     if failed and not silent and is_one_node and len(speakers) == len(lost) == len(table):
         line = min((event.line for event in lost), key=lambda line: line.order)
-        return [Event(kind="message", tier=Tier.MISMATCH, line=line, cause=FINISHED)]
+        return [Event(kind="message", tier=Tier.MISMATCH, line=line, cause=_FINISHED)]
     return []
 
 
@@ -411,7 +411,7 @@ def _silent_log(speakers: set[int | None], evidence: Evidence) -> list[Event]:
         return []
     text = f"the log of rank {rank} ends with: {ending.last_text}"
     line = Line(file=name, number=ending.last, text=text, raw=text, rank=rank)
-    return [Event(kind="exit", tier=SILENT.tier, line=line, cause=SILENT, rank=rank)]
+    return [Event(kind="exit", tier=_SILENT.tier, line=line, cause=_SILENT, rank=rank)]
 
 
 def place_events(evidence: Evidence) -> None:

@@ -1,182 +1,143 @@
 """Causes in checkpoints: their names, devices, formats, and who writes them."""
 
-from ddp_doctor.explain.events import Blame, Cause
+from ddp_doctor.explain.catalogue.entries import read_families
 
-CAUSES = (
-    Cause(
-        code="checkpoint-module-prefix",
-        title="the checkpoint's names and the model's differ by the prefix `module.` of DDP",
-        phrases=(r"(?:Missing|Unexpected) key\(s\) in state_dict: .*?\"module\.",),
-        why="It was saved from the DDP wrapper and loaded into the bare model, or the other way "
-        "round",
-        fix="Save model.module.state_dict(), load into the bare model before DDP(model). An old "
-        "file: state = {k.removeprefix('module.'): v for k, v in state.items()} "
-        "(torch.nn.modules.utils.consume_prefix_in_state_dict_if_present).",
-        accelerate="accelerator.unwrap_model(model).state_dict()",
-        lightning="checkpoint['state_dict'] has the names of the LightningModule: "
-        "load_from_checkpoint",
-        trainer="trainer.save_model() writes the names without module.",
-        confirm="print(list(state)[:3]).",
-    ),
-    Cause(
-        code="checkpoint-compile-prefix",
-        title="the checkpoint's names and the model's differ by `_orig_mod.` of torch.compile",
-        phrases=(r"(?:Missing|Unexpected) key\(s\) in state_dict: .*?\"(?:module\.)?_orig_mod\.",),
-        why="It was saved from the compiled model",
-        fix="Save model._orig_mod.state_dict() (or keep the bare model); an old file: "
-        "{k.replace('_orig_mod.', ''): v for k, v in state.items()}.",
-        accelerate="accelerator.unwrap_model(model, keep_torch_compile=False)",
-        confirm="print(list(state)[:3]).",
-    ),
-    Cause(
-        code="checkpoint-size",
-        title="a parameter of the checkpoint has another shape than the model's",
-        phrases=(
-            r"size mismatch for [\w.]+: copying a param with shape torch\.Size\(.*?\) from "
-            r"checkpoint, the shape in current model is torch\.Size\(.*?\)",
-        ),
-        why="Another number of classes, another vocabulary or another width",
-        fix="Build the model with the arguments of the checkpoint; for a new head: drop its names "
-        "from the state and load with strict=False.",
-        trainer="from_pretrained(..., ignore_mismatched_sizes=True)",
-    ),
-    Cause(
-        code="checkpoint-keys",
-        title="the checkpoint belongs to another model",
-        phrases=(
-            r"Error\(s\) in loading state_dict for ",
-            r"(?:Missing|Unexpected) key\(s\) in state_dict: ",
-        ),
-        is_generic=True,
-        why="Names of parameters in the file and in the model differ",
-        fix="Compare set(state) and set(model.state_dict()); strict=False only if meant.",
-    ),
-    Cause(
-        code="checkpoint-weights-only",
-        title="the checkpoint holds more than weights, which torch.load refuses since 2.6",
-        phrases=(r"Weights only load failed", r"WeightsUnpickler error"),
-        is_generic=True,  # a damaged file comes first
-        why="weights_only=True is the default since torch 2.6; the file has objects of classes "
-        "that are not allowed (numpy scalars, argparse.Namespace, a whole model)",
-        fix="Save plain dicts, tensors and numbers. A file that you made yourself: "
-        "torch.serialization.add_safe_globals([Class]), or weights_only=False; never for files of "
-        "strangers.",
-        lightning="load_from_checkpoint(..., weights_only=False) for own files",
-        confirm="The class named after `Unsupported global`.",
-    ),
-    Cause(
-        code="checkpoint-device",
-        title="the checkpoint's tensors go to a device where they can't be used",
-        phrases=(
-            r"Attempting to deserialize object on (?:a )?CUDA device",
-            r"RNG state must be a torch\.ByteTensor",
-        ),
-        why="torch.load puts tensors where they were (another GPU number, or a GPU at all), or "
-        "map_location='cuda' moved the random state, too, which belongs on the CPU",
-        fix="torch.load(path, map_location='cpu'), then model.load_state_dict; it also keeps all "
-        "ranks from loading to GPU 0.",
-    ),
-    Cause(
-        code="checkpoint-corrupt",
-        title="the checkpoint file is incomplete or damaged",
-        phrases=(
-            r"PytorchStreamReader failed (?:reading|locating|finding)",
-            r"failed finding central directory",
-            r"unexpected EOF, expected \d+ more bytes",
-            r"EOFError: Ran out of input",
-            r"invalid load key, '(?P<key>[^']*)'",
-            r"Error while deserializing header: (?P<what>\w+)",
-            r"UnpicklingError: (?:pickle data was truncated|unpickling stack underflow)",
-            # torch's own reader, which offers weights_only=False also for a damaged file
-            r"WeightsUnpickler error: (?:\w+Error: )?(?:pickle data was truncated|unexpected|"
-            r"Unsupported operand \d+|invalid load key|Memo value not found|unpickling stack)",
-        ),
-        why="The job was killed while it wrote, several ranks wrote the same file, the disk was "
-        "full, or it is a git-lfs pointer and no file",
-        fix="Use the checkpoint before it. Let only rank 0 write; write to a temporary name, then "
-        "os.replace; git lfs pull.",
-        confirm="ls -l and sha256sum of the file on all nodes; head -c 100 for git-lfs.",
-    ),
-    Cause(
-        code="checkpoint-many-writers",
-        title="several ranks wrote the same file or folder",
-        phrases=(r"\[Errno 17\] File exists:", r"\[Errno 39\] Directory not empty"),
-        why="Each rank runs the saving code; they meet at the same path",
-        fix="if dist.get_rank() == 0: torch.save(...), then dist.barrier(); os.makedirs(path, "
-        "exist_ok=True).",
-        lightning="trainer.save_checkpoint on all ranks (it writes on rank 0)",
-        accelerate="accelerator.save(...), or if accelerator.is_main_process",
-        trainer="if trainer.is_world_process_zero()",
-        confirm="The call that saves is not under `if rank == 0`.",
-    ),
-    Cause(
-        code="checkpoint-disk-full",
-        title="the disk is full, or the quota is used up",
-        phrases=(r"No space left on device", r"Disk quota exceeded"),
-        why="Nothing more can be written there",
-        fix="df -h, df -i and quota -s; keep fewer checkpoints; another disk; TMPDIR and HF_HOME "
-        "on a larger one.",
-        lightning="ModelCheckpoint(save_top_k=2)",
-        trainer="save_total_limit=2",
-        confirm="df -h and df -i of that path on that node.",
-    ),
-    Cause(
-        code="checkpoint-write-failed",
-        title="a checkpoint could not be written",
-        phrases=(
-            r"unexpected pos \d+ vs \d+",
-            r"PytorchStreamWriter failed writing file \S+: file write failed",
-        ),
-        is_generic=True,
-        why="Most often the disk is full, or the quota is used up",
-        fix="df -h, df -i and quota -s; keep fewer checkpoints; write on rank 0 only.",
-        confirm="df -h of that path on that node; the log may have `No space left` further down.",
-        or_else="Several ranks write the same file: the call is not under `if rank == 0`.",
-    ),
-    Cause(
-        code="checkpoint-permission",
-        title="a path can't be written or read",
-        phrases=(
-            r"\[Errno 13\] Permission denied:",
-            r"\[Errno 30\] Read-only file system:",
-            r"Parent directory \S+ does not exist",
-        ),
-        why="Rights, a read-only mount, or a folder that is missing on this node",
-        fix="ls -ld of the folder as the job's user on that node; mkdir -p; another path.",
-        confirm="touch PATH/x on that node.",
-    ),
-    Cause(
-        code="checkpoint-optimizer",
-        title="the optimizer's state does not fit its parameters",
-        phrases=(
-            r"loaded state dict contains a parameter group that doesn't match the size",
-            r"loaded state dict has a different number of parameter groups",
-            r"param 'initial_lr' is not specified in param_groups",
-        ),
-        why="Parameters were frozen, added or grouped in another way than when it was saved",
-        fix="Freeze and group before the optimizer is made, as in the first run; or load the "
-        "weights only.",
-        lightning="fit(ckpt_path=...) needs the same optimizers; load_from_checkpoint takes the "
-        "weights alone",
-        trainer="train() without resume_from_checkpoint, on a model of from_pretrained(CHECKPOINT)",
-        confirm="Compare len(group['params']) of both.",
-    ),
-    Cause(
-        code="checkpoint-sharded",
-        title="a distributed checkpoint is incomplete or of another layout",
-        phrases=(
-            r"CheckpointException ranks:(?:dict_keys\(\[(?P<ranks>[\d, ]+)\]\))?",
-            r"CheckpointingException: ",
-            r"global metadata read failed",
-            r"Missing key in checkpoint state_dict: ",
-            r"used a DP world size of \d+ but the current world size is \d+",
-        ),
-        blame=Blame.NAMED,
-        why="A rank failed while saving, files of a node are not on the shared disk, the model "
-        "has other names, or another number of ranks saved it",
-        fix="All ranks write to one shared folder; load with the same model, and DeepSpeed's ZeRO "
-        "on as many ranks (or convert it by ds_to_universal.py); "
-        "torch.distributed.checkpoint.format_utils converts to one file.",
-        confirm="ls of the folder on all nodes: .metadata and one file per rank.",
-    ),
-)
+_TEXT = r"""
+[Checkpoints]
+
+checkpoint-module-prefix: the checkpoint's names and the model's differ by the prefix `module.` of
+    DDP
+  /(?:Missing|Unexpected) key\(s\) in state_dict: .*?\"module\./
+  why: It was saved from the DDP wrapper and loaded into the bare model, or the other way round
+  fix: Save model.module.state_dict(), load into the bare model before DDP(model). An old file:
+    state = {k.removeprefix('module.'): v for k, v in state.items()}
+    (torch.nn.modules.utils.consume_prefix_in_state_dict_if_present).
+  lightning: checkpoint['state_dict'] has the names of the LightningModule: load_from_checkpoint
+  accelerate: accelerator.unwrap_model(model).state_dict()
+  trainer: trainer.save_model() writes the names without module.
+  confirm: print(list(state)[:3]).
+
+checkpoint-compile-prefix: the checkpoint's names and the model's differ by `_orig_mod.` of
+    torch.compile
+  /(?:Missing|Unexpected) key\(s\) in state_dict: .*?\"(?:module\.)?_orig_mod\./
+  why: It was saved from the compiled model
+  fix: Save model._orig_mod.state_dict() (or keep the bare model); an old file:
+    {k.replace('_orig_mod.', ''): v for k, v in state.items()}.
+  accelerate: accelerator.unwrap_model(model, keep_torch_compile=False)
+  confirm: print(list(state)[:3]).
+
+checkpoint-size: a parameter of the checkpoint has another shape than the model's
+  /size mismatch for [\w.]+: copying a param with shape torch\.Size\(.*?\) from checkpoint, the
+    shape in current model is torch\.Size\(.*?\)/
+  why: Another number of classes, another vocabulary or another width
+  fix: Build the model with the arguments of the checkpoint; for a new head: drop its names from the
+    state and load with strict=False.
+  trainer: from_pretrained(..., ignore_mismatched_sizes=True)
+
+checkpoint-keys (generic): the checkpoint belongs to another model
+  /Error\(s\) in loading state_dict for /
+  /(?:Missing|Unexpected) key\(s\) in state_dict: /
+  why: Names of parameters in the file and in the model differ
+  fix: Compare set(state) and set(model.state_dict()); strict=False only if meant.
+
+checkpoint-weights-only (generic): the checkpoint holds more than weights, which torch.load refuses
+    since 2.6
+  # generic: a damaged file comes first
+  /Weights only load failed/
+  /WeightsUnpickler error/
+  why: weights_only=True is the default since torch 2.6; the file has objects of classes that are
+    not allowed (numpy scalars, argparse.Namespace, a whole model)
+  fix: Save plain dicts, tensors and numbers. A file that you made yourself:
+    torch.serialization.add_safe_globals([Class]), or weights_only=False; never for files of
+    strangers.
+  lightning: load_from_checkpoint(..., weights_only=False) for own files
+  confirm: The class named after `Unsupported global`.
+
+checkpoint-device: the checkpoint's tensors go to a device where they can't be used
+  /Attempting to deserialize object on (?:a )?CUDA device/
+  /RNG state must be a torch\.ByteTensor/
+  why: torch.load puts tensors where they were (another GPU number, or a GPU at all), or
+    map_location='cuda' moved the random state, too, which belongs on the CPU
+  fix: torch.load(path, map_location='cpu'), then model.load_state_dict; it also keeps all ranks
+    from loading to GPU 0.
+
+checkpoint-corrupt: the checkpoint file is incomplete or damaged
+  /PytorchStreamReader failed (?:reading|locating|finding)/
+  /failed finding central directory/
+  /unexpected EOF, expected \d+ more bytes/
+  /EOFError: Ran out of input/
+  /invalid load key, '(?P<key>[^']*)'/
+  /Error while deserializing header: (?P<what>\w+)/
+  /UnpicklingError: (?:pickle data was truncated|unpickling stack underflow)/
+  # torch's own reader, which offers weights_only=False also for a damaged file
+  /WeightsUnpickler error: (?:\w+Error: )?(?:pickle data was truncated|unexpected|Unsupported
+    operand \d+|invalid load key|Memo value not found|unpickling stack)/
+  why: The job was killed while it wrote, several ranks wrote the same file, the disk was full, or
+    it is a git-lfs pointer and no file
+  fix: Use the checkpoint before it. Let only rank 0 write; write to a temporary name, then
+    os.replace; git lfs pull.
+  confirm: ls -l and sha256sum of the file on all nodes; head -c 100 for git-lfs.
+
+checkpoint-many-writers: several ranks wrote the same file or folder
+  /\[Errno 17\] File exists:/
+  /\[Errno 39\] Directory not empty/
+  why: Each rank runs the saving code; they meet at the same path
+  fix: if dist.get_rank() == 0: torch.save(...), then dist.barrier(); os.makedirs(path,
+    exist_ok=True).
+  lightning: trainer.save_checkpoint on all ranks (it writes on rank 0)
+  accelerate: accelerator.save(...), or if accelerator.is_main_process
+  trainer: if trainer.is_world_process_zero()
+  confirm: The call that saves is not under `if rank == 0`.
+
+checkpoint-disk-full: the disk is full, or the quota is used up
+  /No space left on device/
+  /Disk quota exceeded/
+  why: Nothing more can be written there
+  fix: df -h, df -i and quota -s; keep fewer checkpoints; another disk; TMPDIR and HF_HOME on a
+    larger one.
+  lightning: ModelCheckpoint(save_top_k=2)
+  trainer: save_total_limit=2
+  confirm: df -h and df -i of that path on that node.
+
+checkpoint-write-failed (generic): a checkpoint could not be written
+  /unexpected pos \d+ vs \d+/
+  /PytorchStreamWriter failed writing file \S+: file write failed/
+  why: Most often the disk is full, or the quota is used up
+  fix: df -h, df -i and quota -s; keep fewer checkpoints; write on rank 0 only.
+  confirm: df -h of that path on that node; the log may have `No space left` further down.
+  or_else: Several ranks write the same file: the call is not under `if rank == 0`.
+
+checkpoint-permission: a path can't be written or read
+  /\[Errno 13\] Permission denied:/
+  /\[Errno 30\] Read-only file system:/
+  /Parent directory \S+ does not exist/
+  why: Rights, a read-only mount, or a folder that is missing on this node
+  fix: ls -ld of the folder as the job's user on that node; mkdir -p; another path.
+  confirm: touch PATH/x on that node.
+
+checkpoint-optimizer: the optimizer's state does not fit its parameters
+  /loaded state dict contains a parameter group that doesn't match the size/
+  /loaded state dict has a different number of parameter groups/
+  /param 'initial_lr' is not specified in param_groups/
+  why: Parameters were frozen, added or grouped in another way than when it was saved
+  fix: Freeze and group before the optimizer is made, as in the first run; or load the weights only.
+  lightning: fit(ckpt_path=...) needs the same optimizers; load_from_checkpoint takes the weights
+    alone
+  trainer: train() without resume_from_checkpoint, on a model of from_pretrained(CHECKPOINT)
+  confirm: Compare len(group['params']) of both.
+
+checkpoint-sharded (accuses named): a distributed checkpoint is incomplete or of another layout
+  /CheckpointException ranks:(?:dict_keys\(\[(?P<ranks>[\d, ]+)\]\))?/
+  /CheckpointingException: /
+  /global metadata read failed/
+  /Missing key in checkpoint state_dict: /
+  /used a DP world size of \d+ but the current world size is \d+/
+  why: A rank failed while saving, files of a node are not on the shared disk, the model has other
+    names, or another number of ranks saved it
+  fix: All ranks write to one shared folder; load with the same model, and DeepSpeed's ZeRO on as
+    many ranks (or convert it by ds_to_universal.py); torch.distributed.checkpoint.format_utils
+    converts to one file.
+  confirm: ls of the folder on all nodes: .metadata and one file per rank.
+"""
+
+FAMILIES = read_families(_TEXT)

@@ -1,251 +1,183 @@
 """Causes in the data: datasets, DataLoader, workers, samplers, labels, storage, downloads."""
 
-from ddp_doctor.explain.events import Blame, Cause, Tier
+from ddp_doctor.explain.catalogue.entries import read_families
 
-CAUSES = (
-    Cause(
-        code="data-worker-exited",
-        title="a DataLoader worker ended",
-        phrases=(
-            r"DataLoader worker \(pid\(s\) [\d, ]+\) exited unexpectedly",
-            r"DataLoader worker \(pid (?P<pid>\d+)\) (?:is killed by signal: \w+|exited)",
-        ),
-        is_generic=True,
-        why="Native code in the dataset crashed, the worker called exit, or it was killed",
-        fix="num_workers=0 shows the error in the main process; open files and databases in "
-        "__getitem__, not in __init__; multiprocessing_context='spawn'.",
-        trainer="dataloader_num_workers=0 shows the worker's own error",
-        confirm="dmesg for OOM; PYTHONFAULTHANDLER=1 for a crash.",
-    ),
-    Cause(
-        code="data-worker-timeout",
-        title="a DataLoader worker did not deliver in time",
-        phrases=(r"DataLoader timed out after [\d.]+ seconds",),
-        why="Storage hangs, a lock was held at the fork, or a sample takes longer than the timeout",
-        fix="multiprocessing_context='spawn' or 'forkserver'; cv2.setNumThreads(0); a longer "
-        "timeout=; check the disk.",
-        confirm="py-spy dump of the worker shows where it waits.",
-    ),
-    Cause(
-        code="data-open-files",
-        title="too many open files",
-        phrases=(
-            r"Too many open files",
-            r"received \d+ items of ancdata",
-            r"Please increase the limit using `ulimit -n`",
-        ),
-        why="Each batch under way from a worker is an open file, and so is each file that a "
-        "dataset keeps open",
-        fix="ulimit -n 65536; torch.multiprocessing.set_sharing_strategy('file_system'); close "
-        "files in __getitem__.",
-        confirm="ls /proc/PID/fd | wc -l against ulimit -n.",
-    ),
-    Cause(
-        code="data-pickle",
-        title="an object can't be pickled",
-        phrases=(
-            r"Can't (?:pickle (?:<|local )|get (?:local )?(?:object|attribute))",
-            r"[Cc](?:annot|an't) pickle '?[^'\n]+'? object",
-        ),
-        why="spawn sends the dataset, collate_fn and arguments to a new process, and torch.save of "
-        "a whole model its hooks: lambdas, local functions, open files and locks can't be pickled",
-        fix="Define functions at the top of a module; functools.partial instead of lambda; open "
-        "files lazily in __getitem__ and leave them out in __getstate__.",
-        lightning="strategy='ddp' instead of 'ddp_spawn'",
-        confirm="pickle.dumps(dataset) in one process fails with the same words.",
-    ),
-    Cause(
-        code="data-collate",
-        title="the samples of a batch have different shapes or types",
-        phrases=(
-            r"stack expects each tensor to be equal size, but got \[[^\]]*\] at entry \d+ and "
-            r"\[[^\]]*\] at entry \d+",
-            r"each element in list of batch should be of equal size",
-            r"Trying to resize storage that is not resizable",
-            r"default_collate: batch must contain tensors",
-            r"Unable to create tensor, you should probably activate truncation and/or padding",
-        ),
-        why="default_collate stacks: it needs equal shapes. One sample is an outlier, or texts are "
-        "not padded",
-        fix="A collate_fn that pads (torch.nn.utils.rnn.pad_sequence), or a transform that resizes "
-        "all; images: .convert('RGB').",
-        trainer="DataCollatorWithPadding(tokenizer)",
-        confirm="print({dataset[i][0].shape for i in range(1000)}).",
-    ),
-    Cause(
-        code="data-target-range",
-        title="a label is out of range",
-        phrases=(
-            r"Target -?\d+ is out of bounds",
-            r"index -?\d+ is out of bounds for dimension \d+ with size \d+",
-            r"IndexError: index out of range in self",
-        ),
-        why="A label >= the number of classes (or < 0), or a token id >= the size of the embedding",
-        fix="Labels from 0 to num_classes - 1; ignore_index for padding; "
-        "model.resize_token_embeddings(len(tokenizer)).",
-        trainer="from_pretrained(..., num_labels=N)",
-        confirm="print(min, max) of all labels, and the model's last dimension.",
-    ),
-    Cause(
-        code="data-label-type",
-        title="the labels have the wrong type for the loss",
-        phrases=(
-            r"expected scalar type Long but found \w+",
-            r"expected target dtype to be Long",
-            r"\"nll_loss\w*\" not implemented for '\w+'",
-            r"result type Float can't be cast to the desired output type Long",
-            r"Found dtype Long but expected Float",
-        ),
-        why="cross_entropy needs int64 class numbers; BCE and MSE need floats",
-        fix="labels.long() for cross_entropy; labels.float() for BCEWithLogitsLoss and MSE.",
-        confirm="print(labels.dtype).",
-    ),
-    Cause(
-        code="data-target-shape",
-        title="the labels do not have the shape that the loss needs",
-        phrases=(
-            r"Expected input batch_size \(\d+\) to match target batch_size \(\d+\)",
-            r"Target size \(torch\.Size\(.*\)\) must be the same as input size",
-            r"0D or 1D target tensor expected, multi-target not supported",
-        ),
-        why="Output and labels of one batch differ in number or dimensions",
-        fix="cross_entropy: logits (N, C), labels (N); sequences: logits.flatten(0, 1), "
-        "labels.flatten(); BCE: labels.unsqueeze(1).",
-        confirm="print(logits.shape, labels.shape) before the loss.",
-    ),
-    Cause(
-        code="data-missing-file",
-        is_generic=True,
-        title="a file is not there",
-        phrases=(
-            r"No such file or directory:",
-            r"FileNotFoundError: ",
-            r"Couldn't find (?:file|a dataset script) at ",
-        ),
-        why="The path does not exist on this node, or another rank has not written it yet, or has "
-        "removed it",
-        fix="Same paths on all nodes (a shared disk, or a copy on each); rank 0 writes, then "
-        "dist.barrier(), then the others read; os.makedirs(..., exist_ok=True).",
-        lightning="prepare_data() for downloads (one process), setup() for reading",
-        accelerate="with accelerator.main_process_first(): ...",
-        trainer="with training_args.main_process_first(): ...",
-        confirm="ls of that path on the node of this rank.",
-    ),
-    Cause(
-        code="data-bad-image",
-        title="a file of the dataset is broken",
-        phrases=(
-            r"cannot identify image file ",
-            r"image file is truncated",
-            r"Unable to (?:synchronously )?open (?:file|object).*(?:truncated|signature not found)",
-            r"Parquet magic bytes not found",
-            r"ArrowInvalid: ",
-        ),
-        why="A download or a copy was cut off, or the file is of another kind",
-        fix="Fetch the file again; check all once: for i in range(len(dataset)): dataset[i].",
-    ),
-    Cause(
-        code="data-sampler",
-        title="sampler and shuffle were both given",
-        phrases=(
-            r"sampler option is mutually exclusive with shuffle",
-            r"DataLoader with IterableDataset: expected unspecified (?:shuffle|sampler)",
-        ),
-        blame=Blame.NOBODY,
-        why="DistributedSampler shuffles by itself; an IterableDataset takes no sampler",
-        fix="DataLoader(dataset, sampler=DistributedSampler(dataset, shuffle=True)), without "
-        "shuffle=, and sampler.set_epoch(epoch). Iterable: split inside __iter__ by rank and "
-        "worker.",
-        lightning="leave the sampler to Lightning (use_distributed_sampler=True)",
-        accelerate="leave the sampler to accelerator.prepare",
-    ),
-    Cause(
-        code="data-empty",
-        title="the dataset or this rank's part of it is empty",
-        phrases=(
-            r"num_samples should be a positive integer value, but got num_samples=0",
-            r"Couldn't find any class folder in",
-            r"Found no valid file for the classes",
-        ),
-        why="A wrong path, a filter that keeps nothing, or fewer samples than ranks",
-        fix="print(len(dataset)) on each rank before the loader is made.",
-        confirm="ls of the folder on the node of this rank.",
-    ),
-    Cause(
-        code="data-uneven",
-        title="a rank had fewer batches than the others, and Join ended all of them",
-        phrases=(
-            r"Rank (?P<ranks>\d+) exhausted all inputs",
-            r"Detected at least one rank that exhausted inputs",
-        ),
-        tier=Tier.MISMATCH,  # WHY: who says only the second one is another rank
-        blame=Blame.NAMED,
-        why="model.join(throw_on_early_termination=True) raises on all ranks once one has no more "
-        "batches",
-        fix="DistributedSampler(drop_last=True), or equal parts of an iterable dataset; or "
-        "model.join() without that argument, which lets the others go on.",
-        confirm="print(len(loader)) on each rank.",
-    ),
-)
+_TEXT = r"""
+[Data]
 
+data-worker-exited (generic): a DataLoader worker ended
+  /DataLoader worker \(pid\(s\) [\d, ]+\) exited unexpectedly/
+  /DataLoader worker \(pid (?P<pid>\d+)\) (?:is killed by signal: \w+|exited)/
+  why: Native code in the dataset crashed, the worker called exit, or it was killed
+  fix: num_workers=0 shows the error in the main process; open files and databases in __getitem__,
+    not in __init__; multiprocessing_context='spawn'.
+  trainer: dataloader_num_workers=0 shows the worker's own error
+  confirm: dmesg for OOM; PYTHONFAULTHANDLER=1 for a crash.
 
-STORAGE = (
-    Cause(
-        code="data-storage",
-        title="the storage had an error",
-        phrases=(
-            r"\[Errno 5\] Input/output error",
-            r"\[Errno 116\] Stale file handle",
-            r"\[Errno 121\] Remote I/O error",
-            r"\[Errno 112\] Host is down",
-            r"Transport endpoint is not connected",
-            r"nfs: server \S+ not responding",
-            r"LustreError: ",
-            r"blk_update_request: I/O error",
-        ),
-        tier=Tier.EXCEPTION,
-        why="A disk or a network file system failed or was mounted anew while it was used",
-        fix="Check dmesg and the mount on that node; copy the data to a local disk; retry reads in "
-        "__getitem__.",
-        confirm="dmesg | grep -iE 'nfs|lustre|i/o error' on that node.",
-    ),
-    Cause(
-        code="data-lock",
-        title="a file or database is locked by another process",
-        phrases=(
-            r"unable to lock file",
-            r"\bLockError\b",
-            r"database is locked",
-            r"Timeout.*The file lock '[^']+' could not be acquired",
-        ),
-        why="Several ranks or workers open it for writing, or the file system has no locks",
-        fix="Open it read-only, and in each worker itself, after the fork: h5py "
-        "HDF5_USE_FILE_LOCKING=FALSE with mode 'r', lmdb.open(..., readonly=True, lock=False); let "
-        "rank 0 write, then barrier; remove stale .lock files.",
-        confirm="lsof or fuser of the file on that node; mount shows nolock for NFS.",
-    ),
-    Cause(
-        code="data-hub",
-        title="a download failed",
-        phrases=(
-            r"We couldn't connect to '[^']+'",
-            r"outgoing traffic has been disabled",
-            r"LocalEntryNotFoundError",
-            r"OfflineModeIsEnabled",
-            r"HTTP Error \d+: ",
-            r"Max retries exceeded with url",
-            r"urlopen error",
-            r"(?:4\d\d|5\d\d) (?:Client|Server) Error",
-            r"GatedRepoError",
-            r"trying to access a gated repo",
-        ),
-        why="The node has no route to the internet, a token is missing, or many ranks asked at "
-        "once",
-        fix="Download once on a machine with network, then HF_HUB_OFFLINE=1 and a shared HF_HOME; "
-        "only rank 0 downloads, the others wait at a barrier; HF_TOKEN for gated repositories.",
-        accelerate="with accelerator.main_process_first(): load_dataset(...)",
-        trainer="with training_args.main_process_first(): load_dataset(...)",
-        lightning="download in prepare_data(), which runs on one rank first",
-        confirm="curl of that address on the node.",
-    ),
-)
+data-worker-timeout: a DataLoader worker did not deliver in time
+  /DataLoader timed out after [\d.]+ seconds/
+  why: Storage hangs, a lock was held at the fork, or a sample takes longer than the timeout
+  fix: multiprocessing_context='spawn' or 'forkserver'; cv2.setNumThreads(0); a longer timeout=;
+    check the disk.
+  confirm: py-spy dump of the worker shows where it waits.
+
+data-open-files: too many open files
+  /Too many open files/
+  /received \d+ items of ancdata/
+  /Please increase the limit using `ulimit -n`/
+  why: Each batch under way from a worker is an open file, and so is each file that a dataset keeps
+    open
+  fix: ulimit -n 65536; torch.multiprocessing.set_sharing_strategy('file_system'); close files in
+    __getitem__.
+  confirm: ls /proc/PID/fd | wc -l against ulimit -n.
+
+data-pickle: an object can't be pickled
+  /Can't (?:pickle (?:<|local )|get (?:local )?(?:object|attribute))/
+  /[Cc](?:annot|an't) pickle '?[^'\n]+'? object/
+  why: spawn sends the dataset, collate_fn and arguments to a new process, and torch.save of a whole
+    model its hooks: lambdas, local functions, open files and locks can't be pickled
+  fix: Define functions at the top of a module; functools.partial instead of lambda; open files
+    lazily in __getitem__ and leave them out in __getstate__.
+  lightning: strategy='ddp' instead of 'ddp_spawn'
+  confirm: pickle.dumps(dataset) in one process fails with the same words.
+
+data-collate: the samples of a batch have different shapes or types
+  /stack expects each tensor to be equal size, but got \[[^\]]*\] at entry \d+ and \[[^\]]*\] at
+    entry \d+/
+  /each element in list of batch should be of equal size/
+  /Trying to resize storage that is not resizable/
+  /default_collate: batch must contain tensors/
+  /Unable to create tensor, you should probably activate truncation and/or padding/
+  why: default_collate stacks: it needs equal shapes. One sample is an outlier, or texts are not
+    padded
+  fix: A collate_fn that pads (torch.nn.utils.rnn.pad_sequence), or a transform that resizes all;
+    images: .convert('RGB').
+  trainer: DataCollatorWithPadding(tokenizer)
+  confirm: print({dataset[i][0].shape for i in range(1000)}).
+
+data-target-range: a label is out of range
+  /Target -?\d+ is out of bounds/
+  /index -?\d+ is out of bounds for dimension \d+ with size \d+/
+  /IndexError: index out of range in self/
+  why: A label >= the number of classes (or < 0), or a token id >= the size of the embedding
+  fix: Labels from 0 to num_classes - 1; ignore_index for padding;
+    model.resize_token_embeddings(len(tokenizer)).
+  trainer: from_pretrained(..., num_labels=N)
+  confirm: print(min, max) of all labels, and the model's last dimension.
+
+data-label-type: the labels have the wrong type for the loss
+  /expected scalar type Long but found \w+/
+  /expected target dtype to be Long/
+  /\"nll_loss\w*\" not implemented for '\w+'/
+  /result type Float can't be cast to the desired output type Long/
+  /Found dtype Long but expected Float/
+  why: cross_entropy needs int64 class numbers; BCE and MSE need floats
+  fix: labels.long() for cross_entropy; labels.float() for BCEWithLogitsLoss and MSE.
+  confirm: print(labels.dtype).
+
+data-target-shape: the labels do not have the shape that the loss needs
+  /Expected input batch_size \(\d+\) to match target batch_size \(\d+\)/
+  /Target size \(torch\.Size\(.*\)\) must be the same as input size/
+  /0D or 1D target tensor expected, multi-target not supported/
+  why: Output and labels of one batch differ in number or dimensions
+  fix: cross_entropy: logits (N, C), labels (N); sequences: logits.flatten(0, 1), labels.flatten();
+    BCE: labels.unsqueeze(1).
+  confirm: print(logits.shape, labels.shape) before the loss.
+
+data-missing-file (generic): a file is not there
+  /No such file or directory:/
+  /FileNotFoundError: /
+  /Couldn't find (?:file|a dataset script) at /
+  why: The path does not exist on this node, or another rank has not written it yet, or has removed
+    it
+  fix: Same paths on all nodes (a shared disk, or a copy on each); rank 0 writes, then
+    dist.barrier(), then the others read; os.makedirs(..., exist_ok=True).
+  lightning: prepare_data() for downloads (one process), setup() for reading
+  accelerate: with accelerator.main_process_first(): ...
+  trainer: with training_args.main_process_first(): ...
+  confirm: ls of that path on the node of this rank.
+
+data-bad-image: a file of the dataset is broken
+  /cannot identify image file /
+  /image file is truncated/
+  /Unable to (?:synchronously )?open (?:file|object).*(?:truncated|signature not found)/
+  /Parquet magic bytes not found/
+  /ArrowInvalid: /
+  why: A download or a copy was cut off, or the file is of another kind
+  fix: Fetch the file again; check all once: for i in range(len(dataset)): dataset[i].
+
+data-sampler (accuses nobody): sampler and shuffle were both given
+  /sampler option is mutually exclusive with shuffle/
+  /DataLoader with IterableDataset: expected unspecified (?:shuffle|sampler)/
+  why: DistributedSampler shuffles by itself; an IterableDataset takes no sampler
+  fix: DataLoader(dataset, sampler=DistributedSampler(dataset, shuffle=True)), without shuffle=, and
+    sampler.set_epoch(epoch). Iterable: split inside __iter__ by rank and worker.
+  lightning: leave the sampler to Lightning (use_distributed_sampler=True)
+  accelerate: leave the sampler to accelerator.prepare
+
+data-empty: the dataset or this rank's part of it is empty
+  /num_samples should be a positive integer value, but got num_samples=0/
+  /Couldn't find any class folder in/
+  /Found no valid file for the classes/
+  why: A wrong path, a filter that keeps nothing, or fewer samples than ranks
+  fix: print(len(dataset)) on each rank before the loader is made.
+  confirm: ls of the folder on the node of this rank.
+
+data-uneven (mismatch, accuses named): a rank had fewer batches than the others, and Join ended all
+    of them
+  # WHY mismatch: who says only the second one is another rank
+  /Rank (?P<ranks>\d+) exhausted all inputs/
+  /Detected at least one rank that exhausted inputs/
+  why: model.join(throw_on_early_termination=True) raises on all ranks once one has no more batches
+  fix: DistributedSampler(drop_last=True), or equal parts of an iterable dataset; or model.join()
+    without that argument, which lets the others go on.
+  confirm: print(len(loader)) on each rank.
+
+[Storage and downloads]
+
+data-storage: the storage had an error
+  /\[Errno 5\] Input/output error/
+  /\[Errno 116\] Stale file handle/
+  /\[Errno 121\] Remote I/O error/
+  /\[Errno 112\] Host is down/
+  /Transport endpoint is not connected/
+  /nfs: server \S+ not responding/
+  /LustreError: /
+  /blk_update_request: I/O error/
+  why: A disk or a network file system failed or was mounted anew while it was used
+  fix: Check dmesg and the mount on that node; copy the data to a local disk; retry reads in
+    __getitem__.
+  confirm: dmesg | grep -iE 'nfs|lustre|i/o error' on that node.
+
+data-lock: a file or database is locked by another process
+  /unable to lock file/
+  /\bLockError\b/
+  /database is locked/
+  /Timeout.*The file lock '[^']+' could not be acquired/
+  why: Several ranks or workers open it for writing, or the file system has no locks
+  fix: Open it read-only, and in each worker itself, after the fork: h5py
+    HDF5_USE_FILE_LOCKING=FALSE with mode 'r', lmdb.open(..., readonly=True, lock=False); let rank 0
+    write, then barrier; remove stale .lock files.
+  confirm: lsof or fuser of the file on that node; mount shows nolock for NFS.
+
+data-hub: a download failed
+  /We couldn't connect to '[^']+'/
+  /outgoing traffic has been disabled/
+  /LocalEntryNotFoundError/
+  /OfflineModeIsEnabled/
+  /HTTP Error \d+: /
+  /Max retries exceeded with url/
+  /urlopen error/
+  /(?:4\d\d|5\d\d) (?:Client|Server) Error/
+  /GatedRepoError/
+  /trying to access a gated repo/
+  why: The node has no route to the internet, a token is missing, or many ranks asked at once
+  fix: Download once on a machine with network, then HF_HUB_OFFLINE=1 and a shared HF_HOME; only
+    rank 0 downloads, the others wait at a barrier; HF_TOKEN for gated repositories.
+  lightning: download in prepare_data(), which runs on one rank first
+  accelerate: with accelerator.main_process_first(): load_dataset(...)
+  trainer: with training_args.main_process_first(): load_dataset(...)
+  confirm: curl of that address on the node.
+"""
+
+FAMILIES = read_families(_TEXT)

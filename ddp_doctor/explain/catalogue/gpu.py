@@ -1,319 +1,234 @@
 """Causes in a GPU, its driver and software, in other accelerators, and in native arithmetic."""
 
-from ddp_doctor.explain.events import Cause, Tier
+from ddp_doctor.explain.catalogue.entries import read_families
 
 _DRAIN = (
     "Take the node out of the queue (scontrol update nodename=N state=drain; kubectl cordon N), "
     "restart from the last checkpoint on others, reset the GPU or reboot the node, then run dcgmi "
     "diag -r 3."
 )
+_TEXT = r"""
+[GPU faults]
 
-CAUSES = (
-    Cause(
-        code="gpu-fell-off",
-        title="a GPU fell off the bus (Xid 79)",
-        phrases=(
-            r"GPU has fallen off the bus",
-            r"Unable to determine the device handle for (?:GPU|gpu).*(?:lost|Unknown)",
-            r"GPU is lost\.  ?Reboot the system",
-        ),
-        tier=Tier.HARDWARE,
-        why="The driver lost the GPU on PCIe: power, heat, a bad slot or a dying card",
-        fix=_DRAIN,
-        confirm="dmesg | grep -i xid; nvidia-smi does not list it.",
-    ),
-    Cause(
-        code="gpu-ecc",
-        title="a GPU's memory has an error that ECC can't correct",
-        phrases=(
-            r"Xid \([^)]*\): ?(?:48|63|64|94|95|140)\b",
-            r"uncorrectable ECC error encountered",
-        ),
-        tier=Tier.HARDWARE,
-        why="Memory of the GPU is damaged; a row must be remapped, which needs a reset",
-        fix=_DRAIN,
-        confirm="nvidia-smi -q -d ECC,ROW_REMAPPER.",
-    ),
-    Cause(
-        code="gpu-node",
-        title="a link between GPUs, a GPU's firmware or the node itself failed",
-        phrases=(
-            r"Xid \([^)]*\): ?(?:74|144|145|149|150)\b",
-            r"SXid \([^)]*\)",
-            r"an NVLink error was detected",
-            r"uncorrectable NVLink error",
-            r"Xid \([^)]*\): ?(?:61|62|119|120|154)\b",
-            r"HW (?:Thermal|Power Brake) Slowdown",
-            r"temperature above threshold, cpu clock throttled",
-            r"mce: .*(?:[Hh]ardware [Ee]rror|[Uu]ncorrected)",
-            r"EDAC .* UE ",
-            r"\[Hardware Error\]: ",
-        ),
-        tier=Tier.HARDWARE,
-        why="The driver or the kernel reports errors of the hardware: of an NVLink or NVSwitch "
-        "link, of the GPU's system processor (GSP), of the host's memory or CPU, heat or power",
-        fix=_DRAIN + " GSP: a newer driver, or NVreg_EnableGpuFirmware=0.",
-        confirm="dmesg | grep -iE 'xid|hardware error'; nvidia-smi nvlink -e; ipmitool sel list.",
-    ),
-    Cause(
-        code="gpu-xid-program",
-        title="a kernel of the program made the GPU fault",
-        phrases=(r"Xid \([^)]*\): ?(?:13|31|43|45|68|69)\b", r"NVRM: Xid \([^)]*\): ?\d+"),
-        is_generic=True,
-        why="Xid 13, 31, 43 and 45 mostly come from the program: an address out of range, or a "
-        "process that ended with kernels under way. Rarely it is the GPU",
-        fix="CUDA_LAUNCH_BLOCKING=1 and compute-sanitizer find the kernel. If other programs fail "
-        "on this GPU, too: " + _DRAIN,
-        confirm="The same sample fails on another GPU: it is the program.",
-    ),
-    Cause(
-        code="gpu-fabric-manager",
-        title="the fabric manager of NVSwitch is not ready",
-        phrases=(
-            r"Error 802: system not yet initialized",
-            r"CUDA error: system not yet initialized",
-            r"cudaErrorSystemNotReady",
-            r"Failed to bind NVLink SHARP \(NVLS\) Multicast memory",
-            r"transport/nvls\.cc:\d+ NCCL WARN",
-            r"NVLS.*(?:Cuda failure|not supported|failed)",
-        ),
-        tier=Tier.HARDWARE,
-        why="On NVSwitch machines nvidia-fabricmanager must run, in the driver's version; without "
-        "it the GPUs are not initialized (CUDA error 802), or have no multicast memory (NVLS)",
-        fix="systemctl restart nvidia-fabricmanager; install the version of the driver; reboot "
-        "after a driver update. Only NVLS fails: NCCL_NVLS_ENABLE=0 as a workaround.",
-        confirm="systemctl status nvidia-fabricmanager; nvidia-smi -q | grep -A2 Fabric.",
-    ),
-    Cause(
-        code="gpu-assert",
-        title="an index was out of range in a CUDA kernel (device-side assert)",
-        phrases=(
-            r"device-side assert triggered",
-            r"thread: \[\d+,\d+,\d+\] Assertion `[^`]+` failed",
-        ),
-        why="Most often a label >= the number of classes or below 0, or a token id >= the "
-        "vocabulary. The line of Python is a later one, because kernels run asynchronously",
-        fix="Check on the CPU: assert 0 <= labels.min() and labels.max() < num_classes; the "
-        "tokenizer's length against the embedding's rows. CUDA_LAUNCH_BLOCKING=1 gives the right "
-        "line.",
-        confirm="The same batch on the CPU raises IndexError with the value.",
-    ),
-    Cause(
-        code="gpu-illegal-access",
-        title="a CUDA kernel used an illegal address",
-        phrases=(
-            r"an illegal memory access was encountered",
-            r"CUDA error: misaligned address",
-            r"an illegal instruction was encountered",
-            r"unspecified launch failure",
-            r"Memory access fault by GPU node-\d+",
-            r"aborting with error ?: HSA_STATUS_\w+",
-        ),
-        why="A custom kernel, a wrong index, a kernel of another GPU architecture, or a bug; after "
-        "it every CUDA call of this process fails",
-        fix="CUDA_LAUNCH_BLOCKING=1 for the right line; compute-sanitizer python train.py; "
-        "torch.cuda.set_device(LOCAL_RANK) if a Triton or custom kernel ran on the wrong GPU; "
-        "switch off custom kernels (flash-attention, apex) one by one.",
-        confirm="dmesg shows Xid 13 or 31 for this process.",
-        or_else="If it moves with the node and not with the program, the GPU is broken.",
-    ),
-    Cause(
-        code="gpu-cublas",
-        title="cuBLAS failed",
-        phrases=(
-            r"CUBLAS_STATUS_(?:ALLOC_FAILED|NOT_INITIALIZED)",
-            r"CUBLAS_STATUS_(?:EXECUTION_FAILED|INTERNAL_ERROR|INVALID_VALUE|NOT_SUPPORTED)",
-        ),
-        is_generic=True,
-        why="ALLOC_FAILED and NOT_INITIALIZED: the GPU is full. The others: an index out of range "
-        "in an earlier kernel, or shapes that do not fit",
-        fix="Smaller batch, or leave memory free; run the batch on the CPU, or with "
-        "CUDA_LAUNCH_BLOCKING=1, to see a wrong label or token.",
-        confirm="nvidia-smi just before; the same batch on the CPU.",
-        or_else="Memory: a smaller batch works. An index: the CPU raises IndexError.",
-    ),
-    Cause(
-        code="gpu-cudnn",
-        title="cuDNN (on AMD: MIOpen) failed",
-        phrases=(
-            r"cuDNN error: CUDNN_STATUS_\w+",
-            r"Unable to find a valid cuDNN algorithm",
-            r"GET was unable to find an engine to execute this computation",
-            r"FIND was unable to find an engine",
-            r"miopen(?:Status\w+|::Exception)",
-        ),
-        why="No memory for its work space, another cuDNN in LD_LIBRARY_PATH, or an earlier error",
-        fix="Smaller batch; unset LD_LIBRARY_PATH; torch.backends.cudnn.benchmark=False.",
-        confirm="A smaller batch works: it was memory.",
-    ),
-    Cause(
-        code="gpu-none",
-        title="torch sees no GPU",
-        phrases=(
-            r"ValueError: Cuda is not available\.",
-            r"No CUDA GPUs are available",
-            r"no CUDA-capable device is detected",
-            r"Found no NVIDIA driver on your system",
-            r"Torch not compiled with CUDA enabled",
-            r"No supported gpu backend found!",
-            r"CUDA unknown error - this may be due to an incorrectly set up environment",
-        ),
-        why="A CPU build of torch, no driver (or one in a bad state), no GPU given to this job or "
-        "container, or CUDA_VISIBLE_DEVICES is empty or was changed inside of the program",
-        fix="nvidia-smi in the same shell; pip install torch with CUDA; docker run --gpus all; "
-        "Slurm: --gres=gpu:N (and for srun, too); unset CUDA_VISIBLE_DEVICES.",
-        lightning="Trainer(accelerator='auto')",
-        accelerate="accelerate launch --cpu for the CPU",
-        confirm="python -c 'import torch; print(torch.version.cuda, torch.cuda.device_count())'.",
-    ),
-    Cause(
-        code="gpu-ordinal",
-        title="a rank chose a GPU that does not exist",
-        phrases=(
-            r"(?:CUDA error:|Cuda failure \d+) '?invalid device ordinal",
-            r"cudaErrorInvalidDevice",
-            r"You requested gpu: \[.*\]",
-        ),
-        why="More ranks than GPUs on this node, a global rank used as device number, or "
-        "CUDA_VISIBLE_DEVICES hides GPUs (Slurm gives each task one)",
-        fix="cuda:LOCAL_RANK, not cuda:RANK; --nproc_per_node = number of GPUs; Slurm: no "
-        "--gpus-per-task=1 with cuda:LOCAL_RANK, or use cuda:0 then.",
-        lightning="Trainer(devices=N) with N at most the node's GPUs",
-        accelerate="accelerate launch --num_processes at most the GPUs, --gpu_ids",
-        confirm="print(local_rank, torch.cuda.device_count()).",
-    ),
-)
+gpu-fell-off (hardware): a GPU fell off the bus (Xid 79)
+  /GPU has fallen off the bus/
+  /Unable to determine the device handle for (?:GPU|gpu).*(?:lost|Unknown)/
+  /GPU is lost\.  ?Reboot the system/
+  why: The driver lost the GPU on PCIe: power, heat, a bad slot or a dying card
+  fix: %DRAIN%
+  confirm: dmesg | grep -i xid; nvidia-smi does not list it.
 
+gpu-ecc (hardware): a GPU's memory has an error that ECC can't correct
+  /Xid \([^)]*\): ?(?:48|63|64|94|95|140)\b/
+  /uncorrectable ECC error encountered/
+  why: Memory of the GPU is damaged; a row must be remapped, which needs a reset
+  fix: %DRAIN%
+  confirm: nvidia-smi -q -d ECC,ROW_REMAPPER.
 
-SOFTWARE = (
-    Cause(
-        code="gpu-driver-old",
-        title="the driver is older than torch's CUDA needs",
-        phrases=(
-            r"CUDA driver version is insufficient for CUDA runtime version",
-            r"The NVIDIA driver on your system is too old",
-            r"forward compatibility was attempted on non supported HW",
-            r"the provided PTX was compiled with an unsupported toolchain",
-        ),
-        why="torch brings its own CUDA, which needs a driver of at least a certain version",
-        fix="Update the driver, or install torch for an older CUDA (the selector on pytorch.org); "
-        "containers: an image for the host's driver.",
-        confirm="nvidia-smi shows the highest CUDA version that the driver supports.",
-    ),
-    Cause(
-        code="gpu-arch",
-        title="torch has no kernels for this GPU",
-        phrases=(
-            r"no kernel image is available for execution on the device",
-            r"is not compatible with the current PyTorch installation",
-            r"CUDA error: invalid device function",
-            r"CUDA capability sm_\d+",
-        ),
-        why="This build of torch, or an extension, was not compiled for the GPU's architecture: it "
-        "is newer or too old",
-        fix="Install a newer torch (new GPU) or an older one (old GPU); build extensions with "
-        "TORCH_CUDA_ARCH_LIST of this GPU.",
-        confirm="torch.cuda.get_arch_list() against torch.cuda.get_device_capability().",
-    ),
-    Cause(
-        code="gpu-busy",
-        title="the GPU is used by another process that does not share it",
-        phrases=(
-            r"all CUDA-capable devices are busy or unavailable",
-            r"CUDA error: (?:device|out of memory).*(?:busy|exclusive)",
-        ),
-        why="Compute mode exclusive and another process on it, or one that was left over",
-        fix="nvidia-smi lists processes: kill those left over by pid; nvidia-smi -c DEFAULT; one "
-        "process per GPU.",
-        confirm="nvidia-smi -q -d COMPUTE.",
-    ),
-    Cause(
-        code="gpu-fork",
-        title="CUDA was used in a forked process",
-        phrases=(
-            r"Cannot re-initialize CUDA in forked subprocess",
-            r"To launch a multi-GPU training from your notebook, you need to avoid running",
-            r"CUDA error: initialization error",
-        ),
-        why="The parent used CUDA before it forked: in a DataLoader worker (tensors on the GPU in "
-        "the dataset) or in processes started by hand",
-        fix="Keep the dataset on the CPU; or DataLoader(multiprocessing_context='spawn'), "
-        "mp.spawn, torchrun; nothing of CUDA before the fork.",
-        lightning="strategy='ddp' instead of 'ddp_notebook' or 'ddp_fork'",
-        accelerate="notebook_launcher before any .cuda()",
-        confirm="The traceback is in a worker; torch.cuda.is_initialized() before the fork.",
-    ),
-    Cause(
-        code="gpu-cuda-error",
-        title="a CUDA call failed",
-        phrases=(r"CUDA error: [a-zA-Z][^\n]+",),
-        is_generic=True,
-        why="CUDA reports an error of an earlier kernel at a later call, so the line in the "
-        "traceback may be innocent",
-        fix="Run again with CUDA_LAUNCH_BLOCKING=1; look for an Xid in dmesg.",
-        confirm="dmesg | grep -i xid.",
-    ),
-)
+gpu-node (hardware): a link between GPUs, a GPU's firmware or the node itself failed
+  /Xid \([^)]*\): ?(?:74|144|145|149|150)\b/
+  /SXid \([^)]*\)/
+  /an NVLink error was detected/
+  /uncorrectable NVLink error/
+  /Xid \([^)]*\): ?(?:61|62|119|120|154)\b/
+  /HW (?:Thermal|Power Brake) Slowdown/
+  /temperature above threshold, cpu clock throttled/
+  /mce: .*(?:[Hh]ardware [Ee]rror|[Uu]ncorrected)/
+  /EDAC .* UE /
+  /\[Hardware Error\]: /
+  why: The driver or the kernel reports errors of the hardware: of an NVLink or NVSwitch link, of
+    the GPU's system processor (GSP), of the host's memory or CPU, heat or power
+  fix: %DRAIN% GSP: a newer driver, or NVreg_EnableGpuFirmware=0.
+  confirm: dmesg | grep -iE 'xid|hardware error'; nvidia-smi nvlink -e; ipmitool sel list.
 
+gpu-xid-program (generic): a kernel of the program made the GPU fault
+  /Xid \([^)]*\): ?(?:13|31|43|45|68|69)\b/
+  /NVRM: Xid \([^)]*\): ?\d+/
+  why: Xid 13, 31, 43 and 45 mostly come from the program: an address out of range, or a process
+    that ended with kernels under way. Rarely it is the GPU
+  fix: CUDA_LAUNCH_BLOCKING=1 and compute-sanitizer find the kernel. If other programs fail on this
+    GPU, too: %DRAIN%
+  confirm: The same sample fails on another GPU: it is the program.
 
-OTHERS = (
-    Cause(
-        code="accelerator-no-backend",
-        title="the process group has no backend for tensors of this device",
-        phrases=(
-            r"No backend type associated with device type (?P<device>(?!cpu|cuda)\w+)",
-            r"We detected accelerator (?P<device>\w+) on your machine\. But we don't know which",
-        ),
-        why="init_process_group chose, or was given, a backend that moves no {device} tensors",
-        fix="xpu: init_process_group('xccl'), before torch 2.8 'ccl' with oneCCL's package; hpu, "
-        "npu: 'hccl' with the vendor's plug-in. mps has none: train on the CPU with gloo.",
-        confirm="print(torch.distributed.get_backend(), tensor.device) before the collective.",
-    ),
-    Cause(
-        code="accelerator-collectives",
-        title="the device's own library of collectives failed",
-        phrases=(
-            r"oneCCL: ",
-            r"\|CCL_ERROR\| ",
-            r"HCCL (?:function )?error in",
-            r"EJ0001: ",
-            r"\w+ isn't implemented on backend \[\w+\]",
-            r"what\(\): +Collective call returned error",
-        ),
-        is_generic=True,
-        why="oneCCL (Intel), HCCL (Ascend, Gaudi) could not start or finish a collective: its "
-        "build does not fit torch, it finds no network provider, or processes of an earlier job "
-        "still hold the devices",
-        fix="The versions of torch and of the vendor's plug-in belong together; end processes that "
-        "are left over; oneCCL: start with mpirun, or set FI_PROVIDER=tcp and FI_PROVIDER_PATH; "
-        "HCCL: wait 10 s after an earlier job.",
-        confirm="Its debug log: CCL_LOG_LEVEL=info, ASCEND_GLOBAL_LOG_LEVEL=1, "
-        "LOG_LEVEL_ALL_HCL=1.",
-    ),
-    Cause(
-        code="accelerator-timeout",
-        title="a collective of HCCL did not finish in time",
-        phrases=(r"EI000[26]: ", r"Hccl\w+, error code is", r"hccl fftsplus task timeout"),
-        tier=Tier.TIMEOUT,
-        why="The rank that prints it waits for another one, which failed before, hangs, or is slow",
-        fix="Read the other ranks' logs first (ASCEND_GLOBAL_LOG_LEVEL=1; plog in ~/ascend/log); "
-        "only if one is slow: HCCL_EXEC_TIMEOUT, HCCL_CONNECT_TIMEOUT.",
-        confirm="The rank whose plog has another error, or none of this kind.",
-    ),
-    Cause(
-        code="killed-sigfpe",
-        title="a process ended by an arithmetic exception in native code (SIGFPE)",
-        phrases=(
-            r"Signal 8 \(SIGFPE\) received by PID (?P<pid>\d+)",
-            r"Fatal Python error: Floating point exception",
-            r"Floating point exception(?: +\(core dumped\)|$)",
-            r"(?:terminated with signal |died with <Signals\.|\*\*\* )SIGFPE",
-        ),
-        is_generic=True,
-        why="An integer division by zero in a library: cuBLAS before 12.4.5.8 on H20 and other new "
-        "GPUs, or an extension that was given an empty tensor",
-        fix="pip install -U nvidia-cublas-cu12, or a newer torch; PYTHONFAULTHANDLER=1 shows the "
-        "Python line; assert tensor.numel() before the extension.",
-        confirm="The stack that PYTHONFAULTHANDLER=1 prints ends in that library.",
-    ),
-)
+gpu-fabric-manager (hardware): the fabric manager of NVSwitch is not ready
+  /Error 802: system not yet initialized/
+  /CUDA error: system not yet initialized/
+  /cudaErrorSystemNotReady/
+  /Failed to bind NVLink SHARP \(NVLS\) Multicast memory/
+  /transport/nvls\.cc:\d+ NCCL WARN/
+  /NVLS.*(?:Cuda failure|not supported|failed)/
+  why: On NVSwitch machines nvidia-fabricmanager must run, in the driver's version; without it the
+    GPUs are not initialized (CUDA error 802), or have no multicast memory (NVLS)
+  fix: systemctl restart nvidia-fabricmanager; install the version of the driver; reboot after a
+    driver update. Only NVLS fails: NCCL_NVLS_ENABLE=0 as a workaround.
+  confirm: systemctl status nvidia-fabricmanager; nvidia-smi -q | grep -A2 Fabric.
+
+gpu-assert: an index was out of range in a CUDA kernel (device-side assert)
+  /device-side assert triggered/
+  /thread: \[\d+,\d+,\d+\] Assertion `[^`]+` failed/
+  why: Most often a label >= the number of classes or below 0, or a token id >= the vocabulary. The
+    line of Python is a later one, because kernels run asynchronously
+  fix: Check on the CPU: assert 0 <= labels.min() and labels.max() < num_classes; the tokenizer's
+    length against the embedding's rows. CUDA_LAUNCH_BLOCKING=1 gives the right line.
+  confirm: The same batch on the CPU raises IndexError with the value.
+
+gpu-illegal-access: a CUDA kernel used an illegal address
+  /an illegal memory access was encountered/
+  /CUDA error: misaligned address/
+  /an illegal instruction was encountered/
+  /unspecified launch failure/
+  /Memory access fault by GPU node-\d+/
+  /aborting with error ?: HSA_STATUS_\w+/
+  why: A custom kernel, a wrong index, a kernel of another GPU architecture, or a bug; after it
+    every CUDA call of this process fails
+  fix: CUDA_LAUNCH_BLOCKING=1 for the right line; compute-sanitizer python train.py;
+    torch.cuda.set_device(LOCAL_RANK) if a Triton or custom kernel ran on the wrong GPU; switch off
+    custom kernels (flash-attention, apex) one by one.
+  confirm: dmesg shows Xid 13 or 31 for this process.
+  or_else: If it moves with the node and not with the program, the GPU is broken.
+
+gpu-cublas (generic): cuBLAS failed
+  /CUBLAS_STATUS_(?:ALLOC_FAILED|NOT_INITIALIZED)/
+  /CUBLAS_STATUS_(?:EXECUTION_FAILED|INTERNAL_ERROR|INVALID_VALUE|NOT_SUPPORTED)/
+  why: ALLOC_FAILED and NOT_INITIALIZED: the GPU is full. The others: an index out of range in an
+    earlier kernel, or shapes that do not fit
+  fix: Smaller batch, or leave memory free; run the batch on the CPU, or with
+    CUDA_LAUNCH_BLOCKING=1, to see a wrong label or token.
+  confirm: nvidia-smi just before; the same batch on the CPU.
+  or_else: Memory: a smaller batch works. An index: the CPU raises IndexError.
+
+gpu-cudnn: cuDNN (on AMD: MIOpen) failed
+  /cuDNN error: CUDNN_STATUS_\w+/
+  /Unable to find a valid cuDNN algorithm/
+  /GET was unable to find an engine to execute this computation/
+  /FIND was unable to find an engine/
+  /miopen(?:Status\w+|::Exception)/
+  why: No memory for its work space, another cuDNN in LD_LIBRARY_PATH, or an earlier error
+  fix: Smaller batch; unset LD_LIBRARY_PATH; torch.backends.cudnn.benchmark=False.
+  confirm: A smaller batch works: it was memory.
+
+gpu-none: torch sees no GPU
+  /ValueError: Cuda is not available\./
+  /No CUDA GPUs are available/
+  /no CUDA-capable device is detected/
+  /Found no NVIDIA driver on your system/
+  /Torch not compiled with CUDA enabled/
+  /No supported gpu backend found!/
+  /CUDA unknown error - this may be due to an incorrectly set up environment/
+  why: A CPU build of torch, no driver (or one in a bad state), no GPU given to this job or
+    container, or CUDA_VISIBLE_DEVICES is empty or was changed inside of the program
+  fix: nvidia-smi in the same shell; pip install torch with CUDA; docker run --gpus all; Slurm:
+    --gres=gpu:N (and for srun, too); unset CUDA_VISIBLE_DEVICES.
+  lightning: Trainer(accelerator='auto')
+  accelerate: accelerate launch --cpu for the CPU
+  confirm: python -c 'import torch; print(torch.version.cuda, torch.cuda.device_count())'.
+
+gpu-ordinal: a rank chose a GPU that does not exist
+  /(?:CUDA error:|Cuda failure \d+) '?invalid device ordinal/
+  /cudaErrorInvalidDevice/
+  /You requested gpu: \[.*\]/
+  why: More ranks than GPUs on this node, a global rank used as device number, or
+    CUDA_VISIBLE_DEVICES hides GPUs (Slurm gives each task one)
+  fix: cuda:LOCAL_RANK, not cuda:RANK; --nproc_per_node = number of GPUs; Slurm: no
+    --gpus-per-task=1 with cuda:LOCAL_RANK, or use cuda:0 then.
+  lightning: Trainer(devices=N) with N at most the node's GPUs
+  accelerate: accelerate launch --num_processes at most the GPUs, --gpu_ids
+  confirm: print(local_rank, torch.cuda.device_count()).
+
+[GPU software]
+
+gpu-driver-old: the driver is older than torch's CUDA needs
+  /CUDA driver version is insufficient for CUDA runtime version/
+  /The NVIDIA driver on your system is too old/
+  /forward compatibility was attempted on non supported HW/
+  /the provided PTX was compiled with an unsupported toolchain/
+  why: torch brings its own CUDA, which needs a driver of at least a certain version
+  fix: Update the driver, or install torch for an older CUDA (the selector on pytorch.org);
+    containers: an image for the host's driver.
+  confirm: nvidia-smi shows the highest CUDA version that the driver supports.
+
+gpu-arch: torch has no kernels for this GPU
+  /no kernel image is available for execution on the device/
+  /is not compatible with the current PyTorch installation/
+  /CUDA error: invalid device function/
+  /CUDA capability sm_\d+/
+  why: This build of torch, or an extension, was not compiled for the GPU's architecture: it is
+    newer or too old
+  fix: Install a newer torch (new GPU) or an older one (old GPU); build extensions with
+    TORCH_CUDA_ARCH_LIST of this GPU.
+  confirm: torch.cuda.get_arch_list() against torch.cuda.get_device_capability().
+
+gpu-busy: the GPU is used by another process that does not share it
+  /all CUDA-capable devices are busy or unavailable/
+  /CUDA error: (?:device|out of memory).*(?:busy|exclusive)/
+  why: Compute mode exclusive and another process on it, or one that was left over
+  fix: nvidia-smi lists processes: kill those left over by pid; nvidia-smi -c DEFAULT; one process
+    per GPU.
+  confirm: nvidia-smi -q -d COMPUTE.
+
+gpu-fork: CUDA was used in a forked process
+  /Cannot re-initialize CUDA in forked subprocess/
+  /To launch a multi-GPU training from your notebook, you need to avoid running/
+  /CUDA error: initialization error/
+  why: The parent used CUDA before it forked: in a DataLoader worker (tensors on the GPU in the
+    dataset) or in processes started by hand
+  fix: Keep the dataset on the CPU; or DataLoader(multiprocessing_context='spawn'), mp.spawn,
+    torchrun; nothing of CUDA before the fork.
+  lightning: strategy='ddp' instead of 'ddp_notebook' or 'ddp_fork'
+  accelerate: notebook_launcher before any .cuda()
+  confirm: The traceback is in a worker; torch.cuda.is_initialized() before the fork.
+
+gpu-cuda-error (generic): a CUDA call failed
+  /CUDA error: [a-zA-Z][^\n]+/
+  why: CUDA reports an error of an earlier kernel at a later call, so the line in the traceback may
+    be innocent
+  fix: Run again with CUDA_LAUNCH_BLOCKING=1; look for an Xid in dmesg.
+  confirm: dmesg | grep -i xid.
+
+[Other accelerators, arithmetic exceptions]
+
+accelerator-no-backend: the process group has no backend for tensors of this device
+  /No backend type associated with device type (?P<device>(?!cpu|cuda)\w+)/
+  /We detected accelerator (?P<device>\w+) on your machine\. But we don't know which/
+  why: init_process_group chose, or was given, a backend that moves no {device} tensors
+  fix: xpu: init_process_group('xccl'), before torch 2.8 'ccl' with oneCCL's package; hpu, npu:
+    'hccl' with the vendor's plug-in. mps has none: train on the CPU with gloo.
+  confirm: print(torch.distributed.get_backend(), tensor.device) before the collective.
+
+accelerator-collectives (generic): the device's own library of collectives failed
+  /oneCCL: /
+  /\|CCL_ERROR\| /
+  /HCCL (?:function )?error in/
+  /EJ0001: /
+  /\w+ isn't implemented on backend \[\w+\]/
+  /what\(\): +Collective call returned error/
+  why: oneCCL (Intel), HCCL (Ascend, Gaudi) could not start or finish a collective: its build does
+    not fit torch, it finds no network provider, or processes of an earlier job still hold the
+    devices
+  fix: The versions of torch and of the vendor's plug-in belong together; end processes that are
+    left over; oneCCL: start with mpirun, or set FI_PROVIDER=tcp and FI_PROVIDER_PATH; HCCL: wait 10
+    s after an earlier job.
+  confirm: Its debug log: CCL_LOG_LEVEL=info, ASCEND_GLOBAL_LOG_LEVEL=1, LOG_LEVEL_ALL_HCL=1.
+
+accelerator-timeout (timeout): a collective of HCCL did not finish in time
+  /EI000[26]: /
+  /Hccl\w+, error code is/
+  /hccl fftsplus task timeout/
+  why: The rank that prints it waits for another one, which failed before, hangs, or is slow
+  fix: Read the other ranks' logs first (ASCEND_GLOBAL_LOG_LEVEL=1; plog in ~/ascend/log); only if
+    one is slow: HCCL_EXEC_TIMEOUT, HCCL_CONNECT_TIMEOUT.
+  confirm: The rank whose plog has another error, or none of this kind.
+
+killed-sigfpe (generic): a process ended by an arithmetic exception in native code (SIGFPE)
+  /Signal 8 \(SIGFPE\) received by PID (?P<pid>\d+)/
+  /Fatal Python error: Floating point exception/
+  /Floating point exception(?: +\(core dumped\)|$)/
+  /(?:terminated with signal |died with <Signals\.|\*\*\* )SIGFPE/
+  why: An integer division by zero in a library: cuBLAS before 12.4.5.8 on H20 and other new GPUs,
+    or an extension that was given an empty tensor
+  fix: pip install -U nvidia-cublas-cu12, or a newer torch; PYTHONFAULTHANDLER=1 shows the Python
+    line; assert tensor.numel() before the extension.
+  confirm: The stack that PYTHONFAULTHANDLER=1 prints ends in that library.
+"""
+
+FAMILIES = read_families(_TEXT, DRAIN=_DRAIN)

@@ -1,343 +1,241 @@
 """Causes in the launch: environment, rendezvous, ports, torchrun, frameworks, containers."""
 
-from ddp_doctor.explain.events import Blame, Cause, Tier
+from ddp_doctor.explain.catalogue.entries import read_families
 
-CAUSES = (
-    Cause(
-        code="launch-environment",
-        title="the variables of a launcher are missing",
-        phrases=(
-            r"environment variable \w+ expected, but not set",
-            r"KeyError: '(?:LOCAL_RANK|RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|LOCAL_WORLD_SIZE)'",
-        ),
-        blame=Blame.NOBODY,
-        why="The script was started with python, not with a launcher, or the launcher (srun, "
-        "mpirun) sets other names than torch reads",
-        fix="torchrun --standalone --nproc_per_node=2 train.py. srun: RANK=$SLURM_PROCID "
-        "LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS and MASTER_ADDR, MASTER_PORT.",
-        accelerate="accelerate launch train.py",
-        lightning='Trainer(devices=N, strategy="ddp") starts the ranks itself when the '
-        "script is started by python",
-        confirm="env | grep -E 'RANK|WORLD|MASTER' in the process.",
-    ),
-    Cause(
-        code="launch-port",
-        title="the port of the rendezvous is taken",
-        phrases=(
-            r"EADDRINUSE",
-            r"[Aa]ddress already in use",
-            r"The server socket has failed to (?:bind|listen)",
-        ),
-        blame=Blame.NOBODY,
-        why="Another job on this node, or a process left over from an earlier one, listens there",
-        fix="torchrun --standalone (takes a free port), or another --master_port; find the owner: "
-        "ss -ltnp | grep PORT, then kill it by its pid.",
-        accelerate="accelerate launch --main_process_port 0",
-        lightning="MASTER_PORT=29511 python train.py",
-        confirm="ss -ltnp | grep PORT.",
-    ),
-    Cause(
-        code="launch-client-timeout",
-        title="the rendezvous address could not be reached in time",
-        phrases=(
-            r"The client socket has (?:timed out|failed to connect to any network address)",
-            r"The IPv[46] network addresses of \([^,]+, \d+\) cannot be retrieved",
-            r"failed to connect to [\w.-]+:\d+",
-        ),
-        tier=Tier.TIMEOUT,
-        why="The first node did not start, its name resolves to another address, or a firewall "
-        "drops the packets; or rank 0 ended already",
-        fix="On the node: getent hosts NAME and nc -zv NAME PORT; use the address of the cluster's "
-        "network; open the port; start all nodes within the timeout. Read rank 0's log first.",
-        lightning="Trainer(num_nodes=NODES), started once per node with the same MASTER_ADDR and "
-        "its own NODE_RANK, or by srun",
-        accelerate="accelerate launch --main_process_ip HOST --main_process_port PORT "
-        "--machine_rank I, another I on each machine",
-        confirm="nc -zv HOST PORT from the node that prints it, while rank 0 waits.",
-        or_else="`Operation not permitted`: a sandbox or a container forbids sockets.",
-    ),
-    Cause(
-        code="launch-ranks-missing",
-        title="not all ranks joined the rendezvous",
-        phrases=(
-            r"Timed out after \d+ seconds waiting for clients\.(?: (?P<here>\d+)/(?P<all>\d+) "
-            r"clients joined)?",
-            r"Timed out initializing process group in store based barrier on rank: "
-            r"\d+.*\(world_size=(?P<all>\d+), (?:worker_count|num_workers_joined)=(?P<here>\d+)",
-            r"RuntimeError: Wait timeout",
-        ),
-        tier=Tier.TIMEOUT,
-        why="Some ranks ended before, were started late, or never; or world_size is larger than "
-        "the number of processes",
-        fix="Look for the ranks without this message: their logs have the cause. Check --nnodes "
-        "and --nproc_per_node on each node; Slurm: srun --ntasks (SLURM_NTASKS) is the world size.",
-        lightning="Trainer(num_nodes=NODES) on every node, devices equal everywhere",
-        accelerate="--num_machines, --num_processes (of all machines together) and another "
-        "--machine_rank on each",
-        confirm="Count the processes: pgrep -fc train.py on each node.",
-    ),
-    Cause(
-        code="launch-rendezvous",
-        title="torchrun's rendezvous failed",
-        phrases=(
-            r"RendezvousTimeoutError",
-            r"RendezvousConnectionError",
-            r"RendezvousClosedError",
-            r"RendezvousStateError",
-            r"The connection to the C10d store has failed",
-        ),
-        tier=Tier.TIMEOUT,
-        why="Fewer nodes than --nnodes came within the timeout, the endpoint is wrong, or another "
-        "job with the same --rdzv_id is over already",
-        fix="The same --rdzv_endpoint HOST:PORT and a fresh --rdzv_id on all nodes; HOST is one of "
-        "the nodes; its port is open; --rdzv_conf join_timeout=1200 for slow starts.",
-        confirm="nc -zv HOST PORT from the other nodes.",
-    ),
-    Cause(
-        code="launch-name",
-        title="a host name can't be resolved",
-        phrases=(
-            r"Name or service not known",
-            r"Temporary failure in name resolution",
-            r"nodename nor servname provided, or not known",
-            r"getaddrinfo failed",
-        ),
-        blame=Blame.NOBODY,
-        why="MASTER_ADDR or the endpoint is a name that this node's DNS or /etc/hosts does not "
-        "have",
-        fix="Use the address, or a name that getent hosts finds on all nodes; Slurm: "
-        "MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1); Kubernetes: a "
-        "headless service.",
-        confirm="getent hosts NAME on that node.",
-    ),
-    Cause(
-        code="launch-route",
-        title="a node can't be reached over the network",
-        phrases=(r"No route to host", r"Network is unreachable", r"errno: 113\b"),
-        tier=Tier.TIMEOUT,
-        why="A firewall that rejects, or the wrong network interface or address",
-        fix="ping and nc -zv between the nodes; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; open "
-        "the ports.",
-        confirm="nc -zv HOST PORT.",
-    ),
-    Cause(
-        code="launch-no-group",
-        title="the process group was used before it was made",
-        phrases=(r"Default process group has not been initialized",),
-        blame=Blame.NOBODY,
-        why="DDP, DistributedSampler or a collective ran before init_process_group, or after "
-        "destroy_process_group, or in a process without a group",
-        fix="torch.distributed.init_process_group() first in main(); in code that runs in one "
-        "process, too: if dist.is_initialized().",
-        accelerate="make the Accelerator() first",
-        lightning="no torch.distributed call before fit(); in hooks "
-        "self.trainer.strategy.barrier()",
-    ),
-    Cause(
-        code="launch-group-twice",
-        title="the process group was made twice",
-        phrases=(r"trying to initialize the default process group twice",),
-        blame=Blame.NOBODY,
-        why="The program and a library (Lightning, Accelerate) both call init_process_group, or a "
-        "notebook cell ran again",
-        fix="if not dist.is_initialized(): dist.init_process_group(...)",
-        lightning="no init_process_group of your own",
-        accelerate="no init_process_group of your own; InitProcessGroupKwargs for its arguments",
-    ),
-    Cause(
-        code="launch-spawn-guard",
-        title="a process was started while its module was still being imported",
-        phrases=(
-            r"An attempt has been made to start a new process before the\s*",
-            r"current process has finished its bootstrapping phase",
-        ),
-        blame=Blame.NOBODY,
-        why="spawn imports the script again in each process: code outside of functions runs there, "
-        "too",
-        fix="if __name__ == '__main__': main() at the end of the script.",
-    ),
-    Cause(
-        code="launch-import",
-        title="a package is missing or does not fit",
-        phrases=(
-            r"ModuleNotFoundError: No module named '[^']+'",
-            r"ImportError: ",
-            r"operator torchvision::nms does not exist",
-            r"undefined symbol: ",
-            r"version `GLIBC\w*_[\d.]+' not found",
-        ),
-        why="This node or this Python has other packages than the one where it worked, or a binary "
-        "package was built for another torch",
-        fix="Same environment on all nodes; reinstall the package for this torch; torchrun of the "
-        "same environment: python -m torch.distributed.run.",
-        confirm="python -c 'import NAME' on the node of this rank.",
-    ),
-    Cause(
-        code="launch-rank-range",
-        title="rank and world size contradict each other",
-        phrases=(
-            r"(?:rank|Rank) \d+ .*(?:must be|is not|out of).*world[_ ]size",
-            r"[Ii]nvalid rank \d+, rank should be in the interval",
-            r"world_size \(\d+\) (?:is not equal to|does not match)",
-        ),
-        blame=Blame.NOBODY,
-        why="RANK and WORLD_SIZE were set by hand, or num_replicas and rank given to the sampler "
-        "are not those of the group",
-        fix="Let the launcher set them: torchrun --nnodes N --nproc_per_node M.",
-        accelerate="--machine_rank from 0 to num_machines - 1",
-        confirm="print RANK and WORLD_SIZE of each process.",
-    ),
-)
+_TEXT = r"""
+[Launch and rendezvous]
 
+launch-environment (accuses nobody): the variables of a launcher are missing
+  /environment variable \w+ expected, but not set/
+  /KeyError: '(?:LOCAL_RANK|RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|LOCAL_WORLD_SIZE)'/
+  why: The script was started with python, not with a launcher, or the launcher (srun, mpirun) sets
+    other names than torch reads
+  fix: torchrun --standalone --nproc_per_node=2 train.py. srun: RANK=$SLURM_PROCID
+    LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS and MASTER_ADDR, MASTER_PORT.
+  lightning: Trainer(devices=N, strategy="ddp") starts the ranks itself when the script is started
+    by python
+  accelerate: accelerate launch train.py
+  confirm: env | grep -E 'RANK|WORLD|MASTER' in the process.
 
-SETUP = (
-    Cause(
-        code="launch-local-rank-flag",
-        title="the script does not know the launcher's --local-rank",
-        phrases=(
-            r"unrecognized arguments: .*--local[-_]rank",
-            r"--local[-_]rank.*(?:unrecognized|no such option|not recognized)",
-        ),
-        blame=Blame.NOBODY,
-        why="torch.distributed.launch gives --local-rank (with a dash since torch 2) to the script",
-        fix="Start with torchrun and read os.environ['LOCAL_RANK']; or "
-        "parser.add_argument('--local-rank', '--local_rank', type=int).",
-    ),
-    Cause(
-        code="launch-arguments",
-        title="the command line has an argument that the script does not know",
-        phrases=(
-            r"error: unrecognized arguments: ",
-            r"error: the following arguments are required: ",
-            r"error: argument \S+: (?:invalid|expected) ",
-            r"ValueError: Some specified arguments are not used by the HfArgumentParser",
-        ),
-        blame=Blame.NOBODY,
-        is_generic=True,
-        why="A flag is misspelled, or a flag of the launcher stands behind the script's name",
-        fix="Flags of torchrun come before the script's name, those of the script after it.",
-    ),
-    Cause(
-        code="launch-devices",
-        title="the launcher's number of processes is not the one that the program was told",
-        phrases=(
-            r"You set `devices=[^`]+` in Lightning, but the number of tasks per node",
-            r"You set `num_nodes=[^`]+` in Lightning, but the number of nodes",
-            r"You set `--ntasks=\d+` in your SLURM bash script",
-            r"num_processes \(\d+\) .*does not match",
-        ),
-        blame=Blame.NOBODY,
-        why="Each process asks for other devices or nodes than the launcher started processes for",
-        fix="One process per GPU: --ntasks-per-node, --nproc_per_node and the program's own "
-        "setting are the same number; --nodes is the number of nodes.",
-        lightning="#SBATCH --ntasks-per-node=N (not --ntasks) with Trainer(devices=N, "
-        "num_nodes=NODES), started by srun; in an interactive shell of Slurm: SLURM_JOB_NAME=bash "
-        "python train.py",
-        accelerate="accelerate launch --num_processes (of all nodes) --num_machines",
-        confirm="env | grep -E 'SLURM_NTASKS|SLURM_NNODES|WORLD_SIZE' in a task.",
-    ),
-    Cause(
-        code="launch-notebook",
-        title="a notebook can't start the processes like this",
-        phrases=(
-            r"is not compatible with an interactive environment",
-            r"To (?:launch|train) .*(?:from|on) your notebook",
-            r"`Accelerator` should only be initialized inside your training function",
-            r"CUDA has been initialized before the `notebook_launcher`",
-            r"Lightning can't create new processes if CUDA is already initialized",
-        ),
-        blame=Blame.NOBODY,
-        why="The processes are forked from the notebook, so nothing before may have touched CUDA "
-        "or made an Accelerator, and functions must be importable",
-        fix="Move the training into a file and start it with !torchrun --nproc_per_node=N "
-        "train.py; or restart the kernel and touch CUDA inside of the started function only.",
-        lightning='Trainer(strategy="ddp_notebook") after a restart of the kernel',
-        accelerate="notebook_launcher(train, args, num_processes=N) with the Accelerator made in "
-        "train",
-    ),
-    Cause(
-        code="launch-config",
-        title="settings were refused: a key or a value is wrong",
-        phrases=(
-            r"yaml\.(?:scanner|parser|composer|constructor)\.\w+Error",
-            r"Could not override '[^']+'",
-            r"Key '[^']+' is not in struct",
-            r"(?:hydra|omegaconf)\.errors\.\w+",
-            r"MissingMandatoryValue: ",
-            r"TOMLDecodeError: ",
-            r"\d+ validation errors? for \w+",
-        ),
-        blame=Blame.NOBODY,
-        why="A typing mistake, an indentation, or a key or value that this version of the program "
-        "does not have; the lines below the message name it",
-        fix="Correct the key or the line that is named; hydra: +key=value adds a new one; "
-        "HYDRA_FULL_ERROR=1 shows the stack.",
-        confirm="python -c 'import sys, yaml; yaml.safe_load(open(sys.argv[1]))' FILE.",
-    ),
-    Cause(
-        code="launch-container",
-        title="the container did not start, or has no GPU",
-        phrases=(
-            r"could not select device driver .* with capabilities",
-            r"nvidia-container-cli: ",
-            r"OCI runtime (?:create|exec) failed: ",
-            r"CreateContainer(?:Config)?Error",
-            r"RunContainerError",
-            r"\[ERROR\] (?:pyxis|enroot|runc)[^:]*:",
-        ),
-        blame=Blame.NOBODY,
-        why="The container runtime does not know the GPU (no NVIDIA container toolkit), or a "
-        "mount, an image or a right is missing",
-        fix="Install nvidia-container-toolkit, nvidia-ctk runtime configure, restart docker; "
-        "Kubernetes: the device plugin and resources.limits nvidia.com/gpu; check mounts.",
-        confirm="docker run --rm --gpus all IMAGE nvidia-smi.",
-    ),
-    Cause(
-        code="launch-pod-pending",
-        title="Kubernetes found no node for a pod, so its ranks never start",
-        phrases=(r"\d+/\d+ nodes are available: (?P<what>.+)",),
-        tier=Tier.TIMEOUT,
-        why="{what}",
-        fix="Ask for what the nodes have (GPUs, memory, taints, selectors), use gang scheduling "
-        "(Kueue, Volcano), so that all pods of a job start or none; a longer rendezvous timeout if "
-        "nodes are still to come.",
-        confirm="kubectl describe pod POD; kubectl describe nodes | grep -A8 Allocated.",
-    ),
-    Cause(
-        code="launch-pod-crash",
-        title="a pod ends again and again; this output does not say why",
-        phrases=(r"CrashLoopBackOff", r"Back-off restarting failed container"),
-        tier=Tier.TEARDOWN,
-        is_generic=True,
-        why="Its container exits with an error, and Kubernetes starts it anew",
-        fix="kubectl logs POD --previous, and explain that.",
-        confirm="kubectl describe pod POD: Last State, Exit Code.",
-    ),
-    Cause(
-        code="launch-ray-actor",
-        title="a worker of Ray ended, and Ray does not know why",
-        phrases=(
-            r"The actor died unexpectedly before finishing this task",
-            r"A worker died or was killed while executing a task by an unexpected system error",
-            r"Worker unexpectedly exits with a connection error code \d+",
-        ),
-        tier=Tier.LOST,
-        why="Ray lists its guesses with each such message: memory, ray stop, a crash in native "
-        "code. What the worker itself wrote is in its own log",
-        fix="Read worker-*-PID.err of that pid in /tmp/ray/session_latest/logs on its node, with "
-        "explain; memory: fewer workers per node, or more memory per worker.",
-        confirm="dmesg -T | grep -i 'killed process' on the node; ray logs raylet.out -ip HOST.",
-    ),
-    Cause(
-        code="launch-lightning",
-        title="Lightning refused its settings",
-        phrases=(r"MisconfigurationException: ",),
-        blame=Blame.NOBODY,
-        is_generic=True,
-        why="Arguments of the Trainer, of the model's hooks or of the environment contradict each "
-        "other; the message says which",
-        fix="Change what the message names.",
-        lightning="Trainer(accelerator, devices, num_nodes, strategy) must be what the launcher "
-        "started",
-    ),
-)
+launch-port (accuses nobody): the port of the rendezvous is taken
+  /EADDRINUSE/
+  /[Aa]ddress already in use/
+  /The server socket has failed to (?:bind|listen)/
+  why: Another job on this node, or a process left over from an earlier one, listens there
+  fix: torchrun --standalone (takes a free port), or another --master_port; find the owner: ss -ltnp
+    | grep PORT, then kill it by its pid.
+  lightning: MASTER_PORT=29511 python train.py
+  accelerate: accelerate launch --main_process_port 0
+  confirm: ss -ltnp | grep PORT.
+
+launch-client-timeout (timeout): the rendezvous address could not be reached in time
+  /The client socket has (?:timed out|failed to connect to any network address)/
+  /The IPv[46] network addresses of \([^,]+, \d+\) cannot be retrieved/
+  /failed to connect to [\w.-]+:\d+/
+  why: The first node did not start, its name resolves to another address, or a firewall drops the
+    packets; or rank 0 ended already
+  fix: On the node: getent hosts NAME and nc -zv NAME PORT; use the address of the cluster's
+    network; open the port; start all nodes within the timeout. Read rank 0's log first.
+  lightning: Trainer(num_nodes=NODES), started once per node with the same MASTER_ADDR and its own
+    NODE_RANK, or by srun
+  accelerate: accelerate launch --main_process_ip HOST --main_process_port PORT --machine_rank I,
+    another I on each machine
+  confirm: nc -zv HOST PORT from the node that prints it, while rank 0 waits.
+  or_else: `Operation not permitted`: a sandbox or a container forbids sockets.
+
+launch-ranks-missing (timeout): not all ranks joined the rendezvous
+  /Timed out after \d+ seconds waiting for clients\.(?: (?P<here>\d+)/(?P<all>\d+) clients joined)?/
+  /Timed out initializing process group in store based barrier on rank:
+    \d+.*\(world_size=(?P<all>\d+), (?:worker_count|num_workers_joined)=(?P<here>\d+)/
+  /RuntimeError: Wait timeout/
+  why: Some ranks ended before, were started late, or never; or world_size is larger than the number
+    of processes
+  fix: Look for the ranks without this message: their logs have the cause. Check --nnodes and
+    --nproc_per_node on each node; Slurm: srun --ntasks (SLURM_NTASKS) is the world size.
+  lightning: Trainer(num_nodes=NODES) on every node, devices equal everywhere
+  accelerate: --num_machines, --num_processes (of all machines together) and another --machine_rank
+    on each
+  confirm: Count the processes: pgrep -fc train.py on each node.
+
+launch-rendezvous (timeout): torchrun's rendezvous failed
+  /RendezvousTimeoutError/
+  /RendezvousConnectionError/
+  /RendezvousClosedError/
+  /RendezvousStateError/
+  /The connection to the C10d store has failed/
+  why: Fewer nodes than --nnodes came within the timeout, the endpoint is wrong, or another job with
+    the same --rdzv_id is over already
+  fix: The same --rdzv_endpoint HOST:PORT and a fresh --rdzv_id on all nodes; HOST is one of the
+    nodes; its port is open; --rdzv_conf join_timeout=1200 for slow starts.
+  confirm: nc -zv HOST PORT from the other nodes.
+
+launch-name (accuses nobody): a host name can't be resolved
+  /Name or service not known/
+  /Temporary failure in name resolution/
+  /nodename nor servname provided, or not known/
+  /getaddrinfo failed/
+  why: MASTER_ADDR or the endpoint is a name that this node's DNS or /etc/hosts does not have
+  fix: Use the address, or a name that getent hosts finds on all nodes; Slurm:
+    MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1); Kubernetes: a headless
+    service.
+  confirm: getent hosts NAME on that node.
+
+launch-route (timeout): a node can't be reached over the network
+  /No route to host/
+  /Network is unreachable/
+  /errno: 113\b/
+  why: A firewall that rejects, or the wrong network interface or address
+  fix: ping and nc -zv between the nodes; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; open the ports.
+  confirm: nc -zv HOST PORT.
+
+launch-no-group (accuses nobody): the process group was used before it was made
+  /Default process group has not been initialized/
+  why: DDP, DistributedSampler or a collective ran before init_process_group, or after
+    destroy_process_group, or in a process without a group
+  fix: torch.distributed.init_process_group() first in main(); in code that runs in one process,
+    too: if dist.is_initialized().
+  lightning: no torch.distributed call before fit(); in hooks self.trainer.strategy.barrier()
+  accelerate: make the Accelerator() first
+
+launch-group-twice (accuses nobody): the process group was made twice
+  /trying to initialize the default process group twice/
+  why: The program and a library (Lightning, Accelerate) both call init_process_group, or a notebook
+    cell ran again
+  fix: if not dist.is_initialized(): dist.init_process_group(...)
+  lightning: no init_process_group of your own
+  accelerate: no init_process_group of your own; InitProcessGroupKwargs for its arguments
+
+launch-spawn-guard (accuses nobody): a process was started while its module was still being imported
+  /An attempt has been made to start a new process before the\s*/
+  /current process has finished its bootstrapping phase/
+  why: spawn imports the script again in each process: code outside of functions runs there, too
+  fix: if __name__ == '__main__': main() at the end of the script.
+
+launch-import: a package is missing or does not fit
+  /ModuleNotFoundError: No module named '[^']+'/
+  /ImportError: /
+  /operator torchvision::nms does not exist/
+  /undefined symbol: /
+  /version `GLIBC\w*_[\d.]+' not found/
+  why: This node or this Python has other packages than the one where it worked, or a binary package
+    was built for another torch
+  fix: Same environment on all nodes; reinstall the package for this torch; torchrun of the same
+    environment: python -m torch.distributed.run.
+  confirm: python -c 'import NAME' on the node of this rank.
+
+launch-rank-range (accuses nobody): rank and world size contradict each other
+  /(?:rank|Rank) \d+ .*(?:must be|is not|out of).*world[_ ]size/
+  /[Ii]nvalid rank \d+, rank should be in the interval/
+  /world_size \(\d+\) (?:is not equal to|does not match)/
+  why: RANK and WORLD_SIZE were set by hand, or num_replicas and rank given to the sampler are not
+    those of the group
+  fix: Let the launcher set them: torchrun --nnodes N --nproc_per_node M.
+  accelerate: --machine_rank from 0 to num_machines - 1
+  confirm: print RANK and WORLD_SIZE of each process.
+
+[Launch: frameworks, containers, settings]
+
+launch-local-rank-flag (accuses nobody): the script does not know the launcher's --local-rank
+  /unrecognized arguments: .*--local[-_]rank/
+  /--local[-_]rank.*(?:unrecognized|no such option|not recognized)/
+  why: torch.distributed.launch gives --local-rank (with a dash since torch 2) to the script
+  fix: Start with torchrun and read os.environ['LOCAL_RANK']; or parser.add_argument('--local-rank',
+    '--local_rank', type=int).
+
+launch-arguments (generic, accuses nobody): the command line has an argument that the script does
+    not know
+  /error: unrecognized arguments: /
+  /error: the following arguments are required: /
+  /error: argument \S+: (?:invalid|expected) /
+  /ValueError: Some specified arguments are not used by the HfArgumentParser/
+  why: A flag is misspelled, or a flag of the launcher stands behind the script's name
+  fix: Flags of torchrun come before the script's name, those of the script after it.
+
+launch-devices (accuses nobody): the launcher's number of processes is not the one that the program
+    was told
+  /You set `devices=[^`]+` in Lightning, but the number of tasks per node/
+  /You set `num_nodes=[^`]+` in Lightning, but the number of nodes/
+  /You set `--ntasks=\d+` in your SLURM bash script/
+  /num_processes \(\d+\) .*does not match/
+  why: Each process asks for other devices or nodes than the launcher started processes for
+  fix: One process per GPU: --ntasks-per-node, --nproc_per_node and the program's own setting are
+    the same number; --nodes is the number of nodes.
+  lightning: #SBATCH --ntasks-per-node=N (not --ntasks) with Trainer(devices=N, num_nodes=NODES),
+    started by srun; in an interactive shell of Slurm: SLURM_JOB_NAME=bash python train.py
+  accelerate: accelerate launch --num_processes (of all nodes) --num_machines
+  confirm: env | grep -E 'SLURM_NTASKS|SLURM_NNODES|WORLD_SIZE' in a task.
+
+launch-notebook (accuses nobody): a notebook can't start the processes like this
+  /is not compatible with an interactive environment/
+  /To (?:launch|train) .*(?:from|on) your notebook/
+  /`Accelerator` should only be initialized inside your training function/
+  /CUDA has been initialized before the `notebook_launcher`/
+  /Lightning can't create new processes if CUDA is already initialized/
+  why: The processes are forked from the notebook, so nothing before may have touched CUDA or made
+    an Accelerator, and functions must be importable
+  fix: Move the training into a file and start it with !torchrun --nproc_per_node=N train.py; or
+    restart the kernel and touch CUDA inside of the started function only.
+  lightning: Trainer(strategy="ddp_notebook") after a restart of the kernel
+  accelerate: notebook_launcher(train, args, num_processes=N) with the Accelerator made in train
+
+launch-config (accuses nobody): settings were refused: a key or a value is wrong
+  /yaml\.(?:scanner|parser|composer|constructor)\.\w+Error/
+  /Could not override '[^']+'/
+  /Key '[^']+' is not in struct/
+  /(?:hydra|omegaconf)\.errors\.\w+/
+  /MissingMandatoryValue: /
+  /TOMLDecodeError: /
+  /\d+ validation errors? for \w+/
+  why: A typing mistake, an indentation, or a key or value that this version of the program does not
+    have; the lines below the message name it
+  fix: Correct the key or the line that is named; hydra: +key=value adds a new one;
+    HYDRA_FULL_ERROR=1 shows the stack.
+  confirm: python -c 'import sys, yaml; yaml.safe_load(open(sys.argv[1]))' FILE.
+
+launch-container (accuses nobody): the container did not start, or has no GPU
+  /could not select device driver .* with capabilities/
+  /nvidia-container-cli: /
+  /OCI runtime (?:create|exec) failed: /
+  /CreateContainer(?:Config)?Error/
+  /RunContainerError/
+  /\[ERROR\] (?:pyxis|enroot|runc)[^:]*:/
+  why: The container runtime does not know the GPU (no NVIDIA container toolkit), or a mount, an
+    image or a right is missing
+  fix: Install nvidia-container-toolkit, nvidia-ctk runtime configure, restart docker; Kubernetes:
+    the device plugin and resources.limits nvidia.com/gpu; check mounts.
+  confirm: docker run --rm --gpus all IMAGE nvidia-smi.
+
+launch-pod-pending (timeout): Kubernetes found no node for a pod, so its ranks never start
+  /\d+/\d+ nodes are available: (?P<what>.+)/
+  why: {what}
+  fix: Ask for what the nodes have (GPUs, memory, taints, selectors), use gang scheduling (Kueue,
+    Volcano), so that all pods of a job start or none; a longer rendezvous timeout if nodes are
+    still to come.
+  confirm: kubectl describe pod POD; kubectl describe nodes | grep -A8 Allocated.
+
+launch-pod-crash (teardown, generic): a pod ends again and again; this output does not say why
+  /CrashLoopBackOff/
+  /Back-off restarting failed container/
+  why: Its container exits with an error, and Kubernetes starts it anew
+  fix: kubectl logs POD --previous, and explain that.
+  confirm: kubectl describe pod POD: Last State, Exit Code.
+
+launch-ray-actor (lost): a worker of Ray ended, and Ray does not know why
+  /The actor died unexpectedly before finishing this task/
+  /A worker died or was killed while executing a task by an unexpected system error/
+  /Worker unexpectedly exits with a connection error code \d+/
+  why: Ray lists its guesses with each such message: memory, ray stop, a crash in native code. What
+    the worker itself wrote is in its own log
+  fix: Read worker-*-PID.err of that pid in /tmp/ray/session_latest/logs on its node, with explain;
+    memory: fewer workers per node, or more memory per worker.
+  confirm: dmesg -T | grep -i 'killed process' on the node; ray logs raylet.out -ip HOST.
+
+launch-lightning (generic, accuses nobody): Lightning refused its settings
+  /MisconfigurationException: /
+  why: Arguments of the Trainer, of the model's hooks or of the environment contradict each other;
+    the message says which
+  fix: Change what the message names.
+  lightning: Trainer(accelerator, devices, num_nodes, strategy) must be what the launcher started
+"""
+
+FAMILIES = read_families(_TEXT)
