@@ -17,7 +17,7 @@ from hardened_ddp.settings.schema import SETTINGS
 from hardened_ddp_command import split_words
 from tests.harness.processes import ROOT
 from tests.harness.ranks import held_port, run_command, start_program
-from tests.harness.run_folder import read_summary
+from tests.harness.run_folder import only_run, read_summary
 
 DEPLOY = ROOT / "deploy"
 KUBERNETES = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
@@ -168,20 +168,73 @@ def test_the_image_compose_and_skypilot_start_the_command() -> None:
     subprocess.run(["bash", "-n"], input=task["run"], text=True, check=True)
 
 
+def commands_of(name: str, tmp_path: Path, port: int) -> list[tuple[list[str], dict[str, str]]]:
+    """Give what each node of a file runs: its words, and the environment that it finds.
+
+    The variables are those that each operator sets; names of hosts and GPUs become those of here.
+    """
+    launch = {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}
+    shape = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "2"}
+    pods = [{**launch, **shape, "PET_NODE_RANK": str(node)} for node in (0, 1)]
+    path = DEPLOY / "kubernetes" / f"{name}.yaml"
+    if name == "compose":
+        services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+        nodes = [services[node]["command"] for node in ("node0", "node1")]
+        return [([w.replace("node0:29500", f"127.0.0.1:{port}") for w in n], {}) for n in nodes]
+    if name == "skypilot":
+        return [sky_command(node, tmp_path, port) for node in (0, 1)]
+    words = next(part["args"] for part in parts_of(path) if "args" in part)
+    if name == "job":  # one pod, which asks for GPUs
+        return [([word.replace("=gpu", "=2") for word in words], {})]
+    if name == "jobset":
+        [given] = [part["env"] for part in parts_of(path) if "env" in part]
+        told = {each["name"]: each.get("value") for each in given}
+        assert told.keys() == pods[0].keys()
+        assert {key: told[key] for key in shape} == shape
+    if name == "pytorchjob":  # behind its wrapper, which a test above runs
+        old = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "4"}
+        pods = [{**pod, **old, "RANK": pod["PET_NODE_RANK"]} for pod in pods]
+        words = words[2:]
+    return [(words, pod) for pod in pods]
+
+
+def sky_command(node: int, tmp_path: Path, port: int) -> tuple[list[str], dict[str, str]]:
+    """Run SkyPilot's script with a command in place of ours that tells its words."""
+    script = yaml.safe_load((DEPLOY / "skypilot.yaml").read_text())["run"]
+    command = tmp_path / "hardened-ddp"
+    command.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
+    command.chmod(0o755)
+    env = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NODE_RANK": str(node),
+        "SKYPILOT_NUM_GPUS_PER_NODE": "2",
+        "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2",
+        "SKYPILOT_TASK_ID": "sky-managed-2026-11-26-01-02-03-456789_train_1-0",
+    }
+    argv = ["bash", "-c", script.replace("29500", str(port))]
+    done = subprocess.run(argv, env=env, check=True, capture_output=True, text=True, timeout=60)
+    return done.stdout.rstrip("\0").split("\0"), {}
+
+
+NODES = ["compose", "job", "jobset", "trainjob", "pytorchjob", "skypilot"]
+
+
 @pytest.mark.slow
-def test_the_two_nodes_of_compose_are_one_run(tmp_path: Path) -> None:
-    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
-    words = [*POINTS, "--cpu_only", "--epochs", "1", "--no_tensorboard", "--output_dir", tmp_path]
-    here = f"127.0.0.1:{held_port()}"
-    nodes = []
+@pytest.mark.parametrize("name", NODES)
+def test_the_nodes_of_each_file_are_one_run(name: str, tmp_path: Path) -> None:
+    words = [*POINTS, "--cpu_only", "--max_steps", "2", "--no_tensorboard"]
+    commands = commands_of(name, tmp_path, held_port())
     with ExitStack() as stack:
-        for name in ("node0", "node1"):
-            typed = [word.replace("node0:29500", here) for word in services[name]["command"]]
+        nodes = []
+        for typed, env in commands:
             argv = ["python", "-m", "hardened_ddp_command", *typed, *words]
-            nodes.append(stack.enter_context(start_program(argv)))
+            argv += ["--output_dir", tmp_path / "runs"]
+            nodes.append(stack.enter_context(start_program(argv, env=env)))
         for node in nodes:
             node.wait(120).ok()
-    assert read_summary(tmp_path / "nodes")["world_size"] == 4
+    summary = read_summary(only_run(tmp_path / "runs"))
+    assert (summary["status"], summary["world_size"]) == ("finished", 2 * len(commands))
 
 
 @pytest.mark.slow
