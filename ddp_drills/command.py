@@ -104,7 +104,7 @@ def read_work(request: Request, num_ranks: int) -> "Work":
     from ddp_drills.work import DEFAULTS, Work
 
     resolved = resolve(request, world_size=num_ranks)
-    refused = [name for name in _OF_THE_DRILL[:4] if name in request.settings]
+    refused = [name for name in _OF_THE_DRILL[:4] if name in request.settings.values]
     if refused or resolved.config.device.single_gpu:
         names = ", ".join(f"--{name}" for name in refused or ["single_gpu"])
         raise ConfigError(f"{names}: a drill sets that by itself", fix=_list_command())
@@ -116,7 +116,7 @@ def read_work(request: Request, num_ranks: int) -> "Work":
     flags += [
         # WHY not always: a flag's text has no quotes
         f"--{name}={value if isinstance(value, str) else yaml_word(value)}"
-        for name, value in request.settings.items()
+        for name, value in request.settings.values.items()
         if name not in _OF_THE_DRILL
     ]
     if config.device.cpu_only or not _has_gpus(config.device.backend, num_ranks):

@@ -123,12 +123,12 @@ def _replay(request: Request, output: TextIO) -> int:
 
 def _settings_of(request: Request) -> list[str]:
     """Write the settings of a request as flags again, for a trainer. Raises ConfigError."""
-    problems = list(request.problems)
-    for name in sorted({"output_dir", "run_name"} & request.settings.keys()):
+    problems = list(request.settings.problems)
+    for name in sorted({"output_dir", "run_name"} & request.settings.values.keys()):
         problems.append(f"--{name}: it runs in a folder of its own, within that of the run")
     if problems:
         raise ConfigError("; ".join(problems), fix=own_command(request.command, "--help"))
-    given = {name: value for name, value in request.settings.items() if name != "resume"}
+    given = {name: value for name, value in request.settings.values.items() if name != "resume"}
     return [f"--{name}={yaml_word(value)}" for name, value in given.items()]
 
 

@@ -22,6 +22,11 @@ class HardenedError(Exception):
     exit_status: ClassVar[int] = 1
     is_retryable: ClassVar[bool] = False
 
+    def __init_subclass__(
+        cls, *, code: str, exit_status: int = 1, is_retryable: bool = False
+    ) -> None:
+        cls.code, cls.exit_status, cls.is_retryable = code, exit_status, is_retryable
+
     def __init__(self, message: str, *, fix: str = "") -> None:
         super().__init__(message)
         self.message = message
@@ -32,113 +37,69 @@ class HardenedError(Exception):
         return f"{text}\n  next: {self.fix}" if self.fix else text
 
 
-class ConfigError(HardenedError):
+class ConfigError(HardenedError, code="DDP-C01", exit_status=2):
     """A setting is unknown, of the wrong type, out of range, or contradicts another one."""
 
-    code = "DDP-C01"
-    exit_status = 2
 
-
-class OwnLoopError(HardenedError):
+class OwnLoopError(HardenedError, code="DDP-C02", exit_status=2):
     """A loop of the user's own does what protect could not make good after a fault."""
 
-    code = "DDP-C02"
-    exit_status = 2
 
-
-class LaunchError(HardenedError):
+class LaunchError(HardenedError, code="DDP-L01", exit_status=2):
     """The environment that the launcher left is incomplete or contradicts itself."""
 
-    code = "DDP-L01"
-    exit_status = 2
 
-
-class GroupError(HardenedError):
+class GroupError(HardenedError, code="DDP-G01", is_retryable=True):
     """The process group could not be formed: a rank is missing, a port is taken, no route."""
 
-    code = "DDP-G01"
-    is_retryable = True
 
-
-class RankMismatchError(HardenedError):
+class RankMismatchError(HardenedError, code="DDP-G02", exit_status=2):
     """Ranks run other code, other settings or other data than rank 0."""
 
-    code = "DDP-G02"
-    exit_status = 2
 
-
-class MainRankError(HardenedError):
+class MainRankError(HardenedError, code="DDP-G03"):
     """Work that one rank does for all of them failed there."""
 
-    code = "DDP-G03"
 
-
-class PeerLostError(HardenedError):
+# WHY 75, EX_TEMPFAIL of sysexits.h: it is not this rank's fault; the last step is saved, try again
+class PeerLostError(HardenedError, code="DDP-G04", exit_status=75, is_retryable=True):
     """Another rank died, or did not answer within the timeout."""
 
-    code = "DDP-G04"
-    exit_status = 75  # EX_TEMPFAIL of sysexits.h: not this rank's fault, try again
-    is_retryable = True
 
-
-class HangError(HardenedError):
+class HangError(HardenedError, code="DDP-G05", exit_status=75, is_retryable=True):
     """One rank, or all ranks, made no progress for longer than the phase may take."""
 
-    code = "DDP-G05"
-    exit_status = 75  # as PeerLostError: the last step is saved, try again
-    is_retryable = True
 
-
-class DataError(HardenedError):
+class DataError(HardenedError, code="DDP-D01", exit_status=2):
     """The dataset is unknown, missing, unreadable or empty."""
 
-    code = "DDP-D01"
-    exit_status = 2
 
-
-class SampleError(HardenedError):
+class SampleError(HardenedError, code="DDP-D02"):
     """A sample could not be read or has a value that the model can't take."""
 
-    code = "DDP-D02"
 
-
-class LoaderError(HardenedError):
+class LoaderError(HardenedError, code="DDP-D03", is_retryable=True):
     """A DataLoader worker died, hung or ran out of shared memory."""
 
-    code = "DDP-D03"
-    is_retryable = True
 
-
-class TooManyErrors(HardenedError):
+class TooManyErrors(HardenedError, code="DDP-D04"):
     """More samples or steps were left out than max_errors allows."""
 
-    code = "DDP-D04"
 
-
-class ModelError(HardenedError):
+class ModelError(HardenedError, code="DDP-M01", exit_status=2):
     """The model is unknown, can't be built, or does not fit the data."""
 
-    code = "DDP-M01"
-    exit_status = 2
 
-
-class UnusedParameterError(HardenedError):
+class UnusedParameterError(HardenedError, code="DDP-M02"):
     """Parameters got no gradient on some rank, so the gradient all-reduce can't finish."""
 
-    code = "DDP-M02"
 
-
-class OptimizerError(HardenedError):
+class OptimizerError(HardenedError, code="DDP-M03", exit_status=2):
     """The optimizer, its parameter groups or its schedule can't be used."""
 
-    code = "DDP-M03"
-    exit_status = 2
 
-
-class StepError(HardenedError):
+class StepError(HardenedError, code="DDP-S01"):
     """Forward, loss or backward raised on this rank."""
-
-    code = "DDP-S01"
 
     def __init__(self, message: str, *, fix: str = "", is_undone: bool = True) -> None:
         super().__init__(message, fix=fix)
@@ -146,16 +107,12 @@ class StepError(HardenedError):
         self.is_undone = is_undone
 
 
-class OutOfMemoryError(HardenedError):
+class OutOfMemoryError(HardenedError, code="DDP-S02"):
     """The GPU or the host ran out of memory in this step."""
 
-    code = "DDP-S02"
 
-
-class NonFiniteError(HardenedError):
+class NonFiniteError(HardenedError, code="DDP-S03"):
     """The loss or the gradient is NaN or infinite."""
-
-    code = "DDP-S03"
 
     def __init__(self, message: str, *, fix: str = "", reached_weights: bool = True) -> None:
         super().__init__(message, fix=fix)
@@ -163,51 +120,32 @@ class NonFiniteError(HardenedError):
         self.reached_weights = reached_weights
 
 
-class CrashLoopError(HardenedError):
+class CrashLoopError(HardenedError, code="DDP-S04", exit_status=2):
     """The last attempts all failed at the same step, so another attempt would fail there too."""
 
-    code = "DDP-S04"
-    exit_status = 2
 
-
-class DivergenceError(HardenedError):
+class DivergenceError(HardenedError, code="DDP-S05"):
     """The ranks' weights differ, and no known good state can replace them."""
 
-    code = "DDP-S05"
 
-
-class CheckpointError(HardenedError):
+class CheckpointError(HardenedError, code="DDP-K01"):
     """No checkpoint can be used, or one can't be written."""
 
-    code = "DDP-K01"
 
-
-class CheckpointMismatchError(HardenedError):
+class CheckpointMismatchError(HardenedError, code="DDP-K02", exit_status=2):
     """The checkpoint belongs to another model, optimizer or dataset."""
 
-    code = "DDP-K02"
-    exit_status = 2
 
-
-class RunFolderError(HardenedError):
+class RunFolderError(HardenedError, code="DDP-K03", exit_status=2):
     """The run folder can't be made, written or used."""
 
-    code = "DDP-K03"
-    exit_status = 2
 
-
-class MissingPackageError(HardenedError):
+class MissingPackageError(HardenedError, code="DDP-X02", exit_status=2):
     """A package that only this command needs is not installed."""
 
-    code = "DDP-X02"
-    exit_status = 2
 
-
-class UnreadableLogError(HardenedError):
+class UnreadableLogError(HardenedError, code="DDP-X03", exit_status=2):
     """A log that explain was given can't be read."""
-
-    code = "DDP-X03"
-    exit_status = 2
 
 
 def first_line(error: BaseException) -> str:

@@ -22,8 +22,9 @@ from ddp_drills.fault import Fault
 from ddp_drills.faults import all_faults
 from docs.pictures.draw import write_all
 from hardened_ddp.settings.config import Config
-from hardened_ddp.settings.record import WIDTH, names_of, yaml_word
-from hardened_ddp.settings.schema import SETTINGS, TITLES, Setting, flatten, limits
+from hardened_ddp.settings.manual import setting_texts
+from hardened_ddp.settings.record import WIDTH, yaml_word
+from hardened_ddp.settings.schema import SETTINGS, TITLES, Setting, flatten, limits, names_of
 from hardened_ddp.settings.wording import unbroken, wrapped
 from tests.harness.processes import ROOT
 
@@ -366,7 +367,7 @@ def _comment(setting: Setting) -> str:
     """Write what a setting does and takes, as comment lines."""
     # WHY unbroken: a list of choices over two lines is hard to read
     taken = unbroken(limits(setting))
-    text = f"{setting.facts.text} ({taken})" if taken else setting.facts.text
+    text = setting_texts()[setting.name] + (f" ({taken})" if taken else "")
     return "".join(f"# {line}\n" for line in wrapped(text, width=WIDTH - len("# ")))
 
 

@@ -267,10 +267,10 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
             "settings_problems",
         )
     ],
-    "settings/schema.py": [
+    "settings/declare.py": [
         (
-            "value < bounds.high if bounds.is_high_open else value <= bounds.high",
-            "value <= bounds.high",
+            "value < self.high if self.is_high_open else value <= self.high",
+            "value <= self.high",
             "settings_problems",
         )
     ],

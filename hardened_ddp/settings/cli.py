@@ -12,7 +12,15 @@ from typing import Any
 
 from hardened_ddp.errors import ConfigError
 from hardened_ddp.settings.commands import COMMANDS, HELP, TRAIN, VERSION, WITH_PROGRAM
-from hardened_ddp.settings.schema import SETTINGS, Misfit, fit, from_text, needs
+from hardened_ddp.settings.schema import (
+    COMMAND_LINE,
+    SETTINGS,
+    Layer,
+    Misfit,
+    fit,
+    from_text,
+    needs,
+)
 from hardened_ddp.settings.typed_command import own_command
 from hardened_ddp.settings.wording import advice, as_word, nearest, shown, url_problem
 
@@ -28,13 +36,10 @@ class Request:
     # Options of a command of COMMANDS; for help the topic: train, or a key of COMMANDS.
     options: Mapping[str, str] = field(default_factory=dict)
     program: tuple[str, ...] = ()  # the words after "--", for a command that runs another program
-    settings: Mapping[str, Any] = field(default_factory=dict)  # Any: the type of the setting
+    settings: Layer = field(default_factory=Layer)
     config_file: str = ""
     # config.yaml beside the script, which is read without being named; empty: not read.
     edited_file: str = ""
-    problems: tuple[str, ...] = ()
-    # Settings whose value on the command line can't be used.
-    bad_names: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,9 +107,7 @@ def _is_flag(word: str) -> bool:
 
 def _train_request(flags: Sequence[_Flag], edited_file: str) -> Request:
     """Read settings and collect problems; those in the file are reported with them."""
-    settings: dict[str, Any] = {}
-    problems: list[str] = []
-    bad_names: set[str] = set()
+    settings = Layer()
     files: list[str] = []
     for flag in flags:
         name = _setting_name(flag.name)
@@ -116,21 +119,17 @@ def _train_request(flags: Sequence[_Flag], edited_file: str) -> Request:
             elif flag.name == NO_CONFIG and not flag.words:
                 edited_file = ""
             elif name:
-                settings[name] = _read_flag(flag, name)
+                settings.values[name] = _read_flag(flag, name)
             else:
-                problems.append(_unknown(flag))
+                settings.problems.append(_unknown(flag))
         except Misfit as misfit:
-            problems.append(f"--{flag.name}: {misfit}")
-            bad_names |= {name} & SETTINGS.keys()
+            settings.problems.append(f"--{flag.name}: {misfit}")
+            settings.bad_names.add(name)
     if len(files) > 1:
-        problems.append(f"--config: found {len(files)} files, needs one: {', '.join(files)}")
-    return Request(
-        settings=settings,
-        config_file=files[-1] if files else "",
-        edited_file=edited_file,
-        problems=tuple(problems),
-        bad_names=frozenset(bad_names),
-    )
+        told = f"--config: found {len(files)} files, needs one: {', '.join(files)}"
+        settings.problems.append(told)
+    settings.sources |= dict.fromkeys(settings.values, COMMAND_LINE)
+    return Request(settings=settings, config_file="".join(files[-1:]), edited_file=edited_file)
 
 
 def _continuing_request(command: str, flags: Sequence[_Flag], edited_file: str) -> Request:
@@ -139,12 +138,12 @@ def _continuing_request(command: str, flags: Sequence[_Flag], edited_file: str) 
     options = _read_options(command, [f for f in flags if not f.given or f.name in own])
     its_own = [flag for flag in flags if flag.given and flag.name not in own]
     request = _train_request(its_own, edited_file)
-    settings = dict(request.settings)
     foreign = [each.name for each in COMMANDS[command].options if each.needs == WITH_PROGRAM]
     options = {name: value for name, value in options.items() if name not in foreign}
     if "run" in options:
-        settings["resume"] = options["run"]
-    return replace(request, command=command, options=options, settings=settings)
+        request.settings.values["resume"] = options["run"]
+        request.settings.sources["resume"] = COMMAND_LINE
+    return replace(request, command=command, options=options)
 
 
 def _setting_name(flag_name: str) -> str:
@@ -161,9 +160,9 @@ def _read_flag(flag: _Flag, name: str) -> Any:  # Any: the type of the setting
     if flag.name != name:
         if flag.words:
             raise Misfit(f"found {shown(flag.words[0])}, needs no value: it turns {name} off")
-        return fit(setting, "off" if setting.facts.bare else False)
+        return fit(setting, False)
     if setting.is_switch and not flag.words:
-        return fit(setting, setting.facts.bare or True)
+        return fit(setting, True)
     return from_text(setting, _only_word(flag))
 
 

@@ -2,514 +2,358 @@
 
 Each section is a frozen dataclass; the other layers receive the section that they need. Names are
 flat and unique over all sections: `batch_size` is a line of a YAML file and `--batch_size` a flag.
-Read next: schema.py, which reads these dataclasses as a table.
+Read next: declare.py, whose types say what a setting takes.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 from hardened_ddp.settings.declare import (
-    ANY_TEXT,
-    COUNT,
-    COUNT_OR_ZERO,
-    FRACTION,
     IMPORT_PATH,
-    NOT_NEGATIVE,
-    SECONDS,
-    SECONDS_OR_ZERO,
+    Arguments,
     Bounds,
-    ImportPath,
+    Count,
+    CountOrZero,
+    Fraction,
+    Local,
+    NotNegative,
+    OwnCallable,
+    OwnClass,
+    Place,
+    PlaceOrNone,
+    Seconds,
+    SecondsOrZero,
     Shape,
-    setting,
+    Text,
 )
 
 Backend = Literal["auto", "nccl", "gloo"]
-SEED = Bounds(low=0, high=2**63 - 1)  # torch takes a signed 64-bit int
+Seed = Annotated[int, Bounds(low=0, high=2**63 - 1)]  # torch takes a signed 64-bit int
 
 TASKS = ("auto", "classification", "multilabel", "regression", "tokens", "segmentation", "own")
 """The tasks that are built in."""
 
 FindUnused = Literal["auto", "on", "off"]
-CommHook = Literal["none", "bf16", "fp16"]
-MEGABYTES = Bounds(low=0, high=65536, is_low_open=True)
+Megabytes = Annotated[float, Bounds(low=0, high=65536, is_low_open=True)]
 
 OptimizerName = Literal["adamw", "adam", "sgd", "muon"]
 LrSchedule = Literal["auto", "constant", "cosine", "linear", "step"]
 Amp = Literal["auto", "off", "bf16", "fp16"]
 
-DURATION = Shape(
-    pattern=r"([0-9]+(\.[0-9]+)?d)?([0-9]+(\.[0-9]+)?h)?([0-9]+(\.[0-9]+)?m)?([0-9]+(\.[0-9]+)?s)?",
-    words="a time such as 3h55m, 1d12h or 90s",
-)
+Duration = Annotated[
+    str,
+    Shape(
+        pattern=r"([0-9]+(\.[0-9]+)?d)?([0-9]+(\.[0-9]+)?h)?([0-9]+(\.[0-9]+)?m)?([0-9]+(\.[0-9]+)?s)?",
+        words="a time such as 3h55m, 1d12h or 90s",
+    ),
+]
 
 # WHY the first character: a leading dash reads as a flag, a leading dot hides the folder
-FOLDER_NAME = Shape(
-    pattern=r"([A-Za-z0-9_][A-Za-z0-9._-]{0,127})?",
-    words="letters, digits, dots, dashes, underscores; no dot or dash first; 128 at most",
-)
+FolderName = Annotated[
+    str,
+    Shape(
+        pattern=r"([A-Za-z0-9_][A-Za-z0-9._-]{0,127})?",
+        words="letters, digits, dots, dashes, underscores; no dot or dash first; 128 at most",
+    ),
+]
 
 # WHY no @ and no ?: credentials in it would stand in config.yaml and in logs
-MIRROR_URL = Shape(
-    pattern=r"([a-z][a-z0-9+.-]*://[^@?#]+)?",
-    words="a URL such as s3://bucket/runs or file:///mnt/runs, without credentials",
-)
+MirrorUrl = Annotated[
+    str,
+    Shape(
+        pattern=r"([a-z][a-z0-9+.-]*://[^@?#]+)?",
+        words="a URL such as s3://bucket/runs or file:///mnt/runs, without credentials",
+    ),
+]
 
 EACH_ONCE, BALANCED, WEIGHTS_FILE = "none", "balanced", "weights:"
-SAMPLING = Shape(
-    pattern=rf"{EACH_ONCE}|{BALANCED}|{WEIGHTS_FILE}.+|{IMPORT_PATH.pattern}",
-    words=f"{EACH_ONCE}, {BALANCED}, {WEIGHTS_FILE}FILE, package.module:callable",
-)
+Sampling = Annotated[
+    str,
+    Shape(
+        pattern=rf"{EACH_ONCE}|{BALANCED}|{WEIGHTS_FILE}.+|{IMPORT_PATH}",
+        words=f"{EACH_ONCE}, {BALANCED}, {WEIGHTS_FILE}FILE, package.module:callable",
+    ),
+]
 
 TENSORBOARD, WANDB, MLFLOW, NO_TRACKER = "tensorboard", "wandb", "mlflow", "none"
-_ONE_TRACKER = rf"({TENSORBOARD}|{WANDB}|{MLFLOW}|{IMPORT_PATH.pattern})"
-TRACKERS = Shape(
-    pattern=rf"{NO_TRACKER}|{_ONE_TRACKER}( *, *{_ONE_TRACKER})*",
-    words=f"{TENSORBOARD}, {WANDB}, {MLFLOW}, package.module:Class, separated by commas, or "
-    f"{NO_TRACKER}",
-)
+_ONE_TRACKER = rf"({TENSORBOARD}|{WANDB}|{MLFLOW}|{IMPORT_PATH})"
+Trackers = Annotated[
+    str,
+    Shape(
+        pattern=rf"{NO_TRACKER}|{_ONE_TRACKER}( *, *{_ONE_TRACKER})*",
+        words=f"{TENSORBOARD}, {WANDB}, {MLFLOW}, package.module:Class, separated by commas, or "
+        f"{NO_TRACKER}",
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceConfig:
-    single_gpu: bool = setting(
-        False, "Train on one GPU in this single process, without a process group."
-    )
-    cpu_only: bool = setting(
-        False, "Train on the CPU even if there are GPUs. Several ranks then communicate over gloo."
-    )
-    backend: Backend = setting(
-        "auto", "Backend of the process group. auto: nccl between GPUs, gloo between CPUs."
-    )
-    timeout_s: float = setting(
-        600.0,
-        "Seconds that a collective waits for the other ranks. Too low: a slow disk ends the run. "
-        "Too high: a dead rank is noticed late.",
-        bounds=SECONDS,
-    )
-    seed: int = setting(
-        0,
-        "Seed of the initial weights, the sample order, augmentation and dropout. The same seed "
-        "gives the same run.",
-        bounds=SEED,
-    )
-    deterministic: bool = setting(
-        False,
-        "Use deterministic kernels, so that two runs on GPUs agree bit for bit. Slower. A kernel "
-        "without a deterministic version is named in a warning.",
-    )
+    """Device and process group."""
+
+    single_gpu: bool = False
+    """Train on one GPU in this single process, without a process group."""
+    cpu_only: bool = False
+    """Train on the CPU even if there are GPUs. Several ranks then communicate over gloo."""
+    backend: Backend = "auto"
+    """Backend of the process group. auto: nccl between GPUs, gloo between CPUs."""
+    timeout_s: Seconds = 600.0
+    """Seconds that a collective waits for the other ranks. Too low: a slow disk ends the run. Too
+    high: a dead rank is noticed late."""
+    seed: Seed = 0
+    """Seed of the initial weights, the sample order, augmentation and dropout. The same seed gives
+    the same run."""
+    deterministic: bool = False
+    """Use deterministic kernels, so that two runs on GPUs agree bit for bit. Slower. A kernel
+    without a deterministic version is named in a warning."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    dataset: str = setting(
-        "digits",
-        "digits, synthetic, image_folder, a torchvision dataset such as cifar10, "
-        "hf:FOLDER_OR_NAME for a Hugging Face dataset, text:GLOB, parquet:GLOB or tar:GLOB for "
-        "files that are read as a stream, mix:NAME,NAME for several with weights, or your own as "
-        "package.module:callable.",
-        is_place=True,
-    )
-    # Any: the arguments are those of a callable that we don't know
-    dataset_args: Mapping[str, Any] = setting(
-        {}, "Arguments of the dataset, as a mapping: {name: value, ...}."
-    )
-    collate: Literal["auto"] | ImportPath = setting(
-        "auto",
-        "How samples become a batch, such as with padding. auto: by the dataset's own collate_fn "
-        "if it has one, else by torch's default. Or your own function, which takes a list of "
-        "samples and returns (inputs, labels).",
-        path="package.module:callable",
-    )
-    data_dir: str = setting(
-        "data", "Folder of the datasets, on each node.", may_differ=True, is_place=True
-    )
-    download: bool = setting(
-        True, "Download a missing dataset, once per node. false: it is an error.", may_differ=True
-    )
-    batch_size: int = setting(
-        32,
-        "Samples per rank in one forward and backward. One optimizer step sees batch_size x ranks "
-        "x accumulation_steps samples. What memory does not hold is done in smaller parts.",
-        bounds=COUNT,
-    )
-    global_batch_size: int | None = setting(
-        None,
-        "Samples of one optimizer step over all ranks. Each rank splits its share into "
-        "micro-batches of batch_size. auto: batch_size x ranks x accumulation_steps.",
-        bounds=COUNT,
-    )
-    eval_batch_size: int = setting(
-        256,
-        "Samples per rank in one forward of evaluation. It may be larger than batch_size, because "
-        "evaluation keeps no gradients.",
-        bounds=COUNT,
-    )
-    num_workers: int | None = setting(
-        None,
-        "Processes per rank that load samples. 0: load in the training process. auto: from the "
-        "number of CPUs per rank. More workers than CPUs: slower.",
-        bounds=COUNT_OR_ZERO,
-        may_differ=True,
-    )
-    prefetch_factor: int = setting(
-        2,
-        "Batches that each worker loads ahead. Memory per rank: num_workers x prefetch_factor x "
-        "one batch.",
-        bounds=COUNT,
-        may_differ=True,
-    )
-    pin_memory: bool | None = setting(
-        None,
-        "Load into page-locked memory, from which copies to a GPU are faster. auto: on with a GPU.",
-        may_differ=True,
-    )
-    persistent_workers: bool = setting(
-        True, "Keep the workers alive between epochs.", may_differ=True
-    )
-    multiprocessing_context: Literal["auto", "fork", "forkserver", "spawn"] = setting(
-        "auto",
-        "How workers are started. fork is the fastest, but unsafe for datasets that hold threads "
-        "or CUDA state. auto: forkserver.",
-        may_differ=True,
-    )
-    loader_timeout_s: float = setting(
-        120.0,
-        "Seconds to wait for a batch before the workers, or a rank that reads without any, count "
-        "as hung. 0: wait as long as it takes (the other ranks wait for timeout_s).",
-        bounds=SECONDS_OR_ZERO,
-        may_differ=True,
-    )
-    loader_quiet_s: float = setting(
-        300.0,
-        "Seconds without a fault before a loader that fell back to fewer workers goes back up by "
-        "one level. Doubles each time a new fault shows that this was too early. 0: never go back "
-        "up.",
-        bounds=SECONDS_OR_ZERO,
-        may_differ=True,
-    )
-    check_inputs: bool = setting(
-        True,
-        "Treat a sample whose float inputs contain NaN or infinity as a bad sample. false: for a "
-        "model that handles such values.",
-    )
-    shuffle_block: int = setting(
-        16,
-        "Of a stream: samples are shuffled within so many consecutive ones of a shard, besides "
-        "taking turns between shards. Each rank holds some blocks of each of its shards in memory. "
-        "1: no shuffling within a shard.",
-        bounds=COUNT,
-    )
-    streaming: bool = setting(
-        False,
-        "Read a Hugging Face dataset (hf:...) as a stream, from the start to the end of its files, "
-        "without a copy in the cache.",
-    )
-    drop_last: bool = setting(
-        False,
-        "Leave out the last samples of an epoch if they don't fill a global batch. false: every "
-        "sample exactly once per epoch.",
-    )
-    sampling: str = setting(
-        EACH_ONCE,
-        "Which samples an epoch has. none: each one once. balanced: each class as often as any "
-        "other. weights:FILE: by a weight per sample, in a .npy file or as text. Or your own "
-        "function (dataset, seed, epoch), which returns indices.",
-        shape=SAMPLING,
-    )
-    replacement: bool = setting(
-        True, "With sampling balanced or weights: a sample may come several times in an epoch."
-    )
-    samples_per_epoch: int = setting(
-        0,
-        "With sampling balanced or weights, or a mix: samples of an epoch. 0: as many as the data "
-        "set has; without replacement as many as the weights allow.",
-        bounds=COUNT_OR_ZERO,
-    )
-    augment: bool = setting(
-        False, "Random crops and flips of the training images. Meant for photos, not for digits."
-    )
+    """Data."""
+
+    dataset: Place = "digits"
+    """digits, synthetic, image_folder, a torchvision dataset such as cifar10, hf:FOLDER_OR_NAME for
+    a Hugging Face dataset, text:GLOB, parquet:GLOB or tar:GLOB for files that are read as a stream,
+    mix:NAME,NAME for several with weights, or your own as package.module:callable."""
+    dataset_args: Arguments = field(default_factory=dict)
+    """Arguments of the dataset, as a mapping: {name: value, ...}."""
+    collate: Literal["auto"] | OwnCallable = "auto"
+    """How samples become a batch, such as with padding. auto: by the dataset's own collate_fn if it
+    has one, else by torch's default. Or your own function, which takes a list of samples and
+    returns (inputs, labels)."""
+    data_dir: Local[Place] = "data"
+    """Folder of the datasets, on each node."""
+    download: Local[bool] = True
+    """Download a missing dataset, once per node. false: it is an error."""
+    batch_size: Count = 32
+    """Samples per rank in one forward and backward. One optimizer step sees batch_size x ranks x
+    accumulation_steps samples. What memory does not hold is done in smaller parts."""
+    global_batch_size: Count | None = None
+    """Samples of one optimizer step over all ranks. Each rank splits its share into micro-batches
+    of batch_size. auto: batch_size x ranks x accumulation_steps."""
+    eval_batch_size: Count = 256
+    """Samples per rank in one forward of evaluation. It may be larger than batch_size, because
+    evaluation keeps no gradients."""
+    num_workers: Local[CountOrZero | None] = None
+    """Processes per rank that load samples. 0: load in the training process. auto: from the number
+    of CPUs per rank. More workers than CPUs: slower."""
+    prefetch_factor: Local[Count] = 2
+    """Batches that each worker loads ahead. Memory per rank: num_workers x prefetch_factor x one
+    batch."""
+    pin_memory: Local[bool | None] = None
+    """Load into page-locked memory, from which copies to a GPU are faster. auto: on with a GPU."""
+    persistent_workers: Local[bool] = True
+    """Keep the workers alive between epochs."""
+    multiprocessing_context: Local[Literal["auto", "fork", "forkserver", "spawn"]] = "auto"
+    """How workers are started. fork is the fastest, but unsafe for datasets that hold threads or
+    CUDA state. auto: forkserver."""
+    loader_timeout_s: Local[SecondsOrZero] = 120.0
+    """Seconds to wait for a batch before the workers, or a rank that reads without any, count as
+    hung. 0: wait as long as it takes (the other ranks wait for timeout_s)."""
+    loader_quiet_s: Local[SecondsOrZero] = 300.0
+    """Seconds without a fault before a loader that fell back to fewer workers goes back up by one
+    level. Doubles each time a new fault shows that this was too early. 0: never go back up."""
+    check_inputs: bool = True
+    """Treat a sample whose float inputs contain NaN or infinity as a bad sample. false: for a model
+    that handles such values."""
+    shuffle_block: Count = 16
+    """Of a stream: samples are shuffled within so many consecutive ones of a shard, besides taking
+    turns between shards. Each rank holds some blocks of each of its shards in memory. 1: no
+    shuffling within a shard."""
+    streaming: bool = False
+    """Read a Hugging Face dataset (hf:...) as a stream, from the start to the end of its files,
+    without a copy in the cache."""
+    drop_last: bool = False
+    """Leave out the last samples of an epoch if they don't fill a global batch. false: every sample
+    exactly once per epoch."""
+    sampling: Sampling = EACH_ONCE
+    """Which samples an epoch has. none: each one once. balanced: each class as often as any other.
+    weights:FILE: by a weight per sample, in a .npy file or as text. Or your own function (dataset,
+    seed, epoch), which returns indices."""
+    replacement: bool = True
+    """With sampling balanced or weights: a sample may come several times in an epoch."""
+    samples_per_epoch: CountOrZero = 0
+    """With sampling balanced or weights, or a mix: samples of an epoch. 0: as many as the data set
+    has; without replacement as many as the weights allow."""
+    augment: bool = False
+    """Random crops and flips of the training images. Meant for photos, not for digits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    model: str = setting(
-        "simple_cnn",
-        "simple_cnn, mlp, a torchvision model such as resnet18, hf:FOLDER_OR_NAME for a Hugging "
-        "Face model of images or text, or your own as package.module:callable.",
-        is_place=True,
-    )
-    # Any: the arguments are those of a callable that we don't know
-    model_args: Mapping[str, Any] = setting(
-        {}, "Arguments of the model, as a mapping: {name: value, ...}."
-    )
-    # Any: as above
-    adapter: Mapping[str, Any] = setting(
-        {},
-        "Of an hf: model, train adapters of the library peft: {peft_type: LORA, r: 8, "
-        "target_modules: [c_attn]}. The base is frozen, and in no checkpoint.",
-    )
-    pretrained: bool = setting(
-        False,
-        "Start from torchvision's pretrained weights. Only for torchvision models; an hf: model "
-        "always starts from its own.",
-    )
-    init_from: str = setting(
-        "",
-        "Weights that a new run starts from, as far as they fit: an export, a run or a checkpoint, "
-        "a safetensors file, or a folder of Hugging Face. What does not fit is named. Empty: "
-        "random weights. A resumed run has its own.",
-        shape=ANY_TEXT,
-        may_differ=True,
-        is_place=True,
-    )
-    sync_batchnorm: bool = setting(
-        False,
-        "Batch normalization over all ranks (SyncBatchNorm) instead of over each rank's own "
-        "samples. GPU only. Costs one collective per layer.",
-    )
-    gradient_checkpointing: bool = setting(
-        False, "Recompute activations in backward: less memory, about a third more time."
-    )
-    channels_last: bool | None = setting(
-        None,
-        "Store images in the channels_last memory format. auto: on the CPU where the convolutions "
-        "read and write at least as many values per micro-batch as their kernels have, on a GPU "
-        "with amp; off with compile.",
-    )
-    compile: bool = setting(
-        False,
-        "Compile the model with torch.compile: a slow first step, faster steps after it.",
-    )
+    """Model."""
+
+    model: Place = "simple_cnn"
+    """simple_cnn, mlp, a torchvision model such as resnet18, hf:FOLDER_OR_NAME for a Hugging Face
+    model of images or text, or your own as package.module:callable."""
+    model_args: Arguments = field(default_factory=dict)
+    """Arguments of the model, as a mapping: {name: value, ...}."""
+    adapter: Arguments = field(default_factory=dict)
+    """Of an hf: model, train adapters of the library peft: {peft_type: LORA, r: 8, target_modules:
+    [c_attn]}. The base is frozen, and in no checkpoint."""
+    pretrained: bool = False
+    """Start from torchvision's pretrained weights. Only for torchvision models; an hf: model always
+    starts from its own."""
+    init_from: Local[PlaceOrNone] = ""
+    """Weights that a new run starts from, as far as they fit: an export, a run or a checkpoint, a
+    safetensors file, or a folder of Hugging Face. What does not fit is named. Empty: random
+    weights. A resumed run has its own."""
+    sync_batchnorm: bool = False
+    """Batch normalization over all ranks (SyncBatchNorm) instead of over each rank's own samples.
+    GPU only. Costs one collective per layer."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in backward: less memory, about a third more time."""
+    channels_last: bool | None = None
+    """Store images in the channels_last memory format. auto: on the CPU where the convolutions read
+    and write at least as many values per micro-batch as their kernels have, on a GPU with amp; off
+    with compile."""
+    compile: bool = False
+    """Compile the model with torch.compile: a slow first step, faster steps after it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskConfig:
-    task: str = setting(
-        "auto",
-        "What the output is compared with: classification, multilabel, regression, tokens, "
-        "segmentation, own (the model returns its loss), or your class as package.module:Class. "
-        "auto: by the labels and the output of the first batch.",
-    )
-    # Any: the arguments are those of a class that we don't know
-    task_args: Mapping[str, Any] = setting(
-        {}, "Arguments of the task, as a mapping: {loss: l1}, {ignore_index: 255}."
-    )
-    label_smoothing: float = setting(
-        0.0, "Share of each target that is spread evenly over all classes.", bounds=FRACTION
-    )
-    metrics: Mapping[str, Any] = setting(
-        {},
-        "Further metrics of the test set, as a mapping: {name: package.module:Class}. A class has "
-        "update(output, labels), compute() and reset(), as in torchmetrics.",
-    )
-    best_metric: str = setting(
-        "auto",
-        "The metric of the test set that decides which checkpoint is the best: loss, or one of the "
-        "task. auto: the first one of the task, or the loss if it has none.",
-    )
+    """Task and metrics."""
+
+    task: str = "auto"
+    """What the output is compared with: classification, multilabel, regression, tokens,
+    segmentation, own (the model returns its loss), or your class as package.module:Class. auto: by
+    the labels and the output of the first batch."""
+    task_args: Arguments = field(default_factory=dict)
+    """Arguments of the task, as a mapping: {loss: l1}, {ignore_index: 255}."""
+    label_smoothing: Fraction = 0.0
+    """Share of each target that is spread evenly over all classes."""
+    metrics: Arguments = field(default_factory=dict)
+    """Further metrics of the test set, as a mapping: {name: package.module:Class}. A class has
+    update(output, labels), compute() and reset(), as in torchmetrics."""
+    best_metric: str = "auto"
+    """The metric of the test set that decides which checkpoint is the best: loss, or one of the
+    task. auto: the first one of the task, or the loss if it has none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DdpConfig:
-    find_unused_parameters: FindUnused = setting(
-        "auto",
-        "Search in each step for parameters that get no gradient. auto: look once before the "
-        "first step, and search in each step if there are any. off: the run stops if there are "
-        "any.",
-        bare="on",
-    )
-    gradient_as_bucket_view: bool = setting(
-        True, "Make gradients views into DDP's buckets. Saves a copy, and the gradients' memory."
-    )
-    bucket_cap_mb: float = setting(
-        25.0,
-        "Size of DDP's gradient buckets, in MiB. Smaller: the all-reduce starts earlier, but "
-        "sends more messages.",
-        bounds=MEGABYTES,
-    )
-    shared_memory: bool = setting(
-        True,
-        "Sum the gradients of CPU ranks on one machine through shared memory, after backward. "
-        "false: through DDP's hooks over gloo, as between machines.",
-    )
-    comm_hook: CommHook = setting(
-        "none",
-        "Compress gradients for the all-reduce. Less to send, but gradients are rounded.",
-    )
+    """DistributedDataParallel."""
+
+    find_unused_parameters: FindUnused = "auto"
+    """Search in each step for parameters that get no gradient. auto: look once before the first
+    step, and search in each step if there are any. off: the run stops if there are any."""
+    gradient_as_bucket_view: bool = True
+    """Make gradients views into DDP's buckets. Saves a copy, and the gradients' memory."""
+    bucket_cap_mb: Megabytes = 25.0
+    """Size of DDP's gradient buckets, in MiB. Smaller: the all-reduce starts earlier, but sends
+    more messages."""
+    shared_memory: bool = True
+    """Sum the gradients of CPU ranks on one machine through shared memory, after backward. false:
+    through DDP's hooks over gloo, as between machines."""
+    comm_hook: Literal["none", "bf16", "fp16"] = "none"
+    """Compress gradients for the all-reduce. Less to send, but gradients are rounded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    optimizer: OptimizerName | ImportPath = setting(
-        "adamw",
-        "Which optimizer updates the weights. muon: Muon for the matrices of hidden layers, adamw "
-        "for the rest; optimizer_args may hold patterns of names, {muon: [...], adamw: [...]}. Or "
-        "any torch.optim.Optimizer, such as "
-        "torch.optim:RAdam; it gets learning_rate as lr, and weight_decay, if it takes them.",
-        path="package.module:Class",
-    )
-    # Any: the arguments are those of a callable that we don't know
-    optimizer_args: Mapping[str, Any] = setting(
-        {},
-        "More arguments of the optimizer, as a mapping: {betas: [0.9, 0.95]}. They override "
-        "learning_rate, weight_decay and momentum.",
-    )
-    learning_rate: float = setting(
-        3e-3,
-        "Peak learning rate. Too high: the loss becomes NaN. Too low: the loss hardly falls.",
-        bounds=NOT_NEGATIVE,
-    )
-    weight_decay: float = setting(
-        0.01,
-        "Weight decay: decoupled from the gradient in adamw, added to the gradient in the others.",
-        bounds=NOT_NEGATIVE,
-    )
-    no_weight_decay: bool = setting(
-        False,
-        "No weight decay for norms, biases and other vectors. Parameter groups with a weight_decay "
-        "of their own keep it.",
-    )
-    momentum: float = setting(
-        0.9, "Momentum of sgd. The other optimizers don't use it.", bounds=FRACTION
-    )
-    lr_schedule: LrSchedule | ImportPath = setting(
-        "auto",
-        "Learning rate after the warm-up. auto: cosine, and constant for a stream of unknown "
-        "length without max_steps. cosine, linear: down to 0 at the end. step: divided by "
-        "10 after one third, and again after two thirds. Or a scheduler, such as "
-        "torch.optim.lr_scheduler:OneCycleLR, stepped after each optimizer step; or your own "
-        "function (step, total_steps), which returns the share of learning_rate.",
-        path="package.module:callable",
-    )
-    # Any: as in optimizer_args
-    lr_schedule_args: Mapping[str, Any] = setting(
-        {}, "Arguments of a schedule of your own, as a mapping: {name: value, ...}."
-    )
-    warmup_steps: int = setting(
-        0, "Steps in which the learning rate rises linearly to its peak.", bounds=COUNT_OR_ZERO
-    )
-    accumulation_steps: int = setting(
-        1, "Micro-batches per optimizer step: a larger batch in the same memory.", bounds=COUNT
-    )
-    clip_grad_norm: float = setting(
-        0.0, "Clip gradients to this norm. 0: no clipping.", bounds=NOT_NEGATIVE
-    )
-    ema: float = setting(
-        0.0,
-        "Keep an exponential moving average of the weights with this decay per step, such as "
-        "0.999; it rises to that as (1 + step) / (10 + step). It is measured, saved and exported. "
-        "Memory: once the trained weights. 0: none.",
-        bounds=FRACTION,
-    )
-    ema_every: int = setting(
-        1, "With ema: average every this many steps, with the same decay per step.", bounds=COUNT
-    )
-    amp: Amp = setting(
-        "auto",
-        "Mixed precision. auto: bf16, or fp16 on a GPU without bf16; off on the CPU. fp16 scales "
-        "the loss, because small gradients underflow in it.",
-    )
+    """Optimizer and precision."""
+
+    optimizer: OptimizerName | OwnClass = "adamw"
+    """Which optimizer updates the weights. muon: Muon for the matrices of hidden layers, adamw for
+    the rest; optimizer_args may hold patterns of names, {muon: [...], adamw: [...]}. Or any
+    torch.optim.Optimizer, such as torch.optim:RAdam; it gets learning_rate as lr, and weight_decay,
+    if it takes them."""
+    optimizer_args: Arguments = field(default_factory=dict)
+    """More arguments of the optimizer, as a mapping: {betas: [0.9, 0.95]}. They override
+    learning_rate, weight_decay and momentum."""
+    learning_rate: NotNegative = 3e-3
+    """Peak learning rate. Too high: the loss becomes NaN. Too low: the loss hardly falls."""
+    weight_decay: NotNegative = 0.01
+    """Weight decay: decoupled from the gradient in adamw, added to the gradient in the others."""
+    no_weight_decay: bool = False
+    """No weight decay for norms, biases and other vectors. Parameter groups with a weight_decay of
+    their own keep it."""
+    momentum: Fraction = 0.9
+    """Momentum of sgd. The other optimizers don't use it."""
+    lr_schedule: LrSchedule | OwnCallable = "auto"
+    """Learning rate after the warm-up. auto: cosine, and constant for a stream of unknown length
+    without max_steps. cosine, linear: down to 0 at the end. step: divided by 10 after one third,
+    and again after two thirds. Or a scheduler, such as torch.optim.lr_scheduler:OneCycleLR, stepped
+    after each optimizer step; or your own function (step, total_steps), which returns the share of
+    learning_rate."""
+    lr_schedule_args: Arguments = field(default_factory=dict)
+    """Arguments of a schedule of your own, as a mapping: {name: value, ...}."""
+    warmup_steps: CountOrZero = 0
+    """Steps in which the learning rate rises linearly to its peak."""
+    accumulation_steps: Count = 1
+    """Micro-batches per optimizer step: a larger batch in the same memory."""
+    clip_grad_norm: NotNegative = 0.0
+    """Clip gradients to this norm. 0: no clipping."""
+    ema: Fraction = 0.0
+    """Keep an exponential moving average of the weights with this decay per step, such as 0.999; it
+    rises to that as (1 + step) / (10 + step). It is measured, saved and exported. Memory: once the
+    trained weights. 0: none."""
+    ema_every: Count = 1
+    """With ema: average every this many steps, with the same decay per step."""
+    amp: Amp = "auto"
+    """Mixed precision. auto: bf16, or fp16 on a GPU without bf16; off on the CPU. fp16 scales the
+    loss, because small gradients underflow in it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopConfig:
-    epochs: int = setting(5, "Number of passes over the training set.", bounds=COUNT)
-    max_steps: int = setting(
-        0, "Stop after this many optimizer steps. 0: no limit.", bounds=COUNT_OR_ZERO
-    )
-    eval_every: int = setting(
-        1, "Evaluate every this many epochs, and at the end. 0: never.", bounds=COUNT_OR_ZERO
-    )
-    eval_every_steps: int = setting(
-        0,
-        "Evaluate every this many steps too, and at the end. 0: only as eval_every says.",
-        bounds=COUNT_OR_ZERO,
-    )
-    eval_max_batches: int = setting(
-        0,
-        "Measure only so many batches of eval_batch_size in each evaluation: samples spread evenly "
-        "over the test set, the first ones of a stream, the same each time. Its figures are named "
-        "partial_NAME. 0: the whole test set.",
-        bounds=COUNT_OR_ZERO,
-    )
-    evaluate_ema: bool = setting(
-        True,
-        "With ema: each evaluation measures the averages too, as ema_NAME beside NAME, in twice "
-        "the time; best_metric and stop_when then take theirs.",
-    )
-    stop_when: str = setting(
-        "",
-        "Stop early when this metric of the test set no longer improves: loss, or one of the task; "
-        "auto: the one that best_metric auto takes. Lower or higher is better as the metric says. "
-        "Empty: never.",
-        shape=ANY_TEXT,
-    )
-    patience: int = setting(
-        3, "With stop_when: so many evaluations in a row without a better value.", bounds=COUNT
-    )
-    log_interval: int = setting(
-        50, "Steps between progress reports. Each report waits for the GPU once.", bounds=COUNT
-    )
-    time_limit: str = setting(
-        "",
-        "Stop this long after the launcher started, saved and ready to resume: 3h55m, 90s. Choose "
-        "it a little below the job's limit. Empty: no limit.",
-        shape=DURATION,
-    )
-    stop_status: int | None = setting(
-        None,
-        "Exit status of a run that was stopped, saved and ready to resume. 3 tells a scheduler to "
-        "start it again. auto: 3 in a pod of Kubernetes, which would count 0 as finished; else 0.",
-        bounds=Bounds(low=0, high=3),
-        may_differ=True,
-    )
-    stop_grace_s: float = setting(
-        30.0,
-        "Seconds between the launcher's SIGTERM and its SIGKILL: 30 in torchrun and Slurm. A rank "
-        "that still waits for another rank after two thirds of them saves on its own and exits.",
-        bounds=SECONDS,
-        may_differ=True,
-    )
-    hang_after_s: float = setting(
-        60.0,
-        "Seconds in one phase of a step after which a rank counts as hung, if that is also 5 "
-        "times the longest such phase so far. Start-up, first steps and evaluation may take 30 "
-        "times as long. 0: no hang detection.",
-        bounds=SECONDS_OR_ZERO,
-        may_differ=True,
-    )
-    debug: bool = setting(
-        False,
-        "More checks and more messages: an error in backward names its line of forward, "
-        "TORCH_DISTRIBUTED_DEBUG is set to INFO, and every rank logs to the console. CPU ranks of "
-        "one machine sum gradients by DDP's hooks, as everywhere else, not through shared memory. "
-        "Slow.",
-    )
-    step_retry: Literal["on", "off"] = setting(
-        "on",
-        "When one rank fails inside a step, retry the step on all ranks; after an out-of-memory "
-        "error, with smaller micro-batches. off: the first exception ends the run.",
-    )
-    continue_on_error: bool = setting(
-        False, "Leave out a bad sample, count it and name it, instead of stopping the run."
-    )
-    max_errors: int = setting(
-        100, "With continue_on_error: stop if more samples than this were left out.", bounds=COUNT
-    )
-    rollback_after: int = setting(
-        3,
-        "With continue_on_error: after this many steps in a row whose loss or gradient is not "
-        "finite, roll back to the last good checkpoint. If it happens again, stop. 0: never.",
-        bounds=COUNT_OR_ZERO,
-    )
-    check_replicas_every: int = setting(
-        1000,
-        "Steps between two comparisons of weights and optimizer state over all ranks; they are "
-        "compared at the end too. A rank that differs is named, and its state is repaired. 0: "
-        "never.",
-        bounds=COUNT_OR_ZERO,
-    )
+    """Training loop."""
+
+    epochs: Count = 5
+    """Number of passes over the training set."""
+    max_steps: CountOrZero = 0
+    """Stop after this many optimizer steps. 0: no limit."""
+    eval_every: CountOrZero = 1
+    """Evaluate every this many epochs, and at the end. 0: never."""
+    eval_every_steps: CountOrZero = 0
+    """Evaluate every this many steps too, and at the end. 0: only as eval_every says."""
+    eval_max_batches: CountOrZero = 0
+    """Measure only so many batches of eval_batch_size in each evaluation: samples spread evenly
+    over the test set, the first ones of a stream, the same each time. Its figures are named
+    partial_NAME. 0: the whole test set."""
+    evaluate_ema: bool = True
+    """With ema: each evaluation measures the averages too, as ema_NAME beside NAME, in twice the
+    time; best_metric and stop_when then take theirs."""
+    stop_when: Text = ""
+    """Stop early when this metric of the test set no longer improves: loss, or one of the task;
+    auto: the one that best_metric auto takes. Lower or higher is better as the metric says. Empty:
+    never."""
+    patience: Count = 3
+    """With stop_when: so many evaluations in a row without a better value."""
+    log_interval: Count = 50
+    """Steps between progress reports. Each report waits for the GPU once."""
+    time_limit: Duration = ""
+    """Stop this long after the launcher started, saved and ready to resume: 3h55m, 90s. Choose it a
+    little below the job's limit. Empty: no limit."""
+    stop_status: Local[Annotated[int, Bounds(low=0, high=3)] | None] = None
+    """Exit status of a run that was stopped, saved and ready to resume. 3 tells a scheduler to
+    start it again. auto: 3 in a pod of Kubernetes, which would count 0 as finished; else 0."""
+    stop_grace_s: Local[Seconds] = 30.0
+    """Seconds between the launcher's SIGTERM and its SIGKILL: 30 in torchrun and Slurm. A rank that
+    still waits for another rank after two thirds of them saves on its own and exits."""
+    hang_after_s: Local[SecondsOrZero] = 60.0
+    """Seconds in one phase of a step after which a rank counts as hung, if that is also 5 times the
+    longest such phase so far. Start-up, first steps and evaluation may take 30 times as long. 0: no
+    hang detection."""
+    debug: bool = False
+    """More checks and more messages: an error in backward names its line of forward,
+    TORCH_DISTRIBUTED_DEBUG is set to INFO, and every rank logs to the console. CPU ranks of one
+    machine sum gradients by DDP's hooks, as everywhere else, not through shared memory. Slow."""
+    step_retry: Literal["on", "off"] = "on"
+    """When one rank fails inside a step, retry the step on all ranks; after an out-of-memory error,
+    with smaller micro-batches. off: the first exception ends the run."""
+    continue_on_error: bool = False
+    """Leave out a bad sample, count it and name it, instead of stopping the run."""
+    max_errors: Count = 100
+    """With continue_on_error: stop if more samples than this were left out."""
+    rollback_after: CountOrZero = 3
+    """With continue_on_error: after this many steps in a row whose loss or gradient is not finite,
+    roll back to the last good checkpoint. If it happens again, stop. 0: never."""
+    check_replicas_every: CountOrZero = 1000
+    """Steps between two comparisons of weights and optimizer state over all ranks; they are
+    compared at the end too. A rank that differs is named, and its state is repaired. 0: never."""
 
     @property
     def evaluates(self) -> bool:
@@ -519,108 +363,66 @@ class LoopConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    output_dir: str = setting(
-        "runs", "Folder that holds the run folders.", may_differ=True, is_place=True
-    )
-    run_name: str = setting(
-        "",
-        "Name of the run folder. Empty: made from the time, the model and the dataset. The name "
-        "of an earlier run continues that run. It can't rename the run that resume names.",
-        shape=FOLDER_NAME,
-    )
-    checkpoint_every_steps: int | None = setting(
-        None,
-        "Steps between checkpoints. auto: measured, so that checkpoints cost at most 1 % of the "
-        "time and write during at most 10 % of it; the first one after 10 minutes at the latest. "
-        "0: never. There is always one at the end.",
-        bounds=COUNT_OR_ZERO,
-    )
-    checkpoint_every_epochs: int = setting(
-        0, "Write a checkpoint every this many epochs too. 0: no.", bounds=COUNT_OR_ZERO
-    )
-    keep_last: int = setting(
-        3, "Checkpoints to keep, besides the best one. Older ones are removed.", bounds=COUNT
-    )
-    keep_milestones: int = setting(
-        0,
-        "Checkpoints to keep besides, spread over the whole run, for replay and bisect: the time "
-        "between two of them doubles when there would be more.",
-        bounds=COUNT_OR_ZERO,
-    )
-    resume: str = setting(
-        "auto",
-        "auto: continue run_name if it has a checkpoint. never: start a new run. newest: continue "
-        "the run with the newest checkpoint. PATH: continue that run folder, or from a checkpoint "
-        "folder inside one.",
-        is_place=True,
-    )
-    tensorboard: bool = setting(
-        True, "Write curves for TensorBoard to the run folder if tracker names it.", may_differ=True
-    )
-    tracker: str = setting(
-        "tensorboard",
-        "Where the curves go besides metrics.jsonl, separated by commas: tensorboard, wandb "
-        "(Weights & Biases; WANDB_MODE=offline needs no network), mlflow, or your class with "
-        "log(step, values) and close() as package.module:Class. none: nowhere. A tracker that "
-        "fails never stops training.",
-        shape=TRACKERS,
-        may_differ=True,
-    )
-    mirror: str = setting(
-        "",
-        "URL below which each checkpoint is copied in the background, with settings, metrics and "
-        "ledger: s3://bucket/runs, file:///mnt/runs, any of fsspec. A start of this run_name on an "
-        "empty machine fetches the newest valid one. Credentials belong to the environment.",
-        shape=MIRROR_URL,
-    )
-    on_event: str = setting(
-        "",
-        "Command for a shell, run beside training by rank 0 at each event: started, restart, "
-        "checkpoint, fault, retry, rollback, stopped, finished, failed. It gets JSON on stdin, and "
-        "HDDP_EVENT, HDDP_STATUS, HDDP_RUN. If it fails or takes 30 s, that is a warning.",
-        shape=ANY_TEXT,
-        may_differ=True,
-    )
-    metrics_file: str = setting(
-        "",
-        "File of the newest values for Prometheus, in the text format of node_exporter's textfile "
-        "collector; replaced as a whole at each report. Empty: none.",
-        shape=ANY_TEXT,
-        may_differ=True,
-        is_place=True,
-    )
-    ledger: bool = setting(
-        False,
-        "Record the samples of each step, 4 bytes per sample. verify-ledger then proves that each "
-        "epoch used every sample exactly once.",
-    )
-    digests: Literal["auto", "on", "off"] = setting(
-        "auto",
-        "Leave a digest of each step: replay and bisect then do steps again exactly, and diff says "
-        "where two runs part. auto: of a sixteenth of the gradient in each step, and not where "
-        "that takes more than 1.5 % of a step. on: of all of it, whatever it costs.",
-        bare="on",
-    )
+    """Run folder, checkpoints and reports."""
+
+    output_dir: Local[Place] = "runs"
+    """Folder that holds the run folders."""
+    run_name: FolderName = ""
+    """Name of the run folder. Empty: made from the time, the model and the dataset. The name of an
+    earlier run continues that run. It can't rename the run that resume names."""
+    checkpoint_every_steps: CountOrZero | None = None
+    """Steps between checkpoints. auto: measured, so that checkpoints cost at most 1 % of the time
+    and write during at most 10 % of it; the first one after 10 minutes at the latest. 0: never.
+    There is always one at the end."""
+    checkpoint_every_epochs: CountOrZero = 0
+    """Write a checkpoint every this many epochs too. 0: no."""
+    keep_last: Count = 3
+    """Checkpoints to keep, besides the best one. Older ones are removed."""
+    keep_milestones: CountOrZero = 0
+    """Checkpoints to keep besides, spread over the whole run, for replay and bisect: the time
+    between two of them doubles when there would be more."""
+    resume: Place = "auto"
+    """auto: continue run_name if it has a checkpoint. never: start a new run. newest: continue the
+    run with the newest checkpoint. PATH: continue that run folder, or from a checkpoint folder
+    inside one."""
+    tensorboard: Local[bool] = True
+    """Write curves for TensorBoard to the run folder if tracker names it."""
+    tracker: Local[Trackers] = "tensorboard"
+    """Where the curves go besides metrics.jsonl, separated by commas: tensorboard, wandb (Weights &
+    Biases; WANDB_MODE=offline needs no network), mlflow, or your class with log(step, values) and
+    close() as package.module:Class. none: nowhere. A tracker that fails never stops training."""
+    mirror: MirrorUrl = ""
+    """URL below which each checkpoint is copied in the background, with settings, metrics and
+    ledger: s3://bucket/runs, file:///mnt/runs, any of fsspec. A start of this run_name on an empty
+    machine fetches the newest valid one. Credentials belong to the environment."""
+    on_event: Local[Text] = ""
+    """Command for a shell, run beside training by rank 0 at each event: started, restart,
+    checkpoint, fault, retry, rollback, stopped, finished, failed. It gets JSON on stdin, and
+    HDDP_EVENT, HDDP_STATUS, HDDP_RUN. If it fails or takes 30 s, that is a warning."""
+    metrics_file: Local[PlaceOrNone] = ""
+    """File of the newest values for Prometheus, in the text format of node_exporter's textfile
+    collector; replaced as a whole at each report. Empty: none."""
+    ledger: bool = False
+    """Record the samples of each step, 4 bytes per sample. verify-ledger then proves that each
+    epoch used every sample exactly once."""
+    digests: Literal["auto", "on", "off"] = "auto"
+    """Leave a digest of each step: replay and bisect then do steps again exactly, and diff says
+    where two runs part. auto: of a sixteenth of the gradient in each step, and not where that takes
+    more than 1.5 % of a step. on: of all of it, whatever it costs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """All settings of one run, by section. The metadata is the section's title."""
+    """All settings of one run, by section."""
 
-    device: DeviceConfig = field(
-        default_factory=DeviceConfig, metadata={"title": "Device and process group"}
-    )
-    data: DataConfig = field(default_factory=DataConfig, metadata={"title": "Data"})
-    model: ModelConfig = field(default_factory=ModelConfig, metadata={"title": "Model"})
-    task: TaskConfig = field(default_factory=TaskConfig, metadata={"title": "Task and metrics"})
-    ddp: DdpConfig = field(default_factory=DdpConfig, metadata={"title": "DistributedDataParallel"})
-    optimizer: OptimizerConfig = field(
-        default_factory=OptimizerConfig, metadata={"title": "Optimizer and precision"}
-    )
-    loop: LoopConfig = field(default_factory=LoopConfig, metadata={"title": "Training loop"})
-    run: RunConfig = field(
-        default_factory=RunConfig, metadata={"title": "Run folder, checkpoints and reports"}
-    )
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    ddp: DdpConfig = field(default_factory=DdpConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    run: RunConfig = field(default_factory=RunConfig)
 
 
 def tracker_names(tracker: str) -> list[str]:

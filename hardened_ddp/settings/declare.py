@@ -1,11 +1,15 @@
-"""How a setting is declared: its default, its text, and the values that it takes.
+"""How a setting is declared: by a type that says which values it takes, and a docstring.
 
-The text beside a setting is its only documentation: --help and config.yaml show it.
-WHY not a docstring under the field: Python throws those away, so there would be a second copy.
+    batch_size: Count = 32
+    \"\"\"Samples per rank in one forward and backward.\"\"\"
+
+The docstring is its only documentation: --help and config.yaml show it.
 """
 
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
 
 T = TypeVar("T")
 
@@ -22,6 +26,22 @@ class Bounds:
     is_low_open: bool = False
     is_high_open: bool = False
 
+    def holds(self, value: float) -> bool:
+        """Say whether value is a finite number between the ends."""
+        is_above = value > self.low if self.is_low_open else value >= self.low
+        is_below = value < self.high if self.is_high_open else value <= self.high
+        return is_above and is_below and value < math.inf
+
+    def words(self, *, found: float = 0) -> str:
+        """Say which numbers these are; found: the one that is none of them."""
+        low = f"above {self.low:g}" if self.is_low_open else f"{self.low:g} or more"
+        if isinstance(found, float) and not math.isfinite(found):
+            return f"{low}, finite"
+        # WHY: that a count must fit into 32 bits matters only to someone who exceeded it
+        if math.isinf(self.high) or (self.high >= LARGEST_COUNT and found <= self.high):
+            return low
+        return f"{low}, {'below' if self.is_high_open else 'at most'} {self.high}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
@@ -37,36 +57,22 @@ class ImportPath(str):
     __slots__ = ()
 
 
-IMPORT_PATH = Shape(
-    pattern=r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*",
-    words="package.module:name",
-)
-COUNT = Bounds(low=1, high=LARGEST_COUNT)
-COUNT_OR_ZERO = Bounds(low=0, high=LARGEST_COUNT)
-SECONDS = Bounds(low=0, high=ONE_WEEK_S, is_low_open=True)
-SECONDS_OR_ZERO = Bounds(low=0, high=ONE_WEEK_S)
-FRACTION = Bounds(low=0, high=1, is_high_open=True)
-NOT_NEGATIVE = Bounds(low=0, high=float("inf"))
+IMPORT_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 ANY_TEXT = Shape(pattern=".*", words="text")
 NOT_EMPTY = Shape(pattern=".+", words="text that is not empty")
+IS_PLACE = "it names a folder or a file of this machine, so a URL is refused"
+MAY_DIFFER = "ranks may have different values, such as a path on their own disk"
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
-    """What is known of a setting beside its name, type and default."""
-
-    text: str  # what it does
-    bounds: Bounds | None = None
-    bare: str = ""  # what the flag means without a value
-    shape: Shape = NOT_EMPTY  # what a text must look like
-    may_differ: bool = False  # ranks may have different values, such as a path on their own disk
-    is_place: bool = False  # it names a folder or a file of this machine, so a URL is refused
-    path: str = ""  # what a setting of type `Literal[...] | ImportPath` takes beside its words
-
-
-def setting(default: T, text: str, **facts: Any) -> T:  # Any: the other fields of Facts
-    """Declare a field of a section: its default, what it does, and what values it takes."""
-    metadata = {"facts": Facts(text=text, **facts)}
-    if isinstance(default, dict):  # an empty one
-        return field(default_factory=type(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+Count = Annotated[int, Bounds(low=1, high=LARGEST_COUNT)]
+CountOrZero = Annotated[int, Bounds(low=0, high=LARGEST_COUNT)]
+Seconds = Annotated[float, Bounds(low=0, high=ONE_WEEK_S, is_low_open=True)]
+SecondsOrZero = Annotated[float, Bounds(low=0, high=ONE_WEEK_S)]
+Fraction = Annotated[float, Bounds(low=0, high=1, is_high_open=True)]
+NotNegative = Annotated[float, Bounds(low=0, high=math.inf)]
+Text = Annotated[str, ANY_TEXT]
+Place = Annotated[str, IS_PLACE]
+PlaceOrNone = Annotated[str, ANY_TEXT, IS_PLACE]
+OwnClass = Annotated[ImportPath, Shape(pattern=IMPORT_PATH, words="package.module:Class")]
+OwnCallable = Annotated[ImportPath, Shape(pattern=IMPORT_PATH, words="package.module:callable")]
+Arguments = Mapping[str, Any]  # Any: those of a callable that we don't know
+Local = Annotated[T, MAY_DIFFER]

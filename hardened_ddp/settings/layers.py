@@ -9,7 +9,6 @@ Read next: record.py, which writes the result beside the run.
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from hardened_ddp.settings.cli import Request
 from hardened_ddp.settings.commands import TRAIN
@@ -23,17 +22,19 @@ from hardened_ddp.settings.earlier_run import (
     find_run,
 )
 from hardened_ddp.settings.record import read_back
-from hardened_ddp.settings.rules import (
+from hardened_ddp.settings.rules import broken_rules, place, problems_error
+from hardened_ddp.settings.schema import (
     COMMAND_LINE,
     DEFAULT,
-    broken_rules,
-    place,
-    problems_error,
+    RUN,
+    SETTINGS,
+    TITLES,
+    Layer,
+    Misfit,
+    assemble,
+    fit,
 )
-from hardened_ddp.settings.schema import SETTINGS, TITLES, Misfit, assemble, fit, flatten
 from hardened_ddp.settings.wording import advice, as_word
-
-RUN = "run"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,36 +51,17 @@ class Resolved:
     not_used: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Layer:
-    """The values of one place."""
-
-    values: dict[str, Any] = field(default_factory=dict)  # Any: the type of the setting
-    sources: dict[str, str] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    bad_names: set[str] = field(default_factory=set)
-    # False: a part could not be read at all, so it is not known what it sets.
-    is_complete: bool = True
-
-
 def resolve(request: Request, *, world_size: int = 1) -> Resolved:
     """Put the settings together. Rank-local: reads the --config file and the earlier run's.
 
     Raises ConfigError with all problems: of the command line, the files, and across settings.
     """
-    command_line = _Layer(
-        values=dict(request.settings),
-        sources=dict.fromkeys(request.settings, COMMAND_LINE),
-        problems=list(request.problems),
-        bad_names=set(request.bad_names),
-    )
-    edited, file = _edited_layer(request.edited_file), _Layer()
+    edited, file = _edited_layer(request.edited_file), Layer()
     if request.config_file:
         file = _layer(request.config_file)
-    folder, run = _earlier_run(
-        _merge(_default_layer(), edited, file, command_line), is_named=request.command != TRAIN
-    )
-    merged = _merge(_default_layer(), edited, run, file, command_line)
+    chosen = _merge(_defaults(), edited, file, request.settings)
+    folder, run = _earlier_run(chosen, is_named=request.command != TRAIN)
+    merged = _merge(_defaults(), edited, run, file, request.settings)
     config = assemble(merged.values)
     unsure = set(merged.bad_names)
     if not merged.is_complete:  # what can't be read may set these
@@ -99,26 +81,26 @@ def resolve(request: Request, *, world_size: int = 1) -> Resolved:
     return Resolved(config=config, sources=merged.sources, run_folder=folder, not_used=not_used)
 
 
-def _default_layer() -> _Layer:
-    values = flatten(Config())
-    return _Layer(values=values, sources=dict.fromkeys(values, DEFAULT))
+def _defaults() -> Layer:
+    values = {name: setting.default for name, setting in SETTINGS.items()}
+    return Layer(values=values, sources=dict.fromkeys(values, DEFAULT))
 
 
-def _edited_layer(path: str) -> _Layer:
+def _edited_layer(path: str) -> Layer:
     """Give what config.yaml beside the script changes; nothing if there is no such file."""
     if not path or not Path(path).exists():
-        return _Layer()
-    layer, defaults = _layer(path), _default_layer().values
-    # WHY repr: 1 is no 1.0 for a setting, and a NaN inside of model_args does not equal itself
-    values = {
-        name: value for name, value in layer.values.items() if repr(value) != repr(defaults[name])
-    }
-    return replace(layer, values=values, sources={name: layer.sources[name] for name in values})
+        return Layer()
+    layer = _layer(path)
+    for name, value in list(layer.values.items()):
+        # WHY repr: 1 is no 1.0 for a setting, and a NaN inside of model_args does not equal itself
+        if repr(value) == repr(SETTINGS[name].default):
+            del layer.values[name], layer.sources[name]
+    return layer
 
 
-def _merge(*layers: _Layer) -> _Layer:
+def _merge(*layers: Layer) -> Layer:
     """Lay layers over each other; the last one wins."""
-    merged = _Layer(is_complete=all(layer.is_complete for layer in layers))
+    merged = Layer(is_complete=all(layer.is_complete for layer in layers))
     for layer in layers:
         merged.values.update(layer.values)
         merged.sources.update(layer.sources)
@@ -127,18 +109,18 @@ def _merge(*layers: _Layer) -> _Layer:
     return merged
 
 
-def _earlier_run(chosen: _Layer, *, is_named: bool) -> tuple[Path | None, _Layer]:
+def _earlier_run(chosen: Layer, *, is_named: bool) -> tuple[Path | None, Layer]:
     """Find the run to continue, and give what is inherited from its saved settings.
 
     is_named: a command named it by a bare word, so no message may speak of --resume.
     """
     if not chosen.is_complete or chosen.bad_names.intersection(WHICH_RUN):
-        return None, _Layer(is_complete=False)
+        return None, Layer(is_complete=False)
     where = "RUN" if is_named else place("resume", chosen.sources["resume"])
     try:
         folder = find_run(**{name: chosen.values[name] for name in WHICH_RUN})
         if folder is None:
-            return None, _Layer()
+            return None, Layer()
         if _names_another_run(chosen, folder):
             told = f"{where} continues {folder}, which is another run; leave out one of them"
             where = place("run_name", chosen.sources["run_name"])
@@ -146,17 +128,17 @@ def _earlier_run(chosen: _Layer, *, is_named: bool) -> tuple[Path | None, _Layer
         text = (folder / SAVED_SETTINGS).read_text("utf-8", "replace")
     except NoSuchRun as error:
         told = str(error).replace("--resume ", "") if is_named else str(error)
-        return None, _Layer(problems=[f"{where}: {told}"], is_complete=False)
+        return None, Layer(problems=[f"{where}: {told}"], is_complete=False)
     except OSError as error:
         problem = f"{where}: {error.filename} can't be read: {error.strerror}"
-        return None, _Layer(problems=[problem], is_complete=False)
+        return None, Layer(problems=[problem], is_complete=False)
     # WHY: what another version saved with its default, and this one has no more, changes nothing
     gone = {n for n, _, source in read_back(text) if source == DEFAULT and n not in SETTINGS}
     layer = _layer(str(folder / SAVED_SETTINGS), apart_from={*NOT_INHERITED, *gone})
     return folder, replace(layer, sources=dict.fromkeys(layer.values, RUN))
 
 
-def _names_another_run(chosen: _Layer, folder: Path) -> bool:
+def _names_another_run(chosen: Layer, folder: Path) -> bool:
     """Return whether run_name is the name of another run than the one that is continued.
 
     A run_name of a file says nothing where the command line says which run is continued.
@@ -167,13 +149,13 @@ def _names_another_run(chosen: _Layer, folder: Path) -> bool:
     return name not in (folder.name, folder.resolve().name)
 
 
-def _layer(path: str, *, apart_from: Collection[str] = ()) -> _Layer:
+def _layer(path: str, *, apart_from: Collection[str] = ()) -> Layer:
     """Read a file, and check each entry against its setting; those in apart_from are not taken."""
-    layer = _Layer()
+    layer = Layer()
     try:
         entries = read_file(path)
     except Unreadable as error:
-        return _Layer(problems=[str(error)], is_complete=False)
+        return Layer(problems=[str(error)], is_complete=False)
     for entry in entries:
         where = f"{path}:{entry.line}"
         try:

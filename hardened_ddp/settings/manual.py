@@ -1,12 +1,19 @@
 """What --help says: every setting by section, its default and what it takes.
 
-Owns the layout; the texts are those of each section, the commands those of commands.py.
+Owns the layout; the texts are those of config.py, the commands those of commands.py.
 Does not own: printing.
 """
 
+import ast
+import inspect
+from collections.abc import Mapping
+from functools import cache
+from itertools import pairwise
+
+from hardened_ddp.settings import config
 from hardened_ddp.settings.commands import COMMANDS, TRAIN, Command
-from hardened_ddp.settings.record import WIDTH, names_of, yaml_word
-from hardened_ddp.settings.schema import AUTO, SETTINGS, TITLES, Setting, limits
+from hardened_ddp.settings.record import WIDTH, yaml_word
+from hardened_ddp.settings.schema import AUTO, SETTINGS, TITLES, Setting, limits, names_of
 from hardened_ddp.settings.typed_command import (
     PROGRAM,
     SCRIPT,
@@ -43,17 +50,33 @@ def help_text(topic: str = TRAIN) -> str:
     return _command_help(topic, COMMANDS[topic]) if topic in COMMANDS else _train_help()
 
 
+@cache
+def setting_texts() -> Mapping[str, str]:
+    """Read what each setting does: its docstring, which Python itself drops."""
+    found = {}
+    sections = ast.parse(inspect.getsource(config)).body
+    for section in (node for node in sections if isinstance(node, ast.ClassDef)):
+        for field, below in pairwise(section.body):
+            match field, below:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    found[name] = " ".join(text.split())
+    return found
+
+
 def _train_help() -> str:
-    program, config = _program(), "config.yaml beside ddp_training.py"
+    program, edited = _program(), "config.yaml beside ddp_training.py"
     ranks = f"torchrun --nproc_per_node=N {SCRIPT.name}"
     if is_installed():
-        ranks, config = f"{PROGRAM} --nproc_per_node=N", "config.yaml of the working folder"
+        ranks, edited = f"{PROGRAM} --nproc_per_node=N", "config.yaml of the working folder"
     commands = [_entry(TRAIN, "Train. The word may be left out.")]
     commands += [_entry(name, command.text) for name, command in COMMANDS.items()]
     commands += [_entry("help [COMMAND]", "Show this help, or that of a command.")]
     common = [
         _entry("--config FILE", "YAML file of settings, over those of config.yaml."),
-        _entry("--no_config", f"Do not read {config}."),
+        _entry("--no_config", f"Do not read {edited}."),
         _entry("--help, -h", "Show this help."),
         _entry("--version", "Show the versions of this program, torch and CUDA."),
     ]
@@ -62,7 +85,7 @@ def _train_help() -> str:
         common.insert(0, _entry("--nproc_per_node N", text))
     head = _HEAD.format(ranks=ranks, program=program)
     blocks = [head, "Examples\n" + "".join(_examples())]
-    notes = _NOTES.format(config=config)
+    notes = _NOTES.format(config=edited)
     blocks += ["Commands\n" + "".join(commands), notes, "Common\n" + "".join(common)]
     for section, title in TITLES.items():
         entries = (_setting_entry(SETTINGS[name]) for name in names_of(section))
@@ -130,11 +153,10 @@ def _setting_entry(setting: Setting) -> str:
         value = f"{AUTO}|N" if setting.has_auto else _VALUE_NAMES[setting.type]
     form = f"--{setting.name} [{value}]" if setting.is_switch else f"--{setting.name} {value}"
     # WHY not for choices: they stand in the flag's form already
-    taken = limits(setting).removeprefix(f"{AUTO} | ") if setting.facts.bounds else ""
+    taken = limits(setting).removeprefix(f"{AUTO} | ") if setting.bounds else ""
     told = [taken, f"default: {yaml_word(setting.default)}"]
-    return _entry(
-        form, f"{setting.facts.text} ({'; '.join(unbroken(part) for part in told if part)})"
-    )
+    facts = "; ".join(unbroken(part) for part in told if part)
+    return _entry(form, f"{setting_texts()[setting.name]} ({facts})")
 
 
 def _entry(form: str, text: str) -> str:

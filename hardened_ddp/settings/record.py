@@ -12,8 +12,7 @@ from collections.abc import Mapping
 
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.document import plain_value
-from hardened_ddp.settings.rules import DEFAULT
-from hardened_ddp.settings.schema import AUTO, SETTINGS, TITLES, flatten
+from hardened_ddp.settings.schema import AUTO, DEFAULT, SETTINGS, TITLES, flatten, names_of
 
 WIDTH = 100
 _SOURCE_COLUMN = 40
@@ -64,7 +63,7 @@ def agreed_settings(config: Config) -> dict[str, str]:
     return {
         f"--{name}": json.dumps(values[name], sort_keys=True)
         for name, setting in SETTINGS.items()
-        if not setting.facts.may_differ
+        if not setting.may_differ
     }
 
 
@@ -105,7 +104,3 @@ def _text(value: str) -> str:
     quoted = json.dumps(value, ensure_ascii=False)
     # WHY not by json: it writes a letter above U+FFFF as two
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in quoted)
-
-
-def names_of(section: str) -> list[str]:
-    return [name for name, setting in SETTINGS.items() if setting.section == section]

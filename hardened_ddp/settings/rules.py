@@ -9,12 +9,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from hardened_ddp.errors import ConfigError
 from hardened_ddp.settings.config import EACH_ONCE, TASKS, Config
 from hardened_ddp.settings.declare import ImportPath
-from hardened_ddp.settings.schema import AUTO, flatten
+from hardened_ddp.settings.schema import AUTO, COMMAND_LINE, flatten
 from hardened_ddp.settings.typed_command import own_command
 from hardened_ddp.settings.wording import shown, url_problem
 
-COMMAND_LINE = "command line"
-DEFAULT = "default"
 LEAVE_OUT = "leave one of them out"
 
 Contradiction = tuple[tuple[str, ...], str]  # the settings that a broken rule ties, and why

@@ -6,25 +6,20 @@ Does not own: rules that tie two settings (rules.py); where values come from (la
 """
 
 import dataclasses
-import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from hardened_ddp.settings.config import Config
-from hardened_ddp.settings.declare import (
-    IMPORT_PATH,
-    LARGEST_COUNT,
-    Bounds,
-    Facts,
-    ImportPath,
-)
+from hardened_ddp.settings.declare import IS_PLACE, MAY_DIFFER, NOT_EMPTY, Bounds, ImportPath, Shape
 from hardened_ddp.settings.document import plain_value, read_word
 from hardened_ddp.settings.wording import nearest, shown, url_problem
 
 AUTO = "auto"
+# Where a value comes from, besides FILE:LINE.
+DEFAULT, RUN, COMMAND_LINE = "default", "run", "command line"
 _TYPE_WORDS = {
     bool: "true or false",
     int: "an integer",
@@ -42,15 +37,31 @@ class Setting:
     name: str
     section: str
     type: type  # bool, int, float, str or dict
-    has_auto: bool
-    choices: tuple[str, ...]
     default: Any  # Any: of the type above
-    facts: Facts
+    choices: tuple[str, ...]
+    bounds: Bounds | None
+    shape: Shape  # what a text must look like
+    has_auto: bool
+    takes_path: bool  # also what a user wrote, as an ImportPath, beside its words
+    may_differ: bool
+    is_place: bool
 
     @property
     def is_switch(self) -> bool:
         """Whether the flag may stand without a value, and --no_flag exists."""
-        return self.type is bool or bool(self.facts.bare)
+        return self.type is bool or "on" in self.choices
+
+
+@dataclass(kw_only=True, slots=True)
+class Layer:
+    """The values that one place sets, as far as they fit."""
+
+    values: dict[str, Any] = field(default_factory=dict)  # Any: the type of the setting
+    sources: dict[str, str] = field(default_factory=dict)  # FILE:LINE, or one of the above
+    problems: list[str] = field(default_factory=list)
+    bad_names: set[str] = field(default_factory=set)
+    # False: a part could not be read at all, so it is not known what it sets.
+    is_complete: bool = True
 
 
 class Misfit(ValueError):
@@ -62,28 +73,45 @@ def read_table() -> dict[str, Setting]:
     table: dict[str, Setting] = {}
     for section in dataclasses.fields(Config):
         assert isinstance(section.type, type)
-        defaults = section.type()
-        for field in dataclasses.fields(section.type):
-            assert field.name not in table, f"two settings are called {field.name}"
-            is_union = get_origin(field.type) in (UnionType, Union)
-            kind: Any = get_args(field.type)[0] if is_union else field.type
+        for row in dataclasses.fields(section.type):
+            assert row.name not in table, f"two settings are called {row.name}"
+            kind, *others = _parts(row.type)
             choices = get_args(kind) if get_origin(kind) is Literal else ()
-            table[field.name] = Setting(
-                name=field.name,
+            table[row.name] = Setting(
+                name=row.name,
                 section=section.name,
                 type=str if choices else dict if get_origin(kind) is Mapping else kind,
-                has_auto=is_union and NoneType in get_args(field.type),
+                default=getattr(section.type(), row.name),
                 choices=choices,
-                default=getattr(defaults, field.name),
-                facts=field.metadata["facts"],
+                bounds=next((part for part in others if isinstance(part, Bounds)), None),
+                shape=next((part for part in others if isinstance(part, Shape)), NOT_EMPTY),
+                has_auto=NoneType in others,
+                takes_path=ImportPath in others,
+                may_differ=MAY_DIFFER in others,
+                is_place=IS_PLACE in others,
             )
     return table
 
 
+def _parts(kind: Any) -> Iterator[Any]:  # Any: an annotation
+    """Give the types that an annotation is made of, and what stands beside them."""
+    is_marked = get_origin(kind) is Annotated
+    if is_marked or get_origin(kind) in (UnionType, Union):
+        for part in (kind.__origin__,) if is_marked else get_args(kind):
+            yield from _parts(part)
+        yield from getattr(kind, "__metadata__", ())
+    else:
+        yield kind
+
+
 SETTINGS: Mapping[str, Setting] = read_table()
 TITLES: Mapping[str, str] = {
-    section.name: section.metadata["title"] for section in dataclasses.fields(Config)
+    section.name: str(section.type.__doc__).rstrip(".") for section in dataclasses.fields(Config)
 }
+
+
+def names_of(section: str) -> list[str]:
+    return [name for name, setting in SETTINGS.items() if setting.section == section]
 
 
 def flatten(config: Config) -> dict[str, Any]:  # Any: each value has the type of its setting
@@ -97,7 +125,7 @@ def assemble(values: Mapping[str, Any]) -> Config:  # Any: as in flatten
     """Build a Config from values that fit; what is missing has its default."""
     config = Config()
     for section in TITLES:
-        given = {n: value for n, value in values.items() if SETTINGS[n].section == section}
+        given = {name: values[name] for name in names_of(section) if name in values}
         changed = dataclasses.replace(getattr(config, section), **given)
         config = dataclasses.replace(config, **{section: changed})
     return config
@@ -120,10 +148,11 @@ def fit(setting: Setting, value: Any) -> Any:  # Any: from YAML; to the type of 
         raise Misfit(f"has no value, needs {needs(setting)}")
     if setting.has_auto and value == AUTO:
         return None
-    if setting.facts.bare and str(value).lower() in ("true", "false"):
-        return "on" if str(value).lower() == "true" else "off"
-    if setting.type is bool and str(value).lower() in ("on", "off"):  # as the start summary says it
-        return str(value).lower() == "on"
+    word = str(value).lower()
+    if setting.is_switch and setting.choices and word in ("true", "false"):
+        return "on" if word == "true" else "off"
+    if setting.type is bool and word in ("on", "off"):  # as the start summary says it
+        return word == "on"
     number = value
     if setting.type is float and type(value) is int:
         number = float(str(value))  # WHY str: of 400 digits it is infinite, and no OverflowError
@@ -132,8 +161,8 @@ def fit(setting: Setting, value: Any) -> Any:  # Any: from YAML; to the type of 
         is_unquoted = setting.type is str and not setting.choices and type(value) in (int, float)
         hint = f'; as text it is written "{value}"' if is_unquoted else ""
         raise Misfit(f"found {shown(value)} ({kind}), needs {needs(setting)}{hint}")
-    if setting.facts.path and ":" in value:
-        if not re.fullmatch(IMPORT_PATH.pattern, value):
+    if setting.takes_path and ":" in value:
+        if not re.fullmatch(setting.shape.pattern, value):
             raise Misfit(f"found {shown(value)}, needs {needs(setting)}")
         return ImportPath(value)
     _check(setting, number, given=value)
@@ -144,10 +173,10 @@ def needs(setting: Setting, *, found: float = 0) -> str:
     """Say in words what the setting takes; found: the number that it does not take."""
     if setting.choices:
         words = ("one of " if len(setting.choices) > 1 else "") + ", ".join(setting.choices)
-        return f"{words}, or {setting.facts.path}" if setting.facts.path else words
-    words = setting.facts.shape.words if setting.type is str else _TYPE_WORDS[setting.type]
-    if setting.facts.bounds:
-        words += f", {range_words(setting.facts.bounds, found=found)}"
+        return f"{words}, or {setting.shape.words}" if setting.takes_path else words
+    words = setting.shape.words if setting.type is str else _TYPE_WORDS[setting.type]
+    if setting.bounds:
+        words += f", {setting.bounds.words(found=found)}"
     if setting.has_auto:
         words = f"auto, {words}" if setting.type is bool else f"auto or {words}"
     return words
@@ -156,28 +185,12 @@ def needs(setting: Setting, *, found: float = 0) -> str:
 def limits(setting: Setting) -> str:
     """Say in short, beside an example or a default, what the setting takes; empty for any."""
     if setting.choices:
-        return " | ".join([*setting.choices, *filter(None, [setting.facts.path])])
+        own = (setting.shape.words,) if setting.takes_path else ()
+        return " | ".join((*setting.choices, *own))
     if setting.has_auto and setting.type is bool:
         return "auto | true | false"
-    words = range_words(setting.facts.bounds) if setting.facts.bounds else ""
+    words = setting.bounds.words() if setting.bounds else ""
     return f"auto | {words}" if setting.has_auto else words
-
-
-def range_words(bounds: Bounds, *, found: float = 0) -> str:
-    low = f"above {bounds.low:g}" if bounds.is_low_open else f"{bounds.low:g} or more"
-    if isinstance(found, float) and not math.isfinite(found):
-        return f"{low}, finite"
-    # WHY: that a count must fit into 32 bits matters only to someone who exceeded it
-    if math.isinf(bounds.high) or (bounds.high >= LARGEST_COUNT and found <= bounds.high):
-        return low
-    return f"{low}, {'below' if bounds.is_high_open else 'at most'} {bounds.high}"
-
-
-def is_within(value: float, bounds: Bounds) -> bool:
-    """Say whether value is a finite number between the ends."""
-    is_above = value > bounds.low if bounds.is_low_open else value >= bounds.low
-    is_below = value < bounds.high if bounds.is_high_open else value <= bounds.high
-    return is_above and is_below and value < math.inf
 
 
 def _check(setting: Setting, value: Any, *, given: object) -> None:  # Any: the type of the setting
@@ -188,7 +201,7 @@ def _check(setting: Setting, value: Any, *, given: object) -> None:  # Any: the 
         near = "" if is_fit else nearest(value, setting.choices)
         hint = f"; did you mean {near}?" if near else ""
     elif setting.type is str:
-        is_fit = re.fullmatch(setting.facts.shape.pattern, value) is not None
+        is_fit = re.fullmatch(setting.shape.pattern, value) is not None
         if any("\udc80" <= letter <= "\udcff" for letter in value):
             raise Misfit(
                 f"found {shown(value)}, of bytes that are no text in this locale (LANG, LC_ALL); "
@@ -196,7 +209,7 @@ def _check(setting: Setting, value: Any, *, given: object) -> None:  # Any: the 
             )
         if not value.isprintable():
             raise Misfit(f"found {shown(value)}, needs text without control characters")
-        if setting.facts.is_place and (problem := url_problem(value)):
+        if setting.is_place and (problem := url_problem(value)):
             raise Misfit(problem)
         if value.startswith("~"):
             raise Misfit(f"found {shown(value)}, needs the whole path: only the shell knows ~")
@@ -208,7 +221,7 @@ def _check(setting: Setting, value: Any, *, given: object) -> None:  # Any: the 
                 hint = "; is a space missing after the colon?" if ":" in key else ""
                 raise Misfit(f"found the key {shown(key)}, needs the name of an argument{hint}")
     else:
-        is_fit = setting.facts.bounds is None or is_within(value, setting.facts.bounds)
+        is_fit = setting.bounds is None or setting.bounds.holds(value)
     if not is_fit:
         found = 0 if isinstance(value, str) else value
         raise Misfit(f"found {shown(given)}, needs {needs(setting, found=found)}{hint}")

@@ -12,10 +12,9 @@ import torch
 
 from hardened_ddp.data.batches.run_length import UNKNOWN_STEPS
 from hardened_ddp.data.batches.sampler import WindowSampler
-from hardened_ddp.settings.layers import RUN, Resolved
+from hardened_ddp.settings.layers import Resolved
 from hardened_ddp.settings.record import yaml_word
-from hardened_ddp.settings.rules import DEFAULT
-from hardened_ddp.settings.schema import SETTINGS, flatten
+from hardened_ddp.settings.schema import DEFAULT, RUN, SETTINGS, flatten
 from hardened_ddp.settings.wording import counted, listed
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress

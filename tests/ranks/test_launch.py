@@ -14,27 +14,12 @@ import pytest
 import torch
 
 import ddp_training
-from hardened_ddp.errors import (
-    DataError,
-    HardenedError,
-    LaunchError,
-    RankMismatchError,
-)
+from hardened_ddp.errors import DataError, HardenedError, LaunchError, RankMismatchError
 from hardened_ddp.guard.stop import STOP_FILE
 from hardened_ddp.ranks import network
-from hardened_ddp.ranks.launch import (
-    Launch,
-    keep_nccl_from_exiting,
-    prepare_environment,
-)
+from hardened_ddp.ranks.launch import Launch, keep_nccl_from_exiting, prepare_environment
 from hardened_ddp.ranks.rendezvous import _listen
-from tests.harness.processes import (
-    HOUR_S,
-    ROOT,
-    clean_environment,
-    deadline,
-    is_alive,
-)
+from tests.harness.processes import HOUR_S, ROOT, clean_environment, deadline, is_alive
 from tests.harness.ranks import held_port, run_ranks, start_training
 from tests.ranks.test_shared_sum import rendezvous
 

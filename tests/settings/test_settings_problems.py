@@ -9,6 +9,7 @@ from hardened_ddp.errors import ConfigError
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.commands import COMMANDS
 from hardened_ddp.settings.layers import resolve
+from hardened_ddp.settings.manual import setting_texts
 from hardened_ddp.settings.schema import SETTINGS
 from hardened_ddp.settings.wording import OTHER_NAMES
 from tests.settings.given import (
@@ -235,7 +236,7 @@ class TestRules:
         assert len(problems_in("cpu_only: !x true\n", "--single_gpu")) == 1
 
 
-PLACES = [f"--{name}" for name, setting in SETTINGS.items() if setting.facts.is_place]
+PLACES = [f"--{name}" for name, setting in SETTINGS.items() if setting.is_place]
 WORDS = [
     f"{name} {'' if option.is_word else f'{word} {option.needs} --{option.name}'}"
     for name, command in COMMANDS.items()
@@ -250,7 +251,7 @@ class TestPlaces:
         assert {"--output_dir", "--resume", "--data_dir", "--init_from", "--dataset"} < {*PLACES}
         named = {"explain ", "watch ", "report ", "verify-ledger ", "evaluate ", "export "}
         assert named < {*WORDS}
-        texts = [s.facts.text for s in SETTINGS.values() if s.name != "mirror"]
+        texts = [text for name, text in setting_texts().items() if name != "mirror"]
         for text in (*texts, *map(str, COMMANDS.values())):
             assert "://" not in text, "a setting that takes a URL is no place"
 

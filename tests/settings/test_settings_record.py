@@ -17,7 +17,7 @@ from hardened_ddp.settings.commands import COMMANDS
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.document import read_text
 from hardened_ddp.settings.layers import resolve
-from hardened_ddp.settings.manual import help_text
+from hardened_ddp.settings.manual import help_text, setting_texts
 from hardened_ddp.settings.record import agreed_settings, dump, read_back
 from hardened_ddp.settings.schema import SETTINGS, TITLES, assemble, flatten
 from tests.documents import template
@@ -73,7 +73,7 @@ class TestRecord:
             configs = (taken(name, w) for w in [*setting.choices, *words, "package.module:name"])
             changed = next(config for config in configs if config and config != Config())
             differs = agreed_settings(changed) != agreed_settings(Config())
-            assert differs is not setting.facts.may_differ, name
+            assert differs is not setting.may_differ, name
 
     def test_config_yaml_has_every_setting_with_its_default(self) -> None:
         path = PROJECT / "config.yaml"
@@ -87,7 +87,7 @@ class TestRecord:
 
 def taken(name: str, word: str) -> Config | None:
     try:
-        return assemble(dict(parse([f"--{name}={word}"]).settings))
+        return assemble(parse([f"--{name}={word}"]).settings.values)
     except ConfigError:
         return None
 
@@ -141,7 +141,7 @@ class TestHelp:
             assert len(found) == 1, name
             text = " ".join(found[0].split())
             assert "default: " in text
-            assert setting.facts.text.split()[0] in text
+            assert setting_texts()[name].split()[0] in text
             assert all(choice in text for choice in setting.choices)
 
     def test_it_has_sections_commands_and_six_examples_that_parse(self) -> None:
@@ -154,8 +154,8 @@ class TestHelp:
             words = shlex.split(example)
             script = next(n for n, word in enumerate(words) if word.endswith("ddp_training.py"))
             request = parse(words[script + 1 :])
-            assert not request.problems
-            assert request.settings
+            assert not request.settings.problems
+            assert request.settings.values
 
     def test_it_is_ascii_and_fits_100_columns(self) -> None:
         for topic in ("train", *COMMANDS):
