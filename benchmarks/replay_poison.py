@@ -34,9 +34,7 @@ from torch import nn  # noqa: E402
 from torch.utils.data import Dataset  # noqa: E402
 
 import ddp_training  # noqa: E402
-from ddp_runs.replay_condition import Condition  # noqa: E402
-from ddp_runs.replay_rank import Replay, blame  # noqa: E402
-from ddp_runs.replay_records import in_order  # noqa: E402
+from ddp_runs.replay_rank import Condition, Replay, blame, in_order  # noqa: E402
 from hardened_ddp.training.run import Ending, Run  # noqa: E402
 
 BATCH, DIM, WARM, HORIZON = 16, 20, 60, 4
@@ -208,8 +206,7 @@ def heal(data: Samples) -> None:
 def measure(run: Run, kind: str, num: int) -> list[Counter[str]]:
     """Plant so often, and count what was found. It takes the place of the trainer's own loop."""
     when = KINDS[kind].when
-    plan = {"when": when, "left_out": {}, "limits": {}, "given_up": [], "without": []}
-    plan |= {"blame_from": None, "detail": None, "debug": False, "last": 0, "horizon": 0}
+    plan = {"when": when, "left_out": {}, "limits": {}, "given_up": []}
     replay, condition = Replay(run, plan), Condition.parse(when)
     run.stepper.records.close()
     for window, batches in run.windows():
@@ -240,7 +237,7 @@ def measure(run: Run, kind: str, num: int) -> list[Counter[str]]:
         for name, order in (("loss", by_loss), ("weight", in_order(rows))):
             found[name] += {row["sample"] for row in order[: len(planted)]} == planted
         suspects = range(WARM, held + 1)
-        blamed = blame(replay, clean, condition, suspects=suspects, last=2 * held - WARM + 1)
+        blamed = blame(replay, clean, suspects, 2 * held - WARM + 1)
         proved = {*blamed["together"], *blamed["alone"]}
         found["proved"] += blamed["step"] == WARM and planted <= proved
         found["named"] += len(proved)

@@ -41,7 +41,7 @@ def check_ledger(run: Path, *, output: TextIO) -> int:
     lines, is_exact = verify_ledger(run, done)
     if (run / DIGESTS).is_dir():
         digests = read_digests(run, may_be_empty=True)
-        number = sum(step < done.step for step in digests.numbers())
+        number = sum(step < done.step for step in digests.steps)
         lines.append(f"digests: of {number} of {done.step} steps, for replay and diff")
     print("\n".join(lines), file=output)
     return 0 if is_exact else 1

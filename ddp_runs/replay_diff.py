@@ -4,17 +4,17 @@ It trains nothing. Where the samples are the same and their bytes are not, it re
 that step again from both datasets, and names those that differ.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from difflib import SequenceMatcher
+from collections.abc import Mapping, Sequence
+from difflib import unified_diff
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 
 from ddp_runs.replay_records import Digests, differing, other_machine, read_digests
 from ddp_runs.run_events import FAULTS
 from ddp_runs.run_files import read_run
-from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.data.batches.ledger import DIGESTS
 from hardened_ddp.data.batches.nesting import tensors_of
@@ -22,6 +22,7 @@ from hardened_ddp.data.batches.read_errors import file_of
 from hardened_ddp.data.batches.sampler import EpochOrder, share_of
 from hardened_ddp.data.sources.datasets import build_data
 from hardened_ddp.errors import ANY_FAILURE, ConfigError, RunFolderError
+from hardened_ddp.reporting.run_json import Json
 from hardened_ddp.settings.cli import Request
 from hardened_ddp.settings.earlier_run import SAVED_SETTINGS, find_folder
 from hardened_ddp.settings.layers import resolve
@@ -39,46 +40,6 @@ _HARMLESS = {
 _SHOWN = 8
 """Of a list, so that all fits on a screen."""
 
-Json = dict[str, Any]  # Any: JSON
-
-
-def run_diff(options: Mapping[str, str], *, output: TextIO) -> int:
-    """Print where two runs part; return 0 if they do nowhere, else 1. Raises RunFolderError."""
-    names = options["run"].splitlines()
-    if len(names) != 2:
-        raise ConfigError(f"diff compares two runs, found {len(names)}", fix="name two run folders")
-    folders = [find_folder(name, Path("runs")) for name in names]
-    one, two = (read_digests(folder) for folder in folders)
-    shared = sorted({*one.numbers()} & {*two.numbers()})
-    if not shared:
-        spans = [f"{digests.numbers()[0]} to {digests.numbers()[-1]}" for digests in (one, two)]
-        raise RunFolderError(
-            f"no step has digests in both runs: one has those of {spans[0]}, the other {spans[1]}",
-            fix="compare runs that did the same steps",
-        )
-    parted = first_difference(one, two, shared)
-    at = parted[0] if parted else shared[-1]
-    facts = [facts_at(digests, at) for digests in (one, two)]
-    unlike = differences(*facts)
-    for name, found in unlike.items():
-        print(f"{name + ':':10}{listed(found) or 'the same'}", file=output)
-    healed = [_faults(folder) for folder in folders]
-    print(f"{'faults:':10}{healed[0]} in the first run, {healed[1]} in the second", file=output)
-    if parted is None:
-        print(f"equal in all {counted(len(shared), 'step')} that both have", file=output)
-        return 0
-    step, what = parted
-    seeds = [(own["settings"].get("--seed"), own["num_samples"]) for own in facts]
-    if what == "data" and seeds[0] != seeds[1]:  # a place in another order
-        what = "samples"
-    print(f"they part at step {step}: {_PARTED[what]}", file=output)
-    lines = name_samples(one, two, shared, step) if what == "data" else []
-    lines += reasons(unlike, changed_lines(one, two, step, unlike["code"]), what, bool(lines))
-    print("\n".join(f"  {line}" for line in [*lines, *side_by_side(one, two, step)]), file=output)
-    print(f"look at it: {own_command('replay', folders[0], '--step', str(step))}", file=output)
-    return 1
-
-
 _PARTED = {
     "samples": "it takes other samples",
     "left out": "one run left it out",
@@ -89,18 +50,41 @@ _PARTED = {
 }
 
 
-def first_difference(one: Digests, two: Digests, shared: Iterable[int]) -> tuple[int, str] | None:
-    """Return the first step that differs, and in what."""
-    for number in shared:
-        a, b = one.step(number), two.step(number)
-        if a is not None and b is not None and (what := a.parts_from(b)):
-            return number, what
-    return None
-
-
-def facts_at(digests: Digests, step: int) -> Json:
-    """Return the facts of the start that did a step."""
-    return (digests.owner(step) or digests.starts[-1]).facts
+def run_diff(options: Mapping[str, str], *, output: TextIO) -> int:
+    """Print where two runs part; return 0 if they do nowhere, else 1. Raises RunFolderError."""
+    names = options["run"].splitlines()
+    if len(names) != 2:
+        raise ConfigError(f"diff compares two runs, found {len(names)}", fix="name two run folders")
+    folders = [find_folder(name, Path("runs")) for name in names]
+    both = one, two = read_digests(folders[0]), read_digests(folders[1])
+    shared = [number for number in one.steps if number in two.steps]
+    if not shared:
+        spans = [f"{min(digests.steps)} to {max(digests.steps)}" for digests in both]
+        raise RunFolderError(
+            f"no step has digests in both runs: one has those of {spans[0]}, the other {spans[1]}",
+            fix="compare runs that did the same steps",
+        )
+    unlike_at = ((n, one.steps[n].parts_from(two.steps[n])) for n in shared)
+    step, what = next((found for found in unlike_at if found[1]), (shared[-1], ""))
+    a, b = facts = [digests.facts_at(step) for digests in both]
+    unlike = differences(a, b)
+    faults = [sum(event.kind in FAULTS for event in read_run(folder).events) for folder in folders]
+    lines = [f"{name + ':':10}{listed(found) or 'the same'}" for name, found in unlike.items()]
+    lines.append(f"{'faults:':10}{faults[0]} in the first run, {faults[1]} in the second")
+    if not what:
+        lines.append(f"equal in all {counted(len(shared), 'step')} that both have")
+    else:
+        orders = [(own["settings"].get("--seed"), own["num_samples"]) for own in facts]
+        if what == "data" and orders[0] != orders[1]:  # a place in another order
+            what = "samples"
+        lines.append(f"they part at step {step}: {_PARTED[what]}")
+        named = name_samples(one, two, step) if what == "data" else []
+        changed = changed_lines(one, two, step, unlike["code"])
+        more = [*named, *reasons(unlike, changed, what, bool(named)), *side_by_side(one, two, step)]
+        lines += [f"  {line}" for line in more]
+        lines.append(f"look at it: {own_command('replay', folders[0], '--step', str(step))}")
+    print("\n".join(lines), file=output)
+    return int(bool(what))
 
 
 def differences(one: Json, two: Json) -> dict[str, list[str]]:
@@ -134,29 +118,29 @@ def reasons(
         )
     if what == "left out":
         found.append("a sample or a step failed in one run only: see skipped_samples.jsonl")
-    if len(found) > 1 and not is_known:
+    if is_known:
+        return found
+    if len(found) > 1:
         found.append("which of them it is: replay the step with one of them at a time")
-    if not found and not is_known:
-        found.append(
-            "nothing recorded differs: a device that is not deterministic (train both with "
-            "--deterministic), code, data or variables outside of what is recorded, or a memory "
-            "fault; replay both: the run that its replay contradicts is the one at fault"
-        )
-    return found
+    return found or [
+        "nothing recorded differs: a device that is not deterministic (train both with "
+        "--deterministic), code, data or variables outside of what is recorded, or a memory fault; "
+        "replay both: the run that its replay contradicts is the one at fault"
+    ]
 
 
 def side_by_side(one: Digests, two: Digests, first: int) -> list[str]:
     """Show what both runs recorded of the step where they part, and of the next ones."""
     lines = []
     for number in range(first, first + 3):
-        a, b = one.step(number), two.step(number)
-        if a is not None and b is not None:
-            lines.append(
-                f"step {number}: loss {a.loss:.6g} / {b.loss:.6g}; gradient norm {a.norm:.4g} / "
-                f"{b.norm:.4g}; learning rate {a.rate:.3g} / {b.rate:.3g}; "
-                f"samples {a.size} / {b.size}"
-            )
-    return [line.replace("; gradient norm nan / nan", "") for line in lines]
+        if number in one.steps and number in two.steps:
+            pair = [(step.loss, step.main) for step in (one.steps[number], two.steps[number])]
+            (loss, a), (other, b) = pair
+            line = f"step {number}: loss {loss:.6g} / {other:.6g}; gradient norm {a.norm:.4g} / "
+            line += f"{b.norm:.4g}; learning rate {a.rate:.3g} / {b.rate:.3g}; "
+            line += f"samples {a.size} / {b.size}"
+            lines.append(line.replace("; gradient norm nan / nan", ""))
+    return lines
 
 
 def changed_lines(one: Digests, two: Digests, step: int, names: Sequence[str]) -> list[str]:
@@ -164,33 +148,30 @@ def changed_lines(one: Digests, two: Digests, step: int, names: Sequence[str]) -
     found = []
     for name in names:
         sources = [kept_source(digests, step, name) for digests in (one, two)]
-        a, b = (source.decode(errors="replace").splitlines() for source in sources)
-        for kind, i, j, k, m in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
-            if kind != "equal" and all(sources):
-                texts = [
-                    " ".join(lines).strip() or "(no line)" for lines in (a[i:j][:1], b[k:m][:1])
-                ]
-                found.append(f"{name.replace('.', '/')}.py, line {i + 1}: {' / '.join(texts)}")
+        if all(sources):
+            a, b = (source.decode(errors="replace").splitlines() for source in sources)
+            changed = list(unified_diff(a, b, n=0, lineterm=""))[2:]  # without names of files
+            found += [f"{name.replace('.', '/')}.py: {line}" for line in changed]
     return found
 
 
 def kept_source(digests: Digests, step: int, name: str) -> bytes:
     """Return the source of a module at a step; nothing if it was not kept, or only a part of it."""
-    known = facts_at(digests, step)["code"].get(name)
+    known = digests.facts_at(step)["code"].get(name)
     path = digests.run / DIGESTS / f"{name}-{known}.py"
     source = path.read_bytes() if path.is_file() else b""
     return source if hash_of(source) == known else b""
 
 
-def name_samples(one: Digests, two: Digests, shared: Sequence[int], step: int) -> list[str]:
+def name_samples(one: Digests, two: Digests, step: int) -> list[str]:
     """Name the samples whose bytes differ, by reading them again, or those that may do so."""
-    suspects = suspects_of(one, two, shared, step)
+    suspects = sorted(suspects_of(one, two, step))
     if not suspects:
         return [
             "which sample it is, is not known: the order of this dataset is not that of indices"
         ]
     try:
-        found = differing_samples(one, two, sorted(suspects))
+        found = differing_samples(one, two, suspects)
     except ANY_FAILURE as error:  # WHY broad: the user's dataset
         return [f"the samples can't be read again: {error}", f"it is some of {listed(suspects)}"]
     some = "sample" if len(suspects) == 1 else f"some of {len(suspects)} samples:"
@@ -198,59 +179,52 @@ def name_samples(one: Digests, two: Digests, shared: Sequence[int], step: int) -
         return [f"sample {found[0]} differs", *(f"and sample {name}" for name in found[1:_SHOWN])]
     return [
         "read again now, both datasets give the same: one of them has changed since its run",
-        f"it is {some} {listed(sorted(suspects))}",
+        f"it is {some} {listed(suspects)}",
     ]
 
 
-def suspects_of(one: Digests, two: Digests, shared: Iterable[int], step: int) -> set[int]:
+def suspects_of(one: Digests, two: Digests, step: int) -> set[int]:
     """Return the samples that all steps with other bytes share, and no step with equal ones has.
 
     Of the epochs after the first difference too: each takes the samples in another order. If there
     are none, several samples differ: then those of the first such step.
     """
-    orders: dict[int, EpochOrder] = {}
-    facts = facts_at(one, step)
+    facts = one.facts_at(step)
     size, seed = int(facts["num_samples"]), int(facts["settings"]["--seed"])
-    common: set[int] | None = None
-    first, innocent = set[int](), set[int]()
-    for number in shared if size else ():
-        a, b = one.step(number), two.step(number)
-        if a is None or b is None or (a.start, a.size) != (b.start, b.size):
+    order_of = lru_cache(2)(partial(EpochOrder, size, seed))
+    others, first, innocent = list[set[int]](), set[int](), set[int]()
+    for number, left in one.steps.items() if size else ():
+        a, other = left.main, two.steps.get(number)
+        if other is None or (a.start, a.size) != (other.main.start, other.main.size):
             continue
-        if a.epoch not in orders:
-            orders = {a.epoch: EpochOrder(size, seed, a.epoch)}
-        for rank in a.batches.keys() & b.batches.keys():
-            begin, end = share_of(a.size, rank=rank, world_size=a.world_size)
-            taken = {*orders[a.epoch].take(a.start + begin, a.start + end).tolist()}
-            if a.batches[rank] == b.batches[rank]:
+        for rank in left.ranks.keys() & other.ranks.keys():
+            ends = share_of(a.size, rank=rank, world_size=left.facts["world_size"])
+            taken = {*order_of(a.epoch).take(*(a.start + end for end in ends)).tolist()}
+            if left.ranks[rank].batches == other.ranks[rank].batches:
                 innocent |= taken
-                continue
-            common = taken if common is None else common & taken
-            if number == step:
-                first |= taken
-    return (common or set()) - innocent or first - innocent or first
+            else:
+                others.append(taken)
+                first |= taken if number == step else set()
+    return first.intersection(*others) - innocent or first - innocent or first
 
 
 def differing_samples(one: Digests, two: Digests, suspects: Sequence[int]) -> list[str]:
     """Read samples from the datasets of both runs; name those that differ, with their files."""
-    fetchers = []
+    sources = []
     for digests in (one, two):
         config = resolve(Request(config_file=str(digests.run / SAVED_SETTINGS))).config
         data = build_data(config.data, leaves_out=True, task=config.task.task, evaluates=False)
-        fetchers.append((Fetcher(data.train, seed=config.device.seed), data.train))
+        sources.append((data.train, Fetcher(data.train, seed=config.device.seed)))
     found = []
     for index in suspects:
-        batches = [fetcher[(0, torch.tensor([index]))] for fetcher, _ in fetchers]
-        if _bytes_of(batches[0]) != _bytes_of(batches[1]):
-            files = [file_of(dataset, index) for _, dataset in fetchers]
+        a, b = (_bytes_of(fetcher, index) for _, fetcher in sources)
+        if a != b:
+            files = [file_of(dataset, index) for dataset, _ in sources]
             found.append(f"{index} ({' / '.join(files)})" if any(files) else str(index))
     return found
 
 
-def _bytes_of(batch: Batch) -> list[bytes]:
+def _bytes_of(fetcher: Fetcher, index: int) -> list[bytes]:
+    batch = fetcher[(0, torch.tensor([index]))]
     leaves = tensors_of((batch.inputs, batch.targets))
     return [part.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for part in leaves]
-
-
-def _faults(folder: Path) -> int:
-    return sum(event.kind in FAULTS for event in read_run(folder).events)

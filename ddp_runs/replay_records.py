@@ -1,4 +1,4 @@
-"""The digests of a run, read: which start did a step, from what facts, and what it left.
+"""The digests of a run, read: what each step left, and the facts of the start that did it.
 
 Written by hardened_ddp/step/records.py; RECORD of data/batches/ledger.py has the fields. The last
 start that did a step counts, and of its records the last one; a record that was cut off is dropped.
@@ -6,18 +6,17 @@ start that did a step counts, and of its records the last one; a record that was
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import NamedTuple
 
 from ddp_runs.run_files import RunView
 from hardened_ddp.data.batches.ledger import DIGESTS, RECORD, list_files
 from hardened_ddp.errors import RunFolderError
+from hardened_ddp.reporting.run_json import Json
 from hardened_ddp.settings.typed_command import own_command
-
-Json = dict[str, Any]  # Any: JSON
 
 _MACHINE = ("python", "device", "kernels", "variables", "tf32", "threads")
 """The facts of the machine: with others of them the same sums may be rounded otherwise."""
@@ -26,67 +25,58 @@ _SPIKE, _BEFORE = 1.5, 5
 """A loss so many times as large as the median of so many reports before it."""
 
 
-@dataclass(slots=True)
+class Record(NamedTuple):
+    """What a rank has left of a step: the fields of RECORD, which says more of each."""
+
+    step: int
+    epoch: int
+    limit: int
+    start: int
+    size: int
+    left_out: int
+    low: int
+    high: int
+    batches: int
+    loss: float
+    num_counted: float
+    norm: float
+    rate: float
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """What a step has left."""
 
-    number: int
-    world_size: int
-    epoch: int
-    limit: int
-    """Of the samples of a micro-batch; 0: none."""
+    facts: Json
+    """Of the start that did it."""
 
-    start: int
-    """Of its window in the epoch's order."""
+    ranks: dict[int, Record]
+    """A rank that was killed in the step has left nothing."""
 
-    size: int
-    is_left_out: bool
-    gradient: tuple[int, int]
-    norm: float
-    rate: float
-    batches: dict[int, int] = field(default_factory=dict)
-    """By rank: the hash of its samples. A rank that was killed in the step has left nothing."""
-
-    losses: dict[int, float] = field(default_factory=dict)
-    counts: dict[int, float] = field(default_factory=dict)
+    @property
+    def main(self) -> Record:
+        return self.ranks[0]
 
     @property
     def loss(self) -> float:
         """The mean over all ranks."""
-        return sum(self.losses.values()) / max(1.0, sum(self.counts.values()))
+        records = self.ranks.values()
+        return sum(r.loss for r in records) / max(1.0, sum(r.num_counted for r in records))
 
     def parts_from(self, other: "Step") -> str:
         """Name the first thing in which two records of a step differ; empty: they are equal."""
-        mine = (self.epoch, self.start, self.size)
-        if mine != (other.epoch, other.start, other.size):
-            return "samples"
-        if self.is_left_out != other.is_left_out:
-            return "left out"
-        if self.world_size != other.world_size:
-            return "ranks"
-        ranks = self.batches.keys() & other.batches.keys()
-        if any(self.batches[rank] != other.batches[rank] for rank in ranks):
-            return "data"
-        if any(repr(self.losses[rank]) != repr(other.losses[rank]) for rank in ranks):  # NaN, too
-            return "loss"
-        return "" if self.gradient == other.gradient else "gradient"
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """A start of the run, or a return to an earlier step."""
-
-    number: int
-    facts: Json
-    steps: dict[int, Step]
-
-    @property
-    def world_size(self) -> int:
-        return int(self.facts["world_size"])
-
-    @property
-    def first(self) -> int:
-        return int(self.facts["step"])
+        one, two = self.main, other.main
+        both = self.ranks.keys() & other.ranks.keys()
+        pairs = [(self.ranks[rank], other.ranks[rank]) for rank in both]
+        unlike = {
+            "samples": (one.epoch, one.start, one.size) != (two.epoch, two.start, two.size),
+            "left out": one.left_out != two.left_out,
+            "ranks": self.facts["world_size"] != other.facts["world_size"],
+            "data": any(a.batches != b.batches for a, b in pairs),
+            "loss": any(repr(a.loss) != repr(b.loss) for a, b in pairs),  # NaN, too
+            "gradient": (one.low, one.high) != (two.low, two.high),
+        }
+        return next((name for name, is_unlike in unlike.items() if is_unlike), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,68 +84,42 @@ class Digests:
     """The digests of a run."""
 
     run: Path
-    starts: tuple[Start, ...]
+    steps: Mapping[int, Step]
+    newest: Json
+    """The facts of the last start."""
 
-    def owner(self, step: int) -> Start | None:
-        """Return the start whose record of a step counts; None: none has one."""
-        end = math.inf
-        for start in reversed(self.starts):
-            if step in start.steps and step < end:
-                return start
-            end = min(end, start.first)
-        return None
-
-    def step(self, number: int) -> Step | None:
-        """Return what a step has left."""
-        start = self.owner(number)
-        return None if start is None else start.steps[number]
-
-    def numbers(self) -> list[int]:
-        """List the steps that have a record, in order."""
-        every = {number for start in self.starts for number in start.steps}
-        return sorted(number for number in every if self.owner(number) is not None)
+    def facts_at(self, step: int) -> Json:
+        """Return the facts of the start that did a step; of the last one, if none has."""
+        return self.steps[step].facts if step in self.steps else self.newest
 
 
 def read_digests(run: Path, *, may_be_empty: bool = False) -> Digests:
     """Read the digests of a run. Raises RunFolderError if it has none."""
-    by_start: dict[int, dict[int, tuple[Json, bytes]]] = {}
-    for number, rank, path in list_files(run, DIGESTS):
+    steps: dict[int, Step] = {}
+    facts, newest = Json(), 0
+    for number, rank, path in list_files(run, DIGESTS):  # of each start rank 0 comes first
         head, has_head, raw = path.read_bytes().partition(b"\n")
-        if has_head:  # else the rank was killed before its first step
+        if not has_head or (rank and number != newest):
+            continue  # it was killed before its first step
+        if rank == 0:
             try:
-                facts = dict(json.loads(head))
+                facts, newest = dict(json.loads(head)), number
             except ValueError as error:
                 raise RunFolderError(f"{path} is not a file of digests: {error}") from error
-            by_start.setdefault(number, {})[rank] = facts, raw
-    starts = [
-        Start(number, ranks[0][0], _steps_of(ranks))
-        for number, ranks in sorted(by_start.items())
-        if 0 in ranks
-    ]
-    if not may_be_empty and not any(start.steps for start in starts):
+            # what earlier starts did from here on is done again
+            steps = {step: left for step, left in steps.items() if step < facts["step"]}
+        whole = raw[: len(raw) - len(raw) % RECORD.size]
+        for record in map(Record._make, RECORD.iter_unpack(whole)):
+            if rank == 0:
+                steps[record.step] = Step(facts, {0: record})
+            elif record.step in steps:
+                steps[record.step].ranks[rank] = record
+    if not steps and not may_be_empty:
         raise RunFolderError(
             f"{run} has no digests of its steps, so nothing says whether a step is the same again",
             fix=f"train with --digests on: {own_command('--digests', 'on')}",
         )
-    return Digests(run, tuple(starts))
-
-
-def _steps_of(ranks: Mapping[int, tuple[Json, bytes]]) -> dict[int, Step]:
-    """Put the records of all ranks of one start together."""
-    steps: dict[int, Step] = {}
-    world_size = int(ranks[0][0]["world_size"])
-    for rank, (_, raw) in sorted(ranks.items()):
-        for at in range(0, len(raw) - RECORD.size + 1, RECORD.size):
-            number, *place, left_out, low, high, batches, loss, count, norm, rate = (
-                RECORD.unpack_from(raw, at)
-            )
-            if rank == 0:
-                facts = (*place, bool(left_out), (low, high), norm, rate)
-                steps[number] = Step(number, world_size, *facts)
-            if number in steps:
-                step = steps[number]
-                step.batches[rank], step.losses[rank], step.counts[rank] = batches, loss, count
-    return steps
+    return Digests(run, steps, facts)
 
 
 def spikes_of(run: RunView) -> list[tuple[int, float, str]]:
@@ -172,15 +136,17 @@ def spikes_of(run: RunView) -> list[tuple[int, float, str]]:
     if not spikes:  # WHY first: to read the digests of a long run takes time
         return []
     try:
-        digests = read_digests(run.folder)
+        digests = read_digests(run.folder, may_be_empty=True)
     except (RunFolderError, OSError):
         return []
     found = []
     for at, loss in spikes:
-        since = [s for n in range(steps[at - 1], steps[at]) if (s := digests.step(n)) is not None]
-        if since:
-            worst = max(since, key=lambda step: math.inf if math.isnan(step.loss) else step.loss)
-            command = own_command("replay", run.folder, "--step", str(worst.number))
+        lost = {
+            n: digests.steps[n].loss for n in range(*steps[at - 1 : at + 1]) if n in digests.steps
+        }
+        if lost:
+            worst = max(lost, key=lambda n: math.inf if math.isnan(lost[n]) else lost[n])
+            command = own_command("replay", run.folder, "--step", str(worst))
             found.append((steps[at], loss, command))
     return found
 
@@ -196,19 +162,3 @@ def other_machine(before: Json, now: Json) -> list[str]:
     old, new = before.get("libraries", {}), now.get("libraries", {})
     shared = sorted(old.keys() & new.keys())
     return differing(before, now, _MACHINE) + differing(old, new, shared)
-
-
-def in_order(rows: Sequence[Json]) -> list[Json]:
-    """Sort samples by their weight, the largest first; what is not finite weighs most.
-
-    By the change of the gradient without each of them, where samples are not independent.
-    """
-
-    def weight(row: Json) -> tuple[float, float]:
-        change = row["change"] if "change" in row else row["norm"]
-        values = float(change), float(row["loss"])
-        # WHY the loss too: where one sample is NaN, all gradients of its batch may be
-        first, second = (-value if math.isfinite(value) else -math.inf for value in values)
-        return first, second
-
-    return sorted(rows, key=weight)
