@@ -1,19 +1,58 @@
-"""Checks of the machine or container: CPUs, memory, shared memory, files, disk."""
+"""Checks of the machine or container: CPUs, memory, files, disk, names, environment variables.
 
+Each tests one thing, changes nothing, and needs no torch.
+"""
+
+import contextlib
 import fcntl
 import os
 import resource
 import shutil
+import socket
 import tempfile
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
+from typing import Literal
 
-from ddp_runs.check import GIB, MIB, Check
 from hardened_ddp.data.batches.workers import cpu_budget
+from hardened_ddp.errors import LaunchError
+from hardened_ddp.ranks.launch import read_launch
+from hardened_ddp.ranks.threads import call_within
 from hardened_ddp.reporting.resources import CGROUP, read_container_memory
 
+GIB, MIB = 2**30, 2**20
 _SHARED_MEMORY = Path("/dev/shm")
 _SLOW_PROBE_S = 1.0
+_LOOKUP_S, _CONNECT_S = 5.0, 2.0
+_FAMILIES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "CUDA_", "OMP_", "MKL_")
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+# name: the values that have a cost, and that cost
+_COSTLY = {
+    "NCCL_P2P_DISABLE": (("1",), "GPUs exchange gradients through the host's memory"),
+    "NCCL_SHM_DISABLE": (("1",), "GPUs of one node talk over the network"),
+    "NCCL_IB_DISABLE": (("1",), "InfiniBand is not used"),
+    "NCCL_DEBUG": (("INFO", "TRACE"), "the log is flooded"),
+    "CUDA_LAUNCH_BLOCKING": (("1",), "the CPU waits for each kernel"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": (("1",), "each tensor is a slow allocation"),
+    "CUDA_VISIBLE_DEVICES": (("", "-1"), "all GPUs are hidden"),
+}
+# Old names, now with TORCH_ before them: torch ignores them or supports them only partly.
+_RENAMED = ("NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT", "NCCL_DESYNC_DEBUG")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the doctor's report: what was found, and what to do about it, if anything."""
+
+    name: str
+    status: Literal["ok", "warn", "FAIL"]
+    """warn: training may be slow or fail in some cases. FAIL: it can't run."""
+
+    detail: str
+    advice: str = ""
 
 
 def check_cpus() -> Check:
@@ -21,7 +60,7 @@ def check_cpus() -> Check:
     allowed, budget = len(os.sched_getaffinity(0)), cpu_budget()
     detail = f"{budget} usable; {os.cpu_count()} in the machine, affinity {allowed}"
     if budget < allowed:
-        advice = "count with the quota of this container: ranks x OMP_NUM_THREADS <= " + str(budget)
+        advice = f"count with the quota of this container: ranks x OMP_NUM_THREADS <= {budget}"
         return Check("cpus", "warn", f"{detail}, cut by a quota", advice)
     return Check("cpus", "ok", detail)
 
@@ -82,41 +121,165 @@ def check_disk(folder: Path) -> Check:
     advice = "remove old runs, or choose another disk with --output_dir"
     if status.f_files and not status.f_favail:
         return Check("disk", "FAIL", f"{detail}, but no file can be added (inodes)", advice)
-    if free < GIB // 2:
-        return Check("disk", "FAIL", detail, advice)
-    return Check("disk", "warn" if free < 5 * GIB else "ok", detail, advice * (free < 5 * GIB))
+    if free < 5 * GIB:
+        return Check("disk", "FAIL" if free < GIB // 2 else "warn", detail, advice)
+    return Check("disk", "ok", detail)
 
 
 def check_writing(folder: Path) -> Check:
     """Check that a run folder can be made in folder/runs: write, lock, rename, read, remove."""
     runs = folder / "runs"
-    place = runs if runs.is_dir() else folder
-    start = perf_counter()
+    place = (runs if runs.is_dir() else folder).resolve()
+    content, start = os.urandom(MIB), perf_counter()
     try:
-        probe = Path(tempfile.mkdtemp(prefix=".doctor-", dir=place))
-        try:
-            _write_probe(probe)
-        finally:
-            shutil.rmtree(probe)
+        with tempfile.TemporaryDirectory(prefix=".doctor-", dir=place) as probe:
+            partial, final = Path(probe, "partial"), Path(probe, "final")
+            with partial.open("wb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.rename(final)
+            if final.read_bytes() != content:
+                raise OSError("what was written is not what is read")
     except OSError as error:
         advice = "choose a folder that you may write to with --output_dir"
-        return Check("writing", "FAIL", f"{place.resolve()}: {error}", advice)
+        return Check("writing", "FAIL", f"{place}: {error}", advice)
     took_s = perf_counter() - start
-    detail = f"a file in {place.resolve()} took {1000 * took_s:.0f} ms"
+    detail = f"a file in {place} took {1000 * took_s:.0f} ms"
     if took_s > _SLOW_PROBE_S:
         return Check("writing", "warn", detail, "choose a faster disk with --output_dir")
     return Check("writing", "ok", detail)
 
 
-def _write_probe(folder: Path) -> None:
-    """Do the file operations of a checkpoint once. Raises OSError if one fails."""
-    content = os.urandom(MIB)
-    partial, final = folder / "partial", folder / "final"
-    with partial.open("wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(final)
-    if final.read_bytes() != content:
-        raise OSError("what was written is not what is read")
+def check_loopback() -> Check:
+    """Check that this machine can connect to itself, by address and by the name localhost."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=_CONNECT_S).close()
+    except OSError as error:
+        detail = f"no connection to 127.0.0.1: {error}"
+        return Check("loopback", "FAIL", detail, "ip link set lo up; look for a firewall on lo")
+    return check_name("loopback", "localhost", "FAIL", "let localhost be 127.0.0.1 in /etc/hosts")
+
+
+def check_hostname(name: str | None = None) -> Check:
+    """Check that this machine's host name resolves to this machine; other nodes use that name."""
+    name = name or socket.gethostname()
+    advice = f"add '127.0.0.1 {name}' to /etc/hosts, or give torchrun --standalone"
+    return check_name("hostname", name, "warn", advice)
+
+
+def check_name(check: str, name: str, status: Literal["warn", "FAIL"], advice: str) -> Check:
+    """Check that a name means this machine; if not, that is the status."""
+    try:
+        addresses = look_up(name)
+    except (OSError, UnicodeError) as error:
+        return Check(check, status, f"{name}: {error}", advice)
+    strange = [address for address in addresses if not _is_own(address)]
+    detail = f"{name} is {', '.join(addresses)}"
+    if strange:
+        detail += f"; {', '.join(strange)} is not an address of this machine"
+        return Check(check, status, detail, advice)
+    return Check(check, "ok", detail)
+
+
+def look_up(name: str) -> list[str]:
+    """Resolve a name to addresses. Raises OSError, also for a name server that does not answer."""
+    ask = partial(socket.getaddrinfo, name, None)
+    return sorted({str(found[4][0]) for found in call_within(ask, _LOOKUP_S, uses_gpu=False)})
+
+
+def _is_own(address: str) -> bool:
+    """Return whether this machine can listen on address."""
+    if address.startswith("127.") or address == "::1":
+        return True
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family) as probe:
+        probe.bind((address, 0))
+        return True
+    return False
+
+
+def check_launcher(env: Mapping[str, str]) -> Check:
+    """Check that all of a launcher's variables are set, or none."""
+    try:
+        launch = read_launch(env)
+    except LaunchError as error:
+        return Check("launcher", "FAIL", error.message, error.fix)
+    except ValueError as error:
+        return Check("launcher", "FAIL", str(error), "open a new shell")
+    if launch.launcher == "none":
+        return Check("launcher", "ok", "none: RANK, WORLD_SIZE and the like are not set")
+    where = f"rank {launch.rank} of {launch.world_size}"
+    return Check("launcher", "ok", f"{launch.launcher}, {where}")
+
+
+def check_debugging(env: Mapping[str, str], *, is_cpu_build: bool) -> Check:
+    """Check TORCH_DISTRIBUTED_DEBUG: DETAIL crashes CPU builds and slows down the others."""
+    name, level = "debugging", env.get("TORCH_DISTRIBUTED_DEBUG", "").upper()
+    shown = f"TORCH_DISTRIBUTED_DEBUG={level or 'not set'}"
+    if level not in ("", "OFF", "INFO", "DETAIL"):
+        return Check(name, "FAIL", shown, "torch knows only OFF, INFO and DETAIL; use INFO")
+    if level != "DETAIL":
+        return Check(name, "ok", shown)
+    advice = "it names unused parameters, too: export TORCH_DISTRIBUTED_DEBUG=INFO"
+    if is_cpu_build:
+        return Check(name, "FAIL", f"{shown} ends DDP with a segmentation fault here", advice)
+    return Check(name, "warn", f"{shown} checks each collective: slow", advice)
+
+
+def check_threads(env: Mapping[str, str]) -> Check:
+    """Check that a rank does not start more threads than it has CPUs."""
+    given, budget = env.get("OMP_NUM_THREADS"), cpu_budget()
+    if given is None:
+        detail = f"OMP_NUM_THREADS is not set: torchrun sets 1; alone, torch takes all {budget}"
+        return Check("threads", "ok", detail)
+    shown = f"OMP_NUM_THREADS={given}, usable CPUs {budget}"
+    first = given.partition(",")[0].strip()  # a list is one value per level of nesting
+    if not first.isdecimal() or int(first) < 1:
+        return Check("threads", "FAIL", shown, "a whole number >= 1: export OMP_NUM_THREADS=1")
+    if int(first) > budget:
+        advice = f"for one rank on this machine: export OMP_NUM_THREADS={budget}"
+        return Check("threads", "warn", f"{shown}: threads compete for CPUs", advice)
+    return Check("threads", "ok", shown)
+
+
+def check_interfaces(env: Mapping[str, str], existing: Collection[str] | None = None) -> Check:
+    """Check that the network interfaces that ranks are told to use exist."""
+    known = [name for _, name in socket.if_nameindex()] if existing is None else existing
+    chosen = {name: env[name] for name in _INTERFACES if env.get(name)}
+    wrong = [name for name, value in chosen.items() if not _matches(name, value, known)]
+    shown = ", ".join(f"{name}={value}" for name, value in chosen.items())
+    if wrong:
+        detail = f"{shown}: no such interface; there are {', '.join(sorted(known))}"
+        return Check("interfaces", "FAIL", detail, f"unset {' '.join(wrong)}")
+    return Check("interfaces", "ok", shown or f"chosen by torch from {', '.join(sorted(known))}")
+
+
+def check_settings(env: Mapping[str, str]) -> Check:
+    """Check the other variables of NCCL, gloo and CUDA: old names, and values that cost much."""
+    problems = [
+        f"{name}={env[name]}: {cost}"
+        for name, (values, cost) in _COSTLY.items()
+        if name in env and env[name].upper() in values
+    ]
+    problems += [f"{old} is now TORCH_{old}" for old in _RENAMED if old in env]
+    if problems:
+        names = [name for name in (*_COSTLY, *_RENAMED) if any(name in text for text in problems)]
+        advice = f"unless this is intended: unset {' '.join(names)}"
+        return Check("variables", "warn", "; ".join(problems), advice)
+    shown = [f"{name}={env[name]}" for name in sorted(env) if name.startswith(_FAMILIES)]
+    return Check("variables", "ok", ", ".join(shown) or "none of NCCL, gloo, CUDA or OpenMP is set")
+
+
+def _matches(name: str, value: str, existing: Collection[str]) -> bool:
+    """Return whether value selects an interface: gloo takes names, NCCL prefixes, =names, ^not."""
+    if name != "NCCL_SOCKET_IFNAME":
+        return all(part.strip() in existing for part in value.split(","))
+    parts = [part.strip() for part in value.lstrip("^=").split(",")]
+    if value.startswith("^"):
+        return any(not interface.startswith(tuple(parts)) for interface in existing)
+    if value.startswith("="):
+        return any(part in existing for part in parts)
+    return any(interface.startswith(tuple(parts)) for interface in existing)
