@@ -7,6 +7,7 @@ Does not own: the checks of one machine (doctor.py), how links are measured (lin
 What goes wrong here: a host that does not answer, so every wait has a limit.
 """
 
+import csv
 import hashlib
 import json
 import os
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ddp_runs import doctor, links, software
-from ddp_runs.check import MIB, Check
+from ddp_runs.machine import MIB, Check
 from hardened_ddp.errors import ConfigError, GroupError, HardenedError
 from hardened_ddp.ranks.launch import Launch, prepare_environment, read_launch
 from hardened_ddp.ranks.threads import call_within
@@ -44,6 +45,7 @@ _SIZES = (4 * 1024, MIB, 32 * MIB)
 _SUM_S, _MOST_SUMS = 0.2, 1024  # how long, and how many all-reduces of one size at most
 _GPU_QUERY = "index,clocks.max.sm,ecc.errors.uncorrected.volatile.total"
 _GPU_QUERY += ",clocks_throttle_reasons.hw_slowdown"
+_NO_SLOWDOWN = ("Not Active", "[N/A]", "[Not Supported]")
 
 
 def run_cluster(
@@ -143,18 +145,23 @@ def _facts_of(
         return {}
     address = links.address_towards(launch.master_addr, launch.master_port)
     checks = [doctor.guarded(check) for check in doctor.list_checks(env)[:-1]]
-    checks.append(check_own_name(launch, env))
+    clocks, of_gpus = read_gpus()
+    disk = _write_rate(Path(options["output_dir"]).absolute())
+    equal = _equal_facts(Path(options["data"]), checks) | {"gpu clocks": clocks}
+    checks += [check_own_name(launch, env), *of_gpus]
+    if not disk:
+        detail = f"{_PROBE_BYTES // MIB} MiB can't be written to --output_dir"
+        checks.append(Check("disk", "FAIL", detail, "free space there, or choose another"))
     return {
         "host": socket.gethostname(),
         "rank": launch.rank,
         "address": address,
         "port": port,
         "interface": links.interface_of(address),
-        "equal": _equal_facts(Path(options["data"]), checks),
+        "equal": equal,
         "checks": [[c.name, c.status, c.detail, c.advice] for c in checks if c.status != "ok"],
         "shm": shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0,
-        "disk": _write_rate(Path(options["output_dir"]).absolute()),
-        "gpus": read_gpus(),
+        "disk": disk,
     }
 
 
@@ -236,18 +243,27 @@ def _write_rate(folder: Path) -> float:
         return 0.0
 
 
-def read_gpus() -> list[dict[str, str]]:
-    """Ask nvidia-smi for clock limit, uncorrected ECC errors and slowdowns; empty without it."""
-    if shutil.which("nvidia-smi") is None:
-        return []
+def read_gpus() -> tuple[str, list[Check]]:
+    """Ask nvidia-smi: the limits of the clocks; uncorrected ECC errors, and slowdowns."""
     argv = ["nvidia-smi", f"--query-gpu={_GPU_QUERY}", "--format=csv,noheader,nounits"]
+    if shutil.which(argv[0]) is None:
+        return "", []
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return [{"index": "all", "clock": "?", "ecc": "?", "slowdown": f"no answer: {error}"}]
-    rows = [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines()]
-    names = ("index", "clock", "ecc", "slowdown")
-    return [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names)]
+        return "", [Check("GPUs", "warn", f"nvidia-smi gives no answer: {error}", "look at dmesg")]
+    clocks, found = set[str](), []
+    for row in csv.reader(done.stdout.splitlines(), skipinitialspace=True):
+        if len(row) == _GPU_QUERY.count(",") + 1:
+            index, clock, errors, slowdown = row
+            clocks.add(f"{clock} MHz")
+            if errors.isdecimal() and errors != "0":
+                detail = f"{errors} uncorrected ECC errors"
+                found.append(Check(f"GPU {index}", "FAIL", detail, "reset or replace it"))
+            if slowdown not in _NO_SLOWDOWN:
+                detail = f"slowed down: {slowdown}"
+                found.append(Check(f"GPU {index}", "warn", detail, "look at power and cooling"))
+    return ", ".join(sorted(clocks)), found
 
 
 def _measure_links(hosts: Sequence[Facts], rank: int) -> Facts:
@@ -317,21 +333,20 @@ def judge(hosts: Sequence[Facts], measured: Sequence[Facts], sums: Sequence[Fact
     checks = [_compare(name, hosts) for name in hosts[0]["equal"]]
     checks += _judge_each(hosts)
     shown = [f"{m['host']} -> {to}: {why}" for m in measured for to, why in m["closed"].items()]
-    advice = "open all ports between the hosts: ranks listen on ones that the system chooses"
-    checks.append(
-        Check("ports", "FAIL", "; ".join(shown), advice)
-        if shown
-        else Check("ports", "ok", f"each of {len(hosts)} hosts reaches each other one")
-    )
+    if shown:
+        advice = "open all ports between the hosts: ranks listen on ones that the system chooses"
+        checks.append(Check("ports", "FAIL", "; ".join(shown), advice))
+    else:
+        checks.append(Check("ports", "ok", f"each of {len(hosts)} hosts reaches each other one"))
     late = [
         f"{m['host']} by {m['ahead_s']:+.1f} s" for m in measured if abs(m["ahead_s"]) > _CLOCK_S
     ]
-    advice = "start a time service there (chronyd): logs and locks of hosts are compared by time"
-    checks.append(
-        Check("clocks", "warn", f"differs from {hosts[0]['host']}: {', '.join(late)}", advice)
-        if late
-        else Check("clocks", "ok", f"within {_CLOCK_S:g} s of {hosts[0]['host']}")
-    )
+    if late:
+        advice = "start a time service there (chronyd): logs and locks are compared by time"
+        detail = f"differs from {hosts[0]['host']}: {', '.join(late)}"
+        checks.append(Check("clocks", "warn", detail, advice))
+    else:
+        checks.append(Check("clocks", "ok", f"within {_CLOCK_S:g} s of {hosts[0]['host']}"))
     if disks := {h["host"]: (h["disk"], 0.0) for h in hosts if h["disk"]}:
         checks.append(_judge_rates("disk", disks))
     if any(m["rate"] for m in measured):
@@ -352,37 +367,21 @@ def _compare(name: str, hosts: Sequence[Facts]) -> Check:
     ordered = sorted(by_value.items(), key=lambda pair: len(pair[1]))
     told = [f"{listed(names, 4)}: {value or 'none'}" for value, names in ordered]
     advice = f"install or copy the same on all hosts, as on {ordered[-1][1][0]}"
+    if name == "gpu clocks":
+        advice = "nvidia-smi -rgc: a training is as slow as its slowest"
     return Check(name, "FAIL" if name in _STRICT else "warn", "; ".join(told), advice)
 
 
 def _judge_each(hosts: Sequence[Facts]) -> list[Check]:
     """Join what each host found of itself: equal findings are one line."""
-    by_text: dict[tuple[str, ...], list[str]] = {}
+    by_text: dict[tuple[Any, ...], list[str]] = {}  # Any: JSON
     for host in hosts:
         for text in host["checks"]:
             by_text.setdefault(tuple(text), []).append(host["host"])
-        if not host["disk"]:
-            text = ("disk", "FAIL", f"{_PROBE_BYTES // MIB} MiB can't be written to --output_dir")
-            by_text.setdefault((*text, "free space there, or choose another"), []).append(
-                host["host"]
-            )
-        for gpu in host["gpus"]:
-            faults = [(f"{gpu['ecc']} uncorrected ECC errors", "FAIL", "reset or replace it")]
-            faults *= gpu["ecc"].isdecimal() and gpu["ecc"] != "0"
-            if gpu["slowdown"] not in ("Not Active", "[N/A]", "[Not Supported]"):
-                faults += [(f"slowed down: {gpu['slowdown']}", "warn", "look at power and cooling")]
-            for detail, status, advice in faults:
-                text = (f"GPU {gpu['index']}", status, detail, advice)
-                by_text.setdefault(text, []).append(host["host"])
-    found = []
-    for (name, status, detail, advice), names in by_text.items():
-        told = f"{listed(names, 4)}: {detail}"
-        found.append(Check(name, "FAIL" if status == "FAIL" else "warn", told, advice))
-    limits = {h["host"]: ",".join(sorted({g["clock"] for g in h["gpus"]})) for h in hosts}
-    if len(set(limits.values())) > 1:
-        told = ", ".join(f"{host} {value or 'none'}" for host, value in limits.items())
-        found.append(Check("gpu clocks", "warn", f"highest in MHz: {told}", "nvidia-smi -rgc"))
-    return found
+    return [
+        Check(name, status, f"{listed(names, 4)}: {detail}", advice)
+        for (name, status, detail, advice), names in by_text.items()
+    ]
 
 
 def _judge_rates(name: str, rates: Mapping[str, tuple[float, float]]) -> Check:

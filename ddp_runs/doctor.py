@@ -1,9 +1,8 @@
 """The doctor: finds problems of this machine before a run does.
 
-Owns the order of the checks, the report and the exit status. Each check is a function of
-software.py, machine.py, variables.py, network.py or selftest.py that tests one thing and changes
-nothing on the machine. Nothing here needs torch: if it can't be imported, that is a line of the
-report.
+Owns the order of the checks, the report and the exit status. The checks are in machine.py,
+software.py and selftest.py. Nothing here needs torch: if it can't be imported, that is a line of
+the report.
 """
 
 import contextlib
@@ -13,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TextIO
 
-from ddp_runs import machine, network, selftest, software, variables
-from ddp_runs.check import Check
+from ddp_runs import machine, selftest, software
+from ddp_runs.machine import Check
 
 _OURS = logging.getLogger("hardened_ddp")
 _NAME_WIDTH = 13
@@ -65,13 +64,13 @@ def list_checks(env: Mapping[str, str]) -> list[Callable[[], Check]]:
         machine.check_open_files,
         lambda: machine.check_disk(Path()),
         lambda: machine.check_writing(Path()),
-        lambda: variables.check_launcher(env),
-        lambda: variables.check_debugging(env, is_cpu_build=software.is_cpu_build()),
-        lambda: variables.check_threads(env),
-        lambda: variables.check_interfaces(env),
-        lambda: variables.check_settings(env),
-        network.check_loopback,
-        network.check_hostname,
+        lambda: machine.check_launcher(env),
+        lambda: machine.check_debugging(env, is_cpu_build=software.is_cpu_build()),
+        lambda: machine.check_threads(env),
+        lambda: machine.check_interfaces(env),
+        lambda: machine.check_settings(env),
+        machine.check_loopback,
+        machine.check_hostname,
         lambda: selftest.check_all_reduce(env),
     ]
 

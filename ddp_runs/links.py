@@ -12,7 +12,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from ddp_runs.check import MIB
+from ddp_runs.machine import MIB
 from hardened_ddp.ranks.threads import HelperThread
 
 LIMIT_S = 4.0

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
-from ddp_runs.check import Check
+from ddp_runs.machine import Check
 from hardened_ddp.ranks.launch import environment, prepare_environment, read_launch
 from hardened_ddp.ranks.network import hold_port, port_of
 

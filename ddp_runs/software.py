@@ -12,7 +12,7 @@ import tomllib
 import warnings
 from pathlib import Path
 
-from ddp_runs.check import GIB, Check
+from ddp_runs.machine import GIB, Check
 from hardened_ddp.errors import DataError
 from hardened_ddp.settings.typed_command import (
     PROGRAM,

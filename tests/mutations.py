@@ -243,8 +243,10 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
             "zoo",
         )
     ],
-    "ddp_runs/machine.py": [("if hard != unlimited and hard < 4096:", "if False:", "doctor")],
-    "ddp_runs/variables.py": [('if value.startswith("="):', "if False:", "doctor")],
+    "ddp_runs/machine.py": [
+        ("if hard != unlimited and hard < 4096:", "if False:", "doctor"),
+        ('if value.startswith("="):', "if False:", "doctor"),
+    ],
     "ddp_runs/cluster.py": [
         ("if rate < _SLOW_SHARE * usual:", "if False:", "cluster"),
         ("elif rate < _LINK_SHARE * nominal:", "elif False:", "cluster"),

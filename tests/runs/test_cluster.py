@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ddp_runs import cluster, links
-from ddp_runs.check import MIB, Check
+from ddp_runs.machine import MIB, Check
 from hardened_ddp.errors import GroupError
 from hardened_ddp.ranks.launch import Launch
 from tests.harness.processes import ROOT
@@ -143,7 +143,6 @@ def host(name: str, **facts: object) -> dict[str, object]:
         "equal": {"torch": "2.13.0"},
         "checks": [],
         "disk": 1e9,
-        "gpus": [],
         **facts,
     }
 
@@ -169,8 +168,9 @@ def test_the_odd_one_of_many_hosts_is_named() -> None:
     assert "start a time service" in judged(*hosts, ahead_s=-9.0)["clocks"].advice
 
 
-def test_a_disk_that_no_host_can_write_to_is_an_error() -> None:
-    found = judged(host("n0", disk=0.0), host("n1", disk=0.0))["disk"]
+def test_what_hosts_found_of_themselves_is_one_line_of_all_who_found_it() -> None:
+    check = ["disk", "FAIL", "64 MiB can't be written to --output_dir", "free space there"]
+    found = judged(*(host(name, disk=0.0, checks=[check]) for name in ("n0", "n1")))["disk"]
     assert found.status == "FAIL"
     assert found.detail == "n0, n1: 64 MiB can't be written to --output_dir"
 
@@ -187,16 +187,13 @@ def test_gpus_are_read_and_an_error_of_one_is_named(
     program.write_text("#!/bin/sh\necho '0, 1980, 0, Not Active'; echo '1, 1980, 3, Active'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    gpus = cluster.read_gpus()
-    assert [gpu["clock"] for gpu in gpus] == ["1980", "1980"]
-    slower = [{**gpu, "clock": "1410", "ecc": "0", "slowdown": "Not Active"} for gpu in gpus]
-    hosts = [host("n0", gpus=gpus), host("n1", gpus=slower)]
-    measured = [{**each, "closed": {}, "ahead_s": 0.0, "rate": 0.0} for each in hosts]
-    checks = cluster.judge(hosts, measured, SUMS)
-    details = {(check.name, check.status): check.detail for check in checks}
-    assert details["GPU 1", "FAIL"] == "n0: 3 uncorrected ECC errors"
-    assert details["GPU 1", "warn"] == "n0: slowed down: Active"
-    assert details["gpu clocks", "warn"] == "highest in MHz: n0 1980, n1 1410"
+    clocks, [errors, slowdown] = cluster.read_gpus()
+    assert clocks == "1980 MHz"
+    assert (errors.status, errors.detail) == ("FAIL", "3 uncorrected ECC errors")
+    assert (slowdown.name, slowdown.detail) == ("GPU 1", "slowed down: Active")
+    hosts = [host(f"n{n}", equal={"gpu clocks": f"{1980 - n} MHz"}) for n in range(2)]
+    found = judged(*hosts)["gpu clocks"]
+    assert (found.status, found.detail) == ("warn", "n0: 1980 MHz; n1: 1979 MHz")
 
 
 def test_a_digest_sees_a_changed_line_and_no_folder_of_runs(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from io import StringIO
 from pathlib import Path
@@ -10,13 +11,11 @@ from typing import Any
 
 import pytest
 
-from ddp_runs import machine, network, selftest, software, variables
-from ddp_runs.check import Check
+from ddp_runs import machine, selftest, software
 from ddp_runs.doctor import list_checks, run_doctor
+from ddp_runs.machine import GIB, Check
 from tests.harness.processes import ROOT, clean_environment, limit_of
 from tests.harness.ranks import run_command, run_program
-
-GIB = 2**30
 
 
 @pytest.fixture
@@ -130,16 +129,16 @@ class TestReport:
 
 
 def launched(**env: str) -> Check:
-    return variables.check_launcher(env)
+    return machine.check_launcher(env)
 
 
 def debugged(level: str, is_cpu_build: bool) -> Check:
     env = {"TORCH_DISTRIBUTED_DEBUG": level}
-    return variables.check_debugging(env, is_cpu_build=is_cpu_build)
+    return machine.check_debugging(env, is_cpu_build=is_cpu_build)
 
 
 def threaded(number: str) -> Check:
-    return variables.check_threads({"OMP_NUM_THREADS": number})
+    return machine.check_threads({"OMP_NUM_THREADS": number})
 
 
 @pytest.mark.parametrize(
@@ -288,40 +287,48 @@ class TestVariables:
     def test_interfaces_are_matched_as_gloo_and_nccl_do(
         self, name: str, value: str, is_right: bool
     ) -> None:
-        check = variables.check_interfaces({name: value}, existing=["lo", "eth0"])
+        check = machine.check_interfaces({name: value}, existing=["lo", "eth0"])
         assert (check.status == "ok") == is_right
         assert check.advice == ("" if is_right else f"unset {name}")
 
     def test_values_that_cost_much_and_names_of_old_are_warned_of_and_others_listed(self) -> None:
         env = {"NCCL_P2P_DISABLE": "1", "NCCL_DEBUG": "info", "NCCL_BLOCKING_WAIT": "0"}
-        check = variables.check_settings(env)
+        check = machine.check_settings(env)
         assert check.status == "warn"
         assert "NCCL_BLOCKING_WAIT is now TORCH_NCCL_BLOCKING_WAIT" in check.detail
         assert check.advice.endswith(": unset NCCL_P2P_DISABLE NCCL_DEBUG NCCL_BLOCKING_WAIT")
         env = {"NCCL_DEBUG": "WARN", "GLOO_SOCKET_IFNAME": "lo", "HOME": "/root"}
-        check = variables.check_settings(env)
+        check = machine.check_settings(env)
         assert check == Check("variables", "ok", "GLOO_SOCKET_IFNAME=lo, NCCL_DEBUG=WARN")
 
 
 class TestNetwork:
-    def test_localhost_must_be_this_machine(self) -> None:
-        assert network.judge_localhost(["127.0.0.1", "::1"]).status == "ok"
-        assert network.judge_localhost(["10.0.0.7"]).status == "FAIL"
+    def test_localhost_must_be_this_machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert machine.check_loopback().status == "ok"
+        monkeypatch.setattr(machine, "look_up", lambda name: ["::1", "192.0.2.7"])  # nobody's
+        check = machine.check_loopback()
+        assert check.status == "FAIL"
+        assert check.detail.endswith("192.0.2.7 is not an address of this machine")
 
     def test_a_name_that_belongs_to_another_machine_is_a_warning(self) -> None:
-        check = network.check_hostname("192.0.2.1")  # an address that nobody has
+        check = machine.check_hostname("192.0.2.1")  # an address that nobody has
         assert check.status == "warn"
         assert "192.0.2.1 is not an address of this machine" in check.detail
 
     def test_a_name_that_nobody_knows_is_a_warning_with_what_to_add_where(self) -> None:
         name = "x" * 70  # longer than a name may be
-        check = network.check_hostname(name)
+        check = machine.check_hostname(name)
         assert check.status == "warn"
         assert f"add '127.0.0.1 {name}' to /etc/hosts" in check.advice
 
-    def test_a_name_server_that_does_not_answer_is_not_waited_for(self) -> None:
-        with pytest.raises(network.LookupFailure, match="no answer from the name server"):
-            network.look_up("localhost", limit_s=0.001)
+    def test_a_name_server_that_does_not_answer_is_not_waited_for(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(machine, "_LOOKUP_S", 0.0)
+        answered = threading.Event()
+        monkeypatch.setattr(machine.socket, "getaddrinfo", lambda *name: answered.wait(20))
+        assert machine.check_hostname("x").detail == "x: no answer for 0 s"
+        answered.set()
 
 
 class TestAllReduce:
