@@ -28,7 +28,7 @@ from hardened_ddp.settings.earlier_run import SAVED_SETTINGS, find_folder
 from hardened_ddp.settings.layers import resolve
 from hardened_ddp.settings.typed_command import own_command
 from hardened_ddp.settings.wording import counted, listed
-from hardened_ddp.step.attempt_facts import hash_of
+from hardened_ddp.step.records import hash_of
 
 # Settings that change no weight: what is written and watched, and how long is waited.
 _HARMLESS = {

@@ -28,8 +28,8 @@ from hardened_ddp.errors import ANY_FAILURE, ConfigError, HardenedError
 from hardened_ddp.model.effects import untouched
 from hardened_ddp.model.precision import clip
 from hardened_ddp.ranks.seeding import seed_step
-from hardened_ddp.step.attempt_facts import facts_of_attempt
 from hardened_ddp.step.gradient import Attempt, Outcome
+from hardened_ddp.step.records import facts_of_attempt
 from hardened_ddp.training.run import Ending, Run
 from hardened_ddp.training.state import Saved, collect_meta, collect_tensors, restore
 

@@ -11,13 +11,20 @@ the numbers wait on the device, and are read together with the losses.
 Read by ddp_runs/replay_records.py: for replay, bisect, diff, verify-ledger, watch and report.
 """
 
+import contextlib
+import hashlib
 import json
 import logging
 import math
+import platform
+import re
+import sys
+import sysconfig
 import time
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,8 +34,9 @@ from hardened_ddp.data.batches.ledger import DIGESTS, RECORD, LedgerWriter, next
 from hardened_ddp.data.batches.nesting import dense_parts, tensors_of
 from hardened_ddp.gradients.sums import real
 from hardened_ddp.model.checksum import Checksum, combine
+from hardened_ddp.ranks.launch import environment
 from hardened_ddp.reporting.sinks import FileSink
-from hardened_ddp.step.attempt_facts import facts_of_attempt
+from hardened_ddp.settings.record import agreed_settings
 from hardened_ddp.step.gradient import Attempt, Outcome
 from hardened_ddp.step.left_out import LeftOut
 from hardened_ddp.step.parts import Parts
@@ -47,6 +55,9 @@ _BATCH_BYTES = 1 << 20  # of the batches of a step that are read for the digest
 _JOINED_BYTES = {"cpu": 1 << 20, "cuda": 1 << 26}  # a share of more is not copied into one tensor
 _DEVICE_WORDS = 1 << 20  # of the tables on a GPU
 _KEEP_BYTES = 1 << 22
+_PACKAGES = {"site-packages", "dist-packages"}
+_KERNELS = {"ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA"}
+_KERNELS |= {"CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE"}
 
 
 class Records:
@@ -59,22 +70,20 @@ class Records:
         self.sink: FileSink | None = None
         wanted = parts.config.run.digests
         self._shares = shares_of(parts.gradients.local.parameters, PARTS if wanted == "auto" else 1)
-        self._host = Checksum(torch.device("cpu"))
-        self._device: Checksum | None = None
+        self._is_on, self._is_judged = wanted != "off", wanted == "on"
+        self._checksum: Checksum | None = None
+        self._numbers: torch.Tensor | None = None  # of the gradient
+        # Of steps whose numbers are still on the device; and these: the pair, and loss, count, norm
         self._rows: list[list[int | float]] = []
-        # On a device that runs behind: what is to come into _rows.
         self._waiting: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._numbers: torch.Tensor | list[int] = [0, 0]
-        self._is_judged, self._is_too_costly = wanted == "on", False
         self._began_at = self.cost_s = 0.0
         self._num_steps = 0
 
     def open(self, folder: Path) -> None:
         """Begin new files, for the steps from here on. Collective: all ranks."""
         self.close()
-        parts, run, step = self._parts, self._parts.config.run, self._progress.step
-        rank = parts.group.launch.rank
-        if run.ledger:
+        parts, step, rank = self._parts, self._progress.step, self._parts.group.launch.rank
+        if parts.config.run.ledger:
             start = parts.group.run_on_main(  # collective
                 lambda: next_start(folder), what="opening the ledger"
             )
@@ -88,7 +97,7 @@ class Records:
                 order_of=sampling.order if sampling and parts.group.is_main else None,
             )
             self._left_out.begin(start)
-        if run.digests == "off" or self._is_too_costly:
+        if not self._is_on:
             return
         start = parts.group.run_on_main(  # collective
             lambda: next_start(folder, DIGESTS), what="opening the digests"
@@ -99,59 +108,46 @@ class Records:
         head = {"schema": 1, "step": step, "parts": len(self._shares), **facts}
         self.sink.add(json.dumps(head).encode() + b"\n")
         self.sink.flush()
-        if parts.is_async_device and self._device is None and parts.group.is_main:
-            self._device = Checksum(parts.device, piece=_DEVICE_WORDS)
+        if self._checksum is None and parts.group.is_main:
+            words = _DEVICE_WORDS if parts.is_async_device else None
+            self._checksum = Checksum(parts.device, piece=words)
 
     def digest(self) -> None:
-        """Take the digest of a gradient, before it is clipped. Rank-local; waits for no device."""
+        """Take the digest of a gradient, before it is clipped. On rank 0; waits for no device."""
+        assert self._checksum is not None  # of rank 0
         began = time.perf_counter()
-        share = self._shares[self._progress.step % len(self._shares)]
         found = []
-        for parameter, start, stop in share:
+        for parameter, start, stop in self._shares[self._progress.step % len(self._shares)]:
             if (gradient := parameter.grad) is not None:
                 flat = real(gradient) if gradient.is_complex() else gradient
                 found.append(flat.reshape(-1)[start:stop])
-        kind = "cuda" if self._device is not None else "cpu"
+        kind = "cuda" if self._parts.is_async_device else "cpu"
         if len(found) > 1 and sum([each.nbytes for each in found]) <= _JOINED_BYTES[kind]:
             found = [torch.cat(found)]
-        if not found:
-            self._numbers = [0, 0]
-        elif self._device is not None:
-            pairs = [self._device.of(each) for each in found]
-            self._numbers = pairs[0] if len(pairs) == 1 else combine(torch.stack(pairs))
-        elif len(found) == 1:
-            self._numbers = self._host.read(found[0])
-        else:
-            pairs = [self._host.of(each) for each in found]
-            self._numbers = combine(torch.stack(pairs)).tolist()
+        pairs = [self._checksum.of(each) for each in found]
+        self._numbers = combine(torch.stack(pairs)) if pairs[1:] else next(iter(pairs), None)
         self.cost_s += time.perf_counter() - began
 
     def commit(self, attempt: Attempt) -> None:
         """Record a step, before progress counts it. Rank-local; waits for no device."""
-        assert self.sink is not None  # the caller asks
         began = time.perf_counter()
-        if not self._num_steps:
-            self._began_at = began
+        self._began_at = self._began_at or began
         progress, window, is_done = self._progress, attempt.window, attempt.outcome is Outcome.DONE
         rate = self._parts.optimizer.param_groups[0]["lr"]
         row: list[int | float] = [
             progress.step, window.epoch, progress.max_micro_batch, window.start, window.size,
-            not is_done, 0, 0, self._of_batches(attempt.batches), 0.0, 0.0, math.nan,
+            not is_done, 0, 0, _hash(attempt.batches), 0.0, 0.0, math.nan,
             math.nan if isinstance(rate, torch.Tensor) and not rate.is_cpu else float(rate),
         ]  # fmt: skip
-        self._numbers, numbers = [0, 0], self._numbers if is_done else [0, 0]
+        self._queue(row, self._numbers if is_done else None, attempt)
+        self._numbers = None  # WHY: it is not that of a step that is left out
         if not self._parts.is_async_device:
-            loss = sum([float(each) for each in attempt.losses])
-            row[6:8], row[9:12] = numbers, [loss, float(attempt.count), float(attempt.norm)]
-            self.sink.add(RECORD.pack(*row))
-            self.sink.flush()
-        else:
-            self._queue(row, numbers, attempt)
+            self._read()
         self.cost_s += time.perf_counter() - began
         self._num_steps += 1
 
     def _queue(
-        self, row: list[int | float], numbers: torch.Tensor | list[int], attempt: Attempt
+        self, row: list[int | float], numbers: torch.Tensor | None, attempt: Attempt
     ) -> None:
         """Keep the numbers of a step on the device until it is waited for anyhow."""
         # WHY one tensor for all: small ones that outlive a step fragment the memory that it frees
@@ -163,23 +159,12 @@ class Records:
         if len(self._rows) == len(pairs):
             self._read()
         place = len(self._rows)
-        pairs[place] = numbers if isinstance(numbers, torch.Tensor) else 0  # not of a step before
-        for column, value in enumerate((sum(attempt.losses), attempt.count, attempt.norm)):
-            floats[place, column] = value
+        pairs[place] = 0 if numbers is None else numbers
+        floats[place] = 0.0
+        for loss in attempt.losses:
+            floats[place, 0] += loss
+        floats[place, 1], floats[place, 2] = attempt.count, attempt.norm
         self._rows.append(row)
-
-    def _of_batches(self, batches: Sequence[Batch]) -> int:
-        """Hash this rank's samples: their inputs and labels, of which so many bytes are read."""
-        number, left = 0, _BATCH_BYTES
-        for batch in batches:
-            for whole in tensors_of((batch.inputs, batch.targets)):
-                for tensor in dense_parts(whole):
-                    if tensor.is_cpu and left > 0:
-                        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)[:left]
-                        # WHY not as the gradient: it has no order of a sum, and this is faster
-                        number = zlib.crc32(flat.numpy().data, number)
-                        left -= len(flat)
-        return number
 
     def after_report(self) -> None:
         """Write what the device had; end digests that cost too much. Collective: all ranks."""
@@ -189,10 +174,10 @@ class Records:
         self._is_judged = True
         wall_s = time.perf_counter() - self._began_at
         cost = self.cost_s / max(1e-9, wall_s)
-        self._is_too_costly = self._parts.group.run_on_main(  # collective
-            lambda: cost > MOST_COST, what="digests"
+        self._is_on = self._parts.group.run_on_main(  # collective
+            lambda: cost <= MOST_COST, what="digests"
         )
-        if self._is_too_costly:
+        if not self._is_on:
             self._end_digests()
             log.info(
                 "no digests of steps from here on: they take %.1f %% of a step of %.2f ms; with "
@@ -248,15 +233,97 @@ def shares_of(
     parameters: Sequence[torch.Tensor], num_shares: int
 ) -> list[list[tuple[torch.Tensor, int, int]]]:
     """Cut the numbers of all parameters into equal shares: (parameter, start, stop) of each."""
+    shares: list[list[tuple[torch.Tensor, int, int]]] = [[] for _ in range(num_shares)]
     sizes = [p.numel() * (2 if p.is_complex() else 1) for p in parameters]
-    total, found = sum(sizes), []
-    for number in range(num_shares):
-        first, last = total * number // num_shares, total * (number + 1) // num_shares
-        share, at = [], 0
-        for parameter, size in zip(parameters, sizes, strict=True):
-            start, stop = max(first - at, 0), min(last - at, size)
+    total, at = sum(sizes), 0
+    for parameter, size in zip(parameters, sizes, strict=True):
+        for number, share in enumerate(shares):
+            start = max(total * number // num_shares - at, 0)
+            stop = min(total * (number + 1) // num_shares - at, size)
             if start < stop:
                 share.append((parameter, start, stop))
-            at += size
-        found.append(share)
-    return found
+        at += size
+    return shares
+
+
+def _hash(batches: Sequence[Batch]) -> int:
+    """Hash this rank's samples: their inputs and labels, of which so many bytes are read."""
+    number, left = 0, _BATCH_BYTES
+    for batch in batches:
+        for whole in tensors_of((batch.inputs, batch.targets)):
+            for tensor in dense_parts(whole):
+                if tensor.is_cpu and left > 0:
+                    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)[:left]
+                    # WHY not as the gradient: it has no order of a sum, and this is faster
+                    number = zlib.crc32(flat.numpy().data, number)
+                    left -= len(flat)
+    return number
+
+
+def facts_of_attempt(parts: Parts, *, keep_in: Path | None = None) -> dict[str, Any]:  # Any: JSON
+    """Give the facts of this start that can explain why its numbers differ from another's.
+
+    Settings, and the code in use, which it keeps too, on rank 0 only.
+    """
+    env, device, order = environment(), parts.device, parts.sampler.ledger_facts()
+    facts: dict[str, Any] = {
+        "world_size": parts.group.world_size,
+        "global_batch": parts.global_batch,
+        "threads": torch.get_num_threads(),
+        "device": _cpu_name(),
+        "kernels": torch.backends.cpu.get_cpu_capability(),
+        "python": platform.python_version(),
+        "variables": {name: env[name] for name in sorted(_KERNELS & env.keys())},
+        "data": parts.data.fingerprint,
+        # 0: the samples of a step do not follow from the seed, of a stream or if they are drawn
+        "num_samples": 0 if "is_drawn" in order else order.get("num_samples", 0),
+    }
+    if device.type == "cuda":
+        facts["device"] = torch.cuda.get_device_name(device)
+        cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]  # torch's
+        facts["kernels"] = f"CUDA {torch.version.cuda}, cuDNN {cudnn}"
+        facts["tf32"] = [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32]
+    if parts.group.is_main:
+        facts |= {"settings": agreed_settings(parts.config), "code": code_in_use(keep_in)}
+        # WHY not the attribute: a lazy module would import. And None keeps one from being imported.
+        loaded = [(n, getattr(m, "__dict__", {})) for n, m in [*sys.modules.items()]]
+        versions = {name: has.get("__version__") for name, has in loaded if "." not in name}
+        facts["libraries"] = {n: v for n, v in sorted(versions.items()) if isinstance(v, str)}
+    return facts
+
+
+def code_in_use(keep_in: Path | None = None) -> dict[str, str]:
+    """Hash each imported module that belongs to no installed package; this program as one."""
+    root = Path(__file__).resolve().parents[2]
+    ours = [root / name for name in ("hardened_ddp", "ddp_runs", "ddp_doctor", "ddp_drills")]
+    foreign = [Path(sysconfig.get_path("stdlib")).resolve(), *ours]
+    found, left_out = dict[str, str](), {"__main__", "__mp_main__"}
+    for name, module in sorted(sys.modules.items()):
+        file = getattr(module, "__file__", None) or ""
+        # WHY by the package: to resolve the paths of 3,000 modules takes longer than all else here
+        if name.partition(".")[0] in left_out or not file.endswith(".py"):
+            continue
+        path = Path(file).resolve()
+        if _PACKAGES & set(path.parts) or any(map(path.is_relative_to, foreign)):
+            left_out.add(name)
+        elif path.is_file():
+            source = path.read_bytes()
+            found[name] = hash_of(source)
+            if keep_in is not None:
+                with contextlib.suppress(OSError):  # the hash still says that it is another one
+                    (keep_in / f"{name}-{found[name]}.py").write_bytes(source)
+    program = b"".join(path.read_bytes() for path in sorted(ours[0].rglob("*.py")))
+    return found | {"hardened_ddp": hash_of(program)}
+
+
+def hash_of(source: bytes) -> str:
+    """Hash the source of a module; its copy is MODULE-HASH.py."""
+    return hashlib.sha256(source).hexdigest()[:16]
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        if match := re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE):
+            return match[1]
+    return platform.machine()

@@ -500,7 +500,7 @@ def test_numbers_that_wait_on_a_device_are_those_of_their_step() -> None:
     sink = SimpleNamespace(add=lambda raw: written.append(RECORD.unpack(raw)), flush=lambda: None)
     records.sink = cast(FileSink, sink)
     pair, loss = torch.tensor([5, 2**62]), torch.tensor(0.5)
-    for step, numbers in enumerate((pair, pair, [0, 0])):
+    for step, numbers in enumerate((pair, pair, None)):
         attempt = SimpleNamespace(losses=[loss, 2.0], count=4, norm=torch.tensor(step))
         records._queue([step, *[0] * 11, 0.1], numbers, cast(Attempt, attempt))
         records._read()
