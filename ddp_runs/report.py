@@ -288,13 +288,7 @@ def _one_run(name: str, run: RunView, figures: list[Figure]) -> str:
         parts.append("<h3>Files that can't be read or believed</h3>")
         parts.append(_table(["file"], [[problem] for problem in run.problems]))
     events = [
-        [
-            f"{moment(e.time)[:19]} UTC",
-            "" if e.step is None else str(e.step),
-            e.kind,
-            listed(e.ranks, 16),
-            e.text,
-        ]
+        [f"{moment(e.time)[:19]} UTC", e.step, e.kind, listed(e.ranks, 16), e.text]
         for e in run.events
     ]
     parts.append("<h3>Events</h3>" + _table(["time", "step", "kind", "ranks", "what"], events))
@@ -305,58 +299,54 @@ def _one_run(name: str, run: RunView, figures: list[Figure]) -> str:
         keys = list(dict.fromkeys(key for entry in run.left_out for key in entry))[:8]
         rows = [[str(entry.get(key, ""))[:300] for key in keys] for entry in run.left_out]
         parts.append("<h3>Samples left out</h3>" + _table(keys, rows))
-    parts.append("<h3>Ranks, machines and versions</h3>" + _machines(run))
-    return "\n".join(parts)
-
-
-def _machines(run: RunView) -> str:
-    head = ["rank", "host", "process", "device", "backend", "torch", "Python", "CUDA", "system"]
-    rows = [
+    of_process, of_versions = ("host", "pid"), ("torch", "python", "cuda", "system")
+    ranks = [
         [
-            str(rank.rank),
-            *(str(rank.process.get(name, "")) for name in ("host", "pid")),
-            f"{rank.device} {rank.device_name}",
-            rank.backend,
-            *(str(rank.versions.get(name, "")) for name in ("torch", "python", "cuda", "system")),
+            *(rank.rank, *map(rank.process.get, of_process)),
+            *(f"{rank.device} {rank.device_name}", rank.backend),
+            *map(rank.versions.get, of_versions),
         ]
         for rank in run.ranks
     ]
-    return _table(head, rows)
+    head = ["rank", "host", "process", "device", "backend", "torch", "Python", "CUDA", "system"]
+    parts.append("<h3>Ranks, machines and versions</h3>" + _table(head, ranks))
+    return "\n".join(parts)
 
 
 def _settings(runs: Mapping[str, RunView]) -> str:
     """Write what is not at its default first; what differs between the runs is marked."""
-    values = {name: {n: (v, s) for n, v, s in run.settings} for name, run in runs.items()}
-    names = list(dict.fromkeys(n for of_run in values.values() for n in of_run))
+    values = [{name: (value, source) for name, value, source in r.settings} for r in runs.values()]
     defaults = {name: yaml_word(value) for name, value in flatten(Config()).items()}
-    changed: list[tuple[bool, list[str]]] = []
-    others: list[tuple[bool, list[str]]] = []
-    for name in names:
-        cells = [values[run].get(name, ("", "")) for run in runs]
+    changed, others, marked = list[list[str]](), list[list[str]](), list[bool]()
+    for name in dict.fromkeys(name for of_run in values for name in of_run):
+        cells = [of_run.get(name, ("", "")) for of_run in values]
         is_other = len({value for value, _ in cells}) > 1
         row = [name, *(f"{v}   ({s})" if s and s != "default" else v for v, s in cells)]
         # WHY the value too: after a resume, all values come from the run
         is_set = (s not in ("default", "run", "") or v != defaults.get(name) for v, s in cells)
-        is_changed = is_other or any(is_set)
-        (changed if is_changed else others).append((is_other, row))
-    parts = ["<h2>Settings</h2>"]
+        if is_other or any(is_set):
+            changed.append(row)
+            marked.append(is_other)
+        else:
+            others.append(row)
     head = ["setting", *runs]
-    parts.append(_table(head, [row for _, row in changed], marked=[is_it for is_it, _ in changed]))
+    page = f"<h2>Settings</h2>\n{_table(head, changed, marked=marked)}"
     if others:
-        table = _table(head, [row for _, row in others])
-        parts.append(f"<details><summary>{len(others)} at their default</summary>{table}</details>")
-    return "\n".join(parts)
+        table = _table(head, others)
+        page += f"\n<details><summary>{len(others)} at their default</summary>{table}</details>"
+    return page
 
 
 def _table(
-    head: Sequence[str], rows: Sequence[Sequence[str]], *, marked: Sequence[bool] = ()
+    head: Sequence[str], rows: Sequence[Sequence[object]], *, marked: Sequence[bool] = ()
 ) -> str:
     if not rows:
         return '<p class="quiet">none</p>'
     lines = ["<table><tr>" + "".join(f"<th>{_text(cell)}</th>" for cell in head) + "</tr>"]
     for number, row in enumerate(rows[:_MOST_ROWS]):
         kind = ' class="other"' if number < len(marked) and marked[number] else ""
-        lines.append(f"<tr{kind}>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>")
+        cells = ["" if cell is None else str(cell) for cell in row]
+        lines.append(f"<tr{kind}>" + "".join(f"<td>{_text(cell)}</td>" for cell in cells) + "</tr>")
     lines.append("</table>")
     if len(rows) > _MOST_ROWS:
         lines.append(f'<p class="quiet">and {len(rows) - _MOST_ROWS} more</p>')
