@@ -1,8 +1,11 @@
-"""The command replay: any step of a run again, exactly, in a folder of its own.
+"""The commands replay and bisect: steps of a run again, exactly, in a folder of their own.
 
-It restores the checkpoint before the step, or begins with the seed, and starts the trainer on as
-many ranks, with the threads and settings of that time; where the run was resized on the way, one
+replay restores the checkpoint before the step, or begins with the seed, and starts the trainer on
+as many ranks, with the threads and settings of that time; where the run was resized on the way, one
 start follows the other. Then it compares the digests of all steps on the way.
+bisect finds the first step where a condition holds, from what the run recorded; by binary search
+over the checkpoints, if the condition stays once it holds; else by doing the steps again. Then it
+does the steps without some samples, also those before it: damage may show some steps later.
 What a rank does is in replay_rank.py.
 """
 
@@ -12,17 +15,27 @@ import math
 import shutil
 import subprocess
 import sys
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from ddp_runs.replay_rank import in_order
+from ddp_runs.replay_rank import STEP_NUMBERS, Condition, in_order
 from ddp_runs.replay_records import Digests, differing, other_machine, read_digests
-from hardened_ddp.checkpoint.folder import Found, find_newest, list_steps, step_folder_name
+from ddp_runs.run_files import read_run
+from hardened_ddp.checkpoint.folder import (
+    Found,
+    find_newest,
+    list_steps,
+    load_checkpoint,
+    step_folder_name,
+    verify_checkpoint,
+)
 from hardened_ddp.errors import ConfigError, HardenedError, RunFolderError
 from hardened_ddp.ranks.launch import environment
 from hardened_ddp.reporting.run_json import Json, read_lines
+from hardened_ddp.reporting.summary import finished_at
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME, SAVED_SETTINGS, find_folder
 from hardened_ddp.settings.record import read_back, yaml_word
 from hardened_ddp.settings.typed_command import SCRIPT, own_command, torchrun_words
@@ -148,14 +161,13 @@ def replay(run: Path, wish: Wish, *, output: TextIO) -> Replayed:
 
 
 def _no_step(run: Path, step: int, last: int) -> ConfigError:
+    problem = f"{run} has no step {step}: the last one is {last}"
     if any(saved > last + 1 for saved in list_steps(run / CHECKPOINTS_NAME)):
-        return ConfigError(
-            f"{run} left no digest of step {step}: they end at step {last}, as --digests auto does "
-            "where they take more than 1.5 % of a step",
-            fix=f"train with --digests on: {own_command('--digests', 'on')}",
+        problem = (
+            f"{run} left no digest of step {step}: they end at step {last}, as --digests auto "
         )
-    fix = own_command("replay", run, "--step", str(last))
-    return ConfigError(f"{run} has no step {step}: the last one is {last}", fix=fix)
+        problem += "does where they take more than 1.5 % of a step (train with --digests on)"
+    return ConfigError(problem, fix=own_command("replay", run, "--step", str(last)))
 
 
 def _make_folder(run: Path, step: int) -> Path:
@@ -370,3 +382,116 @@ def _changes(trials: Sequence[Json], step: int) -> list[str]:
         sides = ("with", one["error"]), ("without", two["error"])
         lines += [f"    {side}: {error}" for side, error in sides if error]
     return [*lines, "  A model with dropout draws other masks for the rows that are left."]
+
+
+def run_bisect(options: Mapping[str, str], flags: Sequence[str], *, output: TextIO) -> int:
+    """Print where a condition holds first, and why. Raises HardenedError."""
+    run = find_folder(options["run"], Path("runs"))
+    condition = Condition.parse(options["when"])
+    horizon = whole(options["horizon"], "horizon")
+    wish = Wish(step=0, when=condition.text, flags=flags, checks_code=not options["any_code"])
+    digests = read_digests(run)
+    if condition.name not in (*STEP_NUMBERS, "weights"):
+        return _tell_metric(run, condition, output)
+    step, how = first_step(digests, condition, wish, output)
+    if step is None:
+        print(f"{condition.text} holds at no step: {how}", file=output)
+        return 1
+    print(f"{condition.text} holds first at step {step}: {how}", file=output, flush=True)
+    wish = replace(wish, step=step, first=max(0, step - horizon), blames=True)
+    done = replay(run, wish, output=output)
+    # where steps differ, what a trial shows is no proof for the run
+    lines = blame_lines(run, done) if done.parted is None else [done.verdict]
+    print("\n".join(lines), file=output)
+    return int(done.parted is not None)
+
+
+def first_step(
+    digests: Digests, condition: Condition, wish: Wish, output: TextIO
+) -> tuple[int | None, str]:
+    """Return the first step where a condition holds, None if it is none, and how that is known."""
+    run, is_finished = digests.run, finished_at(digests.run) is not None
+    is_recorded = condition.name in ("loss", "lr")
+    if condition.name == "grad_norm":  # else each step has none but those that are reported
+        starts = {id(step.facts): step.facts for step in digests.steps.values()}.values()
+        clips = [json.loads(facts["settings"]["--clip_grad_norm"]) for facts in starts]
+        is_recorded = min(clips) > 0
+    for number, step in digests.steps.items() if is_recorded else ():
+        norm = 0.0 if step.main.left_out else step.main.norm
+        if condition.holds({"loss": step.loss, "grad_norm": norm, "lr": step.main.rate}):
+            return number, "recorded when it was done"
+    if is_recorded and is_finished:
+        return None, f"by the records of {len(digests.steps)} steps"
+    last = max(digests.steps) + (not is_finished)  # the one after the last may have failed
+    first = last if is_recorded else 0
+    if condition.name == "weights" and not condition.op:  # NaN in them never goes away
+        first, last = _between_checkpoints(run, last)
+        if first > last:
+            return None, f"the checkpoint of step {first}, the last one, has none"
+    done = replay(run, replace(wish, step=last, first=first), output=output)
+    if done.parted is not None:
+        return None, f"not known: {done.verdict}"
+    return done.main.get("held_at"), f"steps {done.begun_at} to {last} were replayed"
+
+
+def _between_checkpoints(run: Path, last: int) -> tuple[int, int]:
+    """Return two steps between which weights become NaN, by binary search over checkpoints."""
+    root = run / CHECKPOINTS_NAME
+    steps = sorted(list_steps(root))
+
+    def has_nan(step: int) -> bool:
+        found = verify_checkpoint(root / step_folder_name(step))
+        if not isinstance(found, Found):
+            return False
+        names = [name for name in found.manifest.tensors if name.startswith("model.")]
+        tensors = load_checkpoint(found, names=names)[0].values()
+        return not all(bool(t.isfinite().all()) for t in tensors if t.is_floating_point())
+
+    at = bisect_left(steps, True, key=has_nan)
+    return steps[at - 1] if at else 0, steps[at] - 1 if at < len(steps) else last
+
+
+def _tell_metric(run: Path, condition: Condition, output: TextIO) -> int:
+    """Tell from metrics.jsonl where a metric was first reported so."""
+    view = read_run(run)
+    steps, values = view.curve(condition.name)
+    if not steps:
+        names = sorted({name for point in view.points for name in point.values})
+        raise ConfigError(
+            f"--when: {condition.name} was not recorded",
+            fix=f"known: {', '.join([*STEP_NUMBERS, *names])}",
+        )
+    for before, step, value in zip([0, *steps], steps, values, strict=False):
+        if condition.fits(value):
+            look = own_command("replay", run, "--step", str(step - 1))
+            print(
+                f"{condition.text} holds first in the report after step {step}, {value:.6g}; the "
+                f"one before was after step {before}\nlook: {look}",
+                file=output,
+            )
+            return 0
+    print(f"{condition.text} holds in no report", file=output)
+    return 1
+
+
+def blame_lines(run: Path, done: Replayed) -> list[str]:
+    """Say which step and which samples made it so."""
+    found = done.main.get("blame")
+    if not found:
+        return ["replayed, it does not hold: this step is not the same again here"]
+    guilty = found["step"]
+    if guilty is None:
+        return [
+            "none of these steps alone makes it so: without any one of them it still holds; "
+            "a larger --horizon looks further back"
+        ]
+    samples = found["alone"] or found["together"]
+    how = " together" if not found["alone"] else " (each alone)" if len(samples) > 1 else ""
+    names = f"sample{'s' * bool(found['together'])} {', '.join(map(str, samples))}{how}"
+    proof = f"proved: step {guilty} without {names} does not lead to it"
+    if not samples:
+        proof = "no few of its samples are to blame: the whole step is, such as its rate"
+    lines = [f"without step {guilty} it does not hold ({found['trials']} trials)", proof]
+    more = ["--open", str(samples[0])] if samples else []
+    look = own_command("replay", run, "--step", str(guilty), *more)
+    return [*lines, *sample_lines(found["rows"]), f"look at it: {look}"]

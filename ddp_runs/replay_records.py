@@ -109,7 +109,8 @@ def read_digests(run: Path, *, may_be_empty: bool = False) -> Digests:
             # what earlier starts did from here on is done again
             steps = {step: left for step, left in steps.items() if step < facts["step"]}
         whole = raw[: len(raw) - len(raw) % RECORD.size]
-        for record in map(Record._make, RECORD.iter_unpack(whole)):
+        for fields in RECORD.iter_unpack(whole):
+            record = Record(*fields)
             if rank == 0:
                 steps[record.step] = Step(facts, {0: record})
             elif record.step in steps:

@@ -32,26 +32,21 @@ def run_tool(request: Request) -> int:
 def _run(request: Request) -> int:
     output = printed(sys.stdout)  # watch draws, and escapes what it draws
     match request.command:
+        case "doctor" if request.options["cluster"]:
+            from ddp_runs.cluster import run_cluster
+
+            return run_cluster(request.options, output=output, env=environment())
         case "doctor":
-            return _look_at_machines(request, output)
+            from ddp_runs.doctor import run_doctor
+
+            return run_doctor(output=output, env=environment())
         case "version":
             from ddp_runs.software import versions
 
             output.write(versions())
             return 0
         case "explain":
-            from ddp_doctor.explain.command import run_cause, run_explain
-            from ddp_doctor.explain.report import Commands
-
-            commands = Commands(own=own_command, resume=_resume)
-            if code := request.options["cause"]:
-                return run_cause(code, output=output, commands=commands)
-            return run_explain(
-                [_named(log) for log in request.options["log"].splitlines()],
-                wants_json=bool(request.options["json"]),
-                output=output,
-                commands=commands,
-            )
+            return _explain(request, output)
         case "watch":
             from ddp_runs.watch import run_watch
 
@@ -60,15 +55,19 @@ def _run(request: Request) -> int:
             from ddp_runs.report import run_report
 
             return run_report(request.options, output=output)
-        case "replay" | "bisect" | "diff":
-            return _replay(request, output)
+        case "diff":
+            from ddp_runs.replay_diff import run_diff
+
+            return run_diff(request.options, output=output)
+        case "replay" | "bisect":
+            from ddp_runs.replay import run_bisect, run_replay
+
+            command = run_replay if request.command == "replay" else run_bisect
+            return command(request.options, _settings_of(request), output=output)
         case "verify-ledger":
             from ddp_runs.ledger_check import check_ledger
-            from hardened_ddp.settings.config import Config
-            from hardened_ddp.settings.earlier_run import find_folder
 
-            run = find_folder(request.options["run"], Path(Config().run.output_dir))
-            return check_ledger(run, output=output)
+            return check_ledger(_found(request.options["run"]), output=output)
         case "audit":
             from ddp_doctor.audit.command import Request as Audit
             from ddp_doctor.audit.command import run_audit
@@ -87,14 +86,20 @@ def _run(request: Request) -> int:
     raise ValueError(f"{request.command} is no command of run_tool")
 
 
-def _look_at_machines(request: Request, output: TextIO) -> int:
-    if request.options["cluster"]:
-        from ddp_runs.cluster import run_cluster
+def _explain(request: Request, output: TextIO) -> int:
+    from ddp_doctor.explain.command import run_cause, run_explain
+    from ddp_doctor.explain.report import Commands
 
-        return run_cluster(request.options, output=output, env=environment())
-    from ddp_runs.doctor import run_doctor
-
-    return run_doctor(output=output, env=environment())
+    commands = Commands(own=own_command, resume=_resume)
+    if code := request.options["cause"]:
+        return run_cause(code, output=output, commands=commands)
+    # newest, if no file is called so, is the newest run
+    logs = [
+        str(_found("")) if log == "newest" and not os.path.lexists(log) else log
+        for log in request.options["log"].splitlines()
+    ]
+    wants_json = bool(request.options["json"])
+    return run_explain(logs, wants_json=wants_json, output=output, commands=commands)
 
 
 def _drill_program(request: Request, output: TextIO) -> int:
@@ -105,20 +110,6 @@ def _drill_program(request: Request, output: TextIO) -> int:
         text = "drill -- COMMAND takes no NAME, no --ranks and no --table: see --faults"
         raise UsageError(text, fix=options["usage"])
     return run_drill(options, request.program, output=output, env=environment())
-
-
-def _replay(request: Request, output: TextIO) -> int:
-    if request.command == "diff":
-        from ddp_runs.replay_diff import run_diff
-
-        return run_diff(request.options, output=output)
-    if request.command == "bisect":
-        from ddp_runs.replay_bisect import run_bisect
-
-        return run_bisect(request.options, _settings_of(request), output=output)
-    from ddp_runs.replay import run_replay
-
-    return run_replay(request.options, _settings_of(request), output=output)
 
 
 def _settings_of(request: Request) -> list[str]:
@@ -132,13 +123,10 @@ def _settings_of(request: Request) -> list[str]:
     return [f"--{name}={yaml_word(value)}" for name, value in given.items()]
 
 
-def _named(log: str) -> str:
-    """Give the path of a log; newest, if no file is called so, is the newest run."""
-    if log != "newest" or os.path.lexists(log):
-        return log
+def _found(run: str) -> Path:
     from hardened_ddp.settings.earlier_run import find_folder
 
-    return str(find_folder("", Path("runs")))
+    return find_folder(run, Path("runs"))
 
 
 def _resume(run: Path, num_ranks: int) -> str:

@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from ddp_runs import replay as replaying
-from ddp_runs.replay import Wish, replay, told
-from ddp_runs.replay_bisect import run_bisect
+from ddp_runs.replay import Wish, replay, run_bisect, told
 from ddp_runs.replay_diff import differences, run_diff, suspects_of
 from ddp_runs.replay_records import read_digests
 from ddp_runs.report_plots import marks_of
