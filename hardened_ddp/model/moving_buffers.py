@@ -20,8 +20,6 @@ from hardened_ddp.model.checksum import checksums
 from hardened_ddp.model.reach import Place, Reach
 from hardened_ddp.ranks.group import Group
 
-_KEPT_BYTES = 1 << 26  # of the memory for sums
-
 
 class Copies:
     """Copies of tensors at one moment: one tensor for each dtype."""
@@ -50,50 +48,6 @@ class Copies:
 
 
 NO_COPIES = Copies((), ())
-
-
-class _Sums:
-    """The memory in which buffers are added up over the ranks: few tensors for all of them."""
-
-    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
-        self.forms = _forms(buffers)
-        self._has_complex = any(buffer.is_complex() for buffer in buffers)
-        found = [_real(buffer) for buffer in buffers]
-        # WHY one device: a model on a GPU may keep a count on the host
-        device = next((t.device for t in found if not t.is_cpu), torch.device("cpu"))
-        is_double = [t.dtype == torch.float64 for t in found]
-        doubles = [i for i, is_one in enumerate(is_double) if is_one]
-        counters = [i for i, t in enumerate(found) if not t.is_floating_point()]
-        singles = sorted({*range(len(found))} - {*doubles, *counters})
-        num = [sum(found[i].numel() for i in places) for places in (singles, doubles, counters)]
-        # WHY bytes of counters: float32 adds them up exactly, and one sum is then enough for all
-        self.flat = torch.empty(num[0] + 8 * num[2], dtype=torch.float32, device=device)
-        self.singles, self.bytes = self.flat[: num[0]], self.flat[num[0] :]
-        self.doubles = torch.empty(num[1], dtype=torch.float64, device=device)
-        self.counters = torch.empty(num[2], dtype=torch.int64, device=device)
-        kinds = (singles, self.singles), (doubles, self.doubles), (counters, self.counters)
-        self._views = [(p, _split(flat, [found[i].shape for i in p])) for p, flat in kinds if p]
-
-    def take(self, buffers: Sequence[torch.Tensor], *, is_main: bool) -> None:
-        """Copy the values of buffers; of counters only rank 0's."""
-        for places, views in self._views:
-            copy_each(views, self._some(buffers, places))
-        if is_main:
-            self.bytes.copy_(self.counters.view(torch.uint8))
-        else:
-            self.bytes.zero_()
-
-    def give(self, buffers: Sequence[torch.Tensor], *, world_size: int) -> None:
-        """Copy the means of floats, and the counters, to buffers."""
-        self.singles.mul_(1 / world_size)
-        self.doubles.mul_(1 / world_size)
-        self.counters.view(torch.uint8).copy_(self.bytes)
-        for places, views in self._views:
-            copy_each(self._some(buffers, places), views)
-
-    def _some(self, buffers: Sequence[torch.Tensor], places: Sequence[int]) -> list[torch.Tensor]:
-        found = [buffers[place] for place in places]
-        return [_real(buffer) for buffer in found] if self._has_complex else found
 
 
 class MovingBuffers:
@@ -131,9 +85,6 @@ class MovingBuffers:
         # WHY kept: to ask each tensor what it is takes the host a microsecond.
         self._homes: list[torch.Tensor | None] = []
         self._kinds: list[list[int]] = []  # of _homes, which are as a rule what is known
-        self._weights: list[str] = []
-        self._buffers: list[str] = []  # of names the parameters, and the others
-        self._sums: _Sums | None = None
         self._take_up([*self.names, *own])
 
     def still(self) -> dict[str, torch.Tensor]:
@@ -207,21 +158,29 @@ class MovingBuffers:
         """
         if group.world_size == 1:
             return
-        if self._weights:
-            self._take_weights(group)  # collective
-        live = [self._now(name) for name in self._buffers]
-        if not live:
-            return
-        sums = self._sums
-        if sums is None or sums.forms != _forms(live):
-            sums = _Sums(live)
-        # WHY not large ones: that memory is free for a forward
-        self._sums = sums if sums.flat.nbytes + sums.doubles.nbytes <= _KEPT_BYTES else None
-        sums.take(live, is_main=group.is_main)
-        for flat in (sums.flat, sums.doubles):
-            if flat.numel():
-                group.sum_(flat)  # collective
-        sums.give(live, world_size=group.world_size)
+        kinds: dict[tuple[torch.dtype, torch.device, bool], list[torch.Tensor]] = {}
+        for now in filter(torch.Tensor.numel, map(self._now, self.names)):
+            part = torch.view_as_real(now) if now.is_complex() else now
+            is_taken = isinstance(now, nn.Parameter) or not part.is_floating_point()
+            kinds.setdefault((part.dtype, part.device, is_taken), []).append(part)
+        # WHY one device: a model on a GPU may keep a count on the host
+        device = next((each for _, each, _ in kinds if each.type != "cpu"), torch.device("cpu"))
+        sums = []
+        for (dtype, _, is_taken), parts in kinds.items():
+            flat = _flat(parts)
+            # WHY bytes of integers: float32 adds them up exactly, and one sum is enough for all
+            flat = flat if dtype.is_floating_point else flat.view(torch.uint8)
+            flat = flat.to(device, dtype if dtype == torch.float64 else torch.float32)
+            sums.append(flat.zero_() if is_taken and not group.is_main else flat)
+        for dtype in {flat.dtype: None for flat in sums}:
+            group.sum_each_([flat for flat in sums if flat.dtype == dtype])  # collective
+        for (kind, parts), flat in zip(kinds.items(), sums, strict=True):
+            dtype, home, is_taken = kind
+            if not is_taken:
+                flat.mul_(1 / group.world_size)
+            elif not dtype.is_floating_point:
+                flat = flat.to(home, torch.uint8).view(dtype)
+            copy_each(parts, _split(flat, [part.shape for part in parts]))
 
     @torch.no_grad()
     def _set(self, copies: Iterable[tuple[str, torch.Tensor | None]]) -> None:
@@ -260,9 +219,6 @@ class MovingBuffers:
         found = map(self._places.get, self.known)
         self._homes = [None if place is None else place.home for place in found]
         self._kinds = _by_dtype(self._homes)
-        homes = {name: self._places[name].home for name in self.names}
-        self._weights = [name for name, home in homes.items() if isinstance(home, nn.Parameter)]
-        self._buffers = [name for name in homes if not isinstance(homes[name], nn.Parameter)]
         free, trained = list[torch.Tensor](), list[torch.Tensor]()
         for name, place in self._believed_still(self._places).items():
             if not place.home.is_inference() and not place.is_relocated:
@@ -279,16 +235,6 @@ class MovingBuffers:
         dense = {name: tensor for name, tensor in strided.items() if not tensor.is_quantized}
         return dict(zip(dense, checksums(dense).tolist(), strict=True)) if dense else {}
 
-    def _take_weights(self, group: Group) -> None:
-        """Take rank 0's parameters. Collective: all ranks."""
-        found = [_real(self._now(name).detach()) for name in self._weights]
-        for places in _by_dtype(found):
-            parts = [found[place] for place in places]
-            flat = _flat(parts)
-            wide = flat if flat.dtype == torch.float64 else flat.float()
-            sums = group.sum_(wide if group.is_main else torch.zeros_like(wide))  # collective
-            copy_each(parts, _split(sums, [part.shape for part in parts]))
-
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy each source to its target, with few kernels where torch can."""
@@ -299,10 +245,6 @@ def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
         return
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
-
-
-def _forms(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Size], list[torch.dtype]]:
-    return [tensor.shape for tensor in tensors], [tensor.dtype for tensor in tensors]
 
 
 def _split(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> Sequence[torch.Tensor]:
@@ -329,7 +271,3 @@ def _by_dtype(tensors: Sequence[torch.Tensor | None]) -> list[list[int]]:
         if tensor is not None:
             groups.setdefault((tensor.dtype, tensor.device), []).append(place)
     return list(groups.values())
-
-
-def _real(buffer: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(buffer) if buffer.is_complex() else buffer

@@ -1,15 +1,12 @@
 """Buffers that change in forward are equal on all ranks, whenever they begin to move."""
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from hardened_ddp.guard.divergence import differing_on_many
-from hardened_ddp.model import moving_buffers
 from hardened_ddp.model.moving_buffers import MovingBuffers
 from hardened_ddp.model.reach import Reach
 from tests.harness.ranks import run_ranks, train
@@ -93,20 +90,6 @@ def test_copies_restore_the_buffers_without_a_kernel_for_each() -> None:
     assert any(not torch.equal(b, before[name]) for name, b in module.named_buffers())
     buffers.put_back(copies)
     assert all(torch.equal(b, before[name]) for name, b in module.named_buffers())
-
-
-@pytest.mark.parametrize(("most", "is_kept"), [(32, True), (31, False)])
-def test_memory_for_sums_is_kept_if_it_is_small(
-    most: int, is_kept: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(moving_buffers, "_KEPT_BYTES", most)
-    module = nn.Module()
-    module.register_buffer("of_double", torch.ones(3, dtype=torch.float64))
-    module.register_buffer("of_single", torch.ones(2))
-    buffers = MovingBuffers(module, ["of_double", "of_single"])
-    alone: Any = SimpleNamespace(world_size=2, is_main=True, sum_=lambda flat: flat)
-    buffers.equalize(alone)
-    assert (buffers._sums is not None) == is_kept
 
 
 def test_without_foreach_they_are_copied_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
