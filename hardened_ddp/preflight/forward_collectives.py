@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from hardened_ddp.data.batches.batch import Batch, take
-from hardened_ddp.data.batches.loader import EvalLoader
 from hardened_ddp.data.batches.nesting import tensors_of
 from hardened_ddp.data.batches.sampler import WindowSampler, num_micro_batches, share_of
 from hardened_ddp.errors import ModelError
@@ -42,11 +41,6 @@ _WORDS = {
 }
 _OURS = Path(__file__).parent.parent
 _TORCHS = Path(torch.__file__).parent
-
-_LEFT_OUT = (
-    "a sample that is left out would be missing in one rank's batch",
-    "leave out --continue_on_error, and remove samples that can't be read from the dataset",
-)
 
 
 @contextlib.contextmanager
@@ -91,21 +85,22 @@ def check_forwards(parts: Parts, progress: Progress) -> None:
 
     Say once which collectives there are.
     """
-    found, loop = parts.replica.collectives, parts.config.loop
+    found = parts.replica.collectives
     if not (found or found.in_evaluation):
         return
+    named = "; ".join(dict.fromkeys([*found.calls, *found.in_evaluation]))
     log.warning(
         "the model's forward runs collectives (%s): every rank runs the same number of forwards in "
         "each step and evaluation, and an error of one rank in it ends this attempt",
-        _named(found),
+        named,
         extra=ON_EVERY_RANK,
     )
-    if found:
-        _refuse(found, _problem_in_training(parts, progress))
-    if found.in_evaluation and parts.eval_loader is not None and loop.evaluates:
-        size = parts.group.world_size
-        problem = _problem_in_evaluation(found, parts.eval_loader, size)
-        _refuse(found, problem or (_LEFT_OUT if loop.continue_on_error else None))
+    if problem := next(_problems(parts, progress), None):
+        raise ModelError(
+            f"the model's forward runs collectives ({named}), in which all ranks wait for each "
+            f"other: {problem[0]}",
+            fix=problem[1],
+        )
 
 
 def _find(
@@ -135,54 +130,36 @@ def _find(
     return tuple(calls), fit_batch
 
 
-def _problem_in_training(parts: Parts, progress: Progress) -> tuple[str, str] | None:
-    """Return why ranks would run unequal forwards, and the fix; None if they don't."""
-    config, sampler, found = parts.config, parts.sampler, parts.replica.collectives
-    if config.loop.continue_on_error:
-        return _LEFT_OUT
-    if not isinstance(sampler, WindowSampler):
-        return (
+def _problems(parts: Parts, progress: Progress) -> Iterator[tuple[str, str]]:
+    """Yield why ranks would run unequal forwards, and the fix."""
+    found, sampler, loop = parts.replica.collectives, parts.sampler, parts.config.loop
+    tests = parts.eval_loader if found.in_evaluation and loop.evaluates else None
+    world_size = parts.group.world_size
+    if loop.continue_on_error and (found or tests is not None):
+        yield (
+            "a sample that is left out would be missing in one rank's batch",
+            "leave out --continue_on_error, and remove samples that can't be read from the dataset",
+        )
+    runs: list[tuple[str, int, int, str]] = []  # what, its samples, those of a batch, the fix
+    if found and not isinstance(sampler, WindowSampler):
+        yield (
             "the shards of a stream end at different steps on different ranks",
             "a map-style dataset with --drop_last, or the model without these collectives",
         )
-    world_size = parts.group.world_size
-    sizes = {sampler.global_batch: "each step"} if sampler.end >= sampler.global_batch else {}
-    for start in (0, progress.cursor):
-        if rest := (sampler.end - start) % sampler.global_batch:
-            sizes.setdefault(rest, "the last step of an epoch")
-    for size, when in sizes.items():
-        if text := _uneven(world_size, size, sampler.batch_size, fit_batch=found.fit_batch):
-            fix = "--drop_last"
-            if when == "each step":
-                fix = f"--global_batch_size with a multiple of {world_size}, the number of ranks"
-            elif sampler.size < sampler.global_batch:
-                fix = "a smaller --batch_size, and --drop_last"
-            return f"{when} has {size} samples for {world_size} ranks: {text}", fix
-    return None
-
-
-def _problem_in_evaluation(
-    found: ForwardCollectives, loader: EvalLoader, world_size: int
-) -> tuple[str, str] | None:
-    """Return why forwards on the test set would be unequal, and the fix; None if they are equal."""
-    text = _uneven(world_size, loader.size, loader.batch_size, fit_batch=found.fit_batch)
-    if not text:
-        return None
-    text = f"the test set has {loader.size} samples for {world_size} ranks: {text}"
-    return text, "--eval_every 0; or call them in training only: if self.training"
-
-
-def _refuse(found: ForwardCollectives, problem: tuple[str, str] | None) -> None:
-    if problem is not None:
-        raise ModelError(
-            f"the model's forward runs collectives ({_named(found)}), in which all ranks wait for "
-            f"each other: {problem[0]}",
-            fix=problem[1],
-        )
-
-
-def _named(found: ForwardCollectives) -> str:
-    return "; ".join(dict.fromkeys([*found.calls, *found.in_evaluation]))
+    elif found:
+        whole, batch_size = sampler.global_batch, sampler.batch_size
+        if sampler.end >= whole:
+            fix = f"--global_batch_size with a multiple of {world_size}, the number of ranks"
+            runs.append(("each step", whole, batch_size, fix))
+        fix = "--drop_last" if sampler.size >= whole else "a smaller --batch_size, and --drop_last"
+        rests = [(sampler.end - start) % whole for start in (0, progress.cursor)]
+        runs += [("the last step of an epoch", rest, batch_size, fix) for rest in rests if rest]
+    if tests is not None:
+        fix = "--eval_every 0; or call them in training only: if self.training"
+        runs.append(("the test set", tests.size, tests.batch_size, fix))
+    for what, size, batch_size, fix in runs:
+        if text := _uneven(world_size, size, batch_size, fit_batch=found.fit_batch):
+            yield f"{what} has {size} samples for {world_size} ranks: {text}", fix
 
 
 def _uneven(world_size: int, size: int, batch_size: int, *, fit_batch: bool) -> str:
