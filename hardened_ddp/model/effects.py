@@ -101,15 +101,17 @@ class Effects:
     def moving(self) -> set[str]:
         """Name what was written, or replaced by another tensor of its form."""
         changed = {name for name, place in self._before.items() if self._is_changed(name, place)}
-        return (changed | self._written) - self._replaced() - self.remade()
+        return (changed | self._written) - self.outputs() - self.remade()
 
     def remade(self) -> set[str]:
         """Name attributes that are read, and that forward makes or gives another form."""
-        return {name for name in self._made() if self._read is None or name in self._read}
+        return {name for name in self._made() if self._is_read(name)}
 
     def outputs(self) -> set[str]:
         """Name attributes that forward replaces, and never reads: they are no state."""
-        return (self._replaced() | self._made()) - self.remade()
+        known = self._before.items()
+        replaced = {n for n, p in known if p.owner is None and p.get() is not p.home}
+        return {name for name in replaced | self._made() if not self._is_read(name)}
 
     def undo(self) -> None:
         """Put all back, except trained weights and a large frozen base."""
@@ -139,22 +141,18 @@ class Effects:
             return True
         return name in self._copies and not has_same_bits(home, self._copies[name])
 
-    def _replaced(self) -> set[str]:
-        """Name attributes that hold another tensor, and are never read."""
-        known = self._before.items()
-        found = {n for n, place in known if place.owner is None and place.get() is not place.home}
-        return set() if self._read is None else found - self._read
+    def _is_read(self, name: str) -> bool:
+        return self._read is None or name in self._read
 
     def _made(self) -> set[str]:
         """Name attributes with a tensor that were empty before, or held one of another form."""
-        found = {n: p.home for n, p in Reach(self._module).places.items() if p.owner is None}
-        before = {name: self._before[name].home for name in found if name in self._before}
-        return {
-            name
-            for name, tensor in found.items()
-            if (old := before.get(name)) is None
-            or (old.shape, old.dtype) != (tensor.shape, tensor.dtype)
-        }
+
+        def form_of(place: Place | None) -> object:
+            return place and (place.home.shape, place.home.dtype)
+
+        now = Reach(self._module).places.items()
+        attributes = {name: place for name, place in now if place.owner is None}
+        return {n for n, p in attributes.items() if form_of(p) != form_of(self._before.get(n))}
 
 
 class InputEffects:

@@ -46,6 +46,7 @@ Copies = dict[str, Copy]
 _SHOWN = 8
 TASK = "(task)."  # begins the names of the task's attributes
 _OURS = ("hardened_ddp", "builtins")
+_LATE = "and began to in a step that is retried, in which they are not as before it"
 _OWN = (
     "to other values on each rank. A checkpoint holds those of one rank, which all ranks take at a "
     "resume"
@@ -89,13 +90,7 @@ class MovingAttributes:
         late = [name for name in _changed(self._last, now) if name not in copies]
         self._put(copies)
         self._before, self._last = copies, self._copy_all()
-        if late := self._take_up(late):
-            log.warning(
-                "attributes of the model began to change, and are not as before this step: %s. If "
-                "forward reads them, the weights differ from those of an undisturbed run",
-                ", ".join(late[:_SHOWN]),
-                extra=ON_EVERY_RANK,
-            )
+        self._tell(set(self._take_up(late)), _LATE)
 
     def reset(self) -> None:
         """Restore all attributes as they were built: after the trials."""

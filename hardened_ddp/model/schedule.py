@@ -72,7 +72,10 @@ class Schedule:
         # The options of each group as the optimizer was built.
         self.base = [_options(group) for group in optimizer.param_groups]
         self._peaks: list[Any] = [options.get("lr") for options in self.base]
-        self._share: Callable[[int], float] | None = None
+        # Returns the learning rate of a group, by its peak and the step. Any: a float, or a tensor.
+        self._rate: Callable[[Any, int], Any] = lambda peak, step: learning_rate(
+            config, peak, step=step, total_steps=total_steps
+        )
         self._scheduler: Any = None  # Any: a scheduler of torch, or one with its methods
         self.is_bound = False  # the scheduler was made for total_steps, and can't go beyond them
         if isinstance(config.lr_schedule, ImportPath):
@@ -92,11 +95,7 @@ class Schedule:
         if self._scheduler is not None or self.is_constant:
             return
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
-            if self._share is not None:
-                group["lr"] = peak * self._share(step)
-            else:
-                total_steps = self.total_steps
-                group["lr"] = learning_rate(self.config, peak, step=step, total_steps=total_steps)
+            group["lr"] = self._rate(peak, step)
 
     def end_step(self) -> None:
         """Step the scheduler object, if there is one, after the optimizer."""
@@ -136,7 +135,7 @@ class Schedule:
                 fix="--warmup_steps 0, and a warm-up in the schedule itself",
             )
         if "step" in taken and "optimizer" not in taken:
-            self._share = self._function(path, build, arguments)
+            self._rate = self._function(path, build, arguments)
         elif "optimizer" in taken:
             self._scheduler = self._object(path, build, arguments)
             self.is_bound = any(name in arguments for name in _ENDS)
@@ -164,8 +163,8 @@ class Schedule:
 
     def _function(
         self, path: str, build: Callable[..., Any], arguments: Mapping[str, Any]
-    ) -> Callable[[int], float]:
-        def share(step: int) -> float:
+    ) -> Callable[[Any, int], Any]:
+        def rate(peak: Any, step: int) -> Any:
             what = f"--lr_schedule {path} failed at step {step} with {dict(arguments)}"
             with told_as(OptimizerError, what, fix=_FORMS):
                 found = build(step=step, **arguments)
@@ -176,11 +175,11 @@ class Schedule:
                     "more: the share of learning_rate",
                     fix=_FORMS,
                 )
-            return float(found)
+            return peak * float(found)
 
         for step in sorted({0, self.total_steps // 2, max(0, self.total_steps - 1)}):
-            share(step)
-        return share
+            rate(1.0, step)
+        return rate
 
     def _object(
         self, path: str, build: Callable[..., Any], arguments: Mapping[str, Any]

@@ -211,19 +211,14 @@ def place_model(
             )
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch
         log.warning("sync_batchnorm: a rank that fails in forward leaves the others waiting there")
-    _refuse_expanded(model, config.model)
-    return model.to(device)
-
-
-def _refuse_expanded(model: nn.Module, name: str) -> None:
-    """Raise ModelError for parameters that no optimizer can update: each value has many places."""
     if found := [n for n, part in model.named_parameters() if _is_expanded(part)]:
         raise ModelError(
-            f"{name} has parameters whose values share memory, as expand() makes them: "
+            f"{config.model} has parameters whose values share memory, as expand() makes them: "
             f"{', '.join(found[:8])}. No optimizer can update them",
             fix="make the parameter small, and expand it in forward; or .clone() what expand() "
             "returned, for values that are trained each for itself",
         )
+    return model.to(device)
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:

@@ -26,6 +26,7 @@ ACCURACY = Metric("accuracy", form=".2%")
 TOP5 = Metric("top5_accuracy", form=".2%")
 FEW_CLASSES = 10
 """With at most so many, top-5 accuracy says little: it is measured from one more on."""
+_NEED = "(num_samples, num_classes)"
 
 
 class Classification(Task):
@@ -66,10 +67,7 @@ class Classification(Task):
     def score(self, output: Any, batch: Batch) -> Score:
         """Compare the logits in output with the labels. Raises ModelError if there are none."""
         targets = batch.targets.long()  # of any integer type; int64 as it is
-        is_plain = isinstance(output, torch.Tensor)
-        logits, mean_loss = (output, None) if is_plain else split_output(output)
-        if logits is None:
-            logits = logits_of(output, need="(num_samples, num_classes)")  # raises
+        logits, mean_loss = logits_of(output, need=_NEED), split_output(output)[1]
         num_samples = targets.shape[0]
         if mean_loss is None:
             loss_sum = cross_entropy(
@@ -97,7 +95,7 @@ class Classification(Task):
     def check(self, output: Any, batch: Batch) -> None:
         """Raise ModelError if logits or labels do not fit the number of classes."""
         targets = batch.targets
-        logits = logits_of(output, need="(num_samples, num_classes)")
+        logits = logits_of(output, need=_NEED)
         shape = tuple(logits.shape)
         if not isinstance(targets, torch.Tensor) or targets.dim() != 1:
             raise ModelError(

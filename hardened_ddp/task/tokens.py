@@ -79,10 +79,8 @@ class Tokens(Task):
     def score(self, output: Any, batch: Batch) -> Score:
         """Compare the logits at each position that counts with its label."""
         targets = batch.targets.long()  # of any integer type; int64 as it is
-        logits, own_loss = split_output(output)
-        if logits is None:
-            logits = logits_of(output, need=_NEED)  # raises
-        logits, labels = aligned(logits, targets, self.shift or 0)
+        own_loss = split_output(output)[1]
+        logits, labels = aligned(logits_of(output, need=_NEED), targets, self.shift or 0)
         counts = labels.ne(self.ignore_index)
         count = counts.sum()
         if self.uses_model_loss and own_loss is not None:
