@@ -99,17 +99,6 @@ def test_a_frozen_base_is_left_out_and_a_cut_run_goes_on_to_the_same_weights(
     assert rebuild_model(model_tensors(tensors, meta), meta) is not None
 
 
-@pytest.mark.slow
-def test_without_its_base_a_checkpoint_continues_on_other_numbers_of_ranks(tmp_path: Path) -> None:
-    argv = [*ADAPTED, "--init_from", base_file(tmp_path), "--output_dir"]
-    for world_size, last in ((2, 7), (3, 12), (1, 16)):
-        train([*argv, tmp_path / "cut", "--max_steps", str(last)], world_size).ok()
-    train([*argv, tmp_path / "whole", "--max_steps", "16"], 2).ok()
-    cut, whole = (samples_by_step(tmp_path / name / "run") for name in ("cut", "whole"))
-    assert cut == whole
-    assert len(cut) == 16
-
-
 def test_another_base_is_refused_by_name_at_a_resume_and_at_an_export(tmp_path: Path) -> None:
     path = base_file(tmp_path)
     argv = [*ADAPTED, "--init_from", path, "--output_dir", tmp_path / "runs"]

@@ -75,10 +75,7 @@ def test_the_body_is_loaded_and_the_head_fits_the_classes(vit: Path) -> None:
             assert tensor.shape[0] == 10
         else:
             assert torch.equal(tensor, saved[name]), name
-
-
-@pytest.mark.slow
-def test_small_grey_images_are_shown_as_the_model_knows_them(vit: Path) -> None:
+    # small grey images are shown as the model knows them
     model = load(vit, input_shape=(1, 8, 8)).eval()
     grey = torch.rand(2, 1, 8, 8)
     large = torch.nn.functional.interpolate(grey, (16, 16), mode="bilinear", antialias=True)
@@ -97,10 +94,7 @@ def test_what_is_no_fitting_classifier_is_one_error(vit: Path, tmp_path: Path) -
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelError, match="can't be loaded: ValueError"):
         load(tmp_path)
-
-
-@pytest.mark.slow
-def test_a_pickle_in_the_folder_is_never_read(vit: Path, tmp_path: Path) -> None:
+    # nor is a pickle read
     (tmp_path / "config.json").write_bytes((vit / "config.json").read_bytes())
     torch.save({"classifier.weight": torch.ones(3, 16)}, tmp_path / "pytorch_model.bin")
     model = load(tmp_path)  # from random weights, with a warning

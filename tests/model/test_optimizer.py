@@ -2,13 +2,11 @@
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 import torch
 
-from hardened_ddp.gradients import choose
 from hardened_ddp.model.optimizer import (
     allocate_state,
     build_optimizer,
@@ -17,7 +15,7 @@ from hardened_ddp.model.optimizer import (
 )
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.schedule import KNOWN, PREFIX, Schedule, learning_rate, restore_state
-from hardened_ddp.settings.config import Config, OptimizerConfig, OptimizerName
+from hardened_ddp.settings.config import OptimizerConfig, OptimizerName
 from hardened_ddp.settings.declare import ImportPath
 
 CPU = torch.device("cpu")
@@ -116,16 +114,6 @@ def test_fp16_on_the_cpu_is_said_to_run_in_fp32(caplog: pytest.LogCaptureFixture
     caplog.clear()
     assert Precision("auto", CPU).name == "off"
     assert not caplog.records
-
-
-def test_a_hook_without_a_case_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "_build_ddp", lambda *_, **__: None)
-    group: Any = SimpleNamespace(world_size=2, shared=None, backend="gloo")
-    hook: Any = "a new choice"
-    config = Config()
-    config = replace(config, ddp=replace(config.ddp, comm_hook=hook))
-    with pytest.raises(KeyError, match="a new choice"):
-        choose.sum_gradients_of(torch.nn.Linear(2, 2), group, config, finds_unused=False)
 
 
 def test_the_step_count_of_a_parameter_of_one_number_stays_where_the_optimizer_keeps_it() -> None:

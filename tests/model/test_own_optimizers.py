@@ -168,8 +168,6 @@ def test_a_scheduler_of_torch_is_that_of_torch() -> None:
         plain.step()
         expected.step()
     assert rates(schedule, 12) == found
-    momentum = build(lr_schedule=f"{SCHEDULERS}:ExponentialLR", lr_schedule_args={"gamma": 0.5})
-    assert rates(momentum, 3) == pytest.approx([3e-3, 1.5e-3, 0.75e-3])
 
 
 @pytest.mark.parametrize(
@@ -387,26 +385,6 @@ def learn(output: Path, *words: str, ok: bool = True) -> dict[str, torch.Tensor]
     tensors, meta = load_checkpoint(open_checkpoint(output / "run"))
     assert meta["step"] == 10 or not ok
     return tensors
-
-
-@pytest.mark.parametrize(
-    ("words", "told", "has_folder"),
-    [
-        (["--optimizer", "torch.optim:LBFGS"], "its step() needs closure", True),
-        (["--lr_schedule", f"{OWN}:missing"], "can't be imported", False),
-        (["--dataset", "image_folder:/x"], "--dataset_args '{root: /x}'", False),
-    ],
-)
-def test_a_user_s_mistake_is_one_error_without_a_traceback(
-    words: list[str], told: str, has_folder: bool, tmp_path: Path
-) -> None:
-    argv = ["--cpu_only", "--dataset", "tests.plugins:points", "--model", "mlp"]
-    finished = train([*argv, "--output_dir", str(tmp_path / "runs"), *words], 2)
-    assert finished.statuses == (2, 2)
-    # What is wrong on all ranks is told by one of them.
-    assert finished.output.count(told) == 1
-    assert "Traceback" not in finished.output
-    assert (tmp_path / "runs").exists() == has_folder
 
 
 @pytest.mark.parametrize("name", slow_after(1, RUNS))

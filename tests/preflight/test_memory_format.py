@@ -54,12 +54,16 @@ def choose(
     group: Group | None = None,
 ) -> bool:
     group = group or Group(Launch(), CPU)
-    return choose_channels_last(
+    batch = Batch(torch.randn(2, 3, 6, 6), torch.tensor([0, 2]), torch.arange(2))
+    random = torch.get_rng_state()
+    found = choose_channels_last(
         Trial(model, Classification(num_classes=3), Precision("off", CPU), group),
-        Batch(torch.randn(2, 3, 6, 6), torch.tensor([0, 2]), torch.arange(2)),
+        batch,
         config=Config() if config is None else config,
         began_with=began_with,
     )
+    assert torch.equal(torch.get_rng_state(), random)
+    return found
 
 
 def of_batch(size: int) -> Config:
@@ -117,6 +121,7 @@ def test_the_trial_leaves_no_trace(uses_view: bool) -> None:
     model = Net(kernel=11, uses_view=uses_view)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert not choose(model, of_batch(1))
+    assert all(module.training for module in model.modules())
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
     assert model.conv.weight.is_contiguous()

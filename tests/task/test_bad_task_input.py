@@ -81,6 +81,7 @@ CASES: list[tuple[Words, str]] = [
         "returned a DataLoader, whose samples are batches",
     ),
     (("--dataset", "tests.bad_tasks:no_instance", *model(2)), "returned the class Table, not an"),
+    (("--dataset", "image_folder:/x"), "image_folder:/x: no path follows the name"),
     (sized(length=-1), "its length is not known: ValueError"),
     (sized(length=3.5), "its length is not known: TypeError"),
     (sized(classes=2), "its classes are 2, not a list of names"),
@@ -243,8 +244,8 @@ def test_what_is_wrong_is_said_in_one_error_before_the_first_step(
     assert code.startswith("DDP-"), message
     assert told in message
     assert fix
-    if "'pixels'" in told:
-        assert "by name: pixels" in fix
+    for words, wanted in (("'pixels'", "by name: pixels"), ("image_folder", "'{root: /x}'")):
+        assert words not in told or wanted in fix
 
 
 # What only reading can find: it is named when its step comes.

@@ -185,7 +185,6 @@ CHOOSE = "--task classification | multilabel"
 @pytest.mark.parametrize(
     ("output", "labels", "told", "fix"),
     [
-        (torch.randn(4, 3), None, "labels are a NoneType, not a tensor", CHOOSE),
         ("text", torch.tensor([0, 1]), "neither logits nor a loss", CHOOSE),
         (torch.randn(2, 3, 4, 4), torch.randint(3, (2, 4, 4, 4)), "fit no task", CHOOSE),
         (torch.randn(2, 5, 6), torch.randint(5, (2, 6)), "fit no task", "logits.transpose(1, 2)"),
@@ -378,29 +377,6 @@ class Branching(nn.Module):
         return self.layer(torch.ones(1)) * torch.ones(len(inputs), *self.shape)
 
 
-class Restless(Branching):
-    """Draws a number and writes a buffer in each forward, in evaluation mode too."""
-
-    def __init__(self) -> None:
-        super().__init__((2,))
-        self.register_buffer("drawn", torch.zeros(()))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.drawn += torch.rand(())
-        return super().forward(inputs)
-
-
-def test_choosing_a_task_by_a_first_batch_changes_nothing() -> None:
-    model, group = Restless(), Group(Launch(), CPU)
-    sample = batch_of(torch.tensor([0, 1]), inputs=torch.ones(2))
-    before = torch.get_rng_state()
-    task = choose_task(model, sample, build_data(Config().data), Config().task, group)
-    assert task.name == "classification"
-    assert float(model.drawn) == 0.0
-    assert torch.equal(torch.get_rng_state(), before)
-    assert model.training
-
-
 def choose_on_ranks() -> str:
     """The batches of the ranks fit different tasks."""
     group = open_group(read_launch(environment()), device=CPU, backend="gloo", timeout_s=30)
@@ -452,7 +428,6 @@ ODD_INPUTS: list[tuple[Exception, Any, str]] = [
     (LISTED, {"input_ids": [torch.tensor([5, 6])] * 3}, "input_ids: a list in each sample"),
     (LISTED, {"text": ["one", "two"], "size": TWO}, "text: text, which a model can't take"),
     (LISTED, ["one", "two"], "the input: text, which"),
-    (LISTED, {"pixels": TWO}, "they go to forward by name: pixels"),
     (LISTED, [TWO, TWO], "the other 2 parts go to forward as one argument"),
     (MISSING, TWO, "last part of a sample is its label"),
     (RuntimeError("shapes differ"), [TWO, TWO], "traceback"),
