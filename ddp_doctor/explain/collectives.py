@@ -21,12 +21,12 @@ from ddp_doctor.explain.events import Line
 _WORK = re.compile(
     r"\[(?P<group>[^\]]*?)Rank (?P<rank>\d+)\] +(?:Process group watchdog .*\] +)?Watchdog caught "
     r"collective operation timeout: WorkNCCL\((?:SeqNum=(?P<seq>\d+), )?OpType=(?P<op>\w+)"
-    r"(?:, NumelIn=(?P<numel>\d+), NumelOut=(?P<out>\d+))?"
+    r"(?:, NumelIn=(?P<numel>\d+), NumelOut=\d+)?"
 )
 _STATUS = re.compile(
     r"\[(?:(?P<group>PG [^\]]*?) )?Rank (?P<rank>\d+)\].*?(?:(?:sequence id|at work|NCCL work): "
     r"(?P<seq>\d+).*?)?[Ll]ast enqueued (?:NCCL )?work: (?P<enqueued>-?\d+),.*?"
-    r"last completed (?:NCCL )?work: (?P<completed>-?\d+)"
+    r"last completed (?:NCCL )?work: -?\d+"
 )
 _FINGERPRINT = re.compile(
     r"Rank (?P<rank>\d+) is running collective: CollectiveFingerPrint\(SequenceNumber=(?P<seq>\d+)"
@@ -45,6 +45,19 @@ _NO_SEQ = -1
 _MOST_APART = 100
 _MOST_PLACES, _MOST_NAMED = 4, 16
 _RANK = re.compile(r"(\d+)$")
+_WHY = {
+    "apart": "They wait in different collectives, which no time heals: one took another branch, or "
+    "has another number of batches; the lower number is behind.",
+    "missing": "What that rank did then is in its own log: data, a save, a crash, another branch.",
+    "all": "All ranks are in it, so none is missing: data does not get from GPU to GPU "
+    "(interface, firewall, peer-to-peer access, shared memory), or a GPU is stuck.",
+    "first": "It is the first one, so nothing was exchanged yet: a rank did not come so far "
+    "(reading data, building the model, compiling), or the GPUs can't reach each other.",
+    "some": "The ranks that print this wait for one that did not come: it crashed, hangs, is slow "
+    "(data, evaluation or a save on one rank), took another branch, or has fewer batches.",
+}
+"""By what is found; of ranks that only wait by whether it is all of them, or the first time."""
+
 PICKLE = b"\x80"
 MAX_BYTES = 256 * 1024 * 1024
 
@@ -59,7 +72,6 @@ class Work:
     numel: int
     line: Line
     group: str = ""
-    enqueued: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,29 +91,11 @@ class Finding:
     @property
     def why(self) -> str:
         """Say what may hold up the ranks, by what each of them waits in."""
-        if self.kind == "apart":
-            return (
-                "They wait in different collectives, which no time heals: one took another branch, "
-                "or has another number of batches; the lower number is behind."
-            )
-        if self.kind == "missing":
-            return (
-                "What that rank did then is in its own log: data, a save, a crash, another branch."
-            )
+        if self.kind in _WHY:
+            return _WHY[self.kind]
         if self.is_sure:
-            return (
-                "All ranks are in it, so none is missing: data does not get from GPU to GPU "
-                "(interface, firewall, peer-to-peer access, shared memory), or a GPU is stuck."
-            )
-        if all(work.seq <= 1 for work in self.works):
-            return (
-                "It is the first one, so nothing was exchanged yet: a rank did not come so far "
-                "(reading data, building the model, compiling), or the GPUs can't reach each other."
-            )
-        return (
-            "The ranks that print this wait for one that did not come: it crashed, hangs, is slow "
-            "(data, evaluation or a save on one rank), took another branch, or has fewer batches."
-        )
+            return _WHY["all"]
+        return _WHY["first" if all(work.seq <= 1 for work in self.works) else "some"]
 
 
 class Collectives:
@@ -122,7 +116,9 @@ class Collectives:
         text = line.text
         if "atchdog" in text or "nqueued" in text:
             if match := _WORK.search(text):
-                self._add_work(match, line)
+                rank = int(match["rank"]) if line.rank is None else line.rank
+                seq, numel = int(match["seq"] or _NO_SEQ), int(match["numel"] or 0)
+                self._add(Work(rank, seq, match["op"], numel, line, match["group"]))
             if match := _STATUS.search(text):
                 self._add_status(match, line)
         elif "FingerPrint" in text:
@@ -130,40 +126,42 @@ class Collectives:
             # WHY: within a sub-group its ranks have other numbers
             if found and line.rank in (None, int(found[0]["rank"])):
                 for match in found:
-                    self._add_fingerprint(match, line)
+                    numel = math.prod(map(int, re.findall(r"\d+", match["shape"] or "")))
+                    rank, seq = int(match["rank"]), int(match["seq"])
+                    self._add(Work(rank, seq, match["op"], numel, line))
         if _LEAVING.search(text):
             self.num_leaving += 1
 
-    def add(self, work: Work) -> None:
+    def _add(self, work: Work) -> None:
         """Note the collective that a rank did not complete."""
-        self._works.setdefault((work.rank, work.seq, work.op), work)
+        known = self._works.setdefault((work.rank, work.seq, work.op), work)
+        known.group = known.group or work.group
 
     def take_dump(self, dump: Mapping[str, Any], name: str) -> Line | None:
         """Add one rank's collectives of the default group; return a line for the dump."""
-        rank = rank_of(dump, name)
-        entries = [
-            entry for entry in dump["entries"] if isinstance(entry, dict) and _is_default(entry)
-        ]
-        entries = [entry for entry in entries if isinstance(entry.get("collective_seq_id"), int)]
+        found = _RANK.search(name)  # the file's name ends with it
+        rank = int(found[1]) if found else dump.get("rank")
+        entries = [entry for entry in dump["entries"] if _is_of_default_group(entry)]
         if rank is None or not entries:
             return None
-        newest = max(entry["collective_seq_id"] for entry in entries)
-        waiting = [entry for entry in entries if not _is_done(entry, dump)]
-        text = f"flight recorder of rank {rank}: collective {newest} is the newest"
-        if waiting:
-            first = min(waiting, key=lambda entry: int(entry["collective_seq_id"]))
-            op, seq = _op(first), int(first["collective_seq_id"])
-            text += f", number {seq} ({op}) is not complete"
-        line = Line(file=name, number=1, text=text, raw=text, rank=rank)
-        for entry in entries:
+        line = Line(file=name, number=1, text="", rank=rank)
+        calls = [
+            (entry, Work(rank, entry["collective_seq_id"], _op(entry), _numel(entry), line))
+            for entry in entries
+        ]
+        newest = max(work.seq for _, work in calls)
+        line.text = f"flight recorder of rank {rank}: collective {newest} is the newest"
+        for entry, work in calls:
             if not entry.get("is_p2p"):  # WHY: these have numbers of their own
-                number = entry["collective_seq_id"]
-                work = Work(rank, number, _op(entry), _numel(entry), line)
-                self._history.setdefault(rank, {}).setdefault(number, work)
+                self._history.setdefault(rank, {}).setdefault(work.seq, work)
+        waiting = [work for entry, work in calls if not _is_done(entry, dump)]
         if waiting:
-            self.add(Work(rank, seq, op, _numel(first), line, enqueued=newest))
+            first = min(waiting, key=lambda work: work.seq)
+            line.text += f", number {first.seq} ({first.op}) is not complete"
+            self._add(first)
         else:
             self._enqueued.setdefault(rank, newest)
+        line.raw = line.text
         return line
 
     def _first_difference(self, world_size: int | None) -> Finding | None:
@@ -173,30 +171,15 @@ class Collectives:
         found = (self._mismatch([of[seq] for of in ranks], world_size) for seq in sorted(common))
         return next(filter(None, found), None)
 
-    def _add_work(self, match: re.Match[str], line: Line) -> None:
-        rank = int(match["rank"]) if line.rank is None else line.rank
-        seq = int(match["seq"] or _NO_SEQ)
-        self.add(Work(rank, seq, match["op"], int(match["numel"] or 0), line))
-        work = self._works[rank, seq, match["op"]]
-        work.group = work.group or match["group"]
-
-    def _add_fingerprint(self, match: re.Match[str], line: Line) -> None:
-        numel = math.prod(int(size) for size in re.findall(r"\d+", match["shape"] or ""))
-        self.add(Work(int(match["rank"]), int(match["seq"]), match["op"], numel, line))
-
     def _add_status(self, match: re.Match[str], line: Line) -> None:
         rank = int(match["rank"]) if line.rank is None else line.rank
-        enqueued = int(match["enqueued"])
         group = match["group"] or ""
-        found = [
-            work
-            for work in self._works.values()
-            if work.rank == rank and match["seq"] and work.seq == int(match["seq"])
-        ]
+        seq = int(match["seq"]) if match["seq"] else None
+        found = [w for w in self._works.values() if (w.rank, w.seq) == (rank, seq)]
         for work in found:
-            work.group, work.enqueued = group or work.group, enqueued
+            work.group = group or work.group
         if not found and _DEFAULT_GROUP.search(group):
-            self._enqueued.setdefault(rank, enqueued)
+            self._enqueued.setdefault(rank, int(match["enqueued"]))
 
     def analyse(self, *, world_size: int | None) -> Finding | None:
         """Compare the records of the group that most ranks are in."""
@@ -207,10 +190,9 @@ class Collectives:
             return None
         by_rank = {work.rank: work for work in works}
         seqs = {work.seq for work in works}
-        if len(seqs) == 1 and len(works) > 1 and _NO_SEQ not in seqs:
-            differing = self._mismatch(works, world_size)
-            if differing:
-                return differing
+        is_one_place = len(seqs) == 1 and len(works) > 1 and _NO_SEQ not in seqs
+        if is_one_place and (differing := self._mismatch(works, world_size)):
+            return differing
         if apart := self._apart(works, world_size):
             return apart
         if not all(_DEFAULT_GROUP.search(work.group) for work in works):
@@ -344,9 +326,6 @@ class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str) -> Any:  # Any: it never returns
         raise pickle.UnpicklingError(f"{module_name}.{global_name} is no plain data")
 
-    def persistent_load(self, pid: object) -> Any:  # Any: it never returns
-        raise pickle.UnpicklingError("no plain data")
-
 
 def read_dump(data: bytes) -> Mapping[str, Any] | None:
     """Read a dump; None if this is something else. Any: whatever the file has."""
@@ -369,13 +348,10 @@ def _is_done(entry: Mapping[str, Any], dump: Mapping[str, Any]) -> bool:
     return entry.get("state") == "completed"
 
 
-def rank_of(dump: Mapping[str, Any], name: str) -> int | None:
-    """Give the rank of a dump: the file's name ends with it."""
-    match = _RANK.search(name)
-    return int(match[1]) if match else dump.get("rank")
-
-
-def _is_default(entry: Mapping[str, Any]) -> bool:
+def _is_of_default_group(entry: object) -> bool:
+    """Whether an entry of a dump is a collective of all ranks, with its number."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("collective_seq_id"), int):
+        return False
     group = entry.get("process_group") or (entry.get("pg_name", ""), entry.get("pg_desc", ""))
     words = [str(word) for word in group] if isinstance(group, list | tuple) else [str(group)]
     return "default_pg" in words or words[:1] == ["0"]
@@ -386,10 +362,5 @@ def _op(entry: Mapping[str, Any]) -> str:
 
 
 def _numel(entry: Mapping[str, Any]) -> int:
-    total = 0
-    for sizes in entry.get("input_sizes") or []:
-        count = 1
-        for size in sizes if isinstance(sizes, list | tuple) else []:
-            count *= int(size) if isinstance(size, int) else 1
-        total += count
-    return total
+    tensors = [sizes for sizes in entry.get("input_sizes") or [] if isinstance(sizes, list | tuple)]
+    return sum(math.prod(size for size in of if isinstance(size, int)) for of in tensors)

@@ -108,17 +108,17 @@ class Evidence:
     def ends_with_error(self) -> bool:
         """Whether the last line that a program calls an error is near the end of the log."""
         last = self.error_line
-        if last is None:
-            return False
-        ending = self.endings.get(last.file)
-        if ending is not None and ending.goes_on_after(last.number):
+        if last is None or self._goes_on_after(last):
             return False
         return self.num_lines - last.number <= 3
 
+    def _goes_on_after(self, line: Line) -> bool:
+        ending = self.endings.get(line.file)
+        return ending is not None and ending.goes_on_after(line.number)
+
     def goes_well(self, line: Line) -> bool:
         """Whether training went on after a line, or a file ends with words of success."""
-        ending = self.endings.get(line.file)
-        return self.ends_well or (ending is not None and ending.goes_on_after(line.number))
+        return self.ends_well or self._goes_on_after(line)
 
     @property
     def world_size(self) -> int | None:
@@ -132,14 +132,12 @@ class Evidence:
             self.hosts.add(line.host)
         if line.task is not None and line.rank is not None and line.task != line.rank:
             self.labels_are_ranks = False
-        if any(word in line.raw for word in _ELASTIC):
-            self.has_elastic = True
+        self.has_elastic |= any(word in line.raw for word in _ELASTIC)
         for pattern in _WORLD:
             match = pattern.search(text)
             if match and 1 < int(match["size"]) < 1_000_000:
                 self.world_sizes[int(match["size"])] += 1
-        nodes = _NODES.search(text)
-        if nodes:
+        if nodes := _NODES.search(text):
             self.num_nodes = max(self.num_nodes, min(int(nodes["nodes"]), 100_000))
         if started := _START.match(line.raw):
             with suppress(ValueError, OverflowError):  # a damaged log
@@ -160,7 +158,6 @@ class Collector:
         self._habits = Habits()
         self._streams: dict[tuple[object, ...], Assembler] = {}
         self._open: set[tuple[object, ...]] = set()
-        self._of_found: dict[int, Event] = {}
         self._seen: dict[tuple[object, ...], Event] = {}
         self._order = 0
         self._spawned: int | None = None
@@ -196,7 +193,6 @@ class Collector:
                 self._add_exception(found, [])
         self._open.clear()
         self._streams.clear()
-        self._of_found.clear()
         self.evidence.exits.end()
 
     def take(self, raw: str, number: int) -> None:
@@ -219,10 +215,9 @@ class Collector:
         line.order = self._order
         text = line.text
         if not text or text.lstrip().startswith("frame #"):
-            stream = line.stream
-            if stream in self._open:
-                self._streams[stream].take(line)
-                self._note_open(stream)
+            if line.stream in self._open:
+                self._streams[line.stream].take(line)
+                self._note_open(line.stream)
             return
         evidence = self.evidence
         if evidence.exits.take(line):
@@ -230,13 +225,12 @@ class Collector:
             return
         if evidence.exits.rank is not None:
             line.rank = evidence.exits.rank
-        text = line.text
         self._note_facts(line)
         evidence.collectives.take(line)
-        self._take_text(line, text)
+        self._take_text(line)
 
-    def _take_text(self, line: Line, text: str) -> None:
-        stream = line.stream
+    def _take_text(self, line: Line) -> None:
+        text, stream = line.text, line.stream
         if stream not in self._streams and len(self._streams) > _MAX_STREAMS:
             self._streams.clear()
             self._open.clear()
@@ -267,8 +261,7 @@ class Collector:
     def _note_facts(self, line: Line) -> None:
         if self.evidence.note(line):
             self._seen.clear()  # WHY: what a new attempt says is not a repetition
-        spawned = _SPAWNED.search(line.text)
-        if spawned:
+        if spawned := _SPAWNED.search(line.text):
             self._spawned = int(spawned["rank"])
         if "Traceback" in line.text or "Exception" in line.text:
             self._tail = 4
@@ -277,10 +270,9 @@ class Collector:
         raised, line = found.raised, found.line
         if line.rank is None and self._spawned is not None:
             line.rank, self._spawned = self._spawned, None
+        if not matches and raised.before is not None and raised.link != "handling":
+            matches = self._matcher.find(raised.before.whole)
         match = matches[0] if matches else None
-        if match is None and raised.before is not None and raised.link != "handling":
-            earlier = self._matcher.find(raised.before.whole)
-            match = earlier[0] if earlier else None
         tier = match.cause.tier if match else Tier.EXCEPTION
         cause = match.cause if match else cause_of_type(raised)
         # CalledProcessError is all that some launchers say of a process that a signal ended
@@ -304,44 +296,41 @@ class Collector:
             is_weak=found.is_weak or (match is None and raised.is_of_launcher),
             chained=before,
         )
-        kept = self._keep(event, (raised.type, raised.shape))
-        self._of_found[id(found)] = kept
+        found.event = self._keep(event, (raised.type, raised.shape))
 
     def _add_to_exception(self, found: Found, matches: list[Match], line: Line) -> None:
         """The message of an exception goes on, and this line of it is known."""
-        event = self._of_found.get(id(found))
+        event = found.event
         if event is None or event.tier == Tier.LAUNCHER:
             return
         match = matches[0]
         if match.cause.tier in (Tier.TEARDOWN, Tier.ADVICE):
             return
         known = event.cause
-        is_guess = known is None or known.code.startswith("python-")
-        if known is None or is_guess or (known.is_generic and not match.cause.is_generic):
+        is_guess = known is None or known.is_of_type
+        if is_guess or (known is not None and known.is_generic and not match.cause.is_generic):
             event.cause, event.tier, event.detail = match.cause, match.cause.tier, line
         if event.cause is match.cause:
             event.fields = {**match.fields, **event.fields}
             event.ranks = event.ranks or _named(match)
 
     def _add_message(self, match: Match, line: Line) -> None:
-        tier = match.cause.tier
+        cause = match.cause
         is_note = " NCCL INFO " in line.raw  # what NCCL found out, or chose
-        if is_note or (match.cause.is_generic and _WARNING.search(line.raw)):
+        if is_note or (cause.is_generic and _WARNING.search(line.raw)):
             return
+        # a store or a peer is gone: at the end of a good run, too
+        is_end = cause.tier == Tier.LOST and _WARNS.search(line.raw) is not None
         event = Event(
             kind="message",
-            tier=tier,
+            tier=cause.tier,
             line=line,
-            cause=match.cause,
+            cause=cause,
             rank=line.rank,
             ranks=_named(match),
             host=line.host,
             fields=match.fields,
-            is_weak=bool(_RETRIED.search(line.raw))
-            or (
-                # a store or a peer is gone: at the end of a good run, too
-                tier == Tier.LOST and bool(_WARNS.search(line.raw))
-            ),
+            is_weak=is_end or _RETRIED.search(line.raw) is not None,
         )
         self._keep(event, (_named(match), event.is_weak))
 
@@ -350,29 +339,17 @@ class Collector:
         loose = _LOOSE.match(line.text)
         if loose and not line.text.endswith("Warning"):
             raised = Raised(type=loose["type"], message=loose["message"].strip())
-            is_launcher = _is_of_launcher(raised)
-            event = Event(
-                kind="exception",
-                tier=Tier.LAUNCHER if is_launcher else Tier.EXCEPTION,
-                line=line,
-                cause=None if is_launcher else cause_of_type(raised),
-                rank=line.rank,
-                host=line.host,
-                raised=raised,
-                is_weak=True,
-            )
-            self._keep(event, (raised.type, raised.shape))
+            self._add_exception(Found(raised, line, is_weak=True), [])
         elif _ERROR_LINE.search(line.text) and "distributed.elastic" not in line.text:
             self.evidence.error_line = line
 
     def _keep(self, event: Event, what: tuple[object, ...]) -> Event:
         """Keep an event, or count it if its like is there."""
-        code = event.cause.code if event.cause else ""
         line = event.line
         self.evidence.waits |= event.tier == Tier.TIMEOUT
-        key = (event.kind, code, event.rank, line.local, line.task, line.host, *what)
-        if event.rank is None and line.local is None and line.task is None:
-            key = (*key, event.line.file)
+        place = (event.rank, line.local, line.task)
+        file = line.file if place == (None, None, None) else ""
+        key = (event.kind, event.code, *place, line.host, file, *what)
         before = self._seen.get(key)
         if before is not None:
             before.count += 1

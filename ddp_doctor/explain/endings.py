@@ -209,12 +209,11 @@ def _catcher(event: Event) -> int:
 
 def _went_on(event: Event, ending: Ending, has_restarted: bool) -> bool:
     number = event.again or event.line.number
-    code = event.cause.code if event.cause is not None else ""
     if ending.success > number:
         return has_restarted or not _UNCAUGHT.search(event.line.raw)
     if event.kind != "message":
         return False
-    if code in _STOPS:
+    if event.code in _STOPS:
         return ending.saved > number
     is_sure = event.tier in (Tier.TIMEOUT, Tier.MISMATCH) or _IS_SEVERE.search(event.line.raw)
     return ending.goes_on_after(number) and not is_sure

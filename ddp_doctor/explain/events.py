@@ -243,6 +243,11 @@ class Event:
     """The exception during whose handling this one was raised: one failure, told twice."""
 
     @property
+    def code(self) -> str:
+        """The code of its cause; empty if that is not known."""
+        return self.cause.code if self.cause is not None else ""
+
+    @property
     def began(self) -> Line:
         """The line with which this failure begins: that of the first exception of its chain."""
         return self.line if self.chained is None else self.chained.began

@@ -5,7 +5,8 @@ Owns torchrun's last block, and single lines of torchrun, spawn, srun and mpirun
 
 import re
 import signal
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from ddp_doctor.explain.events import Line
 
@@ -14,32 +15,26 @@ _ENTRY = re.compile(r"\s*\[\d+\]:\s*$")
 _RULE = re.compile(r"\s*[-=]{10,}\s*$")
 _RANK = re.compile(r"(?P<rank>\d+) \(local_rank: (?P<local>\d+)\)")
 _STATUS = re.compile(r"(?P<status>-?\d+) \(pid: (?P<pid>\d+)\)")
-_SINGLE = (
-    re.compile(
-        r"failed \(exitcode: (?P<status>-?\d+)\) local_rank: (?P<local>\d+) \(pid: (?P<pid>\d+)\)"
-    ),
-    re.compile(
+_SINGLE = tuple(
+    re.compile(phrase)
+    for phrase in (
+        r"failed \(exitcode: (?P<status>-?\d+)\) local_rank: (?P<local>\d+) \(pid: (?P<pid>\d+)\)",
         r"process (?P<rank>\d+) terminated with (?:exit code (?P<status>\d+)|signal "
-        r"(?P<signal>SIG\w+))"
-    ),
-    re.compile(
+        r"(?P<signal>SIG\w+))",
         r"process rank (?P<rank>\d+) with PID (?P<pid>\d+) on node (?P<host>\S+) exited "
-        r"on signal (?P<number>\d+)"
-    ),
-    re.compile(r"srun: error: (?P<host>[\w.-]+): tasks? (?P<tasks>[\d,-]+): (?P<words>.+)"),
-    re.compile(
+        r"on signal (?P<number>\d+)",
+        r"srun: error: (?P<host>[\w.-]+): tasks? (?P<tasks>[\d,-]+): "
+        r"(?:Exited with exit code (?P<status>\d+)|(?P<words>.+))",
         r"Child process (?P<pid>\d+) \(local_rank (?P<local>\d+)\) FAILED "
-        r"\(exitcode (?P<status>-?\d+)\)"
-    ),
-    re.compile(r"\bRank (?P<rank>\d+) crashed with exit code (?P<status>-?\d+)"),
-    re.compile(
-        r"Global rank (?P<rank>\d+) \(PID (?P<pid>\d+)\) exited with code (?P<status>-?\d+)"
-    ),
-    re.compile(r"Error pod (?P<host>[\w.-]+) container \S+ exitCode: (?P<status>\d+)"),
-    re.compile(r"\bPod: (?P<host>[\w.-]+) exited with code (?P<status>\d+)"),
-    re.compile(r"exits with return code = (?P<status>-?\d+)"),
-    re.compile(r"MPI_ABORT was invoked on rank (?P<rank>\d+)"),
-    re.compile(r"Child process with PID (?P<pid>\d+) terminated with code (?P<status>-?\d+)"),
+        r"\(exitcode (?P<status>-?\d+)\)",
+        r"\bRank (?P<rank>\d+) crashed with exit code (?P<status>-?\d+)",
+        r"Global rank (?P<rank>\d+) \(PID (?P<pid>\d+)\) exited with code (?P<status>-?\d+)",
+        r"Error pod (?P<host>[\w.-]+) container \S+ exitCode: (?P<status>\d+)",
+        r"\bPod: (?P<host>[\w.-]+) exited with code (?P<status>\d+)",
+        r"exits with return code = (?P<status>-?\d+)",
+        r"MPI_ABORT was invoked on rank (?P<rank>\d+)",
+        r"Child process with PID (?P<pid>\d+) terminated with code (?P<status>-?\d+)",
+    )
 )
 _CLOSED = re.compile(
     r"(?:Sending process (?P<pid>\d+) closing signal|Unable to shutdown process (?P<deaf>\d+) via)"
@@ -51,7 +46,6 @@ _SRUN = {
 _SECTION = re.compile(
     r"-----(?:Begin global rank (?P<rank>\d+)|End global rank \d+) STD(?:OUT|ERR)-----"
 )
-_EXITED = re.compile(r"Exited with exit code (?P<status>\d+)")
 
 
 @dataclass(slots=True)
@@ -69,7 +63,6 @@ class Exit:
 
     host: str | None = None
     pid: int | None = None
-    time: str = ""
     is_root: bool = False
     """torchrun calls it the first."""
 
@@ -87,23 +80,21 @@ class ExitReader:
     closed: set[int] = field(default_factory=set)
     """The processes that torchrun ended, because another one had failed."""
 
+    is_open: bool = False
+    """Whether torchrun's block has begun, and has not ended."""
+
     _values: dict[str, str] = field(default_factory=dict)
     _line: Line | None = None
     _is_root: bool = False
-    _in_block: bool = False
-
-    @property
-    def is_open(self) -> bool:
-        return self._in_block
 
     def take(self, line: Line) -> bool:
         """Take a line; True if it is nothing but a part of torchrun's block."""
         text = line.text
         if "Root Cause (first observed failure)" in text or text.strip() == "Failures:":
             self._flush()
-            self._in_block, self._is_root = True, "Root" in text
+            self.is_open, self._is_root = True, "Root" in text
             return True
-        if self._in_block:
+        if self.is_open:
             return self._take_block(line)
         if section := _SECTION.search(text):  # Composer's launcher quotes what a rank wrote
             self.rank = int(section["rank"]) if section["rank"] else None
@@ -119,7 +110,7 @@ class ExitReader:
     def end(self) -> None:
         """The file ends here."""
         self._flush()
-        self._in_block = False
+        self.is_open = False
 
     def _take_block(self, line: Line) -> bool:
         text = line.text
@@ -128,80 +119,54 @@ class ExitReader:
             return True
         if _RULE.match(text):
             self._flush()
-            self._in_block = not text.strip().startswith("=") and not self._is_root
+            self.is_open = not text.strip().startswith("=") and not self._is_root
             return True
-        match = _FIELD.match(text)
-        if match and self.rank is None:
-            self._values[match["name"]] = match["value"].strip()
-            self._line = line if match["name"] == "rank" else self._line
-            if match["name"] == "traceback":
-                rank = _RANK.match(self._values.get("rank", ""))
-                self._flush()
-                if match["value"].startswith("Traceback"):
-                    self.rank = int(rank["rank"]) if rank else None
-                    line.text = match["value"]
-                    return False
-            return True
-        if self.rank is not None:
+        if self.rank is not None:  # within the traceback of this rank
             line.text = text.removeprefix("  ")
             return False
-        return not text.strip() or "NO_OTHER_FAILURES" in text
+        match = _FIELD.match(text)
+        if not match:
+            return not text.strip() or "NO_OTHER_FAILURES" in text
+        self._values[match["name"]] = match["value"].strip()
+        self._line = line if match["name"] == "rank" else self._line
+        if match["name"] != "traceback":
+            return True
+        rank = _RANK.match(self._values.get("rank", ""))
+        self._flush()
+        if not match["value"].startswith("Traceback"):
+            return True
+        self.rank = int(rank["rank"]) if rank else None
+        line.text = match["value"]
+        return False
 
     def _flush(self) -> None:
         """End the entry that is being read."""
-        values, self._values = self._values, {}
-        rank, status = (
-            _RANK.match(values.get("rank", "")),
-            _STATUS.match(values.get("exitcode", "")),
-        )
-        self.rank = None
+        values, self._values, self.rank = self._values, {}, None
+        rank = _RANK.match(values.get("rank", ""))
+        status = _STATUS.match(values.get("exitcode", ""))
         if rank and status and self._line is not None:
-            self.exits.append(
-                Exit(
-                    status=int(status["status"]),
-                    line=self._line,
-                    rank=int(rank["rank"]),
-                    local=int(rank["local"]),
-                    host=values.get("host"),
-                    pid=int(status["pid"]),
-                    time=values.get("time", "").replace("_", " "),
-                    is_root=self._is_root,
-                    from_block=True,
-                )
-            )
+            found = {**rank.groupdict(), **status.groupdict(), "host": values.get("host")}
+            ended = _exit_of(found, self._line, status=int(status["status"]))
+            ended.is_root, ended.from_block = self._is_root, True
+            self.exits.append(ended)
 
     def _add(self, match: re.Match[str], line: Line) -> None:
         found = match.groupdict()
-        if found.get("tasks"):
-            self._add_srun(found, line)
-            return
-        code = int(found.get("status") or 1)
+        status = int(found.get("status") or 1)
         if number := found.get("number"):
-            code = -int(number)
+            status = -int(number)
         elif name := found.get("signal"):
-            code = -getattr(signal, name, 0)
-        self.exits.append(
-            Exit(
-                status=_signal_of(code),
-                line=line,
-                rank=int(found["rank"]) if found.get("rank") else None,
-                local=int(found["local"]) if found.get("local") else None,
-                host=found.get("host"),
-                pid=int(found["pid"]) if found.get("pid") else None,
-            )
-        )
+            status = -getattr(signal, name, 0)
+        elif words := found.get("words"):
+            status = next((of for name, of in _SRUN.items() if words.startswith(name)), status)
+        ended = _exit_of(found, line, status=_signal_of(status))
+        self.exits += [replace(ended, task=task) for task in _tasks(found.get("tasks"))]
 
-    def _add_srun(self, found: dict[str, str | None], line: Line) -> None:
-        words = found.get("words") or ""
-        exited = _EXITED.search(words)
-        status = int(exited["status"]) if exited else 1
-        for name, value in _SRUN.items():
-            if words.startswith(name):
-                status = value
-        for task in _tasks(found.get("tasks") or ""):
-            self.exits.append(
-                Exit(status=_signal_of(status), line=line, task=task, host=found.get("host"))
-            )
+
+def _exit_of(found: Mapping[str, str | None], line: Line, *, status: int) -> Exit:
+    values = (found.get(name) for name in ("rank", "local", "pid"))
+    rank, local, pid = (int(value) if value else None for value in values)
+    return Exit(status, line, rank=rank, local=local, host=found.get("host"), pid=pid)
 
 
 def _signal_of(status: int) -> int:
@@ -209,12 +174,12 @@ def _signal_of(status: int) -> int:
     return 128 - status if 129 <= status <= 159 else status
 
 
-def _tasks(text: str) -> list[int]:
-    """Read Slurm's list of tasks: 0-2,5."""
-    tasks: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        if first.isdigit():
-            end = int(last) if last.isdigit() else int(first)
-            tasks += range(int(first), min(end, int(first) + 100_000) + 1)
+def _tasks(text: str | None) -> list[int | None]:
+    """Read Slurm's list of tasks: 0-2,5; without one it is one process of no task."""
+    if text is None:
+        return [None]
+    tasks: list[int | None] = []
+    for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
+        end = int(last or first)
+        tasks += range(int(first), min(end, int(first) + 100_000) + 1)
     return tasks

@@ -6,7 +6,6 @@ A prefix that may be something else (`3: ` of srun --label) counts only if most 
 
 import json
 import re
-from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,39 +20,39 @@ _DATED = re.compile(
     r"(?:Z| ?[+-]\d\d:?\d\d)?\]?"
     r"(?: std(?:err|out) [FP])?(?: ?[-|,:]+ ?|[ \t]|$|(?=\[))"
 )
-_CLOCKED = re.compile(rf"\[?(?P<clock>{_CLOCK})\]?(?: ?[-|:]+ ?| )(?=.*\S)")
-_SYSLOG = re.compile(
-    rf"(?:<\d+>)?(?P<month>[A-Z][a-z]{{2}}) +(?P<day>\d+) (?P<clock>{_CLOCK}) (?P<host>[\w.-]+) "
-    r"(?=kernel:|\w[\w./@-]*(?:\[\d+\])?:)"
-)
-_LEVEL = re.compile(r"\[(?:DEBUG|INFO|WARNING|ERROR|CRITICAL|FATAL)\](?::|(?=\s*\S)) ?")
-_UPTIME = re.compile(r"(?:kernel: )?\[ *\d+\.\d{3,}\] ?")
-_DMESG = re.compile(rf"\[[A-Z][a-z]{{2}} [A-Z][a-z]{{2}} +\d+ (?P<clock>{_CLOCK}) \d{{4}}\] ?")
-_GLOG = re.compile(
-    rf"\[?[DIWEFV](?:\d{{3,4}})? ?(?P<clock>{_CLOCK})? *(?:\d+ )?"
-    r"[\w./\\-]+\.(?:cpp|hpp|py|cc|h):\d+\] ?"
-)
-_RANKS = (
+_PREFIXES = (
+    # ranks
     re.compile(r"\[rank ?:? ?(?P<rank>\d+)\]:? ?"),
     re.compile(r"\[(?:RANK|Rank|GLOBAL_RANK)[ =:]*(?P<rank>\d+)\](?::|(?= [A-Z][a-z]+:)) ?"),
     re.compile(r"(?:RANK|rank|Rank)[ _=]?(?P<rank>\d+)(?:\[\d+\])?(?:\[\w+\])?[:|]+ ?"),
     re.compile(r"\[\d+,(?:mpirank:)?(?P<rank>\d+)(?:,[\w-]+)?\]<std(?:err|out|diag)>: ?"),
     re.compile(r"(?:[0-9a-f]{8} )?\[rank=(?P<rank>\d+)\] \|\| ?"),
-    re.compile(r"\(\w+\[rank=(?P<rank>\d+)\] pid=\d+(?:, ip=(?P<host>[\w.:]+))?\) ?"),
-)
-_LOCALS = (
+    re.compile(r"\(\w+\[rank=(?P<rank>\d+)\] pid=\d+(?:, ip=[\w.:]+)?\) ?"),
+    # ranks on their node
     re.compile(r"\[(?:default|trainer|worker)(?P<local>\d+)\]: ?"),
     re.compile(r"\[(?P<local>\d{1,3})\]:(?=\[rank|Traceback|  File| ?\w+Error)"),
-)
-_NCCL = re.compile(
-    r"(?P<host>[\w.-]+):\d+:\d+ \[(?P<local>-?\d+)\] (?=\S+ ?\S* NCCL |NCCL |[\w/]+\.\w+:\d+)"
-)
-_HOSTS = (
+    # times: of most logs, of syslog, dmesg, glog; without a date
+    _DATED,
+    re.compile(
+        rf"(?:<\d+>)?[A-Z][a-z]{{2}} +\d+ (?P<clock>{_CLOCK}) (?P<host>[\w.-]+) "
+        r"(?=kernel:|\w[\w./@-]*(?:\[\d+\])?:)"
+    ),
+    re.compile(rf"\[[A-Z][a-z]{{2}} [A-Z][a-z]{{2}} +\d+ (?P<clock>{_CLOCK}) \d{{4}}\] ?"),
+    re.compile(
+        rf"\[?[DIWEFV](?:\d{{3,4}})? ?(?P<clock>{_CLOCK})? *(?:\d+ )?"
+        r"[\w./\\-]+\.(?:cpp|hpp|py|cc|h):\d+\] ?"
+    ),
+    re.compile(rf"\[?(?P<clock>{_CLOCK})\]?(?: ?[-|:]+ ?| )(?=.*\S)"),
+    # seconds since the start, and levels
+    re.compile(r"(?:kernel: )?\[ *\d+\.\d{3,}\] ?"),
+    re.compile(r"\[(?:DEBUG|INFO|WARNING|ERROR|CRITICAL|FATAL)\](?::|(?=\s*\S)) ?"),
+    # hosts: of NCCL, Kubernetes, Ray, docker compose
+    re.compile(r"(?P<host>[\w.-]+):\d+:\d+ \[-?\d+\] (?=\S+ ?\S* NCCL |NCCL |[\w/]+\.\w+:\d+)"),
     re.compile(r"\[pod/(?P<host>[\w.-]+)/[\w.-]+\] ?"),
     re.compile(r"\(\w+ pid=\d+(?:, ip=(?P<host>[\w.:]+))?\) ?"),
     re.compile(r"(?P<host>[a-z][\w.]*[-_]\d+) +\| "),
 )
-_LABEL = re.compile(r" *(?P<label>\d{1,5}): ?")
+_LABEL = re.compile(r" *(?P<task>\d{1,5}): ?")
 _NAMED_HOST = re.compile(r"(?P<host>[a-zA-Z][\w-]*\d[\w.-]*): ?")
 _WORDS_BEHIND = re.compile(r"Traceback \(most|  File \"|\[rank|\[E|[\w.]+(?:Error|Exception): ")
 _LATE_RANK = re.compile(r"[^'\"]*?(\[rank\d+\]:.*)")
@@ -94,15 +93,10 @@ class Habits:
 
 def habits_of(sample: str) -> Habits:
     """Look at a part of a file."""
-    lines = [line for line in clean(sample).splitlines() if line.strip()]
-    stripped = [_DATED.sub("", line, count=1) for line in lines]
-    counts: Counter[str] = Counter()
-    for line in stripped:
-        counts["label"] += bool(_LABEL.match(line))
-        named = _NAMED_HOST.match(line)
-        counts["host"] += bool(named)
+    lines = [_DATED.sub("", line, count=1) for line in clean(sample).splitlines() if line.strip()]
     need = max(2, _ENOUGH * len(lines))
-    return Habits(has_labels=counts["label"] >= need, has_hosts=counts["host"] >= need)
+    num_labels, num_hosts = (sum(map(bool, map(p.match, lines))) for p in (_LABEL, _NAMED_HOST))
+    return Habits(has_labels=num_labels >= need, has_hosts=num_hosts >= need)
 
 
 def clean(text: str) -> str:
@@ -122,38 +116,17 @@ def parse_line(raw: str, *, file: str, number: int, habits: Habits) -> Line:
             break
         line.text = rest
     _cut_bar(line)
-    panel = _PANEL.match(line.text)
-    if panel:
+    if panel := _PANEL.match(line.text):
         line.text = panel[1]
     return line
 
 
 def _peel(line: Line, habits: Habits) -> str | None:
     """Take one prefix off, and note what it says; None if there is none."""
-    text = line.text
-    for pattern in _RANKS:
-        if match := pattern.match(text):
-            if line.rank is None or "[rank" in match[0]:
-                line.rank = int(match["rank"])
-            return text[match.end() :]
-    for pattern in _LOCALS:
-        if match := pattern.match(text):
-            line.local = int(match["local"])
-            return text[match.end() :]
-    for pattern in (_DATED, _SYSLOG, _DMESG, _GLOG, _CLOCKED):
-        if match := pattern.match(text):
-            _note_time(line, match.groupdict())
-            return text[match.end() :]
-    for pattern in (_UPTIME, _LEVEL):
-        if match := pattern.match(text):
-            return text[match.end() :]
-    if match := _NCCL.match(text):
-        line.host = match["host"]
-        return text[match.end() :]
-    for pattern in _HOSTS:
-        if match := pattern.match(text):
-            line.host = match["host"] or line.host
-            return text[match.end() :]
+    for pattern in _PREFIXES:
+        if match := pattern.match(line.text):
+            _note(line, match)
+            return line.text[match.end() :]
     return _peel_doubtful(line, habits)
 
 
@@ -168,23 +141,25 @@ def _peel_doubtful(line: Line, habits: Habits) -> str | None:
     if habits.lead is not None and (lead := habits.lead.match(text)):
         line.lead = _TIMES.sub("", lead[0])
         return text[lead.end() :]
-    label = _LABEL.match(text)
-    if label and (habits.has_labels or _WORDS_BEHIND.match(text[label.end() :])):
-        if line.task is None:
-            line.task = int(label["label"])
-        return text[label.end() :]
-    named = _NAMED_HOST.match(text)
-    if named and (habits.has_hosts or _WORDS_BEHIND.match(text[named.end() :])):
-        line.host = named["host"]
-        return text[named.end() :]
+    for pattern, is_habit in ((_LABEL, habits.has_labels), (_NAMED_HOST, habits.has_hosts)):
+        match = pattern.match(text)
+        if match and (is_habit or _WORDS_BEHIND.match(text, match.end())):
+            _note(line, match)
+            return text[match.end() :]
     return None
 
 
-def _note_time(line: Line, found: dict[str, str | None]) -> None:
+def _note(line: Line, prefix: re.Match[str]) -> None:
+    found = prefix.groupdict()
+    if (rank := found.get("rank")) and (line.rank is None or "[rank" in prefix[0]):
+        line.rank = int(rank)
+    if local := found.get("local"):
+        line.local = int(local)
+    if (task := found.get("task")) and line.task is None:
+        line.task = int(task)
+    line.host = found.get("host") or line.host
     clock = (found.get("clock") or "").replace(",", ".")
     date = (found.get("date") or "").replace("/", "-")
-    if found.get("host"):
-        line.host = found["host"]
     if clock and len(date + clock) >= len(line.time):
         line.time = f"{date} {clock}".strip()
 
@@ -221,9 +196,8 @@ def lines_of(raw: str) -> list[str]:
     nested = [entry[name] for name in _NESTED if isinstance(entry.get(name), dict)]
     text = next((found for part in (entry, *nested) if (found := _text_of(part))), "")
     lines = [line for line in text.splitlines() if line.strip()]
-    ranks = [
-        part[name] for part in (entry, *nested) for name in _RANK_NAMES if _is_rank(part, name)
-    ]
+    found_ranks = (part.get(name) for part in (entry, *nested) for name in _RANK_NAMES)
+    ranks = [rank for rank in found_ranks if type(rank) is int]  # no bool
     if ranks and "[rank" not in text:
         lines = [f"[rank{ranks[0]}]: {line}" for line in lines]
     return lines or [raw]
@@ -234,10 +208,6 @@ def _text_of(entry: dict[str, Any]) -> str:
     message = next((entry[name] for name in _MESSAGES if isinstance(entry.get(name), str)), "")
     errors = [entry[name] for name in _EXCEPTIONS if isinstance(entry.get(name), str)]
     return "\n".join([message, *errors])
-
-
-def _is_rank(entry: dict[str, Any], name: str) -> bool:
-    return isinstance(entry.get(name), int) and not isinstance(entry[name], bool)
 
 
 def stack_of_error_file(text: str) -> str:

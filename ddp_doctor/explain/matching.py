@@ -5,7 +5,7 @@ regular expression is compiled and tried only if that piece is there.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -18,7 +18,6 @@ _WORDS = (
     *(b"ailed", b"ailure", b"FAILED", b"imeout", b"imed out", b"atal", b"illed", b"DDP-"),
     *(b"SIG", b"ignal ", b"exitcode", b"exit code"),
 )
-_LITERAL_ESCAPES = set(".()[]{}|*+?^$\\/-'\"#& ")
 _SAME_DIGITS = str.maketrans("0123456789", "0" * 10)
 _LONGEST_FORM = 1000
 _MAX_FORMS = 20_000
@@ -86,42 +85,13 @@ def _compiled(phrase: str) -> re.Pattern[str]:
 
 
 def literal_of(phrase: str) -> str:
-    """Give the longest text that everything that matches phrase contains.
+    """Give the longest text that everything that matches phrase contains, outside of its groups.
 
     Raises ValueError if it is too short to be looked for.
     """
-    longest = max(_literals(phrase), key=len, default="")
+    parsed = re._parser.parse(phrase)  # type: ignore[attr-defined]  # Python's own parser
+    text = "".join(chr(value) if str(op) == "LITERAL" else "\0" for op, value in parsed)
+    longest = max(text.split("\0"), key=len)
     if len(longest) < 4:
         raise ValueError(f"no literal text in the phrase {phrase!r}")
     return longest
-
-
-def _literals(phrase: str) -> Iterator[str]:
-    """Yield runs of literal characters outside of groups."""
-    run, depth, index = "", 0, 0
-    while index < len(phrase):
-        char = phrase[index]
-        width = 1
-        is_literal = char not in ".^$*+?{}[]()|\\"
-        if char == "\\":
-            width = 2
-            char = phrase[index + 1]
-            is_literal = char in _LITERAL_ESCAPES
-        elif char == "[":
-            width = phrase.index("]", index + 2) + 1 - index
-        elif char == "{":
-            width = phrase.index("}", index) + 1 - index
-        follower = phrase[index + width : index + width + 1]
-        if is_literal and depth == 0 and follower not in ("?", "*", "{"):
-            run += char
-            if follower == "+":
-                yield run
-                run = ""
-        else:
-            yield run
-            run = ""
-            depth += (char == "(" and width == 1) - (char == ")" and width == 1)
-            if char == "|" and depth == 0:
-                raise ValueError(f"alternatives outside of a group: {phrase!r}")
-        index += width
-    yield run

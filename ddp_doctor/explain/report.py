@@ -98,7 +98,7 @@ class Answer:
     def is_of_suite(self) -> bool:
         """Whether it is a run of this suite, for which its settings and codes are of use."""
         root, found = self.verdict.root, self.evidence
-        code = root.cause.code if root is not None and root.cause is not None else ""
+        code = root.code if root is not None else ""
         is_known = self.story is not None or bool(found.starts) or bool(found.next_step)
         return is_known or code.startswith("DDP-")
 
@@ -159,7 +159,7 @@ def _told(event: Event) -> str:
 
 def _is_wait(root: Event) -> bool:
     """Whether a collective timed out: then what each rank was at says more than the message."""
-    return root.cause is not None and root.cause.code in ("nccl-timeout", "gloo-timeout")
+    return root.code in ("nccl-timeout", "gloo-timeout")
 
 
 def _as_sentence(why: str, fields: Mapping[str, str]) -> str:
@@ -262,17 +262,16 @@ def _entry(answer: Answer) -> dict[str, Any]:  # Any: JSON
         if guilty is not None
         else [{"rank": rank, "host": None, "confidence": LIKELY} for rank in verdict.ranks_alike],
         "evidence": [
-            {"file": e.line.file, "line": e.line.number, "text": e.line.raw[:1000]}
-            for e in verdict.evidence
+            {"file": line.file, "line": line.number, "text": line.raw[:1000]}
+            for line in verdict.evidence
         ],
         "fixes": [
             *({"for": _NAMES[name], "text": text} for name, text in _fixes(cause)),
             *({"for": _SUITE, "text": " ".join(step).strip()} for step in _steps(answer)),
         ],
         "later": [
-            {"code": e.cause.code, "rank": e.rank, "line": e.line.number, "text": _told(e)}
+            {"code": e.code, "rank": e.rank, "line": e.line.number, "text": _told(e)}
             for e in verdict.later
-            if e.cause is not None
         ],
         "echoes": verdict.num_echoes,
         "confidence": confidence_of(verdict)[0] if verdict.kind == "explained" else None,
@@ -378,10 +377,9 @@ def describe(cause: Cause) -> str:
 
 def _evidence_lines(verdict: Verdict) -> list[str]:
     lines = ["Evidence"] if verdict.evidence else []
-    for event in verdict.evidence:
-        text = event.line.raw
-        text = text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + " ..."
-        lines.append(f"  {event.line.file}:{event.line.number}: {text}")
+    for line in verdict.evidence:
+        text = line.raw if len(line.raw) <= _MAX_TEXT else line.raw[:_MAX_TEXT] + " ..."
+        lines.append(f"  {line.file}:{line.number}: {text}")
     return [*lines, ""] if lines else []
 
 
@@ -415,7 +413,7 @@ def _steps(answer: Answer) -> list[tuple[str, str]]:
     A command that needs more than is known here is left out; so is a resume that is not needed.
     """
     root = answer.verdict.root
-    code = root.cause.code if root is not None and root.cause is not None else ""
+    code = root.code if root is not None else ""
     known: dict[str, str] = {}
     if answer.story is not None:
         run = Path(answer.story.folder)

@@ -8,7 +8,7 @@ unlabelled tracebacks are mixed, each last line still gives one exception.
 import re
 from dataclasses import dataclass, field
 
-from ddp_doctor.explain.events import Frame, Line, Raised
+from ddp_doctor.explain.events import Event, Frame, Line, Raised
 
 HEADER = re.compile(
     r"(?P<before>.*?)Traceback \((?:most recent call last|innermost last)\)(?P<box>.*)"
@@ -58,6 +58,8 @@ class Found:
     raised: Raised
     line: Line
     is_weak: bool = False
+    event: Event | None = None
+    """What the collector made of it."""
 
 
 @dataclass(slots=True)

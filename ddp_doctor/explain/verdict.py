@@ -65,7 +65,7 @@ class Verdict:
     root: Event | None = None
     guilty: Guilty | None = None
     finding: Finding | None = None
-    evidence: list[Event] = field(default_factory=list)
+    evidence: list[Line] = field(default_factory=list)
     first_exceptions: list[Event] = field(default_factory=list)
     """Of each rank, in order."""
 
@@ -87,7 +87,7 @@ def judge(evidence: Evidence) -> Verdict:
     verdict = _judge(evidence)
     if verdict.kind == "healthy":
         if (nan := nan_event(evidence.endings)) is not None:
-            return Verdict(kind="explained", root=nan, evidence=[nan])
+            return Verdict(kind="explained", root=nan, evidence=[nan.line])
         if not evidence.ends_well:
             verdict.kind = "open"
     return verdict
@@ -103,17 +103,21 @@ def _judge(evidence: Evidence) -> Verdict:
     finding = evidence.collectives.analyse(world_size=evidence.world_size)
     events = [event for event in evidence.events if event.tier != Tier.ADVICE]
     if finding is not None and finding.kind == "mismatch":
-        events.append(_mismatch(finding))
+        cause, line = BY_CODE["collective-mismatch"], finding.works[0].line
+        fields = {"what": finding.text}
+        events.append(
+            Event(kind="collective", tier=cause.tier, line=line, cause=cause, fields=fields)
+        )
     _weaken_crashes(events)
     ended = _exit_events(evidence)
-    known = {event.cause.code for event in ended if event.cause is not None}
+    known = {event.code for event in ended}
     # WHY: the line that tells of the end is in there, with the rank
-    events = [e for e in events if not (e.kind == "message" and e.cause and e.cause.code in known)]
+    events = [e for e in events if not (e.kind == "message" and e.code in known)]
     events += ended
     events += silent_ends(events, evidence)
     _weaken_time_limit(events, evidence)
-    has_verdict = any(e.cause is not None and e.cause.code == HUNG for e in events)
     evidence.stacks = newest_stacks(evidence.stacks)
+    has_verdict = any(event.code == HUNG for event in events)
     events += events_of_folder(evidence.statuses, [] if has_verdict else evidence.stacks)
     total = sum(event.count for event in evidence.events)
     if not events and not failed:
@@ -126,9 +130,8 @@ def _judge(evidence: Evidence) -> Verdict:
         return _unknown(evidence, events, total)
     if root.is_weak and root.kind == "message" and not failed and not evidence.ends_with_error:
         return Verdict(kind="healthy", num_echoes=total)
-    if root.is_weak and root.raised is not None and not failed and not root.raised.frames:
-        return _unknown(evidence, events, total, root=root)
-    if root.cause is None:
+    is_quoted = root.is_weak and root.raised is not None and not root.raised.frames
+    if root.cause is None or (is_quoted and not failed):
         return _unknown(evidence, events, total, root=root)
     if is_closing(root) and any(ended.status != _TERMINATED for ended in failed):
         return _unknown(evidence, events, total)
@@ -159,13 +162,13 @@ def _weaken_crashes(events: Sequence[Event]) -> None:
 
     WHY: torch's watchdog aborts the process then, and its end may crash.
     """
-    first: dict[str, int] = {}
+    told = set()
     for event in sorted(events, key=lambda event: event.line.order):
-        code = event.cause.code if event.cause is not None else ""
+        is_crash = event.kind == "message" and event.code in ("killed-segfault", "stop-aborted")
         if event.tier in (Tier.TIMEOUT, Tier.LOST):
-            first.setdefault(event.line.file, event.line.order)
-        elif event.kind == "message" and code in ("killed-segfault", "stop-aborted"):
-            event.tier = Tier.TEARDOWN if event.line.file in first else event.tier
+            told.add(event.line.file)
+        elif is_crash and event.line.file in told:
+            event.tier = Tier.TEARDOWN
 
 
 def _weaken_time_limit(events: Sequence[Event], evidence: Evidence) -> None:
@@ -173,27 +176,16 @@ def _weaken_time_limit(events: Sequence[Event], evidence: Evidence) -> None:
 
     WHY: the other ranks wait for a dead or late one until the scheduler ends them all.
     """
-    limits = [e for e in events if e.cause is not None and e.cause.code == "stop-time-limit"]
-    failed = [
-        e
+    orders = [
+        e.line.order
         for e in events
         if Tier.KILLED < e.tier <= Tier.TIMEOUT
         and e.kind != "exit"
         and not (e.is_weak or evidence.goes_well(e.line))
     ]
-    first = min((e.line.order for e in failed), default=math.inf)
-    for event in limits:
-        event.tier = Tier.TEARDOWN if first < event.line.order else event.tier
-
-
-def _mismatch(finding: Finding) -> Event:
-    return Event(
-        kind="collective",
-        tier=Tier.MISMATCH,
-        line=finding.works[0].line,
-        cause=BY_CODE["collective-mismatch"],
-        fields={"what": finding.text},
-    )
+    for event in events:
+        if event.code == "stop-time-limit" and min(orders, default=math.inf) < event.line.order:
+            event.tier = Tier.TEARDOWN
 
 
 def _exit_events(evidence: Evidence) -> list[Event]:
@@ -228,8 +220,7 @@ def _exit_event(ended: Exit, cause: Cause) -> Event:
 
 def _root(events: Sequence[Event], evidence: Evidence) -> Event | None:
     """Take the first event of the lowest tier."""
-    found = [event for event in events if event.tier < Tier.LAUNCHER]
-    found = _without_aftermath(found)
+    found = _without_aftermath([event for event in events if event.tier < Tier.LAUNCHER])
     if not found:
         return None
     times = {bool(event.line.time) for event in found if event.tier == Tier.EXCEPTION}
@@ -285,34 +276,25 @@ def _without_aftermath(events: Sequence[Event]) -> list[Event]:
 
 def _support(
     root: Event, events: Sequence[Event], evidence: Evidence, finding: Finding | None
-) -> list[Event]:
+) -> list[Line]:
     """Choose one to five lines that show it: the cause, its like on other ranks, its effects."""
-    chosen = [root]
-    if root.cause is not None and root.cause.code == HUNG:
-        chosen += [Event(kind="stack", tier=root.tier, line=s.line) for s in evidence.stacks[:4]]
+    chosen = [root.line]
+    if root.code == HUNG:
+        chosen += [stack.line for stack in evidence.stacks[:4]]
     detail = evidence.error_line if root.cause is _SILENT else root.detail
-    if detail is not None:
-        chosen.append(Event(kind="message", tier=root.tier, line=detail))
-    chosen += [event for event in events if event.chained is root]  # what became of it
-    same = [e for e in events if e is not root and e.cause is root.cause and e.cause is not None]
-    chosen += same[:2]
+    chosen += [detail] if detail is not None else []
+    shown = [event for event in events if event.chained is root]  # what became of it
+    shown += [e for e in events if e is not root and e.cause is root.cause is not None][:2]
+    chosen += [event.line for event in shown]
     if finding is not None and root.tier in (Tier.TIMEOUT, Tier.MISMATCH):
-        shown = [root.line.number]
-        for work in finding.works:
-            if work.line.number not in shown and len(chosen) < 4:
-                shown.append(work.line.number)
-                chosen.append(Event(kind="collective", tier=root.tier, line=work.line))
-    later = [e for e in events if e not in chosen and e.tier > root.tier and not e.is_weak]
-    chosen += sorted(later, key=lambda e: e.line.order)[:1]
-    lines: dict[tuple[str, int], Event] = {}
-    for event in chosen:
-        lines.setdefault((event.line.file, event.line.number), event)
+        others = {w.line.number: w.line for w in finding.works if w.line.number != root.line.number}
+        chosen += [*others.values()][: max(0, 4 - len(chosen))]
+    shown.append(root)
+    later = [e.line for e in events if e not in shown and e.tier > root.tier and not e.is_weak]
+    chosen += sorted(later, key=lambda line: line.order)[:1]
     ended = _exit_of(root, evidence)
-    if ended is not None and (ended.line.file, ended.line.number) not in lines:
-        lines[ended.line.file, ended.line.number] = Event(
-            kind="exit", tier=Tier.LAUNCHER, line=ended.line
-        )
-    return list(lines.values())[:5]
+    chosen += [ended.line] if ended is not None else []
+    return [*{(line.file, line.number): line for line in chosen}.values()][:5]
 
 
 def _later_failures(root: Event, events: Sequence[Event], evidence: Evidence) -> list[Event]:
@@ -358,19 +340,15 @@ def _first_exceptions(events: Sequence[Event]) -> list[Event]:
 def _unknown(
     evidence: Evidence, events: Sequence[Event], total: int, *, root: Event | None = None
 ) -> Verdict:
-    guilty = None
-    alike: tuple[int, ...] = ()
-    if root is not None:
-        guilty, alike = who(root, events, evidence, None)
+    guilty, alike = who(root, events, evidence, None) if root is not None else (None, ())
     exits = [ended for ended in evidence.exits.exits if ended.status != 0]
     roots = [ended for ended in exits if ended.is_root] or exits
-    last = evidence.error_line
-    shown = [Event(kind="message", tier=Tier.LAUNCHER, line=last)] if last else []
+    last = root.line if root is not None else evidence.error_line
     return Verdict(
         kind="unknown",
         root=root,
         guilty=guilty,
-        evidence=[root] if root else shown,
+        evidence=[last] if last is not None else [],
         first_exceptions=_first_exceptions(events),
         num_echoes=max(0, total - 1),
         root_exit=roots[0] if roots else None,
@@ -421,24 +399,22 @@ def place_events(evidence: Evidence) -> None:
         for ended in evidence.exits.exits
         if ended.rank is not None and ended.local is not None
     )
-    if is_one_node:
-        for ended in evidence.exits.exits:
-            ended.rank = ended.local if ended.rank is None else ended.rank
-    of_local = _ranks_of_locals(evidence)
     tasks_are_ranks = evidence.labels_are_ranks and not evidence.has_elastic
-    if tasks_are_ranks:
-        for ended in evidence.exits.exits:
-            ended.rank = ended.task if ended.rank is None else ended.rank
+    for ended in evidence.exits.exits:
+        if ended.rank is None and is_one_node:
+            ended.rank = ended.local
+        if ended.rank is None and tasks_are_ranks:
+            ended.rank = ended.task
+    of_local = _ranks_of_locals(evidence)
+    locals_are_ranks = is_one_node and len(evidence.hosts) <= 1
     for event in evidence.events:
         line = event.line
         if event.rank is not None:
             continue
         if line.local is not None:
-            if (line.host, line.local) in of_local:
-                event.rank = of_local[line.host, line.local]
-            elif is_one_node and len(evidence.hosts) <= 1:
-                event.rank = line.local
-        elif line.task is not None and tasks_are_ranks:
+            other = line.local if locals_are_ranks else None
+            event.rank = of_local.get((line.host, line.local), other)
+        elif tasks_are_ranks:
             event.rank = line.task
 
 
@@ -497,23 +473,20 @@ def who(
 
 def _alike(root: Event, events: Sequence[Event]) -> tuple[int, ...]:
     """List the ranks that report the same cause by themselves."""
-    ranks: set[int] = set()
-    for event in events:
-        if event.is_weak != root.is_weak or event.kind == "exit":
-            continue
-        is_same = event.cause is root.cause and event.tier == root.tier
-        if is_same and root.cause is not None and root.cause.is_generic and root.raised:
-            is_same = event.raised is not None and event.raised.type == root.raised.type
-        if is_same and root.cause is None and root.raised and event.raised:
-            is_same = event.raised.type == root.raised.type
-        if is_same:
-            ranks |= {event.rank} if event.rank is not None else set(event.ranks)
-    if root.kind == "exit" and root.rank is not None:
-        same = [e for e in events if e.kind == "exit" and e.cause is root.cause]
-        return tuple(sorted({e.rank for e in same if e.tier == root.tier and e.rank is not None}))
-    if root.rank is not None:
-        ranks.add(root.rank)
-    return tuple(sorted(ranks))
+
+    def is_like(event: Event) -> bool:
+        if event.cause is not root.cause or event.tier != root.tier:
+            return False
+        is_known = root.cause is not None and not root.cause.is_generic
+        if is_known or root.raised is None:
+            return True
+        return event.raised is not None and event.raised.type == root.raised.type
+
+    is_exit = root.kind == "exit" and root.rank is not None
+    own = [e for e in events if e.is_weak == root.is_weak and (e.kind == "exit") == is_exit]
+    like = [root, *filter(is_like, own)] if root.rank is not None else [*filter(is_like, own)]
+    ranks = (e.ranks if e.rank is None else (e.rank,) for e in like)
+    return tuple(sorted(set().union(*ranks)))
 
 
 def _by_process(root: Event, evidence: Evidence) -> Guilty | None:
@@ -522,9 +495,8 @@ def _by_process(root: Event, evidence: Evidence) -> Guilty | None:
     pid = root.fields.get("pid")
     for ended in exits:
         if pid and ended.rank is not None and str(ended.pid) == pid:
-            return Guilty(
-                ended.rank, ended.host, CERTAIN, "the launcher names the rank of this pid"
-            )
+            reason = "the launcher names the rank of this pid"
+            return Guilty(ended.rank, ended.host, CERTAIN, reason)
     is_killed = root.tier == Tier.KILLED
     killed = {ended.rank: ended for ended in exits if ended.status == -9 and ended.rank is not None}
     if is_killed and len(killed) == 1:
