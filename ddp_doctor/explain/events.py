@@ -184,6 +184,11 @@ class Raised:
         return self.type.rpartition(".")[2]
 
     @property
+    def headline(self) -> str:
+        """The first line of its message."""
+        return self.message.partition("\n")[0]
+
+    @property
     def whole(self) -> str:
         """What the traceback's last line says."""
         return f"{self.type}: {self.message}"

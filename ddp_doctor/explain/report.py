@@ -15,7 +15,7 @@ from typing import Any
 
 from ddp_doctor.explain.catalogue.own import GUIDE, STEPS
 from ddp_doctor.explain.collector import Evidence
-from ddp_doctor.explain.events import Cause, Event, Tier
+from ddp_doctor.explain.events import Cause, Event, Raised, Tier
 from ddp_doctor.explain.run_story import ENDED_WELL, Story, lines_of
 from ddp_doctor.explain.verdict import CERTAIN, LIKELY, UNKNOWN, Verdict
 
@@ -97,10 +97,9 @@ class Answer:
     @property
     def is_of_suite(self) -> bool:
         """Whether it is a run of this suite, for which its settings and codes are of use."""
-        root, found = self.verdict.root, self.evidence
-        code = root.code if root is not None else ""
+        found, cause = self.evidence, self.verdict.cause
         is_known = self.story is not None or bool(found.starts) or bool(found.next_step)
-        return is_known or code.startswith("DDP-")
+        return is_known or (cause is not None and cause.code.startswith("DDP-"))
 
     @property
     def typed(self) -> str:
@@ -113,7 +112,7 @@ def headline_of(verdict: Verdict) -> str:
     root = verdict.root
     if root is None or root.cause is None or root.cause.is_of_type:
         return _unknown_headline(verdict)
-    step = _STEP.search(root.raised.message.split("\n")[0]) if root.raised is not None else None
+    step = _STEP.search(root.raised.headline) if root.raised is not None else None
     text = f"{_subject(verdict)}{f', {step[0]}' if step else ''}: {root.cause.title}"
     places = f" ({verdict.finding.text})" if verdict.finding is not None else ""
     if verdict.activity[0]:
@@ -123,15 +122,16 @@ def headline_of(verdict: Verdict) -> str:
 
 def details_of(verdict: Verdict) -> list[str]:
     """Say why, and what was raised where, in a paragraph each."""
-    root = verdict.root
-    found = []
-    if root is not None and root.cause is not None:
+    root, finding = verdict.root, verdict.finding
+    found: list[str] = []
+    if root is None:
+        return found
+    if root.cause is not None:
         why = _as_sentence(root.cause.why, defaultdict(lambda: "?", root.fields))
-        if verdict.finding is not None:
-            text = verdict.finding.text
-            if text not in headline_of(verdict):
-                found.append(f"{text[:1].upper()}{text[1:]}.")
-            why = verdict.finding.why if _is_wait(root) else why
+        if finding is not None:
+            if finding.text not in headline_of(verdict):
+                found.append(f"{finding.text[:1].upper()}{finding.text[1:]}.")
+            why = finding.why if _is_wait(root) else why
         if verdict.activity[0]:
             why = f"The last that the program said before the wait: {verdict.activity[1]}"
         if {"here", "all"} <= root.fields.keys():
@@ -139,8 +139,8 @@ def details_of(verdict: Verdict) -> list[str]:
         if said := _LAST_ERROR.search(root.raised.message) if root.raised is not None else None:
             why = f"NCCL says: {said[1]}. {why}"
         found.append(why)
-    if root is not None and root.raised is not None and root.tier == Tier.EXCEPTION:
-        found.append(f"Raised: {_raised(root)}")
+    if root.raised is not None and root.tier == Tier.EXCEPTION:
+        found.append(f"Raised: {_raised(root.raised)}")
     return found
 
 
@@ -181,24 +181,25 @@ def _subject(verdict: Verdict) -> str:
     return "The job"
 
 
-def _raised(event: Event) -> str:
-    raised = event.raised
-    assert raised is not None
-    message = raised.message.splitlines()[0] if raised.message else ""
-    text = f"{raised.name}: {message}" if message else raised.name or "an exception"
-    text = text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + " ..."
+def _raised(raised: Raised) -> str:
+    text = raised.name or "an exception"
+    text = f"{raised.name}: {raised.headline}" if raised.headline else text
     frame = raised.own_frame
     place = f" at {raised.where}" if raised.where else ""
     inside = f" in {frame.function}" if frame and frame.function else ""
-    return text + place + inside
+    return _shortened(text) + place + inside
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + " ..."
 
 
 def _unknown_headline(verdict: Verdict) -> str:
     root, ended = verdict.root, verdict.root_exit
-    if root is not None and root.raised is not None:
-        message = root.raised.message.partition("\n")[0]
-        said = f": {message}" if message else f" at {root.raised.where}" * bool(root.raised.where)
-        text = f"{_subject(verdict)}: {root.raised.name or 'an exception'}{said}"
+    if root is not None and (raised := root.raised) is not None:
+        said = f" at {raised.where}" if raised.where else ""
+        said = f": {raised.headline}" if raised.headline else said
+        text = f"{_subject(verdict)}: {raised.name or 'an exception'}{said}"
         return text if len(text) <= _MAX_HEADLINE else f"{text[: _MAX_HEADLINE - 4]} ..."
     if ended is not None:
         how = f"signal {-ended.status}" if ended.status < 0 else f"exit status {ended.status}"
@@ -245,9 +246,7 @@ def as_json(answer: Answer) -> str:
 
 def _entry(answer: Answer) -> dict[str, Any]:  # Any: JSON
     verdict, story = answer.verdict, answer.story
-    root = verdict.root
-    cause = root.cause if root is not None else None
-    guilty = verdict.guilty
+    cause, guilty = verdict.cause, verdict.guilty
     return {
         "verdict": verdict.kind,
         "cause": {
@@ -304,7 +303,7 @@ def list_of(answers: Sequence[Answer], *, as_json: bool) -> str:
 
 def _short(answer: Answer) -> str:
     """Say the verdict in half a sentence."""
-    verdict, cause = answer.verdict, answer.verdict.root and answer.verdict.root.cause
+    verdict, cause = answer.verdict, answer.verdict.cause
     if answer.problem:
         return answer.problem
     if verdict.kind == "explained" and cause and not cause.is_of_type:
@@ -345,12 +344,13 @@ def as_text(answer: Answer) -> str:
             how = "a guess" if guilty.confidence == UNKNOWN else guilty.confidence
             lines += _wrap(f"The rank is {how}: {guilty.reason}.", "")
         lines.append("")
-    lines += _evidence_lines(verdict)
-    cause = verdict.root.cause if verdict.root is not None else None
-    if verdict.kind == "unknown" or cause is None:
-        lines += _collect_lines(verdict)
+    if verdict.evidence:
+        places = ((f"{line.file}:{line.number}", line.raw) for line in verdict.evidence)
+        lines += ["Evidence", *(f"  {place}: {_shortened(text)}" for place, text in places), ""]
+    if verdict.kind == "explained" and verdict.cause is not None:
+        lines += _fix_lines(verdict.cause, answer)
     else:
-        lines += _fix_lines(cause, answer)
+        lines += _collect_lines(verdict)
     for event in verdict.later:
         lines += [*_wrap(f"A failure of its own, later: {_told(event)}", ""), ""]
     if verdict.num_echoes:
@@ -373,14 +373,6 @@ def describe(cause: Cause) -> str:
     for text, _ in STEPS.get(cause.code, ()):
         lines += _wrap(text.removesuffix(":") + ".", "  ")  # its command needs a run
     return "\n".join([*lines, *_confirm_lines(cause), ""])
-
-
-def _evidence_lines(verdict: Verdict) -> list[str]:
-    lines = ["Evidence"] if verdict.evidence else []
-    for line in verdict.evidence:
-        text = line.raw if len(line.raw) <= _MAX_TEXT else line.raw[:_MAX_TEXT] + " ..."
-        lines.append(f"  {line.file}:{line.number}: {text}")
-    return [*lines, ""] if lines else []
 
 
 def _fix_lines(cause: Cause, answer: Answer) -> list[str]:
@@ -412,27 +404,23 @@ def _steps(answer: Answer) -> list[tuple[str, str]]:
 
     A command that needs more than is known here is left out; so is a resume that is not needed.
     """
-    root = answer.verdict.root
-    code = root.code if root is not None else ""
-    known: dict[str, str] = {}
-    if answer.story is not None:
-        run = Path(answer.story.folder)
-        guilty = answer.verdict.guilty
+    cause, story, known = answer.verdict.cause, answer.story, dict[str, str]()
+    if story is not None:
+        run, guilty = Path(story.folder), answer.verdict.guilty
         rank = guilty.rank if guilty is not None else None
-        logs = sorted(run.glob("logs/rank-*.log"))
+        logs = sorted(run.glob("logs/rank-*.log"))[:8]
+        logs = [run / "logs" / f"rank-{rank}.log"] if rank is not None else logs
         known = {
             "run": shlex.quote(str(run)),
-            "log": shlex.quote(str(run / "logs" / f"rank-{rank}.log"))
-            if rank is not None
-            else " ".join(shlex.quote(str(log)) for log in logs[:8]),
-            "again": answer.commands.resume(run, answer.story.attempts[-1].num_ranks),
+            "log": " ".join(shlex.quote(str(log)) for log in logs),
+            "again": answer.commands.resume(run, story.attempts[-1].num_ranks),
         }
         if stacks := answer.evidence.stacks:
             named = [s for s in stacks if s.rank == rank and not s.worker] or stacks
             known["stack"] = shlex.quote(named[0].line.file)
-    is_over = answer.story is not None and answer.story.state in ENDED_WELL
+    is_over = story is not None and story.state in ENDED_WELL
     found = []
-    for text, command in STEPS.get(code, ()):
+    for text, command in STEPS.get(cause.code, ()) if cause is not None else ():
         if is_over and "{again}" in command:
             continue
         try:
@@ -450,7 +438,8 @@ def _collect_lines(verdict: Verdict) -> list[str]:
         lines.append("First exception of each rank")
         for event in verdict.first_exceptions:
             name = f"rank {event.rank}" if event.rank is not None else "a rank"
-            lines += _wrap(f"{name}: {_raised(event)}", "  ")
+            assert event.raised is not None
+            lines += _wrap(f"{name}: {_raised(event.raised)}", "  ")
         lines.append("")
     lines.append("To know more, collect")
     for text in _COLLECT:

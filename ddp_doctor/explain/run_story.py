@@ -9,6 +9,7 @@ import json
 import math
 import re
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -109,12 +110,9 @@ def _read(path: Path) -> list[_Json]:
     except OSError:
         return []
     for line in text.splitlines():
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        found += [entry] if isinstance(entry, dict) else []
-    return found
+        with suppress(ValueError, RecursionError):
+            found.append(json.loads(line))
+    return [entry for entry in found if isinstance(entry, dict)]
 
 
 def _is_whole(entry: _Json) -> bool:
@@ -124,15 +122,12 @@ def _is_whole(entry: _Json) -> bool:
 
 def _state(folder: Path, evidence: Evidence) -> str:
     """Say how the run stands now."""
-    states = {str(status.entry.get("state")) for status in evidence.statuses}
-    if "running" in states:
-        running = [status for status in evidence.statuses if status.is_running]
+    if running := [status for status in evidence.statuses if status.is_running]:
         return "dead" if all(status.is_dead(time.time()) for status in running) else "running"
-    try:
+    states = {str(status.entry.get("state")) for status in evidence.statuses}
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):  # none, or damaged
         summary = json.loads((folder / "summary.json").read_bytes()[:_MOST_BYTES])
         states.add(str(summary["status"]))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # none, or damaged
-        states.add("")
     return next((name for name in ("failed", "stopped", "finished") if name in states), "unknown")
 
 

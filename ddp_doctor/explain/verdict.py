@@ -81,6 +81,10 @@ class Verdict:
     later: list[Event] = field(default_factory=list)
     """Failures that do not follow from the cause."""
 
+    @property
+    def cause(self) -> Cause | None:
+        return self.root.cause if self.root is not None else None
+
 
 def judge(evidence: Evidence) -> Verdict:
     """Choose the cause among the events."""
@@ -101,24 +105,7 @@ def _judge(evidence: Evidence) -> Verdict:
     failed = [ended for ended in exits if ended.status != 0]
     weaken_survived(evidence.events, evidence.endings, restarted=restarted, failed=failed)
     finding = evidence.collectives.analyse(world_size=evidence.world_size)
-    events = [event for event in evidence.events if event.tier != Tier.ADVICE]
-    if finding is not None and finding.kind == "mismatch":
-        cause, line = BY_CODE["collective-mismatch"], finding.works[0].line
-        fields = {"what": finding.text}
-        events.append(
-            Event(kind="collective", tier=cause.tier, line=line, cause=cause, fields=fields)
-        )
-    _weaken_crashes(events)
-    ended = _exit_events(evidence)
-    known = {event.code for event in ended}
-    # WHY: the line that tells of the end is in there, with the rank
-    events = [e for e in events if not (e.kind == "message" and e.code in known)]
-    events += ended
-    events += silent_ends(events, evidence)
-    _weaken_time_limit(events, evidence)
-    evidence.stacks = newest_stacks(evidence.stacks)
-    has_verdict = any(event.code == HUNG for event in events)
-    events += events_of_folder(evidence.statuses, [] if has_verdict else evidence.stacks)
+    events = _with_inferred(evidence, finding)
     total = sum(event.count for event in evidence.events)
     if not events and not failed:
         ends_badly = evidence.ends_with_error and not evidence.ends_well
@@ -155,6 +142,29 @@ def _judge(evidence: Evidence) -> Verdict:
         verdict.activity = activity_before(evidence.before_wait or "")
     verdict.num_echoes = max(0, total - len(verdict.evidence))
     return verdict
+
+
+def _with_inferred(evidence: Evidence, finding: Finding | None) -> list[Event]:
+    """Give the events with those that no line tells: from exits, collectives, a run's folder."""
+    events = [event for event in evidence.events if event.tier != Tier.ADVICE]
+    if finding is not None and finding.kind == "mismatch":
+        cause, line = BY_CODE["collective-mismatch"], finding.works[0].line
+        fields = {"what": finding.text}
+        events.append(
+            Event(kind="collective", tier=cause.tier, line=line, cause=cause, fields=fields)
+        )
+    _weaken_crashes(events)
+    ended = _exit_events(evidence)
+    known = {event.code for event in ended}
+    # WHY: the line that tells of the end is in there, with the rank
+    events = [e for e in events if not (e.kind == "message" and e.code in known)]
+    events += ended
+    events += silent_ends(events, evidence)
+    _weaken_time_limit(events, evidence)
+    evidence.stacks = newest_stacks(evidence.stacks)
+    has_verdict = any(event.code == HUNG for event in events)
+    events += events_of_folder(evidence.statuses, [] if has_verdict else evidence.stacks)
+    return events
 
 
 def _weaken_crashes(events: Sequence[Event]) -> None:
