@@ -95,7 +95,6 @@ def stream_loader(rows: Rows, num_shards: int, *, says: bool) -> ShardLoader:
     )
     launch = Launch(rank=0, local_rank=0, world_size=1)
     fetcher = Fetcher(HeldSamples(stream), seed=0)
-    fetcher.shares_memory = False
     return ShardLoader(
         sampler,
         batch_stream(BlockReader(stream, seed=0)),

@@ -64,11 +64,11 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
     ],
     "data/sources/facts.py": [
         ("if key not in _PLACES", "", "datasets"),
-        ('first if first == second else b"random"', "first", "datasets"),
+        ('content if content == _bytes_of(second) else b"random"', "content", "datasets"),
     ],
     "data/sources/downloads.py": [
         ("if error.code < http.HTTPStatus.INTERNAL_SERVER_ERROR:", "if False:", "download"),
-        ("0 if after > before else num_idle + 1", "num_idle + 1", "download"),
+        ("0 if size > before else num_idle + 1", "num_idle + 1", "download"),
         ("fcntl.flock(lock, fcntl.LOCK_EX)", "pass", "download"),
     ],
     "data/batches/workers.py": [

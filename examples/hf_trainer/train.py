@@ -28,8 +28,7 @@ from torch.utils.data import TensorDataset
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # WHY: the project is not installed
 
 from hardened_ddp.data.foreign_code import import_extra
-from hardened_ddp.data.sources.built_in import open_digits
-from hardened_ddp.data.sources.vision import open_downloadable
+from hardened_ddp.data.sources.built_in import open_digits, open_downloadable
 from hardened_ddp.errors import HardenedError
 from hardened_ddp.model.zoo import SimpleCNN
 

@@ -3,7 +3,6 @@
 torchvision's wheel from the package index is built for CUDA: with a CPU build of torch its compiled
 operators don't load, and then its import fails when it registers their shapes. Datasets, transforms
 and classifiers need none of them: it is enough to declare the two that the import needs.
-An error in the user's module itself is reported with its file and line.
 Does not own: the call of what was imported.
 """
 
@@ -13,7 +12,6 @@ import importlib.util
 import inspect
 import logging
 import os
-import sys
 import traceback
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -33,6 +31,7 @@ _FIX = (
     "start in the folder that holds the package, or install it, and write package.module:callable"
 )
 _MAX_TEXT = 400  # characters of a foreign error, which may quote a whole file
+_MOST_CAUSES = 8  # of an error, one of another
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
@@ -45,32 +44,42 @@ WITHOUT_OPERATORS = (
 
 def import_callable(path: str, *, setting: str, error: type[HardenedError]) -> Callable[..., Any]:
     """Import what a setting names as package.module:callable. Rank-local. Raises error."""
+
+    def refused(what: str, fix: str) -> HardenedError:
+        return error(f"--{setting} {path} {what}", fix=fix)
+
     module_name, _, name = path.partition(":")
-    told = f"--{setting} {path}"
+    advice = f"did you mean {meant}?" if (meant := meant_path(path)) else _FIX
     if not all(map(str.isidentifier, [*module_name.split("."), name])):
-        meant = meant_path(path)
-        raise error(
-            f"{told} is no import path: it has the form package.module:callable, of names with "
-            "dots between them",
-            fix=f"did you mean {meant}?" if meant else _FIX,
-        )
+        what = "is no import path: it has the form package.module:callable, of names with dots "
+        raise refused(what + "between them", advice)
     try:
-        found = getattr(_import_module(module_name, told, error), name)
-    except AttributeError as missing:
-        near = get_close_matches(name, dir(sys.modules.get(module_name)), n=1)
-        fix = (
-            f"did you mean {module_name}:{near[0]}?" if near else f"define {name} in {module_name}"
-        )
-        raise error(f"{told} can't be imported: {missing}", fix=fix) from missing
+        module = _load(module_name)
+    except SystemExit as ended:  # a script that reads its own arguments, for example
+        how = f"by SystemExit({ended.code}){line_of_user(ended)}"
+        fix = "put what only a script does below: if __name__ == '__main__':"
+        raise refused(f"can't be imported: it ends the program, {how}", fix) from ended
+    except Exception as problem:  # WHY broad: an import runs the user's code
+        frame = traceback.extract_tb(problem.__traceback__)[-1]
+        is_inside = not frame.filename.startswith("<frozen importlib")
+        if not (is_inside or isinstance(problem, SyntaxError)):  # the module does not exist
+            raise refused(f"can't be imported: {problem}", advice) from problem
+        log.debug("%s can't be imported", path, exc_info=True)
+        where = f" ({frame.filename}:{frame.lineno})" if is_inside else ""  # else the text has it
+        what = f"can't be imported: {describe(problem)}{where}{_root_of(problem)}"
+        raise refused(what, "fix it; --debug shows the whole traceback") from problem
+    if not hasattr(module, name):
+        near = get_close_matches(name, dir(module), n=1)
+        fix = f"did you mean {module_name}:{near[0]}?" if near else f"define {name} in it"
+        raise refused(f"can't be imported: {module_name} has no attribute {name!r}", fix)
+    found = getattr(module, name)
     if not callable(found):
-        raise error(f"{told} is of type {type(found).__name__}, not a class or function", fix=_FIX)
+        raise refused(f"is of type {type(found).__name__}, not a class or function", _FIX)
     try:
         inspect.signature(found)
     except (ValueError, TypeError) as unknown:  # some of those written in C
-        raise error(
-            f"{told} has no signature, so its arguments are unknown",
-            fix="name your own function that calls it",
-        ) from unknown
+        what = "has no signature, so its arguments are unknown"
+        raise refused(what, "name your own function that calls it") from unknown
     return found  # type: ignore[no-any-return]  # callable() proves what getattr can't
 
 
@@ -105,33 +114,37 @@ def import_extra(name: str, *, what: str) -> ModuleType:
 
 @cache
 def import_torchvision() -> ModuleType:
-    """Import torchvision with its models, datasets and transforms. Raises DataError if absent."""
+    """Import torchvision with its models, datasets and transforms. Raises DataError if absent.
+
+    WHY no warning where its operators are missing: it tells whoever calls one.
+    """
     try:
-        try:
-            return _import_parts()
-        except RuntimeError as error:
-            if not lacks_operators(error):
-                raise
-        for name in _OPERATORS:
-            torch.library.define(name, _SCHEMA)
-        module = _import_parts()
-    except ModuleNotFoundError as error:
-        raise DataError(
-            f"torchvision is not installed ({error})", fix=pip_command("requirements.txt")
-        ) from error
+        return _load("torchvision", ".models", ".datasets", ".transforms.v2")
     except (RuntimeError, ImportError, AttributeError, OSError) as error:
-        raise DataError(
-            f"torchvision does not fit torch {torch.__version__}: {error}",
-            fix=f"versions that fit together: {pip_command('requirements.txt')}",
-        ) from error
-    # WHY no warning: nothing needs to be done, and torchvision tells whoever calls an operator.
-    log.debug("torchvision %s: %s", module.__version__, WITHOUT_OPERATORS)
-    return module
+        what = f"torchvision does not fit torch {torch.__version__}: {error}"
+        if isinstance(error, ModuleNotFoundError):
+            what = f"torchvision is not installed ({error})"
+        fix = f"versions that fit together: {pip_command('requirements.txt')}"
+        raise DataError(what, fix=fix) from error
 
 
-def lacks_operators(error: BaseException) -> bool:
-    """Return whether an import failed because torchvision's binary is one for another torch."""
-    return "operator torchvision::" in str(error)
+def _load(name: str, *parts: str) -> ModuleType:
+    """Import a module and parts of it, if need be after a repair of torchvision.
+
+    WHY for any: a module of the user may be the first to import it.
+    """
+    try:
+        module = importlib.import_module(name)
+        for part in parts:
+            importlib.import_module(name + part)
+        return module
+    except RuntimeError as error:
+        if "operator torchvision::" not in str(error):  # its binary is one for another torch
+            raise
+    for operator in _OPERATORS:
+        torch.library.define(operator, _SCHEMA)
+    importlib.invalidate_caches()
+    return _load(name, *parts)
 
 
 def describe(error: BaseException, *, most: int | None = _MAX_TEXT) -> str:
@@ -158,56 +171,12 @@ def line_of_user(error: BaseException) -> str:
     return ""
 
 
-def _import_module(name: str, told: str, error: type[HardenedError]) -> Any:  # Any: a module
-    try:
-        return _load(name)
-    except SystemExit as problem:  # a script that reads its own arguments, for example
-        line = line_of_user(problem)
-        raise error(
-            f"{told} can't be imported: it ends the program, by SystemExit({problem.code}){line}",
-            fix="put what only a script does below: if __name__ == '__main__':",
-        ) from problem
-    except Exception as problem:  # WHY broad: an import runs the user's code
-        frame = traceback.extract_tb(problem.__traceback__)[-1]
-        is_inside = not frame.filename.startswith("<frozen importlib")
-        if not (is_inside or isinstance(problem, SyntaxError)):  # the module does not exist
-            meant = meant_path(told.partition(" ")[2])
-            fix = f"did you mean {meant}?" if meant else _FIX
-            raise error(f"{told} can't be imported: {problem}", fix=fix) from problem
-        log.debug("%s can't be imported", told, exc_info=True)
-        where = f" ({frame.filename}:{frame.lineno})" if is_inside else ""  # else the text has it
-        raise error(
-            f"{told} can't be imported: {describe(problem)}{where}{_root_of(problem)}",
-            fix="fix it; --debug shows the whole traceback",
-        ) from problem
-
-
-def _load(name: str) -> Any:  # Any: a module
-    """Import a module, if need be after a repair of torchvision, which it imports."""
-    try:
-        return importlib.import_module(name)
-    except RuntimeError as problem:
-        if not lacks_operators(problem):
-            raise
-        import_torchvision()
-        return importlib.import_module(name)
-
-
 def _root_of(problem: BaseException) -> str:
     """Return "; caused by ..." of the error at the start; empty if it is this one.
 
     WHY: transformers reports each failed import as a missing module.
     """
-    root, seen = problem, {id(problem)}
-    while (cause := root.__cause__) is not None and id(cause) not in seen:
-        root = cause
-        seen.add(id(root))
+    root = problem
+    for _ in range(_MOST_CAUSES):
+        root = root.__cause__ or root
     return "" if root is problem else f"; caused by {describe(root)}"
-
-
-def _import_parts() -> ModuleType:
-    importlib.invalidate_caches()
-    module = importlib.import_module("torchvision")
-    for part in ("models", "datasets", "transforms.v2"):
-        importlib.import_module(f"torchvision.{part}")
-    return module

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hardened_ddp.data.foreign_code import import_extra
-from hardened_ddp.data.sources.hub_place import PREFIX, find_place
+from hardened_ddp.data.sources.hub_sets import PREFIX, find_place
 from hardened_ddp.errors import CheckpointError, HardenedError, ModelError
 
 log = logging.getLogger(__name__)

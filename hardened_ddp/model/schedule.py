@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from hardened_ddp.data.batches.run_length import UNKNOWN_STEPS
+from hardened_ddp.data.batches.sampler import UNKNOWN_STEPS
 from hardened_ddp.data.foreign_code import import_callable
 from hardened_ddp.errors import OptimizerError
 from hardened_ddp.model.state_tree import Tree, pack, unpack

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hardened_ddp.data.foreign_code import import_callable, import_torchvision, meant_path
 from hardened_ddp.data.sources.downloads import fetch, weights_of
-from hardened_ddp.data.sources.hub_place import PREFIX
+from hardened_ddp.data.sources.hub_sets import PREFIX
 from hardened_ddp.errors import DataError, ModelError
 from hardened_ddp.model.huggingface import build_from_config, load_hub_model
 from hardened_ddp.settings.config import ModelConfig

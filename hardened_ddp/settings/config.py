@@ -152,8 +152,8 @@ class DataConfig:
     """Seconds to wait for a batch before the workers, or a rank that reads without any, count as
     hung. 0: wait as long as it takes (the other ranks wait for timeout_s)."""
     loader_quiet_s: Local[SecondsOrZero] = 300.0
-    """Seconds without a fault before a loader that fell back to fewer workers goes back up by one
-    level. Doubles each time a new fault shows that this was too early. 0: never go back up."""
+    """Seconds without a fault before a loader that fell back to fewer workers has all again.
+    Doubles each time, up to 64 times this. 0: never go back up."""
     check_inputs: bool = True
     """Treat a sample whose float inputs contain NaN or infinity as a bad sample. false: for a model
     that handles such values."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hardened_ddp.data.batches.loader import EvalLoader
-from hardened_ddp.data.batches.run_length import RunLength
+from hardened_ddp.data.batches.sampler import RunLength
 from hardened_ddp.data.loader_setup import AnyLoader, AnySampler
 from hardened_ddp.data.sources.datasets import TaskData
 from hardened_ddp.gradients.sums import GradientSum

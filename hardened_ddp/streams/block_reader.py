@@ -12,11 +12,8 @@ from typing import Any
 import torch
 import torch.utils.data
 
-from hardened_ddp.data.batches.batch import BadSample, Batch, Request
-from hardened_ddp.data.batches.fetch import MOST_UNREACHABLE
-from hardened_ddp.data.batches.read_errors import is_transient
-from hardened_ddp.data.foreign_code import describe
-from hardened_ddp.errors import LoaderError
+from hardened_ddp.data.batches.batch import Batch, Request
+from hardened_ddp.data.batches.read_errors import BadSamples
 from hardened_ddp.streams.contract import Stream, name_of
 from hardened_ddp.streams.planner import UNKNOWN, shard_of
 from hardened_ddp.streams.shard_reader import EndOfShard, SampleIsError, ShardReader
@@ -35,7 +32,6 @@ class BlockReader:
     def __init__(self, stream: Stream, *, seed: int) -> None:
         self.dataset = stream
         self.reader = ShardReader(stream, seed=seed)
-        self.shares_memory = True
         # The sample that is being read; other processes may read this.
         self.reading: list[int] | memoryview[int] = [-1]
 
@@ -49,44 +45,27 @@ class BlockReader:
             return Batch({"shard": -1}, _NO_TARGETS, ids)
         shard, start = shard_of(numbers[0], self.dataset.num_shards)
         troubles: list[str] = []
-        run = self._run(epoch, numbers, troubles)
-        samples, good = run, numbers[: len(run)]
-        bad: list[BadSample] = []
-        end, num_unreachable = UNKNOWN, 0
-        if any(issubclass(kind, Exception) for kind in set(map(type, run))):  # given as samples
-            samples, good = [], []
-            for number, sample in zip(numbers, run, strict=False):
+        samples = self._run(epoch, numbers, troubles)
+        good, bad, end = numbers[: len(samples)], BadSamples(), UNKNOWN
+        if any(issubclass(kind, Exception) for kind in set(map(type, samples))):
+            for number, sample in zip(good, samples, strict=True):  # given as samples
                 if isinstance(sample, Exception):
-                    bad.append(BadSample(number, describe(sample), name_of(self.dataset, number)))
-                    num_unreachable += is_transient(sample)
-                else:
-                    samples.append(sample)
-                    good.append(number)
+                    bad.add(number, sample, self.name_of(number))
+            left_out = {sample.index for sample in bad}
+            samples = [sample for sample in samples if not isinstance(sample, Exception)]
+            good = [number for number in good if number not in left_out]
         for number in numbers[len(good) + len(bad) :]:
-            index = number // self.dataset.num_shards
             self.reading[0] = number
             try:
+                index = number // self.dataset.num_shards
                 samples.append(self.reader.read(epoch, shard, index, troubles))
                 good.append(number)
             except EndOfShard as over:
                 end = over.end
                 break
-            except (MemoryError, KeyboardInterrupt):  # no sample is to blame
-                raise
-            # WHY broad: the user's code; reported with its shard. WHY SystemExit too: a sample must
-            # not end the rank.
-            except BaseException as error:
+            except BaseException as error:  # WHY broad: the user's code; see BadSamples
                 cause = error.error if isinstance(error, SampleIsError) else error
-                bad.append(BadSample(number, describe(cause), name_of(self.dataset, number)))
-                num_unreachable += is_transient(cause)
-            if num_unreachable > MOST_UNREACHABLE:
-                break
-        if num_unreachable > MOST_UNREACHABLE:
-            raise LoaderError(
-                f"{num_unreachable} samples of one block could not be reached; the last, "
-                f"{bad[-1].name}: {bad[-1].error}",
-                fix="check the storage of this node, then --resume the run",
-            )
+                bad.add(number, cause, self.name_of(number))
         is_worker = torch.utils.data.get_worker_info() is not None
         content = {
             "samples": pack(samples) if is_worker else ("list", samples),

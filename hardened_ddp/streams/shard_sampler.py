@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hardened_ddp.data.batches.run_length import RunLength
+from hardened_ddp.data.batches.sampler import RunLength
 from hardened_ddp.errors import CheckpointMismatchError
 from hardened_ddp.settings.wording import listed
 from hardened_ddp.streams.contract import Stream, changes, sizes_of

@@ -68,7 +68,8 @@ class StreamInOrder(Dataset[Any]):  # Any: as above
         """Count the samples, by reading them all if the stream does not say their number."""
         self.stream, self._name = stream, name
         sizes = sizes_of(stream)
-        if (sizes < 0).any():
+        self.is_counted = bool((sizes < 0).any())
+        if self.is_counted:
             log.info("%s: the test part does not say its length: counting its samples", name)
             sizes = np.array([self._count(shard) for shard in range(stream.num_shards)])
         self._stops = np.cumsum(sizes)

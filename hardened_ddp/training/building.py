@@ -16,7 +16,7 @@ from torch import nn
 import hardened_ddp
 from hardened_ddp.checkpoint.mirror import check_mirror
 from hardened_ddp.data.batches.batch import Batch
-from hardened_ddp.data.batches.run_length import UNKNOWN_STEPS, RunLength
+from hardened_ddp.data.batches.sampler import UNKNOWN_STEPS, RunLength
 from hardened_ddp.data.batches.sampling import check_sampling
 from hardened_ddp.data.foreign_code import import_callable, import_extra
 from hardened_ddp.data.loader_setup import AnyLoader, AnySampler

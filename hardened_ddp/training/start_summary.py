@@ -10,8 +10,7 @@ import socket
 
 import torch
 
-from hardened_ddp.data.batches.run_length import UNKNOWN_STEPS
-from hardened_ddp.data.batches.sampler import WindowSampler
+from hardened_ddp.data.batches.sampler import UNKNOWN_STEPS, WindowSampler
 from hardened_ddp.settings.layers import Resolved
 from hardened_ddp.settings.record import yaml_word
 from hardened_ddp.settings.schema import DEFAULT, RUN, SETTINGS, flatten

@@ -1,25 +1,25 @@
-"""Batches made by the user's collate: padding, faults of its own, and parts of such a batch."""
+"""Batches of samples nested in any way, and those that the user's collate makes."""
 
-import os
-from pathlib import Path
-from typing import Any
+from collections import OrderedDict, UserDict, namedtuple
+from dataclasses import dataclass, field, make_dataclass, replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence, pad_sequence
 from torch.utils.data import Dataset, Subset
 
-from hardened_ddp.checkpoint.folder import load_checkpoint, open_checkpoint
-from hardened_ddp.data.batches.batch import take
+from hardened_ddp.data.batches.batch import Batch, move, take
 from hardened_ddp.data.batches.checks import Checks
 from hardened_ddp.data.batches.collate import find_collate, split_targets
 from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.data.batches.loader import TrainLoader
+from hardened_ddp.data.batches.nesting import map_tensors, pick, stack, tensors_of
 from hardened_ddp.data.batches.sampler import WindowSampler
+from hardened_ddp.data.sources.facts import fingerprint
 from hardened_ddp.errors import DataError, SampleError
+from tests.data import scripted
 from tests.data.scripted import make_stream, read
-from tests.harness.ranks import train
-from tests.plugins import Forwards
 
 NO_LENGTH = 5
 
@@ -47,13 +47,6 @@ def drop_one(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def raise_always(samples: list[Any]) -> Any:
     raise RuntimeError("not today")
-
-
-def raise_for_two(samples: list[Any]) -> Any:
-    """Refuse what is there together only."""
-    if len(samples) > 1:
-        raise RuntimeError("one at a time")
-    return pad(samples)
 
 
 def refuse_no_length(samples: list[Any]) -> Any:
@@ -90,29 +83,6 @@ class PaddedRows(Rows):
         return pad(samples)
 
 
-def rows(train: bool) -> Rows:
-    return PaddedRows()
-
-
-class SumOfRow(torch.nn.Module):
-    """Takes rows padded with zeros; rank 1 has no memory for more of them than most_rows."""
-
-    num_forwards = Forwards()
-
-    def __init__(self, num_classes: int, most_rows: int = 99) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1, num_classes)
-        self.most_rows, self.num_forwards = most_rows, 0
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.num_forwards += self.training
-        is_late = os.environ["RANK"] == "1" and self.training and self.num_forwards > 3
-        if is_late and len(inputs) > self.most_rows:
-            raise torch.OutOfMemoryError("a fault of this model")
-        logits: torch.Tensor = self.layer(inputs.sum(dim=1, keepdim=True))
-        return logits
-
-
 def make_loader(collate: Any, num_workers: int = 0, **how: Any) -> TrainLoader:
     dataset = Rows()
     sampler = WindowSampler(dataset, num_replicas=1, rank=0, seed=1, global_batch=8, batch_size=4)
@@ -131,17 +101,15 @@ def rows_of(batches: list[Any]) -> dict[int, list[float]]:
     }
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_packed_sequences_come_through_the_loader(num_workers: int) -> None:
-    loader = make_loader(pack, num_workers)
+def test_packed_sequences_come_through_the_loader() -> None:
+    loader = make_loader(pack, 1)
     loader.reader.fetcher.checks = Checks(inputs=True)
     batches = read(loader)
     loader.close()
     for batch in batches:
         assert type(batch.inputs) is PackedSequence
-        rows, lengths = pad_packed_sequence(batch.inputs, batch_first=True)
+        _, lengths = pad_packed_sequence(batch.inputs, batch_first=True)
         assert lengths.tolist() == [index + 1 for index in batch.indices.tolist()]
-        assert batch.size_bytes() > rows.element_size() * int(lengths.sum())
     assert len(batches) == 3
 
 
@@ -155,8 +123,7 @@ def test_samples_that_all_differ_are_not_bad_but_need_a_collate() -> None:
     assert [(bad.index, "set --collate" in bad.error) for bad in batch.bad] == [(3, True)]
 
 
-@pytest.mark.parametrize("collate", [pad, join])
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(("collate", "num_workers"), [(pad, 0), (join, 1)])
 def test_a_part_of_a_collated_batch_has_the_same_samples(collate: Any, num_workers: int) -> None:
     loader = make_loader(collate, num_workers)
     batches = read(loader, epoch=3)
@@ -181,7 +148,6 @@ def test_a_part_of_a_collated_batch_has_the_same_samples(collate: Any, num_worke
     [
         (drop_one, "3 labels for 4 samples: some are left out"),
         (raise_always, "RuntimeError: not today"),
-        (raise_for_two, "RuntimeError: one at a time"),
         (lambda samples: None, "a sample is a NoneType"),
     ],
 )
@@ -194,9 +160,8 @@ def test_a_collate_that_fails_is_told_with_its_samples(collate: Any, told: str) 
     assert caught.value.fix
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_sample_that_the_collate_cannot_take_costs_itself_only(num_workers: int) -> None:
-    loader = make_loader(refuse_no_length, num_workers)
+def test_a_sample_that_the_collate_cannot_take_costs_itself_only() -> None:
+    loader = make_loader(refuse_no_length, 1)
     batches = read(loader)
     loader.close()
     bad = [bad for batch in batches for bad in batch.bad]
@@ -237,33 +202,160 @@ def test_a_collate_that_needs_arguments_is_told() -> None:
     assert caught.value.fix
 
 
-@pytest.mark.slow
-def test_a_step_over_padded_rows_is_retried_in_parts(tmp_path: Path) -> None:
-    argv = ["--cpu_only", "--dataset", "tests.data.test_collate:rows", "--batch_size", "3"]
-    argv += ["--model", "tests.data.test_collate:SumOfRow", "--epochs", "3", "--run_name", "run"]
-    argv += ["--optimizer", "sgd", "--num_workers", "0", "--output_dir"]
-    train([*argv, tmp_path / "whole"], 2).ok()
-    train([*argv, tmp_path / "parts", "--model_args", "{most_rows: 2}"], 2).ok()
-    logs = (tmp_path / "parts/run/logs").iterdir()
-    assert any("retrying step" in log.read_text() for log in logs)
-    found, expected = (
-        load_checkpoint(open_checkpoint(tmp_path / name / "run"))[0] for name in ("parts", "whole")
-    )
-    torch.testing.assert_close(found, expected)
+def test_the_labels_of_a_batch_are_found_or_there_are_none() -> None:
+    assert split_targets((1, 2)) == (1, 2)
+    assert split_targets((1, 2, 3)) == ((1, 2), 3)
+    assert split_targets([1]) == (1, None)
+    assert split_targets({"x": 1, "label": 2}) == ({"x": 1}, 2)
+    assert split_targets({"x": 1}) == ({"x": 1}, None)
+    assert split_targets(make_dataclass("Sample", ["x", "label"])(1, 2)) == ({"x": 1}, 2)
+    assert split_targets(namedtuple("Row", "x mask labels")(1, 2, 3)) == ({"x": 1, "mask": 2}, 3)
+    assert split_targets(Pair(1, 2)) == (1, 2)
 
 
-@pytest.mark.parametrize(
-    ("data", "inputs", "targets"),
-    [
-        ((1, 2), 1, 2),
-        ((1, 2, 3), (1, 2), 3),
-        ([1], 1, None),
-        ({"x": 1, "label": 2}, {"x": 1}, 2),
-        ({"x": 1}, {"x": 1}, None),
-    ],
-    ids=str,
-)
-def test_the_labels_of_a_batch_are_found_or_there_are_none(
-    data: Any, inputs: Any, targets: Any
-) -> None:
-    assert split_targets(data) == (inputs, targets)
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    points: torch.Tensor
+    note: str
+    rest: Any = None
+
+
+@dataclass
+class Checked:
+    """Refuses what no sample is: a batch of them must not be checked again."""
+
+    size: int
+    length: int = field(init=False, default=1)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.size, int):
+            raise ValueError("size is a number")
+
+
+def nested(index: int) -> dict[str, Any]:
+    x = torch.full((2,), float(index))
+    return {
+        "alone": x,
+        "pair": Pair(x, {"name": f"sample {index}", "none": None}),
+        "frozen": Frozen(x, f"note {index}", [x, (x, f"deep {index}")]),
+        "checked": Checked(index),
+        "ordered": OrderedDict(a=x, b=index),
+    }
+
+
+class Nested(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return nested(index), {"class": index % 3, "caption": f"label {index}", "box": None}
+
+
+def check_batch(inputs: Any, numbers: list[int]) -> None:
+    """Check that a batch holds the samples of these numbers, in the shapes they came in."""
+    rows = [[float(number)] * 2 for number in numbers]
+    assert inputs["alone"].tolist() == rows
+    assert type(inputs["pair"]) is Pair
+    assert inputs["pair"].right["name"] == [f"sample {number}" for number in numbers]
+    assert inputs["pair"].right["none"] is None
+    assert type(inputs["frozen"]) is Frozen
+    assert inputs["frozen"].points.tolist() == rows
+    assert inputs["frozen"].note == [f"note {number}" for number in numbers]
+    assert inputs["frozen"].rest[1][1] == [f"deep {number}" for number in numbers]
+    assert inputs["checked"].size.tolist() == numbers
+    assert inputs["ordered"]["b"].tolist() == numbers
+
+
+@pytest.mark.parametrize(("num_workers", "shares_memory"), [(0, True), (1, True), (1, False)])
+def test_any_nesting_comes_through_the_loader(num_workers: int, shares_memory: bool) -> None:
+    loader = scripted.make_loader(Nested(), num_workers)
+    fallback = loader.reader.fallback
+    fallback.level = replace(fallback.level, shares_memory=shares_memory)
+    batches = read(loader)
+    loader.close()
+    for batch in batches:
+        numbers = batch.indices.tolist()
+        check_batch(batch.inputs, numbers)
+        assert batch.targets["class"].tolist() == [number % 3 for number in numbers]
+        assert batch.targets["caption"] == [f"label {number}" for number in numbers]
+        assert batch.targets["box"] is None
+    assert sorted(n for batch in batches for n in batch.indices.tolist()) == list(range(8))
+
+
+def test_some_samples_are_taken_from_any_nesting_and_moved() -> None:
+    batch = Fetcher(Nested(), seed=0)[(0, torch.tensor([4, 5, 6]))]
+    part = take(batch, [2, 0])
+    check_batch(part.inputs, [6, 4])
+    assert part.targets["caption"] == ["label 6", "label 4"]
+    assert part.indices.tolist() == [6, 4]
+    moved = part.to(torch.device("meta"))
+    assert {tensor.device.type for tensor in tensors_of((moved.inputs, moved.targets))} == {"meta"}
+    assert moved.indices.device.type == "cpu"
+    assert type(moved.inputs["frozen"]) is Frozen
+    with_mask = pick({"x": torch.zeros(3, 2), "mask": torch.zeros(5, 5)}, [1], num_samples=3)
+    assert (with_mask["x"].shape, with_mask["mask"].shape) == ((1, 2), (5, 5))
+
+
+def test_what_knows_how_to_move_moves_itself() -> None:
+    packed = pack_sequence([torch.ones(3), torch.ones(1)])
+    moved = move({"x": packed}, torch.device("cpu"))
+    assert type(moved["x"]) is PackedSequence
+
+    class Graph:
+        place = "host"
+
+        def to(self, device: torch.device) -> None:
+            self.place = str(device)
+
+    graph = Graph()
+    assert move([graph], torch.device("cpu")) == [graph]
+    assert graph.place == "cpu"
+
+
+def test_a_mapping_of_a_library_keeps_its_class_and_what_else_it_holds() -> None:
+    class Encoding(UserDict[str, Any]):
+        extra = "tokenizer"
+
+    found = map_tensors(Encoding(ids=torch.zeros(2)), lambda tensor: tensor + 1)
+    assert type(found) is Encoding
+    assert found["ids"].tolist() == [1, 1]
+
+
+def test_none_beside_a_value_is_no_batch() -> None:
+    assert stack([None, None]) is None
+    with pytest.raises(TypeError, match="some samples have None"):
+        stack([None, 1])
+    with pytest.raises(TypeError):
+        stack([torch.zeros(1), None])
+
+
+def sparse_rows(samples: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    places = torch.tensor([[row, column] for row, (column, _) in enumerate(samples)]).T
+    size = (len(samples), 8)
+    rows = torch.sparse_coo_tensor(places, torch.ones(len(samples)), size, check_invariants=True)
+    return rows, torch.tensor([label for _, label in samples])
+
+
+def nested_rows(samples: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = [torch.full((1 + column,), float(column)) for column, _ in samples]
+    nested = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    return nested, torch.tensor([label for _, label in samples])
+
+
+@pytest.mark.parametrize("collate", [sparse_rows, nested_rows])
+def test_sparse_and_nested_tensors_are_counted_and_compared_by_their_values(collate: Any) -> None:
+    data = [(column, column % 2) for column in range(6)]
+    inputs, _ = collate(data[4:5])
+    read = Fetcher(data, seed=0, collate=collate)[(0, torch.arange(2))]
+    assert read.num_samples == 2, read.bad
+    assert Batch(Frozen(inputs, "x"), {"y": torch.tensor([0])}, torch.arange(1)).size_bytes() == 28
+    prints = [
+        fingerprint([rows], name="rows", arguments={}, collate=collate)  # type: ignore[list-item]
+        for rows in (data, list(data), [(5 - column, label) for column, label in data])
+    ]
+    assert prints[0] == prints[1] != prints[2]

@@ -7,6 +7,7 @@ import pytest
 
 from hardened_ddp.data.batches.collate import find_collate
 from hardened_ddp.data.sources.datasets import build_data
+from hardened_ddp.data.sources.hub_sets import find_place
 from hardened_ddp.errors import DataError, HardenedError, ModelError
 from hardened_ddp.model.zoo import build_model
 from hardened_ddp.settings.config import DataConfig, ModelConfig
@@ -63,21 +64,15 @@ def test_a_name_that_is_nearly_right_gets_the_right_one_as_advice() -> None:
     assert caught.value.fix == "did you mean tests.data.test_import_path:open_dataset?"
 
 
-@pytest.mark.parametrize(
-    ("path", "meant"),
-    [
-        ("tests.plugins.Points", "did you mean tests.plugins:Points?"),
-        ("tests/plugins.py:Points", "did you mean tests.plugins:Points?"),
-        ("./tests/plugins:Points", "did you mean tests.plugins:Points?"),
-    ],
-)
 @WAYS
 def test_a_path_in_another_form_gets_the_right_one_as_advice(
-    setting: str, load: Callable[[str], None], kind: type[HardenedError], path: str, meant: str
+    setting: str, load: Callable[[str], None], kind: type[HardenedError]
 ) -> None:
-    with pytest.raises(kind) as caught:
-        load(path)
-    assert meant in f"{caught.value.message} {caught.value.fix}"
+    for path in ("tests.plugins.Points", "tests/plugins.py:Points", "./tests/plugins:Points"):
+        with pytest.raises(kind) as caught:
+            load(path)
+        told = f"{caught.value.message} {caught.value.fix}"
+        assert "did you mean tests.plugins:Points?" in told
 
 
 @WAYS
@@ -105,3 +100,19 @@ def test_an_error_in_a_module_names_its_file_and_line(
     with pytest.raises(kind, match=rf"SystemExit\(2\).*script_{setting}.py:2") as caught:
         load(f"script_{setting}:it")
     assert "__main__" in caught.value.fix
+
+
+@pytest.mark.parametrize("place", ["./pets", "/no/such/pets", "~/no/pets", "a/b/pets"])
+def test_a_folder_that_is_missing_is_told_before_a_library_is_imported(place: str) -> None:
+    for streaming in (False, True):
+        with pytest.raises(DataError, match=r"there is no such folder; .* that exists is /"):
+            build_data(DataConfig(dataset=f"hf:{place}", streaming=streaming))
+    with pytest.raises(ModelError, match=r"there is no such folder; .* that exists is /"):
+        open_model(f"hf:{place}")
+
+
+def test_a_folder_of_the_home_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "pets").mkdir()
+    assert find_place("hf:~/pets", error=DataError) == str(tmp_path / "pets")
+    assert find_place("hf:owner/pets", error=DataError) == "owner/pets"

@@ -1,18 +1,14 @@
 """The ledger: it proves exactly-once over kills and resizes, and sees what is wrong."""
 
 import errno
-import io
 import json
 import os
-import random
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ddp_runs.ledger_check import check_ledger
 from ddp_training import main
 from hardened_ddp.checkpoint import store
 from hardened_ddp.checkpoint.disk import Disk
@@ -20,7 +16,7 @@ from hardened_ddp.data.batches.ledger import Done, LedgerWriter, next_start, ver
 from hardened_ddp.errors import RunFolderError
 from hardened_ddp.step.left_out import NAME as SKIPPED
 from tests.harness.ranks import run_program, run_ranks, start_training, train
-from tests.harness.run_folder import find_checkpoints, only_run, read_summary
+from tests.harness.run_folder import find_checkpoints, only_run
 
 STEADY: list[str | Path] = ["--cpu_only", "--batch_size", "12", "--epochs", "2", "--ledger"]
 STEADY += ["--model", "tests.plugins:paced_mlp", "--model_args", "{pause_s: 0.01}"]
@@ -94,15 +90,6 @@ def test_what_was_left_out_of_work_that_was_lost_does_not_count(tmp_path: Path) 
     assert verify_ledger(tmp_path, Done(step=2, epoch=0, cursor=4))[1]
 
 
-def test_samples_behind_the_end_of_an_epoch_are_not_missing(tmp_path: Path) -> None:
-    facts = {"num_samples": 7, "epoch_end": 6}
-    writer = LedgerWriter(tmp_path, start=next_start(tmp_path), rank=0, step=0, facts=facts)
-    writer.bring(0, 0, [np.arange(6)])
-    writer.bring(1, 1, [np.arange(1, 7)])
-    writer.close()
-    assert verify_ledger(tmp_path, Done(step=2, epoch=2, cursor=0))[1]
-
-
 def test_shards_of_a_stream_are_counted_one_by_one(tmp_path: Path) -> None:
     def check(*ids: int) -> tuple[list[str], bool]:
         run = tmp_path / str(len(list(tmp_path.iterdir())))
@@ -140,20 +127,13 @@ def test_a_start_that_a_crash_ended_before_its_first_line_was_written_takes_no_s
         path.write_bytes(b"")
     with pytest.raises(RunFolderError, match="has no ledger"):
         verify_ledger(tmp_path, WHOLE)
-
-
-def test_no_ledger_and_a_foreign_file_are_clear_errors(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match="has no ledger"):
-        verify_ledger(tmp_path, WHOLE)
-    write(tmp_path, {})
-    [path] = (tmp_path / "ledger").iterdir()
     for head in (b"what\nis this", b"[]\n", b'{"step": "x"}\n'):
         path.write_bytes(head)
         with pytest.raises(RunFolderError, match="not a ledger file"):
             verify_ledger(tmp_path, WHOLE)
 
 
-@pytest.mark.parametrize("fails_at", range(3))
+@pytest.mark.parametrize("fails_at", range(2))
 def test_a_disk_that_is_full_for_a_while_loses_nothing_of_the_ledger(
     fails_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -176,19 +156,13 @@ def test_a_disk_that_is_full_for_a_while_loses_nothing_of_the_ledger(
         writer.bring(step, 0, [np.array(ids)])
     writer.close()
     assert verify_ledger(tmp_path, WHOLE) == (["epoch 0: 6 samples, each exactly once"], True)
-    assert caplog.text.count("can't be written") == (fails_at < 2)
-
-
-def test_a_ledger_that_could_not_be_written_to_the_end_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "ledger").write_text("in the way")
-    writer = LedgerWriter(tmp_path, start=1, rank=0, step=0, facts=FACTS)
-    for step in range(2):
-        writer.bring(step, 0, [np.arange(2)])
-    writer.close()
     assert caplog.text.count("can't be written") == 1
-    assert "3 records of the ledger could not be written" in caplog.text  # its head, too
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/ledger").write_text("in the way")
+    writer = LedgerWriter(tmp_path / "x", start=1, rank=0, step=0, facts=FACTS)
+    writer.bring(0, 0, [np.arange(2)])
+    writer.close()
+    assert "2 records of the ledger could not be written" in caplog.text  # its head, too
 
 
 def test_each_sample_once_over_a_kill_and_other_numbers_of_ranks(tmp_path: Path) -> None:
@@ -214,36 +188,6 @@ def test_each_sample_once_over_a_kill_and_other_numbers_of_ranks(tmp_path: Path)
     finished = train(["verify-ledger", run], launcher="none")
     assert finished.statuses == (1,)
     assert "never taken" in finished.output
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
-def test_the_ledger_agrees_after_kills_at_any_moment_with_samples_left_out(
-    seed: int, tmp_path: Path
-) -> None:
-    choose = random.Random(seed)
-    argv = [*BAD, "--checkpoint_every_steps", str(choose.randint(2, 9)), "--run_name", "run"]
-    argv += ["--output_dir", tmp_path]
-    run = tmp_path / "run"
-    for number, victims in enumerate(choose.sample([(0,), (1,), (0, 1), (1, 0)], 4), start=1):
-        begun = run / "ledger" / f"{number:04d}-rank-1.bin"
-        # 24 bytes for a step: the head, and two samples; some of 150 steps
-        size = 100 + 24 * choose.randint(3, 30)
-        with start_training(argv, 2) as running:
-            running.wait_for(is_longer(begun, size), timeout_s=60, what="steps of the ledger")
-            for victim in victims:
-                running.kill(victim)
-            running.wait(40)
-        if find_checkpoints(tmp_path):
-            assert check_ledger(run, output=(told := io.StringIO())) == 0, told.getvalue()
-    train(argv, 2).ok()
-    assert check_ledger(run, output=(told := io.StringIO())) == 0, told.getvalue()
-    assert told.getvalue().count(f"{len(set(BROKEN))} of them left out, as reported") == 3
-    assert read_summary(run)["num_left_out"] == 3 * len(set(BROKEN))
-
-
-def is_longer(path: Path, size: int) -> Callable[[], bool]:
-    return lambda: path.exists() and path.stat().st_size > size
 
 
 def train_and_record(output: Path) -> list[tuple[str, str]]:
@@ -290,10 +234,7 @@ def test_what_a_checkpoint_covers_is_on_the_disk_before_it(tmp_path: Path) -> No
         assert max(synced) >= max(covered_steps)
         begin = commit + 1
     covered = {(name, thread) for name, thread in events if name.endswith(("bin", "jsonl"))}
-    in_front = {name for name, thread in covered if thread == "MainThread"}
-    in_front_before_the_last = {
-        name for name, thread in events[: commits[-2]] if thread == "MainThread"
-    } & {name for name, _ in covered}
-    assert not in_front_before_the_last
-    assert in_front  # the last one, which is waited for
+    # in front only for the last one, which is waited for
+    assert "MainThread" in {thread for _, thread in covered}
+    assert not {event for event in events[: commits[-2]] if event[1] == "MainThread"} & covered
     assert not [name for name, _ in other if name.endswith(("bin", "jsonl"))]

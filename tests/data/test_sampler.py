@@ -53,17 +53,13 @@ def global_order(size: int, world_sizes: list[int], **how: object) -> list[int]:
     return taken
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 1000, 1797, LARGE])
+@pytest.mark.parametrize("size", [1, 2, 3, 16, 17, 65, 257, 1000, 4097, LARGE])
 def test_an_order_has_every_sample_once(size: int) -> None:
     order = EpochOrder(size, seed=1, epoch=2).take(0, size)
     assert order.dtype == torch.int64
     assert torch.equal(order.sort().values, torch.arange(size))
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 63, 65, 257, 4095, 4097])
-def test_the_computed_permutation_is_a_bijection_of_any_size(size: int) -> None:
-    found = permute(np.arange(size, dtype=np.uint64), num_samples=size, keys=[99])
-    assert sorted(found.tolist()) == list(range(size))
+    computed = permute(np.arange(size, dtype=np.uint64), num_samples=size, keys=[99])
+    assert sorted(computed.tolist()) == list(range(size))
 
 
 @pytest.mark.parametrize("size", [1000, LARGE])
@@ -78,12 +74,9 @@ def test_an_order_depends_on_seed_and_epoch_and_on_nothing_else(size: int) -> No
 
 def test_an_order_stays_the_same_over_versions() -> None:
     # WHY pinned: a resumed run must go on in the order that it began with.
-    assert EpochOrder(10, seed=0, epoch=0).take(0, 10).tolist() == PINNED_SMALL
-    assert EpochOrder(10**9, seed=0, epoch=0).take(0, 3).tolist() == PINNED_LARGE
-
-
-PINNED_SMALL = [2, 9, 0, 7, 3, 4, 5, 8, 6, 1]
-PINNED_LARGE = [220888298, 4419216, 831747538]
+    order = EpochOrder(10, seed=0, epoch=0).take(0, 10)
+    assert order.tolist() == [2, 9, 0, 7, 3, 4, 5, 8, 6, 1]
+    assert EpochOrder(10**9, 0, 0).take(0, 3).tolist() == [220888298, 4419216, 831747538]
 
 
 def test_a_billion_samples_cost_no_time_and_no_memory() -> None:
@@ -94,22 +87,6 @@ def test_a_billion_samples_cost_no_time_and_no_memory() -> None:
     assert time.process_time() - start < 1.0
     assert len(set(found.tolist())) == 64
     assert 0 <= int(found.min()) <= int(found.max()) < 10**9
-
-
-def chi_square(counts: np.ndarray) -> float:
-    expected = counts.sum() / counts.size
-    return float(((counts - expected) ** 2 / expected).sum())
-
-
-def test_a_computed_order_spreads_evenly_and_forgets_its_neighbours() -> None:
-    size = LARGE
-    order = EpochOrder(size, seed=5, epoch=0).take(0, size).numpy()
-    cells = np.zeros((16, 16))
-    np.add.at(cells, (np.arange(size) * 16 // size, order * 16 // size), 1)
-    assert chi_square(cells) < 310.5  # 225 degrees of freedom, 99.99 %
-    neighbours = np.corrcoef(order[:-1], order[1:])[0, 1]
-    assert abs(neighbours) < 4 / np.sqrt(size)
-    assert abs(np.corrcoef(np.arange(size), order)[0, 1]) < 4 / np.sqrt(size)
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 7, 8, 100])
@@ -188,8 +165,7 @@ def test_two_epochs_can_be_read_at_the_same_time() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 6000, 8193, MAX_KEPT_ORDER, LARGE])
-@pytest.mark.parametrize("world_size", [64, 4096])
-@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("world_size", "drop_last"), [(64, False), (4096, True)])
 def test_a_rank_of_many_takes_of_each_epoch_what_the_whole_order_gives_it(
     size: int, world_size: int, drop_last: bool
 ) -> None:

@@ -11,8 +11,7 @@ import torch
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.data.batches.loader import BatchReader
-from hardened_ddp.data.batches.run_length import UNKNOWN_STEPS, RunLength
-from hardened_ddp.data.batches.sampler import Window
+from hardened_ddp.data.batches.sampler import UNKNOWN_STEPS, RunLength, Window
 from hardened_ddp.data.batches.workers import WorkerPlan
 from hardened_ddp.settings.config import DataConfig
 from hardened_ddp.streams.block_reader import BlockReader

@@ -18,7 +18,6 @@ from hardened_ddp.streams.planner import (
     UNKNOWN,
     StreamPlanner,
     StreamPosition,
-    block_order,
     deal,
     settle,
     shard_order,
@@ -92,16 +91,8 @@ def test_whole_rounds_are_the_same_as_turn_by_turn() -> None:
         assert list(zip(turns.shards.tolist(), turns.indices.tolist(), strict=True)) == slow
 
 
-def test_orders_are_permutations_that_change_with_the_epoch() -> None:
-    orders = [shard_order(1, epoch, 50).tolist() for epoch in range(3)]
-    assert all(sorted(order) == list(range(50)) for order in orders)
-    assert len({tuple(order) for order in orders}) == 3
-    blocks = [block_order(1, 0, shard, 0, 16) for shard in range(3)]
-    assert len({tuple(order) for order in blocks}) == 3
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_run_that_goes_on_elsewhere_takes_the_same_samples(seed: int) -> None:
     chance, lengths = drawn(seed)
     lengths[0] += 1
@@ -134,12 +125,6 @@ def test_samples_are_what_their_numbers_say_and_shuffled_in_blocks() -> None:
     assert [sorted(order[i : i + 4]) for i in range(0, 21, 4)] == [
         list(range(i, min(21, i + 4))) for i in range(0, 21, 4)
     ]
-
-
-def test_another_global_batch_from_a_resume_on_still_takes_each_sample_once() -> None:
-    begun = read_epoch(lambda: Rows(RAGGED), 2, most=3)
-    rest = read_epoch(lambda: Rows(RAGGED), 3, facts=begun[0][-1][2], global_batch=11)
-    assert sorted(itertools.chain(*merged(begun), *merged(rest))) == all_ids(RAGGED)
 
 
 def test_the_end_is_known_with_the_last_step_and_then_the_length_of_the_run() -> None:
@@ -276,11 +261,8 @@ def test_sample_batches_differ_between_ranks_and_leave_no_trace() -> None:
             loader = shard_loader(Rows(lengths), rank=rank, world_size=world_size)
             batches = loader.sample_batches(torch.device("cpu"))
             seen += [int(i) for batch in batches for i in batch.indices]
-            assert len(batches) <= 2
+            assert 1 <= len(batches) <= 2
         assert len(seen) == len(set(seen)) > 0
-
-
-def test_sample_batches_come_from_other_shards_if_a_rank_s_own_are_empty() -> None:
-    for rank in (0, 1):
+    for rank in (0, 1):  # of which one has empty shards only
         loader = shard_loader(Rows([0, 20] * 12), rank=rank, world_size=2)
         assert len(loader.sample_batches(torch.device("cpu"))) == 2

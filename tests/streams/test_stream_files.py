@@ -16,9 +16,8 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from hardened_ddp.data import foreign_code
 from hardened_ddp.data.sources.datasets import build_data
-from hardened_ddp.errors import DataError, MissingPackageError
+from hardened_ddp.errors import DataError
 from hardened_ddp.settings.config import DataConfig
 from hardened_ddp.streams.adapters import HubStream, adapt
 from hardened_ddp.streams.contract import changes, digests_of
@@ -120,12 +119,6 @@ def test_lists_that_are_empty_ragged_or_have_a_null_lose_no_row(tmp_path: Path) 
     assert [rows[1]["nested"], rows[2]["nested"]] == [[[1, 2], [3]], []]
 
 
-def test_parquet_without_pyarrow_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreign_code.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingPackageError, match="needs pyarrow, which is not installed"):
-        open_files("parquet:/etc/hos*", train=True)
-
-
 def write_tar(path: Path, samples: int, *, broken: int = -1) -> None:
     with tarfile.open(path, "w") as archive:
         for number in range(samples):
@@ -178,12 +171,6 @@ def check_steps(make: Callable[[], Any], lengths: list[int]) -> None:
     assert sorted(itertools.chain(*steps)) == all_ids(lengths)
     assert merged(read_epoch(make, 3)) == steps
     assert steps == steps[:2] + merged(read_epoch(make, 2, facts=alone[0][1][2]))
-
-
-def test_steps_of_text_files_are_the_same_on_any_ranks_and_after_a_resume(texts: Path) -> None:
-    how: dict[str, Any] = {"num_shards": 6, "transform": "tests.plugins:length_of"}
-    stream: Any = open_files(f"text:{texts}/*.txt", train=True, **how)
-    check_steps(lambda: stream, stream.sizes)
 
 
 def test_a_file_that_changed_is_named(texts: Path) -> None:
@@ -306,18 +293,6 @@ def test_shards_without_a_sample_may_come_first(tmp_path: Path) -> None:
     assert data.input_shape == (1,)
 
 
-class GivesError(Plain):
-    def __iter__(self) -> Iterator[Any]:
-        return iter([ValueError("broken")])
-
-
-def test_an_error_that_is_given_is_the_error_of_its_sample() -> None:
-    stream = adapt(GivesError(), "broken")
-    for view in (StreamView(stream), StreamInOrder(stream, "broken")):
-        with pytest.raises(ValueError, match="broken"):
-            view[0]
-
-
 class TestHuggingFace:
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
@@ -367,6 +342,15 @@ class TestHuggingFace:
         with pytest.raises(DataError, match="split_dataset_by_node"):
             HubStream(split_dataset_by_node(rows, 0, 2), name="rows")
 
+    def test_what_the_library_takes_of_each_shard_is_told(
+        self, folder: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+
+        rows = self.rows(folder)
+        stream = HubStream(rows.take(45).map(lambda row: row), name="rows")
+        assert sorted(map(len, read_all(stream))) == [11, 15, 15]
+        assert ".take() or .skip(): the library divides their number by the 3 sh" in caplog.text
+
     def test_random_interleaving_gives_the_same_rows_in_each_epoch(self, folder: Path) -> None:
         import datasets
 
@@ -379,21 +363,3 @@ class TestHuggingFace:
         found = read_all(stream)
         for shard, samples in enumerate(found):
             assert list(stream.open(shard, epoch=1, state=None)) == samples
-
-    def test_what_the_library_takes_of_each_shard_is_told(
-        self, folder: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-
-        rows = self.rows(folder)
-        stream = HubStream(rows.take(45).map(lambda row: row), name="rows")
-        assert sorted(map(len, read_all(stream))) == [11, 15, 15]
-        assert ".take() or .skip(): the library divides their number by the 3 sh" in caplog.text
-
-    def test_what_save_to_disk_wrote_is_a_stream_too(self, tmp_path: Path) -> None:
-        datasets = pytest.importorskip("datasets")
-        rows = datasets.Dataset.from_dict({"x": [[float(i)] for i in range(50)], "label": [0] * 50})
-        rows.save_to_disk(str(tmp_path / "saved"))
-        data = build_data(self.config(tmp_path / "saved", num_shards=4))
-        assert isinstance(data.train, StreamView)
-        found = read_all(data.train.stream)
-        assert sorted(float(x) for x, _ in itertools.chain(*found)) == list(range(50))

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 
 from tests.harness.ranks import run_program, start_training, train
 from tests.harness.run_folder import find_checkpoints, last_tensors, only_run, samples_by_step
-from tests.task.test_task import Distance
 
 STREAM: list[str | Path] = ["--cpu_only", "--dataset", "tests.streams.stream_programs:point_stream"]
 STREAM += ["--model", "mlp", "--num_workers", "0", "--learning_rate", "0.01"]
@@ -68,21 +67,6 @@ def test_the_weights_are_the_same_on_any_number_of_ranks(
     report = tmp_path / "report.json"
     train(["evaluate", only_run(undisturbed(2)), "--cpu_only", "--output", report], 2).ok()
     assert json.loads(report.read_text())["num_samples"] == 17
-
-
-class Powered(Distance):
-    def __init__(self, power: float) -> None:  # it has to be given
-        super().__init__(power)
-
-
-@pytest.mark.slow
-def test_a_task_of_the_users_gets_its_arguments_and_the_stream(tmp_path: Path) -> None:
-    task = ["--task", "tests.streams.test_streams:Powered", "--task_args", "{power: 3.0}"]
-    for world_size in (1, 2):
-        place = ["--output_dir", tmp_path / str(world_size)]
-        done = train([*STEADY, *task, "--epochs", "1", *place], world_size).ok()
-        assert "test distance" in done.output
-    assert_close(weights_of(tmp_path / "1"), weights_of(tmp_path / "2"))
 
 
 def test_a_kill_and_other_numbers_of_ranks_cost_no_sample(
@@ -156,19 +140,3 @@ def test_a_bad_sample_is_named_by_shard_and_position(tmp_path: Path) -> None:
     assert "2 shards for 3 ranks: each rank reads all samples" in done.output
     told = ledger_of(tmp_path / "on")
     assert "100 samples, each exactly once; 1 of them left out, as reported" in told
-
-
-@pytest.mark.slow
-def test_a_file_that_changed_since_the_checkpoint_is_named(tmp_path: Path) -> None:
-    for name in "ab":
-        (tmp_path / f"{name}.txt").write_text("".join(f"{name} {i * 'x'}\n" for i in range(40)))
-    argv: list[str | Path] = ["--cpu_only", "--dataset", f"text:{tmp_path}/*.txt", "--model", "mlp"]
-    argv += ["--lr_schedule", "constant", "--output_dir", tmp_path / "runs", "--epochs", "2"]
-    argv += arguments(transform="tests.plugins:length_of", num_classes=2, num_shards=4)
-    train([*argv, "--max_steps", "2"]).ok()
-    with (tmp_path / "b.txt").open("a") as file:
-        file.write("one more line\n")
-    done = train([*argv, "--resume", only_run(tmp_path / "runs"), "--max_steps", "0"])
-    assert any(done.statuses)
-    assert "of the stream's files b.txt has changed (" in done.output
-    assert "Traceback" not in done.output

@@ -87,7 +87,7 @@ CASES: list[tuple[Words, str]] = [
     (sized(classes=2), "its classes are 2, not a list of names"),
     (data(num_classes=0), "its num_classes is 0"),
     (pairs(size=0), "no training sample"),
-    (pairs(num_classes=3, says={"targets": [0, 2, 3, 1]}), "sample 2 has label 3, but there"),
+    (pairs(num_classes=3, says={"targets": [0, 2, 3, 1]}), "sample 2: its label is 3, and there"),
     (data(inputs="nothing", num_classes=2), "a sample is a NoneType"),
     (data(inputs="infinite", num_classes=2), "3 values of its input are NaN or infinite"),
     (data(inputs="named", num_classes=2), "unexpected keyword argument 'pixels'"),

@@ -20,7 +20,6 @@ class BatchSource(Protocol):
     """Reads the batch of a request: a Fetcher for a map-style dataset, else a stream's reader."""
 
     dataset: Any  # the user's
-    shares_memory: bool
     # The sample that is being read; other processes may read this.
     reading: "list[int] | memoryview[int]"  # WHY quoted: no type at run time before Python 3.14
 
@@ -126,19 +125,15 @@ def split(batches: Sequence[Batch], max_micro_batch: int) -> list[Batch]:
     for batch in batches:
         size = batch.num_samples
         step = max_micro_batch if 0 < max_micro_batch < size else max(1, size)
-        if step == size:
-            found.append(batch)
-        else:
-            found += [take(batch, range(i, min(i + step, size))) for i in range(0, size, step)]
-    return [batch for batch in found if batch.num_samples]
+        parts = [range(i, min(i + step, size)) for i in range(0, size, step)]
+        found += [batch] if step == size else [take(batch, part) for part in parts]
+    return found
 
 
 def take(batch: Batch, positions: Sequence[int]) -> Batch:
     indices = batch.indices[torch.as_tensor(list(positions), dtype=torch.int64)]
     if batch.read_part is not None:
         return batch.read_part(indices)
-    inputs, targets = (
-        pick(part, positions, num_samples=batch.num_samples)
-        for part in (batch.inputs, batch.targets)
-    )
+    whole = (batch.inputs, batch.targets)
+    inputs, targets = pick(whole, positions, num_samples=batch.num_samples)
     return Batch(inputs, targets, indices)

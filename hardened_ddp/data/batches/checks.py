@@ -3,12 +3,12 @@
 They are found where a batch is made, on the CPU and by sample. WHY there: on a GPU a wrong label
 ends the process with a device-side assert that names no sample, and one NaN spoils all weights.
 Cost: one reduction over labels and one over float inputs for each batch; data in memory that never
-changes is checked once, when the loader is built.
+changes and is fine is checked once, when the loader is built.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,6 @@ from hardened_ddp.data.batches.nesting import tensors_of
 from hardened_ddp.errors import SampleError
 
 _NOT_FINITE = "values of its input are"
-_NOTHING: Mapping[int, str] = {}
 _MANY = 4096  # above so many labels a list of Python numbers is slower than a reduction
 
 
@@ -32,47 +31,34 @@ class Checks:
     # Labels must be in [0, num_classes). 0: the labels are not classes and are not checked.
     num_classes: int = 0
     inputs: bool = False  # whether float inputs must be finite
-
-    # All problems by sample, if the whole dataset was checked before.
-    known: Mapping[int, str] | None = None
+    is_clean: bool = False  # the whole dataset was checked before, and is fine
 
     @classmethod
     def of(cls, dataset: Any, *, num_classes: int, inputs: bool) -> "Checks":  # Any: map-style
         """Build the checks for a dataset; if it is in memory, check all of it now."""
-        tensors = _tensors_in_memory(dataset)
+        tensors, checks = _tensors_in_memory(dataset), cls(num_classes, inputs)
         if tensors is None:
-            return cls(num_classes, inputs)
+            return checks
         everything = Batch(*tensors, torch.arange(len(tensors[0])))
-        return cls(num_classes, inputs, known=cls(num_classes, inputs).find(everything))
+        return replace(checks, is_clean=not checks.find(everything))
 
     def find(self, batch: Batch) -> Mapping[int, str]:
         """Return the problems by position in the batch; usually empty."""
-        if self.known is not None:
-            if not self.known:
-                return _NOTHING
-            numbers = enumerate(batch.indices.tolist())
-            return {place: self.known[i] for place, i in numbers if i in self.known}
-        if not batch.num_samples or self._are_fine(batch.inputs, batch.targets):
-            return _NOTHING
-        found: dict[int, str] = {}
-        if self.inputs:
-            _find_not_finite(batch, found)
-        if self.num_classes:
-            _find_no_classes(batch.targets, self.num_classes, found)
-        return found
+        if self.is_clean or not batch.num_samples or self._are_fine(batch.inputs, batch.targets):
+            return {}
+        found = dict(_not_finite(batch)) if self.inputs else {}
+        return found | dict(wrong_labels(batch.targets, self.num_classes))
 
     def problem_of(self, batch: Batch) -> str:
         """Say what is wrong in a batch that a user's collate made, as a whole; usually empty."""
         is_alone = isinstance(batch.inputs, torch.Tensor)
         for tensor in tensors_of(batch.inputs) if self.inputs else ():
             if tensor.is_floating_point() and (count := int(_is_wrong(tensor, is_alone).sum())):
-                return _not_finite(count, is_alone)
-        found: dict[int, str] = {}
-        labels = batch.targets
-        is_tensor = isinstance(labels, torch.Tensor)
-        if self.num_classes and is_tensor and len(labels) == batch.num_samples:
-            _find_no_classes(labels, self.num_classes, found)
-        return next(iter(found.values()), "")
+                return _told(count, is_alone)
+        is_row = isinstance(batch.targets, torch.Tensor) and batch.targets.dim() == 1
+        if not is_row or len(batch.targets) != batch.num_samples:
+            return ""
+        return next((text for _, text in wrong_labels(batch.targets, self.num_classes)), "")
 
     def _are_fine(self, inputs: Any, labels: torch.Tensor) -> bool:
         """Check quickly whether all values are fine; False: a full check is needed."""
@@ -119,10 +105,10 @@ class Limit:
         unsigned = array.view(_UNSIGNED[array.itemsize])
         if unsigned.max(initial=0) < self.count:
             return
-        is_wrong = unsigned >= self.count
-        if not (array[is_wrong] != self.ignored).any():
+        wrong = np.argwhere((unsigned >= self.count) & (array != self.ignored))
+        if not len(wrong):
             return
-        place = tuple(np.argwhere(is_wrong & (array != self.ignored))[0])
+        place = tuple(wrong[0])
         is_row = len(array) == batch.num_samples
         where = f"sample {int(batch.indices[place[0]])}" if is_row else "a sample of the batch"
         raise IndexError(
@@ -160,26 +146,25 @@ def _tensors_in_memory(dataset: Any) -> tuple[torch.Tensor, torch.Tensor] | None
     return None
 
 
-def _find_no_classes(labels: torch.Tensor, num_classes: int, found: dict[int, str]) -> None:
-    if labels.dim() != 1 or labels.is_complex():
+def wrong_labels(labels: torch.Tensor, num_classes: int) -> Iterator[tuple[int, str]]:
+    """Yield the positions of labels that are no classes, and why. num_classes: 0: none are."""
+    if not num_classes or labels.dim() != 1 or labels.is_complex():
         return
     values = labels.double()
     is_class = (values >= 0) & (values < num_classes) & (values == values.floor())
     for place in (~is_class).nonzero().flatten().tolist():
-        found[place] = (
-            f"its label is {labels[place].item()}, and there are {num_classes} classes, "
-            f"0 to {num_classes - 1}"
-        )
+        text = f"its label is {labels[place].item()}, and there are {num_classes} classes"
+        yield place, f"{text}, 0 to {num_classes - 1}"
 
 
-def _find_not_finite(batch: Batch, found: dict[int, str]) -> None:
+def _not_finite(batch: Batch) -> Iterator[tuple[int, str]]:
+    """Yield the positions of samples with input values that are not finite, and why."""
     is_alone = isinstance(batch.inputs, torch.Tensor)
     for tensor in tensors_of(batch.inputs):
-        if not tensor.is_floating_point() or tensor.dim() == 0 or len(tensor) != batch.num_samples:
-            continue
-        counts = _is_wrong(tensor, is_alone).view(len(tensor), -1).sum(dim=1)
-        for place in counts.nonzero().flatten().tolist():
-            found[place] = _not_finite(int(counts[place]), is_alone)
+        if tensor.is_floating_point() and tensor.dim() and len(tensor) == batch.num_samples:
+            counts = _is_wrong(tensor, is_alone).view(len(tensor), -1).sum(dim=1)
+            for place in counts.nonzero().flatten().tolist():
+                yield place, _told(int(counts[place]), is_alone)
 
 
 def _is_wrong(tensor: torch.Tensor, is_alone: bool) -> torch.Tensor:
@@ -187,5 +172,5 @@ def _is_wrong(tensor: torch.Tensor, is_alone: bool) -> torch.Tensor:
     return ~tensor.isfinite() if is_alone else tensor.isnan()
 
 
-def _not_finite(count: int, is_alone: bool) -> str:
+def _told(count: int, is_alone: bool) -> str:
     return f"{count} {_NOT_FINITE} {'NaN or infinite' if is_alone else 'NaN'}"

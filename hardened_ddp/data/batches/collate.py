@@ -1,8 +1,7 @@
 """How samples become a batch: torch's way, or a function of the user's.
 
-The function is --collate, or the dataset's own collate_fn. It may raise for one sample or for all,
-give no (inputs, labels), or leave samples out: what is reported names the samples, and the line of
-the user's code.
+The function is --collate, or the dataset's own collate_fn. Its errors name the samples, and the
+line of the user's code.
 Does not own: reading the samples (fetch.py).
 """
 
@@ -58,7 +57,7 @@ def split_targets(data: Any) -> tuple[Any, Any]:  # Any: a foreign sample, or a 
     """
     is_pair = isinstance(data, tuple | list) and len(data) == 2
     if is_dataclass(data):
-        data = dict(fields_of(data))
+        data = fields_of(data)
     elif hasattr(data, "_asdict") and not is_pair:
         data = data._asdict()
     if isinstance(data, Mapping):
@@ -78,36 +77,64 @@ def split_targets(data: Any) -> tuple[Any, Any]:  # Any: a foreign sample, or a 
     return data, None
 
 
-def collate_plainly(
-    samples: Sequence[Any],
+def collate(
+    samples: Sequence[Any],  # Any: as the dataset returns them
     numbers: Sequence[int],
-    bad: tuple[BadSample, ...],
+    bad: tuple[BadSample, ...] = (),
     *,
-    shares_memory: bool = False,
+    by: Collate | None = None,
 ) -> Batch:
-    """Collate samples as stack does. A sample whose shape differs from that of most is bad."""
+    """Collate samples as stack does, or by the user's function. Raises SampleError.
+
+    A sample whose shape differs from that of most, or that the function can't take even alone, is
+    bad.
+    """
     if not samples:
         empty = torch.empty(0, dtype=torch.int64)
         return Batch(torch.empty(0), empty, empty, bad)
     try:
-        inputs, targets = split_targets(stack(samples, shares_memory=shares_memory))
-    except ANY_FAILURE as error:  # WHY broad: default_collate raises what it meets
-        shapes = [_shape(sample) for sample in samples]
-        if not (found := _misshapen(shapes)):
-            differing = f"(of {len(set(shapes))} shapes) " if len(set(shapes)) > 1 else ""
-            raise SampleError(
-                f"samples {list(numbers[:4])} {differing}can't be made into a batch: "
-                f"{describe(error)}",
-                fix="make __getitem__ return (input tensor, label), all of one shape; or make "
-                "batches yourself, with --collate package.module:callable",
-            ) from error
-        kept = _without(found, samples, numbers, bad)
-        return collate_plainly(*kept, shares_memory=shares_memory)
+        inputs, targets = split_targets((by or stack)(list(samples)))
+    except ANY_FAILURE as error:  # WHY broad: the user's code; default_collate raises what it meets
+        found = _misshapen(samples) if by is None else _failing_places(by, samples)
+        if len(found) in (0, len(samples)):  # no single sample is the cause
+            raise _failure(samples, numbers, error, is_own=by is not None) from error
+        kept = [place for place in range(len(samples)) if place not in found]
+        bad += tuple(BadSample(numbers[place], text) for place, text in found.items())
+        return collate([samples[p] for p in kept], [numbers[p] for p in kept], bad, by=by)
+    # WHY only rows of numbers: a collate may pack several samples into one row, and then it has
+    # fewer rows than samples; but one label for each sample is left out if there are fewer.
+    is_row = isinstance(targets, torch.Tensor) and targets.dim() == 1
+    if by is not None and is_row and len(targets) < len(samples):
+        raise SampleError(
+            f"collate failed on samples {[*numbers[:4]]}: it returned {len(targets)} labels for "
+            f"{len(samples)} samples: some are left out",
+            fix="keep every sample: to leave one out, make the dataset shorter",
+        )
     return Batch(inputs, targets, torch.tensor(numbers), bad)
 
 
-def _misshapen(shapes: Sequence[str]) -> dict[int, str]:
+def _failure(
+    samples: Sequence[Any], numbers: Sequence[int], error: BaseException, *, is_own: bool
+) -> SampleError:
+    """Return the error if no batch can be made, though no sample alone is the cause."""
+    if is_own:
+        return SampleError(
+            f"collate failed on samples {[*numbers[:4]]}: {describe(error)}{line_of_user(error)}",
+            fix="it takes a list of samples, as dataset[i] returns them, and returns (inputs, "
+            "labels), or a mapping with 'labels'",
+        )
+    number = len(set(map(_shape, samples)))
+    differing = f"(of {number} shapes) " if number > 1 else ""
+    return SampleError(
+        f"samples {[*numbers[:4]]} {differing}can't be made into a batch: {describe(error)}",
+        fix="make __getitem__ return (input tensor, label), all of one shape; or make batches "
+        "yourself, with --collate package.module:callable",
+    )
+
+
+def _misshapen(samples: Sequence[Any]) -> dict[int, str]:
     """Return by position what is wrong with the shapes that differ from that of most."""
+    shapes = [_shape(sample) for sample in samples]
     usual, count = Counter(shapes).most_common(1)[0]
     # WHY no majority: samples that all differ are meant to, and none of them is wrong.
     if 2 * count <= len(shapes) != 2:
@@ -120,68 +147,25 @@ def _misshapen(shapes: Sequence[str]) -> dict[int, str]:
     }
 
 
-def _without(
-    found: Mapping[int, str],
-    samples: Sequence[Any],
-    numbers: Sequence[int],
-    bad: tuple[BadSample, ...],
-) -> tuple[list[Any], list[int], tuple[BadSample, ...]]:
-    """Move the samples at the positions in found to bad, each with its error."""
-    kept = [place for place in range(len(samples)) if place not in found]
-    misfits = tuple(BadSample(numbers[place], text) for place, text in found.items())
-    return [samples[p] for p in kept], [numbers[p] for p in kept], bad + misfits
-
-
-def collate_by(
-    collate: Collate,
-    samples: list[Any],
-    numbers: list[int],
-    bad: tuple[BadSample, ...],
-) -> Batch:
-    """Collate by the user's function. A sample that it can't take even alone is bad."""
-    try:
-        inputs, targets = split_targets(collate(samples))
-    except ANY_FAILURE as error:  # WHY broad: the user's code
-        found = _failing_places(collate, samples)
-        if not found or len(found) == len(samples):  # no single sample is the cause
-            raise SampleError(
-                f"collate failed on samples {numbers[:4]}: {describe(error)}{line_of_user(error)}",
-                fix="it takes a list of samples, as dataset[i] returns them, and returns (inputs, "
-                "labels), or a mapping with 'labels'",
-            ) from error
-        return collate_by(collate, *_without(found, samples, numbers, bad))
-    # WHY only rows of numbers: a collate may pack several samples into one row, and then it has
-    # fewer rows than samples; but one label for each sample is left out if there are fewer.
-    is_row = isinstance(targets, torch.Tensor) and targets.dim() == 1
-    if is_row and len(targets) < len(samples):
-        raise SampleError(
-            f"collate failed on samples {numbers[:4]}: it returned {len(targets)} labels for "
-            f"{len(samples)} samples: some are left out",
-            fix="keep every sample: to leave one out, make the dataset shorter",
-        )
-    return Batch(inputs, targets, torch.tensor(numbers), bad)
-
-
-def _failing_places(collate: Collate, samples: Sequence[Any]) -> dict[int, str]:
-    """Return the samples, by position, that collate can't take alone, each with its error."""
+def _failing_places(by: Collate, samples: Sequence[Any]) -> dict[int, str]:
+    """Return the samples, by position, that a collate can't take alone, each with its error."""
     found = {}
     for place, sample in enumerate(samples):
         try:
-            collate([sample])
+            by([sample])
         except ANY_FAILURE as error:  # WHY broad: the user's code; reported for its sample
             found[place] = f"collate: {describe(error)}{line_of_user(error)}"
     return found
 
 
 def _shape(data: Any) -> str:  # Any: a foreign sample
-    """Describe what must be equal for collating: types, and the shapes of tensors."""
+    """Describe what must be equal for collating: types, names, and the shapes of tensors."""
     if isinstance(data, torch.Tensor | np.ndarray):
         return f"{type(data).__name__} of {tuple(data.shape)} {data.dtype}"
-    if isinstance(data, Mapping):
-        return "{" + ", ".join(f"{key}: {_shape(data[key])}" for key in data) + "}"
     if isinstance(data, tuple | list):
         return "(" + ", ".join(map(_shape, data)) + ")"
-    if is_dataclass(data):
-        fields = ", ".join(f"{name}={_shape(part)}" for name, part in fields_of(data))
-        return f"{type(data).__name__}({fields})"
-    return type(data).__name__
+    named = data if isinstance(data, Mapping) else fields_of(data) if is_dataclass(data) else None
+    if named is None:
+        return type(data).__name__
+    kind = "" if named is data else type(data).__name__
+    return kind + "{" + ", ".join(f"{name}: {_shape(named[name])}" for name in named) + "}"

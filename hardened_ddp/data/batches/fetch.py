@@ -1,8 +1,8 @@
 """Reading the samples of one micro-batch, in this process or in a worker.
 
 A sample that can't be read is retried, then reported with its reason, and the batch holds the other
-samples; the caller decides what to do. The same holds for a sample with a value that the model
-can't take (checks.py).
+samples; so does one with a value that the model can't take (checks.py). The caller decides what to
+do.
 WHY errors are not raised as exceptions: one that can't be pickled would hang a worker's reader, and
 one sample's error would cost the whole batch.
 """
@@ -21,15 +21,12 @@ from torch.utils.data import Subset, TensorDataset
 
 from hardened_ddp.data.batches.batch import BadSample, Batch, Request, take
 from hardened_ddp.data.batches.checks import Checks
-from hardened_ddp.data.batches.collate import Collate, collate_by, collate_plainly, split_targets
+from hardened_ddp.data.batches.collate import Collate, collate, split_targets
 from hardened_ddp.data.batches.images import MemoryImages
-from hardened_ddp.data.batches.read_errors import file_of, is_transient, retry_read
+from hardened_ddp.data.batches.read_errors import BadSamples, file_of, is_transient, retry_read
 from hardened_ddp.data.foreign_code import describe, import_torchvision
-from hardened_ddp.errors import ANY_FAILURE, LoaderError
+from hardened_ddp.errors import ANY_FAILURE
 from hardened_ddp.ranks.seeding import seed_sample
-
-# Samples of a batch, or of a block. If more can't be reached, the storage is the cause.
-MOST_UNREACHABLE = 3
 
 
 class Fetcher:
@@ -48,9 +45,6 @@ class Fetcher:
         self.seed = seed
         self.collate = collate
         self.checks = checks or Checks()
-        self._is_clean = self.checks.known == {}  # all of the data was checked, and is fine
-        self.shares_memory = True  # in a worker: batches are made in shared memory
-
         # The sample that is being read, if read one by one; other processes may read this.
         self.reading: list[int] | memoryview[int] = [-1]
 
@@ -58,9 +52,8 @@ class Fetcher:
         # is the same work, and each sample gets its own seed.
         is_plain_part = isinstance(dataset, Subset) and not hasattr(dataset.dataset, "__getitems__")
         self.reads_batches = hasattr(dataset, "__getitems__") and not is_plain_part
-        self.uses_randomness = getattr(
-            dataset, "uses_randomness", not isinstance(dataset, TensorDataset)
-        )
+        is_random = not isinstance(dataset, TensorDataset)
+        self.uses_randomness = getattr(dataset, "uses_randomness", is_random)
         # WHY: a part of a collated batch is read again, and must get the same random numbers.
         if collate is not None and self.uses_randomness:
             self.reads_batches = False
@@ -77,7 +70,7 @@ class Fetcher:
         if isinstance(self.dataset, MemoryImages) and self.collate is None:
             images, labels = self.dataset.fetch(indices, seed=self.seed, epoch=epoch)
             batch = Batch(images, labels, indices)
-            return batch if self._is_clean else self._checked(batch, epoch)
+            return batch if self.checks.is_clean else self._checked(batch, epoch)
         read = self._read_whole if self.reads_batches else self._read_samples
         return self._checked(read(epoch, indices), epoch)
 
@@ -102,7 +95,7 @@ class Fetcher:
 
     def assemble(self, epoch: int, samples: Sequence[Any], numbers: Sequence[int]) -> Batch:
         """Make a batch of samples that were read already. Any: as the dataset returns them."""
-        return self._checked(self._collate(samples, numbers), epoch)
+        return self._checked(collate(samples, numbers, by=self.collate), epoch)
 
     def answers(self, batch: Batch, request: Request) -> bool:
         indices, found, bad = request[1], batch.indices, batch.bad
@@ -111,18 +104,18 @@ class Fetcher:
     def _read_whole(self, epoch: int, indices: torch.Tensor) -> Batch:
         """Read all at once; if that fails, sample by sample, which finds the bad one."""
         read = partial(self._read_batch, epoch, indices)
+        troubles: list[str] = []
         try:
-            return read()
+            try:
+                return read()
+            except ANY_FAILURE as error:  # WHY broad: the user's code
+                if not is_transient(error):
+                    raise
+                return replace(retry_read(read, error, troubles), troubles=tuple(troubles))
         except MemoryError:
             raise
-        except ANY_FAILURE as error:  # WHY broad: the user's code; reported by _read_samples
-            first = error
-        troubles: list[str] = []
-        if is_transient(first):
-            try:
-                return replace(retry_read(read, first, troubles), troubles=tuple(troubles))
-            except ANY_FAILURE as error:  # WHY broad: as above
-                troubles.append(describe(error))
+        except ANY_FAILURE as error:  # WHY broad: as above; _read_samples reports it
+            troubles += [describe(error)] if troubles else []
         return self._read_samples(epoch, indices, troubles)
 
     def _read_batch(self, epoch: int, indices: torch.Tensor) -> Batch:
@@ -132,7 +125,7 @@ class Fetcher:
             seed_sample(self.seed, epoch, numbers[0])
         found = self.dataset.__getitems__(numbers)
         if isinstance(found, list) and len(found) == len(numbers):
-            return self._collate(found, numbers)
+            return collate(found, numbers, by=self.collate)
         if self.collate is not None:
             raise TypeError(
                 f"__getitems__ returned a {type(found).__name__}, not a list of samples to collate"
@@ -144,9 +137,8 @@ class Fetcher:
     ) -> Batch:
         samples: list[Any] = []
         good: list[int] = []
-        bad: list[BadSample] = []
+        bad = BadSamples()
         told = list(troubles)
-        num_unreachable = 0
         for index in indices.tolist():
             self.reading[0] = index
             try:
@@ -156,20 +148,9 @@ class Fetcher:
                     sample = retry_read(partial(self._read_sample, epoch, index), error, told)
                 samples.append(sample)
                 good.append(index)
-            except (MemoryError, KeyboardInterrupt):  # no sample is to blame
-                raise
-            # WHY broad: the user's code; reported with its index. WHY SystemExit too: a sample must
-            # not end the rank, and torch would end the worker without a message.
-            except BaseException as error:
-                bad.append(BadSample(index, describe(error), file_of(self.dataset, index, error)))
-                num_unreachable += is_transient(error)
-                if num_unreachable > MOST_UNREACHABLE:
-                    raise LoaderError(
-                        f"{num_unreachable} samples of one batch could not be reached, each tried "
-                        f"for some seconds; the last, {bad[-1].name}: {bad[-1].error}",
-                        fix="check the storage of this node, then --resume the run",
-                    ) from error
-        batch = self._collate(samples, good, tuple(bad))
+            except BaseException as error:  # WHY broad: the user's code; see BadSamples
+                bad.add(index, error, file_of(self.dataset, index, error))
+        batch = collate(samples, good, tuple(bad), by=self.collate)
         return replace(batch, troubles=tuple(told)) if told else batch
 
     def _read_sample(self, epoch: int, index: int) -> Any:  # Any: the dataset's sample
@@ -178,13 +159,6 @@ class Fetcher:
         if self.uses_randomness:
             seed_sample(self.seed, epoch, index)
         return self.dataset[index]
-
-    def _collate(
-        self, samples: Sequence[Any], numbers: Sequence[int], bad: tuple[BadSample, ...] = ()
-    ) -> Batch:
-        if self.collate is not None and samples:
-            return collate_by(self.collate, list(samples), list(numbers), bad)
-        return collate_plainly(samples, numbers, bad, shares_memory=self.shares_memory)
 
     def _checked(self, batch: Batch, epoch: int) -> Batch:
         """Move the samples that the model can't take to bad, and make labels int64."""
@@ -204,7 +178,7 @@ class Fetcher:
 
     def _find_wrong(self, batch: Batch, epoch: int) -> Mapping[int, str]:
         """Return what is wrong with samples of a batch, by position; usually empty."""
-        if self.collate is None or self.checks.known is not None:
+        if self.collate is None or self.checks.is_clean:
             return self.checks.find(batch)
         if not self.checks.problem_of(batch):
             return {}

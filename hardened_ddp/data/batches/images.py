@@ -61,9 +61,8 @@ class MemoryImages(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         images = self.images.index_select(0, indices)
         labels = self.labels.index_select(0, indices)
         if self.max_shift:
-            images = _augment(
-                images, _draws(indices, mix(seed, epoch)), self.max_shift, flips=self.flips
-            )
+            draws = _draws(indices, mix(seed, epoch))
+            images = _augment(images, draws, self.max_shift, flips=self.flips)
         if self.has_scale:
             images = images.to(torch.float32).mul_(self.factor).sub_(self.shift)
         return images, labels

@@ -1,17 +1,16 @@
 """The ledger: the samples that each step consumed, and the proof that each was taken exactly once.
 
 The files are ledger/NNNN-rank-R.bin of a run folder: one for each rank and each start of the run.
-A rank writes the samples of a step before it trains on them; the step counts if the run continued
-from that step or a later one. So a start from step S invalidates what earlier starts wrote for S
-and later steps: that work was lost, and is repeated.
+A rank writes the samples of a step before it trains on them. A start from step S invalidates what
+earlier starts wrote for S and later steps: that work was lost, and is repeated.
 With --sampling the order of an epoch is beside them, in order-EPOCH.npy: a sample is to be taken as
 often as it is there.
 A file is a line of JSON, then records: step (8 bytes), epoch (4), count (4), count sample ids of 4
 bytes (8 if the dataset has 2**32 samples or more), all little-endian. A record that was cut off by
 a crash belongs to a step that does not count.
 
-Before a checkpoint is committed, the files of all ranks are synced from where it is written; what a
-rank on another host has only in the memory of its host is lost if that host loses its power.
+Before a checkpoint is committed, the files of all ranks are synced from where it is written: what
+is only in the memory of another host is lost if that one loses its power.
 """
 
 import json
@@ -46,7 +45,8 @@ _HEAD = struct.Struct("<QII")
 _SHOWN = 8
 _KEEP_BYTES = 64 * 2**20  # of a rank's ledger, in memory while its disk is full
 
-Ids = npt.NDArray[np.uint64]
+Ids = npt.NDArray[np.int64]
+_NO_IDS: Ids = np.zeros(0, dtype=np.int64)
 
 
 def next_start(run: Path, folder: str = FOLDER) -> int:
@@ -168,26 +168,27 @@ def verify_ledger(run: Path, done: Done) -> tuple[list[str], bool]:
         if done.may_pause and epoch not in taken:
             lines.append(f"epoch {epoch}: not read")
             continue
-        # WHY count all: a left-out sample is also in the ledger if it failed only inside its step.
-        without = sorted(left_out.get(epoch, ()))
+        found = np.concatenate([_NO_IDS, *taken.get(epoch, [])])
+        without = np.array(sorted(left_out.get(epoch, ())), dtype=np.int64)
         expected = done.cursor if epoch == done.epoch else facts.get("epoch_end", 0)
-        of_shards: Sequence[int] = ()
-        if "num_shards" in facts:
-            of_shards = done.sizes if epoch < done.epoch else done.taken
-            expected = sum(of_shards)
-        right = f"{expected} samples, each exactly once"
+        right = "each exactly once"
         if "is_drawn" in facts:
-            right = f"{expected} samples, each as often as it was drawn"
-            problem = _judge_drawn(
-                run, epoch, taken.get(epoch, [np.zeros(0, "u8")]), expected, without
-            )
+            right = "each as often as it was drawn"
+            problem = _judge_drawn(run, epoch, found, expected, without)
         else:
-            counts = _count(taken.get(epoch, []), without, facts.get("num_samples", 0))
+            of_shards: Sequence[int] = ()
+            if "num_shards" in facts:
+                of_shards = done.sizes if epoch < done.epoch else done.taken
+                expected = sum(of_shards)
+            size = max(facts.get("num_samples", 0), int(without.max(initial=-1)) + 1)
+            counts = np.bincount(found, minlength=size)
+            # WHY count all: one that failed only inside of its step is also in the ledger.
+            counts[without] = np.maximum(counts[without], 1)
             problem = "; ".join(_judge(counts, expected, of_shards))
         is_exact = is_exact and not problem
         lines.append(
-            f"epoch {epoch}: {problem or right}"
-            + (f"; {len(without)} of them left out, as reported" if without else "")
+            f"epoch {epoch}: {problem or f'{expected} samples, {right}'}"
+            + (f"; {len(without)} of them left out, as reported" if len(without) else "")
         )
     return lines, is_exact
 
@@ -198,20 +199,7 @@ def _end_of(start: int, done: Done, heads: Mapping[int, dict[str, Any]]) -> int:
     return min([done.step, *later])
 
 
-def _count(
-    parts: Sequence[Ids], left_out: Sequence[int], num_samples: int
-) -> npt.NDArray[np.uint8]:
-    """Count how often each sample was taken; one that was only left out counts as taken."""
-    last = [int(ids.max()) for ids in parts if len(ids)]
-    counts = np.zeros(max([num_samples - 1, *last, *left_out]) + 1, dtype=np.uint8)
-    for ids in parts:
-        np.add.at(counts, ids, 1)
-    without = np.array(left_out, dtype=np.int64)
-    counts[without] = np.maximum(counts[without], 1)
-    return counts
-
-
-def _judge(counts: npt.NDArray[np.uint8], expected: int, of_shards: Sequence[int]) -> Iterator[str]:
+def _judge(counts: Ids, expected: int, of_shards: Sequence[int]) -> Iterator[str]:
     """Yield what is wrong with an epoch.
 
     of_shards: of a stream, the samples of each shard that are to be taken; sample number i is in
@@ -226,14 +214,11 @@ def _judge(counts: npt.NDArray[np.uint8], expected: int, of_shards: Sequence[int
     if of_shards:
         found = np.bincount(done % len(of_shards), minlength=len(of_shards))
         wrong = np.flatnonzero(found != np.array(of_shards))[:_SHOWN]
-        some = ", ".join(f"{found[s]} of {of_shards[s]} of shard {s}" for s in wrong)
-        if some:
+        if some := ", ".join(f"{found[s]} of {of_shards[s]} of shard {s}" for s in wrong):
             yield f"taken: {some}"
 
 
-def _judge_drawn(
-    run: Path, epoch: int, parts: Sequence[Ids], expected: int, without: Sequence[int]
-) -> str:
+def _judge_drawn(run: Path, epoch: int, found: Ids, expected: int, without: Ids) -> str:
     """Say what is wrong with an epoch whose samples were drawn; usually nothing."""
     path = _order_path(run, epoch)
     try:
@@ -241,11 +226,9 @@ def _judge_drawn(
     except (OSError, ValueError, EOFError) as error:
         return f"which samples were drawn for it is not known: {error}"
     # WHY without: a sample that can't be read is in no ledger, however often it was drawn.
-    wanted, found = (
-        Counter(ids[~np.isin(ids, without)].tolist()) for ids in (drawn, np.concatenate(parts))
-    )
-    wrong = sorted(i for i in wanted | found if wanted[i] != found[i])
-    some = [f"{found[i]} times {i} instead of {wanted[i]}" for i in wrong[:_SHOWN]]
+    wanted, counts = (Counter(ids[~np.isin(ids, without)].tolist()) for ids in (drawn, found))
+    wrong = sorted(i for i in wanted | counts if wanted[i] != counts[i])
+    some = [f"{counts[i]} times {i} instead of {wanted[i]}" for i in wrong[:_SHOWN]]
     return f"{len(wrong)} not as often as drawn: {', '.join(some)}" if some else ""
 
 
@@ -255,9 +238,8 @@ def _order_path(run: Path, epoch: int) -> Path:
 
 def list_files(run: Path, folder: str = FOLDER) -> list[tuple[int, int, Path]]:
     """List start, rank and path of all files, in order."""
-    paths = (run / folder).glob("*.bin")
-    found = [(match, path) for path in paths if (match := _NAME.fullmatch(path.name))]
-    return sorted((int(match[1]), int(match[2]), path) for match, path in found)
+    found = [(_NAME.fullmatch(path.name), path) for path in (run / folder).glob("*.bin")]
+    return sorted((int(match[1]), int(match[2]), path) for match, path in found if match)
 
 
 def _parse(path: Path, content: bytes) -> tuple[dict[str, Any], bytes]:
@@ -280,7 +262,7 @@ def _records(raw: bytes, dtype: str) -> Iterator[tuple[int, int, Ids]]:
         if position + count * width > len(raw):
             return  # cut off by a crash
         ids = np.frombuffer(raw, dtype=dtype, count=count, offset=position)
-        yield step, epoch, ids.astype("u8")
+        yield step, epoch, ids.astype(np.int64)
         position += count * width
 
 

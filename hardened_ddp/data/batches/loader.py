@@ -2,8 +2,8 @@
 
 Batches are read in this process, or by worker processes (worker_pool.py). When a worker dies, hangs
 or runs out of shared memory, no sample is lost: new workers start at the first unanswered request.
-There are then half as many, or batches come through pipes; after a time without faults it goes back
-up (WorkerFallback). WHY no DataLoader without workers: it costs a tiny model 8 % of each step.
+There are then half as many, or batches come through pipes, until there was no fault for some time
+(WorkerFallback). WHY no DataLoader without workers: it costs a tiny model 8 % of each step.
 Does not own: which rank gets which samples (sampler.py), making a batch of them (fetch.py).
 """
 
@@ -29,8 +29,7 @@ from hardened_ddp.data.batches.sampler import (
     share_of,
     split_evenly,
 )
-from hardened_ddp.data.batches.worker_memory import plan_sending
-from hardened_ddp.data.batches.worker_pool import WorkerPool, WorkersLost
+from hardened_ddp.data.batches.worker_pool import WorkerPool, WorkersLost, plan_sending
 from hardened_ddp.data.batches.workers import WorkerPlan
 from hardened_ddp.errors import LoaderError
 from hardened_ddp.ranks.resources import raise_open_file_limit
@@ -41,77 +40,53 @@ log = logging.getLogger(__name__)
 
 Requests = Callable[[], Iterator[Request]]
 MAX_LOST_PER_BATCH = 3  # with more, the cause is the storage, not the samples
-MOST_DOUBLINGS = 6  # of the required time without faults: from 5 minutes to 5 hours
+MOST_DOUBLED = 2**6  # of the required time without faults: from 5 minutes to 5 hours
 _FIRST_SAMPLES = 8  # of the test set: a wrong form shows in the first ones
 _LOST = "its worker was lost"
 
 
 class WorkerFallback:
-    """The current plan of the workers, and those above it that were left.
+    """The current plan of the workers, and the one to go back to after a time without faults.
 
-    WHY the required time doubles: a fault that returns whenever there are more workers must not
-    cause a restart of them every few minutes.
+    WHY that time doubles: a fault that returns whenever there are more workers must not cause a
+    restart of them every few minutes.
     """
 
     def __init__(
         self, top: WorkerPlan, *, quiet_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """quiet_s: seconds without a fault before going up one level; 0: never."""
-        self.level = top
-        self._quiet_s = quiet_s
+        """quiet_s: seconds without a fault before going up; 0: never."""
+        self.level = self._top = top
+        self.wait_s, self._most_s = quiet_s, MOST_DOUBLED * quiet_s
         self._clock = clock
-        # The levels that were left, the highest first; empty: there was no fault.
-        self.above: list[WorkerPlan] = []
-        self._num_doublings = 0
-        self._moved_at = clock()
-        self._went_up = False
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds without a fault that are required now."""
-        return self._quiet_s * 2.0**self._num_doublings
+        self._fault_at = clock()
 
     def go_down(self, level: WorkerPlan) -> None:
-        """Leave the level for one below, because of a fault."""
-        if self._went_up:  # else this is the first fault, or it follows another one
-            is_soon = self._clock() - self._moved_at < 2 * self.wait_s
-            self._num_doublings = min(self._num_doublings + 1, MOST_DOUBLINGS) if is_soon else 0
-        self.above.append(self.level)
-        self.level = level
-        self._moved_at, self._went_up = self._clock(), False
-
-    def stay(self) -> None:
-        """Note a fault that does not change the level."""
-        self._moved_at = self._clock()
+        """Go to a level after a fault; it may be the current one."""
+        self.level, self._fault_at = level, self._clock()
 
     def is_quiet(self) -> bool:
         """Return whether there is a level to go up to, and was no fault for long enough."""
-        return bool(self.above) and 0 < self.wait_s <= self._clock() - self._moved_at
+        is_below = self.level != self._top
+        return is_below and 0 < self.wait_s <= self._clock() - self._fault_at
 
     def go_up(self) -> None:
-        self.level = self.above.pop()
-        self._moved_at, self._went_up = self._clock(), True
+        self.level, self.wait_s = self._top, min(2 * self.wait_s, self._most_s)
 
 
 class BatchReader:
     """Reads the batches of requests, with the workers of one rank."""
 
     def __init__(
-        self,
-        fetcher: BatchSource,
-        plan: WorkerPlan,
-        config: DataConfig,
-        *,
-        pin_memory: bool,
+        self, fetcher: BatchSource, plan: WorkerPlan, config: DataConfig, *, pin_memory: bool
     ) -> None:
-        self.fetcher = fetcher
-        self.config = config
-        self.pin_memory = pin_memory
+        self.fetcher, self.config, self.pin_memory = fetcher, config, pin_memory
         self.retries = RetryReport()
         self._after_start: Callable[[], None] = lambda: None
         self._pool: WorkerPool | None = None
-        self._pending: _PendingRequests | None = None
         self._is_idle = True  # the worker pool has answered all requests of the last epoch
+        self._unanswered: deque[Request] = deque()
+        self._num_requested = 0  # since the current workers started
         self._waited_for: Request | None = None
         self._suspect: Request | None = None  # the one we waited for when workers were lost
         for reason in plan.reasons:
@@ -128,48 +103,57 @@ class BatchReader:
     @property
     def next_worker(self) -> int:
         """The worker that will get the next request: they get them in turn."""
-        num_read = 0 if self._pending is None else self._pending.num_read
-        return num_read % max(1, self.num_workers)
+        return self._num_requested % max(1, self.num_workers)
 
     def batches(self, requests: Requests) -> Iterator[Batch]:
         """Yield the batch of each request, in order, each exactly once.
 
         Raises LoaderError if several samples in a row kill or hang their reader.
         """
-        pending = self._pending = _PendingRequests(requests())
+        self._unanswered, self._num_requested = deque(), 0
+        new = requests()
         while True:
             self._go_up_if_quiet()
             read = self._read_by_workers if self.num_workers else self._read_here
             try:
-                for batch in read(pending):
-                    pending.unanswered.popleft()
+                for batch in read(self._requested(new)):
+                    self._unanswered.popleft()
                     if batch.troubles:
                         self.retries.note(batch.troubles)
                     yield batch
-                    if self.fallback.above and self.fallback.is_quiet():
+                    if self.fallback.is_quiet():
                         break  # to continue with more workers
                 else:
                     return
             except WorkersLost as lost:
-                yield from self._recover(lost, pending.unanswered)
+                yield from self._recover(lost)
 
-    def _read_by_workers(self, pending: "_PendingRequests") -> Iterator[Batch]:
-        unanswered, pool = pending.unanswered, self._start(pending.read())
+    def _requested(self, new: Iterator[Request]) -> Iterator[Request]:
+        """Yield the unanswered requests again, and then new ones."""
+        self._num_requested, num_again = 0, len(self._unanswered)
+        for request in chain(tuple(self._unanswered), new):
+            self._num_requested += 1
+            if self._num_requested > num_again:
+                self._unanswered.append(request)
+            yield request
+
+    def _read_by_workers(self, requests: Iterator[Request]) -> Iterator[Batch]:
+        pool = self._start(requests)
         while True:
-            self._waited_for = unanswered[0] if unanswered else None
+            self._waited_for = self._unanswered[0] if self._unanswered else None
             if (batch := pool.receive()) is None:
                 break
-            if not (unanswered and self.fetcher.answers(batch, unanswered[0])):
+            if not (self._unanswered and self.fetcher.answers(batch, self._unanswered[0])):
                 raise WorkersLost("a batch came that was not requested")
             yield batch
-        if unanswered:
+        if self._unanswered:
             raise WorkersLost("workers ended before they had answered all requests")
         self._is_idle = True
         if not self.config.persistent_workers:
             self.close()
 
-    def _read_here(self, pending: "_PendingRequests") -> Iterator[Batch]:
-        for request in pending.read():
+    def _read_here(self, requests: Iterator[Request]) -> Iterator[Batch]:
+        for request in requests:
             self._waited_for = request
             try:
                 batch = self.fetcher[request]
@@ -216,8 +200,9 @@ class BatchReader:
 
     def _start(self, requests: Iterator[Request], *, is_single: bool = False) -> WorkerPool:
         """Start the workers on requests: those of the last epoch if they are idle, or new ones."""
-        if self._pool is None or not self._is_idle:
+        if not self._is_idle:
             self._end_pool()
+        if self._pool is None:
             plan = self.fallback.level
             if is_single:
                 # WHY pipes: a worker that dies in the next request would take shared memory with
@@ -235,14 +220,14 @@ class BatchReader:
         self._after_start()
         return self._pool
 
-    def _recover(self, lost: WorkersLost, unanswered: deque[Request]) -> Iterator[Batch]:
+    def _recover(self, lost: WorkersLost) -> Iterator[Batch]:
         """Go one level down, depending on the fault; yield the batches that were read one by one.
 
         WHY one by one, before reading in this process: a sample that crashes its reader would crash
         the rank too; one that hangs would cost a timeout at each halving.
         """
         self._end_pool()
-        before = self.fallback.level
+        unanswered, before = self._unanswered, self.fallback.level
         after = replace(before, num_workers=before.num_workers // 2)
         is_again = bool(unanswered) and unanswered[0] is self._suspect
         self._suspect = unanswered[0] if unanswered else None
@@ -258,10 +243,8 @@ class BatchReader:
             if any(bad.error.startswith(_LOST) for batch in batches for bad in batch.bad):
                 after = before  # the number of workers was not the cause
             unanswered.clear()
-        if after == before:
-            self.fallback.stay()
-        else:
-            self.fallback.go_down(after)
+        self.fallback.go_down(after)
+        if after != before:
             log.warning(
                 "DataLoader: %s. No sample is lost: continuing at the same sample with %s",
                 lost,
@@ -272,7 +255,7 @@ class BatchReader:
         yield from batches
 
     def _go_up_if_quiet(self) -> None:
-        """Go one level up if there was no fault for long enough; prefetched ones are read again."""
+        """Go up if there was no fault for long enough; prefetched batches are read again."""
         if not self.fallback.is_quiet():
             return
         self._end_pool()
@@ -280,9 +263,7 @@ class BatchReader:
         self.fallback.go_up()
         log.warning(
             "DataLoader: no fault for %.0f s. Continuing at the same sample with %s instead of %s",
-            calm_s,
-            self.fallback.level,
-            before,
+            *(calm_s, self.fallback.level, before),
         )
 
     def _read_singly(self, request: Request) -> Batch:
@@ -300,17 +281,15 @@ class BatchReader:
                 while left and pool.receive() is not None:
                     good.append(left.pop(0))
             except WorkersLost as lost:
-                if lost.is_dangerous and not lost.is_hang and doubted != left[0]:
+                if not lost.is_dangerous:
+                    good.append(left.pop(0))
+                elif not lost.is_hang and doubted != left[0]:
                     doubted = left[0]
                     log.warning("DataLoader: %s; sample %d is retried once", lost, doubted)
-                    continue
-                index = left.pop(0)
-                if lost.is_dangerous:
-                    place = self.fetcher.name_of(index)
-                    bad.append(BadSample(index, f"{_LOST} ({lost})", place))
-                    self.fetcher.pass_over(epoch, index, bad[-1].error)
                 else:
-                    good.append(index)
+                    index = left.pop(0)
+                    bad.append(BadSample(index, f"{_LOST} ({lost})", self.fetcher.name_of(index)))
+                    self.fetcher.pass_over(epoch, index, bad[-1].error)
             finally:
                 self._end_pool()
             if len(bad) > MAX_LOST_PER_BATCH:
@@ -330,24 +309,6 @@ def _tell_once(reason: str) -> None:
     log.warning("%s", reason, extra=ON_EVERY_RANK)
 
 
-class _PendingRequests:
-    """Requests, and which of them are not answered yet."""
-
-    def __init__(self, source: Iterator[Request]) -> None:
-        self.unanswered: deque[Request] = deque()
-        self._source = source
-        self.num_read = 0  # requests since the current workers started
-
-    def read(self) -> Iterator[Request]:
-        """Yield the unanswered requests again, and then new ones."""
-        self.num_read, num_again = 0, len(self.unanswered)
-        for request in chain(tuple(self.unanswered), self._source):
-            self.num_read += 1
-            if self.num_read > num_again:
-                self.unanswered.append(request)
-            yield request
-
-
 class TrainLoader:
     """The training windows of this rank, with their micro-batches."""
 
@@ -360,7 +321,7 @@ class TrainLoader:
     ) -> Iterator[tuple[Window, list[Batch]]]:
         """Yield each window from the cursor start on, and this rank's share, which may be empty.
 
-        step: the steps done before; of a map-style dataset nothing depends on it.
+        step: nothing depends on it, unlike of a stream.
         """
         sampler = self.sampler
         sampler.set_epoch(epoch)
@@ -372,10 +333,9 @@ class TrainLoader:
             )
         )
         for window in sampler.windows(start):
+            ranks, size = sampler.num_replicas, window.size
             # WHY without a call for one: this is the usual case, in each step
-            is_one = (
-                sampler.num_replicas <= window.size <= sampler.batch_size * sampler.num_replicas
-            )
+            is_one = ranks <= size <= sampler.batch_size * ranks
             number = 1 if is_one else len(sampler.parts_of(window))
             share = [next(batches) for _ in range(number)]
             if self._fetcher.collate is not None:
@@ -389,15 +349,14 @@ class TrainLoader:
         Raises SampleError if none of the first samples can be read.
         """
         sampler, found = self.sampler, []
-        size = sampler.size
         for number in range(8):
-            first = (sampler.rank * 2 + number * 2 * sampler.num_replicas) % size
-            indices = sampler.order(0).take(first, first + min(2, size - first))
+            first = 2 * (sampler.rank + number * sampler.num_replicas) % sampler.size
+            indices = sampler.order(0).take(first, min(first + 2, sampler.size))
             batch = self._fetcher[(0, indices)]
             if batch.num_samples:
                 found.append(self._fetcher.with_parts(batch, 0).to(device))
             if len(found) == 2:
-                return found
+                break
         if not found:
             raise none_readable(batch.bad[0].error)
         return found
@@ -423,12 +382,11 @@ class EvalLoader:
         max_batches: int = 0,
     ) -> None:
         """max_batches: measure so many batches of the whole set, over all ranks; 0: all."""
-        self.reader = reader
+        self.reader, self._num_all = reader, num_all
         self.size = size = min(num_all, max_batches * batch_size or num_all)
         self.batch_size, self.is_partial = batch_size, size < num_all
-        # WHY spread: test sets are often sorted by class. A stream is read from its start.
-        in_order = getattr(reader.fetcher.dataset, "is_read_in_order", False)
-        self._spread_over = size if in_order else num_all
+        # A stream is read from its start: anything behind that is reached by reading all before it.
+        self._in_order = getattr(reader.fetcher.dataset, "is_read_in_order", False)
         self.first, self.last = share_of(size, rank=rank, world_size=world_size)
         # Batches of each rank that has samples for them: a loop over them is equally long.
         self.most_batches = num_micro_batches(size, batch_size=batch_size, world_size=world_size)
@@ -437,15 +395,14 @@ class EvalLoader:
         def requests() -> Iterator[Request]:
             for start, stop in split_evenly(self.last - self.first, self.most_batches):
                 part = torch.arange(self.first + start, self.first + stop)
-                yield 0, part * self._spread_over // self.size
+                # WHY spread: test sets are often sorted by class.
+                yield 0, part if self._in_order else part * self._num_all // self.size
 
         return self.reader.batches(requests)
 
     def first_samples(self) -> Batch:
         """Read the first samples of this rank's share, at most 8, in this process."""
-        # WHY from 0 of a stream: anything behind it is reached by reading all before it.
-        in_order = getattr(self.reader.fetcher.dataset, "is_read_in_order", False)
-        first = 0 if in_order or self.first >= self.last else self.first
+        first = 0 if self._in_order or self.first >= self.last else self.first
         most = min(first + _FIRST_SAMPLES, self.size)
         return self.reader.fetcher[(0, torch.arange(first, most))]
 

@@ -7,6 +7,7 @@ Does not own: which part of a sample is its label, collating by a user's code (c
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,50 +24,33 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 def map_parts(value: Any, change: Callable[[Any], Any]) -> Any:  # Any: a dataset's data
     """Rebuild a container with change applied to each part; return anything else as it is."""
-    if isinstance(value, Mapping):
-        parts = {key: change(part) for key, part in value.items()}
-        if type(value) is dict or not isinstance(value, MutableMapping):
-            return parts
-        # WHY a copy: a mapping of a library, such as a tokenizer's, has methods of its own.
-        clone = copy.copy(value)
-        for key, part in parts.items():
-            clone[key] = part
-        return clone
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return _remade(value, [change(part) for part in value])
-    if isinstance(value, tuple | list):
-        return type(value)(change(part) for part in value)
-    if is_dataclass(value):
-        return _rebuilt(value, {name: change(part) for name, part in fields_of(value)})
-    return value
+    parts = parts_in(value)
+    return value if parts is None else _remade(value, [change(part) for part in parts])
 
 
-def stack(samples: Sequence[Any], *, shares_memory: bool = False) -> Any:  # Any: foreign samples
+def stack(samples: Sequence[Any]) -> Any:  # Any: foreign samples
     """Collate samples as torch's default_collate does, and dataclasses and None, too.
 
-    shares_memory: in a worker, make tensors in shared memory. None stays None; strings become a
-    list.
+    None stays None; strings become a list.
     """
     first = samples[0]
     if isinstance(first, Mapping):
-        columns = {key: [sample[key] for sample in samples] for key in first}
-        return {key: stack(part, shares_memory=shares_memory) for key, part in columns.items()}
+        return {key: stack([sample[key] for sample in samples]) for key in first}
     if isinstance(first, tuple | list):
-        parts = [stack(c, shares_memory=shares_memory) for c in zip(*samples, strict=True)]
+        parts = [stack(column) for column in zip(*samples, strict=True)]
         return _remade(first, parts) if hasattr(first, "_fields") else parts
     if is_dataclass(first):
-        columns = {n: [getattr(sample, n) for sample in samples] for n, _ in fields_of(first)}
-        stacked = {n: stack(part, shares_memory=shares_memory) for n, part in columns.items()}
-        return _rebuilt(first, stacked)
+        columns = ([getattr(sample, name) for sample in samples] for name in fields_of(first))
+        return _remade(first, [stack(column) for column in columns])
     if first is None:
         if any(sample is not None for sample in samples):
             raise TypeError("some samples have None where others have a value")
         return None
-    if not shares_memory and isinstance(first, torch.Tensor):
+    # WHY not default_collate: in a worker it allocates shared memory, which may be full
+    if isinstance(first, np.ndarray) and first.dtype.kind in "biufc":
+        samples = [torch.as_tensor(sample) for sample in samples]
+    if isinstance(samples[0], torch.Tensor):
         return torch.stack(list(samples))
-    if not shares_memory and isinstance(first, np.ndarray) and first.dtype.kind in "biufc":
-        return torch.stack([torch.as_tensor(sample) for sample in samples])
-    # In a worker, torch's function allocates in shared memory.
     return default_collate(list(samples))
 
 
@@ -123,30 +107,36 @@ def leaves(value: Any) -> Iterator[Any]:  # Any: a dataset's data
 
 def parts_in(value: Any) -> Sequence[Any] | None:  # Any: a dataset's data
     """Return the parts of a container; None: value is none."""
-    if isinstance(value, Mapping):
-        return list(value.values())
     if isinstance(value, tuple | list):
         return value
-    return [part for _, part in fields_of(value)] if is_dataclass(value) else None
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return list(fields_of(value).values()) if is_dataclass(value) else None
 
 
 def is_dataclass(value: object) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def fields_of(value: Any) -> list[tuple[str, Any]]:  # Any: an instance of any dataclass
-    return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+def fields_of(value: Any) -> dict[str, Any]:  # Any: an instance of any dataclass
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
-def _remade(value: Any, parts: Sequence[Any]) -> Any:  # Any: an instance of any namedtuple
-    # WHY tuple's: a class of its own, as PackedSequence is, may take other arguments than its parts
-    return tuple.__new__(type(value), parts)
-
-
-def _rebuilt(value: Any, parts: Mapping[str, Any]) -> Any:  # Any: an instance of any dataclass
-    # WHY not dataclasses.replace: it would run the checks of __post_init__ on collated values, and
-    # refuses fields that __init__ does not take. WHY object's: it may be frozen.
+def _remade(value: Any, parts: Sequence[Any]) -> Any:  # Any: a container
+    """Make a container like value, of other parts."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        # WHY tuple's: a class such as PackedSequence may take other arguments than its parts
+        return tuple.__new__(type(value), parts)
+    if isinstance(value, tuple | list):
+        return type(value)(parts)
+    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+        return dict(zip(value, parts, strict=True))
+    # WHY a copy: a mapping of a library, such as a tokenizer's, has methods of its own; and
+    # dataclasses.replace would run the checks of __post_init__ on collated values, and refuses
+    # fields that __init__ does not take. WHY object's: a dataclass may be frozen.
     clone = copy.copy(value)
-    for name, part in parts.items():
-        object.__setattr__(clone, name, part)
+    is_mapping = isinstance(value, Mapping)
+    put = clone.__setitem__ if is_mapping else partial(object.__setattr__, clone)
+    for name, part in zip(value if is_mapping else fields_of(value), parts, strict=True):
+        put(name, part)
     return clone

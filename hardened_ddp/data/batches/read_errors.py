@@ -2,7 +2,7 @@
 
 Transient is a network disk that is busy, or a connection that broke. Reads that succeeded after a
 retry are summed up in one line a minute.
-Does not own: reading (fetch.py), workers that die (loader.py).
+Does not own: reading (fetch.py, streams/block_reader.py), workers that die (loader.py).
 """
 
 import errno
@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 
 from torch.utils.data import Subset
 
+from hardened_ddp.data.batches.batch import BadSample
 from hardened_ddp.data.foreign_code import describe
-from hardened_ddp.errors import ANY_FAILURE
+from hardened_ddp.errors import ANY_FAILURE, LoaderError
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ _TRANSIENT = {
 # The same read will certainly fail again.
 _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 _MOST_CAUSES = 8  # how many errors of a chain are checked
+# Samples of a batch, or of a block. If more can't be reached, the storage is the cause.
+_MOST_UNREACHABLE = 3
 _FILE_LISTS = ("samples", "imgs", "files", "paths")
 
 
@@ -48,9 +51,8 @@ def is_transient(error: BaseException) -> bool:
     """
     cause: BaseException | None = error
     for _ in range(_MOST_CAUSES):
-        if isinstance(cause, TimeoutError | ConnectionError):
-            return True
-        if isinstance(cause, OSError) and cause.errno in _TRANSIENT:
+        is_lost = isinstance(cause, TimeoutError | ConnectionError)
+        if is_lost or (isinstance(cause, OSError) and cause.errno in _TRANSIENT):
             return True
         cause = cause and (cause.__cause__ or cause.__context__)
     return False
@@ -77,6 +79,29 @@ def retry_read(read: Callable[[], T], error: BaseException, troubles: list[str])
         except ANY_FAILURE as next_error:  # WHY broad: the user's code; raised below, or retried
             error = next_error
     raise error
+
+
+class BadSamples(list[BadSample]):
+    """The samples of a batch or a block that can't be read."""
+
+    num_unreachable = 0
+
+    def add(self, index: int, error: BaseException, place: str) -> None:
+        """Add one. Raises its error if no sample is to blame, LoaderError if the storage is gone.
+
+        WHY SystemExit is one: a sample must not end the rank, and torch would end the worker
+        without a message.
+        """
+        if isinstance(error, MemoryError | KeyboardInterrupt):
+            raise error
+        self.append(BadSample(index, describe(error), place))
+        self.num_unreachable += is_transient(error)
+        if self.num_unreachable > _MOST_UNREACHABLE:
+            raise LoaderError(
+                f"{self.num_unreachable} samples of one batch could not be reached, each tried for "
+                f"some seconds; the last, {self[-1].name}: {self[-1].error}",
+                fix="check the storage of this node, then --resume the run",
+            ) from error
 
 
 def file_of(dataset: Any, index: int, error: BaseException | None = None) -> str:

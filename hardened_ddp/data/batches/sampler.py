@@ -7,6 +7,7 @@ Nothing is padded, nothing is dropped unless drop_last says so.
 Does not own: the cursor (it moves when a step is done, step/step.py), reading (loader.py).
 """
 
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,28 @@ _FEW_STEPS = 1 << 8  # an epoch of more steps than this can afford to sort the w
 _MIN_RANKS = 8  # with fewer ranks, most of a kept order has to be sorted anyhow
 
 Samples = npt.NDArray[np.int64]
+
+
+UNKNOWN_STEPS = sys.maxsize  # more steps than any run has: its end is not known yet
+
+
+@dataclass(slots=True)
+class RunLength:
+    """The steps of a run. WHY an object: a stream's length is known when it was read once."""
+
+    total: int  # steps of the whole run; UNKNOWN_STEPS until they are known
+
+    # Steps that the learning rate's schedule is stretched over. Never changes within a run.
+    # UNKNOWN_STEPS for a constant rate of a stream.
+    schedule: int
+    most: int = UNKNOWN_STEPS  # the limit max_steps
+
+    @property
+    def is_known(self) -> bool:
+        return self.total < UNKNOWN_STEPS
+
+    def learn(self, total: int) -> None:
+        self.total = min(total, self.most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +90,7 @@ class EpochOrder:
         self._key = mix(seed, epoch)
         self._kept = drawn
         if drawn is None and num_samples <= MAX_KEPT_ORDER:
-            # WHY not torch.randperm: its algorithm may change between versions of torch, and a
-            # resumed run would continue in another order. Hashes of two samples never tie.
-            hashes = hash_words(np.arange(num_samples, dtype=np.uint64), key=self._key)
-            self._kept = np.argsort(hashes)
+            self._kept = np.argsort(_hashes(num_samples, self._key))
 
     def take(self, start: int, stop: int) -> torch.Tensor:
         """Return the samples at positions start to stop - 1, as int64."""
@@ -81,9 +101,17 @@ class EpochOrder:
         return torch.from_numpy(permuted.astype(np.int64))
 
 
+def _hashes(num_samples: int, key: int) -> npt.NDArray[np.uint64]:
+    """Return what the samples of a small dataset are sorted by.
+
+    WHY not torch.randperm: its algorithm may change between versions of torch, and a resumed run
+    would continue in another order. Hashes of two samples never tie.
+    """
+    return hash_words(np.arange(num_samples, dtype=np.uint64), key=key)
+
+
 def _samples_of(shares: list[Window], num_samples: int, seed: int) -> list[Samples]:
     """Return the samples of shares in ascending order; of a small dataset, all of one epoch."""
-    lengths = [share.size for share in shares]
     if num_samples > MAX_KEPT_ORDER:
         positions = [np.arange(share.start, share.stop, dtype=np.uint64) for share in shares]
         of_epochs = Counter[int]()
@@ -97,14 +125,13 @@ def _samples_of(shares: list[Window], num_samples: int, seed: int) -> list[Sampl
         )
         found = permuted.astype(np.int64)
     else:
-        key = mix(seed, shares[0].epoch)
-        hashes = hash_words(np.arange(num_samples, dtype=np.uint64), key=key)
+        hashes = _hashes(num_samples, mix(seed, shares[0].epoch))
         edges = {edge for share in shares for edge in (share.start, share.stop)} - {num_samples}
         # WHY not a sort of all: most of them are the samples of other ranks.
         parted = np.argpartition(hashes, sorted(edges))
         found = np.concatenate([parted[share.start : share.stop] for share in shares])
         found = found[np.argsort(hashes[found])]
-    return np.split(found, np.cumsum(lengths)[:-1])
+    return np.split(found, np.cumsum([share.size for share in shares])[:-1])
 
 
 def share_of(size: int, *, rank: int, world_size: int) -> tuple[int, int]:
@@ -237,12 +264,11 @@ class WindowSampler(DistributedSampler[Any]):
 
     def windows_of(self, epoch: int, start: int = 0) -> Iterator[Window]:
         """Yield the windows of an epoch from cursor start on."""
-        begin = start
-        while begin < self.end:
-            stop = min(begin + self.global_batch, self.end)
+        while start < self.end:
+            stop = min(start + self.global_batch, self.end)
             stop = self.end if self.end - stop < self._least else stop
-            yield Window(epoch, begin, stop - begin)
-            begin = stop
+            yield Window(epoch, start, stop - start)
+            start = stop
 
     def micro_batches(self, window: Window) -> list[torch.Tensor]:
         """Return the indices of this rank's micro-batches of window; none if its share is empty."""
@@ -260,15 +286,14 @@ class WindowSampler(DistributedSampler[Any]):
     def _take_ahead(self, window: Window) -> Samples:
         """Return this rank's samples of window; compute those of the steps after it, too."""
         share = self._share(window)
-        if share in self._ahead:
-            return self._ahead[share]
-        windows = self.windows_of(window.epoch, window.start)
-        if self.size > MAX_KEPT_ORDER:
-            later = chain.from_iterable(map(self.windows_of, count(window.epoch + 1)))
-            windows = islice(chain(windows, later), 1 + _AHEAD // share.size)
-        shares = list(map(self._share, windows))
-        rows = _samples_of(shares, self.size, self.seed)
-        self._ahead = dict(zip(shares, rows, strict=True))
+        if share not in self._ahead:
+            windows = self.windows_of(window.epoch, window.start)
+            if self.size > MAX_KEPT_ORDER:
+                later = chain.from_iterable(map(self.windows_of, count(window.epoch + 1)))
+                windows = islice(chain(windows, later), 1 + _AHEAD // share.size)
+            shares = list(map(self._share, windows))
+            rows = _samples_of(shares, self.size, self.seed)
+            self._ahead = dict(zip(shares, rows, strict=True))
         return self._ahead[share]
 
     def _share(self, window: Window) -> Window:
@@ -292,8 +317,5 @@ class WindowSampler(DistributedSampler[Any]):
     def __len__(self) -> int:
         """Count this rank's samples of an epoch."""
         num_full, rest = divmod(self.end, self.global_batch)
-        (start, stop), (first, last) = (
-            share_of(size, rank=self.rank, world_size=self.num_replicas)
-            for size in (self.global_batch, rest)
-        )
-        return num_full * (stop - start) + last - first
+        full, last = (self._share(Window(0, 0, size)).size for size in (self.global_batch, rest))
+        return num_full * full + last

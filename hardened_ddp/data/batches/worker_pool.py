@@ -5,10 +5,14 @@ when a wait for data has timed out, so we wait with short timeouts. WHY never ne
 other error: torch would silently skip the lost batch.
 Signals are for a rank and not for its workers: a scheduler and torchrun send SIGTERM, and Ctrl-C
 reaches every process of a terminal, but until it stops, a rank needs batches.
+A dataset's tensors go to workers through shared memory, as torch sends them: all have one copy.
+They are copied into each worker where /dev/shm is small, as in containers, or where there are too
+many: each shared one is an open file. All else that a dataset holds is copied.
 Does not own: what is done about lost workers (loader.py), how many there are (workers.py).
 """
 
 import contextlib
+import logging
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -17,22 +21,24 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from multiprocessing import resource_tracker, util
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from hardened_ddp.data.batches.batch import Batch, BatchSource, Request
 from hardened_ddp.data.batches.nesting import map_tensors
-from hardened_ddp.data.batches.worker_memory import Copied
-from hardened_ddp.data.batches.workers import WorkerPlan
+from hardened_ddp.data.batches.workers import WorkerPlan, free_shared_memory
 from hardened_ddp.ranks.stacks import ask_for_stacks, offer_stacks
 from hardened_ddp.ranks.threads import AwakeTime, HelperThread
+
+log = logging.getLogger(__name__)
 
 POLL_S = 0.5  # how long a dead worker may go unnoticed while a batch is waited for
 _LONGEST_GAP_S = 4 * POLL_S  # a longer one was no wait: the process was stopped
@@ -40,6 +46,10 @@ START_S = 60.0  # how long workers may at least take to start: a busy machine im
 _NUM_NOTES = 3  # of each worker: the sample being read, its pid, the descriptor of its stacks
 END_S = 5.0  # how long workers may take to end before they are killed
 SENDING_S = 1.0  # how long one that is to be killed may take to send what it has begun to send
+
+_SHM_MARGIN = 2.0  # of a dataset in shared memory: batches need room there, too
+# multiprocessing sends a new process at most 256 open files, its own among them.
+_MOST_SHARED_TENSORS = 200
 
 # Of a socket's path, the kernel takes 107 bytes.
 _LONGEST_PARENT_OF_SOCKETS = 107 - len("/pymp-XXXXXXXX/listener-XXXXXXXX")
@@ -51,6 +61,9 @@ _SIGNS_OF_SHARING = (
     *("SIGBUS", "shared memory", "(shm)", "unable to mmap", "unable to resize file"),
     *("No space left on device", "Too many open files", "too many fds", _NOT_RECEIVED),
 )
+
+
+_NO_NUMBERS = torch.empty(0, dtype=torch.int64)
 
 
 class WorkersLost(Exception):
@@ -141,10 +154,10 @@ class WorkerPool:
                 most_s = limit_s if has_begun else max(limit_s, START_S)
                 if is_late and waited.passed_s() < most_s and self._can_pin():
                     continue
-                reason, is_dangerous = self._explain(error, is_late=is_late)
+                lost = self._explain(error, is_late=is_late)
                 error.__traceback__ = None
             # WHY without it: a traceback (torch puts it in a cycle) keeps its iterator and threads.
-            raise WorkersLost(reason, is_dangerous=is_dangerous, is_hang=is_late and is_dangerous)
+            raise lost
 
     def _has_begun(self) -> bool:
         """Return whether each worker has started, and reads."""
@@ -198,29 +211,29 @@ class WorkerPool:
                 worker.join(END_S)  # WHY: until then it could still take the lock
             lock.release()
 
-    def _explain(self, error: Exception, *, is_late: bool) -> tuple[str, bool]:
-        """Return what happened, and whether it may happen to the next reader of the samples too."""
+    def _explain(self, error: Exception, *, is_late: bool) -> WorkersLost:
         if not self._can_pin():
-            return "the thread that pins memory has ended", False
+            return WorkersLost("the thread that pins memory has ended")
         if is_late:
-            if not self._has_begun():
-                return f"not all workers have started in {max(self.timeout_s, START_S):g} s", True
-            return f"no batch in {self.timeout_s:g} s", True
+            reason = f"not all workers have started in {max(self.timeout_s, START_S):g} s"
+            if self._has_begun():
+                reason = f"no batch in {self.timeout_s:g} s"
+            return WorkersLost(reason, is_dangerous=True, is_hang=True)
         if "in DataLoader worker process" in str(error):  # it is alive; its dataset raised
-            return _summary(error), False
+            return WorkersLost(_summary(error))
         # WHY wait: a process closes its connections first, and its exit status is known only later.
         # To mistake its death for something harmless could kill the rank. A death ends the wait.
         multiprocessing.connection.wait([worker.sentinel for worker in self._workers], END_S)
         for worker in self._workers:
             if multiprocessing.connection.wait([worker.sentinel], 0):
                 worker.join(END_S)
-            code = worker.exitcode
             # WHY status 0 too: as long as batches are asked for, no worker has a reason to end.
-            if not worker.is_alive() and code is not None:
+            if not worker.is_alive() and (code := worker.exitcode) is not None:
                 how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
                 hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-                return f"worker process {worker.pid} ended with {how}{hint}", True
-        return f"{_NOT_RECEIVED} ({_summary(error)})", False
+                reason = f"worker process {worker.pid} ended with {how}{hint}"
+                return WorkersLost(reason, is_dangerous=True)
+        return WorkersLost(f"{_NOT_RECEIVED} ({_summary(error)})")
 
     def _can_pin(self) -> bool:
         """Return whether torch's thread that pins batches is alive, or there is none.
@@ -234,8 +247,7 @@ class WorkerPool:
 class _Requests(Sampler[Any]):
     """The sampler for torch: the current requests."""
 
-    def __init__(self) -> None:
-        self.source: Iterator[Request] = iter(())
+    source: Iterator[Request] = iter(())
 
     def __iter__(self) -> Iterator[Any]:
         # WHY numpy: each tensor would be sent as an open file in shared memory.
@@ -249,11 +261,18 @@ class _Reader(Dataset[Any]):
         """notes: what each worker shows to the rank. Any: ctypes' array."""
         self.fetcher = fetcher
         self.notes = notes
-        self.shares_memory = fetcher.shares_memory = plan.shares_memory
+        self.shares_memory = plan.shares_memory
         self.copies_data = plan.copies_data
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | ({"fetcher": Copied(self.fetcher)} if self.copies_data else {})
+        # WHY bytes: multiprocessing's own pickle would put the tensors into shared memory
+        sent = pickle.dumps(self.fetcher) if self.copies_data else self.fetcher
+        return {**self.__dict__, "fetcher": sent}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ = state
+        if self.copies_data:
+            self.fetcher = pickle.loads(state["fetcher"])
 
     def begin(self, worker_id: int) -> None:
         """Show this worker's state to the rank from now on."""
@@ -264,21 +283,15 @@ class _Reader(Dataset[Any]):
     def __getitem__(self, request: Any) -> Any:  # Any: arrays, which torch sends without types
         epoch, numbers = request
         batch = self.fetcher[(epoch, torch.from_numpy(numbers))]
-        if not self.shares_memory:
-            # Slower, but through a pipe: needs no room in /dev/shm, and no open file per tensor.
-            return Payload(pickle.dumps(_parts_of(batch, torch.Tensor.detach)))
-        return Payload(bytes(ForkingPickler.dumps(_parts_of(batch, share))))
-
-
-def _parts_of(batch: Batch, change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
-    """Return what is sent of a batch, with change applied to its tensors."""
-    inputs, targets = map_tensors((batch.inputs, batch.targets), change)
-    return inputs, targets, batch.indices.numpy(), batch.bad, batch.troubles
-
-
-def _batch_of(parts: Any) -> Batch:  # Any: as _parts_of returned them
-    inputs, targets, numbers, bad, troubles = parts
-    return Batch(inputs, targets, torch.from_numpy(numbers), bad, troubles)
+        # Pipes are slower, but need no room in /dev/shm, and no open file per tensor.
+        change, dump = (
+            (share, ForkingPickler.dumps)
+            if self.shares_memory
+            else (torch.Tensor.detach, pickle.dumps)
+        )
+        inputs, targets = map_tensors((batch.inputs, batch.targets), change)
+        sent = replace(batch, inputs=inputs, targets=targets, indices=_NO_NUMBERS)
+        return Payload(bytes(dump((sent, batch.indices.numpy()))))
 
 
 def _unchanged(data: Any) -> Any:
@@ -310,7 +323,11 @@ def _prepare_worker(worker_id: int) -> None:
     # WHY not PR_SET_PDEATHSIG: the parent process is the fork server.
     HelperThread(partial(_end_with, parent.sentinel), name="end-with-rank").start()
     info.dataset.begin(worker_id)  # type: ignore[attr-defined]  # it is a _Reader
-    _leave_signals_to_rank()
+    # WHY a handler for SIGTERM: programs that the dataset starts would inherit a mask, and could
+    # not be ended by it.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS_OF_THE_RANK - {signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     torch.set_num_threads(1)
 
 
@@ -329,9 +346,9 @@ def _summary(error: BaseException) -> str:
 
 
 class Payload:
-    """The pickled parts of a batch: bytes that name shared memory, or contain the data.
+    """A pickled batch: bytes that name shared memory, or contain the data.
 
-    WHY not the parts themselves: torch would pickle and unpickle them in its own threads. A failure
+    WHY not the batch itself: torch would pickle and unpickle them in its own threads. A failure
     there (not picklable, too many open files) ends the thread, and the rank waits forever.
     """
 
@@ -339,7 +356,9 @@ class Payload:
         self.content = content
 
     def open(self) -> Batch:
-        return _batch_of(pickle.loads(self.content))
+        batch, numbers = pickle.loads(self.content)
+        batch.indices = torch.from_numpy(numbers)
+        return cast(Batch, batch)
 
     def pin_memory(self) -> Batch:
         """Unpickle and pin the tensors. torch calls this in its pinning thread."""
@@ -375,17 +394,47 @@ def signals_of_rank_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _leave_signals_to_rank() -> None:
-    """Let them do nothing in this process, a worker.
-
-    WHY a handler for SIGTERM: programs that the dataset starts would inherit a mask, and could not
-    be ended by it.
-    """
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS_OF_THE_RANK - {signal.SIGTERM})
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-
-
 def _kill(workers: Sequence[BaseProcess]) -> None:
     for worker in workers:
         worker.kill()
+
+
+def plan_sending(fetcher: BatchSource, plan: WorkerPlan) -> WorkerPlan:
+    """Decide how workers get the dataset of fetcher: tensors shared or copied.
+
+    No workers, with a warning, if the dataset can't be sent.
+    """
+    if plan.start_method == "fork":
+        return plan
+    trial = SendingTrial()
+    try:
+        trial.dump(fetcher)
+        trial.clear_memo()  # WHY: it keeps all that was pickled, and is in a cycle with its file
+    except Exception as error:  # WHY broad: pickling runs the user's own code
+        why = f"the dataset or its collate can't be sent to a worker ({error})"
+        log.warning("num_workers %d requested, using 0: %s", plan.num_workers, why)
+        return replace(plan, num_workers=0)
+    needed_bytes = sum(trial.tensors.values()) * plan.local_world_size * _SHM_MARGIN
+    is_many = len(trial.tensors) > _MOST_SHARED_TENSORS
+    return replace(plan, copies_data=is_many or needed_bytes > (free_shared_memory() or 0))
+
+
+class SendingTrial(pickle.Pickler):
+    """Finds the tensors in what one worker gets: pickles all else into a file that keeps nothing.
+
+    WHY buffers are left out: they would be copied for the trial.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[int, int] = {}  # bytes of each storage, by its address
+        super().__init__(self, protocol=5, buffer_callback=lambda buffer: None)
+
+    def write(self, data: Any) -> None:
+        """Keep nothing: it is itself the file that it writes to."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        if type(obj) is not torch.Tensor or not obj.is_cpu or obj.layout != torch.strided:
+            return None
+        storage = obj.untyped_storage()
+        self.tensors[storage.data_ptr()] = storage.nbytes()
+        return "tensor"

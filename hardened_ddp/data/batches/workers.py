@@ -62,9 +62,18 @@ def plan_workers(
                 f"num_workers {workers} as requested, but each of {local_world_size} ranks has "
                 f"{counted(budget, 'CPU')}: expect it to be slower than {counted(budget, 'worker')}"
             )
-    workers, prefetch = _fit_shared_memory(
-        workers, config.prefetch_factor, batch_bytes * local_world_size, reasons
-    )
+    prefetch, free_bytes = config.prefetch_factor, free_shared_memory()
+    if workers and free_bytes is not None:
+        # Reduce prefetching, then workers, until the batches in flight fit into /dev/shm.
+        room = int(free_bytes / (_SHM_MARGIN * max(1, batch_bytes * local_world_size)))
+        asked = workers, prefetch
+        prefetch = max(1, min(prefetch, room // workers))
+        workers = min(workers, room // prefetch)
+        if (workers, prefetch) != asked:
+            reasons.append(
+                f"num_workers {asked[0]} with prefetch_factor {asked[1]} would need more shared "
+                f"memory than {SHARED_MEMORY} has free; running {workers} with {prefetch}"
+            )
     return WorkerPlan(
         num_workers=workers,
         prefetch_factor=prefetch,
@@ -102,22 +111,3 @@ def free_shared_memory() -> int | None:
         return shutil.disk_usage(SHARED_MEMORY).free
     except OSError:
         return None
-
-
-def _fit_shared_memory(
-    workers: int, prefetch: int, bytes_per_batch: int, reasons: list[str]
-) -> tuple[int, int]:
-    """Reduce prefetching, then workers, until the batches in flight fit into /dev/shm."""
-    free_bytes = free_shared_memory()
-    if workers == 0 or free_bytes is None:
-        return workers, prefetch
-    room = int(free_bytes / (_SHM_MARGIN * max(1, bytes_per_batch)))
-    if workers * prefetch <= room:
-        return workers, prefetch
-    fitted_prefetch = max(1, min(prefetch, room // workers))
-    fitted_workers = min(workers, room // fitted_prefetch)
-    reasons.append(
-        f"num_workers {workers} with prefetch_factor {prefetch} would need more shared memory than "
-        f"{SHARED_MEMORY} has free; running {fitted_workers} with {fitted_prefetch}"
-    )
-    return fitted_workers, fitted_prefetch

@@ -12,7 +12,6 @@ import importlib.util
 import inspect
 import logging
 import socket
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,26 +22,21 @@ from torch.utils.data import Dataset
 
 from hardened_ddp.data.batches.collate import find_collate
 from hardened_ddp.data.batches.images import MemoryImages
-from hardened_ddp.data.foreign_code import describe, import_callable, meant_path
-from hardened_ddp.data.sources.built_in import SyntheticImages, open_digits
-from hardened_ddp.data.sources.downloads import TIMEOUT_S, fetch_dataset, is_here, locked
-from hardened_ddp.data.sources.facts import (
-    AnyDataset,
-    check_classes,
-    check_labels,
-    check_opened,
-    count_outputs,
-    fingerprint,
-    is_in_memory,
-    is_map_style,
-    label_size,
-    read_example,
+from hardened_ddp.data.foreign_code import describe, import_callable, line_of_user, meant_path
+from hardened_ddp.data.sources import facts
+from hardened_ddp.data.sources.built_in import (
+    DOWNLOADABLE,
+    SyntheticImages,
+    by_hand,
+    open_digits,
+    open_downloadable,
+    open_folder,
 )
-from hardened_ddp.data.sources.hub_place import PREFIX
-from hardened_ddp.data.sources.hub_sets import open_hub_set
+from hardened_ddp.data.sources.downloads import TIMEOUT_S, fetch_dataset, is_here, locked
+from hardened_ddp.data.sources.facts import AnyDataset
+from hardened_ddp.data.sources.hub_sets import PREFIX, open_hub_set
 from hardened_ddp.data.sources.mix import PREFIX as MIX
 from hardened_ddp.data.sources.mix import open_mix, parts_of
-from hardened_ddp.data.sources.vision import DOWNLOADABLE, by_hand, open_downloadable, open_folder
 from hardened_ddp.errors import ANY_FAILURE, DataError, HardenedError
 from hardened_ddp.settings.config import DataConfig
 
@@ -51,9 +45,10 @@ log = logging.getLogger(__name__)
 BUILT_IN: Mapping[str, Callable[..., Dataset[Any]]] = {
     "digits": open_digits,
     "synthetic": SyntheticImages,
+    **{name: functools.partial(open_downloadable, name) for name in DOWNLOADABLE},
 }
 STREAM_FORMATS = ("text", "parquet", "tar")  # of streams/formats.py
-NAMES = (*BUILT_IN, *DOWNLOADABLE, "image_folder")
+NAMES = (*BUILT_IN, "image_folder")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +60,8 @@ class TaskData:
     # Outputs that a model needs for the labels: classes, or numbers of one label. 0: not known.
     num_classes: int
     label_size: int  # numbers in the label of one sample
-    input_shape: tuple[int, ...]  # of one sample, without the batch: (channels, height, width)
+    # Of one sample, without the batch: (channels, height, width). Empty if it has none.
+    input_shape: tuple[int, ...]
 
     # Labels are integers below num_classes, and not in a format that only the model knows.
     labels_are_classes: bool
@@ -106,8 +102,8 @@ def build_data(
     task: as --task names it. evaluates: else a test stream is not counted, which may have no end.
     """
     name = _known_name(config.dataset)
-    train, test, is_counted = _open_both(name, config, evaluates=evaluates)
-    check_classes(train, test, config.dataset)
+    train, test = _open_both(name, config, evaluates=evaluates)
+    facts.check_classes(train, test, config.dataset)
     if config.augment and isinstance(train, MemoryImages):
         train = train.augmented()
     elif config.augment and name != "image_folder":
@@ -117,56 +113,56 @@ def build_data(
             config.dataset,
         )
     collate = find_collate(train, config.collate)
-    example = read_example(train, config.dataset, collate)
+    example = facts.read_example(train, config.dataset, collate)
     inputs, targets = example.inputs, example.targets
     is_number = isinstance(targets, torch.Tensor) and targets.dim() == 1
     is_integer = is_number and not (targets.is_floating_point() or targets.is_complex())
     are_classes = is_integer and task in ("auto", "classification")
-    num_classes = count_outputs(train, targets, are_classes=are_classes)
+    num_classes = facts.count_outputs(train, targets, are_classes=are_classes)
     are_classes &= num_classes > 0
     if are_classes:
-        check_labels(train, num_classes, config.dataset, leaves_out=leaves_out)
-        check_labels(test, num_classes, f"{config.dataset} (test)", leaves_out=leaves_out)
-    names = getattr(train, "classes", None) or [str(index) for index in range(num_classes)]
-    digest, told = fingerprint(
+        facts.check_labels(train, num_classes, config.dataset, leaves_out=leaves_out)
+        facts.check_labels(test, num_classes, f"{config.dataset} (test)", leaves_out=leaves_out)
+    digest, told = facts.fingerprint(
         # WHY without what was counted: a run may be resumed with an evaluation, or without one
-        (train, None if is_counted else test),
+        (train, None if getattr(test, "is_counted", False) else test),
         name=config.dataset,
         arguments=config.dataset_args,
         collate=collate,
     )
+    # one input has a shape of its own unless it is nested, or a mapping
+    has_shape = isinstance(inputs, torch.Tensor) and not inputs.is_nested
     return TaskData(
         train=train,
         test=test,
         num_classes=num_classes,
-        input_shape=_shape_of(inputs),
-        label_size=label_size(targets),
+        input_shape=tuple(inputs.shape[1:]) if has_shape else (),
+        label_size=facts.label_size(targets),
         labels_are_classes=are_classes,
-        class_names=tuple(str(name) for name in names),
+        class_names=tuple(map(str, getattr(train, "classes", None) or range(num_classes))),
         fingerprint=digest,
         told=f"{told}, with fingerprint {digest[:16]}",
-        in_memory=is_in_memory(train),
+        in_memory=facts.is_in_memory(train),
     )
 
 
 def _open_both(
     name: str, config: DataConfig, *, evaluates: bool
-) -> tuple[AnyDataset, AnyDataset | None, bool]:
-    """Open both parts, streams as views; say whether the samples of the test part are counted.
+) -> tuple[AnyDataset, AnyDataset | None]:
+    """Open both parts, streams as views.
 
     A test part that has to be counted is left out unless the run evaluates: it may have no end.
     """
     train, test = (_open(name, config, train=train) for train in (True, False))
-    is_counted = False
-    if test is not None and not is_map_style(test):
+    if test is not None and not facts.is_map_style(test):
         from hardened_ddp.streams.adapters import adapt  # WHY here: only for a stream
         from hardened_ddp.streams.contract import sizes_of
         from hardened_ddp.streams.views import StreamInOrder
 
         stream = adapt(test, config.dataset, is_resumed=False)
-        is_counted = bool((sizes_of(stream) < 0).any())
-        test = StreamInOrder(stream, config.dataset) if evaluates or not is_counted else None
-    if train is not None and not is_map_style(train):
+        is_wanted = evaluates or bool((sizes_of(stream) >= 0).all())
+        test = StreamInOrder(stream, config.dataset) if is_wanted else None
+    if train is not None and not facts.is_map_style(train):
         from hardened_ddp.streams.adapters import adapt
         from hardened_ddp.streams.views import StreamView
 
@@ -175,23 +171,22 @@ def _open_both(
         raise DataError(f"dataset {config.dataset} has no training sample", fix="check its folder")
     if test is not None and len(test) == 0:  # type: ignore[arg-type]  # as above
         test = None
-    return train, test, is_counted
+    return train, test
 
 
 def _known_name(name: str) -> str:
     if ":" in name:
         return name
-    folded = name.lower().replace("-", "_")
-    joined = {"fashionmnist": "fashion_mnist", "imagefolder": "image_folder"}
-    folded = joined.get(folded, folded)
-    if folded not in NAMES:
-        near = difflib.get_close_matches(folded, NAMES, n=1) or [meant_path(name)]
+    folded = name.lower().replace("-", "").replace("_", "")
+    found = next((known for known in NAMES if known.replace("_", "") == folded), None)
+    if found is None:
+        near = difflib.get_close_matches(name.lower(), NAMES, n=1) or [meant_path(name)]
         raise DataError(
             f"no dataset is called {name!r}" + (f" (did you mean {near[0]}?)" if near[0] else ""),
             fix=f"--dataset {' | '.join(NAMES)} | hf:FOLDER | text:GLOB | parquet:GLOB | "
             "tar:GLOB | mix:NAME,NAME | package.module:callable",
         )
-    return folded
+    return found
 
 
 def _open(
@@ -199,14 +194,14 @@ def _open(
 ) -> AnyDataset | None:
     """Call what opens this dataset with dataset_args; its failures become a DataError."""
     build = find_source(name, config)
-    taken = inspect.signature(build).parameters
+    signature = inspect.signature(build)
     offered = {"data_dir": config.data_dir, "download": download}
-    extra = {key: value for key, value in offered.items() if key in taken}
+    extra = {key: value for key, value in offered.items() if key in signature.parameters}
     arguments = {"train": train, **extra, **config.dataset_args}
-    set_here = [key for key in taken if key not in ("train", *offered)]
     try:
-        inspect.signature(build).bind(**arguments)
+        signature.bind(**arguments)
     except TypeError as error:
+        set_here = [key for key in signature.parameters if key not in ("train", *offered)]
         raise DataError(
             f"dataset {name} does not take dataset_args {dict(config.dataset_args)}: {error}",
             fix=f"it takes: {', '.join(set_here) or 'nothing'}"
@@ -217,14 +212,13 @@ def _open(
     except HardenedError:
         raise
     except ANY_FAILURE as error:  # WHY broad: the user's code; its file and line go in the message
-        frame = traceback.extract_tb(error.__traceback__)[-1]
         log.debug("opening the dataset %s failed", name, exc_info=True)
         raise DataError(
-            f"dataset {name} can't be opened: {describe(error)} ({frame.filename}:{frame.lineno})",
+            f"dataset {name} can't be opened: {describe(error)}{line_of_user(error)}",
             fix="fix it, or its --dataset_args; the traceback is in this rank's log file",
         ) from error
     if dataset is not None:
-        check_opened(dataset, name)
+        facts.check_opened(dataset, name)
     return dataset
 
 
@@ -246,17 +240,11 @@ def find_source(name: str, config: DataConfig) -> Callable[..., Any]:
 
         return functools.partial(open_files, name)
     if kind == "image_folder" and ":" in name and importlib.util.find_spec(kind) is None:
-        raise DataError(
-            f"--dataset {name}: no path follows the name of this dataset",
-            fix=f"--dataset {kind} --dataset_args '{{root: {name.partition(':')[2]}}}'",
-        )
+        fix = f"--dataset {kind} --dataset_args '{{root: {name.partition(':')[2]}}}'"
+        raise DataError(f"--dataset {name}: no path follows the name of this dataset", fix=fix)
     if ":" in name:
         return import_callable(name, setting="dataset", error=DataError)
-    if name in DOWNLOADABLE:
-        return functools.partial(open_downloadable, name)
-    if name == "image_folder":
-        return functools.partial(open_folder, config)
-    return BUILT_IN[name]
+    return BUILT_IN.get(name, functools.partial(open_folder, config))
 
 
 @contextlib.contextmanager
@@ -265,25 +253,15 @@ def _ready_to_download(folder: Path) -> Iterator[None]:
 
     WHY a lock: the folder may be shared by several nodes, or by two runs.
     """
-    before = socket.getdefaulttimeout()
-    lock = contextlib.ExitStack()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.enter_context(locked(folder / "download"))
-    except OSError as error:
-        raise DataError(
-            f"data_dir {folder.resolve()} can't be written: {error}",
-            fix="--data_dir FOLDER, a writable one; --no_download if all files are there",
-        ) from error
-    with lock:
-        socket.setdefaulttimeout(TIMEOUT_S)
+    with contextlib.ExitStack() as stack:
         try:
-            yield
-        finally:
-            socket.setdefaulttimeout(before)
-
-
-def _shape_of(inputs: Any) -> tuple[int, ...]:  # Any: a dataset's data
-    """Return the shape of one input; empty if it has none of its own, as in a nested tensor."""
-    has_shape = isinstance(inputs, torch.Tensor) and not inputs.is_nested
-    return tuple(inputs.shape[1:]) if has_shape else ()
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(folder / "download"))
+        except OSError as error:
+            raise DataError(
+                f"data_dir {folder.resolve()} can't be written: {error}",
+                fix="--data_dir FOLDER, a writable one; --no_download if all files are there",
+            ) from error
+        stack.callback(socket.setdefaulttimeout, socket.getdefaulttimeout())
+        socket.setdefaulttimeout(TIMEOUT_S)
+        yield

@@ -2,9 +2,8 @@
 
 Addresses, names and hashes are torchvision's. The bytes so far are in NAME.part; the next try
 requests the rest (Range). A file gets its name when its hash is right. One process at a time
-downloads it, so all ranks of a node, or of several nodes with one folder, may call fetch at once.
-Weights go where torch.hub looks for them under TORCH_HOME, which a run sets to ./models if that
-folder has some.
+downloads it, on all nodes that share its folder. Weights go where torch.hub looks for them under
+TORCH_HOME, which a run sets to ./models if that folder has some.
 """
 
 import contextlib
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hardened_ddp.data.foreign_code import import_torchvision
-from hardened_ddp.data.sources.vision import DOWNLOADABLE, open_downloadable
+from hardened_ddp.data.sources.built_in import DOWNLOADABLE, open_downloadable
 from hardened_ddp.errors import DataError
 
 TIMEOUT_S = 30.0  # of one network operation
@@ -55,16 +54,14 @@ def fetch(wanted: Wanted, *, say: Callable[[str], None]) -> None:
 
     Raises DataError: no address could be reached, or what they sent has another hash.
     """
-    if wanted.is_here():
-        say(f"{wanted.path}: is complete already")
-        return
     try:
+        if wanted.is_here():  # WHY before: its folder may not be writable
+            say(f"{wanted.path}: is complete already")
+            return
         wanted.path.parent.mkdir(parents=True, exist_ok=True)
         with locked(wanted.path):
-            if wanted.is_here():  # another process was faster
-                say(f"{wanted.path}: is here now")
-                return
-            _fetch_from_any(wanted, say)
+            if not wanted.is_here():  # else another process was faster
+                _fetch_from_any(wanted, say)
     except OSError as error:
         raise DataError(
             f"{wanted.path} can't be written: {error}", fix="choose another folder, or free space"
@@ -89,12 +86,11 @@ def _fetch_from_any(wanted: Wanted, say: Callable[[str], None]) -> None:
 
 def _fetch_from(url: str, part: Path, say: Callable[[str], None]) -> str:
     """Download to part from one address, with retries. Return the reason of a failure, or ""."""
-    num_idle, reason = 0, ""
+    num_idle, reason, size = 0, "", _size_of(part)
     while num_idle < MOST_TRIES:
-        before = part.stat().st_size if part.exists() else 0
         try:
-            say(f"{part.name}: from byte {before} of {url}")
-            if _receive(url, part, before):
+            say(f"{part.name}: from byte {size} of {url}")
+            if _receive(url, part, size):
                 return ""
             reason = "the connection was lost"
         except urllib.error.HTTPError as error:
@@ -105,10 +101,14 @@ def _fetch_from(url: str, part: Path, say: Callable[[str], None]) -> str:
                 return reason
         except _NETWORK_ERRORS as error:
             reason = str(getattr(error, "reason", "") or error) or type(error).__name__
-        after = part.stat().st_size if part.exists() else 0
-        num_idle = 0 if after > before else num_idle + 1
+        before, size = size, _size_of(part)
+        num_idle = 0 if size > before else num_idle + 1
         time.sleep(WAIT_S)
     return reason
+
+
+def _size_of(part: Path) -> int:
+    return part.stat().st_size if part.exists() else 0
 
 
 def _receive(url: str, part: Path, start: int) -> bool:
@@ -154,9 +154,8 @@ def fetch_dataset(name: str, data_dir: Path, *, say: Callable[[str], None]) -> N
     An archive that is complete already is checked by its hash. Raises DataError.
     """
     if name not in DOWNLOADABLE:
-        raise DataError(
-            f"{name!r} can't be downloaded", fix=f"--dataset {' | '.join(DOWNLOADABLE)}"
-        )
+        fix = f"--dataset {' | '.join(DOWNLOADABLE)}"
+        raise DataError(f"{name!r} can't be downloaded", fix=fix)
     dataset = getattr(import_torchvision().datasets, DOWNLOADABLE[name][0])
     for wanted in files_of(dataset, data_dir):
         fetch(wanted, say=say)
@@ -168,18 +167,13 @@ def fetch_dataset(name: str, data_dir: Path, *, say: Callable[[str], None]) -> N
 
 def files_of(dataset: Any, data_dir: Path) -> Sequence[Wanted]:  # Any: a class of torchvision
     if hasattr(dataset, "resources"):  # MNIST and its kin
-        folder = data_dir / dataset.__name__ / "raw"
-        return [
-            Wanted(
-                urls=[mirror + name for mirror in dataset.mirrors],
-                path=folder / name,
-                algorithm="md5",
-                digest=digest,
-            )
-            for name, digest in dataset.resources
+        folder, mirrors = data_dir / dataset.__name__ / "raw", dataset.mirrors
+        found = [
+            ([m + name for m in mirrors], folder / name, md5) for name, md5 in dataset.resources
         ]
-    path = data_dir / dataset.filename
-    return [Wanted(urls=[dataset.url], path=path, algorithm="md5", digest=dataset.tgz_md5)]
+    else:
+        found = [([dataset.url], data_dir / dataset.filename, dataset.tgz_md5)]
+    return [Wanted(urls=urls, path=path, algorithm="md5", digest=md5) for urls, path, md5 in found]
 
 
 def weights_of(name: str, folder: Path) -> Wanted:

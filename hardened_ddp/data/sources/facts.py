@@ -9,13 +9,14 @@ import itertools
 import json
 import logging
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from hardened_ddp.data.batches.batch import Batch
+from hardened_ddp.data.batches.checks import wrong_labels
 from hardened_ddp.data.batches.collate import Collate
 from hardened_ddp.data.batches.fetch import Fetcher, preserved_rng
 from hardened_ddp.data.batches.images import MemoryImages
@@ -49,78 +50,71 @@ def _is_stream(dataset: Any) -> bool:  # as streams/contract.py says
 
 def check_opened(dataset: Any, name: str) -> None:  # Any: what a user's callable returned
     """Raise DataError if dataset is none, or says what can't be of its length and classes."""
+    if found := next(_problems_of(dataset), None):
+        raise DataError(f"dataset {name}: {found[0]}", fix=found[1]) from found[2]
+
+
+def _problems_of(dataset: Any) -> Iterator[tuple[str, str, BaseException | None]]:
+    """Yield what is wrong, what to do about it, and its cause."""
     if isinstance(dataset, type):
-        raise DataError(
-            f"--dataset {name} returned the class {dataset.__name__}, not an instance of it",
-            fix="return an instance, made with its arguments",
-        )
+        what = f"the callable returned the class {dataset.__name__}, not an instance of it"
+        yield what, "return an instance, made with its arguments", None
     if isinstance(dataset, DataLoader):
-        raise DataError(
-            f"--dataset {name} returned a DataLoader, whose samples are batches",
-            fix="return its dataset: the run makes the batches itself (--batch_size, --collate)",
-        )
+        what = "the callable returned a DataLoader, whose samples are batches"
+        fix = "return its dataset: the run makes the batches itself (--batch_size, --collate)"
+        yield what, fix, None
     is_map = is_map_style(dataset)
     if not (is_map or _is_stream(dataset) or hasattr(dataset, "__iter__")):
-        raise DataError(
-            f"--dataset {name} returned a {type(dataset).__name__} without __getitem__ and __len__",
-            fix="return a map-style torch.utils.data.Dataset, an iterable one, a class with "
-            "num_shards and open(), or None for no test set",
-        )
-    if is_map:
-        try:
-            len(dataset)
-        except ANY_FAILURE as error:  # WHY broad: the user's code
-            raise DataError(
-                f"dataset {name}: its length is not known: {describe(error)}{line_of_user(error)}",
-                fix="make __len__() return the number of samples",
-            ) from error
+        what = f"the callable returned a {type(dataset).__name__} without __getitem__ and __len__"
+        fix = "return a map-style torch.utils.data.Dataset, an iterable one, a class with "
+        yield what, fix + "num_shards and open(), or None for no test set", None
+    try:
+        _ = is_map and len(dataset)
+    except ANY_FAILURE as error:  # WHY broad: the user's code
+        what = f"its length is not known: {describe(error)}{line_of_user(error)}"
+        yield what, "make __len__() return the number of samples", error
     classes, number = getattr(dataset, "classes", None), getattr(dataset, "num_classes", None)
     if classes is not None and not hasattr(classes, "__len__"):
-        raise DataError(
-            f"dataset {name}: its classes are {classes!r}, not a list of names",
-            fix="make classes the names, or call it num_classes if it is their number",
-        )
+        what = f"its classes are {classes!r}, not a list of names"
+        yield what, "make classes the names, or call it num_classes if it is their number", None
     is_number = isinstance(number, torch.Tensor | numbers.Number)
     if number is not None and not (is_number and int(number) > 0):
-        raise DataError(
-            f"dataset {name}: its num_classes is {number!r}; need a whole number from 1",
-            fix="make num_classes the number of classes, or leave it out where labels are none",
-        )
+        what = f"its num_classes is {number!r}; need a whole number from 1"
+        fix = "make num_classes the number of classes, or leave it out where labels are none"
+        yield what, fix, None
 
 
 def read_example(dataset: AnyDataset, name: str, collate: Collate | None = None) -> Batch:
     """Read the first sample that can be read. Raises DataError if there is none."""
-    fetcher = Fetcher(dataset, seed=0, collate=collate)
+    errors: list[str] = []
     try:
-        with preserved_rng():
-            numbers = _first_samples(dataset, name)
-            batches = (fetcher[(0, torch.tensor([number]))] for number in numbers)
-            batch = next((batch for batch in batches if batch.num_samples), None)
-            first = fetcher[(0, torch.tensor(numbers[:1]))] if batch is None else batch
+        for number in _first_samples(dataset, name):
+            batch = _read(dataset, number, collate)
+            if batch.num_samples:
+                return batch
+            errors.append(batch.bad[0].error)
     except SampleError as error:
         raise DataError(f"dataset {name}: {error.message}", fix=error.fix) from error
-    if batch is None:
-        raise DataError(
-            f"dataset {name}: the first {len(numbers)} samples can't be read: {first.bad[0].error}",
-            fix="make "
-            + ("open()" if is_view_of_stream(dataset) else "dataset[0]")
-            + " give (input tensor, label), or a mapping with 'labels'",
-        )
-    return batch
+    what = "open()" if is_view_of_stream(dataset) else "dataset[0]"
+    raise DataError(
+        f"dataset {name}: the first {len(errors)} samples can't be read: {errors[0]}",
+        fix=f"make {what} give (input tensor, label), or a mapping with 'labels'",
+    )
 
 
-def _first_samples(dataset: AnyDataset, name: str) -> list[int]:
+def _first_samples(dataset: AnyDataset, name: str) -> Sequence[int]:
     """Return the numbers of a few samples. Raises DataError if a stream has none."""
     size = len(dataset)  # type: ignore[arg-type]  # it has a length
     if not is_view_of_stream(dataset):
-        return list(range(min(_MOST_TRIES, size)))
-    numbers = list(itertools.islice(dataset.first_samples(), _MOST_TRIES))  # type: ignore[attr-defined]
-    if not numbers:
+        return range(min(_MOST_TRIES, size))
+    with preserved_rng():
+        found = list(itertools.islice(dataset.first_samples(), _MOST_TRIES))  # type: ignore[attr-defined]
+    if not found:
         raise DataError(
             f"dataset {name} has no training sample: each of its {size} shards is empty",
             fix="check its files, and what open() gives",
         )
-    return numbers
+    return found
 
 
 def count_outputs(dataset: AnyDataset, labels: Any, *, are_classes: bool) -> int:
@@ -128,8 +122,7 @@ def count_outputs(dataset: AnyDataset, labels: Any, *, are_classes: bool) -> int
 
     labels: of a few samples. are_classes: each is the number of a class.
     """
-    found = getattr(dataset, "num_classes", None) or len(getattr(dataset, "classes", None) or ())
-    if found:
+    if found := getattr(dataset, "num_classes", None) or len(getattr(dataset, "classes", ()) or ()):
         return int(found)
     if are_classes:
         known = getattr(dataset, "targets", None)
@@ -152,11 +145,11 @@ def check_classes(train: AnyDataset, test: AnyDataset | None, name: str) -> None
     names = [getattr(part, "classes", None) for part in (train, test)]
     if names[0] is None or names[1] is None or list(names[0]) == list(names[1]):
         return
-    differing = sorted(map(str, set(names[0]) ^ set(names[1])))
+    differing = ", ".join(sorted(map(str, set(names[0]) ^ set(names[1])))[:5])
+    some = f" ({differing} in one of them only)" if differing else ""
     raise DataError(
-        f"dataset {name}: training and test part have different classes"
-        + (f" ({', '.join(differing[:5])} in one of them only)" if differing else "")
-        + ", so that one label would mean two things",
+        f"dataset {name}: training and test part have different classes{some}, so that one label "
+        "would mean two things",
         fix="give both the same classes in the same order (of folders: the same sub-folders)",
     )
 
@@ -173,19 +166,13 @@ def check_labels(
         labels = torch.as_tensor(labels)
     except (TypeError, ValueError, RuntimeError):  # no labels, or in a format of the model
         return
-    if labels.dim() != 1 or labels.is_floating_point():
+    wrong = [] if labels.is_floating_point() else list(wrong_labels(labels, num_classes))
+    if not wrong:
         return
-    wrong = ((labels < 0) | (labels >= num_classes)).nonzero()
-    if len(wrong):
-        index = int(wrong[0])
-        text = (
-            f"dataset {name}: sample {index} has label {int(labels[index])}, but there are "
-            f"{num_classes} classes, 0 to {num_classes - 1}"
-        )
-        if leaves_out:
-            log.warning("%s; %d such samples will be left out", text, len(wrong))
-            return
+    text = f"dataset {name}: sample {wrong[0][0]}: {wrong[0][1]}"
+    if not leaves_out:
         raise DataError(text, fix="number the labels from 0, or correct num_classes")
+    log.warning("%s; %d such samples will be left out", text, len(wrong))
 
 
 def is_in_memory(dataset: AnyDataset) -> bool:
@@ -215,28 +202,28 @@ def fingerprint(
     text = json.dumps([name.lower(), told], sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode())
     for part in parts:
-        size = 0 if part is None else len(part)  # type: ignore[arg-type]  # map-style: has a length
-        digest.update(f"|{size}".encode())
-        sizes.append(size)
+        sizes.append(0 if part is None else len(part))  # type: ignore[arg-type]  # it has a length
+        digest.update(f"|{sizes[-1]}".encode())
         for file in sorted(getattr(part, "digests", {}).items()):  # of a stream's files
             digest.update(repr(file).encode())
-        for index in {0, size // 2, size - 1} if size else ():
-            (first, _), (second, problem) = (_read_bytes(part, index, collate) for _ in range(2))
-            bad += [problem] if problem else []
+        for index in {0, sizes[-1] // 2, sizes[-1] - 1} if sizes[-1] else ():
             # WHY read twice: if a dataset's samples are random, only its length is compared.
-            digest.update(first if first == second else b"random")
+            first, second = (_read(part, index, collate) for _ in range(2))
+            bad += [f"sample {one.name} can't be read: {one.error}" for one in second.bad]
+            content = _bytes_of(first)
+            digest.update(content if content == _bytes_of(second) else b"random")
     kind = "shards" if is_view_of_stream(parts[0]) else "samples"
     return digest.hexdigest(), "; ".join(
         [f"{sizes[0]} {kind} and {sum(sizes[1:])} to test", *bad[:2]]
     )
 
 
-def _read_bytes(
-    dataset: Any, index: int, collate: Collate | None
-) -> tuple[bytes, str]:  # Any: map-style
-    """Read one sample; nothing if it can't be read, and why."""
+def _read(dataset: Any, index: int, collate: Collate | None) -> Batch:  # Any: map-style
     with preserved_rng():
-        batch = Fetcher(dataset, seed=0, collate=collate)[(0, torch.tensor([index]))]
+        return Fetcher(dataset, seed=0, collate=collate)[(0, torch.tensor([index]))]
+
+
+def _bytes_of(batch: Batch) -> bytes:
     found: list[bytes] = []
     for leaf in leaves((batch.inputs, batch.targets)):
         if isinstance(leaf, torch.Tensor):
@@ -245,5 +232,4 @@ def _read_bytes(
                 found.append(dense.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         elif isinstance(leaf, str | bytes | int | float):  # WHY no others: their text may differ
             found.append(repr(leaf).encode())
-    problems = [f"sample {sample.name} can't be read: {sample.error}" for sample in batch.bad]
-    return b"".join(found), "".join(problems)
+    return b"".join(found)

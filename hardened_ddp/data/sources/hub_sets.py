@@ -18,9 +18,9 @@ from torch.utils.data import Dataset
 
 from hardened_ddp.data.batches.images import pixels_of
 from hardened_ddp.data.foreign_code import import_extra
-from hardened_ddp.data.sources.hub_place import find_place
-from hardened_ddp.errors import DataError
+from hardened_ddp.errors import DataError, HardenedError
 
+PREFIX = "hf:"
 IMAGE_COLUMNS = ("image", "img", "pixel_values", "images")
 LABEL_COLUMNS = ("label", "labels", "fine_label", "target")
 _TEST_PARTS = ("validation", "valid", "val", "test")
@@ -36,11 +36,10 @@ class HubImages(Dataset[tuple[torch.Tensor, int]]):
 
     def __init__(self, rows: Any, *, image: str, label: str, image_size: int) -> None:
         self.rows, self.image, self.label, self.image_size = rows, image, label, image_size
-        names = getattr(rows.features[label], "names", None)
         self.targets = torch.as_tensor(np.asarray(rows[label][:]), dtype=torch.int64)
-        self.classes: Sequence[str] = names or [
-            str(number) for number in range(int(self.targets.max()) + 1)
-        ]
+        numbers = map(str, range(int(self.targets.max()) + 1))
+        names = getattr(rows.features[label], "names", None)
+        self.classes: Sequence[str] = names or list(numbers)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -61,13 +60,12 @@ class HubTokens(Dataset[Sample]):
     ) -> None:
         """columns: of the inputs; none: the usual ones. pad: the token at the end of short rows."""
         self.label = label
-        inputs = [name for name in columns or _USUAL if name in rows.features]
-        self.rows = rows.with_format("torch", columns=list(dict.fromkeys([*inputs, label])))
-        self.inputs = inputs
+        self.inputs = [name for name in columns or _USUAL if name in rows.features]
+        self.rows = rows.with_format("torch", columns=[*dict.fromkeys([*self.inputs, label])])
         pc = import_extra("pyarrow.compute", what="a tokenised set")
         lengths = pc.min_max(pc.list_value_length(rows.data.column(IDS))).as_py()
         differ = lengths["min"] != lengths["max"]
-        self.makes_mask = differ and MASK not in inputs and MASK in (columns or _USUAL)
+        self.makes_mask = differ and MASK not in self.inputs and MASK in (columns or _USUAL)
         feature = rows.features[label]
         values = getattr(feature, "feature", None)  # of a list
         if values is None:
@@ -88,21 +86,17 @@ class HubTokens(Dataset[Sample]):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Sample:
-        return self._sample_of(self.rows[int(index)])
+        return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        return [self._sample_of(row) for row in self.rows.__getitems__([int(i) for i in indices])]
+        return list(map(self._sample_of, self.rows.__getitems__([int(i) for i in indices])))
 
     def collate_fn(self, samples: Sequence[Sample]) -> Sample:
         fills = {IDS: self.pad, LABELS: NO_LABEL}
         batch = {}
         for name, first in samples[0].items():
-            parts = [sample[name] for sample in samples]
-            batch[name] = (
-                pad_sequence(parts, batch_first=True, padding_value=fills.get(name, 0))
-                if first.dim()
-                else torch.stack(parts)
-            )
+            parts, fill = [sample[name] for sample in samples], fills.get(name, 0)
+            batch[name] = pad_sequence(parts, True, fill) if first.dim() else torch.stack(parts)
         return batch
 
     def _sample_of(self, row: Mapping[str, torch.Tensor]) -> Sample:
@@ -150,18 +144,36 @@ def open_hub_set(
     return HubImages(rows, image=image, label=label, image_size=image_size)
 
 
+def find_place(name: str, *, error: type[HardenedError]) -> str:
+    """Return the folder or the Hub's name behind hf:, also of a model.
+
+    Raises error for a folder that is missing: to the libraries it looks like a name.
+    """
+    place = name.removeprefix(PREFIX)
+    path = Path(place).expanduser()
+    if path.exists():
+        return str(path)
+    if place.startswith((".", "/", "~")) or place.count("/") > 1:
+        above = next(parent for parent in path.absolute().parents if parent.is_dir())
+        raise error(
+            f"{name}: there is no such folder; the last part of its path that exists is {above}",
+            fix="check the path; a name on the Hub is NAME or OWNER/NAME",
+        )
+    return place
+
+
 def choose_part(
     name: str, parts: Mapping[str, Any], *, train: bool, train_part: str, test_part: str
 ) -> Any:
     """Return the part to train or to test on; None: there is none to test on. Raises DataError."""
     wanted = [train_part] if train else [test_part] if test_part else _TEST_PARTS
-    part = next((key for key in wanted if key in parts), None)
-    if part is None and (train or test_part):
+    found = next((parts[key] for key in wanted if key in parts), None)
+    if found is None and (train or test_part):
         raise DataError(
             f"{name} has no part {wanted[0]!r}; it has: {', '.join(map(str, parts))}",
             fix="--dataset_args '{train_part: NAME, test_part: NAME}'",
         )
-    return None if part is None else parts[part]
+    return found
 
 
 def load_parts(
@@ -202,8 +214,7 @@ def _column(
     set_name: str, rows: Any, given: str, usual: Sequence[str]
 ) -> str:  # Any: a datasets.Dataset
     names = list(rows.features)
-    found = next((name for name in ([given] if given else usual) if name in names), None)
-    if found is not None:
+    if found := next((name for name in ([given] if given else usual) if name in names), ""):
         return found
     fix = "--dataset_args '{image: COLUMN, label: COLUMN}'; of a text: its tokens in a column "
     fix += f"{IDS}, made with dataset.map(), in a folder that save_to_disk() writes"
