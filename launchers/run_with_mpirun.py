@@ -27,14 +27,7 @@ from hardened_ddp.errors import HardenedError, LaunchError
 from hardened_ddp.ranks.launch import Launch, read_launch
 from hardened_ddp.ranks.launchers_env import command_words, with_arguments
 from hardened_ddp.ranks.network import hold_port, port_of
-from launchers.running import (
-    ROOT,
-    begin_rank,
-    limit_threads,
-    make_parser,
-    read_arguments,
-    run_script,
-)
+from launchers.running import ROOT, begin_rank, make_parser, read_arguments, run_script
 
 POLL_S = 0.05
 
@@ -118,7 +111,6 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--no_lesson", action="store_true", help="only run the script")
     options, words = read_arguments(parser, argv)
 
-    limit_threads()
     launch, note = find_launch(options.folder, options.wait_s)
     begin_rank(launch, words, with_lesson=not options.no_lesson)
     # If all ranks have joined the lesson, all of them have read the file.

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hardened_ddp.ranks.network import hold_port, port_of
 from hardened_ddp.reporting.ending import RECORD, read_endings
-from launchers.running import begin_rank, limit_threads, make_parser, read_arguments, run_script
+from launchers.running import begin_rank, make_parser, read_arguments, run_script
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 # How long ranks may take to save when another process has failed, or the user stops the run.
@@ -103,7 +103,8 @@ def main(argv: list[str]) -> int:
     if options.nproc < 0:
         parser.error(f"--nproc {options.nproc}: needs a number of processes")
 
-    limit_threads()
+    # One thread for each rank, as torchrun does it. WHY here: torch reads it when it is imported.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     num_ranks = options.nproc
     try:
         if num_ranks == 0:

@@ -36,9 +36,7 @@ def read_arguments(
     """Split argv into the launcher's own options and the script with its arguments."""
     # WHY by hand: everything after the script's name belongs to the script, whatever its name.
     first = next((i for i, word in enumerate(argv) if word.endswith(".py")), len(argv))
-    own = [
-        word for word in argv[:first] if word != "--"
-    ]  # it may stand before what is the script's
+    own = [word for word in argv[:first] if word != "--"]  # it may stand before the script's own
     options, unknown = parser.parse_known_args(own)
     words = argv[first:]
     if words and unknown:
@@ -69,11 +67,3 @@ def run_script(words: list[str]) -> None:
     # WHY: Python puts the folder of the script first, where its own modules are.
     sys.path.insert(0, str(Path(words[0]).resolve().parent))
     runpy.run_path(words[0], run_name="__main__")
-
-
-def limit_threads() -> None:
-    """Limit each rank to one thread, as torchrun does, unless OMP_NUM_THREADS is set.
-
-    Call it before torch is imported: torch reads the variable only then.
-    """
-    os.environ.setdefault("OMP_NUM_THREADS", "1")

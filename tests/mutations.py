@@ -269,7 +269,7 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
             "settings_problems",
         )
     ],
-    "settings/declare.py": [
+    "settings/config.py": [
         (
             "value < self.high if self.is_high_open else value <= self.high",
             "value <= self.high",

@@ -17,8 +17,7 @@ from hardened_ddp.errors import OptimizerError
 from hardened_ddp.model.muon import MuonAndAdamW
 from hardened_ddp.model.parameter_groups import Group, check_options
 from hardened_ddp.model.schedule import KNOWN, is_known, needed_arguments
-from hardened_ddp.settings.config import OptimizerConfig, OptimizerName
-from hardened_ddp.settings.declare import ImportPath
+from hardened_ddp.settings.config import ImportPath, OptimizerConfig, OptimizerName
 from hardened_ddp.task.user_code import told_as
 
 BUILT_IN: Mapping[OptimizerName, Callable[..., Any]] = {

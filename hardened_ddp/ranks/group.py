@@ -40,13 +40,7 @@ from hardened_ddp.ranks.phase import Phase, Tracker
 from hardened_ddp.ranks.rendezvous import open_store, rendezvous
 from hardened_ddp.ranks.resources import raise_open_file_limit
 from hardened_ddp.ranks.shared_sum import SharedSum, open_shared_sum
-from hardened_ddp.ranks.store import (
-    RunStore,
-    await_listeners,
-    poll_s,
-    publish_failure,
-    read_failures,
-)
+from hardened_ddp.ranks.store import HEARD, RunStore, poll_s, publish_failure, read_failures
 from hardened_ddp.ranks.threads import AwakeTime
 from hardened_ddp.settings.config import Backend
 from hardened_ddp.settings.typed_command import own_command
@@ -232,7 +226,8 @@ class Group:
             # WHY not then: NCCL would wait here for data that the dead rank never sends.
             dist.destroy_process_group()
         if self._has_published and self.is_main and not self.launch.agent_owns_store:
-            await_listeners(self.store, self.world_size, LISTEN_LIMIT_S)
+            others = range(1, self.world_size)
+            self.store.wait([HEARD.format(rank) for rank in others], LISTEN_LIMIT_S)
         if self._agreement is not None and not self._agreement.is_completed():
             # WHY: the destructor would join a thread that waits for a stopped rank, without limit.
             # With one more reference the group is never destroyed; the process ends anyway.

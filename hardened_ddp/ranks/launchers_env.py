@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 from hardened_ddp.errors import LaunchError
 from hardened_ddp.ranks.process import START_FIELD, ancestors, name_of, stat_fields
@@ -113,8 +113,12 @@ def read_variables(env: Mapping[str, str]) -> Launch:
     innermost one knows this process. MASTER_ADDR and MASTER_PORT alone mean nothing: people and
     container images set them for other reasons.
     """
-    if _is_of_operator(env):
-        return _read_operator(env)
+    _refuse_missing_torchrun(env)
+    if "RANK" in env and "WORLD_SIZE" in env and _is_alone(env):
+        # An operator of Kubernetes numbered the pods: in each this process is the only rank.
+        need(env, ("RANK", "WORLD_SIZE", *MASTER))
+        launch = _read_torchrun({**env, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
+        return replace(launch, launcher="operator")
     if any(name in env for name in TORCHRUN):
         return _read_torchrun(env)
     if (names := names_of_mpi(env)) is not None:
@@ -122,7 +126,6 @@ def read_variables(env: Mapping[str, str]) -> Launch:
     if is_step(env):
         return _read_step(env)
     _refuse_missing_srun(env)
-    _refuse_missing_torchrun(env)
     return Launch()
 
 
@@ -145,19 +148,10 @@ def _read_torchrun(env: Mapping[str, str]) -> Launch:
     )
 
 
-def _is_of_operator(env: Mapping[str, str]) -> bool:
-    """Return whether an operator of Kubernetes numbered the pods, and nobody the ranks in them."""
+def _is_alone(env: Mapping[str, str]) -> bool:
+    """Return whether no launcher has started this process as one of several of its host."""
     is_launched = "LOCAL_RANK" in env or "LOCAL_WORLD_SIZE" in env
-    is_inner = names_of_mpi(env) is not None or is_step(env)
-    return "RANK" in env and "WORLD_SIZE" in env and not is_launched and not is_inner
-
-
-def _read_operator(env: Mapping[str, str]) -> Launch:
-    """Read what an operator gives each pod, in which this process is the only rank."""
-    _refuse_missing_torchrun(env)
-    need(env, ("RANK", "WORLD_SIZE", *MASTER))
-    launch = _read_torchrun({**env, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
-    return replace(launch, launcher="operator")
+    return not is_launched and names_of_mpi(env) is None and not is_step(env)
 
 
 def needs_torchrun(env: Mapping[str, str]) -> bool:
@@ -166,16 +160,12 @@ def needs_torchrun(env: Mapping[str, str]) -> bool:
     WHY also if RANK is set: it counts the pods then, and WORLD_SIZE may count the ranks of all. One
     process in each pod would wait for ranks that never come.
     """
-    if any(name in env for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-        return False
-    if names_of_mpi(env) is not None or is_step(env):
-        return False
     pods, ranks = env.get("PET_NNODES", "1"), env.get("PET_NPROC_PER_NODE", "1")
     is_one_each = pods in ("1", "1:1")
     if "RANK" in env:
-        world_size = whole_number(env, "WORLD_SIZE")
+        world_size = whole_number(env, "WORLD_SIZE", default=0)
         is_one_each = "PET_NNODES" not in env or (pods.isdecimal() and world_size <= int(pods))
-    return not is_one_each or ranks != "1"
+    return _is_alone(env) and not (is_one_each and ranks == "1")
 
 
 def _refuse_missing_torchrun(env: Mapping[str, str]) -> None:
@@ -277,7 +267,7 @@ def _read_step(env: Mapping[str, str]) -> Launch:
     num_tasks = whole_number(env, STEP["WORLD_SIZE"])
     if (len(tasks), sum(tasks)) != (num_nodes, num_tasks) or node >= num_nodes:
         names = (TASKS, NODES, STEP["WORLD_SIZE"], NODE)
-        refuse([", ".join(f"{name}={env[name]}" for name in names)], env)
+        refuse(", ".join(f"{name}={env[name]}" for name in names), env)
     here = "the tasks of this node"
     launch = _read_ranks(
         {**env, here: str(tasks[node])}, {**STEP, "LOCAL_WORLD_SIZE": here}, "slurm"
@@ -351,7 +341,8 @@ def _read_ranks(env: Mapping[str, str], names: Mapping[str, str], launcher: Laun
     ]
     if numbers["LOCAL_WORLD_SIZE"] > numbers["WORLD_SIZE"]:
         problems.append(f"{said['LOCAL_WORLD_SIZE']} can't be above {said['WORLD_SIZE']}")
-    refuse(problems, env)
+    if problems:
+        refuse("; ".join(problems), env)
     return Launch(
         launcher=launcher,
         rank=numbers["RANK"],
@@ -362,28 +353,21 @@ def _read_ranks(env: Mapping[str, str], names: Mapping[str, str], launcher: Laun
     )
 
 
-def refuse(problems: Sequence[str], env: Mapping[str, str]) -> None:
-    if problems:
-        raise LaunchError(
-            "the launcher's environment contradicts itself: " + "; ".join(problems),
-            fix=right_command(env),
-        )
+def refuse(problem: str, env: Mapping[str, str]) -> NoReturn:
+    told = f"the launcher's environment contradicts itself: {problem}"
+    raise LaunchError(told, fix=right_command(env))
 
 
 def whole_number(env: Mapping[str, str], name: str, *, default: int | None = None) -> int:
     """Read a whole number >= 0; raise LaunchError if it is something else."""
     if name not in env and default is not None:
         return default
-    try:
-        value = int(env[name])
-    except ValueError:
-        value = -1
-    if value < 0:
+    if not env[name].strip().isdecimal():
         raise LaunchError(
             f"{name}={env[name]!r} in the environment is not a whole number >= 0",
             fix=f"let a launcher set it: {right_command(env)}",
         )
-    return value
+    return int(env[name])
 
 
 def read_port(env: Mapping[str, str], job: str) -> int:
@@ -395,7 +379,7 @@ def read_port(env: Mapping[str, str], job: str) -> int:
         return _FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS
     port = whole_number(env, "MASTER_PORT")
     if not 0 < port < 65536:
-        refuse([f"MASTER_PORT={port} is not a port (1 to 65535)"], env)
+        refuse(f"MASTER_PORT={port} is not a port (1 to 65535)", env)
     return port
 
 
@@ -451,10 +435,9 @@ def right_command(env: Mapping[str, str], *, unset: Iterable[str] = ()) -> str:
     if names_of_mpi(env) is not None:
         launcher, names = "mpi", ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
     elif "SLURM_JOB_ID" in env:
-        launcher, names = "slurm", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-        num_nodes = _first_number(env, ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES"), 0)
-    num_ranks = _first_number(env, names, 2)
-    words = command_words(launcher, num_ranks, num_nodes=num_nodes, env=env)
+        launcher, names = "slurm", (STEP["WORLD_SIZE"], "SLURM_NTASKS")
+        num_nodes = _first_number(env, (NODES, "SLURM_JOB_NUM_NODES"), 0)
+    words = command_words(launcher, _first_number(env, names, 2), num_nodes=num_nodes, env=env)
     return with_arguments(words, unset=unset)
 
 

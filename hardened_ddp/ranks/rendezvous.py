@@ -15,7 +15,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +26,7 @@ from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.launchers_env import command_words, with_arguments
 from hardened_ddp.ranks.network import Notices, await_listener, own_addresses
 from hardened_ddp.settings.typed_command import own_command
+from hardened_ddp.settings.wording import listed
 
 POLL_S = 0.01
 # Times the number of ranks: how often each one asks whether its round is open.
@@ -172,10 +173,12 @@ def _conflict_of(joined: Sequence[Mapping[str, str]]) -> str | None:
     """Return the conflict if some ranks see no GPU, or two have the same. joined: of each rank."""
     # WHY here: each backend would wait for the ranks that use the other one
     if len({each["backend"] for each in joined}) > 1:
-        named = [(f"rank {rank} ({each['who']})", each) for rank, each in enumerate(joined)]
-        without = [who for who, each in named if each["backend"] != "nccl"]
-        more = f" and {len(without) - 1} more ranks" if len(without) > 1 else ""
-        return f"{without[0]}{more} {_NO_GPU}"
+        without = [
+            f"rank {rank} ({each['who']})"
+            for rank, each in enumerate(joined)
+            if each["backend"] != "nccl"
+        ]
+        return f"{listed(without, 1)} {_NO_GPU}"
     first: dict[str, int] = {}
     for rank, gpu in enumerate(each["gpu"] for each in joined):
         if gpu and first.setdefault(gpu, rank) != rank:
@@ -217,17 +220,11 @@ def _who_is_missing(store: dist.Store, launch: Launch) -> str:
                 joined[rank] = str(found["who"])
     missing = [rank for rank in range(launch.world_size) if rank not in joined]
     # If none is missing, all joined a dead attempt's round: this attempt has no rank 0.
-    shown = ", ".join(map(str, missing[:_SHOWN] or [0]))
-    there = [f"rank {rank} ({who})" for rank, who in list(joined.items())[:_SHOWN]]
-    text = f"[{shown}{_more(missing)}]. Joined: {', '.join(there)}{_more(joined)}"
+    there = [f"rank {rank} ({who})" for rank, who in joined.items()]
+    text = f"[{listed(missing or [0], _SHOWN)}]. Joined: {listed(there, _SHOWN)}"
     if launch.is_main and current is not None:
         store.set(said, json.dumps(text))
     return text
-
-
-def _more(shown: Sized) -> str:
-    rest = len(shown) - _SHOWN
-    return f" and {rest} more" if rest > 0 else ""
 
 
 def _read(store: dist.Store, key: str) -> Any:  # Any: JSON

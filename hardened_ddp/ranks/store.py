@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from hashlib import sha256
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -31,6 +30,7 @@ MOST_TRIES = 3  # ranks that try such work, one after the other: what fails on s
 DEFER_S = 4.0
 MOST_READ = 8  # those that failed first; later ones are consequences as a rule
 
+HEARD = "heard/{}"
 _COUNTER, _REASONS = "failures", "failures/reasons"
 _NOTHING, _DONE, _FAILED = "\0nothing", "done", "failed"
 
@@ -93,6 +93,10 @@ class RunStore:
             self._ask(lambda store: store.clone(), otherwise=None)  # type: ignore[attr-defined]  # no stub
         )
 
+    def note_heard(self, rank: int) -> None:
+        """Say that this rank reads no more here: rank 0, which serves the store, waits for that."""
+        self.set(HEARD.format(rank), "")
+
     def wait(self, keys: list[str], limit_s: float) -> None:
         """Wait until all keys exist, at most limit_s. For the rank that serves the store."""
         with contextlib.suppress(RuntimeError):
@@ -136,7 +140,7 @@ def publish_failure(store: RunStore, rank: int, text: str, *, is_last: bool = Tr
     if 0 < store.count(_COUNTER) <= MOST_READ:
         store.append(_REASONS, json.dumps([rank, text]) + "\n")
     if is_last:
-        _note_heard(store, rank)  # it has a cause of its own, and reads no other
+        store.note_heard(rank)  # it has a cause of its own, and reads no other
     return not store.is_gone
 
 
@@ -194,30 +198,6 @@ def _await_end(store: RunStore, claim: str, *, world_size: int) -> str:
     return _FAILED if seen else ""
 
 
-def tell_once(
-    store: RunStore,
-    rank: int,
-    text: str,
-    tell: Callable[[], None],
-    *,
-    world_size: int,
-    defer_s: float = 0.0,
-) -> bool:
-    """Call tell unless another rank tells the same text; return whether it was called.
-
-    defer_s: how long rank 0 is waited for, where all ranks have such an error as a rule.
-    """
-    key = f"told/{sha256(text.encode()).hexdigest()}"
-    is_mine = do_once(store, key, tell, rank=rank, world_size=world_size, head_start_s=defer_s)
-    _note_heard(store, rank)
-    return is_mine
-
-
-def _note_heard(store: RunStore, rank: int) -> None:
-    """Say that this rank reads no more of the store, which await_listeners waits for."""
-    store.set(f"heard/{rank}", "")
-
-
 def read_failures(store: RunStore, *, reader: int) -> dict[int, str]:
     """Return the reason of each other rank that failed, as far as known."""
     found: dict[int, str] = {}
@@ -225,10 +205,5 @@ def read_failures(store: RunStore, *, reader: int) -> dict[int, str]:
         if rank != reader:
             found.setdefault(rank, reason)
     if found:
-        _note_heard(store, reader)
+        store.note_heard(reader)
     return found
-
-
-def await_listeners(store: RunStore, world_size: int, limit_s: float) -> None:
-    """Wait until all ranks but 0 have heard, at most limit_s. For rank 0, which ends the store."""
-    store.wait([f"heard/{rank}" for rank in range(1, world_size)], limit_s)

@@ -12,15 +12,8 @@ from typing import Any
 
 from hardened_ddp.errors import ConfigError
 from hardened_ddp.settings.commands import COMMANDS, HELP, TRAIN, VERSION, WITH_PROGRAM
-from hardened_ddp.settings.schema import (
-    COMMAND_LINE,
-    SETTINGS,
-    Layer,
-    Misfit,
-    fit,
-    from_text,
-    needs,
-)
+from hardened_ddp.settings.document import Misfit
+from hardened_ddp.settings.schema import COMMAND_LINE, SETTINGS, Layer, fit, from_text, needs
 from hardened_ddp.settings.typed_command import own_command
 from hardened_ddp.settings.wording import advice, as_word, nearest, shown, url_problem
 

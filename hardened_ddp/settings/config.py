@@ -2,30 +2,80 @@
 
 Each section is a frozen dataclass; the other layers receive the section that they need. Names are
 flat and unique over all sections: `batch_size` is a line of a YAML file and `--batch_size` a flag.
-Read next: declare.py, whose types say what a setting takes.
+A field's type says what the setting takes, the docstring below it what it does: that is its only
+documentation, which --help and config.yaml show.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from hardened_ddp.settings.declare import (
-    IMPORT_PATH,
-    Arguments,
-    Bounds,
-    Count,
-    CountOrZero,
-    Fraction,
-    Local,
-    NotNegative,
-    OwnCallable,
-    OwnClass,
-    Place,
-    PlaceOrNone,
-    Seconds,
-    SecondsOrZero,
-    Shape,
-    Text,
-)
+T = TypeVar("T")
+
+LARGEST_COUNT = 2**31 - 1  # counts end up in C ints somewhere: batch sizes, worker counts
+ONE_WEEK_S = 7 * 24 * 3600
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """The numbers that a setting may take; an open end is not one of them."""
+
+    low: float
+    high: float
+    is_low_open: bool = False
+    is_high_open: bool = False
+
+    def holds(self, value: float) -> bool:
+        """Say whether value is a finite number between the ends."""
+        is_above = value > self.low if self.is_low_open else value >= self.low
+        is_below = value < self.high if self.is_high_open else value <= self.high
+        return is_above and is_below and value < math.inf
+
+    def words(self, *, found: float = 0) -> str:
+        """Say which numbers these are; found: the one that is none of them."""
+        low = f"above {self.low:g}" if self.is_low_open else f"{self.low:g} or more"
+        if isinstance(found, float) and not math.isfinite(found):
+            return f"{low}, finite"
+        # WHY: that a count must fit into 32 bits matters only to someone who exceeded it
+        if math.isinf(self.high) or (self.high >= LARGEST_COUNT and found <= self.high):
+            return low
+        return f"{low}, {'below' if self.is_high_open else 'at most'} {self.high}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """What a text must look like: a regular expression, and the same in words."""
+
+    pattern: str
+    words: str
+
+
+class ImportPath(str):
+    """A user's class or function, package.module:name, where a setting also has words."""
+
+    __slots__ = ()
+
+
+IMPORT_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
+ANY_TEXT = Shape(pattern=".*", words="text")
+NOT_EMPTY = Shape(pattern=".+", words="text that is not empty")
+IS_PLACE = "it names a folder or a file of this machine, so a URL is refused"
+MAY_DIFFER = "ranks may have different values, such as a path on their own disk"
+
+Count = Annotated[int, Bounds(low=1, high=LARGEST_COUNT)]
+CountOrZero = Annotated[int, Bounds(low=0, high=LARGEST_COUNT)]
+Seconds = Annotated[float, Bounds(low=0, high=ONE_WEEK_S, is_low_open=True)]
+SecondsOrZero = Annotated[float, Bounds(low=0, high=ONE_WEEK_S)]
+Fraction = Annotated[float, Bounds(low=0, high=1, is_high_open=True)]
+NotNegative = Annotated[float, Bounds(low=0, high=math.inf)]
+Text = Annotated[str, ANY_TEXT]
+Place = Annotated[str, IS_PLACE]
+PlaceOrNone = Annotated[str, ANY_TEXT, IS_PLACE]
+OwnClass = Annotated[ImportPath, Shape(pattern=IMPORT_PATH, words="package.module:Class")]
+OwnCallable = Annotated[ImportPath, Shape(pattern=IMPORT_PATH, words="package.module:callable")]
+Arguments = Mapping[str, Any]  # Any: those of a callable that we don't know
+Local = Annotated[T, MAY_DIFFER]
 
 Backend = Literal["auto", "nccl", "gloo"]
 Seed = Annotated[int, Bounds(low=0, high=2**63 - 1)]  # torch takes a signed 64-bit int
@@ -40,51 +90,36 @@ OptimizerName = Literal["adamw", "adam", "sgd", "muon"]
 LrSchedule = Literal["auto", "constant", "cosine", "linear", "step"]
 Amp = Literal["auto", "off", "bf16", "fp16"]
 
-Duration = Annotated[
-    str,
-    Shape(
-        pattern=r"([0-9]+(\.[0-9]+)?d)?([0-9]+(\.[0-9]+)?h)?([0-9]+(\.[0-9]+)?m)?([0-9]+(\.[0-9]+)?s)?",
-        words="a time such as 3h55m, 1d12h or 90s",
-    ),
-]
+DURATION = Shape(
+    pattern=r"([0-9]+(\.[0-9]+)?d)?([0-9]+(\.[0-9]+)?h)?([0-9]+(\.[0-9]+)?m)?([0-9]+(\.[0-9]+)?s)?",
+    words="a time such as 3h55m, 1d12h or 90s",
+)
 
 # WHY the first character: a leading dash reads as a flag, a leading dot hides the folder
-FolderName = Annotated[
-    str,
-    Shape(
-        pattern=r"([A-Za-z0-9_][A-Za-z0-9._-]{0,127})?",
-        words="letters, digits, dots, dashes, underscores; no dot or dash first; 128 at most",
-    ),
-]
+FOLDER_NAME = Shape(
+    pattern=r"([A-Za-z0-9_][A-Za-z0-9._-]{0,127})?",
+    words="letters, digits, dots, dashes, underscores; no dot or dash first; 128 at most",
+)
 
 # WHY no @ and no ?: credentials in it would stand in config.yaml and in logs
-MirrorUrl = Annotated[
-    str,
-    Shape(
-        pattern=r"([a-z][a-z0-9+.-]*://[^@?#]+)?",
-        words="a URL such as s3://bucket/runs or file:///mnt/runs, without credentials",
-    ),
-]
+MIRROR_URL = Shape(
+    pattern=r"([a-z][a-z0-9+.-]*://[^@?#]+)?",
+    words="a URL such as s3://bucket/runs or file:///mnt/runs, without credentials",
+)
 
 EACH_ONCE, BALANCED, WEIGHTS_FILE = "none", "balanced", "weights:"
-Sampling = Annotated[
-    str,
-    Shape(
-        pattern=rf"{EACH_ONCE}|{BALANCED}|{WEIGHTS_FILE}.+|{IMPORT_PATH}",
-        words=f"{EACH_ONCE}, {BALANCED}, {WEIGHTS_FILE}FILE, package.module:callable",
-    ),
-]
+SAMPLING = Shape(
+    pattern=rf"{EACH_ONCE}|{BALANCED}|{WEIGHTS_FILE}.+|{IMPORT_PATH}",
+    words=f"{EACH_ONCE}, {BALANCED}, {WEIGHTS_FILE}FILE, package.module:callable",
+)
 
 TENSORBOARD, WANDB, MLFLOW, NO_TRACKER = "tensorboard", "wandb", "mlflow", "none"
 _ONE_TRACKER = rf"({TENSORBOARD}|{WANDB}|{MLFLOW}|{IMPORT_PATH})"
-Trackers = Annotated[
-    str,
-    Shape(
-        pattern=rf"{NO_TRACKER}|{_ONE_TRACKER}( *, *{_ONE_TRACKER})*",
-        words=f"{TENSORBOARD}, {WANDB}, {MLFLOW}, package.module:Class, separated by commas, or "
-        f"{NO_TRACKER}",
-    ),
-]
+TRACKERS = Shape(
+    pattern=rf"{NO_TRACKER}|{_ONE_TRACKER}( *, *{_ONE_TRACKER})*",
+    words=f"{TENSORBOARD}, {WANDB}, {MLFLOW}, package.module:Class, separated by commas, or "
+    f"{NO_TRACKER}",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,7 +202,7 @@ class DataConfig:
     drop_last: bool = False
     """Leave out the last samples of an epoch if they don't fill a global batch. false: every sample
     exactly once per epoch."""
-    sampling: Sampling = EACH_ONCE
+    sampling: Annotated[str, SAMPLING] = EACH_ONCE
     """Which samples an epoch has. none: each one once. balanced: each class as often as any other.
     weights:FILE: by a weight per sample, in a .npy file or as text. Or your own function (dataset,
     seed, epoch), which returns indices."""
@@ -324,7 +359,7 @@ class LoopConfig:
     """With stop_when: so many evaluations in a row without a better value."""
     log_interval: Count = 50
     """Steps between progress reports. Each report waits for the GPU once."""
-    time_limit: Duration = ""
+    time_limit: Annotated[str, DURATION] = ""
     """Stop this long after the launcher started, saved and ready to resume: 3h55m, 90s. Choose it a
     little below the job's limit. Empty: no limit."""
     stop_status: Local[Annotated[int, Bounds(low=0, high=3)] | None] = None
@@ -367,7 +402,7 @@ class RunConfig:
 
     output_dir: Local[Place] = "runs"
     """Folder that holds the run folders."""
-    run_name: FolderName = ""
+    run_name: Annotated[str, FOLDER_NAME] = ""
     """Name of the run folder. Empty: made from the time, the model and the dataset. The name of an
     earlier run continues that run. It can't rename the run that resume names."""
     checkpoint_every_steps: CountOrZero | None = None
@@ -387,11 +422,11 @@ class RunConfig:
     inside one."""
     tensorboard: Local[bool] = True
     """Write curves for TensorBoard to the run folder if tracker names it."""
-    tracker: Local[Trackers] = "tensorboard"
+    tracker: Local[Annotated[str, TRACKERS]] = "tensorboard"
     """Where the curves go besides metrics.jsonl, separated by commas: tensorboard, wandb (Weights &
     Biases; WANDB_MODE=offline needs no network), mlflow, or your class with log(step, values) and
     close() as package.module:Class. none: nowhere. A tracker that fails never stops training."""
-    mirror: MirrorUrl = ""
+    mirror: Annotated[str, MIRROR_URL] = ""
     """URL below which each checkpoint is copied in the background, with settings, metrics and
     ledger: s3://bucket/runs, file:///mnt/runs, any of fsspec. A start of this run_name on an empty
     machine fetches the newest valid one. Credentials belong to the environment."""

@@ -9,6 +9,7 @@ Does not own: which keys exist and what they take (schema.py).
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -38,8 +39,8 @@ class Entry:
     problem: str = ""  # why the value can't be read
 
 
-class Unreadable(ValueError):
-    """A text or a value can't be read."""
+class Misfit(ValueError):
+    """A text or a value can't be taken; the message says what was found and what is needed."""
 
     def __init__(self, why: str, *, line: int = 0) -> None:
         super().__init__(why)
@@ -61,58 +62,45 @@ def plain_value(text: str) -> Any:  # Any: see Entry
 
 
 def read_file(path: str) -> list[Entry]:
-    """Read the YAML file of settings at path. Rank-local. Raises Unreadable."""
+    """Read the YAML file of settings at path. Rank-local. Raises Misfit."""
     try:
         with Path(path).open("rb") as file:
             raw = file.read(LARGEST_FILE_BYTES + 1)
-        text = raw.decode("utf-8-sig")
-    except OSError as error:
-        raise Unreadable(f"{path}: can't be read: {error.strerror}") from error
+        if len(raw) > LARGEST_FILE_BYTES:
+            raise Misfit("is too large for a settings file")
+        return read_text(raw.decode("utf-8-sig"))
+    except Misfit as error:
+        raise Misfit(f"{path}{f':{error.line}' if error.line else ''}: {error}") from error
     except UnicodeDecodeError as error:
         why = f"{error.reason} at byte {error.start}"
-        raise Unreadable(f"{path}: is not UTF-8 text: {why}") from error
-    except ValueError as error:  # no file can have such a name
-        raise Unreadable(f"{shown(path)}: can't be read: {error}") from error
-    if len(raw) > LARGEST_FILE_BYTES:
-        raise Unreadable(f"{path}: is too large for a settings file")
-    try:
-        return read_text(text)
-    except Unreadable as error:
-        where = f"{path}:{error.line}" if error.line else path
-        raise Unreadable(f"{where}: {error}") from error
+        raise Misfit(f"{path}: is not UTF-8 text: {why}") from error
+    except (OSError, ValueError) as error:  # ValueError: no file can have such a name
+        name = path if isinstance(error, OSError) else shown(path)
+        raise Misfit(f"{name}: can't be read: {getattr(error, 'strerror', error)}") from error
 
 
 def read_text(text: str) -> list[Entry]:
     """Read YAML text whose top level is a mapping; an empty text is an empty mapping.
 
-    Raises Unreadable if nobody knows what it sets.
+    Raises Misfit if nobody knows what it sets.
     """
     root = _compose(text)
     if root is None or (root.tag == "plain" and plain_value(root.value) is None):
         return []
     if root.id != "mapping":
         why = f'found {root.id}, needs lines such as "batch_size: 64"'
-        raise Unreadable(why, line=root.start_mark.line + 1)
-    entries: list[Entry] = []
-    lines: dict[str, int] = {}
-    seen: set[int] = set()
-    for key_node, value_node in root.value:
-        try:
-            entries.append(_entry(key_node, value_node, lines, seen))
-        except Unreadable as error:
-            key = _key(key_node)
-            entries.append(Entry(key=key, value=None, line=error.line, problem=str(error)))
-    return entries
+        raise Misfit(why, line=root.start_mark.line + 1)
+    return list(_entries(root, set(), depth=0))
 
 
 def read_word(text: str) -> Any:  # Any: see Entry
-    """Read one YAML value, such as {size: 28}. Raises ValueError."""
+    """Read one YAML value, such as {size: 28}. Raises Misfit."""
     root = _compose(text)
     return None if root is None else _value(root, set())
 
 
 def _compose(text: str) -> Any:  # Any: a yaml.Node or None
-    """Parse text to a tree with line numbers. Raises Unreadable."""
+    """Parse text to a tree with line numbers. Raises Misfit."""
     import yaml  # WHY here: --help and runs without a file need not wait for it
 
     try:
@@ -123,16 +111,16 @@ def _compose(text: str) -> Any:  # Any: a yaml.Node or None
         if context and mark and began and began.line != mark.line:
             context += f" that begins in line {began.line + 1}"  # a key without ":", an open quote
         told = ", ".join(part for part in (context, error.problem) if part)
-        raise Unreadable(f"is not YAML: {told}", line=mark.line + 1 if mark else 0) from error
+        raise Misfit(f"is not YAML: {told}", line=mark.line + 1 if mark else 0) from error
     except yaml.reader.ReaderError as error:
         # WHY not error.position: the C parser counts bytes, the other one characters
         line = text.count("\n", 0, text.find(chr(error.character))) + 1
         why = f"is not YAML: character U+{error.character:04X}"
-        raise Unreadable(why, line=line) from error
+        raise Misfit(why, line=line) from error
     except UnicodeEncodeError as error:  # the shell handed over bytes that are not UTF-8
-        raise Unreadable(f"is not YAML: byte {error.start} is not UTF-8") from error
+        raise Misfit(f"is not YAML: byte {error.start} is not UTF-8") from error
     except RecursionError as error:
-        raise Unreadable("is nested too deeply") from error
+        raise Misfit("is nested too deeply") from error
 
 
 @cache
@@ -144,30 +132,30 @@ def _loader_class() -> Any:  # Any: a class made at run time, which mypy can't c
     return type("CoreLoader", (base,), {"yaml_implicit_resolvers": rules})
 
 
-def _entry(
-    key_node: Any, value_node: Any, lines: dict[str, int], seen: set[int], *, depth: int = 0
-) -> Entry:  # Any: a yaml.Node
-    """Read a pair of a mapping; lines: of the keys before it. Raises Unreadable."""
-    key, line = _key(key_node), key_node.start_mark.line + 1
-    if key in lines:
-        raise Unreadable(f"{as_word(key)}: is already set in line {lines[key]}", line=line)
-    lines[key] = line
-    return Entry(key=key, value=_value(value_node, seen, depth=depth + 1), line=line)
-
-
-def _key(node: Any) -> str:  # Any: a yaml.Node
-    return str(node.value) if node.id == "scalar" else f"a {node.id}"
+def _entries(mapping: Any, seen: set[int], *, depth: int) -> Iterator[Entry]:  # Any: a yaml.Node
+    """Read the pairs of a mapping."""
+    lines: dict[str, int] = {}
+    for key_node, value_node in mapping.value:
+        key = str(key_node.value) if key_node.id == "scalar" else f"a {key_node.id}"
+        line = key_node.start_mark.line + 1
+        try:
+            if key in lines:
+                raise Misfit(f"{as_word(key)}: is already set in line {lines[key]}", line=line)
+            lines[key] = line
+            yield Entry(key=key, value=_value(value_node, seen, depth=depth + 1), line=line)
+        except Misfit as error:
+            yield Entry(key=key, value=None, line=error.line, problem=str(error))
 
 
 def _value(node: Any, seen: set[int], *, depth: int = 0) -> Any:  # Any: a yaml.Node; see Entry
-    """Give the value of a node; seen: the nodes that have been read. Raises Unreadable."""
+    """Give the value of a node; seen: the nodes that have been read. Raises Misfit."""
     line = node.start_mark.line + 1
     if id(node) in seen:
         # WHY: an alias may contain itself, and a few lines of them can fill the memory
         why = "uses an alias (*name), which is not supported: write the value out"
-        raise Unreadable(why, line=line)
+        raise Misfit(why, line=line)
     if depth > DEEPEST:
-        raise Unreadable(f"is nested more than {DEEPEST} levels deep", line=line)
+        raise Misfit(f"is nested more than {DEEPEST} levels deep", line=line)
     seen.add(id(node))
     match node.id, node.tag.removeprefix(_TAG):
         case "scalar", "plain":
@@ -177,7 +165,8 @@ def _value(node: Any, seen: set[int], *, depth: int = 0) -> Any:  # Any: a yaml.
         case "sequence", "seq":
             return [_value(child, seen, depth=depth + 1) for child in node.value]
         case "mapping", "map":
-            lines: dict[str, int] = {}
-            found = [_entry(k, child, lines, seen, depth=depth) for k, child in node.value]
+            found = list(_entries(node, seen, depth=depth))
+            for bad in (entry for entry in found if entry.problem):
+                raise Misfit(bad.problem, line=bad.line)
             return {entry.key: entry.value for entry in found}
-    raise Unreadable(f"has the tag {node.tag}, which is not supported: remove it", line=line)
+    raise Misfit(f"has the tag {node.tag}, which is not supported: remove it", line=line)

@@ -10,6 +10,7 @@ import shlex
 from pathlib import Path
 
 from hardened_ddp.errors import RunFolderError
+from hardened_ddp.settings.document import Misfit
 from hardened_ddp.settings.typed_command import own_command
 from hardened_ddp.settings.wording import nearest, shown
 
@@ -29,14 +30,10 @@ WHICH_RUN = ("resume", "run_name", "output_dir")
 WORDS = ("auto", "never", "newest")
 
 
-class NoSuchRun(ValueError):
-    """There is no run to continue where the settings say; the text says why."""
-
-
 def find_run(*, resume: str, run_name: str, output_dir: str) -> Path | None:
     """Give the folder of the run to continue; None: start a new run. Rank-local.
 
-    Raises NoSuchRun.
+    Raises Misfit if there is none where they say.
     """
     match resume:
         case "never":
@@ -51,7 +48,7 @@ def find_run(*, resume: str, run_name: str, output_dir: str) -> Path | None:
                 why = f"the newest run, {newest}, has no {SAVED_SETTINGS}; give another one"
             elif newest is not None:
                 return newest
-            raise NoSuchRun(why)
+            raise Misfit(why)
     return _run_at(Path(resume), Path(output_dir))
 
 
@@ -71,23 +68,23 @@ def find_folder(name: str, output_dir: Path) -> Path:
 
     It may have no checkpoint yet. Raises RunFolderError.
     """
-    places = [Path(name), output_dir / name] if name else []
-    for place in places or [output_dir]:
+    places = [Path(name), output_dir / name] if name else [output_dir]
+    for place in places:
         _check_access(place)
-        if place in places and _has_part_of_run(place):
+        if name and _has_part_of_run(place):
             return place
     found = sorted(path for path in output_dir.glob("*") if not path.is_symlink())
     runs = [path for path in found if _has_part_of_run(path)]
-    if not name:
-        if runs:
-            return max(runs, key=changed_at)
-        fix = "name its folder, or the folder of all runs with --output_dir"
-        raise RunFolderError(f"there is no run in {output_dir}", fix=fix)
+    if runs and not name:
+        return max(runs, key=changed_at)
     fix = f"choose a run of {output_dir}: {', '.join(run.name for run in runs[-5:])}"
     if not runs:
         fix = f"{output_dir} has no run yet; start one: {own_command()}"
     there = next((place for place in places if os.path.exists(place)), None)
-    if there is None:
+    if not name:
+        why = f"there is no run in {output_dir}"
+        fix = "name its folder, or the folder of all runs with --output_dir"
+    elif there is None:
         why = f"there is no run {name}: neither the folder {name} nor {output_dir / name} exists"
     elif there.is_dir():
         why = f"{there} is not a run folder: no {CHECKPOINTS_NAME}, no {STATUS_FOLDER}, no logs"
@@ -139,13 +136,13 @@ def _run_at(path: Path, output_dir: Path) -> Path:
     """Find the run folder that path is, or is inside of."""
     if not path.is_dir():
         what = "is not a folder" if path.exists() else "does not exist"
-        raise NoSuchRun(f"{shown(str(path))} {what}; {_hint(path, output_dir)}")
+        raise Misfit(f"{shown(str(path))} {what}; {_hint(path, output_dir)}")
     if _is_run(path):
         return path
     run = run_of_checkpoint(path)
     if run is not None and _is_run(run):
         return run
-    raise NoSuchRun(
+    raise Misfit(
         f"{shown(str(path))} is neither a run folder, with {SAVED_SETTINGS} and "
         f"{CHECKPOINTS_NAME}/, nor a checkpoint folder inside one; {_hint(path, output_dir)}"
     )

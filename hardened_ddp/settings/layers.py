@@ -13,14 +13,8 @@ from pathlib import Path
 from hardened_ddp.settings.cli import Request
 from hardened_ddp.settings.commands import TRAIN
 from hardened_ddp.settings.config import Config
-from hardened_ddp.settings.document import Entry, Unreadable, read_file
-from hardened_ddp.settings.earlier_run import (
-    NOT_INHERITED,
-    SAVED_SETTINGS,
-    WHICH_RUN,
-    NoSuchRun,
-    find_run,
-)
+from hardened_ddp.settings.document import Entry, Misfit, read_file
+from hardened_ddp.settings.earlier_run import NOT_INHERITED, SAVED_SETTINGS, WHICH_RUN, find_run
 from hardened_ddp.settings.record import read_back
 from hardened_ddp.settings.rules import broken_rules, place, problems_error
 from hardened_ddp.settings.schema import (
@@ -30,7 +24,6 @@ from hardened_ddp.settings.schema import (
     SETTINGS,
     TITLES,
     Layer,
-    Misfit,
     assemble,
     fit,
 )
@@ -124,9 +117,9 @@ def _earlier_run(chosen: Layer, *, is_named: bool) -> tuple[Path | None, Layer]:
         if _names_another_run(chosen, folder):
             told = f"{where} continues {folder}, which is another run; leave out one of them"
             where = place("run_name", chosen.sources["run_name"])
-            raise NoSuchRun(told)
+            raise Misfit(told)
         text = (folder / SAVED_SETTINGS).read_text("utf-8", "replace")
-    except NoSuchRun as error:
+    except Misfit as error:
         told = str(error).replace("--resume ", "") if is_named else str(error)
         return None, Layer(problems=[f"{where}: {told}"], is_complete=False)
     except OSError as error:
@@ -154,7 +147,7 @@ def _layer(path: str, *, apart_from: Collection[str] = ()) -> Layer:
     layer = Layer()
     try:
         entries = read_file(path)
-    except Unreadable as error:
+    except Misfit as error:
         return Layer(problems=[str(error)], is_complete=False)
     for entry in entries:
         where = f"{path}:{entry.line}"

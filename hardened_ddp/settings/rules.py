@@ -7,8 +7,7 @@ Does not own: what depends on the machine (GPUs, memory) or on the disk.
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from hardened_ddp.errors import ConfigError
-from hardened_ddp.settings.config import EACH_ONCE, TASKS, Config
-from hardened_ddp.settings.declare import ImportPath
+from hardened_ddp.settings.config import EACH_ONCE, TASKS, Config, ImportPath
 from hardened_ddp.settings.schema import AUTO, COMMAND_LINE, flatten
 from hardened_ddp.settings.typed_command import own_command
 from hardened_ddp.settings.wording import shown, url_problem

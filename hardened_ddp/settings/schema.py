@@ -12,9 +12,16 @@ from dataclasses import dataclass, field
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from hardened_ddp.settings.config import Config
-from hardened_ddp.settings.declare import IS_PLACE, MAY_DIFFER, NOT_EMPTY, Bounds, ImportPath, Shape
-from hardened_ddp.settings.document import plain_value, read_word
+from hardened_ddp.settings.config import (
+    IS_PLACE,
+    MAY_DIFFER,
+    NOT_EMPTY,
+    Bounds,
+    Config,
+    ImportPath,
+    Shape,
+)
+from hardened_ddp.settings.document import Misfit, plain_value, read_word
 from hardened_ddp.settings.wording import nearest, shown, url_problem
 
 AUTO = "auto"
@@ -62,10 +69,6 @@ class Layer:
     bad_names: set[str] = field(default_factory=set)
     # False: a part could not be read at all, so it is not known what it sets.
     is_complete: bool = True
-
-
-class Misfit(ValueError):
-    """A value does not fit its setting; the text says what was found and what is needed."""
 
 
 def read_table() -> dict[str, Setting]:
@@ -133,13 +136,9 @@ def assemble(values: Mapping[str, Any]) -> Config:  # Any: as in flatten
 
 def from_text(setting: Setting, text: str) -> Any:  # Any: the type of the setting
     """Read a word of the command line. Raises Misfit."""
-    if setting.type is dict:
-        try:
-            value = read_word(text)
-        except ValueError as error:
-            raise Misfit(str(error)) from error
-        return fit(setting, value)
-    return fit(setting, text if setting.type is str else plain_value(text))
+    if setting.type is not str:
+        return fit(setting, read_word(text) if setting.type is dict else plain_value(text))
+    return fit(setting, text)
 
 
 def fit(setting: Setting, value: Any) -> Any:  # Any: from YAML; to the type of the setting
@@ -149,10 +148,9 @@ def fit(setting: Setting, value: Any) -> Any:  # Any: from YAML; to the type of 
     if setting.has_auto and value == AUTO:
         return None
     word = str(value).lower()
-    if setting.is_switch and setting.choices and word in ("true", "false"):
-        return "on" if word == "true" else "off"
-    if setting.type is bool and word in ("on", "off"):  # as the start summary says it
-        return word == "on"
+    if setting.is_switch and word in ("true", "false", "on", "off"):
+        is_on = word in ("true", "on")
+        return is_on if setting.type is bool else "on" if is_on else "off"
     number = value
     if setting.type is float and type(value) is int:
         number = float(str(value))  # WHY str: of 400 digits it is infinite, and no OverflowError

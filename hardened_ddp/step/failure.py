@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from typing import Literal
 
 from hardened_ddp.data.batches.batch import Batch
@@ -25,7 +26,7 @@ from hardened_ddp.errors import (
 )
 from hardened_ddp.ranks.group import Group, lost_peer
 from hardened_ddp.ranks.launch import log_failure
-from hardened_ddp.ranks.store import DEFER_S, tell_once
+from hardened_ddp.ranks.store import DEFER_S, do_once
 from hardened_ddp.settings.typed_command import own_command
 from hardened_ddp.step.memory import is_out_of_memory
 
@@ -165,11 +166,12 @@ def _tell(error: Exception, group: Group) -> None:
         return
     # WHY by the status: a user's mistake is on all ranks, and found before anything trains
     is_users = isinstance(error, HardenedError) and error.exit_status == ConfigError.exit_status
-    text = f"{type(error).__name__}: {error}"
+    key = f"told/{sha256(f'{type(error).__name__}: {error}'.encode()).hexdigest()}"
     store, rank, defer_s = group.store, group.launch.rank, DEFER_S if is_users else 0.0
     tell, ranks = partial(log_failure, error), group.world_size
-    if not tell_once(store, rank, text, tell, world_size=ranks, defer_s=defer_s):
+    if not do_once(store, key, tell, rank=rank, world_size=ranks, head_start_s=defer_s):
         log.debug("another rank tells why this one ends: %s", error)
+    store.note_heard(rank)
 
 
 def in_full(error: BaseException) -> str:

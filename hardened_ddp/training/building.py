@@ -35,8 +35,7 @@ from hardened_ddp.preflight.memory_format import choose_channels_last
 from hardened_ddp.preflight.probe import choose_find_unused, choose_task, probe
 from hardened_ddp.preflight.trial import Trial
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.settings.config import Config, OptimizerConfig
-from hardened_ddp.settings.declare import ImportPath
+from hardened_ddp.settings.config import Config, ImportPath, OptimizerConfig
 from hardened_ddp.settings.record import agreed_settings
 from hardened_ddp.settings.wording import counted
 from hardened_ddp.step.parts import ASYNC_DEVICES

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hardened_ddp.errors import ConfigError
-from hardened_ddp.ranks.launchers_env import command_words, needs_torchrun
+from hardened_ddp.ranks.launchers_env import command_words
 from hardened_ddp.settings import typed_command
 from hardened_ddp.settings.schema import SETTINGS
 from hardened_ddp.settings.typed_command import own_command, pip_command
@@ -17,7 +17,7 @@ from hardened_ddp.settings.wording import TORCHRUN_OPTIONS, TORCHRUN_SWITCHES
 from hardened_ddp_command import check_numbers, is_for_ranks, split_words, start_ranks
 from tests.harness.processes import ROOT
 from tests.harness.ranks import run_command
-from tests.launcher_environments import PYTORCH_JOB, TORCHRUN, TRAIN_JOB
+from tests.launcher_environments import TORCHRUN
 
 
 def test_torchruns_options_are_split_from_our_own() -> None:
@@ -83,16 +83,6 @@ def test_a_value_of_torchruns_may_have_an_equals_sign() -> None:
     launcher, own = split_words(["--rdzv_conf", "timeout=900", "--nnodes=x"])
     with pytest.raises(ConfigError, match="--nnodes: found 'x'"):
         start_ranks(launcher, own, {})
-
-
-def test_an_operators_variables_say_whether_ranks_are_to_be_started() -> None:
-    assert needs_torchrun(PYTORCH_JOB)
-    assert needs_torchrun(TRAIN_JOB)
-    assert needs_torchrun({"PET_NNODES": "1:4", "PET_RDZV_BACKEND": "c10d"})
-    assert not needs_torchrun({**PYTORCH_JOB, "LOCAL_RANK": "0"})
-    assert not needs_torchrun({})
-    one_each = {**PYTORCH_JOB, "PET_NPROC_PER_NODE": "1", "WORLD_SIZE": "2"}
-    assert not needs_torchrun(one_each)
 
 
 def test_commands_are_written_as_the_program_was_started(

@@ -93,12 +93,6 @@ class TestPresets:
         typed = run_command(["bash", "-c", shown], timeout_s=20, cwd=tmp_path).ok()
         assert [json.loads(typed.stdout)[index] for index in (1, 3)] == [folder, given]
 
-    @pytest.mark.slow
-    def test_torchrun_starts_in_a_folder_with_a_space(self, copied: Path) -> None:
-        done = run_command([copied / "launch_examples.sh", "2"], timeout_s=60).ok()
-        shown = [json.loads(line) for line in done.stdout.splitlines()]
-        assert sorted(rank for _, _, rank, _ in shown) == ["0", "1"]
-
     def test_a_link_to_the_script_works_from_anywhere(self, copied: Path, tmp_path: Path) -> None:
         (tmp_path / "train").symlink_to(copied / "launch_examples.sh")
         done = run_command(["./train", "1"], timeout_s=20, cwd=tmp_path).ok()

@@ -27,7 +27,6 @@ MPI_ENV = {
     "OMPI_MCA_oob_tcp_if_include": "lo",
 }
 # As the README has them.
-INSPECT = "torchrun --nproc_per_node=2 launchers/run_with_torchrun.py --inspect"
 LAUNCHERS = (
     "torchrun --nproc_per_node=2 launchers/run_with_torchrun.py ddp_training.py --epochs 2",
     "python launchers/run_with_python.py --nproc 2 ddp_training.py --epochs 2",
@@ -49,23 +48,6 @@ def needs(program: str) -> None:
         pytest.skip(f"{program} is not installed on this machine (see .ci/run)")
 
 
-def rank_lines(output: str) -> list[str]:
-    return [line for line in output.splitlines() if line.startswith("host ")]
-
-
-@pytest.mark.slow
-def test_each_process_is_shown_once_in_rank_order() -> None:
-    done = run_program(INSPECT.split(), timeout_s=LIMIT_S).ok()
-    host = os.uname().nodename
-    assert rank_lines(done.stdout) == [
-        f"host {host}  rank {rank}  local rank {rank}  world size 2  device cpu"
-        for rank in range(2)
-    ]
-    assert re.search(r"2 ranks, started by torchrun; rendezvous at \S+:\d+\n", done.stdout)
-    assert "all-reduce  gives every rank the sum:        3 (checked)" in done.stdout
-    assert "all-gather  gives every rank all of them:    [1, 2]" in done.stdout
-
-
 @pytest.fixture(scope="module")
 def by_torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The tensors that a torchrun of the script ends in; its ranks are forked."""
@@ -83,7 +65,15 @@ def test_every_launcher_ends_in_the_same_weights(
     is_torchrun = command.startswith("torchrun")
     run = run_program if is_torchrun else partial(run_command, env=MPI_ENV)
     done = run(argv, timeout_s=LIMIT_S).ok()
-    assert len(rank_lines(done.stdout)) == (2 if "launchers/" in command else 0)
+    if "launchers/" in command:
+        host, lines = os.uname().nodename, done.stdout.splitlines()
+        assert [line for line in lines if line.startswith("host ")] == [
+            f"host {host}  rank {rank}  local rank {rank}  world size 2  device cpu"
+            for rank in range(2)
+        ]
+        assert re.search(r"2 ranks, started by \w+; rendezvous at \S+:\d+\n", done.stdout)
+        assert "all-reduce  gives every rank the sum:        3 (checked)" in done.stdout
+        assert "all-gather  gives every rank all of them:    [1, 2]" in done.stdout
     assert read_summary(only_run(tmp_path))["world_size"] == 2
     assert last_tensors(tmp_path) == by_torchrun
 
@@ -145,17 +135,6 @@ def make_ssh(folder: Path) -> Path:
     path.write_text(f'#!/bin/sh\necho "$2" >>"{folder}/hosts"\nexec bash -c "$3"\n')
     path.chmod(0o755)
     return path
-
-
-@pytest.mark.slow
-def test_several_hosts_train_as_one_run(by_torchrun: dict[str, str], tmp_path: Path) -> None:
-    ssh, output = make_ssh(tmp_path), tmp_path / "runs"
-    argv = ["launchers/launch.py", "--hosts", "127.0.0.2,127.0.0.3", "--nproc_per_node", "1"]
-    argv += ["--ssh", str(ssh), "--port", str(held_port()), "--env", "GLOO_SOCKET_IFNAME=lo"]
-    run_command(["python", *argv, *RUN, "--output_dir", output], timeout_s=LIMIT_S).ok()
-    assert sorted((tmp_path / "hosts").read_text().split()) == ["127.0.0.2", "127.0.0.3"]
-    assert read_summary(only_run(output))["world_size"] == 2
-    assert last_tensors(output) == by_torchrun
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from tests.harness.processes import ROOT
 from tests.harness.ranks import run_command, run_program
 from tests.harness.run_folder import find_checkpoints, last_tensors, only_run, read_summary
 from tests.own_loop.test_kinds_of_loops import check_launched
+from tests.settings.test_next_commands import command_after
 from tests.slurm_cluster import SlurmCluster, why_not
 
 pytestmark = [
@@ -46,9 +47,16 @@ def test_srun_of_one_task_per_rank_ends_in_the_weights_of_torchrun(
     cluster: SlurmCluster, by_torchrun: dict[str, str], tmp_path: Path
 ) -> None:
     argv = SRUN.replace("srun", "srun --nodes=1").split()
-    cluster.run(*argv, *SMALL, "--output_dir", tmp_path, timeout_s=120).ok()
-    assert read_summary(only_run(tmp_path))["world_size"] == 2
+    done = cluster.run(*argv, *SMALL, "--output_dir", tmp_path, timeout_s=120).ok()
+    first = read_summary(only_run(tmp_path))
+    assert first["world_size"] == 2
     assert last_tensors(tmp_path) == by_torchrun
+    resume = command_after(done.output, "resume: ")
+    assert resume.startswith("srun --ntasks=2 ")
+    cluster.run("bash", "-c", f"{resume} --epochs 3", timeout_s=120).ok()
+    again = read_summary(only_run(tmp_path))
+    assert again["world_size"] == 2
+    assert again["step"] > first["step"]
 
 
 def test_a_loop_of_ones_own_under_srun_loses_no_commit(
@@ -132,40 +140,6 @@ def test_a_cancelled_job_saves_and_is_not_queued_again(
     cluster.wait_for_state(job, "CANCELLED", timeout_s=JOB_LIMIT_S, output=output)
     assert cluster.show(job)["Restarts"] == "0"
     assert find_checkpoints(tmp_path)
-
-
-def test_a_job_that_fails_is_failed_and_not_queued_again(
-    cluster: SlurmCluster, tmp_path: Path
-) -> None:
-    argv = ["train.slurm", "--cpu_only", "--model", "no_such_model"]
-    job, output = cluster.submit(argv, env={"OUTPUT_DIR": str(tmp_path)})
-    state = cluster.wait_for_state(job, "COMPLETED", "FAILED", timeout_s=JOB_LIMIT_S, output=output)
-    assert state == "FAILED"
-    assert cluster.show(job)["ExitCode"] == "2:0"
-    assert "the run failed with status 2; not queued again" in output.read_text()
-
-
-def test_a_job_that_loses_a_rank_is_queued_again_and_finishes(
-    cluster: SlurmCluster, tmp_path: Path
-) -> None:
-    fault = f"{{kind: kill itself, rank: 1, first: 8, marker: {tmp_path}/once}}"
-    run = ["--cpu_only", "--num_workers", "0", "--batch_size", "4", "--epochs", "2", "--model"]
-    run += ["tests.plugins:Faulty", "--model_args", fault]
-    run += ["--dataset", "tests.plugins:points"]
-    env = {"OUTPUT_DIR": str(tmp_path / "runs")}
-    job, output = cluster.submit(["train.slurm", *run], env=env)
-    cluster.wait_until(
-        lambda: cluster.show(job)["Restarts"] == "1" or cluster.show(job)["JobState"] == "FAILED",
-        what="a restart",
-        output=output,
-        timeout_s=JOB_LIMIT_S,
-    )
-    assert "a rank was lost, and the others saved (status 75); queued again" in output.read_text()
-    assert not list((tmp_path / "runs").glob(".endings-*"))
-    cluster.start_now(job, minutes=10)
-    state = cluster.wait_for_state(job, "COMPLETED", "FAILED", timeout_s=JOB_LIMIT_S, output=output)
-    assert state == "COMPLETED", output.read_text()
-    assert read_summary(only_run(tmp_path / "runs"))["status"] == "finished"
 
 
 def wait_for_steps(cluster: SlurmCluster, job: str, output: Path, runs: Path) -> None:

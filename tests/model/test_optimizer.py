@@ -15,8 +15,7 @@ from hardened_ddp.model.optimizer import (
 )
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.schedule import KNOWN, PREFIX, Schedule, learning_rate, restore_state
-from hardened_ddp.settings.config import OptimizerConfig, OptimizerName
-from hardened_ddp.settings.declare import ImportPath
+from hardened_ddp.settings.config import ImportPath, OptimizerConfig, OptimizerName
 
 CPU = torch.device("cpu")
 OPTIMIZERS = get_args(OptimizerName)

@@ -23,8 +23,7 @@ from hardened_ddp.preflight.optimizer_trial import build_schedule
 from hardened_ddp.preflight.trial import Trial
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.settings.config import OptimizerConfig
-from hardened_ddp.settings.declare import ImportPath
+from hardened_ddp.settings.config import ImportPath, OptimizerConfig
 from hardened_ddp.task.task import Task
 from tests.harness.marks import slow_after
 from tests.harness.ranks import train

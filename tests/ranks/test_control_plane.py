@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from hashlib import sha256
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,14 +14,7 @@ import torch.distributed as dist
 from hardened_ddp.guard.hang_consensus import HangConsensus
 from hardened_ddp.guard.hang_rules import Report, decide
 from hardened_ddp.ranks.phase import Phase
-from hardened_ddp.ranks.store import (
-    MOST_READ,
-    RunStore,
-    do_once,
-    publish_failure,
-    read_failures,
-    tell_once,
-)
+from hardened_ddp.ranks.store import MOST_READ, RunStore, do_once, publish_failure, read_failures
 
 HUNG = Report(2, 412, int(Phase.FORWARD), 61.0, 60.0)
 WAITING = Report(0, 412, int(Phase.ALL_REDUCE), 61.0, 540.0)
@@ -106,17 +99,18 @@ def test_a_rank_whose_store_is_gone_or_whose_teller_died_tells_its_error_itself(
 ) -> None:
     monkeypatch.setattr("hardened_ddp.ranks.store.SILENT_S", 1.5)
     told: list[int] = []
-    assert tell_once(RunStore(), 1, "x", lambda: told.append(1), world_size=1)
+    assert do_once(RunStore(), "x", lambda: told.append(1), rank=1, world_size=1)
     inner: Any = CountingStore()
-    inner.set(f"told/{sha256(b'x').hexdigest()}/0", "0")  # rank 0 died before it told it
-    assert tell_once(RunStore(inner), 2, "x", lambda: told.append(2), world_size=3)
+    inner.set("x/0", "0")  # rank 0 died before it told it
+    assert do_once(RunStore(inner), "x", lambda: told.append(2), rank=2, world_size=3)
 
     class Gone:
         def __getattr__(self, name: str) -> Any:
             raise RuntimeError("Connection reset by peer")
 
     gone: Any = Gone()
-    assert tell_once(RunStore(gone), 3, "x", lambda: told.append(3), world_size=3, defer_s=9.0)
+    tell = partial(told.append, 3)
+    assert do_once(RunStore(gone), "x", tell, rank=3, world_size=3, head_start_s=9.0)
     assert told == [1, 2, 3]
 
 

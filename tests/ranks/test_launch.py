@@ -13,13 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import ddp_training
 from hardened_ddp.errors import DataError, HardenedError, LaunchError, RankMismatchError
 from hardened_ddp.guard.stop import STOP_FILE
 from hardened_ddp.ranks import network
 from hardened_ddp.ranks.launch import Launch, keep_nccl_from_exiting, prepare_environment
 from hardened_ddp.ranks.rendezvous import _listen
-from tests.harness.processes import HOUR_S, ROOT, clean_environment, deadline, is_alive
+from tests.harness.processes import HOUR_S, ROOT, clean_environment, deadline
 from tests.harness.ranks import held_port, run_ranks, start_training
 from tests.ranks.test_shared_sum import rendezvous
 
@@ -28,7 +27,7 @@ QUEUES = {"CUDA_SCALE_LAUNCH_QUEUES": "4x"}
 STOPPED = "ddp_training.py: stopped by Ctrl-C; there was nothing to save\n"
 
 
-def test_one_node_talks_over_loopback_unless_told_otherwise() -> None:
+def test_what_torch_reads_from_the_environment_is_set_unless_the_user_did() -> None:
     env = {"NCCL_SOCKET_IFNAME": "eth7", "OMP_NUM_THREADS": "2"}
     prepare_environment(Launch(world_size=2, num_nodes=1), env)
     assert env == {
@@ -43,6 +42,9 @@ def test_one_node_talks_over_loopback_unless_told_otherwise() -> None:
     assert env == QUEUES
     prepare_environment(Launch(), env := {"CUDA_SCALE_LAUNCH_QUEUES": "1x"})
     assert env == {"CUDA_SCALE_LAUNCH_QUEUES": "1x"}
+    for given, value in (({}, ":4096:8"), ({"CUBLAS_WORKSPACE_CONFIG": "x"}, "x")):
+        prepare_environment(Launch(), env := dict(given), deterministic=True)
+        assert env["CUBLAS_WORKSPACE_CONFIG"] == value
 
 
 def test_a_watched_run_keeps_nccl_from_ending_ranks_that_have_not_saved() -> None:
@@ -60,23 +62,6 @@ def test_a_watched_run_keeps_nccl_from_ending_ranks_that_have_not_saved() -> Non
     assert int(env["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"]) < 1000
     keep_nccl_from_exiting(Launch(), alone := {})
     assert not alone
-
-
-@pytest.mark.parametrize(
-    ("flags", "given", "value"),
-    [([], None, None), (["--deterministic"], None, ":4096:8"), (["--deterministic"], "x", "x")],
-)
-def test_deterministic_runs_configure_cublas_unless_the_user_did(
-    flags: list[str], given: str | None, value: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stop_here(launch: Launch) -> None:
-        raise KeyboardInterrupt
-
-    env = {} if given is None else {"CUBLAS_WORKSPACE_CONFIG": given}
-    monkeypatch.setattr(ddp_training, "environment", lambda: env)
-    monkeypatch.setattr(ddp_training, "prepare_signals", stop_here)
-    assert ddp_training.main(["--cpu_only", *flags]) == 130
-    assert env.get("CUBLAS_WORKSPACE_CONFIG") == value
 
 
 def test_output_that_nobody_reads_any_more_is_no_error() -> None:
@@ -213,20 +198,18 @@ def test_a_stop_file_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
 
 
 ENDS_WITH_ITS_PARENT = """
-import signal, sys
+import sys
 from hardened_ddp.ranks.launch import Launch, end_with_launcher
 end_with_launcher(Launch(launcher="torchrun"))
 print("ready", flush=True)
-if "pause" in sys.argv:
-    signal.pause()
 for line in sys.stdin:
     print(line.strip(), flush=True)
 """
 
 
-def start_rank(*words: str) -> "subprocess.Popen[str]":
+def start_rank() -> "subprocess.Popen[str]":
     process = subprocess.Popen(
-        [sys.executable, "-c", ENDS_WITH_ITS_PARENT, *words],
+        [sys.executable, "-c", ENDS_WITH_ITS_PARENT],
         cwd=ROOT,
         env=clean_environment(),
         stdin=subprocess.PIPE,
@@ -257,20 +240,3 @@ def test_a_rank_outlives_the_thread_that_started_it() -> None:
         answer, _ = rank.communicate("still here\n", timeout=60)
         assert answer == "still here\n"
     assert rank.returncode == 0
-
-
-def test_a_rank_ends_with_the_process_that_started_it() -> None:
-    reader, writer = os.pipe()
-    launcher = os.fork()
-    if launcher == 0:
-        rank = start_rank("pause")
-        os.write(writer, f"{rank.pid}\n".encode())
-        os._exit(0)
-    os.waitpid(launcher, 0)
-    os.close(writer)
-    with os.fdopen(reader) as told:
-        pid = int(told.readline())
-    end = deadline(10)
-    while is_alive(pid):
-        assert time.monotonic() < end, "the rank lives on"
-        time.sleep(0.01)

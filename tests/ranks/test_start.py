@@ -103,15 +103,6 @@ def test_settings_are_named_with_the_place_that_changed_them(
     assert line.endswith(" and 2 more")
 
 
-@pytest.mark.slow
-def test_what_takes_long_is_named_and_not_what_was_before(tmp_path: Path) -> None:
-    argv = ["--cpu_only", "--dataset", "tests.plugins:points_that_stall", "--model", "mlp"]
-    argv += ["--dataset_args", "{stall_s: 3}", "--batch_size", "200", "--max_steps", "1"]
-    done = train([*argv, "--num_workers", "0", "--output_dir", str(tmp_path)]).ok()
-    assert "reading the first batch: " in done.output
-    assert "state of the optimizer" not in done.output
-
-
 def test_a_part_of_the_start_that_takes_long_gives_a_sign_of_life(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

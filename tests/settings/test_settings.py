@@ -28,20 +28,6 @@ class TestOrder:
         assert list(resolved.sources) == list(SETTINGS)
         assert resolved.run_folder is None
 
-    def test_command_line_wins_over_file_wins_over_default(self) -> None:
-        Path("my.yaml").write_text("# mine\nbatch_size: 64\nepochs: 9\n")
-        resolved = settings_of("--config my.yaml --epochs 2")
-        assert resolved.config.data.batch_size == 64
-        assert resolved.config.loop.epochs == 2
-        assert resolved.config.loop.max_steps == 0
-        assert resolved.sources["batch_size"] == "my.yaml:2"
-        assert resolved.sources["epochs"] == "command line"
-        assert resolved.sources["max_steps"] == "default"
-
-    def test_the_last_of_two_equal_flags_wins(self) -> None:
-        values = values_of("--epochs 3 --download --epochs 4 --no_download")
-        assert (values["epochs"], values["download"]) == (4, False)
-
     def test_an_empty_file_changes_nothing_and_a_byte_order_mark_is_no_text(self) -> None:
         for text in ("", "# only a comment\n", "---\n"):
             Path("my.yaml").write_text(text)
@@ -97,26 +83,11 @@ class TestEditedConfig:
         assert settings_beside("epochs: 3\n", "--no_config").config.loop.epochs == 5
         assert settings_beside("[not: yaml", "--no-config").config.loop.epochs == 5
 
-    @pytest.mark.parametrize(
-        ("text", "place"),
-        [
-            (
-                "epochs: 3\nbatch_sise: 8\n",
-                "config.yaml:2: batch_sise: no such setting; did you mean",
-            ),
-            ("epochs: many\n", "config.yaml:1: epochs: "),
-            ("epochs: [3\n", "config.yaml:2: is not YAML"),
-            ("single_gpu: true\ncpu_only: true\n", "config.yaml:1: single_gpu"),
-        ],
-    )
-    def test_what_is_wrong_in_it_is_named_with_its_line_and_how_to_ignore_it(
-        self, text: str, place: str
-    ) -> None:
-        error = error_beside(text)
-        assert place in error.message
+    def test_what_is_wrong_in_it_is_named_with_its_line_and_how_to_ignore_it(self) -> None:
+        error = error_beside("epochs: 3\nbatch_sise: 8\nsingle_gpu: true\ncpu_only: true\n")
+        assert "config.yaml:2: batch_sise: no such setting; did you mean" in error.message
+        assert "config.yaml:3: single_gpu" in error.message
         assert "--no_config ignores config.yaml" in error.fix
-
-    def test_a_mistake_elsewhere_does_not_speak_of_it(self) -> None:
         assert "config.yaml" not in str(error_beside("epochs: 5\n", "--epochs 0"))
 
     def test_the_script_reads_the_one_beside_it_from_any_folder(self) -> None:
@@ -162,11 +133,6 @@ class TestContinuedRun:
         assert resolved.config.run.run_name == ""
         assert resolved.config.run.resume == "runs/first"
         assert resolved.sources["cpu_only"] == "default"
-
-    def test_the_file_can_say_which_run_to_continue(self) -> None:
-        make_run("first", command="--epochs 2")
-        Path("my.yaml").write_text("resume: runs/first\n")
-        assert settings_of("--config my.yaml").config.loop.epochs == 2
 
     def test_a_default_of_a_setting_that_is_gone_since_is_no_problem(self) -> None:
         saved = make_run("first") / "config.yaml"
@@ -244,21 +210,16 @@ class TestWords:
         ("flags", "name", "value"),
         [
             ("--learning_rate 1e-4", "learning_rate", 1e-4),
-            ("--learning_rate 1", "learning_rate", 1.0),
             ("--batch-size 64", "batch_size", 64),
             ("--num_workers auto", "num_workers", None),
-            ("--num_workers 0", "num_workers", 0),
             ("--single_gpu", "single_gpu", True),
-            ("--single_gpu false", "single_gpu", False),
-            ("--no_download", "download", False),
-            ("--find_unused_parameters", "find_unused_parameters", "on"),
+            ("--download --no_download", "download", False),
+            ("--epochs 3 --epochs 4", "epochs", 4),
             ("--find_unused_parameters --epochs 1", "find_unused_parameters", "on"),
-            ("--find_unused_parameters auto", "find_unused_parameters", "auto"),
             ("--channels_last off", "channels_last", False),
             ("--augment ON", "augment", True),
             ("--find_unused_parameters false", "find_unused_parameters", "off"),
             ("--no_find_unused_parameters", "find_unused_parameters", "off"),
-            ("--amp off", "amp", "off"),
             ("--seed 9223372036854775807", "seed", 2**63 - 1),
             ("--run_name 007", "run_name", "007"),
             ("--run_name=", "run_name", ""),
@@ -278,13 +239,11 @@ class TestWords:
         ("line", "value"),
         [
             ("learning_rate: 1e-4", 1e-4),
-            ("learning_rate: 5e-05", 5e-05),
             ("batch_size: 0x10", 16),
             ("batch_size: 010", 10),  # in YAML 1.1 this was 8
             ("num_workers: auto", None),
             ("pin_memory: true", True),
             ("find_unused_parameters: on", "on"),
-            ("find_unused_parameters: true", "on"),
             ("find_unused_parameters: False", "off"),
             ('run_name: "3"', "3"),
             ("run_name: 1_000", "1_000"),

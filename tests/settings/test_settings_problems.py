@@ -44,13 +44,6 @@ class TestProblems:
         assert "did you mean --resume newest?" in problem_of("--resume newst")
         assert "did you mean newest?" in problem_of("evaluate newst")
 
-    def test_the_error_says_how_to_go_on_and_has_status_2(self) -> None:
-        with pytest.raises(ConfigError) as caught:
-            settings_of("--epochs 0")
-        assert caught.value.exit_status == 2
-        assert "--help" in caught.value.fix
-        assert "a problem in the settings" in str(caught.value)
-
     @pytest.mark.parametrize(
         ("given", "meant"),
         [
@@ -65,20 +58,9 @@ class TestProblems:
         assert problem_of(f"--{given} 3").endswith(f"did you mean --{meant}?")
         assert problems_in(f"{given}: 3\n")[0].endswith(f"did you mean {meant}?")
 
-    def test_dashes_as_they_are_not_taken_lead_to_the_right_name(self) -> None:
-        assert problems_in("batch-size: 3\n")[0].endswith("did you mean batch_size?")
-        assert problem_of("-batch_size 3").endswith("did you mean --batch_size?")
-
-    def test_flags_of_the_launcher_are_told_apart(self) -> None:
-        assert "belongs to torchrun" in problem_of("--nproc_per_node=2")
-        assert "start with torchrun" in problem_of("--local-rank=0")
-
     def test_names_of_other_programs_lead_to_settings_that_exist(self) -> None:
         assert {*OTHER_NAMES.values()} <= SETTINGS.keys()
         assert not OTHER_NAMES.keys() & SETTINGS.keys()
-
-    def test_a_name_like_no_other_is_not_guessed(self) -> None:
-        assert "did you mean" not in problem_of("--xyzzy 3")
 
     @pytest.mark.parametrize(
         ("flags", "told"),
@@ -86,27 +68,22 @@ class TestProblems:
             ("--epochs", "--epochs: has no value, needs an integer, 1 or more"),
             ("--batch_size 3 4", "--batch_size: found '4' after its value '3'"),
             ("--epochs -3", "--epochs: found -3, needs an integer, 1 or more"),
-            ("--epochs true", "found true (a boolean), needs an integer"),
             ("--batch_size 3000000000", "at most 2147483647"),
             ("--num_workers -1", "needs auto or an integer, 0 or more"),
             ("--learning_rate .nan", "--learning_rate: found nan, needs a number"),
-            ("--learning_rate 1e999", "--learning_rate: found inf, needs a number"),
             ("--label_smoothing 1", "found 1, needs a number, 0 or more, below 1"),
             ("--timeout_s 0", "found 0, needs a number, above 0"),
-            ("--timeout_s 1e9", "at most 604800"),
             ("--single_gpu yes", "found 'yes' (text), needs true or false"),
             ("--no_single_gpu true", "--no_single_gpu: found 'true', needs no value"),
             ("--backend ncl", "found 'ncl', needs one of auto, nccl, gloo; did you mean nccl?"),
             ("--optimizer adamx", "needs one of adamw, adam, sgd, muon, or package.module:Class"),
             ("--lr_schedule cosin", "step, or package.module:callable; did you mean cosine?"),
             ("--collate a.b:c:d", "found 'a.b:c:d', needs auto, or package.module:callable"),
-            ("--amp true", "--amp: found 'true', needs one of auto, off, bf16, fp16"),
             ("--model ''", "--model: found '', needs text that is not empty"),
             ("--run_name ../x", "--run_name: found '../x', needs letters"),
             (f"--run_name {'x' * 129}", "128 at most"),
             ("--data_dir '~/data'", "only the shell knows ~"),
             ("--data_dir 'a\nb'", "needs text without control characters"),
-            ("--model_args 3", "found 3 (an integer), needs a mapping"),
             ("--model_args '{depth:18}'", "is a space missing after the colon?"),
             ("--model_args '{a: 1, a: 2}'", "a: is already set in line 1"),
             ("--model_args '{a: ['", "--model_args: is not YAML"),
@@ -114,6 +91,10 @@ class TestProblems:
             ("--config", "--config: has no value, needs a file"),
             ("--config=a --config=b", "--config: found 2 files"),
             ("-b 4", "-b: no such setting"),
+            ("-batch_size 3", "did you mean --batch_size?"),
+            ("--xyzzy 3", "--xyzzy: no such setting; --help lists all of them"),
+            ("--nproc_per_node=2", "belongs to torchrun"),
+            ("--local-rank=0", "start with torchrun"),
         ],
     )  # fmt: skip
     def test_a_bad_flag_is_told(self, flags: str, told: str) -> None:
@@ -122,7 +103,7 @@ class TestProblems:
     @pytest.mark.parametrize(
         ("text", "told"),
         [
-            ("epochs: 0\n", "my.yaml:1: epochs: found 0, needs an integer, 1 or more"),
+            ("batch-size: 3\n", "did you mean batch_size?"),
             ("\n\nepochs: '3'\n", "my.yaml:3: epochs: found '3' (text), needs an integer"),
             ("epochs:\n", "my.yaml:1: epochs: has no value, needs an integer"),
             ("epochs: {a: 1}\n", "found {'a': 1} (a mapping)"),
@@ -194,10 +175,7 @@ class TestRules:
             ("--init_from runs/a --pretrained", "init_from pretrained"),
             ("--compile --bucket_cap_mb 0.5", "compile bucket_cap_mb"),
             ("--streaming --dataset cifar10", "streaming dataset"),
-            (
-                "--global_batch_size 8 --accumulation_steps 2",
-                "global_batch_size accumulation_steps",
-            ),
+            ("--ema 0.9 --global_batch_size 8 --accumulation_steps 2", "global_batch_size"),
             ("--lr_schedule step --lr_schedule_args '{a: 1}'", "lr_schedule lr_schedule_args"),
             ("--stop_when loss --eval_every 0", "stop_when eval_every"),
             ("--warmup_steps 10 --max_steps 10", "warmup_steps max_steps"),
@@ -212,22 +190,9 @@ class TestRules:
         assert "--single_gpu true with 2 ranks" in problem_of("--single_gpu", world_size=2)
         assert settings_of("--single_gpu", world_size=1).config.device.single_gpu
 
-    @pytest.mark.parametrize(
-        "flags",
-        [
-            "--cpu_only --amp bf16 --backend gloo",
-            "--cpu_only --comm_hook fp16",
-            "--num_workers 0 --prefetch_factor 4 --persistent_workers",
-            "--warmup_steps 10",
-            "--warmup_steps 9 --max_steps 10",
-            "--checkpoint_every_epochs 0 --checkpoint_every_steps 0 --resume auto",
-            "--optimizer adam --momentum 0.5",
-        ],
-    )
-    def test_settings_that_go_together_are_taken(self, flags: str) -> None:
-        settings_of(flags, world_size=2)
-
-    def test_all_broken_rules_are_told_at_once(self) -> None:
+    def test_settings_that_go_together_are_taken_and_all_broken_rules_are_told(self) -> None:
+        settings_of("--cpu_only --amp bf16 --backend gloo --warmup_steps 10", world_size=2)
+        settings_of("--num_workers 0 --prefetch_factor 4 --warmup_steps 9 --max_steps 10")
         assert len(problems_of("--cpu_only --backend nccl --amp fp16")) == 2
 
     def test_a_rule_is_not_asked_about_a_value_that_is_unknown(self) -> None:
