@@ -83,10 +83,9 @@ def _train_help() -> str:
     if is_installed():
         text = "Start N ranks. Other options of torchrun too: --nnodes, --rdzv_endpoint, ..."
         common.insert(0, _entry("--nproc_per_node N", text))
-    head = _HEAD.format(ranks=ranks, program=program)
-    blocks = [head, "Examples\n" + "".join(_examples())]
-    notes = _NOTES.format(config=edited)
-    blocks += ["Commands\n" + "".join(commands), notes, "Common\n" + "".join(common)]
+    blocks = [_HEAD.format(ranks=ranks, program=program), "Examples\n" + "".join(_examples())]
+    blocks += ["Commands\n" + "".join(commands), _NOTES.format(config=edited)]
+    blocks += ["Common\n" + "".join(common)]
     for section, title in TITLES.items():
         entries = (_setting_entry(SETTINGS[name]) for name in names_of(section))
         blocks.append(f"{title}\n" + "".join(entries))
@@ -121,10 +120,9 @@ def _command_help(name: str, command: Command) -> str:
         # WHY not form: its choices stand below
         short = f"[{flag}]" if option.is_switch else f"[{flag} {option.name.upper()}]"
         usage.append(form if option.is_word else short)
-        told = [f"needs {option.needs}" if option.needs else ""]
-        told += [f"default: {option.default}" if option.default else ""]
-        facts = f" ({'; '.join(filter(None, told))})" if any(told) else ""
-        entries.append(_entry(form, option.text + facts))
+        needs = f"needs {option.needs}" if option.needs else ""
+        default = f"default: {option.default}" if option.default else ""
+        entries.append(_entry(form, option.text, needs, default))
     if command.takes_settings:
         usage.append("[--SETTING VALUE ...]")
         text = "Any setting of training, such as --cpu_only"
@@ -154,14 +152,14 @@ def _setting_entry(setting: Setting) -> str:
     form = f"--{setting.name} [{value}]" if setting.is_switch else f"--{setting.name} {value}"
     # WHY not for choices: they stand in the flag's form already
     taken = limits(setting).removeprefix(f"{AUTO} | ") if setting.bounds else ""
-    told = [taken, f"default: {yaml_word(setting.default)}"]
-    facts = "; ".join(unbroken(part) for part in told if part)
-    return _entry(form, f"{setting_texts()[setting.name]} ({facts})")
+    default = f"default: {yaml_word(setting.default)}"
+    return _entry(form, setting_texts()[setting.name], taken, default)
 
 
-def _entry(form: str, text: str) -> str:
+def _entry(form: str, text: str, *facts: str) -> str:
     """Write one entry in two columns; a long form has the first line for itself."""
-    lines = wrapped(text, width=WIDTH - _TEXT_COLUMN)
+    told = "; ".join(unbroken(fact) for fact in facts if fact)
+    lines = wrapped(f"{text} ({told})" if told else text, width=WIDTH - _TEXT_COLUMN)
     indented = [f"{'':{_TEXT_COLUMN}}{line}" for line in lines]
     if len(form) + 4 <= _TEXT_COLUMN:
         indented[0] = f"  {form:<{_TEXT_COLUMN - 2}}{lines[0]}"

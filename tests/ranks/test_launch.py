@@ -207,34 +207,23 @@ for line in sys.stdin:
 """
 
 
-def start_rank() -> "subprocess.Popen[str]":
-    process = subprocess.Popen(
-        [sys.executable, "-c", ENDS_WITH_ITS_PARENT],
-        cwd=ROOT,
-        env=clean_environment(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    return process
-
-
 def test_a_rank_outlives_the_thread_that_started_it() -> None:
     """A thread pool, Ray or a notebook starts ranks from threads that end at once."""
     started: list[subprocess.Popen[str]] = []
-    ids: list[int] = []
 
     def launch() -> None:
-        ids.append(threading.get_native_id())
-        started.append(start_rank())
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        argv = [sys.executable, "-c", ENDS_WITH_ITS_PARENT]
+        rank = subprocess.Popen(argv, cwd=ROOT, env=clean_environment(), text=True, **pipes)
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "ready\n"
+        started.append(rank)
 
     thread = threading.Thread(target=launch)
     thread.start()
     thread.join()
     end = deadline(10)
-    while Path(f"/proc/self/task/{ids[0]}").exists() and time.monotonic() < end:
+    while Path(f"/proc/self/task/{thread.native_id}").exists() and time.monotonic() < end:
         time.sleep(0.001)
     with started[0] as rank:
         answer, _ = rank.communicate("still here\n", timeout=60)
