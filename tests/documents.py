@@ -24,7 +24,7 @@ from docs.pictures.draw import write_all
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.manual import setting_texts
 from hardened_ddp.settings.record import WIDTH, yaml_word
-from hardened_ddp.settings.schema import SETTINGS, TITLES, Setting, flatten, limits, names_of
+from hardened_ddp.settings.schema import SETTINGS, TITLES, Setting, flatten, names_of
 from hardened_ddp.settings.wording import unbroken, wrapped
 from tests.harness.processes import ROOT
 
@@ -365,9 +365,13 @@ def template() -> str:
 
 def _comment(setting: Setting) -> str:
     """Write what a setting does and takes, as comment lines."""
+    taken = [*(["auto"] if setting.has_auto else []), *setting.choices]
+    taken += [setting.shape.words] if setting.takes_path else []
+    taken += [setting.bounds.words()] if setting.bounds else []
+    taken += ["true", "false"] if setting.has_auto and setting.type is bool else []
     # WHY unbroken: a list of choices over two lines is hard to read
-    taken = unbroken(limits(setting))
-    text = setting_texts()[setting.name] + (f" ({taken})" if taken else "")
+    told = f" ({unbroken(' | '.join(taken))})" if taken else ""
+    text = setting_texts()[setting.name] + told
     return "".join(f"# {line}\n" for line in wrapped(text, width=WIDTH - len("# ")))
 
 

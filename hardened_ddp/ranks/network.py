@@ -3,7 +3,6 @@
 import logging
 import socket
 import time
-from collections.abc import Callable
 
 from hardened_ddp.ranks.threads import call_within
 
@@ -19,22 +18,20 @@ _TRY_EVERY_S = (0.05, 1.0)  # at first, and at most
 class Notices:
     """Tells what a wait is for: after FIRST_NOTICE_S, then every NOTICE_EVERY_S."""
 
-    def __init__(self, tell: Callable[[str], None] = log.warning) -> None:
-        self._tell = tell
-        self._began_at = time.monotonic()
-        self._due_s = FIRST_NOTICE_S
-
-    @property
-    def waited_s(self) -> float:
-        return time.monotonic() - self._began_at
+    def __init__(self, end: float) -> None:
+        """end: of the wait, by time.monotonic()."""
+        self._began_at, self._end = time.monotonic(), end
+        self._due_at = self._began_at + FIRST_NOTICE_S
 
     @property
     def is_due(self) -> bool:
-        return self.waited_s >= self._due_s
+        return time.monotonic() >= self._due_at
 
     def tell(self, text: str) -> None:
-        self._tell(text)
-        self._due_s = self.waited_s + NOTICE_EVERY_S
+        now = time.monotonic()
+        waited, left = f"waited {now - self._began_at:.0f} s", f"{self._end - now:.0f} s"
+        log.warning("%s %s. Giving up in %s (--timeout_s)", waited, text, left)
+        self._due_at = now + NOTICE_EVERY_S
 
 
 def hold_port() -> socket.socket:
@@ -68,11 +65,7 @@ def await_listener(host: str, port: int, *, end: float, notices: Notices | None)
         if time.monotonic() >= end:
             return reason
         if notices is not None and notices.is_due:
-            notices.tell(
-                f"waited {notices.waited_s:.0f} s for rank 0 at {host}:{port}: {reason}. "
-                f"{own_addresses()}. Trying for {end - time.monotonic():.0f} s more "
-                "(--timeout_s)"
-            )
+            notices.tell(f"for rank 0 at {host}:{port}: {reason}. {own_addresses()}")
         time.sleep(min(pause_s, max(0.0, end - time.monotonic())))
         pause_s = min(2 * pause_s, _TRY_EVERY_S[1])
     return ""

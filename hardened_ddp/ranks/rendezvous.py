@@ -42,7 +42,7 @@ def open_store(launch: Launch, timeout: timedelta) -> dist.Store:
     end = time.monotonic() + timeout.total_seconds()
     descriptor = _listen(launch) if is_server else None
     host, port = launch.master_addr, launch.master_port
-    notices = Notices() if launch.is_local_main else None  # one rank of each node tells
+    notices = Notices(end) if launch.is_local_main else None  # one rank of each node tells
     reason = await_listener(host, port, end=end, notices=notices)
     try:
         if reason:
@@ -100,7 +100,7 @@ def _open_round(store: dist.Store, launch: Launch, end: float, me: dict[str, str
     current = {"round_id": round_id, "world_size": launch.world_size, "who": me["who"]}
     store.set("round", json.dumps(current))
     keys = [f"{round_id}/joined/{rank}" for rank in range(1, launch.world_size)]
-    notices = Notices()
+    notices = Notices(end)
     while True:
         # WHY not wait at the store: torch warns twice of each wait that times out
         have_all_joined = store.check(keys)
@@ -122,10 +122,8 @@ def _open_round(store: dist.Store, launch: Launch, end: float, me: dict[str, str
             return None
         if notices.is_due:
             notices.tell(
-                f"waited {notices.waited_s:.0f} s at {launch.master_addr}:{launch.master_port}; "
-                f"of {launch.world_size} ranks these have not joined: "
-                f"{_who_is_missing(store, launch)}. Giving up in {end - time.monotonic():.0f} s "
-                "(--timeout_s)"
+                f"at {launch.master_addr}:{launch.master_port}; of {launch.world_size} ranks these "
+                f"have not joined: {_who_is_missing(store, launch)}"
             )
         time.sleep(_poll_s(launch))
 

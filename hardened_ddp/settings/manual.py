@@ -13,7 +13,7 @@ from itertools import pairwise
 from hardened_ddp.settings import config
 from hardened_ddp.settings.commands import COMMANDS, TRAIN, Command
 from hardened_ddp.settings.record import WIDTH, yaml_word
-from hardened_ddp.settings.schema import AUTO, SETTINGS, TITLES, Setting, limits, names_of
+from hardened_ddp.settings.schema import AUTO, SETTINGS, TITLES, Setting, names_of
 from hardened_ddp.settings.typed_command import (
     PROGRAM,
     SCRIPT,
@@ -150,8 +150,7 @@ def _setting_entry(setting: Setting) -> str:
     else:
         value = f"{AUTO}|N" if setting.has_auto else _VALUE_NAMES[setting.type]
     form = f"--{setting.name} [{value}]" if setting.is_switch else f"--{setting.name} {value}"
-    # WHY not for choices: they stand in the flag's form already
-    taken = limits(setting).removeprefix(f"{AUTO} | ") if setting.bounds else ""
+    taken = setting.bounds.words() if setting.bounds else ""
     default = f"default: {yaml_word(setting.default)}"
     return _entry(form, setting_texts()[setting.name], taken, default)
 

@@ -180,17 +180,6 @@ def needs(setting: Setting, *, found: float = 0) -> str:
     return words
 
 
-def limits(setting: Setting) -> str:
-    """Say in short, beside an example or a default, what the setting takes; empty for any."""
-    if setting.choices:
-        own = (setting.shape.words,) if setting.takes_path else ()
-        return " | ".join((*setting.choices, *own))
-    if setting.has_auto and setting.type is bool:
-        return "auto | true | false"
-    words = setting.bounds.words() if setting.bounds else ""
-    return f"auto | {words}" if setting.has_auto else words
-
-
 def _check(setting: Setting, value: Any, *, given: object) -> None:  # Any: the type of the setting
     """Raise Misfit if a value of the right type is not one of those that the setting takes."""
     hint = ""
