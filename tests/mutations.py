@@ -229,7 +229,7 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         ("int(upper.dot(high[: len(words)]))", "int(words.dot(high[: len(words)]))", "numbers"),
     ],
     "preflight/memory_format.py": [
-        ("        is_chosen = all(", "        is_chosen = any(", "memory_format"),
+        ("config.model.compile and all(", "config.model.compile and any(", "memory_format"),
         (
             "return _are_alike(usual, last) or not _are_alike(last, drawn_again)",
             "return _are_alike(usual, last)",

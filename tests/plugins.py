@@ -417,25 +417,6 @@ class Picky(Plain):
         return super().forward(inputs)
 
 
-class LateMean(nn.Module):
-    """Has a buffer that begins to move only after some forwards, as a delayed average does."""
-
-    def __init__(self, num_classes: int, start: int = 12) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, num_classes)
-        self.register_buffer("mean", torch.zeros(3))
-        self.mean: torch.Tensor
-        self.num_forwards, self.start = 0, start
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.num_forwards += 1
-            if self.num_forwards > self.start:
-                self.mean.mul_(0.9).add_(0.1 * inputs.mean(dim=0).detach())
-        logits: torch.Tensor = self.layer(inputs - self.mean)
-        return logits
-
-
 class SlowAtFirst(Plain):
     """Takes two seconds for one of its first forwards, and for each one in an evaluation."""
 

@@ -37,10 +37,9 @@ def choose_channels_last(
     """
     asked = config.model.channels_last
     is_chosen = began_with if asked is None else asked
-    if is_chosen is None and config.model.compile:
-        is_chosen = False  # WHY: the compiler chooses orders itself
     if is_chosen is None:
-        is_chosen = all(
+        # WHY not where it is compiled: the compiler chooses orders itself
+        is_chosen = not config.model.compile and all(
             pays(trial, num_weights * sample.num_samples, num_values * config.data.batch_size)
             for num_weights, num_values in count_values(trial, sample)  # collective
         )

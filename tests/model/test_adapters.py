@@ -28,16 +28,8 @@ from tests.plugins import is_first_time
 
 Words = list[str | Path]
 WIDTH = 600
-PLAIN: Words = [
-    "--cpu_only",
-    "--global_batch_size",
-    "48",
-    "--num_workers",
-    "0",
-    "--lr_schedule",
-    "constant",
-    "--ledger",
-]
+PLAIN: Words = ["--cpu_only", "--global_batch_size", "48", "--num_workers", "0", "--ledger"]
+PLAIN += ["--lr_schedule", "constant"]
 needs_peft = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("transformers", "peft"))),
     reason="needs requirements-extras.txt",
