@@ -149,6 +149,7 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         ),
     ],
     "checkpoint/tensors.py": [
+        ("data = data[piece.numel() :]", "pass", "checkpoint_snapshot"),
         ('    text += b" " * (-len(text) % 8)\n', "", "checkpoint_tensors"),
         (
             "key=lambda name: -tensors[name].element_size()",
@@ -157,11 +158,7 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         ),
     ],
     "checkpoint/store.py": [
-        (
-            "if name in volatile or not tensor.is_cpu]",
-            "if not tensor.is_cpu]",
-            "checkpoint_snapshot",
-        )
+        ("not in DISK_FULL_ERRORS or not self._make_room()", "not in ()", "checkpoint_crashes"),
     ],
     "guard/hang_rules.py": [
         (

@@ -23,12 +23,11 @@ import re
 import stat
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
 
 from hardened_ddp.errors import CheckpointError, RunFolderError
 from hardened_ddp.ranks.process import (
@@ -54,12 +53,11 @@ _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})
 _ASIDE = re.compile(r"\.(?:partial|dropped)-.+-([0-9a-f]{12})-(\d+)-(\d*)")
 # A leftover from another host counts as dead after this time: its writer can't be checked.
 _FOREIGN_AGE_S = 3600
+_FLUSH_BYTES = 8 * 2**20  # so much is written before it is sent to the disk
 LOCK_NAME = "run.lock"
 # W&B makes links of its own; a checkpoint that is a link is passed over, with the reason.
 _MAY_HAVE_LINKS = ("wandb", CHECKPOINTS_NAME)
 _MAX_LOCK_BYTES = 1 << 20  # it lists a key for each node of the job
-
-T = TypeVar("T")
 
 
 class Disk:
@@ -104,34 +102,6 @@ class Disk:
             os.close(descriptor)
 
 
-class DiskWithRoom:
-    """A disk that, where it is full for something new, has an old checkpoint dropped, once."""
-
-    def __init__(self, disk: Disk, make_room: Callable[[], bool]) -> None:
-        """make_room: drops something; False: there is nothing to drop."""
-        self._disk = disk
-        self._make_room = make_room
-        self._has_tried = False
-
-    def __getattr__(self, name: str) -> Any:  # Any: a call of Disk
-        call = getattr(self._disk, name)
-        # WHY not sync: after one that failed, nobody knows what is on the disk
-        return partial(self._do, call) if name in ("make_folder", "create", "write") else call
-
-    def _do(self, call: Callable[..., T], *given: Any) -> T:  # Any: what the call takes
-        try:
-            return call(*given)
-        except OSError as error:
-            if self._has_tried or error.errno not in DISK_FULL_ERRORS:
-                raise
-            self._has_tried = True
-            if not self._make_room():
-                raise
-            # WHY this call and not the file: what was written stays, so a source that can only be
-            # read once survives a disk that is full for a moment
-            return call(*given)
-
-
 class HashedFile:
     """A new file whose sha256 is known when it is closed."""
 
@@ -139,16 +109,17 @@ class HashedFile:
         self._disk = disk
         self._hash = hashlib.sha256()
         self._descriptor = disk.create(path)
+        self._unflushed = 0
 
     def write(self, data: memoryview) -> None:
         """Write all of data. Raises OSError."""
         self._hash.update(data)
-        written = 0
-        while written < data.nbytes:
-            written += self._disk.write(self._descriptor, data[written:])
-
-    def flush_early(self) -> None:
-        self._disk.flush_early(self._descriptor)
+        while data.nbytes:
+            written = self._disk.write(self._descriptor, data[:_FLUSH_BYTES])
+            data, self._unflushed = data[written:], self._unflushed + written
+            if self._unflushed >= _FLUSH_BYTES:
+                self._disk.flush_early(self._descriptor)
+                self._unflushed = 0
 
     def sync_and_close(self) -> str:
         """Sync the file to the disk and return the sha256 of its content."""

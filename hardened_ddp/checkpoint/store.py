@@ -2,13 +2,12 @@
 
 Owns: CheckpointStore, which writes and removes the folders step-000000123 of a run, as .partial-...
 first, the manifest last (a crash leaves that, or .dropped-...); CheckpointWriter, its thread (one,
-one checkpoint in flight), and the rule for when live tensors are copied. Who writes holds the lock.
-Between two optimizer steps parameters and optimizer state don't change, so the thread reads them in
-place. before_update is called right before a change and copies what is not read yet. From a GPU
-everything is copied at submit, on a side stream; before_update makes the update wait for that.
-What goes wrong here: a crash between any two calls, a full disk; and a change without
-before_update: an update in place, a load of other weights, buffers that a forward changes (name
-these in `volatile`: they are copied at submit).
+one checkpoint in flight), and its copies of live tensors. Who writes holds the lock.
+Its submit copies the state, so that training may change it. From a GPU it is copied on a side
+stream, beside the next forward and backward; before_update makes the update wait for that.
+What goes wrong here: a crash between any two calls, a full disk; and with a GPU a change without
+before_update: a load of other weights, buffers that a forward changes (name these in `volatile`:
+their copies come before what follows in the stream of the caller).
 """
 
 import json
@@ -19,7 +18,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -27,7 +25,6 @@ from torch import Tensor
 from hardened_ddp.checkpoint.disk import (
     DISK_FULL_ERRORS,
     Disk,
-    DiskWithRoom,
     aside_path,
     drop_folder,
     is_real_folder,
@@ -56,9 +53,10 @@ from hardened_ddp.checkpoint.folder import (
     verify_checkpoint,
 )
 from hardened_ddp.checkpoint.tensors import (
+    Content,
     FilePlan,
     HostArena,
-    TensorReader,
+    live_content,
     plan_file,
     write_tensors,
 )
@@ -105,27 +103,27 @@ class CheckpointStore:
         self,
         step: int,
         *,
-        tensors: Mapping[str, Tensor] | TensorReader,
+        tensors: Mapping[str, Tensor] | Content,
         meta: Mapping[str, JSON],
         best: Best | None = None,
     ) -> Path:
         """Write the checkpoint of step and return its folder. Rank-local: one rank calls it.
 
-        tensors: or a reader of them, which another thread may freeze meanwhile. With best it also
-        becomes the best one. A valid checkpoint of this step that is there already is kept as it
-        is. Raises CheckpointError; then the older ones are unchanged, except that the oldest one
-        may have been dropped to make room on a full disk.
+        tensors: or a copy of them. With best it also becomes the best one. A valid checkpoint of
+        this step that is there already is kept as it is. Raises CheckpointError; then the older
+        ones are unchanged, except that the oldest one may have been dropped to make room on a full
+        disk.
         """
-        reader = tensors if isinstance(tensors, TensorReader) else TensorReader(tensors)
+        content = tensors if isinstance(tensors, Content) else live_content(tensors)
         final = self.root / step_folder_name(step)
         plain = plain_meta(meta)
         try:
             self._prepare_root()
             if not isinstance(verify_checkpoint(final), Found):
-                self._write_folder(final, reader, step=step, meta=plain)
+                self._write_folder(final, content, step=step, meta=plain)
         # WHY RuntimeError: copying from a GPU can raise it
         except (OSError, RuntimeError) as error:
-            raise self._write_error(step, error, reader.plan.size_bytes) from error
+            raise self._write_error(step, error, content.plan.size_bytes) from error
         if best is not None:
             self.mark_best(step, best)
         self._prune(written=step)
@@ -159,15 +157,25 @@ class CheckpointStore:
         sweep_leftovers(self.root, disk=self._disk)
 
     def _write_folder(
-        self, final: Path, reader: TensorReader, *, step: int, meta: dict[str, JSON]
+        self, final: Path, content: Content, *, step: int, meta: dict[str, JSON]
+    ) -> None:
+        """Write a checkpoint; where the disk is full for it, drop an old one and try once more."""
+        try:
+            self._write_once(final, content, step=step, meta=meta)
+        except OSError as error:
+            if error.errno not in DISK_FULL_ERRORS or not self._make_room():
+                raise
+            self._write_once(final, content, step=step, meta=meta)
+
+    def _write_once(
+        self, final: Path, content: Content, *, step: int, meta: dict[str, JSON]
     ) -> None:
         """Write the state, then the manifest, sync both to the disk, and give them their name."""
-        partial = aside_path(final, what="partial")
-        disk = cast(Disk, DiskWithRoom(self._disk, self._make_room))
+        partial, disk = aside_path(final, what="partial"), self._disk
         try:
             disk.make_folder(partial)
-            sha256 = write_tensors(partial / STATE_NAME, reader, disk=disk)
-            plan = reader.plan
+            sha256 = write_tensors(partial / STATE_NAME, content, disk=disk)
+            plan = content.plan
             manifest = Manifest(
                 step=step, meta=meta, size_bytes=plan.size_bytes, sha256=sha256, tensors=plan.specs
             )
@@ -253,15 +261,14 @@ class WriteCost:
     disk_s: float  # how long the disk was in use
 
 
-@dataclass(kw_only=True, slots=True)
-class _InFlight:
-    """The checkpoint in flight."""
+@dataclass(slots=True)
+class _Copies:
+    """The copies from a GPU that are under way."""
 
-    reader: TensorReader
+    copied: torch.cuda.Event  # after them
     # Kept until it is written: memory that is freed while it is copied would be reused.
     tensors: Mapping[str, Tensor]
-    copied: torch.cuda.Event | None  # with a GPU: after the copies from it
-    reached: torch.cuda.Event | None = None  # with a GPU: where its update began to wait for them
+    reached: torch.cuda.Event | None = None  # where the update began to wait for them
 
 
 class CheckpointWriter:
@@ -270,12 +277,10 @@ class CheckpointWriter:
     def __init__(self, store: CheckpointStore) -> None:
         self._store = store
         self._arena = HostArena()
-        self._plan: FilePlan | None = None
-        self._layout: list[tuple[str, torch.dtype, torch.Size]] = []
         self._copy_stream: torch.cuda.Stream | None = None
         self._thread: HelperThread | None = None
         self._pinning: HelperThread | None = None
-        self._unfrozen: _InFlight | None = None
+        self._copies: _Copies | None = None
         self._error: CheckpointError | None = None
         self._was_refused = False
         self._stall_s = 0.0
@@ -301,57 +306,42 @@ class CheckpointWriter:
     ) -> bool:
         """Start writing a checkpoint; False if one is still in flight, see is_wanted.
 
-        Tensors are read until the write is done: call before_update before each change. Those
-        named in volatile are copied here. Raises CheckpointError if something can't be stored.
+        Where is_copying says so, call before_update before they change, but those named in
+        volatile. Raises CheckpointError if something can't be stored.
         """
         if self.is_busy:
             self._was_refused = True
             return False
         started_at = time.perf_counter()
         plain = plain_meta(meta)
-        # WHY kept: the layout is the same each time, and it takes most of the time here
-        layout = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
-        if self._plan is None or self._layout != layout:
-            self._plan, self._layout = plan_file(tensors), layout
-        reader = TensorReader(tensors, plan=self._plan, arena=self._arena)
-        copied = self._copy_from_gpu(reader, tensors, volatile)
-        reader.freeze_only(
-            # WHY other devices too: only CUDA has streams that copy while training continues
-            [name for name, tensor in tensors.items() if name in volatile or not tensor.is_cpu]
-        )
-        flight = _InFlight(reader=reader, tensors=dict(tensors), copied=copied)
-        self._unfrozen = flight
+        plan = plan_file(tensors)
+        self._copies = self._copy(tensors, plan, volatile)
         self._was_refused = False
         # WHY one for each write: so there is none when nothing is written.
-        self._thread = HelperThread(
-            partial(self._write, step, flight, plain, best), name=f"checkpoint-{step}"
-        )
+        write = partial(self._write, step, plan, self._copies, plain, best)
+        self._thread = HelperThread(write, name=f"checkpoint-{step}")
         self._stall_s = time.perf_counter() - started_at
         self._thread.start()
         return True
 
     def pin_ahead(self, size_bytes: int) -> None:
         """Pin memory for the copies from a GPU in a thread: 12 GB would hold a save up for 4 s."""
-        self._pinning = HelperThread(partial(self._reserve_pinned, size_bytes), name="pin-memory")
+        reserve = partial(self._reserve, size_bytes, pinned=True)
+        self._pinning = HelperThread(reserve, name="pin-memory")
         self._pinning.start()
 
-    def before_update(self) -> None:
-        """Make the tensors safe to change. Call right before every optimizer step.
+    @property
+    def is_copying(self) -> bool:
+        return self._copies is not None
 
-        Costs nothing when no checkpoint is in flight; else it copies what is not read yet.
-        """
-        flight = self._unfrozen
-        if flight is None:
-            return
-        self._unfrozen = None
-        started_at = time.perf_counter()
-        flight.reader.freeze()
-        self._stall_s += time.perf_counter() - started_at
-        if flight.copied is not None:
+    def before_update(self) -> None:
+        """Let the current stream wait for the copies from a GPU, if there are some under way."""
+        copies, self._copies = self._copies, None
+        if copies is not None:
             # WHY no synchronize: the update waits on the GPU, and this thread continues
-            flight.reached = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            flight.reached.record()
-            torch.cuda.current_stream().wait_event(flight.copied)
+            copies.reached = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            copies.reached.record()
+            torch.cuda.current_stream().wait_event(copies.copied)
 
     def poll(self) -> CheckpointError | None:
         """Return the error of a write that failed since the last poll. Training can continue."""
@@ -373,17 +363,23 @@ class CheckpointWriter:
         self._thread = None
 
     def _write(
-        self, step: int, flight: _InFlight, meta: dict[str, JSON], best: Best | None
+        self,
+        step: int,
+        plan: FilePlan,
+        copies: _Copies | None,
+        meta: dict[str, JSON],
+        best: Best | None,
     ) -> None:
         try:
-            if flight.copied is not None:
-                flight.copied.synchronize()
+            if copies is not None:
+                copies.copied.synchronize()
             began_at = time.perf_counter()
-            self._store.write(step, tensors=flight.reader, meta=meta, best=best)
+            content = Content(plan, partial(self._arena.read, plan.data_bytes))
+            self._store.write(step, tensors=content, meta=meta, best=best)
             # WHY not with a GPU: there the writer's CPU core would be idle
             work_s = time.thread_time()
-            if flight.copied is not None:
-                work_s = device_wait_s(flight.reached, flight.copied)
+            if copies is not None:
+                work_s = device_wait_s(copies.reached, copies.copied)
             self.cost = WriteCost(self._stall_s + work_s, time.perf_counter() - began_at)
         except CheckpointError as error:
             self._error = error
@@ -392,37 +388,38 @@ class CheckpointWriter:
             self._error = CheckpointError(f"the checkpoint of step {step} failed: {error!r}")
         finally:
             # WHY: a failed write needs no copies, and a finished one needs no tensors
-            self._unfrozen = None
+            self._copies = None
 
-    def _copy_from_gpu(
-        self, reader: TensorReader, tensors: Mapping[str, Tensor], volatile: Collection[str]
-    ) -> torch.cuda.Event | None:
-        """Start the copies to pinned memory; return the event after them. None: there are none."""
-        on_gpu = {name: tensor for name, tensor in tensors.items() if tensor.is_cuda}
-        if not on_gpu:
-            return None
+    def _copy(
+        self, tensors: Mapping[str, Tensor], plan: FilePlan, volatile: Collection[str]
+    ) -> _Copies | None:
+        """Copy tensors to the arena; those of a GPU at the latest when the event is reached."""
         if self._pinning is not None:
             self._pinning.join()
-        self._reserve_pinned(reader.plan.data_bytes)
-        # WHY in the compute stream: these copies must come before the next forward; the others run
-        # in parallel to it
-        for name in on_gpu.keys() & set(volatile):
-            reader.start_copy(name, on_gpu[name])
+        on_gpu = {name for name, tensor in tensors.items() if tensor.is_cuda}
+        self._reserve(plan.data_bytes, pinned=bool(on_gpu))
+        # WHY volatile in the compute stream: these copies must come before the next forward; the
+        # others run in parallel to it
+        beside = on_gpu.difference(volatile)
+        for name in tensors.keys() - beside:
+            self._arena.copy(tensors[name], plan.spans[name][0])
+        if not on_gpu:
+            return None
         if self._copy_stream is None:
             # WHY a priority: those of 0 are also given to NCCL, which would wait for the copies
             self._copy_stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
         self._copy_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._copy_stream):
-            for name in on_gpu.keys() - set(volatile):
-                reader.start_copy(name, on_gpu[name])
+            for name in beside:
+                self._arena.copy(tensors[name], plan.spans[name][0])
             # WHY timing: it tells how long the update waited for it
             copied = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             copied.record()
-        return copied
+        return _Copies(copied, dict(tensors))
 
-    def _reserve_pinned(self, size_bytes: int) -> None:
+    def _reserve(self, size_bytes: int, *, pinned: bool) -> None:
         try:
-            self._arena.reserve(size_bytes, pinned=True)
+            self._arena.reserve(size_bytes, pinned=pinned)
         except RuntimeError as error:
             log.warning(
                 "%d bytes of host memory can't be pinned (%s): ordinary memory is used, and "

@@ -1,29 +1,21 @@
 """The file of tensors: the safetensors format, written by us and read by its library.
 
-Owns: the layout of a file (plan_file), reading one back, the shape and dtype of tensors; and
-TensorReader, which reads live tensors in the order of the file, in place, and copies them only if
-they are about to change (freeze), to the memory of HostArena.
+Owns: the layout of a file (plan_file), writing and reading one, the shape and dtype of tensors; and
+HostArena, the host memory for a copy of the data of a file.
 The format, from https://github.com/huggingface/safetensors#format: 8 bytes, the length of the
 header, little-endian; the header, JSON, {name: {dtype, shape, data_offsets: [begin, end]}}, padded
 with spaces; then the bytes of the tensors, little-endian, row-major, without holes. No code in it.
-What goes wrong here: reading a tensor while the optimizer changes it gives a file with a correct
-hash and a state that never existed. The rule that prevents it: bytes before `position` are read,
-those after it are live or in the arena, and both sides move under one lock, held for the copy of
-one chunk and never while the disk works.
 """
 
 import json
 import struct
-import threading
-from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from psutil import virtual_memory
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -53,16 +45,9 @@ DTYPE_CODES: Mapping[torch.dtype, str] = {
 # The limit of the safetensors library; a larger header can't be read back.
 _MAX_HEADER_BYTES = 100_000_000
 _MAX_NAMED = 10  # differences between two states
-# How much the reader copies at once. Large enough that the writer thread rarely takes the GIL,
-# small enough that a training step waits only a millisecond or two for the copy of a chunk.
-CHUNK_BYTES = 8 * 2**20
 # WHY blocks: the allocator of pinned memory rounds up to a power of two, so a single block of
 # 1.2 GB would pin 2 GiB. WHY this size: above 32 MiB malloc leaves pages untouched.
 _BLOCK_BYTES = 64 * 2**20
-# By size: numpy has integers of each, but no bfloat16 or float8.
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-Bytes = NDArray[np.uint8]
 
 
 class TensorSpec(NamedTuple):
@@ -172,10 +157,7 @@ def differences(expected: Mapping[str, TensorSpec], found: Mapping[str, TensorSp
 
 
 class HostArena:
-    """Host memory for an image of the file's data, reused from one checkpoint to the next.
-
-    Unpinned memory takes no physical pages until it is written, so nothing if nothing is copied.
-    """
+    """Host memory for a copy of the file's data, reused from one checkpoint to the next."""
 
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []
@@ -204,111 +186,44 @@ class HostArena:
             yield self._blocks[index][offset : offset + size]
             begin += size
 
+    def read(self, size_bytes: int) -> Iterator[memoryview]:
+        return (piece.numpy().data for piece in self.pieces(0, size_bytes))
 
-class TensorReader:
-    """The data of a file of tensors, read from front to back exactly once."""
-
-    def __init__(
-        self,
-        tensors: Mapping[str, Tensor],
-        *,
-        plan: FilePlan | None = None,
-        arena: HostArena | None = None,
-    ) -> None:
-        self.plan = plan_file(tensors) if plan is None else plan
-        # The tensors that are not read yet, and whose bytes are not in the arena.
-        self._live = {name: _as_words(tensor) for name, tensor in tensors.items()}
-        self._unread = deque(self.plan.spans.items())
-        # Of the live tensor that is being read: a view of it, or a copy.
-        self._bytes: Bytes | None = None
-        self._position = 0
-        self._arena = HostArena() if arena is None else arena
-        self._lock = threading.Lock()
-
-    def read_into(self, buffer: Bytes) -> int:
-        """Copy the next bytes into buffer and return their number; 0 at the end."""
-        with self._lock:
-            wanted = min(buffer.size, self.plan.data_bytes - self._position)
-            filled = 0
-            while filled < wanted:
-                name, (begin, end) = self._unread[0]
-                size = min(end - self._position, wanted - filled)
-                self._read(name, begin, buffer[filled : filled + size])
-                filled += size
-                self._position += size
-                if self._position == end:
-                    self._unread.popleft()
-                    self._live.pop(name, None)
-                    self._bytes = None
-            return filled
-
-    def freeze(self) -> None:
-        """Copy what is not read yet, so that the tensors may change. Waits for one chunk."""
-        with self._lock:
-            if self._position < self.plan.data_bytes:
-                self.freeze_only(list(self._live))
-
-    def freeze_only(self, names: Collection[str]) -> None:
-        """Copy the tensors of these names now. Call before anything is read."""
-        live = [name for name in names if name in self._live]
-        if live:
-            self._arena.reserve(self.plan.data_bytes, pinned=False)
-        for name in live:
-            self._fill_arena(name, torch.from_numpy(_row_major_bytes(self._live.pop(name))))
-
-    def start_copy(self, name: str, tensor: Tensor) -> None:
-        """Start to copy a tensor of a GPU; its bytes are read from the arena from now on."""
-        del self._live[name]
-        source = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        self._fill_arena(name, source.reshape(-1).view(torch.uint8), non_blocking=True)
-
-    def _fill_arena(self, name: str, data: Tensor, *, non_blocking: bool = False) -> None:
-        """Copy the unread bytes of a tensor, of which data are all bytes."""
-        begin, end = self.plan.spans[name]
-        start = max(self._position, begin)
-        for piece in self._arena.pieces(start, end):
-            taken = start - begin
-            piece.copy_(data[taken : taken + piece.numel()], non_blocking=non_blocking)
-            start += piece.numel()
-
-    def _read(self, name: str, begin: int, out: Bytes) -> None:
-        """Fill out with the bytes from `position` on, of the tensor that begins at begin."""
-        if name in self._live:
-            if self._bytes is None:
-                self._bytes = _row_major_bytes(self._live[name])
-            offset = self._position - begin
-            # WHY numpy: it copies without the GIL, and starts no extra threads
-            np.copyto(out, self._bytes[offset : offset + out.size])
-            return
-        filled = 0
-        for piece in self._arena.pieces(self._position, self._position + out.size):
-            np.copyto(out[filled : filled + piece.numel()], piece.numpy())
-            filled += piece.numel()
+    def copy(self, tensor: Tensor, begin: int) -> None:
+        """Copy the bytes of a tensor to begin; from a GPU in its current stream, without a wait."""
+        data = bytes_of(tensor)
+        for piece in self.pieces(begin, begin + data.numel()):
+            piece.copy_(data[: piece.numel()], non_blocking=data.is_cuda)
+            data = data[piece.numel() :]
 
 
-def write_tensors(path: Path, reader: TensorReader, *, disk: Disk) -> str:
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What is written to a file of tensors."""
+
+    plan: FilePlan
+    data: Callable[[], Iterable[memoryview]]  # the bytes after the header; called for each try
+
+
+def live_content(tensors: Mapping[str, Tensor]) -> Content:
+    """Give the file of tensors that don't change before it is written. Nothing is copied ahead."""
+    plan = plan_file(tensors)
+    return Content(plan, lambda: (bytes_of(tensors[n]).cpu().numpy().data for n in plan.spans))
+
+
+def write_tensors(path: Path, content: Content, *, disk: Disk) -> str:
     """Write and sync a new file of tensors, and return its sha256. Raises OSError."""
     file = HashedFile(path, disk=disk)
     try:
-        file.write(memoryview(reader.plan.header))
-        buffer = np.empty(CHUNK_BYTES, dtype=np.uint8)
-        while size := reader.read_into(buffer):
-            file.write(buffer.data[:size])
-            file.flush_early()
+        file.write(memoryview(content.plan.header))
+        for data in content.data():
+            file.write(data)
         return file.sync_and_close()
     finally:
         file.close()
 
 
-def _as_words(tensor: Tensor) -> Tensor:
-    """Return a view of a tensor in a dtype that numpy has."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    return plain.view(_WORDS[plain.element_size()])
-
-
-def _row_major_bytes(words: Tensor) -> Bytes:
-    """Return the bytes of words on the host: a view of them if possible."""
-    # WHY numpy and not torch: each call of torch releases the GIL, and the writer thread waits
-    # milliseconds to get it back. The file is row-major, whatever the memory layout is.
-    array = words.numpy() if words.is_cpu else words.cpu().numpy()
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor in the order of the file: a view of it if possible."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8)

@@ -22,7 +22,7 @@ from hardened_ddp.checkpoint.disk import (
     write_file,
 )
 from hardened_ddp.checkpoint.folder import JSON, Found, load_checkpoint, open_checkpoint
-from hardened_ddp.checkpoint.tensors import TensorReader, read_tensors, specs_of, write_tensors
+from hardened_ddp.checkpoint.tensors import live_content, read_tensors, specs_of, write_tensors
 from hardened_ddp.errors import CheckpointError
 from hardened_ddp.export.formats import (
     CARD_NAME,
@@ -97,8 +97,8 @@ def export_model(
         config: dict[str, JSON] = {key: meta.get(key) for key in CONFIG_KEYS}
         config |= {"step": found.step, "epoch": meta.get("epoch"), "is_averaged": is_averaged}
         if form == SAFETENSORS:
-            stream = TensorReader(weights)
-            config["sha256"] = write_tensors(aside / WEIGHTS_NAME, stream, disk=disk)
+            content = live_content(weights)
+            config["sha256"] = write_tensors(aside / WEIGHTS_NAME, content, disk=disk)
             _compare(read_tensors(aside / WEIGHTS_NAME), weights)
         else:
             missing = write_model(aside, form, weights, meta)

@@ -97,9 +97,9 @@ class WeightAverage:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take averages of a checkpoint; without any, begin with the weights as they are."""
+        """Take averages by the weights' names; without any, begin with the weights as they are."""
         for name, tensor in zip(self._names, self._live(), strict=True):
-            self._averages[name].copy_(tensors.get(f"{AVERAGE}{name}", tensor))
+            self._averages[name].copy_(tensors.get(name, tensor))
 
     @contextlib.contextmanager
     def in_model(self, lock: threading.Lock) -> Iterator[None]:

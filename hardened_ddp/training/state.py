@@ -221,24 +221,24 @@ def restore(parts: Parts, saved: Saved) -> Progress:
     group, meta = parts.group, saved.meta
     is_simple, cpu = is_known(parts.optimizer), torch.device("cpu")
     device = group.device if group.backend == "nccl" else cpu
+
+    def get(prefix: str) -> Tensors:
+        names = [name for name in saved.specs if name.startswith(prefix)]
+        found = receive(group, saved, names, device)  # collective
+        return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+
     if is_simple:
         parts.optimizer.state.clear()  # WHY: a state of before, at a rollback, would stay beside it
-    names = [name for name in saved.specs if name.startswith("model.")]
-    model = receive(group, saved, names, device)  # collective
-    parts.replica.module.load_state_dict(
-        {n.removeprefix("model."): t for n, t in model.items()},
-        strict=not parts.base,  # check_fits has compared all names
-    )
-    del model
-    if names := [name for name in saved.specs if name.startswith(MOVING)]:
-        moving = receive(group, saved, names, device)  # collective
-        parts.replica.buffers.load({n.removeprefix(MOVING): t for n, t in moving.items()})
+    # not strict with a base: check_fits has compared all names
+    parts.replica.module.load_state_dict(get("model."), strict=not parts.base)  # collective
+    if moving := get(MOVING):  # collective
+        parts.replica.buffers.load(moving)
     if parts.average is not None:
-        names = [name for name in saved.specs if name.startswith(AVERAGE)]
-        if not names and meta["step"]:
+        averages = get(AVERAGE)  # collective
+        if not averages and meta["step"]:
             log.info("the checkpoint has no averages: --ema begins with its weights")
-        parts.average.load(receive(group, saved, names, device))  # collective
-        del names
+        parts.average.load(averages)
+        del averages
     other = ("model.", MOVING, AVERAGE)
     rest = [name for name in saved.specs if not name.startswith(other)]
     large = [name for name in rest if is_simple and saved.specs[name].shape]
@@ -281,7 +281,7 @@ class Contents(Protocol):
         """Give the numbers that belong to them."""
 
     def volatile(self, tensors: Tensors) -> set[str]:
-        """Name those that may change at any moment: they are copied at once."""
+        """Name those that may change at any moment: on a GPU they are copied first."""
 
 
 class StepContents:
@@ -297,7 +297,11 @@ class StepContents:
         return collect_meta(self._parts, progress)
 
     def volatile(self, tensors: Tensors) -> set[str]:
-        return volatile_names(self._parts, tensors)
+        """Name what a forward may change, and the learning rate, which is set before it."""
+        buffers = self._parts.replica.buffers
+        names = {f"model.{name}" for name in (*buffers.may_move, *buffers.known)}
+        names |= {f"{MOVING}{name}" for name in buffers.known}
+        return names | {name for name in tensors if name.startswith(f"{PREFIX}groups.")}
 
 
 class Saver:
@@ -307,7 +311,7 @@ class Saver:
         self, contents: Contents, store: CheckpointStore, *, group: Group, config: RunConfig
     ) -> None:
         self.contents = contents
-        # A write under way reads the weights: call before_update before they change.
+        # The weights are being copied from a GPU: call before_update before they change.
         self.reads_weights = False
         self._tracker = group.tracker
         self._writer = CheckpointWriter(store) if group.launch.is_main else None
@@ -352,7 +356,7 @@ class Saver:
                     volatile=self.contents.volatile(tensors),
                     best=best,
                 ):
-                    self.reads_weights = True
+                    self.reads_weights = self._writer.is_copying
                     self._saved_step = progress.step
                     self._began_at = time.monotonic()
             except CheckpointError as error:
@@ -394,7 +398,7 @@ class Saver:
         self._saved_step = progress.step
 
     def before_update(self) -> None:
-        """Let a write under way finish with the old weights. Rank-local, before each update."""
+        """Let copies under way finish with the old weights. Rank-local, before each update."""
         if self._writer is not None:
             with self._tracker.within(Phase.CHECKPOINT):
                 self._writer.before_update()
@@ -462,17 +466,10 @@ def collect_tensors(
 
 def replicated_tensors(parts: Parts) -> Tensors:
     """Name the live tensors that are equal on all ranks at every step boundary. Rank-local."""
-    kept = (
-        "model.",
-        "optimizer.",
-        AVERAGE,
-        *(f"{MOVING}{name}" for name in parts.replica.buffers.names),
-    )
-    return {
-        name: t
-        for name, t in collect_tensors(parts, with_base=True).items()
-        if name.startswith(kept)
-    }
+    moving = (f"{MOVING}{name}" for name in parts.replica.buffers.names)
+    kept = ("model.", "optimizer.", AVERAGE, *moving)
+    tensors = collect_tensors(parts, with_base=True)
+    return {name: tensor for name, tensor in tensors.items() if name.startswith(kept)}
 
 
 def collect_meta(parts: Parts, progress: Progress) -> dict[str, Any]:
@@ -508,14 +505,3 @@ def collect_meta(parts: Parts, progress: Progress) -> dict[str, Any]:
         "task": {"name": parts.task.name, "learned": parts.task.learned()},
         "torch": torch.__version__,
     }
-
-
-def volatile_names(parts: Parts, tensors: Tensors) -> set[str]:
-    """Name the tensors that a forward may change: they must be copied at once when saving.
-
-    Also the learning rate, if it is a tensor: it is set before the forward.
-    """
-    buffers = parts.replica.buffers
-    names = {f"model.{name}" for name in (*buffers.may_move, *buffers.known)}
-    names |= {f"{MOVING}{name}" for name in buffers.known}
-    return names | {name for name in tensors if name.startswith(f"{PREFIX}groups.")}

@@ -3,15 +3,13 @@
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from hardened_ddp.checkpoint import tensors as tensors_module
 from hardened_ddp.checkpoint.folder import find_newest, load_checkpoint
 from hardened_ddp.checkpoint.store import CheckpointStore
-from hardened_ddp.checkpoint.tensors import TensorReader, differences, plan_file, specs_of
+from hardened_ddp.checkpoint.tensors import differences, plan_file, specs_of
 from hardened_ddp.errors import CheckpointError
 from tests.checkpoint_states import assert_same, every_kind, found_in
 
@@ -48,33 +46,6 @@ def test_a_state_without_tensors_is_a_state(store: CheckpointStore) -> None:
     path = store.write(1, tensors={}, meta=META)
     assert load_checkpoint(found_in(store)) == ({}, META)
     assert load_file(path / "state.safetensors") == {}
-
-
-@pytest.mark.parametrize("frozen_after", range(0, 4000, 397))
-def test_a_stream_frozen_anywhere_gives_the_state_before_the_change(
-    monkeypatch: pytest.MonkeyPatch, frozen_after: int
-) -> None:
-    monkeypatch.setattr(tensors_module, "_BLOCK_BYTES", 256)
-    kinds = {
-        name: tensor.detach().clone(memory_format=torch.preserve_format)
-        for name, tensor in every_kind().items()
-    }
-    expected = read_all(TensorReader(kinds), chunk_bytes=50)
-    stream = TensorReader(kinds)
-    head = read_all(stream, chunk_bytes=50, at_most=frozen_after)
-    stream.freeze()
-    for tensor in kinds.values():
-        tensor.zero_()
-    assert head + read_all(stream, chunk_bytes=50) == expected
-
-
-def read_all(stream: TensorReader, *, chunk_bytes: int, at_most: int = 10**9) -> bytes:
-    parts = []
-    buffer = np.empty(chunk_bytes, dtype=np.uint8)
-    while at_most > 0 and (size := stream.read_into(buffer[:at_most])):
-        parts.append(buffer[:size].tobytes())
-        at_most -= size
-    return b"".join(parts)
 
 
 def test_loaded_tensors_outlive_their_file(store: CheckpointStore) -> None:
