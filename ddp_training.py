@@ -225,7 +225,7 @@ def train(settings: Resolved, group: Group) -> int:
         folder.write_settings(settings)  # WHY not before: they may not fit the run to be continued
         tell_start(settings, parts, progress)  # and the command of on_event
         if is_over(parts, progress) and folder.is_finished(group, progress.step):  # collective
-            goodput.leave(ended="finished")
+            goodput.note(progress.step, is_last=True, ended="finished")
             return 0
         run = Run(parts, progress, folder, goodput, stop)  # collective
         watch.attach(run.subject)

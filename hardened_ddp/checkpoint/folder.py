@@ -181,16 +181,11 @@ def discard_newer(root: Path, step: int) -> list[Path]:
 
 
 def _read_files(files: object) -> tuple[int, str]:
-    if not isinstance(files, dict):
-        _refuse("has no list of files")
-    if set(files) != {STATE_NAME}:
-        _refuse(f"names the files {sorted(files)!r:.80} and not {STATE_NAME}")
-    record = files[STATE_NAME]
-    size_bytes = record.get("size_bytes") if isinstance(record, dict) else None
-    sha256 = record.get("sha256") if isinstance(record, dict) else None
-    if not _is_count(size_bytes) or not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
-        _refuse(f"has no usable size and sha256 for {STATE_NAME}")
-    return size_bytes, sha256
+    record = files.get(STATE_NAME) if isinstance(files, dict) and len(files) == 1 else None
+    size, sha256 = map(record.get, ("size_bytes", "sha256")) if isinstance(record, dict) else (0, 0)
+    if not _is_count(size) or not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
+        _refuse(f"names {files!r:.80} and not {STATE_NAME} with a usable size and sha256")
+    return size, sha256
 
 
 def _read_tensors(tensors: object) -> dict[str, TensorSpec]:

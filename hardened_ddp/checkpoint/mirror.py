@@ -19,29 +19,19 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from hardened_ddp.checkpoint.disk import Disk, drop_folder, make_folders, remove_tree
-from hardened_ddp.checkpoint.folder import (
-    BEST_NAME,
-    find_newest,
-    read_best_step,
-    step_folder_name,
-)
+from hardened_ddp.checkpoint.disk import Disk, drop_folder, make_folders
+from hardened_ddp.checkpoint.folder import BEST_NAME, find_newest, read_best_step, step_folder_name
 from hardened_ddp.errors import CheckpointError, ConfigError, MissingPackageError, RunFolderError
 from hardened_ddp.ranks.threads import call_within
 from hardened_ddp.reporting.sinks import ReportWriter, write_text, write_whole
-from hardened_ddp.settings.earlier_run import (
-    CHECKPOINTS_NAME,
-    MIRROR_STATUS,
-    SAVED_SETTINGS,
-    STEP_FOLDER,
-)
+from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME, MIRROR_STATUS, SAVED_SETTINGS
 from hardened_ddp.settings.typed_command import pip_command
 
 log = logging.getLogger(__name__)
@@ -139,24 +129,6 @@ class Objects:
             self._call("rm_file", self._key(name))
 
 
-@dataclass(frozen=True, slots=True)
-class _Snapshot:
-    """Files of a run, as they were when a checkpoint was complete."""
-
-    step: int
-    folder: Path  # with a link or a copy of each file, below its name in the run folder
-
-    def files(self) -> Iterator[tuple[str, Path]]:
-        for path in sorted(self.folder.rglob("*")):
-            if path.is_file():
-                yield path.relative_to(self.folder).as_posix(), path
-
-    def remove(self) -> None:
-        """Remove the copies; what can't be removed the next start removes."""
-        with suppress(OSError):
-            remove_tree(self.folder, disk=Disk())
-
-
 @dataclass(slots=True)
 class Mirror:
     """Sends the checkpoints of one start of a run. On each rank; the rank that writes one sends."""
@@ -168,7 +140,7 @@ class Mirror:
     num_sent: int = 0
     num_failed: int = 0
     _objects: Objects | None = None
-    _waiting: _Snapshot | None = None
+    _waiting: Path | None = None  # what is sent next: see _snapshot
     _newest: Path | None = None
     _is_closing: bool = False
     _is_over: bool = False
@@ -192,7 +164,7 @@ class Mirror:
         with self._lock:  # WHY one: where sending is slower than saving, only the newest matters
             older, self._waiting = self._waiting, snapshot
         if older is not None:
-            older.remove()
+            _remove(older)
         else:
             self._writer.do(self._send_waiting)
 
@@ -201,17 +173,15 @@ class Mirror:
         self._is_closing = True
         if self._newest is not None and self._newest.is_dir():
             self.take(self._newest)
-        if not self._writer.close(timeout_s=min(2.0, limit_s)):
-            log.info("sending the rest to the mirror, for %.0f s at most", limit_s)
-            if not self._writer.close(timeout_s=limit_s):
-                log.warning("the newest state is not on the mirror %s", self.url)
+        if not self._writer.close("the mirror to get the rest", limit_s=limit_s):
+            log.warning("the newest state is not on the mirror %s", self.url)
         self._is_over = True
         if self.num_failed:
             log.warning("mirror: %d tries failed, %d sent", self.num_failed, self.num_sent)
 
-    def _snapshot(self, checkpoint: Path) -> _Snapshot:
-        aside = self.folder / f"{_ASIDE}{uuid.uuid4().hex[:12]}"
-        snapshot = _Snapshot(int(STEP_FOLDER.sub(r"\1", checkpoint.name)), aside)
+    def _snapshot(self, checkpoint: Path) -> Path:
+        """Link or copy the files of a run, as they are now, into a folder aside."""
+        aside = self.folder / f"{_ASIDE}{checkpoint.name}-{uuid.uuid4().hex[:12]}"
         named = [path for pattern in _BESIDE for path in self.folder.glob(pattern)]
         beside = [path for path in named if path.is_file() and not path.is_symlink()]
         try:
@@ -224,60 +194,58 @@ class Mirror:
                 if not target.exists():
                     shutil.copyfile(path, target)
         except OSError:
-            snapshot.remove()
+            _remove(aside)
             raise
-        return snapshot
+        return aside
 
     def _send_waiting(self) -> None:
         with self._lock:
-            snapshot, self._waiting = self._waiting, None
-        if snapshot is None:
-            return
-        try:
-            for number in range(_TRIES):
-                try:
-                    self._send(snapshot)
-                except FileExistsError as error:
-                    self._is_over = True
-                    self._tell_failure("another start of this run has taken over", error)
-                    return
-                except Exception as error:  # WHY broad: a store raises what it likes
-                    self._tell_failure(f"step {snapshot.step} was not sent", error)
-                    if self._is_closing:  # the end waits for each try
-                        return
-                    time.sleep(_PAUSE_S * 2**number)
-                else:
-                    self.num_sent += 1
-                    self._note(sent_step=snapshot.step, sent_at=round(time.time(), 3))
-                    return
-        finally:
-            snapshot.remove()
+            aside, self._waiting = self._waiting, None
+        assert aside is not None  # take put it there
+        step = int(aside.name.split("-")[2])
+        for number in range(_TRIES):
+            try:
+                self._send(step, aside)
+                self.num_sent += 1
+                self._note(sent_step=step, sent_at=round(time.time(), 3))
+                break
+            except FileExistsError as error:
+                self._is_over = True
+                self._tell_failure("another start of this run has taken over", error)
+                break
+            except Exception as error:  # WHY broad: a store raises what it likes
+                self._tell_failure(f"step {step} was not sent", error)
+                if self._is_closing:  # the end waits for each try
+                    break
+                time.sleep(_PAUSE_S * 2**number)
+        _remove(aside)
 
-    def _send(self, snapshot: _Snapshot) -> None:
+    def _send(self, step: int, aside: Path) -> None:
         if self._objects is None:
             self._objects = Objects(self.url)
         objects = self._objects
         # WHY by claim and time, not by step: after a rollback the newest is of an earlier step
-        name = f"{self.claim}-{time.time():017.6f}-{snapshot.step}-{uuid.uuid4().hex[:8]}"
+        name = f"{self.claim}-{time.time():017.6f}-{step}-{uuid.uuid4().hex[:8]}"
         files: dict[str, Mapping[str, Any]] = {}
-        for place, path in snapshot.files():
-            known = self._sent.get(place)
-            files[place] = {"size_bytes": path.stat().st_size, "sha256": _sha256_of(path)}
-            if known is not None and known.items() >= files[place].items():
+        for path in sorted(path for path in aside.rglob("*") if path.is_file()):
+            place = path.relative_to(aside).as_posix()
+            entry = {"size_bytes": path.stat().st_size, "sha256": _sha256_of(path)}
+            known = self._sent.get(place, {})
+            if known.items() >= entry.items():
                 files[place] = known
-                continue
-            files[place] = {**files[place], "object": f"{DATA}/{name}/{place}"}
-            objects.put(path, f"{DATA}/{name}/{place}")
+            else:
+                files[place] = entry | {"object": f"{DATA}/{name}/{place}"}
+                objects.put(path, f"{DATA}/{name}/{place}")
         if objects.names(CLAIMS)[-1:] != [self.claim]:
             raise FileExistsError(f"{self.url}/{CLAIMS}")
-        manifest = json.dumps({"format": 1, "step": snapshot.step, "files": files}).encode()
+        manifest = json.dumps({"format": 1, "step": step, "files": files}).encode()
         objects.create(f"{MANIFESTS}/{name}.json", manifest)
         if objects.read(f"{MANIFESTS}/{name}.json") != manifest:
             raise OSError(f"{MANIFESTS}/{name}.json reads back differently")
         objects.write(NEWEST, json.dumps({"manifest": f"{name}.json"}).encode())
         self._sent = files  # WHY only these: a later removal keeps what the newest one names
         self._prune(objects)
-        log.info("step %d is on the mirror %s", snapshot.step, self.url)
+        log.info("step %d is on the mirror %s", step, self.url)
 
     def _prune(self, objects: Objects) -> None:
         """Remove all but the newest and the best checkpoints, and what no manifest names."""
@@ -316,7 +284,8 @@ class Mirror:
 
 
 def mirror_url(mirror: str, run_name: str) -> str:
-    return f"{mirror.rstrip('/')}/{run_name}"
+    """Return where the copy of a run is; empty: without --mirror there is none."""
+    return mirror and f"{mirror.rstrip('/')}/{run_name}"
 
 
 def open_mirror(url: str, folder: Path) -> str:
@@ -324,27 +293,25 @@ def open_mirror(url: str, folder: Path) -> str:
 
     Raises RunFolderError if it belongs to another run, which each one is for a new folder.
     """
-    objects, place = Objects(url), folder / ID_NAME
+    objects = Objects(url)
     for left in folder.glob(f"{_ASIDE}*"):
-        remove_tree(left, disk=Disk())
-    mine = json.loads(place.read_text())["id"] if place.is_file() else ""
-    owner = _read_json(objects, OWNER).get("id", "")
+        _remove(left)
+    mine, owner = _ids_of(folder, objects)
     try:
         if not owner:
             owner = mine = mine or uuid.uuid4().hex
-            write_text(place, json.dumps({"id": mine}) + "\n")
+            write_text(folder / ID_NAME, json.dumps({"id": mine}) + "\n")
             objects.create(OWNER, json.dumps({"id": mine}).encode())
         if mine != owner:
             raise FileExistsError
         number = 1 + max((int(name[:6]) for name in objects.names(CLAIMS)), default=0)
-        claim = f"{number:06d}"
-        objects.create(f"{CLAIMS}/{claim}", b"")
+        objects.create(f"{CLAIMS}/{number:06d}", b"")
     except FileExistsError as error:
         raise RunFolderError(
             f"the mirror {url} belongs to another run, or one is starting there",
             fix="choose another --run_name, or another --mirror",
         ) from error
-    return claim
+    return f"{number:06d}"
 
 
 def fetch(url: str, folder: Path) -> None:
@@ -352,16 +319,14 @@ def fetch(url: str, folder: Path) -> None:
 
     Raises CheckpointError if there are some and none is valid, and what the store raises.
     """
-    objects, place = Objects(url), folder / ID_NAME
-    owner = _read_json(objects, OWNER).get("id", "")
-    mine = json.loads(place.read_text())["id"] if place.is_file() else ""
+    objects = Objects(url)
+    mine, owner = _ids_of(folder, objects)
     here, _ = find_newest(folder / CHECKPOINTS_NAME)
     if not owner or ((mine or here) and mine != owner):
         return  # there is nothing, or it is not of this run, which open_mirror refuses
     newest = str(_read_json(objects, NEWEST).get("manifest", ""))
-    names = sorted(
-        _manifests_of(objects), key=lambda name: name != newest
-    )  # the pointer first, then by age
+    # the one that the pointer names first, then by age
+    names = sorted(_manifests_of(objects), key=lambda name: name != newest)
     at_least = -1 if here is None else here.step + 1
     rejected = 0
     for name in names:
@@ -369,13 +334,12 @@ def fetch(url: str, folder: Path) -> None:
             if _step_of(name) < at_least:
                 break  # what is here is as new
             size_bytes = _fetch_one(objects, name, folder)
+            text = "fetched the checkpoint of step %d (%.1f MB) from %s"
+            log.info(text, _step_of(name), size_bytes / 1e6, url)
+            break
         except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
             log.warning("passed over the checkpoint %s of %s: %s", name, url, error)
             rejected += 1
-            continue
-        text = "fetched the checkpoint of step %d (%.1f MB) from %s"
-        log.info(text, _step_of(name), size_bytes / 1e6, url)
-        break
     else:
         if rejected and here is None:
             raise CheckpointError(
@@ -383,7 +347,7 @@ def fetch(url: str, folder: Path) -> None:
                 fix="the log says what is wrong with each; start afresh: another --run_name",
             )
     make_folders(folder, disk=Disk())
-    write_text(place, json.dumps({"id": owner}) + "\n")
+    write_text(folder / ID_NAME, json.dumps({"id": owner}) + "\n")
 
 
 def _fetch_one(objects: Objects, name: str, folder: Path) -> int:
@@ -410,8 +374,7 @@ def _fetch_one(objects: Objects, name: str, folder: Path) -> int:
             drop_folder(folder / final, disk=Disk())
         os.replace(aside / final, folder / final)  # WHY last: complete or absent
     finally:
-        if aside.is_dir():
-            remove_tree(aside, disk=Disk())
+        _remove(aside)
     return sum(entry["size_bytes"] for entry in files.values())
 
 
@@ -441,6 +404,18 @@ def _read_json(objects: Objects, name: str) -> dict[str, Any]:
         value = json.loads(objects.read(name))
         return value if isinstance(value, dict) else {}
     return {}
+
+
+def _ids_of(folder: Path, objects: Objects) -> tuple[str, str]:
+    """Return the run's id as its folder has it, and that of the mirror's owner; empty: none."""
+    place = folder / ID_NAME
+    mine = json.loads(place.read_text())["id"] if place.is_file() else ""
+    return mine, _read_json(objects, OWNER).get("id", "")
+
+
+def _remove(aside: Path) -> None:
+    """Remove a folder of copies; what can't be removed the next start removes."""
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _sha256_of(path: Path) -> str:

@@ -23,7 +23,7 @@ from hardened_ddp.ranks.launch import Launch, environment
 from hardened_ddp.ranks.launchers_env import MARK
 from hardened_ddp.reporting.goodput import num_without_progress, read_attempts
 from hardened_ddp.reporting.run_json import Json, read_lines
-from hardened_ddp.reporting.sinks import write_text
+from hardened_ddp.reporting.sinks import write_text, write_whole
 from hardened_ddp.settings.wording import printable
 
 log = logging.getLogger(__name__)
@@ -104,10 +104,8 @@ def write_error_file(error: BaseException, env: Mapping[str, str]) -> None:
     info = {"py_callstack": text, "timestamp": str(int(time.time()))}
     entry = {"message": {"message": text, "extraInfo": info}}
     try:
-        # WHY renamed: torchrun's agent reads it at any moment, and fails on half of one
-        partial = Path(f"{path}.{os.getpid()}")
-        partial.write_text(json.dumps(entry), encoding="utf-8")
-        partial.replace(path)
+        # WHY whole: torchrun's agent reads it at any moment, and fails on half of one
+        write_whole(Path(path), json.dumps(entry))
     except OSError as problem:
         log.warning("torchrun's error file can't be written: %s", problem)
 

@@ -42,7 +42,7 @@ class Events:
         """Tell of an error that ends the run, and wait for the command."""
         if error is not None:
             self.fail(error)
-        if not self._writer.finish("the command of on_event"):
+        if not self._writer.close("the command of on_event"):
             log.warning("the command of on_event is left behind: events may be missing")
 
     def tell(self, event: str, *, status: int | None = None, **facts: Any) -> None:  # Any: JSON

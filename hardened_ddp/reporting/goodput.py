@@ -53,12 +53,12 @@ class Goodput:
 
     def __enter__(self) -> "Goodput":
         """Write a first line: an attempt that dies in its start-up is counted, too."""
-        self.leave()
+        self.note(self._step, is_last=True)
         return self
 
     def __exit__(self, *error: object) -> None:
         if error[0] is not None:  # an attempt that failed counts up to here
-            self.leave()
+            self.note(self._step, is_last=True)
 
     def note(self, step: int, *, is_last: bool = False, ended: str = "") -> None:
         """Note the step; write a line if the last one is WRITE_EVERY_S old.
@@ -77,10 +77,6 @@ class Goodput:
 
     def begin(self, step: int) -> None:
         self._first_step = self._step = step
-
-    def leave(self, *, ended: str = "") -> None:
-        """Write the last line of an attempt that did no step, or that failed."""
-        self.note(self._step, is_last=True, ended=ended)
 
     def go_back(self, left_at: int, step: int) -> None:
         """Begin a new attempt at an earlier step, within this process; the later steps are lost."""

@@ -97,9 +97,9 @@ class ConsoleHandler(logging.Handler):
         self._num_lost = 0
         self._error: BaseException | None = None  # why the last of them was lost
         self.levels_before = (_ROOT.level, _OURS.level)
-        self._plain = logging.Formatter(f"%(asctime)s {tag}%(message)s", datefmt="%H:%M:%S")
-        self._loud = logging.Formatter(
-            f"%(asctime)s {tag}%(levelname)s %(message)s", datefmt="%H:%M:%S"
+        self._plain, self._loud = (
+            logging.Formatter(f"%(asctime)s {tag}{level}%(message)s", datefmt="%H:%M:%S")
+            for level in ("", "%(levelname)s ")
         )
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -139,7 +139,7 @@ class RankFileHandler(logging.Handler):
         super().__init__()
         self.sink: FileSink | None = None
         # WHY lines and not records: a record with an exception keeps the exception's tensors alive.
-        self._early: deque[str] = deque(maxlen=_MAX_EARLY_LINES)
+        self._early: deque[bytes] = deque(maxlen=_MAX_EARLY_LINES)
         self._formatter = logging.Formatter(
             "%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s",
             datefmt="%Y-%m-%d %H:%M:%S",
@@ -153,19 +153,19 @@ class RankFileHandler(logging.Handler):
                 self.sink.close()
             self.sink = FileSink(path, keep_bytes=_KEEP_BYTES)
             while self._early:
-                self.sink.add(_encode(self._early.popleft()))
-            error = None if self.sink.flush() else self.sink.error
+                self.sink.add(self._early.popleft())
+            is_written, error = self.sink.flush(), self.sink.error
         finally:
             self.release()
-        if error is not None:
+        if not is_written:
             log.warning("this rank's log file can't be written, training continues: %s", error)
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = _format(self._formatter, record)
+        line = _encode(_format(self._formatter, record))
         if self.sink is None:
             self._early.append(line)
             return
-        self.sink.add(_encode(line))
+        self.sink.add(line)
         if self.sink.flush() and (num_lost := self.sink.num_lost):
             self.sink.num_lost = 0
             self.sink.add(_encode(_notice(num_lost, self.sink.error)))

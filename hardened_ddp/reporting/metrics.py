@@ -49,7 +49,6 @@ class MetricsLog:
         sinks = [self._lines, self._events] if tensorboard else [self._lines]
         self._sinks = sinks if is_main else []
         self._writer = ReportWriter(flush=self._flush, name="metrics")
-        self._failing: set[Path] = set()
         self._has_events = False
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -64,7 +63,7 @@ class MetricsLog:
         """Write what is left and close. Takes a limited time, even if a disk or tracker hangs."""
         for tracker in self._trackers:
             tracker.close()
-        if not self._writer.close(timeout_s=_CLOSE_LIMIT_S):
+        if not self._writer.close("the files of metrics", limit_s=_CLOSE_LIMIT_S):
             log.warning("the disk does not answer: the last metrics may be missing in the files")
             return
         unwritten = [sink for sink in self._sinks if not sink.close()]
@@ -109,18 +108,14 @@ class MetricsLog:
 
     def _flush(self) -> bool:
         """Write to all files; for each, warn once that it fails, and once that it works again."""
-        is_all_written = True
         for sink in self._sinks:
-            if sink.flush():
-                if sink.path in self._failing:
-                    self._failing.remove(sink.path)
-                    log.warning("%s is written again, %d records lost", sink.path, sink.num_lost)
-                continue
-            is_all_written = False
-            if sink.path not in self._failing:
-                self._failing.add(sink.path)
+            was_failing = sink.is_failing
+            is_written = sink.flush()
+            if is_written and was_failing:
+                log.warning("%s is written again, %d records lost", sink.path, sink.num_lost)
+            elif not is_written and not was_failing:
                 log.warning("%s can't be written, training continues: %s", sink.path, sink.error)
-        return is_all_written
+        return not any(sink.is_failing for sink in self._sinks)
 
 
 def _framed(data: bytes) -> bytes:

@@ -85,6 +85,7 @@ class FileSink:
         self.path = path
         self.num_lost = 0  # records that were dropped since this was last set to 0
         self.error: OSError | None = None  # of the last flush that failed
+        self.is_failing = False  # the last flush did
         self._keep_bytes = keep_bytes
         self._has_lines = has_lines
         self._waiting: deque[bytes] = deque()
@@ -107,13 +108,14 @@ class FileSink:
                     self._size -= len(self._waiting.popleft())
                 self._rest = record[num_written:]
         except OSError as error:
-            self.error = error
+            self.error, self.is_failing = error, True
             # WHY: after a lost mount the old descriptor stays dead; the path may come back.
             self._close_fd()
             while self._size > self._keep_bytes:  # but never the rest of a record
                 self._size -= len(self._waiting.popleft())
                 self.num_lost += 1
             return False
+        self.is_failing = False
         return True
 
     def close(self) -> bool:
@@ -161,25 +163,24 @@ class ReportWriter:
         self._jobs.put(job)
         return True
 
-    def close(self, *, timeout_s: float, last: Callable[[], None] | None = None) -> bool:
-        """Run the queued jobs, flush and end the thread; False if that takes over timeout_s.
+    def close(
+        self, who: str, *, limit_s: float | None = None, last: Callable[[], None] | None = None
+    ) -> bool:
+        """Run the queued jobs, flush and end the thread; False if it takes longer than limit_s.
 
-        last: a job that is never dropped, if there was any other.
+        who: for whom it waits, which is told if it takes long. last: a job that is never dropped,
+        if there was any other.
         """
         if self._thread is None:
             return True
-        if last is not None:
-            self._jobs.put(last)
-        self._jobs.put(None)
-        self._thread.join(timeout_s)
+        for job in (last, None) if last else (None,):
+            self._jobs.put(job)
+        limit_s = _FINISH_S if limit_s is None else limit_s
+        self._thread.join(min(_QUIET_S, limit_s))
+        if self._thread.is_alive():
+            log.info("waiting for %s, %.0f s at most", who, limit_s)
+            self._thread.join(limit_s)
         return not self._thread.is_alive()
-
-    def finish(self, who: str, *, last: Callable[[], None] | None = None) -> bool:
-        """Close, and say for whom, if that takes long; False if it takes too long."""
-        if self.close(timeout_s=_QUIET_S, last=last):
-            return True
-        log.info("waiting for %s, %.0f s at most", who, _FINISH_S)
-        return self.close(timeout_s=_FINISH_S)
 
     def _run(self) -> None:
         wait_s: float | None = None

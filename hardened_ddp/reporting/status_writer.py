@@ -6,7 +6,6 @@ Rank 0 also tells the status server of Kubeflow Trainer, from a thread of its ow
 is ignored.
 """
 
-import contextlib
 import json
 import logging
 import os
@@ -19,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -76,9 +76,11 @@ class StatusWriter:
         self._state = "running"
         self._rates: deque[tuple[float, int]] = deque()
         self._end = threading.Event()
-        self._threads = [HelperThread(self._run, name="rank-status")]
+        call = partial(self._repeat, self._write, self._every_s)
+        self._threads = [HelperThread(call, name="rank-status")]
         if group.launch.is_main and KUBEFLOW_URL in environment():
-            self._threads.append(HelperThread(self._tell_kubeflow, name="kubeflow"))
+            call = partial(self._repeat, self._tell_kubeflow, _KUBEFLOW_EVERY_S)
+            self._threads.append(HelperThread(call, name="kubeflow"))
         self._facts = self._read_facts()
 
     def __enter__(self) -> Self:
@@ -127,26 +129,22 @@ class StatusWriter:
             gpu_peak_mib=gpu_peak_mib,
         )
 
-    def _run(self) -> None:
+    def _repeat(self, tell: Callable[[], None], every_s: float) -> None:
         failed, wait_s, is_over = "", 0.0, False
         while not is_over:
             is_over = self._end.wait(wait_s)
             began = time.monotonic()
             try:
-                self._write()
+                tell()
                 failed = ""
-            except Exception as error:  # WHY broad: the run must not lose its status over one error
+            except Exception as error:  # WHY broad: the run goes on, and so must its status
                 if str(error) != failed:
-                    log.debug("%s can't be written: %s", self._path, error)
+                    log.debug("the status was not told: %s", error)
                 failed = str(error)
-            wait_s = max(self._every_s, (time.monotonic() - began) / _SHARE_OF_TIME)
+            wait_s = max(every_s, (time.monotonic() - began) / _SHARE_OF_TIME)
 
     def _tell_kubeflow(self) -> None:
-        is_over = False
-        while not is_over:
-            is_over = self._end.wait(_KUBEFLOW_EVERY_S)
-            with contextlib.suppress(Exception):  # WHY broad: as in _run
-                post_progress(self.read(), environment())
+        post_progress(self.read(), environment())
 
     def _write(self) -> None:
         """Write in place. WHY not aside and rename: on a shared disk that is three times as much.
@@ -202,7 +200,7 @@ class StatusWriter:
 
 
 def post_progress(status: RankStatus, env: Mapping[str, str]) -> None:
-    """Tell Kubeflow's server how far the run is: the last word counts. Never raises."""
+    """Tell Kubeflow's server how far the run is: the last word counts. Raises what urllib does."""
     numbers = {"step": status.step, "epoch": status.epoch, "samples_per_s": status.samples_per_s}
     metrics = [{"name": name, "value": f"{value:.10g}"} for name, value in numbers.items()]
     now = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
@@ -214,14 +212,11 @@ def post_progress(status: RankStatus, env: Mapping[str, str]) -> None:
         left = max(0, status.total_steps - status.step)
         told["estimatedRemainingSeconds"] = int(left * s_per_step)
     headers = {"Content-Type": "application/json"}
-    try:
-        if path := env.get(_KUBEFLOW_TOKEN):  # WHY each time: a token lives for an hour
-            headers["Authorization"] = f"Bearer {Path(path).read_text().strip()}"
-        data = json.dumps({"trainerStatus": told}).encode()  # with data it is a POST
-        request = urllib.request.Request(env[KUBEFLOW_URL], data, headers)
-        context = ssl.create_default_context(cafile=env.get(_KUBEFLOW_CA))
-        # WHY no proxy: the server is inside of the cluster
-        handlers = (urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
-        urllib.request.build_opener(*handlers).open(request, timeout=_KUBEFLOW_LIMIT_S).close()
-    except Exception as error:  # WHY broad: whatever a server answers, the run goes on
-        log.debug("Kubeflow's status server was not told: %s", error)
+    if path := env.get(_KUBEFLOW_TOKEN):  # WHY each time: a token lives for an hour
+        headers["Authorization"] = f"Bearer {Path(path).read_text().strip()}"
+    data = json.dumps({"trainerStatus": told}).encode()  # with data it is a POST
+    request = urllib.request.Request(env[KUBEFLOW_URL], data, headers)
+    context = ssl.create_default_context(cafile=env.get(_KUBEFLOW_CA))
+    # WHY no proxy: the server is inside of the cluster
+    handlers = (urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
+    urllib.request.build_opener(*handlers).open(request, timeout=_KUBEFLOW_LIMIT_S).close()

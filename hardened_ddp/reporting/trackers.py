@@ -63,7 +63,7 @@ class TrackerThread:
         if self._writer.num_refused:
             log.warning("tracker %s: %d values were dropped", self.name, self._writer.num_refused)
         last = partial(self._do, methodcaller("close"))
-        if not self._writer.finish(f"tracker {self.name} to take its last values", last=last):
+        if not self._writer.close(f"tracker {self.name} to take its last values", last=last):
             log.warning("tracker %s did not close in time: values may be missing", self.name)
 
     def _do(self, call: Callable[[Tracker], object]) -> None:
@@ -96,9 +96,13 @@ class WandbTracker:
     def __init__(self, *, folder: Path, settings: Mapping[str, Any]) -> None:  # Any: of settings
         import wandb
 
+        path = folder / "wandb" / "run-id.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.is_file():
+            write_text(path, uuid.uuid4().hex[:16] + "\n")
         self._run = wandb.init(
             dir=folder,
-            id=_read_wandb_id(folder / "wandb"),
+            id=path.read_text(encoding="utf-8").strip(),
             name=folder.name,
             resume="allow",
             config=dict(settings),
@@ -170,11 +174,3 @@ class PrometheusFile:
 
     def close(self) -> None:
         """The last values stay, for whoever reads them next."""
-
-
-def _read_wandb_id(folder: Path) -> str:
-    path = folder / "run-id.txt"
-    if not path.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(path, uuid.uuid4().hex[:16] + "\n")
-    return path.read_text(encoding="utf-8").strip()

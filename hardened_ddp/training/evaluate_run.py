@@ -41,11 +41,12 @@ def evaluate_run(settings: Resolved, group: Group, options: Mapping[str, str]) -
     config, output, averaged = settings.config, options["output"], options["weights"] == AVERAGED
     saved: list[Found] = []  # on rank 0
 
-    def find() -> None:
+    def choose() -> Found:
         saved.append(open_checkpoint(Path(config.run.resume), prefer_best=True))
+        return saved[0]
 
-    group.run_on_main(find, what="reading the checkpoint")  # collective
-    shared = share_checkpoint(group, saved[0] if saved else None)  # collective
+    shared = share_checkpoint(group, choose)  # collective
+    assert shared is not None  # choose raises if there is none
     prefixes = (MODEL_PREFIX, AVERAGE) if averaged else (MODEL_PREFIX,)
     names = [name for name in shared.specs if name.startswith(prefixes)]
     weights = receive(group, shared, names, torch.device("cpu"))  # collective

@@ -9,6 +9,7 @@ Does not own: verification and the lock (checkpoint/), loading into the parts (s
 import hashlib
 import logging
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -43,13 +44,15 @@ from hardened_ddp.reporting.ending import RUN
 from hardened_ddp.reporting.events import Events
 from hardened_ddp.reporting.log import add_log_file
 from hardened_ddp.reporting.summary import finished_at
-from hardened_ddp.settings.config import Config
+from hardened_ddp.settings.config import Config, RunConfig
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME, SAVED_SETTINGS
 from hardened_ddp.settings.layers import Resolved
 from hardened_ddp.settings.record import dump
 from hardened_ddp.training.state import Saved, share_state
 
 log = logging.getLogger(__name__)
+
+Choose = Callable[[], Found | None]  # On rank 0: the checkpoint to start from; None: there is none.
 
 _JOBS = ".jobs"
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.]+")
@@ -139,46 +142,74 @@ def open_run(settings: Resolved, group: Group) -> RunFolder:
 
     Raises MainRankError on every rank if rank 0 can't use the folder or found nothing to resume.
     """
-    chosen: list[tuple[Found | None, RunLock]] = []  # on rank 0
-    config = settings.config
-    output = Path(config.run.output_dir)
+    run = settings.config.run
+    output = Path(run.output_dir)
     # WHY all ranks: with elastic nodes, the node of rank 0 may be a new one.
     notes = group.gather_json(_noted_folder(output, group.launch))  # collective
+
+    def find() -> tuple[Path, Choose, str]:
+        earlier = next(filter(Path.is_dir, map(Path, filter(None, notes))), None)
+        is_new = run.resume == "never" and earlier is None
+        url = "" if is_new else _fetch(settings)
+        folder, choose = find_place(settings, earlier)
+        return folder, choose, mirror_url(run.mirror, folder.name) if is_new else url
+
+    opened = _open(group, find, run)  # collective
+    if group.is_local_main:
+        _note_folder(output, group.launch, opened.folder)
+    return opened
+
+
+def open_folder(folder: Path, group: Group, *, keep_last: int) -> RunFolder:
+    """Make and lock the folder of a user's own loop; find its newest checkpoint. Collective.
+
+    Raises as open_run does.
+    """
+    path = folder.absolute()
+
+    def find() -> tuple[Path, Choose, str]:
+        try:
+            make_folders(path, disk=Disk())
+        except OSError as error:
+            raise unusable_folder(path, error) from error
+        return path, partial(_newest_valid, path), ""
+
+    return _open(group, find, RunConfig(keep_last=keep_last))  # collective
+
+
+def _open(group: Group, find: Callable[[], tuple[Path, Choose, str]], run: RunConfig) -> RunFolder:
+    """Open the folder that find gives on rank 0, with its mirror's URL. Collective: all ranks."""
+    chosen: list[tuple[Found | None, RunLock]] = []  # on rank 0
     jobs = _jobs_of(group)  # collective
 
-    def choose() -> list[str]:
-        earlier = next(filter(Path.is_dir, map(Path, filter(None, notes))), None)
-        is_new = config.run.resume == "never" and earlier is None
-        url = "" if is_new else _fetch(settings)
-        folder, checkpoint = find_place(settings, earlier)
-        lock, claim = _lock(folder, group, jobs), ""
+    def open_it() -> list[str]:
+        folder, choose, url = find()
+        refuse_links(folder)
+        lock = RunLock.acquire(folder, jobs=jobs, restart=group.launch.attempt)
         try:
-            if url or (is_new and config.run.mirror):
-                url = url or mirror_url(config.run.mirror, folder.name)
-                claim = with_tries(partial(open_mirror, url, folder), url=url)
+            probe_folder(folder)
+            chosen.append((choose(), lock))
+            claim = with_tries(partial(open_mirror, url, folder), url=url) if url else ""
         except (RunFolderError, CheckpointError):
             lock.release()
             raise
-        chosen.append((checkpoint, lock))
         return [str(folder), lock.token, url, claim]
 
-    name, token, url, claim = group.run_on_main(choose, what="opening the run folder")  # collective
+    opened = group.run_on_main(open_it, what="opening the run folder")  # collective
+    name, token, url, claim = opened
     folder = Path(name)
-    if group.is_local_main:
-        _note_folder(output, group.launch, folder)
-    checkpoint, lock = chosen[0] if chosen else (None, None)
-    environment()[RUN] = str(folder)
+    environment()[RUN] = name
     add_log_file(folder / "logs", rank=group.launch.rank)
-    kept = settings.config.run
+    checkpoint, lock = chosen[0] if chosen else (None, None)
     return RunFolder(
         folder,
-        kept.keep_last,
+        run.keep_last,
         token,
         checkpoint,
         lock,
-        mirror=Mirror(url, folder, claim, kept.keep_last) if claim else None,
-        events=Events(kept.on_event, group.launch),
-        keep_milestones=kept.keep_milestones,
+        mirror=Mirror(url, folder, claim, run.keep_last) if claim else None,
+        events=Events(run.on_event, group.launch),
+        keep_milestones=run.keep_milestones,
     )
 
 
@@ -202,98 +233,58 @@ def _fetch(settings: Resolved) -> str:
     return url
 
 
-def open_folder(folder: Path, group: Group, *, keep_last: int) -> RunFolder:
-    """Make and lock the folder of a user's own loop; find its newest checkpoint. Collective.
-
-    Raises as open_run does.
-    """
-    chosen: list[tuple[Found | None, RunLock]] = []  # on rank 0
-    jobs = _jobs_of(group)  # collective
-
-    def choose() -> list[str]:
-        path = folder.absolute()
-        try:
-            make_folders(path, disk=Disk())
-        except OSError as error:
-            raise unusable_folder(path, error) from error
-        lock = _lock(path, group, jobs)
-        try:
-            chosen.append((_newest_valid(path), lock))
-        except CheckpointError:
-            lock.release()
-            raise
-        return [str(path), lock.token]
-
-    name, token = group.run_on_main(choose, what="opening the run folder")  # collective
-    environment()[RUN] = name
-    add_log_file(Path(name) / "logs", rank=group.launch.rank)
-    return RunFolder(Path(name), keep_last, token, *(chosen[0] if chosen else ()))
-
-
-def _lock(folder: Path, group: Group, jobs: set[str]) -> RunLock:
-    """Lock a folder that can be written. On rank 0. Raises RunFolderError, CheckpointError."""
-    refuse_links(folder)
-    lock = RunLock.acquire(folder, jobs=jobs, restart=group.launch.attempt)
-    try:
-        probe_folder(folder)
-    except (RunFolderError, CheckpointError):
-        lock.release()
-        raise
-    return lock
-
-
 def read_checkpoint(run: RunFolder, group: Group, *, at_most: int | None = None) -> Saved | None:
     """Tell all ranks of the checkpoint to load, which rank 0 reads later. Collective: all ranks.
 
     It is the one chosen at the start; with at_most the newest valid one, of that step or before.
     Returns None if there is none.
     """
-    chosen: list[Found] = []  # on rank 0
 
-    def choose() -> bool:
-        found = run.checkpoint
+    def choose() -> Found | None:
+        root, found = run.folder / CHECKPOINTS_NAME, run.checkpoint
         if at_most is not None:
-            found = find_newest(run.folder / CHECKPOINTS_NAME, at_most=at_most)[0]
-        if found is None:
-            return False
+            found = find_newest(root, at_most=at_most)[0]
         # WHY: newer ones, passed over or not wanted, would be taken by the next start.
-        for path in discard_newer(run.folder / CHECKPOINTS_NAME, found.step):
+        for path in discard_newer(root, found.step) if found else ():
             log.warning("set aside %s, which is newer than the checkpoint resumed from", path)
-        chosen.append(found)
-        return True
+        return found
 
-    if not group.run_on_main(choose, what="looking at the checkpoint"):  # collective
+    return share_checkpoint(group, choose)  # collective
+
+
+def share_checkpoint(group: Group, choose: Choose) -> Saved | None:
+    """Tell all ranks of the checkpoint that rank 0 chooses; None: there is none. Collective."""
+    chosen: list[Saved] = []  # on rank 0
+
+    def find() -> bool:
+        if found := choose():
+            tensors, meta = found.manifest.tensors, found.manifest.meta
+            chosen.append(
+                Saved(tensors, meta, read=lambda names: load_checkpoint(found, names=names)[0])
+            )
+        return bool(chosen)
+
+    if not group.run_on_main(find, what="looking at the checkpoint"):  # collective
         return None
-    return share_checkpoint(group, chosen[0] if chosen else None)  # collective
+    return share_state(group, chosen[0] if chosen else None)  # collective
 
 
-def share_checkpoint(group: Group, found: Found | None) -> Saved:
-    """Tell all ranks of a checkpoint that rank 0 has found. Collective: all ranks."""
-    mine = None
-    if found is not None:
-        mine = Saved(
-            found.manifest.tensors,
-            found.manifest.meta,
-            read=lambda names: load_checkpoint(found, names=names)[0],
-        )
-    return share_state(group, mine)  # collective
-
-
-def find_place(settings: Resolved, earlier: Path | None) -> tuple[Path, Found | None]:
-    """Decide the run folder and the checkpoint to start from. On rank 0 only.
+def find_place(settings: Resolved, earlier: Path | None) -> tuple[Path, Choose]:
+    """Decide the run folder, and how to choose the checkpoint in it. On rank 0 only.
 
     earlier: the folder of this job's earlier attempts. It goes on there, whatever --resume says:
     that was for the first attempt.
-    Raises CheckpointError if a resume was asked for and no checkpoint there is valid;
-    RunFolderError if the folder can't be used.
+    Raises RunFolderError if the folder can't be used. To choose raises CheckpointError if a resume
+    was asked for and no checkpoint there is valid.
     """
     config, continued = settings.config, settings.run_folder
     output, wanted = Path(config.run.output_dir), config.run.resume
     if earlier is not None:
-        return earlier, _newest_valid(earlier)
+        return earlier, partial(_newest_valid, earlier)
     if wanted not in ("auto", "never"):
         assert continued is not None  # else the settings were refused
-        return continued, open_checkpoint(continued if wanted == "newest" else Path(wanted))
+        named_one = continued if wanted == "newest" else Path(wanted)
+        return continued, partial(open_checkpoint, named_one)
     named = output / config.run.run_name if config.run.run_name else None
     if wanted == "never" and named is not None and (named / CHECKPOINTS_NAME).exists():
         raise RunFolderError(
@@ -301,8 +292,8 @@ def find_place(settings: Resolved, earlier: Path | None) -> tuple[Path, Found | 
             fix="choose another --run_name, or --resume auto",
         )
     if wanted == "auto" and named is not None and named.is_dir():
-        return named, _newest_valid(named)
-    return create_run_folder(config), None
+        return named, partial(_newest_valid, named)
+    return create_run_folder(config), lambda: None
 
 
 def _newest_valid(folder: Path) -> Found | None:

@@ -5,7 +5,7 @@ Rank 0 writes; the other ranks keep their own log file.
 
 import importlib.util
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -66,21 +66,11 @@ class RunReport:
         self.is_main = parts.group.launch.is_main
         if self.is_main:
             withdraw_summary(self.folder)
-        run = parts.config.run
         self.metrics = MetricsLog(
             self.folder,
-            tensorboard=has_tensorboard(run),
+            tensorboard=has_tensorboard(parts.config.run),
             is_main=self.is_main,
-            trackers=[
-                TrackerThread(name, partial(_make_tracker, name, parts.config, self.folder))
-                for name in tracker_names(run.tracker)
-                if self.is_main and name != TENSORBOARD
-            ]
-            + [
-                TrackerThread("metrics_file", partial(PrometheusFile, Path(path), self.folder.name))
-                for path in (run.metrics_file,)
-                if self.is_main and path
-            ],
+            trackers=_make_trackers(parts.config, self.folder) if self.is_main else (),
         )
         tracker = parts.group.tracker
         self.read_times = start_clock(tracker, parts.device)
@@ -117,7 +107,9 @@ class RunReport:
         """Report loss, metrics, rate, times and memory since the last report. Rank-local."""
         with self._tracker.within(Phase.REPORT):
             times = self.read_times()
-            self.splits.add(_own_split(times, self.parts.device))
+            # WHY another name: on a GPU the waiting is part of backward
+            backward = "backward" if self.parts.device.type == "cpu" else BACKWARD_AND_WAIT
+            self.splits.add({backward if n == "backward" else n: s for n, s in times.items()})
             before, self._trained_s = self._trained_s, self._training_s()
             speed = sums["samples"] / max(1e-9, self._trained_s - before)
             self.last_train, self.gpu_mib = sums, read_gpu_mib(self.parts.device)
@@ -266,16 +258,6 @@ class RunReport:
             log.warning("what was left out can't be written: %s", error)
 
 
-def _own_split(times: Mapping[str, float], device: torch.device) -> Mapping[str, float]:
-    """Return the seconds of each phase of this rank's steps, with waiting separate if possible.
-
-    WHY not on a GPU: there the waiting is part of backward.
-    """
-    if device.type == "cpu":
-        return times
-    return {BACKWARD_AND_WAIT if name == "backward" else name: s for name, s in times.items()}
-
-
 def _times(account: Mapping[str, float]) -> dict[str, float]:
     """Name the account of the wall time as TensorBoard shows it."""
     seconds = {f"time/{name}_s": value for name, value in account.items() if name != "goodput"}
@@ -301,11 +283,15 @@ def has_tensorboard(run: RunConfig) -> bool:
     return is_there and run.tensorboard and TENSORBOARD in tracker_names(run.tracker)
 
 
-def _make_tracker(name: str, config: Config, folder: Path) -> Tracker:
-    settings = flatten(config)
-    if name in (WANDB, MLFLOW):
-        kind = WandbTracker if name == WANDB else MlflowTracker
-        return kind(folder=folder, settings=settings)
-    make = import_callable(name, setting="tracker", error=ConfigError)
-    tracker: Tracker = make(folder=folder, settings=settings)
-    return tracker
+def _make_trackers(config: Config, folder: Path) -> list[TrackerThread]:
+    def make(name: str) -> Tracker:
+        kinds: Mapping[str, Callable[..., Tracker]] = {WANDB: WandbTracker, MLFLOW: MlflowTracker}
+        kind = kinds.get(name) or import_callable(name, setting="tracker", error=ConfigError)
+        return kind(folder=folder, settings=flatten(config))
+
+    names = [name for name in tracker_names(config.run.tracker) if name != TENSORBOARD]
+    trackers = [TrackerThread(name, partial(make, name)) for name in names]
+    if path := config.run.metrics_file:
+        file = partial(PrometheusFile, Path(path), folder.name)
+        trackers.append(TrackerThread("metrics_file", file))
+    return trackers

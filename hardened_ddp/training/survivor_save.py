@@ -138,14 +138,15 @@ def _save(
     limit_s: how long to wait for a device that runs behind the host.
     """
 
+    where = Rescue(stepper.progress.step, None)
+
     def find() -> Rescue:
         boundary = _find(stepper, limit_s)
         if boundary is None:
-            return Rescue(stepper.progress.step, None)
+            return where
         write = partial(_write, stepper, saver, boundary, limit_s)
         return Rescue(boundary.progress.step, None if _warn_if_lost(stepper) else write)
 
-    where = Rescue(stepper.progress.step, None)
     save_once(stepper.parts.group, folder, find, where=where, error=error, gone=gone)
 
 

@@ -1,7 +1,6 @@
 """What the status of a run tells a scheduler, and what torchrun's last block says of an error."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +35,9 @@ def attempts(folder: Path, *steps: tuple[int, int]) -> None:
     (folder / "attempts.jsonl").write_text(text)
 
 
-@pytest.mark.parametrize(
-    ("setting", "env", "status"),
-    [(None, {}, 0), (None, POD, 3), (0, POD, 0), (3, {}, 3)],
-)
-def test_a_stop_is_3_in_a_pod_or_where_it_was_asked_for(
-    setting: int | None, env: Mapping[str, str], status: int
-) -> None:
-    assert stop_status(setting, env) == status
+def test_a_stop_is_3_in_a_pod_or_where_it_was_asked_for() -> None:
+    assert (stop_status(None, {}), stop_status(None, POD)) == (0, 3)
+    assert (stop_status(0, POD), stop_status(3, {})) == (0, 3)
 
 
 @pytest.mark.parametrize(
@@ -150,10 +144,7 @@ def test_an_error_file_has_code_cause_and_next_command_in_torch_elastics_form(
 def test_a_rank_that_lost_another_one_writes_no_error_file(env: dict[str, str]) -> None:
     write_error_file(PeerLostError("rank 0 lost another rank"), env)
     assert not Path(env["TORCHELASTIC_ERROR_FILE"]).exists()
-
-
-def test_an_error_file_that_can_not_be_written_does_not_hide_the_error(tmp_path: Path) -> None:
-    write_error_file(StepError("x"), {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "no" / "x.json")})
+    write_error_file(StepError("x"), {"TORCHELASTIC_ERROR_FILE": "/no/x.json"})  # does not raise
 
 
 @pytest.mark.parametrize(("local_rank", "is_printed"), [("0", True), ("1", False)])

@@ -1,13 +1,11 @@
 """What a file, a name or an exception says is printed, and changes nothing in the terminal."""
 
 import json
-import logging
 import re
 from pathlib import Path
 
 import pytest
 
-from hardened_ddp.reporting.log import add_log_file, start_logging, stop_logging
 from hardened_ddp.settings.wording import printable
 from tests.harness.marks import slow_after
 from tests.harness.processes import clean_environment
@@ -72,27 +70,13 @@ def test_a_command_prints_no_control_character(words: str, hostile: Path, tmp_pa
         json.loads(finished.stdout)
 
 
-def test_a_log_has_no_control_character_of_a_users_exception(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    start_logging(rank=0, world_size=1, debug=False)
-    try:
-        add_log_file(tmp_path, rank=0)
-        try:
-            raise ValueError(EVIL)
-        except ValueError:
-            logging.getLogger("hardened_ddp").exception("it failed in %s", EVIL)
-    finally:
-        stop_logging()
-    for text in (capfd.readouterr().err, (tmp_path / "rank-0.log").read_text(encoding="utf-8")):
-        assert not CONTROLS.search(text), ascii(text)
-        assert text.count("\n") >= 4  # of a traceback the lines stay
-
-
 def test_a_run_tells_what_a_dataset_raised_without_its_controls(tmp_path: Path) -> None:
     argv = ["--dataset", "tests.plugins:points_that_write", "--cpu_only", "--num_workers", "0"]
     finished = train([*argv, "--output_dir", tmp_path])
     assert all(finished.statuses)
     assert "it can't be read" in finished.output
-    assert not CONTROLS.search(finished.output)
-    assert "\\u001b]0;owned\\u0007" in finished.output
+    log = (only_run(tmp_path) / "logs" / "rank-0.log").read_text(encoding="utf-8")
+    for text in (finished.output, log):
+        assert not CONTROLS.search(text), ascii(text)
+        assert "\\u001b]0;owned\\u0007" in text
+        assert text.count("\n") >= 2  # the lines stay

@@ -237,20 +237,6 @@ class TestFileSink:
         assert run_forked(write) == 0
         assert (tmp_path / "file").read_bytes() == b"".join(records[number] for number in kept)
 
-    def test_what_is_too_much_to_keep_is_dropped_oldest_first_and_counted(
-        self, tmp_path: Path, full: set[Path]
-    ) -> None:
-        path = tmp_path / "file"
-        full.add(path)
-        sink = FileSink(path, keep_bytes=30)
-        for number in range(10):
-            sink.add(b"record %02d\n" % number)
-            assert not sink.flush()
-        full.discard(path)
-        assert sink.close()
-        assert path.read_bytes() == b"record 07\nrecord 08\nrecord 09\n"
-        assert sink.num_lost == 7
-
 
 def test_steps_that_take_long_give_a_sign_of_life(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)

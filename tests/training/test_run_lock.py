@@ -199,15 +199,12 @@ def test_a_process_that_lost_its_lock_while_it_was_stopped_commits_no_checkpoint
         assert list_steps(store.root) == [2, 1]
 
 
-BROKEN = ["", "{", "[]", '{"mark": {"pid": 1}}', "null"]
-
-
-@pytest.mark.parametrize("content", [*BROKEN, pytest.param("[" * 100_000, id="brackets")])
-def test_a_lock_that_cannot_be_read_is_nobodys_to_break(tmp_path: Path, content: str) -> None:
-    (tmp_path / LOCK_NAME).write_text(content)
-    with pytest.raises(RunFolderError, match="can't be read as a lock") as caught:
-        RunLock.acquire(tmp_path)
-    assert "rm " in caught.value.fix
+def test_a_lock_that_cannot_be_read_is_nobodys_to_break(tmp_path: Path) -> None:
+    for content in ("", "{", "[]", '{"mark": {"pid": 1}}', "null", "[" * 100_000):
+        (tmp_path / LOCK_NAME).write_text(content)
+        with pytest.raises(RunFolderError, match="can't be read as a lock") as caught:
+            RunLock.acquire(tmp_path)
+        assert "rm " in caught.value.fix
 
 
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
