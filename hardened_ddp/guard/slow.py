@@ -104,27 +104,21 @@ class SlowData:
 
         longest_s: the longest such wait before. samples: those that are being read.
         """
+        age_s, text = report.age_s, ""
+        if report.phase != Phase.DATA or age_s < self._told_s:
+            text = f"the data came after {self._told_s:.0f} s or more" if self._told_s else ""
+            self._told_s, self._due_s = 0.0, SLOW_AFTER_S
+        elif age_s >= max(self._due_s, 0 if self._told_s else LEARNED_FACTOR * longest_s):
+            self._told_s, self._due_s = age_s, age_s + TELL_EVERY_S
+            read = [sample for sample in samples() if sample >= 0][:_SHOWN]
+            which = f" (samples {', '.join(map(str, read))})" if read else ""
+            left_s = max(0.0, report.limit_s - age_s)
+            end = "without a limit" if left_s > TELL_EVERY_S * 1e6 else f"for {left_s:.0f} s more"
+            text = (
+                f"slow storage: rank {report.rank} has waited {age_s:.0f} s for the data of step "
+                f"{report.step}{which}. It waits {end} (--loader_timeout_s)"
+            )
         # WHY here: a report sorts warnings by the module that logs them, and this is no hang
-        if text := self._text(report, longest_s=longest_s, samples=samples):
+        if text:
             log.warning("%s", text)
         return text
-
-    def _text(
-        self, report: Report, *, longest_s: float, samples: Callable[[], Sequence[int]]
-    ) -> str:
-        if report.phase != Phase.DATA or report.age_s < self._told_s:
-            told_s, self._told_s, self._due_s = self._told_s, 0.0, SLOW_AFTER_S
-            return f"the data came after {told_s:.0f} s or more" if told_s else ""
-        if report.age_s < max(self._due_s, LEARNED_FACTOR * longest_s if not self._told_s else 0):
-            return ""
-        self._told_s, self._due_s = report.age_s, report.age_s + TELL_EVERY_S
-        read = [sample for sample in samples() if sample >= 0][:_SHOWN]
-        which = f" (samples {', '.join(map(str, read))})" if read else ""
-        left_s = report.limit_s - report.age_s
-        end = (
-            "without a limit" if left_s > TELL_EVERY_S * 1e6 else f"for {max(0, left_s):.0f} s more"
-        )
-        return (
-            f"slow storage: rank {report.rank} has waited {report.age_s:.0f} s for the data of "
-            f"step {report.step}{which}. It waits {end} (--loader_timeout_s)"
-        )

@@ -110,8 +110,8 @@ class LastResort:
         while True:
             left_s = None
             if received_at is not None:
-                left_s = received_at + self._wait_s - time.monotonic()
-            ready, _, _ = select.select([self._reader], [], [], left_s and max(0.0, left_s))
+                left_s = max(0.0, received_at + self._wait_s - time.monotonic())
+            ready, _, _ = select.select([self._reader], [], [], left_s)
             if self._is_relieved:  # WHY before reading: the main thread answers what is there
                 return
             if not ready:
@@ -175,10 +175,9 @@ class StopRequest:
 
         WHY: torchrun sends signals to the surviving ranks, and this one reports its error later.
         """
+        self.relieve_last_resort()
         if kind is None:
             self.release()
-        else:
-            self.relieve_last_resort()
 
     def watch(self, folder: Path) -> None:
         """Look for the stop file in folder. Rank-local, before the first poll."""
@@ -265,9 +264,7 @@ class StopRequest:
         return int(self._word[0])
 
     def finish(self) -> None:
-        if self._pending is not None:
-            self.group.finish(self._pending)
-            self._pending = None
+        self._answer()  # collective
         if self.folder is not None and self.group.launch.is_main:
             # WHY: the run that continues here must not stop at once.
             (self.folder / STOP_FILE).unlink(missing_ok=True)
