@@ -279,7 +279,7 @@ class CheckpointWriter:
         self._arena = HostArena()
         self._copy_stream: torch.cuda.Stream | None = None
         self._thread: HelperThread | None = None
-        self._pinning: HelperThread | None = None
+        self._reserving: HelperThread | None = None
         self._copies: _Copies | None = None
         self._error: CheckpointError | None = None
         self._was_refused = False
@@ -315,7 +315,10 @@ class CheckpointWriter:
         started_at = time.perf_counter()
         plain = plain_meta(meta)
         plan = plan_file(tensors)
-        self._copies = self._copy(tensors, plan, volatile)
+        try:
+            self._copies = self._copy(tensors, plan, volatile)
+        except MemoryError as error:
+            raise CheckpointError(f"no memory for a copy of {plan.data_bytes} bytes") from error
         self._was_refused = False
         # WHY one for each write: so there is none when nothing is written.
         write = partial(self._write, step, plan, self._copies, plain, best)
@@ -324,11 +327,11 @@ class CheckpointWriter:
         self._thread.start()
         return True
 
-    def pin_ahead(self, size_bytes: int) -> None:
-        """Pin memory for the copies from a GPU in a thread: 12 GB would hold a save up for 4 s."""
-        reserve = partial(self._reserve, size_bytes, pinned=True)
-        self._pinning = HelperThread(reserve, name="pin-memory")
-        self._pinning.start()
+    def reserve_ahead(self, size_bytes: int, *, pinned: bool) -> None:
+        """Take memory for the copies in a thread: 12 GB would hold the first save up for 4 s."""
+        reserve = partial(self._reserve, size_bytes, pinned=pinned)
+        self._reserving = HelperThread(reserve, name="reserve-memory")
+        self._reserving.start()
 
     @property
     def is_copying(self) -> bool:
@@ -394,8 +397,8 @@ class CheckpointWriter:
         self, tensors: Mapping[str, Tensor], plan: FilePlan, volatile: Collection[str]
     ) -> _Copies | None:
         """Copy tensors to the arena; those of a GPU at the latest when the event is reached."""
-        if self._pinning is not None:
-            self._pinning.join()
+        if self._reserving is not None:
+            self._reserving.join()
         on_gpu = {name for name, tensor in tensors.items() if tensor.is_cuda}
         self._reserve(plan.data_bytes, pinned=bool(on_gpu))
         # WHY volatile in the compute stream: these copies must come before the next forward; the

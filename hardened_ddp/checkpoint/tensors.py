@@ -46,7 +46,7 @@ DTYPE_CODES: Mapping[torch.dtype, str] = {
 _MAX_HEADER_BYTES = 100_000_000
 _MAX_NAMED = 10  # differences between two states
 # WHY blocks: the allocator of pinned memory rounds up to a power of two, so a single block of
-# 1.2 GB would pin 2 GiB. WHY this size: above 32 MiB malloc leaves pages untouched.
+# 1.2 GB would pin 2 GiB.
 _BLOCK_BYTES = 64 * 2**20
 
 
@@ -170,11 +170,11 @@ class HostArena:
         if pinned and sum(missing.values()) > (free := virtual_memory().available) // 2:
             raise RuntimeError(f"{free} bytes of host memory are free, of which half may be pinned")
         for index, wanted in missing.items():
-            # WHY numpy: with deterministic algorithms on, torch.empty would fill every page
+            # WHY filled: the first save would wait for each page. WHY numpy: no extra threads
             block = (
                 torch.empty(wanted, dtype=torch.uint8, pin_memory=True)
                 if pinned
-                else torch.from_numpy(np.empty(wanted, dtype=np.uint8))
+                else torch.from_numpy(np.full(wanted, 0, dtype=np.uint8))
             )
             self._blocks[index : index + 1] = [block]
 

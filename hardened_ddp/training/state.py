@@ -325,8 +325,7 @@ class Saver:
         self._began_at = time.monotonic()
         if self._writer is not None:
             self._size_bytes = sum(tensor.nbytes for tensor in contents.tensors().values())
-            if group.device.type == "cuda":
-                self._writer.pin_ahead(self._size_bytes)
+            self._writer.reserve_ahead(self._size_bytes, pinned=group.device.type == "cuda")
 
     def is_time(self) -> bool:
         """Say whether a checkpoint is due by the clock, or was when the last one was under way.

@@ -247,7 +247,7 @@ def test_memory_for_the_copies_of_a_gpu_is_pinned_ahead_in_a_thread(
         calls.append((threading.current_thread().name, size_bytes, pinned))
 
     monkeypatch.setattr(HostArena, "reserve", reserve)
-    bench.writer.pin_ahead(100)
+    bench.writer.reserve_ahead(100, pinned=True)
     gate.set()  # training has gone on meanwhile
     held = SimpleNamespace(is_cuda=True)
     monkeypatch.setattr(torch.cuda, "Stream", lambda *given, **named: calls.append(named))
@@ -255,7 +255,7 @@ def test_memory_for_the_copies_of_a_gpu_is_pinned_ahead_in_a_thread(
         bench.writer._copy(
             cast(Any, {"weight": held}), cast(Any, SimpleNamespace(data_bytes=90)), volatile=()
         )
-    pinned = [("pin-memory", 100, True), (threading.current_thread().name, 90, True)]
+    pinned = [("reserve-memory", 100, True), (threading.current_thread().name, 90, True)]
     # WHY a priority: streams of 0 are given to NCCL, too
     assert calls == [*pinned, {"priority": -1}]
 
