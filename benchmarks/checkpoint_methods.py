@@ -112,6 +112,9 @@ class Ours:
         self.network, self.optimizer = network, optimizer
         store = CheckpointStore(folder / "checkpoints", keep_last=1)
         self.writer = CheckpointWriter(store) if dist.get_rank() == 0 else None
+        if self.writer is not None:
+            size_bytes = 3 * sum(p.nbytes for p in network.parameters())  # with AdamW's state
+            self.writer.reserve_ahead(size_bytes, pinned=False)
 
     def save(self, step: int) -> None:
         if self.writer is not None:

@@ -23,10 +23,9 @@ import re
 import stat
 import time
 import uuid
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 
 from hardened_ddp.errors import CheckpointError, RunFolderError
@@ -102,49 +101,32 @@ class Disk:
             os.close(descriptor)
 
 
-class HashedFile:
-    """A new file whose sha256 is known when it is closed."""
-
-    def __init__(self, path: Path, *, disk: Disk) -> None:
-        self._disk = disk
-        self._hash = hashlib.sha256()
-        self._descriptor = disk.create(path)
-        self._unflushed = 0
-
-    def write(self, data: memoryview) -> None:
-        """Write all of data. Raises OSError."""
-        self._hash.update(data)
-        while data.nbytes:
-            written = self._disk.write(self._descriptor, data[:_FLUSH_BYTES])
-            data, self._unflushed = data[written:], self._unflushed + written
-            if self._unflushed >= _FLUSH_BYTES:
-                self._disk.flush_early(self._descriptor)
-                self._unflushed = 0
-
-    def sync_and_close(self) -> str:
-        """Sync the file to the disk and return the sha256 of its content."""
-        self._disk.sync(self._descriptor)
-        self.close()
-        return self._hash.hexdigest()
-
-    def close(self) -> None:
-        """Close the file without a sync. A second call does nothing."""
-        if self._descriptor >= 0:
-            descriptor, self._descriptor = self._descriptor, -1
-            self._disk.close(descriptor)
-
-
 def write_file(path: Path, content: bytes, *, disk: Disk) -> None:
     """Write and sync a small new file. Raises OSError; then the file does not exist."""
-    file = HashedFile(path, disk=disk)
+    write_parts(path, [memoryview(content)], disk=disk)
+
+
+def write_parts(path: Path, parts: Iterable[memoryview], *, disk: Disk) -> str:
+    """Write and sync a new file; return its sha256. Raises OSError; then it does not exist."""
+    digest, descriptor, unflushed = hashlib.sha256(), disk.create(path), 0
     try:
-        file.write(memoryview(content))
-        file.sync_and_close()
+        try:
+            for part in parts:
+                digest.update(part)
+                while part.nbytes:
+                    written = disk.write(descriptor, part[:_FLUSH_BYTES])
+                    part, unflushed = part[written:], unflushed + written
+                    if unflushed >= _FLUSH_BYTES:
+                        disk.flush_early(descriptor)
+                        unflushed = 0
+            disk.sync(descriptor)
+        finally:
+            disk.close(descriptor)
     except OSError:
-        file.close()
         with suppress(FileNotFoundError):
             disk.unlink(path)
         raise
+    return digest.hexdigest()
 
 
 def replace_file(path: Path, content: bytes, *, disk: Disk) -> None:
@@ -193,7 +175,8 @@ def remove_tree(path: Path, *, disk: Disk) -> None:
 
 def aside_path(path: Path, *, what: str) -> Path:
     """Return where this process keeps path while it writes ("partial") or drops it ("dropped")."""
-    return path.with_name(f".{what}-{path.name}-{_suffix_of(os.getpid())}")
+    here = this_process()
+    return path.with_name(f".{what}-{path.name}-{here.place}-{here.pid}-{here.started}")
 
 
 def drop_folder(path: Path, *, disk: Disk) -> None:
@@ -228,13 +211,6 @@ def _is_leftover(path: Path) -> bool:
     except OSError:
         return False
     return time.time() - newest > _FOREIGN_AGE_S
-
-
-@cache
-def _suffix_of(pid: int) -> str:
-    """Give the end of a name that says which process, that of pid, works there."""
-    mark = this_process()
-    return f"{mark.place}-{pid}-{mark.started}"
 
 
 def is_real_folder(path: Path) -> bool:

@@ -32,6 +32,7 @@ from hardened_ddp.checkpoint.disk import (
     replace_file,
     sweep_leftovers,
     write_file,
+    write_parts,
 )
 from hardened_ddp.checkpoint.folder import (
     BEST_NAME,
@@ -58,7 +59,6 @@ from hardened_ddp.checkpoint.tensors import (
     HostArena,
     live_content,
     plan_file,
-    write_tensors,
 )
 from hardened_ddp.errors import CheckpointError
 from hardened_ddp.ranks.device import is_reached
@@ -174,7 +174,7 @@ class CheckpointStore:
         partial, disk = aside_path(final, what="partial"), self._disk
         try:
             disk.make_folder(partial)
-            sha256 = write_tensors(partial / STATE_NAME, content, disk=disk)
+            sha256 = write_parts(partial / STATE_NAME, content.parts(), disk=disk)
             plan = content.plan
             manifest = Manifest(
                 step=step, meta=meta, size_bytes=plan.size_bytes, sha256=sha256, tensors=plan.specs

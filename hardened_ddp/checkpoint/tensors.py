@@ -11,6 +11,7 @@ import json
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +21,6 @@ from psutil import virtual_memory
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hardened_ddp.checkpoint.disk import Disk, HashedFile
 from hardened_ddp.errors import CheckpointError
 
 # The format's names of torch's dtypes.
@@ -204,23 +204,14 @@ class Content:
     plan: FilePlan
     data: Callable[[], Iterable[memoryview]]  # the bytes after the header; called for each try
 
+    def parts(self) -> Iterable[memoryview]:
+        return chain([memoryview(self.plan.header)], self.data())
+
 
 def live_content(tensors: Mapping[str, Tensor]) -> Content:
     """Give the file of tensors that don't change before it is written. Nothing is copied ahead."""
     plan = plan_file(tensors)
     return Content(plan, lambda: (bytes_of(tensors[n]).cpu().numpy().data for n in plan.spans))
-
-
-def write_tensors(path: Path, content: Content, *, disk: Disk) -> str:
-    """Write and sync a new file of tensors, and return its sha256. Raises OSError."""
-    file = HashedFile(path, disk=disk)
-    try:
-        file.write(memoryview(content.plan.header))
-        for data in content.data():
-            file.write(data)
-        return file.sync_and_close()
-    finally:
-        file.close()
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

@@ -20,9 +20,10 @@ from hardened_ddp.checkpoint.disk import (
     remove_tree,
     sync_files,
     write_file,
+    write_parts,
 )
 from hardened_ddp.checkpoint.folder import JSON, Found, load_checkpoint, open_checkpoint
-from hardened_ddp.checkpoint.tensors import live_content, read_tensors, specs_of, write_tensors
+from hardened_ddp.checkpoint.tensors import live_content, read_tensors, specs_of
 from hardened_ddp.errors import CheckpointError
 from hardened_ddp.export.formats import (
     CARD_NAME,
@@ -98,7 +99,7 @@ def export_model(
         config |= {"step": found.step, "epoch": meta.get("epoch"), "is_averaged": is_averaged}
         if form == SAFETENSORS:
             content = live_content(weights)
-            config["sha256"] = write_tensors(aside / WEIGHTS_NAME, content, disk=disk)
+            config["sha256"] = write_parts(aside / WEIGHTS_NAME, content.parts(), disk=disk)
             _compare(read_tensors(aside / WEIGHTS_NAME), weights)
         else:
             missing = write_model(aside, form, weights, meta)
