@@ -41,6 +41,7 @@ from hardened_ddp.settings.config import (
 )
 from hardened_ddp.settings.schema import flatten
 from hardened_ddp.settings.typed_command import pip_command
+from hardened_ddp.settings.wording import listed
 from hardened_ddp.step.left_out import LeftOut
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
@@ -51,7 +52,6 @@ from hardened_ddp.training.run_folder import RunFolder
 log = logging.getLogger(__name__)
 
 SIGN_EVERY_S = 30.0  # so long after the last report rank 0 says at which step it is
-_MAX_LOGGED = 8  # test samples that are named one by one in the log
 
 
 class RunReport:
@@ -159,17 +159,9 @@ class RunReport:
         )
         if new := [text for text in evaluation.left_out if text not in self._told_left_out]:
             self._told_left_out.update(new)
-            for text in new[:_MAX_LOGGED]:
-                log.warning("left out of the evaluation: test sample %s", text)
-            if len(new) > _MAX_LOGGED:
-                log.warning("and %d more test samples", len(new) - _MAX_LOGGED)
-        self.metrics.scalars(
-            progress.step,
-            {
-                **{f"{name}/test": value for name, value in figures.items()},
-                **_times(self.goodput.account()),
-            },
-        )
+            log.warning("left out of the evaluation: test sample %s", listed(new))
+        tested = {f"{name}/test": value for name, value in figures.items()}
+        self.metrics.scalars(progress.step, tested | _times(self.goodput.account()))
 
     def _tested(self, figures: Mapping[str, float]) -> str:
         """Format what was measured on the test set: of the weights, and of their averages."""

@@ -53,7 +53,8 @@ def tell_start(settings: Resolved, parts: Parts, progress: Progress) -> None:
         if settings.not_used:
             log.warning("%s", not_used_line(settings))
     log.debug(
-        "process %d on %s, local rank %d of %d, device %s, %d threads, torch %s",
+        "process %d on %s, local rank %d of %d, device %s, %d threads, torch %s, at most %d "
+        "samples per forward, %d loader workers, dataset fingerprint %s",
         os.getpid(),
         socket.gethostname(),
         parts.group.launch.local_rank,
@@ -61,9 +62,6 @@ def tell_start(settings: Resolved, parts: Parts, progress: Progress) -> None:
         parts.group.device,
         torch.get_num_threads(),
         torch.__version__,
-    )
-    log.debug(
-        "at most %d samples per forward, %d loader workers, dataset fingerprint %s",
         parts.sampler.batch_size,
         parts.train_loader.reader.num_workers,
         parts.data.fingerprint[:16],
