@@ -11,9 +11,9 @@ import logging
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,17 +65,11 @@ class RunFolder:
     """The folder of a run, and what rank 0 holds of it."""
 
     folder: Path
-    keep_last: int
-    token: str  # of the lock, on all ranks: who saves proves by it that the run is still ours
-    checkpoint: Found | None = None  # What to start from; None: from the beginning. Rank 0 only.
-    lock: RunLock | None = None  # rank 0 only: no second run writes here
-
-    # Where the checkpoints are copied to. On all ranks: any of them may save.
-    mirror: Mirror | None = None
-
-    # Tells the user's command what happens in this run.
-    events: Events = field(default_factory=Events)
-    keep_milestones: int = 0
+    store: CheckpointStore  # its checkpoints; on all ranks: any of them may save
+    checkpoint: Found | None  # What to start from; None: from the beginning. Rank 0 only.
+    lock: RunLock | None  # rank 0 only: no second run writes here
+    mirror: Mirror | None  # where the checkpoints are copied to
+    events: Events  # tells the user's command what happens in this run
 
     def __enter__(self) -> "RunFolder":
         return self
@@ -99,19 +93,6 @@ class RunFolder:
         if is_it:
             log.info("%s is finished: %d steps are done", self.folder, step)
         return is_it
-
-    @cached_property
-    def store(self) -> CheckpointStore:
-        """Its checkpoints, to be written by whoever holds the lock."""
-        store = CheckpointStore(
-            self.folder / CHECKPOINTS_NAME,
-            keep_last=self.keep_last,
-            keep_milestones=self.keep_milestones,
-            before_commit=partial(check_held, self.folder, self.token),
-        )
-        if self.mirror is not None:
-            store.call_after_write(self.mirror.take)
-        return store
 
     def begin(self, settings: Resolved, saved: Saved | None) -> None:
         """Say what is resumed; of a new run, write the settings at once."""
@@ -200,17 +181,18 @@ def _open(group: Group, find: Callable[[], tuple[Path, Choose, str]], run: RunCo
     folder = Path(name)
     environment()[RUN] = name
     add_log_file(folder / "logs", rank=group.launch.rank)
-    checkpoint, lock = chosen[0] if chosen else (None, None)
-    return RunFolder(
-        folder,
-        run.keep_last,
-        token,
-        checkpoint,
-        lock,
-        mirror=Mirror(url, folder, claim, run.keep_last) if claim else None,
-        events=Events(run.on_event, group.launch),
+    store = CheckpointStore(
+        folder / CHECKPOINTS_NAME,
+        keep_last=run.keep_last,
         keep_milestones=run.keep_milestones,
+        # who saves proves by the lock's token that the run is still ours
+        before_commit=partial(check_held, folder, token),
     )
+    mirror = Mirror(url, folder, claim, run.keep_last) if claim else None
+    if mirror is not None:
+        store.call_after_write(mirror.take)
+    checkpoint, lock = chosen[0] if chosen else (None, None)
+    return RunFolder(folder, store, checkpoint, lock, mirror, Events(run.on_event, group.launch))
 
 
 def _fetch(settings: Resolved) -> str:

@@ -21,6 +21,7 @@ from hardened_ddp.errors import RunFolderError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.phase import Phase, Tracker
+from hardened_ddp.reporting.events import Events
 from hardened_ddp.reporting.goodput import Goodput
 from hardened_ddp.reporting.resources import read_gpu_mib
 from hardened_ddp.reporting.sinks import FileSink, write_text
@@ -178,7 +179,8 @@ def test_settings_that_cannot_be_written_leave_the_earlier_ones(
 
     (tmp_path / "config.yaml").write_text("epochs: 7")
     lock = RunLock.acquire(tmp_path)
-    with RunFolder(tmp_path, 1, lock.token, lock=lock) as folder:
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
+    with RunFolder(tmp_path, store, None, lock, None, Events()) as folder:
         monkeypatch.setattr(Disk, "write", fail)
         with pytest.raises(RunFolderError, match="No space left"):
             folder.write_settings(settings_of("train"))
