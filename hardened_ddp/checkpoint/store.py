@@ -306,8 +306,8 @@ class CheckpointWriter:
     ) -> bool:
         """Start writing a checkpoint; False if one is still in flight, see is_wanted.
 
-        Where is_copying says so, call before_update before they change, but those named in
-        volatile. Raises CheckpointError if something can't be stored.
+        While is_copying, call before_update before tensors change that are not named in volatile.
+        Raises CheckpointError if something can't be stored.
         """
         if self.is_busy:
             self._was_refused = True
