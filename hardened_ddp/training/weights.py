@@ -6,7 +6,9 @@ none fits, that is an error. Weights in a pickle are refused: reading one can ru
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -166,31 +168,20 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
 
 def _best_renaming(found: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> tuple[str, str]:
     """Return which beginning to drop and which to add, so that most names and shapes fit."""
-    best, most = ("", ""), -1
-    for drop in ("", *_beginnings(found)):
-        for add in ("", *_beginnings(live)):
-            fits = sum(
-                (there := live.get(add + name.removeprefix(drop))) is not None
-                and there.shape == tensor.shape
-                for name, tensor in found.items()
-                if name.startswith(drop)
-            )
-            if fits > most:
-                best, most = (drop, add), fits
-    return best
+
+    def count_fits(renaming: tuple[str, str]) -> int:
+        drop, add = renaming
+        there = {n: live.get(add + n.removeprefix(drop)) for n in found if n.startswith(drop)}
+        return sum(t is not None and t.shape == found[name].shape for name, t in there.items())
+
+    return max(product(_beginnings(found), _beginnings(live)), key=count_fits)
 
 
-def _beginnings(names: Iterable[str]) -> list[str]:
-    """Return the one or two first parts that at least half of the names begin with."""
-    every = list(names)
-    counts: dict[str, int] = {}
-    for name in every:
-        parts = name.split(".")
-        for length in (1, 2):
-            if len(parts) > length:
-                start = ".".join(parts[:length]) + "."
-                counts[start] = counts.get(start, 0) + 1
-    return [start for start, count in counts.items() if 2 * count >= len(every)]
+def _beginnings(names: Collection[str]) -> list[str]:
+    """Return "", and the one or two first parts that at least half of the names begin with."""
+    parts = [name.split(".") for name in names]
+    counts = Counter(".".join(p[:n]) + "." for p in parts for n in (1, 2) if len(p) > n)
+    return ["", *(start for start, count in counts.items() if 2 * count >= len(names))]
 
 
 def _renaming_words(drop: str, add: str) -> str:
