@@ -63,22 +63,19 @@ def closing_lines(
     ]
 
 
-def write_report(path: Path, report: Mapping[str, Any]) -> None:
-    """Write the report, complete or not at all. Raises RunFolderError."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(report, indent=1) + "\n")
-    except OSError as error:
-        raise RunFolderError(
-            f"the report can't be written to {path}: {error}",
-            fix="choose another place: --output FILE",
-        ) from error
-
-
-def print_report(
+def tell_report(
     report: Mapping[str, Any], *, metrics: str, table: Sequence[str], place: Path, output: TextIO
 ) -> bool:
-    """Print the report; return False if whoever read the output has gone, as in: ... | head."""
+    """Write the report to place, complete or not at all, and print it. Raises RunFolderError.
+
+    Returns False if whoever read the output has gone, as in: ... | head.
+    """
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(place, json.dumps(report, indent=1) + "\n")
+    except OSError as error:
+        told = f"the report can't be written to {place}: {error}"
+        raise RunFolderError(told, fix="choose another place: --output FILE") from error
     lines = [
         f"checkpoint {report['checkpoint']} (step {report['step']})",
         f"test set of {report['dataset']}: {report['num_samples']} samples, each once",

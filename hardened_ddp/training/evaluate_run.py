@@ -22,7 +22,7 @@ from hardened_ddp.model.moving_attributes import MovingAttributes
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.resources import collect_as_usual
-from hardened_ddp.reporting.summary import READER_HAS_GONE, print_report, write_report
+from hardened_ddp.reporting.summary import READER_HAS_GONE, tell_report
 from hardened_ddp.settings.commands import AVERAGED
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.layers import Resolved
@@ -78,10 +78,9 @@ def evaluate_run(settings: Resolved, group: Group, options: Mapping[str, str]) -
         place = run / name if os.access(run, os.W_OK) else Path(f"{run.name}-{name}")
         place = Path(output) if output else place
         report["checkpoint"] = str(path)
-        write_report(place, report)
         metrics = with_loss(report["loss"], described(task.test_metrics, report))
         table = report_lines(report)
-        return print_report(report, metrics=metrics, table=table, place=place, output=sys.stdout)
+        return tell_report(report, metrics=metrics, table=table, place=place, output=sys.stdout)
 
     is_read = group.run_on_main(tell, what="writing the report")  # collective
     # WHY only alone: torchrun would show its ranks as failed.
