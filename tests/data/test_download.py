@@ -140,8 +140,7 @@ def test_the_second_address_is_taken_where_the_first_has_nothing(
     server: Server, tmp_path: Path
 ) -> None:
     file = wanted(server, tmp_path / "file")
-    urls = [server.url("/gone"), *file.urls]
-    quietly(Wanted(urls=urls, path=file.path, algorithm=file.algorithm, digest=file.digest))
+    quietly(replace(file, urls=[server.url("/gone"), *file.urls]))
     assert file.is_here()
     assert len(server.asked) == 2  # to ask again for what is not there would be of no use
 

@@ -12,7 +12,7 @@ from hardened_ddp.data.sources.datasets import build_data
 from hardened_ddp.errors import DataError
 from hardened_ddp.settings.config import DataConfig
 from tests.harness.ranks import import_in_server, run_program, train
-from tests.harness.run_folder import last_tensors, only_run, read_summary
+from tests.harness.run_folder import only_run, read_summary
 from tests.model.test_hub_text import VOCABULARY, saved
 
 # WHY not importorskip: each process of pytest would import them to collect, for a second
@@ -59,13 +59,11 @@ def test_a_tokenised_folder_trains(tmp_path: Path) -> None:
     argv: list[str | Path] = ["--model", model, "--task", "tokens", "--cpu_only"]
     argv += ["--dataset", f"hf:{folder}", "--batch_size", "8", "--learning_rate", "0.02"]
     argv += ["--epochs", "2", "--ledger"]
-    train([*argv, "--num_workers", "0", "--output_dir", tmp_path / "here"], 2, timeout_s=240).ok()
-    run = only_run(tmp_path / "here")
+    train([*argv, "--num_workers", "1", "--output_dir", tmp_path / "runs"], 2, timeout_s=240).ok()
+    run = only_run(tmp_path / "runs")
     done = run_program(["python", "ddp_training.py", "verify-ledger", str(run)], timeout_s=120).ok()
     assert done.stdout.count("48 samples, each exactly once") == 2
     assert read_summary(run)["test_perplexity"] < VOCABULARY
-    train([*argv, "--num_workers", "1", "--output_dir", tmp_path / "sent"], 2, timeout_s=240).ok()
-    assert last_tensors(tmp_path / "here") == last_tensors(tmp_path / "sent")
 
 
 def test_rows_are_padded_and_padding_counts_nowhere(tmp_path: Path) -> None:

@@ -117,19 +117,16 @@ def _failure(
     samples: Sequence[Any], numbers: Sequence[int], error: BaseException, *, is_own: bool
 ) -> SampleError:
     """Return the error if no batch can be made, though no sample alone is the cause."""
-    if is_own:
-        return SampleError(
-            f"collate failed on samples {[*numbers[:4]]}: {describe(error)}{line_of_user(error)}",
-            fix="it takes a list of samples, as dataset[i] returns them, and returns (inputs, "
-            "labels), or a mapping with 'labels'",
-        )
-    number = len(set(map(_shape, samples)))
-    differing = f"(of {number} shapes) " if number > 1 else ""
-    return SampleError(
-        f"samples {[*numbers[:4]]} {differing}can't be made into a batch: {describe(error)}",
-        fix="make __getitem__ return (input tensor, label), all of one shape; or make batches "
-        "yourself, with --collate package.module:callable",
-    )
+    what = f"collate failed on samples {[*numbers[:4]]}"
+    fix = "it takes a list of samples, as dataset[i] returns them, and returns (inputs, labels), "
+    fix += "or a mapping with 'labels'"
+    if not is_own:
+        number = len(set(map(_shape, samples)))
+        what = f"samples {[*numbers[:4]]} {f'(of {number} shapes) ' if number > 1 else ''}can't be "
+        what += "made into a batch"
+        fix = "make __getitem__ return (input tensor, label), all of one shape; or make batches "
+        fix += "yourself, with --collate package.module:callable"
+    return SampleError(f"{what}: {describe(error)}{line_of_user(error)}", fix=fix)
 
 
 def _misshapen(samples: Sequence[Any]) -> dict[int, str]:

@@ -67,7 +67,7 @@ class WorkerFallback:
 
     def is_quiet(self) -> bool:
         """Return whether there is a level to go up to, and was no fault for long enough."""
-        is_below = self.level != self._top
+        is_below = self.level is not self._top
         return is_below and 0 < self.wait_s <= self._clock() - self._fault_at
 
     def go_up(self) -> None:
