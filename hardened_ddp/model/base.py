@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hardened_ddp.data.batches.fetch import preserved_rng
 from hardened_ddp.errors import CheckpointMismatchError
-from hardened_ddp.ranks.seeding import seed_update
+from hardened_ddp.ranks.seeding import keeping_random_state, seed_update
 
 _LEAST_BYTES = 2**20
 """Frozen weights that are smaller are saved as all others: simpler for whoever reads them."""
@@ -41,7 +40,7 @@ def find_base(model: nn.Module, build: Callable[[], nn.Module]) -> dict[str, str
     frozen = [p for p in model.parameters() if not p.requires_grad]
     if sum(p.nbytes for p in frozen) < _LEAST_BYTES:
         return {}
-    with preserved_rng():
+    with keeping_random_state():
         seed_update(_OTHER_SEED, step=0, device_type="cpu")
         again = frozen_hashes(build())
     return {n: digest for n, digest in frozen_hashes(model).items() if again.get(n) == digest}

@@ -19,7 +19,6 @@ from torch import nn
 
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.checks import Limit, parts_of
-from hardened_ddp.data.batches.fetch import preserved_rng
 from hardened_ddp.data.batches.loader import EvalLoader
 from hardened_ddp.data.sources.datasets import TaskData
 from hardened_ddp.errors import ModelError, UnusedParameterError
@@ -29,6 +28,7 @@ from hardened_ddp.model.replica import NO_COLLECTIVES, ForwardCollectives
 from hardened_ddp.preflight.forward_collectives import find_collectives, watching
 from hardened_ddp.preflight.trial import Refusal, Trial, fix_by, try_on_all_ranks
 from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.seeding import keeping_random_state
 from hardened_ddp.settings.config import FindUnused, TaskConfig
 from hardened_ddp.settings.wording import counted, listed
 from hardened_ddp.step.parts import Parts
@@ -183,7 +183,7 @@ def _look_closer(trial: Trial, effects: Effects, inputs: InputEffects) -> None:
         score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
 
     try:
-        with preserved_rng():
+        with keeping_random_state():
             effects.run(train, inputs, batch)
     except Exception:  # WHY broad: torch and the user's model, under a mode; it ran without
         log.debug("the trial operator by operator failed", exc_info=True)

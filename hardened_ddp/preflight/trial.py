@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 from torch import nn
 
 from hardened_ddp.data.batches.batch import Batch
-from hardened_ddp.data.batches.fetch import preserved_rng
 from hardened_ddp.data.foreign_code import describe, line_of_user
 from hardened_ddp.errors import ANY_FAILURE, HardenedError, ModelError
 from hardened_ddp.model.effects import Effects, untouched
 from hardened_ddp.model.moving_attributes import MovingAttributes
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.seeding import keeping_random_state
 from hardened_ddp.task.first_batch import check_score
 from hardened_ddp.task.output import fix_for
 from hardened_ddp.task.task import Score, Task
@@ -93,7 +93,7 @@ def try_on_all_ranks(
     try:
         if evaluates:
             trial.model.eval()
-        with preserved_rng():
+        with keeping_random_state():
             for item in items:
                 with untouched(trial.model) as effects:
                     mine["found"].append(work(item, effects))

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from hardened_ddp.data.batches.batch import Batch
-from hardened_ddp.data.batches.fetch import preserved_rng
 from hardened_ddp.data.foreign_code import import_callable
 from hardened_ddp.errors import ConfigError, ModelError
 from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.seeding import keeping_random_state
 from hardened_ddp.task.output import split_output
 from hardened_ddp.task.task import Metric
 from hardened_ddp.task.user_code import told_as
@@ -53,7 +53,7 @@ class OwnMetrics:
             return
         pair = self._pair(output, batch)
         for name in self._objects:
-            with preserved_rng():
+            with keeping_random_state():
                 found = []
                 for _ in range(2):
                     self._objects[name].reset()

@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from hardened_ddp.data.batches.batch import Batch
-from hardened_ddp.data.batches.fetch import preserved_rng
 from hardened_ddp.errors import ANY_FAILURE, ModelError
+from hardened_ddp.ranks.seeding import keeping_random_state
 from hardened_ddp.task.output import (
     check_range,
     described_labels,
@@ -175,7 +175,7 @@ class Tokens(Task):
         was_training, given = model.training, self.labels_name
         model.eval()  # WHY: dropout would make any two forwards differ
         try:
-            with torch.no_grad(), preserved_rng():
+            with torch.no_grad(), keeping_random_state():
                 wanted = split_output(self.forward(model, batch))[0]
                 self.labels_name = ""
                 found = split_output(self.forward(model, batch))[0]

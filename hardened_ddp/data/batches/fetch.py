@@ -7,15 +7,12 @@ WHY errors are not raised as exceptions: one that can't be pickled would hang a 
 one sample's error would cost the whole batch.
 """
 
-import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import Subset, TensorDataset
 
@@ -186,18 +183,6 @@ class Fetcher:
         alone = (self._read_samples(epoch, index.view(1)) for index in batch.indices)
         texts = enumerate(self.checks.problem_of(single) for single in alone)
         return {place: text for place, text in texts if text}
-
-
-@contextmanager
-def preserved_rng() -> Iterator[None]:
-    """Restore the random state of Python, numpy and torch after the context."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
 
 
 class _Torchvision:

@@ -6,7 +6,6 @@ Does not own: the order of samples (data/batches/sampler.py), reading them (data
 """
 
 import contextlib
-import difflib
 import functools
 import importlib.util
 import inspect
@@ -39,6 +38,7 @@ from hardened_ddp.data.sources.mix import PREFIX as MIX
 from hardened_ddp.data.sources.mix import open_mix, parts_of
 from hardened_ddp.errors import ANY_FAILURE, DataError, HardenedError
 from hardened_ddp.settings.config import DataConfig
+from hardened_ddp.settings.wording import nearest
 
 log = logging.getLogger(__name__)
 
@@ -180,9 +180,9 @@ def _known_name(name: str) -> str:
     folded = name.lower().replace("-", "").replace("_", "")
     found = next((known for known in NAMES if known.replace("_", "") == folded), None)
     if found is None:
-        near = difflib.get_close_matches(name.lower(), NAMES, n=1) or [meant_path(name)]
+        near = nearest(name, NAMES) or meant_path(name)
         raise DataError(
-            f"no dataset is called {name!r}" + (f" (did you mean {near[0]}?)" if near[0] else ""),
+            f"no dataset is called {name!r}" + (f" (did you mean {near}?)" if near else ""),
             fix=f"--dataset {' | '.join(NAMES)} | hf:FOLDER | text:GLOB | parquet:GLOB | "
             "tar:GLOB | mix:NAME,NAME | package.module:callable",
         )

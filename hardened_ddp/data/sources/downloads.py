@@ -7,7 +7,6 @@ TORCH_HOME, which a run sets to ./models if that folder has some.
 """
 
 import contextlib
-import difflib
 import fcntl
 import hashlib
 import http
@@ -24,6 +23,7 @@ from typing import Any
 from hardened_ddp.data.foreign_code import import_torchvision
 from hardened_ddp.data.sources.built_in import DOWNLOADABLE, open_downloadable
 from hardened_ddp.errors import DataError
+from hardened_ddp.settings.wording import nearest
 
 TIMEOUT_S = 30.0  # of one network operation
 MOST_TRIES = 4  # for one address without any progress
@@ -182,10 +182,10 @@ def weights_of(name: str, folder: Path) -> Wanted:
     try:
         url: str = models.get_model_weights(name).DEFAULT.url
     except ValueError as error:
-        near = difflib.get_close_matches(name, models.list_models(module=models), n=1)
+        near = nearest(name, models.list_models(module=models))
         raise DataError(
             f"torchvision has no published weights of {name!r}",
-            fix=f"did you mean {near[0]}?" if near else "name one of its classifiers",
+            fix=f"did you mean {near}?" if near else "name one of its classifiers",
         ) from error
     file_name = url.rpartition("/")[2]
     found = _HASH_IN_NAME.search(file_name)

@@ -18,11 +18,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.checks import wrong_labels
 from hardened_ddp.data.batches.collate import Collate
-from hardened_ddp.data.batches.fetch import Fetcher, preserved_rng
+from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.data.batches.images import MemoryImages
 from hardened_ddp.data.batches.nesting import dense_parts, leaves
 from hardened_ddp.data.foreign_code import describe, line_of_user
 from hardened_ddp.errors import ANY_FAILURE, DataError, SampleError
+from hardened_ddp.ranks.seeding import keeping_random_state
 
 _MOST_TRIES = 8  # how many samples are tried to find a readable one
 _PLACES = ("root", "data_dir", "cache_dir")  # in dataset_args: where the data lies
@@ -107,7 +108,7 @@ def _first_samples(dataset: AnyDataset, name: str) -> Sequence[int]:
     size = len(dataset)  # type: ignore[arg-type]  # it has a length
     if not is_view_of_stream(dataset):
         return range(min(_MOST_TRIES, size))
-    with preserved_rng():
+    with keeping_random_state():
         found = list(itertools.islice(dataset.first_samples(), _MOST_TRIES))  # type: ignore[attr-defined]
     if not found:
         raise DataError(
@@ -219,7 +220,7 @@ def fingerprint(
 
 
 def _read(dataset: Any, index: int, collate: Collate | None) -> Batch:  # Any: map-style
-    with preserved_rng():
+    with keeping_random_state():
         return Fetcher(dataset, seed=0, collate=collate)[(0, torch.tensor([index]))]
 
 
