@@ -49,17 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             options = vars(asked) | {"also": "\n".join(asked.also), "usage": f"{name} drill --help"}
             return run_drill(options, asked.program, output=output, env=os.environ)
-        from ddp_doctor.audit.command import Request, run_audit
+        from ddp_doctor.audit.command import run_audit
 
-        request = Request(
-            source=asked.source,
-            program=tuple(asked.program),
-            steps=asked.steps,
-            hang_after=asked.hang_after,
-            wants_json=asked.json,
-            usage=f"{name} audit --help",
-        )
-        return run_audit(request, output=output, env=os.environ)
+        options = vars(asked) | {"usage": f"{name} audit --help"}
+        return run_audit(options, asked.program, output=output, env=os.environ)
     except DoctorError as error:
         print(printable(f"{name.split()[-1]}: error: {error}"), file=sys.stderr)
         return 2

@@ -69,18 +69,10 @@ def _run(request: Request) -> int:
 
             return check_ledger(_found(request.options["run"]), output=output)
         case "audit":
-            from ddp_doctor.audit.command import Request as Audit
             from ddp_doctor.audit.command import run_audit
 
-            audit = Audit(
-                source=request.options["source"],
-                program=request.program,
-                steps=request.options["steps"],
-                hang_after=request.options["hang_after"],
-                wants_json=bool(request.options["json"]),
-                usage=own_command("audit", "--help"),
-            )
-            return run_audit(audit, output=output, env=environment())
+            options = {**request.options, "usage": own_command("audit", "--help")}
+            return run_audit(options, request.program, output=output, env=environment())
         case "drill":
             return _drill_program(request, output)
     raise ValueError(f"{request.command} is no command of run_tool")

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
@@ -48,45 +48,33 @@ FOLLOWS = {
 ENOUGH_STEPS = 4
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """What is asked for: a source to read, or a program to run."""
-
-    source: str
-    program: tuple[str, ...]
-    steps: str
-    hang_after: str
-    wants_json: bool
-    usage: str
-    """The command that shows the options."""
-
-
-def run_audit(request: Request, *, output: TextIO, env: Mapping[str, str]) -> int:
+def run_audit(
+    options: Mapping[str, str], program: Sequence[str], *, output: TextIO, env: Mapping[str, str]
+) -> int:
     """Print the report and return the exit status. Raises UsageError for wrong options.
 
+    options: by the names of the flags; "usage" is the command that shows them.
     As JSON an error is printed, too: who reads the report gets an answer in every case.
     """
     try:
-        return _run(request, output, env)
+        return _run(options, program, output, env)
     except Exception as error:  # WHY broad: whatever it is, it is raised again
-        if request.wants_json:
+        if options["json"]:
             print(as_json([], error=str(error) or repr(error)), file=output)
         raise
 
 
-def _run(request: Request, output: TextIO, env: Mapping[str, str]) -> int:
-    source, program = request.source, request.program
+def _run(
+    options: Mapping[str, str], program: Sequence[str], output: TextIO, env: Mapping[str, str]
+) -> int:
+    source, wants_json = options["source"], bool(options["json"])
     if not source and not program:
-        raise UsageError(
-            "audit looks at a program or a source, and was given neither a program nor "
-            "--source FILE",
-            fix=request.usage,
-        )
+        told = "audit looks at a program or a source, and was given neither a program nor --source "
+        raise UsageError(f"{told}FILE", fix=options["usage"])
     read = read_script(Script(Path(source))) if source else []
     if not program:
-        return _report(read, request, output, seen=f"{source} was read, not run")
-    num_steps = _positive(request, "steps", request.steps)
-    patience_s = _positive(request, "hang_after", request.hang_after)
+        return _report(read, wants_json, output, seen=f"{source} was read, not run")
+    num_steps, patience_s = (_positive(options, name) for name in ("steps", "hang_after"))
     with tempfile.TemporaryDirectory(prefix="audit-") as folder:
         ending = run_program(
             program,
@@ -94,33 +82,35 @@ def _run(request: Request, output: TextIO, env: Mapping[str, str]) -> int:
             num_steps=num_steps,
             patience_s=patience_s,
             env=env,
-            stdout=sys.stderr if request.wants_json else None,  # the report alone is on stdout
+            stdout=sys.stderr if wants_json else None,  # the report alone is on stdout
         )
         ranks = read_ranks(Path(folder))
-    return _report_program(ranks, ending, request, output)
+    return _report_program(ranks, ending, options, output)
 
 
-def _positive(request: Request, name: str, value: str) -> int:
-    if value.isdecimal() and int(value) > 0:
+def _positive(options: Mapping[str, str], name: str) -> int:
+    if (value := options[name]).isdecimal() and int(value) > 0:
         return int(value)
     text = f"--{name}: found {value!r}, needs a whole number from 1"
-    raise UsageError(text, fix=request.usage)
+    raise UsageError(text, fix=options["usage"])
 
 
-def _report_program(ranks: Ranks, ending: Ending, request: Request, output: TextIO) -> int:
-    steps = {rank.number: rank.work_count for rank in ranks}
-    sources = [request.source] if request.source else []
+def _report_program(
+    ranks: Ranks, ending: Ending, options: Mapping[str, str], output: TextIO
+) -> int:
+    steps, wants_json = {rank.number: rank.work_count for rank in ranks}, bool(options["json"])
+    sources = [options["source"]] if options["source"] else []
     verdicts: list[Verdict] = []
     if len(ranks):
         verdicts = judge(ranks, hung=ending.hung, status=ending.status, sources=sources)
     has_mistakes = any(verdict.is_mistake for verdict in verdicts)
     if not has_mistakes and not any(steps.values()):
         why = f"could not observe the program: {_why_unseen(ranks, ending)}"
-        if request.wants_json:
+        if wants_json:
             print(as_json(verdicts, error=why), file=output)
         print(f"audit: {why}", file=PrintableOutput(sys.stderr))
         return UNSEEN
-    if not request.wants_json:
+    if not wants_json:
         lines = [*time_lines(ranks), *(f"not seen: {what}" for what in unseen(ranks))]
         print("\n".join(["", *lines, ""]), file=output)
     told = ", ".join(f"rank {number}: {count}" for number, count in steps.items())
@@ -128,15 +118,15 @@ def _report_program(ranks: Ranks, ending: Ending, request: Request, output: Text
     if ending.status:
         how += f" with status {ending.status}"
     seen = f"the program {how}; steps seen: {told}"
-    return _report(verdicts, request, output, seen=seen, num_ranks=len(ranks))
+    return _report(verdicts, wants_json, output, seen=seen, num_ranks=len(ranks))
 
 
 def _why_unseen(ranks: Ranks, ending: Ending) -> str:
-    if not len(ranks) and ending.status:
-        why = "it fails before a process of it trains with torch: see its own output"
-    elif not len(ranks):
+    if not len(ranks):
         why = "no process of it trains with torch, or they run with python -I, -E or -S, or with "
         why += "another PYTHONPATH"
+        if ending.status:
+            why = "it fails before a process of it trains with torch: see its own output"
     elif errors := [end["error"] for rank in ranks if (end := rank.last("exit")) and end["error"]]:
         why = f"it failed before the first optimizer step: {errors[0].splitlines()[0][:200]}"
     else:
@@ -145,11 +135,11 @@ def _why_unseen(ranks: Ranks, ending: Ending) -> str:
 
 
 def _report(
-    verdicts: list[Verdict], request: Request, output: TextIO, *, seen: str, num_ranks: int = 0
+    verdicts: list[Verdict], wants_json: bool, output: TextIO, *, seen: str, num_ranks: int = 0
 ) -> int:
     """Print the verdicts, and what they rest on. num_ranks: 0 for a source."""
     num_mistakes = sum(verdict.is_mistake for verdict in verdicts)
-    if request.wants_json:
+    if wants_json:
         print(as_json(verdicts, num_ranks=num_ranks), file=output)
     else:
         found = f"{num_mistakes or 'no'} mistake{'' if num_mistakes == 1 else 's'} found"

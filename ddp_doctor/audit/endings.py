@@ -72,9 +72,8 @@ def _collectives(ranks: Ranks, *, hung: bool, failed: bool) -> Iterator[Verdict]
     by_group: dict[str, dict[int, list[Record]]] = defaultdict(dict)
     for rank in ranks:
         for record in rank.all("collective"):
-            members = record["ranks"] or list(ranks.by_number)
             calls = by_group[record["group"]]
-            for member in members:
+            for member in record["ranks"] or ranks.by_number:
                 calls.setdefault(member, [])
             calls[rank.number].append(record)
     everybody_ended = all(rank.ended_well for rank in ranks)
@@ -85,69 +84,55 @@ def _collectives(ranks: Ranks, *, hung: bool, failed: bool) -> Iterator[Verdict]
             at_place = {n: c[place] if place < len(c) else None for n, c in calls.items()}
             kinds = {(c["op"], c["what"]) for c in at_place.values() if c}
             missing = [number for number, call in at_place.items() if call is None]
-            if len(kinds) > 1 or (missing and (hung or failed or everybody_ended)):
-                if missing and not hung and not all(ranks.by_number[n].ended_well for n in missing):
-                    break
+            is_sure = len(kinds) > 1 or hung or failed or everybody_ended
+            has_failed = not hung and not all(ranks.by_number[n].ended_well for n in missing)
+            if missing and (has_failed or not is_sure):
+                break
+            if missing or len(kinds) > 1:
                 yield _differing(ranks, place, at_place)
                 return
-            if missing:
-                break
 
 
 def _differing(ranks: Ranks, place: int, calls: dict[int, Record | None]) -> Verdict:
-    told = []
+    told, parties, late = [], defaultdict[tuple[str, str], list[Record]](list), []
     for number, call in calls.items():
         if call:
             told.append(f"rank {number}: {call['op']} {call['what']} at {_shown(call['line'])}")
+            parties[call["op"], call["line"]].append(call)
         else:
-            told.append(f"rank {number}: not called; it {_stands(ranks.by_number[number])}")
-    missing = [number for number, call in calls.items() if call is None]
-    first = next(call for call in calls.values() if call)
-    # WHY: a rank that sleeps or computes is late, and its line is the cause
-    late = [s for n in missing if (s := ranks.by_number[n].last("stall")) and not s["waits"]]
-    fewest = _rarest(calls)
+            rank = ranks.by_number[number]
+            told.append(f"rank {number}: not called; it {_stands(rank)}")
+            # WHY: a rank that sleeps or computes is late, and its line is the cause
+            late += [stall for stall in (rank.last("stall"),) if stall and not stall["waits"]]
+    fewest = min(parties.values(), key=len)[0]  # the smallest party is the odd one out
+    code, why = "hang", "one rank does not come to a collective in which others wait"
+    if not late:
+        code, why = "collectives-differ", "the ranks do not call the same collectives: the "
+        why += f"{_ordinal(place + 1)} one differs"
     return Verdict(
-        code="hang" if late else "collectives-differ",
-        sentence=f"the ranks do not call the same collectives: the {_ordinal(place + 1)} one "
-        "differs"
-        if not late
-        else "one rank does not come to a collective in which others wait",
-        place=late[0]["line"] if late else (fewest or first)["line"],
-        evidence=tuple(told),
+        code=code, sentence=why, place=(late or [fewest])[0]["line"], evidence=tuple(told)
     )
 
 
-def _rarest(calls: dict[int, Record | None]) -> Record | None:
-    """Give the call of the smallest party: the odd one out."""
-    parties: dict[tuple[str, str], list[Record]] = defaultdict(list)
-    for call in calls.values():
-        if call:
-            parties[call["op"], call["line"]].append(call)
-    return min(parties.values(), key=len)[0] if parties else None
-
-
 def _hang(ranks: Ranks) -> Iterator[Verdict]:
-    stalls = {rank.number: rank.last("stall") for rank in ranks}
-    told = tuple(f"rank {rank.number} {_stands(rank)}" for rank in ranks)
-    busy = [stall for stall in stalls.values() if stall and not stall["waits"]]
-    places = {stall["line"] for stall in stalls.values() if stall}
+    stalls = [stall for rank in ranks if (stall := rank.last("stall"))]
+    busy = [stall for stall in stalls if not stall["waits"]]
     ended = [rank.number for rank in ranks if rank.last("exit")]
-    if not any(stalls.values()):
+    if not stalls:
         return
-    first = (busy or [stall for stall in stalls.values() if stall])[0]
     if ended:
         why = f"rank {ended[0]} has ended, and the others wait for it"
     elif busy:
         why = "one rank does not come, and the others wait for it"
-    elif len(places) > 1:
+    elif len({stall["line"] for stall in stalls}) > 1:
         why = "the ranks wait at different lines"
     else:
         why = "all ranks wait at one line"
     yield Verdict(
         code="hang",
         sentence=f"the program makes no progress: {why}",
-        place=first["line"],
-        evidence=told,
+        place=(busy or stalls)[0]["line"],
+        evidence=tuple(f"rank {rank.number} {_stands(rank)}" for rank in ranks),
     )
 
 
@@ -158,10 +143,9 @@ def _stands(rank: Rank) -> str:
         return "has ended" + (f" with {end['error'].splitlines()[0][:80]}" if end["error"] else "")
     if stall is None:
         return "was not heard of"
-    where = "waits in backward" if stall["in_backward"] else f"stands in {stall['function']}"
-    if stall["waits"] and not stall["in_backward"]:
-        where = f"waits in {stall['function']}"
-    return f"{where} at {_shown(stall['line'])}"
+    how = "waits" if stall["waits"] or stall["in_backward"] else "stands"
+    where = "backward" if stall["in_backward"] else stall["function"]
+    return f"{how} in {where} at {_shown(stall['line'])}"
 
 
 def _shared_files(ranks: Ranks) -> Iterator[Verdict]:

@@ -1,6 +1,7 @@
 """Judges what depends on the mode and on random numbers: dropout, augmentation, evaluation."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from ddp_doctor.audit.origins import call_line, drops_padding, last_line, noise_line, seed_line
 from ddp_doctor.audit.records import Rank, Ranks, Record
@@ -30,11 +31,8 @@ def judge_modes(ranks: Ranks) -> Iterator[Verdict]:
 
 
 def _train_mode(rank: Rank) -> Iterator[Verdict]:
-    passes = read_passes(rank)
     trained = rank.trained_passes()
-    ended = {
-        (p.about["loader"], p.about["number"]) for p in passes.values() if p.num_batches is not None
-    }
+    ended = {(end["loader"], end["number"]) for end in rank.all("end")}
     for record in (*rank.all("mode"), *rank.all("quiet")):
         of = tuple(record["of"]) if record["of"] else None
         is_quiet = record["k"] == "quiet" or not record["has_grad"]
@@ -76,12 +74,9 @@ def _lost_mode(rank: Rank) -> Iterator[Verdict]:
 
 def _noise(ranks: Ranks) -> Iterator[Verdict]:
     """Yield random numbers that a step draws once its batch has come, equal on all ranks."""
-    draws = [
-        {(step["o"], step["n"]): step["drawn"] for step in rank.all("step") if step.get("drawn")}
-        for rank in ranks
-    ]
-    common = set.intersection(*(set(d) for d in draws))
-    if len(common) < ENOUGH or any(len({d[key] for d in draws}) > 1 for key in common):
+    draws = [{key: step["drawn"] for key, step in rank.steps("drawn").items()} for rank in ranks]
+    common = set.intersection(*map(set, draws))
+    if len(common) < ENOUGH or len(common) > len(_equal(draws)):
         return
     seed = own_seed(ranks)
     noise = next(filter(None, map(noise_line, ranks.files)), "")
@@ -111,18 +106,17 @@ def _augmentations(ranks: Ranks) -> Iterator[Verdict]:
         }
         for rank in ranks
     ]
-    common = set.intersection(*(set(d) for d in draws))
-    same = [key for key in common if len({d[key] for d in draws}) == 1]
+    same = _equal(draws)
     generators = sorted({str(key[3]) for key in same})
     if len(same) < ENOUGH:
         return
-    first = next(a for a in ranks.first.all("augment"))
+    first = ranks.first.all("augment")[0]
     about = next((p for p in ranks.first.all("pass") if p["dataset"] == first["dataset"]), None)
     seed = own_seed(ranks)
-    calls = [f"{start}{name}.seed" for name in generators for start in ("", "np.", "numpy.")]
-    calls += ["np.random.seed", "numpy.random.seed"] if "numpy" in generators else []
-    lines = [call_line(file, calls) for file in ranks.files if "torch" not in generators]
-    line = next(filter(None, lines), "") or (seed_line(seed["lines"]) if seed else "")
+    calls = {f"{start}{name}.seed" for name in generators for start in ("", "np.", "numpy.")}
+    calls |= {"np.random.seed", "numpy.random.seed"} if "numpy" in generators else set()
+    line = "" if "torch" in generators else call_line(ranks.files, calls)
+    line = line or (seed_line(seed["lines"]) if seed else "")
     yield Verdict(
         code="same-augmentation",
         sentence="all ranks draw the same random numbers for their samples: the n-th sample of "
@@ -137,19 +131,22 @@ def _augmentations(ranks: Ranks) -> Iterator[Verdict]:
     )
 
 
+def _equal(draws: Sequence[dict[Any, str]]) -> list[Any]:
+    """List the keys with one value on all ranks."""
+    return [key for key in draws[0] if len({drawn.get(key) for drawn in draws}) == 1]
+
+
 def _evaluation(ranks: Ranks) -> Iterator[Verdict]:
     by_rank = {rank.number: read_passes(rank) for rank in ranks}
     first = ranks.first
     mine = by_rank[first.number]
-    if not any(p.trains for p in mine.values()):
-        return
     starts = sorted(p.about["t"] for p in mine.values() if p.trains)
-    begin = min(p.about["t"] for p in mine.values() if p.trains)  # before it, data is looked at
-    for key, one in mine.items():
-        parts = [passes.get(key) for passes in by_rank.values()]
-        if one.trains or one.num_batches is None or key[2] > 1 or one.about["t"] < begin:
+    for key, one in mine.items() if starts else ():
+        # WHY since the first: before training, data is looked at
+        if one.trains or one.num_batches is None or key[2] > 1 or one.about["t"] < starts[0]:
             continue
-        others = [p for p in parts if p is not None and p.num_batches is not None]
+        parts = [passes[key] for passes in by_rank.values() if key in passes]
+        others = [part for part in parts if part.num_batches is not None]
         # Results may be joined until the next training begins.
         until = min((t for t in starts if t > one.ended_at), default=float("inf"))
         joining = [
@@ -189,19 +186,18 @@ def _judge_pass(
     sets = [set(p.keys) if is_part or not p.indices else set(p.indices) for p in parts]
     if not all(sets):
         return
-    shared = len(sets[0] & sets[1])
-    is_split = shared < 0.5 * len(sets[0])
-    if is_split and not joining and is_over:
-        yield _not_joined(
-            one, ranks, "each rank evaluates its own share, and nothing joins the results"
-        )
+    if len(sets[0] & sets[1]) >= 0.5 * len(sets[0]):
+        return  # it is not split
+    if not joining and is_over:
+        why = "each rank evaluates its own share, and nothing joins the results"
+        yield _not_joined(one, ranks, why)
     total = sum(len(p.indices) for p in parts)
     is_padded = bool(size) and not is_part and one.about["replicas"] == len(parts) and total > size
     # WHY: gather_for_metrics, and what a framework calls, drops what is there twice
     own = [record for record in joining if record["via"] in _JOINING]
     gathers = [record for record in own if "gather" in record["via"]]
     is_cut = any(drops_padding(record["line"].rpartition(":")[0]) for record in gathers)
-    if is_split and is_padded and own and not is_cut and not one.about["drop_last"]:
+    if is_padded and own and not is_cut and not one.about["drop_last"]:
         is_prepared = bool(gathers) and one.about["sampler"] != "DistributedSampler"
         yield Verdict(
             code="evaluation-padded",

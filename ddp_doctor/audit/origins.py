@@ -6,12 +6,12 @@ Only what was measured is looked for. Empty: it is not found, and the line where
 import ast
 import linecache
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ddp_doctor.audit.source_rules import called, last_name, names_in
+from ddp_doctor.audit.source_rules import assignments, called, last_name, names_in
 
 _DRAWS = frozenset(("randn", "randn_like", "rand", "rand_like", "randint", "randint_like")).union(
     ("normal_", "uniform_", "bernoulli", "bernoulli_", "normal", "random_", "exponential_")
@@ -56,22 +56,26 @@ def _loops_around(place: str) -> list[ast.For | ast.While]:
 
 def made_line(place: str, keyword: str = "") -> str:
     """Give the assignment to the model whose parameters() a call at a line gets, or its keyword."""
-    file, number = _lines_of(place)
-    names: set[str] = set()
-    for node in nodes_of(file):
-        if isinstance(node, ast.Call) and node.lineno <= number <= (node.end_lineno or 0):
-            given = [a.value for a in node.keywords if a.arg == keyword]
-            if last_name(node.func) == "parameters" and isinstance(node.func, ast.Attribute):
-                given += [node.func.value] if not keyword else []
-            names |= {value.id for value in given if isinstance(value, ast.Name)}
-
-    def makes(node: ast.AST) -> bool:
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        found = (n for target in targets for n in ast.walk(target))
-        return any(isinstance(n, ast.Name) and n.id in names for n in found)
-
-    before = [line for line in _lines(file, makes) if is_between(line, f"{file}:0", place)]
+    file = _lines_of(place)[0]
+    given: list[ast.expr] = []
+    for node in _calls_at(place):
+        given += [a.value for a in node.keywords if a.arg == keyword]
+        if not keyword and called(node) == "parameters" and isinstance(node.func, ast.Attribute):
+            given.append(node.func.value)
+    names = {value.id for value in given if isinstance(value, ast.Name)}
+    made = (
+        f"{file}:{target.lineno}"
+        for targets, _ in assignments(nodes_of(file))
+        for target in ast.walk(targets)
+        if isinstance(target, ast.Name) and target.id in names
+    )
+    before = [line for line in made if is_between(line, f"{file}:0", place)]
     return max(before, key=_lines_of, default="")
+
+
+def _calls_at(place: str) -> list[ast.Call]:
+    file, number = _lines_of(place)
+    return [n for n in nodes_of(file) if isinstance(n, ast.Call) and has_line([n], number)]
 
 
 def change_line(first: str, last: str) -> str:
@@ -119,20 +123,18 @@ def own_loss_line(place: str) -> str:
     """Give the line of a trainer's compute_loss() that makes the loss, in the file of a line."""
     file = _lines_of(place)[0]
     own = [n for n in nodes_of(file) if getattr(n, "name", "") == "compute_loss"]
-    made = [n for function in own for n in ast.walk(function) if isinstance(n, ast.Assign)]
-    lines = [n.lineno for n in made if any("loss" in name for name in map(last_name, n.targets))]
+    made = [pair for function in own for pair in assignments(ast.walk(function))]
+    lines = [target.lineno for target, _ in made if "loss" in last_name(target)]
     return f"{file}:{max(lines)}" if lines else ""
 
 
-def split_line(file: str) -> str:
-    """Give the first call that splits data at random."""
-    splits = ("random_split", "train_test_split")
-    return _first(file, lambda n: called(n) in splits)
+def call_line(files: Iterable[str], names: Set[str]) -> str:
+    """Give the first call that is written as one of these names, in the first file that has one."""
 
+    def is_it(node: ast.AST) -> bool:
+        return isinstance(node, ast.Call) and bool(names & {called(node), ast.unparse(node.func)})
 
-def call_line(file: str, names: Collection[str]) -> str:
-    """Give the first call in a file that is written as one of these names."""
-    return _first(file, lambda n: isinstance(n, ast.Call) and ast.unparse(n.func) in names)
+    return next(filter(None, (_first(file, is_it) for file in files)), "")
 
 
 def noise_line(file: str) -> str:
@@ -175,14 +177,9 @@ def drops_padding(file: str) -> bool:
 
 def is_planned_by_loader(place: str) -> bool:
     """Whether the calls at a line, or what is assigned to the names in them, ask len(loader)."""
-    file, number = _lines_of(place)
-    assigned: dict[str, str] = {}
-    texts = []
-    for node in nodes_of(file):
-        if isinstance(node, ast.Assign):
-            assigned |= {last_name(target): ast.unparse(node.value) for target in node.targets}
-        elif isinstance(node, ast.Call) and node.lineno <= number <= (node.end_lineno or 0):
-            texts.append(ast.unparse(node))
+    nodes = nodes_of(_lines_of(place)[0])
+    assigned = {last_name(target): ast.unparse(value) for target, value in assignments(nodes)}
+    texts = list(map(ast.unparse, _calls_at(place)))
     for _ in range(2):
         texts += [assigned.get(name, "") for name in re.findall(r"\w+", " ".join(texts))]
     return re.search(r"len\(\w*(loader|dl)\w*\)", " ".join(texts)) is not None
@@ -203,13 +200,8 @@ def scaling_line(near: str, words: Collection[str]) -> str:
     """
     file, number = _lines_of(near)
     nodes = nodes_of(file)
-    aliases = {
-        name
-        for node in nodes
-        if isinstance(node, ast.Assign) and _has(node.value, words)
-        for target in node.targets
-        for name in names_in(target)
-    }
+    scales = [target for target, value in assignments(nodes) if _has(value, words)]
+    aliases = set().union(*map(names_in, scales))
 
     def is_it(factor: ast.expr) -> bool:
         is_named = not words or _has(factor, words) or bool(names_in(factor) & aliases)
@@ -253,16 +245,11 @@ def are_alternatives(lines: Sequence[str]) -> bool:
     """Whether one pass of a loop runs only one of these lines: the arms of one `if`."""
     if len(lines) < 2:
         return True
-    files, numbers = zip(*(line.rsplit(":", 1) for line in lines), strict=True)
-    if len(lines) > 2 or files[0] != files[1]:
-        return False
-    first, second = sorted(map(int, numbers))
-    return any(
-        has_line(node.body, first) and has_line(node.orelse, second)
-        for node in nodes_of(files[0])
-        if isinstance(node, ast.If)
-    )
+    (file, first), (other, second) = sorted(map(_lines_of, lines))[:2]
+    choices = [node for node in nodes_of(file) if isinstance(node, ast.If)]
+    is_either = any(has_line(n.body, first) and has_line(n.orelse, second) for n in choices)
+    return len(lines) == 2 and file == other and is_either
 
 
-def has_line(body: Sequence[ast.stmt], number: int) -> bool:
+def has_line(body: Sequence[ast.stmt | ast.expr], number: int) -> bool:
     return any(node.lineno <= number <= (node.end_lineno or 0) for node in body)

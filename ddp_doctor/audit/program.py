@@ -40,7 +40,7 @@ class Ending:
     """How the program ended."""
 
     status: int | None
-    """Exit status; None: the audit ended it, because it had seen enough or because it hung."""
+    """None: the audit ended it, because it had seen enough or because it hung."""
 
     hung: bool = False
 
@@ -84,10 +84,7 @@ def _watch(
 ) -> Ending:
     followers: dict[Path, Follower] = {}
     enough_at: float | None = None
-    while True:
-        status = process.poll()
-        if status is not None:
-            return Ending(status)
+    while (status := process.poll()) is None:
         time.sleep(POLL_S)
         now = time.monotonic()
         for path in folder.glob("p*.jsonl"):
@@ -101,6 +98,7 @@ def _watch(
         num_known = sum(follower.is_rank for follower in followers.values())
         if hangs(ranks, now, patience_s, num_known=num_known):
             return Ending(None, hung=True)
+    return Ending(status)
 
 
 def hangs(ranks: Sequence[Follower], now: float, patience_s: float, *, num_known: int) -> bool:
@@ -143,34 +141,24 @@ def _end(process: "subprocess.Popen[bytes]", folder: Path) -> None:
     if process.poll() is None:
         process.kill()
         process.wait()
-    pids = [pid for pid in _observed_pids(folder) if pid != os.getpid()]
     for number in (signal.SIGTERM, signal.SIGKILL):
-        for pid in pids:
+        for pid in _living(folder):
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
         end = time.monotonic() + LEAVE_S
-        while (pids := [pid for pid in pids if _is_alive(pid)]) and time.monotonic() < end:
+        while _living(folder) and time.monotonic() < end:
             time.sleep(POLL_S / 4)
 
 
-def _observed_pids(folder: Path) -> list[int]:
+def _living(folder: Path) -> list[int]:
     """List the living processes of the program: those with our folder in their environment."""
-    found = {int(path.stem.removeprefix("p")) for path in folder.glob("p*.jsonl")}
-    found = {pid for pid in found if _is_alive(pid)} if sys.platform != "linux" else set()
-    mark = f"{FOLDER_VARIABLE}={folder}".encode()
+    mark, found = f"{FOLDER_VARIABLE}={folder}".encode(), []
     for entry in Path("/proc").glob("[0-9]*/environ"):
-        try:
+        with suppress(OSError):  # it ended, or is somebody else's
             if mark in entry.read_bytes().split(b"\0"):
-                found.add(int(entry.parent.name))
-        except OSError:  # it ended, or is somebody else's
-            continue
-    return sorted(found)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-        state = Path(f"/proc/{pid}/stat")
-        return not state.exists() or state.read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (OSError, IndexError):
-        return False
+                found.append(int(entry.parent.name))
+    for path in folder.glob("p*.jsonl") if sys.platform != "linux" else ():
+        with suppress(OSError):  # it ended
+            os.kill(pid := int(path.stem.removeprefix("p")), 0)
+            found.append(pid)
+    return found

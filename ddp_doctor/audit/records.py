@@ -7,6 +7,7 @@ import json
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,12 @@ class Rank:
         return found
 
     def last(self, kind: str) -> Record | None:
-        records = self.all(kind)
-        return records[-1] if records else None
+        return next(reversed(self.all(kind)), None)
+
+    def steps(self, *fields: str) -> dict[tuple[int, int], Record]:
+        """Return the steps that have these fields, by optimizer and number."""
+        steps = (s for s in self.all("step") if all(s.get(name) for name in fields))
+        return {(s["o"], s["n"]): s for s in steps}
 
     def trained_passes(self) -> set[tuple[int, int]]:
         """Give the loader and the number of each pass that trains.
@@ -110,8 +115,8 @@ class Ranks:
         Then no DDP object is common to them, and no sampler splits the data over all ranks.
         """
         trained = first.trained_passes()
-        passes = [p for p in first.all("pass") if (p["loader"], p["number"]) in trained]
-        is_split = any(p["replicas"] == self.world_size for p in passes)
+        split = [p for p in first.all("pass") if p["replicas"] == self.world_size]
+        is_split = any((p["loader"], p["number"]) in trained for p in split)
         return self.smaller_group(first, other) is not None and not is_split
 
     @property
@@ -136,13 +141,13 @@ class Ranks:
 
 def read_ranks(folder: Path) -> Ranks:
     """Read the records of all processes. A process that is no rank belongs to its parent's rank."""
-    files = [read_file(path) for path in sorted(folder.glob("p*.jsonl"))]
+    files = filter(None, map(read_file, sorted(folder.glob("p*.jsonl"))))
     ranks: dict[int, Rank] = {}
     by_pid: dict[int, Rank] = {}
     others = []
-    for records in sorted((f for f in files if f), key=lambda f: float(f[0]["t"])):
+    for records in sorted(files, key=lambda records: float(records[0]["t"])):
         process = records[0]
-        if not any(record["k"] in _OF_RANKS for record in records):
+        if not _is_of_rank(records):
             others.append(records)
             continue
         number = _number_of(records, taken=ranks)
@@ -153,9 +158,8 @@ def read_ranks(folder: Path) -> Ranks:
     if len({len(rank.all("optimizer")) for rank in ranks.values()}) > 1:
         _number_by_line(ranks.values())
     for records in others:
-        parent = by_pid.get(records[0]["parent"])
-        for record in records if parent else ():
-            if parent and record["k"] == "augment":
+        if parent := by_pid.get(records[0]["parent"]):
+            for record in (r for r in records if r["k"] == "augment"):
                 parent.add(record)
     return Ranks(ranks)
 
@@ -193,33 +197,36 @@ def read_file(path: Path) -> list[Record]:
 
     A program that starts itself anew (exec) keeps its process id: what trained last counts.
     """
-    runs: list[list[Record]] = [[]]
-    for line in path.read_bytes().split(b"\n")[:-1]:
-        try:
-            record = json.loads(line)
-        except ValueError:  # cut by a full disk
-            continue
+    runs: list[list[Record]] = []
+    for record in parsed(path.read_bytes()):
         if record["k"] == "process":
             runs.append([])
-        runs[-1].append(record)
-    trained = [run for run in runs[1:] if any(record["k"] in _OF_RANKS for record in run)]
-    return (trained or runs[1:] or [[]])[-1]
+        for run in runs[-1:]:
+            run.append(record)
+    return ([run for run in runs if _is_of_rank(run)] or runs or [[]])[-1]
+
+
+def _is_of_rank(records: Iterable[Record]) -> bool:
+    return any(record["k"] in _OF_RANKS for record in records)
+
+
+def parsed(content: bytes) -> Iterator[Record]:
+    """Parse complete lines."""
+    for line in content.split(b"\n")[:-1]:
+        with suppress(ValueError):  # cut by a full disk
+            yield json.loads(line)
 
 
 class Follower:
     """Reads one file as it grows: how far its process is."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._place = 0
-        self.pid = int(path.stem.removeprefix("p"))
-        self.num_steps = 0
-        self.num_passes = 0
-        self.is_rank = False
+        self._path, self._place = path, 0
+        self.num_steps = self.num_passes = 0
+        self.is_rank = self.has_ended = False
         self.local_world_size = 1
         """Ranks on this host, as the launcher says; those of other hosts are not seen here."""
 
-        self.has_ended = False
         self.stalls: list[Record] = []
         """The last records, if they are stalls."""
 
@@ -230,13 +237,8 @@ class Follower:
         with self._path.open("rb") as file:
             file.seek(self._place)
             new = file.read()
-        complete = new[: new.rfind(b"\n") + 1]
-        self._place += len(complete)
-        for line in complete.splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:  # cut by a full disk
-                continue
+        self._place += new.rfind(b"\n") + 1
+        for record in parsed(new):
             kind = record["k"]
             self.heard_at = now
             self.is_rank = self.is_rank or kind in _OF_RANKS

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ddp_doctor.audit.origins import epoch_line, loop_line, made_line, seed_line, split_line
+from ddp_doctor.audit.origins import call_line, epoch_line, loop_line, made_line, seed_line
 from ddp_doctor.audit.records import Rank, Ranks, Record
 from ddp_doctor.audit.verdict import Verdict
 
@@ -47,24 +47,25 @@ def read_passes(rank: Rank) -> dict[Key, Pass]:
     trained = rank.trained_passes()
     names: dict[int, tuple[str, int]] = {}
     counts: Counter[str] = Counter()
-    passes: dict[Key, Pass] = {}
+    passes: dict[tuple[int, int], Pass] = {}
     for about in rank.all("pass"):
-        if about["loader"] not in names:
-            names[about["loader"]] = (about["made"], counts[about["made"]])
-            counts[about["made"]] += 1
-        key = (*names[about["loader"]], about["number"])
-        passes[key] = Pass(about=about, trains=(about["loader"], about["number"]) in trained)
+        loader, made = about["loader"], about["made"]
+        if loader not in names:
+            names[loader] = (made, counts[made])
+            counts[made] += 1
+        key = loader, about["number"]
+        passes[key] = Pass(about=about, trains=key in trained)
     for batch in rank.all("batch"):
-        of = passes[(*names[batch["loader"]], batch["number"])]
+        of = passes[batch["loader"], batch["number"]]
         of.num_seen += 1
         of.indices += batch["indices"] or []
         of.batch_size = max(of.batch_size, batch["size"])
         columns = [[text[i : i + 8] for i in range(0, len(text), 8)] for text in batch["hashes"]]
         of.keys += list(zip(*columns, strict=True)) if columns else []
     for end in rank.all("end"):
-        of = passes[(*names[end["loader"]], end["number"])]
+        of = passes[end["loader"], end["number"]]
         of.num_batches, of.ended_at = end["batches"], end["t"]
-    return passes
+    return {(*names[loader], number): one for (loader, number), one in passes.items()}
 
 
 def judge_samples(ranks: Ranks) -> Iterator[Verdict]:
@@ -103,7 +104,7 @@ def _are_same_set(x: Pass, y: Pass) -> bool:
     """Whether equal indices are equal samples on two ranks."""
     if not x.indices or not y.indices:
         return False
-    if x.about["base"] == "part" or y.about["base"] == "part":
+    if "part" in (x.about["base"], y.about["base"]):
         return False
     mine, yours = (dict(zip(p.indices, p.keys, strict=False)) for p in (x, y))
     both = [i for i in mine if i in yours]
@@ -131,27 +132,27 @@ def _other_data(passes: Sequence[dict[int, Pass]], ranks: Ranks) -> Iterator[Ver
     Only contents that an index has again in the next pass count: others are augmented.
     """
     about = next(iter(passes[0].values())).about
-    if about["replicas"] != ranks.world_size or len(set(passes[0]) & set(passes[1])) < 2:
+    numbers = sorted(set(passes[0]) & set(passes[1]))[:2]
+    if about["replicas"] != ranks.world_size or len(numbers) < 2:
         return
     (now, later), (theirs, later_theirs) = (
-        [dict(zip(of[n].indices, of[n].keys, strict=False)) for of in passes]
-        for n in sorted(set(passes[0]) & set(passes[1]))[:2]
+        [dict(zip(of[n].indices, of[n].keys, strict=False)) for of in passes] for n in numbers
     )
-    again = [(now[i], later[i]) for i in now if i in later]
+    repeated = [(now[i], later[i]) for i in now if i in later]
     mine, yours = now | later, theirs | later_theirs
     both = [(mine[i], yours[i]) for i in mine if i in yours]
-    if min(len(again), len(both)) < FEWEST:
+    if min(len(repeated), len(both)) < FEWEST:
         return
-    columns = list(zip(_shares(both), _shares(again), strict=False))
+    columns = list(zip(_shares(both), _shares(repeated), strict=False))
     # WHY any equal one: a column of the same samples may be random on each rank
     if any(equal > SAME and distinct * len(both) > 1 for (equal, distinct), _ in columns):
         return
     if any(
-        equal < 0.1 and distinct > 0.5 and steady[0] == 1 for (equal, distinct), steady in columns
+        equal < 0.1 and distinct > 0.5 and again == 1 for (equal, distinct), (again, _) in columns
     ):
-        sets = set(mine.values()), set(yours.values())
-        is_shared = len(sets[0] & sets[1]) > 0.05 * len(sets[0])
-        split = next(filter(None, map(split_line, ranks.files)), "") if is_shared else ""
+        own, others = set(mine.values()), set(yours.values())
+        is_shared = len(own & others) > 0.05 * len(own)
+        split = call_line(ranks.files, {"random_split", "train_test_split"}) if is_shared else ""
         yield Verdict(
             code="samples-overlap" if is_shared else "samples-missing",
             sentence="the sampler splits over the ranks what is other data on each of them: "
@@ -249,37 +250,35 @@ def _repeated(by_rank: dict[int, Pass]) -> Iterator[Verdict]:
 
 
 def _order(by_rank: dict[int, Pass], following: dict[int, Pass]) -> Iterator[Verdict]:
-    for number, one in list(by_rank.items())[:1]:
-        other = following.get(number)
-        if other is None:
-            return
-        mine: Sequence[object] = one.indices or one.keys
-        yours: Sequence[object] = other.indices or other.keys
-        length = min(len(mine), len(yours))
-        about = one.about
-        is_long = length >= max(FEWEST, min(3 * one.batch_size, len(mine)))
-        if not is_long or mine[:length] != yours[:length] or len(set(mine)) <= length / 2:
-            return
-        if not about["shuffles"] or (not about["has_set_epoch"] and about["base"] == "part"):
-            return
-        loop = loop_line(about["lines"])
-        other_call = next(filter(None, map(epoch_line, about["lines"])), "")
-        why = "set_epoch(epoch) is not called"
-        if not about["has_set_epoch"]:
-            why = "its generator is seeded anew in each epoch"
-        elif other_call:
-            why = "this set_epoch() is of another sampler, or gets the same number in each epoch"
-        yield Verdict(
-            code="same-order",
-            sentence=f"two epochs have the same order, though the sampler shuffles: {why}",
-            place=(about["has_set_epoch"] and other_call) or loop or about["line"],
-            seen_at=about["line"],
-            evidence=(
-                f"{length} samples of passes {about['number']} and {about['number'] + 1} are in "
-                f"the same order ({about['sampler']})",
-                f"loader: {about['made']}",
-            ),
-        )
+    number, one = next(iter(by_rank.items()))
+    if (other := following.get(number)) is None:
+        return
+    about = one.about
+    mine: Sequence[object] = one.indices or one.keys
+    yours: Sequence[object] = other.indices or other.keys
+    length = min(len(mine), len(yours))
+    is_long = length >= max(FEWEST, min(3 * one.batch_size, len(mine)))
+    if not is_long or mine[:length] != yours[:length] or len(set(mine)) <= length / 2:
+        return
+    if not about["shuffles"] or (not about["has_set_epoch"] and about["base"] == "part"):
+        return
+    other_call = next(filter(None, map(epoch_line, about["lines"])), "")
+    why = "set_epoch(epoch) is not called"
+    if not about["has_set_epoch"]:
+        why, other_call = "its generator is seeded anew in each epoch", ""
+    elif other_call:
+        why = "this set_epoch() is of another sampler, or gets the same number in each epoch"
+    yield Verdict(
+        code="same-order",
+        sentence=f"two epochs have the same order, though the sampler shuffles: {why}",
+        place=other_call or loop_line(about["lines"]) or about["line"],
+        seen_at=about["line"],
+        evidence=(
+            f"{length} samples of passes {about['number']} and {about['number'] + 1} are in "
+            f"the same order ({about['sampler']})",
+            f"loader: {about['made']}",
+        ),
+    )
 
 
 def _uneven(by_rank: dict[int, Pass], ranks: Ranks) -> Iterator[Verdict]:
@@ -326,9 +325,6 @@ def _inputs(ranks: Ranks) -> Iterator[Verdict]:
 
 def own_seed(ranks: Ranks) -> Record | None:
     """Give the last seed that the program itself sets, if all ranks set the same."""
-    lasts = []
-    for rank in ranks:
-        own = [seed for seed in rank.all("seed") if seed["by_user"]]
-        lasts.append(own[-1] if own else None)
-    values = {None if last is None else last["value"] for last in lasts}
-    return lasts[0] if len(values) == 1 else None
+    own = [[seed for seed in rank.all("seed") if seed["by_user"]] for rank in ranks]
+    are_equal = all(own) and len({seeds[-1]["value"] for seeds in own}) == 1
+    return own[0][-1] if are_equal else None

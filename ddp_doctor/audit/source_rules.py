@@ -8,7 +8,7 @@ count in favour of the program.
 import ast
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ddp_doctor.audit.injected.collectives import OPERATIONS
@@ -55,9 +55,14 @@ class Script:
             ) from error
         self.nodes = list(ast.walk(self.tree))
         self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
-        self.modules = _imported(self.nodes)
-        self.ddp_models = _assigned_from(self.nodes, DDP_NAMES)
-        self.rank_flags = _rank_flags(self.nodes)
+        self.assigned = list(assignments(self.nodes))
+        self.ddp_models = {ast.unparse(t) for t, v in self.assigned if called(v) in DDP_NAMES}
+        self.rank_flags = {
+            last_name(target).lower()
+            for target, value in self.assigned
+            if any("rank" in name.lower() for name in names_in(value))
+        } - {""}
+        """Names that may hold the outcome of a comparison with the rank."""
 
     @property
     def is_distributed(self) -> bool:
@@ -65,7 +70,10 @@ class Script:
         return any(word in self.text for word in ("DistributedDataParallel", "init_process_group"))
 
     def imports_any(self, names: frozenset[str]) -> bool:
-        return any(module.split(".")[0] in names for module in self.modules)
+        imported = [n for n in self.nodes if isinstance(n, ast.Import | ast.ImportFrom)]
+        modules = [a.name for n in imported if isinstance(n, ast.Import) for a in n.names]
+        modules += [n.module or "" for n in imported if isinstance(n, ast.ImportFrom)]
+        return any(module.split(".")[0] in names for module in modules)
 
     def calls(self, name: str) -> Iterator[ast.Call]:
         """Yield calls of a function or method by its last name."""
@@ -83,16 +91,11 @@ class Script:
 
     def is_without_grad(self, node: ast.AST) -> bool:
         """Whether a node stands under no_grad or inference_mode, by with or by decorator."""
+        given: list[ast.AST] = []
         for parent in self.above(node):
-            given: list[ast.expr] = []
-            if isinstance(parent, ast.With | ast.AsyncWith):
-                given = [item.context_expr for item in parent.items]
-            elif isinstance(parent, ast.FunctionDef | ast.AsyncFunctionDef):
-                given = parent.decorator_list
-            words = " ".join(map(ast.unparse, given))
-            if any(word in words for word in ("no_grad", "inference_mode", "set_grad_enabled")):
-                return True
-        return False
+            given += getattr(parent, "items", getattr(parent, "decorator_list", []))
+        words = " ".join(map(ast.unparse, given))
+        return any(word in words for word in ("no_grad", "inference_mode", "set_grad_enabled"))
 
     def branches_of(self, node: ast.AST) -> Iterator[tuple[ast.If | ast.IfExp, bool]]:
         """Yield the conditions that a node depends on, in its function, and whether they hold."""
@@ -100,10 +103,9 @@ class Script:
         for parent in self.above(node):
             if isinstance(parent, FUNCTIONS):
                 return
-            if isinstance(parent, ast.If) and child is not parent.test:
-                yield parent, child in parent.body
-            elif isinstance(parent, ast.IfExp) and child is not parent.test:
-                yield parent, child is parent.body
+            if isinstance(parent, ast.If | ast.IfExp) and child is not parent.test:
+                body = parent.body if isinstance(parent.body, list) else [parent.body]
+                yield parent, child in body
             child = parent
 
     def is_for_some_ranks(self, node: ast.AST) -> bool:
@@ -111,10 +113,8 @@ class Script:
         if any(self.names_a_rank(test.test) for test, _ in self.branches_of(node)):
             return True
         function = self.function_of(node)
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) and any(
-            "rank" in ast.unparse(item) or "main" in ast.unparse(item)
-            for item in function.decorator_list
-        ):
+        decorators = " ".join(map(ast.unparse, getattr(function, "decorator_list", [])))
+        if "rank" in decorators or "main" in decorators:
             return True
         return any(
             isinstance(other, ast.If)
@@ -128,9 +128,8 @@ class Script:
     def names_a_rank(self, test: ast.AST) -> bool:
         """Whether a condition has a word that may stand for the rank."""
         words = {word.lower() for word in names_in(test)}
-        return any(part in word for word in words for part in RANK_WORDS) or bool(
-            words & self.rank_flags
-        )
+        is_named = any(part in word for word in words for part in RANK_WORDS)
+        return is_named or bool(words & self.rank_flags)
 
     def is_rank_zero(self, test: ast.AST) -> bool:
         """Whether a condition surely holds on one rank only: rank == 0, not rank."""
@@ -156,11 +155,8 @@ def find_bypass(script: Script) -> Found:
         scope = next((n for n in script.above(call) if isinstance(n, scopes)), None)
         if model not in script.ddp_models or scope is None or script.is_without_grad(call):
             continue
-        inside = list(ast.walk(scope))
-        is_also_whole = any(
-            isinstance(n, ast.Call) and ast.unparse(n.func) == model for n in inside
-        )
-        if not is_also_whole and _reaches_backward(call, scope):
+        calls = [ast.unparse(n.func) for n in ast.walk(scope) if isinstance(n, ast.Call)]
+        if model not in calls and _reaches_backward(call, scope):
             yield (
                 call,
                 f"{model}.module(...) is called in training: DDP's forward does not run, so the "
@@ -170,24 +166,20 @@ def find_bypass(script: Script) -> Found:
 
 def _reaches_backward(call: ast.Call, scope: ast.AST) -> bool:
     """Whether a value made by a call flows, by assignments around it, into a backward."""
-
-    def carries(node: ast.AST, names: set[str]) -> bool:
-        return any(n is call or (isinstance(n, ast.Name) and n.id in names) for n in ast.walk(node))
-
     tainted: set[str] = set()
-    is_reached = False
-    statements = sorted(
-        (n for n in ast.walk(scope) if isinstance(n, ast.Assign | ast.AugAssign | ast.Call)),
-        key=lambda n: (n.lineno, n.col_offset),
-    )
-    for node in statements:
-        if isinstance(node, ast.Assign) and carries(node.value, tainted):
+    kinds = ast.Assign | ast.AugAssign | ast.Call
+    statements = [node for node in ast.walk(scope) if isinstance(node, kinds)]
+    for node in sorted(statements, key=lambda n: (n.lineno, n.col_offset)):
+        value = node if isinstance(node, ast.Call) else node.value
+        if not any(n is call or getattr(n, "id", "") in tainted for n in ast.walk(value)):
+            continue
+        if called(node) == "backward":
+            return True
+        if isinstance(node, ast.Assign):
             tainted |= {n.id for t in node.targets for n in ast.walk(t) if isinstance(n, ast.Name)}
-        elif isinstance(node, ast.AugAssign) and carries(node.value, tainted):
-            tainted |= {node.target.id} if isinstance(node.target, ast.Name) else set()
-        elif called(node) == "backward":
-            is_reached = is_reached or carries(node, tainted)
-    return is_reached
+        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+            tainted.add(node.target.id)
+    return False
 
 
 def find_missing_set_epoch(script: Script) -> Found:
@@ -195,7 +187,7 @@ def find_missing_set_epoch(script: Script) -> Found:
     trains = any(True for _ in script.calls("backward"))
     if "set_epoch" in script.text or not trains or script.imports_any(FRAMEWORKS):
         return
-    if not any(_is_epoch_loop(node) for node in script.nodes):
+    if not any(map(_is_epoch_loop, script.nodes)):
         return
     for call in script.calls("DistributedSampler"):
         shuffle = next((k.value for k in call.keywords if k.arg == "shuffle"), None)
@@ -216,20 +208,10 @@ def _is_epoch_loop(node: ast.AST) -> bool:
     if not isinstance(node, ast.For):
         return False
     words = (ast.unparse(node.target) + " " + ast.unparse(node.iter)).lower()
-    return "epoch" in words or (_counts(node) and any(map(_trains_on_batches, ast.walk(node))))
-
-
-def _counts(loop: ast.For) -> bool:
-    return isinstance(loop.iter, ast.Call) and ast.unparse(loop.iter.func) == "range"
-
-
-def _trains_on_batches(node: ast.AST) -> bool:
     # WHY not a loop that counts: it may go over the micro-batches of one step
-    return (
-        isinstance(node, ast.For)
-        and not _counts(node)
-        and any(isinstance(n, ast.Attribute) and n.attr == "backward" for n in ast.walk(node))
-    )
+    loops = (n for n in ast.walk(node) if isinstance(n, ast.For) and called(n.iter) != "range")
+    trains = any(getattr(n, "attr", "") == "backward" for loop in loops for n in ast.walk(loop))
+    return "epoch" in words or (called(node.iter) == "range" and trains)
 
 
 def find_save_on_all_ranks(script: Script) -> Found:
@@ -239,49 +221,37 @@ def find_save_on_all_ranks(script: Script) -> Found:
     for call in script.calls("save"):
         if ast.unparse(call.func) != "torch.save" or len(call.args) < 2:
             continue
+        function = script.function_of(call)
         if script.is_for_some_ranks(call) or not _is_fixed_path(script, call.args[1]):
             continue
-        function = script.function_of(call)
         if isinstance(function, ast.Lambda):
             continue
         name = getattr(function, "name", "")
         callers = list(script.calls(name)) if name else []
         # WHY: who is called from other files only, nobody knows
         is_unsure = not callers or any(map(script.is_for_some_ranks, callers))
-        if name and is_unsure and name != "main" and name not in _spawned(script):
-            continue
-        yield (
-            call,
-            f"torch.save writes {ast.unparse(call.args[1])} on every rank at the same time",
-        )
-
-
-def _spawned(script: Script) -> set[str]:
-    """Collect the functions that spawn runs on every rank."""
-    return {last_name(call.args[0]) for call in script.calls("spawn") if call.args}
+        on_all = {"", "main"} | {last_name(c.args[0]) for c in script.calls("spawn") if c.args}
+        if not is_unsure or name in on_all:
+            path = ast.unparse(call.args[1])
+            yield call, f"torch.save writes {path} on every rank at the same time"
 
 
 def _is_fixed_path(script: Script, path: ast.expr) -> bool:
     """Whether a path is surely the same on all ranks: only texts, and names made of texts."""
     if any(part in name.lower() for name in names_in(path) for part in (*_UNIQUE, *_OPENERS)):
         return False
-    if isinstance(path, ast.Constant):
-        return isinstance(path.value, str) and not path.value.startswith("/dev/")
-    if isinstance(path, ast.JoinedStr):
-        return True
-    if isinstance(path, ast.Name):
-        values = [
-            node.value
-            for node in script.nodes
-            if isinstance(node, ast.Assign)
-            and any(isinstance(t, ast.Name) and t.id == path.id for t in node.targets)
-        ]
-        return bool(values) and all(
-            not isinstance(value, ast.Name) and _is_fixed_path(script, value) for value in values
-        )
-    if isinstance(path, ast.BinOp):
-        return isinstance(path.right, ast.Constant) or isinstance(path.left, ast.Constant)
-    return isinstance(path, ast.Call) and last_name(path.func) == "join"
+    match path:
+        case ast.Constant(value=text):
+            return isinstance(text, str) and not text.startswith("/dev/")
+        case ast.JoinedStr():
+            return True
+        case ast.Name(id=name):
+            values = [v for t, v in script.assigned if isinstance(t, ast.Name) and t.id == name]
+            are_plain = bool(values) and not any(isinstance(v, ast.Name) for v in values)
+            return are_plain and all(_is_fixed_path(script, v) for v in values)
+        case ast.BinOp(left=left, right=right):
+            return isinstance(left, ast.Constant) or isinstance(right, ast.Constant)
+    return called(path) == "join"
 
 
 def find_hard_coded_device(script: Script) -> Found:
@@ -316,12 +286,8 @@ def find_one_rank_collective(script: Script) -> Found:
         for call in script.calls(name):
             has_group = any(k.arg == "group" for k in call.keywords)
             alone = _one_rank_branch(script, call)
-            if (
-                _is_torchs(script, call, name)
-                and not has_group
-                and alone
-                and not _has_partner(script, call, name)
-            ):
+            is_theirs = _is_torchs(script, call, name) and not has_group
+            if is_theirs and alone and not _has_partner(script, call, name):
                 yield (
                     call,
                     f"{ast.unparse(call.func)} is called under `if {ast.unparse(alone.test)}` "
@@ -366,9 +332,8 @@ def find_one_rank_forward(script: Script) -> Found:
         if not isinstance(node, ast.Call) or ast.unparse(node.func) not in script.ddp_models:
             continue
         alone = _one_rank_branch(script, node)
-        others = [n for part in (alone.orelse if alone else []) for n in ast.walk(part)]
-        is_elsewhere = called(node) in set(map(called, others))
-        if alone and not is_elsewhere and not script.is_without_grad(node):
+        others = [called(n) for part in (alone.orelse if alone else []) for n in ast.walk(part)]
+        if alone and called(node) not in others and not script.is_without_grad(node):
             yield (
                 node,
                 f"{ast.unparse(node.func)}(...) is DDP's forward, and runs under `if "
@@ -400,32 +365,11 @@ def _is_global_rank(node: ast.AST) -> bool:
     return last_name(node) in ("rank", "global_rank", "RANK", "ddp_rank", "world_rank", "my_rank")
 
 
-def _imported(nodes: list[ast.AST]) -> set[str]:
-    modules = {a.name for node in nodes if isinstance(node, ast.Import) for a in node.names}
-    return modules | {
-        node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module
-    }
-
-
-def _assigned_from(nodes: list[ast.AST], functions: tuple[str, ...]) -> set[str]:
-    """Collect the names to which a call of one of these functions is assigned."""
-    return {
-        ast.unparse(target)
-        for node in nodes
-        if isinstance(node, ast.Assign) and called(node.value) in functions
-        for target in node.targets
-    }
-
-
-def _rank_flags(nodes: list[ast.AST]) -> set[str]:
-    """Collect the names that hold the outcome of a comparison with the rank."""
-    return {
-        last_name(target).lower()
-        for node in nodes
-        if isinstance(node, ast.Assign)
-        and any("rank" in name.lower() for name in names_in(node.value))
-        for target in node.targets
-    } - {""}
+def assignments(nodes: Iterable[ast.AST]) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Yield each target of an assignment, and the value."""
+    for node in nodes:
+        if isinstance(node, ast.Assign):
+            yield from ((target, node.value) for target in node.targets)
 
 
 RULES: Sequence[tuple[str, Callable[[Script], Found]]] = (

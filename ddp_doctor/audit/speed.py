@@ -6,8 +6,7 @@ from statistics import median
 from ddp_doctor.audit.records import Rank, Ranks, Record
 from ddp_doctor.audit.verdict import Verdict
 
-PARTS = ("wait_s", "forward_s", "backward_s", "optimizer_s", "collective_s")
-_NAMES = {
+PARTS = {
     "wait_s": "data",
     "forward_s": "forward",
     "backward_s": "backward and all-reduce",
@@ -35,11 +34,8 @@ def split_times(rank: Rank) -> dict[str, float]:
     steps = _steps_of(rank)
     if len(steps) < FEWEST:
         return {}
-    times = {name: 1e3 * median(step[name] for step in steps) for name in PARTS}
-    times["step"] = 1e3 * median(step["wall_s"] for step in steps)
-    times["audit"] = 1e3 * median(step["own_s"] for step in steps)
-    times["other"] = max(0.0, times["step"] - sum(times[name] for name in PARTS) - times["audit"])
-    return times
+    times = {n: 1e3 * median(step[n] for step in steps) for n in (*PARTS, "own_s", "wall_s")}
+    return times | {"other": max(0.0, 2 * times["wall_s"] - sum(times.values()))}
 
 
 def _steps_of(rank: Rank) -> list[Record]:
@@ -53,9 +49,9 @@ def time_lines(ranks: Ranks) -> list[str]:
         return []
     lines = ["time of a step in ms (median); what DDP's forward does not cover is other"]
     for number, times in rows:
-        parts = [f"{_NAMES[name]} {times[name]:.1f}" for name in PARTS]
-        parts += [f"other {times['other']:.1f}", f"the audit itself {times['audit']:.1f}"]
-        lines.append(f"  rank {number}: {times['step']:.1f} = {', '.join(parts)}")
+        names = PARTS | {"other": "other", "own_s": "the audit itself"}
+        parts = [f"{text} {times[name]:.1f}" for name, text in names.items()]
+        lines.append(f"  rank {number}: {times['wall_s']:.1f} = {', '.join(parts)}")
     return lines
 
 
@@ -65,8 +61,15 @@ def judge_speed(ranks: Ranks) -> Iterator[Verdict]:
     if len(times) > 1 and all(times.values()):
         yield from _slow_rank(ranks, times)
     first = times[ranks.first.number]
-    if first:
-        yield from _data(ranks.first, first)
+    about = next(iter(ranks.first.all("pass")), None)
+    if first and about and (share := first["wait_s"] / first["wall_s"]) > MUCH:
+        yield Verdict(
+            code="slow-data",
+            sentence=f"{share:.0%} of a step is spent waiting for data, with "
+            f"num_workers={about['workers']}",
+            place=about["made"],
+            evidence=(f"{first['wait_s']:.1f} of {first['wall_s']:.1f} ms",),
+        )
     for wrap in ranks.first.all("ddp"):
         yield from _ddp(ranks.first, wrap, first)
 
@@ -75,7 +78,7 @@ def _slow_rank(ranks: Ranks, times: dict[int, dict[str, float]]) -> Iterator[Ver
     # WHY not backward: in it the fast ranks wait for the slow one. In forward, too, if it begins
     # with a broadcast of the buffers.
     waits = any(wrap["broadcasts"] and wrap["num_norms"] for wrap in ranks.first.all("ddp"))
-    parts = ("wait_s", "other") if waits else ("wait_s", "forward_s", "other")
+    parts = ["wait_s", "other", "forward_s"][: 3 - waits]
     waiting = ["backward_s", "optimizer_s", "collective_s", "own_s", "forward_s"][: 4 + waits]
     each = {
         rank.number: [1e3 * (s["wall_s"] - sum(s[w] for w in waiting)) for s in _steps_of(rank)]
@@ -85,7 +88,7 @@ def _slow_rank(ranks: Ranks, times: dict[int, dict[str, float]]) -> Iterator[Ver
     slow = max(work, key=lambda n: work[n])
     rest = [median(row) for row in zip(*(each[n] for n in each if n != slow), strict=False)]
     others = median(rest)
-    least_ms = max(LEAST_MS, 0.1 * times[slow]["step"])
+    least_ms = max(LEAST_MS, 0.1 * times[slow]["wall_s"])
     pairs = list(zip(each[slow], rest, strict=False))
     if sum(a > max(SLOW * b, b + least_ms) for a, b in pairs) >= STEADY * len(pairs):
         part = max(
@@ -97,27 +100,14 @@ def _slow_rank(ranks: Ranks, times: dict[int, dict[str, float]]) -> Iterator[Ver
             code="slow-rank",
             sentence=f"rank {slow} is slow, and all others wait for it: {work[slow]:.1f} ms of own "
             f"work per step, the others {others:.1f}; most of it in "
-            f"{_NAMES.get(part, 'code outside the forward')}",
+            f"{PARTS.get(part, 'code outside the forward')}",
             place=step["line"],
-            evidence=(f"a step takes {times[slow]['step']:.1f} ms",),
-        )
-
-
-def _data(rank: Rank, times: dict[str, float]) -> Iterator[Verdict]:
-    share = times["wait_s"] / times["step"]
-    about = next(iter(rank.all("pass")), None)
-    if about and share > MUCH:
-        workers = about["workers"]
-        yield Verdict(
-            code="slow-data",
-            sentence=f"{share:.0%} of a step is spent waiting for data, with num_workers={workers}",
-            place=about["made"],
-            evidence=(f"{times['wait_s']:.1f} of {times['step']:.1f} ms",),
+            evidence=(f"a step takes {times[slow]['wall_s']:.1f} ms",),
         )
 
 
 def _ddp(rank: Rank, wrap: Record, times: dict[str, float]) -> Iterator[Verdict]:
-    steps = [s for s in rank.all("step") if "g" in s]
+    steps = list(rank.steps("g").values())
     is_only = len(rank.all("ddp")) == 1
     unused = any(g is None for step in steps for g in step["g"])
     is_plain = is_only and len(steps) > 3 and len(rank.all("optimizer")) == 1
@@ -148,7 +138,7 @@ def _ddp(rank: Rank, wrap: Record, times: dict[str, float]) -> Iterator[Verdict]
         )
     elif is_only and len(needless) > 2:
         number = needless[0]["backwards"]["sync"]
-        share = times["backward_s"] / times["step"] if times else 0.0
+        share = times["backward_s"] / times["wall_s"] if times else 0.0
         yield Verdict(
             code="no-sync-missing",
             sentence=f"the gradients are averaged {number} times per step: under no_sync() once "

@@ -4,6 +4,7 @@ The ranks agree on these, so the records of one rank are enough; but clipping be
 shows only between ranks.
 """
 
+import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -39,7 +40,7 @@ def judge_updates(ranks: Ranks) -> Iterator[Verdict]:
     """Yield what is wrong with the steps."""
     rank = ranks.first
     for optimizer in rank.all("optimizer"):
-        steps = [s for s in rank.all("step") if s["o"] == optimizer["o"] and "g" in s]
+        steps = [s for s in rank.steps("g").values() if s["o"] == optimizer["o"]]
         yield from _zeroing(steps)
         yield from judge_scale(rank, optimizer, steps, ranks)
         if not ranks.are_sharded:
@@ -55,8 +56,8 @@ def _zeroing(steps: Sequence[Record]) -> Iterator[Verdict]:
     later = [s for s in steps if s["n"] > 1 and s["num_looks"] and any(s["g"])]
     if len(later) < ENOUGH:
         return
+    step = later[0]
     if all(step["num_zero"] == 0 for step in later):
-        step = later[0]
         yield Verdict(
             code="gradients-not-zeroed",
             sentence="the gradients are never set to zero: every step adds to those of all steps "
@@ -75,7 +76,6 @@ def _zeroing(steps: Sequence[Record]) -> Iterator[Verdict]:
         and len(step["backward_lines"]) == 1
         for step in later
     ):
-        step = later[0]
         yield Verdict(
             code="accumulation-lost",
             sentence=f"{step['num_looks']} batches make a step, but the gradients are set to zero "
@@ -127,13 +127,14 @@ def _still(
         return
     every = [i for i, is_trained in enumerate(optimizer["trainable"]) if is_trained]
     unused = [i for i in every if all(step["g"][i] is None for step in steps)]
-    if any(look["orphans"] for look in rank.all("still")):  # see _orphans
+    looks = rank.all("still")
+    if any(look["orphans"] for look in looks):  # see _orphans
         unused = [i for i in unused if optimizer["in_ddp"][i]]
     stuck = {
         i
-        for record in rank.all("still")
-        if record["o"] == optimizer["o"]
-        for i, rate in record["still"]
+        for look in looks
+        if look["o"] == optimizer["o"]
+        for i, rate in look["still"]
         if i in every
         and len({step["w"][i] for step in steps} | {optimizer["first"][i]}) == 1
         and (rate != 0 or all(0 in step["lr"] for step in steps))
@@ -156,12 +157,12 @@ def _still(
             evidence=(f"{len(steps)} of {steps[-1]['n']} steps were looked at",),
         )
     if stuck:
-        rates = {rate for r in rank.all("still") for i, rate in r["still"] if i in stuck}
+        rates = sorted({rate for look in looks for i, rate in look["still"] if i in stuck})
         yield Verdict(
             code="parameter-never-moves",
             sentence=f"{_named(optimizer, sorted(stuck))} get gradients, but never change",
             place=optimizer["line"],
-            evidence=(f"learning rate {', '.join(map(str, sorted(rates)))}",),
+            evidence=(f"learning rate {', '.join(map(str, rates))}",),
         )
 
 
@@ -173,19 +174,16 @@ def _named(optimizer: Record, indices: Sequence[int]) -> str:
 
 def _orphans(rank: Rank) -> Iterator[Verdict]:
     """Yield parameters of the DDP model that no optimizer holds."""
-    looks = rank.all("still")
-    made = {record["o"]: record for record in rank.all("optimizer")}
-    if not looks:
-        return
-    names = [name for name in looks[-1]["orphans"] if name]
-    optimizer = made.get(looks[-1]["o"])
+    look = rank.last("still") or {"orphans": [], "o": None}
+    names = [name for name in look["orphans"] if name]
+    optimizer = next((made for made in rank.all("optimizer") if made["o"] == look["o"]), None)
     if names and optimizer:
-        shown = ", ".join(names[:MAX_NAMED])
         more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
         num_stale = sum(not is_in_ddp for is_in_ddp in optimizer["in_ddp"])
         yield Verdict(
             code="parameter-not-in-optimizer",
-            sentence=f"{shown}{more}: trainable, but in no optimizer, so never updated",
+            sentence=f"{', '.join(names[:MAX_NAMED])}{more}: trainable, but in no optimizer, so "
+            "never updated",
             place=optimizer["line"],
             evidence=(
                 f"{len(names)} parameters of the DDP model are in no optimizer",
@@ -225,12 +223,11 @@ def _clipping(ranks: Ranks) -> Iterator[Verdict]:
 
 
 def _are_averaged_later(ranks: Ranks, clip: Record) -> bool:
-    """Whether the ranks had equal gradients at the step that followed a clipping."""
-    pair = [
-        [s for s in rank.all("step") if s["n"] == clip["next_steps"].get(str(s["o"])) and "g" in s]
-        for rank in list(ranks)[:2]
-    ]
-    return all(pair) and all(a["g"] == b["g"] for a, b in zip(*pair, strict=False))
+    """Whether the ranks had equal gradients at the steps that followed a clipping."""
+    mine, yours = (rank.steps("g") for rank in list(ranks)[:2])
+    keys = {(int(o), n) for o, n in clip["next_steps"].items()}
+    found = keys & mine.keys() & yours.keys()
+    return bool(found) and all(mine[key]["g"] == yours[key]["g"] for key in found)
 
 
 def judge_scale(
@@ -332,23 +329,20 @@ def _shares_outputs(rank: Rank) -> bool:
 
 def judge_by_hand(rank: Rank, ranks: Ranks) -> Iterator[Verdict]:
     """Yield gradients that an all-reduce of the program adds up, and does not average."""
-    others = [r for r in ranks if r is not rank]
+    others = [r.steps() for r in ranks if r is not rank]
     lines = Counter(c["line"] for c in rank.all("collective") if c["op"] == "all_reduce")
     is_whole = len(ranks) == ranks.world_size and bool(others)
     if not lines or not is_whole or any(r.all("ddp") for r in ranks):
         return
     found = []
-    for step in rank.all("step"):
-        same = [
-            s for r in others for s in r.all("step") if (s["o"], s["n"]) == (step["o"], step["n"])
-        ]
-        reading = _reading(rank, {**step, "ratio": None}) if "g" in step else None
+    for key, step in rank.steps("g").items():
+        same = [steps[key] for steps in others if key in steps]
+        reading = _reading(rank, step | {"ratio": None})
         if reading is None or step["n"] < 2 or len(same) != len(others):
             continue
-        parts, factor = reading
         share = _share_of_sum(step, same)
         if share is not None:
-            found.append(round(share * factor * parts * ranks.world_size, 3))
+            found.append(round(share * math.prod(reading) * ranks.world_size, 3))
     if len(found) < ENOUGH or len(set(found)) != 1:
         return
     world, whole = ranks.world_size, found[0]
@@ -367,11 +361,10 @@ def judge_by_hand(rank: Rank, ranks: Ranks) -> Iterator[Verdict]:
 
 def _share_of_sum(step: Record, others: Sequence[Record]) -> float | None:
     """Give the factor between the sum of all ranks' own gradients and those of the step."""
-    values = [s.get("values") for s in (step, *others)]
-    if not all(values) or len({len(part) for pair in values if pair for part in pair}) != 1:
+    values: list[list[list[float]]] = [s["values"] for s in (step, *others) if s.get("values")]
+    is_known = len(values) > len(others) and all(map(all, values))
+    if not is_known or len({len(part) for pair in values for part in pair}) != 1:
         return None
-    own = [sum(numbers) for numbers in zip(*(pair[0] for pair in values if pair), strict=True)]
-    after = values[0][1] if values[0] else []
-    shares = [b / a for a, b in zip(own, after, strict=True) if abs(a) > 1e-6]
-    is_one = bool(shares) and all(_is(share, shares[0]) for share in shares)
-    return shares[0] if is_one else None
+    own = [sum(numbers) for numbers in zip(*(before for before, _ in values), strict=True)]
+    shares = [b / a for a, b in zip(own, values[0][1], strict=True) if abs(a) > 1e-6]
+    return shares[0] if shares and all(_is(share, shares[0]) for share in shares) else None

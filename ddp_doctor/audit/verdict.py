@@ -68,18 +68,8 @@ def as_json(verdicts: Sequence[Verdict], *, error: str = "", num_ranks: int = 0)
 
     num_ranks: how many ranks were compared; 0 for a source.
     """
-    rows = [
-        {
-            "code": verdict.code,
-            "severity": verdict.severity,
-            "sentence": verdict.sentence,
-            "file": verdict.file,
-            "line": verdict.line,
-            "seen_at": verdict.seen_at,
-            "evidence": list(verdict.evidence),
-        }
-        for verdict in in_order(verdicts)
-    ]
+    names = ("code", "severity", "sentence", "file", "line", "seen_at", "evidence")
+    rows = [{name: getattr(v, name) for name in names} for v in in_order(verdicts)]
     is_healthy = not error and not any(verdict.is_mistake for verdict in verdicts)
     report = {"verdicts": rows, "healthy": is_healthy}
     more = {name: value for name, value in (("ranks", num_ranks), ("error", error)) if value}

@@ -19,7 +19,13 @@ MAX_NAMED = 3
 def judge_weights(ranks: Ranks) -> Iterator[Verdict]:
     """Yield what makes the ranks' models differ: the first cause for each pair of ranks."""
     if len(ranks) > 1 and not any(rank.all("init") for rank in ranks):
-        yield _no_group(ranks)
+        yield Verdict(
+            code="no-process-group",
+            sentence=f"{len(ranks)} processes train, but none called init_process_group: each "
+            "trains a model of its own",
+            place=next((o["line"] for o in ranks.first.all("optimizer")), ""),
+            evidence=(f"ranks seen: {sorted(ranks.by_number)}",),
+        )
         return
     if ranks.are_sharded:
         return
@@ -31,45 +37,32 @@ def judge_weights(ranks: Ranks) -> Iterator[Verdict]:
         yield from _buffers(first, other)
 
 
-def _no_group(ranks: Ranks) -> Verdict:
-    line = next((o["line"] for o in ranks.first.all("optimizer")), "")
-    return Verdict(
-        code="no-process-group",
-        sentence=f"{len(ranks)} processes train, but none called init_process_group: each trains "
-        "a model of its own",
-        place=line,
-        evidence=(f"ranks seen: {sorted(ranks.by_number)}",),
-    )
-
-
 def _first_difference(first: Rank, other: Rank, ranks: Ranks) -> Iterator[Verdict]:
-    mine, yours = (
-        {(step["o"], step["n"]): step for step in rank.all("step")} for rank in (first, other)
-    )
-    made = {record["o"]: record for record in first.all("optimizer")}
-    made_there = {record["o"]: record for record in other.all("optimizer")}
+    mine, yours = first.steps(), other.steps()
+    made, made_there = ({o["o"]: o for o in rank.all("optimizer")} for rank in (first, other))
     # WHY: after a Join the ranks have made other numbers of steps, and count on from there
     until = min((j["t"] for rank in (first, other) for j in rank.all("joined")), default=None)
     for key in sorted(set(mine) & set(yours), key=lambda key: key[1]):
         number, step = key
         if number not in made or number not in made_there:
             continue
-        optimizer = made[number]
-        if optimizer["shapes"] != made_there[number]["shapes"]:
+        optimizer, there, a, b = made[number], made_there[number], mine[key], yours[key]
+        if optimizer["shapes"] != there["shapes"]:
             return  # they hold other parts of the model on purpose
-        a, b = mine[key], yours[key]
         if until is not None and max(a["t"], b["t"]) > until:
             return
         if not any(optimizer["in_ddp"]) and not any(a.get("g", [None])):
             continue  # its parameters take no part in training: no rank uses them
         who = f"ranks {first.number} and {other.number}"
-        there = made_there[number]
         starts = [_trained(optimizer, a, made["first"]) for made in (optimizer, there)]
         if step == 1 and (seen := _which(optimizer, *starts)):
-            late = _made_late(optimizer, there)
-            group = ranks.smaller_group(first, other)
-            told = f"{who}, before step 1: {seen}"
-            yield _unequal_start(first, other, optimizer, told, late, group)
+            place, why = _unequal_start(first, other, optimizer, there, ranks)
+            yield Verdict(
+                code="weights-differ",
+                sentence=f"the weights differ between ranks before the first step: {why}",
+                place=place or optimizer["line"],
+                evidence=(f"{who}, before step 1: {seen}",),
+            )
             return
         if a["lr"] != b["lr"]:
             schedulers = [_only_on_one(first, other, "schedule")]
@@ -125,35 +118,23 @@ def _trained(optimizer: Record, step: Record, weights: Sequence[object]) -> list
     return [w if is_in_ddp or g is not None else None for w, is_in_ddp, g in parts]
 
 
-def _made_late(optimizer: Record, there: Record) -> str:
-    """Give the line of a weight that differs because it was made after the DDP wrap."""
-    weights = zip(optimizer["first"], there["first"], optimizer["in_ddp"], strict=True)
-    late = [i for i, (a, b, is_in_ddp) in enumerate(weights) if a != b and not is_in_ddp]
-    return next((optimizer["made"][i] for i in late if optimizer["made"][i]), "")
-
-
 def _unequal_start(
-    first: Rank, other: Rank, optimizer: Record, seen: str, late: str, group: Record | None
-) -> Verdict:
-    loaded = _only_on_one(first, other, "load")
-    wraps = first.last("ddp")
-    if loaded:
-        why = "one rank alone loads weights, after DDP made them equal"
-    elif group:
-        why, late = f"DDP made them equal among the ranks {group['ranks']} alone", group["line"]
-    elif late:
-        why = "they were made after the DDP wrap, which knows nothing of them"
-    elif wraps:
-        why = "they were changed after DDP made them equal"
-        late = change_line(wraps["line"], optimizer["line"])
-    else:
-        why = "other seeds or files, and no DistributedDataParallel that makes them equal"
-    return Verdict(
-        code="weights-differ",
-        sentence=f"the weights differ between ranks before the first step: {why}",
-        place=loaded or late or optimizer["line"],
-        evidence=(seen,),
+    first: Rank, other: Rank, optimizer: Record, there: Record, ranks: Ranks
+) -> tuple[str, str]:
+    """Give the line where weights became unequal, if it is known, and why they did."""
+    if loaded := _only_on_one(first, other, "load"):
+        return loaded, "one rank alone loads weights, after DDP made them equal"
+    if group := ranks.smaller_group(first, other):
+        return group["line"], f"DDP made them equal among the ranks {group['ranks']} alone"
+    weights = zip(
+        optimizer["first"], there["first"], optimizer["in_ddp"], optimizer["made"], strict=True
     )
+    if late := [made for a, b, in_ddp, made in weights if a != b and not in_ddp and made]:
+        return late[0], "they were made after the DDP wrap, which knows nothing of them"
+    if wrap := first.last("ddp"):
+        changed = change_line(wrap["line"], optimizer["line"])
+        return changed, "they were changed after DDP made them equal"
+    return "", "other seeds or files, and no DistributedDataParallel that makes them equal"
 
 
 def _not_averaged(
@@ -177,7 +158,7 @@ def _not_averaged(
     if calls and not first.all("ddp"):
         line = calls[-1]["line"]
         left_out = names * (len(unknown) < len(step["g"]))
-        why = _why_by_hand(calls[-1]["ranks"], other, rare=rare, left_out=left_out)
+        why = f"this all-reduce {_fault_of(calls[-1]['ranks'], other, rare, left_out)}"
     elif not first.all("ddp"):
         why = "the model is not wrapped in DistributedDataParallel"
         line = made_line(optimizer["line"]) or optimizer["line"] or line
@@ -218,9 +199,7 @@ def _not_averaged(
 
 def _unknown(optimizer: Record, step: Record, other: Rank) -> list[int]:
     """List the parameters with other gradients on another rank that DDP does not average."""
-    theirs = next(
-        s for s in other.all("step") if (s["o"], s["n"]) == (step["o"], step["n"]) and "g" in s
-    )
+    theirs = other.steps("g")[step["o"], step["n"]]
     pairs = enumerate(zip(step["g"], theirs["g"], strict=True))
     return [i for i, (a, b) in pairs if a != b and not optimizer["in_ddp"][i]]
 
@@ -232,15 +211,14 @@ def _rare_steps(rank: Rank, calls: Sequence[Record]) -> str:
     return f"{number} of {len(times)}" if 0 < 2 * number <= len(times) else ""
 
 
-def _why_by_hand(group: list[int], other: Rank, *, rare: str, left_out: str) -> str:
-    """Say why gradients differ that the program's own all-reduce should make equal."""
-    if group and other.number not in group:
-        return f"this all-reduce is among the ranks {group} alone"
+def _fault_of(members: list[int], other: Rank, rare: str, left_out: str) -> str:
+    """Say why the program's own all-reduce does not make gradients equal."""
+    if members and other.number not in members:
+        return f"is among the ranks {members} alone"
     if rare:
-        return f"this all-reduce runs in {rare} steps"
-    if left_out:
-        return f"this all-reduce leaves out {left_out}"
-    return "this all-reduce gets a copy of them, or is not between the backward and the step"
+        return f"runs in {rare} steps"
+    default = "gets a copy of them, or is not between the backward and the step"
+    return f"leaves out {left_out}" if left_out else default
 
 
 def reducing_calls(rank: Rank, optimizer: Record) -> list[Record]:
@@ -257,11 +235,9 @@ def reducing_calls(rank: Rank, optimizer: Record) -> list[Record]:
 def has_local_steps(first: Rank, other: Rank) -> bool:
     """Whether the weights become equal again after steps with other gradients."""
     differed: set[object] = set()  # optimizers: each may have a model of its own
-    theirs = {(s["o"], s["n"]): s for s in other.all("step") if "g" in s}
-    for step in first.all("step"):
-        match = theirs.get((step["o"], step["n"]))
-        if "g" not in step or match is None:
-            continue
+    mine, theirs = first.steps("g"), other.steps("g")
+    for key in (key for key in mine if key in theirs):
+        step, match = mine[key], theirs[key]
         if step["o"] in differed and step["before"] == match["before"]:
             return True
         if step["w"] != match["w"]:
@@ -286,12 +262,9 @@ def _by_hand(first: Rank, other: Rank) -> Iterator[Verdict]:
 
 
 def _buffers(first: Rank, other: Rank) -> Iterator[Verdict]:
-    theirs = {(s["o"], s["n"]): s for s in other.all("step") if s.get("buffers")}
-    for step in first.all("step"):
-        match = theirs.get((step["o"], step["n"]))
-        if match is None or not step.get("buffers") or step["buffers"] == match["buffers"]:
-            continue
-        mine, yours = step["buffers"], match["buffers"]
+    steps, theirs = first.steps("buffers"), other.steps("buffers")
+    for key in (key for key in steps if key in theirs):
+        mine, yours = steps[key]["buffers"], theirs[key]["buffers"]
         differ = [name for name in mine if mine[name] != yours.get(name)]
         if differ:
             wrap = next(d for d in first.all("ddp") if not d["broadcasts"])
@@ -302,7 +275,7 @@ def _buffers(first: Rank, other: Rank) -> Iterator[Verdict]:
                 sentence=f"{what} between ranks: each rank evaluates, and saves, another model",
                 place=wrap["line"],
                 evidence=(
-                    f"step {step['n']}: {len(differ)} of {len(mine)} buffers, first {differ[0]}; "
+                    f"step {key[1]}: {len(differ)} of {len(mine)} buffers, first {differ[0]}; "
                     "DDP was made with broadcast_buffers=False",
                 ),
             )

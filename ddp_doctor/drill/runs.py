@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ddp_doctor.audit.program import INJECTED
+from ddp_doctor.audit.records import parsed
 from ddp_doctor.drill import isolation
 from ddp_doctor.terminal import UsageError
 
@@ -58,8 +59,12 @@ class Process:
     start: int
     pid: int
     records: list[Facts]
-    rank: int | None
-    world: int
+    rank: int | None = None
+    world: int = 1
+
+    def __post_init__(self) -> None:
+        for group in self.all("group")[:1]:
+            self.rank, self.world = group["rank"], group["world"]
 
     def all(self, kind: str) -> list[Facts]:
         return [record for record in self.records if record["k"] == kind]
@@ -176,11 +181,8 @@ class Case:
         plan, env = self.plan, self.plan.env
         rank = plan.saver if self.fault in ("full-disk", "kill-in-save") else plan.rank
         order = {"fault": self.fault, "rank": rank, "step": plan.step, "point": plan.point}
-        order["records"], order["mark"] = (
-            f"{self.home}/records{len(self.starts)}",
-            f"{self.home}/fired",
-        )
-        order["folders"] = [*self.folders, str(self.home)]
+        order |= {"records": f"{self.home}/records{len(self.starts)}", "mark": f"{self.home}/fired"}
+        order |= {"folders": [*self.folders, str(self.home)]}
         return {k: v for k, v in env.items() if not k.startswith(_OF_LAUNCHERS)} | {
             "HARDENED_DDP_DRILL": json.dumps(order),
             "PYTHONPATH": os.pathsep.join(filter(None, [str(INJECTED), env.get("PYTHONPATH")])),
@@ -194,13 +196,9 @@ class Case:
         """Read what all processes told, in the order of their beginnings."""
         found = []
         for path in self.home.glob("records*/p*.jsonl"):
-            lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # behind the last: half a one
-            records = [json.loads(line) for line in lines]
-            nothing: Facts = {"rank": None, "world": 1}
-            group = next((r for r in records if r["k"] == "group"), nothing)
             start, pid = int(path.parent.name.removeprefix("records")), int(path.stem[1:])
-            if records:
-                found.append(Process(start, pid, records, group["rank"], group["world"]))
+            if records := list(parsed(path.read_bytes())):
+                found.append(Process(start, pid, records))
         return sorted(found, key=lambda process: (process.start, process.records[0]["t"]))
 
 

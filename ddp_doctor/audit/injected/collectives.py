@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 from ddp_doctor.audit.injected.recorder import Foreign, Recorder, user_frames, user_line
 
@@ -34,49 +34,33 @@ class Collectives:
 
     def __init__(self, recorder: Recorder, patience_s: float) -> None:
         self._recorder, self._patience_s = recorder, patience_s
-        self._depth = 0
-        self._num_records = 0
+        self._note = recorder.guarded(self._note_call)
+        self._depth = self._num_records = 0
         self._is_watching = False
         self._module: Foreign = None
-        self.wait_s = 0.0
-        """In collectives of the program, since the last step."""
-
         self.world_size = 1
         self.owner_of: Callable[[Foreign], str] = lambda tensor: ""
         """Says whose a tensor is; set by the part that knows the optimizers."""
-
-        self.reduced: dict[Foreign, Foreign] = {}
-        """Nodes of losses that were all-reduced since the last step, with the user's frames."""
 
     def patch(self, module: Foreign) -> None:
         self._module = module
         self._recorder.wrap(module, "init_process_group", after=self._note_init)
         for name in OPERATIONS:
             if hasattr(module, name):
-                self._patch_operation(module, name)
+                begin = partial(self._begin, name)
+                self._recorder.wrap(module, name, before=begin, always=self._end)
 
-    def _patch_operation(self, module: Foreign, name: str) -> None:
-        original = getattr(module, name)
-        note = self._recorder.guarded(self._note_call)
+    def _begin(self, name: str, *args: Foreign, **kwargs: Foreign) -> float:
+        if self._depth == 0:
+            self._note(name, args, kwargs)
+        self._depth += 1
+        return self._recorder.clock()
 
-        def call(*args: Foreign, **kwargs: Foreign) -> Foreign:
-            if self._depth == 0:
-                note(name, args, kwargs)
-            began = self._recorder.clock()
-            self._depth += 1
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self._depth -= 1
-                self.wait_s += 0.0 if self._depth else self._recorder.clock() - began
-                self._recorder.progress += 1
-
-        call.__name__, call.__qualname__, call.__doc__ = name, name, original.__doc__
-        call.__module__, call.__wrapped__ = original.__module__, original  # type: ignore[attr-defined]  # what functools.wraps sets
-        code = getattr(original, "__code__", None)
-        if code is not None:
-            call.__code__ = call.__code__.replace(co_filename=code.co_filename, co_name=name)
-        setattr(module, name, call)
+    def _end(self, began: float) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._recorder.window.times["collective_s"] += self._recorder.clock() - began
+        self._recorder.progress += 1
 
     def _note_call(self, name: str, args: Foreign, kwargs: Foreign) -> None:
         if self._num_records >= MAX_RECORDS:
@@ -92,7 +76,7 @@ class Collectives:
         has_shape = name in ("all_reduce", "broadcast") and hasattr(first, "shape")
         frames = list(user_frames())
         if name == "all_reduce" and (node := getattr(first, "grad_fn", None)) is not None:
-            self.reduced[node] = frames
+            self._recorder.window.reduced[node] = frames
         self._recorder.emit(
             "collective",
             group=key,
@@ -104,7 +88,7 @@ class Collectives:
             via=frames[0][2],
         )
 
-    def _note_init(self, token: Foreign, result: Foreign, *args: Any, **kwargs: Any) -> None:
+    def _note_init(self, *args: Foreign) -> None:
         self._recorder.is_rank = True
         self.world_size = self._module.get_world_size()
         self._recorder.emit("init", rank=self._module.get_rank(), world=self.world_size)

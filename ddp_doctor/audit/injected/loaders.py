@@ -7,7 +7,6 @@ samples are known also where indices say nothing (parts per rank, iterable datas
 
 import sys
 from collections.abc import Callable
-from typing import Any
 
 from ddp_doctor.audit.injected.fingerprints import leaves, sample_hashes, text_hashes
 from ddp_doctor.audit.injected.recorder import Foreign, Recorder, is_library, user_frames, user_line
@@ -36,26 +35,19 @@ class Loaders:
         self.current: tuple[int, int] | None = None
         """Loader and pass of the newest batch."""
 
-        self.wait_s = 0.0
-        self.is_sampled = True
         self.states: list[Foreign] = []
         """Of torch's generators, when a sampled step's newest batch came, or its forward began."""
-
-        self._num_batches: dict[int, int] = {}
-        """Since the last optimizer step, by loader."""
 
     def patch(self, module: Foreign) -> None:
         wrap = self._recorder.wrap
         wrap(module.DataLoader, "__init__", after=self._note_made)
         wrap(module.DataLoader, "__iter__", before=self._forget_batches, after=self._note_pass)
-        base = getattr(module, "_BaseDataLoaderIter", None)
-        if base is not None:
-            wrap(base, "_next_index", after=self._note_indices)
-            self._patch_next(base)
+        if hasattr(module, "_BaseDataLoaderIter"):
+            wrap(module._BaseDataLoaderIter, "_next_index", after=self._note_indices)
+            self._patch_next(module._BaseDataLoaderIter)
 
     def _patch_next(self, base: Foreign) -> None:
-        fetch = base.__next__
-        recorder = self._recorder
+        fetch, recorder = base.__next__, self._recorder
         note_end = recorder.guarded(self._note_end)
         note_batch = recorder.guarded(self._note_batch)
 
@@ -67,16 +59,14 @@ class Loaders:
                 note_end(iterator)
                 raise
             came = recorder.clock()
-            self.wait_s += came - began
+            recorder.window.times["wait_s"] += came - began
             note_batch(iterator, batch)
-            recorder.own_s += recorder.clock() - came
+            recorder.window.times["own_s"] += recorder.clock() - came
             return batch
 
         base.__next__ = __next__
 
-    def _note_made(
-        self, token: Foreign, result: Foreign, loader: Foreign, *a: Any, **k: Any
-    ) -> None:
+    def _note_made(self, token: Foreign, result: Foreign, loader: Foreign) -> None:
         self._made_at[id(loader)] = user_line()
 
     def _forget_batches(self, loader: Foreign) -> None:
@@ -142,18 +132,16 @@ class Loaders:
         self.current, self._recorder.progress = notes["of"], self._recorder.progress + 1
         notes["num_batches"] += 1
         loader, number = notes["of"]
-        self._num_batches[loader] = self._num_batches.get(loader, 0) + 1
-        self.states = generator_states() if self.is_sampled else []
+        self._recorder.window.batches[loader] += 1
+        self.states = generator_states() if self._recorder.window.is_sampled else []
         if number >= MAX_PASSES or notes["num_batches"] > MAX_BATCHES:
             return
         parts = leaves(batch, [])
-        has_indices = isinstance(indices, list | tuple) and bool(indices)
-        if has_indices and indices[0] is not None:
-            size = len(indices)
+        if isinstance(indices, list | tuple) and indices and indices[0] is not None:
+            size, is_plain = len(indices), all(type(i) is int for i in indices)
         else:
-            has_indices = False
             size = next((len(p) for p in parts if getattr(p, "ndim", 1) > 0), 1)
-        is_plain = has_indices and all(type(i) is int for i in indices)
+            is_plain = False
         is_few = (notes["num_batches"] - 1) * size < ENOUGH_HASHED
         is_hashed = not is_plain or (is_few and notes["num_batches"] <= MAX_HASHED)
         self._recorder.emit(
@@ -164,15 +152,6 @@ class Loaders:
             indices=list(indices) if is_plain else None,
             hashes=_hashes(parts[:MAX_LEAVES], size) if is_hashed else [],
         )
-
-    @property
-    def num_batches(self) -> int:
-        """Batches of the current loader since the last optimizer step."""
-        return self._num_batches.get(self.current[0], 0) if self.current else 0
-
-    def after_step(self) -> None:
-        """Begin to count for the next optimizer step."""
-        self.wait_s, self._num_batches = 0.0, {}
 
     def forget(self) -> None:
         self._passes, self.current = {}, None

@@ -9,15 +9,16 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 
 from ddp_doctor.audit.injected.collectives import Collectives
 from ddp_doctor.audit.injected.loaders import Loaders
 from ddp_doctor.audit.injected.randomness import Randomness
-from ddp_doctor.audit.injected.recorder import Foreign, Recorder, is_library, user_line
+from ddp_doctor.audit.injected.recorder import Foreign, Hook, Recorder, is_library, user_line
 from ddp_doctor.audit.injected.replicas import Replicas
-from ddp_doctor.audit.injected.training import Clipping, Training
+from ddp_doctor.audit.injected.training import Training
 
 PATIENCE_VARIABLE = "HARDENED_DDP_AUDIT_PATIENCE"
 _SKIPPED = ("/dev/", "/proc/", "/sys/")
@@ -81,12 +82,16 @@ class Files:
 
         sys.addaudithook(listen)
 
-    def patch_serialization(self, module: Foreign) -> None:
-        """Patch torch.serialization: torch.save opens its file in C++, where no event is sent."""
-        self._recorder.wrap(module, "save", before=lambda obj, f, *a, **k: self._note(f))
+    def hooks(self) -> list[Hook]:
+        """Say what is observed: these open their files in C++ or Rust, where no event is sent."""
 
-    def patch_safetensors(self, module: Foreign) -> None:
-        self._recorder.wrap(module, "save_file", before=lambda obj, f, *a, **k: self._note(f))
+        def note(data: Foreign, file: Foreign, *args: Foreign, **kwargs: Foreign) -> None:
+            self._note(file)
+
+        return [
+            Hook("torch.serialization", "save", note),
+            Hook("safetensors.torch", "save_file", note),
+        ]
 
     def _hear(self, args: Foreign) -> None:
         if self._is_inside:
@@ -137,30 +142,21 @@ class Observer:
         self.collectives = Collectives(self.recorder, patience_s)
         self.training = Training(self.recorder, self.loaders, self.replicas, self.collectives)
         self.randomness = Randomness(self.recorder, self.loaders)
-        self.clipping = Clipping(self.recorder, self.training)
         self.files = Files(self.recorder)
 
     def patches(self) -> dict[str, list[Patch]]:
         """Say which modules are patched, and how."""
-        guarded = self.recorder.guarded
         table: dict[str, list[Patch]] = {
-            "torch.random": [self.randomness.patch_random],
             "torch.optim.optimizer": [self.training.patch_optimizer],
-            "torch.optim.lr_scheduler": [self.training.patch_schedulers],
-            "torch.autograd": [self.training.patch_autograd],
-            "torch.nn.functional": [self.randomness.patch_functional],
-            "torch.nn.modules.module": [self.replicas.patch_module],
-            "torch.distributed.algorithms.join": [self.replicas.patch_join],
-            "torch.nn.parallel.distributed": [self.replicas.patch],
-            "torch.nn.utils.clip_grad": [self.clipping.patch_clipping],
-            "torch.amp.grad_scaler": [self.clipping.patch_scaler],
             "torch.utils.data.dataloader": [self.loaders.patch],
-            "torch.utils.data._utils.fetch": [self.randomness.patch_fetch],
             "torch.distributed.distributed_c10d": [self.collectives.patch],
-            "torch.serialization": [self.files.patch_serialization],
-            "safetensors.torch": [self.files.patch_safetensors],
         }
-        return {name: [guarded(patch) for patch in some] for name, some in table.items()}
+        for part in (self.replicas, self.training, self.randomness, self.files):
+            for hook in part.hooks():
+                table.setdefault(hook.module, []).append(partial(self.recorder.install, hook))
+        return {
+            name: [self.recorder.guarded(patch) for patch in some] for name, some in table.items()
+        }
 
     def finish(self, code: Foreign = None) -> None:
         """Record how the process ends, once."""

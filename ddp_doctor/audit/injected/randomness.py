@@ -12,6 +12,7 @@ from typing import Any
 from ddp_doctor.audit.injected.loaders import Loaders, place_of
 from ddp_doctor.audit.injected.recorder import (
     Foreign,
+    Hook,
     Recorder,
     is_called_by_user,
     is_called_from,
@@ -28,21 +29,18 @@ class Randomness:
 
     def __init__(self, recorder: Recorder, loaders: Loaders) -> None:
         self._recorder, self._loaders = recorder, loaders
-        self._num_seeds = 0
-        self._num_fetches = 0
+        self._num_seeds = self._num_fetches = 0
         self._seen: set[tuple[Foreign, ...]] = set()
 
-    def patch_random(self, module: Foreign) -> None:
-        self._recorder.wrap(module, "manual_seed", before=self._note_seed)
-
-    def patch_functional(self, module: Foreign) -> None:
-        self._recorder.wrap(module, "dropout", before=self._note_dropout)
-        self._recorder.wrap(module, "batch_norm", before=self._note_batch_norm)
-
-    def patch_fetch(self, module: Foreign) -> None:
-        fetcher = getattr(module, "_MapDatasetFetcher", None)
-        if fetcher is not None:
-            self._recorder.wrap(fetcher, "fetch", before=self._begin_fetch, after=self._end_fetch)
+    def hooks(self) -> list[Hook]:
+        """Say what is observed."""
+        fetch = ("torch.utils.data._utils.fetch", "_MapDatasetFetcher.fetch")
+        return [
+            Hook("torch.random", "manual_seed", self._note_seed),
+            Hook("torch.nn.functional", "dropout", self._note_dropout),
+            Hook("torch.nn.functional", "batch_norm", self._note_batch_norm),
+            Hook(*fetch, self._begin_fetch, self._end_fetch),
+        ]
 
     def _note_seed(self, seed: Foreign, *args: Any, **kwargs: Any) -> None:
         self._num_seeds += 1
@@ -82,7 +80,7 @@ class Randomness:
         self._num_fetches += 1
         return _states() if self._num_fetches <= MAX_FETCHES else None
 
-    def _end_fetch(self, before: Foreign, result: Foreign, fetcher: Foreign, *args: Any) -> None:
+    def _end_fetch(self, before: Foreign, result: Foreign, fetcher: Foreign) -> None:
         if before is None:
             return
         after = _states()

@@ -16,15 +16,20 @@ import sysconfig
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 Foreign = Any  # Any: an object of the observed program, or of its torch
 MAX_ERRORS = 4
 FREQUENT = frozenset(("step", "batch"))
 FLUSH_S, MAX_WAITING = 0.25, 64
 """WHY: to encode a record alone takes three times as long as among others of its kind."""
+
+TIMES = ("own_s", "wait_s", "forward_s", "backward_s", "collective_s")
+"""The observer itself; waits for data; DDP's forwards; backwards; collectives of the program."""
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _PATHS = sysconfig.get_paths()
@@ -50,16 +55,15 @@ def user_frames(frame: FrameType | None = None) -> Iterator[tuple[str, str, str]
     With the name of the frame's function, and of the one that it calls: how a library was entered.
     A program that is installed as a package (python -m package.train) has no other frames.
     """
-    frame = frame or sys._getframe(1)
     fallback, inner, is_found = "", "", False
-    while frame is not None:
-        name, function = frame.f_code.co_filename, frame.f_code.co_name
+    for at in _stack(frame):
+        name, function = at.f_code.co_filename, at.f_code.co_name
         if not is_library(name):
             is_found = True
-            yield f"{name}:{frame.f_lineno}", function, inner
+            yield f"{name}:{at.f_lineno}", function, inner
         if not fallback and "-packages/" in name and "/torch/" not in name:
-            fallback = f"{name}:{frame.f_lineno}"
-        inner, frame = inner if name.startswith(_HERE) else function, frame.f_back
+            fallback = f"{name}:{at.f_lineno}"
+        inner = inner if name.startswith(_HERE) else function
     if not is_found:
         yield fallback, "", ""
 
@@ -71,31 +75,68 @@ def user_line(frame: FrameType | None = None) -> str:
 
 def model_line() -> str:
     """Give FILE:LINE where the user calls the model that the current line is inside of."""
-    frame: FrameType | None = sys._getframe(1)
-    outermost: FrameType | None = None
-    while frame is not None:
-        if frame.f_code.co_name in ("_wrapped_call_impl", "_call_impl"):
-            outermost = frame
-        frame = frame.f_back
-    return user_line(outermost.f_back if outermost else None) or user_line()
+    calls = [f for f in _stack() if f.f_code.co_name in ("_wrapped_call_impl", "_call_impl")]
+    return user_line(calls[-1].f_back if calls else None) or user_line()
 
 
 def is_called_by_user() -> bool:
     """Whether the function that asks was called by the user's own line, not by a library."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_HERE):
-        frame = frame.f_back
-    while frame is not None and "/torch/" in frame.f_code.co_filename:
-        frame = frame.f_back
-    return frame is not None and not is_library(frame.f_code.co_filename)
+    names = (frame.f_code.co_filename for frame in _stack())
+    outside = (n for n in names if not n.startswith(_HERE) and "/torch/" not in n)
+    return not is_library(next(outside, "<"))
 
 
 def is_called_from(file: str) -> bool:
     """Whether a file whose path ends like this has called the current line."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not frame.f_code.co_filename.endswith(file):
+    return any(frame.f_code.co_filename.endswith(file) for frame in _stack())
+
+
+def _stack(frame: FrameType | None = None) -> Iterator[FrameType]:
+    """Yield a frame, or that of the caller, and all that called it."""
+    frame = frame or sys._getframe(1)
+    while frame is not None:
+        yield frame
         frame = frame.f_back
-    return frame is not None
+
+
+class Hook(NamedTuple):
+    """A function of a module, as its dotted name there, and what runs before and after it."""
+
+    module: str
+    name: str
+    before: Callable[..., Foreign] | None = None
+    after: Callable[..., Foreign] | None = None
+
+
+@dataclass(slots=True)
+class Window:
+    """What the process did since its last optimizer step. All parts of the observer fill it in."""
+
+    is_sampled: bool = True
+    """Its gradients, weights and losses are looked at."""
+
+    times: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TIMES, 0.0))
+    batches: Counter[int] = field(default_factory=Counter)
+    """By loader."""
+
+    backwards: Counter[str] = field(default_factory=Counter)
+    """By what DDP does in them."""
+
+    backward_lines: Counter[str] = field(default_factory=Counter)
+    inputs: list[Foreign] = field(default_factory=list)
+    """Fingerprints of what DDP's forwards got."""
+
+    trains: bool | None = None
+    """The mode of the model in the newest forward with gradients; None: it has no modes."""
+
+    factors: list[tuple[float, str]] = field(default_factory=list)
+    """Of each loss."""
+
+    reduced: dict[Foreign, list[Foreign]] = field(default_factory=dict)
+    """Nodes of losses that were all-reduced, with the user's frames."""
+
+    reduced_line: str = ""
+    drawn: str = ""
 
 
 class Recorder:
@@ -106,9 +147,7 @@ class Recorder:
         self.progress = 0
         """Counts whatever shows that the main thread gets on: the watch for hangs reads it."""
 
-        self.own_s = 0.0
-        """Seconds that the observer took since the last optimizer step."""
-
+        self.window = Window()
         self.is_rank = False
         """A process that trains: it made a process group, a loader or an optimizer step."""
 
@@ -209,10 +248,21 @@ class Recorder:
                 self._num_errors += 1
                 # WHY not after an OSError: the disk is full, or the folder is gone
                 if self._num_errors <= MAX_ERRORS and not isinstance(error, OSError):
-                    self.emit("error", where=function.__qualname__, what=repr(error)[:300])
+                    where = getattr(function, "__qualname__", str(function))
+                    self.emit("error", where=where, what=repr(error)[:300])
                 return None
 
         return call
+
+    def install(self, hook: Hook, module: Foreign) -> None:
+        """Wrap what a hook names, in its module."""
+        *owners, name = hook.name.split(".")
+        owner = functools.reduce(getattr, owners, module)
+        self.wrap(owner, name, before=hook.before, after=hook.after)
+
+    def line_as(self, kind: str) -> Callable[..., None]:
+        """Give a hook that records the user's line as a record of this kind."""
+        return lambda *args, **kwargs: self.emit(kind, line=user_line())
 
     def wrap(
         self,
@@ -221,18 +271,27 @@ class Recorder:
         *,
         before: Callable[..., Foreign] | None = None,
         after: Callable[..., Foreign] | None = None,
+        always: Callable[..., Foreign] | None = None,
     ) -> None:
-        """Replace a function: before(*args) gives a token for after(token, result, *args)."""
+        """Replace a function: before(*args) gives a token for after(token, result, args[0]).
+
+        always(token): runs if it fails, too.
+        """
         original = getattr(owner, name)
         first = self.guarded(before) if before else None
         last = self.guarded(after) if after else None
+        ending = self.guarded(always) if always else None
 
         @functools.wraps(original)
         def patched(*args: Foreign, **kwargs: Foreign) -> Foreign:
             token = first(*args, **kwargs) if first else None
-            result = original(*args, **kwargs)
+            try:
+                result = original(*args, **kwargs)
+            finally:
+                if ending:
+                    ending(token)
             if last:
-                last(token, result, *args, **kwargs)
+                last(token, result, *args[:1])
             return result
 
         code = getattr(original, "__code__", None)
@@ -245,5 +304,4 @@ class Recorder:
     def forget(self) -> None:
         """Begin anew in a forked child: it has a file of its own."""
         self._waiting, self._lock, self._statistics = [], threading.RLock(), None
-        self.is_rank = False
-        self.is_over = False
+        self.is_rank, self.is_over, self.window = False, False, Window()

@@ -8,7 +8,9 @@ import sys
 import time
 import weakref
 import zlib
+from collections.abc import Collection
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from ddp_doctor.audit.injected.collectives import Collectives
@@ -16,7 +18,9 @@ from ddp_doctor.audit.injected.fingerprints import UNREADABLE, fingerprints
 from ddp_doctor.audit.injected.loaders import Loaders, generator_states
 from ddp_doctor.audit.injected.recorder import (
     Foreign,
+    Hook,
     Recorder,
+    Window,
     is_called_from,
     user_frames,
     user_line,
@@ -55,28 +59,29 @@ LOOKS_COST = 2
 """Times the fingerprints' cost: that of all looks at a sampled step."""
 
 
+@dataclass(slots=True)
 class Optimizer:
     """What is known of one optimizer."""
 
-    def __init__(self, line: str) -> None:
-        self.number, self.line = -1, line
-        self.num_steps = 0
-        self.layout: list[int] = []
-        """Parameters of each group, when they were described."""
+    line: str
+    number: int = -1
+    num_steps: int = 0
+    layout: list[int] = field(default_factory=list)
+    """Parameters of each group, when they were described."""
 
-        self.first: list[Foreign] = []
-        """Fingerprints of its parameters before its first step."""
+    first: list[Foreign] = field(default_factory=list)
+    """Fingerprints of its parameters before its first step."""
 
-        self.num_backwards = 0
-        self.num_zero = 0
-        """Backwards since its last step, and how many of them began with empty gradients."""
+    num_backwards: int = 0
+    num_zero: int = 0
+    """Backwards since its last step, and how many of them began with empty gradients."""
 
-        self.last_values: list[float] | None = None
-        """A few numbers of the gradients as the last backward left them."""
+    last_values: list[float] | None = None
+    """A few numbers of the gradients as the last backward left them."""
 
 
 class Training:
-    """The optimizers and backwards of one process."""
+    """The optimizers, backwards, loss scalers and clippings of one process."""
 
     def __init__(
         self, recorder: Recorder, loaders: Loaders, replicas: Replicas, collectives: Collectives
@@ -84,64 +89,55 @@ class Training:
         self._recorder, self._loaders, self._replicas = recorder, loaders, replicas
         self._collectives = collectives
         collectives.owner_of = self.owner_of
-        self._reduced_line = self._drawn = self._zero_line = ""
+        self._optimizers = weakref.WeakKeyDictionary[Foreign, Optimizer]()
         self._num_described = 0
-        self._optimizers: weakref.WeakKeyDictionary[Foreign, Optimizer] = (
-            weakref.WeakKeyDictionary()
-        )
         self._held: set[int] = set()  # ids of parameters of all optimizers, also of those gone
         self._every = 1
         self._inside: Foreign = None
         self._num_total = 0
         self._last_step_at = self._last_cpu_s = 0.0
-        self._step_began_at = self._backward_s = 0.0
-        self._counts: dict[str, int] = {}
-        self._backward_line = ""
-        self._backward_lines: dict[str, int] = {}
-        self._factors: list[tuple[float, str]] = []
+        self._step_began_at = self._backward_before_s = 0.0
+        self._backward_line = self._zero_line = ""
         self._schedule_lines: set[str] = set()
-        self._planned: weakref.WeakKeyDictionary[Foreign, dict[str, Foreign]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._planned = weakref.WeakKeyDictionary[Foreign, dict[str, Foreign]]()
         self._schedules: list[dict[str, Foreign]] = []
         self._weights_before: list[Foreign] = []
-        self._backward_before_s = 0.0
-        self.amp_scale = 1.0
-        self.is_sampled = True
+        self._amp_scale, self._is_scaled = 1.0, False
+        self._num_clips = 0
+
+    def hooks(self) -> list[Hook]:
+        """Say what is observed beside the steps: of a schedule, those planned and made."""
+        optimizer, schedules = "torch.optim.optimizer", "torch.optim.lr_scheduler"
+        scaler, clipping = "torch.amp.grad_scaler", "torch.nn.utils.clip_grad"
+        load = self._recorder.line_as("load_optimizer")
+        return [
+            Hook(optimizer, "Optimizer.__init__", after=self._note_made),
+            Hook(optimizer, "Optimizer.zero_grad", self._note_zero),
+            Hook(optimizer, "Optimizer.load_state_dict", load),
+            Hook("torch.autograd", "backward", self._before_backward, self._after_backward),
+            Hook(schedules, "LRScheduler.step", after=self._note_schedule),
+            Hook(schedules, "ReduceLROnPlateau.step", after=self._note_schedule),
+            Hook(schedules, "LRScheduler.__init__", self._note_planned),
+            Hook(scaler, "GradScaler.scale", self._note_scale),
+            Hook(scaler, "GradScaler.unscale_", self._note_unscaled),
+            Hook(scaler, "GradScaler.step", self._note_unscaled),
+            Hook(clipping, "clip_grad_norm_", self._note_clip),
+            Hook(clipping, "clip_grad_value_", self._note_clip),
+        ]
 
     def patch_optimizer(self, module: Foreign) -> None:
         """Patch torch.optim.optimizer with its own global hooks."""
         module.register_optimizer_step_pre_hook(self._recorder.guarded(self._before_step))
         module.register_optimizer_step_post_hook(self._recorder.guarded(self._after_step))
-        self._recorder.wrap(module.Optimizer, "__init__", after=self._note_made)
-        self._recorder.wrap(module.Optimizer, "zero_grad", before=self._note_zero)
-        self._recorder.wrap(module.Optimizer, "load_state_dict", before=self._note_load)
-
-    def _note_load(self, *args: Any, **kwargs: Any) -> None:
-        self._recorder.emit("load_optimizer", line=user_line())
 
     def _note_zero(self, *args: Any, **kwargs: Any) -> None:
         self._zero_line = user_line()
-
-    def patch_autograd(self, module: Foreign) -> None:
-        self._recorder.wrap(
-            module, "backward", before=self._before_backward, after=self._after_backward
-        )
-
-    def patch_schedulers(self, module: Foreign) -> None:
-        """Patch torch.optim.lr_scheduler: what steps of a schedule are planned, and made."""
-        for name in ("LRScheduler", "ReduceLROnPlateau"):
-            if hasattr(module, name):
-                self._recorder.wrap(getattr(module, name), "step", after=self._note_schedule)
-        self._recorder.wrap(module.LRScheduler, "__init__", before=self._note_planned)
 
     def _note_planned(self, schedule: Foreign, *args: Any, **kwargs: Any) -> None:
         self._planned[schedule] = {"line": user_line(), "steps": 0, "horizon": 0}
         self._schedules.append(self._planned[schedule])
 
-    def _note_schedule(
-        self, token: Foreign, result: Foreign, schedule: Foreign, *a: Any, **k: Any
-    ) -> None:
+    def _note_schedule(self, token: Foreign, result: Foreign, schedule: Foreign) -> None:
         line, plan = user_line(), self._planned.get(schedule)
         is_made = plan is not None and plan["line"] == line  # its first step is its own
         if line not in self._schedule_lines and not is_made:
@@ -155,16 +151,14 @@ class Training:
         """Give the schedules with their steps, planned and made."""
         return [plan for plan in self._schedules if plan["horizon"]]
 
-    def _note_made(
-        self, token: Foreign, result: Foreign, optimizer: Foreign, *a: Any, **k: Any
-    ) -> None:
+    def _note_made(self, token: Foreign, result: Foreign, optimizer: Foreign) -> None:
         self._optimizers[optimizer] = Optimizer(user_line())
         self._held |= {id(p) for p in parameters_of(optimizer)}
 
     def _before_step(self, optimizer: Foreign, args: Foreign, kwargs: Foreign) -> None:
         if is_compiling() or makes_state():
             return
-        began = self._recorder.clock()
+        began, window = self._recorder.clock(), self._recorder.window
         if self._inside is not None and self._inside is not optimizer:
             return  # a step inside a step (ZeroRedundancyOptimizer): only the outer one counts
         self._inside = optimizer
@@ -176,11 +170,11 @@ class Training:
             known.layout = layout  # it is new, or has other parameters than before
             self._describe(optimizer, known)
         known.num_steps += 1
-        if self.is_sampled:
+        if window.is_sampled:
             self._weights_before = fingerprints(probes_of(parameters_of(optimizer)))
         self._step_began_at = self._recorder.clock()
-        self._backward_before_s = self._backward_s
-        self._recorder.own_s += self._step_began_at - began
+        self._backward_before_s = window.times["backward_s"]
+        window.times["own_s"] += self._step_began_at - began
 
     def _describe(self, optimizer: Foreign, known: Optimizer) -> None:
         parameters, names = parameters_of(optimizer), self._replicas.names()
@@ -208,17 +202,15 @@ class Training:
         self._inside = None
         if (known := self._optimizers.get(optimizer)) is None:
             return
-        ended = self._recorder.clock()
+        ended, window = self._recorder.clock(), self._recorder.window
         wall_s = ended - self._last_step_at if self._last_step_at else None
-        inner_s = self._backward_s - self._backward_before_s
+        inner_s = window.times["backward_s"] - self._backward_before_s
         # WHY CPU time, of this thread: on a busy machine the clock shows what others do
         is_first = known.num_steps <= FIRST_STEPS
         step_cpu_s = time.process_time() - self._last_cpu_s if is_first else 0.0
         began_cpu_s = time.thread_time() if is_first else 0.0
-        fields: dict[str, Foreign] = {}
-        if self.is_sampled:
-            fields = self._sample(optimizer, known)
-        line = user_line()
+        fields = self._sample(optimizer, known) if window.is_sampled else {}
+        line, loader = user_line(), (self._loaders.current or (-1, 0))[0]
         if known.num_steps == FIRST_STEPS and wall_s:
             used_s = time.thread_time() - began_cpu_s
             self._every = sampling_interval(used_s, step_s=min(wall_s, step_cpu_s))
@@ -229,19 +221,15 @@ class Training:
             line=line,
             lr=[float(g["lr"]) for g in optimizer.param_groups if "lr" in g],
             of=self._loaders.current,
-            batches=self._loaders.num_batches,
-            backwards=self._counts,
+            batches=window.batches[loader],
+            backwards=window.backwards,
             backward_line=self._backward_line,
-            backward_lines=self._backward_lines,
-            wall_s=rounded(wall_s),
-            wait_s=rounded(self._loaders.wait_s),
-            forward_s=rounded(self._replicas.forward_s),
-            backward_s=rounded(self._backward_s),
-            optimizer_s=rounded(ended - self._step_began_at - inner_s),
-            collective_s=rounded(self._collectives.wait_s),
+            backward_lines=window.backward_lines,
+            wall_s=None if wall_s is None else round(wall_s, 6),
+            optimizer_s=round(ended - self._step_began_at - inner_s, 6),
             has_closure=inner_s > 0,
-            own_s=rounded(self._recorder.own_s),
-            trains=self._replicas.trains,
+            **{name: round(seconds, 6) for name, seconds in window.times.items()},
+            trains=window.trains,
             eval_line=self._replicas.eval_line,
             **fields,
         )
@@ -249,23 +237,16 @@ class Training:
 
     def _begin_next(self, known: Optimizer) -> None:
         """Begin to count for the next step."""
-        self._counts, self._factors, self._backward_lines = {}, [], {}
-        self._reduced_line = self._drawn = ""
-        self._collectives.reduced.clear()
-        self._collectives.wait_s = 0.0
-        self._backward_s, self._recorder.own_s = 0.0, 0.0
-        self._loaders.after_step()
-        self._replicas.after_step()
         known.num_backwards, known.num_zero, known.last_values = 0, 0, None
         upcoming = known.num_steps + 1
-        self.is_sampled = upcoming <= FIRST_STEPS or upcoming % self._every == 0
-        self._replicas.is_sampled = self._loaders.is_sampled = self.is_sampled
+        is_sampled = upcoming <= FIRST_STEPS or upcoming % self._every == 0
+        self._recorder.window = Window(is_sampled)
         self._recorder.progress += 1
         self._last_step_at = self._recorder.clock()
         self._last_cpu_s = time.process_time() if upcoming <= FIRST_STEPS else 0.0
 
     def _sample(self, optimizer: Foreign, known: Optimizer) -> dict[str, Foreign]:
-        parameters = parameters_of(optimizer)
+        parameters, window = parameters_of(optimizer), self._recorder.window
         # WHY gradients after the step: with a closure (Lightning, LBFGS) backward runs inside it.
         both = fingerprints([p.grad for p in parameters] + parameters)
         gradients, weights = both[: len(parameters)], both[len(parameters) :]
@@ -277,18 +258,18 @@ class Training:
             "w": weights,
             "before": self._weights_before,
             "buffers": self._replicas.buffers(),
-            "inputs": self._replicas.inputs,
+            "inputs": window.inputs,
             "forward_line": self._replicas.forward_line,
             "lines": self._replicas.lines(),
-            "factors": self._factors,
-            "amp_scale": self.amp_scale,
+            "factors": window.factors,
+            "amp_scale": self._amp_scale,
             "ratio": ratio(local, values),
             "values": None if self._replicas.living() else [local, values],
             "num_zero": known.num_zero,
             "num_looks": known.num_backwards,
-            "reduced_line": self._reduced_line,
+            "reduced_line": window.reduced_line,
             "zero_line": self._zero_line,
-            "drawn": self._drawn,
+            "drawn": window.drawn,
         }
 
     def _emit_still(
@@ -304,42 +285,39 @@ class Training:
             size = parameter.detach().abs().max().clamp_min(1e-30)
             if rates[i] == 0 or rates[i] * float(parameter.grad.abs().max() / size) > 1e-6:
                 still.append([i, rates[i]])
-        self._held |= {id(p) for other in list(self._optimizers) for p in parameters_of(other)}
+        self._held |= {id(p) for p in self._parameters()}
         names = self._replicas.names()
         orphans = [
             names.get(id(p), "")
-            for _, ddp in self._replicas.living()
+            for ddp in self._replicas.living()
             for p in ddp.module.parameters()
             if p.requires_grad and id(p) not in self._held
         ]
         self._recorder.emit("still", o=known.number, still=still, orphans=orphans)
 
     def _before_backward(self, tensors: Foreign, *args: Any, **kwargs: Any) -> float:
-        began = self._recorder.clock()
+        began, window = self._recorder.clock(), self._recorder.window
         self._num_total += 1
         self._recorder.progress += 1
         counts = self._replicas.count_backward()
-        for name, number in counts.items():
-            self._counts[name] = self._counts.get(name, 0) + number
-        self._counts["all"] = self._counts.get("all", 0) + 1
-        self._counts["ends_quiet"] = int(counts["no_sync"] > 0)
+        window.backwards.update(counts, all=1)
+        window.backwards["ends_quiet"] = int(counts["no_sync"] > 0)
         self._backward_line = user_line()
-        lines = self._backward_lines
-        lines[self._backward_line] = lines.get(self._backward_line, 0) + 1
-        if self.is_sampled:
-            self._look(tensors)
+        window.backward_lines[self._backward_line] += 1
+        if window.is_sampled:
+            self._look(tensors, window)
         if self._num_total in BY_HAND_AT:
             self._look_by_hand()
-        self._recorder.own_s += self._recorder.clock() - began
+        window.times["own_s"] += self._recorder.clock() - began
         return self._recorder.clock()
 
-    def _look(self, tensors: Foreign) -> None:
+    def _look(self, tensors: Foreign, window: Window) -> None:
         loss = tensors if hasattr(tensors, "grad_fn") else tensors[0] if len(tensors) == 1 else None
-        if loss is not None and len(self._factors) < MAX_FACTORS:
-            node = getattr(loss, "grad_fn", None)
-            self._factors.append(_factor_of(node, MAX_NODES, self._collectives))
-        self._reduced_line = self._reduced_line or _matching_line(self._collectives.reduced)
-        self._drawn = self._drawn or drawn_since(self._loaders.states)
+        if loss is not None and len(window.factors) < MAX_FACTORS:
+            node, world = getattr(loss, "grad_fn", None), self._collectives.world_size
+            window.factors.append(_factor_of(node, MAX_NODES, window.reduced, world))
+        window.reduced_line = window.reduced_line or _matching_line(window.reduced)
+        window.drawn = window.drawn or drawn_since(self._loaders.states)
         self._loaders.states = []
         for optimizer, known in list(self._optimizers.items()):
             known.num_backwards += 1
@@ -351,38 +329,54 @@ class Training:
         """Look at weights that may be moved without an optimizer of torch."""
         living = self._replicas.living()
         if living and not any(known.num_steps for known in self._optimizers.values()):
-            parameters = [p for _, ddp in living for p in ddp.module.parameters()]
+            named = [pair for ddp in living for pair in ddp.module.named_parameters()]
             self._recorder.emit(
                 "by_hand",
                 n=self._num_total,
-                names=[n for _, ddp in living for n, _ in ddp.module.named_parameters()],
-                w=fingerprints(parameters),
+                names=[name for name, _ in named],
+                w=fingerprints([parameter for _, parameter in named]),
                 line=self._backward_line,
             )
 
     def _after_backward(self, began: float, *args: Any, **kwargs: Any) -> None:
-        ended = self._recorder.clock()
-        self._backward_s += ended - began
-        if self.is_sampled and self._inside is None:
+        ended, window = self._recorder.clock(), self._recorder.window
+        window.times["backward_s"] += ended - began
+        if window.is_sampled and self._inside is None:
             for optimizer, known in list(self._optimizers.items()):
                 known.last_values = probe_values(parameters_of(optimizer))
-        self._recorder.own_s += self._recorder.clock() - ended
+        window.times["own_s"] += self._recorder.clock() - ended
 
-    def next_steps(self) -> dict[int, int]:
-        """Give the number of the step that comes next, by optimizer."""
-        return {known.number: known.num_steps + 1 for known in self._optimizers.values()}
+    def _note_scale(self, scaler: Foreign, *args: Any) -> None:
+        if scaler.is_enabled():
+            self._is_scaled = True
+            if self._recorder.window.is_sampled and (scale := float(scaler.get_scale())):
+                self._amp_scale = scale
 
-    def all_gradients(self) -> list[Foreign]:
-        """List the gradients of all optimizers; None where there is none."""
-        return [p.grad for optimizer in list(self._optimizers) for p in parameters_of(optimizer)]
+    def _note_unscaled(self, scaler: Foreign, *args: Any, **kwargs: Any) -> None:
+        self._is_scaled = False
+
+    def _note_clip(self, *args: Any, **kwargs: Any) -> None:
+        # WHY not the arguments: parameters() is a generator, which can be read only once
+        if not self._recorder.window.is_sampled or self._num_clips >= MAX_RECORDS:
+            return
+        self._num_clips += 1
+        self._recorder.emit(
+            "clip",
+            is_scaled=self._is_scaled and self._amp_scale != 1.0,
+            scale=self._amp_scale,
+            next_steps={o.number: o.num_steps + 1 for o in self._optimizers.values()},
+            g=fingerprints([p.grad for p in self._parameters()]),
+            line=user_line(),
+        )
+
+    def _parameters(self) -> list[Foreign]:
+        return [p for optimizer in list(self._optimizers) for p in parameters_of(optimizer)]
 
     def owner_of(self, tensor: Foreign) -> str:
         """Say whether a tensor is a weight or a gradient of an optimizer, by its place."""
         with suppress(RuntimeError):  # it has no storage
             place = tensor.data_ptr()
-            for parameter in (
-                p for optimizer in self._optimizers for p in parameters_of(optimizer)
-            ):
+            for parameter in self._parameters():
                 if parameter.data_ptr() == place:
                     return "weights"
                 if parameter.grad is not None and parameter.grad.data_ptr() == place:
@@ -436,7 +430,9 @@ def _matching_line(reduced: dict[Foreign, list[Foreign]]) -> str:
     return ""
 
 
-def _factor_of(node: Foreign, left: int, collectives: Collectives) -> tuple[float, str]:
+def _factor_of(
+    node: Foreign, left: int, reduced: Collection[Foreign], world: int
+) -> tuple[float, str]:
     """Give the factor of a loss, and what it scales: MEAN, SUM, REDUCED or UNKNOWN.
 
     REDUCED: a value that is all-reduced already. Its own backward adds up the ranks' gradients.
@@ -446,10 +442,10 @@ def _factor_of(node: Foreign, left: int, collectives: Collectives) -> tuple[floa
     if node is None or left <= 0:
         return 1.0, UNKNOWN
     name = node.name().split("::")[-1]
-    if node in collectives.reduced:
+    if node in reduced:
         return 1.0, REDUCED
     if name == "_AllReduceBackward" or "functional_all_reduce" in name:
-        return float(collectives.world_size), REDUCED
+        return float(world), REDUCED
     parents = [parent for parent, _ in node.next_functions if parent is not None]
     if name.startswith("MeanBackward"):
         return 1.0, MEAN
@@ -460,72 +456,25 @@ def _factor_of(node: Foreign, left: int, collectives: Collectives) -> tuple[floa
         return 1.0, SUM
     if name.startswith("AddBackward") and parents:
         # Of a sum of losses the part with the largest factor is the main one.
-        return max(
-            (_factor_of(parent, left - 1, collectives) for parent in parents),
-            key=lambda read: abs(read[0]),
-        )
+        read = (_factor_of(parent, left - 1, reduced, world) for parent in parents)
+        return max(read, key=lambda found: abs(found[0]))
     if len(parents) != 1:
         return 1.0, UNKNOWN
     if name.startswith(_PASSES_ON) or "wait_tensor" in name:
-        return _factor_of(parents[0], left - 1, collectives)
+        return _factor_of(parents[0], left - 1, reduced, world)
     if name.startswith(("MulBackward", "DivBackward")):
         number = _number_of(getattr(node, "_saved_other", None))
         if number:
-            factor, kind = _factor_of(parents[0], left - 1, collectives)
+            factor, kind = _factor_of(parents[0], left - 1, reduced, world)
             return factor * (number if name.startswith("Mul") else 1 / number), kind
     return 1.0, UNKNOWN
 
 
 def _number_of(value: Foreign) -> float | None:
     """Give a saved scalar as a float; None if it is no plain number."""
-    if isinstance(value, int | float):
-        return float(value)
-    if value is not None and hasattr(value, "numel") and value.numel() == 1:
-        return float(value.detach())
-    return None
-
-
-class Clipping:
-    """The loss scalers and clippings of one process."""
-
-    def __init__(self, recorder: Recorder, training: Training) -> None:
-        self._recorder, self._training = recorder, training
-        self._is_scaled = False
-        self._num_records = 0
-
-    def patch_scaler(self, module: Foreign) -> None:
-        wrap, scaler = self._recorder.wrap, module.GradScaler
-        wrap(scaler, "scale", before=self._note_scale)
-        wrap(scaler, "unscale_", before=self._note_unscaled)
-        wrap(scaler, "step", before=self._note_unscaled)
-
-    def patch_clipping(self, module: Foreign) -> None:
-        for name in ("clip_grad_norm_", "clip_grad_value_"):
-            self._recorder.wrap(module, name, before=self._note_clip)
-
-    def _note_scale(self, scaler: Foreign, *args: Any) -> None:
-        if scaler.is_enabled():
-            scale = float(scaler.get_scale()) if self._training.is_sampled else 0.0
-            self._is_scaled = True
-            if scale:
-                self._training.amp_scale = scale
-
-    def _note_unscaled(self, scaler: Foreign, *args: Any, **kwargs: Any) -> None:
-        self._is_scaled = False
-
-    def _note_clip(self, *args: Any, **kwargs: Any) -> None:
-        # WHY not the arguments: parameters() is a generator, which can be read only once
-        if not self._training.is_sampled or self._num_records >= MAX_RECORDS:
-            return
-        self._num_records += 1
-        self._recorder.emit(
-            "clip",
-            is_scaled=self._is_scaled and self._training.amp_scale != 1.0,
-            scale=self._training.amp_scale,
-            next_steps=self._training.next_steps(),
-            g=fingerprints(self._training.all_gradients()),
-            line=user_line(),
-        )
+    if value is not None and hasattr(value, "numel"):
+        return float(value.detach()) if value.numel() == 1 else None
+    return float(value) if isinstance(value, int | float) else None
 
 
 def parameters_of(optimizer: Foreign) -> list[Foreign]:
@@ -562,9 +511,8 @@ def ratio(before: list[float] | None, after: list[float]) -> float | None:
 
 
 def is_sharded(parameter: Foreign) -> bool:
-    return type(parameter).__name__ in ("DTensor", "FlatParameter") or any(
-        base.__name__ == "DTensor" for base in type(parameter).__mro__
-    )
+    names = {base.__name__ for base in type(parameter).__mro__}
+    return bool(names & {"DTensor", "FlatParameter"})
 
 
 def is_compiling() -> bool:
@@ -577,11 +525,6 @@ def is_compiling() -> bool:
 def makes_state() -> bool:
     """Whether torch.distributed.checkpoint steps: with rate 0, for a state that it can load."""
     return is_called_from("distributed/checkpoint/state_dict.py")
-
-
-def rounded(seconds: float | None) -> float | None:
-    """Shorten a time for a record."""
-    return None if seconds is None else round(seconds, 6)
 
 
 def sampling_interval(used_s: float, *, step_s: float) -> int:
