@@ -84,8 +84,7 @@ def read_order(request: Request) -> tuple[list[Fault], int]:
         )
     fault = find(name)
     if fault is None and name != ALL:
-        names = [*(known.name for known in all_faults()), ALL]
-        near = nearest(name, names)
+        near = nearest(name, [*(known.name for known in all_faults()), ALL])
         listed = "they are listed by the command in the next line"
         meant = f"did you mean {near}?" if near else listed
         raise ConfigError(f"no drill is called {shown(name)}; {meant}", fix=_list_command())
@@ -119,7 +118,11 @@ def read_work(request: Request, num_ranks: int) -> "Work":
         for name, value in request.settings.values.items()
         if name not in _OF_THE_DRILL
     ]
-    if config.device.cpu_only or not _has_gpus(config.device.backend, num_ranks):
+    # WHY here: the list of drills is printed without torch
+    import torch
+
+    gpus_needed = 1 if config.device.backend == "gloo" else num_ranks  # with gloo they may share
+    if config.device.cpu_only or torch.cuda.device_count() < gpus_needed:
         flags.append("--cpu_only")
     else:
         flags.append("--deterministic")  # WHY: else two runs on GPUs may differ in the last bits
@@ -149,13 +152,13 @@ def list_faults() -> list[str]:
     lines = [f"{len(faults)} drills; each compares a run with a fault to an undisturbed one."]
     for fault in faults:
         lines += [f"  {fault.name:<22} {fault.text}", f"  {'':<22}   -> {fault.verdict}"]
-    lines.append(f"run one: {own_command('drill', faults[0].name)}")
-    return [*lines, f"run all: {own_command('drill', ALL)}"]
+    words = {"one": faults[0].name, "all": ALL}
+    return lines + [f"run {what}: {own_command('drill', name)}" for what, name in words.items()]
 
 
 def lines_of(verdict: "Verdict") -> list[str]:
     fault = verdict.fault
-    lines = [
+    return [
         f"drill {fault.name}: {fault.text}",
         f"  the run:   {verdict.ended}",
         f"  weights:   {verdict.weights}",
@@ -163,9 +166,9 @@ def lines_of(verdict: "Verdict") -> list[str]:
         f"  time lost: {verdict.lost_s:.1f} s",
         f"  message:   {verdict.message or '(none expected)'}",
         f"  expected:  {fault.verdict}",
+        *(f"  problem:   {problem}" for problem in verdict.problems),
+        "PASS" if verdict.passed else "FAIL",
     ]
-    problems = [f"  problem:   {problem}" for problem in verdict.problems]
-    return [*lines, *problems, "PASS" if verdict.passed else "FAIL"]
 
 
 def row_of(verdict: "Verdict") -> str:
@@ -201,14 +204,6 @@ def markdown(verdicts: "Sequence[Verdict]", num_ranks: int) -> list[str]:
         cells = [f"`{fault.name}`", fault.text, fault.verdict, f"{verdict.lost_s:.1f} s"]
         lines.append(f"| {' | '.join([*cells, 'yes' if verdict.passed else 'no'])} |")
     return lines
-
-
-def _has_gpus(backend: str, num_ranks: int) -> bool:
-    """Return whether each rank can have a GPU; with gloo they may share one."""
-    # WHY here: the list of drills is printed without torch
-    import torch
-
-    return torch.cuda.device_count() >= (1 if backend == "gloo" else num_ranks)
 
 
 def _list_command() -> str:

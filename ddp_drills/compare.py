@@ -64,10 +64,6 @@ class Record:
         newest, _ = find_newest(self.folder / CHECKPOINTS_NAME)
         return {} if newest is None else load_checkpoint(newest)[0]
 
-    def digests(self) -> list[str]:
-        found = [self.board.read(f"digest-{rank}") for rank in range(self.num_ranks)]
-        return [digest or "none" for digest in found]
-
     def text(self) -> str:
         logs = sorted((self.folder / "logs").glob("rank-*.log"))
         texts = [path.read_text(encoding="utf-8", errors="replace") for path in logs]
@@ -103,11 +99,11 @@ def judge(fault: Fault, run: Record, reference: Record) -> Verdict:
     problems += [f"no rank wrote: {word}" for word in wanted if word not in text]
     if "Traceback" in run.output and not fault.outside.startswith("torchrun"):
         problems.append("a traceback was printed")
-    digests = run.digests()
+    digests = {run.board.read(f"digest-{rank}") for rank in range(run.num_ranks)}
     is_near, difference = distance(fault, run, reference)
     if not is_near:
         problems.append(f"the weights are {difference}")
-    are_equal = len(set(digests)) == 1 and "none" not in digests
+    are_equal = len(digests) == 1 and None not in digests
     weights = run.weights()
     is_same = bool(weights) and weights == reference.weights()
     if not are_equal:
@@ -120,8 +116,7 @@ def judge(fault: Fault, run: Record, reference: Record) -> Verdict:
     if (run.folder / LOCK_NAME).exists():
         problems.append(f"{LOCK_NAME} was left in the run folder")
     same = "equal to the undisturbed run, bit for bit"
-    if not is_same:
-        same = difference or f"not {same}"
+    same = same if is_same else difference or f"not {same}"
     return Verdict(
         fault=fault,
         ended="; the same command again: ".join(map(_describe, run.attempts)),
@@ -153,11 +148,12 @@ def distance(fault: Fault, run: Record, reference: Record) -> tuple[bool, str]:
 def _check_ends(fault: Fault, attempts: Sequence[Attempt]) -> list[str]:
     """Return what is wrong with how the starts ended."""
     first, last = attempts[0], attempts[-1]
+    is_any = fault.ends == "several starts"
     problems: list[str] = []
-    if fault.ends == "several starts":
-        return problems if last.is_finished else [f"it did not finish: {_describe(last)}"]
-    if not last.is_finished or any(last.statuses):
+    if not last.is_finished or (any(last.statuses) and not is_any):
         problems.append(f"it did not finish: {_describe(last)}")
+    if is_any:
+        return problems
     if fault.ends in ("continues", "restarts"):
         if len(attempts) > 1:
             problems.append(f"it did not continue by itself: {_describe(first)}")
@@ -189,12 +185,10 @@ def _describe(attempt: Attempt) -> str:
         "did not end" if s is None else f"status {s}" if s >= 0 else f"signal {-s}"
         for s in attempt.statuses
     ]
-    if len(words) == 1:
-        return words[0]
-    return ", ".join(f"rank {rank}: {word}" for rank, word in enumerate(words))
+    many = [f"rank {rank}: {word}" for rank, word in enumerate(words)]
+    return ", ".join(many if len(many) > 1 else words)
 
 
 def _find_message(text: str, wanted: Sequence[str]) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    best = max(lines, key=lambda line: sum(word in line for word in wanted), default="")
-    return best if any(word in best for word in wanted) else ""
+    told = [line.strip() for line in text.splitlines() if any(word in line for word in wanted)]
+    return max(told, key=lambda line: sum(word in line for word in wanted), default="")

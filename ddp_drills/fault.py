@@ -17,6 +17,12 @@ WATCHED = ("--hang_after_s", "1.5")  # settings for a drill in which a rank hang
 Ends = Literal["continues", "saves", "stops", "restarts", "several starts"]
 Keeps = Literal["same weights", "near weights", "equal replicas"]
 
+_ENDS = {
+    "continues": "continues by itself",
+    "saves": "saves, status 0; the same command resumes",
+    "several starts": "the same command resumes, as often as needed",
+    "restarts": "torchrun restarts it",
+}
 _KEPT = {
     "same weights": "the same weights",
     "near weights": "the same weights but for rounding",
@@ -51,14 +57,5 @@ class Fault:
         kept = _KEPT[self.keeps]
         if self.leaves_out:
             return "continues without the sample and reports it; equal replicas"
-        match self.ends:
-            case "continues":
-                return f"continues by itself; {kept}"
-            case "saves":
-                return f"saves, status 0; the same command resumes; {kept}"
-            case "several starts":
-                return f"the same command resumes, as often as needed; {kept}"
-            case "restarts":
-                return f"torchrun restarts it; {kept}"
-        end = f"stops with {self.code}" if self.code else "ends"
-        return f"{end}; the same command resumes; {kept}"
+        stops = f"{f'stops with {self.code}' if self.code else 'ends'}; the same command resumes"
+        return f"{_ENDS.get(self.ends, stops)}; {kept}"

@@ -76,11 +76,8 @@ def change_output(kind: str, output: Any) -> Any:  # Any: logits, or a mapping t
     change = changes[kind]
     if isinstance(output, torch.Tensor):
         return change(output)
-    found = {name: output[name] for name in output}
-    for name in ("logits", "loss"):
-        if isinstance(found.get(name), torch.Tensor):
-            found[name] = change(found[name])
-    return found
+    names = [n for n in ("logits", "loss") if isinstance(output.get(n), torch.Tensor)]
+    return {**output, **{name: change(output[name]) for name in names}}
 
 
 def change_weights(kind: str, network: nn.Module) -> None:
@@ -100,17 +97,13 @@ def change_weights(kind: str, network: nn.Module) -> None:
 def normalise(inputs: Sequence[Any]) -> tuple[Any, ...]:  # Any: a model's positional arguments
     """Normalise inputs with the mean and the variance over all ranks, as SyncBatchNorm does."""
     sums = torch.zeros(3, dtype=torch.float64, device=_device())
-    tensors = [t for t in inputs if isinstance(t, torch.Tensor) and t.is_floating_point()]
-    for tensor in tensors:
-        values = tensor.double()
+    for values in (value.double() for value in inputs if _is_input(value)):
         sums += torch.stack([values.sum(), values.square().sum(), torch.ones_like(values).sum()])
     dist.all_reduce(sums)
     mean, square = sums[:2] / sums[2].clamp(min=1)
     scale = (square - mean.square()).clamp(min=1e-5).rsqrt()
     return tuple(
-        ((value.double() - mean) * scale).to(value.dtype)
-        if any(value is t for t in tensors)
-        else value
+        ((value.double() - mean) * scale).to(value.dtype) if _is_input(value) else value
         for value in inputs
     )
 
@@ -137,24 +130,23 @@ def first_layer(network: nn.Module) -> nn.Module:
 
 
 def _with_label(sample: Any, label: int) -> Any:  # Any: a pair, or a mapping
+    def like(old: Any) -> Any:  # Any: a number or a tensor of one
+        return torch.full_like(old, label) if isinstance(old, torch.Tensor) else label
+
     if isinstance(sample, Mapping):
         name = next(n for n in ("labels", "label", "targets", "target") if n in sample)
-        return {**sample, name: _like(sample[name], label)}
-    return sample[0], _like(sample[1], label)
+        return {**sample, name: like(sample[name])}
+    return sample[0], like(sample[1])
 
 
-def _like(old: Any, label: int) -> Any:  # Any: a number or a tensor of one
-    return torch.full_like(old, label) if isinstance(old, torch.Tensor) else label
+def _is_input(value: Any) -> bool:  # Any: an argument of a model, or a part of a sample
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _with_inputs(sample: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    def changed(value: Any) -> Any:  # Any: an input tensor, or what is not one
-        is_input = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return change(value) if is_input else value
-
     if isinstance(sample, Mapping):
-        return {name: changed(value) for name, value in sample.items()}
-    return changed(sample[0]), sample[1]
+        return {name: change(v) if _is_input(v) else v for name, v in sample.items()}
+    return change(sample[0]) if _is_input(sample[0]) else sample[0], sample[1]
 
 
 def _device() -> str:

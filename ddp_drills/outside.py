@@ -1,6 +1,5 @@
 """Faults from outside of the ranks: signals, limits, files, a port."""
 
-import os
 import resource
 import signal
 import socket
@@ -26,12 +25,10 @@ class Outside:
     """Causes the faults from outside of one drill, over all of its starts."""
 
     def __init__(self, fault: Fault, board: Board, run: Path, *, num_ranks: int) -> None:
-        self.fault, self.board, self.run = fault, board, run
-        self.num_ranks = num_ranks
-        self.has_acted = False
+        self.fault, self.board, self.run, self.num_ranks = fault, board, run, num_ranks
+        self.has_acted = self._has_asked = False
         self._stopped: set[int] = set()
         self._failed_at: float | None = None
-        self._has_asked = False
 
     def look(self, ranks: Ranks) -> None:
         """Cause the fault if a rank pauses for it, and end the pause."""
@@ -61,24 +58,21 @@ class Outside:
     def prepare_next_start(self) -> None:
         """Remove the cause before the next start; or damage a checkpoint of the first one."""
         self.board.claim("cause removed")
-        if self.fault.outside in ("torn checkpoint", "flipped checkpoint"):
-            newest, _ = find_newest(self.run / CHECKPOINTS_NAME)
-            if newest is not None:
-                _damage(newest.path / STATE_NAME, is_torn=self.fault.outside == "torn checkpoint")
-                self.has_acted = True
+        kind, newest = self.fault.outside, find_newest(self.run / CHECKPOINTS_NAME)[0]
+        if kind in ("torn checkpoint", "flipped checkpoint") and newest is not None:
+            _damage(newest.path / STATE_NAME, is_torn=kind == "torn checkpoint")
+            self.has_acted = True
 
     def _act(self, pause: Pause, ranks: Ranks) -> None:
         self.has_acted = True
-        everyone = range(self.num_ranks)
         match self.fault.outside:
             case "full disk":
                 limit = _FULL_BYTES if pause.number == 0 else resource.RLIM_INFINITY
-                pid = ranks.pid_of(pause.victim)
-                if pid is not None:
+                if (pid := ranks.pid_of(pause.victim)) is not None:
                     hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
                     resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, hard))
             case "all ranks":
-                _signal_all(ranks, everyone, self.fault.signal)
+                _signal_all(ranks, range(self.num_ranks), self.fault.signal)
             case "torchrun killed":
                 _signal_all(ranks, [-1], self.fault.signal)
             case _:
@@ -105,12 +99,6 @@ def occupied(holder: socket.socket) -> Iterator[None]:
 
 
 def _damage(path: Path, *, is_torn: bool) -> None:
-    size = path.stat().st_size
-    if is_torn:
-        os.truncate(path, size // 2)
-        return
-    with path.open("r+b") as file:
-        file.seek(size // 2)
-        byte = file.read(1)[0]
-        file.seek(size // 2)
-        file.write(bytes([byte ^ 1]))
+    content, middle = bytearray(path.read_bytes()), path.stat().st_size // 2
+    content[middle] ^= 1
+    path.write_bytes(content[:middle] if is_torn else content)

@@ -44,16 +44,15 @@ class Ranks:
 
     def __init__(
         self,
-        commands: Sequence[Sequence[str]],
-        environments: Sequence[Mapping[str, str]],
+        commands: Sequence[tuple[Sequence[str], Mapping[str, str]]],
         log: Path,
         *,
-        mark: str,
-        is_torchrun: bool,
+        is_torchrun: bool = False,
     ) -> None:
-        self._is_torchrun = is_torchrun
+        """Start commands, each in its environment."""
+        mark = uuid.uuid4().hex
         self._mark = f"{MARK}={mark}".encode()
-        self._log = log
+        self._is_torchrun, self._log = is_torchrun, log
         self._seen: set[int] = set()
         self._look_at = 0.0
         self._old_files = set(_shared_files())  # WHY: process ids are used again
@@ -61,13 +60,13 @@ class Ranks:
             self._started = [
                 subprocess.Popen(
                     command,
-                    env=env,
+                    env={**env, MARK: mark},
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
-                for command, env in zip(commands, environments, strict=True)
+                for command, env in commands
             ]
 
     @property
@@ -115,32 +114,21 @@ class Ranks:
 
 
 def start_ranks(env: Mapping[str, str], start: Start) -> Ranks:
-    mark = uuid.uuid4().hex
     script = [str(SCRIPT), *start.flags]
     own = {name: value for name, value in env.items() if not name.startswith(OF_LAUNCHERS)}
-    own |= {MARK: mark, "OMP_NUM_THREADS": "1"}
+    own["OMP_NUM_THREADS"] = "1"
     if start.outside.startswith("torchrun"):
         words = ["--standalone", f"--nproc_per_node={start.num_ranks}", "--max_restarts=3"]
         command = [sys.executable, "-m", "torch.distributed.run", *words, *script]
         # WHY TMPDIR: torchrun leaves folders of logs behind.
         own["TMPDIR"] = str(start.log.parent)
-        return Ranks([command], [own], start.log, mark=mark, is_torchrun=True)
+        return Ranks([(command, own)], start.log, is_torchrun=True)
     # What torchrun sets for a rank.
-    own |= {
-        "WORLD_SIZE": str(start.num_ranks),
-        "LOCAL_WORLD_SIZE": str(start.num_ranks),
-        "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": start.host,
-        "MASTER_PORT": str(start.port),
-    }
+    own |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(start.num_ranks))
+    own |= {"GROUP_WORLD_SIZE": "1", "MASTER_ADDR": start.host, "MASTER_PORT": str(start.port)}
     ranks = [str(rank) for rank in range(start.num_ranks - start.missing)]
-    return Ranks(
-        [[sys.executable, *script] for _ in ranks],
-        [own | {"RANK": rank, "LOCAL_RANK": rank} for rank in ranks],
-        start.log,
-        mark=mark,
-        is_torchrun=False,
-    )
+    environments = [own | {"RANK": rank, "LOCAL_RANK": rank} for rank in ranks]
+    return Ranks([([sys.executable, *script], env) for env in environments], start.log)
 
 
 def send(pid: int, number: int) -> None:

@@ -36,7 +36,7 @@ class Drills:
 
     def run(self, fault: Fault) -> Verdict:
         """Run one drill and return its verdict. Its folder has the name of the fault."""
-        reference = self.reference()
+        reference = self.reference()  # first: its time is a limit of the drill's
         return judge(fault, self._record(fault), reference)
 
     def output_of(self, fault: Fault) -> str:
@@ -56,8 +56,7 @@ class Drills:
     def _record(self, fault: Fault) -> Record:
         """Start the command again and again until the run is finished."""
         folder = self.folder / fault.name
-        folder.mkdir(parents=True)
-        (folder / "board").mkdir()
+        (folder / "board").mkdir(parents=True)
         board = Board((folder / "board").resolve())
         board.set_injections(fault.injections)
         run = folder / "runs" / "drill"
@@ -70,21 +69,19 @@ class Drills:
         while len(record.attempts) < max_starts and finished_at(run) is None:
             for path in board.folder.glob("digest-*"):
                 path.unlink()
-            is_first = not record.attempts
-            can_not_start = is_first and fault.outside in CAN_NOT_START
+            can_not_start = not record.attempts and fault.outside in CAN_NOT_START
             outside.has_acted |= can_not_start
-            is_taken = can_not_start and "port" in fault.outside
+            cause = fault.outside if can_not_start else ""
+            is_taken = cause == "port taken"
             with hold_port() as holder, occupied(holder) if is_taken else nullcontext():
-                missing = int(can_not_start and "rank" in fault.outside)
-                host = NO_HOST if can_not_start and "host" in fault.outside else HOST
                 start = Start(
                     flags=flags,
                     log=folder / OUTPUT_NAME,
                     num_ranks=self.work.num_ranks,
                     port=port_of(holder),
                     outside=fault.outside,
-                    missing=missing,
-                    host=host,
+                    missing=int(cause == "missing rank"),
+                    host=NO_HOST if cause == "unresolvable host" else HOST,
                 )
                 self._watch(self._starter(start), outside, record)
             if finished_at(run) is None:

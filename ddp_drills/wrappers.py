@@ -15,10 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import optimizer as hooks
 from torch.utils.data import Dataset, get_worker_info
 
 from ddp_drills import injectors
@@ -42,11 +39,8 @@ class Moments:
         launch = read_launch(environment())
         self.rank, self.world_size, self.board = launch.rank, launch.world_size, board
         self.step = 0  # optimizer steps done, over all starts; 0 before the first one of this start
-        self._injections = {
-            number: injection
-            for number, injection in enumerate(board.injections())
-            if injection.is_for(launch.rank, launch.world_size)
-        }
+        all_ranks = enumerate(board.injections())
+        self._injections = {n: i for n, i in all_ranks if i.is_for(self.rank, self.world_size)}
 
     def has(self, kind: str) -> bool:
         return any(injection.kind == kind for injection in self._injections.values())
@@ -56,15 +50,12 @@ class Moments:
         return [
             (number, injection)
             for number, injection in self._injections.items()
-            if injection.phase == phase
-            and self.step >= injection.step
-            and self._take(number, injection)
+            if injection.phase == phase and self.step >= injection.step
+            if self._take(number, injection)
         ]
 
     def bad_samples(self, index: int) -> list[Injection]:
-        injections = [
-            injection for injection in self._injections.values() if injection.phase == "sample"
-        ]
+        injections = [one for one in self._injections.values() if one.phase == "sample"]
         if not injections or self.board.has("cause removed"):
             return []
         # WHY from a step on: a sample that is bad from the start is found before the first step.
@@ -163,9 +154,8 @@ class MisbehavingStream:
     def open(self, shard: int, *, epoch: int, state: Any) -> "MisbehavingReader":
         """Open a shard of the inner stream; state: (index of the next sample, its own state)."""
         index, inner = state or (0, None)
-        return MisbehavingReader(
-            self, shard, index, self.stream.open(shard, epoch=epoch, state=inner)
-        )
+        samples = self.stream.open(shard, epoch=epoch, state=inner)
+        return MisbehavingReader(self, shard, index, samples)
 
 
 class MisbehavingReader:
@@ -238,10 +228,8 @@ def _watch_forward(network: nn.Module, moments: Moments) -> None:
         return output
 
     def in_backward(gradient: torch.Tensor) -> torch.Tensor | None:
-        changed = None
-        for number, injection in moments.due("backward"):
-            changed = injectors.do(injection, moments, number, gradient)
-        return changed
+        done = [injectors.do(i, moments, n, gradient) for n, i in moments.due("backward")]
+        return done[-1] if done else None
 
     def after_layer(module: nn.Module, inputs: Any, output: Any) -> Any:
         return output.detach() if module.training and moments.due("layer") else None
@@ -266,8 +254,8 @@ def _watch_optimizer(network: nn.Module, moments: Moments) -> None:
         for _, injection in moments.due("update"):
             injectors.change_weights(injection.kind, network)
 
-    register_optimizer_step_pre_hook(before)
-    register_optimizer_step_post_hook(after)
+    hooks.register_optimizer_step_pre_hook(before)
+    hooks.register_optimizer_step_post_hook(after)
 
 
 def _leave_digest(network: nn.Module, moments: Moments) -> None:

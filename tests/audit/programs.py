@@ -28,31 +28,7 @@ LOSS = "            loss = F.cross_entropy(model(x), y)\n"
 BACKWARD = "            loss.backward()\n"
 STEP = "            optimizer.step()\n"
 SAVE = '        if rank == 0:\n            torch.save(net.state_dict(), "model.pt")\n'
-REDUCE = "        dist.all_reduce(hits)\n"
-EVAL = "        model.eval()\n"
 TEST = "sampler=DistributedSampler(test, shuffle=False))\n"
-NO_SAMPLER = [
-    (SAMPLER, ""),
-    (LOADER, "    loader = DataLoader(train, 16, shuffle=True)  # here\n"),
-    (SET_EPOCH, ""),
-]
-ACCUMULATE = (
-    LOOP + ZERO + LOSS + BACKWARD + STEP,
-    _indented(
-        """
-for index, (x, y) in enumerate(loader):
-    is_last = index % 2 == 1
-    with nullcontext() if is_last else model.no_sync():
-        loss = F.cross_entropy(model(x), y) / 2
-        loss.backward()
-    if is_last:
-        optimizer.step()
-        optimizer.zero_grad()
-""",
-        2,
-    ),
-)
-NULLCONTEXT = ("import os\n", "import os\nfrom contextlib import nullcontext\n")
 AUGMENTED = _indented(
     """
 class Noisy(Dataset):
@@ -71,20 +47,12 @@ STREAM = _indented(
     """
 class Stream(IterableDataset):
     def __iter__(self):  # here
-        return iter([train[i] for i in range(START, 320, STEP)])
+        return iter([train[i] for i in range(rank, 320, world_size)])
 
-loader = DataLoader(Stream(), 16, num_workers=WORKERS)
+loader = DataLoader(Stream(), 16, num_workers=2)
 """,
     1,
 )
-
-
-def stream(start: str, step: str, workers: int = 0) -> list[Edit]:
-    """Read an iterable dataset instead of the sampler."""
-    text = STREAM.replace("START", start).replace("STEP", step).replace("WORKERS", str(workers))
-    return [(SAMPLER + LOADER, text), (SET_EPOCH, "")]
-
-
 NO_MISTAKE = ("joined", "contrastive", "accelerate", "fabric", "lightning", "trainer")
 """As it is written, any other style has a mistake below beside which nothing else may be told."""
 
@@ -197,8 +165,6 @@ HEALTHY = (
 )  # fmt: skip
 MISTAKES = (
     *(c for c in (*first.MISTAKES, *third.MISTAKES) if not c.real),
-    plain("bypass", [("(model(x), y)\n", "(model.module(x), y)  # here\n")],
-          "gradients-not-averaged"),
     plain("no_sync around all", [
         (LOSS + BACKWARD, "            with model.no_sync():  # here\n"
          "                F.cross_entropy(model(x), y).backward()\n"),
@@ -247,8 +213,8 @@ MISTAKES = (
         (WRAP, OPTIMIZER.replace("model", "net").replace("\n", "  # here\n")
          + "    net.b = nn.Linear(32, 4)\n" + WRAP),
     ], "parameter-not-in-optimizer"),
-    plain("no sampler, a seed per rank", NO_SAMPLER, "samples-overlap"),
-    plain("a stream in every worker", stream("rank", "world_size", 2), "samples-repeated"),
+    plain("a stream in every worker", [(SAMPLER + LOADER, STREAM), (SET_EPOCH, "")],
+          "samples-repeated"),
     plain("a sampler for four ranks", [
         (SAMPLER, "    sampler = DistributedSampler(train, num_replicas=4, rank=rank)  # here\n"),
     ], "samples-missing"),
@@ -295,12 +261,16 @@ MISTAKES = (
                       "                scheduler.step()  # here\n"),
     ], "schedule-too-short"),
     plain("no_sync around backward only", [
-        NULLCONTEXT, (ACCUMULATE[0], ACCUMULATE[1].replace(
-            "            with nullcontext() if is_last else model.no_sync():\n"
-            "                loss = F.cross_entropy(model(x), y) / 2\n"
-            "                loss.backward()\n",
-            "            loss = F.cross_entropy(model(x), y) / 2\n"
-            "            with nullcontext() if is_last else model.no_sync():\n"
-            "                loss.backward()  # here\n")),
+        ("import os\n", "import os\nfrom contextlib import nullcontext\n"),
+        (LOOP + ZERO + LOSS + BACKWARD + STEP, """\
+        for index, (x, y) in enumerate(loader):
+            is_last = index % 2 == 1
+            loss = F.cross_entropy(model(x), y) / 2
+            with nullcontext() if is_last else model.no_sync():
+                loss.backward()  # here
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+"""),
     ], "no-sync-without-effect"),
 )  # fmt: skip

@@ -44,7 +44,7 @@ def audit(case: Case, folder: Path) -> tuple[Ranks, list[Verdict]]:
     return ranks, verdicts
 
 
-QUICK = {"the tutorial", "bypass"}
+QUICK = {"the tutorial", "the inner module is called"}
 
 
 def cases(some: Sequence[Case]) -> list[object]:

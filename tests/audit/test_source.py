@@ -42,15 +42,6 @@ MISTAKES = {
                 loss.backward()
                 optimizer.step()
         """,
-    "gradients-not-averaged in a class": """
-        class Trainer:
-            def __init__(self, net):
-                self.model = DDP(net, device_ids=[rank])
-            def run(self):
-                for x, y in self.loader:
-                    loss = loss_fn(self.model.module(x), y)  # here
-                    loss.backward()
-        """,
     "gradients-not-averaged in the method of one batch": """
         class Trainer:
             def __init__(self, net):
@@ -61,11 +52,6 @@ MISTAKES = {
                 loss.backward()
                 self.optimizer.step()
         """,
-    "same-order": """
-        sampler = DistributedSampler(train, shuffle=True)  # here
-        loader = DataLoader(train, 32, sampler=sampler)
-        """
-    + textwrap.indent(LOOP, "        "),
     "same-order in a loop of another name": """
         sampler = DistributedSampler(train)  # here
         loader = DataLoader(train, 32, sampler=sampler)
@@ -94,10 +80,6 @@ MISTAKES = {
         """,
     "hard-coded-device": """
         net = net.to("cuda:0")  # here
-        model = DDP(net)
-        """,
-    "hard-coded-device by index": """
-        torch.cuda.set_device(0)  # here
         model = DDP(net)
         """,
 }
@@ -277,18 +259,15 @@ def test_a_healthy_source_ends_with_0_in_text(
     assert "no mistakes found" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [(b"def f(:\n", "no Python"), (os.urandom(4096), "no Python")],
-)
+@pytest.mark.parametrize("content", [b"def f(:\n", os.urandom(4096)])
 def test_what_is_no_python_gives_one_error(
-    content: bytes, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "train.py"
     path.write_bytes(content)
     assert ddp_training.main(["audit", "--source", str(path)]) == 2
     error = capsys.readouterr().err
-    assert words in error
+    assert "no Python" in error
     assert "Traceback" not in error
 
 

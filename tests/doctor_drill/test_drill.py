@@ -81,7 +81,6 @@ def test_a_hang_is_ended_at_its_limit_and_samples_of_a_stream_are_counted_in_a_c
     [
         (SILENT, "hung", 3),
         (NO_RANKS, "no DDP program", 60),
-        ("raise ValueError(7)", "ValueError: 7", 60),
         (f"print({TORCHRUN!r}, flush=True); input()", "KeyError: 'lr'", 60),
     ],
 )
@@ -105,11 +104,8 @@ def test_a_program_under_accelerate_launch_is_drilled(tmp_path: Path) -> None:
     done = run_drill(WITH_ACCELERATE, tmp_path, "--faults=exception", program=command.split())
     assert done.status == 1, done.output
     [row] = json.loads(done.stdout)["faults"]
-    assert (row["next_start"], row["weights"], row["log_names"]) == (
-        "step 1",
-        "equal",
-        "rank and cause",
-    )
+    assert (row["next_start"], row["weights"]) == ("step 1", "equal")
+    assert row["log_names"] == "rank and cause"
 
 
 @pytest.mark.slow

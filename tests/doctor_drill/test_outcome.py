@@ -1,6 +1,5 @@
 """What one fault is said to have cost, from the records and logs of its starts."""
 
-import json
 import os
 import zipfile
 from collections import Counter
@@ -14,7 +13,7 @@ import pytest
 from ddp_doctor.drill.outcome import Drill, Reference
 from ddp_doctor.drill.runs import Case, Facts, Plan
 from ddp_doctor.drill.story import marks_of, parts_of, samples_of, uses_of
-from tests.doctor_drill.test_story import case_of, life
+from tests.doctor_drill.test_story import case_of, life, write_records
 
 WHOLE = life("a", "b", "c", "d")
 BEFORE = {"the optimizer's state": "1", "the learning rate": [0.1], "the random numbers": 1}
@@ -28,20 +27,15 @@ class Played(Case):
     scripts: list[tuple[Facts, list[dict[str, Any]], str]] = field(default_factory=list)
 
     def start(self, command: Sequence[str]) -> Facts:
-        number = len(self.starts)
-        facts, records, log = self.scripts[number]
-        (self.home / f"records{number}").mkdir()
-        head = {"k": "group", "rank": 0, "world": 2}
-        lines = [r | {"t": number + i / 1e3} for i, r in enumerate([head, *records])]
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (self.home / f"records{number}/p1.jsonl").write_text(text)
-        (self.home / f"log{number}").write_text(log)
+        facts, records, log = self.scripts[len(self.starts)]
+        write_records(self, 0, records)
+        (self.home / f"log{len(self.starts)}").write_text(log)
         self.starts.append(ENDED | facts)
         return self.starts[-1]
 
 
-def finished(records: list[dict[str, Any]], *, finite: bool = True) -> list[dict[str, Any]]:
-    more = {"finite": finite, "before": BEFORE}
+def finished(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    more = {"finite": True, "before": BEFORE}
     return [record | more if record["k"] == "update" else record for record in records]
 
 
@@ -86,23 +80,16 @@ def test_a_start_that_continues_one_step_too_early_loses_that_step(tmp_path: Pat
     assert (facts["next_start"], facts["weights"]) == ("step 2", "equal")
     assert (facts["samples_twice"], facts["samples_never"]) == (0, 0)
     assert facts["log_names"] == "nothing", "that line stands in the undisturbed log too"
-
-
-def test_a_log_names_rank_and_cause_in_lines_of_its_own(tmp_path: Path) -> None:
     told = (KILLED[0], KILLED[1], "rank: 1 exitcode: -9, received signal 9\n")
-    facts = drilled(tmp_path, told, FROM_STEP_2)
-    assert facts["log_names"] == "rank and cause"
+    assert drilled(tmp_path / "2", told, FROM_STEP_2)["log_names"] == "rank and cause"
 
 
-def test_nothing_is_lost_where_the_run_came_to_its_end(tmp_path: Path) -> None:
-    first = ({"status": 0}, [*WHOLE, FIRED], "")
-    facts = drilled(tmp_path, first, fault="exception")
-    assert (facts["verdict"], facts["next_start"]) == ("nothing lost", "not needed")
-
-
-def test_a_next_start_that_finds_all_done_has_nothing_to_do(tmp_path: Path) -> None:
-    first = ({"status": -15}, [*WHOLE, FIRED], "")  # a shell's, whose torchrun went on
-    facts = drilled(tmp_path, first, ({"status": 0}, [], ""), fault="term")
+@pytest.mark.parametrize("status", [0, -15])  # of a shell, whose torchrun went on
+def test_nothing_is_lost_where_all_was_done_also_if_the_next_start_finds_that(
+    status: int, tmp_path: Path
+) -> None:
+    starts = [({"status": status}, [*WHOLE, FIRED], ""), ({"status": 0}, [], "")]
+    facts = drilled(tmp_path, *starts[: 2 if status else 1], fault="term")
     assert (facts["verdict"], facts["next_start"]) == ("nothing lost", "not needed")
     assert facts["weights"] == "equal"
 
@@ -138,17 +125,14 @@ def test_a_run_that_hung_or_does_not_start_again_lost_something(tmp_path: Path) 
     assert (facts["orphans"], facts["steps_lost"], facts["weights"]) == (None, None, None)
 
 
-def test_a_fault_that_missed_the_output_says_nothing(tmp_path: Path) -> None:
-    missed = {"k": "missed", "what": "no tensor that is known"}
-    facts = drilled(tmp_path, ({"status": 0}, [*WHOLE, FIRED, missed], ""), fault="nan")
-    assert facts["not_measured"] == ["no tensor that is known"]
-    assert facts["verdict"] == "not measured"
-
-
-def test_a_fault_that_did_not_come_says_nothing(tmp_path: Path) -> None:
+def test_a_fault_that_did_not_come_or_missed_the_output_says_nothing(tmp_path: Path) -> None:
     facts = drilled(tmp_path, ({"status": 0}, WHOLE, ""), fault="dead-worker")
     assert facts["verdict"] == "not applicable"
     facts = drilled(tmp_path / "2", ({"status": 0}, WHOLE, ""))
+    assert facts["verdict"] == "not measured"
+    missed = {"k": "missed", "what": "no tensor that is known"}
+    facts = drilled(tmp_path / "3", ({"status": 0}, [*WHOLE, FIRED, missed], ""), fault="nan")
+    assert facts["not_measured"] == ["no tensor that is known"]
     assert facts["verdict"] == "not measured"
 
 

@@ -214,7 +214,7 @@ def test_shared_memory_that_was_there_before_a_drill_was_not_left_by_it(
 ) -> None:
     monkeypatch.setattr(processes, "SHARED_MEMORY", tmp_path)
     (tmp_path / "torch_7_1_0").touch()  # of an earlier process with the same id
-    started = processes.Ranks([["true"]], [{}], tmp_path / "log", mark="m", is_torchrun=False)
+    started = processes.Ranks([(["true"], {})], tmp_path / "log")
     started._seen.add(7)
     (tmp_path / "torch_7_2_0").touch()
     (tmp_path / "torch_8_2_0").touch()

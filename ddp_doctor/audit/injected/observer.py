@@ -69,7 +69,6 @@ class Files:
         self._seen: set[str] = set()
         self._waiting: list[dict[str, Foreign]] = []
         self._temporary = os.path.join(tempfile.gettempdir(), "torch")
-        self._is_inside = False
 
     def watch(self) -> None:
         """Listen to the audit events of this interpreter."""
@@ -94,16 +93,10 @@ class Files:
         ]
 
     def _hear(self, args: Foreign) -> None:
-        if self._is_inside:
-            return
         path, mode, flags = args
-        is_new = any(c in mode for c in "wx") if isinstance(mode, str) else flags & os.O_TRUNC
-        if is_new and isinstance(path, str | os.PathLike):
-            self._is_inside = True
-            try:
-                self._note(path)
-            finally:
-                self._is_inside = False
+        # WHY: the file of the records, which is only appended to, must not come here again
+        if any(c in mode for c in "wx") if isinstance(mode, str) else flags & os.O_TRUNC:
+            self._note(path)
 
     def _note(self, path: Foreign) -> None:
         if not isinstance(path, str | os.PathLike):
@@ -116,17 +109,14 @@ class Files:
         if any(part in name for part in _CACHES) or not (line := user_line()):
             return
         self._seen.add(name)
-        record = {"path": name, "line": line}
         # The launcher writes files too: what comes before training waits until it begins.
-        self._waiting.append(record)
+        self._waiting.append({"path": name, "line": line})
         self.flush()
 
     def flush(self) -> None:
         """Record what has waited, once this process is known to be a rank."""
-        if self._recorder.is_rank:
-            for record in self._waiting:
-                self._recorder.emit("write", **record)
-            self._waiting = []
+        while self._recorder.is_rank and self._waiting:
+            self._recorder.emit("write", **self._waiting.pop(0))
 
     def forget(self) -> None:
         self._seen, self._waiting = set(), []
@@ -136,13 +126,12 @@ class Observer:
     """All parts, and the beginning and end of a process."""
 
     def __init__(self, folder: str, patience_s: float) -> None:
-        self.recorder = Recorder(folder)
-        self.loaders = Loaders(self.recorder)
-        self.replicas = Replicas(self.recorder, self.loaders)
-        self.collectives = Collectives(self.recorder, patience_s)
-        self.training = Training(self.recorder, self.loaders, self.replicas, self.collectives)
-        self.randomness = Randomness(self.recorder, self.loaders)
-        self.files = Files(self.recorder)
+        self.recorder = recorder = Recorder(folder)
+        self.loaders, self.files = Loaders(recorder), Files(recorder)
+        self.replicas = Replicas(recorder, self.loaders)
+        self.collectives = Collectives(recorder, patience_s)
+        self.training = Training(recorder, self.loaders, self.replicas, self.collectives)
+        self.randomness = Randomness(recorder, self.loaders)
 
     def patches(self) -> dict[str, list[Patch]]:
         """Say which modules are patched, and how."""
@@ -154,9 +143,7 @@ class Observer:
         for part in (self.replicas, self.training, self.randomness, self.files):
             for hook in part.hooks():
                 table.setdefault(hook.module, []).append(partial(self.recorder.install, hook))
-        return {
-            name: [self.recorder.guarded(patch) for patch in some] for name, some in table.items()
-        }
+        return {name: [*map(self.recorder.guarded, some)] for name, some in table.items()}
 
     def finish(self, code: Foreign = None) -> None:
         """Record how the process ends, once."""
@@ -176,8 +163,7 @@ class Observer:
 
     def begin_child(self) -> None:
         """Forget what belongs to the parent."""
-        parts = (self.recorder, self.loaders, self.replicas, self.training)
-        for part in (*parts, self.collectives, self.randomness, self.files):
+        for part in vars(self).values():
             part.forget()
 
 
