@@ -148,7 +148,7 @@ def main(argv: Sequence[str]) -> int:
         )
     if options.nproc_per_node < 1 or not 0 < options.port < 65536:
         parser.error("--nproc_per_node needs 1 or more, --port 1 to 65535")
-    if is_ours(words[0]):
+    if Path(words[0]).resolve().is_relative_to(ROOT):  # the hosts may have it in another folder
         words[0] = os.path.relpath(words[0], ROOT)
     if not options.dry_run:
         given = argv[: len(argv) - len(words[1:])]  # up to the script, if it was named
@@ -165,11 +165,6 @@ def main(argv: Sequence[str]) -> int:
             print(shlex.join(command))
         return 0
     return run_everywhere(commands)
-
-
-def is_ours(script: str) -> bool:
-    """Return whether a script is in this project: its path is then relative to the project."""
-    return Path(script).resolve().is_relative_to(ROOT)
 
 
 if __name__ == "__main__":

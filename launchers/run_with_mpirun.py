@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hardened_ddp.errors import HardenedError, LaunchError
 from hardened_ddp.ranks.launch import Launch, read_launch
-from hardened_ddp.ranks.launchers_env import command_words, with_arguments
+from hardened_ddp.ranks.launchers_env import command_words, names_of_mpi, with_arguments
 from hardened_ddp.ranks.network import hold_port, port_of
 from launchers.running import ROOT, begin_rank, make_parser, read_arguments, run_script
 
@@ -87,10 +87,9 @@ def agree_on_rendezvous(rank: int, folder: Path, timeout_s: float) -> tuple[str,
 
 def find_launch(folder: Path, timeout_s: float) -> tuple[Launch, Path | None]:
     """Return this rank's Launch; on several machines agree on the rendezvous address first."""
-    size = os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("PMI_SIZE"))
-    here = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", os.environ.get("MPI_LOCALNRANKS"))
-    rank = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK"))
-    note = None
+    names, note = names_of_mpi(os.environ) or {}, None
+    own = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    rank, size, here = (os.environ.get(names.get(name, "")) for name in own)
     if rank is not None and size != here and "MASTER_PORT" not in os.environ:
         address, port = agree_on_rendezvous(int(rank), folder, timeout_s)
         os.environ.update({"MASTER_ADDR": address, "MASTER_PORT": port})

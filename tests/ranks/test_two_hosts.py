@@ -261,13 +261,25 @@ def test_a_cut_cable_has_a_clear_verdict_on_both_hosts_within_the_timeout(
 
 
 FAILED_RENDEZVOUS = {
-    # what is wrong: (the rank that comes, its environment, what it says)
-    "no rank 0": (1, by_hand(1), ["10.77.0.1: refused: nothing listens on that port"]),
-    "no such name": (1, by_hand(1, address="node7"), ["the name node7 can't be resolved here"]),
-    "no rank 1": (0, by_hand(0), ["of 2 ranks these never joined: [1]", "Joined: rank 0 (process"]),
+    # what is wrong: (the rank that comes, its environment, its --timeout_s, what it says: after
+    # ten seconds what it waits for, and at the end why)
+    "no rank 0": (1, by_hand(1), 4, ["10.77.0.1: refused: nothing listens on that port"]),
+    "no such name": (
+        1,
+        by_hand(1, address="node7"),
+        12,
+        ["s for rank 0 at node7:29700: the name node7 can't be resolved here", "10.77.0.2"],
+    ),
+    "no rank 1": (
+        0,
+        by_hand(0),
+        12,
+        ["ranks these have not joined: [1]. Joined: rank 0 (process", "these never joined: [1]"],
+    ),
     "rank 0 elsewhere": (
         0,
         by_hand(0, address=ADDRESSES[1]),
+        4,
         ["tried 10.77.0.2:29700 for 4 s", "10.77.0.1"],
     ),
 }
@@ -277,38 +289,17 @@ FAILED_RENDEZVOUS = {
 def test_a_failed_rendezvous_says_what_was_tried(
     what: str, hosts: TwoHosts, tmp_path: Path
 ) -> None:
-    rank, env, texts = FAILED_RENDEZVOUS[what]
-    argv = ["python", "ddp_training.py", "--cpu_only", "--timeout_s", "4", "--output_dir", tmp_path]
-    done = run_program(argv, host=hosts.host(rank), timeout_s=60, env=env)
+    rank, env, limit_s, texts = FAILED_RENDEZVOUS[what]
+    argv = ["python", "ddp_training.py", "--cpu_only", "--timeout_s", str(limit_s)]
+    done = run_program(
+        [*argv, "--output_dir", tmp_path], host=hosts.host(rank), timeout_s=60, env=env
+    )
     assert done.status == 1, done.output
     assert "[DDP-G01]" in done.output
     for text in texts:
         assert text in done.output
     assert "Traceback" not in done.output
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rank", "address", "texts"),
-    [
-        (1, "node7", ["s for rank 0 at node7:29700", "the name node7 can't be resolved here"]),
-        (0, ADDRESSES[0], ["ranks these have not joined: [1]. Joined: rank 0 (process"]),
-    ],
-)
-def test_whom_a_rank_waits_for_is_told_within_seconds(
-    rank: int, address: str, texts: list[str], hosts: TwoHosts, tmp_path: Path
-) -> None:
-    argv = ["python", "ddp_training.py", "--cpu_only", "--output_dir", tmp_path]
-    env = by_hand(rank, address=address)
-    with start_program(argv, host=hosts.host(rank), env=env) as waiting:
-        waiting.wait_for(lambda: texts[0] in waiting.stderr, timeout_s=15, what="word of the wait")
-        # without the signs of life, which only say how long a part takes so far
-        lines = [n for n in waiting.stderr.splitlines() if not n.endswith(" s so far")]
-        waiting.kill(0, signal.SIGINT)
-        waiting.wait(timeout_s=20)
-    assert len(lines) == 1, "torch's warnings bury it"
-    assert all(text in lines[0] for text in texts)
-    assert rank == 0 or "10.77.0.2" in lines[0]  # what this machine is called itself
+    assert "[W" not in done.output, "torch's warnings bury it"
 
 
 def make_ssh(hosts: TwoHosts, path: Path, *, host: str, command: str) -> Path:
