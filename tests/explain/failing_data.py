@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from tests.explain.reproducers import reproduce, reproduces, throw
+from tests.explain.reproducers import reproduces, throw
 
 
 class Calling(Dataset[Any]):
@@ -39,7 +40,7 @@ def _die(number: int) -> Callable[[int], Any]:
 
 
 @reproduces("data-open-files")
-def data_open_files(rank: int, folder: Path) -> None:
+def data_open_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
     files = []
     while True:
@@ -47,78 +48,61 @@ def data_open_files(rank: int, folder: Path) -> None:
 
 
 @reproduces("data-bad-image")
-def data_bad_image(rank: int, folder: Path) -> None:
+def data_bad_image() -> None:
     from PIL import Image
 
-    (folder / "cat.jpg").write_bytes(b"no image")
-    Image.open(folder / "cat.jpg")
+    Path("cat.jpg").write_bytes(b"no image")
+    Image.open("cat.jpg")
 
 
 @reproduces("data-sampler")
-def data_sampler(rank: int, folder: Path) -> None:
+def data_sampler() -> None:
     sampler = torch.utils.data.DistributedSampler(range(4), 2, 0)  # type: ignore[arg-type]
     DataLoader(Calling(int), sampler=sampler, shuffle=True)
 
 
 @reproduces("data-uneven", num_ranks=2, guilty=0)
-def data_uneven_join(rank: int, folder: Path) -> None:
+def data_uneven_join() -> None:
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
     with model.join(throw_on_early_termination=True):
-        for _ in range(2 + rank):
+        for _ in range(2 + torch.distributed.get_rank()):
             model(torch.ones(1, 2)).sum().backward()
 
 
-@reproduces("data-hub")
-def data_hub(rank: int, folder: Path) -> None:
-    import urllib.request
-
-    urllib.request.urlopen("http://127.0.0.1:9/weights.pt")
-
-
 @reproduces("gpu-fork")
-def gpu_fork(rank: int, folder: Path) -> None:
+def gpu_fork() -> None:
     torch.cuda._in_bad_fork = True
     torch.cuda._is_in_bad_fork = lambda: True  # type: ignore[attr-defined]
     torch.cuda._lazy_init()
 
 
-reproduce("data-worker-exited", lambda folder: read(lambda index: os._exit(3), num_workers=1))
-reproduce("memory-worker-killed", lambda folder: read(_die(signal.SIGKILL), num_workers=1))
-reproduce("memory-shm", lambda folder: read(_die(signal.SIGBUS), num_workers=1))
-reproduce("killed-segfault", lambda folder: read(_die(signal.SIGSEGV), num_workers=1))
-reproduce(
-    "data-worker-timeout",
-    lambda folder: read(lambda index: time.sleep(30), num_workers=1, timeout=0.2),
+reproduces("data-worker-exited")(lambda: read(lambda index: os._exit(3), num_workers=1))
+reproduces("memory-worker-killed")(lambda: read(_die(signal.SIGKILL), num_workers=1))
+reproduces("memory-shm")(lambda: read(_die(signal.SIGBUS), num_workers=1))
+reproduces("killed-segfault")(lambda: read(_die(signal.SIGSEGV), num_workers=1))
+reproduces("data-worker-timeout")(
+    lambda: read(lambda index: time.sleep(5), num_workers=1, timeout=0.2)
 )
-reproduce("data-collate", lambda folder: read(lambda index: torch.zeros(index + 1)))
-reproduce("data-collate", lambda folder: read(lambda index: torch.zeros(index + 1), num_workers=1))
-reproduce("data-collate", lambda folder: read(lambda index: object()))
-reproduce("python-keyerror", lambda folder: read(lambda index: {}[f"image_{index}"], num_workers=1))
-reproduce(
-    "data-target-range", lambda folder: F.cross_entropy(torch.zeros(2, 3), torch.tensor([1, 7]))
+reproduces("data-collate")(lambda: read(lambda index: torch.zeros(index + 1)))
+reproduces("data-collate")(lambda: read(lambda index: object()))
+reproduces("python-keyerror")(lambda: read(lambda index: {}[f"image_{index}"], num_workers=1))
+reproduces("data-target-range")(lambda: F.cross_entropy(torch.zeros(2, 3), torch.tensor([1, 7])))
+reproduces("data-target-range")(lambda: torch.nn.Embedding(10, 2)(torch.tensor([3, 10])))
+reproduces("data-label-type")(
+    lambda: F.cross_entropy(torch.zeros(2, 3), torch.tensor([1, 2], dtype=torch.int32))
 )
-reproduce("data-target-range", lambda folder: torch.nn.Embedding(10, 2)(torch.tensor([3, 10])))
-reproduce(
-    "data-label-type",
-    lambda folder: F.cross_entropy(torch.zeros(2, 3), torch.tensor([1, 2], dtype=torch.int32)),
+reproduces("data-target-shape")(
+    lambda: F.cross_entropy(torch.zeros(2, 3), torch.zeros(3, dtype=torch.long))
 )
-reproduce(
-    "data-target-shape",
-    lambda folder: F.cross_entropy(torch.zeros(2, 3), torch.zeros(3, dtype=torch.long)),
+reproduces("data-target-shape")(
+    lambda: F.binary_cross_entropy_with_logits(torch.zeros(2, 1), torch.zeros(2))
 )
-reproduce(
-    "data-target-shape",
-    lambda folder: F.binary_cross_entropy_with_logits(torch.zeros(2, 1), torch.zeros(2)),
+reproduces("data-empty")(lambda: torch.utils.data.RandomSampler([]))
+reproduces("gpu-none")(lambda: torch.ones(2).cuda())
+reproduces("data-missing-file")(
+    lambda: read(lambda index: Path(f"/data/train/{index}.jpg").read_text())
 )
-reproduce("data-empty", lambda folder: torch.utils.data.RandomSampler([]))
-reproduce("gpu-none", lambda folder: torch.ones(2).cuda())
-reproduce(
-    "data-missing-file",
-    lambda folder: read(lambda index: Path(f"/data/train/{index}.jpg").read_text()),
+reproduces("data-storage")(
+    lambda: throw(OSError(errno.ESTALE, os.strerror(errno.ESTALE), "/mnt/nfs/train/00017.tar"))
 )
-reproduce(
-    "data-storage",
-    lambda folder: throw(
-        OSError(errno.ESTALE, os.strerror(errno.ESTALE), "/mnt/nfs/train/00017.tar")
-    ),
-)
+reproduces("data-hub")(lambda: urllib.request.urlopen("http://127.0.0.1:9/weights.pt"))

@@ -1,14 +1,12 @@
 """Programs whose model or graph does not fit DDP."""
 
-from pathlib import Path
-
 import torch
 from torch import nn
 from torch.distributed import get_rank
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from tests.explain.reproducers import reproduce, reproduces
+from tests.explain.reproducers import reproduces
 
 
 class TwoLayers(nn.Module):
@@ -27,22 +25,22 @@ def train(model: nn.Module, **given: bool) -> None:
 
 
 @reproduces("graph-unused", num_ranks=2, guilty=1)
-def graph_unused_on_one(rank: int, folder: Path) -> None:
+def graph_unused_on_one() -> None:
     model = DistributedDataParallel(TwoLayers(), find_unused_parameters=False)
-    if rank == 1:
+    if torch.distributed.get_rank() == 1:
         train(model, both=False)
     else:
         train(model)
 
 
 @reproduces("graph-unused", num_ranks=2)
-def graph_unused_in_detail(rank: int, folder: Path) -> None:
+def graph_unused_in_detail() -> None:
     torch.distributed.set_debug_level(torch.distributed.DebugLevel.DETAIL)
     train(DistributedDataParallel(TwoLayers()), both=False)
 
 
 @reproduces("graph-static-changed", num_ranks=1, group=True)
-def graph_static_changed(rank: int, folder: Path) -> None:
+def graph_static_changed() -> None:
     model = DistributedDataParallel(TwoLayers(), static_graph=True)
     model(torch.ones(2, 4)).sum().backward()
     for _ in range(2):
@@ -50,7 +48,7 @@ def graph_static_changed(rank: int, folder: Path) -> None:
 
 
 @reproduces("graph-ready-twice", num_ranks=1, group=True)
-def graph_ready_twice(rank: int, folder: Path) -> None:
+def graph_ready_twice() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -65,7 +63,7 @@ def graph_ready_twice(rank: int, folder: Path) -> None:
 
 
 @reproduces("graph-inplace", num_ranks=1, group=True)
-def graph_inplace(rank: int, folder: Path) -> None:
+def graph_inplace() -> None:
     x = torch.ones(3, requires_grad=True)
     y = x.exp()
     y += 1
@@ -73,21 +71,21 @@ def graph_inplace(rank: int, folder: Path) -> None:
 
 
 @reproduces("graph-backward-twice")
-def graph_backward_twice(rank: int, folder: Path) -> None:
+def graph_backward_twice() -> None:
     loss = nn.Linear(2, 2)(torch.ones(1, 2)).exp().sum()
     loss.backward()
     loss.backward()
 
 
 @reproduces("graph-inference-mode")
-def graph_inference_mode(rank: int, folder: Path) -> None:
+def graph_inference_mode() -> None:
     with torch.inference_mode():
         inputs = torch.ones(2, 4)
     nn.Linear(4, 1)(inputs).sum().backward()
 
 
 @reproduces("graph-checkpoint-differs")
-def graph_checkpoint_differs(rank: int, folder: Path) -> None:
+def graph_checkpoint_differs() -> None:
     calls = []
 
     def block(x: torch.Tensor) -> torch.Tensor:
@@ -98,35 +96,22 @@ def graph_checkpoint_differs(rank: int, folder: Path) -> None:
     checkpoint(block, x, use_reentrant=False).sum().backward()
 
 
-reproduce(
-    "graph-unused",
-    lambda folder: train(DistributedDataParallel(TwoLayers()), both=False),
-    num_ranks=2,
-)
-reproduce(
-    "graph-models-differ",
-    lambda folder: DistributedDataParallel(
+reproduces("graph-models-differ", num_ranks=2)(
+    lambda: DistributedDataParallel(
         nn.Sequential(*(nn.Linear(4, 4) for _ in range(get_rank() + 1)))
-    ),
-    num_ranks=2,
+    )
 )
-reproduce(
-    "graph-models-differ",
-    lambda folder: DistributedDataParallel(nn.Linear(4, 4 + get_rank())),
-    num_ranks=2,
+reproduces("graph-models-differ", num_ranks=2)(
+    lambda: DistributedDataParallel(nn.Linear(4, 4 + get_rank()))
 )
-reproduce("graph-syncbn", lambda folder: nn.SyncBatchNorm(4)(torch.ones(3, 4)), num_ranks=2)
-reproduce("graph-no-grad", lambda folder: torch.ones(2).sum().backward())
-reproduce("graph-batchnorm-single", lambda folder: nn.BatchNorm1d(4)(torch.ones(1, 4)))
-reproduce(
-    "graph-nothing-to-train",
-    lambda folder: DistributedDataParallel(TwoLayers().requires_grad_(False)),
-    group=True,
+reproduces("graph-syncbn", num_ranks=2)(lambda: nn.SyncBatchNorm(4)(torch.ones(3, 4)))
+reproduces("graph-no-grad")(lambda: torch.ones(2).sum().backward())
+reproduces("graph-batchnorm-single")(lambda: nn.BatchNorm1d(4)(torch.ones(1, 4)))
+reproduces("graph-nothing-to-train", group=True)(
+    lambda: DistributedDataParallel(TwoLayers().requires_grad_(False))
 )
-reproduce(
-    "graph-ddp-device",
-    lambda folder: DistributedDataParallel(TwoLayers(), device_ids=[0]),
-    group=True,
+reproduces("graph-ddp-device", group=True)(
+    lambda: DistributedDataParallel(TwoLayers(), device_ids=[0])
 )
-reproduce("graph-lazy", lambda folder: DistributedDataParallel(nn.LazyLinear(3)), group=True)
-reproduce("graph-shapes", lambda folder: nn.Linear(784, 10)(torch.ones(8, 3, 28)))
+reproduces("graph-lazy", group=True)(lambda: DistributedDataParallel(nn.LazyLinear(3)))
+reproduces("graph-shapes")(lambda: nn.Linear(784, 10)(torch.ones(8, 3, 28)))

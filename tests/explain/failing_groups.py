@@ -3,16 +3,16 @@
 import os
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from tests.explain.reproducers import reproduce, reproduces, throw
+from tests.explain.reproducers import reproduces, throw
 
 
 @reproduces("lost-peer", num_ranks=2)
-def lost_peer(rank: int, folder: Path) -> None:
+def lost_peer() -> None:
+    rank = dist.get_rank()
     dist.barrier()  # WHY: else rank 0 may still connect, which fails with other words
     if rank == 1:
         os._exit(0)
@@ -20,83 +20,65 @@ def lost_peer(rank: int, folder: Path) -> None:
 
 
 @reproduces("gloo-timeout", num_ranks=2)
-def gloo_timeout(rank: int, folder: Path) -> None:
+def gloo_timeout() -> None:
     group = dist.new_group(timeout=timedelta(seconds=1), backend="gloo")
-    if rank == 1:
+    if dist.get_rank() == 1:
         time.sleep(1.6)
         os._exit(0)
     dist.all_reduce(torch.ones(4), group=group)
 
 
 @reproduces("gloo-barrier", num_ranks=2, guilty=1)
-def gloo_barrier(rank: int, folder: Path) -> None:
-    if rank == 0:
+def gloo_barrier() -> None:
+    if dist.get_rank() == 0:
         dist.monitored_barrier(timeout=timedelta(seconds=1))
     else:
         time.sleep(1.5)
         os._exit(0)
 
 
-@reproduces("gloo-barrier", num_ranks=3)
-def gloo_barrier_all(rank: int, folder: Path) -> None:
-    if rank == 0:
-        dist.monitored_barrier(timeout=timedelta(seconds=1), wait_all_ranks=True)
-    else:
-        time.sleep(1.5)
-        os._exit(0)
-
-
 @reproduces("collective-mismatch", num_ranks=2)
-def collective_mismatch(rank: int, folder: Path) -> None:
+def collective_mismatch() -> None:
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     group = dist.new_group(backend="gloo")
-    if rank == 0:
+    if dist.get_rank() == 0:
         dist.all_reduce(torch.ones(4), group=group)
     else:
         dist.broadcast(torch.ones(4), src=0, group=group)
 
 
 @reproduces("gloo-interface")
-def gloo_interface(rank: int, folder: Path) -> None:
+def gloo_interface() -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "eth77"
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 @reproduces("launch-ranks-missing")
-def launch_ranks_missing_file(rank: int, folder: Path) -> None:
-    store = dist.FileStore(str(folder / "store"), 2)
+def launch_ranks_missing_file() -> None:
+    store = dist.FileStore("store", 2)
     dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=timedelta(seconds=1))
 
 
 @reproduces("nccl-wrong-device-tensor")
-def nccl_wrong_device_tensor(rank: int, folder: Path) -> None:
+def nccl_wrong_device_tensor() -> None:
     dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
     dist.all_reduce(torch.ones(4))
 
 
-reproduce(
-    "collective-mismatch",
-    lambda folder: dist.all_reduce(torch.ones(4 + 4 * dist.get_rank())),
-    num_ranks=2,
+reproduces("collective-mismatch", num_ranks=2)(
+    lambda: dist.all_reduce(torch.ones(4 + 4 * dist.get_rank()))
 )
-reproduce(
-    "gloo-unsupported",
-    lambda folder: dist.all_reduce(torch.ones(4, dtype=torch.int16)),
-    num_ranks=2,
+reproduces("gloo-unsupported", num_ranks=2)(
+    lambda: dist.all_reduce(torch.ones(4, dtype=torch.int16))
 )
-reproduce(
-    "group-shapes",
-    lambda folder: dist.all_gather_into_tensor(torch.ones(7), torch.ones(4)),
-    num_ranks=2,
+reproduces("group-shapes", num_ranks=2)(
+    lambda: dist.all_gather_into_tensor(torch.ones(7), torch.ones(4))
 )
-reproduce(
-    "group-shapes",
-    lambda folder: dist.all_gather([torch.ones(2), torch.ones(3)], torch.ones(2)),
-    num_ranks=2,
+reproduces("group-shapes", num_ranks=2)(
+    lambda: dist.all_gather([torch.ones(2), torch.ones(3)], torch.ones(2))
 )
-reproduce("group-rank", lambda folder: dist.broadcast(torch.ones(4), src=5), num_ranks=2)
-reproduce(
-    "nccl-missing",
-    lambda folder: dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1),
+reproduces("group-rank", num_ranks=2)(lambda: dist.broadcast(torch.ones(4), src=5))
+reproduces("nccl-missing")(
+    lambda: dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
 )
-reproduce("launch-route", lambda folder: throw(OSError(113, os.strerror(113))))
+reproduces("launch-route")(lambda: throw(OSError(113, os.strerror(113))))

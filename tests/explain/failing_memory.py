@@ -1,46 +1,48 @@
 """Programs that run out of memory, or raise errors of Python's own types."""
 
 import resource
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from tests.explain.reproducers import reproduce, reproduces, throw
+from tests.explain.reproducers import reproduces, throw
 
 FULL = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of "
 FULL += "which 1.19 GiB is free."
 
 
 @reproduces("memory-host")
-def memory_host_python(rank: int, folder: Path) -> None:
+def memory_host_python() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))
     bytearray(2**40)
 
 
 @reproduces("python-keyerror", num_ranks=2, guilty=1)
-def python_key_error_on_one(rank: int, folder: Path) -> None:
+def python_key_error_on_one() -> None:
     batch = {"image": torch.ones(4)}
-    if rank == 1:
+    if dist.get_rank() == 1:
         batch["label"]
     dist.all_reduce(batch["image"])
 
 
 @reproduces("python-indexerror", num_ranks=2)
-def python_index_error_on_all(rank: int, folder: Path) -> None:
+def python_index_error_on_all() -> None:
+    rank = dist.get_rank()
     dist.barrier()  # WHY: else rank 0 may still connect, which fails with other words
     [1, 2][rank + 2]
 
 
 @reproduces("python-valueerror", num_ranks=2, guilty=0)
-def python_value_error_on_rank_0(rank: int, folder: Path) -> None:
-    if rank == 0:
+def python_value_error_on_rank_0() -> None:
+    if dist.get_rank() == 0:
         raise ValueError("learning rate must be positive")
     dist.barrier()
 
 
 @reproduces("python-raised", num_ranks=2, guilty=1)
-def python_own_class(rank: int, folder: Path) -> None:
+def python_own_class() -> None:
+    rank = dist.get_rank()
+
     class TokenizerDrift(Exception):
         pass
 
@@ -50,7 +52,8 @@ def python_own_class(rank: int, folder: Path) -> None:
 
 
 @reproduces("python-zerodivisionerror", num_ranks=2, guilty=1)
-def python_chained(rank: int, folder: Path) -> None:
+def python_chained() -> None:
+    rank = dist.get_rank()
     if rank == 1:
         try:
             1 / (rank - 1)
@@ -60,7 +63,7 @@ def python_chained(rank: int, folder: Path) -> None:
 
 
 @reproduces("DDP-S02")
-def own_codes(rank: int, folder: Path) -> None:
+def own_codes() -> None:
     from hardened_ddp.errors import OutOfMemoryError
 
     error = OutOfMemoryError("rank 1, step 412, backward, samples [3, 4]", fix="lower --batch_size")
@@ -68,5 +71,5 @@ def own_codes(rank: int, folder: Path) -> None:
     raise SystemExit(1)
 
 
-reproduce("memory-host", lambda folder: torch.empty(2**60, dtype=torch.uint8))
-reproduce("memory-gpu", lambda folder: throw(torch.OutOfMemoryError(FULL)))
+reproduces("memory-host")(lambda: torch.empty(2**60, dtype=torch.uint8))
+reproduces("memory-gpu")(lambda: throw(torch.OutOfMemoryError(FULL)))

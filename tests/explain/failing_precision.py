@@ -1,11 +1,9 @@
 """Programs that fail in mixed precision, in numbers, or in torch.compile."""
 
-from pathlib import Path
-
 import torch
 from torch import nn
 
-from tests.explain.reproducers import reproduce, reproduces
+from tests.explain.reproducers import reproduces
 
 
 def _parts(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.SGD]:
@@ -14,7 +12,7 @@ def _parts(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.S
 
 
 @reproduces("amp-unscale-twice")
-def amp_unscale_twice(rank: int, folder: Path) -> None:
+def amp_unscale_twice() -> None:
     model, optimizer = _parts()
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(torch.ones(1, 2)).sum()).backward()
@@ -23,7 +21,7 @@ def amp_unscale_twice(rank: int, folder: Path) -> None:
 
 
 @reproduces("amp-no-inf-checks")
-def amp_no_inf_checks(rank: int, folder: Path) -> None:
+def amp_no_inf_checks() -> None:
     _, optimizer = _parts()
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(1, requires_grad=True).sum())
@@ -31,7 +29,7 @@ def amp_no_inf_checks(rank: int, folder: Path) -> None:
 
 
 @reproduces("amp-fp16-weights")
-def amp_fp16_weights(rank: int, folder: Path) -> None:
+def amp_fp16_weights() -> None:
     model, optimizer = _parts(torch.float16)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(torch.ones(1, 2, dtype=torch.float16)).sum()).backward()
@@ -39,21 +37,21 @@ def amp_fp16_weights(rank: int, folder: Path) -> None:
 
 
 @reproduces("amp-nan")
-def amp_nan(rank: int, folder: Path) -> None:
+def amp_nan() -> None:
     weight = nn.Parameter(torch.tensor([float("inf")]))
     weight.grad = torch.tensor([float("nan")])
     nn.utils.clip_grad_norm_([weight], 1.0, error_if_nonfinite=True)
 
 
 @reproduces("amp-nan")
-def amp_nan_anomaly(rank: int, folder: Path) -> None:
+def amp_nan_anomaly() -> None:
     with torch.autograd.set_detect_anomaly(True):
         x = torch.zeros(1, requires_grad=True)
         (x.sqrt() * 0).sum().backward()
 
 
 @reproduces("compile-failed")
-def compile_failed(rank: int, folder: Path) -> None:
+def compile_failed() -> None:
     def backend(graph: object, inputs: object) -> object:
         raise ValueError("this backend has a bug")
 
@@ -61,7 +59,7 @@ def compile_failed(rank: int, folder: Path) -> None:
 
 
 @reproduces("compile-failed")
-def compile_graph_break(rank: int, folder: Path) -> None:
+def compile_graph_break() -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()
         return x + 1
@@ -69,4 +67,4 @@ def compile_graph_break(rank: int, folder: Path) -> None:
     torch.compile(step, backend="eager", fullgraph=True)(torch.ones(2))
 
 
-reproduce("amp-dtype", lambda folder: nn.Linear(2, 2)(torch.ones(1, 2, dtype=torch.bfloat16)))
+reproduces("amp-dtype")(lambda: nn.Linear(2, 2)(torch.ones(1, 2, dtype=torch.bfloat16)))

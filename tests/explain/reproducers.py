@@ -29,8 +29,8 @@ class Reproducer:
 
     name: str
     code: str
-    run: Callable[[int, Path], Any]  # Any: what it returns is not used
-    """Called on each rank with its number and a folder for the case."""
+    run: Callable[[], Any]  # Any: what it returns is not used
+    """Called on each rank, in a folder for the case."""
 
     num_ranks: int = 1
     has_group: bool = False
@@ -42,28 +42,17 @@ ALL: dict[str, Reproducer] = {}
 
 
 def reproduces(
-    code: str, *, num_ranks: int = 1, guilty: int | None = None, group: bool | None = None
-) -> Callable[[Callable[[int, Path], Any]], Callable[[int, Path], Any]]:
-    """Register a function that fails; its name is that of the reproducer."""
+    code: str, *, num_ranks: int = 1, guilty: int | None = None, group: bool = False
+) -> Callable[[Callable[[], Any]], None]:
+    """Register what fails: a function by its own name, an expression by that of its cause."""
 
-    def register(run: Callable[[int, Path], Any]) -> Callable[[int, Path], Any]:
-        has_group = num_ranks > 1 if group is None else group
-        assert run.__name__ not in ALL
-        ALL[run.__name__] = Reproducer(run.__name__, code, run, num_ranks, has_group, guilty)
-        return run
+    def register(run: Callable[[], Any]) -> None:
+        name = code.replace("-", "_") if run.__name__ == "<lambda>" else run.__name__
+        while name in ALL:
+            name += "_too"
+        ALL[name] = Reproducer(name, code, run, num_ranks, group or num_ranks > 1, guilty)
 
     return register
-
-
-def reproduce(
-    code: str, fail: Callable[[Path], Any], *, num_ranks: int = 1, group: bool = False
-) -> None:
-    """Register what fails in one expression under the name of its cause."""
-    name = code.replace("-", "_")
-    while name in ALL:
-        name += "_too"
-    has_group = group or num_ranks > 1
-    ALL[name] = Reproducer(name, code, lambda rank, folder: fail(folder), num_ranks, has_group)
 
 
 def throw(error: BaseException) -> None:
@@ -108,8 +97,8 @@ def _be_rank(case: Reproducer, rank: int, folder: Path, log: Path) -> None:
         os.chdir(folder)
         print(f"step 10 loss 2.31 rank {rank}", flush=True)
         if case.has_group:
-            _join(rank, case.num_ranks, folder)
-        case.run(rank, folder)
+            _join(rank, case.num_ranks)
+        case.run()
         status = 0
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else 1
@@ -130,10 +119,10 @@ def _be_rank(case: Reproducer, rank: int, folder: Path, log: Path) -> None:
         os._exit(status)
 
 
-def _join(rank: int, num_ranks: int, folder: Path) -> None:
+def _join(rank: int, num_ranks: int) -> None:
     import torch.distributed as dist
 
-    store = dist.FileStore(str(folder / "store"), num_ranks)
+    store = dist.FileStore("group", num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=_TIMEOUT)
 
 

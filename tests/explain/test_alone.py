@@ -63,7 +63,6 @@ def test_audit_reads_a_source_with_that_one_folder(alone: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("explain missing.log", "missing.log"),
         ("explain", ""),
         ("explain --cause graph-unusd", "graph-unusd"),
         ("audit", "next: python -m ddp_doctor audit"),

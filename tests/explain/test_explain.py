@@ -60,11 +60,6 @@ class TestCatalogue:
         codes = {cause.code for cause in CAUSES if not cause.code.startswith(("DDP-", "python-"))}
         assert codes - shown == WITHOUT_LOG.keys()
 
-    def test_a_cause_says_what_to_do_outside_of_this_suite(self) -> None:
-        for cause in CAUSES:
-            assert cause.why, cause.code
-            assert len(cause.fix) > 10, cause.code
-
     def test_the_first_search_finds_every_line_that_a_phrase_matches(self) -> None:
         search = Search(Matcher(CAUSES).words())
         for case in LOGS:
@@ -465,9 +460,6 @@ class TestHealthy:
         assert found["verdict"] == ("healthy" if name in healthy.ENDED else "open")
         assert found["cause"] is None
 
-    def test_there_are_enough(self) -> None:
-        assert len(healthy.LOGS) >= 36
-
 
 class TestWaits:
     @pytest.mark.parametrize(
@@ -545,17 +537,12 @@ class TestFuzz:
         log.write_bytes(bytes(data) + chance.randbytes(50_000))
         explain(log)
 
-    def test_a_line_of_10_mb(self, tmp_path: Path) -> None:
-        log = tmp_path / "long.log"
-        log.write_bytes(b"x" * 10_000_000 + b"\n" + joined(KEY_ERROR).encode())
-        assert code_of(explain(log)) == "python-keyerror"
-
-    @pytest.mark.slow
-    def test_200_mb_of_training_output_around_it(self, tmp_path: Path) -> None:
+    def test_a_line_of_10_mb_and_20_mb_of_training_output_around_it(self, tmp_path: Path) -> None:
         log = tmp_path / "large.log"
         line = b"epoch 3 step 123 | loss 2.345 | lr 3e-4 | grad_norm 1.2 | tokens/s 123456\n"
-        half = line * (100_000_000 // len(line))
-        log.write_bytes(half + joined(of_rank(1, KEY_ERROR)).encode() + half)
+        half = line * (10_000_000 // len(line))
+        raised = joined(of_rank(1, KEY_ERROR)).encode()
+        log.write_bytes(half + b"x" * 10_000_000 + b"\n" + raised + half)
         found = explain(log)
         assert (code_of(found), rank_of(found)) == ("python-keyerror", 1)
-        assert found["evidence"][0]["line"] == len(half) // len(line) + len(KEY_ERROR)
+        assert found["evidence"][0]["line"] == len(half) // len(line) + 1 + len(KEY_ERROR)
