@@ -157,14 +157,13 @@ def _read(source: Source, collector: Collector, search: Search) -> bool:
         collector.start_file(source, habits_of(text))
         if sample[:1] == PICKLE and collector.take_dump(sample + file.read(MAX_BYTES)):
             return True
-        if source.is_status:
+        if source.kind == "status":
             status = read_status(text, source.name)
             evidence.statuses += [status] if status is not None else []
-        elif found := source.stack:
+        elif source.kind == "stack" and source.rank is not None:
             text += file.read(_MOST_STACK_BYTES).decode("utf-8", "replace")
-            stack = read_stack(text, source.name, int(found["rank"]), found["worker"] or "")
-            evidence.stacks.append(stack)
-        elif source.is_hang_verdict:
+            evidence.stacks.append(read_stack(text, source.name, source.rank, source.worker))
+        elif source.kind == "verdict":
             collector.take(f"[DDP-G05] {text.strip()}", 1)
         elif source.name.endswith("error.json") and (stack_text := stack_of_error_file(text)):
             for number, line in enumerate(stack_text.splitlines(), start=1):

@@ -171,13 +171,15 @@ def weaken_survived(
         ending = endings.get(event.line.file)
         if ending is not None and _went_on(event, ending, event.line.file in files):
             event.is_weak = True
-    for stream in _streams(events).values():
-        outermost = 3
-        for event in reversed(stream):
-            # WHY: a library that logs an exception and goes on is no cause of what comes later
-            if _catcher(event) > outermost and id(event) not in chained:
-                event.is_weak = True
-            outermost = min(outermost, _catcher(event))
+    outermost: dict[tuple[object, ...], int] = {}
+    for event in reversed(sorted(events, key=lambda event: event.line.order)):
+        if event.raised is None or event.tier >= Tier.LAUNCHER or event.is_weak:
+            continue
+        stream = event.line.stream
+        catcher = event.raised.catcher if event.chained is None else 0
+        # WHY: a library that logs an exception and goes on is no cause of what comes later
+        event.is_weak = catcher > outermost.get(stream, 3) and id(event) not in chained
+        outermost[stream] = min(outermost.get(stream, 3), catcher)
 
 
 def _was_logged(
@@ -192,19 +194,6 @@ def _was_logged(
     later = [e for e in events if e.line.order > event.line.order and e.tier <= Tier.LOST]
     own = [e for e in later if e.chained is not event]
     return all(e.tier <= Tier.EXCEPTION for e in own) and bool(own or not failed)
-
-
-def _streams(events: Sequence[Event]) -> dict[tuple[object, ...], list[Event]]:
-    """Sort the exceptions of one output into a list, in their order."""
-    streams: dict[tuple[object, ...], list[Event]] = {}
-    for event in sorted(events, key=lambda event: event.line.order):
-        if event.raised is not None and event.tier < Tier.LAUNCHER and not event.is_weak:
-            streams.setdefault(event.line.stream, []).append(event)
-    return streams
-
-
-def _catcher(event: Event) -> int:
-    return event.raised.catcher if event.raised is not None and event.chained is None else 0
 
 
 def _went_on(event: Event, ending: Ending, has_restarted: bool) -> bool:

@@ -7,7 +7,7 @@ regular expression is compiled and tried only if that piece is there.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 from ddp_doctor.explain.events import Cause
 
@@ -40,14 +40,19 @@ class Matcher:
             for phrase in cause.phrases:
                 self._rules.setdefault(literal_of(phrase), []).append((phrase, cause))
         self._literals = tuple(self._rules)
-        self._forms = tuple((literal.translate(_SAME_DIGITS), literal) for literal in self._rules)
-        self._literals_of: dict[str, tuple[str, ...]] = {}
+        forms = [(literal.translate(_SAME_DIGITS), literal) for literal in self._rules]
+        # WHY kept by form: a program writes the same lines again, with other numbers
+        self._literals_like = lru_cache(_MAX_FORMS)(
+            lambda form: tuple(literal for like, literal in forms if like in form)
+        )
 
     def find(self, text: str) -> list[Match]:
         """List what matches: the lowest tier first, and in it the specific causes."""
         found: dict[str, Match] = {}
         text = text.replace("HIP ", "CUDA ")  # AMD's words for the same failures
-        for literal in self._literals_like(text):
+        is_long = len(text) > _LONGEST_FORM
+        form = text.translate(_SAME_DIGITS)
+        for literal in self._literals if is_long else self._literals_like(form):
             if literal in text:
                 for phrase, cause in self._rules[literal]:
                     match = _compiled(phrase).search(text)
@@ -55,19 +60,6 @@ class Matcher:
                         fields = {k: v for k, v in match.groupdict().items() if v is not None}
                         found[cause.code] = Match(cause, fields)
         return sorted(found.values(), key=lambda m: (m.cause.tier, m.cause.is_generic))
-
-    def _literals_like(self, text: str) -> tuple[str, ...]:
-        """List the literals that text has, digits aside: known for lines that come again."""
-        if len(text) > _LONGEST_FORM:
-            return self._literals
-        form = text.translate(_SAME_DIGITS)
-        known = self._literals_of.get(form)
-        if known is None:
-            if len(self._literals_of) >= _MAX_FORMS:
-                self._literals_of.clear()
-            known = tuple(literal for like, literal in self._forms if like in form)
-            self._literals_of[form] = known
-        return known
 
     def words(self) -> tuple[bytes, ...]:
         """List words such that every line that matches a phrase has one of them."""

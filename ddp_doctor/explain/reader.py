@@ -5,13 +5,14 @@ has (so that training output costs next to nothing per line), lines of any lengt
 UTF-16.
 """
 
+import codecs
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
 from ddp_doctor.explain.collector import Collector
 
 _BLOCK_BYTES = 4 * 1024 * 1024
-MAX_LINE_BYTES = 64 * 1024
+_MAX_LINE_BYTES = 64 * 1024
 """What is kept of a longer line: its start; messages stand there."""
 
 _SAMPLE_BYTES = 64 * 1024
@@ -85,38 +86,30 @@ def read_lines(
     """
     number, end = 0, b""
     for block in _whole_lines(file, first):
-        if decoder_of(first) != "utf-8":
-            block = _to_utf8(block)
         number = _read_block(block, collector, search, number)
         end = (end + block[-_END_BYTES:])[-_END_BYTES:]
     return number, end.decode("utf-8", "replace")
 
 
 def _whole_lines(file: BinaryIO, first: bytes) -> Iterator[bytes]:
-    """Cut a file into blocks that end with a line. A huge line is shortened."""
-    is_wide = decoder_of(first) != "utf-8"
-    end = b"\n\x00" if is_wide else b"\n"
-    rest = first
-    while True:
-        block = file.read(_BLOCK_BYTES)
-        if not block:
-            break
+    """Cut a file into blocks of UTF-8 that end with a line. A huge line is shortened."""
+    encoding = decoder_of(first)
+    decoder = codecs.getincrementaldecoder(encoding)("replace")
+
+    def decoded(block: bytes) -> bytes:
+        return block if encoding == "utf-8" else decoder.decode(block).encode()
+
+    rest = decoded(first)
+    while block := decoded(file.read(_BLOCK_BYTES)):
         if b"\n" not in block and len(rest) > _BLOCK_BYTES:
-            rest = rest[:MAX_LINE_BYTES] + block[-MAX_LINE_BYTES:]
+            rest = rest[:_MAX_LINE_BYTES] + block[-_MAX_LINE_BYTES:]
             continue
         rest += block
-        cut = rest.rfind(end)
-        if cut >= 0:
-            yield rest[: cut + len(end)]
-            rest = rest[cut + len(end) :]
+        if cut := rest.rfind(b"\n") + 1:
+            yield rest[:cut]
+            rest = rest[cut:]
     if rest:
         yield rest
-
-
-def _to_utf8(block: bytes) -> bytes:
-    if block[:2] == b"\xfe\xff":
-        return block.decode("utf-16", "replace").encode()
-    return block.removeprefix(b"\xff\xfe").decode("utf-16-le", "replace").encode()
 
 
 def _read_block(block: bytes, collector: Collector, search: Search, number: int) -> int:
@@ -135,19 +128,16 @@ def _read_block(block: bytes, collector: Collector, search: Search, number: int)
         end = len(block) if end < 0 else end
         number += 1
         line = block[position:end]
-        if len(line) > 2 * MAX_LINE_BYTES:
-            line = line[:MAX_LINE_BYTES] + b" " + line[-MAX_LINE_BYTES:]
+        if len(line) > 2 * _MAX_LINE_BYTES:
+            line = line[:_MAX_LINE_BYTES] + b" " + line[-_MAX_LINE_BYTES:]
         for part in line.decode("utf-8", "replace").rstrip("\r").split("\r"):
             if part:
                 collector.take(part, number)
+        before = block[max(0, position - _END_BYTES) : position]
         if b"Traceback (most" in line:
-            collector.before_traceback = (
-                number - 1,
-                block[max(0, position - _END_BYTES) : position],
-            )
+            collector.before_traceback = (number - 1, before)
         evidence = collector.evidence
         if evidence.waits and evidence.before_wait is None:
-            before = block[max(0, position - _END_BYTES) : position]
             evidence.before_wait = before.decode("utf-8", "replace")
         position = end + 1
     if position < len(block):

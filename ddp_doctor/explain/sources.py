@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -28,7 +28,7 @@ _NOT_LOGS = re.compile(
 _ELASTIC = re.compile(r"attempt_\d+/(?P<local>\d+)/(?:std(?:out|err)\.log|error\.json)$")
 _RANK_NAME = re.compile(r"(?:rank|process|proc|worker)[-_.]?(?P<rank>\d+)(?=\D|$)")
 _SLURM_TASK = re.compile(r"(?:^|/)(?!slurm)[\w.]*?\d{2,}[-_.](?P<task>\d{1,4})\.(?:out|err|log)$")
-_STACKS = re.compile(r"rank_(?P<rank>\d+)(?:_worker_(?P<worker>\d+))?\.txt$")
+_STACK = re.compile(r"rank_\d+(?:_worker_(?P<worker>\d+))?\.txt$")
 _MAX_FILES = 4096
 _JOB_ID = re.compile(r"(?:^|/)slurm-(?P<slurm>\d+)[^/]*$|\.[oe](?P<id>\d+)$")
 _RUN_ID = re.compile(r"(?P<folder>.*/(?P<id>[^/]+?)_[a-z0-9_]{8})/attempt_\d+/")
@@ -50,26 +50,11 @@ class Source:
     rank: int | None = None
     local: int | None = None
     task: int | None = None
+    kind: str = "log"
+    """log; or what a run of ours wrote: status of a rank; verdict or stack of a hang."""
 
-    @property
-    def is_hang_verdict(self) -> bool:
-        """Whether it is the sentence that a run of ours wrote about a hang."""
-        path = self.path
-        return path is not None and path.name == "verdict.txt" and "hangs" in path.absolute().parts
-
-    @property
-    def is_status(self) -> bool:
-        """Whether it is what a rank of a run of ours was doing last."""
-        path = self.path
-        return path is not None and path.parent.name == "status" and path.suffix == ".json"
-
-    @property
-    def stack(self) -> re.Match[str] | None:
-        """The rank and the worker, if it has the stacks that a run of ours wrote in a hang."""
-        path = self.path
-        if path is None or "hangs" not in path.absolute().parts:
-            return None
-        return _STACKS.match(path.name)
+    worker: str = ""
+    """The worker of the rank whose stack it is."""
 
     def open(self) -> BinaryIO:
         """Open it for reading bytes, unpacked. Raises OSError."""
@@ -184,7 +169,15 @@ def _source(path: Path) -> Source:
         rank = int(named["rank"]) if named[0].startswith("rank") else None
     elif slurm := _SLURM_TASK.search(text):
         task = int(slurm["task"])
-    return Source(name=str(path), path=path, rank=rank, local=local, task=task)
+    kind, worker = "log", ""
+    if path.parent.name == "status" and path.suffix == ".json":
+        kind = "status"
+    elif "hangs" in path.absolute().parts:
+        stack = _STACK.match(path.name)
+        worker = (stack["worker"] or "") if stack else ""
+        kind = "stack" if stack else "verdict" if path.name == "verdict.txt" else kind
+    own = {"rank": rank, "local": local, "task": task}
+    return Source(name=str(path), path=path, kind=kind, worker=worker, **own)
 
 
 def _without_lone_task(sources: list[Source]) -> list[Source]:
@@ -192,4 +185,4 @@ def _without_lone_task(sources: list[Source]) -> list[Source]:
     tasks = {source.task for source in sources if source.task is not None}
     if len(tasks) > 1:
         return sources
-    return [Source(name=s.name, path=s.path, rank=s.rank, local=s.local) for s in sources]
+    return [replace(source, task=None) for source in sources]

@@ -70,7 +70,6 @@ class Assembler:
     """Headers without a last line."""
 
     frames: list[Frame] = field(default_factory=list)
-    is_quoted: bool = False
     is_weak: bool = False
     weak_lines: int = 0
     """A header within so many lines belongs to an exception that ends nothing."""
@@ -101,10 +100,9 @@ class Assembler:
             self.weak_lines = 4
         if _HANDLING in text or _DIRECT in text:
             self.link = "handling" if _HANDLING in text else "direct"
-            self.in_message, self.message_lines = None, 0
+            self.in_message = None
             return None
-        header = HEADER.match(text)
-        if header:
+        if header := HEADER.match(text):
             self._open(header)
             return None
         if _DUMPED_FRAME.match(text):
@@ -133,18 +131,17 @@ class Assembler:
         return Found(raised, line, is_weak=True)
 
     def _open(self, header: re.Match[str]) -> None:
-        before = header["before"]
         self.is_weak = self.weak_lines > 0
-        self.is_quoted = before.rstrip().endswith("Original")
+        is_quoted = header["before"].rstrip().endswith("Original")
         said = self.in_message.raised.message if self.in_message is not None else ""
-        if self.in_message is not None and (self.is_quoted or _MEMBER.search(said)):
+        if self.in_message is not None and (is_quoted or _MEMBER.search(said)):
             self.before, self.link = self.in_message.raised, "inner"
         elif not self.link:
             self.before = None
         if self.num_open == 0:
             self.frames, self.has_header = [], True
         self.num_open = min(self.num_open + 1, 64)
-        self.in_message, self.message_lines, self.idle_lines = None, 0, 0
+        self.in_message, self.idle_lines = None, 0
 
     def _add_frame(self, match: re.Match[str]) -> None:
         if self.num_open == 0:
@@ -213,4 +210,4 @@ class Assembler:
 
     def _close(self) -> None:
         self.num_open, self.frames, self.idle_lines = 0, [], 0
-        self.is_weak, self.is_quoted = False, False
+        self.is_weak = False
