@@ -75,32 +75,41 @@ class Course(nn.Module):
 
 
 class Kept(Points):
-    """Points that lie in a file, of which a test changes a byte."""
+    """Points with these coordinates, of which a test changes some."""
 
-    def __init__(self, root: str) -> None:
-        super().__init__(48)
-        self.values = torch.load(Path(root, "points.pt"))
+    def __init__(self, values: torch.Tensor) -> None:
+        super().__init__(len(values))
+        self.values = values
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         return self.values[index].clone(), int(index % 2)
 
 
 def kept_points(train: bool, root: str) -> Points:
-    return Kept(root) if train else Points(17)
+    return Kept(torch.load(Path(root, "points.pt"))) if train else Points(17)
 
 
-def poisoned_points(train: bool, value: float, index: int = 29) -> Kept:
-    """Give points of which one has a coordinate of this value."""
-    dataset = Kept.__new__(Kept)
-    Points.__init__(dataset, 48 if train else 17)
-    dataset.values = torch.randn(48, 3, generator=torch.Generator().manual_seed(1))
-    dataset.values[index, 1] = value
-    return dataset
+def random_points() -> torch.Tensor:
+    return torch.randn(48, 3, generator=torch.Generator().manual_seed(1))
+
+
+def poisoned_points(train: bool, value: float) -> Points:
+    """Give points of which number 29 has a coordinate of this value."""
+    values = random_points()
+    values[29, 1] = value
+    return Kept(values) if train else Points(17)
 
 
 STEADY: list[str | Path] = ["--cpu_only", "--model", f"{HERE}:Course", "--digests", "on"]
 STEADY += ["--batch_size", "4", "--num_workers", "0", "--eval_every", "0", "--tracker", "none"]
-SMALL = ["--dataset", "tests.plugins:points", "--epochs", "2", "--run_name", "run"]
+SMALL = [
+    "--dataset",
+    "tests.plugins:points_without_a_package",
+    "--epochs",
+    "2",
+    "--run_name",
+    "run",
+]
 SMALL += ["--checkpoint_every_steps", "4"]
 
 
@@ -110,6 +119,11 @@ def run_of(tmp_path: Path, *more: str | Path, ranks: int = 1, fault: str = "") -
     launcher: Literal["torchrun", "none"] = "torchrun" if ranks > 1 else "none"
     train([*STEADY, *more, "--output_dir", tmp_path], ranks, env=env, launcher=launcher)
     return tmp_path / "run"
+
+
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_of(tmp_path_factory.mktemp("small"), *SMALL)
 
 
 @pytest.fixture
@@ -126,42 +140,27 @@ def replayed(run: Path, step: int, **wish: object) -> tuple[replaying.Replayed, 
     return done, "\n".join(told(run, wanted, done))
 
 
-def test_a_package_that_the_program_blocks_has_no_version(tmp_path: Path) -> None:
-    flags = ["--dataset", "tests.plugins:points_without_a_package", "--max_steps", "2"]
-    train([*STEADY, *SMALL, *flags, "--output_dir", tmp_path], 1, launcher="none").ok()
-
-
 @pytest.mark.usefixtures("forked")
-def test_a_step_is_the_same_again_and_tells_what_was_in_it(tmp_path: Path) -> None:
-    run = run_of(tmp_path, *SMALL)
-    done, text = replayed(run, 17, without=[3], open=3)
+def test_a_step_is_the_same_again_and_tells_what_was_in_it(small_run: Path) -> None:
+    sample = int(EpochOrder(40, 0, 1).take(28, 32)[0])  # of step 17
+    done, text = replayed(small_run, 17, without=[sample], open=sample)
     number = 17 - done.begun_at + 1  # a writer that is busy leaves checkpoints out
     assert (done.equal, done.parted) == (number, None)
     assert f"{number} steps equal bit for bit: samples, loss, all of the gradient" in text
-    rows = done.main["samples"]
-    assert len(rows) == 4
-    assert all(row["change"] > 0 for row in rows)  # it has BatchNorm
+    assert len(done.main["samples"]) == 4
+    assert all(row["change"] > 0 for row in done.main["samples"])  # it has BatchNorm
     assert "gradient norm by layer" in text
-    assert "sample 3: no file" in text
-    assert done.main["trials"][1]["without"] == [3]
-    worst = max(rows, key=lambda row: row["change"])
-    _, text = replayed(run, 17, without=[worst["sample"]])
-    with_it, without = (trial["steps"][0] for trial in replayed_trials(run, worst["sample"]))
-    assert with_it["loss"] != without["loss"]
-    assert f"without sample {worst['sample']}" in text
-
-
-def replayed_trials(run: Path, sample: int) -> list[dict[str, list[dict[str, float]]]]:
-    found = json.loads((run / "replays/step-17/replayed-rank-0.json").read_text(encoding="utf-8"))
-    assert found["trials"][1]["without"] == [sample]
-    trials: list[dict[str, list[dict[str, float]]]] = found["trials"]
-    return trials
+    assert f"sample {sample}: no file" in text
+    assert f"without sample {sample}" in text
+    with_it, without = (trial["steps"][0] for trial in done.main["trials"])
+    assert with_it["loss"] == done.main["newest"]["loss"] != without["loss"]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_steps_of_a_run_with_every_fault_are_the_same_again(tmp_path: Path) -> None:
-    flags = [*SMALL, "--dataset_args", "{size: 120, broken: [5, 77]}", "--epochs", "4"]
+    flags = [*SMALL, "--dataset", "tests.plugins:points", "--epochs", "4"]
+    flags += ["--dataset_args", "{size: 120, broken: [5, 77]}"]
     flags += ["--continue_on_error", "--keep_milestones", "8", "--global_batch_size", "12"]
     # three steps without a finite loss: back to a checkpoint, and once more without the fault
     run_of(tmp_path, *flags, ranks=2, fault="nan 1 24 50;kill 1 74 99")
@@ -242,27 +241,24 @@ POISONED = ["--dataset", f"{HERE}:poisoned_points", "--epochs", "2", "--run_name
 POISONED += ["--model", "mlp", "--checkpoint_every_steps", "4", "--optimizer", "sgd"]
 
 
-def step_of_sample(run: Path, index: int) -> int:
-    """Return the first step that takes a sample."""
-    order = EpochOrder(48, 0, 0).take(0, 48).tolist()
-    return int(order.index(index)) // 4
+GUILTY = EpochOrder(48, 0, 0).take(0, 48).tolist().index(29) // 4
+"""The first step that takes the poisoned sample."""
 
 
 @pytest.mark.usefixtures("forked")
 def test_the_sample_that_makes_a_loss_large_is_found_and_proved(tmp_path: Path) -> None:
     flags = [*POISONED, "--dataset_args", "{value: -1000.0}", "--log_interval", "2"]
     run = run_of(tmp_path / ("a" * 90 + " folder with spaces"), *flags)
-    guilty = step_of_sample(run, 29)
     text = bisected(run, "loss > 5")
-    assert f"loss > 5 holds first at step {guilty}: recorded when it was done" in text
-    assert f"proved: step {guilty} without sample 29 does not lead to it" in text
+    assert f"loss > 5 holds first at step {GUILTY}: recorded when it was done" in text
+    assert f"proved: step {GUILTY} without sample 29 does not lead to it" in text
     report = train(["watch", run, "--once"], launcher="none").ok()
     assert re.search(
         rf"spike +\S+ by step \d+: .*replay {re.escape(shlex.quote(str(run)))} --step \d+",
         report.output,
     )
     marks = [text for _, kind, text in marks_of(read_run(run)) if kind == "spike"]
-    assert any(f"--step {guilty}" in text for text in marks)
+    assert any(f"--step {GUILTY}" in text for text in marks)
     with pytest.raises(ConfigError, match="which is no condition"):
         bisected(run, "loss is large")
     with pytest.raises(ConfigError, match="accuracy/tested was not recorded"):
@@ -276,14 +272,13 @@ def test_weights_that_became_nan_are_found_between_checkpoints(tmp_path: Path) -
     flags = [*POISONED, "--dataset_args", "{value: .nan}", "--check_inputs", "false"]
     flags += ["--step_retry", "off", "--log_interval", "12", "--clip_grad_norm", "1000"]
     run = run_of(tmp_path, *flags)
-    guilty = step_of_sample(run, 29)
     text = bisected(run, "nan in weights")
-    assert f"nan in weights holds first at step {guilty}" in text
+    assert f"nan in weights holds first at step {GUILTY}" in text
     assert "without sample 29" in text
     norm = bisected(run, "norm(layers.3) > 1e9")
-    assert f"holds first at step {guilty}" in norm
+    assert f"holds first at step {GUILTY}" in norm
     text = bisected(run, "nan in grad_norm")
-    assert f"holds first at step {guilty}: recorded when it was done" in text
+    assert f"holds first at step {GUILTY}: recorded when it was done" in text
 
 
 MISUSE: list[tuple[Callable[[Path], object], type[HardenedError], str]] = [
@@ -314,11 +309,6 @@ def change(run: Path, step: int, facts: Mapping[str, object], code: str = "") ->
         rows[step][6] += 1
         kept = b"".join(RECORD.pack(*row) for row in rows if row[0] >= known["step"])
         path.write_bytes(json.dumps(known).encode() + b"\n" + kept)
-
-
-@pytest.fixture(scope="module")
-def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_of(tmp_path_factory.mktemp("small"), *SMALL)
 
 
 def test_a_launcher_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -410,7 +400,7 @@ def test_a_fault_that_was_healed_is_no_difference(small_run: Path, tmp_path: Pat
 
 @pytest.mark.slow
 def test_the_sample_is_named_of_which_a_byte_differs(tmp_path: Path) -> None:
-    values = torch.randn(48, 3, generator=torch.Generator().manual_seed(1))
+    values = random_points()
     flags = ["--dataset", f"{HERE}:kept_points", "--epochs", "3", "--run_name", "run"]
     runs = []
     for name in ("one", "two"):

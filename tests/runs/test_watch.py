@@ -132,40 +132,6 @@ def test_a_run_is_shown_while_it_runs_when_it_died_and_when_it_finished(
     assert ", the newest of step " in text
 
 
-@pytest.mark.slow
-def test_in_a_terminal_it_is_drawn_until_the_run_ends(tmp_path: Path) -> None:
-    argv = [*ENDLESS, "--output_dir", tmp_path]
-    with start_training(argv, 2) as running:
-        await_view(tmp_path / "r", lambda run: run.state == "running", what="a status")
-        terminal, inner = pty.openpty()
-        words = [sys.executable, "-X", "importtime", ROOT / "ddp_training.py", "watch"]
-        command = [*words, "--output_dir", tmp_path, "--every", "0.2"]
-        environment = clean_environment({"TERM": "xterm-256color", "COLUMNS": "150"})
-        with (
-            (tmp_path / "imports").open("w") as imports,
-            subprocess.Popen(command, stdout=inner, stderr=imports, env=environment) as process,
-        ):
-            os.close(inner)
-            seen = ""
-            end = deadline(60)
-            while "running" not in seen and time.monotonic() < end:
-                seen += os.read(terminal, 65536).decode("utf-8", "replace")
-            (tmp_path / "r" / "stop.request").touch()
-            while time.monotonic() < end:
-                try:
-                    seen += os.read(terminal, 65536).decode("utf-8", "replace")
-                except OSError:  # it has closed the terminal
-                    break
-        os.close(terminal)
-        running.wait(60).ok()
-    assert process.returncode == 0
-    assert "stopped" in seen
-    assert "waits" in seen
-    imported = (tmp_path / "imports").read_text()
-    assert "rich.live" in imported
-    assert not [line for line in imported.splitlines() if line.split("|")[-1].strip() == "torch"]
-
-
 @contextmanager
 def without_rights(path: Path) -> Iterator[None]:
     """Take all rights to a path away, also from root, who otherwise needs none."""
@@ -296,7 +262,7 @@ def make_busy_run(folder: Path, *, num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize("size", slow_after(1, [(80, 24, 300), (40, 24, 2), (120, 30, 300)]))
-def test_a_screen_of_any_size_has_the_current_loss_and_all_its_lines(
+def test_a_screen_of_any_size_has_the_current_loss_and_all_its_lines_until_the_run_ends(
     size: tuple[int, int, int], tmp_path: Path
 ) -> None:
     width, height, num_ranks = size
@@ -318,26 +284,40 @@ def test_a_screen_of_any_size_has_the_current_loss_and_all_its_lines(
         assert len(set(curve[1])) == 8  # on a linear scale most of it is the lowest bar
 
 
-def on_a_terminal(output_dir: Path, *, width: int, height: int) -> list[str]:
-    """Watch the newest run on a terminal of this size; return the lines of its first screen."""
+def on_a_terminal(folder: Path, *, width: int, height: int) -> list[str]:
+    """Watch the newest run on a terminal of this size until it ends; return its first screen."""
     terminal, inner = pty.openpty()
     fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
-    command = [sys.executable, ROOT / "ddp_training.py", "watch", "--output_dir", output_dir]
+    words = [sys.executable, "-X", "importtime", ROOT / "ddp_training.py", "watch"]
+    command = [*words, "--output_dir", folder, "--every", "0.2"]
     environment = {"TERM": "xterm-256color", "LANG": "C.UTF-8", "PYTHONUTF8": "1"}
     environment = clean_environment(environment)
     for name in ("COLUMNS", "LINES", "NO_COLOR"):
         environment.pop(name, None)
-    with subprocess.Popen(
-        command, stdin=inner, stdout=inner, stderr=inner, env=environment
-    ) as process:
+    with (
+        (folder / "imports").open("w") as imports,
+        subprocess.Popen(
+            command, stdin=inner, stdout=inner, stderr=imports, env=environment
+        ) as process,
+    ):
         os.close(inner)
         seen = b""
         end = deadline(60)
-        # the next screen begins with moves of the cursor, up to the first line
-        while b"faults" not in seen.rpartition(b"\x1b[1A")[0] and time.monotonic() < end:
-            seen += os.read(terminal, 65536)
-        process.kill()
+        while time.monotonic() < end:
+            # the next screen begins with moves of the cursor, up to the first line
+            if b"faults" in seen.rpartition(b"\x1b[1A")[0]:
+                for path in (folder / "r" / "status").iterdir():
+                    path.write_text(path.read_text().replace('"running"', '"finished"'))
+            try:
+                seen += os.read(terminal, 65536)
+            except OSError:  # it has closed the terminal
+                break
     os.close(terminal)
+    assert process.returncode == 0
+    assert b": finished, " in seen
+    imported = [line.split("|")[-1].strip() for line in (folder / "imports").open()]
+    assert "rich.live" in imported
+    assert "torch" not in imported
     parts = seen.decode("utf-8", "replace").split("\x1b[1A")
     screen = next(part for part in parts if "faults" in part)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen).replace("\r", "")
