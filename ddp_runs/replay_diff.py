@@ -5,7 +5,6 @@ that step again from both datasets, and names those that differ.
 """
 
 from collections.abc import Mapping, Sequence
-from difflib import unified_diff
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TextIO
@@ -26,9 +25,8 @@ from hardened_ddp.reporting.run_json import Json
 from hardened_ddp.settings.cli import Request
 from hardened_ddp.settings.earlier_run import SAVED_SETTINGS, find_folder
 from hardened_ddp.settings.layers import resolve
-from hardened_ddp.settings.typed_command import own_command
+from hardened_ddp.settings.typed_command import own_command, shell_command
 from hardened_ddp.settings.wording import counted, listed
-from hardened_ddp.step.records import hash_of
 
 # Settings that change no weight: what is written and watched, and how long is waited.
 _HARMLESS = {
@@ -79,7 +77,7 @@ def run_diff(options: Mapping[str, str], *, output: TextIO) -> int:
             what = "samples"
         lines.append(f"they part at step {step}: {_PARTED[what]}")
         named = name_samples(one, two, step) if what == "data" else []
-        changed = changed_lines(one, two, step, unlike["code"])
+        changed = compare_sources(one, two, step, unlike["code"])
         more = [*named, *reasons(unlike, changed, what, bool(named)), *side_by_side(one, two, step)]
         lines += [f"  {line}" for line in more]
         lines.append(f"look at it: {own_command('replay', folders[0], '--step', str(step))}")
@@ -143,24 +141,17 @@ def side_by_side(one: Digests, two: Digests, first: int) -> list[str]:
     return lines
 
 
-def changed_lines(one: Digests, two: Digests, step: int, names: Sequence[str]) -> list[str]:
-    """Show where modules differ, by the copies that both runs kept of their sources."""
-    found = []
+def compare_sources(one: Digests, two: Digests, step: int, names: Sequence[str]) -> list[str]:
+    """Write the commands that compare modules, by the copies that both runs kept of them."""
+    commands = []
     for name in names:
-        sources = [kept_source(digests, step, name) for digests in (one, two)]
-        if all(sources):
-            a, b = (source.decode(errors="replace").splitlines() for source in sources)
-            changed = list(unified_diff(a, b, n=0, lineterm=""))[2:]  # without names of files
-            found += [f"{name.replace('.', '/')}.py: {line}" for line in changed]
-    return found
-
-
-def kept_source(digests: Digests, step: int, name: str) -> bytes:
-    """Return the source of a module at a step; nothing if it was not kept, or only a part of it."""
-    known = digests.facts_at(step)["code"].get(name)
-    path = digests.run / DIGESTS / f"{name}-{known}.py"
-    source = path.read_bytes() if path.is_file() else b""
-    return source if hash_of(source) == known else b""
+        hashes = [digests.facts_at(step)["code"].get(name) for digests in (one, two)]
+        paths = [
+            d.run / DIGESTS / f"{name}-{h}.py" for d, h in zip((one, two), hashes, strict=True)
+        ]
+        if all(path.is_file() for path in paths):
+            commands.append(f"look at it: {shell_command('diff', *paths)}")
+    return commands
 
 
 def name_samples(one: Digests, two: Digests, step: int) -> list[str]:

@@ -308,16 +308,15 @@ def code_in_use(keep_in: Path | None = None) -> dict[str, str]:
             left_out.add(name)
         elif path.is_file():
             source = path.read_bytes()
-            found[name] = hash_of(source)
+            found[name] = _hash_of(source)
             if keep_in is not None:
                 with contextlib.suppress(OSError):  # the hash still says that it is another one
                     (keep_in / f"{name}-{found[name]}.py").write_bytes(source)
     program = b"".join(path.read_bytes() for path in sorted(ours[0].rglob("*.py")))
-    return found | {"hardened_ddp": hash_of(program)}
+    return found | {"hardened_ddp": _hash_of(program)}
 
 
-def hash_of(source: bytes) -> str:
-    """Hash the source of a module; its copy is MODULE-HASH.py."""
+def _hash_of(source: bytes) -> str:
     return hashlib.sha256(source).hexdigest()[:16]
 
 
