@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 from ddp_runs.machine import GIB, Check
@@ -22,10 +23,9 @@ from hardened_ddp.settings.typed_command import (
     shell_command,
 )
 
-OLDEST_PYTHON = (3, 11)
-NEWEST_TRIED_PYTHON = (3, 13)
-OLDEST_TORCH = (2, 11)
-NEWEST_TRIED_TORCH = (2, 13)
+PYTHONS, TORCHES = ((3, 11), (3, 13)), ((2, 11), (2, 13))
+"""The oldest that it runs on, and the newest that all tests were run with."""
+
 _DRIVER = Path("/proc/driver/nvidia/version")
 _DEVICES = Path("/dev")
 _LEAST_FREE_SHARE = 0.5
@@ -42,13 +42,9 @@ _FEATURES = {
 
 def check_python(version: tuple[int, ...] = sys.version_info[:2]) -> Check:
     """Check that Python is new enough, and not newer than the tested versions."""
+    fix = f"install Python 3.11 to 3.13, then: {shell_command(ROOT / 'setup.sh')}"
     detail = f"{platform.python_version()} ({sys.executable})"
-    if version < OLDEST_PYTHON:
-        advice = f"install Python 3.11 or newer, then: {shell_command(ROOT / 'setup.sh')}"
-        return Check("python", "FAIL", detail, advice)
-    if version > NEWEST_TRIED_PYTHON:
-        return Check("python", "warn", detail, "this version is not tested: if it fails, use 3.13")
-    return Check("python", "ok", detail)
+    return _judge("python", detail, version, PYTHONS, fix)
 
 
 def check_torch() -> Check:
@@ -64,12 +60,18 @@ def judge_torch(version: str) -> Check:
     """Return whether this version of torch is one that the project runs on."""
     found = re.match(r"(\d+)\.(\d+)", version)
     number = (int(found[1]), int(found[2])) if found else (0, 0)
-    if number < OLDEST_TORCH:
-        return Check("torch", "FAIL", f"{version} is older than 2.11", _INSTALL)
-    if number > NEWEST_TRIED_TORCH:
-        advice = f"this version is not tested: if it fails: {_INSTALL}"
-        return Check("torch", "warn", version, advice)
-    return Check("torch", "ok", version)
+    return _judge("torch", version, number, TORCHES, _INSTALL)
+
+
+def _judge(
+    name: str, detail: str, version: tuple[int, ...], tried: Sequence[tuple[int, int]], fix: str
+) -> Check:
+    oldest, newest = tried
+    if version < oldest:
+        return Check(name, "FAIL", f"{detail} is older than {'.'.join(map(str, oldest))}", fix)
+    if version > newest:
+        return Check(name, "warn", detail, f"this version is not tested: if it fails: {fix}")
+    return Check(name, "ok", detail)
 
 
 def check_torchvision() -> Check:
@@ -85,9 +87,14 @@ def check_torchvision() -> Check:
     except DataError as error:
         detail = f"{error.message}: its datasets and models can't be used"
         return Check(name, "warn", detail, error.fix)
-    if not _has_compiled_operators():
+    import torch
+    from torchvision.ops import nms
+
+    try:
+        nms(torch.zeros(1, 4), torch.zeros(1), 0.5)
+    except (RuntimeError, ImportError):  # NotImplementedError, a RuntimeError: no kernel for it
         # WHY no advice: a torchvision for this build of torch may be in another place than this one
-        return Check(name, "ok", f"{version}, {WITHOUT_OPERATORS}")
+        version = f"{version}, {WITHOUT_OPERATORS}"
     return Check(name, "ok", version)
 
 
@@ -182,18 +189,6 @@ def is_cpu_build() -> bool:
     except (ImportError, OSError):
         return False
     return torch.version.cuda is None
-
-
-def _has_compiled_operators() -> bool:
-    """Try one of torchvision's compiled operators."""
-    import torch
-    from torchvision.ops import nms
-
-    try:
-        nms(torch.zeros(1, 4), torch.zeros(1), 0.5)
-    except (RuntimeError, ImportError):  # NotImplementedError, a RuntimeError: no kernel for it
-        return False
-    return True
 
 
 def versions() -> str:

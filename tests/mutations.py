@@ -249,7 +249,7 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         ("elif rate < _LINK_SHARE * nominal:", "elif False:", "cluster"),
         ('abs(m["ahead_s"]) > _CLOCK_S', "False", "cluster"),
     ],
-    "ddp_runs/software.py": [("if number > NEWEST_TRIED_TORCH:", "if False:", "doctor")],
+    "ddp_runs/software.py": [("if version > newest:", "if False:", "doctor")],
     "export/export.py": [
         ("and not (output.is_dir() and not any(output.iterdir()))", "", "checkpoint_export"),
         (
