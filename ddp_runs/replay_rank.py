@@ -46,7 +46,8 @@ _STEPS_AFTER = 3  # that are shown of a step without some samples
 _OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 _CONDITION = re.compile(
     r"nan\s+in\s+(?P<nan>weights|loss|grad_norm)"
-    r"|(norm\((?P<layer>[^)]+)\)|(?P<name>[\w./-]+))\s*(?P<op>[<>]=?)\s*(?P<limit>\S+)"
+    r"|(norm\((?P<layer>[^)]+)\)|(?P<name>[\w./-]+))\s*(?P<op>[<>]=?)"
+    r"\s*(?P<limit>[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?)"
 )
 
 Found = dict[str, Any]  # Any: JSON
@@ -56,7 +57,7 @@ Found = dict[str, Any]  # Any: JSON
 class Condition:
     """A condition of the command bisect: loss > 3, grad_norm > 100, nan in weights, norm(fc) > 9.
 
-    It counts a step as given by its numbers: {"loss": 0.3, "grad_norm": 1.0, "lr": 0.1, ...}.
+    A step is given by its numbers: {"loss": 0.3, "grad_norm": 1.0, "lr": 0.1, ...}.
     """
 
     text: str
@@ -76,12 +77,8 @@ class Condition:
         """Read a condition. Raises ConfigError."""
         if match := _CONDITION.fullmatch(text.strip()):
             nan, layer, name, op, limit = match.group("nan", "layer", "name", "op", "limit")
-            try:
-                number = float(limit or 0)
-            except ValueError:
-                number = math.nan
-            if number == number:
-                return cls(text.strip(), nan or name or "weights", layer or "", op or "", number)
+            name = nan or name or "weights"
+            return cls(text.strip(), name, layer or "", op or "", float(limit or 0))
         raise ConfigError(
             f"--when: found {text!r}, which is no condition",
             fix="one of: loss > 3, grad_norm > 100, lr < 1e-5, accuracy/test < 0.5, nan in loss, "
@@ -90,10 +87,8 @@ class Condition:
 
     def fits(self, value: float) -> bool:
         """Return whether it holds for a value. NaN holds every one that asks for large numbers."""
-        if not self.op:
-            return not math.isfinite(value)
-        if math.isnan(value):
-            return self.op in (">", ">=")
+        if not self.op or math.isnan(value):
+            return not math.isfinite(value) and not self.op.startswith("<")
         return bool(_OPERATORS[self.op](value, self.limit))
 
     def holds(self, step: Found) -> bool:
