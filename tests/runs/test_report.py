@@ -241,7 +241,7 @@ def test_a_report_may_go_through_a_pipe(tmp_path: Path) -> None:
     assert "</html>" in done.stdout
 
 
-def test_a_report_needs_only_what_the_set_up_installs(
+def test_a_report_needs_plotly_only_and_without_it_tells_the_command_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     extras = (ROOT / "requirements-extras.txt").read_text(encoding="utf-8")
@@ -251,14 +251,7 @@ def test_a_report_needs_only_what_the_set_up_installs(
     make_run(tmp_path / "first")
     options = parse(["report", "first", "--output_dir", str(tmp_path)]).options
     assert run_report(options, output=io.StringIO()) == 0
-
-
-def test_without_plotly_the_command_that_installs_it_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_run(tmp_path / "first")
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    options = parse(["report", "first", "--output_dir", str(tmp_path)]).options
     with pytest.raises(MissingPackageError, match="needs plotly") as caught:
         run_report(options, output=io.StringIO())
     assert re.search(r" -m pip install plotly==[\d.]+$", caught.value.fix)
