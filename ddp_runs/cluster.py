@@ -166,7 +166,6 @@ def _facts_of(
 
 
 def _equal_facts(data: Path, checks: Iterable[Check]) -> dict[str, str]:
-    """Collect what should be the same on all hosts."""
     import torch
 
     nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else ()  # type: ignore[no-untyped-call]  # torch's

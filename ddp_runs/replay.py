@@ -218,7 +218,6 @@ def _prepare(run: Path, folder: Path, facts: Json, found: Found | None, ranks: i
 
 
 def _plan(digests: Digests, facts: Json, wish: Wish, end: int) -> Json:
-    """Write down what the ranks do."""
     steps = [step.main for number, step in digests.steps.items() if number <= end]
     left_out: dict[int, list[int]] = {}
     for entry in read_lines(digests.run / "skipped_samples.jsonl", []):
@@ -267,7 +266,6 @@ def run_trainer(argv: Sequence[str], ranks: int, env: Mapping[str, str], log: Pa
 
 
 def _error_of(log: Path, status: int) -> HardenedError:
-    """Make an error of the last one in a log."""
     text = log.read_text(encoding="utf-8", errors="replace")
     what, has_fix, rest = text.rpartition("[DDP-")[2].partition("] ")[2].partition("\n  next: ")
     if not has_fix:
@@ -369,7 +367,6 @@ def sample_lines(rows: Sequence[Json]) -> list[str]:
 
 
 def _changes(trials: Sequence[Json], step: int) -> list[str]:
-    """Compare the steps with and without some samples."""
     if not trials:
         return []
     gone = ", ".join(map(str, trials[1]["without"]))

@@ -293,7 +293,6 @@ class Replay:
         )
 
     def _open(self, index: int | None) -> Found:
-        """Describe a sample as the dataset gives it. Rank-local."""
         if index is None or not self.parts.group.is_main:
             return {}
         dataset = self.parts.data.train
@@ -305,7 +304,6 @@ class Replay:
         return {"file": file_of(dataset, index), "parts": list(map(described, parts))}
 
     def _state(self) -> Saved:
-        """Copy the state at this step boundary."""
         tensors = {name: t.detach().clone() for name, t in collect_tensors(self.parts).items()}
 
         def read(names: Sequence[str]) -> dict[str, torch.Tensor]:

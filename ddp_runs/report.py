@@ -191,7 +191,6 @@ def sentences_of(run: RunView) -> list[str]:
 
 
 def _went(run: RunView) -> str:
-    """Say how the loss went, and the best value."""
     words = []
     _, losses = run.curve("loss/train")
     if len(losses) > 1:
@@ -225,7 +224,6 @@ def _survived(run: RunView) -> str:
 
 
 def _unusual(run: RunView) -> str:
-    """Say what a reader should look at."""
     found = []
     account = run.account
     if account and account["goodput"] < _GOOD_SHARE:
@@ -246,13 +244,11 @@ def _unusual(run: RunView) -> str:
 
 
 def _overview(runs: Mapping[str, RunView]) -> str:
-    """Write a column for each run."""
     columns = [_facts_of(run) for run in runs.values()]
     return _table(["", *runs], [[name, *(each[name] for each in columns)] for name in columns[0]])
 
 
 def _facts_of(run: RunView) -> dict[str, str]:
-    """Say the most important things of a run."""
     account, total = run.account, run.main.total_steps
     results = ", ".join(f"{name} {values[-1]:.5g}" for name, (_, values) in run.tested.items())
     wall_s = account.get("wall", 0.0)

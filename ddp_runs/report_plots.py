@@ -116,7 +116,6 @@ def _curves(runs: Mapping[str, RunView], title: str, names: Mapping[str, str]) -
 
 
 def _menu(is_log: bool) -> Figure:
-    """Make the switch between a linear and a log scale."""
     buttons = [
         {"label": scale, "method": "relayout", "args": ["yaxis.type", scale]}
         for scale in ("linear", "log")
@@ -298,7 +297,6 @@ def _marks(
 
 
 def _attempt_texts(run: RunView) -> list[str]:
-    """Say of each attempt which steps it did, and how it ended."""
     found = []
     for number, attempt in enumerate(run.attempts, start=1):
         # WHY: an attempt that wrote no end has failed or was killed, unless it is the newest start

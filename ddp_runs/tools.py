@@ -122,7 +122,6 @@ def _found(run: str) -> Path:
 
 
 def _resume(run: Path, num_ranks: int) -> str:
-    """Type the command that continues a run as it was started."""
     from ddp_runs.run_files import read_run, resume_command
 
     return resume_command(read_run(run))

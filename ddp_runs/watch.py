@@ -181,7 +181,6 @@ def _head(run: RunView) -> list[str]:
 
 
 def _progress_words(run: RunView) -> list[str]:
-    """Say how far the run is, and how long it still takes."""
     main, step = run.main, run.step
     words = [f"step {step}" + (f" of {main.total_steps}" if main.total_steps else "")]
     if main.epochs and step == main.step:
@@ -239,7 +238,6 @@ def _shares(rank: RankStatus, before: RankStatus | None) -> list[str]:
 
 
 def _lines(run: RunView, bars: str, width: int) -> list[str]:
-    """Write what is below the table."""
     lines = []
     known = {rank.rank for rank in run.ranks}
     world_size = max((rank.world_size for rank in run.ranks), default=0)
