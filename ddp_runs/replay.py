@@ -151,8 +151,8 @@ def replay(run: Path, wish: Wish, *, output: TextIO) -> Replayed:
             plan["tries_from"] = max(wish.first or 0, begin)
             plan["when"] = wish.when if end == wish.step else ""
         _train(folder, plan, wish)
-        told = json.loads((folder / "replayed-rank-0.json").read_text(encoding="utf-8"))
-        if told["held_at"] is not None:
+        left = json.loads((folder / "replayed-rank-0.json").read_text(encoding="utf-8"))
+        if left["held_at"] is not None:
             break
     done = _compare(digests, folder, wish, first)
     if wish.step > newest and "newest" not in done.main:
