@@ -56,8 +56,7 @@ class WeightAverage:
         copies = {id(tensor): tensor.detach().clone() for tensor in live.values()}
         self._averages = {name: copies[id(tensor)] for name, tensor in live.items()}
         self._names = list({id(tensor): name for name, tensor in live.items()}.values())
-        self.is_in_model = False
-        """Model and averages are exchanged: see in_model."""
+        self.is_in_model = False  # model and averages are exchanged: see in_model
 
     def __str__(self) -> str:
         size_mib = sum(self._averages[name].nbytes for name in self._names) / 2**20
@@ -85,15 +84,16 @@ class WeightAverage:
             average.lerp_(tensor, share.to(average.dtype))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the averages by their names in a checkpoint. Nothing is copied."""
-        if not self.is_in_model:
-            return {f"{AVERAGE}{n}": tensor.detach() for n, tensor in self._averages.items()}
-        state = self._model.state_dict()
-        return {f"{AVERAGE}{name}": state[name] for name in self._averages}
+        """Return the averages by their names in a checkpoint. Nothing is copied.
 
-    def own_weights(self) -> dict[str, torch.Tensor]:
-        """Return the model's own weights while the averages are in the model; else nothing."""
-        return {n: t.detach() for n, t in self._averages.items()} if self.is_in_model else {}
+        While the averages are in the model, also the model's own weights.
+        """
+        kept = {name: tensor.detach() for name, tensor in self._averages.items()}
+        if not self.is_in_model:
+            return {f"{AVERAGE}{name}": tensor for name, tensor in kept.items()}
+        state = self._model.state_dict()
+        own = {f"model.{name}": tensor for name, tensor in kept.items()}
+        return own | {f"{AVERAGE}{name}": state[name] for name in kept}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -19,8 +19,7 @@ from hardened_ddp.settings.wording import listed
 log = logging.getLogger(__name__)
 
 MUON, ADAMW = "muon", "adamw"
-BY_MUON = "by_muon"
-"""The option of a group whose parameters Muon updates."""
+BY_MUON = "by_muon"  # the option of a group whose parameters Muon updates
 
 
 class MuonAndAdamW(Optimizer):
@@ -80,8 +79,8 @@ def split_for_muon(
     linear = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
     apart = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     ids = {id(weight) for weight in (*apart, *linear[-1:])}
-    chosen = {id(p) for p in named.values() if p.dim() == 2 and id(p) not in ids}
-    for which in (MUON, ADAMW):
+    chosen = {n for n, p in named.items() if p.dim() == 2 and id(p) not in ids}
+    for which, change in ((MUON, chosen.update), (ADAMW, chosen.difference_update)):
         given = arguments.get(which, ())
         for pattern in [given] if isinstance(given, str) else given:
             found = [name for name in named if fnmatch(name, pattern)]
@@ -91,18 +90,18 @@ def split_for_muon(
                     f"{listed(found) or 'no such parameter'}",
                     fix=f"name parameters; Muon's have two dimensions: {listed([*named])}",
                 )
-            matching = {id(named[name]) for name in found}
-            chosen = chosen | matching if which == MUON else chosen - matching
-    by = {which: [n for n, p in named.items() if (id(p) in chosen) == which] for which in (1, 0)}
-    if not by[1]:
+            change(found)
+    if not chosen:
         raise OptimizerError(
             "--optimizer muon: no matrix for Muon, apart from embeddings and the output layer",
             fix="choose --optimizer adamw, or name them: --optimizer_args '{muon: [\"*weight\"]}'",
         )
-    log.info("muon updates %s; adamw %s", listed(by[1]), listed(by[0]) or "nothing")
+    rest = [name for name in named if name not in chosen]
+    mine = [name for name in named if name in chosen]
+    log.info("muon updates %s; adamw %s", listed(mine), listed(rest) or "nothing")
+    ids = {id(named[name]) for name in mine}
     split = [
-        {**group, "params": [p for p in group["params"] if (id(p) in chosen) == which]}
-        | {BY_MUON: which}
+        {**group, "params": [p for p in group["params"] if (id(p) in ids) == which], BY_MUON: which}
         for group in groups
         for which in (True, False)
     ]

@@ -29,12 +29,12 @@ from hardened_ddp.model.state_tree import Tree
 from hardened_ddp.own_loop.registry import Registry, Tensors
 from hardened_ddp.ranks.threads import call_within
 from hardened_ddp.step.async_device import Event, copy_beside
-from hardened_ddp.training.survivor_save import COPY_LIMIT_S
+from hardened_ddp.training.survivor_save import COPY_LIMIT_S, LOCK_LIMIT_S
 
 log = logging.getLogger(__name__)
 
+# Bodies in which all is copied and compared: the first ones after each start, then one of some.
 NUM_FIRST, INSPECTED_EVERY = 2, 64
-"""Bodies in which all is copied and compared: the first ones after each start, then one of some."""
 
 
 class LastCommit:
@@ -42,50 +42,41 @@ class LastCommit:
 
     def __init__(self, registry: Registry, device: torch.device) -> None:
         self.registry = registry
-        self.lock = threading.Lock()
-        """Held while the state of a commit is noted, and by whoever saves it: then for good."""
-
         self.step = 0
         self.place: Mapping[str, Any] = {}  # Any: JSON
         self.tree: Tree = None
-        self._is_gpu = device.type == "cuda"
+        self.num_bodies = 0  # in this start
         self._device = device
+        # Held while the state of a commit is noted, and by a thread that saves it: then for good.
+        self._lock = threading.Lock()
         self._live: Tensors = {}
         self._copies: Tensors = {}
         self._stamps: dict[str, tuple[int, int]] = {}
-        self._needed: set[str] = set()
-        """Tensors that bodies write before a forward: they are copied."""
-
-        self._updated: set[str] = set()
-        """Written by an optimizer since the commit, which a fused one does without a version."""
-
         self._buffers: set[str] = set()
-        self._is_whole = self.is_inspected = False
-        self._num_bodies = 0
-        self._names: dict[int, list[str]] = {}
+        self._needed: set[str] = set()  # bodies write them before a forward: they are copied
+        # Written by an optimizer since the commit, which a fused one does without a version.
+        self._updated: set[str] = set()
+        # On a GPU, the first update since the commit: where it is queued, what was written.
         self._first_update: tuple[Event, set[str]] | None = None
-        """On a GPU, the first update since the commit: where it is queued, what was written."""
+        self._is_whole = self._is_inspected = False
 
     def note(self, step: int, place: Mapping[str, Any]) -> None:  # Any: JSON
         """Note the state of now as that of a commit. Rank-local."""
-        if self._is_gpu:
+        if self._device.type == "cuda":
             Event().wait()  # WHY: else a death could lose what the device has not done yet
-        with self.lock:
+        with self._lock:
             self._is_whole = False
             self._needed |= self._unseen()
             self.step, self.place = step, place
             self.tree, self._live = self.registry.pack()
-            self._names = {}
-            for name, tensor in self._live.items():
-                self._names.setdefault(id(tensor), []).append(name)
-            buffers = (b for m in self.registry.modules.values() for b in m.buffers())
             # WHY always: BatchNorm changes its averages without changing their version
-            self._buffers = {name for b in buffers for name in self._names.get(id(b), ())}
-            count = self._num_bodies
-            self._num_bodies += 1
-            self.is_inspected = count < NUM_FIRST or count % INSPECTED_EVERY == 0
-            names = self._live.keys() if self.is_inspected else self._needed | self._buffers
-            self._copy(names & self._live.keys())
+            buffers = {id(b) for m in self.registry.modules.values() for b in m.buffers()}
+            self._buffers = {name for name, t in self._live.items() if id(t) in buffers}
+            count = self.num_bodies
+            self.num_bodies += 1
+            self._is_inspected = count < NUM_FIRST or count % INSPECTED_EVERY == 0
+            needed = self._live.keys() if self._is_inspected else self._needed | self._buffers
+            self._copy(needed & self._live.keys())
             self._stamps = {name: _stamp(tensor) for name, tensor in self._live.items()}
             self._updated, self._first_update = set(), None
             self._is_whole = True
@@ -110,19 +101,19 @@ class LastCommit:
 
     def _unseen(self) -> set[str]:
         """Name what was written since the commit without a stamp, in a body that is inspected."""
-        names = self._copies.keys() - self.written() - self._buffers - self._needed
-        if not self.is_inspected:
+        if not self._is_inspected:
             return set()
+        names = self._copies.keys() - self.written() - self._buffers - self._needed
         return {n for n in names if not has_same_bits(self._copies[n], self._live[n])}
 
     def before_update(self, optimizer: Optimizer, name: str) -> set[str]:
         """Note that an optimizer writes its tensors now; return those that are registered."""
         if not self._updated:  # forward may have written, too, before backward lost a rank
             self.before_forward()
-        with self.lock:  # WHY: a thread that saves holds it until the process ends
-            params = (p for group in optimizer.param_groups for p in group["params"])
-            found = {n for p in params for n in self._names.get(id(p), ())}
-            if self._is_gpu and self._first_update is None:
+        with self._lock:  # WHY: a thread that saves holds it until the process ends
+            params = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            found = {n for n, tensor in self._live.items() if id(tensor) in params}
+            if self._device.type == "cuda" and self._first_update is None:
                 self._first_update = Event(), self.written()
             self._updated |= found | {n for n in self._live if n.startswith(f"{name}.")}
             return found
@@ -135,16 +126,18 @@ class LastCommit:
     def take(self, *, is_beside: bool) -> Tensors | None:
         """Return the tensors of the last commit; None: what it names in the log is lost.
 
-        is_beside: the main thread may still write to them: they are copied, while it is stuck.
+        is_beside: the main thread may still write to them: they are copied, while it is stuck. The
+        process ends after it, so the lock is not released.
         """
-        if not self._is_whole:
+        has_lock = not is_beside or self._lock.acquire(timeout=LOCK_LIMIT_S)
+        if not (has_lock and self._is_whole):
             log.warning("a commit is under way: nothing is saved, the last checkpoint stays")
             return None
         lost = self._lost()
         tensors = {n: self._copies.get(n, self._live[n]).detach() for n in self._live}
         if not lost and is_beside:
             copy = partial(copy_beside, tensors, self._device)
-            tensors = call_within(copy, COPY_LIMIT_S) if self._is_gpu else copy()
+            tensors = call_within(copy, COPY_LIMIT_S)
             lost = self._lost()
         if not lost:
             return tensors

@@ -11,13 +11,12 @@ script's runs: sampler, ledger, checkpoints, agreed stop, survivor save, hang wa
 Read protect() first, then OwnLoop.commit. What a survivor may save: last_commit.py.
 """
 
-import json
 import logging
 import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +42,7 @@ from hardened_ddp.errors import (
 from hardened_ddp.guard.divergence import compare_replicas
 from hardened_ddp.guard.hang import HangWatch, Subject
 from hardened_ddp.guard.stop import StopRequest
-from hardened_ddp.own_loop.batches import Batch, Streams, ledger_start
+from hardened_ddp.own_loop.batches import Batch, Streams
 from hardened_ddp.own_loop.last_commit import NUM_FIRST, LastCommit
 from hardened_ddp.own_loop.registry import Registry
 from hardened_ddp.ranks.group import Group, adopt_group, open_group, place_in_group
@@ -56,10 +55,9 @@ from hardened_ddp.ranks.launch import (
     prepare_environment,
     read_launch,
 )
-from hardened_ddp.ranks.phase import Phase, Tracker
+from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.process import stat_fields
 from hardened_ddp.ranks.seeding import mix, seed_body
-from hardened_ddp.ranks.store import ANSWER_LIMIT_S
 from hardened_ddp.reporting.ending import leave_failed, settle, stop_status
 from hardened_ddp.reporting.goodput import Goodput
 from hardened_ddp.reporting.log import start_logging, stop_logging
@@ -67,13 +65,11 @@ from hardened_ddp.reporting.status_writer import StatusWriter, Work
 from hardened_ddp.reporting.summary import withdraw_summary, write_summary
 from hardened_ddp.settings.config import RunConfig
 from hardened_ddp.settings.typed_command import SCRIPT
-from hardened_ddp.settings.wording import listed
 from hardened_ddp.step.failure import errors_told
 from hardened_ddp.training.run import Ending
 from hardened_ddp.training.run_folder import RunFolder, open_folder, read_checkpoint
 from hardened_ddp.training.state import Saved, Saver, receive
 from hardened_ddp.training.survivor_save import (
-    LOCK_LIMIT_S,
     Rescue,
     is_saved_after,
     refuse_crash_loop,
@@ -116,29 +112,27 @@ def protect(
     """
     if _active:
         raise OwnLoopError(f"protect({str(_active[0])!r}) is not over: one at a time")
-    launch, tracker, group, is_stopped = Launch(), Tracker(), None, False
+    launch, group = Launch(), None
     try:
         launch = _read_launch()
         _active.append(Path(folder))
-        group = _join(launch, state, timeout_s=timeout_s, tracker=tracker)  # collective
+        group = _join(launch, state, timeout_s=timeout_s)  # collective
         launch = group.launch
         with errors_told(group):
             last = LastCommit(Registry(state), group.device)
             with (
                 StopRequest(group, digest=last.digest) as stop,
                 open_folder(Path(folder), group, keep_last=keep_last) as run,  # collective
-                Goodput(run.folder, tracker, launch, step=run.step) as goodput,
+                Goodput(run.folder, group.tracker, launch, step=run.step) as goodput,
                 HangWatch(group, run.folder, hang_after_s=hang_after_s) as watch,  # collective
                 StatusWriter(run.folder, group) as status,
             ):
-                parts = group, run, goodput, stop, status
-                loop = OwnLoop(last, parts, seed=seed, save_every=save_every)  # collective
-                loop.begin(exact_resume=exact_resume)  # collective
-                watch.attach(loop.subject)
-                stop.start_last_resort(loop.subject.save, grace_s=stop_grace_s)
+                loop = OwnLoop(last, (group, run, goodput, stop, status), seed=seed)  # collective
+                loop.begin(save_every, exact_resume=exact_resume)  # collective
+                watch.attach(Subject(save=loop.save_in_need, phase=loop.phase_of))
+                stop.start_last_resort(loop.save_in_need, grace_s=stop_grace_s)
                 with _ended_well(loop, stop, watch, status):
                     yield loop
-                is_stopped = loop.ending is Ending.STOPPED
     except HardenedError as error:
         if group is None:
             log_failure(error)
@@ -151,7 +145,7 @@ def protect(
         if group is not None:
             group.close()
         stop_logging()
-    if is_stopped:
+    if loop.ending is Ending.STOPPED:
         raise Stopped(settle(stop_status(None, environment()), environment()))
 
 
@@ -160,21 +154,26 @@ def _ended_well(
     loop: "OwnLoop", stop: StopRequest, watch: HangWatch, status: StatusWriter
 ) -> Iterator[None]:
     """Save at the end of the loop inside, however it ends. A stop ends here."""
+    ending = Ending.STOPPED
     try:
-        yield
-        loop.finish()  # collective
-        stop.finish()  # collective
-        loop.ending = Ending.FINISHED
-    except Stopped:
+        with suppress(Stopped):
+            yield
+            loop.check_end()  # collective
+            ending = Ending.FINISHED
         loop.save_last()
         stop.finish()  # collective
-        loop.ending = Ending.STOPPED
+        loop.ending = ending
     except BaseException as error:
         watch.close()  # if a rank hung: this waits for the verdict, and the process ends
         stop.relieve_last_resort()
         loop.save_as_survivor(error)
         if isinstance(error, NameError) and loop.first_step:
-            raise _unbound(error, loop.first_step) from error
+            raise OwnLoopError(
+                f"{error}: this start continues at step {loop.first_step}, and did not run the "
+                "bodies before it",
+                fix="give it a value before the loop; if its value counts, keep it in a registered "
+                "dict",
+            ) from error
         raise
     finally:
         status.close_as(loop.ending)
@@ -190,38 +189,22 @@ class OwnLoop:
         parts: tuple[Group, RunFolder, Goodput, StopRequest, StatusWriter],
         *,
         seed: int,
-        save_every: int | Literal["auto"],
     ) -> None:
         """Collective: all ranks."""
         self._last, self._registry, self._seed = last, last.registry, seed
         self._group, self._run, self._goodput, self._stop, self._status = parts
-        self.step = 0
-        """Commits so far. Read it; commit() counts."""
-
-        self.rng = np.random.default_rng(seed)
-        """Of numpy, of this rank, new in each body, and after each commit."""
-
-        self.first_step = 0
-        """Of this start."""
-
+        self.step = 0  # commits so far. Read it; commit() counts
+        self.rng = np.random.default_rng(seed)  # of this rank, new in each body and after it
+        self.first_step = 0  # of this start
         self.ending = Ending.FAILED
         self._num_epochs = self._num_steps = 0
         self._is_in_body = self._has_forward = False
-        self._num_commits = 0
         self._strangers: set[str] = set()
         self._hooks: list[Any] = []  # Any: torch's handles
-        start = self._group.run_on_main(  # collective
-            lambda: ledger_start(self._run.folder), what="opening the ledger"
-        )
-        self._streams = Streams(self._group, self._run.folder, seed=seed, start=start)
+        self._streams = Streams(self._group, self._run.folder, seed=seed)  # collective
         self._run.store.call_before_commit(self._streams.sync)
-        plan_file(self._registry.pack()[1])  # raises for what no checkpoint holds
-        self._save_every = None if save_every == "auto" else save_every
         self._saver: Saver  # from begin on
         self._main_thread, self._ending = threading.get_ident(), threading.Lock()
-        self.subject = Subject(save=self._save_while_stuck, phase=self._phase_of)
-        """For the watch for hangs."""
-
         self._stop.watch(self._run.folder)
 
     # ---- what the user calls
@@ -229,23 +212,18 @@ class OwnLoop:
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs that are left, from 0; the first one may be half done."""
         self._num_epochs = count
-        self._tell_work()
         while self.epoch < count:
             yield self.epoch
-            self._streams.place.end_epoch()
+            self._streams.end_epoch()
             if not self.step:
                 self._refuse_written()
-            elif self.epoch == count:
-                # WHY of all: one rank alone would wait in a commit until the timeout
-                wrote = self._group.gather_json(bool(self._last.written()))  # collective
-                if any(wrote) and not all(wrote):
-                    raise RankMismatchError(
-                        "some ranks alone wrote a registered object after the last batch: rank "
-                        f"{listed(rank for rank, has in enumerate(wrote) if has)}",
-                        fix="write it on all ranks, or do not register it",
-                    )
-                if wrote[0]:  # such as an average
-                    self.commit()  # collective
+            # WHY of all: one rank alone would wait in a commit until the timeout
+            elif self.epoch == count and any(
+                self._group.gather_json(bool(self._last.written()))  # collective
+            ):
+                self._sync_buffers()  # collective
+                self._check_alike()  # collective
+                self.commit()  # collective: of an average, for instance
 
     def batches(
         self, loader: DataLoader[Any], *, name: str = "data", repeat: bool = False
@@ -255,18 +233,15 @@ class OwnLoop:
         Of the loader all but its sampler counts: the order is shuffled by the seed. repeat: begin
         again, in another order, whenever it is over.
         """
-        found = self._streams.batches(loader, name=name, repeat=repeat, begin=self._begin_body)
-        self._tell_work()
-        return found
+        return self._streams.batches(loader, name=name, repeat=repeat, begin=self._begin_body)
 
     def steps(self, count: int) -> Iterator[int]:
         """Yield the steps that are left of count, for a loop that makes its data by itself."""
         self._num_steps = count
-        self._tell_work()
         while self.step < count:
-            before = self._num_commits
+            before = self._last.num_bodies
             yield self._begin_body()
-            if self._num_commits == before:
+            if self._last.num_bodies == before:
                 raise OwnLoopError("a body of run.steps ended without run.commit()")
 
     def commit(self) -> None:
@@ -280,7 +255,7 @@ class OwnLoop:
                 "itself: its state would be lost",
                 fix="give it to protect by a name, also if it is inside of another optimizer",
             )
-        if self.epoch < self._num_epochs and self._last.place == self._streams.place.as_json():
+        if self.epoch < self._num_epochs and self._last.place == self._streams.place():
             raise OwnLoopError(
                 f"commit {self.step + 1} has no batch of run.batches since the one before it: a "
                 "start that continues there would do this part of the epoch twice",
@@ -289,7 +264,6 @@ class OwnLoop:
             )
         self._sync_buffers()  # collective
         self._streams.write(is_commit=True)
-        self._num_commits += 1
         if self._streams.is_rehearsal:
             self._end_rehearsal()
             return
@@ -299,17 +273,9 @@ class OwnLoop:
         tracker = self._group.tracker
         tracker.end_step(self.step)
         tracker.enter(Phase.EVALUATION)  # until the next body
-        reason = self._stop.poll()  # collective
-        if not self._stop.is_alike:
-            raise RankMismatchError(
-                f"the ranks differ at commit {self.step}, in {self._differing()}",
-                fix="register only what is the same on all ranks (a generator must not be seeded "
-                "by the rank), and call run.batches and run.commit on all of them equally often",
-            )
         if self.step <= self.first_step + NUM_FIRST:
             self._check_alike()  # collective
-        if reason:
-            self._leave_for(reason)
+        self._vote()  # collective
         self._goodput.note(self.step)
         self._saver.tell_errors()
         if self.step in self._saver.due_steps or self._saver.is_time():
@@ -320,19 +286,14 @@ class OwnLoop:
 
         Raises Stopped; the next start evaluates again.
         """
-        if written := self._last.written():
-            raise OwnLoopError(
-                f"run.poll() between an update and its run.commit(): {min(written)} was written"
-            )
-        tracker = self._group.tracker
-        tracker.enter(tracker.phase)  # a sign of life
-        if reason := self._stop.poll():  # collective
-            self._leave_for(reason)
+        self._refuse_written()
+        self._group.tracker.enter(self._group.tracker.phase)  # a sign of life
+        self._vote()  # collective
 
     @property
     def epoch(self) -> int:
         """The epoch that is under way, from 0."""
-        return self._streams.place.epoch
+        return self._streams.epoch
 
     @property
     def batch(self) -> int:
@@ -341,9 +302,10 @@ class OwnLoop:
 
     # ---- what protect calls
 
-    def begin(self, *, exact_resume: bool) -> None:
+    def begin(self, save_every: int | Literal["auto"], *, exact_resume: bool) -> None:
         """Load the newest checkpoint, if there is one. Collective: all ranks."""
         group, folder = self._group, self._run.folder
+        plan_file(self._registry.pack()[1])  # raises for what no checkpoint holds
         group.tracker.begin("loading the checkpoint")
         saved = read_checkpoint(self._run, group)  # collective
         if saved is not None:
@@ -358,7 +320,7 @@ class OwnLoop:
         if group.is_main:
             withdraw_summary(folder)
         self._note()
-        config = RunConfig(checkpoint_every_steps=self._save_every)
+        config = RunConfig(checkpoint_every_steps=None if save_every == "auto" else save_every)
         # WHY not before: it asks how large the state is
         self._saver = Saver(self._last, self._run.store, group=group, config=config)
         for thing in self._registry.given.values():
@@ -367,17 +329,16 @@ class OwnLoop:
         # WHY of all optimizers: one that wraps another, or was not registered, shows too
         self._hooks.append(register_optimizer_step_pre_hook(self._before_update))
 
-    def finish(self) -> None:
-        """Save the last commit at the end of the loop. Collective: all ranks."""
+    def check_end(self) -> None:
+        """Raise if something follows the last commit, on any rank. Collective: all ranks."""
         self._refuse_written()
         self._group.check_equal({"the number of commits": str(self.step)})  # collective
-        self.save_last()
 
     def _refuse_written(self) -> None:
         if written := self._last.written():
             raise OwnLoopError(
                 f"{min(written)} was written after the last commit, and would be lost",
-                fix="end each body with run.commit()",
+                fix="end each body with run.commit(), before a run.poll()",
             )
 
     def save_last(self) -> None:
@@ -387,10 +348,30 @@ class OwnLoop:
 
     def save_as_survivor(self, error: BaseException) -> None:
         """Write the last commit if this rank is the one to do it. Rank-local; never raises."""
-        if isinstance(error, Exception) and not is_saved_after(error):
-            return
-        self._group.leave()
-        self._rescue(error, is_beside=False)
+        reason = error if isinstance(error, Exception) else None
+        if reason is None or is_saved_after(reason):
+            self._group.leave()
+            self._save_once(reason)
+
+    def save_in_need(self, error: Exception | None = None, gone: Sequence[int] = ()) -> None:
+        """Do so beside a main thread that waits for another rank; the process ends after it."""
+        # WHY no release: whoever saves first ends the process
+        self._ending.acquire()
+        self._save_once(error, is_beside=True, gone=gone)
+        self._goodput.note(self._last.step, is_last=True)
+
+    def _save_once(
+        self, error: Exception | None, *, is_beside: bool = False, gone: Sequence[int] = ()
+    ) -> None:
+        last, saver = self._last, self._saver
+
+        def find() -> Rescue:
+            tensors = last.take(is_beside=is_beside)
+            write = partial(saver.save_in_need, last, tensors=tensors)
+            return Rescue(last.step, None if tensors is None else write)
+
+        where = Rescue(last.step, None)
+        save_once(self._group, self._run.folder, find, where=where, error=error, gone=gone)
 
     def close(self) -> None:
         """Finish the last write; say how the loop ended. Rank-local."""
@@ -411,12 +392,20 @@ class OwnLoop:
         """Seed the generators if a body begins; return its step."""
         if not self._is_in_body:
             self._is_in_body = True
+            self._status.attach(
+                Work(
+                    global_batch=self._streams.global_batch,
+                    epochs=self._num_epochs,
+                    epoch=lambda: self.epoch,
+                    steps=lambda: self._num_steps or None,
+                )
+            )
             self._group.tracker.enter(Phase.FORWARD)
             self._seed_all(self._seed)
         return self.step
 
     def _note(self) -> None:
-        self._last.note(self.step, self._streams.place.as_json())
+        self._last.note(self.step, self._streams.place())
         self._is_in_body = False
         # WHY here, too: a start may begin with the evaluation that follows
         self._seed_all(mix(self._seed, 1))
@@ -435,29 +424,27 @@ class OwnLoop:
         self._sync_buffers()  # collective; WHY here: after the last update none is, but commit's
         named = (name for name, own in self._registry.optimizers.items() if own is optimizer)
         name = next(named, "")
-        found = self._last.before_update(optimizer, name)
-        if found and not name:
+        if self._last.before_update(optimizer, name) and not name:
             self._strangers.add(type(optimizer).__name__)
 
     @torch.no_grad()
     def _sync_buffers(self) -> None:
         """Give all ranks rank 0's buffers, which forward changes by each rank's own samples."""
-        if not self._has_forward:
+        has_forward, self._has_forward = self._has_forward, False
+        if not has_forward or self._group.world_size == 1:
             return
-        self._has_forward = False
-        kinds: dict[tuple[torch.dtype, torch.device], dict[int, torch.Tensor]] = {}
+        devices: dict[torch.device, dict[int, torch.Tensor]] = {}
         for module in self._registry.modules.values():  # in one order on all ranks
             for buffer in module.buffers():
-                kinds.setdefault((buffer.dtype, buffer.device), {})[id(buffer)] = buffer
-        for same in kinds.values() if self._group.world_size > 1 else ():
-            buffers = list(same.values())
-            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            self._group.broadcast_(flat)  # collective
-            sizes = [buffer.numel() for buffer in buffers]
-            for buffer, part in zip(buffers, torch.split(flat, sizes), strict=True):
-                # WHY data: a forward of before may have its backward still to come, which refuses a
-                # buffer of another version
-                buffer.data.copy_(part.view_as(buffer))
+                # WHY data: a backward that is still to come refuses a buffer of another version
+                devices.setdefault(buffer.device, {})[id(buffer)] = buffer.data
+        for buffers in devices.values():
+            raw = [each.reshape(-1).view(torch.uint8) for each in buffers.values()]
+            flat = self._group.broadcast_(torch.cat(raw))  # collective
+            parts = torch.split(flat, [len(each) for each in raw])
+            for buffer, part in zip(buffers.values(), parts, strict=True):
+                # WHY a clone: 8 bytes may begin at any place in flat
+                buffer.copy_(part.clone().view(buffer.dtype).view_as(buffer))
 
     def _end_rehearsal(self) -> None:
         """Put back the state before the first body, which the loop now does again."""
@@ -471,32 +458,32 @@ class OwnLoop:
         self._streams.begin(self.step, dict(self._last.place))
         self._note()
 
-    def _leave_for(self, reason: str) -> None:
-        log.warning("%s: stopping at step %d, saving first", reason, self.step)
-        raise Stopped(0)
-
-    def _tell_work(self) -> None:
-        windows = [stream["window"] for stream in self._streams.place.streams.values()]
-        work = Work(
-            global_batch=max(windows, default=0),
-            epochs=self._num_epochs,
-            epoch=lambda: self.epoch,
-            steps=lambda: self._num_steps or None,
-        )
-        self._status.attach(work)
-
     # ---- the state
+
+    def _vote(self) -> None:
+        """Raise Stopped on all ranks if one was asked to stop. Collective: all ranks."""
+        reason = self._stop.poll()  # collective
+        if not self._stop.is_alike:
+            what = self._differing()  # collective
+            raise RankMismatchError(
+                f"the ranks differ at commit {self.step}, in {what}",
+                fix="register only what is the same on all ranks (a generator must not be seeded "
+                "by the rank), and call run.batches and run.commit on all of them equally often",
+            )
+        if reason:
+            log.warning("%s: stopping at step %d, saving first", reason, self.step)
+            raise Stopped(0)
 
     def _load(self, saved: Saved) -> None:
         """Put a checkpoint into the objects. Collective. Raises CheckpointMismatchError."""
         tree: dict[str, Any] = saved.meta.get("tree") or {}  # Any: JSON
-        names, known = list(tree), list(self._registry.things)
-        lacking = [name for name in known if name not in names]
-        unknown = [name for name in names if name not in known]
-        if lacking or unknown:
-            what = f"the checkpoint has no {', '.join(lacking)}; it has {', '.join(names)}"
-            if not lacking:
-                what = f"the checkpoint has {', '.join(unknown)}, which protect is not given"
+        known = self._registry.things
+        if tree.keys() != known.keys():
+            lacking = ", ".join(name for name in known if name not in tree)
+            unknown = ", ".join(name for name in tree if name not in known)
+            what = f"the checkpoint has {unknown}, which protect is not given"
+            if lacking:
+                what = f"the checkpoint has no {lacking}; it has {', '.join(tree)}"
             raise CheckpointMismatchError(
                 what if tree else f"{self._run.folder} is a run of ddp_training.py",
                 fix="give protect the same names as before, or another folder",
@@ -519,45 +506,14 @@ class OwnLoop:
             )
 
     def _differing(self) -> str:
-        """Name what differs between ranks. Rank-local. WHY no collective: one may not be here."""
-        store, tree = self._group.store, self._last.tree
-        facts = {name: crc32(str(part).encode()) for name, part in tree.items()}
-        facts["the place in the data"] = crc32(str(self._last.place).encode())
-        keys = [f"commit/{self.step}/{rank}" for rank in range(self._group.world_size)]
-        store.set(keys[self._group.launch.rank], json.dumps(facts))
-        store.wait(keys, ANSWER_LIMIT_S)
-        everyone = [json.loads(text) for text in store.read(keys).values()]
+        """Name what differs between ranks. Collective: all ranks, whose vote has shown it."""
+        parts = {**self._last.tree, "the place in the data": self._last.place}
+        facts = {name: crc32(str(part).encode()) for name, part in parts.items()}
+        everyone = self._group.gather_json(facts)  # collective
         names = [name for name in facts if any(facts[name] != one.get(name) for one in everyone)]
         return ", ".join(names) or "their number of commits, or in names of tensors"
 
-    def _rescue(
-        self, error: BaseException | None, *, is_beside: bool, gone: Sequence[int] = ()
-    ) -> None:
-        last, saver = self._last, self._saver
-
-        def find() -> Rescue:
-            tensors = last.take(is_beside=is_beside)
-            if tensors is None:
-                return Rescue(last.step, None)
-            return Rescue(last.step, partial(saver.save_in_need, last, tensors=tensors))
-
-        reason = error if isinstance(error, Exception) else None
-        where = Rescue(last.step, None)
-        save_once(self._group, self._run.folder, find, where=where, error=reason, gone=gone)
-
-    def _save_while_stuck(
-        self, error: HardenedError | None = None, gone: Sequence[int] = ()
-    ) -> None:
-        """Save beside a main thread that waits for another rank; the process ends after it."""
-        # WHY no release: whoever saves first ends the process, and the state must not change
-        self._ending.acquire()
-        if not self._last.lock.acquire(timeout=LOCK_LIMIT_S):
-            log.warning("a commit is under way: nothing is saved, the last checkpoint stays")
-            return
-        self._rescue(error, is_beside=True, gone=gone)
-        self._goodput.note(self._last.step, is_last=True)
-
-    def _phase_of(self, host: int) -> int:
+    def phase_of(self, host: int) -> int:
         """Return the phase of this rank: a body that waits for others does so. Any thread.
 
         By the stack of the main thread. WHY its state: backward of DDP ends with such a wait, and
@@ -567,29 +523,21 @@ class OwnLoop:
         if frame is None or host not in (Phase.FORWARD, Phase.EVALUATION):
             return host
         path = frame.f_code.co_filename
-        if "/torch/distributed/" in path or "/torch/nn/parallel/" in path:
-            return Phase.ALL_REDUCE
-        if not path.endswith("/torch/autograd/graph.py"):
-            return host
-        return Phase.ALL_REDUCE if stat_fields(os.getpid())[:1] == ["S"] else Phase.BACKWARD
-
-
-def _unbound(error: NameError, step: int) -> OwnLoopError:
-    return OwnLoopError(
-        f"{error}: this start continues at step {step}, and did not run the bodies before it",
-        fix="give it a value before the loop; if its value counts, keep it in a registered dict",
-    )
+        waits = "/torch/distributed/" in path or "/torch/nn/parallel/" in path
+        if path.endswith("/torch/autograd/graph.py"):
+            host, waits = Phase.BACKWARD, stat_fields(os.getpid())[:1] == ["S"]
+        return Phase.ALL_REDUCE if waits else host
 
 
 def _read_launch() -> Launch:
     """Read who launched this process, and log from here on. A group of the program counts first."""
+    start_logging(rank=0, world_size=1, is_guest=True)
+    launch = Launch()
     try:
         launch = read_launch(environment())
     except LaunchError:
         if not dist.is_initialized():
-            start_logging(rank=0, world_size=1, is_guest=True)
             raise
-        launch = Launch()
     script, given = str(Path(sys.argv[0]).absolute()), sys.argv[1:]
     words = [script if word == str(SCRIPT) else word for word in launch.start.words]
     start = replace(launch.start, words=(*words, *given), is_whole=True)
@@ -598,21 +546,16 @@ def _read_launch() -> Launch:
     return launch
 
 
-def _join(launch: Launch, state: dict[str, Any], *, timeout_s: float, tracker: Tracker) -> Group:
+def _join(launch: Launch, state: dict[str, Any], *, timeout_s: float) -> Group:
     """Take part in the group of the program, or make one. Collective: all ranks."""
     end_with_launcher(launch)
     modules = (thing for thing in state.values() if isinstance(thing, nn.Module))
     devices = {p.device for module in modules for p in module.parameters()}
     device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
     if dist.is_initialized():
-        return adopt_group(launch, device=device, timeout_s=timeout_s, tracker=tracker)
+        return adopt_group(launch, device=device, timeout_s=timeout_s)
     prepare_environment(launch, environment())
     keep_nccl_from_exiting(launch, environment())
     return open_group(  # collective
-        launch,
-        device=device,
-        backend="auto",
-        timeout_s=timeout_s,
-        shared_memory=False,
-        tracker=tracker,
+        launch, device=device, backend="auto", timeout_s=timeout_s, shared_memory=False
     )

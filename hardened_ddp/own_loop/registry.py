@@ -6,7 +6,8 @@ numbers, text and None. All else is refused, with its name, when the loop begins
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,8 @@ class Registry:
             raise OwnLoopError("protect was given no object: nothing would be saved")
         known = {id(tensor) for tensor in self.pack()[1].values()}
         for name, optimizer in self.optimizers.items():
-            if lost := sum(id(p) not in known for p in _parameters(optimizer)):
+            updated = (p for group in optimizer.param_groups for p in group["params"])
+            if lost := sum(id(p) not in known for p in updated):
                 raise OwnLoopError(
                     f"{name} updates {lost} tensors of no registered model: register it, too"
                 )
@@ -62,7 +64,7 @@ class Registry:
 
     def load(self, name: str, tree: Tree, tensors: Mapping[str, torch.Tensor]) -> None:
         """Put the state of one object into it. Raises CheckpointMismatchError if it can't."""
-        thing, state = self.things[name], unpack(tree, tensors)
+        thing, state, now = self.things[name], unpack(tree, tensors), Tensors()
         try:
             if isinstance(thing, np.random.Generator):
                 thing.bit_generator.state = state
@@ -73,15 +75,17 @@ class Registry:
                     raise ValueError(f"it was {_kind(state)}, and is {_kind(thing)}")
             else:
                 thing.load_state_dict(state)
+            if _sorted(_packed(thing, name, now)) != _sorted(tree):
+                raise ValueError("its numbers are others after load_state_dict")
+            for part, tensor in now.items():
+                own, saved = tensor.cpu(), tensors[part]
+                if own.dtype != saved.dtype or not has_same_bits(own, saved):
+                    raise ValueError(f"{part} is another after load_state_dict")
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise _mismatch(f"{name}: {error}") from error
-        now: Tensors = {}
-        if _sorted(_packed(thing, name, now)) != _sorted(tree):
-            raise _mismatch(f"{name}: its numbers are others after load_state_dict")
-        for part, tensor in now.items():
-            is_alike = tensor.dtype == tensors[part].dtype
-            if not (is_alike and has_same_bits(tensor.cpu(), tensors[part])):
-                raise _mismatch(f"{name}: {part} is another after load_state_dict")
+            raise CheckpointMismatchError(
+                f"the checkpoint does not fit the objects of this loop: {name}: {error}",
+                fix="build them as in the run that wrote it, or give protect another folder",
+            ) from error
 
 
 def _sorted(tree: Tree) -> str:
@@ -94,13 +98,6 @@ def _sorted(tree: Tree) -> str:
     if kind in MAPPINGS:
         return f"{{{', '.join(sorted(f'{key!r}: {_sorted(part)}' for key, part in content))}}}"
     return f"{kind} {_sorted(content)}"
-
-
-def _mismatch(text: str) -> CheckpointMismatchError:
-    return CheckpointMismatchError(
-        f"the checkpoint does not fit the objects of this loop: {text}",
-        fix="build them as in the run that wrote it, or give protect another folder",
-    )
 
 
 def _kind(value: object) -> str:
@@ -116,45 +113,37 @@ def _inner(thing: Any) -> Any:  # Any: the user's
     return getattr(thing, "_orig_mod", thing)
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
-def _state_of(thing: Any) -> Any:  # Any: the user's
-    if isinstance(thing, nn.Module):
-        return thing.state_dict(keep_vars=True)  # WHY: p.data = x shows in the parameter only
-    if isinstance(thing, np.random.Generator):
-        return thing.bit_generator.state
-    if isinstance(thing, torch.Generator):
-        return thing.get_state()
-    if hasattr(thing, "state_dict"):
-        return thing.state_dict()
-    is_own = isinstance(thing, dict) and type(thing) not in MAPPINGS.values()
-    return dict(thing) if is_own else thing
-
-
 def _packed(thing: Any, name: str, tensors: Tensors) -> Tree:  # Any: the user's
-    return pack(_state_of(thing), name, tensors, error=OwnLoopError)
+    state = thing
+    if isinstance(thing, nn.Module):
+        state = thing.state_dict(keep_vars=True)  # WHY: p.data = x shows in the parameter only
+    elif isinstance(thing, np.random.Generator):
+        state = thing.bit_generator.state
+    elif isinstance(thing, torch.Generator):
+        state = thing.get_state()
+    elif hasattr(thing, "state_dict"):
+        state = thing.state_dict()
+    elif isinstance(thing, dict) and type(thing) not in MAPPINGS.values():  # a class of one's own
+        state = dict(thing)
+    return pack(state, name, tensors, error=OwnLoopError)
 
 
 @torch.no_grad()
 def _put(old: Any, new: Any) -> Any:  # Any: the user's
     """Return new; where old has its kind and shape, in the object that old is."""
-    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
-        if old.shape == new.shape and old.dtype == new.dtype:
-            return old.copy_(new)
-    elif isinstance(old, np.ndarray) and isinstance(new, np.ndarray):
-        if old.shape == new.shape and old.dtype == new.dtype:
-            old[...] = new
-            return old
-    elif isinstance(old, dict) and isinstance(new, dict):
+    kinds: tuple[type[Any], ...] = (torch.Tensor, np.ndarray)  # Any: mypy knows no common one
+    if any(isinstance(old, kind) and isinstance(new, kind) for kind in kinds):
+        if (old.shape, old.dtype) != (new.shape, new.dtype):
+            return new
+        old[...] = new
+        return old
+    if isinstance(old, dict) and isinstance(new, dict):
         kept = {key: _put(old.get(key), value) for key, value in new.items()}
         old.clear()
         old.update(kept)
         return old
-    elif isinstance(old, list) and isinstance(new, list):
-        before = [*old, *[None] * len(new)]
+    if isinstance(old, list) and isinstance(new, list):
+        before = chain(old, repeat(None))
         old[:] = [_put(was, value) for was, value in zip(before, new, strict=False)]
         return old
     return new

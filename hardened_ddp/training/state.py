@@ -456,7 +456,6 @@ def collect_tensors(
         in_model = f"model.{name}"
         tensors[in_model if in_model in tensors else f"{MOVING}{name}"] = buffer
     if parts.average is not None:
-        tensors |= {f"model.{name}": t for name, t in parts.average.own_weights().items()}
         tensors |= parts.average.tensors()
     state = save_state(parts.schedule, parts.gradients.local.by_name)[0]
     # WHY sorted: an optimizer that was restored may list its state in another order, and equal

@@ -32,14 +32,10 @@ class Sampling:
     """How the samples of epochs are chosen."""
 
     name: str
-    length: int
-    """Samples of an epoch, some of them perhaps the same one."""
-
-    digest: str
-    """Differs where the order would."""
-
+    length: int  # samples of an epoch, some of them perhaps the same one
+    digest: str  # differs where the order would
+    # Gives the samples of an epoch: made once for the sampler and for the ledger.
     order: Callable[[int], Samples]
-    """Gives the samples of an epoch: made once for the sampler and for the ledger."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "order", lru_cache(maxsize=2)(self.order))
@@ -52,12 +48,12 @@ def build_sampling(dataset: Any, config: DataConfig, *, seed: int) -> Sampling |
     """
     kind, length = config.sampling, config.samples_per_epoch
     mixed = getattr(dataset, "mixed", None)  # of data/sources/mix.py
-    if mixed is not None and kind != EACH_ONCE:
-        raise DataError(
-            f"--sampling {kind} with a mix of data sets: both say what an epoch has",
-            fix="leave --sampling out, or give the data sets other weights",
-        )
     if mixed is not None:
+        if kind != EACH_ONCE:
+            raise DataError(
+                f"--sampling {kind} with a mix of data sets: both say what an epoch has",
+                fix="leave --sampling out, or give the data sets other weights",
+            )
         return _of_groups("mix", mixed.groups(), mixed.counts(length), seed)
     if kind == EACH_ONCE:
         return None

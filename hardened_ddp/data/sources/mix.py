@@ -22,9 +22,7 @@ from hardened_ddp.errors import DataError
 from hardened_ddp.settings.config import DataConfig
 
 PREFIX = "mix:"
-MOST_SAMPLES = 2**31
-"""Of an epoch: what a computer can shuffle."""
-
+MOST_SAMPLES = 2**31  # of an epoch: what a computer can shuffle
 _ENDS = ("first", "all", "steps")
 Open = Callable[..., Dataset[Any] | None]  # Any: whatever a sample is
 
@@ -35,9 +33,7 @@ class Mix(Dataset[Any]):
     def __init__(self, parts: Sequence[Any], weights: Sequence[float], ends: str) -> None:
         self.parts, self.weights, self.ends = list(parts), list(weights), ends
         self.stops = list(accumulate(map(len, parts)))
-        self.mixed = self if weights else None
-        """Read by build_sampling."""
-
+        self.mixed = self if weights else None  # read by build_sampling
         for name in ("classes", "num_classes", "collate_fn"):
             if (value := getattr(parts[0], name, None)) is not None:
                 setattr(self, name, value)
@@ -54,8 +50,7 @@ class Mix(Dataset[Any]):
 
     def groups(self) -> list[Samples]:
         """Return the indices of each part."""
-        starts = [0, *self.stops[:-1]]
-        return [np.arange(*bounds) for bounds in zip(starts, self.stops, strict=True)]
+        return np.split(np.arange(len(self)), self.stops[:-1])
 
     def counts(self, length: int) -> list[int]:
         """Return how many samples of each part an epoch has. length: samples_per_epoch, or 0."""
