@@ -24,12 +24,13 @@ from torch.utils.data import (
 )
 
 from hardened_ddp.checkpoint.disk import Disk, sync_files
+from hardened_ddp.data.batches.fetch import preserved_rng
 from hardened_ddp.data.batches.ledger import LedgerWriter, next_start
 from hardened_ddp.data.batches.sampler import Window, WindowSampler
 from hardened_ddp.errors import OwnLoopError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import Phase
-from hardened_ddp.ranks.seeding import keeping_random_state, mix, seed_sample
+from hardened_ddp.ranks.seeding import mix, seed_sample
 
 FOLDER = "data"  # of a run folder: a ledger for each loader
 
@@ -115,11 +116,10 @@ class Streams:
         self._unwritten: list[tuple[str, int, Window]] = []
         # A loader has ended: what another gave beside it may be given back, as zip does it.
         self._is_over = False
-
-        def number() -> int:
-            return max(map(next_start, self._folder.glob("*")), default=1)
-
-        self._start: int = group.run_on_main(number, what="opening the ledger")  # collective
+        self._start: int = group.run_on_main(  # collective
+            lambda: max(map(next_start, self._folder.glob("*")), default=1),
+            what="opening the ledger",
+        )
 
     @property
     def global_batch(self) -> int:
@@ -175,7 +175,7 @@ class Streams:
             for window in stream.windows():
                 tracker.enter(Phase.DATA)
                 step, self._is_over = begin(), False
-                with keeping_random_state():  # WHY: without workers each sample seeds them
+                with preserved_rng():  # WHY: without workers each sample seeds them
                     batch = next(read)
                 tracker.enter(Phase.FORWARD)
                 note = name, step, window

@@ -60,7 +60,13 @@ class LastCommit:
         self._first_update: tuple[Event, set[str]] | None = None
         self._is_whole = self._is_inspected = False
 
-    def note(self, step: int, place: Mapping[str, Any]) -> None:  # Any: JSON
+    def note(
+        self,
+        step: int,
+        place: Mapping[str, Any],  # Any: JSON
+        *,
+        copies_all: bool = False,
+    ) -> None:
         """Note the state of now as that of a commit. Rank-local."""
         if self._device.type == "cuda":
             Event().wait()  # WHY: else a death could lose what the device has not done yet
@@ -70,11 +76,12 @@ class LastCommit:
             self.step, self.place = step, place
             self.tree, self._live = self.registry.pack()
             # WHY always: BatchNorm changes its averages without changing their version
-            buffers = {id(b) for m in self.registry.modules.values() for b in m.buffers()}
+            buffers = self.registry.buffers()
             self._buffers = {name for name, t in self._live.items() if id(t) in buffers}
             count = self.num_bodies
             self.num_bodies += 1
-            self._is_inspected = count < NUM_FIRST or count % INSPECTED_EVERY == 0
+            is_first = copies_all or count < NUM_FIRST
+            self._is_inspected = is_first or count % INSPECTED_EVERY == 0
             needed = self._live.keys() if self._is_inspected else self._needed | self._buffers
             self._copy(needed & self._live.keys())
             self._stamps = {name: _stamp(tensor) for name, tensor in self._live.items()}
@@ -106,8 +113,11 @@ class LastCommit:
         names = self._copies.keys() - self.written() - self._buffers - self._needed
         return {n for n in names if not has_same_bits(self._copies[n], self._live[n])}
 
-    def before_update(self, optimizer: Optimizer, name: str) -> set[str]:
-        """Note that an optimizer writes its tensors now; return those that are registered."""
+    def before_update(self, optimizer: Optimizer) -> bool:
+        """Note that an optimizer writes its tensors now.
+
+        Returns whether some of them are registered, and it is not.
+        """
         if not self._updated:  # forward may have written, too, before backward lost a rank
             self.before_forward()
         with self._lock:  # WHY: a thread that saves holds it until the process ends
@@ -115,8 +125,9 @@ class LastCommit:
             found = {n for n, tensor in self._live.items() if id(tensor) in params}
             if self._device.type == "cuda" and self._first_update is None:
                 self._first_update = Event(), self.written()
-            self._updated |= found | {n for n in self._live if n.startswith(f"{name}.")}
-            return found
+            own = [f"{n}." for n, each in self.registry.optimizers.items() if each is optimizer]
+            self._updated |= found | {n for n in self._live if n.startswith(tuple(own))}
+            return bool(found) and not own
 
     def digest(self) -> int:
         """Return a number of what must be alike on all ranks: step, place, numbers, names."""

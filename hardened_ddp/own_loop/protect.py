@@ -199,7 +199,6 @@ class OwnLoop:
         self.ending = Ending.FAILED
         self._num_epochs = self._num_steps = 0
         self._is_in_body = self._has_forward = False
-        self._strangers: set[str] = set()
         self._hooks: list[Any] = []  # Any: torch's handles
         self._streams = Streams(self._group, self._run.folder, seed=seed)  # collective
         self._run.store.call_before_commit(self._streams.sync)
@@ -215,6 +214,9 @@ class OwnLoop:
         while self.epoch < count:
             yield self.epoch
             self._streams.end_epoch()
+            if self._streams.is_rehearsal and self.epoch < count:
+                # WHY: going back must not lead into an epoch that is over
+                self._last.note(self.step, self._streams.place(), copies_all=True)
             if not self.step:
                 self._refuse_written()
             # WHY of all: one rank alone would wait in a commit until the timeout
@@ -249,12 +251,6 @@ class OwnLoop:
 
         Raises Stopped if any rank was asked to stop; its state is that of this commit.
         """
-        if self._strangers:
-            raise OwnLoopError(
-                f"{', '.join(self._strangers)} updates a registered model and is not registered "
-                "itself: its state would be lost",
-                fix="give it to protect by a name, also if it is inside of another optimizer",
-            )
         if self.epoch < self._num_epochs and self._last.place == self._streams.place():
             raise OwnLoopError(
                 f"commit {self.step + 1} has no batch of run.batches since the one before it: a "
@@ -379,12 +375,12 @@ class OwnLoop:
             hook.remove()
         self._saver.close()
         self._streams.close()
-        is_over, ending = self.ending is not Ending.FAILED, str(self.ending)
-        self._goodput.note(self.step, is_last=True, ended=ending if is_over else "")
+        ended = "" if self.ending is Ending.FAILED else str(self.ending)
+        self._goodput.note(self.step, is_last=True, ended=ended)
         if self._group.is_main:
-            write_summary(self._run.folder, {"status": ending, "step": self.step})
-            if is_over:
-                log.info("%s at step %d: %s", ending, self.step, self._run.folder)
+            write_summary(self._run.folder, {"status": str(self.ending), "step": self.step})
+            if ended:
+                log.info("%s at step %d: %s", ended, self.step, self._run.folder)
 
     # ---- within a body
 
@@ -422,10 +418,12 @@ class OwnLoop:
 
     def _before_update(self, optimizer: Optimizer, *_: object) -> None:
         self._sync_buffers()  # collective; WHY here: after the last update none is, but commit's
-        named = (name for name, own in self._registry.optimizers.items() if own is optimizer)
-        name = next(named, "")
-        if self._last.before_update(optimizer, name) and not name:
-            self._strangers.add(type(optimizer).__name__)
+        if self._last.before_update(optimizer):
+            raise OwnLoopError(
+                f"{type(optimizer).__name__} updates a registered model and is not registered "
+                "itself: its state would be lost",
+                fix="give it to protect by a name, also if it is inside of another optimizer",
+            )
 
     @torch.no_grad()
     def _sync_buffers(self) -> None:
@@ -433,16 +431,15 @@ class OwnLoop:
         has_forward, self._has_forward = self._has_forward, False
         if not has_forward or self._group.world_size == 1:
             return
-        devices: dict[torch.device, dict[int, torch.Tensor]] = {}
-        for module in self._registry.modules.values():  # in one order on all ranks
-            for buffer in module.buffers():
-                # WHY data: a backward that is still to come refuses a buffer of another version
-                devices.setdefault(buffer.device, {})[id(buffer)] = buffer.data
+        devices: dict[torch.device, list[torch.Tensor]] = {}
+        for buffer in self._registry.buffers().values():
+            # WHY data: a backward that is still to come refuses a buffer of another version
+            devices.setdefault(buffer.device, []).append(buffer.data)
         for buffers in devices.values():
-            raw = [each.reshape(-1).view(torch.uint8) for each in buffers.values()]
+            raw = [buffer.reshape(-1).view(torch.uint8) for buffer in buffers]
             flat = self._group.broadcast_(torch.cat(raw))  # collective
             parts = torch.split(flat, [len(each) for each in raw])
-            for buffer, part in zip(buffers.values(), parts, strict=True):
+            for buffer, part in zip(buffers, parts, strict=True):
                 # WHY a clone: 8 bytes may begin at any place in flat
                 buffer.copy_(part.clone().view(buffer.dtype).view_as(buffer))
 

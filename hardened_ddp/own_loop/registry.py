@@ -62,6 +62,10 @@ class Registry:
         tree = {name: _packed(t, name, tensors) for name, t in self.things.items()}
         return tree, tensors
 
+    def buffers(self) -> dict[int, torch.Tensor]:
+        """Return the buffers of all modules by id, in one order on all ranks."""
+        return {id(b): b for module in self.modules.values() for b in module.buffers()}
+
     def load(self, name: str, tree: Tree, tensors: Mapping[str, torch.Tensor]) -> None:
         """Put the state of one object into it. Raises CheckpointMismatchError if it can't."""
         thing, state, now = self.things[name], unpack(tree, tensors), Tensors()

@@ -142,7 +142,7 @@ def gradients_without_a_count(argv: list[str], which: list[int]) -> int:
     def refuse(*_: object) -> float:
         raise AssertionError("a collective for the count")
 
-    ByDdp._sum_count = refuse  # type: ignore[method-assign]
+    ByDdp._total_count = refuse  # type: ignore[method-assign]
     return len(step_gradients(argv, which))
 
 

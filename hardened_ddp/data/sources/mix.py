@@ -6,15 +6,13 @@ Does not own: opening the parts (datasets.py).
 """
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset
 
 from hardened_ddp.data.batches.sampling import Samples, counts_by_weight
 from hardened_ddp.data.sources.facts import is_in_memory, is_map_style
@@ -27,12 +25,12 @@ _ENDS = ("first", "all", "steps")
 Open = Callable[..., Dataset[Any] | None]  # Any: whatever a sample is
 
 
-class Mix(Dataset[Any]):
+class Mix(ConcatDataset[Any]):  # Any: whatever a sample is
     """The samples of several data sets, one behind the other."""
 
     def __init__(self, parts: Sequence[Any], weights: Sequence[float], ends: str) -> None:
-        self.parts, self.weights, self.ends = list(parts), list(weights), ends
-        self.stops = list(accumulate(map(len, parts)))
+        super().__init__(parts)
+        self.weights, self.ends = list(weights), ends
         self.mixed = self if weights else None  # read by build_sampling
         for name in ("classes", "num_classes", "collate_fn"):
             if (value := getattr(parts[0], name, None)) is not None:
@@ -41,29 +39,21 @@ class Mix(Dataset[Any]):
             self.targets = torch.cat([torch.as_tensor(part.targets) for part in parts])
         self.in_memory = all(map(is_in_memory, parts))
 
-    def __len__(self) -> int:
-        return self.stops[-1]
-
-    def __getitem__(self, index: int) -> Any:
-        number = bisect_right(self.stops, index)
-        return self.parts[number][index - (self.stops[number - 1] if number else 0)]
-
     def groups(self) -> list[Samples]:
         """Return the indices of each part."""
-        return np.split(np.arange(len(self)), self.stops[:-1])
+        return np.split(np.arange(len(self)), self.cumulative_sizes[:-1])
 
     def counts(self, length: int) -> list[int]:
         """Return how many samples of each part an epoch has. length: samples_per_epoch, or 0."""
         if (self.ends == "steps") != (length > 0):
             why = f"dataset mix: ends is {self.ends}, and samples_per_epoch {length}"
             raise DataError(why, fix="ends: steps needs --samples_per_epoch N, and only it")
-        for number, part in enumerate(self.parts, start=1):
-            if not len(part):
-                raise DataError(
-                    f"dataset mix: part {number} has no samples", fix="leave it out of mix:"
-                )
+        sizes = list(map(len, self.groups()))
+        if 0 in sizes:
+            why = f"dataset mix: part {sizes.index(0) + 1} has no samples"
+            raise DataError(why, fix="leave it out of mix:")
         shares = [weight / sum(self.weights) for weight in self.weights]
-        lengths = [len(part) / share for part, share in zip(self.parts, shares, strict=True)]
+        lengths = [size / share for size, share in zip(sizes, shares, strict=True)]
         if self.ends == "first":  # the first part that is used up ends the epoch
             length = int(min(lengths) + 1e-9)
         elif self.ends == "all":  # so does the last one; the others begin again
