@@ -24,13 +24,12 @@ from torch.utils.data import (
 )
 
 from hardened_ddp.checkpoint.disk import Disk, sync_files
-from hardened_ddp.data.batches.fetch import preserved_rng
 from hardened_ddp.data.batches.ledger import LedgerWriter, next_start
 from hardened_ddp.data.batches.sampler import Window, WindowSampler
 from hardened_ddp.errors import OwnLoopError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import Phase
-from hardened_ddp.ranks.seeding import mix, seed_sample
+from hardened_ddp.ranks.seeding import keeping_random_state, mix, seed_sample
 
 FOLDER = "data"  # of a run folder: a ledger for each loader
 
@@ -175,7 +174,7 @@ class Streams:
             for window in stream.windows():
                 tracker.enter(Phase.DATA)
                 step, self._is_over = begin(), False
-                with preserved_rng():  # WHY: without workers each sample seeds them
+                with keeping_random_state():  # WHY: without workers each sample seeds them
                     batch = next(read)
                 tracker.enter(Phase.FORWARD)
                 note = name, step, window

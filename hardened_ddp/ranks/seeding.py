@@ -6,6 +6,8 @@ numbers, and neither workers nor restarts shift a sequence.
 """
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -62,6 +64,18 @@ def seed_body(seed: int, *, step: int, rank: int, device_type: str) -> np.random
     own = mix(seed, step, rank)
     _seed_all(own, device_type)
     return np.random.default_rng(own)
+
+
+@contextmanager
+def keeping_random_state() -> Iterator[None]:
+    """Have torch's, numpy's and Python's generators after the work inside as before. Rank-local."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
 
 
 def seed_sample(seed: int, epoch: int, index: int) -> None:
