@@ -120,11 +120,6 @@ def write_model(
     """
     write = {HUGGINGFACE: _write_huggingface, TORCH_EXPORT: _write_torch_export, ONNX: _write_onnx}
     write[PEFT] = _write_peft
-    if form == HUGGINGFACE:
-        import_extra("huggingface_hub", what="--format huggingface")
-    if form == ONNX:
-        for package in ("onnx", "onnxscript"):
-            import_extra(package, what="--format onnx")
     model = _with_logits(rebuild_model(weights, meta))
     inputs = [_examples(model, meta, num_samples=count) for count in _TRIED_SAMPLES]
     fix = "--format safetensors writes the weights without running the model"
@@ -134,12 +129,9 @@ def write_model(
         run = write[form](folder, model, meta)
         got = [run(*tensors) for tensors in inputs]
     for ours, theirs in zip(wanted, got, strict=True):
-        if ours.shape != theirs.shape or not torch.allclose(
-            ours, theirs, equal_nan=True, **_TOLERANCE
-        ):
+        if told := _difference(ours, theirs):
             raise CheckpointError(
-                f"the exported model, read back, gives other logits than the checkpoint: "
-                f"{_difference(ours, theirs)}",
+                f"the exported model, read back, gives other logits than the checkpoint: {told}",
                 fix="export with --format safetensors, and report this model",
             )
     if form != HUGGINGFACE or not isinstance(model.model, HubNet):
@@ -149,6 +141,7 @@ def write_model(
 
 
 def _write_huggingface(folder: Path, model: _Logits, meta: Mapping[str, Any]) -> Forward:
+    import_extra("huggingface_hub", what="--format huggingface")
     from hardened_ddp.model.hub import HubModel
 
     with contextlib.redirect_stdout(io.StringIO()):  # WHY: the library prints progress
@@ -240,6 +233,7 @@ def _write_torch_export(folder: Path, model: _Logits, meta: Mapping[str, Any]) -
 
 def _write_onnx(folder: Path, model: _Logits, meta: Mapping[str, Any]) -> Forward:
     onnx = import_extra("onnx", what="--format onnx")
+    import_extra("onnxscript", what="--format onnx")  # torch needs it
     reference = import_extra("onnx.reference", what="--format onnx")
     path = folder / ONNX_NAME
     inputs = _examples(model, meta, num_samples=_TRACED_SAMPLES)
@@ -282,6 +276,9 @@ model = {kind}.from_pretrained("FOLDER")
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> str:
+    """Say how logits differ; empty if they don't, but for rounding."""
     if ours.shape != theirs.shape:
         return f"shape {tuple(theirs.shape)} instead of {tuple(ours.shape)}"
+    if torch.allclose(ours, theirs, equal_nan=True, **_TOLERANCE):
+        return ""
     return f"they differ by up to {float((ours - theirs).abs().max()):.3g}"

@@ -120,13 +120,10 @@ def _without_decay(groups: Sequence[Group], model: nn.Module) -> list[Group]:
         if "weight_decay" in group:
             found.append(group)
             continue
-        plain = [p for p in group["params"] if p.dim() < 2 or id(p) in of_norms]
-        plain_ids = {id(p) for p in plain}
-        decayed = [p for p in group["params"] if id(p) not in plain_ids]
-        if decayed:
-            found.append({**group, "params": decayed})
-        if plain:
-            found.append({**group, "params": plain, "weight_decay": 0.0})
+        for is_vector, more in ((False, {}), (True, {"weight_decay": 0.0})):
+            chosen = [p for p in group["params"] if (p.dim() < 2 or id(p) in of_norms) == is_vector]
+            if chosen:
+                found.append({**group, "params": chosen, **more})
     return found
 
 
