@@ -43,12 +43,12 @@ def find_run(*, resume: str, run_name: str, output_dir: str) -> Path | None:
             return folder if run_name and (folder / SAVED_SETTINGS).is_file() else None
         case "newest":
             newest = newest_run(Path(output_dir))
-            why = f"there is no run with a checkpoint in {output_dir}; auto starts a new run"
-            if newest is not None and not _is_run(newest):
-                why = f"the newest run, {newest}, has no {SAVED_SETTINGS}; give another one"
-            elif newest is not None:
-                return newest
-            raise Misfit(why)
+            if newest is None:
+                why = f"there is no run with a checkpoint in {output_dir}; auto starts a new run"
+                raise Misfit(why)
+            if not _is_run(newest):
+                raise Misfit(f"the newest run, {newest}, has no {SAVED_SETTINGS}; give another one")
+            return newest
     return _run_at(Path(resume), Path(output_dir))
 
 

@@ -49,9 +49,8 @@ def resolve(request: Request, *, world_size: int = 1) -> Resolved:
 
     Raises ConfigError with all problems: of the command line, the files, and across settings.
     """
-    edited, file = _edited_layer(request.edited_file), Layer()
-    if request.config_file:
-        file = _layer(request.config_file)
+    edited = _edited_layer(request.edited_file)
+    file = _layer(request.config_file) if request.config_file else Layer()
     chosen = _merge(_defaults(), edited, file, request.settings)
     folder, run = _earlier_run(chosen, is_named=request.command != TRAIN)
     merged = _merge(_defaults(), edited, run, file, request.settings)

@@ -90,11 +90,9 @@ def _flow(value: object) -> str:
 def _number(value: float) -> str:
     if not math.isfinite(value):
         return {math.inf: ".inf", -math.inf: "-.inf"}.get(value, ".nan")
-    mantissa, has_exponent, exponent = repr(value).partition("e")
+    text = repr(value)
     # WHY the point: YAML 1.1 reads 1e-05 as text
-    if has_exponent and "." not in mantissa:
-        mantissa += ".0"
-    return mantissa + has_exponent + exponent
+    return text if "." in text else text.replace("e", ".0e")
 
 
 def _text(value: str) -> str:

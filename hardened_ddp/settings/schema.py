@@ -190,10 +190,8 @@ def _check(setting: Setting, value: Any, *, given: object) -> None:  # Any: the 
     elif setting.type is str:
         is_fit = re.fullmatch(setting.shape.pattern, value) is not None
         if any("\udc80" <= letter <= "\udcff" for letter in value):
-            raise Misfit(
-                f"found {shown(value)}, of bytes that are no text in this locale (LANG, LC_ALL); "
-                "needs one of UTF-8: export LC_ALL=C.UTF-8"
-            )
+            why = "of bytes that are no text in this locale (LANG, LC_ALL); needs one of UTF-8: "
+            raise Misfit(f"found {shown(value)}, {why}export LC_ALL=C.UTF-8")
         if not value.isprintable():
             raise Misfit(f"found {shown(value)}, needs text without control characters")
         if setting.is_place and (problem := url_problem(value)):
