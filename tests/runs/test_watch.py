@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
 from ddp_runs.report import page_of
@@ -27,9 +26,9 @@ from ddp_runs.run_files import RunView, read_run
 from ddp_runs.tools import run_tool
 from ddp_runs.watch import COLUMNS, drawn, run_watch, sparkline
 from hardened_ddp.errors import CheckpointError, ConfigError, RunFolderError
+from hardened_ddp.guard.slow import BACKWARD_AND_WAIT
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.earlier_run import find_folder
-from hardened_ddp.training.run_report import _own_split
 from tests.harness.marks import slow_after
 from tests.harness.processes import ROOT, clean_environment, deadline
 from tests.harness.ranks import run_command, start_training, train
@@ -331,9 +330,7 @@ def test_a_name_that_the_output_cannot_encode_is_escaped_and_the_first_line_is_w
 
 def test_of_a_gpu_the_parts_are_those_that_the_gpu_measured(tmp_path: Path) -> None:
     # The names are those that a rank on a GPU publishes.
-    split = _own_split(
-        {"data": 0.1, "forward": 0.3, "backward": 0.5, "optimizer": 0.1}, torch.device("cuda", 0)
-    )
+    split = {"data": 0.1, "forward": 0.3, BACKWARD_AND_WAIT: 0.5, "optimizer": 0.1}
     times = {"split_s": split, "spent_s": {"forward": 9.0}, "steps_here": 7}
     write_status(tmp_path, device="cuda:0", gpu_mib=2048, rss_mib=1024, **times)
     head, row = rows_of(watched(tmp_path)[1])
