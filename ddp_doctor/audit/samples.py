@@ -78,13 +78,8 @@ def judge_samples(ranks: Ranks) -> Iterator[Verdict]:
     for (made, which, number), by_rank in by_key.items():
         following = by_key.get((made, which, number + 1), {})
         beside = following or by_key.get((made, which, number - 1), {})
-        found = list(_other_data((by_rank, beside), ranks))
-        for a, b in itertools.combinations(sorted(by_rank), 2) if not found else ():
-            if not ranks.are_apart(ranks.by_number[a], ranks.by_number[b]):
-                found += _pair(a, by_rank[a], b, by_rank[b], ranks)
-        yield from found[:1]
-        if not found:
-            yield from _coverage(by_rank, ranks)
+        found = [*_other_data((by_rank, beside), ranks), *_pairs(by_rank, ranks)]
+        yield from (found or list(_coverage(by_rank, ranks)))[:1]
         yield from _repeated(by_rank)
         yield from _order(by_rank, following)
         yield from _uneven(by_rank, ranks)
@@ -102,9 +97,7 @@ def place_of(about: Record) -> str:
 
 def _are_same_set(x: Pass, y: Pass) -> bool:
     """Whether equal indices are equal samples on two ranks."""
-    if not x.indices or not y.indices:
-        return False
-    if "part" in (x.about["base"], y.about["base"]):
+    if not x.indices or not y.indices or "part" in (x.about["base"], y.about["base"]):
         return False
     mine, yours = (dict(zip(p.indices, p.keys, strict=False)) for p in (x, y))
     both = [i for i in mine if i in yours]
@@ -120,9 +113,9 @@ def _shares(pairs: Sequence[tuple[tuple[str, ...], tuple[str, ...]]]) -> list[tu
     """Give the share of equal contents, and of distinct ones, of each column."""
     found = []
     for column in range(min(len(key) for pair in pairs for key in pair)):
-        own, theirs = ([key[column] for key in keys] for keys in zip(*pairs, strict=True))
-        num_equal = sum(a == b for a, b in zip(own, theirs, strict=True))
-        found.append((num_equal / len(own), len(set(own)) / len(own)))
+        num_equal = sum(mine[column] == yours[column] for mine, yours in pairs)
+        distinct = {mine[column] for mine, _ in pairs}
+        found.append((num_equal / len(pairs), len(distinct) / len(pairs)))
     return found
 
 
@@ -162,6 +155,12 @@ def _other_data(passes: Sequence[dict[int, Pass]], ranks: Ranks) -> Iterator[Ver
             seen_at=about["line"],
             evidence=(f"{len(both)} indices were read on two ranks, and gave other samples",),
         )
+
+
+def _pairs(by_rank: dict[int, Pass], ranks: Ranks) -> Iterator[Verdict]:
+    for a, b in itertools.combinations(sorted(by_rank), 2):
+        if not ranks.are_apart(ranks.by_number[a], ranks.by_number[b]):
+            yield from _pair(a, by_rank[a], b, by_rank[b], ranks)
 
 
 def _pair(a: int, x: Pass, b: int, y: Pass, ranks: Ranks) -> Iterator[Verdict]:
@@ -209,10 +208,8 @@ def _coverage(by_rank: dict[int, Pass], ranks: Ranks) -> Iterator[Verdict]:
     """Yield a sampler that leaves out samples which no rank gets."""
     passes = list(by_rank.values())
     first = passes[0]
-    is_whole = len(by_rank) == ranks.world_size and all(p.num_batches for p in passes)
-    if not is_whole or not first.indices or first.about["base"] == "part":
-        return
-    if any(len(p.indices) < (p.num_batches or 0) for p in passes):
+    is_known = all(p.num_batches and len(p.indices) >= p.num_batches for p in passes)
+    if len(by_rank) < ranks.world_size or not is_known or first.about["base"] == "part":
         return
     declared = first.about["replicas"]
     size, used = first.about["size"] or 0, set().union(*(p.indices for p in passes))

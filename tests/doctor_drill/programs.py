@@ -64,28 +64,20 @@ if __name__ == "__main__":
 """
 """18 steps, saved after every fifth with all that a resumed run needs."""
 
-STREAMED = LOOP.replace("TensorDataset\n", "IterableDataset\n", 1)
-STREAMED = STREAMED.replace(", DistributedSampler", "")
-STREAMED = STREAMED.replace(
-    "def train(",
-    """\
-class Stream(IterableDataset):
-    def __init__(self, rank):
-        self.rank, self.inputs = rank, torch.randn(96, 8)
-        self.labels = torch.randint(0, 3, (96,))
+STREAM = """\
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, data, rank):
+        self.data, self.rank = data, rank
 
     def __iter__(self):
-        return iter([(self.inputs[i], self.labels[i]) for i in range(self.rank, 96, 2)])
+        return iter([self.data[i] for i in range(self.rank, 96, 2)])
 
 
-def train(""",
-)
+"""
+STREAMED = LOOP.replace("def train(", f"{STREAM}def train(")
 STREAMED = STREAMED.replace(
-    "TensorDataset(torch.randn(96, 8), torch.randint(0, 3, (96,)))", "Stream(rank)"
+    "DataLoader(data, 8, sampler=sampler)", "DataLoader(Stream(data, rank), 8)"
 )
-STREAMED = STREAMED.replace("    sampler = DistributedSampler(data)\n", "")
-STREAMED = STREAMED.replace("DataLoader(data, 8, sampler=sampler)", "DataLoader(data, 8)")
-STREAMED = STREAMED.replace("        sampler.set_epoch(epoch)\n", "")
 """The same of a dataset that can only be gone through, and that divides itself among the ranks."""
 
 WITH_ACCELERATE = """\
