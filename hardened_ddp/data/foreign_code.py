@@ -171,6 +171,11 @@ def line_of_user(error: BaseException) -> str:
     return ""
 
 
+def is_stream(dataset: Any) -> bool:  # Any: what a user's callable returned
+    """Return whether a dataset keeps the contract of a stream (streams/contract.py)."""
+    return hasattr(dataset, "num_shards") and callable(getattr(dataset, "open", None))
+
+
 def _root_of(problem: BaseException) -> str:
     """Return "; caused by ..." of the error at the start; empty if it is this one.
 

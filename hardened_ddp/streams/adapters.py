@@ -12,9 +12,9 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from hardened_ddp.data.foreign_code import describe
+from hardened_ddp.data.foreign_code import describe, is_stream
 from hardened_ddp.errors import DataError
-from hardened_ddp.streams.contract import Stream, check_stream, forward, is_stream
+from hardened_ddp.streams.contract import Stream, check_stream, forward
 
 log = logging.getLogger(__name__)
 

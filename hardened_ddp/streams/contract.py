@@ -43,11 +43,6 @@ class Stream(Protocol):
         """
 
 
-def is_stream(dataset: object) -> bool:
-    """Return whether a dataset keeps the contract of a stream."""
-    return hasattr(dataset, "num_shards") and callable(getattr(dataset, "open", None))
-
-
 def check_stream(stream: Any, name: str) -> None:  # Any: the user's
     """Raise DataError if the stream's own numbers can't be right."""
     count = stream.num_shards

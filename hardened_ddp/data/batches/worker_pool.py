@@ -255,14 +255,12 @@ class _Requests(Sampler[Any]):
 
 
 class _Reader(Dataset[Any]):
-    """The dataset that a worker sees: takes a request, returns a batch's parts."""
+    """The dataset that a worker sees: takes a request, returns its batch as a Payload."""
 
     def __init__(self, fetcher: BatchSource, notes: Any, plan: WorkerPlan) -> None:
         """notes: what each worker shows to the rank. Any: ctypes' array."""
-        self.fetcher = fetcher
-        self.notes = notes
-        self.shares_memory = plan.shares_memory
-        self.copies_data = plan.copies_data
+        self.fetcher, self.notes = fetcher, notes
+        self.shares_memory, self.copies_data = plan.shares_memory, plan.copies_data
 
     def __getstate__(self) -> dict[str, Any]:
         # WHY bytes: multiprocessing's own pickle would put the tensors into shared memory
@@ -284,13 +282,10 @@ class _Reader(Dataset[Any]):
         epoch, numbers = request
         batch = self.fetcher[(epoch, torch.from_numpy(numbers))]
         # Pipes are slower, but need no room in /dev/shm, and no open file per tensor.
-        change, dump = (
-            (share, ForkingPickler.dumps)
-            if self.shares_memory
-            else (torch.Tensor.detach, pickle.dumps)
-        )
+        change = share if self.shares_memory else torch.Tensor.detach
         inputs, targets = map_tensors((batch.inputs, batch.targets), change)
         sent = replace(batch, inputs=inputs, targets=targets, indices=_NO_NUMBERS)
+        dump = ForkingPickler.dumps if self.shares_memory else pickle.dumps
         return Payload(bytes(dump((sent, batch.indices.numpy()))))
 
 

@@ -21,7 +21,7 @@ from hardened_ddp.data.batches.collate import Collate
 from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.data.batches.images import MemoryImages
 from hardened_ddp.data.batches.nesting import dense_parts, leaves
-from hardened_ddp.data.foreign_code import describe, line_of_user
+from hardened_ddp.data.foreign_code import describe, is_stream, line_of_user
 from hardened_ddp.errors import ANY_FAILURE, DataError, SampleError
 from hardened_ddp.ranks.seeding import keeping_random_state
 
@@ -37,16 +37,12 @@ def is_map_style(dataset: Any) -> bool:
     """Return whether samples are read by their index; else it is a stream, or iterable."""
     # WHY not by __getitem__ alone: torch's IterableDataset inherits one, which raises.
     has_index = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    return has_index and not isinstance(dataset, IterableDataset) and not _is_stream(dataset)
+    return has_index and not isinstance(dataset, IterableDataset) and not is_stream(dataset)
 
 
 def is_view_of_stream(dataset: Any) -> bool:
     """Return whether dataset is a StreamView. WHY by name: streams are loaded only if needed."""
     return getattr(dataset, "is_view_of_stream", False) is True
-
-
-def _is_stream(dataset: Any) -> bool:  # as streams/contract.py says
-    return hasattr(dataset, "num_shards") and callable(getattr(dataset, "open", None))
 
 
 def check_opened(dataset: Any, name: str) -> None:  # Any: what a user's callable returned
@@ -65,7 +61,7 @@ def _problems_of(dataset: Any) -> Iterator[tuple[str, str, BaseException | None]
         fix = "return its dataset: the run makes the batches itself (--batch_size, --collate)"
         yield what, fix, None
     is_map = is_map_style(dataset)
-    if not (is_map or _is_stream(dataset) or hasattr(dataset, "__iter__")):
+    if not (is_map or is_stream(dataset) or hasattr(dataset, "__iter__")):
         what = f"the callable returned a {type(dataset).__name__} without __getitem__ and __len__"
         fix = "return a map-style torch.utils.data.Dataset, an iterable one, a class with "
         yield what, fix + "num_shards and open(), or None for no test set", None
