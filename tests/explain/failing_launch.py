@@ -59,12 +59,6 @@ def launch_spawn_guard() -> None:
     subprocess.run([sys.executable, "-S", "train.py"], check=False)
 
 
-@reproduces("stop-sigterm")
-def stop_sigterm() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-    signal.pause()
-
-
 @reproduces("stop-interrupt")
 def stop_interrupt() -> None:
     # WHY: what a shell starts in its background has SIGINT ignored
@@ -130,3 +124,4 @@ reproduces("launch-import")(lambda: importlib.import_module("no_such_package"))
 reproduces("stop-sighup")(
     lambda: throw(SignalException(f"Process {os.getpid()} got signal: 1", signal.SIGHUP))
 )
+reproduces("stop-sigterm")(lambda: (os.kill(os.getpid(), signal.SIGTERM), signal.pause()))

@@ -32,13 +32,6 @@ def python_index_error_on_all() -> None:
     [1, 2][rank + 2]
 
 
-@reproduces("python-valueerror", num_ranks=2, guilty=0)
-def python_value_error_on_rank_0() -> None:
-    if dist.get_rank() == 0:
-        raise ValueError("learning rate must be positive")
-    dist.barrier()
-
-
 @reproduces("python-raised", num_ranks=2, guilty=1)
 def python_own_class() -> None:
     rank = dist.get_rank()

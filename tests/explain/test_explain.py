@@ -112,13 +112,6 @@ def is_right(case: Composed, rank: int | None, form: str) -> bool:
 class TestRanks:
     """Who is guilty: only what the evidence names."""
 
-    def test_a_rank_whose_line_was_cut_off_is_not_called_missing(self, tmp_path: Path) -> None:
-        text = timeouts({rank: 808 for rank in range(8)}, world_size=8)
-        found = explain_text("\n".join(text.splitlines()[:9]), tmp_path)
-        assert (code_of(found), rank_of(found)) == ("nccl-timeout", None)
-        assert found["cause"]["sentence"].startswith("The job: ")
-        assert "nothing is known of rank 7" in found["cause"]["sentence"]
-
     @pytest.mark.parametrize("is_told", [True, False])
     @pytest.mark.parametrize(
         ("calls", "code", "guilty"),
@@ -191,31 +184,11 @@ class TestRanks:
         alone = joined(of_rank(1, traceback_of(lasts[1])))
         assert rank_of(explain_text(alone, tmp_path)) is None
 
-    def test_a_list_of_ranks_is_taken_as_it_is(self, tmp_path: Path) -> None:
-        last = "RuntimeError: [Rank 0]: Ranks 4, 5 failed to pass monitoredBarrier in 60000 ms"
-        found = explain_text(joined(of_rank(0, traceback_of(last))), tmp_path)
-        assert (code_of(found), rank_of(found)) == ("gloo-barrier", None)
-        assert found["cause"]["sentence"].startswith("Ranks 4, 5")
-
-    def test_a_root_later_in_the_file_is_found(self, tmp_path: Path) -> None:
-        text = timeouts({0: 90, 1: 90}, world_size=3) + joined(of_rank(2, KEY_ERROR))
-        found = explain_text(text, tmp_path)
-        assert (code_of(found), rank_of(found)) == ("python-keyerror", 2)
-        assert found["echoes"] > 2
-
     def test_an_error_of_torchrun_itself_comes_after_that_of_a_rank(self, tmp_path: Path) -> None:
         """Its agent reads the error file of a rank that was killed while it wrote it."""
         found = explain_text(AGENT + AGENT.replace("launcher/api", "nn/functional"), tmp_path)
         assert found["evidence"][0]["line"] == 8
         assert code_of(explain_text(AGENT, tmp_path)) == "python-jsondecodeerror"
-
-    def test_a_prefix_that_nobody_knows(self, tmp_path: Path) -> None:
-        """It is learned from the first line of a traceback; its numbers may be no rank."""
-        others = [f"<gpu-a.{number}/12:30:07> step 7" for number in range(4)]
-        lines = [part for line in KEY_ERROR for part in (f"<gpu-a.3/12:30:05> {line}", *others)]
-        found = explain_text(joined(lines), tmp_path)
-        assert (code_of(found), rank_of(found)) == ("python-keyerror", None)
-        assert "train.py:37" in found["cause"]["sentence"]
 
 
 def entry(seq: int, name: str, **more: object) -> dict[str, object]:
@@ -441,16 +414,6 @@ class TestJson:
         found = explain_text(text + json.dumps(entry) + "\n", tmp_path)
         assert (code_of(found), rank_of(found)) == ("python-keyerror", 2)
         assert found["evidence"][0]["line"] == 2
-
-    def test_the_line_of_a_long_message_that_names_the_cause_is_shown(self, tmp_path: Path) -> None:
-        last = (
-            "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:275, unhandled "
-            "system error, NCCL version 2.20.5\nLast error:\n"
-            "socketStartConnect: Connect to 10.0.0.1<40815> failed : Software caused abort"
-        )
-        found = explain_text("\n".join(traceback_of(last)), tmp_path)
-        assert code_of(found) == "nccl-connect"
-        assert any("10.0.0.1" in line["text"] for line in found["evidence"])
 
 
 class TestHealthy:

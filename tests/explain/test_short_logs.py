@@ -20,7 +20,13 @@ from tests.explain.explained import code_of, explain_text, rank_of
 KEY_ERROR = traceback_of("KeyError: 'label'")
 ECHO = traceback_of(PEER)
 OTHERS_OF_1000 = [f"[rank{rank}]: step 7 | loss 2.5" for rank in range(2, 1000)]
+OTHERS_OF_4 = [f"<gpu-a.{number}/12:30:07> step 7" for number in range(4)]
 OOM = "[811.123456] Out of memory: Killed process 4001 (python) total-vm:8kB\n"
+NCCL_ERROR = (
+    "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:275, unhandled system error, "
+    "NCCL version 2.20.5\nLast error:\n"
+    "socketStartConnect: Connect to 10.0.0.1<40815> failed : Software caused abort"
+)
 EXHAUSTED = [
     of_rank(0, traceback_of("RuntimeError: Rank 0 exhausted all inputs.")),
     of_rank(
@@ -197,6 +203,10 @@ LOGS: Mapping[str, str | tuple[str, str]] = {
     "the lowest sequence number is behind: nccl-timeout of rank 2": (
         timeouts({0: 90, 1: 90, 2: 88, 3: 90}, world_size=4)
     ),
+    "a rank whose line was cut off: nccl-timeout of nobody": (
+        joined(timeouts({rank: 808 for rank in range(8)}, world_size=8).splitlines()[:9]),
+        "nothing is known of rank 7",
+    ),
     "half of the ranks are not called missing: nccl-timeout of nobody": (
         timeouts({0: 90, 1: 90}, world_size=4),
         '"sentence": "The job',
@@ -209,8 +219,19 @@ LOGS: Mapping[str, str | tuple[str, str]] = {
         timeouts({0: 90, 1: 90, 2: 90}, world_size=4).replace(DEFAULT_GROUP, SUB_GROUP)
     ),
     "gloo's barrier names one rank: gloo-barrier of rank 4": of(0, traceback_of(BARRIER)),
+    "gloo's barrier names two: gloo-barrier of nobody": (
+        of(0, traceback_of(BARRIER.replace("Rank 4", "Ranks 4, 5"))),
+        '"sentence": "Ranks 4, 5',
+    ),
     "a rank out of data speaks first: data-uneven of rank 0": joined(*EXHAUSTED),
     # which of several failures is the cause
+    "a root later in the file: python-keyerror of rank 2": (
+        timeouts({0: 90, 1: 90}, world_size=3) + of(2, KEY_ERROR)
+    ),
+    "a long message, a line of which names the cause: nccl-connect": (
+        raised(NCCL_ERROR),
+        '"text": "socketStartConnect: Connect to 10.0.0.1',
+    ),
     "a watchdog passes an error on: gpu-illegal-access of rank 0": WATCHDOG,
     "a traceback without an end hides nothing: killed-sigkill of rank 2": (
         joined(KEY_ERROR[:3]) + raised(f"{SPAWN}signal SIGKILL")
@@ -286,6 +307,10 @@ LOGS: Mapping[str, str | tuple[str, str]] = {
         NAN + "{'loss': 0.1, 'grad_norm': 1.0, 'epoch': 3}\n" + TRAINED
     ),
     # other launchers and libraries of logs
+    "a prefix that nobody knows, with numbers that are no rank: python-keyerror of nobody": (
+        joined(*([f"<gpu-a.3/12:30:05> {line}", *OTHERS_OF_4] for line in KEY_ERROR)),
+        "train.py:37",
+    ),
     "metrics as JSON: open of nobody": (
         joined([json.dumps({"epoch": n, "error": None, "failed": 0}) for n in range(3)])
     ),
