@@ -100,15 +100,13 @@ class HangWatch:
 
     def __enter__(self) -> "HangWatch":
         """Start the watch. Main thread. Collective: all ranks."""
-        group, fds = self._group, (-1, -1)
+        group, limit_s = self._group, self._hang_after_s
         is_gpu = group.device.type == "cuda"
         self._end_questions = keep_ready(_NUM_QUESTIONS if is_gpu else 0)
-        if self._hang_after_s > 0:
-            fds = group.tracker.share(), offer_stacks()
+        fds = (group.tracker.share(), offer_stacks()) if limit_s > 0 else (-1, -1)
         self._heartbeat_fd, self._stacks_fd = fds
-        limit_s = self._hang_after_s
         self._neighbours = find_neighbours(group, fds, stopped_limit_s=limit_s)  # collective
-        if self._hang_after_s <= 0:
+        if limit_s <= 0:
             return self
         self._consensus = HangConsensus(
             group.store.second(),
