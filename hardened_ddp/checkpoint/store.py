@@ -282,18 +282,12 @@ class CheckpointWriter:
         self._reserving: HelperThread | None = None
         self._copies: _Copies | None = None
         self._error: CheckpointError | None = None
-        self._was_refused = False
         self._stall_s = 0.0
         self.cost: WriteCost | None = None  # of the last finished write; None: there is none
 
     @property
     def is_busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
-
-    @property
-    def is_wanted(self) -> bool:
-        """A submit was refused and the writer is free now: submit the state of this step."""
-        return self._was_refused and not self.is_busy
 
     def submit(
         self,
@@ -304,13 +298,12 @@ class CheckpointWriter:
         volatile: Collection[str] = (),
         best: Best | None = None,
     ) -> bool:
-        """Start writing a checkpoint; False if one is still in flight, see is_wanted.
+        """Start writing a checkpoint; False if one is still in flight.
 
         While is_copying, call before_update before tensors change that are not named in volatile.
         Raises CheckpointError if something can't be stored.
         """
         if self.is_busy:
-            self._was_refused = True
             return False
         started_at = time.perf_counter()
         plain = plain_meta(meta)
@@ -319,7 +312,6 @@ class CheckpointWriter:
             self._copies = self._copy(tensors, plan, volatile)
         except MemoryError as error:
             raise CheckpointError(f"no memory for a copy of {plan.data_bytes} bytes") from error
-        self._was_refused = False
         # WHY one for each write: so there is none when nothing is written.
         write = partial(self._write, step, plan, self._copies, plain, best)
         self._thread = HelperThread(write, name=f"checkpoint-{step}")

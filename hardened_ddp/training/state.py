@@ -322,6 +322,7 @@ class Saver:
         self.due_steps = _multiples_of(config.checkpoint_every_steps)
         self.due_epochs = _multiples_of(config.checkpoint_every_epochs)
         self._is_auto = config.checkpoint_every_steps is None
+        self._is_wanted = False  # one was due while another was under way
         self._began_at = time.monotonic()
         if self._writer is not None:
             self._size_bytes = sum(tensor.nbytes for tensor in contents.tensors().values())
@@ -335,8 +336,8 @@ class Saver:
         """
         if self._writer is None or self._writer.is_busy:
             return False
-        if self._writer.is_wanted or not self._is_auto:  # wanted: it was due while it was busy
-            return self._writer.is_wanted
+        if self._is_wanted or not self._is_auto:
+            return self._is_wanted
         interval_s = save_interval_s(self._size_bytes, self._writer.cost)
         return time.monotonic() - self._began_at >= interval_s
 
@@ -349,13 +350,14 @@ class Saver:
                 if best is not None:
                     self._writer.close()  # WHY: a best state must not be passed over as busy
                 tensors = self.contents.tensors()
-                if self._writer.submit(
+                self._is_wanted = not self._writer.submit(
                     progress.step,
                     tensors=tensors,
                     meta=self.contents.meta(progress),
                     volatile=self.contents.volatile(tensors),
                     best=best,
-                ):
+                )
+                if not self._is_wanted:
                     self.reads_weights = self._writer.is_copying
                     self._saved_step = progress.step
                     self._began_at = time.monotonic()

@@ -153,18 +153,15 @@ def test_training_beside_the_writer_saves_each_step_as_it_was(bench: Bench) -> N
         assert_same(load_checkpoint(found)[0], saved[step])
 
 
-def test_a_submit_while_busy_is_refused_and_wanted_later_and_never_queued(bench: Bench) -> None:
+def test_a_submit_while_busy_is_refused_and_never_queued(bench: Bench) -> None:
     assert bench.writer.submit(1, tensors=some_state(), meta={})
     assert not bench.writer.submit(2, tensors=some_state(), meta={})
     assert not bench.writer.submit(3, tensors=some_state(), meta={})
     assert bench.writer.is_busy
-    assert not bench.writer.is_wanted
     bench.disk.open()
     bench.writer.close(timeout_s=LIMIT_S)
     assert list_steps(bench.store.root) == [1]
-    assert bench.writer.is_wanted
     assert bench.writer.submit(4, tensors=some_state(), meta={})
-    assert not bench.writer.is_wanted
     bench.writer.close(timeout_s=LIMIT_S)
     assert list_steps(bench.store.root) == [4, 1]
 
@@ -300,16 +297,19 @@ def test_a_save_is_due_when_the_last_one_began_long_enough_ago(
     give = dict.fromkeys(("tensors", "meta", "volatile"), lambda *_: {})
     saver: Any = Saver.__new__(Saver)
     cost, submit = WriteCost(5.0, 1.0), lambda *_, **__: True
-    given = {"is_wanted": False, "is_busy": False, "is_copying": False}
-    saver._writer = SimpleNamespace(**given, cost=cost, submit=submit)
+    saver._writer = SimpleNamespace(is_busy=False, is_copying=False, cost=cost, submit=submit)
     saver._tracker = SimpleNamespace(within=lambda _: nullcontext())
     saver.contents = SimpleNamespace(**give)
     saver._is_auto, saver._size_bytes, saver._began_at = True, 0, now
+    saver._is_wanted = False
     for now in range(0, 1800, 100):
         if saver.is_time():
             saver.save(nothing)
             saved_at.append(now)
     assert saved_at == [500, 1000, 1500]
+    saver._is_auto, saver._writer.submit = False, lambda *_, **__: False
+    saver.save(nothing)  # refused: another one is under way
+    assert saver.is_time()
 
 
 def test_only_the_rank_that_writes_waits_for_the_device_before_a_save() -> None:
