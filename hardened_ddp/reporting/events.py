@@ -35,13 +35,11 @@ class Events:
         self._writer = ReportWriter(flush=lambda: True, name="on-event")
         self._has_ended = False
 
-    def __enter__(self) -> "Events":
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, *where: object) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Tell of an error that ends the run, and wait for the command."""
         if error is not None:
-            self.fail(error)
+            status = error.exit_status if isinstance(error, HardenedError) else 1
+            self.tell("failed", status=status, error=f"{type(error).__name__}: {error}")
         if not self._writer.close("the command of on_event"):
             log.warning("the command of on_event is left behind: events may be missing")
 
@@ -59,10 +57,6 @@ class Events:
         text = json.dumps(known | facts, default=str)
         if not self._writer.do(partial(self._run, event, text, env)):
             log.warning("on_event: %s is not told, because too many events wait", event)
-
-    def fail(self, error: BaseException) -> None:
-        status = error.exit_status if isinstance(error, HardenedError) else 1
-        self.tell("failed", status=status, error=f"{type(error).__name__}: {error}")
 
     def _run(self, event: str, text: str, env: dict[str, str]) -> None:
         # WHY a session: Ctrl-C is for the run, and what the command starts ends with it

@@ -203,7 +203,7 @@ def hang_subject(run: Run) -> Subject:
         save_while_stuck(stepper, run.saver, run.folder, error=error, gone=gone)
         run.report.goodput.note(progress.step, is_last=True)  # the process ends after this
         run.send_rest(Ending.FAILED)
-        parts.events.__exit__(None, error)
+        parts.events.close(error)
 
     def samples(phase: int) -> Sequence[int]:
         batch = stepper.gradient.batch

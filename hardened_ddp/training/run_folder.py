@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from hardened_ddp.checkpoint.disk import (
     Disk,
@@ -74,9 +73,9 @@ class RunFolder:
     def __enter__(self) -> "RunFolder":
         return self
 
-    def __exit__(self, *raised: Any) -> None:  # Any: as Python passes it
+    def __exit__(self, kind: object, error: BaseException | None, *where: object) -> None:
         """Tell how the run ended, and release the folder."""
-        self.events.__exit__(*raised)
+        self.events.close(error)
         if self.lock is not None:
             self.lock.release()
 

@@ -5,6 +5,7 @@ import os
 import shlex
 import shutil
 import threading
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -69,7 +70,8 @@ def test_a_command_that_takes_too_long_is_killed_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(events_module, "LIMIT_S", 0.2)
-    with Events(f"sleep 1000 & sleep 1000; touch {shlex.quote(str(tmp_path / 'late'))}") as events:
+    late = shlex.quote(str(tmp_path / "late"))
+    with closing(Events(f"sleep 1000 & sleep 1000; touch {late}")) as events:
         events.tell("started")
     assert "not over after 0 s: it was killed" in caplog.text
     assert not (tmp_path / "late").exists()
@@ -80,7 +82,7 @@ def test_a_command_that_runs_this_program_is_no_rank(
 ) -> None:
     for name in ("RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "HARDENED_DDP_ENDINGS"):
         monkeypatch.setenv(name, "0")
-    with Events(f"env > {shlex.quote(str(tmp_path / 'env'))}") as events:
+    with closing(Events(f"env > {shlex.quote(str(tmp_path / 'env'))}")) as events:
         events.tell("started")
     found = (tmp_path / "env").read_text()
     assert "HDDP_EVENT=started\n" in found
@@ -88,12 +90,12 @@ def test_a_command_that_runs_this_program_is_no_rank(
 
 
 def test_nothing_is_told_by_other_ranks_or_after_the_end(tmp_path: Path) -> None:
-    with Events(command_in(tmp_path), Launch(rank=1, world_size=2)) as events:
+    with closing(Events(command_in(tmp_path), Launch(rank=1, world_size=2))) as events:
         events.tell("started")
     assert not (tmp_path / "names").exists()
-    with Events(command_in(tmp_path)) as events:
-        events.tell("stopped", status=3)
-        events.fail(SampleError("later"))
+    events = Events(command_in(tmp_path))
+    events.tell("stopped", status=3)
+    events.close(SampleError("later"))
     assert (tmp_path / "names").read_text() == "stopped 3\n"
 
 
@@ -128,7 +130,7 @@ def test_the_webhook_and_the_message_of_the_manual_are_sent(
     thread.start()
     try:
         for command in commands:
-            with Events(command) as events:
+            with closing(Events(command)) as events:
                 events.tell("checkpoint", step=4)
                 events.tell("failed", status=1)
     finally:
