@@ -45,6 +45,7 @@ from tests.harness.processes import ROOT
 from tests.harness.ranks import held_port, run_command, run_program, start_program, train_as_typed
 from tests.harness.run_folder import losses_of
 from tests.launchers.test_launchers import PRESETS
+from tests.launchers.test_run_with import INSPECT
 from tests.launchers.test_run_with import LAUNCHERS as RUN_WITH
 from tests.launchers.test_slurm import SBATCH, SRUN
 from tests.tools.test_architecture import PRODUCT, nodes_of, parts_of
@@ -81,9 +82,7 @@ ELSEWHERE |= {
     "python ddp_training.py drill kill-forward": (
         "tests/drills/test_drills.py::test_one_drill_as_it_is_typed_with_a_model_and_data_of_the_user"
     ),
-    "torchrun --nproc_per_node=2 launchers/run_with_torchrun.py --inspect": (
-        "tests/launchers/test_run_with.py::test_every_launcher_ends_in_the_same_weights"
-    ),
+    INSPECT: "tests/launchers/test_run_with.py::test_to_inspect_shows_the_ranks_and_runs_no_script",
     SRUN: "tests/launchers/test_slurm.py"
     "::test_srun_of_one_task_per_rank_ends_in_the_weights_of_torchrun",
     SBATCH: "tests/launchers/test_slurm.py::test_a_submitted_job_finishes_on_two_nodes",

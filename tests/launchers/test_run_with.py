@@ -27,6 +27,7 @@ MPI_ENV = {
     "OMPI_MCA_oob_tcp_if_include": "lo",
 }
 # As the README has them.
+INSPECT = "torchrun --nproc_per_node=2 launchers/run_with_torchrun.py --inspect"
 LAUNCHERS = (
     "torchrun --nproc_per_node=2 launchers/run_with_torchrun.py ddp_training.py --epochs 2",
     "python launchers/run_with_python.py --nproc 2 ddp_training.py --epochs 2",
@@ -76,6 +77,13 @@ def test_every_launcher_ends_in_the_same_weights(
         assert "all-gather  gives every rank all of them:    [1, 2]" in done.stdout
     assert read_summary(only_run(tmp_path))["world_size"] == 2
     assert last_tensors(tmp_path) == by_torchrun
+
+
+@pytest.mark.slow
+def test_to_inspect_shows_the_ranks_and_runs_no_script() -> None:
+    done = run_program(INSPECT.split(), timeout_s=LIMIT_S).ok()
+    assert "2 ranks, started by torchrun" in done.stdout
+    assert "epoch" not in done.output
 
 
 @pytest.mark.slow
