@@ -169,6 +169,14 @@ def faulty_points(
     return FaultyPoints(size if train else 17, numbered, flags)
 
 
+def listed_points(train: bool, wrong: tuple[int, ...] = ()) -> Points:
+    """Give points that list their labels, some of which are no class."""
+    dataset = FaultyPoints(40, dict.fromkeys(wrong if train else (), "label"), "")
+    labels = [9 if index in dataset.faults else index % 2 for index in range(40)]
+    dataset.targets = labels  # type: ignore[attr-defined]  # a list that some datasets have
+    return dataset
+
+
 class Forwards:
     """The number of forwards of a model in this process, with those of retries and most trials.
 

@@ -397,3 +397,12 @@ def test_without_the_flag_one_bad_sample_stops_all_ranks_with_that_cause(
     assert finished.output.count("] ERROR [DDP-") == 1  # by one rank
     assert f"{tmp_path}/flags/point-13" in finished.output
     assert "Traceback" not in finished.output
+
+
+@pytest.mark.slow
+def test_labels_that_a_dataset_lists_are_left_out_before_the_first_step(tmp_path: Path) -> None:
+    listed = ["--dataset", "tests.plugins:listed_points", "--dataset_args", "{wrong: [4, 7]}"]
+    argv = [*RUN, *listed, "--output_dir"]
+    loose = train([*argv, tmp_path / "loose", "--continue_on_error"], 1).ok()
+    assert "2 such samples will be left out" in loose.output
+    assert read_summary(only_run(tmp_path / "loose"))["num_left_out"] == 4

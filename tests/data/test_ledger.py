@@ -238,3 +238,12 @@ def test_what_a_checkpoint_covers_is_on_the_disk_before_it(tmp_path: Path) -> No
     assert "MainThread" in {thread for _, thread in covered}
     assert not {event for event in events[: commits[-2]] if event[1] == "MainThread"} & covered
     assert not [name for name, _ in other if name.endswith(("bin", "jsonl"))]
+
+
+def test_samples_behind_the_end_of_an_epoch_are_not_missing(tmp_path: Path) -> None:
+    facts = {"num_samples": 7, "epoch_end": 6}
+    writer = LedgerWriter(tmp_path, start=next_start(tmp_path), rank=0, step=0, facts=facts)
+    writer.bring(0, 0, [np.arange(6)])
+    writer.bring(1, 1, [np.arange(1, 7)])
+    writer.close()
+    assert verify_ledger(tmp_path, Done(step=2, epoch=2, cursor=0))[1]

@@ -266,3 +266,9 @@ def test_sample_batches_differ_between_ranks_and_leave_no_trace() -> None:
     for rank in (0, 1):  # of which one has empty shards only
         loader = shard_loader(Rows([0, 20] * 12), rank=rank, world_size=2)
         assert len(loader.sample_batches(torch.device("cpu"))) == 2
+
+
+def test_another_global_batch_from_a_resume_on_still_takes_each_sample_once() -> None:
+    begun = read_epoch(lambda: Rows(RAGGED), 2, most=3)
+    rest = read_epoch(lambda: Rows(RAGGED), 3, facts=begun[0][-1][2], global_batch=11)
+    assert sorted(itertools.chain(*merged(begun), *merged(rest))) == all_ids(RAGGED)

@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from hardened_ddp.data import foreign_code
 from hardened_ddp.data.sources.datasets import build_data
-from hardened_ddp.errors import DataError
+from hardened_ddp.errors import DataError, MissingPackageError
 from hardened_ddp.settings.config import DataConfig
 from hardened_ddp.streams.adapters import HubStream, adapt
 from hardened_ddp.streams.contract import changes, digests_of
@@ -351,6 +352,15 @@ class TestHuggingFace:
         assert sorted(map(len, read_all(stream))) == [11, 15, 15]
         assert ".take() or .skip(): the library divides their number by the 3 sh" in caplog.text
 
+    def test_what_save_to_disk_wrote_is_a_stream_too(self, tmp_path: Path) -> None:
+        datasets = pytest.importorskip("datasets")
+        rows = datasets.Dataset.from_dict({"x": [[float(i)] for i in range(50)], "label": [0] * 50})
+        rows.save_to_disk(str(tmp_path / "saved"))
+        data = build_data(self.config(tmp_path / "saved", num_shards=4))
+        assert isinstance(data.train, StreamView)
+        found = read_all(data.train.stream)
+        assert sorted(float(x) for x, _ in itertools.chain(*found)) == list(range(50))
+
     def test_random_interleaving_gives_the_same_rows_in_each_epoch(self, folder: Path) -> None:
         import datasets
 
@@ -363,3 +373,15 @@ class TestHuggingFace:
         found = read_all(stream)
         for shard, samples in enumerate(found):
             assert list(stream.open(shard, epoch=1, state=None)) == samples
+
+
+def test_parquet_without_pyarrow_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign_code.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingPackageError, match="needs pyarrow, which is not installed"):
+        open_files("parquet:/etc/hos*", train=True)
+
+
+def test_steps_of_text_files_are_the_same_on_any_ranks_and_after_a_resume(texts: Path) -> None:
+    how: dict[str, Any] = {"num_shards": 6, "transform": "tests.plugins:length_of"}
+    stream: Any = open_files(f"text:{texts}/*.txt", train=True, **how)
+    check_steps(lambda: stream, stream.sizes)
