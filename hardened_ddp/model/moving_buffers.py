@@ -85,6 +85,8 @@ class MovingBuffers:
         # WHY kept: to ask each tensor what it is takes the host a microsecond.
         self._homes: list[torch.Tensor | None] = []
         self._kinds: list[list[int]] = []  # of _homes, which are as a rule what is known
+        self._forms: list[torch.dtype] = []  # of names
+        self._groups: dict[tuple[torch.dtype, bool, bool], list[int]] = {}  # places in names
         self._take_up([*self.names, *own])
 
     def still(self) -> dict[str, torch.Tensor]:
@@ -158,24 +160,29 @@ class MovingBuffers:
         """
         if group.world_size == 1:
             return
-        kinds: dict[tuple[torch.dtype, torch.device, bool], list[torch.Tensor]] = {}
-        for now in filter(torch.Tensor.numel, map(self._now, self.names)):
-            part = torch.view_as_real(now) if now.is_complex() else now
-            is_taken = isinstance(now, nn.Parameter) or not part.is_floating_point()
-            kinds.setdefault((part.dtype, part.device, is_taken), []).append(part)
+        live = list(map(self._now, self.names))
+        forms = [now.dtype for now in live]
+        if forms != self._forms:  # WHY kept: to put each in its place takes the host a microsecond
+            self._forms, self._groups = forms, {}
+            for place, (name, now) in enumerate(zip(self.names, live, strict=True)):
+                kind = now.dtype, now.is_cpu, isinstance(self._places[name].home, nn.Parameter)
+                self._groups.setdefault(kind, []).append(place)
+        kinds = {key: [live[place] for place in places] for key, places in self._groups.items()}
         # WHY one device: a model on a GPU may keep a count on the host
-        device = next((each for _, each, _ in kinds if each.type != "cpu"), torch.device("cpu"))
+        device = next((kinds[key][0].device for key in kinds if not key[1]), torch.device("cpu"))
         sums = []
-        for (dtype, _, is_taken), parts in kinds.items():
-            flat = _flat(parts)
+        for (dtype, _, is_weight), found in kinds.items():
+            parts = list(map(torch.view_as_real, found)) if dtype.is_complex else found
+            flat, is_number = _flat(parts), dtype.is_floating_point or dtype.is_complex
             # WHY bytes of integers: float32 adds them up exactly, and one sum is enough for all
-            flat = flat if dtype.is_floating_point else flat.view(torch.uint8)
-            flat = flat.to(device, dtype if dtype == torch.float64 else torch.float32)
-            sums.append(flat.zero_() if is_taken and not group.is_main else flat)
-        for dtype in {flat.dtype: None for flat in sums}:
-            group.sum_each_([flat for flat in sums if flat.dtype == dtype])  # collective
-        for (kind, parts), flat in zip(kinds.items(), sums, strict=True):
-            dtype, home, is_taken = kind
+            flat = flat if is_number else flat.view(torch.uint8)
+            flat = flat.to(device, torch.float64 if flat.dtype == torch.float64 else torch.float32)
+            is_taken = is_weight or not is_number
+            sums.append((parts, flat.zero_() if is_taken and not group.is_main else flat, is_taken))
+        for dtype in {flat.dtype: None for _, flat, _ in sums if flat.numel()}:
+            group.sum_each_([flat for _, flat, _ in sums if flat.dtype == dtype])  # collective
+        for parts, flat, is_taken in sums:
+            dtype, home = parts[0].dtype, parts[0].device
             if not is_taken:
                 flat.mul_(1 / group.world_size)
             elif not dtype.is_floating_point:
@@ -219,6 +226,7 @@ class MovingBuffers:
         found = map(self._places.get, self.known)
         self._homes = [None if place is None else place.home for place in found]
         self._kinds = _by_dtype(self._homes)
+        self._forms = []  # equalize finds them
         free, trained = list[torch.Tensor](), list[torch.Tensor]()
         for name, place in self._believed_still(self._places).items():
             if not place.home.is_inference() and not place.is_relocated:
