@@ -23,8 +23,8 @@ from hardened_ddp.settings.typed_command import (
     shell_command,
 )
 
-PYTHONS, TORCHES = ((3, 11), (3, 13)), ((2, 11), (2, 13))
-"""The oldest that it runs on, and the newest that all tests were run with."""
+PYTHONS, TORCHES = ((3, 11), (3, 13)), ((2, 11), (2, 15))
+"""The oldest and the newest that it is made for: tests were run with each end."""
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _DEVICES = Path("/dev")
