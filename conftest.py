@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.harness import ranks
-from tests.harness.leftovers import leaves_nothing_behind
-from tests.harness.marks import slow_after
 from tests.hostile import shuffled
+from tests.leftovers import leaves_nothing_behind
+from tests.marks import slow_after
 
 if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import LoadScopeScheduling
     from xdist.workermanage import WorkerController
 
-    from tests.harness.two_hosts import TwoHosts
+    from tests.two_hosts import TwoHosts
 
 __all__ = ["leaves_nothing_behind"]
 
@@ -67,7 +67,7 @@ gc.disable()
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator["TwoHosts"]:
     """Two hosts, or why there can be none: looking makes a namespace, so it is no mark."""
-    from tests.harness.two_hosts import TwoHosts, why_not
+    from tests.two_hosts import TwoHosts, why_not
 
     if reason := why_not():
         pytest.skip(reason)

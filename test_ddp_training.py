@@ -19,7 +19,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.marks import slow_after
 from tests.harness.processes import ROOT, kill
 from tests.harness.ranks import (
     Finished,
@@ -33,7 +32,8 @@ from tests.harness.ranks import (
     train,
     train_as_typed,
 )
-from tests.harness.run_folder import (
+from tests.marks import slow_after
+from tests.run_folder import (
     find_checkpoints,
     last_tensors,
     only_run,

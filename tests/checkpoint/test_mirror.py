@@ -28,7 +28,7 @@ from hardened_ddp.errors import CheckpointError, ConfigError, MissingPackageErro
 from tests.harness.forks import run_forked
 from tests.harness.processes import deadline
 from tests.harness.ranks import held_port, run_command, train
-from tests.harness.run_folder import last_tensors, read_summary
+from tests.run_folder import last_tensors, read_summary
 
 TRAIN = ["--cpu_only", "--num_workers", "0", "--batch_size", "10", "--no_tensorboard", "--model"]
 TRAIN += ["mlp", "--dataset", "tests.plugins:points", "--run_name", "r", "--ledger"]

@@ -40,11 +40,11 @@ from tests.data.scripted import (
     make_loader,
     read,
 )
-from tests.harness.marks import slow_after
 from tests.harness.processes import HOUR_S
 from tests.harness.ranks import run_program, run_ranks, train
-from tests.harness.run_folder import last_tensors, only_run, read_summary
+from tests.marks import slow_after
 from tests.plugins import cause_fault
+from tests.run_folder import last_tensors, only_run, read_summary
 
 CLONE_NEWNS = 0x00020000  # of linux/sched.h
 

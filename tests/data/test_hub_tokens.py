@@ -12,8 +12,8 @@ from hardened_ddp.data.sources.datasets import build_data
 from hardened_ddp.errors import DataError
 from hardened_ddp.settings.config import DataConfig
 from tests.harness.ranks import import_in_server, run_program, train
-from tests.harness.run_folder import only_run, read_summary
 from tests.model.test_hub_text import VOCABULARY, saved
+from tests.run_folder import only_run, read_summary
 
 # WHY not importorskip: each process of pytest would import them to collect, for a second
 pytestmark = pytest.mark.skipif(

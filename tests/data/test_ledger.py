@@ -16,7 +16,7 @@ from hardened_ddp.data.batches.ledger import Done, LedgerWriter, next_start, ver
 from hardened_ddp.errors import RunFolderError
 from hardened_ddp.step.left_out import NAME as SKIPPED
 from tests.harness.ranks import run_program, run_ranks, start_training, train
-from tests.harness.run_folder import find_checkpoints, only_run
+from tests.run_folder import find_checkpoints, only_run
 
 STEADY: list[str | Path] = ["--cpu_only", "--batch_size", "12", "--epochs", "2", "--ledger"]
 STEADY += ["--model", "tests.plugins:paced_mlp", "--model_args", "{pause_s: 0.01}"]

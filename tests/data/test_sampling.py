@@ -22,7 +22,7 @@ from hardened_ddp.data.sources.mix import Mix
 from hardened_ddp.errors import DataError
 from hardened_ddp.settings.config import DataConfig
 from tests.harness.ranks import train
-from tests.harness.run_folder import only_run
+from tests.run_folder import only_run
 
 CLASSES = [0] * 60 + [1] * 30 + [3] * 10
 

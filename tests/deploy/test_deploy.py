@@ -17,7 +17,7 @@ from hardened_ddp.settings.schema import SETTINGS
 from hardened_ddp_command import split_words
 from tests.harness.processes import ROOT
 from tests.harness.ranks import held_port, run_command, start_program
-from tests.harness.run_folder import only_run, read_summary
+from tests.run_folder import only_run, read_summary
 
 DEPLOY = ROOT / "deploy"
 KUBERNETES = sorted((DEPLOY / "kubernetes").glob("*.yaml"))

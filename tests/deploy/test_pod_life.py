@@ -14,7 +14,7 @@ import pytest
 
 from ddp_runs.ledger_check import check_ledger
 from tests.harness.ranks import Running, start_training, train
-from tests.harness.run_folder import last_tensors, read_summary, samples_by_step
+from tests.run_folder import last_tensors, read_summary, samples_by_step
 
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
 GRACE_S = 15.0  # what a node that shuts down gives

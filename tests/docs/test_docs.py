@@ -43,11 +43,11 @@ from tests.documents import (
 from tests.drills.forked import start_forked
 from tests.harness.processes import ROOT
 from tests.harness.ranks import held_port, run_command, run_program, start_program, train_as_typed
-from tests.harness.run_folder import losses_of
 from tests.launchers.test_launchers import PRESETS
 from tests.launchers.test_run_with import INSPECT
 from tests.launchers.test_run_with import LAUNCHERS as RUN_WITH
 from tests.launchers.test_slurm import SBATCH, SRUN
+from tests.run_folder import losses_of
 from tests.tools.test_architecture import PRODUCT, nodes_of, parts_of
 
 TYPED_TEST = "test_ddp_training.py::test_a_command_as_typed_trains_and_leaves_a_whole_run_folder"

@@ -14,7 +14,7 @@ from ddp_drills.work import Work
 from tests.drills.forked import forked_drills
 from tests.harness.processes import ROOT
 from tests.harness.ranks import import_in_server, run_program, train
-from tests.harness.run_folder import only_run, read_summary
+from tests.run_folder import only_run, read_summary
 
 EXAMPLES = ROOT / "examples"
 LEARNS = {  # a figure of the test set, its bound, and whether it has to be above it

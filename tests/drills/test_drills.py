@@ -24,8 +24,8 @@ from ddp_drills.runner import Drills
 from hardened_ddp.errors import HardenedError
 from hardened_ddp.settings.cli import parse
 from tests.drills.forked import forked_drills
-from tests.harness.marks import slow_after
 from tests.harness.ranks import run_command, run_program
+from tests.marks import slow_after
 
 Where = int | str
 """How many ranks; hooks: 2 ranks, whose gradients the hooks of DDP average; late: the same, but

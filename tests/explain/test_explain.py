@@ -32,8 +32,8 @@ from tests.explain.composed import (
 )
 from tests.explain.explained import code_of, explain, explain_text, rank_of
 from tests.explain.variants import FORMS
-from tests.harness.marks import slow_after
 from tests.harness.processes import ROOT, clean_environment
+from tests.marks import slow_after
 
 SPOKEN_BY_RANK = 3
 KEY_ERROR = traceback_of("KeyError: 'label'")

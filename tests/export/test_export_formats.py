@@ -19,7 +19,7 @@ from hardened_ddp.settings.typed_command import pip_command
 from hardened_ddp.training.weights import model_tensors, rebuild_model
 from tests.harness.processes import ROOT
 from tests.harness.ranks import run_program, train
-from tests.harness.run_folder import only_run
+from tests.run_folder import only_run
 
 
 def pins(name: str) -> set[str]:

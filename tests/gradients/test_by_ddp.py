@@ -16,8 +16,8 @@ from hardened_ddp.gradients.by_ddp import _places
 from hardened_ddp.gradients.choose import sum_gradients_of
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.layers import resolve
-from tests.harness.marks import slow_after
 from tests.harness.ranks import run_ranks
+from tests.marks import slow_after
 from tests.step.test_steps import parts_of, stepper_of
 
 TOKENS = ["--dataset", "tests.token_data:sequences", "--dataset_args", "{size: 132}"]

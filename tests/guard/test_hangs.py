@@ -30,7 +30,7 @@ from hardened_ddp.ranks.stacks import is_debugged
 from hardened_ddp.reporting.goodput import read_attempts
 from hardened_ddp.training.survivor_save import read_failures
 from tests.harness.ranks import Finished, run_command, run_program, start_training, train
-from tests.harness.run_folder import find_checkpoints, last_tensors, only_run, step_of
+from tests.run_folder import find_checkpoints, last_tensors, only_run, step_of
 
 Words = list[str | Path]
 POINTS: Words = ["--cpu_only", "--batch_size", "2", "--log_interval", "1", "--eval_every", "0"]

@@ -13,9 +13,9 @@ from hardened_ddp.guard.divergence import judge
 from hardened_ddp.model.average import AVERAGE
 from hardened_ddp.model.checksum import checksums, combine
 from tests.gradients.test_by_ddp import NewMemory
-from tests.harness.marks import slow_after
 from tests.harness.ranks import train
-from tests.harness.run_folder import find_checkpoints, last_tensors, only_run, read_summary, step_of
+from tests.marks import slow_after
+from tests.run_folder import find_checkpoints, last_tensors, only_run, read_summary, step_of
 
 POINTS: list[str | Path] = ["--dataset", "tests.plugins:points", "--cpu_only", "--batch_size", "4"]
 POINTS += ["--dataset_args", "{size: 48}", "--epochs", "4", "--log_interval", "1"]

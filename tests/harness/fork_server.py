@@ -159,7 +159,7 @@ def be_rank(channel: socket.socket, folder: Path, rank: int) -> None:
     os.setsid()
     job = pickle.loads((folder / f"job-{rank}.pickle").read_bytes())
     if host := job.get("host"):
-        importlib.import_module("tests.harness.two_hosts").enter(**host)
+        importlib.import_module("tests.two_hosts").enter(**host)
     # WHY: a rank must not outlive its keeper, however that ends
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     output = folder / f"output-{rank}.txt"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.marks import slow_after
 from tests.harness.processes import ROOT
 from tests.harness.ranks import run_command, start_command
+from tests.marks import slow_after
 
 TORCHRUN = "python -m torch.distributed.run --standalone --nproc_per_node="
 PRESETS = {

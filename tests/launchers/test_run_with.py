@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.marks import slow_after
 from tests.harness.ranks import held_port, run_command, run_program, train
-from tests.harness.run_folder import last_tensors, only_run, read_summary
+from tests.marks import slow_after
+from tests.run_folder import last_tensors, only_run, read_summary
 
 SMALL = ["--cpu_only", "--model", "mlp", "--num_workers", "0"]
 RUN = ["ddp_training.py", *SMALL, "--epochs", "2"]

@@ -9,7 +9,7 @@ import pytest
 
 from hardened_ddp.reporting.ending import MOST_STARTS
 from tests.harness.ranks import Running, run_program, start_program
-from tests.harness.run_folder import last_tensors, only_run, read_summary
+from tests.run_folder import last_tensors, only_run, read_summary
 
 COMMAND = ["python", "-m", "hardened_ddp_command"]  # forked; as typed: tests/new_user.sh
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}

@@ -22,9 +22,9 @@ from hardened_ddp.errors import CheckpointMismatchError, PeerLostError
 from hardened_ddp.export.export import export_model
 from hardened_ddp.training.weights import model_tensors, rebuild_model
 from tests.harness.ranks import import_in_server, run_program, train
-from tests.harness.run_folder import find_checkpoints, last_tensors, only_run, samples_by_step
 from tests.model.test_hub_text import Sentences
 from tests.plugins import is_first_time
+from tests.run_folder import find_checkpoints, last_tensors, only_run, samples_by_step
 
 Words = list[str | Path]
 WIDTH = 600

@@ -9,7 +9,7 @@ from torch import nn
 
 from hardened_ddp.model.replica import compile_model
 from tests.harness.ranks import import_in_server, train
-from tests.harness.run_folder import only_run, read_summary
+from tests.run_folder import only_run, read_summary
 
 DIGITS = ["--cpu_only", "--no_shared_memory", "--compile", "--no_tensorboard"]
 DIGITS += ["--model", "tests.compiled_models:Compiled", "--bucket_cap_mb", "1"]

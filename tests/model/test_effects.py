@@ -20,7 +20,7 @@ from hardened_ddp.model.moving_buffers import MovingBuffers
 from hardened_ddp.model.replica import Replica
 from hardened_ddp.step.gradient import Writes
 from tests.drills.forked import forked_drills
-from tests.harness.marks import slow_after
+from tests.marks import slow_after
 from tests.moving_models import (
     CHANGING,
     CHANGING_IN_PARTS,

@@ -20,7 +20,7 @@ from hardened_ddp.model.zoo import build_model
 from hardened_ddp.settings.config import ModelConfig
 from hardened_ddp.training.weights import model_tensors, rebuild_model
 from tests.harness.ranks import import_in_server, run_program, train
-from tests.harness.run_folder import last_tensors, only_run, read_summary
+from tests.run_folder import last_tensors, only_run, read_summary
 
 # WHY not importorskip: each process of pytest would import it to collect, for 0.7 s
 pytestmark = pytest.mark.skipif(

@@ -17,7 +17,7 @@ from hardened_ddp.model.huggingface import ImageClassifier
 from hardened_ddp.model.zoo import build_model
 from hardened_ddp.settings.config import DataConfig, ModelConfig
 from tests.harness.ranks import import_in_server, train
-from tests.harness.run_folder import only_run
+from tests.run_folder import only_run
 
 EXTRAS = "needs requirements-extras.txt"
 

@@ -21,8 +21,8 @@ from hardened_ddp.model.moving_attributes import MovingAttributes
 from hardened_ddp.model.plain_values import as_json, copy_of, from_json, put_back
 from hardened_ddp.model.reach import attributes_of
 from tests.drills.forked import forked_drills
-from tests.harness.marks import slow_after
 from tests.harness.ranks import train
+from tests.marks import slow_after
 
 
 class Mixed(nn.Module):

@@ -25,8 +25,8 @@ from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.settings.config import ImportPath, OptimizerConfig
 from hardened_ddp.task.task import Task
-from tests.harness.marks import slow_after
 from tests.harness.ranks import train
+from tests.marks import slow_after
 from tests.own_optimizers import Gan, Grouped
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from hardened_ddp.own_loop import last_commit
 from hardened_ddp.own_loop.last_commit import LastCommit
 from tests.harness.processes import ROOT
 from tests.harness.ranks import Finished, start_ranks
-from tests.harness.run_folder import fingerprints
+from tests.run_folder import fingerprints
 
 EXAMPLES = ROOT / "examples" / "own_loops"
 SMALL = ("epochs(5) -> epochs(2)", "steps(40) -> steps(12)")

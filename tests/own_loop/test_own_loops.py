@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from hardened_ddp.errors import HangError, OwnLoopError, PeerLostError
-from tests.harness.marks import slow_after
 from tests.harness.processes import ROOT
 from tests.harness.ranks import run_command, run_program
+from tests.marks import slow_after
 from tests.own_loop import faults
 from tests.own_loop.faults import (
     EVERY_RANK,

@@ -9,7 +9,7 @@ import pytest
 from hardened_ddp.model.replica import NO_COLLECTIVES, ForwardCollectives
 from hardened_ddp.preflight.probe import check_evaluation
 from tests.harness.ranks import train
-from tests.harness.run_folder import last_tensors, only_run, read_summary
+from tests.run_folder import last_tensors, only_run, read_summary
 
 FLAGS: list[str | Path] = ["--cpu_only", "--dataset", "tests.plugins:points", "--batch_size", "4"]
 FLAGS += ["--epochs", "2", "--num_workers", "0", "--hang_after_s", "5", "--timeout_s", "30"]

@@ -16,8 +16,8 @@ from hardened_ddp.model.replica import check_same_model
 from hardened_ddp.model.zoo import place_model
 from hardened_ddp.settings.config import DataConfig, ModelConfig
 from hardened_ddp.streams import views
-from tests.harness.marks import slow_after
 from tests.harness.ranks import run_ranks, train
+from tests.marks import slow_after
 from tests.ranks.test_shared_sum import rendezvous
 
 CPU = torch.device("cpu")

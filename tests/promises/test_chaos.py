@@ -20,7 +20,7 @@ from hardened_ddp.checkpoint.folder import find_newest
 from hardened_ddp.reporting.summary import finished_at
 from tests.harness.processes import deadline, is_alive, kill
 from tests.harness.ranks import start_program, start_training, train
-from tests.harness.run_folder import last_tensors, only_run, read_summary
+from tests.run_folder import last_tensors, only_run, read_summary
 
 SMALL: list[str | Path] = ["--cpu_only", "--batch_size", "8", "--epochs", "2"]
 SMALL += ["--model", "tests.plugins:paced_mlp", "--model_args", "{pause_s: 0.01}"]

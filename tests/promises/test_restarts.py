@@ -9,7 +9,6 @@ import pytest
 from hardened_ddp.errors import CheckpointError, PeerLostError
 from hardened_ddp.reporting.summary import finished_at, write_summary
 from hardened_ddp.training.survivor_save import read_failures
-from tests.harness.marks import slow_after
 from tests.harness.processes import kill
 from tests.harness.ranks import (
     Running,
@@ -19,7 +18,8 @@ from tests.harness.ranks import (
     start_training,
     train,
 )
-from tests.harness.run_folder import (
+from tests.marks import slow_after
+from tests.run_folder import (
     find_checkpoints,
     is_past,
     last_step,

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.marks import slow_after
 from tests.harness.ranks import run_program, train
-from tests.harness.run_folder import last_tensors, only_run, read_summary, samples_by_step
+from tests.marks import slow_after
+from tests.run_folder import last_tensors, only_run, read_summary, samples_by_step
 
 Words = list[str | Path]
 STEADY: Words = ["--cpu_only", "--num_workers", "0", "--ledger", "--log_interval", "4"]

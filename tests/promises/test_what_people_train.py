@@ -17,9 +17,9 @@ from ddp_drills.injections import Injection
 from ddp_drills.runner import Drills
 from ddp_drills.work import Work
 from tests.drills.forked import forked_drills
-from tests.harness.marks import slow_after
 from tests.harness.ranks import train
-from tests.harness.run_folder import samples_by_step
+from tests.marks import slow_after
+from tests.run_folder import samples_by_step
 
 NUM_STEPS = 27
 FEATURES: dict[str, list[str]] = {

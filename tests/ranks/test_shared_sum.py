@@ -10,9 +10,9 @@ import torch
 from hardened_ddp.ranks.group import Group, lost_peer, open_group
 from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.ranks.shared_sum import CHUNK_BYTES, SharedSum, create_memory
-from tests.harness.marks import slow_after
 from tests.harness.processes import HOUR_S, deadline
 from tests.harness.ranks import run_ranks
+from tests.marks import slow_after
 
 CPU = torch.device("cpu")
 FLOATS = CHUNK_BYTES // 4

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from hardened_ddp.checkpoint.disk import LOCK_NAME
-from tests.harness.marks import slow_after
 from tests.harness.processes import kill, list_pids, read_environment
 from tests.harness.ranks import (
     Running,
@@ -22,7 +21,8 @@ from tests.harness.ranks import (
     start_program,
     train,
 )
-from tests.harness.run_folder import (
+from tests.marks import slow_after
+from tests.run_folder import (
     find_checkpoints,
     is_past,
     last_step,
@@ -33,7 +33,7 @@ from tests.harness.run_folder import (
     samples_by_step,
     step_of,
 )
-from tests.harness.two_hosts import ADDRESSES, TwoHosts
+from tests.two_hosts import ADDRESSES, TwoHosts
 
 RUN = ["--cpu_only", "--epochs", "2", "--batch_size", "64"]
 ELASTIC = ["--cpu_only", "--batch_size", "12", "--epochs", "1000", "--num_workers", "0", "--ledger"]

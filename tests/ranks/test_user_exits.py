@@ -13,8 +13,8 @@ from torch.utils.data import Dataset
 import ddp_training
 from hardened_ddp.ranks.launch import environment
 from hardened_ddp.task.task import Score, Task
-from tests.harness.marks import slow_after
 from tests.harness.ranks import train
+from tests.marks import slow_after
 
 
 def leave(rank: int) -> None:

@@ -17,7 +17,7 @@ from hardened_ddp.reporting import events as events_module
 from hardened_ddp.reporting.events import Events
 from tests.harness.processes import ROOT
 from tests.harness.ranks import train
-from tests.harness.run_folder import only_run
+from tests.run_folder import only_run
 
 RUN = ["--cpu_only", "--num_workers", "0", "--batch_size", "4", "--no_tensorboard", "--model"]
 RUN += ["tests.plugins:Faulty", "--dataset", "tests.plugins:points", "--epochs", "2"]

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from hardened_ddp.settings.wording import printable
-from tests.harness.marks import slow_after
 from tests.harness.processes import clean_environment
 from tests.harness.ranks import run_program, train
-from tests.harness.run_folder import only_run
+from tests.marks import slow_after
+from tests.run_folder import only_run
 
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\x7f\u202egnp.exe\u2066\r"

@@ -18,7 +18,7 @@ from hardened_ddp.reporting.trackers import PrometheusFile, TrackerThread
 from hardened_ddp.settings.config import RunConfig
 from hardened_ddp.training.run_report import check_trackers, has_tensorboard
 from tests.harness.ranks import train
-from tests.harness.run_folder import read_summary
+from tests.run_folder import read_summary
 from tests.settings.given import problem_of, settings_of
 
 ARGV = ["--cpu_only", "--max_steps", "4", "--log_interval", "2", "--run_name", "r"]

@@ -19,8 +19,8 @@ from hardened_ddp.errors import GroupError
 from hardened_ddp.ranks.launch import Launch
 from tests.harness.processes import ROOT
 from tests.harness.ranks import Finished, run_command, start_command, start_program, train
-from tests.harness.two_hosts import TwoHosts
 from tests.ranks.test_two_hosts import by_hand
+from tests.two_hosts import TwoHosts
 
 SUMS = [{"took": {}, "backend": "gloo"}]
 DOCTOR = ["python", "ddp_training.py", "doctor", "--cluster", "--output_dir"]

@@ -29,9 +29,9 @@ from hardened_ddp.errors import CheckpointError, ConfigError, RunFolderError
 from hardened_ddp.guard.slow import BACKWARD_AND_WAIT
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.earlier_run import find_folder
-from tests.harness.marks import slow_after
 from tests.harness.processes import ROOT, clean_environment, deadline
 from tests.harness.ranks import run_command, start_training, train
+from tests.marks import slow_after
 
 ENDLESS: list[str | Path] = ["--cpu_only", "--epochs", "100000", "--eval_every", "0"]
 ENDLESS += ["--batch_size", "4", "--log_interval", "5", "--run_name", "r"]

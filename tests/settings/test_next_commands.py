@@ -36,8 +36,8 @@ from tests.harness.ranks import (
     start_command,
     start_program,
 )
-from tests.harness.run_folder import only_run, read_summary
 from tests.launcher_environments import AGENT, OPEN_MPI, SRUN, TORCHRUN
+from tests.run_folder import only_run, read_summary
 
 PYTHON = sys.executable
 TORCHRUN_HERE = str(Path(PYTHON).parent / "torchrun")

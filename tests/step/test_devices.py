@@ -20,7 +20,7 @@ from hardened_ddp.model.replica import Inputs
 from hardened_ddp.ranks.phase import PHASE, Phase
 from hardened_ddp.step.gradient import Totals
 from hardened_ddp.training.evaluation import evaluate
-from tests.harness.marks import slow_after
+from tests.marks import slow_after
 from tests.pretended_gpu import CPU, GPU, Mix, PretendedGpu
 from tests.step.test_steps import parts_of, stepper_of
 

@@ -13,7 +13,7 @@ from benchmarks.gpu.checks import CHECKS
 from benchmarks.gpu.row import PASS, Row
 from hardened_ddp.step.async_device import Event, copy_beside
 from tests.harness.ranks import train
-from tests.harness.run_folder import last_tensors, only_run
+from tests.run_folder import last_tensors, only_run
 
 pytestmark = [
     pytest.mark.gpu,

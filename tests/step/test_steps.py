@@ -25,8 +25,8 @@ from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
 from hardened_ddp.step.step import Stepper
 from hardened_ddp.training.evaluation import evaluate
-from tests.harness.marks import slow_after
 from tests.harness.ranks import run_ranks, train
+from tests.marks import slow_after
 
 CPU = torch.device("cpu")
 # Sums over samples in another order: relative to the largest entry of a gradient.

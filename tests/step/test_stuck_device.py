@@ -20,9 +20,9 @@ from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.step.async_device import AsyncDevice, Event, beside
 from hardened_ddp.step.progress import Progress
-from tests.harness.marks import slow_after
 from tests.harness.ranks import start_training, train
-from tests.harness.run_folder import find_checkpoints, last_tensors, only_run, step_of
+from tests.marks import slow_after
+from tests.run_folder import find_checkpoints, last_tensors, only_run, step_of
 
 NUM_WARM_UPS = 2
 """All-reduces of DDP's warm-up, before the first step."""

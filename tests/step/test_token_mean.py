@@ -12,8 +12,8 @@ from hardened_ddp.gradients.by_ddp import ByDdp
 from hardened_ddp.ranks.group import open_group
 from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.step.gradient import Outcome
-from tests.harness.marks import slow_after
 from tests.harness.ranks import run_ranks
+from tests.marks import slow_after
 from tests.step.test_steps import parts_of, step_gradients, stepper_of
 
 DATA = ["--dataset", "tests.token_data:sequences", "--model", "tests.token_data:TinyLM"]

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.harness.ranks import run_program, start_training, train
-from tests.harness.run_folder import find_checkpoints, last_tensors, only_run, samples_by_step
+from tests.run_folder import find_checkpoints, last_tensors, only_run, samples_by_step
 from tests.task.test_tasks import Distance
 
 STREAM: list[str | Path] = ["--cpu_only", "--dataset", "tests.streams.stream_programs:point_stream"]

@@ -17,8 +17,8 @@ from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.reporting.events import Events
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.layers import resolve
-from tests.harness.marks import slow_after
 from tests.harness.ranks import run_ranks, train
+from tests.marks import slow_after
 
 Words = tuple[str, ...]
 

@@ -80,7 +80,8 @@ def test_a_rank_is_watched_signalled_and_shows_its_stack_at_the_limit(
 LEAVING = """
 import os, signal, subprocess, sys, threading
 from pathlib import Path
-from tests.harness import leftovers, processes, ranks
+from tests import leftovers
+from tests.harness import processes, ranks
 from tests.tools.test_harness import WAITS, leave_a_child, say_and_hang
 processes.PATIENCE = leftovers.PATIENCE = 0.01
 def test_all():
@@ -113,7 +114,7 @@ def test_a_test_that_leaves_something_behind_fails_and_the_next_one_starts_clean
     tmp_path: Path,
 ) -> None:
     (tmp_path / "test_leaving.py").write_text(LEAVING)
-    argv = ["python", "-m", "pytest", "-p", "tests.harness.leftovers", f"--rootdir={tmp_path}"]
+    argv = ["python", "-m", "pytest", "-p", "tests.leftovers", f"--rootdir={tmp_path}"]
     completed = run_command([*argv, "-W", "ignore", tmp_path], timeout_s=60)
     assert completed.status == 1, completed.output
     assert "3 passed, 1 error" in completed.stdout, completed.output

@@ -12,9 +12,9 @@ from hardened_ddp.data.sources.built_in import open_digits
 from hardened_ddp.errors import CheckpointMismatchError, ModelError
 from hardened_ddp.task.classification import Classification
 from hardened_ddp.training.weights import example_inputs, model_tensors, rebuild_model
-from tests.harness.marks import slow_after
 from tests.harness.ranks import train
-from tests.harness.run_folder import only_run
+from tests.marks import slow_after
+from tests.run_folder import only_run
 
 POINTS = ["--cpu_only", "--model", "mlp", "--max_steps", "4", "--batch_size", "8"]
 

@@ -15,8 +15,8 @@ from hardened_ddp.step.progress import Progress
 from hardened_ddp.task.task import Metric
 from hardened_ddp.training.evaluation import why_stopped
 from tests.harness.ranks import train
-from tests.harness.run_folder import find_checkpoints, last_tensors, only_run, read_summary
 from tests.plugins import Plain, is_first_time
+from tests.run_folder import find_checkpoints, last_tensors, only_run, read_summary
 
 Words = list[str | Path]
 POINTS: Words = ["--dataset", "tests.plugins:points", "--dataset_args", "{size: 80}", "--cpu_only"]

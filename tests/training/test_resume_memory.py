@@ -15,8 +15,8 @@ from hardened_ddp.errors import MainRankError
 from hardened_ddp.step.progress import Progress
 from hardened_ddp.training import state
 from tests.harness.ranks import run_ranks, train
-from tests.harness.run_folder import last_tensors, only_run
 from tests.ranks.test_shared_sum import rendezvous
+from tests.run_folder import last_tensors, only_run
 
 FLAGS: list[str | Path] = ["--cpu_only", "--dataset", "tests.plugins:points", "--batch_size", "8"]
 FLAGS += ["--num_workers", "0", "--eval_every", "0", "--model", "tests.plugins:Wide"]

@@ -30,7 +30,7 @@ from hardened_ddp.training import run_report
 from hardened_ddp.training.run_folder import RunFolder, create_run_folder, find_place
 from tests.harness.forks import give_up_privileges, run_forked
 from tests.harness.ranks import start_training, train
-from tests.harness.run_folder import only_run
+from tests.run_folder import only_run
 from tests.settings.given import make_run, problems_of, settings_of
 
 NOW = datetime(2031, 2, 3, 4, 5, 6)

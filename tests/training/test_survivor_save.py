@@ -41,7 +41,7 @@ from hardened_ddp.training.survivor_save import (
 )
 from tests.harness.processes import deadline, is_alive, kill
 from tests.harness.ranks import run_program, start_program, start_training, train
-from tests.harness.run_folder import (
+from tests.run_folder import (
     find_checkpoints,
     is_past,
     last_step,
