@@ -26,6 +26,7 @@ import uuid
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 from hardened_ddp.errors import CheckpointError, RunFolderError
@@ -175,8 +176,13 @@ def remove_tree(path: Path, *, disk: Disk) -> None:
 
 def aside_path(path: Path, *, what: str) -> Path:
     """Return where this process keeps path while it writes ("partial") or drops it ("dropped")."""
-    here = this_process()
-    return path.with_name(f".{what}-{path.name}-{here.place}-{here.pid}-{here.started}")
+    return path.with_name(f".{what}-{path.name}-{_suffix_of(os.getpid())}")
+
+
+@cache
+def _suffix_of(pid: int) -> str:
+    here = this_process()  # of this pid: a fork is another one
+    return f"{here.place}-{here.pid}-{here.started}"
 
 
 def drop_folder(path: Path, *, disk: Disk) -> None:

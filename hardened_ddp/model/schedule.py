@@ -17,6 +17,7 @@ import math
 import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,9 +73,7 @@ class Schedule:
         self.base = [_options(group) for group in optimizer.param_groups]
         self._peaks: list[Any] = [options.get("lr") for options in self.base]
         # Returns the learning rate of a group, by its peak and the step. Any: a float, or a tensor.
-        self._rate: Callable[[Any, int], Any] = lambda peak, step: learning_rate(
-            config, peak, step=step, total_steps=total_steps
-        )
+        self._rate: Callable[..., Any] = partial(learning_rate, config, total_steps=total_steps)
         self._scheduler: Any = None  # Any: a scheduler of torch, or one with its methods
         self.is_bound = False  # the scheduler was made for total_steps, and can't go beyond them
         if isinstance(config.lr_schedule, ImportPath):
@@ -94,7 +93,7 @@ class Schedule:
         if self._scheduler is not None or self.is_constant:
             return
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
-            group["lr"] = self._rate(peak, step)
+            group["lr"] = self._rate(peak, step=step)
 
     def end_step(self) -> None:
         """Step the scheduler object, if there is one, after the optimizer."""
@@ -162,7 +161,7 @@ class Schedule:
 
     def _function(
         self, path: str, build: Callable[..., Any], arguments: Mapping[str, Any]
-    ) -> Callable[[Any, int], Any]:
+    ) -> Callable[..., Any]:
         def rate(peak: Any, step: int) -> Any:
             what = f"--lr_schedule {path} failed at step {step} with {dict(arguments)}"
             with told_as(OptimizerError, what, fix=_FORMS):

@@ -67,7 +67,9 @@ class Classification(Task):
     def score(self, output: Any, batch: Batch) -> Score:
         """Compare the logits in output with the labels. Raises ModelError if there are none."""
         targets = batch.targets.long()  # of any integer type; int64 as it is
-        logits, mean_loss = logits_of(output, need=_NEED), split_output(output)[1]
+        logits, mean_loss = output, None
+        if not isinstance(output, torch.Tensor):
+            logits, mean_loss = logits_of(output, need=_NEED), split_output(output)[1]
         num_samples = targets.shape[0]
         if mean_loss is None:
             loss_sum = cross_entropy(

@@ -65,10 +65,14 @@ class WorkerFallback:
         """Go to a level after a fault; it may be the current one."""
         self.level, self._fault_at = level, self._clock()
 
+    @property
+    def is_below(self) -> bool:
+        """Whether there is a level to go up to."""
+        return self.level is not self._top
+
     def is_quiet(self) -> bool:
-        """Return whether there is a level to go up to, and was no fault for long enough."""
-        is_below = self.level is not self._top
-        return is_below and 0 < self.wait_s <= self._clock() - self._fault_at
+        """Return whether it is time to go up: there was no fault for long enough."""
+        return self.is_below and 0 < self.wait_s <= self._clock() - self._fault_at
 
     def go_up(self) -> None:
         self.level, self.wait_s = self._top, min(2 * self.wait_s, self._most_s)
@@ -115,13 +119,14 @@ class BatchReader:
         while True:
             self._go_up_if_quiet()
             read = self._read_by_workers if self.num_workers else self._read_here
+            is_below = self.fallback.is_below
             try:
                 for batch in read(self._requested(new)):
                     self._unanswered.popleft()
                     if batch.troubles:
                         self.retries.note(batch.troubles)
                     yield batch
-                    if self.fallback.is_quiet():
+                    if is_below and self.fallback.is_quiet():
                         break  # to continue with more workers
                 else:
                     return
