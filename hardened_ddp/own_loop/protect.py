@@ -214,8 +214,8 @@ class OwnLoop:
         while self.epoch < count:
             yield self.epoch
             self._streams.end_epoch()
-            if self._streams.is_rehearsal and self.epoch < count:
-                # WHY: going back must not lead into an epoch that is over
+            if self._streams.is_rehearsal and self.epoch < count and not self._is_in_body:
+                # WHY: going back leads into an epoch that is over only if its samples are not
                 self._last.note(self.step, self._streams.place(), copies_all=True)
             if not self.step:
                 self._refuse_written()
@@ -507,7 +507,9 @@ class OwnLoop:
         parts = {**self._last.tree, "the place in the data": self._last.place}
         facts = {name: crc32(str(part).encode()) for name, part in parts.items()}
         everyone = self._group.gather_json(facts)  # collective
-        names = [name for name in facts if any(facts[name] != one.get(name) for one in everyone)]
+        # WHY dict: a rank with fewer commits may gather another fact, at the end of its loop
+        told = [one if isinstance(one, dict) else {} for one in everyone]
+        names = [name for name in facts if any(facts[name] != one.get(name) for one in told)]
         return ", ".join(names) or "their number of commits, or in names of tensors"
 
     def phase_of(self, host: int) -> int:

@@ -193,6 +193,18 @@ def test_three_ranks_resume_to_the_same_bits_with_exact_resume_also_at_an_epochs
     restart(text, truth, 3)
 
 
+@pytest.mark.slow
+def test_a_body_over_the_end_of_an_epoch_is_done_twice_as_a_whole_with_exact_resume(
+    undisturbed: Callable[..., State],
+) -> None:
+    few = "run.commit() -> if run.batch % 4 == 3:\n                run.commit()"
+    text = text_of("sam", "protect( -> protect(exact_resume=True, folder=", few)
+    truth = undisturbed(text)
+    in_next = Fault(act="raise", step=2, line=body_of(text)[0])  # of 10 batches 2 are left
+    assert 1 in launch(text, fault=in_next).statuses
+    restart(text, truth)
+
+
 def with_average(condition: str = "True") -> str:
     """Give a loop that averages its weights after each epoch."""
     end = "        if dist.get_rank() == 0:\n"
