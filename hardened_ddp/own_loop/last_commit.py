@@ -14,7 +14,7 @@ has queued behind an update that the device did not begin is not written yet.
 
 import logging
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
@@ -28,6 +28,7 @@ from hardened_ddp.model.reach import version_of
 from hardened_ddp.model.state_tree import Tree
 from hardened_ddp.own_loop.registry import Registry, Tensors
 from hardened_ddp.ranks.threads import call_within
+from hardened_ddp.reporting.run_json import Json
 from hardened_ddp.step.async_device import Event, copy_beside
 from hardened_ddp.training.survivor_save import COPY_LIMIT_S, LOCK_LIMIT_S
 
@@ -43,7 +44,7 @@ class LastCommit:
     def __init__(self, registry: Registry, device: torch.device) -> None:
         self.registry = registry
         self.step = 0
-        self.place: Mapping[str, Any] = {}  # Any: JSON
+        self.place: Json = {}
         self.tree: Tree = None
         self.num_bodies = 0  # in this start
         self._device = device
@@ -60,13 +61,7 @@ class LastCommit:
         self._first_update: tuple[Event, set[str]] | None = None
         self._is_whole = self._is_inspected = False
 
-    def note(
-        self,
-        step: int,
-        place: Mapping[str, Any],  # Any: JSON
-        *,
-        copies_all: bool = False,
-    ) -> None:
+    def note(self, step: int, place: Json, *, copies_all: bool = False) -> None:
         """Note the state of now as that of a commit. Rank-local."""
         if self._device.type == "cuda":
             Event().wait()  # WHY: else a death could lose what the device has not done yet

@@ -452,7 +452,7 @@ class OwnLoop:
             self._registry.load(name, tree, tensors)
         for module in self._registry.modules.values():
             module.zero_grad()
-        self._streams.begin(self.step, dict(self._last.place))
+        self._streams.begin(self.step, self._last.place)
         self._note()
 
     # ---- the state
