@@ -138,10 +138,8 @@ def build_eval_loader(
     """
     if data.test is None:
         return None
-    fetcher, size = (
-        _build_fetcher(data.test, data, config.data, seed=0),
-        config.data.eval_batch_size,
-    )
+    fetcher = _build_fetcher(data.test, data, config.data, seed=0)
+    size = config.data.eval_batch_size
     plan = _plan(fetcher, config.data, group, batch_size=size)
     if getattr(data.test, "is_read_in_order", False):
         # WHY one at most: several would each read all of it.

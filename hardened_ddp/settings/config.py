@@ -7,7 +7,7 @@ documentation, which --help and config.yaml show.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -124,8 +124,6 @@ TRACKERS = Shape(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceConfig:
-    """Device and process group."""
-
     single_gpu: bool = False
     """Train on one GPU in this single process, without a process group."""
     cpu_only: bool = False
@@ -145,8 +143,6 @@ class DeviceConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """Data."""
-
     dataset: Place = "digits"
     """digits, synthetic, image_folder, a torchvision dataset such as cifar10, hf:FOLDER_OR_NAME for
     a Hugging Face dataset, text:GLOB, parquet:GLOB or tar:GLOB for files that are read as a stream,
@@ -217,8 +213,6 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """Model."""
-
     model: Place = "simple_cnn"
     """simple_cnn, mlp, a torchvision model such as resnet18, hf:FOLDER_OR_NAME for a Hugging Face
     model of images or text, or your own as package.module:callable."""
@@ -249,8 +243,6 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskConfig:
-    """Task and metrics."""
-
     task: str = "auto"
     """What the output is compared with: classification, multilabel, regression, tokens,
     segmentation, own (the model returns its loss), or your class as package.module:Class. auto: by
@@ -269,8 +261,6 @@ class TaskConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DdpConfig:
-    """DistributedDataParallel."""
-
     find_unused_parameters: FindUnused = "auto"
     """Search in each step for parameters that get no gradient. auto: look once before the first
     step, and search in each step if there are any. off: the run stops if there are any."""
@@ -288,8 +278,6 @@ class DdpConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """Optimizer and precision."""
-
     optimizer: OptimizerName | OwnClass = "adamw"
     """Which optimizer updates the weights. muon: Muon for the matrices of hidden layers, adamw for
     the rest; optimizer_args may hold patterns of names, {muon: [...], adamw: [...]}. Or any
@@ -334,8 +322,6 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopConfig:
-    """Training loop."""
-
     epochs: Count = 5
     """Number of passes over the training set."""
     max_steps: CountOrZero = 0
@@ -398,8 +384,6 @@ class LoopConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """Run folder, checkpoints and reports."""
-
     output_dir: Local[Place] = "runs"
     """Folder that holds the run folders."""
     run_name: Annotated[str, FOLDER_NAME] = ""
@@ -446,18 +430,23 @@ class RunConfig:
     more than 1.5 % of a step. on: of all of it, whatever it costs."""
 
 
+def _section(kind: Callable[[], T], title: str) -> T:
+    # WHY no docstring of the class: under python -OO it would be none
+    return field(default_factory=kind, metadata={"title": title})
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     """All settings of one run, by section."""
 
-    device: DeviceConfig = field(default_factory=DeviceConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    task: TaskConfig = field(default_factory=TaskConfig)
-    ddp: DdpConfig = field(default_factory=DdpConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    loop: LoopConfig = field(default_factory=LoopConfig)
-    run: RunConfig = field(default_factory=RunConfig)
+    device: DeviceConfig = _section(DeviceConfig, "Device and process group")
+    data: DataConfig = _section(DataConfig, "Data")
+    model: ModelConfig = _section(ModelConfig, "Model")
+    task: TaskConfig = _section(TaskConfig, "Task and metrics")
+    ddp: DdpConfig = _section(DdpConfig, "DistributedDataParallel")
+    optimizer: OptimizerConfig = _section(OptimizerConfig, "Optimizer and precision")
+    loop: LoopConfig = _section(LoopConfig, "Training loop")
+    run: RunConfig = _section(RunConfig, "Run folder, checkpoints and reports")
 
 
 def tracker_names(tracker: str) -> list[str]:

@@ -54,7 +54,10 @@ def help_text(topic: str = TRAIN) -> str:
 def setting_texts() -> Mapping[str, str]:
     """Read what each setting does: its docstring, which Python itself drops."""
     found = {}
-    sections = ast.parse(inspect.getsource(config)).body
+    try:
+        sections = ast.parse(inspect.getsource(config)).body
+    except OSError:  # a program that was packed without its source
+        return dict.fromkeys(SETTINGS, "see config.yaml")
     for section in (node for node in sections if isinstance(node, ast.ClassDef)):
         for field, below in pairwise(section.body):
             match field, below:

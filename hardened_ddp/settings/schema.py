@@ -109,7 +109,7 @@ def _parts(kind: Any) -> Iterator[Any]:  # Any: an annotation
 
 SETTINGS: Mapping[str, Setting] = read_table()
 TITLES: Mapping[str, str] = {
-    section.name: str(section.type.__doc__).rstrip(".") for section in dataclasses.fields(Config)
+    section.name: section.metadata["title"] for section in dataclasses.fields(Config)
 }
 
 

@@ -225,3 +225,20 @@ class TestAnything:
                  else entry.value for entry in entries}  # fmt: skip
         # WHY repr: a NaN inside of model_args does not equal itself
         assert repr(again) == repr(flatten(config))
+
+
+def test_titles_do_not_depend_on_docstrings_nor_help_on_the_source(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    code = "from hardened_ddp.settings.schema import TITLES; print(*TITLES.values(), sep='|')"
+    command = [sys.executable, "-OO", "-c", code]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True)
+    assert done.stdout.strip() == "|".join(TITLES.values())
+
+    def fail(module: object) -> str:
+        raise OSError("could not get source code")
+
+    setting_texts.cache_clear()
+    monkeypatch.setattr("inspect.getsource", fail)
+    assert "--batch_size N" in help_text()
+    setting_texts.cache_clear()

@@ -127,7 +127,7 @@ def split(batches: Sequence[Batch], max_micro_batch: int) -> list[Batch]:
         step = max_micro_batch if 0 < max_micro_batch < size else max(1, size)
         parts = [range(i, min(i + step, size)) for i in range(0, size, step)]
         found += [batch] if step == size else [take(batch, part) for part in parts]
-    return found
+    return [batch for batch in found if batch.num_samples]  # a part may lose its only sample
 
 
 def take(batch: Batch, positions: Sequence[int]) -> Batch:
