@@ -15,6 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -160,31 +161,30 @@ class CheckpointStore:
         self, final: Path, content: Content, *, step: int, meta: dict[str, JSON]
     ) -> None:
         """Write a checkpoint; where the disk is full for it, drop an old one and try once more."""
+        partial = aside_path(final, what="partial")
         try:
-            self._write_once(final, content, step=step, meta=meta)
-        except OSError as error:
-            if error.errno not in DISK_FULL_ERRORS or not self._make_room():
-                raise
-            self._write_once(final, content, step=step, meta=meta)
-
-    def _write_once(
-        self, final: Path, content: Content, *, step: int, meta: dict[str, JSON]
-    ) -> None:
-        """Write the state, then the manifest, sync both to the disk, and give them their name."""
-        partial, disk = aside_path(final, what="partial"), self._disk
-        try:
-            disk.make_folder(partial)
-            sha256 = write_parts(partial / STATE_NAME, content.parts(), disk=disk)
-            plan = content.plan
-            manifest = Manifest(
-                step=step, meta=meta, size_bytes=plan.size_bytes, sha256=sha256, tensors=plan.specs
-            )
-            write_file(partial / MANIFEST_NAME, encode_manifest(manifest), disk=disk)
-            disk.sync_folder(partial)
+            try:
+                self._fill(partial, content, step=step, meta=meta)
+            except OSError as error:
+                sweep_leftovers(self.root, disk=self._disk)
+                if error.errno not in DISK_FULL_ERRORS or not self._make_room():
+                    raise
+                self._fill(partial, content, step=step, meta=meta)
             self._commit(partial, final)
         finally:
             # WHY here too: what a failed write leaves may fill the disk until the next one
             sweep_leftovers(self.root, disk=self._disk)
+
+    def _fill(self, partial: Path, content: Content, *, step: int, meta: dict[str, JSON]) -> None:
+        """Write the state, then the manifest, and sync both to the disk."""
+        disk, plan = self._disk, content.plan
+        disk.make_folder(partial)
+        sha256 = write_parts(partial / STATE_NAME, content.parts(), disk=disk)
+        manifest = Manifest(
+            step=step, meta=meta, size_bytes=plan.size_bytes, sha256=sha256, tensors=plan.specs
+        )
+        write_file(partial / MANIFEST_NAME, encode_manifest(manifest), disk=disk)
+        disk.sync_folder(partial)
 
     def _commit(self, partial: Path, final: Path) -> None:
         """Rename a complete checkpoint into place; before that no reader sees it."""
@@ -310,8 +310,11 @@ class CheckpointWriter:
         plan = plan_file(tensors)
         try:
             self._copies = self._copy(tensors, plan, volatile)
-        except MemoryError as error:
-            raise CheckpointError(f"no memory for a copy of {plan.data_bytes} bytes") from error
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise CheckpointError(
+                f"the state of step {step} is not saved: no memory to copy {plan.data_bytes} bytes",
+                fix="give the job more memory; the run continues, older checkpoints are unchanged",
+            ) from error
         # WHY one for each write: so there is none when nothing is written.
         write = partial(self._write, step, plan, self._copies, plain, best)
         self._thread = HelperThread(write, name=f"checkpoint-{step}")
@@ -321,7 +324,11 @@ class CheckpointWriter:
 
     def reserve_ahead(self, size_bytes: int, *, pinned: bool) -> None:
         """Take memory for the copies in a thread: 12 GB would hold the first save up for 4 s."""
-        reserve = partial(self._reserve, size_bytes, pinned=pinned)
+
+        def reserve() -> None:
+            with suppress(MemoryError):  # the first save tells that
+                self._reserve(size_bytes, pinned=pinned)
+
         self._reserving = HelperThread(reserve, name="reserve-memory")
         self._reserving.start()
 
@@ -334,8 +341,9 @@ class CheckpointWriter:
         copies, self._copies = self._copies, None
         if copies is not None:
             # WHY no synchronize: the update waits on the GPU, and this thread continues
-            copies.reached = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            copies.reached.record()
+            reached = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            reached.record()
+            copies.reached = reached  # WHY recorded first: the writer's thread asks it
             torch.cuda.current_stream().wait_event(copies.copied)
 
     def poll(self) -> CheckpointError | None:

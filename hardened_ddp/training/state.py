@@ -345,6 +345,8 @@ class Saver:
         """Start writing the state of this step boundary; training goes on beside it. Rank-local."""
         if self._writer is None:
             return
+        # WHY also for one that fails: the next steps would try again, and warn again
+        self._is_wanted, self._began_at = False, time.monotonic()
         with self._tracker.within(Phase.CHECKPOINT):
             try:
                 if best is not None:
@@ -360,7 +362,6 @@ class Saver:
                 if not self._is_wanted:
                     self.reads_weights = self._writer.is_copying
                     self._saved_step = progress.step
-                    self._began_at = time.monotonic()
             except CheckpointError as error:
                 self._warn(error)
 

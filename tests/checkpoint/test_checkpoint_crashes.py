@@ -155,6 +155,17 @@ def test_a_full_disk_costs_the_oldest_checkpoint_and_the_write_goes_on(
     assert_holds(found)
 
 
+@pytest.mark.parametrize(("call", "after"), [("rename", 0), ("sync_folder", 1)])
+def test_a_disk_that_is_full_for_the_name_costs_no_checkpoint(
+    store: CheckpointStore, call: str, after: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_step(store, 1)
+    with pytest.raises(CheckpointError, match="No space left"):
+        write_step(store_on(store.root, failing_disk(call, errno.ENOSPC, after=after)), 2)
+    assert list_steps(store.root) == [2, 1][call == "rename" :]
+    assert not caplog.records
+
+
 def test_a_course_that_was_left_goes_first_when_the_disk_is_full(store: CheckpointStore) -> None:
     for step in (1, 2, 3):
         write_step(store, step)

@@ -257,6 +257,18 @@ def test_memory_for_the_copies_of_a_gpu_is_pinned_ahead_in_a_thread(
     assert calls == [*pinned, {"priority": -1}]
 
 
+def test_without_memory_for_a_copy_a_save_is_left_out_and_nothing_else_is_told(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(HostArena, "reserve", lambda *_, **__: bytearray(2**62))
+    bench.writer.reserve_ahead(100, pinned=False)
+    with pytest.raises(CheckpointError, match="step 1 is not saved: no memory to copy") as caught:
+        bench.writer.submit(1, tensors=some_state(), meta={})
+    assert "memory" in caught.value.fix
+    assert not bench.writer.is_busy
+    assert not capsys.readouterr().err  # no traceback of the thread
+
+
 def test_at_most_half_of_the_memory_that_is_free_is_pinned(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -310,6 +322,14 @@ def test_a_save_is_due_when_the_last_one_began_long_enough_ago(
     saver._is_auto, saver._writer.submit = False, lambda *_, **__: False
     saver.save(nothing)  # refused: another one is under way
     assert saver.is_time()
+    saver._is_auto = True
+
+    def fail(*_: Any, **__: Any) -> bool:
+        raise CheckpointError("no memory")
+
+    saver._writer.submit = fail
+    saver.save(nothing)
+    assert not saver.is_time()  # not in the next step
 
 
 def test_only_the_rank_that_writes_waits_for_the_device_before_a_save() -> None:
