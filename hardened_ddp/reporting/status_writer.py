@@ -79,7 +79,7 @@ class StatusWriter:
         call = partial(self._repeat, self._write, self._every_s)
         self._threads = [HelperThread(call, name="rank-status")]
         if group.launch.is_main and KUBEFLOW_URL in environment():
-            call = partial(self._repeat, self._tell_kubeflow, _KUBEFLOW_EVERY_S)
+            call = partial(self._repeat, self._tell_kubeflow, _KUBEFLOW_EVERY_S, share=1.0)
             self._threads.append(HelperThread(call, name="kubeflow"))
         self._facts = self._read_facts()
 
@@ -129,7 +129,9 @@ class StatusWriter:
             gpu_peak_mib=gpu_peak_mib,
         )
 
-    def _repeat(self, tell: Callable[[], None], every_s: float) -> None:
+    def _repeat(
+        self, tell: Callable[[], None], every_s: float, *, share: float = _SHARE_OF_TIME
+    ) -> None:
         failed, wait_s, is_over = "", 0.0, False
         while not is_over:
             is_over = self._end.wait(wait_s)
@@ -141,7 +143,7 @@ class StatusWriter:
                 if str(error) != failed:
                     log.debug("the status was not told: %s", error)
                 failed = str(error)
-            wait_s = max(every_s, (time.monotonic() - began) / _SHARE_OF_TIME)
+            wait_s = max(every_s, (time.monotonic() - began) / share)
 
     def _tell_kubeflow(self) -> None:
         post_progress(self.read(), environment())

@@ -69,9 +69,10 @@ def test_one_rank_tells_the_end_of_a_run_and_no_failure_of_it_matters(
 
 
 def test_a_token_is_read_each_time_and_what_fails_is_ignored(
-    server: tuple[dict[str, str], Posts], tmp_path: Path
+    server: tuple[dict[str, str], Posts], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     env, posts = server
+    monkeypatch.setenv(URL, env[URL])
     status = RankStatus(rank=0, state="running", step=30, total_steps=40)
     post_progress(replace(status, now=100.0, began_at=85.0, steps_here=30), env)
     (tmp_path / "token").write_text("second")
@@ -85,6 +86,8 @@ def test_a_token_is_read_each_time_and_what_fails_is_ignored(
     for url in (env[URL] + "/refused", "no url", "http://127.0.0.1:1/", env[URL] + "/garbage"):
         writer._repeat(partial(post_progress, status, {URL: url}), 1.0)
     assert len(posts) == 4
+    call: Any = vars(writer._threads[1])["_target"]
+    assert call.keywords == {"share": 1.0}  # a slow server is told as often as another one
     read: list[int] = []
     writer.attach(Work(epoch=lambda: read.append(1) or min([])))
     writer._repeat(writer._tell_kubeflow, 1.0)  # a status that can't be read at one moment
