@@ -7,8 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hardened_ddp.checkpoint import tensors as tensors_module
 from hardened_ddp.checkpoint.folder import find_newest, load_checkpoint
-from hardened_ddp.checkpoint.store import CheckpointStore
+from hardened_ddp.checkpoint.store import CheckpointStore, CheckpointWriter
 from hardened_ddp.checkpoint.tensors import differences, plan_file, specs_of
 from hardened_ddp.errors import CheckpointError
 from tests.checkpoint_states import assert_same, every_kind, found_in
@@ -32,6 +33,18 @@ def test_every_dtype_and_layout_comes_back_bit_for_bit(store: CheckpointStore) -
     assert meta == META
     assert all(tensor.is_contiguous() for tensor in tensors.values())
     assert_same(load_file(path / "state.safetensors"), kinds)  # by the library of the format
+
+
+def test_a_copy_of_every_dtype_and_layout_is_the_same_file(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensors_module, "_BLOCK_BYTES", 256)
+    path = store.write(1, tensors=every_kind(), meta=META) / "state.safetensors"
+    writer = CheckpointWriter(store)
+    assert writer.submit(2, tensors=every_kind(), meta=META)
+    writer.close(timeout_s=60)
+    copied = store.root / "step-000000002" / "state.safetensors"
+    assert copied.read_bytes() == path.read_bytes()
 
 
 def test_each_tensor_begins_where_readers_that_map_the_file_want_it() -> None:
