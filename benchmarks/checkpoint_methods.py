@@ -114,7 +114,7 @@ class Ours:
         self.writer = CheckpointWriter(store) if dist.get_rank() == 0 else None
         if self.writer is not None:
             size_bytes = 3 * sum(p.nbytes for p in network.parameters())  # with AdamW's state
-            self.writer.reserve_ahead(size_bytes, pinned=False)
+            self.writer._reserve(size_bytes, pinned=False)
 
     def save(self, step: int) -> None:
         if self.writer is not None:

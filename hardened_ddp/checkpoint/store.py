@@ -322,14 +322,14 @@ class CheckpointWriter:
         self._thread.start()
         return True
 
-    def reserve_ahead(self, size_bytes: int, *, pinned: bool) -> None:
-        """Take memory for the copies in a thread: 12 GB would hold the first save up for 4 s."""
+    def pin_ahead(self, size_bytes: int) -> None:
+        """Pin memory for the copies from a GPU in a thread: 12 GB would hold a save up for 4 s."""
 
-        def reserve() -> None:
+        def pin() -> None:
             with suppress(MemoryError):  # the first save tells that
-                self._reserve(size_bytes, pinned=pinned)
+                self._reserve(size_bytes, pinned=True)
 
-        self._reserving = HelperThread(reserve, name="reserve-memory")
+        self._reserving = HelperThread(pin, name="pin-memory")
         self._reserving.start()
 
     @property

@@ -184,7 +184,7 @@ class DataConfig:
     hung. 0: wait as long as it takes (the other ranks wait for timeout_s)."""
     loader_quiet_s: Local[SecondsOrZero] = 300.0
     """Seconds without a fault before a loader that fell back to fewer workers has all again.
-    Doubles each time, up to 64 times this. 0: never go back up."""
+    Doubles, up to 64 times this, if a fault follows soon. 0: never go back up."""
     check_inputs: bool = True
     """Treat a sample whose float inputs contain NaN or infinity as a bad sample. false: for a model
     that handles such values."""

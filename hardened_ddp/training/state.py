@@ -326,8 +326,8 @@ class Saver:
         self._began_at = time.monotonic()
         if self._writer is not None:
             self._size_bytes = sum(tensor.nbytes for tensor in contents.tensors().values())
-            if self._is_auto or self.due_steps or self.due_epochs:
-                self._writer.reserve_ahead(self._size_bytes, pinned=group.device.type == "cuda")
+            if group.device.type == "cuda" and (self._is_auto or self.due_steps or self.due_epochs):
+                self._writer.pin_ahead(self._size_bytes)
 
     def is_time(self) -> bool:
         """Say whether a checkpoint is due by the clock, or was when the last one was under way.

@@ -244,7 +244,7 @@ def test_memory_for_the_copies_of_a_gpu_is_pinned_ahead_in_a_thread(
         calls.append((threading.current_thread().name, size_bytes, pinned))
 
     monkeypatch.setattr(HostArena, "reserve", reserve)
-    bench.writer.reserve_ahead(100, pinned=True)
+    bench.writer.pin_ahead(100)
     gate.set()  # training has gone on meanwhile
     held = SimpleNamespace(is_cuda=True)
     monkeypatch.setattr(torch.cuda, "Stream", lambda *given, **named: calls.append(named))

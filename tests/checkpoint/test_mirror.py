@@ -309,6 +309,22 @@ def test_the_traps_of_s3_are_none_here(
     assert run_forked(check) == 0  # WHY: the loop of fsspec stays in the process that made it
 
 
+@pytest.mark.slow
+def test_a_store_that_becomes_silent_does_not_stop_the_run(
+    server: tuple[int, dict[str, str]], tmp_path: Path
+) -> None:
+    argv = [sys.executable, "ddp_training.py", *TRAIN, "--mirror", "s3://bucket/runs"]
+    argv += ["--epochs", "100", "--checkpoint_every_steps", "10"]
+    argv += ["--output_dir", str(tmp_path / "runs")]
+    with start_command(argv, env=server[1]) as running:
+        output = lambda: running.stderr + running.stdout  # noqa: E731
+        running.wait_for(lambda: "is on the mirror" in output(), timeout_s=60, what="a copy")
+        os.kill(server[0], signal.SIGSTOP)
+        finished = running.wait(120).ok()
+    assert read_summary(tmp_path / "runs" / "r")["step"] == 400
+    assert "was not sent: FSTimeoutError" in finished.output
+
+
 class Proxy:
     """Stands between a client and the S3 server: passes bytes on, slowly, or not at all."""
 

@@ -199,6 +199,9 @@ def test_after_calm_the_loader_goes_up_and_the_calm_that_is_asked_for_doubles() 
         fallback.go_up()
         assert (fallback.level, fallback.is_quiet()) == (plan(4), False)
     assert waits == [10, 20, 40, 80, 160, 320, 640, 640, 640]
+    clock.now += 10_000  # this fault has nothing to do with those before
+    fallback.go_down(plan(2))
+    assert fallback.wait_s == 10
     never = WorkerFallback(plan(2), quiet_s=0, clock=clock)
     never.go_down(plan(1))
     clock.now += 10**9

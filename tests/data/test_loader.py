@@ -513,3 +513,14 @@ def test_tensors_are_copied_where_shared_memory_is_small_or_each_would_be_an_ope
     monkeypatch.setattr(worker_pool, "_SHM_MARGIN", 1e12)
     assert worker_pool.plan_sending(few, plan).copies_data
     assert not are_shared_in_a_worker()
+
+
+def test_workers_that_each_copy_much_are_told_with_the_size(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker_pool, "MOST_PRIVATE_BYTES", 2**21)
+    plan = WorkerPlan(num_workers=4, prefetch_factor=2, start_method="forkserver")
+    worker_pool.plan_sending(Fetcher(InMemory(), seed=0), plan)
+    assert not caplog.text
+    worker_pool.plan_sending(Fetcher(InMemory(np.zeros(30 * 2**20, np.uint8)), seed=0), plan)
+    assert "each of 4 workers takes about 30 MiB of memory" in caplog.text

@@ -48,8 +48,8 @@ _LOST = "its worker was lost"
 class WorkerFallback:
     """The current plan of the workers, and the one to go back to after a time without faults.
 
-    WHY that time doubles: a fault that returns whenever there are more workers must not cause a
-    restart of them every few minutes.
+    WHY that time doubles, if a fault follows soon: one that returns whenever there are more workers
+    must not cause a restart of them every few minutes.
     """
 
     def __init__(
@@ -57,12 +57,14 @@ class WorkerFallback:
     ) -> None:
         """quiet_s: seconds without a fault before going up; 0: never."""
         self.level = self._top = top
-        self.wait_s, self._most_s = quiet_s, MOST_DOUBLED * quiet_s
+        self.wait_s = self._least_s = quiet_s
         self._clock = clock
         self._fault_at = clock()
 
     def go_down(self, level: WorkerPlan) -> None:
         """Go to a level after a fault; it may be the current one."""
+        if self._clock() - self._fault_at > 2 * self.wait_s:
+            self.wait_s = self._least_s
         self.level, self._fault_at = level, self._clock()
 
     @property
@@ -75,7 +77,7 @@ class WorkerFallback:
         return self.is_below and 0 < self.wait_s <= self._clock() - self._fault_at
 
     def go_up(self) -> None:
-        self.level, self.wait_s = self._top, min(2 * self.wait_s, self._most_s)
+        self.level, self.wait_s = self._top, min(2 * self.wait_s, MOST_DOUBLED * self._least_s)
 
 
 class BatchReader:

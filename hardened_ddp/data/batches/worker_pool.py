@@ -48,6 +48,8 @@ END_S = 5.0  # how long workers may take to end before they are killed
 SENDING_S = 1.0  # how long one that is to be killed may take to send what it has begun to send
 
 _SHM_MARGIN = 2.0  # of a dataset in shared memory: batches need room there, too
+MOST_PRIVATE_BYTES = 100 * 2**20  # of the dataset in one worker. More of it is worth a warning.
+_OBJECT_FACTOR = 3  # small Python objects take so many bytes of memory for one of their pickle
 # multiprocessing sends a new process at most 256 open files, its own among them.
 _MOST_SHARED_TENSORS = 200
 
@@ -397,7 +399,7 @@ def _kill(workers: Sequence[BaseProcess]) -> None:
 def plan_sending(fetcher: BatchSource, plan: WorkerPlan) -> WorkerPlan:
     """Decide how workers get the dataset of fetcher: tensors shared or copied.
 
-    No workers, with a warning, if the dataset can't be sent.
+    No workers, with a warning, if the dataset can't be sent. Warns of memory that each one takes.
     """
     if plan.start_method == "fork":
         return plan
@@ -409,23 +411,36 @@ def plan_sending(fetcher: BatchSource, plan: WorkerPlan) -> WorkerPlan:
         why = f"the dataset or its collate can't be sent to a worker ({error})"
         log.warning("num_workers %d requested, using 0: %s", plan.num_workers, why)
         return replace(plan, num_workers=0)
-    needed_bytes = sum(trial.tensors.values()) * plan.local_world_size * _SHM_MARGIN
+    tensor_bytes = sum(trial.tensors.values())
+    needed_bytes = tensor_bytes * plan.local_world_size * _SHM_MARGIN
     is_many = len(trial.tensors) > _MOST_SHARED_TENSORS
-    return replace(plan, copies_data=is_many or needed_bytes > (free_shared_memory() or 0))
+    copies_data = is_many or needed_bytes > (free_shared_memory() or 0)
+    private_bytes = trial.private_bytes + tensor_bytes * copies_data
+    if private_bytes > MOST_PRIVATE_BYTES:
+        log.warning(
+            "each of %d workers takes about %.0f MiB of memory for the dataset, in copies. Hold "
+            "large data in a few torch tensors, which workers share, or in files that are mapped "
+            "(np.load(..., mmap_mode='r')); or take fewer workers (--num_workers)",
+            plan.num_workers,
+            private_bytes / 2**20,
+        )
+    return replace(plan, copies_data=copies_data)
 
 
 class SendingTrial(pickle.Pickler):
-    """Finds the tensors in what one worker gets: pickles all else into a file that keeps nothing.
-
-    WHY buffers are left out: they would be copied for the trial.
-    """
+    """Counts what one worker gets: pickles all but the tensors, into a file that keeps nothing."""
 
     def __init__(self) -> None:
+        self.private_bytes = 0
         self.tensors: dict[int, int] = {}  # bytes of each storage, by its address
-        super().__init__(self, protocol=5, buffer_callback=lambda buffer: None)
+        super().__init__(self, protocol=5, buffer_callback=self._count_buffer)
 
     def write(self, data: Any) -> None:
-        """Keep nothing: it is itself the file that it writes to."""
+        """Count a part of the pickle: it is itself the file that it writes to."""
+        self.private_bytes += _OBJECT_FACTOR * memoryview(data).nbytes
+
+    def _count_buffer(self, buffer: pickle.PickleBuffer) -> None:
+        self.private_bytes += buffer.raw().nbytes
 
     def persistent_id(self, obj: Any) -> Any:
         if type(obj) is not torch.Tensor or not obj.is_cpu or obj.layout != torch.strided:
