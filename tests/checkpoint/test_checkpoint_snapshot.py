@@ -252,7 +252,7 @@ def test_memory_for_the_copies_of_a_gpu_is_pinned_ahead_in_a_thread(
         bench.writer._copy(
             cast(Any, {"weight": held}), cast(Any, SimpleNamespace(data_bytes=90)), volatile=()
         )
-    pinned = [("reserve-memory", 100, True), (threading.current_thread().name, 90, True)]
+    pinned = [("pin-memory", 100, True), (threading.current_thread().name, 90, True)]
     # WHY a priority: streams of 0 are given to NCCL, too
     assert calls == [*pinned, {"priority": -1}]
 
@@ -261,7 +261,7 @@ def test_without_memory_for_a_copy_a_save_is_left_out_and_nothing_else_is_told(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(HostArena, "reserve", lambda *_, **__: bytearray(2**62))
-    bench.writer.reserve_ahead(100, pinned=False)
+    bench.writer.pin_ahead(100)
     with pytest.raises(CheckpointError, match="step 1 is not saved: no memory to copy") as caught:
         bench.writer.submit(1, tensors=some_state(), meta={})
     assert "memory" in caught.value.fix

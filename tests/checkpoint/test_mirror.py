@@ -27,7 +27,7 @@ from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.errors import CheckpointError, ConfigError, MissingPackageError, RunFolderError
 from tests.harness.forks import run_forked
 from tests.harness.processes import deadline
-from tests.harness.ranks import held_port, run_command, train
+from tests.harness.ranks import held_port, run_command, start_command, train
 from tests.run_folder import last_tensors, read_summary
 
 TRAIN = ["--cpu_only", "--num_workers", "0", "--batch_size", "10", "--no_tensorboard", "--model"]
