@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Do what a new user does with an installation: install, train in an empty folder, explain a log
-# where there is no torch. The status is 0 if all of it works.
+# Do what a new user does with an installation: install, train in an empty folder, be stopped in a
+# pod and lose its disk, explain a log where there is no torch. The status is 0 if all of it works.
 #
 #   tests/new_user.sh WORK PYTHON   WORK: an empty folder; PYTHON: it has torch, setuptools and pip
 #
@@ -45,6 +45,27 @@ if hardened-ddp --max_stepz 2 >wrong.txt 2>&1; then exit 1; fi
 check "a mistake" wrong.txt '^hardened-ddp: error .DDP-C01. a problem in the settings'
 hardened-ddp explain runs/two >explained.txt
 check "explain" explained.txt finished
+
+# A pod that is stopped, and its disk is lost: the next one goes on from the mirror.
+pod=(env KUBERNETES_SERVICE_HOST=10.0.0.1 hardened-ddp --nproc_per_node 2 --cpu_only --run_name pod)
+pod+=(--epochs 100000 --checkpoint_every_steps 5 --mirror "file://$work/mirror")
+"${pod[@]}" >pod.txt 2>&1 &
+for _ in {1..1800}; do
+  if grep -q 'is on the mirror' pod.txt || ! kill -0 $! 2>/dev/null; then break; fi
+  sleep 0.1
+done
+kill -TERM $!
+status=0
+wait $! || status=$?
+echo "status $status" >>pod.txt
+check "a stop in a pod" pod.txt '^status 3$'
+mv runs/pod lost
+step=$(grep -o '"step": [0-9]*' lost/summary.json | head -n 1 | grep -o '[0-9]*')
+status=0
+"${pod[@]}" --time_limit 1s >next.txt 2>&1 || status=$?
+echo "status $status" >>next.txt
+check "the mirror" next.txt "fetched the checkpoint of step $step .* from file://"
+check "the next pod" next.txt '^status 3$'
 
 if "$work/without_torch/bin/python" -c 'import torch' 2>/dev/null; then exit 1; fi
 echo '[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.' >log.txt
