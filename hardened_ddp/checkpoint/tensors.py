@@ -170,11 +170,11 @@ class HostArena:
         if pinned and sum(missing.values()) > (free := virtual_memory().available) // 2:
             raise RuntimeError(f"{free} bytes of host memory are free, of which half may be pinned")
         for index, wanted in missing.items():
-            # WHY filled: the first save would wait for each page. WHY numpy: no extra threads
             block = (
                 torch.empty(wanted, dtype=torch.uint8, pin_memory=True)
                 if pinned
-                else torch.from_numpy(np.full(wanted, 0, dtype=np.uint8))
+                # WHY numpy: it raises MemoryError where there is none
+                else torch.from_numpy(np.empty(wanted, dtype=np.uint8))
             )
             self._blocks[index : index + 1] = [block]
 
