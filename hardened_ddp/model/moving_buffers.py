@@ -16,6 +16,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from hardened_ddp.errors import ModelError
 from hardened_ddp.model.checksum import checksums
 from hardened_ddp.model.reach import Place, Reach
 from hardened_ddp.ranks.group import Group
@@ -156,7 +157,8 @@ class MovingBuffers:
         """Average floats over the ranks, take integers of rank 0. Collective: all ranks.
 
         Of parameters too rank 0's are taken: as a rule all are equal, and a mean would round them.
-        Rank 0 has the largest share of each step, so its counters are never behind.
+        Rank 0 has the largest share of each step, so its counters are never behind. Raises
+        ModelError on all ranks if one is quantized.
         """
         if group.world_size == 1:
             return
@@ -165,6 +167,11 @@ class MovingBuffers:
         if forms != self._forms:  # WHY kept: to put each in its place takes the host a microsecond
             self._forms, self._groups = forms, {}
             for place, (name, now) in enumerate(zip(self.names, live, strict=True)):
+                if now.is_quantized:
+                    raise ModelError(
+                        f"the buffer {name} is quantized and changes in forward: it has no sum",
+                        fix="keep its values and their scale in buffers of plain numbers",
+                    )
                 kind = now.dtype, now.is_cpu, isinstance(self._places[name].home, nn.Parameter)
                 self._groups.setdefault(kind, []).append(place)
         kinds = {key: [live[place] for place in places] for key, places in self._groups.items()}

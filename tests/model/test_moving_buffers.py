@@ -3,10 +3,14 @@
 Those that begin to move late: the drill late-buffer.
 """
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
 from torch import nn
 
+from hardened_ddp.errors import ModelError
 from hardened_ddp.guard.divergence import differing_on_many
 from hardened_ddp.model.moving_buffers import MovingBuffers
 from hardened_ddp.model.reach import Reach
@@ -122,3 +126,14 @@ def test_a_buffer_that_moves_differs_on_more_than_one_rank(
     values: list[float], found: list[str]
 ) -> None:
     assert run_ranks(compare_still, len(values), values) == [found] * len(values)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch will remove quantized tensors
+def test_a_quantized_buffer_that_moves_is_refused_by_name() -> None:
+    module = nn.Module()
+    module.register_buffer("codes", torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8))
+    alone, two = SimpleNamespace(world_size=1), SimpleNamespace(world_size=2)
+    buffers = MovingBuffers(module, ["codes"])
+    buffers.equalize(cast(Any, alone))
+    with pytest.raises(ModelError, match="the buffer codes is quantized and changes in forward"):
+        buffers.equalize(cast(Any, two))

@@ -55,7 +55,7 @@ BUDGETS = {
     "hardened_ddp_command.py": 180,
     "ddp_doctor/*": 12_435,
     "ddp_runs/*": 4_230,
-    "hardened_ddp/*": 31_540,
+    "hardened_ddp/*": 31_545,
     "hardened_ddp/gradients/*": 750,
     "hardened_ddp/settings/*": 2_350,
     "hardened_ddp/step/*": 2_390,
@@ -64,7 +64,7 @@ BUDGETS = {
     "hardened_ddp/checkpoint/*": 2_020,
     "hardened_ddp/training/*": 3_030,
     "hardened_ddp/export/*": 550,
-    "hardened_ddp/model/*": 3_290,
+    "hardened_ddp/model/*": 3_295,
     "hardened_ddp/preflight/*": 910,
     "hardened_ddp/ranks/*": 2_720,
     "hardened_ddp/guard/*": 1_335,
@@ -73,7 +73,7 @@ BUDGETS = {
     "ddp_drills/*": 1_935,
     "launchers/*": 710,
     "tests/harness/*": 1_145,
-    "tests/*": 36_115,
+    "tests/*": 36_130,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.
