@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -124,9 +125,8 @@ def test_each_status_is_told_apart(path: Path) -> None:
 def test_the_wrapper_of_a_pytorchjob_maps_statuses_and_passes_sigterm_on(tmp_path: Path) -> None:
     pods = list(plain_objects(DEPLOY / "kubernetes" / "pytorchjob.yaml"))
     text = pods[0]["spec"]["containers"][0]["args"][0]
-    command = tmp_path / "hardened-ddp"
-    command.write_text(
-        f"#!{sys.executable}\n"
+    program, command = tmp_path / "program.py", tmp_path / "hardened-ddp"
+    program.write_text(
         "import os, signal, sys\n"
         "signal.signal(signal.SIGTERM, lambda *_: os._exit(3))\n"
         "if sys.argv[1] != 'stop':\n"
@@ -135,6 +135,9 @@ def test_the_wrapper_of_a_pytorchjob_maps_statuses_and_passes_sigterm_on(tmp_pat
         "while True:\n"
         "    signal.pause()\n"
     )
+    # WHY a shell's: the first line of a script can't name a Python below a folder with a space
+    words = shlex.join([sys.executable, str(program)])
+    command.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
     command.chmod(0o755)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     for word, status in (("75", 203), ("0", 0), ("2", 2), ("stop", 131)):

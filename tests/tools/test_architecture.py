@@ -73,7 +73,7 @@ BUDGETS = {
     "ddp_drills/*": 1_935,
     "launchers/*": 710,
     "tests/harness/*": 1_145,
-    "tests/*": 36_130,
+    "tests/*": 36_135,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.
