@@ -321,9 +321,10 @@ class Collector:
             return
         # a store or a peer is gone: at the end of a good run, too
         is_end = cause.tier == Tier.LOST and _WARNS.search(line.raw) is not None
+        is_goodbye = cause.code == "lost-finished-rank"  # a cause only if others lose this rank
         event = Event(
             kind="message",
-            tier=cause.tier,
+            tier=Tier.ADVICE if is_goodbye else cause.tier,
             line=line,
             cause=cause,
             rank=line.rank,

@@ -33,7 +33,9 @@ _COUNTER = re.compile(
     r"|(?P<bar>\d+)/\d+ \["
 )
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?")
-_LOSS = re.compile(r"(?i)\b(?:loss|grad_?norm)\b['\"]?[ =:]{1,3}(?P<nan>['\"]?nan\b)?")
+_LOSS = re.compile(
+    r"(?i)\b(?:loss|grad_?norm)\b['\"]?[ =:]{1,3}(?:tensor\()?['\"]?(?:(?P<nan>nan\b)|[-+.]*(?:\d|inf))"
+)
 _IS_SEVERE = re.compile(r"\[[EF]\d{0,4} ")
 """The level of glog that c10d's watchdog uses for what ends the process."""
 

@@ -352,7 +352,7 @@ def as_text(answer: Answer) -> str:
     else:
         lines += _collect_lines(verdict)
     for event in verdict.later:
-        lines += [*_wrap(f"A failure of its own, later: {_told(event)}", ""), ""]
+        lines += [*_wrap(f"A failure of its own: {_told(event)}", ""), ""]
     if verdict.num_echoes:
         text = "line is an echo" if verdict.num_echoes == 1 else "lines are echoes"
         lines.append(f"{verdict.num_echoes} {text}: consequences, repeats, advice.")

@@ -8,7 +8,7 @@ tells: a rank that ended without a word, seen in torchrun's table.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ddp_doctor.explain.catalogue import BY_CODE
 from ddp_doctor.explain.catalogue.python import BUILT_IN
@@ -89,11 +89,14 @@ class Verdict:
 def judge(evidence: Evidence) -> Verdict:
     """Choose the cause among the events."""
     verdict = _judge(evidence)
+    nan = nan_event(evidence.endings)
     if verdict.kind == "healthy":
-        if (nan := nan_event(evidence.endings)) is not None:
+        if nan is not None:
             return Verdict(kind="explained", root=nan, evidence=[nan.line])
         if not evidence.ends_well:
             verdict.kind = "open"
+    elif nan is not None and verdict.root and "nan" not in verdict.root.line.text.lower():
+        verdict.later.append(nan)
     return verdict
 
 
@@ -375,6 +378,10 @@ def silent_ends(events: Sequence[Event], evidence: Evidence) -> list[Event]:
     has_other = any(event.tier < Tier.LOST and not event.is_weak for event in events)
     if not lost or has_other or None in speakers:
         return []
+    first = min((event.line for event in lost), key=lambda line: line.order)
+    left = [e for e in evidence.events if e.cause is _FINISHED and e.rank not in speakers]
+    if len(left) == 1 and left[0].rank is not None and left[0].line.order < first.order:
+        return [replace(left[0], tier=Tier.MISMATCH, is_weak=False)]
     if not table:
         return _silent_log(speakers, evidence)
     failed = [ended for ended in table if ended.status > 0]
@@ -383,8 +390,7 @@ def silent_ends(events: Sequence[Event], evidence: Evidence) -> list[Event]:
         return [_exit_event(silent[0], _SILENT)]
     is_one_node = evidence.num_nodes == 1 and all(e.rank == e.local for e in table)
     if failed and not silent and is_one_node and len(speakers) == len(lost) == len(table):
-        line = min((event.line for event in lost), key=lambda line: line.order)
-        return [Event(kind="message", tier=Tier.MISMATCH, line=line, cause=_FINISHED)]
+        return [Event(kind="message", tier=Tier.MISMATCH, line=first, cause=_FINISHED)]
     return []
 
 
@@ -461,6 +467,8 @@ def who(
             confidence = LIKELY if finding.is_sure else UNKNOWN
             return Guilty(finding.ranks[0], None, confidence, finding.text), ()
         return None, finding.ranks
+    if cause is _FINISHED and root.rank is not None:
+        return Guilty(root.rank, None, LIKELY, "it ended, and then the others lost a rank"), ()
     if root.tier == Tier.TIMEOUT and cause is not None and cause.accuses == Blame.NOBODY:
         return None, ()  # WHY not those that say it: they wait
     alike = _alike(root, events)

@@ -50,6 +50,11 @@ def launch_local_rank_flag() -> None:
     parser.parse_args(["--local-rank=1"])
 
 
+@reproduces("launch-init-method")
+def launch_init_method() -> None:
+    dist.init_process_group("gloo", init_method="tpc://10.0.0.1:29500", rank=0, world_size=2)
+
+
 @reproduces("launch-spawn-guard")
 def launch_spawn_guard() -> None:
     Path("train.py").write_text(

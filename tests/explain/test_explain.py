@@ -464,6 +464,14 @@ class TestSeveralFailures:
         ]
         assert "train.log:19" in found["later"][0]["text"]
 
+    def test_a_loss_that_was_nan_before_another_failure_is_told_too(self, tmp_path: Path) -> None:
+        losses = [f"{{'loss': nan, 'grad_norm': nan, 'epoch': {epoch}}}" for epoch in range(3)]
+        found = explain_text(joined(losses, KEY_ERROR), tmp_path)
+        assert code_of(found) == "python-keyerror"
+        assert [one["code"] for one in found["later"]] == ["amp-nan"]
+        overflow = traceback_of("FloatingPointError: loss is nan")
+        assert explain_text(joined(losses, overflow), tmp_path)["later"] == []
+
     def test_what_follows_from_a_failure_is_none_of_its_own(self, tmp_path: Path) -> None:
         text = joined(of_rank(1, KEY_ERROR), of_rank(0, traceback_of(PEER)), of_rank(2, KEY_ERROR))
         assert explain_text(text, tmp_path)["later"] == []

@@ -152,6 +152,13 @@ CHECKPOINT, ALL_RANKS = "torch.distributed.checkpoint.api.", "dict_keys([0, 1, 2
 RAY_END = "2023-01-17 17:21:35,509\tERROR trial_runner.py:980 -- Error processing event.\n"
 
 
+GOODBYE = (
+    "[W302 04:00:14.1 ProcessGroupNCCL.cpp:1250] Warning: WARNING: process group has NOT been "
+    "destroyed before we destruct ProcessGroupNCCL. On normal program exit, the application should "
+    "call destroy_process_group"
+)
+
+
 def lost_by(*ranks: int) -> str:
     return joined(*(of_rank(rank, ECHO) for rank in ranks))
 
@@ -286,6 +293,13 @@ LOGS: Mapping[str, str | tuple[str, str]] = {
     "a rank that finished before the others: lost-finished-rank of nobody": (
         lost_by(1) + block_of({1: 1}, root=1)
     ),
+    "a rank that ended its process group before the others lost it: lost-finished-rank of rank 1": (
+        of(1, [GOODBYE]) + lost_by(0)
+    ),
+    "a rank that ends its process group after it has lost one: lost-peer of nobody": (
+        lost_by(0) + of(0, [GOODBYE])
+    ),
+    "all ranks end their process groups: open of nobody": of(0, [GOODBYE]) + of(1, [GOODBYE]),
     "a lost rank, and nobody knows whose traceback it is: lost-peer": (
         joined(ECHO) + block_of({1: 3, 0: 1}, root=1)
     ),

@@ -53,7 +53,7 @@ MAX_FUNCTION_LINES, MAX_PARAMETERS = 60, 6
 BUDGETS = {
     "ddp_training.py": 415,
     "hardened_ddp_command.py": 180,
-    "ddp_doctor/*": 12_435,
+    "ddp_doctor/*": 12_455,
     "ddp_runs/*": 4_230,
     "hardened_ddp/*": 31_545,
     "hardened_ddp/gradients/*": 750,
@@ -73,7 +73,7 @@ BUDGETS = {
     "ddp_drills/*": 1_935,
     "launchers/*": 710,
     "tests/harness/*": 1_145,
-    "tests/*": 36_135,
+    "tests/*": 36_175,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.

@@ -97,6 +97,11 @@ launch-no-group (accuses nobody): the process group was used before it was made
   lightning: no torch.distributed call before fit(); in hooks self.trainer.strategy.barrier()
   accelerate: make the Accelerator() first
 
+launch-init-method (accuses nobody): this torch does not know the init_method
+  /No rendezvous handler for \S*:/
+  why: Known are env://, tcp://HOST:PORT and file:///PATH; torch 1.7 for Windows knows file:// only
+  fix: init_process_group(backend) alone, which is env://, started by torchrun; or a newer torch.
+
 launch-group-twice (accuses nobody): the process group was made twice
   /trying to initialize the default process group twice/
   why: The program and a library (Lightning, Accelerate) both call init_process_group, or a notebook

@@ -131,8 +131,11 @@ stop-silent: a rank ended without an exception, and the others lost it
   confirm: python -X faulthandler -u; a breakpoint in sys.exit.
 
 lost-finished-rank (mismatch, generic): a rank had finished while others still waited for it
-  why: The launcher lists no other failure than those that lost a connection: the rank at the other
-    end had ended with status 0. It had fewer batches, or left its loop early
+  # Alone these are warnings that nearly each program gives at its end: see silent_ends.
+  /destroy_process_group\(\) was not called before program exit/
+  /process group has NOT been destroyed before/
+  why: No rank failed but by a lost connection: the rank at the other end had ended as if all was
+    done. It had fewer batches, or left its loop early
   fix: Equal numbers of batches: DistributedSampler(drop_last=True), or `with model.join():`; no
     break, return or sys.exit(0) that one rank alone takes.
   lightning: use_distributed_sampler=True; limit_train_batches for iterable datasets
