@@ -34,7 +34,8 @@ _COUNTER = re.compile(
 )
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 _LOSS = re.compile(
-    r"(?i)\b(?:loss|grad_?norm)\b['\"]?[ =:]{1,3}(?:tensor\()?['\"]?(?:(?P<nan>nan\b)|[-+.]*(?:\d|inf))"
+    r"(?i)\b(?:loss|grad_?norm)\b['\"]?[ =:]{1,3}(?:tensor\()?['\"]?"
+    r"(?:(?P<nan>nan\b)|[-+.]*(?:\d|inf))"
 )
 _IS_SEVERE = re.compile(r"\[[EF]\d{0,4} ")
 """The level of glog that c10d's watchdog uses for what ends the process."""
