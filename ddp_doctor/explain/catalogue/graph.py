@@ -210,6 +210,13 @@ fsdp-requires-grad: FSDP was given frozen and trained parameters in one unit
   trainer: fsdp_config={"use_orig_params": True}; PEFT: peft.utils.other.fsdp_auto_wrap_policy
   confirm: print({p.requires_grad for p in module.parameters()}) of each unit.
 
+fsdp-whole-weights: whole weights were copied into a sharded model
+  /aten\.copy_\.default: got mixed torch\.Tensor and DTensor/
+  why: A plain state dict was loaded after fully_shard or parallelize_module had made DTensors
+  fix: torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state,
+    options=StateDictOptions(full_state_dict=True)); or load before the model is sharded.
+  confirm: isinstance(next(model.parameters()), torch.distributed.tensor.DTensor)
+
 fsdp-past-wrapper: sharded weights were used without the FSDP unit that gathers them
   /got mixed torch\.Tensor and DTensor/
   /'weight' must be 2-D/
