@@ -128,8 +128,8 @@ class FailingLM(TinyLM):
 
     num_forwards = Forwards()
 
-    def __init__(self, forward_number: int = 0, how: str = "memory") -> None:
-        super().__init__(dropout=0.2)
+    def __init__(self, forward_number: int = 0, how: str = "memory", width: int = 8) -> None:
+        super().__init__(dropout=0.2, width=width)
         self.forward_number, self.how, self.num_forwards = forward_number, how, 0
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

@@ -53,6 +53,8 @@ class Inputs:
     # Of numbers that choose a row or a class, where the device would not survive a wrong one.
     limits: Sequence[Limit] = ()
 
+    least_padding: int = 0  # what a cut by length leaves out, see preflight/padding.py; 0: no cuts
+
     def send(self, batch: Batch, device: torch.device) -> Batch:
         """Return a batch on device, as the model gets it. Raises IndexError: see limits."""
         for limit in self.limits:

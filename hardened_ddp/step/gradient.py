@@ -14,11 +14,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
 from typing import Any
 
 import torch
 
-from hardened_ddp.data.batches.batch import Batch, split
+from hardened_ddp.data.batches.batch import Batch, cut_by_length, split
 from hardened_ddp.data.batches.nesting import tensors_of
 from hardened_ddp.data.batches.sampler import Window, WindowSampler
 from hardened_ddp.errors import ANY_FAILURE
@@ -208,6 +209,10 @@ class Gradient:
         seed = parts.config.device.seed
         seed_step(seed, step=progress.step, rank=rank, device_type=parts.device.type)
         try:
+            if least := parts.replica.inputs.least_padding:
+                ignored = parts.task.ignore_index  # type: ignore[attr-defined]  # it is Tokens
+                cut = [cut_by_length(batch, ignored, least) for batch in batches]
+                batches = list(chain.from_iterable(cut))
             if attempt.searches_for_nan:
                 self._find_nan(attempt, batches)
             else:

@@ -32,6 +32,7 @@ from hardened_ddp.model.optimizer import find_optimizer
 from hardened_ddp.model.replica import Inputs, Replica, check_same_model, compile_model
 from hardened_ddp.model.zoo import build_model, check_model, place_model
 from hardened_ddp.preflight.memory_format import choose_channels_last
+from hardened_ddp.preflight.padding import choose_least_padding
 from hardened_ddp.preflight.probe import choose_find_unused, choose_task, probe
 from hardened_ddp.preflight.trial import Trial
 from hardened_ddp.ranks.group import Group
@@ -214,6 +215,9 @@ def build_replica(
     channels_last = choose_channels_last(  # collective
         trial, samples[0], config=config, began_with=began_with
     )
+    least_padding = choose_least_padding(  # collective
+        trial, samples, findings, config=config, saved=saved
+    )
     buffers = MovingBuffers(
         model, findings.moving_buffers, own=findings.own_tensors, outputs=findings.outputs
     )
@@ -223,7 +227,7 @@ def build_replica(
         model,
         buffers,
         trial.attributes,
-        inputs=Inputs(channels_last, findings.changes_inputs, limits),
+        inputs=Inputs(channels_last, findings.changes_inputs, limits, least_padding),
         collectives=findings.collectives,
     )
     # DDP sends gradients while backward runs; CPU ranks of one machine add them up after it.

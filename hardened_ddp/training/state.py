@@ -486,6 +486,7 @@ def collect_meta(parts: Parts, progress: Progress) -> dict[str, Any]:
         "total_steps": parts.length.total,
         "lr_schedule": str(parts.schedule.config.lr_schedule),
         "channels_last": parts.replica.inputs.channels_last,
+        "least_padding": parts.replica.inputs.least_padding,
         "world_size": parts.group.world_size,
         "seed": parts.config.device.seed,
         "optimizer": type(parts.optimizer).__name__,

@@ -15,7 +15,7 @@ STEADY += ["--epochs", "4", "--checkpoint_every_steps", "0", "--global_batch_siz
 TASKS: dict[str, Words] = {
     "tokens": [
         *("--dataset", "tests.token_data:ragged", "--task", "tokens"),
-        *("--model", "tests.token_data:TinyLM", "--model_args", "{dropout: 0.2}"),
+        *("--model", "tests.token_data:TinyLM", "--model_args", "{dropout: 0.2, width: 512}"),
         *("--global_batch_size", "16"),  # twice as many: of 8 samples, a rank has two batches
     ],
     "regression": ["--dataset", "tests.token_data:slopes", "--model", "mlp"],
@@ -26,7 +26,8 @@ TASKS: dict[str, Words] = {
 def test_a_run_that_was_cut_goes_on_to_the_same_weights(task: str, tmp_path: Path) -> None:
     argv = [*STEADY, *TASKS[task], "--lr_schedule", "constant", "--run_name", "run"]
     cut: Words = [*argv, "--output_dir", tmp_path / "cut"]
-    train([*cut, "--max_steps", "7"], 2).ok()
+    first = train([*cut, "--max_steps", "7"], 2).ok()
+    assert ("in two parts" in first.outputs[0]) == (task == "tokens")
     halfway = last_tensors(tmp_path / "cut")
     train([*cut, "--max_steps", "20"], 2).ok()
     train([*argv, "--output_dir", tmp_path / "through", "--max_steps", "20"], 2).ok()
@@ -65,10 +66,11 @@ def test_other_numbers_of_ranks_take_the_same_samples_and_measure_the_same(
 def test_a_rank_that_fails_in_a_step_with_tokens_changes_no_weight(tmp_path: Path) -> None:
     argv = [*STEADY, *TASKS["tokens"]]
     argv[argv.index("tests.token_data:TinyLM")] = "tests.token_data:FailingLM"
-    argv[argv.index("{dropout: 0.2}")] = "{forward_number: 9, how: raise}"
+    argv[argv.index("{dropout: 0.2, width: 512}")] = "{forward_number: 9, how: raise, width: 512}"
     finished = train([*argv, "--output_dir", tmp_path / "once"], 2).ok()
     assert "retrying step" in finished.outputs[0]
-    argv += ["--model_args", "{}"]
+    assert "in two parts" in finished.outputs[0]
+    argv += ["--model_args", "{width: 512}"]
     train([*argv, "--output_dir", tmp_path / "undisturbed"], 2).ok()
     assert last_tensors(tmp_path / "once") == last_tensors(tmp_path / "undisturbed")
 

@@ -9,9 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from hardened_ddp.data.batches.nesting import dense_parts, map_parts, map_tensors, pick, tensors_of
+
+_LEAST_SHARE = 0.15  # of a batch's places, padding that a cut must leave out
 
 Request = tuple[int, torch.Tensor]  # (epoch, indices of one micro-batch)
 
@@ -137,3 +140,40 @@ def take(batch: Batch, positions: Sequence[int]) -> Batch:
     whole = (batch.inputs, batch.targets)
     inputs, targets = pick(whole, positions, num_samples=batch.num_samples)
     return Batch(inputs, targets, indices)
+
+
+def cut_by_length(batch: Batch, ignored: int, least_padding: int) -> list[Batch]:
+    """Return the shorter and the longer samples, if that leaves out enough padding; else the batch.
+
+    Padding begins behind a row's last label that is not ignored, and is one value in each input.
+    least_padding: places to be left out, and a share of all; 0: any. Where it is cut follows from
+    the batch alone, so a retry and a resumed run cut alike.
+    """
+    labels, number = batch.targets, batch.num_samples
+    size = labels.numel()
+    needed = least_padding and max(least_padding, _LEAST_SHARE * size)
+    if number < 2 or size <= needed or labels.dim() != 2 or len(labels) != number:
+        return [batch]
+    ends = np.arange(1, labels.shape[1] + 1)
+    is_used = (labels != ignored).numpy()
+    shortest = int((is_used * ends).max(axis=1).argmin())
+    for tensor in tensors_of(batch.inputs):
+        if tensor.shape == labels.shape:
+            is_used |= (tensor != tensor[shortest, -1]).numpy()
+    lengths = (is_used * ends).max(axis=1)
+    order = lengths.argsort(kind="stable")
+    counts = np.arange(1, number)  # of the shorter samples
+    sizes = counts * lengths[order[:-1]] + (number - counts) * lengths.max()
+    if size - sizes.min() <= needed:
+        return [batch]
+    parts = np.split(order, [counts[sizes.argmin()]])
+    return [_narrow(batch, sorted(part), max(1, int(lengths[part].max()))) for part in parts]
+
+
+def _narrow(batch: Batch, positions: Sequence[int], length: int) -> Batch:
+    """Return some samples; their labels, and inputs of the same shape, end at length."""
+    shape, whole = batch.targets.shape, (batch.inputs, batch.targets)
+    short = map_tensors(whole, lambda part: part[:, :length] if part.shape == shape else part)
+    inputs, targets = pick(short, positions, num_samples=batch.num_samples)
+    indices = batch.indices[torch.as_tensor(positions)]
+    return replace(batch, inputs=inputs, targets=targets, indices=indices)
