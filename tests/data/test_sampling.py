@@ -177,15 +177,9 @@ def test_an_epoch_of_a_mix_ends_as_its_rule_says(ends: str, length: int, counts:
     assert samples != sorted(samples)
 
 
-def test_a_mix_with_weights_that_are_too_far_apart_is_refused() -> None:
-    with pytest.raises(DataError, match=r"an epoch has 7.5e\+10 samples"):
-        sampling_of("none", Mix([range(75), range(60)], [1e-9, 1.0], "all"))
-
-
-@pytest.mark.parametrize("ends", ["first", "all"])
-def test_a_mix_with_an_empty_part_is_refused(ends: str) -> None:
+def test_a_mix_with_an_empty_part_is_refused() -> None:
     with pytest.raises(DataError, match="part 2 has no samples"):
-        sampling_of("none", Mix([range(75), range(0)], [3.0, 1.0], ends))
+        sampling_of("none", Mix([range(75), range(0)], [3.0, 1.0], "all"))
 
 
 def test_counts_add_up_and_are_as_near_to_the_weights_as_can_be() -> None:

@@ -20,7 +20,6 @@ from hardened_ddp.errors import DataError
 from hardened_ddp.settings.config import DataConfig
 
 PREFIX = "mix:"
-MOST_SAMPLES = 2**31  # of an epoch: what a computer can shuffle
 _ENDS = ("first", "all", "steps")
 Open = Callable[..., Dataset[Any] | None]  # Any: whatever a sample is
 
@@ -39,16 +38,16 @@ class Mix(ConcatDataset[Any]):  # Any: whatever a sample is
             self.targets = torch.cat([torch.as_tensor(part.targets) for part in parts])
         self.in_memory = all(map(is_in_memory, parts))
 
-    def groups(self) -> list[Samples]:
-        """Return the indices of each part."""
-        return np.split(np.arange(len(self)), self.cumulative_sizes[:-1])
+    def of_epoch(self, length: int) -> tuple[list[Samples], list[int]]:
+        """Return the samples of each part, and how many of them an epoch has. Raises DataError.
 
-    def counts(self, length: int) -> list[int]:
-        """Return how many samples of each part an epoch has. length: samples_per_epoch, or 0."""
+        length: samples_per_epoch, or 0.
+        """
+        groups = np.split(np.arange(len(self)), self.cumulative_sizes[:-1])
         if (self.ends == "steps") != (length > 0):
             why = f"dataset mix: ends is {self.ends}, and samples_per_epoch {length}"
             raise DataError(why, fix="ends: steps needs --samples_per_epoch N, and only it")
-        sizes = list(map(len, self.groups()))
+        sizes = list(map(len, groups))
         if 0 in sizes:
             why = f"dataset mix: part {sizes.index(0) + 1} has no samples"
             raise DataError(why, fix="leave it out of mix:")
@@ -58,12 +57,7 @@ class Mix(ConcatDataset[Any]):  # Any: whatever a sample is
             length = int(min(lengths) + 1e-9)
         elif self.ends == "all":  # so does the last one; the others begin again
             length = math.ceil(max(lengths) - 1e-9)
-        if length > MOST_SAMPLES:
-            raise DataError(
-                f"dataset mix: with these weights an epoch has {length:.2g} samples",
-                fix="give weights that are nearer to each other, or ends: steps",
-            )
-        return counts_by_weight(shares, length)
+        return groups, counts_by_weight(shares, length)
 
 
 def parts_of(config: DataConfig) -> list[DataConfig]:
