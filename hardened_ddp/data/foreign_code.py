@@ -31,7 +31,6 @@ _FIX = (
     "start in the folder that holds the package, or install it, and write package.module:callable"
 )
 _MAX_TEXT = 400  # characters of a foreign error, which may quote a whole file
-_MOST_CAUSES = 8  # of an error, one of another
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
@@ -49,10 +48,9 @@ def import_callable(path: str, *, setting: str, error: type[HardenedError]) -> C
         return error(f"--{setting} {path} {what}", fix=fix)
 
     module_name, _, name = path.partition(":")
-    advice = f"did you mean {meant}?" if (meant := meant_path(path)) else _FIX
     if not all(map(str.isidentifier, [*module_name.split("."), name])):
         what = "is no import path: it has the form package.module:callable, of names with dots "
-        raise refused(what + "between them", advice)
+        raise refused(what + "between them", _FIX)
     try:
         module = _load(module_name)
     except SystemExit as ended:  # a script that reads its own arguments, for example
@@ -63,10 +61,10 @@ def import_callable(path: str, *, setting: str, error: type[HardenedError]) -> C
         frame = traceback.extract_tb(problem.__traceback__)[-1]
         is_inside = not frame.filename.startswith("<frozen importlib")
         if not (is_inside or isinstance(problem, SyntaxError)):  # the module does not exist
-            raise refused(f"can't be imported: {problem}", advice) from problem
+            raise refused(f"can't be imported: {problem}", _FIX) from problem
         log.debug("%s can't be imported", path, exc_info=True)
         where = f" ({frame.filename}:{frame.lineno})" if is_inside else ""  # else the text has it
-        what = f"can't be imported: {describe(problem)}{where}{_root_of(problem)}"
+        what = f"can't be imported: {describe(problem)}{where}"
         raise refused(what, "fix it; --debug shows the whole traceback") from problem
     if not hasattr(module, name):
         near = get_close_matches(name, dir(module), n=1)
@@ -81,17 +79,6 @@ def import_callable(path: str, *, setting: str, error: type[HardenedError]) -> C
         what = "has no signature, so its arguments are unknown"
         raise refused(what, "name your own function that calls it") from unknown
     return found  # type: ignore[no-any-return]  # callable() proves what getattr can't
-
-
-def meant_path(name: str) -> str:
-    """Return the import path that was meant by my_model.Net or dir/my_model.py:Net; else empty."""
-    module_name, has_colon, attribute = name.partition(":")
-    if not has_colon:
-        module_name, _, attribute = name.rpartition(".")
-    module_name = module_name.removesuffix(".py").removeprefix("./").replace("/", ".")
-    meant = f"{module_name}:{attribute}"
-    parts = [*module_name.split("."), attribute]
-    return meant if meant != name and all(map(str.isidentifier, parts)) else ""
 
 
 def import_extra(name: str, *, what: str) -> ModuleType:
@@ -174,14 +161,3 @@ def line_of_user(error: BaseException) -> str:
 def is_stream(dataset: Any) -> bool:  # Any: what a user's callable returned
     """Return whether a dataset keeps the contract of a stream (streams/contract.py)."""
     return hasattr(dataset, "num_shards") and callable(getattr(dataset, "open", None))
-
-
-def _root_of(problem: BaseException) -> str:
-    """Return "; caused by ..." of the error at the start; empty if it is this one.
-
-    WHY: transformers reports each failed import as a missing module.
-    """
-    root = problem
-    for _ in range(_MOST_CAUSES):
-        root = root.__cause__ or root
-    return "" if root is problem else f"; caused by {describe(root)}"

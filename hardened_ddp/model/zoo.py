@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
-from hardened_ddp.data.foreign_code import import_callable, import_torchvision, meant_path
+from hardened_ddp.data.foreign_code import import_callable, import_torchvision
 from hardened_ddp.data.sources.downloads import fetch, weights_of
 from hardened_ddp.data.sources.hub_sets import PREFIX
 from hardened_ddp.errors import DataError, ModelError
@@ -190,7 +190,6 @@ def check_model(name: str) -> None:
     names = models.list_models(module=models)
     if name not in names:
         near = difflib.get_close_matches(name, [*BUILT_IN, *names], n=3)
-        near += [meant] if not near and (meant := meant_path(name)) else []
         raise ModelError(
             f"no model is called {name!r}"
             + (f" (did you mean {' or '.join(near)}?)" if near else ""),

@@ -54,7 +54,8 @@ def build_sampling(dataset: Any, config: DataConfig, *, seed: int) -> Sampling |
                 f"--sampling {kind} with a mix of data sets: both say what an epoch has",
                 fix="leave --sampling out, or give the data sets other weights",
             )
-        return _of_groups("mix", *mixed.of_epoch(length), seed)
+        parts, counts = mixed.of_epoch(length)
+        return _of_groups("mix", parts, counts, seed)
     if kind == EACH_ONCE:
         return None
     if kind.startswith(WEIGHTS_FILE):

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from hardened_ddp.data.batches.collate import find_collate
 from hardened_ddp.data.batches.images import MemoryImages
-from hardened_ddp.data.foreign_code import describe, import_callable, line_of_user, meant_path
+from hardened_ddp.data.foreign_code import describe, import_callable, line_of_user
 from hardened_ddp.data.sources import facts
 from hardened_ddp.data.sources.built_in import (
     DOWNLOADABLE,
@@ -180,7 +180,7 @@ def _known_name(name: str) -> str:
     folded = name.lower().replace("-", "").replace("_", "")
     found = next((known for known in NAMES if known.replace("_", "") == folded), None)
     if found is None:
-        near = nearest(name, NAMES) or meant_path(name)
+        near = nearest(name, NAMES)
         raise DataError(
             f"no dataset is called {name!r}" + (f" (did you mean {near}?)" if near else ""),
             fix=f"--dataset {' | '.join(NAMES)} | hf:FOLDER | text:GLOB | parquet:GLOB | "
