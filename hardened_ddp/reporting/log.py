@@ -1,8 +1,7 @@
 """Logging: one console, one file per rank, and neither ever stops training.
 
-A line that can't be written (disk full, terminal closed) is counted and dropped, and the count is
-logged when writing works again: a run of days must not die because somebody closed its terminal.
-While a run starts, a thread names the part that takes long.
+A line that can't be written (disk full, terminal closed) is dropped: a run of days must not die
+because somebody closed its terminal. While a run starts, a thread names the part that takes long.
 """
 
 import contextlib
@@ -11,7 +10,6 @@ import os
 import select
 import sys
 import threading
-import time
 from collections import deque
 from pathlib import Path
 from typing import TextIO
@@ -94,8 +92,6 @@ class ConsoleHandler(logging.Handler):
         if stream is not None:
             with contextlib.suppress(OSError, ValueError, AttributeError):  # in memory, or closed
                 self._fd = stream.fileno()
-        self._num_lost = 0
-        self._error: BaseException | None = None  # why the last of them was lost
         self.levels_before = (_ROOT.level, _OURS.level)
         self._plain, self._loud = (
             logging.Formatter(f"%(asctime)s {tag}{level}%(message)s", datefmt="%H:%M:%S")
@@ -107,13 +103,8 @@ class ConsoleHandler(logging.Handler):
         line = _format(self._loud if is_loud else self._plain, record)
         if record.name == "py.warnings":  # its second line quotes the source: only the file gets it
             line = line.partition("\n")[0]
-        told = f"{_notice(self._num_lost, self._error)}\n" if self._num_lost else ""
-        try:
-            self.write(f"{told}{line}\n")
-            self._num_lost = 0
-        except (OSError, ValueError) as error:
-            self._num_lost += 1
-            self._error = error
+        with contextlib.suppress(OSError, ValueError):
+            self.write(f"{line}\n")
 
     def write(self, text: str) -> None:
         """Write text at once. Raises OSError or ValueError."""
@@ -164,11 +155,8 @@ class RankFileHandler(logging.Handler):
         line = _encode(_format(self._formatter, record))
         if self.sink is None:
             self._early.append(line)
-            return
-        self.sink.add(line)
-        if self.sink.flush() and (num_lost := self.sink.num_lost):
-            self.sink.num_lost = 0
-            self.sink.add(_encode(_notice(num_lost, self.sink.error)))
+        else:
+            self.sink.add(line)
             self.sink.flush()
 
     def close(self) -> None:
@@ -189,11 +177,6 @@ def _format(formatter: logging.Formatter, record: logging.LogRecord) -> str:
     except Exception as error:  # WHY broad: it runs the __str__ of whatever was logged
         kind = type(error).__name__
         return f"{record.levelname} {record.pathname}:{record.lineno}: unreadable line ({kind})"
-
-
-def _notice(num_lost: int, error: BaseException | None) -> str:
-    clock = time.strftime("%H:%M:%S")
-    return f"{clock} WARNING {num_lost} older log lines could not be written and are lost: {error}"
 
 
 def _encode(line: str) -> bytes:

@@ -83,7 +83,7 @@ class FileSink:
         has_lines: begin on a new line, even if a killed process left an unfinished one.
         """
         self.path = path
-        self.num_lost = 0  # records that were dropped since this was last set to 0
+        self.num_lost = 0  # records that were dropped
         self.error: OSError | None = None  # of the last flush that failed
         self.is_failing = False  # the last flush did
         self._keep_bytes = keep_bytes
