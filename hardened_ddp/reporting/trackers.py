@@ -46,22 +46,14 @@ class TrackerThread:
         self._writer = ReportWriter(flush=lambda: True, name=f"tracker-{name}")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        if self._has_failed:
-            return
         # WHY a copy: a tracker may change what it gets, and others get the same values
-        log_values = methodcaller("log", step, dict(values))
-        if not self._writer.do(partial(self._do, log_values)) and self._writer.num_refused == 1:
-            log.warning(
-                "tracker %s takes its values too slowly: those of step %d, and others from now on, "
-                "are dropped. metrics.jsonl has all of them",
-                self.name,
-                step,
-            )
+        self._writer.do(partial(self._do, methodcaller("log", step, dict(values))))
 
     def close(self) -> None:
         """Let the tracker finish, for half a minute at most."""
         if self._writer.num_refused:
-            log.warning("tracker %s: %d values were dropped", self.name, self._writer.num_refused)
+            text = "tracker %s was too slow: %d values were dropped; metrics.jsonl has all of them"
+            log.warning(text, self.name, self._writer.num_refused)
         last = partial(self._do, methodcaller("close"))
         if not self._writer.close(f"tracker {self.name} to take its last values", last=last):
             log.warning("tracker %s did not close in time: values may be missing", self.name)

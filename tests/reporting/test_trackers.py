@@ -129,7 +129,7 @@ def test_a_tracker_that_hangs_holds_nothing_up(
     assert "tracker slow did not close in time" in caplog.text
 
 
-def test_values_that_a_slow_tracker_does_not_get_are_told_once_and_counted(
+def test_values_that_a_slow_tracker_does_not_get_are_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("hardened_ddp.reporting.sinks._MAX_WAITING", 3)
@@ -150,12 +150,11 @@ def test_values_that_a_slow_tracker_does_not_get_are_told_once_and_counted(
     assert waits.wait(60)
     for step in range(1, 7):
         tracker.log(step, {})
-    [told] = caplog.messages
-    assert "tracker slow takes its values too slowly: those of step 4" in told
     release.set()
     tracker.close()
     assert got == [0, 1, 2, 3, "closed"]
-    assert caplog.messages[1:] == ["tracker slow: 3 values were dropped"]
+    [told] = caplog.messages
+    assert "tracker slow was too slow: 3 values were dropped" in told
 
 
 @pytest.mark.slow
