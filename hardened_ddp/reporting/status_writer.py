@@ -209,10 +209,6 @@ def post_progress(status: RankStatus, env: Mapping[str, str]) -> None:
     told: dict[str, Any] = {"metrics": metrics, "lastUpdatedTime": now}  # Any: JSON
     if status.total_steps:
         told["progressPercentage"] = min(100, 100 * status.step // status.total_steps)
-    if status.total_steps and status.steps_here:
-        s_per_step = max(0.0, status.now - status.began_at) / status.steps_here
-        left = max(0, status.total_steps - status.step)
-        told["estimatedRemainingSeconds"] = int(left * s_per_step)
     headers = {"Content-Type": "application/json"}
     if path := env.get(_KUBEFLOW_TOKEN):  # WHY each time: a token lives for an hour
         headers["Authorization"] = f"Bearer {Path(path).read_text().strip()}"
