@@ -189,7 +189,8 @@ def measure(settings: Resolved, group: Group, options: Mapping[str, str]) -> int
     """Measure a trained model on its test set, every sample once. Collective: all ranks."""
     from hardened_ddp.training.evaluate_run import evaluate_run
 
-    return evaluate_run(settings, group, options)  # collective
+    evaluate_run(settings, group, options)  # collective
+    return 0
 
 
 def train(settings: Resolved, group: Group) -> int:

@@ -16,8 +16,6 @@ from hardened_ddp.settings.wording import printable
 log = logging.getLogger(__name__)
 
 _NAME = "summary.json"
-# The exit status if nobody reads the report of evaluate: what a shell gives for SIGPIPE.
-READER_HAS_GONE = 141
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
@@ -65,11 +63,8 @@ def closing_lines(
 
 def tell_report(
     report: Mapping[str, Any], *, metrics: str, table: Sequence[str], place: Path, output: TextIO
-) -> bool:
-    """Write the report to place, complete or not at all, and print it. Raises RunFolderError.
-
-    Returns False if whoever read the output has gone, as in: ... | head.
-    """
+) -> None:
+    """Write the report to place, complete or not at all, and print it. Raises RunFolderError."""
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         write_whole(place, json.dumps(report, indent=1) + "\n")
@@ -90,10 +85,8 @@ def tell_report(
     try:
         output.write(printable(text).encode("ascii", "backslashreplace").decode("ascii"))
         output.flush()
-    except BrokenPipeError:
+    except BrokenPipeError:  # whoever read the output has gone, as in: ... | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())  # for what is not sent yet
-        return False
-    return True
 
 
 def _plain(value: Any) -> Any:  # Any: JSON

@@ -22,7 +22,7 @@ from hardened_ddp.model.moving_attributes import MovingAttributes
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.resources import collect_as_usual
-from hardened_ddp.reporting.summary import READER_HAS_GONE, tell_report
+from hardened_ddp.reporting.summary import tell_report
 from hardened_ddp.settings.commands import AVERAGED
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.layers import Resolved
@@ -36,7 +36,7 @@ from hardened_ddp.training.state import receive
 from hardened_ddp.training.weights import MODEL_PREFIX, model_tensors, rebuild_model
 
 
-def evaluate_run(settings: Resolved, group: Group, options: Mapping[str, str]) -> int:
+def evaluate_run(settings: Resolved, group: Group, options: Mapping[str, str]) -> None:
     """Evaluate the best or newest checkpoint of what --resume names; report it. Collective."""
     config, output, averaged = settings.config, options["output"], options["weights"] == AVERAGED
     saved: list[Found] = []  # on rank 0
@@ -71,7 +71,7 @@ def evaluate_run(settings: Resolved, group: Group, options: Mapping[str, str]) -
         "world_size": group.world_size,
     }
 
-    def tell() -> bool:
+    def tell() -> None:
         path = saved[0].path
         run, name = path.parent.parent, f"evaluation-{path.name}.json"
         # WHY: the run of a colleague may be read, and not written to
@@ -80,11 +80,9 @@ def evaluate_run(settings: Resolved, group: Group, options: Mapping[str, str]) -
         report["checkpoint"] = str(path)
         metrics = with_loss(report["loss"], described(task.test_metrics, report))
         table = report_lines(report)
-        return tell_report(report, metrics=metrics, table=table, place=place, output=sys.stdout)
+        tell_report(report, metrics=metrics, table=table, place=place, output=sys.stdout)
 
-    is_read = group.run_on_main(tell, what="writing the report")  # collective
-    # WHY only alone: torchrun would show its ranks as failed.
-    return 0 if is_read or group.world_size > 1 else READER_HAS_GONE
+    group.run_on_main(tell, what="writing the report")  # collective
 
 
 def measure(
