@@ -69,12 +69,8 @@ class MetricsLog:
         unwritten = [sink for sink in self._sinks if not sink.close()]
         num_lost = sum(sink.num_lost for sink in self._sinks) + self._writer.num_refused
         if unwritten or num_lost:
-            log.warning(
-                "%d records of metrics could not be written to %s: %s",
-                num_lost,
-                ", ".join(str(sink.path) for sink in unwritten or self._sinks),
-                next((sink.error for sink in self._sinks if sink.error), "the disk was too slow"),
-            )
+            error = next((sink.error for sink in self._sinks if sink.error), "the disk is too slow")
+            log.warning("%d records of metrics could not be written: %s", num_lost, error)
 
     def _add_scalars(self, step: int, numbers: Mapping[str, float], now: float) -> None:
         finite = {
@@ -107,13 +103,10 @@ class MetricsLog:
             self._events.add(_framed(event.SerializeToString()))
 
     def _flush(self) -> bool:
-        """Write to all files; for each, warn once that it fails, and once that it works again."""
+        """Write to all files; for each, warn once that it fails."""
         for sink in self._sinks:
             was_failing = sink.is_failing
-            is_written = sink.flush()
-            if is_written and was_failing:
-                log.warning("%s is written again, %d records lost", sink.path, sink.num_lost)
-            elif not is_written and not was_failing:
+            if not sink.flush() and not was_failing:
                 log.warning("%s can't be written, training continues: %s", sink.path, sink.error)
         return not any(sink.is_failing for sink in self._sinks)
 

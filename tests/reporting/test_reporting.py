@@ -319,9 +319,9 @@ class TestMetrics:
             metrics.scalars(step, {"loss": 1.0, "accuracy": 0.5})
         wait_for(lambda: caplog.messages, limit_s=60)
         full.clear()
-        wait_for(lambda: len(caplog.messages) > 1, limit_s=60)  # without a new report
+        wait_for((tmp_path / "metrics.jsonl").is_file, limit_s=60)  # without a new report
         metrics.close()
-        assert "metrics.jsonl is written again, 0 records lost" in caplog.messages[1]
+        assert len(caplog.messages) == 1
         assert [line["step"] for line in read_lines(tmp_path)] == list(range(1, 100))
         steps = [point.step for point in read_board(tmp_path).Scalars("accuracy")]
         assert steps == list(range(1, 100))
