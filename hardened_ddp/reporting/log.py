@@ -10,7 +10,6 @@ import os
 import select
 import sys
 import threading
-from collections import deque
 from pathlib import Path
 from typing import TextIO
 
@@ -30,8 +29,7 @@ _END_LIMIT_S = 2.0
 
 _ROOT = logging.getLogger()
 _OURS = logging.getLogger("hardened_ddp")
-_MAX_EARLY_LINES = 2_000
-_KEEP_BYTES = 256 * 1024  # of a rank's log, in memory, while its disk is full
+_KEEP_BYTES = 256 * 1024  # of a rank's log, in memory, while it has no file or its disk is full
 
 
 def start_logging(
@@ -128,9 +126,8 @@ class RankFileHandler(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sink: FileSink | None = None
         # WHY lines and not records: a record with an exception keeps the exception's tensors alive.
-        self._early: deque[bytes] = deque(maxlen=_MAX_EARLY_LINES)
+        self._sink = FileSink(None, keep_bytes=_KEEP_BYTES)
         self._formatter = logging.Formatter(
             "%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s",
             datefmt="%Y-%m-%d %H:%M:%S",
@@ -140,28 +137,22 @@ class RankFileHandler(logging.Handler):
         """Write to path from here on, earlier lines first. Warns if that fails."""
         self.acquire()
         try:
-            if self.sink is not None:
-                self.sink.close()
-            self.sink = FileSink(path, keep_bytes=_KEEP_BYTES)
-            while self._early:
-                self.sink.add(self._early.popleft())
-            is_written, error = self.sink.flush(), self.sink.error
+            self._sink.path = path
+            is_written = self._sink.flush()
         finally:
             self.release()
         if not is_written:
-            log.warning("this rank's log file can't be written, training continues: %s", error)
+            log.warning(
+                "this rank's log file can't be written, training continues: %s", self._sink.error
+            )
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = _encode(_format(self._formatter, record))
-        if self.sink is None:
-            self._early.append(line)
-        else:
-            self.sink.add(line)
-            self.sink.flush()
+        line = _format(self._formatter, record) + "\n"
+        self._sink.add(line.encode("ascii", "backslashreplace"))
+        self._sink.flush()
 
     def close(self) -> None:
-        if self.sink is not None:
-            self.sink.close()
+        self._sink.close()
         super().close()
 
 
@@ -177,10 +168,6 @@ def _format(formatter: logging.Formatter, record: logging.LogRecord) -> str:
     except Exception as error:  # WHY broad: it runs the __str__ of whatever was logged
         kind = type(error).__name__
         return f"{record.levelname} {record.pathname}:{record.lineno}: unreadable line ({kind})"
-
-
-def _encode(line: str) -> bytes:
-    return (line + "\n").encode("ascii", "backslashreplace")
 
 
 class StartUp:

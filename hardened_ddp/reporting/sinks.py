@@ -77,9 +77,10 @@ def printed(stream: TextIO) -> TextIO:
 class FileSink:
     """A file of ours to which records are appended. What fails is kept and retried."""
 
-    def __init__(self, path: Path, *, keep_bytes: int, has_lines: bool = True) -> None:
-        """keep_bytes: how much is kept while the disk is full; older records are dropped.
+    def __init__(self, path: Path | None, *, keep_bytes: int, has_lines: bool = True) -> None:
+        """path: None as long as it is not known: records wait until it is set.
 
+        keep_bytes: how much waits at most, also while the disk is full; older records are dropped.
         has_lines: begin on a new line, even if a killed process left an unfinished one.
         """
         self.path = path
@@ -96,9 +97,14 @@ class FileSink:
     def add(self, record: bytes) -> None:
         self._waiting.append(record)
         self._size += len(record)
+        while self._size > self._keep_bytes and len(self._waiting) > 1:
+            self._size -= len(self._waiting.popleft())
+            self.num_lost += 1
 
     def flush(self) -> bool:
         """Write the queued records; return whether all are written. Never raises OSError."""
+        if self.path is None:
+            return False
         try:
             fd = self._open() if self._fd is None else self._fd
             while self._rest or self._waiting:
@@ -111,9 +117,6 @@ class FileSink:
             self.error, self.is_failing = error, True
             # WHY: after a lost mount the old descriptor stays dead; the path may come back.
             self._close_fd()
-            while self._size > self._keep_bytes:  # but never the rest of a record
-                self._size -= len(self._waiting.popleft())
-                self.num_lost += 1
             return False
         self.is_failing = False
         return True
@@ -127,6 +130,7 @@ class FileSink:
         return is_written
 
     def _open(self) -> int:
+        assert self.path is not None
         self.path.parent.mkdir(parents=True, exist_ok=True)
         fd = self._fd = open_no_link(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         size = os.fstat(fd).st_size
