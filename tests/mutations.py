@@ -273,13 +273,6 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
             "settings_problems",
         )
     ],
-    "settings/layers.py": [
-        (
-            'told = str(error).replace("--resume ", "") if is_named else str(error)',
-            "told = str(error)",
-            "settings_problems settings",
-        )
-    ],
 }
 """For each file: what stands there, what takes its place, and the tests: hangs are those of
 test_hangs.py in a folder of tests/."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from hardened_ddp.errors import RunFolderError
 from hardened_ddp.settings.document import Misfit
 from hardened_ddp.settings.typed_command import own_command
-from hardened_ddp.settings.wording import nearest, shown
+from hardened_ddp.settings.wording import shown
 
 SAVED_SETTINGS = "config.yaml"
 CHECKPOINTS_NAME = "checkpoints"
@@ -27,7 +27,6 @@ NOT_INHERITED = frozenset(
     {"single_gpu", "cpu_only", "backend", "timeout_s", "resume", "run_name", "output_dir"}
 )
 WHICH_RUN = ("resume", "run_name", "output_dir")
-WORDS = ("auto", "never", "newest")
 
 
 def find_run(*, resume: str, run_name: str, output_dir: str) -> Path | None:
@@ -154,19 +153,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _hint(path: Path, output_dir: Path) -> str:
-    """Name folders that may be meant: those beside path, and the runs."""
-    names: dict[str, str] = {}
-    for parent in (output_dir, path.parent):
-        try:
-            folders = (found for found in parent.iterdir() if found.is_dir() and found != path)
-            names |= {found.name: str(found) for found in folders}
-        except OSError:
-            continue  # a folder that can't be read has nothing to offer
-    words = {word: f"--resume {word}" for word in WORDS}
-    near = nearest(path.name, [*names, *words])
-    if near:
-        return f"did you mean {(names | words)[near]}?"
-    runs = sorted(found for found in names.values() if _is_run(Path(found)))
-    if not runs:
-        return f"there is no run in {output_dir}"
-    return "there are: " + ", ".join(runs[-5:])
+    """Name the newest runs beside path, and in the folder of all runs."""
+    folders = {*output_dir.glob("*"), *path.parent.glob("*")}
+    runs = sorted(str(found) for found in folders if _is_run(found))
+    return f"there are: {', '.join(runs[-5:])}" if runs else f"there is no run in {output_dir}"

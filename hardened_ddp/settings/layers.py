@@ -119,8 +119,7 @@ def _earlier_run(chosen: Layer, *, is_named: bool) -> tuple[Path | None, Layer]:
             raise Misfit(told)
         text = (folder / SAVED_SETTINGS).read_text("utf-8", "replace")
     except Misfit as error:
-        told = str(error).replace("--resume ", "") if is_named else str(error)
-        return None, Layer(problems=[f"{where}: {told}"], is_complete=False)
+        return None, Layer(problems=[f"{where}: {error}"], is_complete=False)
     except OSError as error:
         problem = f"{where}: {error.filename} can't be read: {error.strerror}"
         return None, Layer(problems=[problem], is_complete=False)

@@ -39,10 +39,6 @@ class TestProblems:
             "my.yaml:4",
         ]
 
-    def test_who_names_a_run_by_a_word_is_not_told_of_a_flag_for_it(self) -> None:
-        assert "did you mean --resume newest?" in problem_of("--resume newst")
-        assert "did you mean newest?" in problem_of("evaluate newst")
-
     @pytest.mark.parametrize(
         ("given", "meant"),
         [
