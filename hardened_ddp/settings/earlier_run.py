@@ -78,17 +78,14 @@ def find_folder(name: str, output_dir: Path) -> Path:
         return max(runs, key=changed_at)
     fix = f"choose a run of {output_dir}: {', '.join(run.name for run in runs[-5:])}"
     if not runs:
-        fix = f"{output_dir} has no run yet; start one: {own_command()}"
+        fix = f"{output_dir} has no run; start one: {own_command()}, or name it by --output_dir"
     there = next((place for place in places if os.path.exists(place)), None)
     if not name:
         why = f"there is no run in {output_dir}"
-        fix = "name its folder, or the folder of all runs with --output_dir"
     elif there is None:
         why = f"there is no run {name}: neither the folder {name} nor {output_dir / name} exists"
-    elif there.is_dir():
-        why = f"{there} is not a run folder: no {CHECKPOINTS_NAME}, no {STATUS_FOLDER}, no logs"
     else:
-        why = f"{there} is a file, not a run folder"
+        why = f"{there} is not a run folder: no {CHECKPOINTS_NAME}, no {STATUS_FOLDER}, no logs"
     raise RunFolderError(why, fix=fix)
 
 
@@ -149,7 +146,8 @@ def _run_at(path: Path, output_dir: Path) -> Path:
 
 def _is_run(folder: Path) -> bool:
     # WHY both: the project's own folder has a config.yaml too
-    return (folder / SAVED_SETTINGS).is_file() and (folder / CHECKPOINTS_NAME).is_dir()
+    is_saved = os.path.isfile(folder / SAVED_SETTINGS)  # Path's raises where it may not look
+    return is_saved and os.path.isdir(folder / CHECKPOINTS_NAME)
 
 
 def _hint(path: Path, output_dir: Path) -> str:

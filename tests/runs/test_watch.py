@@ -396,7 +396,7 @@ def test_a_wrong_run_or_interval_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="is not a run folder"):
         watched(tmp_path)
     (tmp_path / "a file").touch()
-    with pytest.raises(RunFolderError, match="a file is a file, not a run folder"):
+    with pytest.raises(RunFolderError, match="a file is not a run folder"):
         watched(tmp_path / "a file")
     (tmp_path / "logs").mkdir()
     with pytest.raises(ConfigError, match="needs seconds, from"):
