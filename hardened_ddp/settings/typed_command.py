@@ -6,6 +6,7 @@ Does not own: which launcher started the ranks, and how (ranks/launchers_env.py)
 some commands need (data/foreign_code.py).
 """
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -101,14 +102,22 @@ def torchrun_words() -> tuple[str, ...]:
 def pip_command(requirements: str, package: str = "") -> str:
     """Write how to install what a file of requirements names, or one package of it."""
     path = ROOT / requirements
-    if not path.is_file():
-        wanted = _declared(is_extra="extras" in requirements, package=package)
-        return python_command("-m", "pip", "install", *wanted)
-    if not package:
-        return python_command("-m", "pip", "install", "-r", path)
-    lines = path.read_text(encoding="utf-8").splitlines()
-    pinned = [line.partition("#")[0].strip() for line in lines if line.startswith(package)]
-    return python_command("-m", "pip", "install", *pinned)
+    if path.is_file():
+        if not package:
+            return python_command("-m", "pip", "install", "-r", path)
+        lines = path.read_text(encoding="utf-8").splitlines()
+        wanted = [line.partition("#")[0].strip() for line in lines if line.startswith(package)]
+    elif package:
+        wanted = [package]
+    else:  # an installed package: what it declares
+        import importlib.metadata  # WHY here: only a message needs it
+
+        lines = []
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a copied folder
+            lines = importlib.metadata.requires(PROGRAM) or []
+        of_extras = [line for line in lines if ("extra ==" in line) is ("extras" in requirements)]
+        wanted = [line.partition(";")[0].strip() for line in of_extras]
+    return python_command("-m", "pip", "install", *wanted)
 
 
 def missing_package(error: ModuleNotFoundError) -> MissingPackageError | None:
@@ -145,19 +154,6 @@ def working_folder() -> str:
         return ""
 
 
-def _declared(*, is_extra: bool, package: str) -> list[str]:
-    """List what the installed package asks for, or what its extras do; of it one package."""
-    import importlib.metadata  # WHY here: only a message needs it
-
-    try:
-        lines = importlib.metadata.requires(PROGRAM) or []
-    except importlib.metadata.PackageNotFoundError:
-        lines = []
-    found = [line.partition(";")[0].strip() for line in lines if ("extra ==" in line) is is_extra]
-    named = [word for word in found if word.startswith(package)]
-    return sorted(set(named)) or [package or PROGRAM]
-
-
 def _is_left() -> bool:
     """Whether a launcher has left the user's folder for the project's: see launch_examples.sh."""
     return sys.argv[0] == str(SCRIPT) and working_folder() == str(ROOT)
@@ -180,10 +176,4 @@ def _found(word: str) -> str | Path:
     if not (os.path.isabs(word) and os.path.isfile(word)):
         return word
     name = os.path.basename(word)
-    for known in ("python", name) if name.startswith("python") else (name,):
-        found = shutil.which(known) or ""
-        # WHY the folder too: the Python of two environments may be links to the same file.
-        is_beside = os.path.dirname(found) == os.path.dirname(word)
-        if is_beside and os.path.realpath(found) == os.path.realpath(word):
-            return known
-    return Path(word)
+    return name if shutil.which(name) == word else Path(word)
