@@ -32,13 +32,10 @@ class Bounds:
         is_below = value < self.high if self.is_high_open else value <= self.high
         return is_above and is_below and value < math.inf
 
-    def words(self, *, found: float = 0) -> str:
-        """Say which numbers these are; found: the one that is none of them."""
+    def words(self, *, in_full: bool = False) -> str:
+        """Say which numbers these are; in_full: also that a count must fit into 32 bits."""
         low = f"above {self.low:g}" if self.is_low_open else f"{self.low:g} or more"
-        if isinstance(found, float) and not math.isfinite(found):
-            return f"{low}, finite"
-        # WHY: that a count must fit into 32 bits matters only to someone who exceeded it
-        if math.isinf(self.high) or (self.high >= LARGEST_COUNT and found <= self.high):
+        if math.isinf(self.high) or (self.high >= LARGEST_COUNT and not in_full):
             return low
         return f"{low}, {'below' if self.is_high_open else 'at most'} {self.high}"
 

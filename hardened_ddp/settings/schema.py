@@ -22,7 +22,7 @@ from hardened_ddp.settings.config import (
     Shape,
 )
 from hardened_ddp.settings.document import Misfit, plain_value, read_word
-from hardened_ddp.settings.wording import nearest, shown, url_problem
+from hardened_ddp.settings.wording import shown, url_problem
 
 AUTO = "auto"
 # Where a value comes from, besides FILE:LINE.
@@ -156,9 +156,7 @@ def fit(setting: Setting, value: Any) -> Any:  # Any: from YAML; to the type of 
         number = float(str(value))  # WHY str: of 400 digits it is infinite, and no OverflowError
     if type(number) is not setting.type:
         kind = _FOUND_WORDS.get(type(value), "")
-        is_unquoted = setting.type is str and not setting.choices and type(value) in (int, float)
-        hint = f'; as text it is written "{value}"' if is_unquoted else ""
-        raise Misfit(f"found {shown(value)} ({kind}), needs {needs(setting)}{hint}")
+        raise Misfit(f"found {shown(value)} ({kind}), needs {needs(setting)}")
     if setting.takes_path and ":" in value:
         if not re.fullmatch(setting.shape.pattern, value):
             raise Misfit(f"found {shown(value)}, needs {needs(setting)}")
@@ -167,14 +165,14 @@ def fit(setting: Setting, value: Any) -> Any:  # Any: from YAML; to the type of 
     return number
 
 
-def needs(setting: Setting, *, found: float = 0) -> str:
-    """Say in words what the setting takes; found: the number that it does not take."""
+def needs(setting: Setting) -> str:
+    """Say in words what the setting takes."""
     if setting.choices:
         words = ("one of " if len(setting.choices) > 1 else "") + ", ".join(setting.choices)
         return f"{words}, or {setting.shape.words}" if setting.takes_path else words
     words = setting.shape.words if setting.type is str else _TYPE_WORDS[setting.type]
     if setting.bounds:
-        words += f", {setting.bounds.words(found=found)}"
+        words += f", {setting.bounds.words(in_full=True)}"
     if setting.has_auto:
         words = f"auto, {words}" if setting.type is bool else f"auto or {words}"
     return words
@@ -182,11 +180,8 @@ def needs(setting: Setting, *, found: float = 0) -> str:
 
 def _check(setting: Setting, value: Any, *, given: object) -> None:  # Any: the type of the setting
     """Raise Misfit if a value of the right type is not one of those that the setting takes."""
-    hint = ""
     if setting.choices:
         is_fit = value in setting.choices
-        near = "" if is_fit else nearest(value, setting.choices)
-        hint = f"; did you mean {near}?" if near else ""
     elif setting.type is str:
         is_fit = re.fullmatch(setting.shape.pattern, value) is not None
         if any("\udc80" <= letter <= "\udcff" for letter in value):
@@ -201,12 +196,9 @@ def _check(setting: Setting, value: Any, *, given: object) -> None:  # Any: the 
     elif setting.type is dict:
         is_fit = True
         for key in value:
-            if not key.isidentifier():
-                # WHY the hint: in YAML {depth:18} is the key "depth:18" without a value
-                hint = "; is a space missing after the colon?" if ":" in key else ""
-                raise Misfit(f"found the key {shown(key)}, needs the name of an argument{hint}")
+            if not key.isidentifier():  # in YAML {depth:18} is the key "depth:18" without a value
+                raise Misfit(f"found the key {shown(key)}, needs NAME: VALUE, with a space between")
     else:
         is_fit = setting.bounds is None or setting.bounds.holds(value)
     if not is_fit:
-        found = 0 if isinstance(value, str) else value
-        raise Misfit(f"found {shown(given)}, needs {needs(setting, found=found)}{hint}")
+        raise Misfit(f"found {shown(given)}, needs {needs(setting)}")
