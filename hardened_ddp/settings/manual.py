@@ -54,10 +54,7 @@ def help_text(topic: str = TRAIN) -> str:
 def setting_texts() -> Mapping[str, str]:
     """Read what each setting does: its docstring, which Python itself drops."""
     found = {}
-    try:
-        sections = ast.parse(inspect.getsource(config)).body
-    except OSError:  # a program that was packed without its source
-        return dict.fromkeys(SETTINGS, "see config.yaml")
+    sections = ast.parse(inspect.getsource(config)).body
     for section in (node for node in sections if isinstance(node, ast.ClassDef)):
         for field, below in pairwise(section.body):
             match field, below:
@@ -99,14 +96,10 @@ def _examples() -> list[str]:
     two = (*torchrun_words(), "--standalone", "--nproc_per_node=2", str(SCRIPT))
     if is_installed():
         two = (*program_words(), "--nproc_per_node=2")
-    ranks = StartCommand(two, working_folder())
     commands = [
         own_command("--single_gpu", "--batch_size", "128"),
-        own_command("--cpu_only", "--epochs", "1", "--no_tensorboard"),
-        ranks.typed("--cpu_only", "--run_name", "first"),
-        ranks.typed("--learning_rate", "3e-4"),
-        ranks.typed("--resume", "newest", "--epochs", "20"),
-        own_command("--single_gpu", "--model", "mlp", "--model_args", "{hidden: 256, depth: 2}"),
+        StartCommand(two, working_folder()).typed("--resume", "newest", "--epochs", "20"),
+        own_command("--cpu_only", "--model", "mlp", "--model_args", "{hidden: 256, depth: 2}"),
     ]
     return [f"  {command}\n" for command in commands]
 

@@ -136,12 +136,12 @@ class TestHelp:
             assert setting_texts()[name].split()[0] in text
             assert all(choice in text for choice in setting.choices)
 
-    def test_it_has_sections_commands_and_six_examples_that_parse(self) -> None:
+    def test_it_has_sections_commands_and_three_examples_that_parse(self) -> None:
         text = help_text()
         assert all(f"\n{title}\n" in text for title in TITLES.values())
         assert all(f"\n  {command} " in text for command in ("train", *COMMANDS))
         examples = text.partition("Examples\n")[2].partition("\n\n")[0].splitlines()
-        assert len(examples) == 6
+        assert len(examples) == 3
         for example in examples:
             words = shlex.split(example)
             script = next(n for n, word in enumerate(words) if word.endswith("ddp_training.py"))
@@ -227,18 +227,8 @@ class TestAnything:
         assert repr(again) == repr(flatten(config))
 
 
-def test_titles_do_not_depend_on_docstrings_nor_help_on_the_source(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_titles_do_not_depend_on_docstrings() -> None:
     code = "from hardened_ddp.settings.schema import TITLES; print(*TITLES.values(), sep='|')"
     command = [sys.executable, "-OO", "-c", code]
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True)
     assert done.stdout.strip() == "|".join(TITLES.values())
-
-    def fail(module: object) -> str:
-        raise OSError("could not get source code")
-
-    setting_texts.cache_clear()
-    monkeypatch.setattr("inspect.getsource", fail)
-    assert "--batch_size N" in help_text()
-    setting_texts.cache_clear()
