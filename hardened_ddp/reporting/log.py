@@ -127,7 +127,8 @@ class RankFileHandler(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         # WHY lines and not records: a record with an exception keeps the exception's tensors alive.
-        self._sink = FileSink(None, keep_bytes=_KEEP_BYTES)
+        self._sink = FileSink(Path(), keep_bytes=_KEEP_BYTES)
+        self._has_file = False
         self._formatter = logging.Formatter(
             "%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s",
             datefmt="%Y-%m-%d %H:%M:%S",
@@ -137,7 +138,7 @@ class RankFileHandler(logging.Handler):
         """Write to path from here on, earlier lines first. Warns if that fails."""
         self.acquire()
         try:
-            self._sink.path = path
+            self._sink.path, self._has_file = path, True
             is_written = self._sink.flush()
         finally:
             self.release()
@@ -149,10 +150,12 @@ class RankFileHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         line = _format(self._formatter, record) + "\n"
         self._sink.add(line.encode("ascii", "backslashreplace"))
-        self._sink.flush()
+        if self._has_file:
+            self._sink.flush()
 
     def close(self) -> None:
-        self._sink.close()
+        if self._has_file:
+            self._sink.close()
         super().close()
 
 

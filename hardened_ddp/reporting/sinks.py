@@ -77,8 +77,8 @@ def printed(stream: TextIO) -> TextIO:
 class FileSink:
     """A file of ours to which records are appended. What fails is kept and retried."""
 
-    def __init__(self, path: Path | None, *, keep_bytes: int, has_lines: bool = True) -> None:
-        """path: None as long as it is not known: records wait until it is set.
+    def __init__(self, path: Path, *, keep_bytes: int, has_lines: bool = True) -> None:
+        """path: it is opened by the first flush, and may be set until then.
 
         keep_bytes: how much waits at most, also while the disk is full; older records are dropped.
         has_lines: begin on a new line, even if a killed process left an unfinished one.
@@ -103,8 +103,6 @@ class FileSink:
 
     def flush(self) -> bool:
         """Write the queued records; return whether all are written. Never raises OSError."""
-        if self.path is None:
-            return False
         try:
             fd = self._open() if self._fd is None else self._fd
             while self._rest or self._waiting:
@@ -130,7 +128,6 @@ class FileSink:
         return is_written
 
     def _open(self) -> int:
-        assert self.path is not None
         self.path.parent.mkdir(parents=True, exist_ok=True)
         fd = self._fd = open_no_link(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         size = os.fstat(fd).st_size
