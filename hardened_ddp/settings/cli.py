@@ -214,7 +214,7 @@ def _read_options(
     for name, option in options.items():
         value = values.setdefault(name, option.default)
         place = name.upper() if option.is_word else f"--{name}"
-        if option.is_word and not value and not option.is_optional:
+        if option.is_word and not value and not option.usage.startswith("["):
             problems.append(f"{place}: is missing: {option.text}")
         if option.is_place:
             found = filter(None, map(url_problem, value.split("\n")))

@@ -108,17 +108,10 @@ def _command_help(name: str, command: Command) -> str:
     usage = [f"usage: {_program()} {name}"]
     entries = []
     for option in command.options:
-        value = "|".join(option.choices) or option.name.upper()
-        word = f"[{option.name.upper()}]" if option.is_optional else option.name.upper()
-        word += " ..." * option.is_repeated
-        flag = f"--{option.name}"
-        form = word if option.is_word else flag if option.is_switch else f"{flag} {value}"
-        # WHY not form: its choices stand below
-        short = f"[{flag}]" if option.is_switch else f"[{flag} {option.name.upper()}]"
-        usage.append(form if option.is_word else short)
+        usage.append(option.usage if option.is_word else f"[{option.usage}]")
         needs = f"needs {option.needs}" if option.needs else ""
         default = f"default: {option.default}" if option.default else ""
-        entries.append(_entry(form, option.text, needs, default))
+        entries.append(_entry(option.usage, option.text, needs, default))
     if command.takes_settings:
         usage.append("[--SETTING VALUE ...]")
         text = "Any setting of training, such as --cpu_only"
