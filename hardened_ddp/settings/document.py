@@ -71,10 +71,7 @@ def read_file(path: str) -> list[Entry]:
         return read_text(raw.decode("utf-8-sig"))
     except Misfit as error:
         raise Misfit(f"{path}{f':{error.line}' if error.line else ''}: {error}") from error
-    except UnicodeDecodeError as error:
-        why = f"{error.reason} at byte {error.start}"
-        raise Misfit(f"{path}: is not UTF-8 text: {why}") from error
-    except (OSError, ValueError) as error:  # ValueError: no file can have such a name
+    except (OSError, ValueError) as error:  # ValueError: no such name can be, or it is no UTF-8
         name = path if isinstance(error, OSError) else shown(path)
         raise Misfit(f"{name}: can't be read: {getattr(error, 'strerror', error)}") from error
 
@@ -106,11 +103,9 @@ def _compose(text: str) -> Any:  # Any: a yaml.Node or None
     try:
         return yaml.compose(text, Loader=_loader_class())
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        context, began = error.context, error.context_mark
-        if context and mark and began and began.line != mark.line:
-            context += f" that begins in line {began.line + 1}"  # a key without ":", an open quote
-        told = ", ".join(part for part in (context, error.problem) if part)
+        # WHY the context's first: there begins a key without ":", or an open quote
+        mark = error.context_mark or error.problem_mark
+        told = ", ".join(part for part in (error.context, error.problem) if part)
         raise Misfit(f"is not YAML: {told}", line=mark.line + 1 if mark else 0) from error
     except yaml.reader.ReaderError as error:
         # WHY not error.position: the C parser counts bytes, the other one characters

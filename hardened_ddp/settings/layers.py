@@ -13,7 +13,7 @@ from pathlib import Path
 from hardened_ddp.settings.cli import Request
 from hardened_ddp.settings.commands import TRAIN
 from hardened_ddp.settings.config import Config
-from hardened_ddp.settings.document import Entry, Misfit, read_file
+from hardened_ddp.settings.document import Misfit, read_file
 from hardened_ddp.settings.earlier_run import NOT_INHERITED, SAVED_SETTINGS, WHICH_RUN, find_run
 from hardened_ddp.settings.record import read_back
 from hardened_ddp.settings.rules import broken_rules, place, problems_error
@@ -22,7 +22,6 @@ from hardened_ddp.settings.schema import (
     DEFAULT,
     RUN,
     SETTINGS,
-    TITLES,
     Layer,
     assemble,
     fit,
@@ -156,16 +155,11 @@ def _layer(path: str, *, apart_from: Collection[str] = ()) -> Layer:
             if entry.key in apart_from:
                 continue
             if entry.key not in SETTINGS:
-                raise Misfit(_unknown_key(entry))
+                meant = advice(entry.key.lstrip("-").replace("-", "_"), SETTINGS)
+                raise Misfit(f"no such setting; {meant}")
             layer.values[entry.key] = fit(SETTINGS[entry.key], entry.value)
             layer.sources[entry.key] = f"{path}:{entry.line}"
         except Misfit as misfit:
             layer.problems.append(f"{where}: {misfit}")
             layer.bad_names.add(entry.key)
     return layer
-
-
-def _unknown_key(entry: Entry) -> str:
-    if entry.key in TITLES and isinstance(entry.value, dict):
-        return "no such setting; settings have no sections here: write them without indentation"
-    return f"no such setting; {advice(entry.key.lstrip('-').replace('-', '_'), SETTINGS)}"
