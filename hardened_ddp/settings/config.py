@@ -128,11 +128,9 @@ class DeviceConfig:
     backend: Backend = "auto"
     """Backend of the process group. auto: nccl between GPUs, gloo between CPUs."""
     timeout_s: Seconds = 600.0
-    """Seconds that a collective waits for the other ranks. Too low: a slow disk ends the run. Too
-    high: a dead rank is noticed late."""
+    """Seconds that a collective waits for the other ranks. Too low: a slow disk ends the run."""
     seed: Seed = 0
-    """Seed of the initial weights, the sample order, augmentation and dropout. The same seed gives
-    the same run."""
+    """Seed of initial weights, sample order, augmentation, dropout: the same seed, the same run."""
     deterministic: bool = False
     """Use deterministic kernels, so that two runs on GPUs agree bit for bit. Slower. A kernel
     without a deterministic version is named in a warning."""
@@ -147,9 +145,8 @@ class DataConfig:
     dataset_args: Arguments = field(default_factory=dict)
     """Arguments of the dataset, as a mapping: {name: value, ...}."""
     collate: Literal["auto"] | OwnCallable = "auto"
-    """How samples become a batch, such as with padding. auto: by the dataset's own collate_fn if it
-    has one, else by torch's default. Or your own function, which takes a list of samples and
-    returns (inputs, labels)."""
+    """How samples become a batch, such as with padding. auto: by the dataset's own collate_fn, else
+    by torch's. Or your own function, which takes a list of samples and gives (inputs, labels)."""
     data_dir: Local[Place] = "data"
     """Folder of the datasets, on each node."""
     download: Local[bool] = True
@@ -161,21 +158,18 @@ class DataConfig:
     """Samples of one optimizer step over all ranks. Each rank splits its share into micro-batches
     of batch_size. auto: batch_size x ranks x accumulation_steps."""
     eval_batch_size: Count = 256
-    """Samples per rank in one forward of evaluation. It may be larger than batch_size, because
-    evaluation keeps no gradients."""
+    """Samples per rank in one forward of evaluation, which keeps no gradients."""
     num_workers: Local[CountOrZero | None] = None
     """Processes per rank that load samples. 0: load in the training process. auto: from the number
     of CPUs per rank. More workers than CPUs: slower."""
     prefetch_factor: Local[Count] = 2
-    """Batches that each worker loads ahead. Memory per rank: num_workers x prefetch_factor x one
-    batch."""
+    """Batches that each worker loads ahead: num_workers x prefetch_factor batches per rank."""
     pin_memory: Local[bool | None] = None
     """Load into page-locked memory, from which copies to a GPU are faster. auto: on with a GPU."""
     persistent_workers: Local[bool] = True
     """Keep the workers alive between epochs."""
     multiprocessing_context: Local[Literal["auto", "fork", "forkserver", "spawn"]] = "auto"
-    """How workers are started. fork is the fastest, but unsafe for datasets that hold threads or
-    CUDA state. auto: forkserver."""
+    """How workers are started. fork is fast, but unsafe with threads or CUDA. auto: forkserver."""
     loader_timeout_s: Local[SecondsOrZero] = 120.0
     """Seconds to wait for a batch before the workers, or a rank that reads without any, count as
     hung. 0: wait as long as it takes (the other ranks wait for timeout_s)."""
@@ -183,18 +177,14 @@ class DataConfig:
     """Seconds without a fault before a loader that fell back to fewer workers has all again.
     Doubles, up to 64 times this, if a fault follows soon. 0: never go back up."""
     check_inputs: bool = True
-    """Treat a sample whose float inputs contain NaN or infinity as a bad sample. false: for a model
-    that handles such values."""
+    """A sample with NaN or infinity in its inputs is a bad one. false: the model can handle it."""
     shuffle_block: Count = 16
-    """Of a stream: samples are shuffled within so many consecutive ones of a shard, besides taking
-    turns between shards. Each rank holds some blocks of each of its shards in memory. 1: no
-    shuffling within a shard."""
+    """Of a stream: samples are shuffled within so many of a shard, besides taking turns between
+    shards. Each rank holds some blocks of each of its shards in memory. 1: not within a shard."""
     streaming: bool = False
-    """Read a Hugging Face dataset (hf:...) as a stream, from the start to the end of its files,
-    without a copy in the cache."""
+    """Read a Hugging Face dataset (hf:...) as a stream of its files, without a copy of them."""
     drop_last: bool = False
-    """Leave out the last samples of an epoch if they don't fill a global batch. false: every sample
-    exactly once per epoch."""
+    """Leave out the last samples of an epoch if they don't fill a global batch."""
     sampling: Annotated[str, SAMPLING] = EACH_ONCE
     """Which samples an epoch has. none: each one once. balanced: each class as often as any other.
     weights:FILE: by a weight per sample, in a .npy file or as text. Or your own function (dataset,
@@ -219,8 +209,7 @@ class ModelConfig:
     """Of an hf: model, train adapters of the library peft: {peft_type: LORA, r: 8, target_modules:
     [c_attn]}. The base is frozen, and in no checkpoint."""
     pretrained: bool = False
-    """Start from torchvision's pretrained weights. Only for torchvision models; an hf: model always
-    starts from its own."""
+    """Start from torchvision's pretrained weights. An hf: model always starts from its own."""
     init_from: Local[PlaceOrNone] = ""
     """Weights that a new run starts from, as far as they fit: an export, a run or a checkpoint, a
     safetensors file, or a folder of Hugging Face. What does not fit is named. Empty: random
@@ -231,9 +220,8 @@ class ModelConfig:
     gradient_checkpointing: bool = False
     """Recompute activations in backward: less memory, about a third more time."""
     channels_last: bool | None = None
-    """Store images in the channels_last memory format. auto: on the CPU where the convolutions read
-    and write at least as many values per micro-batch as their kernels have, on a GPU with amp; off
-    with compile."""
+    """Store images in the channels_last memory format. auto: on a GPU with amp; on the CPU where
+    the convolutions read and write more values than their kernels have; off with compile."""
     compile: bool = False
     """Compile the model with torch.compile: a slow first step, faster steps after it."""
 
@@ -264,8 +252,7 @@ class DdpConfig:
     gradient_as_bucket_view: bool = True
     """Make gradients views into DDP's buckets. Saves a copy, and the gradients' memory."""
     bucket_cap_mb: Megabytes = 25.0
-    """Size of DDP's gradient buckets, in MiB. Smaller: the all-reduce starts earlier, but sends
-    more messages."""
+    """Size of DDP's gradient buckets, in MiB. Smaller: earlier all-reduces, but more of them."""
     shared_memory: bool = True
     """Sum the gradients of CPU ranks on one machine through shared memory, after backward. false:
     through DDP's hooks over gloo, as between machines."""
@@ -288,16 +275,14 @@ class OptimizerConfig:
     weight_decay: NotNegative = 0.01
     """Weight decay: decoupled from the gradient in adamw, added to the gradient in the others."""
     no_weight_decay: bool = False
-    """No weight decay for norms, biases and other vectors. Parameter groups with a weight_decay of
-    their own keep it."""
+    """No weight decay for norms, biases and other vectors, unless their group sets its own."""
     momentum: Fraction = 0.9
     """Momentum of sgd. The other optimizers don't use it."""
     lr_schedule: LrSchedule | OwnCallable = "auto"
     """Learning rate after the warm-up. auto: cosine, and constant for a stream of unknown length
     without max_steps. cosine, linear: down to 0 at the end. step: divided by 10 after one third,
     and again after two thirds. Or a scheduler, such as torch.optim.lr_scheduler:OneCycleLR, stepped
-    after each optimizer step; or your own function (step, total_steps), which returns the share of
-    learning_rate."""
+    after each optimizer step; or your own function (step, total_steps): the share of the peak."""
     lr_schedule_args: Arguments = field(default_factory=dict)
     """Arguments of a schedule of your own, as a mapping: {name: value, ...}."""
     warmup_steps: CountOrZero = 0
@@ -307,9 +292,8 @@ class OptimizerConfig:
     clip_grad_norm: NotNegative = 0.0
     """Clip gradients to this norm. 0: no clipping."""
     ema: Fraction = 0.0
-    """Keep an exponential moving average of the weights with this decay per step, such as 0.999; it
-    rises to that as (1 + step) / (10 + step). It is measured, saved and exported. Memory: once the
-    trained weights. 0: none."""
+    """Keep an exponential moving average of the weights, which is measured, saved and exported: its
+    decay per step, such as 0.999, rises to that as (1 + step) / (10 + step). 0: none."""
     ema_every: Count = 1
     """With ema: average every this many steps, with the same decay per step."""
     amp: Amp = "auto"
@@ -336,8 +320,7 @@ class LoopConfig:
     time; best_metric and stop_when then take theirs."""
     stop_when: Text = ""
     """Stop early when this metric of the test set no longer improves: loss, or one of the task;
-    auto: the one that best_metric auto takes. Lower or higher is better as the metric says. Empty:
-    never."""
+    auto: the one that best_metric auto takes. Empty: never."""
     patience: Count = 3
     """With stop_when: so many evaluations in a row without a better value."""
     log_interval: Count = 50
@@ -353,8 +336,7 @@ class LoopConfig:
     still waits for another rank after two thirds of them saves on its own and exits."""
     hang_after_s: Local[SecondsOrZero] = 60.0
     """Seconds in one phase of a step after which a rank counts as hung, if that is also 5 times the
-    longest such phase so far. Start-up, first steps and evaluation may take 30 times as long. 0: no
-    hang detection."""
+    longest such phase so far; start-up, first steps, evaluation: 30 times as long. 0: never."""
     debug: bool = False
     """More checks and more messages: an error in backward names its line of forward,
     TORCH_DISTRIBUTED_DEBUG is set to INFO, and every rank logs to the console. CPU ranks of one
@@ -387,9 +369,8 @@ class RunConfig:
     """Name of the run folder. Empty: made from the time, the model and the dataset. The name of an
     earlier run continues that run. It can't rename the run that resume names."""
     checkpoint_every_steps: CountOrZero | None = None
-    """Steps between checkpoints. auto: measured, so that checkpoints cost at most 1 % of the time
-    and write during at most 10 % of it; the first one after 10 minutes at the latest. 0: never.
-    There is always one at the end."""
+    """Steps between checkpoints, besides the last one. auto: measured, so that they cost at most
+    1 % of the time and write during at most 10 % of it; the first after 10 minutes. 0: never."""
     checkpoint_every_epochs: CountOrZero = 0
     """Write a checkpoint every this many epochs too. 0: no."""
     keep_last: Count = 3
@@ -399,8 +380,7 @@ class RunConfig:
     between two of them doubles when there would be more."""
     resume: Place = "auto"
     """auto: continue run_name if it has a checkpoint. never: start a new run. newest: continue the
-    run with the newest checkpoint. PATH: continue that run folder, or from a checkpoint folder
-    inside one."""
+    run with the newest checkpoint. PATH: that run folder, or a checkpoint folder inside one."""
     tensorboard: Local[bool] = True
     """Write curves for TensorBoard to the run folder if tracker names it."""
     tracker: Local[Annotated[str, TRACKERS]] = "tensorboard"
