@@ -10,13 +10,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from hardened_ddp.errors import ConfigError
 from hardened_ddp.settings.cli import Request
 from hardened_ddp.settings.commands import TRAIN
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.document import Misfit, read_file
 from hardened_ddp.settings.earlier_run import NOT_INHERITED, SAVED_SETTINGS, WHICH_RUN, find_run
-from hardened_ddp.settings.record import read_back
-from hardened_ddp.settings.rules import broken_rules, place, problems_error
+from hardened_ddp.settings.record import read_back, yaml_word
+from hardened_ddp.settings.rules import contradictions, place
 from hardened_ddp.settings.schema import (
     COMMAND_LINE,
     DEFAULT,
@@ -26,7 +27,8 @@ from hardened_ddp.settings.schema import (
     assemble,
     fit,
 )
-from hardened_ddp.settings.wording import advice, as_word
+from hardened_ddp.settings.typed_command import own_command
+from hardened_ddp.settings.wording import advice, as_word, counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,12 +59,20 @@ def resolve(request: Request, *, world_size: int = 1) -> Resolved:
     unsure = set(merged.bad_names)
     if not merged.is_complete:  # what can't be read may set these
         unsure |= {name for name, source in merged.sources.items() if source in (DEFAULT, RUN)}
-    problems = merged.problems + broken_rules(
-        config, world_size=world_size, sources=merged.sources, apart_from=unsure
-    )
+    problems = list(merged.problems)
+    for names, why in contradictions(config, world_size):
+        if unsure.isdisjoint(names):
+            values = {place(name, merged.sources[name]): merged.values[name] for name in names}
+            found = " with ".join(f"{name} {yaml_word(value)}" for name, value in values.items())
+            ranks = f" with {world_size} ranks" if len(names) == 1 < world_size else ""
+            problems.append(f"{found}{ranks}: {why}")
     if problems:
-        is_edited = bool(edited.sources or edited.problems)
-        raise problems_error(problems, edited_file=request.edited_file if is_edited else "")
+        count = counted(len(problems), "problem")
+        is_edited = edited.sources or edited.problems
+        ignored = f" (--no_config ignores {request.edited_file})" if is_edited else ""
+        fix = f"correct the above{ignored}; every setting is listed by: {own_command('--help')}"
+        head = f"{count} in the settings; nothing has been started"
+        raise ConfigError("\n  ".join([head, *problems]), fix=fix)
     # WHY repr: as in _edited_layer
     not_used = {
         name: edited.sources[name]

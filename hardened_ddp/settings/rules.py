@@ -1,16 +1,14 @@
 """Rules that tie settings to each other and to the number of ranks; schema.py checks one setting.
 
 Two settings that contradict each other may come from two places: the message says from which.
-Does not own: what depends on the machine (GPUs, memory) or on the disk.
+Does not own: the error (layers.py); what depends on the machine (GPUs, memory) or on the disk.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
-from hardened_ddp.errors import ConfigError
 from hardened_ddp.settings.config import EACH_ONCE, TASKS, Config, ImportPath
-from hardened_ddp.settings.schema import AUTO, COMMAND_LINE, flatten
-from hardened_ddp.settings.typed_command import own_command
-from hardened_ddp.settings.wording import shown, url_problem
+from hardened_ddp.settings.schema import COMMAND_LINE
+from hardened_ddp.settings.wording import url_problem
 
 LEAVE_OUT = "leave one of them out"
 
@@ -79,41 +77,6 @@ def _contradictions_of_steps(config: Config) -> Iterator[Contradiction]:
         yield ("warmup_steps", "max_steps"), f"{why}; needs warmup_steps below max_steps"
 
 
-def broken_rules(
-    config: Config,
-    *,
-    world_size: int,
-    sources: Mapping[str, str],
-    apart_from: Collection[str] = (),
-) -> list[str]:
-    """Say which rules are broken; a rule about a name in apart_from is not checked."""
-    values = flatten(config)
-    problems = []
-    for names, why in contradictions(config, world_size):
-        if not any(name in apart_from for name in names):
-            found = " with ".join(
-                f"{place(name, sources[name])} {_word(values[name])}" for name in names
-            )
-            ranks = f" with {world_size} ranks" if len(names) == 1 < world_size else ""
-            problems.append(f"{found}{ranks}: {why}")
-    return problems
-
-
 def place(name: str, source: str) -> str:
     """Name a setting by where its value came from: a flag, or a line of a file."""
     return f"--{name}" if source == COMMAND_LINE else f"{source}: {name}"
-
-
-def problems_error(problems: Sequence[str], *, edited_file: str = "") -> ConfigError:
-    """Make the one error; edited_file: config.yaml beside the script, if it sets anything."""
-    count = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
-    return ConfigError(
-        "\n  ".join([f"{count} in the settings; nothing has been started", *problems]),
-        fix="correct the above"
-        + (f" (--no_config ignores {edited_file})" if edited_file else "")
-        + f"; every setting is listed by: {own_command('--help')}",
-    )
-
-
-def _word(value: object) -> str:
-    return AUTO if value is None else shown(value).strip("'")
