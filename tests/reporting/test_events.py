@@ -4,9 +4,7 @@ import json
 import os
 import shlex
 import shutil
-import threading
 from contextlib import closing
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from hardened_ddp.reporting import events as events_module
 from hardened_ddp.reporting.events import Events
 from tests.harness.processes import ROOT
 from tests.harness.ranks import train
+from tests.reporting.conftest import Posts
 from tests.run_folder import only_run
 
 RUN = ["--cpu_only", "--num_workers", "0", "--batch_size", "4", "--no_tensorboard", "--model"]
@@ -101,19 +100,12 @@ def test_nothing_is_told_by_other_ranks_or_after_the_end(tmp_path: Path) -> None
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
 def test_the_webhook_and_the_message_of_the_manual_are_sent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    server: tuple[str, Posts],
 ) -> None:
-    got: list[bytes] = []
-
-    class Webhook(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            got.append(self.rfile.read(int(self.headers["Content-Length"])))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
+    url, posts = server
     text = (ROOT / "docs" / "WHERE_IT_RUNS.md").read_text(encoding="utf-8")
     commands = [shlex.split(line)[2] for line in text.splitlines() if "ddp --on_event '" in line]
     assert len(commands) == 2
@@ -122,23 +114,15 @@ def test_the_webhook_and_the_message_of_the_manual_are_sent(
     apprise.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("APPRISE_URL", str(tmp_path / "sent"))
-    server = HTTPServer(("127.0.0.1", 0), Webhook)
-    monkeypatch.setenv("WEBHOOK_URL", f"http://127.0.0.1:{server.server_port}/")
+    monkeypatch.setenv("WEBHOOK_URL", url)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setenv("HDDP_RUN", "runs/a")
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        for command in commands:
-            with closing(Events(command)) as events:
-                events.tell("checkpoint", step=4)
-                events.tell("failed", status=1)
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    for command in commands:
+        with closing(Events(command)) as events:
+            events.tell("checkpoint", step=4)
+            events.tell("failed", status=1)
     assert not caplog.text
-    assert [json.loads(body)["event"] for body in got] == ["checkpoint", "failed"]
+    assert [content["event"] for _, content in posts] == ["checkpoint", "failed"]
     title, body = (tmp_path / "sent").read_text().splitlines()
     assert "runs/a failed" in title
     assert json.loads(body)["status"] == 1

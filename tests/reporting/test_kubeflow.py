@@ -1,10 +1,6 @@
-"""Progress for Kubeflow's status server, which is a small one of this test."""
+"""Progress for Kubeflow's status server, which is a small one of these tests."""
 
-import json
-import threading
-from collections.abc import Iterator
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,47 +13,27 @@ from hardened_ddp.reporting.rank_status import RankStatus
 from hardened_ddp.reporting.status_writer import KUBEFLOW_URL as URL
 from hardened_ddp.reporting.status_writer import StatusWriter, Work, post_progress
 from tests.harness.ranks import train
+from tests.reporting.conftest import Posts
 
 RUN = ["--cpu_only", "--num_workers", "0", "--batch_size", "10", "--no_tensorboard", "--model"]
 RUN += ["mlp", "--dataset", "tests.plugins:points", "--max_steps", "4", "--output_dir"]
-Posts = list[tuple[str, dict[str, Any]]]
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[tuple[dict[str, str], Posts]]:
-    """Serve on a port; give the operator's variables, and what is posted: token and content."""
-    posts: Posts = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            posts.append((self.headers["Authorization"], json.loads(body)["trainerStatus"]))
-            if self.path == "/status/garbage":
-                self.wfile.write(b"what is this")
-                return
-            self.send_response(200 if self.path == "/status" else 422)
-            self.end_headers()
-
-        def log_message(self, *words: object) -> None: ...
-
-    token = tmp_path / "token"
-    token.write_text("first\n")
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as served:
-        thread = threading.Thread(target=served.serve_forever, args=(0.01,))
-        thread.start()
-        url = f"http://127.0.0.1:{served.server_port}/status"
-        yield {URL: url, "KUBEFLOW_TRAINER_SERVER_TOKEN": str(token)}, posts
-        served.shutdown()
-        thread.join()
+def variables(url: str, folder: Path) -> dict[str, str]:
+    """Give the variables that the operator sets."""
+    (folder / "token").write_text("first\n")
+    return {URL: url, "KUBEFLOW_TRAINER_SERVER_TOKEN": str(folder / "token")}
 
 
 @pytest.mark.slow
 def test_one_rank_tells_the_end_of_a_run_and_no_failure_of_it_matters(
-    server: tuple[dict[str, str], Posts], tmp_path: Path
+    server: tuple[str, Posts], tmp_path: Path
 ) -> None:
-    env, posts = server
+    url, posts = server
+    env = variables(url, tmp_path)
     train([*RUN, tmp_path / "one"], 2, env=env, timeout_s=60).ok()
-    token, told = posts[-1]
+    token, content = posts[-1]
+    told = content["trainerStatus"]
     assert token == "Bearer first"
     assert told["progressPercentage"] == 100
     assert {"name": "step", "value": "4"} in told["metrics"]
@@ -68,16 +44,17 @@ def test_one_rank_tells_the_end_of_a_run_and_no_failure_of_it_matters(
 
 
 def test_a_token_is_read_each_time_and_what_fails_is_ignored(
-    server: tuple[dict[str, str], Posts], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: tuple[str, Posts], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    env, posts = server
+    url, posts = server
+    env = variables(url, tmp_path)
     monkeypatch.setenv(URL, env[URL])
     status = RankStatus(rank=0, state="running", step=30, total_steps=40)
     post_progress(status, env)
     (tmp_path / "token").write_text("second")
     post_progress(status, env)
     assert [token for token, _ in posts] == ["Bearer first", "Bearer second"]
-    assert posts[0][1]["progressPercentage"] == 75
+    assert posts[0][1]["trainerStatus"]["progressPercentage"] == 75
     writer = StatusWriter(tmp_path, Group(Launch(), torch.device("cpu")))
     writer._end.set()
     for url in (env[URL] + "/refused", "no url", "http://127.0.0.1:1/", env[URL] + "/garbage"):

@@ -70,6 +70,8 @@ class TestProblems:
             ("--lr_schedule cosin", "step, or package.module:callable"),
             ("--collate a.b:c:d", "found 'a.b:c:d', needs auto, or package.module:callable"),
             ("--model ''", "--model: found '', needs text that is not empty"),
+            ("--tracker tensorbord", "needs tensorboard, wandb, mlflow, package.module:Class"),
+            ("--tracker none,wandb", "needs tensorboard, wandb, mlflow, package.module:Class"),
             ("--run_name ../x", "--run_name: found '../x', needs letters"),
             (f"--run_name {'x' * 129}", "128 at most"),
             ("--data_dir '~/data'", "only the shell knows ~"),
