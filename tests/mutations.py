@@ -30,32 +30,12 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
     ],
     "data/batches/ledger.py": [
         ("min([done.step, *later])", "done.step", "ledger"),
-        (
-            "np.maximum(counts[without], 1)",
-            "counts[without]",
-            "ledger data_faults -k 'ledger or left_out'",
-        ),
         ("if position + count * width > len(raw):", "if False:", "ledger"),
-        (
-            "of_shards = done.sizes if epoch < done.epoch else done.taken",
-            "of_shards = done.sizes",
-            "ledger",
-        ),
     ],
     "data/batches/checks.py": [
-        (
-            "~tensor.isfinite() if is_alone else tensor.isnan()",
-            "~tensor.isfinite()",
-            "data_faults -k 'number or mask or infin or nan'",
-        ),
         ("or max(values) >= self.num_classes", "", "data_faults"),
     ],
     "data/batches/read_errors.py": [
-        (
-            "cause = cause and (cause.__cause__ or cause.__context__)",
-            "cause = None",
-            "data_faults -k 'moment or pass or transient'",
-        ),
         (">= REPORT_EVERY_S", ">= 0", "data_faults -k 'told or report or retries or minute'"),
     ],
     "data/batches/images.py": [
@@ -76,11 +56,6 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         ("max(1, min(prefetch, room // workers))", "prefetch", "loader datasets"),
     ],
     "ranks/shared_sum.py": [
-        (
-            "counters[index] >= number:\n                    return\n                if has_left",
-            "counters[index] >= number:\n                    pass\n                if has_left",
-            "shared_sum",
-        ),
         ("self._slots[self._number % 2]", "self._slots[0]", "shared_sum"),
     ],
     "ranks/seeding.py": [
@@ -109,11 +84,6 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
     "reporting/sinks.py": [
         ("and size and not self._rest and", "and size and", "reporting"),
         ("self._rest = record[num_written:]", 'self._rest = b""', "reporting"),
-        (
-            "        aside.replace(path)\n",
-            "        path.write_bytes(aside.read_bytes())\n",
-            "reporting",
-        ),
         ("if self._jobs.qsize() >= _MAX_WAITING:", "if False:", "trackers"),
     ],
     "reporting/goodput.py": [
@@ -122,50 +92,20 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
     ],
     "checkpoint/folder.py": [
         ("if step not in kept", "", "checkpoint_files"),
-        (
-            "and path.name != step_folder_name(manifest.step)",
-            "and False",
-            "checkpoint_faults checkpoint_files",
-        ),
         ("is_open = bool(status.st_mode & stat.S_IWOTH)", "is_open = False", "checkpoint_faults"),
         ("return type(value) is int and", "return isinstance(value, int) and", "checkpoint_faults"),
-        (
-            "best = read_best_step(root) if prefer_best else None",
-            "best = None",
-            "checkpoint_export checkpoint_files",
-        ),
     ],
     "checkpoint/disk.py": [
         ("return time.time() - newest > _FOREIGN_AGE_S", "return True", "checkpoint_files"),
-        (
-            "    disk.rename(aside, path)\n    disk.sync_folder(path.parent)\n",
-            "    disk.rename(aside, path)\n",
-            "checkpoint_crashes checkpoint_files",
-        ),
-        (
-            "    if not is_real_folder(path):\n        disk.unlink(path)",
-            "    if not path.is_dir():\n        disk.unlink(path)",
-            "checkpoint_faults",
-        ),
     ],
     "checkpoint/tensors.py": [
         ("data = data[piece.numel() :]", "pass", "checkpoint_snapshot"),
         ('    text += b" " * (-len(text) % 8)\n', "", "checkpoint_tensors"),
-        (
-            "key=lambda name: -tensors[name].element_size()",
-            "key=lambda name: name",
-            "checkpoint_tensors",
-        ),
     ],
     "checkpoint/store.py": [
         ("not in DISK_FULL_ERRORS or not self._make_room()", "not in ()", "checkpoint_crashes"),
     ],
     "guard/hang_rules.py": [
-        (
-            "        late = [report for report in late if report.step == first]\n",
-            "",
-            "hangs -k 'verdict or blam or decide or told or late or named'",
-        ),
         ("return max(most_s, timeout_s / 2)", "return most_s", "hangs -k 'patience or timeout'"),
     ],
     "guard/slow.py": [
@@ -190,22 +130,7 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         )
     ],
     "model/schedule.py": [
-        (
-            """if option != "params" and not (option in base and _is_same(value, base[option]))""",
-            "if option == 'no option'",
-            "own_optimizers -k 'put_back or taken_back'",
-        ),
         ("schedule.restore(unpack", "(unpack", "own_optimizers -k 'put_back or taken_back'"),
-        (
-            "            group.update(options)",
-            "            pass",
-            "own_optimizers -k 'put_back or taken_back'",
-        ),
-        (
-            "return peak * (step + 1) / config.warmup_steps",
-            "return peak * step / config.warmup_steps",
-            "optimizer",
-        ),
     ],
     "data/batches/batch.py": [
         ("    if batch.read_part is not None:", "    if batch is None:", "collate")
@@ -227,11 +152,6 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
     ],
     "preflight/memory_format.py": [
         ("config.model.compile and all(", "config.model.compile and any(", "memory_format"),
-        (
-            "return _are_alike(usual, last) or not _are_alike(last, drawn_again)",
-            "return _are_alike(usual, last)",
-            "memory_format",
-        ),
     ],
     "model/zoo.py": [
         (
@@ -252,11 +172,6 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
     "ddp_runs/software.py": [("if version > newest:", "if False:", "doctor")],
     "export/export.py": [
         ("and not (output.is_dir() and not any(output.iterdir()))", "", "checkpoint_export"),
-        (
-            "same = specs_of(written) == specs_of(weights) and all(",
-            "same = all(",
-            "checkpoint_export",
-        ),
         ("path.chmod((aside / CARD_NAME).stat().st_mode)", "pass", "export_formats"),
     ],
     "settings/rules.py": [
