@@ -19,6 +19,7 @@ from ddp_drills.runner import Drills
 from docs.pictures.draw import PICTURES, ring
 from hardened_ddp.errors import HardenedError
 from hardened_ddp.settings.cli import parse
+from hardened_ddp.settings.commands import COMMANDS
 from hardened_ddp.settings.schema import SETTINGS
 from tests.documents import (
     AUDIT,
@@ -64,14 +65,11 @@ ELSEWHERE = {
     "python download.py --dataset mnist --model resnet18 --data_dir data": (
         "tests/data/test_download.py::test_without_network_the_command_says_what_to_do_by_hand"
     ),
-    **dict.fromkeys(
-        (
-            "python examples/hf_trainer/train.py",
-            "torchrun --standalone --nproc_per_node=2 examples/hf_trainer/train.py",
-        ),
-        "tests/docs/test_hf_trainer.py::test_it_learns_the_digits_on_one_process_and_with_torchrun",
-    ),
 }
+HF_TRAINER = "tests/docs/test_hf_trainer.py"
+HF_TRAINER += "::test_it_learns_the_digits_on_one_process_and_with_torchrun"
+for launch in ("python", "torchrun --standalone --nproc_per_node=2"):
+    ELSEWHERE[f"{launch} examples/hf_trainer/train.py"] = HF_TRAINER
 ELSEWHERE |= dict.fromkeys(
     RUN_WITH, "tests/launchers/test_run_with.py::test_every_launcher_ends_in_the_same_weights"
 )
@@ -115,20 +113,10 @@ HOSTS = {"docs.pytorch.org", "docs.nvidia.com", "arxiv.org"}
 OTHER_PROGRAMS = {"shm-size", "ipc", "cap-add", "pid", "logdir", "local_addr", "shutdown-timeout"}
 OTHER_PROGRAMS |= {"local_rank"}  # of old launchers
 OTHER_PROGRAMS |= {"ntasks", "ntasks-per-node", "gpus-per-node", "partition", "nodes", "signal"}
-OURS = {"config", "no_config", "help", "format", "output", "dry-run"}
-OURS |= {"width", "ranks"}  # of benchmarks/dp_vs_ddp.py; ranks of the command drill, too
-OURS |= {"version"}
-OURS |= {"table", "faults", "again", "also", "copy", "repeat", "step", "rank"}  # of drill
-OURS |= {"once", "every"}  # of the command watch
-OURS |= {"cluster", "data", "wait"}  # of the command doctor
-OURS |= {"cause"}  # of the command explain
-OURS |= {"weights"}  # of the commands evaluate and export
-OURS |= {"when", "open"}  # of the commands bisect and replay
-OURS |= {"steps", "hang_after", "json", "source", "lint"}  # of the command audit
-OURS |= {"all", "hostile", "soak", "for", "dev", "torch"}  # of the tests, and of setup.sh
-OURS |= {"nesterov"}  # of a recipe
-OURS |= {"inspect", "nproc", "hosts"}  # of launchers/
-OURS |= {"break", "kill"}  # of the tutorial
+OURS = {option.name for command in COMMANDS.values() for option in command.options}
+OURS |= {"config", "no_config", "help", "version", "dry-run", "width"}  # width: of a benchmark
+OURS |= {"all", "hostile", "soak", "for", "dev", "torch", "lint"}  # of the tests, and of setup.sh
+OURS |= {"nesterov", "inspect", "nproc", "hosts", "break", "kill"}  # a recipe, launchers, tutorial
 
 
 class TestErrorCodes:
@@ -224,16 +212,13 @@ class TestPictures:
         assert {part for row in before for part in row} != {"0123"}
 
 
-class TestLength:
-    @pytest.mark.parametrize(("document", "most"), [(README, 16_000), (CONTRIBUTING, 10_000)])
-    def test_what_a_newcomer_reads_first_is_short(self, document: str, most: int) -> None:
-        assert len(text_of(document)) <= most
-
-    def test_all_documents_together_have_at_most_250_kb(self) -> None:
-        patterns = ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "examples/**/*.md")
-        pages = {page for pattern in patterns for page in ROOT.glob(pattern)}
-        sizes = {str(page.relative_to(ROOT)): page.stat().st_size for page in pages}
-        assert sum(sizes.values()) <= 250 * 1024, sorted(sizes.items(), key=lambda item: item[1])
+def test_what_a_newcomer_reads_first_is_short_and_all_together_has_at_most_250_kb() -> None:
+    assert len(text_of(README)) <= 16_000
+    assert len(text_of(CONTRIBUTING)) <= 10_000
+    patterns = ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "examples/**/*.md")
+    pages = {page for pattern in patterns for page in ROOT.glob(pattern)}
+    sizes = {str(page.relative_to(ROOT)): page.stat().st_size for page in pages}
+    assert sum(sizes.values()) <= 250 * 1024, sorted(sizes.items(), key=lambda item: item[1])
 
 
 class TestAllDocuments:
@@ -284,10 +269,8 @@ class TestAllDocuments:
         lines = [line for line in prose_of(document).splitlines() if not line.startswith("|")]
         assert not [line for line in lines if len(line) > 100 and "](http" not in line]
 
-    def test_the_commands_of_audit_are_those_of_the_readme_which_a_test_runs(self) -> None:
-        assert set() < set(commands_of(AUDIT)) <= set(commands_of(README))
-
     def test_a_test_that_runs_a_command_elsewhere_exists(self) -> None:
+        assert set() < set(commands_of(AUDIT)) <= set(commands_of(README))  # which are run below
         for test in (TYPED_TEST, *ELSEWHERE.values()):
             assert has_function(test), test
 

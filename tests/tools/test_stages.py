@@ -36,11 +36,9 @@ def test_a_stage_chooses_its_tests_and_passes_other_words_to_pytest(
     rest = [word for word in pytests_words if word not in pytests_words[where : where + 3]]
     assert rest == [*stages.CONFIGURED, *given, *stages.EVERYWHERE]
     assert "PYTHONDONTWRITEBYTECODE" not in os.environ
-
-
-def test_files_that_are_named_run_with_their_slow_tests(pytests_words: list[str]) -> None:
-    run_stage(["tests/tools/test_stages.py", "-x"])
-    assert pytests_words == [*stages.CONFIGURED, "tests/tools/test_stages.py", "-x"]
+    pytests_words.clear()
+    run_stage([*words, "tests/tools/test_stages.py"])  # a file that is named: its slow tests, too
+    assert pytests_words == [*stages.CONFIGURED, *words, "tests/tools/test_stages.py"]
 
 
 def test_a_soak_ends_with_the_seed_of_the_first_failure(
