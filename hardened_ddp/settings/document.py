@@ -8,6 +8,7 @@ is false, and 1:30 is ninety.
 Does not own: which keys exist and what they take (schema.py).
 """
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,8 +23,9 @@ _INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(
     r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
 )
-_WORDS = {"": None, "~": None, "null": None, "true": True, "false": False}
+_WORDS: dict[str, float | None] = {"": None, "~": None, "null": None, "true": True, "false": False}
 _WORDS |= {form: value for word, value in _WORDS.items() for form in (word.title(), word.upper())}
+_WORDS |= {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}  # as json writes them
 LARGEST_FILE_BYTES = 2**20  # a checkpoint named by mistake must not be read as a whole
 DEEPEST = 50  # far above any argument of a model, far below Python's recursion limit
 _TAG = "tag:yaml.org,2002:"

@@ -6,7 +6,6 @@ python -m tests.documents: after a change of a setting.
 """
 
 import json
-import math
 import re
 from collections.abc import Mapping
 
@@ -68,37 +67,15 @@ def agreed_settings(config: Config) -> dict[str, str]:
 
 
 def yaml_word(value: object) -> str:
-    """Write a value in one line of YAML. At the top of a setting None reads auto."""
-    return AUTO if value is None else _flow(value)
-
-
-def _flow(value: object) -> str:
-    """Write any value that document.py reads, in flow style."""
-    match value:
-        case str():
-            return _text(value)
-        case float():
-            return _number(value)
-        case list():
-            return "[" + ", ".join(_flow(item) for item in value) + "]"
-        case Mapping():
-            pairs = (f"{_flow(key)}: {_flow(item)}" for key, item in value.items())
-            return "{" + ", ".join(pairs) + "}"
-    return json.dumps(value)  # null, true, 3
-
-
-def _number(value: float) -> str:
-    if not math.isfinite(value):
-        return {math.inf: ".inf", -math.inf: "-.inf"}.get(value, ".nan")
-    text = repr(value)
-    # WHY the point: YAML 1.1 reads 1e-05 as text
-    return text if "." in text else text.replace("e", ".0e")
-
-
-def _text(value: str) -> str:
-    is_text = isinstance(plain_value(value), str) and value.lower() not in _YAML_1_1_BOOLS
-    if is_text and _PLAIN_WORD.fullmatch(value):
-        return value
-    quoted = json.dumps(value, ensure_ascii=False)
+    """Write a value in one line of YAML, of a mapping as JSON. At the top None reads auto."""
+    if value is None:
+        return AUTO
+    if isinstance(value, str) and _PLAIN_WORD.fullmatch(value):
+        is_text = isinstance(plain_value(value), str) and value.lower() not in _YAML_1_1_BOOLS
+        if is_text:
+            return value
+    text = json.dumps(value, ensure_ascii=False)
+    if isinstance(value, float) and "." not in text:
+        text = text.replace("e", ".0e")  # WHY: YAML 1.1 reads 1e-05 as text
     # WHY not by json: it writes a letter above U+FFFF as two
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in quoted)
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

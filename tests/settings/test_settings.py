@@ -1,5 +1,6 @@
 """Settings: where a value comes from, and how a word becomes a value."""
 
+import math
 import os
 import shlex
 import shutil
@@ -267,7 +268,7 @@ class TestTable:
         ("word", "value"),
         [
             ("1e-3", 1e-3), ("+5", 5), ("-0", 0), ("1.", 1.0), ("0o17", 15), ("1e", "1e"),
-            ("1e+2", 100.0), ("TRUE", True), ("tRUE", "tRUE"), ("", None), ("NaN", "NaN"),
+            ("1e+2", 100.0), ("TRUE", True), ("tRUE", "tRUE"), ("", None), ("Infinity", math.inf),
             ("5\n", "5\n"), ("\u0665", "\u0665"), ("inf", "inf"), (".", "."), ("-", "-"),
         ],
     )  # fmt: skip
