@@ -21,20 +21,17 @@ from hardened_ddp.settings.schema import SETTINGS, flatten
 from tests.settings.given import PROJECT, make_run, problem_of, settings_of, values_of
 
 
-class TestOrder:
-    def test_no_arguments_give_the_defaults(self) -> None:
-        resolved = settings_of("")
-        assert resolved.config == Config()
-        assert set(resolved.sources.values()) == {"default"}
-        assert list(resolved.sources) == list(SETTINGS)
-        assert resolved.run_folder is None
-
-    def test_an_empty_file_changes_nothing_and_a_byte_order_mark_is_no_text(self) -> None:
-        for text in ("", "# only a comment\n", "---\n"):
-            Path("my.yaml").write_text(text)
-            assert settings_of("--config my.yaml").config == Config()
-        Path("my.yaml").write_text("epochs: 2\n", encoding="utf-8-sig")
-        assert values_of("--config my.yaml")["epochs"] == 2
+def test_no_arguments_and_an_empty_file_give_the_defaults() -> None:
+    resolved = settings_of("")
+    assert resolved.config == Config()
+    assert set(resolved.sources.values()) == {"default"}
+    assert list(resolved.sources) == list(SETTINGS)
+    assert resolved.run_folder is None
+    for text in ("", "# only a comment\n", "---\n"):
+        Path("my.yaml").write_text(text)
+        assert settings_of("--config my.yaml").config == Config()
+    Path("my.yaml").write_text("epochs: 2\n", encoding="utf-8-sig")  # a byte order mark is no text
+    assert values_of("--config my.yaml")["epochs"] == 2
 
 
 def settings_beside(text: str, command: str = "") -> Resolved:
@@ -141,7 +138,8 @@ class TestContinuedRun:
         saved.write_text(f"{text}split_by_length: false  # default\n")
         assert settings_of("--resume runs/first").run_folder is not None
         saved.write_text(f"{text}split_by_length: true  # command line\n")
-        assert "split_by_length: no such setting" in problem_of("--resume runs/first")
+        told = f"{saved}:{len(text.splitlines()) + 1}: split_by_length: no such setting"
+        assert problem_of("--resume runs/first").startswith(told)
 
     def test_newest_is_the_run_whose_checkpoints_changed_last(self) -> None:
         without = make_run("without_checkpoint", step=None)
@@ -154,6 +152,8 @@ class TestContinuedRun:
         assert settings_of("--resume newest").run_folder == Path("runs/c")
         assert settings_of("--resume newest").config.loop.epochs == 3
         assert "no run with a checkpoint in none" in problem_of("--resume newest --output_dir none")
+        assert settings_of("--run_name c --resume never").config.loop.epochs == 5
+        assert settings_of("--run_name second").run_folder is None
 
     def test_two_runs_to_continue_are_an_error(self) -> None:
         make_run("first")
@@ -167,11 +167,6 @@ class TestContinuedRun:
             assert settings_of(f"--config my.yaml --resume {resume}").run_folder is not None
         Path("my.yaml").write_text("run_name: other\nresume: newest\n")
         assert "my.yaml:2: resume continues runs/first, which" in problem_of("--config my.yaml")
-
-    def test_never_and_an_unknown_name_inherit_nothing(self) -> None:
-        make_run("first", command="--epochs 2")
-        assert settings_of("--run_name first --resume never").config.loop.epochs == 5
-        assert settings_of("--run_name second").run_folder is None
 
     @pytest.mark.parametrize(
         ("given", "told"),
@@ -190,12 +185,6 @@ class TestContinuedRun:
         assert line.startswith("--resume: ")
         assert told in line
 
-    def test_a_broken_saved_file_is_told_with_its_line(self) -> None:
-        folder = make_run("first")
-        (folder / "config.yaml").write_text("epochs: 2\nepohcs: 3\n")
-        line = problem_of("--resume runs/first")
-        assert line.startswith("runs/first/config.yaml:2: epohcs: no such setting")
-
     def test_a_rule_can_be_broken_by_an_inherited_value(self) -> None:
         make_run("first", command="--amp fp16")
         line = problem_of("--resume runs/first --cpu_only")
@@ -207,7 +196,6 @@ class TestWords:
     @pytest.mark.parametrize(
         ("flags", "name", "value"),
         [
-            ("--learning_rate 1e-4", "learning_rate", 1e-4),
             ("--batch-size 64", "batch_size", 64),
             ("--num_workers auto", "num_workers", None),
             ("--single_gpu", "single_gpu", True),
@@ -216,7 +204,6 @@ class TestWords:
             ("--find_unused_parameters --epochs 1", "find_unused_parameters", "on"),
             ("--channels_last off", "channels_last", False),
             ("--augment ON", "augment", True),
-            ("--find_unused_parameters false", "find_unused_parameters", "off"),
             ("--no_find_unused_parameters", "find_unused_parameters", "off"),
             ("--seed 9223372036854775807", "seed", 2**63 - 1),
             ("--run_name 007", "run_name", "007"),
@@ -225,7 +212,7 @@ class TestWords:
             ("""--model_args '{"a": 18, "b": 1e-4}'""", "model_args", {"a": 18, "b": 1e-4}),
             ("--model_args '{widths: [8, 16], bias: false, act: off}'", "model_args",
              {"widths": [8, 16], "bias": False, "act": "off"}),
-            ("train --epochs 2", "epochs", 2),
+            ("train --learning_rate 1e-4", "learning_rate", 1e-4),
         ],
     )  # fmt: skip
     def test_a_flag_gives_a_typed_value(self, flags: str, name: str, value: object) -> None:
@@ -239,7 +226,6 @@ class TestWords:
             ("learning_rate: 1e-4", 1e-4),
             ("batch_size: 0x10", 16),
             ("batch_size: 010", 10),  # in YAML 1.1 this was 8
-            ("num_workers: auto", None),
             ("pin_memory: true", True),
             ("find_unused_parameters: on", "on"),
             ("find_unused_parameters: False", "off"),

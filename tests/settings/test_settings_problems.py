@@ -57,8 +57,7 @@ class TestProblems:
         [
             ("--epochs", "--epochs: has no value, needs an integer, 1 or more"),
             ("--batch_size 3 4", "--batch_size: found '4' after its value '3'"),
-            ("--epochs -3", "--epochs: found -3, needs an integer, 1 or more"),
-            ("--batch_size 3000000000", "at most 2147483647"),
+            ("--epochs -3", "found -3, needs an integer, 1 or more, at most 2147483647"),
             ("--num_workers -1", "needs auto or an integer, 0 or more"),
             ("--learning_rate .nan", "--learning_rate: found nan, needs a number"),
             ("--label_smoothing 1", "found 1, needs a number, 0 or more, below 1"),
@@ -67,7 +66,6 @@ class TestProblems:
             ("--no_single_gpu true", "--no_single_gpu: found 'true', needs no value"),
             ("--backend ncl", "found 'ncl', needs one of auto, nccl, gloo"),
             ("--optimizer adamx", "needs one of adamw, adam, sgd, muon, or package.module:Class"),
-            ("--lr_schedule cosin", "step, or package.module:callable"),
             ("--collate a.b:c:d", "found 'a.b:c:d', needs auto, or package.module:callable"),
             ("--model ''", "--model: found '', needs text that is not empty"),
             ("--tracker tensorbord", "needs tensorboard, wandb, mlflow, package.module:Class"),
@@ -77,9 +75,6 @@ class TestProblems:
             ("--data_dir '~/data'", "only the shell knows ~"),
             ("--data_dir 'a\nb'", "needs text without control characters"),
             ("--model_args '{depth:18}'", "needs NAME: VALUE, with a space between"),
-            ("--model_args '{a: 1, a: 2}'", "a: is already set in line 1"),
-            ("--model_args '{a: ['", "--model_args: is not YAML"),
-            ("--model_args '{a-b: 1}'", "found the key 'a-b', needs NAME: VALUE"),
             ("--config", "--config: has no value, needs a file"),
             ("--config=a --config=b", "--config: found 2 files"),
             ("-b 4", "-b: no such setting"),
@@ -95,9 +90,7 @@ class TestProblems:
     @pytest.mark.parametrize(
         ("text", "told"),
         [
-            ("batch-size: 3\n", "did you mean batch_size?"),
             ("\n\nepochs: '3'\n", "my.yaml:3: epochs: found '3' (text), needs an integer"),
-            ("epochs:\n", "my.yaml:1: epochs: has no value, needs an integer"),
             ("epochs: {a: 1}\n", "found {'a': 1} (a mapping)"),
             ("amp: false\n", "found false (a boolean), needs one of auto, off"),
             ("run_name: 3\n", "found 3 (an integer), needs letters"),
@@ -145,14 +138,12 @@ class TestProblems:
             assert str(caught.value).isascii()
         assert "export LC_ALL=C.UTF-8" in str(caught.value)
 
-    def test_many_aliases_of_one_file_are_one_line(self) -> None:
+    def test_many_aliases_of_one_file_and_a_long_value_are_one_line(self) -> None:
         lines = [f"  k{number}: *x\n" for number in range(30)]
         Path("my.yaml").write_text("model_args: &x {a: 1}\ndataset_args:\n" + "".join(lines))
         assert problem_of("--config my.yaml").startswith("my.yaml:1: uses an alias")
-
-    def test_a_long_value_is_cut_short(self) -> None:
-        assert len(problem_of(f"--epochs {'x' * 5000}")) < 200
-        assert len(problem_of(f"--{'x' * 5000}")) < 200
+        for words in (f"--epochs {'x' * 5000}", f"--{'x' * 5000}"):
+            assert len(problem_of(words)) < 200
 
 
 class TestRules:
@@ -179,11 +170,8 @@ class TestRules:
     def test_one_setting_that_can_not_be_is_told(self) -> None:
         assert "--task clasification: there is no such task" in problem_of("--task clasification")
         assert "--single_gpu true with 2 ranks" in problem_of("--single_gpu", world_size=2)
-        assert settings_of("--single_gpu", world_size=1).config.device.single_gpu
-
-    def test_settings_that_go_together_are_taken_and_all_broken_rules_are_told(self) -> None:
         settings_of("--cpu_only --amp bf16 --backend gloo --warmup_steps 10", world_size=2)
-        settings_of("--num_workers 0 --prefetch_factor 4 --warmup_steps 9 --max_steps 10")
+        settings_of("--num_workers 0 --warmup_steps 9 --max_steps 10 --single_gpu")
         assert len(problems_of("--cpu_only --backend nccl --amp fp16")) == 2
 
     def test_a_rule_is_not_asked_about_a_value_that_is_unknown(self) -> None:
