@@ -2,7 +2,6 @@
 
 import re
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -24,80 +23,59 @@ SCRIPTS = sorted((ROOT / "examples" / "tutorial").glob("*.py"))
 LAUNCH = "torchrun --standalone --nproc_per_node=2 examples/tutorial/"
 
 
-@dataclass(frozen=True, slots=True)
-class Typed:
-    """A command of a chapter, and what comes of it."""
-
-    words: str
-    """Script and flags."""
-
-    said: tuple[str, ...] = ()
-    """What it prints; the chapter says so, too."""
-
-    fails: bool = False
-
-
 OFF, OFF_7 = "largest difference from the weights of one process: ", "that of one big batch by "
 MENDED_4 = "finished; the weights are "
-RUNS = {
-    1: (Typed("1_single_process.py", ("epoch 3: accuracy 9",)),),
-    2: (Typed("2_plain_ddp.py", ("epoch 3: accuracy 9",)),),
-    3: (
-        Typed("3_samples.py --break same", ("1797 samples were used 2 times", OFF)),
-        Typed("3_samples.py --break padded", ("1 samples were used 2 times", OFF)),
-        Typed("3_samples.py --break short", ("1797 samples were used 1 times", OFF)),
-        Typed("3_samples.py", ("1797 samples were used 1 times", OFF)),
-    ),
-    4: (
-        Typed("4_kill_and_resume.py --break", (MENDED_4,)),
-        Typed("4_kill_and_resume.py --break --kill", ("Signal 9 (SIGKILL) received",), fails=True),
-        Typed("4_kill_and_resume.py --break --resume", ("rank 0 continues at step 29", MENDED_4)),
-        Typed("4_kill_and_resume.py", (MENDED_4,)),
-        Typed("4_kill_and_resume.py --kill", ("Signal 9 (SIGKILL) received",), fails=True),
-        Typed("4_kill_and_resume.py --resume", ("rank 0 continues at step 40", MENDED_4)),
-    ),
-    5: (
-        Typed(
-            "5_one_rank_raises.py --break",
-            (
-                "rank 0 leaves out a batch: sample 777: the file is truncated",
-                "rank 1 fails after",
-                "Timed out waiting 8000ms",
-            ),
-            fails=True,
-        ),
-        Typed("5_one_rank_raises.py", ("rank 0 leaves out a batch: sample 777", "finished")),
-    ),
-    6: (
-        Typed(
-            "6_unused_parameters.py --break",
-            ("fails in step 1: Expected to have finished reduction in the prior iteration",),
-            fails=True,
-        ),
-        Typed("6_unused_parameters.py", ("no gradient for old_head.weight", "finished")),
-    ),
-    7: (
-        Typed(
-            "7_out_of_memory.py --break memory",
-            ("DefaultCPUAllocator: can't allocate memory",),
-            fails=True,
-        ),
-        Typed("7_out_of_memory.py --break mean", (OFF_7, "finished")),
-        Typed(
-            "7_out_of_memory.py",
-            (OFF_7, "rank 1 has no memory for 600 samples", "finished"),
-        ),
-    ),
-    8: (
-        Typed("8_hang.py --break", ("rank 0 fails in step 20",), fails=True),
-        Typed(
-            "8_hang.py",
-            ("rank 0 fails in step 20", '8_hang.py", line 53 in <module>', "line 39 in read"),
-            fails=True,
-        ),
-    ),
-}
-
+# The commands of the chapters, script and flags, and below each what it prints, as its chapter
+# says. A command that fails ends with !
+TYPED = f"""
+1_single_process.py
+    epoch 3: accuracy 9
+2_plain_ddp.py
+    epoch 3: accuracy 9
+3_samples.py --break same
+    1797 samples were used 2 times | {OFF}
+3_samples.py --break padded
+    1 samples were used 2 times | {OFF}
+3_samples.py --break short
+    1797 samples were used 1 times | {OFF}
+3_samples.py
+    1797 samples were used 1 times | {OFF}
+4_kill_and_resume.py --break
+    {MENDED_4}
+4_kill_and_resume.py --break --kill !
+    Signal 9 (SIGKILL) received
+4_kill_and_resume.py --break --resume
+    rank 0 continues at step 29 | {MENDED_4}
+4_kill_and_resume.py
+    {MENDED_4}
+4_kill_and_resume.py --kill !
+    Signal 9 (SIGKILL) received
+4_kill_and_resume.py --resume
+    rank 0 continues at step 40 | {MENDED_4}
+5_one_rank_raises.py --break !
+    rank 0 leaves out a batch: sample 777: the file is truncated | rank 1 fails after
+    Timed out waiting 8000ms
+5_one_rank_raises.py
+    rank 0 leaves out a batch: sample 777 | finished
+6_unused_parameters.py --break !
+    fails in step 1: Expected to have finished reduction in the prior iteration
+6_unused_parameters.py
+    no gradient for old_head.weight | finished
+7_out_of_memory.py --break memory !
+    DefaultCPUAllocator: can't allocate memory
+7_out_of_memory.py --break mean
+    {OFF_7} | finished
+7_out_of_memory.py
+    {OFF_7} | rank 1 has no memory for 600 samples | finished
+8_hang.py --break !
+    rank 0 fails in step 20
+8_hang.py !
+    rank 0 fails in step 20 | 8_hang.py", line 53 in <module> | line 39 in read
+"""
+RUNS: dict[int, dict[str, list[str]]] = {}  # for each chapter the commands, and what each prints
+for typed in re.split(r"\n(?! )", TYPED.strip()):
+    command, *lines = map(str.strip, typed.splitlines())
+    RUNS.setdefault(int(command[0]), {})[command] = " | ".join(lines).split(" | ")
 
 TOLD_9 = (
     "by step 35: python ddp_training.py replay runs/spike --step 31",
@@ -122,13 +100,13 @@ def test_a_chapter_breaks_and_mends_as_it_says(number: int, tmp_path: Path) -> N
     import_in_server("sklearn.datasets")
     chapter = text_of(chapter_of(number))
     weights, differences = [], []
-    for typed in RUNS[number]:
-        script, *flags = typed.words.split()
+    for typed, phrases in RUNS[number].items():
+        script, *flags = typed.removesuffix(" !").split()
         launch = ["torchrun", "--standalone", "--nproc_per_node=2"] if number > 1 else ["python"]
         argv = [*launch, ROOT / "examples/tutorial" / script, *flags]
         done = run_program(argv, timeout_s=200, cwd=tmp_path)
-        assert (done.status != 0) == typed.fails, done.output
-        for phrase in typed.said:
+        assert (done.status != 0) == typed.endswith("!"), done.output
+        for phrase in phrases:
             assert phrase in done.output, done.output
             assert phrase in chapter or phrase.startswith(("8_hang.py", "rank 1 fails")), phrase
         weights += re.findall(rf"{MENDED_4}(\w+)", done.output)
@@ -172,7 +150,7 @@ def test_a_chapter_shows_the_code_and_the_commands_that_there_are(number: int) -
         for line in block.splitlines():
             assert line.strip() in code, line
     launch = "python examples/tutorial/" if number == 1 else LAUNCH
-    run_here = {launch + typed.words for typed in RUNS.get(number, ())}
+    run_here = {launch + typed.removesuffix(" !") for typed in RUNS.get(number, ())}
     told = set(commands_of(path))
     if number == 9:  # they are all run by the test above
         return
