@@ -98,18 +98,16 @@ def test_the_cause_decides_what_a_launcher_ends_with(
     assert read_endings(record).status == status
 
 
-def test_only_the_last_attempt_of_torchrun_counts(tmp_path: Path) -> None:
+def test_the_last_attempt_counts_and_of_its_errors_that_of_the_cause(tmp_path: Path) -> None:
     env: dict[str, Any] = {**TORCHRUN, RECORD: str(tmp_path / "endings.jsonl")}
     settle(75, env)
-    settle(0, {**env, "TORCHELASTIC_RESTART_COUNT": "1"})
-    assert read_endings(tmp_path / "endings.jsonl").status == 0
-
-
-def test_the_error_of_the_cause_comes_before_that_of_a_rank_that_lost_it(tmp_path: Path) -> None:
-    env = {**TORCHRUN, RECORD: str(tmp_path / "endings.jsonl")}
+    env |= {"TORCHELASTIC_RESTART_COUNT": "1"}
+    settle(0, env)
     write_error_file(PeerLostError("rank 1 is gone"), env)
     write_error_file(SampleError("sample 7 is broken"), env)
-    assert "sample 7" in read_endings(tmp_path / "endings.jsonl").error
+    found = read_endings(tmp_path / "endings.jsonl")
+    assert found.status == 0
+    assert "sample 7" in found.error
 
 
 def test_the_termination_log_of_a_pod_has_the_error_and_fits(tmp_path: Path) -> None:
@@ -131,19 +129,16 @@ def env(tmp_path: Path) -> dict[str, str]:
     return {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
 
 
-def test_an_error_file_has_code_cause_and_next_command_in_torch_elastics_form(
+def test_the_cause_writes_torchruns_error_file_and_a_rank_that_lost_another_one_none(
     env: dict[str, str],
 ) -> None:
-    write_error_file(StepError("rank 1, step 4", fix="look at its log"), env)
-    entry = json.loads(Path(env["TORCHELASTIC_ERROR_FILE"]).read_text())
-    shown = entry["message"]["extraInfo"]["py_callstack"]
-    assert shown == "StepError: [DDP-S01] rank 1, step 4\n  next: look at its log"
-    assert int(entry["message"]["extraInfo"]["timestamp"]) > 0
-
-
-def test_a_rank_that_lost_another_one_writes_no_error_file(env: dict[str, str]) -> None:
+    path = Path(env["TORCHELASTIC_ERROR_FILE"])
     write_error_file(PeerLostError("rank 0 lost another rank"), env)
-    assert not Path(env["TORCHELASTIC_ERROR_FILE"]).exists()
+    assert not path.exists()
+    write_error_file(StepError("rank 1, step 4", fix="look at its log"), env)
+    info = json.loads(path.read_text())["message"]["extraInfo"]
+    assert info["py_callstack"] == "StepError: [DDP-S01] rank 1, step 4\n  next: look at its log"
+    assert int(info["timestamp"]) > 0
     write_error_file(StepError("x"), {"TORCHELASTIC_ERROR_FILE": "/no/x.json"})  # does not raise
 
 

@@ -35,6 +35,9 @@ def test_steps_done_twice_are_lost_and_the_time_between_attempts_is_down() -> No
     assert account["down"] == pytest.approx(5.0)
     assert account["wall"] == pytest.approx(35.0)
     assert account["goodput"] == pytest.approx(18 / 35)
+    # an attempt that kept nothing is lost whole
+    attempts = [attempt(0, first_step=50, step=60), attempt(20, first_step=40, step=70)]
+    assert account_of(attempts)["lost"] == pytest.approx(10.0)
 
 
 @pytest.mark.parametrize(
@@ -50,11 +53,6 @@ def test_a_pause_between_two_starts_by_hand_is_not_down(
     account = account_of([first, second])
     assert account["down"] == pytest.approx(down)
     assert account["wall"] == pytest.approx(30 + down)
-
-
-def test_an_attempt_that_kept_nothing_is_lost_whole() -> None:
-    attempts = [attempt(0, first_step=50, step=60), attempt(20, first_step=40, step=70)]
-    assert account_of(attempts)["lost"] == pytest.approx(10.0)
 
 
 def test_every_second_is_in_one_phase(tmp_path: Path) -> None:

@@ -108,7 +108,6 @@ def trains_on(shell: Shell, command: str, *, step: int = 5, **variables: str) ->
 # What needs no training: mistakes, and the commands that look at files.
 
 QUICK = {
-    "an unknown setting": ["--epoch", "3"],
     "two wrong values": ["--epochs", "0", "--seed", "x"],
     "an unknown option of a command": ["explain", "--loud", "x"],
     "watch too often": ["watch", "--every", "0"],

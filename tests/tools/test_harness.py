@@ -1,20 +1,19 @@
 """The harness itself: ranks, commands, and the check for leftovers."""
 
-import contextlib
 import os
 import re
-import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.harness import processes
-from tests.harness.processes import ROOT, is_alive
+from tests.harness.processes import ROOT, deadline, is_alive
 from tests.harness.ranks import (
     RankFailure,
     held_port,
@@ -171,13 +170,7 @@ def test_the_end_of_pytest_ends_the_server_and_its_ranks() -> None:
     completed = run_command([sys.executable, "-c", script], timeout_s=60)
     pids = [int(word) for word in completed.stdout.split()]
     assert len(pids) == 3, completed.output
-    for pid in pids:
-        _wait_until_gone(pid)
-        assert not is_alive(pid)
-
-
-def _wait_until_gone(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        fd = os.pidfd_open(pid)
-        select.select([fd], [], [], 10.0)
-        os.close(fd)
+    end = deadline(10)
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < end
+        time.sleep(0.01)
