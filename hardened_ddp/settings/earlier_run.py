@@ -41,25 +41,17 @@ def find_run(*, resume: str, run_name: str, output_dir: str) -> Path | None:
             folder = Path(output_dir) / run_name
             return folder if run_name and (folder / SAVED_SETTINGS).is_file() else None
         case "newest":
-            newest = newest_run(Path(output_dir))
-            if newest is None:
+            found = [
+                # WHY its time: that of the last rename into it, so of the last checkpoint
+                (checkpoints.stat().st_mtime_ns, checkpoints.parent)
+                for checkpoints in Path(output_dir).glob(f"*/{CHECKPOINTS_NAME}")
+                if not checkpoints.parent.is_symlink() and _has_checkpoint(checkpoints)
+            ]
+            if not found:
                 why = f"there is no run with a checkpoint in {output_dir}; auto starts a new run"
                 raise Misfit(why)
-            if not _is_run(newest):
-                raise Misfit(f"the newest run, {newest}, has no {SAVED_SETTINGS}; give another one")
-            return newest
+            return max(found)[1]
     return _run_at(Path(resume), Path(output_dir))
-
-
-def newest_run(output_dir: Path) -> Path | None:
-    """Give the run whose checkpoints changed last; None if no run has any. Rank-local."""
-    found = [
-        # WHY the folder's time: it is that of the last rename into it, so of the last checkpoint
-        (checkpoints.stat().st_mtime_ns, checkpoints.parent)
-        for checkpoints in output_dir.glob(f"*/{CHECKPOINTS_NAME}")
-        if not checkpoints.parent.is_symlink() and _has_checkpoint(checkpoints)
-    ]
-    return max(found)[1] if found else None
 
 
 def find_folder(name: str, output_dir: Path) -> Path:

@@ -56,12 +56,9 @@ def resolve(request: Request, *, world_size: int = 1) -> Resolved:
     folder, run = _earlier_run(chosen, is_named=request.command != TRAIN)
     merged = _merge(_defaults(), edited, run, file, request.settings)
     config = assemble(merged.values)
-    unsure = set(merged.bad_names)
-    if not merged.is_complete:  # what can't be read may set these
-        unsure |= {name for name, source in merged.sources.items() if source in (DEFAULT, RUN)}
     problems = list(merged.problems)
     for names, why in contradictions(config, world_size):
-        if unsure.isdisjoint(names):
+        if merged.is_complete and merged.bad_names.isdisjoint(names):
             values = {place(name, merged.sources[name]): merged.values[name] for name in names}
             found = " with ".join(f"{name} {yaml_word(value)}" for name, value in values.items())
             ranks = f" with {world_size} ranks" if len(names) == 1 < world_size else ""
@@ -127,11 +124,8 @@ def _earlier_run(chosen: Layer, *, is_named: bool) -> tuple[Path | None, Layer]:
             where = place("run_name", chosen.sources["run_name"])
             raise Misfit(told)
         text = (folder / SAVED_SETTINGS).read_text("utf-8", "replace")
-    except Misfit as error:
+    except (Misfit, OSError) as error:
         return None, Layer(problems=[f"{where}: {error}"], is_complete=False)
-    except OSError as error:
-        problem = f"{where}: {error.filename} can't be read: {error.strerror}"
-        return None, Layer(problems=[problem], is_complete=False)
     # WHY: what another version saved with its default, and this one has no more, changes nothing
     gone = {n for n, _, source in read_back(text) if source == DEFAULT and n not in SETTINGS}
     layer = _layer(str(folder / SAVED_SETTINGS), apart_from={*NOT_INHERITED, *gone})
