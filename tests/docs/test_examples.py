@@ -1,6 +1,8 @@
 """The examples: each learns what it says, has at most 80 lines, and comes through faults."""
 
 import io
+import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +91,23 @@ def test_an_example_comes_through_a_kill_to_the_weights_of_the_undisturbed_run(
     output = io.StringIO()
     [verdict] = report(drills, [fault], output)
     assert verdict.passed, f"{output.getvalue()}{drills.output_of(fault)}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_trainer_of_transformers_learns_on_one_process_and_with_torchrun(
+    ranks: int, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers", reason="needs requirements-extras.txt")
+    pytest.importorskip("accelerate", reason="needs requirements-extras.txt")
+    import_in_server("transformers.trainer")
+    launcher = ["torchrun", "--standalone", "--nproc_per_node=2"] if ranks == 2 else ["python"]
+    argv = [*launcher, EXAMPLES / "hf_trainer" / "train.py", "--cpu_only", "--epochs", "2"]
+    done = run_program(argv, timeout_s=170, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"}).ok()
+    assert f"{ranks} ranks, 360 test samples" in done.stdout
+    result = json.loads((tmp_path / "runs" / "hf_trainer" / "eval_results.json").read_text())
+    assert result["eval_accuracy"] > 0.9
+    assert result["eval_mean_recall"] > 0.9
+    assert (tmp_path / "runs" / "hf_trainer" / "model.safetensors").is_file()
+    head = (tmp_path / "data/MNIST/raw/t10k-images-idx3-ubyte").read_bytes()[:16]
+    assert struct.unpack(">4B3I", head) == (0, 0, 8, 3, 360, 28, 28)
