@@ -40,7 +40,7 @@ LONG += ("test_numbers.py", "test_stuck_device.py", "test_setup.py", "test_survi
 LONG += ("test_fault_plans.py", "test_step_path.py", "test_equal_weights.py", "test_tutorial.py")
 LONG += ("test_run_with.py", "test_chaos.py", "test_next_commands.py", "test_effects.py")
 LONG += ("test_moving_attributes.py", "test_task_promises.py", "test_step_retry.py")
-LONG += ("test_steps.py", "test_hangs.py", "test_examples.py", "test_compile.py")
+LONG += ("test_steps.py", "test_hangs.py", "test_compile.py")
 LONG += ("test_streams.py", "test_gpu_report.py", "test_own_optimizers.py", "test_ledger.py")
 LONG += ("test_data_faults.py", "test_loader.py", "test_user_exits.py", "test_odd_models.py")
 # But of these, which would take minutes one after the other, each function is for itself.
