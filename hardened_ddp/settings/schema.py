@@ -151,18 +151,26 @@ def fit(setting: Setting, value: Any) -> Any:  # Any: from YAML; to the type of 
     if setting.is_switch and word in ("true", "false", "on", "off"):
         is_on = word in ("true", "on")
         return is_on if setting.type is bool else "on" if is_on else "off"
-    number = value
     if setting.type is float and type(value) is int:
-        number = float(str(value))  # WHY str: of 400 digits it is infinite, and no OverflowError
-    if type(number) is not setting.type:
-        kind = _FOUND_WORDS.get(type(value), "")
-        raise Misfit(f"found {shown(value)} ({kind}), needs {needs(setting)}")
-    if setting.takes_path and ":" in value:
-        if not re.fullmatch(setting.shape.pattern, value):
-            raise Misfit(f"found {shown(value)}, needs {needs(setting)}")
-        return ImportPath(value)
-    _check(setting, number, given=value)
-    return number
+        value = float(str(value))  # WHY str: of 400 digits it is infinite, and no OverflowError
+    if (kind := type(value)) is not setting.type:
+        found = f"{shown(value)} ({_FOUND_WORDS.get(kind, '')})"
+        raise Misfit(f"found {found}, needs {needs(setting)}")
+    is_path = setting.takes_path and ":" in value
+    if setting.choices and not is_path:
+        is_fit = value in setting.choices
+    elif setting.type is str:
+        _check_text(setting, value)
+        is_fit = re.fullmatch(setting.shape.pattern, value) is not None
+    elif setting.type is dict:  # in YAML {depth:18} is the key "depth:18" without a value
+        for key in (key for key in value if not key.isidentifier()):
+            raise Misfit(f"found the key {shown(key)}, needs NAME: VALUE, with a space between")
+        is_fit = True
+    else:
+        is_fit = setting.bounds is None or setting.bounds.holds(value)
+    if not is_fit:
+        raise Misfit(f"found {shown(value)}, needs {needs(setting)}")
+    return ImportPath(value) if is_path else value
 
 
 def needs(setting: Setting) -> str:
@@ -178,27 +186,14 @@ def needs(setting: Setting) -> str:
     return words
 
 
-def _check(setting: Setting, value: Any, *, given: object) -> None:  # Any: the type of the setting
-    """Raise Misfit if a value of the right type is not one of those that the setting takes."""
-    if setting.choices:
-        is_fit = value in setting.choices
-    elif setting.type is str:
-        is_fit = re.fullmatch(setting.shape.pattern, value) is not None
-        if any("\udc80" <= letter <= "\udcff" for letter in value):
-            why = "of bytes that are no text in this locale (LANG, LC_ALL); needs one of UTF-8: "
-            raise Misfit(f"found {shown(value)}, {why}export LC_ALL=C.UTF-8")
-        if not value.isprintable():
-            raise Misfit(f"found {shown(value)}, needs text without control characters")
-        if setting.is_place and (problem := url_problem(value)):
-            raise Misfit(problem)
-        if value.startswith("~"):
-            raise Misfit(f"found {shown(value)}, needs the whole path: only the shell knows ~")
-    elif setting.type is dict:
-        is_fit = True
-        for key in value:
-            if not key.isidentifier():  # in YAML {depth:18} is the key "depth:18" without a value
-                raise Misfit(f"found the key {shown(key)}, needs NAME: VALUE, with a space between")
-    else:
-        is_fit = setting.bounds is None or setting.bounds.holds(value)
-    if not is_fit:
-        raise Misfit(f"found {shown(given)}, needs {needs(setting)}")
+def _check_text(setting: Setting, value: str) -> None:
+    """Raise Misfit if a text can't be used, whatever its setting takes."""
+    if any("\udc80" <= letter <= "\udcff" for letter in value):
+        why = "of bytes that are no text in this locale (LANG, LC_ALL); needs one of UTF-8: "
+        raise Misfit(f"found {shown(value)}, {why}export LC_ALL=C.UTF-8")
+    if not value.isprintable():
+        raise Misfit(f"found {shown(value)}, needs text without control characters")
+    if setting.is_place and (problem := url_problem(value)):
+        raise Misfit(problem)
+    if value.startswith("~"):
+        raise Misfit(f"found {shown(value)}, needs the whole path: only the shell knows ~")
