@@ -178,7 +178,7 @@ class TestCommand:
         words = ["nan-once", "--amp", "off", "--optimizer_args", "{eps: 0.1}", "--cpu_only"]
         flags = read_work(parse(["drill", *words]), 2).flags
         assert "--amp=off" in flags  # not "off", as YAML needs it
-        assert "--optimizer_args={eps: 0.1}" in flags
+        assert '--optimizer_args={"eps": 0.1}' in flags
 
     @pytest.mark.slow
     def test_a_work_that_fails_by_itself_is_told_and_has_status_1(self, tmp_path: Path) -> None:
