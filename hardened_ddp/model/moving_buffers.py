@@ -252,14 +252,9 @@ class MovingBuffers:
 
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each source to its target, with few kernels where torch can."""
-    if not targets:
-        return
-    if hasattr(torch, "_foreach_copy_"):
+    """Copy each source to its target, with few kernels."""
+    if targets:
         torch._foreach_copy_(list(targets), list(sources))
-        return
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
 
 
 def _split(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> Sequence[torch.Tensor]:

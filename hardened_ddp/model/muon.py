@@ -36,11 +36,6 @@ class MuonAndAdamW(Optimizer):
         **of_muon: Any,  # Any: momentum, ns_steps and such, see torch.optim.Muon
     ) -> None:
         """muon, adamw: read by split_for_muon. of_muon may have AdamW's betas, too."""
-        if not hasattr(torch.optim, "Muon"):
-            raise OptimizerError(
-                f"--optimizer muon: torch {torch.__version__} has no torch.optim.Muon",
-                fix="install torch 2.9 or newer, or choose --optimizer adamw",
-            )
         betas = tuple(of_muon.pop("betas", (0.9, 0.999)))
         both: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
         super().__init__(params, both | {"betas": betas, **of_muon})

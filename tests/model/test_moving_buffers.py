@@ -93,11 +93,6 @@ def test_copies_restore_the_buffers_without_a_kernel_for_each() -> None:
     assert all(torch.equal(b, before[name]) for name, b in module.named_buffers())
 
 
-def test_without_foreach_they_are_copied_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch, "_foreach_copy_", raising=False)
-    test_copies_restore_the_buffers_without_a_kernel_for_each()
-
-
 def test_a_frozen_base_that_is_much_larger_than_what_is_trained_is_not_copied() -> None:
     module = nn.Sequential(nn.Linear(30, 30).requires_grad_(False), nn.Linear(30, 2))
     assert not Reach(module).may_move()

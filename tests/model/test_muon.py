@@ -80,9 +80,3 @@ def test_each_parameter_is_updated_as_by_torchs_own_optimizer() -> None:
         muon.step()
         adamw.step()
     assert all(map(torch.equal, model.parameters(), other.parameters()))
-
-
-def test_a_torch_without_muon_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.optim, "Muon")
-    with pytest.raises(OptimizerError, match=r"has no torch\.optim\.Muon"):
-        build(Tiny())
