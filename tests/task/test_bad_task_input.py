@@ -17,6 +17,7 @@ from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.reporting.events import Events
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.layers import resolve
+from hardened_ddp.training.evaluation import check_stop_when
 from tests.harness.ranks import run_ranks, train
 from tests.marks import slow_after
 
@@ -171,7 +172,8 @@ CASES: list[tuple[Words, str]] = [
     (wrong("detached"), "loss_sum does not depend on any parameter"),
     (wrong("rows"), "its metric mae is a tensor of shape (2,), not a number"),
     (wrong("words"), "its metric mae is a str, not a number"),
-    ((*data(num_classes=2), "--best_metric", "f1"), "this task has no metric 'f1'"),
+    ((*data(num_classes=2), "--best_metric", "f1"), "best_metric: this task has no metric 'f1'"),
+    ((*data(num_classes=2), "--stop_when", "acuracy"), "stop_when: this task has no metric 'acur"),
     ((*data(num_classes=2), "--metrics", "{x: nothing}"), "need package.module:Class"),
     (
         (*data(num_classes=2), "--metrics", f"{{x: {{class: '{TASKS}:Sum', y: 1}}}}"),
@@ -217,6 +219,8 @@ def build_each(cases: list[Words]) -> list[list[str]]:
                     settings, Group(Launch(), torch.device("cpu")), None, Events()
                 )
                 check_evaluation(parts)
+                if parts.config.loop.stop_when:
+                    check_stop_when(parts)
                 parts.close()
             found.append(["", "no error", ""])
         except HardenedError as error:
