@@ -2,8 +2,8 @@
 
 The loss of a sample is the mean over its numbers; that of a step, the mean over its samples.
 R2 of one number: 1 - sum((label - output)**2) / sum((label - mean label)**2), and of several the
-mean of theirs, as in scikit-learn's r2_score. Sums over labels are taken of their distances from
-those of the first batch: of large numbers that differ little the digits would cancel out.
+mean of theirs, as in scikit-learn's r2_score. Labels that differ by less than 3 millionths of their
+size count as equal, and have no R2: the sums of fp64 have no digits for them.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,6 +23,7 @@ _LOSSES: Mapping[str, Callable[..., torch.Tensor]] = {
     "huber": functional.huber_loss,
 }
 _NEED = "(num_samples, numbers of a label)"
+_LEAST_SPREAD = 1e-11  # of labels, as a share of the sum of their squares
 
 
 class Regression(Task):
@@ -44,8 +45,6 @@ class Regression(Task):
             )
         self.loss = loss
         self.num_outputs = num_outputs
-        # Of the labels, one number for each output; None: not known yet.
-        self.origin: torch.Tensor | None = None
 
     @property
     def sums(self) -> Mapping[str, torch.Tensor]:
@@ -60,9 +59,6 @@ class Regression(Task):
         loss_sum = _LOSSES[self.loss](outputs, labels, reduction="none").mean(1).sum()
         found, wanted = outputs.detach().double(), labels.double()
         error = found - wanted
-        if self.origin is not None:
-            self.origin = self.origin.to(wanted.device, non_blocking=True)
-            wanted = wanted - self.origin
         sums = {
             "squared_error": error.square().sum(0),
             "absolute_error": error.abs().sum(0),
@@ -93,16 +89,6 @@ class Regression(Task):
                 f"the label of sample {int(batch.indices[is_wrong][0])} is NaN or infinite",
                 fix="fill in or leave out such samples in the dataset",
             )
-        # WHY with gradients: that is the probe, which has all ranks take over the same numbers.
-        if self.origin is None and torch.is_grad_enabled():
-            self.take_over({"origin": numbers.double().mean(0).tolist()})
-
-    def learned(self) -> dict[str, Any]:
-        return {} if self.origin is None else {"origin": self.origin.tolist()}
-
-    def take_over(self, learned: Mapping[str, Any]) -> None:
-        if learned:
-            self.origin = torch.tensor(learned["origin"], dtype=torch.float64)
 
     def figures(self, sums: Mapping[str, Any], count: float) -> Figures:
         """Return RMSE and MAE over all numbers, and the mean R2 of those that vary."""
@@ -110,7 +96,7 @@ class Regression(Task):
         scores = []
         for error, total, squares in columns:
             spread = squares - total * total / count
-            if spread > 1e-12 * max(squares, 1e-300):
+            if spread > _LEAST_SPREAD * max(squares, 1e-300):
                 scores.append(1 - error / spread)
         num_numbers = count * self.num_outputs
         return {
