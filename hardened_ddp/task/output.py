@@ -11,14 +11,9 @@ from hardened_ddp.errors import ModelError
 LOGITS = ("logits", "out")
 _MOST_NAMED = 6
 _ROUNDING = 1e-3  # of probabilities in fp32, or written with few digits
-_LABEL_IS_LAST = "the last part of a sample is its label"
-_BY_NAME = (
-    "If a sample has no label, or forward takes the parts by name: have the dataset, or --collate, "
-    "return a mapping of names to parts"
-)
-_NO_LABEL = (
-    "none of them was taken as the label, which is what is called labels, label, targets or target"
-)
+_LABEL_IS_LAST = "the last part of a sample is its label, and several others are one argument"
+_NO_LABEL = "no part was taken as label, which is called labels, label, targets or target"
+_LISTS = "forward takes tensors: pad lists, and tokenize text, in the dataset or in --collate"
 
 
 def split_output(output: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -90,35 +85,27 @@ def logits_of(output: Any, *, need: str) -> torch.Tensor:  # Any: whatever a mod
 def fix_for(
     error: BaseException, inputs: Any, *, has_labels: bool = True
 ) -> str:  # Any: nested data
-    """Say what to do about an error of a first forward."""
+    """Say what to do about an error of a first forward: what it was given, and how."""
     if fix := fix_for_gradients(error):
         return fix
-    named = inputs if isinstance(inputs, Mapping) else {"the input": inputs}
-    lists = {name: part for name, part in named.items() if isinstance(part, list) and part}
-    if texts := [str(name) for name, part in lists.items() if isinstance(part[0], str)]:
-        return (
-            f"{', '.join(texts)}: text, which a model can't take: tokenize it in the dataset, or "
-            "in --collate: tokenizer(texts, padding=True, return_tensors='pt')"
-        )
-    if lists and isinstance(inputs, Mapping):
-        return (
-            f"{', '.join(map(str, lists))}: a list in each sample, and so a list of tensors in a "
-            "batch: make it a tensor in the dataset; or set --collate, which samples of different "
-            "lengths need: a function that pads, as DataCollatorWithPadding of transformers does"
-        )
-    is_call = isinstance(error, TypeError) and "argument" in str(error)
-    if is_call and isinstance(inputs, Mapping):
-        names = ", ".join(map(str, inputs))
-        told = f"the inputs are a mapping, so they go to forward by name: {names}"
-        return told if has_labels else f"{told}; {_NO_LABEL}"
-    if isinstance(inputs, tuple | list) and isinstance(error, TypeError | AttributeError):
-        return (
-            f"{_LABEL_IS_LAST}; the other {len(inputs)} parts go to forward as one argument, "
-            f"unless it needs several (without default values). {_BY_NAME}"
-        )
-    if is_call and "missing" in str(error) and has_labels:
-        return f"{_LABEL_IS_LAST}, and the other is the input. {_BY_NAME}"
-    return _fix_by_shape(str(error), named)
+    is_named = isinstance(inputs, Mapping)
+    named = inputs if is_named else {"the input": inputs}
+    told = [f"{name} is {described_labels(part)}" for name, part in named.items()][:_MOST_NAMED]
+    if is_named:
+        told.append("parts of a mapping go to forward by name")
+    if not has_labels:
+        told.append(_NO_LABEL)
+    elif isinstance(error, TypeError):
+        told.append(_LABEL_IS_LAST)
+    parts = list(named.values())
+    if any(isinstance(part, tuple | list) for part in parts):
+        told.append(_LISTS)
+    tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+    if any(part.dim() == 4 and part.shape[3] < 5 <= part.shape[1] for part in tensors):
+        told.append("images have their channels first: return image.permute(2, 0, 1)")
+    if "type" in str(error) and any(part.dtype != torch.float32 for part in tensors):
+        told.append("a model computes in float32 as a rule: return x.float() from the dataset")
+    return "; ".join([*told, "the whole traceback is in this rank's log"])
 
 
 def fix_for_gradients(error: BaseException) -> str:
@@ -129,23 +116,6 @@ def fix_for_gradients(error: BaseException) -> str:
         "an evaluation, and the first look at the output, compute no gradients: what forward "
         "differentiates itself (torch.autograd.grad) belongs under `with torch.enable_grad():`"
     )
-
-
-def _fix_by_shape(text: str, named: Mapping[Any, Any]) -> str:  # Any: as the dataset nests them
-    """Say what to do about an error of tensors that do not fit, by their shapes and types."""
-    tensors = {name: part for name, part in named.items() if isinstance(part, torch.Tensor)}
-    parts = [f"{name} is {described_labels(part)}" for name, part in tensors.items()]
-    told = "; ".join(parts[:_MOST_NAMED])
-    for part in tensors.values():
-        if part.dim() == 4 and part.shape[3] in (1, 3, 4) and part.shape[1] > 4:
-            return f"{told}: images have their channels first: return image.permute(2, 0, 1)"
-    is_of_types = any(words in text for words in ("dtype", "scalar type", "should be the same"))
-    if is_of_types and any(part.dtype != torch.float32 for part in tensors.values()):
-        return (
-            f"{told}; the model computes with another type: return float32 from the dataset, such "
-            "as torch.as_tensor(x, dtype=torch.float32)"
-        )
-    return "; ".join(filter(None, (told, "the whole traceback is in this rank's log")))
 
 
 def are_one_hot(labels: torch.Tensor) -> bool:
