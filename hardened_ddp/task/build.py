@@ -143,8 +143,12 @@ def task_that_fits(output: Any, batch: Batch) -> tuple[str, str]:  # Any: whatev
         return name, shapes
     if loss is not None:
         return "own", f"the model returns its loss, and no other task fits: {shapes}"
-    fits, fix = _advice(logits, labels)
-    raise _undecided(f"{shapes}: they fit {fits}", output, fix=fix)
+    fits = "no task"
+    if labels.numel() == logits.numel() and bool(((labels == 0) | (labels == 1)).all()):
+        fits = "multilabel and regression alike"
+    elif labels.shape == logits.shape and are_shares(labels):
+        fits = "regression, and probabilities of classes (each row adds up to 1) alike"
+    raise _undecided(f"{shapes}: they fit {fits}", output)
 
 
 def _by_shape(logits: torch.Tensor, labels: torch.Tensor) -> str:
@@ -167,27 +171,9 @@ def _by_shape(logits: torch.Tensor, labels: torch.Tensor) -> str:
     return "regression" if is_alike and not is_binary and not are_shares(labels) else ""
 
 
-def _advice(logits: torch.Tensor, labels: torch.Tensor) -> tuple[str, str]:
-    """Return what fits labels for which there is no one task, and what to do; empty: choose one."""
-    if labels.numel() == logits.numel() and bool(((labels == 0) | (labels == 1)).all()):
-        return "multilabel and regression alike", ""
-    if labels.shape == logits.shape and are_shares(labels):
-        return (
-            "regression, and probabilities of classes (each row adds up to 1) alike",
-            "for numbers: --task regression; for probabilities: --task package.module:Class, whose "
-            "score() has cross_entropy(logits, labels), see docs/TASKS.md",
-        )
-    fix = ""
-    if not labels.is_floating_point() and labels.dim() in (2, 3):
-        if logits.shape[:1] + logits.shape[2:] == labels.shape and labels.dim() == 2:
-            fix = "--task tokens needs the vocabulary last: return logits.transpose(1, 2)"
-        elif logits.shape[:-1] == labels.shape and labels.dim() == 3:
-            fix = "--task segmentation needs the classes second: return logits.permute(0, 3, 1, 2)"
-    return "no task", fix
-
-
-def _undecided(why: str, output: Any, *, fix: str = "") -> ModelError:
+def _undecided(why: str, output: Any) -> ModelError:
     return ModelError(
         f"--task auto can't decide: {why} (the model returned {described(output)})",
-        fix=fix or f"choose one: --task {' | '.join(CHOICES)} | package.module:Class",
+        fix=f"choose one: --task {' | '.join(CHOICES)} | package.module:Class; docs/TASKS.md has "
+        "what each takes",
     )

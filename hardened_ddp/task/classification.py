@@ -13,13 +13,7 @@ from torch.nn.functional import cross_entropy
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.errors import ModelError
 from hardened_ddp.task.details import name_of, shares_of
-from hardened_ddp.task.output import (
-    are_one_hot,
-    check_range,
-    described_labels,
-    logits_of,
-    split_output,
-)
+from hardened_ddp.task.output import check_range, described_labels, logits_of, split_output
 from hardened_ddp.task.task import Figures, Metric, Score, Task, widened
 
 ACCURACY = Metric("accuracy", form=".2%")
@@ -27,6 +21,11 @@ TOP5 = Metric("top5_accuracy", form=".2%")
 FEW_CLASSES = 10
 """With at most so many, top-5 accuracy says little: it is measured from one more on."""
 _NEED = "(num_samples, num_classes)"
+_FIX = (
+    "return one number from 0 for each sample: classes.index(name) of names, int(label.argmax()) "
+    "of one-hot labels; or choose the task that fits: --task multilabel | regression | tokens "
+    "| segmentation | own"
+)
 
 
 class Classification(Task):
@@ -103,7 +102,7 @@ class Classification(Task):
             raise ModelError(
                 "classification needs one label for each sample, the number of its class, and the "
                 f"labels of a batch are {described_labels(targets)}",
-                fix=_fix_for_labels(targets),
+                fix=_FIX,
             )
         if targets.is_floating_point():
             raise ModelError(
@@ -153,17 +152,3 @@ class Classification(Task):
             "confusion": [row[:-1] for row in rows],
             "predicted_no_class": predicted[-1],
         }
-
-
-def _fix_for_labels(labels: Any) -> str:  # Any: a dataset's labels
-    """Say how to make class numbers of labels that are none."""
-    if isinstance(labels, list | tuple) and labels and isinstance(labels[0], str):
-        return "number the classes from 0: return classes.index(label) from the dataset"
-    if isinstance(labels, torch.Tensor) and labels.dim() == 2 and labels.shape[1] == 1:
-        return "return one number for each sample, not a row of one: int(label)"
-    if isinstance(labels, torch.Tensor) and are_one_hot(labels):
-        return "of one-hot labels return the class: int(label.argmax())"
-    return (
-        "choose the task that fits the labels: --task multilabel | regression | tokens "
-        "| segmentation | own"
-    )

@@ -183,23 +183,19 @@ def test_auto_takes_the_task_that_fits(name: str, output: Any, labels: Any) -> N
     assert task_that_fits(output, batch_of(labels, inputs=[1, 2]))[0] == name
 
 
-CHOOSE = "--task classification | multilabel"
-
-
 @pytest.mark.parametrize(
-    ("output", "labels", "told", "fix"),
+    ("output", "labels", "told"),
     [
-        ("text", torch.tensor([0, 1]), "neither logits nor a loss", CHOOSE),
-        (torch.randn(2, 3, 4, 4), torch.randint(3, (2, 4, 4, 4)), "fit no task", CHOOSE),
-        (torch.randn(2, 5, 6), torch.randint(5, (2, 6)), "fit no task", "logits.transpose(1, 2)"),
-        (torch.randn(2, 4, 4, 3), torch.randint(3, (2, 4, 4)), "fit no", "permute(0, 3, 1, 2)"),
-        (torch.randn(4, 3), torch.randn(4, 3).softmax(1), "alike", "cross_entropy(logits, labels)"),
+        ("text", torch.tensor([0, 1]), "neither logits nor a loss"),
+        (torch.randn(2, 3, 4, 4), torch.randint(3, (2, 4, 4, 4)), "fit no task"),
+        (torch.randn(2, 5, 6), torch.randint(5, (2, 6)), "fit no task"),
+        (torch.randn(4, 3), torch.randn(4, 3).softmax(1), "alike"),
     ],
 )
-def test_auto_refuses_and_says_what_to_do(output: Any, labels: Any, told: str, fix: str) -> None:
+def test_auto_refuses_and_says_what_to_do(output: Any, labels: Any, told: str) -> None:
     with pytest.raises(ModelError, match=told) as caught:
         task_that_fits(output, batch_of(labels, inputs=[1, 2]))
-    assert fix in caught.value.fix
+    assert "--task classification | multilabel" in caught.value.fix
 
 
 LOSS, PLAIN = torch.ones((), requires_grad=True), torch.ones(())
@@ -454,23 +450,6 @@ def test_labels_may_be_of_any_integer_type(kind: torch.dtype) -> None:
             assert report_of(task, logits, wanted)
         assert torch.equal(scores[0].loss_sum, scores[1].loss_sum)
         assert all(torch.equal(a, scores[1].metrics[n]) for n, a in scores[0].metrics.items())
-
-
-@pytest.mark.parametrize(
-    ("labels", "told"),
-    [
-        (["cat", "dog"], "classes.index"),
-        (torch.tensor([[0], [2]]), "int(label)"),
-        (torch.eye(3)[:2], "argmax"),
-        (torch.zeros(2, 3, 4), "--task multilabel"),
-    ],
-)
-def test_labels_that_are_no_class_numbers_are_told_how_to_become_some(
-    labels: Any, told: str
-) -> None:
-    with pytest.raises(ModelError, match="the labels of a batch are") as caught:
-        Classification(num_classes=3).check(torch.randn(2, 3), batch_of(labels, inputs=[1, 2]))
-    assert told in caught.value.fix
 
 
 def test_auto_says_that_labels_may_be_one_hot() -> None:
