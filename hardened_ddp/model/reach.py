@@ -5,11 +5,11 @@ them, a teacher in a list, an object of the user's own classes with copies of th
 Does not own: attributes that are no tensors. What only a closure or a class holds is not found.
 """
 
+import copyreg
 import sys
 from collections import deque
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -166,16 +166,10 @@ class _Attributes(MutableMapping[str, Any]):
         return sum(1 for _ in self)
 
 
-@cache
-def _slots_of(cls: Any) -> tuple[str, ...]:  # Any: mypy takes a type for no key
-    """Name what instances of a class hold without a dict."""
-    found = []
-    for base in cls.__mro__:
-        slots = vars(base).get("__slots__", ())
-        for name in [slots] if isinstance(slots, str) else slots:
-            is_private = name.startswith("__") and not name.endswith("__")
-            found.append(f"_{base.__name__.lstrip('_')}{name}" if is_private else name)
-    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
+def _slots_of(cls: Any) -> list[str]:  # Any: mypy takes a type for no key
+    """Name what instances of a class hold without a dict, as pickle and copy find it."""
+    found: list[str] = copyreg._slotnames(cls)  # type: ignore[attr-defined]  # it is in no stub
+    return found
 
 
 def _is_of_user(value: object) -> bool:
