@@ -4,14 +4,12 @@ Owns what can be saved so: tensors, arrays, numbers, text, None; lists, tuples a
 Of optimizers and schedulers (schedule.py), and of what own loops register (own_loop/registry.py).
 """
 
-import ast
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.lib.format import descr_to_dtype, dtype_to_descr
 
 from hardened_ddp.errors import HardenedError
 
@@ -21,6 +19,7 @@ MAPPINGS: Mapping[str, type[dict[Any, Any]]] = {  # Any: keys and values of any 
     "ordered dict": OrderedDict,
     "counter": Counter,  # torch's MultiStepLR has one
 }
+_DTYPES = frozenset(map(np.dtype, "?bBhHiIlLefdFD"))  # those of numbers that torch has, too
 
 
 def pack(
@@ -41,17 +40,10 @@ def pack(
         name = _free(name, tensors)
         tensors[name] = value
         return {"tensor": name, "is_on_device": not value.is_cpu}
-    is_array = isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray)
-    if is_array and not value.dtype.hasobject:
-        name, dtype = _free(name, tensors), value.dtype
-        if dtype.kind in "biufc" and dtype.isnative and dtype.char not in "gG":
-            tensors[name] = torch.from_numpy(np.array(value))  # WHY a copy: it has no version
-            return {"array": name}
-        # Of records, dates, text, foreign numbers the bytes. WHY zeros: padding is not copied
-        copy = np.zeros(value.shape, dtype)
-        copy[...] = value
-        tensors[name] = torch.from_numpy(copy.reshape(-1).view(np.uint8))
-        return {"records": [name, repr(dtype_to_descr(dtype)), value.shape]}
+    if kind is np.ndarray and value.dtype in _DTYPES:
+        name = _free(name, tensors)
+        tensors[name] = torch.from_numpy(np.array(value))  # WHY a copy: it has no version
+        return {"array": name}
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
         return {"scalar": [value.dtype.str, value.item()]}
     if kind in (list, tuple):
@@ -80,11 +72,6 @@ def unpack(tree: Tree, tensors: Mapping[str, torch.Tensor]) -> Any:  # Any: as i
         return found.cuda() if tree["is_on_device"] and torch.cuda.is_available() else found
     if kind == "array":
         return tensors[content].numpy().copy()
-    if kind == "records":
-        name, dtype, shape = content
-        values = np.zeros(shape, descr_to_dtype(ast.literal_eval(dtype)))
-        values.reshape(-1).view(np.uint8)[:] = tensors[name].numpy()
-        return values
     if kind == "scalar":
         return np.dtype(content[0]).type(content[1])
     if kind in ("list", "tuple"):
