@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import nn
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from hardened_ddp.errors import ModelError
 
@@ -45,12 +44,10 @@ class WeightAverage:
             for name, tensor in model.state_dict(keep_vars=True).items()
             if id(tensor) in ids or (name in moving and tensor.is_floating_point())
         }
-        if half := [n for n, t in live.items() if t.element_size() < 4]:
+        if half := [f"{n} is {t.dtype}" for n, t in live.items() if t.element_size() < 4]:
             raise ModelError(
-                f"--ema: {half[0]} is {str(live[half[0]].dtype).removeprefix('torch.')}, which "
-                "rounds away what one step adds to an average",
-                fix="keep the weights in float32 (--amp bf16 computes in 16 bits all the same), or "
-                "leave --ema out",
+                f"--ema: {half[0]}, which rounds away what one step adds to an average",
+                fix="keep the weights in float32: --amp bf16 computes in 16 bits all the same",
             )
         # WHY by id: tied weights have two names and one average.
         copies = {id(tensor): tensor.detach().clone() for tensor in live.values()}
@@ -73,15 +70,10 @@ class WeightAverage:
             return
         # With ema_every the same decay per step.
         new = 1 - min(self.decay, (1 + step) / (_WARM_UP + step)) ** self.every
-        live = self._live()
-        averages = [self._averages[name] for name in self._names]
-        if skipped is None:
-            get_ema_multi_avg_fn(1 - new)(averages, live, 0)  # type: ignore[no-untyped-call]
-            return
-        # WHY where: of weights that don't change, a mean with the average would still move it.
-        share = torch.where(skipped.bool(), 0.0, new)
-        for average, tensor in zip(averages, live, strict=True):
-            average.lerp_(tensor, share.to(average.dtype))
+        averages, live = [self._averages[name] for name in self._names], self._live()
+        if skipped is not None:
+            live = [torch.where(skipped.bool(), a, t) for a, t in zip(averages, live, strict=True)]
+        torch._foreach_lerp_(averages, live, new)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the averages by their names in a checkpoint. Nothing is copied.
@@ -89,11 +81,12 @@ class WeightAverage:
         While the averages are in the model, also the model's own weights.
         """
         kept = {name: tensor.detach() for name, tensor in self._averages.items()}
-        if not self.is_in_model:
-            return {f"{AVERAGE}{name}": tensor for name, tensor in kept.items()}
-        state = self._model.state_dict()
-        own = {f"model.{name}": tensor for name, tensor in kept.items()}
-        return own | {f"{AVERAGE}{name}": state[name] for name in kept}
+        found = {}
+        if self.is_in_model:
+            found = {f"model.{name}": tensor for name, tensor in kept.items()}
+            state = self._model.state_dict()
+            kept = {name: state[name] for name in kept}
+        return found | {f"{AVERAGE}{name}": tensor for name, tensor in kept.items()}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -107,19 +100,18 @@ class WeightAverage:
 
         lock: held while they are exchanged: another thread that saves holds it.
         """
-        with lock:
-            self._exchange()
+        self._exchange(lock)
         try:
             yield
         finally:
-            with lock:
-                self._exchange()
+            self._exchange(lock)
 
-    def _exchange(self) -> None:
-        for name, tensor in zip(self._names, self._live(), strict=True):
-            average = self._averages[name]
-            tensor.data, average.data = average.data, tensor.data
-        self.is_in_model = not self.is_in_model
+    def _exchange(self, lock: threading.Lock) -> None:
+        with lock:
+            for name, tensor in zip(self._names, self._live(), strict=True):
+                average = self._averages[name]
+                tensor.data, average.data = average.data, tensor.data
+            self.is_in_model = not self.is_in_model
 
     def _live(self) -> list[torch.Tensor]:
         # WHY each time: a model may replace a buffer

@@ -5,8 +5,8 @@ share its state and its groups, so schedules, checkpoints and retries see one op
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from fnmatch import fnmatch
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import filter as filter_names
 from typing import Any
 
 import torch
@@ -74,25 +74,18 @@ def split_for_muon(
     linear = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
     apart = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     ids = {id(weight) for weight in (*apart, *linear[-1:])}
-    chosen = {n for n, p in named.items() if p.dim() == 2 and id(p) not in ids}
+    matrices = {name for name, parameter in named.items() if parameter.dim() == 2}
+    chosen = {name for name in matrices if id(named[name]) not in ids}
     for which, change in ((MUON, chosen.update), (ADAMW, chosen.difference_update)):
         given = arguments.get(which, ())
         for pattern in [given] if isinstance(given, str) else given:
-            found = [name for name in named if fnmatch(name, pattern)]
-            if not found or (which == MUON and any(named[name].dim() != 2 for name in found)):
-                raise OptimizerError(
-                    f"optimizer_args: {which} has {pattern!r}, and the model has "
-                    f"{listed(found) or 'no such parameter'}",
-                    fix=f"name parameters; Muon's have two dimensions: {listed([*named])}",
-                )
+            if not (found := filter_names(named, pattern)):
+                raise _wrong(f"{which} has {pattern!r}, which no parameter is called", named)
             change(found)
-    if not chosen:
-        raise OptimizerError(
-            "--optimizer muon: no matrix for Muon, apart from embeddings and the output layer",
-            fix="choose --optimizer adamw, or name them: --optimizer_args '{muon: [\"*weight\"]}'",
-        )
-    rest = [name for name in named if name not in chosen]
+    if not chosen or chosen - matrices:
+        raise _wrong(f"muon would update {listed(sorted(chosen - matrices)) or 'nothing'}", named)
     mine = [name for name in named if name in chosen]
+    rest = [name for name in named if name not in chosen]
     log.info("muon updates %s; adamw %s", listed(mine), listed(rest) or "nothing")
     ids = {id(named[name]) for name in mine}
     split = [
@@ -101,3 +94,10 @@ def split_for_muon(
         for which in (True, False)
     ]
     return [group for group in split if group["params"]]
+
+
+def _wrong(what: str, names: Iterable[str]) -> OptimizerError:
+    return OptimizerError(
+        f"--optimizer muon: {what}",
+        fix="give it matrices, --optimizer_args '{muon: [\"*weight\"]}', of: " + listed([*names]),
+    )

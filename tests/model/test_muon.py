@@ -52,13 +52,11 @@ def test_patterns_of_names_win_over_the_rule() -> None:
     model = Tiny()
     groups, _ = build(model, muon=["words.*"], adamw=["second*"])
     assert by_muon(model, groups) == ["words.weight", "first.weight"]
-    with pytest.raises(OptimizerError, match=r"muon has .mixed\.weight., and the model has"):
+    with pytest.raises(OptimizerError, match=r"muon would update mixed\.weight"):
         build(model, muon=["mixed.weight"])
-    with pytest.raises(
-        OptimizerError, match="adamw has 'third', and the model has no such parameter"
-    ):
+    with pytest.raises(OptimizerError, match="adamw has 'third', which no parameter is called"):
         build(model, adamw=["third"])
-    with pytest.raises(OptimizerError, match="no matrix for Muon"):
+    with pytest.raises(OptimizerError, match="muon would update nothing"):
         build(nn.Linear(3, 2))
 
 

@@ -81,7 +81,7 @@ def test_tied_weights_have_one_average_and_half_floats_none() -> None:
     assert str(average) == "averages of 1 tensors (--ema, 0.0 MiB)"
     assert average.tensors().keys() == {f"{AVERAGE}0.weight", f"{AVERAGE}1.weight"}
     half = {name: parameter for name, parameter in model.bfloat16().named_parameters()}
-    with pytest.raises(ModelError, match="is bfloat16, which rounds"):
+    with pytest.raises(ModelError, match=r"is torch\.bfloat16, which rounds"):
         WeightAverage(model, trained=half, moving=(), decay=0.5, every=1)
 
 
