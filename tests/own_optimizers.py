@@ -223,6 +223,9 @@ class Unsaved:
     def step(self) -> None: ...
 
 
+def nothing(optimizer: Optimizer) -> None: ...
+
+
 class SavedInPart(Bouncing):
     """Does not save which way it goes next."""
 

@@ -16,7 +16,7 @@ from hardened_ddp.data.foreign_code import import_callable
 from hardened_ddp.errors import OptimizerError
 from hardened_ddp.model.muon import MuonAndAdamW
 from hardened_ddp.model.parameter_groups import Group, check_options
-from hardened_ddp.model.schedule import KNOWN, is_known, needed_arguments
+from hardened_ddp.model.schedule import KNOWN, is_known
 from hardened_ddp.settings.config import ImportPath, OptimizerConfig, OptimizerName
 from hardened_ddp.task.user_code import told_as
 
@@ -55,13 +55,6 @@ def build_optimizer(groups: Sequence[Group], config: OptimizerConfig) -> Optimiz
             "torch.optim.Optimizer",
             fix="name a class that is derived from torch.optim.Optimizer, or a function that "
             "returns one",
-        )
-    if needed := needed_arguments(optimizer.step):
-        raise OptimizerError(
-            f"{config.optimizer} can't be used: its step() needs {', '.join(needed)}. Such an "
-            "optimizer computes the loss several times in one step; here all ranks compute one "
-            "gradient, together, and then update once",
-            fix="choose one whose step() takes nothing, such as adamw or torch.optim:RAdam",
         )
     updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if updated != {id(parameter) for parameter in trainable}:

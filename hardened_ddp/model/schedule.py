@@ -6,9 +6,9 @@ Owns the names optimizer.PARAMETER.KEY of a checkpoint, and what has no such nam
 numbers, options that a step changed, a scheduler's state. Those are a tree of JSON, in which a
 tensor is its name in the checkpoint. Of torch's own adamw, adam and sgd there is nothing of that
 kind, but for the learning rate.
-What goes wrong here: a scheduler that needs a metric or ends too early; a state that is neither
-tensor nor number, such as a function or a generator: an OptimizerError, which
-preflight/optimizer_trial.py gets before the first step.
+What goes wrong here: a scheduler that needs a metric or ends too early, or has no state_dict; a
+state that is neither tensor nor number, such as a function or a generator: all an OptimizerError,
+which preflight/optimizer_trial.py gets before the first step.
 """
 
 import copy
@@ -75,13 +75,12 @@ class Schedule:
         # Returns the learning rate of a group, by its peak and the step. Any: a float, or a tensor.
         self._rate: Callable[..., Any] = partial(learning_rate, config, total_steps=total_steps)
         self._scheduler: Any = None  # Any: a scheduler of torch, or one with its methods
+        self.has_state = False  # it is a scheduler object, which is stepped and saved
         self.is_bound = False  # the scheduler was made for total_steps, and can't go beyond them
         if isinstance(config.lr_schedule, ImportPath):
             self._find(config.lr_schedule)
-        # It is a scheduler object, which is stepped and saved.
-        self.has_state = self._scheduler is not None
         self.is_constant = config.lr_schedule == "constant" and config.warmup_steps == 0
-        if self._scheduler is None and not self.is_constant and None in self._peaks:
+        if not (self.has_state or self.is_constant) and None in self._peaks:
             raise OptimizerError(
                 f"{type(optimizer).__name__} has no learning rate in its parameter groups, so "
                 f"lr_schedule {config.lr_schedule} has nothing to change",
@@ -90,19 +89,19 @@ class Schedule:
 
     def begin_step(self, step: int) -> None:
         """Set the learning rate of step, 0 <= step < total_steps."""
-        if self._scheduler is not None or self.is_constant:
+        if self.has_state or self.is_constant:
             return
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = self._rate(peak, step=step)
 
     def end_step(self) -> None:
         """Step the scheduler object, if there is one, after the optimizer."""
-        if self._scheduler is not None:
+        if self.has_state:
             self._scheduler.step()
 
     def mark(self) -> Any:  # Any: for go_back only
         """Copy the scheduler's state, for go_back; None without one."""
-        if self._scheduler is None:
+        if not self.has_state:
             return None
         return copy.deepcopy(self.state()), [_options(g) for g in self.optimizer.param_groups]
 
@@ -135,7 +134,7 @@ class Schedule:
         if "step" in taken and "optimizer" not in taken:
             self._rate = self._function(path, build, arguments)
         elif "optimizer" in taken:
-            self._scheduler = self._object(path, build, arguments)
+            self.has_state, self._scheduler = True, self._object(path, build, arguments)
             self.is_bound = any(name in arguments for name in _ENDS)
         else:
             raise OptimizerError(
@@ -185,32 +184,7 @@ class Schedule:
         taken = ", ".join(inspect.signature(build).parameters)
         what = f"--lr_schedule {path} can't be built with {dict(arguments)}"
         with told_as(OptimizerError, what, fix=f"correct --lr_schedule_args; it takes: {taken}"):
-            made = build(optimizer=self.optimizer, **arguments)
-        for method in ("step", "state_dict", "load_state_dict"):
-            if not callable(getattr(made, method, None)):
-                raise OptimizerError(
-                    f"--lr_schedule {path} returned a {type(made).__name__} without {method}(): a "
-                    "resumed run could not continue it",
-                    fix=_FORMS,
-                )
-        if needed := needed_arguments(made.step):
-            raise OptimizerError(
-                f"--lr_schedule {path} can't be used: its step() needs {', '.join(needed)}. A "
-                "schedule here is stepped after each optimizer step, when there is no such value",
-                fix="choose one that depends on the steps, such as cosine, or "
-                "torch.optim.lr_scheduler:OneCycleLR",
-            )
-        return made
-
-
-def needed_arguments(call: Callable[..., Any]) -> list[str]:
-    """Name the parameters of a user's function that have no default value."""
-    return [
-        parameter.name
-        for parameter in inspect.signature(call).parameters.values()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
+            return build(optimizer=self.optimizer, **arguments)
 
 
 def learning_rate(config: OptimizerConfig, peak: Any, *, step: int, total_steps: int) -> Any:

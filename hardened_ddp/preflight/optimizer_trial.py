@@ -40,8 +40,8 @@ def build_schedule(trial: Trial, config: OptimizerConfig, *, total_steps: int) -
             what=f"the trial of --optimizer {config.optimizer} with --lr_schedule "
             f"{config.lr_schedule} failed",
             fix=lambda _: (
-                "they must work with a plain step(), and give their state by state_dict(); an "
-                "optimizer that needs the loss again, in a closure, can't be used"
+                "both must work with a plain step(), and give their state by state_dict(): there "
+                "is one gradient for each update, so no closure and no metric"
             ),
             error=OptimizerError,
         )

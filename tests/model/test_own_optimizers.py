@@ -101,7 +101,7 @@ def test_the_run_is_not_touched_by_the_trial() -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"optimizer": "torch.optim:LBFGS"}, "its step() needs closure"),
+        ({"optimizer": "torch.optim:LBFGS"}, "argument: 'closure'"),
         ({"optimizer": f"{OWN}:Sam"}, "this one needs a closure"),
         ({"optimizer": f"{OWN}:Raising"}, "no steps today"),
         ({"optimizer": f"{OWN}:Forgetful"}, "keeps something outside of its state"),
@@ -116,10 +116,11 @@ def test_the_run_is_not_touched_by_the_trial() -> None:
         ({"optimizer": "adamw", "optimizer_args": {"betas": [2, 3]}}, "Invalid beta"),
         ({"optimizer": "adamw", "optimizer_args": {"fuse": True}}, "unexpected keyword"),
         ({"optimizer": f"{OWN}:WithoutRate"}, "no learning rate in its parameter groups"),
-        ({"lr_schedule": f"{SCHEDULERS}:ReduceLROnPlateau"}, "its step() needs metrics"),
+        ({"lr_schedule": f"{SCHEDULERS}:ReduceLROnPlateau"}, "argument: 'metrics'"),
         ({"lr_schedule": f"{SCHEDULERS}:StepLR"}, "step_size"),
         ({"lr_schedule": f"{SCHEDULERS}:CyclicLR", "optimizer": "adam"}, "base_lr"),
-        ({"lr_schedule": f"{OWN}:Unsaved"}, "without state_dict()"),
+        ({"lr_schedule": f"{OWN}:Unsaved"}, "no attribute 'state_dict'"),
+        ({"lr_schedule": f"{OWN}:nothing"}, "no attribute 'step'"),
         ({"lr_schedule": f"{OWN}:SavedInPart"}, "its next updates differ"),
         ({"lr_schedule": f"{OWN}:negative"}, "gives -5.0 at step 6"),
         ({"lr_schedule": f"{OWN}:word"}, "gives 'fast' at step 0"),
