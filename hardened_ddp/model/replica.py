@@ -9,9 +9,9 @@ Does not own: the sum of the gradients (gradients/).
 Read next: preflight/probe.py (what is learned about the model), step/step.py (the caller).
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -125,25 +125,14 @@ def check_same_model(module: nn.Module, group: Group) -> None:
     for name, parameter in module.named_parameters():
         frozen = "" if parameter.requires_grad else ", frozen"
         parts[name] = f"{tuple(parameter.shape)} {parameter.dtype}{frozen}"
-    digest = hashlib.sha256(repr(parts).encode()).hexdigest()
-    if len(set(group.gather_json(digest))) == 1:  # collective
-        return
-    everyone = group.gather_json(parts)  # collective
-    first = everyone[0]
-    problems = []
+    everyone = group.gather_json(list(parts.items()))  # collective
     for rank, theirs in enumerate(everyone):
-        names = [n for n in {**first, **theirs} if theirs.get(n) != first.get(n)][:2]
-        there = ""
-        if not names and list(theirs) != list(first):
-            # WHY the order too: gradients are summed in it
-            names, there = [next(iter(theirs))], " in another place"
-        problems += [
-            f"rank {rank}: {n} is {theirs.get(n, 'not there')}, rank 0 has "
-            f"{first.get(n, 'none')}{there}"
-            for n in names
-        ]
-    raise RankMismatchError(
-        "the ranks have built different models: " + "; ".join(problems[:4]),
-        fix="build the same model on every rank: nothing of it may depend on the rank, on "
-        "os.environ or on the order of a set",
-    )
+        # WHY in order: gradients are summed in it
+        for its, first in zip_longest(theirs, everyone[0], fillvalue=("nothing", "")):
+            if its != first:
+                raise RankMismatchError(
+                    f"the ranks have built different models: where rank {rank} has "
+                    f"{' '.join(its)}, rank 0 has {' '.join(first)}",
+                    fix="build the same model on every rank: nothing of it may depend on the rank, "
+                    "on os.environ or on the order of a set",
+                )

@@ -62,11 +62,11 @@ class Net(nn.Module):
 
 
 DIFFERENT = {
-    "shape": "rank 1: hidden.weight is (5, 3) torch.float32, rank 0 has (4, 3) torch.float32",
-    "more": "rank 1: other.weight is (1, 1) torch.float32, rank 0 has none",
-    "frozen here": "rank 1: hidden.bias is (4,) torch.float32, frozen, rank 0 has (4,)",
-    "buffer": "rank 1: table is (2,) torch.float32, rank 0 has none",
-    "order": "rank 1: layer.weight is (2, 4) torch.float32, rank 0 has (2, 4) torch.float32 in",
+    "shape": "1 has hidden.weight (5, 3) torch.float32, rank 0 has hidden.weight (4, 3) torch.fl",
+    "more": "rank 1 has other.weight (1, 1) torch.float32, rank 0 has nothing",
+    "frozen here": "rank 1 has hidden.bias (4,) torch.float32, frozen, rank 0 has hidden.bias (4,)",
+    "buffer": "rank 1 has table (2,) torch.float32, rank 0 has hidden.weight (4, 3) torch.float32",
+    "order": "rank 1 has layer.weight (2, 4) torch.float32, rank 0 has hidden.weight (4, 3) torch",
 }
 
 
