@@ -7,7 +7,6 @@ What goes wrong here: a misspelled name, arguments that the model does not take,
 be downloaded. Each is a ModelError before training.
 """
 
-import difflib
 import inspect
 import logging
 from collections.abc import Callable, Mapping
@@ -28,6 +27,7 @@ from hardened_ddp.errors import DataError, ModelError
 from hardened_ddp.model.huggingface import build_from_config, load_hub_model
 from hardened_ddp.settings.config import ModelConfig
 from hardened_ddp.settings.typed_command import download_command
+from hardened_ddp.settings.wording import nearest
 from hardened_ddp.task.user_code import told_as
 
 log = logging.getLogger(__name__)
@@ -141,17 +141,11 @@ def build_model(
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(f"{config.model} has no parameter to train", fix="unfreeze some of it")
-    if lazy := [name for name, part in model.named_parameters() if is_lazy(part)]:
+    if empty := [n for n, part in model.named_parameters() if is_lazy(part) or part.is_meta]:
         raise ModelError(
-            f"{config.model} has parameters without a shape: {', '.join(lazy[:8])}",
-            fix="run one batch through the model before it is returned: model(torch.zeros(1, "
-            "*input_shape)); or build it with sizes, such as nn.Linear instead of nn.LazyLinear",
-        )
-    if empty := [name for name, part in model.named_parameters() if part.is_meta]:
-        raise ModelError(
-            f"{config.model} has parameters on the meta device, without values: "
-            f"{', '.join(empty[:8])}",
-            fix="build it on the CPU, without init_empty_weights() and torch.device('meta')",
+            f"{config.model} has parameters without values: {', '.join(empty[:8])}",
+            fix="build it on the CPU, not on the meta device; and with sizes, or run one batch "
+            "through it before it is returned: model(torch.zeros(1, *input_shape))",
         )
     if config.gradient_checkpointing:
         _checkpoint_blocks(model, config.model)
@@ -187,12 +181,11 @@ def check_model(name: str) -> None:
         import_callable(name, setting="model", error=ModelError)
         return
     models = import_torchvision().models
-    names = models.list_models(module=models)
+    names = [*BUILT_IN, *models.list_models(module=models)]
     if name not in names:
-        near = difflib.get_close_matches(name, [*BUILT_IN, *names], n=3)
+        meant = nearest(name, names)
         raise ModelError(
-            f"no model is called {name!r}"
-            + (f" (did you mean {' or '.join(near)}?)" if near else ""),
+            f"no model is called {name!r}" + (f" (did you mean {meant}?)" if meant else ""),
             fix=f"--model {' | '.join(BUILT_IN)} | a torchvision classifier | hf:FOLDER | "
             "package.module:name",
         )

@@ -99,7 +99,7 @@ CASES: list[tuple[Words, str]] = [
     ),
     (
         (*data(num_classes=2), *model(kind="meta")),
-        "has parameters on the meta device, without values: layer.weight, layer.bias",
+        "has parameters without values: layer.weight, layer.bias",
     ),
     (
         (*data(num_classes=2), *model(kind="in a list")),
@@ -110,7 +110,7 @@ CASES: list[tuple[Words, str]] = [
         "a forward made or resized what a checkpoint saves: mean",
     ),
     (unusual("Waves", fails=True), "a fault of this model"),
-    (unusual("Waves", is_lazy=True), "without a shape: first.weight, first.bias"),
+    (unusual("Waves", is_lazy=True), "without values: first.weight, first.bias"),
     (unusual("Sparse"), "the gradients of words.weight are sparse"),
     (unusual("wrapped"), "wrapped in DataParallel already"),
     (unusual("not_a_number"), "NaN in the weights"),
