@@ -7,8 +7,6 @@ position (the token after is predicted); the first batch shows which, and the la
 the model uses them.
 """
 
-import inspect
-import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -18,8 +16,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from hardened_ddp.data.batches.batch import Batch
-from hardened_ddp.errors import ANY_FAILURE, ModelError
-from hardened_ddp.ranks.seeding import keeping_random_state
+from hardened_ddp.errors import ModelError
 from hardened_ddp.task.output import (
     check_range,
     described_labels,
@@ -30,7 +27,6 @@ from hardened_ddp.task.own_metrics import OwnMetrics
 from hardened_ddp.task.task import Figures, Metric, Score, Task, widened
 
 IGNORED = -100  # marks a position without a label, in torch's cross-entropy and in Hugging Face
-log = logging.getLogger(__name__)
 
 _NEED = "(num_samples, length, vocabulary)"
 _MOST_DISTANCE = 1e-3  # between two computations of one loss, relative
@@ -45,7 +41,7 @@ class Tokens(Task):
         Metric("token_accuracy", form=".2%"),
     )
 
-    learns = ("vocabulary", "shift", "uses_model_loss", "needs_labels")
+    learns = ("vocabulary", "shift", "uses_model_loss")
 
     def __init__(self, *, ignore_index: int = IGNORED, shift: int | None = None) -> None:
         """shift: 1 if the label of a position belongs to the logits of the one before it.
@@ -58,14 +54,12 @@ class Tokens(Task):
 
         # The model's own loss is not this cross-entropy: it is used as it is.
         self.uses_model_loss: bool | None = None
-        self.needs_labels: bool | None = None  # the model gets the labels, too
-        self._model: nn.Module | None = None
-        self._parameter = ""  # of its forward, for the labels
+        self._has_labels_for_loss = False  # the model takes labels, and only for its loss
 
     def attach(self, model: nn.Module, name: str = "", own: OwnMetrics | None = None) -> None:
-        """Learn how model is called; it is called once more when the first batch is checked."""
+        """Learn how model is called."""
         super().attach(model, name, own)
-        self._model, self._parameter = model, self.labels_name
+        self._has_labels_for_loss = getattr(model, "has_labels_for_loss", False)
 
     @property
     def sums(self) -> Mapping[str, torch.Tensor]:
@@ -128,16 +122,13 @@ class Tokens(Task):
             loss, wanted = own_loss.detach(), targets.long()
             found = find_shift(logits, wanted, loss, ignore_index=self.ignore_index)
             if found is not None:
-                shift, is_ours = found
-                is_extra = is_ours and self._is_same_without_labels(batch)
-                needs_labels = bool(self.labels_name) and not is_extra
-                learned = {"shift": shift, "uses_model_loss": not is_ours}
-                self.take_over({**learned, "needs_labels": needs_labels})
+                self.take_over({"shift": found[0], "uses_model_loss": not found[1]})
 
     def take_over(self, learned: Mapping[str, Any]) -> None:
         super().take_over(learned)
-        if self.needs_labels is not None:
-            self.labels_name = self._parameter if self.needs_labels else ""
+        # WHY: the model would compute the same loss, for which a large vocabulary takes time
+        if self.uses_model_loss is False and self._has_labels_for_loss:
+            self.labels_name = ""
 
     def figures(self, sums: Mapping[str, Any], count: float) -> Figures:
         """Return the perplexity, exp of the mean loss, and the share of tokens that are right.
@@ -159,33 +150,6 @@ class Tokens(Task):
             if counts[t]
         ]
         return {"rows": rows}
-
-    def _is_same_without_labels(self, batch: Batch) -> bool:
-        """Return whether the model gives the same logits if it gets no labels.
-
-        Then it gets none: its loss, the same as ours, would be computed for nothing, which costs
-        time and memory with a large vocabulary.
-        """
-        model = self._model
-        if model is None or not self.labels_name:
-            return False
-        parameter = inspect.signature(model.forward).parameters[self.labels_name]
-        if parameter.default is parameter.empty:
-            return False
-        was_training, given = model.training, self.labels_name
-        model.eval()  # WHY: dropout would make any two forwards differ
-        try:
-            with torch.no_grad(), keeping_random_state():
-                wanted = split_output(self.forward(model, batch))[0]
-                self.labels_name = ""
-                found = split_output(self.forward(model, batch))[0]
-        except ANY_FAILURE:  # WHY broad: the user's model, which then needs the labels
-            log.debug("the model needs the labels", exc_info=True)
-            return False
-        finally:
-            self.labels_name = given
-            model.train(was_training)
-        return wanted is not None and found is not None and torch.equal(wanted, found)
 
 
 def aligned(
