@@ -24,37 +24,28 @@ Shapes = Mapping[str, tuple[int, ...]]
 def check_score(task: Task, score: Any) -> Score:  # Any: whatever a user's task returned
     """Return score, or raise ModelError if it can't be added up or has no gradient."""
     if not isinstance(score, Score):
-        found = f"score() returned a {type(score).__name__}, not a Score"
-        raise _wrong(task, found, "return Score(loss_sum, count, metrics)")
-    loss, count = score.loss_sum, score.count
+        raise _wrong(task, f"score() returned a {type(score).__name__}, not a Score")
+    loss, count, wanted = score.loss_sum, score.count, task.sums
     if not _is_scalar(loss) or not isinstance(loss, torch.Tensor):
-        found = f"loss_sum is not a scalar tensor but {described(loss)}"
-        raise _wrong(task, found, "return the sum of the losses: losses.sum()")
+        raise _wrong(task, f"loss_sum is not a scalar tensor but {described(loss)}")
     if torch.is_grad_enabled() and not loss.requires_grad:
-        found = "loss_sum does not depend on any parameter that is trained"
-        fix = "compute it from the model's output, without detach(), item() or no_grad()"
-        raise _wrong(task, found, fix)
+        raise _wrong(task, "loss_sum does not depend on any parameter that is trained")
     if not _is_scalar(count) or not 0 <= float(count) < float("inf"):
         found = f"{float(count):g}" if _is_scalar(count) else described(count)
-        fix = "return what the loss is a mean over, such as batch.num_samples"
-        raise _wrong(task, f"count is {found}, not a number from 0", fix)
+        raise _wrong(task, f"count is {found}, not a number from 0")
     missing = [metric.name for metric in task.metrics if metric.name not in score.metrics]
     has_own_sums = (type(task).sums, type(task).sums_of) != (Task.sums, Task.sums_of)
     if missing and not has_own_sums:
-        fix = "give each of its metrics in Score.metrics: a sum, or (sum, count)"
-        raise _wrong(task, f"score() did not return {', '.join(missing)}", fix)
-    wanted = task.sums
+        raise _wrong(task, f"score() did not return {', '.join(missing)}")
     for metric, value in task.sums_of(score).items():
         name = metric.removesuffix("/count")
         if metric not in wanted:
-            fix = "name it in the property sums, with a zero of its dtype and shape"
-            raise _wrong(task, f"sums_of() gives {name}, which is not among its sums", fix)
+            raise _wrong(task, f"sums_of() gives {name}, which is not among its sums")
         shape = wanted[metric].shape
         is_number = isinstance(value, torch.Tensor | int | float)
         if not is_number or torch.as_tensor(value).shape != shape:
             need = f"a tensor of shape {tuple(shape)}" if shape else "a number"
-            fix = "give the sum over the samples of the batch, such as errors.sum()"
-            raise _wrong(task, f"its metric {name} is {described(value)}, not {need}", fix)
+            raise _wrong(task, f"its metric {name} is {described(value)}, not {need}")
     return score
 
 
@@ -91,8 +82,12 @@ def warn_of_unsaved(own: Sequence[str]) -> None:
         )
 
 
-def _wrong(task: Task, found: str, fix: str) -> ModelError:
-    return ModelError(f"task {type(task).__name__}: {found}", fix=fix)
+def _wrong(task: Task, found: str) -> ModelError:
+    return ModelError(
+        f"task {type(task).__name__}: {found}",
+        fix="return Score(losses.sum(), batch.num_samples, metrics): the sum of the losses, with "
+        "its graph; what it is a mean over; of each metric the sum, or (sum, count): docs/TASKS.md",
+    )
 
 
 def _is_scalar(value: Any) -> bool:  # Any: as above
