@@ -79,8 +79,8 @@ def _can_fuse(build: Callable[..., Any], parameter: torch.nn.Parameter) -> bool:
 def find_optimizer(config: OptimizerConfig) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Return what builds the optimizer, and its arguments but for the parameters.
 
-    Raises OptimizerError, also if it does not take them. learning_rate and weight_decay go to those
-    that take them; what optimizer_args says comes first.
+    Raises OptimizerError. learning_rate and weight_decay go to those that take them; what
+    optimizer_args says comes first.
     """
     name = config.optimizer
     if isinstance(name, ImportPath):
@@ -91,17 +91,8 @@ def find_optimizer(config: OptimizerConfig) -> tuple[Callable[..., Any], dict[st
     settings = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     if build is SGD:
         settings["momentum"] = config.momentum
-    given = {name: value for name, value in settings.items() if name in taken}
-    given |= config.optimizer_args
-    try:
-        inspect.signature(build).bind([], **given)
-    except TypeError as error:
-        raise OptimizerError(
-            f"{config.optimizer} does not take optimizer_args {dict(config.optimizer_args)}: "
-            f"{error}",
-            fix=f"it takes: {', '.join([*taken][1:]) or 'nothing'}",
-        ) from error
-    return build, given
+    given: dict[str, Any] = {name: value for name, value in settings.items() if name in taken}
+    return build, {**given, **config.optimizer_args}
 
 
 def skips_by_flag(optimizer: Optimizer) -> bool:

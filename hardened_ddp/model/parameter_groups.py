@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from hardened_ddp.errors import OptimizerError
 from hardened_ddp.model.muon import MUON, split_for_muon
 from hardened_ddp.settings.config import OptimizerConfig
+from hardened_ddp.task.output import described
 from hardened_ddp.task.user_code import told_as
 
 log = logging.getLogger(__name__)
@@ -72,8 +73,7 @@ def _checked(found: Any, model: nn.Module, whose: str) -> list[Group]:
     parts = list(found)
     if parts and all(isinstance(part, nn.Parameter) for part in parts):
         parts = [{"params": parts}]
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    seen: dict[int, int] = {}
+    known, seen = {id(parameter) for parameter in model.parameters()}, set[int]()
     groups: list[Group] = []
     for number, part in enumerate(parts):
         if not isinstance(part, Mapping) or "params" not in part:
@@ -81,15 +81,10 @@ def _checked(found: Any, model: nn.Module, whose: str) -> list[Group]:
         given = part["params"]
         members = [given] if isinstance(given, nn.Parameter) else list(given)
         for member in members:
-            if not isinstance(member, nn.Parameter):
-                raise _wrong(whose, f"has a {type(member).__name__} in group {number}")
-            if id(member) not in names:
-                shape = tuple(member.shape)
-                raise _wrong(whose, f"has a parameter of shape {shape} that is not in the model")
-            if id(member) in seen:
-                places = f"groups {seen[id(member)]} and {number}"
-                raise _wrong(whose, f"has {names[id(member)]} twice, in {places}")
-            seen[id(member)] = number
+            if id(member) not in known or id(member) in seen:
+                what = described(member)
+                raise _wrong(whose, f"has in group {number} what is in no model, or twice: {what}")
+            seen.add(id(member))
         if trained := [member for member in members if member.requires_grad]:
             groups.append({**part, "params": trained})
     left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in seen]

@@ -280,10 +280,10 @@ def test_a_scheduler_can_not_be_continued_for_more_steps_than_it_was_made_for(
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ("twice", "has body.weight twice, in groups 0 and 1"),
+        ("twice", "has in group 1 what is in no model, or twice: a tensor of shape (8, 3)"),
         ("left out", "leaves out 2 trainable parameters: head.weight, head.bias"),
-        ("foreign", "has a parameter of shape (7,) that is not in the model"),
-        ("names", "has a str in group 0"),
+        ("foreign", "has in group 0 what is in no model, or twice: a tensor of shape (7,)"),
+        ("names", "or twice: a str"),
         ("no params", "has no mapping with 'params' as group 0"),
         ("a mapping", "returned a dict"),
         ("nothing", "returned a NoneType"),
