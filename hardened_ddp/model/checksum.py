@@ -102,8 +102,6 @@ def _factors(size: int, device: torch.device) -> torch.Tensor:
 
 def _words(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
     """View a tensor's bits as integers of 8 bytes, in pieces of size; the last is filled up."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
     for piece in torch.split(raw, _BYTES * size):
         if missing := -len(piece) % _BYTES:

@@ -83,14 +83,8 @@ class Effects:
                 elif attributes:
                     read.update(_hits(value, attributes))
 
-        dicts = [holder for holder, _ in self._holders if isinstance(holder, dict)]
-        counts = [{k: v for k, v in d.items() if isinstance(v, int | float)} for d in dicts]
-        try:
-            with Operators(note):
-                work()
-        finally:  # WHY: what a model counts is then as if only the first trial had been
-            for holder, before in zip(dicts, counts, strict=True):
-                holder.update(before)
+        with Operators(note):
+            work()
         self._written |= written & set(self._before)
         inputs.are_written |= not written.isdisjoint(data)
         self._read = read | (self._read or set())
