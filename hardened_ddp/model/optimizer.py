@@ -48,20 +48,15 @@ def build_optimizer(groups: Sequence[Group], config: OptimizerConfig) -> Optimiz
         "log"
     )
     with told_as(OptimizerError, f"{config.optimizer} can't be built with {words}", fix=fix):
-        optimizer = build(parameters, **given)
-    if not isinstance(optimizer, Optimizer):
-        raise OptimizerError(
-            f"--optimizer {config.optimizer} returned a {type(optimizer).__name__}, not a "
-            "torch.optim.Optimizer",
-            fix="name a class that is derived from torch.optim.Optimizer, or a function that "
-            "returns one",
-        )
-    updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        optimizer: Optimizer = build(parameters, **given)
+    updated = set()
+    if isinstance(optimizer, Optimizer):
+        updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if updated != {id(parameter) for parameter in trainable}:
         raise OptimizerError(
-            f"{config.optimizer} updates {len(updated)} parameters, but not the {len(trainable)} "
-            "that it was given",
-            fix="let it pass its first argument on to torch.optim.Optimizer",
+            f"{config.optimizer} gave a {type(optimizer).__name__} that updates {len(updated)} "
+            f"parameters, but not the {len(trainable)} that it was given",
+            fix="derive it from torch.optim.Optimizer, which gets its first argument",
         )
     check_options(optimizer)
     return optimizer

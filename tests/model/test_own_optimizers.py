@@ -107,7 +107,7 @@ def test_the_run_is_not_touched_by_the_trial() -> None:
         ({"optimizer": f"{OWN}:Forgetful"}, "keeps something outside of its state"),
         ({"optimizer": f"{OWN}:Holding"}, "generator is a Generator: it can't be saved"),
         ({"optimizer": f"{OWN}:Complex"}, "complex128"),
-        ({"optimizer": f"{OWN}:NotTorchs"}, "not a torch.optim.Optimizer"),
+        ({"optimizer": f"{OWN}:NotTorchs"}, "gave a NotTorchs that updates 0 parameters"),
         ({"optimizer": f"{OWN}:Other"}, "but not the 2 that it was given"),
         ({"optimizer": f"{OWN}:Missing"}, "can't be imported"),
         ({"optimizer": "no.such:Class"}, "can't be imported"),
