@@ -64,11 +64,7 @@ class Tokens(Task):
     @property
     def sums(self) -> Mapping[str, torch.Tensor]:
         # WHY measured: the labels in reported steps only, where the loss has those of all steps
-        found = {name: torch.zeros((), dtype=torch.int64) for name in ("correct", "measured")}
-        if self.in_detail:
-            zeros = torch.zeros(self.vocabulary, dtype=torch.int64)
-            found |= {"labels": zeros, "correct_labels": zeros}
-        return found
+        return {name: torch.zeros((), dtype=torch.int64) for name in ("correct", "measured")}
 
     def score(self, output: Any, batch: Batch) -> Score:
         """Compare the logits at each position that counts with its label."""
@@ -90,11 +86,7 @@ class Tokens(Task):
         if not batch.is_measured:  # WHY: it saves a pass over num_samples * length * vocabulary
             return Score(loss_sum, count)
         are_correct = logits.detach().argmax(dim=-1).eq(labels) & counts
-        sums = {"correct": are_correct.sum(), "measured": count}
-        if self.in_detail:
-            for name, places in (("labels", counts), ("correct_labels", are_correct)):
-                sums[name] = torch.bincount(labels[places], minlength=self.vocabulary)
-        return Score(loss_sum, count, sums)
+        return Score(loss_sum, count, {"correct": are_correct.sum(), "measured": count})
 
     def check(self, output: Any, batch: Batch) -> None:
         """Raise ModelError if logits and labels do not fit; find out how the model shifts them."""
@@ -139,17 +131,6 @@ class Tokens(Task):
         if sums["measured"] or not sums["count"]:
             found["token_accuracy"] = sums["correct"] / max(1, sums["measured"])
         return found
-
-    def report(self, sums: Mapping[str, Any], count: float) -> dict[str, Any]:
-        """Return a row for each token that occurs, the most frequent first."""
-        counts, correct = sums["labels"], sums["correct_labels"]
-        order = sorted(range(len(counts)), key=lambda token: -counts[token])
-        rows = [
-            {"name": str(t), "labels": int(counts[t]), "accuracy": correct[t] / counts[t]}
-            for t in order
-            if counts[t]
-        ]
-        return {"rows": rows}
 
 
 def aligned(
