@@ -177,34 +177,6 @@ class Queue(Base):
         return self.queue.mean() * torch.ones(1, WIDTH)
 
 
-class Unsaved(Base):
-    """A buffer that is not in the state dict, and is bound anew each time."""
-
-    def build(self) -> None:
-        self.register_buffer("mean", torch.zeros(3), persistent=False)
-        self.mean: torch.Tensor
-
-    def change(self, inputs: torch.Tensor) -> None:
-        self.mean = self.mean * 0.9 + inputs.mean(dim=0)
-
-    def shift(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.mean.sum() * torch.ones(1, WIDTH)
-
-
-class Numpy(Base):
-    """A buffer of zeros that is averaged by way of numpy."""
-
-    def build(self) -> None:
-        self.register_buffer("mean", torch.zeros(WIDTH))
-        self.mean: torch.Tensor
-
-    def change(self, inputs: torch.Tensor) -> None:
-        torch.from_numpy(self.mean.numpy()).lerp_(self.body.bias.detach(), 0.1)
-
-    def shift(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.mean
-
-
 class Decayed(Base):
     """Weights that are trained, and that forward decays; spectral norm in its head."""
 
@@ -239,7 +211,7 @@ class Together(nn.Module):
     def __init__(self, num_classes: int) -> None:
         super().__init__()
         kinds = [ZeroTeacher, ReplacedTeacher, HiddenTeacher, Shadowed, PlainMean, Queue]
-        kinds += [Unsaved, Numpy, Decayed, InBackward]
+        kinds += [Decayed, InBackward]
         self.parts = nn.ModuleList(kind(num_classes) for kind in kinds)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -262,22 +234,6 @@ class Normalising(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.last(torch.tanh(self.first(self.change(inputs))))
         return logits
-
-
-class DroppingOut(Normalising):
-    def __init__(self, num_classes: int) -> None:
-        super().__init__(num_classes)
-        self.drop = nn.Dropout(0.3, inplace=True)
-
-    def change(self, inputs: torch.Tensor) -> torch.Tensor:
-        dropped: torch.Tensor = self.drop(inputs)
-        return dropped
-
-
-class ThroughData(Normalising):
-    def change(self, inputs: torch.Tensor) -> torch.Tensor:
-        inputs.data.exp_()
-        return inputs
 
 
 class NoisyNowAndThen(Normalising):
@@ -309,14 +265,6 @@ class ChangingLabels(Normalising):
         return {"logits": logits, "loss": nn.functional.cross_entropy(logits, labels)}
 
 
-class OfColumns(Normalising):
-    """Writes through views, and into the tensor that is given as out=."""
-
-    def change(self, inputs: torch.Tensor) -> torch.Tensor:
-        inputs.t()[0].neg_()
-        return torch.sub(inputs, inputs.mean(dim=1, keepdim=True), out=inputs)
-
-
 class ByNumpy(Normalising):
     """Writes where no version counts."""
 
@@ -326,7 +274,7 @@ class ByNumpy(Normalising):
 
 
 CHANGING = [Normalising, NoisyNowAndThen, OfNests, ByNumpy]
-CHANGING_IN_PARTS = [NoisyNowAndThen, DroppingOut, ThroughData, ChangingLabels, OfColumns]
+CHANGING_IN_PARTS = [NoisyNowAndThen, ChangingLabels]
 
 
 def nests(train: bool, size: int = 40) -> Made:

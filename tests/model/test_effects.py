@@ -161,19 +161,28 @@ WAYS: dict[str, tuple[Callable[[Any], object], set[str]]] = {
 }
 
 
-LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
-    "coo": lambda: torch.eye(3).to_sparse(),
-    "csr": lambda: torch.eye(3).to_sparse_csr(),
-    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+def by_numpy(tensor: torch.Tensor) -> None:
+    dense_parts(tensor)[-1].numpy()[:] = 7.0
+
+
+INPUTS: dict[str, tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], object]]] = {
+    "coo": (lambda: torch.eye(3).to_sparse(), by_numpy),
+    "csr": (lambda: torch.eye(3).to_sparse_csr(), by_numpy),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), by_numpy),
+    "data": (lambda: torch.eye(3), lambda inputs: inputs.data.exp_()),
+    "a view": (lambda: torch.eye(3), lambda inputs: inputs.t()[0].neg_()),
+    "out": (lambda: torch.eye(3), lambda inputs: torch.sub(inputs, 1, out=inputs)),
+    "dropout": (lambda: torch.eye(3), lambda inputs: nn.Dropout(0.3, inplace=True)(inputs)),
 }
 
 
 @pytest.mark.filterwarnings("ignore:.*(prototype|beta state)")
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_input_of_any_layout_is_compared(layout: str) -> None:
-    effects = InputEffects(Batch(LAYOUTS[layout](), torch.zeros(3), torch.arange(3)))
+@pytest.mark.parametrize("way", INPUTS)
+def test_an_input_of_any_layout_that_is_written_in_any_way_is_seen(way: str) -> None:
+    make, write = INPUTS[way]
+    effects = InputEffects(Batch(make(), torch.zeros(3), torch.arange(3)))
     assert not effects.are_changed()
-    dense_parts(effects.batch.inputs)[-1].numpy()[:] = 7.0
+    write(effects.batch.inputs)
     assert effects.are_changed()
 
 
