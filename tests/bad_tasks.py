@@ -24,14 +24,11 @@ LABELS: dict[str, Callable[[int], Any]] = {
     "pair": lambda i: torch.tensor([i % 2, 1]),
     "two": lambda i: torch.tensor([2, i % 2]),
     "token 9": lambda i: torch.tensor([0, 1, 9]),
-    "token -1": lambda i: torch.tensor([0, 1, -1]),
     "map": lambda i: torch.zeros(4, 4, dtype=torch.int64),
     "map 255": lambda i: torch.full((4, 4), 255),
-    "complex": lambda i: 1j * i,
 }
 INPUTS: dict[str, Callable[[int], Any]] = {
     "row": lambda i: torch.tensor([i / 10, 1.0, -1.0]),
-    "ragged": lambda i: torch.ones(1 + i),
     "named": lambda i: {"pixels": torch.ones(3)},
     "infinite": lambda i: torch.full((3,), math.inf),
     "nothing": lambda i: None,
@@ -96,8 +93,6 @@ class Stream:
         self.kind, self.lengths, self.num_shards = kind, lengths, len(lengths)
         if kind == "too many sizes":
             self.sizes = [*lengths, 1]
-        if kind == "sizes of text":
-            self.sizes = ["8", "8", "many"]  # type: ignore[list-item]
         if kind == "no number":
             self.num_shards = "4"  # type: ignore[assignment]
 
@@ -120,10 +115,6 @@ def drop(samples: list[Any]) -> Any:
     """A collate that leaves out the last sample of a batch of several."""
     kept = samples[:-1] or samples
     return torch.stack([row for row, _ in kept]), torch.tensor([label for _, label in kept])
-
-
-def give_text(samples: list[Any]) -> Any:
-    return "a batch"
 
 
 def fail(samples: list[Any]) -> Any:
@@ -155,7 +146,6 @@ class Model(nn.Module):
             "in a list": logits,
             "a late buffer": logits,
             "nothing": None,
-            "text": "logits",
             "no loss": {"logits": logits},
             "losses": {"loss": logits.sum(1)},
             "detached": {"loss": value.detach()},
@@ -188,12 +178,8 @@ class Wrong(Task):
                 return Score(losses.sum(), None, {"mae": mae})  # type: ignore[arg-type]
             case "negative count":
                 return Score(losses.sum(), -size, {"mae": mae})
-            case "detached":
-                return Score(losses.sum().detach(), size, {"mae": mae})
             case "rows":
                 return Score(losses.sum(), size, {"mae": losses.detach()})
-            case "words":
-                return Score(losses.sum(), size, {"mae": "small"})  # type: ignore[dict-item]
         return Score(losses.sum(), size, {"mae": mae})
 
 

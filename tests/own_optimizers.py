@@ -131,13 +131,6 @@ class Raising(Lion):
         raise ZeroDivisionError("no steps today")
 
 
-class Sam(Lion):
-    """Asks for the loss again."""
-
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        assert closure is not None, "this one needs a closure"
-
-
 class WithoutRate(Optimizer):
     """Has no learning rate."""
 
@@ -176,10 +169,6 @@ def warmed(step: int, warmup_steps: int) -> float:
 
 def negative(step: int) -> float:
     return 1.0 - step
-
-
-def word(step: int) -> str:
-    return "fast"
 
 
 def broken(step: int, total_steps: int) -> float:
@@ -256,28 +245,10 @@ class Grouped(nn.Module):
             "twice": [{"params": body}, {"params": [*head, body[0]]}],
             "left out": [{"params": body}],
             "foreign": [{"params": [*body, *head, nn.Parameter(torch.zeros(7))]}],
-            "names": [{"params": ["body.weight"]}],
             "no params": [{"parameters": body}],
             "a mapping": {"params": [*body, *head]},
-            "nothing": None,
             "misspelled": [{"params": body}, {"params": head, "weight_decy": 0.3}],
         }
         if self.how not in found:
             raise RuntimeError("no groups today")
         return found[self.how]
-
-
-class Gan(nn.Module):
-    """Made for two optimizers, as Lightning writes it."""
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, num_classes)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        logits: Tensor = self.layer(inputs)
-        return logits
-
-    def configure_optimizers(self) -> Any:
-        made = [torch.optim.SGD(self.parameters(), 0.1) for _ in range(2)]
-        return made, []

@@ -27,7 +27,7 @@ from hardened_ddp.settings.config import ImportPath, OptimizerConfig
 from hardened_ddp.task.task import Task
 from tests.harness.ranks import train
 from tests.marks import slow_after
-from tests.own_optimizers import Gan, Grouped
+from tests.own_optimizers import Grouped
 
 CPU = torch.device("cpu")
 OWN, SCHEDULERS = "tests.own_optimizers", "torch.optim.lr_scheduler"
@@ -102,7 +102,6 @@ def test_the_run_is_not_touched_by_the_trial() -> None:
     ("settings", "told"),
     [
         ({"optimizer": "torch.optim:LBFGS"}, "argument: 'closure'"),
-        ({"optimizer": f"{OWN}:Sam"}, "this one needs a closure"),
         ({"optimizer": f"{OWN}:Raising"}, "no steps today"),
         ({"optimizer": f"{OWN}:Forgetful"}, "keeps something outside of its state"),
         ({"optimizer": f"{OWN}:Holding"}, "generator is a Generator: it can't be saved"),
@@ -110,20 +109,15 @@ def test_the_run_is_not_touched_by_the_trial() -> None:
         ({"optimizer": f"{OWN}:NotTorchs"}, "gave a NotTorchs that updates 0 parameters"),
         ({"optimizer": f"{OWN}:Other"}, "but not the 2 that it was given"),
         ({"optimizer": f"{OWN}:Missing"}, "can't be imported"),
-        ({"optimizer": "no.such:Class"}, "can't be imported"),
         ({"optimizer": "torch.optim:SparseAdam"}, "SparseAdam"),
         ({"optimizer": f"{OWN}:Lion", "optimizer_args": {"beta": 1}}, "unexpected keyword"),
-        ({"optimizer": "adamw", "optimizer_args": {"betas": [2, 3]}}, "Invalid beta"),
-        ({"optimizer": "adamw", "optimizer_args": {"fuse": True}}, "unexpected keyword"),
         ({"optimizer": f"{OWN}:WithoutRate"}, "no learning rate in its parameter groups"),
         ({"lr_schedule": f"{SCHEDULERS}:ReduceLROnPlateau"}, "argument: 'metrics'"),
         ({"lr_schedule": f"{SCHEDULERS}:StepLR"}, "step_size"),
-        ({"lr_schedule": f"{SCHEDULERS}:CyclicLR", "optimizer": "adam"}, "base_lr"),
         ({"lr_schedule": f"{OWN}:Unsaved"}, "no attribute 'state_dict'"),
         ({"lr_schedule": f"{OWN}:nothing"}, "no attribute 'step'"),
         ({"lr_schedule": f"{OWN}:SavedInPart"}, "its next updates differ"),
         ({"lr_schedule": f"{OWN}:negative"}, "gives -5.0 at step 6"),
-        ({"lr_schedule": f"{OWN}:word"}, "gives 'fast' at step 0"),
         ({"lr_schedule": f"{OWN}:broken"}, "ZeroDivisionError"),
         ({"lr_schedule": f"{OWN}:no_parameters_that_tell"}, "neither a parameter step nor"),
         ({"lr_schedule": f"{OWN}:falling", "warmup_steps": 3}, "does not take it"),
@@ -283,10 +277,8 @@ def test_a_scheduler_can_not_be_continued_for_more_steps_than_it_was_made_for(
         ("twice", "has in group 1 what is in no model, or twice: a tensor of shape (8, 3)"),
         ("left out", "leaves out 2 trainable parameters: head.weight, head.bias"),
         ("foreign", "has in group 0 what is in no model, or twice: a tensor of shape (7,)"),
-        ("names", "or twice: a str"),
         ("no params", "has no mapping with 'params' as group 0"),
         ("a mapping", "returned a dict"),
-        ("nothing", "returned a NoneType"),
         ("misspelled", "has the option 'weight_decy', which AdamW does not take"),
         ("raises", "RuntimeError: no groups today"),
     ],
@@ -334,10 +326,11 @@ def test_norms_and_biases_decay_only_without_the_setting() -> None:
 
 
 def test_a_configure_optimizers_that_is_not_used_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    gan = Grouped(2)
+    gan.configure_optimizers = lambda: None  # type: ignore[assignment]  # as Lightning's
     with caplog.at_level(logging.WARNING):
-        build(Gan(2))
+        build(gan)
     assert "configure_optimizers() of the model is not used" in caplog.text
-    gan = Gan(2)
     gan.automatic_optimization = False  # type: ignore[assignment]  # as Lightning's
     with pytest.raises(OptimizerError, match="several optimizers") as caught:
         build(gan)

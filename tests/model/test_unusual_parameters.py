@@ -30,16 +30,13 @@ class Sparse(nn.Module):
 class Waves(nn.Module):
     """Has a matrix of complex numbers; is_lazy: and a layer without a shape."""
 
-    def __init__(self, num_classes: int, fails: bool = False, is_lazy: bool = False) -> None:
+    def __init__(self, num_classes: int, is_lazy: bool = False) -> None:
         super().__init__()
-        self.fails = fails
         self.first: nn.Module = nn.LazyLinear(8) if is_lazy else nn.Linear(3, 8)
         self.waves = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64) * 0.3)
         self.last = nn.Linear(8, num_classes)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if self.fails:
-            raise ValueError("a fault of this model")
         logits: torch.Tensor = self.last(
             (self.first(inputs).to(torch.complex64) @ self.waves).abs()
         )
