@@ -32,10 +32,21 @@ _KINDS = (
 log = logging.getLogger(__name__)
 
 
-class ImageClassifier(nn.Module):
+class _OfHub(nn.Module):
+    """A model of transformers as a plain one: net does the work."""
+
+    net: Any  # its types are known only where the package is installed
+
+    @property
+    def hub_config(self) -> dict[str, Any]:
+        """The configuration as JSON, with the model's class: it is built again from that."""
+        config: dict[str, Any] = json.loads(self.net.config.to_json_string(use_diff=False))
+        return {**config, "architectures": [type(self.net).__name__]}
+
+
+class ImageClassifier(_OfHub):
     """A transformers model as a plain one: (N, C, H, W) float -> (N, num_classes) logits."""
 
-    # Any: a transformers model; its types are known only where the package is installed
     def __init__(self, net: Any, *, input_shape: tuple[int, ...]) -> None:
         super().__init__()
         self.net = net
@@ -60,13 +71,8 @@ class ImageClassifier(nn.Module):
         logits: torch.Tensor = self.net(pixel_values=images).logits
         return logits
 
-    @property
-    def hub_config(self) -> dict[str, Any]:
-        """The transformers configuration as JSON, from which the model is built again."""
-        return _description_of(self.net)
 
-
-class TextModel(nn.Module):
+class TextModel(_OfHub):
     """A transformers model for text: its inputs by name -> {"logits"}, with labels {"loss"} too."""
 
     has_labels_for_loss = True  # its logits are the same without labels: see task/tokens.py
@@ -84,10 +90,6 @@ class TextModel(nn.Module):
         found = self.net(labels=labels, **self._always, **inputs)
         losses = {} if found.loss is None else {"loss": found.loss}
         return {"logits": found.logits, **losses}
-
-    @property
-    def hub_config(self) -> dict[str, Any]:
-        return _description_of(self.net)
 
 
 HubModel = ImageClassifier | TextModel
@@ -197,12 +199,6 @@ def _kind_of(transformers: Any, config: Any, task: str, *, has_classes: bool) ->
             fix="say which: --task classification | tokens",
         )
     return head
-
-
-def _description_of(net: Any) -> dict[str, Any]:
-    """Return the configuration of a model as JSON, with its class."""
-    config: dict[str, Any] = json.loads(net.config.to_json_string(use_diff=False))
-    return {**config, "architectures": [type(net).__name__]}
 
 
 def _check_loaded(net: Any, info: Mapping[str, Any]) -> list[str]:

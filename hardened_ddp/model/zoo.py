@@ -252,16 +252,11 @@ def _checkpoint_blocks(model: nn.Module, name: str) -> None:
         if callable(enable):
             enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             return
-    blocks = [
-        block
-        for parent in model.modules()
-        if isinstance(parent, nn.Sequential | nn.ModuleList)
-        for block in parent
-        if len(list(block.children())) > 0 and any(True for _ in block.parameters())
-    ] or [child for child in model.children() if any(True for _ in child.parameters())]
-    outermost = [
-        b for b in blocks if not any(b in other.modules() for other in blocks if other is not b)
-    ]
+    parents = [m for m in model.modules() if isinstance(m, nn.Sequential | nn.ModuleList)]
+    blocks = [block for parent in parents for block in parent if [*block.children()]]
+    blocks = [b for b in blocks or model.children() if any(True for _ in b.parameters())]
+    inner = {part for block in blocks for part in [*block.modules()][1:]}
+    outermost = [block for block in blocks if block not in inner]
     for block in outermost:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     log.info(
