@@ -119,7 +119,7 @@ def _copy(value: Any, room: list[int]) -> Copy:
             content = sorted(parts, key=lambda part: json.dumps(as_json(part)))
         case "dict" | "object":
             pairs = value if kind == "dict" else attributes_of(value)
-            content = [[_copy(k, room), _copy(part, room)] for k, part in list(pairs.items())]
+            content = [[_copy_key(k, room), _copy(part, room)] for k, part in list(pairs.items())]
         case "random":
             content = _copy(value.getstate(), room)
         case "numpy generator":
@@ -131,6 +131,12 @@ def _copy(value: Any, room: list[int]) -> Copy:
         case "kept":
             content = _mark(value)
     return Copy(kind, content, value)
+
+
+def _copy_key(key: Any, room: list[int]) -> Copy:
+    """Copy a key; one that JSON does not give back is kept. An enum, for one: its class is not."""
+    copy = _copy(key, room)
+    return copy if from_json(as_json(copy), None) == key else Copy("kept", _mark(key), key)
 
 
 def put_back(copy: Copy) -> Any:
@@ -207,7 +213,11 @@ def from_json(data: Any, live: Any) -> Any:
             content = [content[0], from_json(content[1], [*live] if is_same else None)]
         case "dict" | "object":
             old = {} if not is_same else live if kind == "dict" else attributes_of(live)
-            pairs = [(from_json(key, None), part) for key, part in content]
+            keys = dict(enumerate(old))  # KeyError: a key was added, and can't be read
+            pairs = [
+                (keys[place] if key == ["kept", None] else from_json(key, None), part)
+                for place, (key, part) in enumerate(content)
+            ]
             content = [(key, from_json(part, old.get(key))) for key, part in pairs]
         case "random" | "numpy state" | "numpy generator":
             content = from_json(content, None)

@@ -256,6 +256,26 @@ def test_a_value_is_the_same_after_json(value: Any) -> None:
     assert repr(again) == repr(value)
 
 
+class Counting(Mixed):
+    """Counts by keys of which no file can say what they are."""
+
+    def build(self) -> None:
+        self.counts: dict[Any, int] = {Phase.FIRST: 0, (Phase.SECOND, 1): 0}
+        self.more: dict[Any, int] = {}
+
+
+def test_keys_that_json_does_not_give_back_are_those_of_the_model_or_refused() -> None:
+    first, second = Counting(), Counting()
+    kept, other = MovingAttributes(first), MovingAttributes(second)
+    first.counts[Phase.FIRST] = 3
+    other.load(json.loads(json.dumps(kept.state())))
+    assert second.counts == {Phase.FIRST: 3, (Phase.SECOND, 1): 0}
+    first.more[Phase.SECOND] = 1
+    assert kept.changes()[2] == ["more"], "what can't be saved is named"
+    with pytest.raises(CheckpointMismatchError, match="attribute more does not fit"):
+        other.load(json.loads(json.dumps(kept.state())))
+
+
 @pytest.mark.parametrize(
     "data",
     [
