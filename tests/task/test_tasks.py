@@ -1,9 +1,7 @@
 """Tasks, built in and others: losses and metrics beside plain torch, and what they refuse."""
 
-import json
 import math
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +31,7 @@ from hardened_ddp.task.regression import Regression
 from hardened_ddp.task.segmentation import Segmentation
 from hardened_ddp.task.task import Metric, Score, Task, described, with_loss
 from hardened_ddp.task.tokens import Tokens
-from tests.harness.ranks import run_ranks, train
+from tests.harness.ranks import run_ranks
 
 CPU = torch.device("cpu")
 ALONE = Group(Launch(), CPU)
@@ -559,6 +557,7 @@ def test_totals_add_up_the_sums_of_any_task_and_go_back_to_a_mark() -> None:
 def test_a_metric_says_which_value_is_better_and_how_it_is_printed() -> None:
     distance, near = Distance.metrics
     assert distance.is_better(1.0, than=2.0)
+    assert distance.record(2.0)["direction"] == "lower is better"
     assert near.is_better(2.0, than=1.0)
     assert near.is_better(1.0, than=1.0), "of two equal ones the newer is the best"
     assert not near.is_better(0.5, than=1.0)
@@ -571,24 +570,6 @@ def test_a_metric_says_which_value_is_better_and_how_it_is_printed() -> None:
         "loss 2e-07",
         "loss 3e+11",
     ]
-
-
-@pytest.mark.slow
-def test_the_best_checkpoint_is_the_one_of_the_first_metric_of_the_task(tmp_path: Path) -> None:
-    argv: list[str | Path] = ["--dataset", "tests.plugins:points", "--cpu_only"]
-    argv += ["--model", "tests.plugins:Plain", "--task", "tests.task.test_tasks:Distance"]
-    argv += ["--task_args", "{power: 1.0}"]
-    argv += ["--epochs", "4", "--lr_schedule", "constant", "--learning_rate", "0.1"]
-    train([*argv, "--output_dir", tmp_path, "--run_name", "one"], 1).ok()
-    lines = (tmp_path / "one" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    entries = [json.loads(line) for line in lines]
-    distances = {e["step"]: e["distance/test"] for e in entries if "distance/test" in e}
-    assert len(distances) == 4
-    [best] = (tmp_path / "one").rglob("best.json")
-    found = json.loads(best.read_text(encoding="utf-8"))
-    assert (found["metric"], found["direction"]) == ("distance", "lower is better")
-    assert found["value"] == min(distances.values())
-    assert found["value"] == distances[found["step"]]
 
 
 class Undeclared(Classification):
