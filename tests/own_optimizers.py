@@ -1,7 +1,6 @@
 """Optimizers and schedules that tests plug in by import path, as a user would; some are wrong."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,39 +10,18 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR
 
 
-class Lion(Optimizer):
-    """Sign of an interpolated momentum (Chen et al.: Symbolic discovery of optimizers, 2023)."""
+class Nesting(torch.optim.RAdam):
+    """Keeps a nested history beside the state of RAdam."""
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            first, second = group["betas"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["average"] = torch.zeros_like(parameter)
-                    state["history"] = {"steps": 0, "largest": []}
-                average = state["average"]
-                update = (average * first + parameter.grad * (1 - first)).sign()
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(update, alpha=-group["lr"])
-                average.mul_(second).add_(parameter.grad, alpha=1 - second)
-                state["history"]["steps"] += 1
-                state["history"]["largest"] = [float(average.abs().max())]
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for state in self.state.values():
+            history = state.setdefault("history", {"steps": 0, "largest": []})
+            history["steps"] += 1
+            history["largest"] = [float(state["exp_avg"].abs().max())]
 
 
-class Adaptive(Lion):
+class Adaptive(Nesting):
     """Keeps a number that changes in its parameter groups, as Prodigy and schedule-free ones do."""
 
     def step(self, closure: Any = None) -> None:
@@ -53,7 +31,7 @@ class Adaptive(Lion):
         super().step()
 
 
-class Noisy(Lion):
+class Noisy(Nesting):
     """Adds noise to each update."""
 
     @torch.no_grad()
@@ -64,7 +42,7 @@ class Noisy(Lion):
                 parameter.add_(torch.randn_like(parameter), alpha=1e-3)
 
 
-class Starved(Lion):
+class Starved(Nesting):
     """Runs out of memory within its sixth update, once on each rank that has a file in flags."""
 
     def __init__(self, params: Any, lr: float = 1e-4, flags: str = "") -> None:
@@ -85,7 +63,7 @@ class Starved(Lion):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory, as a test has it")
 
 
-class Forgetful(Lion):
+class Forgetful(Nesting):
     """Keeps the number of its steps where nobody saves it."""
 
     num_steps = 0
@@ -108,7 +86,7 @@ class OwnFormat(Forgetful):
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "num_steps"})
 
 
-class Holding(Lion):
+class Holding(Nesting):
     """Keeps something in its state that can't be saved."""
 
     def step(self, closure: Any = None) -> None:
@@ -117,7 +95,7 @@ class Holding(Lion):
             state["generator"] = torch.Generator()
 
 
-class Complex(Lion):
+class Complex(Nesting):
     """Keeps a tensor of a dtype that no checkpoint can hold."""
 
     def step(self, closure: Any = None) -> None:
@@ -126,7 +104,7 @@ class Complex(Lion):
             state["spectrum"] = torch.zeros(2, dtype=torch.complex128)
 
 
-class Raising(Lion):
+class Raising(Nesting):
     def step(self, closure: Any = None) -> None:
         raise ZeroDivisionError("no steps today")
 
@@ -137,13 +115,6 @@ class WithoutRate(Optimizer):
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.sub_(parameter.grad, alpha=0.01)
-
 
 class NotTorchs:
     def __init__(self, params: Any, lr: float) -> None:
@@ -152,7 +123,7 @@ class NotTorchs:
     def step(self) -> None: ...
 
 
-class Other(Lion):
+class Other(Nesting):
     """Updates a parameter of its own."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:

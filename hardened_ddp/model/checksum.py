@@ -27,12 +27,8 @@ _UPPER = 31
 @torch.no_grad()
 def checksums(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return two numbers for each tensor, (len(tensors), 2) int64, on their device."""
-    tools: dict[torch.device, Checksum] = {}
-    found = []
-    for tensor in tensors.values():
-        if tensor.device not in tools:
-            tools[tensor.device] = Checksum(tensor.device)
-        found.append(tools[tensor.device].of(tensor))
+    tools = {device: Checksum(device) for device in {t.device for t in tensors.values()}}
+    found = [tools[tensor.device].of(tensor) for tensor in tensors.values()]
     devices = [pair.device for pair in found if not pair.is_cpu]
     return torch.stack([pair.to(devices[0]) if devices else pair for pair in found])
 

@@ -61,7 +61,7 @@ def rates(schedule: Schedule, num_steps: int, group: int = 0) -> list[float]:
 OF_TORCH = ["RAdam", "NAdam", "Adagrad", "Rprop", "RMSprop", "Adadelta", "Adamax", "ASGD"]
 OF_TORCH += ["Adafactor", "AdamW"]
 BY_PATH = [f"torch.optim:{name}" for name in OF_TORCH]
-BY_PATH += [f"{OWN}:{name}" for name in ("Lion", "Adaptive", "Noisy", "OwnFormat")]
+BY_PATH += [f"{OWN}:{name}" for name in ("Nesting", "Adaptive", "Noisy", "OwnFormat")]
 
 
 @pytest.mark.parametrize("name", BY_PATH)
@@ -73,7 +73,7 @@ def test_an_optimizer_by_its_path_can_be_used(name: str) -> None:
 
 def test_an_optimizer_gets_the_settings_that_it_takes_and_its_arguments() -> None:
     args = {"betas": [0.5, 0.6], "weight_decay": 0.7}
-    optimizer = build(optimizer=f"{OWN}:Lion", optimizer_args=args, learning_rate=0.2).optimizer
+    optimizer = build(optimizer=f"{OWN}:Nesting", optimizer_args=args, learning_rate=0.2).optimizer
     group = optimizer.param_groups[0]
     assert (group["lr"], group["weight_decay"], group["betas"]) == (0.2, 0.7, [0.5, 0.6])
     args = {"betas": [0.9, 0.95]}
@@ -110,7 +110,7 @@ def test_the_run_is_not_touched_by_the_trial() -> None:
         ({"optimizer": f"{OWN}:Other"}, "but not the 2 that it was given"),
         ({"optimizer": f"{OWN}:Missing"}, "can't be imported"),
         ({"optimizer": "torch.optim:SparseAdam"}, "SparseAdam"),
-        ({"optimizer": f"{OWN}:Lion", "optimizer_args": {"beta": 1}}, "unexpected keyword"),
+        ({"optimizer": f"{OWN}:Nesting", "optimizer_args": {"beta": 1}}, "unexpected keyword"),
         ({"optimizer": f"{OWN}:WithoutRate"}, "no learning rate in its parameter groups"),
         ({"lr_schedule": f"{SCHEDULERS}:ReduceLROnPlateau"}, "argument: 'metrics'"),
         ({"lr_schedule": f"{SCHEDULERS}:StepLR"}, "step_size"),
@@ -339,7 +339,7 @@ def test_a_configure_optimizers_that_is_not_used_is_told(caplog: pytest.LogCaptu
 
 # Other optimizers and schedules: test_a_state_is_put_back_into_an_optimizer_that_went_on.
 RUNS = {
-    "lion": ["--optimizer", f"{OWN}:Lion", "--lr_schedule", f"{OWN}:falling"],
+    "nesting": ["--optimizer", f"{OWN}:Nesting", "--lr_schedule", f"{OWN}:falling"],
     "adaptive": ["--optimizer", f"{OWN}:Adaptive", "--lr_schedule", f"{OWN}:Bouncing"],
     "noisy": ["--optimizer", f"{OWN}:Noisy", "--lr_schedule", f"{SCHEDULERS}:OneCycleLR"],
 }
