@@ -71,9 +71,13 @@ class WeightAverage:
         # With ema_every the same decay per step.
         new = 1 - min(self.decay, (1 + step) / (_WARM_UP + step)) ** self.every
         averages, live = [self._averages[name] for name in self._names], self._live()
-        if skipped is not None:
-            live = [torch.where(skipped.bool(), a, t) for a, t in zip(averages, live, strict=True)]
-        torch._foreach_lerp_(averages, live, new)
+        if skipped is None:
+            torch._foreach_lerp_(averages, live, new)
+            return
+        # WHY where: of weights that don't change, a mean with the average would still move it.
+        share = torch.where(skipped.bool(), 0.0, new)
+        for average, tensor in zip(averages, live, strict=True):
+            average.lerp_(tensor, share.to(average.dtype))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the averages by their names in a checkpoint. Nothing is copied.
