@@ -13,22 +13,25 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.nesting import dense_parts, tensors_of
 from hardened_ddp.model.reach import Place, Reach, version_of
 
 Span = tuple[int, int]
+# torch's way to see all operators that run inside; where torch has none, nothing is seen.
+DispatchMode: Any = getattr(
+    getattr(torch.utils, "_python_dispatch", None), "TorchDispatchMode", contextlib.nullcontext
+)
 
 
-class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
+class Operators(DispatchMode):  # type: ignore[misc]  # Any: torch may not have it
     """Calls note with each operator that runs inside, its arguments, and those given by name."""
 
     supports_higher_order_operators = True
 
     def __init__(self, note: Callable[[Any, Sequence[Any], Mapping[str, Any]], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch
+        super().__init__()
         self._note = note
 
     def __torch_dispatch__(

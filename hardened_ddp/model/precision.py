@@ -61,21 +61,29 @@ class Precision:
 
     def mark(self) -> Any:  # Any: for go_back only
         """Copy the scaler's scale and growth tracker, on the device, without a wait for it."""
-        return [number.clone() for number in self._numbers()]
+        if self.scaler is None:
+            return ()
+        return [number.clone() for number in self._numbers()] or self.state()
 
     def go_back(self, mark: Any) -> None:  # Any: from mark
+        if isinstance(mark, dict):
+            self.restore(mark)
+            return
         for number, copy in zip(self._numbers(), mark, strict=True):
             number.copy_(copy)
 
     def has_backed_off(self, mark: Any) -> torch.Tensor:  # Any: from mark
         """Return on the device whether the scaler skipped the update since mark."""
-        skipped: torch.Tensor = self._numbers()[0] < mark[0]
-        return skipped
+        numbers = self._numbers()
+        now, before = (numbers, mark) if numbers else ([self.state()["scale"]], [mark["scale"]])
+        return torch.as_tensor(now[0]) < torch.as_tensor(before[0])
 
     def _numbers(self) -> list[torch.Tensor]:
         """Return scale and growth tracker. WHY private attributes: state_dict waits."""
         scaler: Any = self.scaler
-        return [] if scaler is None else [scaler._scale, scaler._growth_tracker]
+        if hasattr(scaler, "_scale") and hasattr(scaler, "_growth_tracker"):
+            return [scaler._scale, scaler._growth_tracker]
+        return []
 
     def state(self) -> dict[str, Any]:  # Any: JSON numbers
         return {} if self.scaler is None else dict(self.scaler.state_dict())
