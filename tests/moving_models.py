@@ -10,8 +10,6 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tests.plugins import Made
-
 WIDTH = 5
 
 
@@ -243,14 +241,6 @@ class NoisyNowAndThen(Normalising):
         return inputs.mul_(-2) if self.training and float(torch.rand(())) < 0.12 else inputs
 
 
-class OfNests(Normalising):
-    """Is given a dict with a list in it."""
-
-    def forward(self, **inputs: Any) -> torch.Tensor:
-        part = inputs["parts"][0]["point"]
-        return super().forward(part + inputs["more"].div_(2))
-
-
 class ChangingLabels(Normalising):
     """Makes its own loss, and changes the labels for it."""
 
@@ -265,23 +255,5 @@ class ChangingLabels(Normalising):
         return {"logits": logits, "loss": nn.functional.cross_entropy(logits, labels)}
 
 
-class ByNumpy(Normalising):
-    """Writes where no version counts."""
-
-    def change(self, inputs: torch.Tensor) -> torch.Tensor:
-        inputs.numpy()[:] *= 2
-        return inputs
-
-
-CHANGING = [Normalising, NoisyNowAndThen, OfNests, ByNumpy]
+CHANGING = [Normalising, NoisyNowAndThen]
 CHANGING_IN_PARTS = [NoisyNowAndThen, ChangingLabels]
-
-
-def nests(train: bool, size: int = 40) -> Made:
-    """Give points, each in a dict with a list in it."""
-
-    def make(rng: torch.Generator, _: int) -> tuple[dict[str, Any], int]:
-        point = torch.randn(3, generator=rng)
-        return {"parts": [{"point": point}], "more": point.flip(0)}, int(point[0] > 0)
-
-    return Made(size if train else 17, make, 2)

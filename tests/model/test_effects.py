@@ -13,7 +13,7 @@ from torch import nn
 from ddp_drills.faults import find
 from ddp_drills.work import Work
 from hardened_ddp.data.batches.batch import Batch
-from hardened_ddp.data.batches.nesting import dense_parts
+from hardened_ddp.data.batches.nesting import dense_parts, tensors_of
 from hardened_ddp.model.effects import InputEffects, untouched
 from hardened_ddp.model.moving_attributes import MovingAttributes
 from hardened_ddp.model.moving_buffers import MovingBuffers
@@ -37,11 +37,10 @@ FAILS_AT = 8  # the forward in which a drill's fault happens, from 1
 
 
 def work_of(model: type, *flags: str, **arguments: Any) -> Work:
-    of_nests = model.__name__ == "OfNests"
     return Work(
         model=f"tests.moving_models:{model.__name__}",
         model_args=arguments,
-        dataset="tests.moving_models:nests" if of_nests else "tests.plugins:points",
+        dataset="tests.plugins:points",
         dataset_args={"size": 360},
         flags=(*FLAGS, *flags),
     )
@@ -165,10 +164,12 @@ def by_numpy(tensor: torch.Tensor) -> None:
     dense_parts(tensor)[-1].numpy()[:] = 7.0
 
 
-INPUTS: dict[str, tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], object]]] = {
+INPUTS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "coo": (lambda: torch.eye(3).to_sparse(), by_numpy),
     "csr": (lambda: torch.eye(3).to_sparse_csr(), by_numpy),
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), by_numpy),
+    "numpy": (lambda: torch.eye(3), by_numpy),
+    "in containers": (lambda: {"a": [{"b": torch.eye(3)}]}, lambda i: i["a"][0]["b"].mul_(2)),
     "data": (lambda: torch.eye(3), lambda inputs: inputs.data.exp_()),
     "a view": (lambda: torch.eye(3), lambda inputs: inputs.t()[0].neg_()),
     "out": (lambda: torch.eye(3), lambda inputs: torch.sub(inputs, 1, out=inputs)),
@@ -184,6 +185,8 @@ def test_an_input_of_any_layout_that_is_written_in_any_way_is_seen(way: str) -> 
     assert not effects.are_changed()
     write(effects.batch.inputs)
     assert effects.are_changed()
+    for mine, its in zip(tensors_of(effects.original.inputs), tensors_of(make()), strict=True):
+        assert all(map(torch.equal, dense_parts(mine), dense_parts(its))), "a copy of its own"
 
 
 @pytest.mark.parametrize("way", WAYS)
