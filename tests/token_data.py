@@ -47,24 +47,20 @@ def pad(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     }
 
 
-class Ragged(Dataset[dict[str, torch.Tensor]]):
+class Ragged(Sequences):
     """Sequences of 3 to 40 tokens; those in uniform have 20. Every label counts."""
 
     collate_fn = staticmethod(pad)
 
     def __init__(self, size: int) -> None:
-        self.size = size
+        super().__init__(size)
         self.uniform: set[int] = set()
-
-    def __len__(self) -> int:
-        return self.size
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(index)
         length = int(torch.randint(3, 41, (), generator=generator))
-        ids = torch.randint(
-            VOCABULARY, (20 if index in self.uniform else length,), generator=generator
-        )
+        length = 20 if index in self.uniform else length
+        ids = torch.randint(VOCABULARY, (length,), generator=generator)
         return {"ids": ids, "labels": (3 * ids + 1) % VOCABULARY}
 
 

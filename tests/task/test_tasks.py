@@ -13,8 +13,8 @@ from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.sources.datasets import build_data
 from hardened_ddp.errors import ModelError
 from hardened_ddp.preflight.probe import choose_task, try_metrics
-from hardened_ddp.ranks.group import Group, open_group
-from hardened_ddp.ranks.launch import Launch, environment, read_launch
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.layers import resolve
@@ -32,6 +32,7 @@ from hardened_ddp.task.segmentation import Segmentation
 from hardened_ddp.task.task import Metric, Score, Task, described, with_loss
 from hardened_ddp.task.tokens import Tokens
 from tests.harness.ranks import run_ranks
+from tests.ranks.test_shared_sum import rendezvous
 
 CPU = torch.device("cpu")
 ALONE = Group(Launch(), CPU)
@@ -306,8 +307,8 @@ def test_the_best_metric_is_the_first_of_the_task_or_the_loss() -> None:
 
 def count_with_own_metrics() -> dict[str, float]:
     """Rank r has r batches; the last rank has one more than all others reach."""
-    launch = read_launch(environment())
-    group = open_group(launch, device=CPU, backend="gloo", timeout_s=30)
+    group = rendezvous()
+    rank = group.launch.rank
     metrics = OwnMetrics(
         {
             "total": "tests.task.test_tasks:Sum",
@@ -316,8 +317,8 @@ def count_with_own_metrics() -> dict[str, float]:
         }
     )
     for number in range(3):
-        has_any = number < launch.rank
-        labels = torch.full((number + 1,), 10 * launch.rank + number)
+        has_any = number < rank
+        labels = torch.full((number + 1,), 10 * rank + number)
         metrics.add(torch.ones(number + 1, 2), batch_of(labels) if has_any else None, group)
     found = metrics.compute(group)
     with pytest.raises(ModelError, match="all_reduce in test_tasks"):
@@ -337,36 +338,16 @@ def test_own_metrics_count_each_sample_once_on_any_number_of_ranks() -> None:
         assert found == {"total": wanted, "twice": 2 * wanted, "synced": wanted}
 
 
-class Branching(nn.Module):
-    """Gives a loss and logits in the shape that it is told."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        super().__init__()
-        self.layer = nn.Linear(1, 1)
-        self.shape = shape
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.layer(torch.ones(1)) * torch.ones(len(inputs), *self.shape)
-
-
 def choose_on_ranks() -> str:
     """The batches of the ranks fit different tasks."""
-    group = open_group(read_launch(environment()), device=CPU, backend="gloo", timeout_s=30)
-    labels = torch.tensor([0, 1]) if group.launch.rank == 0 else torch.tensor([0.5, 1.5])
-    data = build_data(Config().data)
-    try:
-        choose_task(
-            Branching((2,) if group.launch.rank == 0 else (1,)),
-            batch_of(labels, inputs=torch.ones(2)),
-            data,
-            Config().task,
-            group,
-        )
-    except ModelError as error:
-        return error.message
-    finally:
-        group.close()
-    return "none"
+    group = rendezvous()
+    is_first = group.launch.rank == 0
+    labels = torch.tensor([0, 1] if is_first else [0.5, 1.5])
+    model, batch = nn.Linear(1, 2 if is_first else 1), batch_of(labels, inputs=torch.ones(2, 1))
+    with pytest.raises(ModelError) as caught:
+        choose_task(model, batch, build_data(Config().data), Config().task, group)
+    group.close()
+    return caught.value.message
 
 
 def test_ranks_whose_batches_fit_different_tasks_refuse_alike() -> None:
