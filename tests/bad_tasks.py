@@ -30,7 +30,6 @@ LABELS: dict[str, Callable[[int], Any]] = {
 INPUTS: dict[str, Callable[[int], Any]] = {
     "row": lambda i: torch.tensor([i / 10, 1.0, -1.0]),
     "named": lambda i: {"pixels": torch.ones(3)},
-    "infinite": lambda i: torch.full((3,), math.inf),
     "nothing": lambda i: None,
 }
 

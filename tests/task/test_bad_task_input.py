@@ -88,7 +88,6 @@ CASES: list[tuple[Words, str]] = [
     (pairs(size=0), "no training sample"),
     (pairs(num_classes=3, says={"targets": [0, 2, 3, 1]}), "sample 2: its label is 3, and there"),
     (data(inputs="nothing", num_classes=2), "a sample is a NoneType"),
-    (data(inputs="infinite", num_classes=2), "3 values of its input are NaN or infinite"),
     (data(inputs="named", num_classes=2), "unexpected keyword argument 'pixels'"),
     (
         (*data(num_classes=2), *model(kind="not built")),
@@ -175,12 +174,10 @@ CASES: list[tuple[Words, str]] = [
         "it returned 1 labels for 2 samples",
     ),
     ((*data(num_classes=2), "--collate", "tests.bad_tasks:fail"), "KeyError: 'padding' ("),
-    ((*stream(), "--lr_schedule", "cosine"), "cosine needs the number of steps"),
     (stream("", *CONSTANT, "--drop_last"), "drop_last: which samples of this stream"),
     (stream("iterator", *CONSTANT), "which can be read only once"),
     (stream("too many sizes", *CONSTANT), "3 shards and sizes of 4"),
     (stream("no number", *CONSTANT), "num_shards is '4'; need a whole number"),
-    (stream("", *CONSTANT, lengths=[0, 0]), "each of its 2 shards is empty"),
     (stream("does not open", *CONSTANT), "No such file: 'shard-0.bin'"),
     (stream("all broken", *CONSTANT), "ValueError: a broken row"),
 ]
