@@ -123,18 +123,11 @@ def task_that_fits(output: Any, batch: Batch) -> tuple[str, str]:  # Any: whatev
     refuse_several_losses(output)
     logits, loss = split_output(output)
     labels = batch.targets
-    if logits is None and loss is not None:
-        return "own", "the model returns its loss and no logits"
-    if not isinstance(labels, torch.Tensor):
+    if logits is None or not isinstance(labels, torch.Tensor):
+        found = "no logits" if logits is None else f"the labels are {described_labels(labels)}"
         if loss is not None:
-            return "own", "the model returns its loss, and the labels are not a tensor"
-        raise _undecided(
-            f"the labels are {described_labels(labels)}, not a tensor, and the model returns no "
-            "loss",
-            output,
-        )
-    if logits is None:
-        raise _undecided("the model returns neither logits nor a loss", output)
+            return "own", f"the model returns its loss, and {found}"
+        raise _undecided(f"{found}, and the model returns no loss", output)
     shapes = f"labels {described_labels(labels)}, output {tuple(logits.shape)}"
     name = _by_shape(logits, labels)
     if name == "multilabel" and are_one_hot(labels):

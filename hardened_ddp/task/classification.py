@@ -98,16 +98,12 @@ class Classification(Task):
         targets = batch.targets
         logits = logits_of(output, need=_NEED)
         shape = tuple(logits.shape)
-        if not isinstance(targets, torch.Tensor) or targets.dim() != 1:
+        is_number = isinstance(targets, torch.Tensor) and not targets.is_floating_point()
+        if not is_number or targets.dim() != 1:
             raise ModelError(
-                "classification needs one label for each sample, the number of its class, and the "
+                "classification needs one whole number for each sample, that of its class, and the "
                 f"labels of a batch are {described_labels(targets)}",
                 fix=_FIX,
-            )
-        if targets.is_floating_point():
-            raise ModelError(
-                f"classification needs whole numbers as labels, and they are {targets.dtype}",
-                fix="number the classes from 0; for numbers: --task regression",
             )
         if len(shape) != 2 or shape[0] != targets.shape[0] or shape[1] < self.num_classes:
             raise ModelError(

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.errors import ConfigError, ModelError
-from hardened_ddp.task.output import logits_of
+from hardened_ddp.task.output import described_labels, logits_of
 from hardened_ddp.task.task import Figures, Metric, Score, Task, widened
 
 _LOSSES: Mapping[str, Callable[..., torch.Tensor]] = {
@@ -71,18 +71,15 @@ class Regression(Task):
         """Raise ModelError if outputs and labels have different sizes, or labels are NaN."""
         targets = batch.targets
         outputs = logits_of(output, need=_NEED)
-        if not isinstance(targets, torch.Tensor):
+        size = outputs[0].numel(), len(outputs)
+        if not isinstance(targets, torch.Tensor) or (targets[0].numel(), len(targets)) != size:
             raise ModelError(
-                f"regression needs numbers as labels, not a {type(targets).__name__}",
-                fix="make dataset[i] return (input, tensor of numbers)",
+                f"the model gives outputs of shape {tuple(outputs.shape)} for labels of "
+                f"{described_labels(targets)}; regression needs one output for each number",
+                fix="give the model's last layer one output for each number of a label, which is "
+                "a tensor",
             )
-        found, numbers = (part.reshape(len(part), -1) for part in (outputs, targets))
-        if found.shape != numbers.shape:
-            raise ModelError(
-                f"the model gives outputs of shape {tuple(outputs.shape)} for labels of shape "
-                f"{tuple(targets.shape)}; regression needs one output for each number",
-                fix=f"give the model's last layer {numbers.shape[1]} outputs",
-            )
+        numbers = targets.reshape(len(targets), -1)
         is_wrong = ~numbers.isfinite().all(1)
         if bool(is_wrong.any()):
             raise ModelError(

@@ -73,7 +73,7 @@ CONSTANT = ("--lr_schedule", "constant")
 TASKS = "tests.task.test_tasks"
 
 CASES: list[tuple[Words, str]] = [
-    ((*data("text"), *model(2)), "the labels are a list of str, not a tensor"),
+    ((*data("text"), *model(2)), "labels are a list of str, and the model returns no loss"),
     ((*data("binary"), *model(1)), "multilabel and regression alike"),
     ((*data("float"), *model(3)), "(2,) float64, output (2, 3): they fit no task"),
     (
@@ -111,11 +111,11 @@ CASES: list[tuple[Words, str]] = [
     (unusual("not_a_number"), "NaN in the weights"),
     ((*data(num_classes=2), *model(kind="nothing")), "the model returned a NoneType"),
     ((*data(num_classes=3), *model(2)), "(2, 2) for 2 samples and 3 classes"),
-    ((*data("half", num_classes=2), *task("classification")), "needs whole numbers as labels"),
-    ((*data("pair", num_classes=2), *task("classification")), "needs one label for each sample"),
+    ((*data("half", num_classes=2), *task("classification")), "of a batch are (2,) float64"),
+    ((*data("pair", num_classes=2), *task("classification")), "of a batch are (2, 2) int64"),
     ((*data("NaN"), *task("regression"), *model(1)), "is NaN or infinite"),
-    ((*data("float"), *task("regression"), *model(2)), "(2, 2) for labels of shape (2,)"),
-    ((*data("text"), *task("regression"), *model(1)), "needs numbers as labels, not a list"),
+    ((*data("float"), *task("regression"), *model(2)), "for labels of (2,) float64; reg"),
+    ((*data("text"), *task("regression"), *model(1)), "for labels of a list of str; reg"),
     ((*data("float"), *task("regression", loss="l7"), *model(1)), "has no loss 'l7'"),
     ((*data("two", num_classes=2), *task("multilabel")), "0 or 1, and one is 2"),
     ((*data("pair", num_classes=2), *task("multilabel"), *model(3)), "(2, 3) for labels of (2, 2)"),

@@ -183,7 +183,7 @@ def test_auto_takes_the_task_that_fits(name: str, output: Any, labels: Any) -> N
 @pytest.mark.parametrize(
     ("output", "labels", "told"),
     [
-        ("text", torch.tensor([0, 1]), "neither logits nor a loss"),
+        ("text", torch.tensor([0, 1]), "no logits, and the model returns no loss"),
         (torch.randn(2, 3, 4, 4), torch.randint(3, (2, 4, 4, 4)), "fit no task"),
         (torch.randn(2, 5, 6), torch.randint(5, (2, 6)), "fit no task"),
         (torch.randn(4, 3), torch.randn(4, 3).softmax(1), "alike"),
