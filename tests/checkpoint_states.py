@@ -29,6 +29,12 @@ DTYPES = (
 )
 
 
+CALLS = (
+    *("make_folder", "create", "write", "flush_early", "sync", "close"),
+    *("sync_folder", "rename", "unlink", "remove"),
+)
+
+
 def every_kind() -> dict[str, Tensor]:
     """Make a tensor of every dtype and every layout that a state can hold."""
     generator = torch.Generator().manual_seed(7)
@@ -117,10 +123,9 @@ def assert_holds(found: Found, *, size: int = 300) -> None:
 
 
 def disk_with(around: Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]) -> Any:
-    """Make a disk that has around(name, call, arguments) do each of its calls."""
-
-    class DiskAround:
-        def __getattr__(self, name: str) -> Any:
-            return lambda *args: around(name, getattr(Disk(), name), args)
-
-    return DiskAround()
+    """Make a disk that has around(name, call, arguments) do each of its single calls."""
+    disk = Disk()
+    for name in CALLS:
+        call = getattr(disk, name)
+        setattr(disk, name, lambda *args, name=name, call=call: around(name, call, args))
+    return disk

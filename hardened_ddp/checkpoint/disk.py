@@ -1,7 +1,7 @@
 """Every call by which a checkpoint changes the disk, and who may write in a run's folder.
 
-Owns: the calls that make, write, sync, rename and remove files (Disk; tests pass another one, which
-stops the process at the k-th call), the few ways we combine them, and RunLock.
+Owns: the calls that make, write, sync, rename and remove files, and the few ways we combine them
+(Disk; tests pass another one, which stops the process at the k-th call); and RunLock.
 What goes wrong here: files reach the disk later than the names that point to them. So: sync the
 file, then its folder, and rename last; what is removed is renamed first, so that half of it never
 looks like a checkpoint.
@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import stat
 import time
 import uuid
@@ -61,13 +62,15 @@ _MAX_LOCK_BYTES = 1 << 20  # it lists a key for each node of the job
 
 
 class Disk:
-    """The calls of the operating system that change the disk."""
+    """The calls of the operating system that change the disk, and the ways we combine them.
+
+    All raise OSError. Tests replace single calls.
+    """
 
     write = staticmethod(os.write)
     close = staticmethod(os.close)
     rename = staticmethod(os.rename)
     unlink = staticmethod(os.unlink)
-    remove_folder = staticmethod(os.rmdir)
 
     # WHY not 0o777 and 0o666: under an umask of 0, as some containers have, every user could write,
     # and a checkpoint that every user could have changed is not trusted (folder.py)
@@ -101,77 +104,81 @@ class Disk:
         finally:
             os.close(descriptor)
 
+    def remove(self, path: Path) -> None:
+        """Remove a folder with its content, or a file; never follow a link."""
+        if is_real_folder(path):
+            shutil.rmtree(path)
+        else:
+            self.unlink(path)
 
-def write_file(path: Path, content: bytes, *, disk: Disk) -> None:
-    """Write and sync a small new file. Raises OSError; then the file does not exist."""
-    write_parts(path, [memoryview(content)], disk=disk)
+    def write_file(self, path: Path, content: bytes) -> None:
+        """Write and sync a small new file; if that fails, it does not exist."""
+        self.write_parts(path, [memoryview(content)])
 
-
-def write_parts(path: Path, parts: Iterable[memoryview], *, disk: Disk) -> str:
-    """Write and sync a new file; return its sha256. Raises OSError; then it does not exist."""
-    digest, descriptor, unflushed = hashlib.sha256(), disk.create(path), 0
-    try:
+    def write_parts(self, path: Path, parts: Iterable[memoryview]) -> str:
+        """Write and sync a new file; return its sha256. If that fails, it does not exist."""
+        digest, descriptor, unflushed = hashlib.sha256(), self.create(path), 0
         try:
-            for part in parts:
-                digest.update(part)
-                while part.nbytes:
-                    written = disk.write(descriptor, part[:_FLUSH_BYTES])
-                    part, unflushed = part[written:], unflushed + written
-                    if unflushed >= _FLUSH_BYTES:
-                        disk.flush_early(descriptor)
-                        unflushed = 0
-            disk.sync(descriptor)
-        finally:
-            disk.close(descriptor)
-    except OSError:
-        with suppress(FileNotFoundError):
-            disk.unlink(path)
-        raise
-    return digest.hexdigest()
+            try:
+                for part in parts:
+                    digest.update(part)
+                    while part.nbytes:
+                        written = self.write(descriptor, part[:_FLUSH_BYTES])
+                        part, unflushed = part[written:], unflushed + written
+                        if unflushed >= _FLUSH_BYTES:
+                            self.flush_early(descriptor)
+                            unflushed = 0
+                self.sync(descriptor)
+            finally:
+                self.close(descriptor)
+        except OSError:
+            with suppress(FileNotFoundError):
+                self.unlink(path)
+            raise
+        return digest.hexdigest()
 
+    def replace_file(self, path: Path, content: bytes) -> None:
+        """Replace a small file atomically: a reader sees the old or the new content."""
+        aside = path.with_name(f".{path.name}.new")
+        with suppress(FileNotFoundError):  # left by a writer that died here
+            self.unlink(aside)
+        self.write_file(aside, content)
+        self.rename(aside, path)
+        self.sync_folder(path.parent)
 
-def replace_file(path: Path, content: bytes, *, disk: Disk) -> None:
-    """Replace a small file atomically: a reader sees the old or the new content. Raises OSError."""
-    aside = path.with_name(f".{path.name}.new")
-    with suppress(FileNotFoundError):  # left by a writer that died here
-        disk.unlink(aside)
-    write_file(aside, content, disk=disk)
-    disk.rename(aside, path)
-    disk.sync_folder(path.parent)
+    def sync_files(self, folder: Path, paths: Sequence[Path]) -> None:
+        """Have on the disk what was written into files of a folder, and their names."""
+        for path in paths:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                self.sync(descriptor)
+            finally:
+                self.close(descriptor)
+        self.sync_folder(folder)
 
+    def make_folders(self, path: Path) -> None:
+        """Make a folder and its missing parents."""
+        if not path.is_dir():
+            self.make_folders(path.parent)
+            with suppress(FileExistsError):  # another job may have made it at the same time
+                self.make_folder(path)
+            self.sync_folder(path.parent)
 
-def sync_files(folder: Path, paths: Sequence[Path], *, disk: Disk) -> None:
-    """Have on the disk what was written into files of a folder, and their names. Raises OSError."""
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            disk.sync(descriptor)
-        finally:
-            disk.close(descriptor)
-    disk.sync_folder(folder)
+    def drop_folder(self, path: Path) -> None:
+        """Remove a checkpoint's folder atomically: it is renamed first."""
+        aside = aside_path(path, what="dropped")
+        if os.path.lexists(aside):
+            self.remove(aside)
+        self.rename(path, aside)
+        self.remove(aside)
 
-
-def make_folders(path: Path, *, disk: Disk) -> None:
-    """Make a folder and its missing parents. Raises OSError."""
-    if not path.is_dir():
-        make_folders(path.parent, disk=disk)
-        try:
-            disk.make_folder(path)
-        except FileExistsError:
-            if not path.is_dir():  # another job may have made it at the same time
-                number = errno.ENOTDIR
-                raise NotADirectoryError(number, os.strerror(number), str(path)) from None
-        disk.sync_folder(path.parent)
-
-
-def remove_tree(path: Path, *, disk: Disk) -> None:
-    """Remove a folder with its content, or a file; never follow a link. Raises OSError."""
-    if not is_real_folder(path):
-        disk.unlink(path)
-        return
-    for entry in list(path.iterdir()):
-        remove_tree(entry, disk=disk)
-    disk.remove_folder(path)
+    def sweep(self, root: Path) -> None:
+        """Remove what dead writers left, and what this process left when it failed."""
+        for path in filter(_is_leftover, list(root.iterdir())):
+            try:
+                self.remove(path)
+            except OSError as error:
+                log.warning("%s, a leftover of a dead writer, can't be removed: %s", path, error)
 
 
 def aside_path(path: Path, *, what: str) -> Path:
@@ -183,26 +190,6 @@ def aside_path(path: Path, *, what: str) -> Path:
 def _suffix_of(pid: int) -> str:
     here = this_process()  # of this pid: a fork is another one
     return f"{here.place}-{here.pid}-{here.started}"
-
-
-def drop_folder(path: Path, *, disk: Disk) -> None:
-    """Remove a checkpoint's folder atomically: it is renamed first. Raises OSError."""
-    aside = aside_path(path, what="dropped")
-    if os.path.lexists(aside):
-        remove_tree(aside, disk=disk)
-    disk.rename(path, aside)
-    remove_tree(aside, disk=disk)
-
-
-def sweep_leftovers(root: Path, *, disk: Disk) -> None:
-    """Remove what dead writers left, and what this process left when it failed."""
-    for path in list(root.iterdir()):
-        if not _is_leftover(path):
-            continue
-        try:
-            remove_tree(path, disk=disk)
-        except OSError as error:
-            log.warning("%s, a leftover of a dead writer, can't be removed: %s", path, error)
 
 
 def _is_leftover(path: Path) -> bool:
@@ -291,10 +278,10 @@ class RunLock:
         try:
             with _alone_in(folder):
                 try:
-                    write_file(path, _encode_lock(holder), disk=Disk())
+                    Disk().write_file(path, _encode_lock(holder))
                 except FileExistsError:
                     _take_over_lock(path, holder, silent_after_s=silent_after_s)
-                    write_file(path, _encode_lock(holder), disk=Disk())
+                    Disk().write_file(path, _encode_lock(holder))
                 descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
             raise RunFolderError(

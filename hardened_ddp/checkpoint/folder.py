@@ -25,7 +25,7 @@ from typing import Any, NoReturn, TypeAlias, TypeGuard, cast
 
 from torch import Tensor
 
-from hardened_ddp.checkpoint.disk import Disk, drop_folder, is_real_folder, make_folders, write_file
+from hardened_ddp.checkpoint.disk import Disk, is_real_folder
 from hardened_ddp.checkpoint.tensors import TensorSpec, differences, read_tensors, specs_of
 from hardened_ddp.errors import CheckpointError, RunFolderError
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME, STEP_FOLDER
@@ -172,7 +172,7 @@ def discard_newer(root: Path, step: int) -> list[Path]:
         for path in newer:
             target = path.with_name(f"{DISCARDED}{path.name}")
             if os.path.lexists(target):
-                drop_folder(target, disk=disk)
+                disk.drop_folder(target)
             disk.rename(path, target)
             disk.sync_folder(root)
     except OSError as error:
@@ -419,8 +419,8 @@ def probe_folder(folder: Path) -> None:
             fix=f"use the folder itself: {os.path.realpath(folder)}",
         )
     try:
-        make_folders(folder, disk=disk)
-        write_file(first, _PROBE_BYTES, disk=disk)
+        disk.make_folders(folder)
+        disk.write_file(first, _PROBE_BYTES)
         disk.rename(first, second)
         disk.sync_folder(folder)
         owners = {0, os.geteuid(), second.stat().st_uid}

@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from hardened_ddp.checkpoint.disk import Disk, drop_folder, make_folders
+from hardened_ddp.checkpoint.disk import Disk
 from hardened_ddp.checkpoint.folder import BEST_NAME, find_newest, read_best_step, step_folder_name
 from hardened_ddp.errors import CheckpointError, ConfigError, MissingPackageError, RunFolderError
 from hardened_ddp.ranks.threads import call_within
@@ -346,14 +346,14 @@ def fetch(url: str, folder: Path) -> None:
                 f"none of the {rejected} checkpoints of {url} is valid",
                 fix="the log says what is wrong with each; start afresh: another --run_name",
             )
-    make_folders(folder, disk=Disk())
+    Disk().make_folders(folder)
     write_text(folder / ID_NAME, json.dumps({"id": owner}) + "\n")
 
 
 def _fetch_one(objects: Objects, name: str, folder: Path) -> int:
     """Fetch what a manifest names, and put it in place if all is right; return its size."""
     files = _read_manifest(objects, name)
-    make_folders(folder / CHECKPOINTS_NAME, disk=Disk())
+    Disk().make_folders(folder / CHECKPOINTS_NAME)
     aside = folder / f"{_ASIDE}{uuid.uuid4().hex[:12]}"
     final = f"{CHECKPOINTS_NAME}/{step_folder_name(_step_of(name))}"
     try:
@@ -371,7 +371,7 @@ def _fetch_one(objects: Objects, name: str, folder: Path) -> int:
                 (folder / place).parent.mkdir(parents=True, exist_ok=True)
                 os.replace(aside / place, folder / place)
         if os.path.lexists(folder / final):  # one that is not valid
-            drop_folder(folder / final, disk=Disk())
+            Disk().drop_folder(folder / final)
         os.replace(aside / final, folder / final)  # WHY last: complete or absent
     finally:
         _remove(aside)

@@ -23,18 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hardened_ddp.checkpoint.disk import (
-    DISK_FULL_ERRORS,
-    Disk,
-    aside_path,
-    drop_folder,
-    is_real_folder,
-    make_folders,
-    replace_file,
-    sweep_leftovers,
-    write_file,
-    write_parts,
-)
+from hardened_ddp.checkpoint.disk import DISK_FULL_ERRORS, Disk, aside_path, is_real_folder
 from hardened_ddp.checkpoint.folder import (
     BEST_NAME,
     DISCARDED,
@@ -136,7 +125,7 @@ class CheckpointStore:
         """Make step's checkpoint the best one, which is never pruned. Raises CheckpointError."""
         content = json.dumps({"schema": SCHEMA, "step": step, **best}) + "\n"
         try:
-            replace_file(self.root / BEST_NAME, content.encode(), disk=self._disk)
+            self._disk.replace_file(self.root / BEST_NAME, content.encode())
         except OSError as error:
             raise self._write_error(step, error, len(content)) from error
 
@@ -147,7 +136,7 @@ class CheckpointStore:
 
     def _prepare_root(self) -> None:
         if not os.path.lexists(self.root):
-            make_folders(self.root, disk=self._disk)
+            self._disk.make_folders(self.root)
         for folder in (self.root, self.root.parent):
             if not is_real_folder(folder):
                 raise CheckpointError(
@@ -155,7 +144,7 @@ class CheckpointStore:
                     "nothing is written through it",
                     fix=f"look at it: {shell_command('ls', '-ld', folder)}",
                 )
-        sweep_leftovers(self.root, disk=self._disk)
+        self._disk.sweep(self.root)
 
     def _write_folder(
         self, final: Path, content: Content, *, step: int, meta: dict[str, JSON]
@@ -166,24 +155,24 @@ class CheckpointStore:
             try:
                 self._fill(partial, content, step=step, meta=meta)
             except OSError as error:
-                sweep_leftovers(self.root, disk=self._disk)
+                self._disk.sweep(self.root)
                 if error.errno not in DISK_FULL_ERRORS or not self._make_room():
                     raise
                 self._fill(partial, content, step=step, meta=meta)
             self._commit(partial, final)
         finally:
             # WHY here too: what a failed write leaves may fill the disk until the next one
-            sweep_leftovers(self.root, disk=self._disk)
+            self._disk.sweep(self.root)
 
     def _fill(self, partial: Path, content: Content, *, step: int, meta: dict[str, JSON]) -> None:
         """Write the state, then the manifest, and sync both to the disk."""
         disk, plan = self._disk, content.plan
         disk.make_folder(partial)
-        sha256 = write_parts(partial / STATE_NAME, content.parts(), disk=disk)
+        sha256 = disk.write_parts(partial / STATE_NAME, content.parts())
         manifest = Manifest(
             step=step, meta=meta, size_bytes=plan.size_bytes, sha256=sha256, tensors=plan.specs
         )
-        write_file(partial / MANIFEST_NAME, encode_manifest(manifest), disk=disk)
+        disk.write_file(partial / MANIFEST_NAME, encode_manifest(manifest))
         disk.sync_folder(partial)
 
     def _commit(self, partial: Path, final: Path) -> None:
@@ -192,7 +181,7 @@ class CheckpointStore:
             call()
         if os.path.lexists(final):
             log.warning("%s is not valid and is written again", final)
-            drop_folder(final, disk=self._disk)
+            self._disk.drop_folder(final)
         try:
             self._disk.rename(partial, final)
         except OSError:
@@ -214,7 +203,7 @@ class CheckpointStore:
         for step in drops:
             path = self.root / step_folder_name(step)
             try:
-                drop_folder(path, disk=self._disk)
+                self._disk.drop_folder(path)
             except OSError as error:
                 log.warning("%s, an old checkpoint, can't be removed: %s", path, error)
 
@@ -228,7 +217,7 @@ class CheckpointStore:
             return False
         path = candidates[0]
         log.warning("the disk is full: %s, an old checkpoint, is dropped to make room", path)
-        drop_folder(path, disk=self._disk)
+        self._disk.drop_folder(path)
         return True
 
     def _write_error(self, step: int, error: Exception, needed_bytes: int) -> CheckpointError:

@@ -13,15 +13,7 @@ from typing import TextIO
 
 from torch import Tensor
 
-from hardened_ddp.checkpoint.disk import (
-    Disk,
-    aside_path,
-    make_folders,
-    remove_tree,
-    sync_files,
-    write_file,
-    write_parts,
-)
+from hardened_ddp.checkpoint.disk import Disk, aside_path
 from hardened_ddp.checkpoint.folder import JSON, Found, load_checkpoint, open_checkpoint
 from hardened_ddp.checkpoint.tensors import live_content, read_tensors, specs_of
 from hardened_ddp.errors import CheckpointError
@@ -88,28 +80,28 @@ def export_model(
     disk, missing = Disk(), ""
     aside = aside_path(output.absolute(), what="partial")
     try:
-        make_folders(aside.parent, disk=disk)
+        disk.make_folders(aside.parent)
         if os.path.lexists(aside):
-            remove_tree(aside, disk=disk)
+            disk.remove(aside)
         disk.make_folder(aside)
         meta["weights"] = "the averages of --ema" if is_averaged else "as trained"
         card = _model_card(found, weights=weights, meta=meta, form=form)
-        write_file(aside / CARD_NAME, card.encode(), disk=disk)
+        disk.write_file(aside / CARD_NAME, card.encode())
         config: dict[str, JSON] = {key: meta.get(key) for key in CONFIG_KEYS}
         config |= {"step": found.step, "epoch": meta.get("epoch"), "is_averaged": is_averaged}
         if form == SAFETENSORS:
             content = live_content(weights)
-            config["sha256"] = write_parts(aside / WEIGHTS_NAME, content.parts(), disk=disk)
+            config["sha256"] = disk.write_parts(aside / WEIGHTS_NAME, content.parts())
             _compare(read_tensors(aside / WEIGHTS_NAME), weights)
         else:
             missing = write_model(aside, form, weights, meta)
         if form != HUGGINGFACE:  # that format has its own config.json
             text = json.dumps(config, indent=2) + "\n"
-            write_file(aside / "config.json", text.encode(), disk=disk)
+            disk.write_file(aside / "config.json", text.encode())
         # WHY: libraries make files readable for their owner only; others may need the export
         for path in filter(Path.is_file, aside.iterdir()):
             path.chmod((aside / CARD_NAME).stat().st_mode)
-        sync_files(aside, list(aside.iterdir()), disk=disk)  # libraries wrote some of them
+        disk.sync_files(aside, list(aside.iterdir()))  # libraries wrote some of them
         disk.rename(aside, output)
         if missing:
             log.warning("%s", how_to_add(output, meta, kind=missing))
@@ -119,7 +111,7 @@ def export_model(
         ) from error
     finally:
         if os.path.lexists(aside):
-            remove_tree(aside, disk=disk)
+            disk.remove(aside)
     return output
 
 

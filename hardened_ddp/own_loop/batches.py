@@ -23,7 +23,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from hardened_ddp.checkpoint.disk import Disk, sync_files
+from hardened_ddp.checkpoint.disk import Disk
 from hardened_ddp.data.batches.ledger import LedgerWriter, next_start
 from hardened_ddp.data.batches.sampler import Window, WindowSampler
 from hardened_ddp.errors import OwnLoopError
@@ -205,7 +205,7 @@ class Streams:
         """Have the ledgers of all ranks on the disk. Raises OSError. Any thread."""
         for ledger in list(self._ledgers.values()):
             if files := ledger.files():
-                sync_files(files[0].parent, files, disk=Disk())
+                Disk().sync_files(files[0].parent, files)
 
     def close(self) -> None:
         for ledger in self._ledgers.values():

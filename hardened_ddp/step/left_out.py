@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hardened_ddp.checkpoint.disk import Disk, sync_files
+from hardened_ddp.checkpoint.disk import Disk
 from hardened_ddp.data.batches.batch import BadSample, Batch
 from hardened_ddp.data.batches.read_errors import file_of
 from hardened_ddp.errors import TooManyErrors
@@ -93,7 +93,7 @@ class LeftOut:
                 file.write(b"".join(line for line in lines if line[:-1] not in known))
             self._num_written = len(entries)
             if is_synced:
-                sync_files(self._path.parent, [self._path], disk=Disk())
+                Disk().sync_files(self._path.parent, [self._path])
                 self._num_synced = len(entries)
 
     def note_rollback(self, step: int, earlier: int, why: str) -> None:

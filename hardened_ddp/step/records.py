@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from hardened_ddp.checkpoint.disk import Disk, sync_files
+from hardened_ddp.checkpoint.disk import Disk
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.ledger import DIGESTS, RECORD, LedgerWriter, next_start
 from hardened_ddp.data.batches.nesting import dense_parts, tensors_of
@@ -197,11 +197,11 @@ class Records:
         if self._left_out.entries:
             self._left_out.write(is_synced=True)
         if self.ledger is not None and (files := self.ledger.files()):
-            sync_files(files[0].parent, files, disk=Disk())
+            Disk().sync_files(files[0].parent, files)
         if (sink := self.sink) is not None:
             start, _, _ = sink.path.name.partition("-")
             files = sorted(sink.path.parent.glob(f"{start}-rank-*.bin"))
-            sync_files(sink.path.parent, files, disk=Disk())
+            Disk().sync_files(sink.path.parent, files)
 
     def close(self, *, is_failed: bool = False) -> None:
         """Write what a full disk did not take, or say that it is lost. Rank-local.

@@ -16,15 +16,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from hardened_ddp.checkpoint.disk import (
-    Disk,
-    RunLock,
-    check_held,
-    make_folders,
-    refuse_links,
-    replace_file,
-    write_file,
-)
+from hardened_ddp.checkpoint.disk import Disk, RunLock, check_held, refuse_links
 from hardened_ddp.checkpoint.folder import (
     Found,
     discard_newer,
@@ -109,7 +101,7 @@ class RunFolder:
             return
         text = dump(settings.config, settings.sources)
         try:
-            replace_file(self.folder / SAVED_SETTINGS, text.encode(), disk=Disk())
+            Disk().replace_file(self.folder / SAVED_SETTINGS, text.encode())
         except OSError as error:
             raise RunFolderError(
                 f"the settings can't be written to {self.folder}: {error}",
@@ -149,7 +141,7 @@ def open_folder(folder: Path, group: Group, *, keep_last: int) -> RunFolder:
 
     def find() -> tuple[Path, Choose, str]:
         try:
-            make_folders(path, disk=Disk())
+            Disk().make_folders(path)
         except OSError as error:
             raise unusable_folder(path, error) from error
         return path, partial(_newest_valid, path), ""
@@ -295,12 +287,12 @@ def _note_folder(output: Path, launch: Launch, folder: Path) -> None:
     if not output.is_dir():  # --resume PATH to a run elsewhere: later attempts are told the same
         return
     try:
-        make_folders(output / _JOBS, disk=Disk())
+        Disk().make_folders(output / _JOBS)
         for key in {launch.job_key, launch.agent_key} - {""}:
             note = output / _JOBS / key
             note.unlink(missing_ok=True)
             with suppress(FileExistsError):  # another node of this job has just written the same
-                write_file(note, f"{folder.resolve()}\n".encode(), disk=Disk())
+                Disk().write_file(note, f"{folder.resolve()}\n".encode())
     except OSError as error:
         log.warning("a restart by the launcher will not find this run by itself: %s", error)
 
@@ -341,7 +333,7 @@ def create_run_folder(config: Config, *, now: datetime | None = None) -> Path:
         run_name = f"{started}-{_as_name(config.model.model)}-{_as_name(config.data.dataset)}"
     disk = Disk()
     try:
-        make_folders(output_dir, disk=disk)
+        disk.make_folders(output_dir)
         # WHY resolved: the output folder may be a link to a bigger disk; a run folder may not
         root = output_dir.resolve(strict=True)
         for number in range(1, _MAX_SUFFIX):

@@ -42,7 +42,11 @@ def dying_disk(dies_at: int, *, in_the_middle: bool) -> Any:
         if next(numbers) == dies_at:
             if in_the_middle:
                 half = (args[1][: len(args[1]) // 2],) if name == "write" else args[1:]
-                call(args[0], *half)
+                if name == "remove":
+                    for path in list(args[0].glob("*"))[:1]:
+                        path.unlink()
+                else:
+                    call(args[0], *half)
             os._exit(CRASHED)
         return call(*args)
 

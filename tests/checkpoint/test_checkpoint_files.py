@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from hardened_ddp.checkpoint.disk import replace_file
 from hardened_ddp.checkpoint.folder import (
     Found,
     discard_newer,
@@ -170,7 +169,7 @@ def test_a_small_file_is_whole_on_the_disk_before_it_takes_the_place_of_the_old_
     tmp_path: Path,
 ) -> None:
     calls: list[str] = []
-    replace_file(tmp_path / "best.json", b"{}", disk=recording_disk(calls))
+    recording_disk(calls).replace_file(tmp_path / "best.json", b"{}")
     aside = ".best.json.new"
     assert calls == [
         *(f"{call} {aside}" for call in ("create", "write", "sync", "close")),
