@@ -51,7 +51,6 @@ from hardened_ddp.checkpoint.tensors import (
     plan_file,
 )
 from hardened_ddp.errors import CheckpointError
-from hardened_ddp.ranks.device import is_reached
 from hardened_ddp.ranks.threads import HelperThread
 from hardened_ddp.settings.typed_command import shell_command
 
@@ -244,20 +243,10 @@ class CheckpointStore:
 class WriteCost:
     """What one write cost."""
 
-    # How long training stood still, on the host or on a device; on the CPU also the writer's own
-    # CPU time, which training could have used.
+    # How long training stood still; on the CPU also the writer's own CPU time, which training could
+    # have used. WHY not what a GPU waits for copies: writing takes far longer, and is limited, too.
     training_s: float
     disk_s: float  # how long the disk was in use
-
-
-@dataclass(slots=True)
-class _Copies:
-    """The copies from a GPU that are under way."""
-
-    copied: torch.cuda.Event  # after them
-    # Kept until it is written: memory that is freed while it is copied would be reused.
-    tensors: Mapping[str, Tensor]
-    reached: torch.cuda.Event | None = None  # where the update began to wait for them
 
 
 class CheckpointWriter:
@@ -269,7 +258,7 @@ class CheckpointWriter:
         self._copy_stream: torch.cuda.Stream | None = None
         self._thread: HelperThread | None = None
         self._reserving: HelperThread | None = None
-        self._copies: _Copies | None = None
+        self._copied: torch.cuda.Event | None = None  # after the copies from a GPU under way
         self._error: CheckpointError | None = None
         self._stall_s = 0.0
         self.cost: WriteCost | None = None  # of the last finished write; None: there is none
@@ -298,14 +287,14 @@ class CheckpointWriter:
         plain = plain_meta(meta)
         plan = plan_file(tensors)
         try:
-            self._copies = self._copy(tensors, plan, volatile)
+            copied = self._copied = self._copy(tensors, plan, volatile)
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise CheckpointError(
                 f"the state of step {step} is not saved: no memory to copy {plan.data_bytes} bytes",
                 fix="give the job more memory; the run continues, older checkpoints are unchanged",
             ) from error
         # WHY one for each write: so there is none when nothing is written.
-        write = partial(self._write, step, plan, self._copies, plain, best)
+        write = partial(self._write, step, plan, copied, plain, best, tensors if copied else {})
         self._thread = HelperThread(write, name=f"checkpoint-{step}")
         self._stall_s = time.perf_counter() - started_at
         self._thread.start()
@@ -323,17 +312,14 @@ class CheckpointWriter:
 
     @property
     def is_copying(self) -> bool:
-        return self._copies is not None
+        return self._copied is not None
 
     def before_update(self) -> None:
         """Let the current stream wait for the copies from a GPU, if there are some under way."""
-        copies, self._copies = self._copies, None
-        if copies is not None:
+        copied, self._copied = self._copied, None
+        if copied is not None:
             # WHY no synchronize: the update waits on the GPU, and this thread continues
-            reached = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            reached.record()
-            copies.reached = reached  # WHY recorded first: the writer's thread asks it
-            torch.cuda.current_stream().wait_event(copies.copied)
+            torch.cuda.current_stream().wait_event(copied)
 
     def poll(self) -> CheckpointError | None:
         """Return the error of a write that failed since the last poll. Training can continue."""
@@ -358,20 +344,20 @@ class CheckpointWriter:
         self,
         step: int,
         plan: FilePlan,
-        copies: _Copies | None,
+        copied: torch.cuda.Event | None,
         meta: dict[str, JSON],
         best: Best | None,
+        tensors: Mapping[str, Tensor],
     ) -> None:
+        """tensors: being copied. WHY given: memory that is freed meanwhile would be reused."""
         try:
-            if copies is not None:
-                copies.copied.synchronize()
+            if copied is not None:
+                copied.synchronize()
             began_at = time.perf_counter()
             content = Content(plan, partial(self._arena.read, plan.data_bytes))
             self._store.write(step, tensors=content, meta=meta, best=best)
             # WHY not with a GPU: there the writer's CPU core would be idle
-            work_s = time.thread_time()
-            if copies is not None:
-                work_s = device_wait_s(copies.reached, copies.copied)
+            work_s = time.thread_time() if copied is None else 0.0
             self.cost = WriteCost(self._stall_s + work_s, time.perf_counter() - began_at)
         except CheckpointError as error:
             self._error = error
@@ -379,12 +365,11 @@ class CheckpointWriter:
             log.exception("the checkpoint of step %d failed", step)
             self._error = CheckpointError(f"the checkpoint of step {step} failed: {error!r}")
         finally:
-            # WHY: a failed write needs no copies, and a finished one needs no tensors
-            self._copies = None
+            self._copied = None  # WHY: a failed write needs no copies
 
     def _copy(
         self, tensors: Mapping[str, Tensor], plan: FilePlan, volatile: Collection[str]
-    ) -> _Copies | None:
+    ) -> torch.cuda.Event | None:
         """Copy tensors to the arena; those of a GPU at the latest when the event is reached."""
         if self._reserving is not None:
             self._reserving.join()
@@ -404,10 +389,9 @@ class CheckpointWriter:
         with torch.cuda.stream(self._copy_stream):
             for name in beside:
                 self._arena.copy(tensors[name], plan.spans[name][0])
-            # WHY timing: it tells how long the update waited for it
-            copied = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
-        return _Copies(copied, dict(tensors))
+        return copied
 
     def _reserve(self, size_bytes: int, *, pinned: bool) -> None:
         try:
@@ -420,12 +404,3 @@ class CheckpointWriter:
                 error,
             )
             self._arena.reserve(size_bytes, pinned=False)
-
-
-def device_wait_s(reached: torch.cuda.Event | None, awaited: torch.cuda.Event) -> float:
-    """Return how long the device stood still between reaching a wait and the event waited for."""
-    # WHY no wait for it: it may lie behind an all-reduce that never ends
-    if reached is None or not is_reached(reached):
-        return 0.0
-    waited_ms: float = reached.elapsed_time(awaited)
-    return max(0.0, waited_ms) / 1000  # negative: the event came first

@@ -24,7 +24,6 @@ from hardened_ddp.checkpoint.store import (
     CheckpointStore,
     CheckpointWriter,
     WriteCost,
-    device_wait_s,
 )
 from hardened_ddp.checkpoint.tensors import HostArena
 from hardened_ddp.errors import CheckpointError
@@ -371,28 +370,3 @@ def test_a_write_measures_how_long_the_disk_was_in_use(tmp_path: Path) -> None:
     assert writer.cost is not None
     assert writer.cost.disk_s >= 1.0  # two files
     assert writer.cost.training_s < writer.cost.disk_s
-
-
-class Event:
-    """A CUDA event at a time, in ms; None: the device is not there yet, and may never be."""
-
-    def __init__(self, at_ms: float | None) -> None:
-        self.at_ms = at_ms
-
-    def synchronize(self) -> None:
-        raise AssertionError("a wait for an all-reduce that a dead rank does not join")
-
-    def query(self) -> bool:
-        return self.at_ms is not None
-
-    def elapsed_time(self, end: "Event") -> float:
-        assert end.at_ms is not None
-        assert self.at_ms is not None
-        return end.at_ms - self.at_ms
-
-
-def test_the_wait_of_the_device_counts_from_where_it_begins() -> None:
-    places = [(10.0, 250.0), (10.0, 8.0), (None, 250.0)]
-    waits: list[Any] = [(Event(reached), Event(awaited)) for reached, awaited in places]
-    assert [device_wait_s(*wait) for wait in waits] == [0.24, 0.0, 0.0]
-    assert device_wait_s(None, waits[0][1]) == 0.0
