@@ -222,8 +222,6 @@ class Found:
 
     path: Path
     manifest: Manifest
-    # Inode, size and modification time of the verified file, to detect a later change.
-    stamp: tuple[int, int, int]
 
     @property
     def step(self) -> int:
@@ -258,7 +256,6 @@ def verify_checkpoint(path: Path) -> Found | Rejected:
             raise ValueError(f"{MANIFEST_NAME} belongs to step {manifest.step}")
         with _open_regular(path / STATE_NAME) as file:
             _check_content(file, manifest)
-            stamp = stamp_of(os.fstat(file.fileno()))
     except FileNotFoundError as error:
         name = Path(error.filename).name
         why = ": its writing was not finished" if name == MANIFEST_NAME else ""
@@ -267,7 +264,7 @@ def verify_checkpoint(path: Path) -> Found | Rejected:
         return Rejected(path=path, reason=f"can't be read: {error}")
     except (ValueError, RecursionError) as error:
         return Rejected(path=path, reason=str(error))
-    return Found(path=path, manifest=manifest, stamp=stamp)
+    return Found(path=path, manifest=manifest)
 
 
 def find_newest(root: Path, *, at_most: int | None = None) -> tuple[Found | None, list[Rejected]]:
@@ -331,15 +328,8 @@ def load_checkpoint(
 ) -> tuple[dict[str, Tensor], dict[str, JSON]]:
     """Read a verified checkpoint: tensors that own their memory, and meta.
 
-    names: only these tensors. Rank-local. Raises CheckpointError if the file changed since it was
-    verified.
+    names: only these tensors. Rank-local. Raises CheckpointError if it is none, or has others.
     """
-    try:
-        is_same = stamp_of(found.state_path.lstat()) == found.stamp
-    except OSError:
-        is_same = False
-    if not is_same:
-        raise CheckpointError(f"{found.state_path} changed since it was verified")
     tensors = read_tensors(found.state_path, names=names)
     expected = found.manifest.tensors
     if names is not None:
@@ -349,11 +339,6 @@ def load_checkpoint(
         text = "\n  ".join(lines)
         raise CheckpointError(f"{found.path}: its file and its manifest differ\n  {text}")
     return tensors, found.manifest.meta
-
-
-def stamp_of(status: os.stat_result) -> tuple[int, int, int]:
-    """Return what distinguishes two versions of a file without reading it."""
-    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _open_regular(path: Path) -> io.BufferedReader:
