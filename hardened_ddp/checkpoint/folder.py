@@ -14,14 +14,13 @@ import io
 import json
 import logging
 import os
-import re
 import stat
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias, TypeGuard, cast
+from typing import Any, TypeAlias, cast
 
 from torch import Tensor
 
@@ -45,7 +44,6 @@ _MAX_BEST_BYTES = 4096
 MAX_MANIFEST_BYTES = 64 * 2**20
 # More than any file system allows for one file, so a larger size can't be right.
 _MAX_FILE_BYTES = 2**60
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _PROBE_BYTES = b"can this folder be written?\n" * 200
 
 Best = Mapping[str, Any]  # what best.json says besides the step: metric, value, direction
@@ -92,27 +90,32 @@ def decode_manifest(raw: bytes) -> Manifest:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{MANIFEST_NAME} is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        _refuse(f"holds a {type(body).__name__} and not an object")
-    schema = body.get("schema")
-    if type(schema) is not int or schema < 1:
-        _refuse(f"has no usable schema number ({schema!r:.40})")
-    if schema > SCHEMA:
-        _refuse(f"has schema {schema}, newer than {SCHEMA}, which this version reads: update it")
-    digest = body.pop("digest", None)
-    if digest != _digest(body):
-        _refuse("was changed after it was written (its digest differs)")
-    step, meta = body.get("step"), body.get("meta")
-    if not _is_count(step) or not isinstance(meta, dict):
-        _refuse("has no usable step or meta")
-    size_bytes, sha256 = _read_files(body.get("files"))
-    return Manifest(
-        step=step,
-        meta=meta,
-        size_bytes=size_bytes,
-        sha256=sha256,
-        tensors=_read_tensors(body.get("tensors")),
-    )
+    match body:
+        case {"schema": int(schema)} if schema > SCHEMA:
+            told = f"has schema {schema}, newer than {SCHEMA}, which this version reads: update it"
+            raise ValueError(f"{MANIFEST_NAME} {told}")
+        case {"digest": str(digest), **rest} if digest == _digest(rest):
+            pass
+        case _:
+            raise ValueError(f"{MANIFEST_NAME} was changed after it was written")
+    match body:
+        case {
+            "schema": int(schema),
+            "step": int(step),
+            "meta": dict(meta),
+            "files": {"state.safetensors": {"size_bytes": int(size), "sha256": str(sha256)}},
+            "tensors": dict(tensors),
+        } if all(map(_is_count, (schema, step, size))):
+            specs = {name: _read_spec(entry) for name, entry in tensors.items()}
+            return Manifest(step=step, meta=meta, size_bytes=size, sha256=sha256, tensors=specs)
+    raise ValueError(f"{MANIFEST_NAME} has no usable schema, step, meta, files or tensors")
+
+
+def _read_spec(entry: object) -> TensorSpec:
+    match entry:
+        case {"shape": list(shape), "dtype": str(dtype)} if all(map(_is_count, shape)):
+            return TensorSpec(tuple(shape), dtype)
+    raise ValueError(f"{MANIFEST_NAME} has no usable shape and dtype for each tensor")
 
 
 def step_folder_name(step: int) -> str:
@@ -180,40 +183,15 @@ def discard_newer(root: Path, step: int) -> list[Path]:
     return newer
 
 
-def _read_files(files: object) -> tuple[int, str]:
-    record = files.get(STATE_NAME) if isinstance(files, dict) and len(files) == 1 else None
-    size, sha256 = map(record.get, ("size_bytes", "sha256")) if isinstance(record, dict) else (0, 0)
-    if not _is_count(size) or not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
-        _refuse(f"names {files!r:.80} and not {STATE_NAME} with a usable size and sha256")
-    return size, sha256
-
-
-def _read_tensors(tensors: object) -> dict[str, TensorSpec]:
-    if not isinstance(tensors, dict):
-        _refuse("has no list of tensors")
-    specs = {}
-    for name, entry in tensors.items():
-        match entry:
-            case {"shape": list(shape), "dtype": str(dtype)} if all(map(_is_count, shape)):
-                specs[name] = TensorSpec(tuple(shape), dtype)
-            case _:
-                _refuse(f"has no usable shape and dtype for the tensor {name!r:.80}")
-    return specs
-
-
-def _is_count(value: object) -> TypeGuard[int]:
+def _is_count(value: object) -> bool:
     # WHY type and not isinstance: True is an int, but not a size
     return type(value) is int and 0 <= value <= _MAX_FILE_BYTES
 
 
-def _digest(body: Mapping[str, object]) -> str:
+def _digest(body: Mapping[Any, object]) -> str:  # Any: keys of JSON
     # WHY sorted and compact: the digest covers the content, and not spaces and line ends
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _refuse(problem: str) -> NoReturn:
-    raise ValueError(f"{MANIFEST_NAME} {problem}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

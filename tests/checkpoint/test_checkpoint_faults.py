@@ -238,27 +238,22 @@ def forge(path: Path, **changes: Any) -> None:
     target.write_text(json.dumps(body))
 
 
+NO_USE = "has no usable schema, step, meta, files or tensors"
+STATE, NO_SHAPE = "state.safetensors", "no usable shape and dtype"
 HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "a newer schema": ({"schema": 2}, "schema 2, newer than 1"),
-    "no schema": ({"schema": None}, "no usable schema"),
-    "a schema of another type": ({"schema": True}, "no usable schema"),
-    "a path that leads out": ({"files": {"../../etc/passwd": {}}}, "and not state"),
-    "a file too many": ({"files": {"state.safetensors": {}, "x": {}}}, "and not state"),
-    "files of another type": ({"files": ["state.safetensors"]}, "and not state"),
-    "an absurd size": (
-        {"files": {"state.safetensors": {"size_bytes": 2**70, "sha256": "0" * 64}}},
-        "with a usable size",
-    ),
-    "no sha256": ({"files": {"state.safetensors": {"size_bytes": 1}}}, "usable size and sha256"),
     "another step": ({"step": 2}, "belongs to step 2"),
-    "a step of another type": ({"step": True}, "no usable step"),
-    "a negative step": ({"step": -1}, "no usable step"),
-    "meta of another type": ({"meta": []}, "no usable step or meta"),
-    "an absurd shape": (
-        {"tensors": {"w": {"shape": [2**70], "dtype": "float32"}}},
-        "no usable shape and dtype for the tensor 'w'",
-    ),
-    "tensors of another type": ({"tensors": {"w": 1}}, "no usable shape"),
+    "no schema": ({"schema": None}, NO_USE),
+    "a schema of another type": ({"schema": True}, NO_USE),
+    "a path that leads out": ({"files": {"../../etc/passwd": {}}}, NO_USE),
+    "files of another type": ({"files": [STATE]}, NO_USE),
+    "an absurd size": ({"files": {STATE: {"size_bytes": 2**70, "sha256": "0" * 64}}}, NO_USE),
+    "no sha256": ({"files": {STATE: {"size_bytes": 1}}}, NO_USE),
+    "a step of another type": ({"step": True}, NO_USE),
+    "a negative step": ({"step": -1}, NO_USE),
+    "meta of another type": ({"meta": []}, NO_USE),
+    "an absurd shape": ({"tensors": {"w": {"shape": [2**70], "dtype": "float32"}}}, NO_SHAPE),
+    "tensors of another type": ({"tensors": {"w": 1}}, NO_SHAPE),
 }
 
 
