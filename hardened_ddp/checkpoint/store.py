@@ -223,17 +223,8 @@ class CheckpointStore:
         why = f"{type(error).__name__}: {error}"
         fix = "check the folder and the disk; the run continues, older checkpoints are unchanged"
         if isinstance(error, OSError) and error.errno in DISK_FULL_ERRORS:
-            try:
-                status = os.statvfs(self.root)
-                free_bytes = status.f_bavail * status.f_frsize
-            except OSError:
-                free_bytes = 0
-            why = f"{error.strerror}: {needed_bytes} bytes are needed, and {free_bytes} are free"
-            if free_bytes >= needed_bytes:
-                why += " now: another program gave them back, or a quota or limit is below that"
-            fix = (
-                f"free space under {self.root}, or lower keep_last; check quotas and ulimit -f too"
-            )
+            why = f"{error.strerror}: {needed_bytes} bytes are needed"
+            fix = f"free space under {self.root}, or lower keep_last; check quotas, ulimit -f too"
         return CheckpointError(
             f"the checkpoint of step {step} was not written to {self.root}: {why}", fix=fix
         )

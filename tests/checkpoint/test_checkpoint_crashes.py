@@ -190,8 +190,7 @@ def test_a_disk_that_stays_broken_is_an_error_and_the_newest_and_best_stay(
     with pytest.raises(CheckpointError, match=os.strerror(number)) as caught:
         write_step(broken, 3)
     if number == errno.ENOSPC:
-        needed = r"\d{4} bytes are needed, and \d+ are free now: another program gave them back, or"
-        assert caught.match(needed)
+        assert caught.match(r"\d{4} bytes are needed")
     assert list_steps(store.root)[-2:] == [2, 1]
     found_in(store)
     write_step(store, 4)
