@@ -242,7 +242,7 @@ class _Holder:
     token: str  # of this lock alone
 
     # The keys by which launchers know the job; two attempts of one job share at least one.
-    jobs: tuple[str, ...]
+    jobs: Sequence[str]
     restart: int
     beats: int = 0  # counted up by the holder; 0: it can't count in this file system
 
@@ -273,15 +273,12 @@ class RunLock:
         """
         path = folder / LOCK_NAME
         holder = _Holder(
-            mark=this_process(), token=uuid.uuid4().hex, jobs=tuple(sorted(jobs)), restart=restart
+            mark=this_process(), token=uuid.uuid4().hex, jobs=sorted(jobs), restart=restart
         )
         try:
             with _alone_in(folder):
-                try:
-                    Disk().write_file(path, _encode_lock(holder))
-                except FileExistsError:
-                    _take_over_lock(path, holder, silent_after_s=silent_after_s)
-                    Disk().write_file(path, _encode_lock(holder))
+                _take_over_lock(path, holder, silent_after_s=silent_after_s)
+                Disk().write_file(path, _encode_lock(holder))
                 descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
             raise RunFolderError(
@@ -352,7 +349,7 @@ def _taken_now(folder: Path) -> RunFolderError:
 
 
 def _take_over_lock(path: Path, mine: _Holder, *, silent_after_s: float) -> None:
-    """Remove a dead process's lock. Raises RunFolderError if its process may be alive."""
+    """Remove a lock if its process is dead. Raises RunFolderError if that may be alive."""
     content = _read_lock(path)
     if content is None:
         return
@@ -390,7 +387,7 @@ def _is_dead(path: Path, holder: _Holder, mine: _Holder, *, silent_after_s: floa
         return gone
     if holder.mark.boot == mine.mark.boot and holder.mark.boot:
         return not _is_locked(path)
-    is_same_job = not {*holder.jobs}.isdisjoint(mine.jobs)
+    is_same_job = not {*map(str, holder.jobs)}.isdisjoint(mine.jobs)
     if not holder.beats:
         return is_same_job and holder.restart < mine.restart
     if not is_same_job and not is_earlier_boot(holder.mark, mine.mark):
@@ -445,12 +442,6 @@ def _encode_lock(holder: _Holder) -> bytes:
 def _parse_lock(content: bytes) -> _Holder | None:
     try:
         body = json.loads(content)
-        return _Holder(
-            mark=ProcessMark(**body["mark"]),
-            token=str(body["token"]),
-            jobs=tuple(map(str, body["jobs"])),
-            restart=int(body["restart"]),
-            beats=int(body["beats"]),
-        )
+        return _Holder(**body | {"mark": ProcessMark(**body["mark"]), "beats": int(body["beats"])})
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
