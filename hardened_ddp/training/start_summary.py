@@ -1,12 +1,10 @@
 """The start of a run in a few lines: where it runs, what it trains, and what was decided for it.
 
-Rank 0 logs them before the first step. The facts of each rank are in its own log file, and with
---debug on the console.
+Rank 0 logs them before the first step, and each rank what is its own, with --debug on the console.
 """
 
 import logging
-import os
-import socket
+from textwrap import shorten
 
 import torch
 
@@ -52,40 +50,21 @@ def tell_start(settings: Resolved, parts: Parts, progress: Progress) -> None:
             log.info("%s", line)
         if settings.not_used:
             log.warning("%s", not_used_line(settings))
-    log.debug(
-        "process %d on %s, local rank %d of %d, device %s, %d threads, torch %s, at most %d "
-        "samples per forward, %d loader workers, dataset fingerprint %s",
-        os.getpid(),
-        socket.gethostname(),
-        parts.group.launch.local_rank,
-        parts.group.launch.local_world_size,
-        parts.group.device,
-        torch.get_num_threads(),
-        torch.__version__,
-        parts.sampler.batch_size,
-        parts.train_loader.reader.num_workers,
-        parts.data.fingerprint[:16],
-    )
+    text = "local rank %d of %d, device %s, %d threads, dataset fingerprint %s"
+    launch, fingerprint = parts.group.launch, parts.data.fingerprint[:16]
+    place, num_threads = (launch.local_rank, launch.local_world_size), torch.get_num_threads()
+    log.debug(text, *place, parts.group.device, num_threads, fingerprint)
 
 
 def changed_settings(settings: Resolved) -> list[str]:
-    """Say which settings are not at their default, grouped by where they come from.
-
-    Lines of one file are one group: config.yaml: epochs 3 (line 140), seed 1 (line 9).
-    """
+    """Say which settings are not at their default, grouped by where they come from."""
     values = flatten(settings.config)
     groups: dict[str, list[str]] = {}
     for name, source in settings.sources.items():
-        if source == DEFAULT or values[name] == SETTINGS[name].default:
-            continue
-        path, has_line, line = source.rpartition(":")
-        is_file = bool(has_line) and line.isdigit()
-        word = yaml_word(values[name])
-        word = word if len(word) <= _MAX_VALUE else word[: _MAX_VALUE - 3] + "..."
-        place = path if is_file else "the continued run" if source == RUN else source
-        groups.setdefault(place, []).append(
-            f"{name} {word}" + (f" (line {line})" if is_file else "")
-        )
+        if source != DEFAULT and values[name] != SETTINGS[name].default:
+            place = "the continued run" if source == RUN else source.rsplit(":", 1)[0]
+            word = shorten(yaml_word(values[name]), _MAX_VALUE, placeholder="...")
+            groups.setdefault(place, []).append(f"{name} {word}")
     return [f"{place}: {listed(named, _MAX_NAMED)}" for place, named in groups.items()]
 
 
@@ -165,8 +144,6 @@ def _auto_line(parts: Parts) -> str:
 
 def _lr_schedule(parts: Parts) -> str:
     chosen = parts.schedule.config.lr_schedule
-    if chosen != "constant":
-        return str(chosen)
-    if parts.length.most < UNKNOWN_STEPS:
-        return "constant, as before"
-    return "constant (the number of steps is not known; with --max_steps N: cosine)"
+    if chosen == "constant" and parts.length.most == UNKNOWN_STEPS:
+        return "constant (the number of steps is not known; with --max_steps N: cosine)"
+    return str(chosen)

@@ -87,7 +87,7 @@ def test_settings_are_named_with_the_place_that_changed_them(
     sources = {**found.sources, "epochs": "run"}
     assert changed_settings(replace(found, sources=sources)) == [
         "command line: cpu_only true",
-        "my.yaml: batch_size 8 (line 4)",
+        "my.yaml: batch_size 8",
         "the continued run: epochs 3",
     ]
     assert changed_settings(settings_of("")) == []
