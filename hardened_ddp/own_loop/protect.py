@@ -68,7 +68,7 @@ from hardened_ddp.settings.typed_command import SCRIPT
 from hardened_ddp.step.failure import errors_told
 from hardened_ddp.training.run import Ending
 from hardened_ddp.training.run_folder import RunFolder, open_folder, read_checkpoint
-from hardened_ddp.training.state import Saved, Saver, receive
+from hardened_ddp.training.state import Contents, Saved, Saver, receive
 from hardened_ddp.training.survivor_save import (
     Rescue,
     is_saved_after,
@@ -318,7 +318,9 @@ class OwnLoop:
         self._note()
         config = RunConfig(checkpoint_every_steps=None if save_every == "auto" else save_every)
         # WHY not before: it asks how large the state is
-        self._saver = Saver(self._last, self._run.store, group=group, config=config)
+        last = self._last
+        contents = Contents(last.tensors, last.meta, last.volatile)
+        self._saver = Saver(contents, self._run.store, group=group, config=config)
         for thing in self._registry.given.values():
             if isinstance(thing, nn.Module):
                 self._hooks.append(thing.register_forward_pre_hook(self._before_forward))

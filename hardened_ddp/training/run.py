@@ -30,7 +30,7 @@ from hardened_ddp.training.evaluation import evaluate, note_evaluation, stops_ea
 from hardened_ddp.training.rollback import Rollback
 from hardened_ddp.training.run_folder import RunFolder
 from hardened_ddp.training.run_report import RunReport
-from hardened_ddp.training.state import Saver, StepContents
+from hardened_ddp.training.state import Saver, contents_of
 from hardened_ddp.training.survivor_save import save_while_stuck
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Run:
         self.compares_every = parts.compares_every
         left_out = LeftOut(parts, self.folder)
         self.report = RunReport(parts, folder, goodput, left_out, step=progress.step)
-        contents, config = StepContents(parts), parts.config.run
+        contents, config = contents_of(parts), parts.config.run
         self.saver = Saver(contents, folder.store, group=parts.group, config=config)
         self.stepper = Stepper(parts, progress, left_out=left_out, saver=self.saver)
         self.stepper.records.open(self.folder)  # collective

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -151,15 +152,16 @@ def check_fits(parts: Parts, saved: Saved) -> None:
     averages = {name: spec for name, spec in saved.specs.items() if name.startswith(AVERAGE)}
     if parts.average is not None and averages:
         problems += differences(specs_of(parts.average.tensors()), averages)
-    if meta["optimizer"] != type(parts.optimizer).__name__:
-        problems.append(
-            f"optimizer: checkpoint has {meta['optimizer']}, this run uses "
-            f"{type(parts.optimizer).__name__}"
-        )
-    else:
-        problems += state_problems(
-            parts.schedule, parts.gradients.local.by_name, meta["optimizer_state"]
-        )
+    named = {
+        "optimizer": (meta["optimizer"], type(parts.optimizer).__name__),
+        "task": (meta["task"]["name"], parts.task.name),
+    }
+    for what, (there, here) in named.items():
+        if there != here:
+            problems.append(f"{what}: the checkpoint was trained with {there}, now it is {here}")
+    if meta["optimizer"] == type(parts.optimizer).__name__:
+        live_names = parts.gradients.local.by_name
+        problems += state_problems(parts.schedule, live_names, meta["optimizer_state"])
     if parts.schedule.is_bound and parts.length.total > meta["total_steps"]:
         problems.append(
             f"lr_schedule: its scheduler was made for {meta['total_steps']} steps, and the run now "
@@ -172,10 +174,6 @@ def check_fits(parts: Parts, saved: Saved) -> None:
             "samples would change"
         )
     problems += parts.sampler.problems_with(meta["stream"])
-    if (task := meta["task"]["name"]) != parts.task.name:
-        problems.append(
-            f"task: the checkpoint was trained with {task}, now it is {parts.task.name}"
-        )
     if problems:
         raise CheckpointMismatchError(
             f"the checkpoint of step {meta['step']} belongs to another run: " + "; ".join(problems),
@@ -271,37 +269,25 @@ class HasStep(Protocol):
     step: int
 
 
-class Contents(Protocol):
-    """What a checkpoint holds: StepContents of a run, LastCommit (own_loop/) of an own loop."""
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a checkpoint of a run, or of a loop of the user's own, holds: asked at each save."""
 
-    def tensors(self) -> Tensors:
-        """Name the live tensors; nothing is copied."""
-
-    def meta(self, progress: Any) -> dict[str, Any]:  # Any: what save was given; JSON
-        """Give the numbers that belong to them."""
-
-    def volatile(self, tensors: Tensors) -> set[str]:
-        """Name those that may change at any moment: on a GPU they are copied first."""
+    tensors: Callable[[], Tensors]  # names the live ones; nothing is copied
+    meta: Callable[[Any], dict[str, Any]]  # the numbers for the progress given to save; JSON
+    # Of those tensors the ones that may change at any moment: on a GPU they are copied first.
+    volatile: Callable[[Tensors], set[str]]
 
 
-class StepContents:
-    """The contents of the checkpoints of a run."""
-
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-
-    def tensors(self) -> Tensors:
-        return collect_tensors(self._parts)
-
-    def meta(self, progress: Progress) -> dict[str, Any]:
-        return collect_meta(self._parts, progress)
-
-    def volatile(self, tensors: Tensors) -> set[str]:
+def contents_of(parts: Parts) -> Contents:
+    def volatile(tensors: Tensors) -> set[str]:
         """Name what a forward may change, and the learning rate, which is set before it."""
-        buffers = self._parts.replica.buffers
+        buffers = parts.replica.buffers
         names = {f"model.{name}" for name in (*buffers.may_move, *buffers.known)}
         names |= {f"{MOVING}{name}" for name in buffers.known}
         return names | {name for name in tensors if name.startswith(f"{PREFIX}groups.")}
+
+    return Contents(partial(collect_tensors, parts), partial(collect_meta, parts), volatile)
 
 
 class Saver:
