@@ -316,7 +316,6 @@ def fit(run: Run) -> Ending:
     from hardened_ddp.step.gradient import Outcome
     from hardened_ddp.step.step import is_due
     from hardened_ddp.training.evaluation import is_due_for_evaluation, stops_early
-    from hardened_ddp.training.rollback import Course
     from hardened_ddp.training.run import Ending
 
     if plan := environment().get("HARDENED_DDP_REPLAY"):  # set by the command replay
@@ -348,17 +347,16 @@ def fit(run: Run) -> Ending:
             # Forward, backward, all-reduce, update: see step/step.py.
             outcome = run.stepper.train_step(window, batches)  # collective
         except (NonFiniteError, StepError) as error:
-            course = run.rollback.repair_or_raise(error)  # collective
+            run.rollback.repair_or_raise(error)  # collective
+            is_replaced = True
         else:
             # Now and then, and at the end, the ranks compare their weights. If they differ, or one
             # step after the other gives NaN, the run goes back to a checkpoint.
             is_last = progress.step >= run.parts.length.total
             is_compared = is_last or is_due(progress.step, run.compares_every)
-            if is_compared or outcome is Outcome.LEFT_OUT:
-                course = run.rollback.compare_or_roll_back()  # collective
-            else:
-                course = Course.NEXT_STEP
-        if course is Course.ANOTHER_STEP:
+            asks = is_compared or outcome is Outcome.LEFT_OUT
+            is_replaced = asks and run.rollback.compare_or_roll_back()  # collective
+        if is_replaced:
             windows = run.windows()  # from the step that the run went back to
             continue
         if is_due(progress.step, config.loop.log_interval):

@@ -11,7 +11,6 @@ What happens when retrying a step (step/retry.py) is not enough, within this pro
 """
 
 import logging
-from enum import Enum
 from typing import NoReturn
 
 from hardened_ddp.checkpoint.folder import discard_newer
@@ -37,16 +36,11 @@ from hardened_ddp.training.state import (
 log = logging.getLogger(__name__)
 
 
-class Course(Enum):
-    """Where training continues."""
-
-    NEXT_STEP = "next step"
-    # The state was replaced by an earlier one, or by that of another rank.
-    ANOTHER_STEP = "another step"
-
-
 class Rollback:
-    """Checks whether the state of the run is right, and goes back if it is not."""
+    """Checks whether the state of the run is right, and goes back if it is not.
+
+    compare_or_roll_back says whether it was replaced: by an earlier one, or by another rank's.
+    """
 
     def __init__(
         self, folder: RunFolder, stepper: Stepper, saver: Saver, report: RunReport
@@ -65,7 +59,7 @@ class Rollback:
         self._given_up_until = -1
         self._note_equal()  # all ranks have just got the same state
 
-    def compare_or_roll_back(self) -> Course:
+    def compare_or_roll_back(self) -> bool:
         """Compare replicas; go back if they differ, or after many steps with NaN. Collective."""
         given_up, step = self.stepper.retry.given_up, self.progress.step
         every = self.parts.compares_every
@@ -73,12 +67,13 @@ class Rollback:
         if every and (is_last or len(given_up) == 1 or is_due(step, every)):
             self._equalize()  # collective
         if self.progress.step != step:
-            return Course.ANOTHER_STEP
+            return True
         if self._rollback_after and len(given_up) >= self._rollback_after:
-            return self._leave_given_up(list(given_up))  # collective
-        return Course.NEXT_STEP
+            self._leave_given_up(list(given_up))  # collective
+            return True
+        return False
 
-    def repair_or_raise(self, error: NonFiniteError | StepError) -> Course:
+    def repair_or_raise(self, error: NonFiniteError | StepError) -> None:
         """Make the state good after an error that all ranks raised, or raise it. Collective."""
         if isinstance(error, NonFiniteError):
             # WHY: NaN may be the first sign of a rank with bad memory.
@@ -90,9 +85,8 @@ class Rollback:
             is_repaired = not error.is_undone and self._go_back(at_most=at_most, why=what)
         if not is_repaired:
             raise error
-        return Course.ANOTHER_STEP
 
-    def _leave_given_up(self, steps: list[str]) -> Course:
+    def _leave_given_up(self, steps: list[str]) -> None:
         """Go back to before the steps that had no finite loss or gradient. Collective."""
         what = f"{len(steps)} steps in a row had no finite loss or gradient"
         is_again = self.stepper.last_good < self._given_up_until - 1
@@ -102,9 +96,9 @@ class Rollback:
         step, last_good = self.progress.step, self.stepper.last_good
         if not is_again and self._go_back(at_most=last_good, why=what):  # collective
             self.stepper.gradient.left_out.note_rollback(step, self.progress.step, what)
-            return Course.ANOTHER_STEP
-        why = "again, after going back to a checkpoint" if is_again else "and no checkpoint is"
-        why += "" if is_again else " from before them"
+            return
+        why = "and no checkpoint is from before them"
+        why = "again, after going back to a checkpoint" if is_again else why
         raise NonFiniteError(
             f"{what}, {why}: {'; '.join(steps)}",
             fix="lower --learning_rate, set --clip_grad_norm 1, or --amp off; then --resume the "
