@@ -187,7 +187,7 @@ def run_ranks(
 
 def measure(settings: Resolved, group: Group, options: Mapping[str, str]) -> int:
     """Measure a trained model on its test set, every sample once. Collective: all ranks."""
-    from hardened_ddp.training.evaluate_run import evaluate_run
+    from hardened_ddp.training.evaluation import evaluate_run
 
     evaluate_run(settings, group, options)  # collective
     return 0

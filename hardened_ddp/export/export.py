@@ -21,10 +21,10 @@ from hardened_ddp.export.formats import (
     CARD_NAME,
     HUGGINGFACE,
     WEIGHTS_NAME,
+    how_to_add,
     how_to_load,
     write_model,
 )
-from hardened_ddp.export.preparation import how_to_add
 from hardened_ddp.model.average import AVERAGE
 from hardened_ddp.model.effects import has_same_bits
 from hardened_ddp.model.zoo import DESCRIPTION

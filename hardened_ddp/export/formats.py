@@ -1,17 +1,22 @@
-"""The formats of an export that hold a whole model: huggingface, torch_export, onnx.
+"""The formats of an export that hold a whole model: huggingface, torch_export, onnx, peft.
 
 Each is written by its own library, read back by it, and compared by its logits with the
 checkpoint's model, for two batch sizes. An export with other logits is an error, and is not kept.
+What prepares the inputs of a transformers model, its tokenizer or image processor, is looked for
+without a network where the model or the dataset came from, and written beside the model. WHY not
+left to the user: from a folder without one, AutoTokenizer makes an empty one, without an error.
 What goes wrong here: a package is not installed; a model can't be traced.
 """
 
 import contextlib
 import inspect
 import io
+import json
+import logging
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +24,17 @@ import torch
 from torch import Tensor, nn
 
 from hardened_ddp.data.foreign_code import import_extra
-from hardened_ddp.errors import CheckpointError, ModelError
-from hardened_ddp.export.preparation import IMAGE_PROCESSOR, TOKENIZER, write_preparation
+from hardened_ddp.data.sources.hub_sets import PREFIX, find_place
+from hardened_ddp.errors import CheckpointError, HardenedError, ModelError
 from hardened_ddp.model.huggingface import HubModel as HubNet
 from hardened_ddp.model.huggingface import ImageClassifier, TextModel, build_from_config
 from hardened_ddp.model.zoo import DESCRIPTION
 from hardened_ddp.task.user_code import told_as
 from hardened_ddp.training.weights import example_inputs, rebuild_model
 
+log = logging.getLogger(__name__)
+
+TOKENIZER, IMAGE_PROCESSOR = "tokenizer", "image processor"
 HUGGINGFACE, PEFT, TORCH_EXPORT, ONNX = "huggingface", "peft", "torch_export", "onnx"
 CARD_NAME, WEIGHTS_NAME = "README.md", "model.safetensors"
 TORCH_EXPORT_NAME, ONNX_NAME = "model.pt2", "model.onnx"
@@ -50,25 +58,16 @@ model = PeftModel.from_pretrained(base, "FOLDER")  # base: as from_pretrained() 
 import torch
 
 model = torch.export.load("{TORCH_EXPORT_NAME}").module()
-logits = model(inputs)""",
+logits = model(inputs)  # of text: model(tokens["input_ids"], tokens["attention_mask"])""",
     ONNX: f"""\
 import onnxruntime
 
 session = onnxruntime.InferenceSession("{ONNX_NAME}")
-[logits] = session.run(["logits"], {{"inputs": inputs}})  # inputs: float32 array""",
+inputs = {{"inputs": inputs}}  # float32 array; of text: dict(tokens), int64 arrays
+[logits] = session.run(["logits"], inputs)""",
 }
-_OF_IMAGES = """\
-# Inputs need the image size and channels of config.json: in training, other sizes were scaled
-# to that size (bilinear, antialias), and a grey channel was repeated.
-logits = model(pixel_values=inputs).logits"""
-_OF_TOKENS = """\
-tokenizer = AutoTokenizer.from_pretrained("FOLDER")  # if the export has one
-logits = model(**tokenizer(text, return_tensors="pt")).logits"""
-# What differs where tokens are the inputs, as a tokenizer gives them.
-_OF_TEXT = {
-    TORCH_EXPORT: ("model(inputs)", 'model(tokens["input_ids"], tokens["attention_mask"])'),
-    ONNX: ('{"inputs": inputs})  # inputs: float32 array', "dict(tokens))  # int64 arrays"),
-}
+_PROCESSOR_NAME, _GENERATION_NAME = "preprocessor_config.json", "generation_config.json"
+_TRIED = "The naïve café costs 1,234.50: def f(x):\n\treturn [x]  漢字 🙂 0 1 2 a b c"
 
 
 class _Logits(nn.Module):
@@ -262,17 +261,17 @@ def _write_onnx(folder: Path, model: _Logits, meta: Mapping[str, Any]) -> Forwar
 
 def how_to_load(form: str, meta: Mapping[str, Any]) -> str:
     described = meta.get("hub_config")
-    if form == HUGGINGFACE and described:
-        kind = described["architectures"][0]
-        is_image = kind.endswith("ForImageClassification")
-        return f"""\
-from transformers import {kind}{"" if is_image else ", AutoTokenizer"}
+    if form != HUGGINGFACE or not described:
+        return _HOW_TO_LOAD[form]
+    kind = described["architectures"][0]
+    is_image = kind.endswith("ForImageClassification")
+    kinds = ", ".join((kind, "AutoImageProcessor" if is_image else "AutoTokenizer"))
+    inputs = "pixel_values=inputs" if is_image else '**tokenizer(text, return_tensors="pt")'
+    return f"""\
+from transformers import {kinds}  # of the folder, if the export has one
 
 model = {kind}.from_pretrained("FOLDER")
-{_OF_IMAGES if is_image else _OF_TOKENS}"""
-    if described and form in _OF_TEXT and not meta.get("input_shape"):
-        return _HOW_TO_LOAD[form].replace(*_OF_TEXT[form])
-    return _HOW_TO_LOAD[form]
+logits = model({inputs}).logits"""
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> str:
@@ -282,3 +281,75 @@ def _difference(ours: Tensor, theirs: Tensor) -> str:
     if torch.allclose(ours, theirs, equal_nan=True, **_TOLERANCE):
         return ""
     return f"they differ by up to {float((ours - theirs).abs().max()):.3g}"
+
+
+def write_preparation(folder: Path, meta: Mapping[str, Any], *, kind: str) -> bool:
+    """Write what prepares the inputs of the model in folder; False: none was found."""
+    sources = list(_sources(meta))
+    settings = [path for s in sources if (path := s / _GENERATION_NAME).is_file()]
+    if settings and (folder / _GENERATION_NAME).exists():  # from the model's configuration alone
+        (folder / _GENERATION_NAME).write_bytes(settings[0].read_bytes())
+    write = _write_tokenizer if kind == TOKENIZER else _write_processor
+    return any(write(source, folder, meta) for source in sources)
+
+
+def how_to_add(folder: Path, meta: Mapping[str, Any], *, kind: str) -> str:
+    """Say in one line that an export has no tokenizer or image processor, and how it gets one."""
+    files = "tokenizer.json and tokenizer_config.json" if kind == TOKENIZER else _PROCESSOR_NAME
+    return (
+        f"the export has no {kind}: none is at {meta['model']} on this machine; to add it, copy "
+        f"{files} to {folder}"
+    )
+
+
+def _sources(meta: Mapping[str, Any]) -> Iterator[Path]:
+    """Yield the folders on this machine that the model and the dataset came from."""
+    for key in ("model", "dataset"):
+        name = str(meta.get(key) or "")
+        if not name.startswith(PREFIX):
+            continue
+        try:
+            place = find_place(name, error=ModelError)
+            if Path(place).exists():
+                yield Path(place)
+            elif key == "model":
+                hub = import_extra("huggingface_hub", what="--format huggingface")
+                yield Path(hub.snapshot_download(place, local_files_only=True))
+        except (HardenedError, OSError, ValueError) as error:  # it is no longer there
+            log.debug("%s is not on this machine: %s", name, error)
+
+
+def _write_tokenizer(source: Path, folder: Path, _: Mapping[str, Any]) -> bool:
+    auto = import_extra("transformers", what="--format huggingface").AutoTokenizer
+    try:
+        tokenizer = auto.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # WHY broad: the library raises many kinds of errors
+        log.debug("%s has no tokenizer: %s", source, error)
+        return False
+    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
+        return False  # made from nothing
+    tokenizer.save_pretrained(folder)
+    again = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if again(_TRIED)["input_ids"] != tokenizer(_TRIED)["input_ids"]:
+        raise CheckpointError(
+            f"the tokenizer of {source}, written and read back, gives other ids",
+            fix="export with --format safetensors, and save the tokenizer by its own class",
+        )
+    return True
+
+
+def _write_processor(source: Path, folder: Path, meta: Mapping[str, Any]) -> bool:
+    """Write the image processor of source, with the scaling of the training if that is known."""
+    try:
+        settings = json.loads((source / _PROCESSOR_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        log.debug("%s has no image processor: %s", source, error)
+        return False
+    if str(meta.get("dataset")).startswith(PREFIX):
+        # WHY not as it was: these sets are scaled to [-1, 1] (data/sources/hub_sets.py)
+        half = [0.5] * len(settings.get("image_mean") or (1, 1, 1))
+        settings |= {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
+        settings |= {"image_mean": half, "image_std": half}
+    text = json.dumps(settings, indent=2) + "\n"
+    (folder / _PROCESSOR_NAME).write_text(text, encoding="utf-8")
+    return True

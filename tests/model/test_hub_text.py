@@ -13,8 +13,7 @@ from hardened_ddp.checkpoint.folder import load_checkpoint, open_checkpoint
 from hardened_ddp.data.foreign_code import import_extra
 from hardened_ddp.errors import ModelError
 from hardened_ddp.export.export import export_model
-from hardened_ddp.export.formats import write_model
-from hardened_ddp.export.preparation import how_to_add, write_preparation
+from hardened_ddp.export.formats import how_to_add, write_model, write_preparation
 from hardened_ddp.model.huggingface import TextModel, build_from_config
 from hardened_ddp.model.zoo import build_model
 from hardened_ddp.settings.config import ModelConfig
