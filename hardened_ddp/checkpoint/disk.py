@@ -72,8 +72,7 @@ class Disk:
     rename = staticmethod(os.rename)
     unlink = staticmethod(os.unlink)
 
-    # WHY not 0o777 and 0o666: under an umask of 0, as some containers have, every user could write,
-    # and a checkpoint that every user could have changed is not trusted (folder.py)
+    # WHY not 0o777 and 0o666: under an umask of 0, as some containers have, every user could write
     def make_folder(self, path: Path) -> None:
         os.mkdir(path, 0o775)
 

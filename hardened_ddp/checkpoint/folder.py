@@ -344,27 +344,20 @@ def _check_content(file: io.BufferedReader, manifest: Manifest) -> None:
 
 
 def _check_trust(path: Path, status: os.stat_result, *, wants_folder: bool) -> None:
-    """Raise ValueError if path has the wrong type, or if another user could have changed it."""
+    """Raise ValueError if path has the wrong type, or belongs to another user."""
     if stat.S_ISLNK(status.st_mode):
         raise ValueError("is a symbolic link")
     if wants_folder and not stat.S_ISDIR(status.st_mode):
         raise ValueError("is not a folder")
     if not wants_folder and not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path.name} is not a regular file")
-    run = (path if wants_folder else path.parent).absolute().parent.parent.stat()
-    what = "the folder" if wants_folder else path.name
+    run = (path if wants_folder else path.parent).absolute().parent.parent
     # WHY that owner too: whoever owns the run may have written what is in it
-    if status.st_uid not in (0, os.geteuid(), run.st_uid):
+    if status.st_uid not in (0, os.geteuid(), run.stat().st_uid):
+        what = "the folder" if wants_folder else path.name
         raise ValueError(
             f"{what} belongs to user {status.st_uid} and not to you ({os.geteuid()}): "
             "copy the checkpoint if you trust it"
-        )
-    # WHY not if the run is open too: some mounts, as of Windows drives, give all files mode 777
-    is_open = bool(status.st_mode & stat.S_IWOTH)
-    if is_open and not run.st_mode & stat.S_IWOTH:
-        mode = stat.S_IMODE(status.st_mode)
-        raise ValueError(
-            f"every user may write to {what} (mode {mode:o}): chmod o-w if you trust it"
         )
 
 
@@ -386,20 +379,12 @@ def probe_folder(folder: Path) -> None:
         disk.write_file(first, _PROBE_BYTES)
         disk.rename(first, second)
         disk.sync_folder(folder)
-        owners = {0, os.geteuid(), second.stat().st_uid}
-        owner = folder.stat().st_uid
     except OSError as error:
         raise unusable_folder(folder, error) from error
     finally:
         for path in (first, second):
             with suppress(OSError):  # missing, or the folder is unusable, which was reported
                 disk.unlink(path)
-    if owner not in owners:
-        raise RunFolderError(
-            f"{folder} belongs to user {owner} and not to you ({os.geteuid()}), who could change "
-            "checkpoints in it",
-            fix="give another output_dir, or have the folder's owner changed: chown",
-        )
 
 
 def unusable_folder(folder: Path, error: OSError) -> RunFolderError:

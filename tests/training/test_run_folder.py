@@ -150,16 +150,6 @@ def test_a_folder_without_the_right_to_write_is_refused(
     (tmp_path / "locked").chmod(0o755)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "theirs"
-    folder.mkdir()
-    os.chown(folder, 65534, 65534)
-    with pytest.raises(RunFolderError, match="belongs to user 65534"):
-        probe_folder(folder)
-    assert os.listdir(folder) == []
-
-
 def test_a_resume_that_is_refused_leaves_the_settings_of_the_run(tmp_path: Path) -> None:
     argv: list[str | Path] = ["--cpu_only", "--max_steps", "2", "--no_tensorboard"]
     argv += ["--run_name", "run", "--output_dir", tmp_path]
