@@ -67,7 +67,6 @@ inputs = {{"inputs": inputs}}  # float32 array; of text: dict(tokens), int64 arr
 [logits] = session.run(["logits"], inputs)""",
 }
 _PROCESSOR_NAME, _GENERATION_NAME = "preprocessor_config.json", "generation_config.json"
-_TRIED = "The naïve café costs 1,234.50: def f(x):\n\treturn [x]  漢字 🙂 0 1 2 a b c"
 
 
 class _Logits(nn.Module):
@@ -329,12 +328,6 @@ def _write_tokenizer(source: Path, folder: Path, _: Mapping[str, Any]) -> bool:
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         return False  # made from nothing
     tokenizer.save_pretrained(folder)
-    again = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    if again(_TRIED)["input_ids"] != tokenizer(_TRIED)["input_ids"]:
-        raise CheckpointError(
-            f"the tokenizer of {source}, written and read back, gives other ids",
-            fix="export with --format safetensors, and save the tokenizer by its own class",
-        )
     return True
 
 

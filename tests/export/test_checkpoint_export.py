@@ -12,7 +12,7 @@ from hardened_ddp.checkpoint.disk import Disk
 from hardened_ddp.checkpoint.folder import open_checkpoint
 from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.errors import CheckpointError
-from hardened_ddp.export.export import _compare, export_model
+from hardened_ddp.export.export import export_model
 from tests.checkpoint_states import assert_same, every_kind, small_state
 
 
@@ -32,14 +32,8 @@ def test_an_export_holds_the_model_without_prefix_and_how_to_load_it(
     output = export_model(trained_run, output=tmp_path / "exports" / "mine")
     weights = load_file(output / "model.safetensors")
     wanted = every_kind() | small_state(2)
-    assert_same(
-        weights,
-        {
-            name.removeprefix("model."): tensor
-            for name, tensor in wanted.items()
-            if name.startswith("model.")
-        },
-    )
+    model = {n.removeprefix("model."): t for n, t in wanted.items() if n.startswith("model.")}
+    assert_same(weights, model)
     config = json.loads((output / "config.json").read_text())
     assert config["model"] == "simple_cnn"
     assert config["input_shape"] == [1, 8, 8]
@@ -74,20 +68,6 @@ def test_an_export_that_differs_from_the_checkpoint_is_not_made(
     with pytest.raises(CheckpointError, match="differ from the checkpoint"):
         export_model(trained_run, output=tmp_path / "exports" / "mine")
     assert os.listdir(tmp_path / "exports") == []
-
-
-@pytest.mark.parametrize(
-    "written",
-    [
-        {"a": torch.zeros(4, dtype=torch.int32)},
-        {"a": torch.zeros(2, 2)},
-        {"a": torch.zeros(4), "b": torch.zeros(4)},
-    ],
-    ids=["dtype", "shape", "too many"],
-)
-def test_an_export_that_reads_back_otherwise_is_refused(written: dict[str, torch.Tensor]) -> None:
-    with pytest.raises(CheckpointError, match="read back, differ"):
-        _compare(written, {"a": torch.zeros(4)})
 
 
 def test_an_export_says_why_it_cannot_be_made(trained_run: Path, tmp_path: Path) -> None:
