@@ -21,11 +21,7 @@ from hardened_ddp.checkpoint.folder import (
     read_best_step,
     verify_checkpoint,
 )
-from hardened_ddp.checkpoint.store import (
-    CheckpointStore,
-    CheckpointWriter,
-    WriteCost,
-)
+from hardened_ddp.checkpoint.store import CheckpointStore, CheckpointWriter, WriteCost
 from hardened_ddp.checkpoint.tensors import HostArena
 from hardened_ddp.errors import CheckpointError
 from hardened_ddp.training import state as state_module
@@ -101,7 +97,7 @@ def copy_of(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def test_the_state_written_is_that_of_submit(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors_module, "_BLOCK_BYTES", 256)
+    monkeypatch.setattr(tensors_module, "_PART_BYTES", 256)
     state = some_state()
     expected = copy_of(state)
     meta: dict[str, Any] = {"epoch": 1, "nested": {"a": [1]}}
