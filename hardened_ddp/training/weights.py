@@ -48,7 +48,7 @@ def load_initial_weights(model: nn.Module, path: str, group: Group) -> None:
 
     def load() -> None:
         for line in copy_weights(model, source):
-            log.warning("%s", line) if line[0] == " " else log.info("%s", line)
+            log.log(logging.WARNING if line[0] == " " else logging.INFO, "%s", line)
 
     group.run_on_main(load, what=f"--init_from {path}")  # collective
 
@@ -119,7 +119,7 @@ def fit_weights(
     sizes = {places[name]: tensor.numel() for name, tensor in live.items()}
     filled = {places[name] for name in fitting}
     share = sum(sizes[place] for place in filled) / max(1, sum(sizes.values()))
-    how = _renaming_words(drop, add)
+    how = f" (its names: {drop!r} dropped, {add!r} put before)" if drop or add else ""
     told = f"--init_from {path}: {len(filled)} of {len(sizes)} tensors, {share:.1%} of values{how}"
     used = {renamed[name] for name in given}
     parts = {
@@ -128,11 +128,6 @@ def fit_weights(
         ],
         "of another shape, and new": other_shape,
         "in the file, and not in the model": [name for name in found if name not in used],
-        "of another dtype, and converted": [
-            f"{name} ({spec_of(tensor).dtype} to {spec_of(live[name]).dtype})"
-            for name, tensor in fitting.items()
-            if tensor.dtype != live[name].dtype
-        ],
     }
     lines = [f" {what}: {listed(names, _MOST_NAMED)}" for what, names in parts.items() if names]
     return fitting, [told, *lines]
@@ -158,11 +153,6 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name in names:
         found |= read_tensors(index.parent / name)
-    if lost := [name for name in places if name not in found]:
-        raise CheckpointError(
-            f"{index} names {len(lost)} tensors that its files do not hold: {listed(lost, _FEW)}",
-            fix="copy all files of the folder again",
-        )
     return found
 
 
@@ -182,13 +172,6 @@ def _beginnings(names: Collection[str]) -> list[str]:
     parts = [name.split(".") for name in names]
     counts = Counter(".".join(p[:n]) + "." for p in parts for n in (1, 2) if len(p) > n)
     return ["", *(start for start, count in counts.items() if 2 * count >= len(names))]
-
-
-def _renaming_words(drop: str, add: str) -> str:
-    """Say in brackets how names of the file were changed to fit; empty if they were not."""
-    words = [f"{drop!r} dropped from" if drop else "", f"{add!r} put before" if add else ""]
-    told = " and ".join(filter(None, words))
-    return f" ({told} its names)" if told else ""
 
 
 def model_tensors(

@@ -1,6 +1,5 @@
 """A new run that starts from given weights: as far as they fit, and what does not is named."""
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,7 @@ from hardened_ddp.checkpoint.folder import load_checkpoint, open_checkpoint
 from hardened_ddp.data.foreign_code import import_extra
 from hardened_ddp.errors import CheckpointError, CheckpointMismatchError
 from hardened_ddp.export.export import export_model
-from hardened_ddp.training.weights import (
-    fit_weights,
-    load_initial_weights,
-    read_weights,
-)
+from hardened_ddp.training.weights import fit_weights, load_initial_weights, read_weights
 from tests.harness.ranks import train
 
 HERE = Path("weights")
@@ -84,7 +79,6 @@ def test_what_does_not_fit_is_named() -> None:
         " of another shape, and new: head.weight is 7x4 float32 in the file, 2x4 in the model, "
         "head.bias is 7 float32 in the file, 2 in the model",
         " in the file, and not in the model: extra.scale",
-        " of another dtype, and converted: body.weight (float16 to float32)",
     ]
 
 
@@ -93,7 +87,7 @@ def test_names_of_a_wrapper_are_dropped_or_added(prefix: str) -> None:
     found = weights(Net())
     fitting, [told] = fit({prefix + name: tensor for name, tensor in found.items()}, Net())
     assert fitting.keys() == found.keys()
-    assert told.endswith(f" ({prefix!r} dropped from its names)")
+    assert told.endswith(f" (its names: {prefix!r} dropped, '' put before)")
     fitting, _ = fit(found, Wrapper(Wrapper(Net())))
     assert fitting.keys() == {f"net.net.{name}" for name in found}
 
@@ -147,7 +141,7 @@ def test_a_folder_of_hugging_face_is_understood_also_in_shards(tmp_path: Path) -
     other = transformers.BertForSequenceClassification(config)
     for name in ("one", "shards"):
         _, [told] = fit(read_weights(tmp_path / name), Wrapper(other))
-        assert "100.0% of values ('net.' put before its names)" in told
+        assert "100.0% of values (its names: '' dropped, 'net.' put before)" in told
 
 
 def write(path: Path, **files: Any) -> Path:
@@ -161,8 +155,7 @@ def write(path: Path, **files: Any) -> Path:
     return path
 
 
-ONE = {"w": torch.zeros(2)}
-INDEX = json.dumps({"weight_map": {"w": "a.safetensors", "v": "a.safetensors"}})
+ONE, INDEX = {"w": torch.zeros(2)}, '{"weight_map": {"w": "../x"}}'
 
 
 @pytest.mark.parametrize(
@@ -173,11 +166,7 @@ INDEX = json.dumps({"weight_map": {"w": "a.safetensors", "v": "a.safetensors"}})
         ({"a__safetensors": "not tensors"}, "can't be read as safetensors"),
         ({"pytorch_model__bin": "pickle"}, "is a pickle"),
         ({"m__safetensors__index__json": "[]"}, "is no index of weights"),
-        (
-            {"m__safetensors__index__json": '{"weight_map": {"w": "../x"}}'},
-            "folder/x can't be read",
-        ),
-        ({"m__safetensors__index__json": INDEX, "a__safetensors": ONE}, "do not hold: v"),
+        ({"m__safetensors__index__json": INDEX}, "folder/x can't be read"),
         ({"manifest__json": "{}"}, "the checkpoint can't be used"),
     ],
 )
