@@ -20,14 +20,6 @@ log = logging.getLogger(__name__)
 
 _MAX_NAMED = 12
 _MAX_VALUE = 40
-_STARTED_BY = {
-    "none": "by hand",
-    "torchrun": "by torchrun",
-    "slurm": "by Slurm",
-    "mpi": "by MPI",
-    "spawn": "by run_with_python.py",
-    "operator": "by an operator",
-}
 
 
 def tell_start(settings: Resolved, parts: Parts, progress: Progress) -> None:
@@ -90,10 +82,9 @@ def _ranks_line(parts: Parts) -> str:
     if group.world_size > 1:
         threads = counted(torch.get_num_threads(), "thread")
         sums = f"backend {group.backend}, gradients {parts.gradients.how}, {threads}"
-    return (
-        f"{count}{hosts}, started {_STARTED_BY[launch.launcher]}{attempt}: {device}, {sums}, "
-        f"precision {precision}"
-    )
+    by = "hand" if launch.launcher == "none" else launch.launcher
+    how = f"{count}{hosts}, started by {by}{attempt}"
+    return f"{how}: {device}, {sums}, precision {precision}"
 
 
 def _work_line(parts: Parts, progress: Progress) -> str:

@@ -331,7 +331,7 @@ def in_pods(start: Callable[..., Running], shell: Shell, words: Sequence[str | P
 @pytest.mark.slow
 def test_the_pods_of_an_operator_train_and_are_resumed_in_each(shell: Shell) -> None:
     output = in_pods(start_command, shell, [PYTHON, SCRIPT, *TRAIN])
-    assert "2 ranks on 2 nodes, started by an operator" in output
+    assert "2 ranks on 2 nodes, started by operator" in output
     command, _, note = command_after(output, "resume: ").partition("   # ")
     assert note == "in each of the 2 pods"
     in_pods(start_program, shell, [*shlex.split(command), "--max_steps", "5"])
