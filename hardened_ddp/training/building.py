@@ -62,36 +62,26 @@ def choose_global_batch(
     on any number of ranks, so that each step takes the same samples, unless another batch setting
     was given. The same value again, as in a restart by the same command, does not count.
     """
-    settings = {
-        "batch_size": config.data.batch_size,
-        "accumulation_steps": config.optimizer.accumulation_steps,
-        "global_batch_size": config.data.global_batch_size,
-    }
-    of_one_rank = config.data.batch_size * config.optimizer.accumulation_steps
-    asked = config.data.global_batch_size or of_one_rank * world_size
-    if saved is None or saved["global_batch"] == asked:
+    data, parts = config.data, config.optimizer.accumulation_steps
+    asked = data.global_batch_size or data.batch_size * parts * world_size
+    if saved is None or (kept := int(saved["global_batch"])) == asked:
         return asked
+    now = (data.batch_size, parts, data.global_batch_size)
+    names = ("batch_size", "accumulation_steps", "global_batch_size")
     given = [
-        name
-        for name, value in settings.items()
+        f"--{name}"
+        for name, value in zip(names, now, strict=True)
         if sources.get(name) == "command line" and value != saved[name]
     ]
     if given:
-        log.warning(
-            "the global batch changes from %d to %d, because %s was given",
-            saved["global_batch"],
-            asked,
-            " and ".join(f"--{name}" for name in given),
-        )
+        why = " and ".join(given)
+        log.warning("the global batch changes from %d to %d, because of %s", kept, asked, why)
         return asked
-    kept = int(saved["global_batch"])
-    log.warning(
-        "the global batch stays %d, as with %s before: %s samples of every step on %s",
-        kept,
-        counted(saved["world_size"], "rank"),
-        kept if world_size == 1 else f"about {-(-kept // world_size)}",
-        "the one rank" if world_size == 1 else f"each of {world_size} ranks",
+    before, each = counted(saved["world_size"], "rank"), -(-kept // world_size)
+    text = (
+        "the global batch stays %d, as with %s before: about %d samples of every step on each of %s"
     )
+    log.warning(text, kept, before, each, counted(world_size, "rank"))
     return kept
 
 
