@@ -23,33 +23,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hardened_ddp.checkpoint import folder
 from hardened_ddp.checkpoint.disk import DISK_FULL_ERRORS, Disk, aside_path, is_real_folder
-from hardened_ddp.checkpoint.folder import (
-    BEST_NAME,
-    DISCARDED,
-    JSON,
-    MANIFEST_NAME,
-    SCHEMA,
-    STATE_NAME,
-    Best,
-    Found,
-    Manifest,
-    choose_drops,
-    encode_manifest,
-    find_newest,
-    list_steps,
-    plain_meta,
-    read_best_step,
-    step_folder_name,
-    verify_checkpoint,
-)
-from hardened_ddp.checkpoint.tensors import (
-    Content,
-    FilePlan,
-    HostArena,
-    live_content,
-    plan_file,
-)
+from hardened_ddp.checkpoint.tensors import Content, FilePlan, HostArena, live_content, plan_file
 from hardened_ddp.errors import CheckpointError
 from hardened_ddp.ranks.threads import HelperThread
 from hardened_ddp.settings.typed_command import shell_command
@@ -93,8 +69,8 @@ class CheckpointStore:
         step: int,
         *,
         tensors: Mapping[str, Tensor] | Content,
-        meta: Mapping[str, JSON],
-        best: Best | None = None,
+        meta: Mapping[str, folder.JSON],
+        best: folder.Best | None = None,
     ) -> Path:
         """Write the checkpoint of step and return its folder. Rank-local: one rank calls it.
 
@@ -104,11 +80,11 @@ class CheckpointStore:
         disk.
         """
         content = tensors if isinstance(tensors, Content) else live_content(tensors)
-        final = self.root / step_folder_name(step)
-        plain = plain_meta(meta)
+        final = self.root / folder.step_folder_name(step)
+        plain = folder.plain_meta(meta)
         try:
             self._prepare_root()
-            if not isinstance(verify_checkpoint(final), Found):
+            if not isinstance(folder.verify_checkpoint(final), folder.Found):
                 self._write_folder(final, content, step=step, meta=plain)
         # WHY RuntimeError: copying from a GPU can raise it
         except (OSError, RuntimeError) as error:
@@ -120,33 +96,33 @@ class CheckpointStore:
             call(final)
         return final
 
-    def mark_best(self, step: int, best: Best) -> None:
+    def mark_best(self, step: int, best: folder.Best) -> None:
         """Make step's checkpoint the best one, which is never pruned. Raises CheckpointError."""
-        content = json.dumps({"schema": SCHEMA, "step": step, **best}) + "\n"
+        content = json.dumps({"schema": folder.SCHEMA, "step": step, **best}) + "\n"
         try:
-            self._disk.replace_file(self.root / BEST_NAME, content.encode())
+            self._disk.replace_file(self.root / folder.BEST_NAME, content.encode())
         except OSError as error:
             raise self._write_error(step, error, len(content)) from error
 
     def keep_newest(self, *, at_most: int) -> None:
         """Protect the newest checkpoint up to this step: a rollback would use it."""
-        steps = [step for step in list_steps(self.root) if step <= at_most]
+        steps = [step for step in folder.list_steps(self.root) if step <= at_most]
         self._kept_step = max(steps, default=None)
 
     def _prepare_root(self) -> None:
         if not os.path.lexists(self.root):
             self._disk.make_folders(self.root)
-        for folder in (self.root, self.root.parent):
-            if not is_real_folder(folder):
+        for place in (self.root, self.root.parent):
+            if not is_real_folder(place):
                 raise CheckpointError(
-                    f"{folder} is not a folder but a link or a file that somebody else made: "
+                    f"{place} is not a folder but a link or a file that somebody else made: "
                     "nothing is written through it",
-                    fix=f"look at it: {shell_command('ls', '-ld', folder)}",
+                    fix=f"look at it: {shell_command('ls', '-ld', place)}",
                 )
         self._disk.sweep(self.root)
 
     def _write_folder(
-        self, final: Path, content: Content, *, step: int, meta: dict[str, JSON]
+        self, final: Path, content: Content, *, step: int, meta: dict[str, folder.JSON]
     ) -> None:
         """Write a checkpoint; where the disk is full for it, drop an old one and try once more."""
         partial = aside_path(final, what="partial")
@@ -163,15 +139,17 @@ class CheckpointStore:
             # WHY here too: what a failed write leaves may fill the disk until the next one
             self._disk.sweep(self.root)
 
-    def _fill(self, partial: Path, content: Content, *, step: int, meta: dict[str, JSON]) -> None:
+    def _fill(
+        self, partial: Path, content: Content, *, step: int, meta: dict[str, folder.JSON]
+    ) -> None:
         """Write the state, then the manifest, and sync both to the disk."""
         disk, plan = self._disk, content.plan
         disk.make_folder(partial)
-        sha256 = disk.write_parts(partial / STATE_NAME, content.parts())
-        manifest = Manifest(
+        sha256 = disk.write_parts(partial / folder.STATE_NAME, content.parts())
+        manifest = folder.Manifest(
             step=step, meta=meta, size_bytes=plan.size_bytes, sha256=sha256, tensors=plan.specs
         )
-        disk.write_file(partial / MANIFEST_NAME, encode_manifest(manifest))
+        disk.write_file(partial / folder.MANIFEST_NAME, folder.encode_manifest(manifest))
         disk.sync_folder(partial)
 
     def _commit(self, partial: Path, final: Path) -> None:
@@ -186,32 +164,31 @@ class CheckpointStore:
         except OSError:
             # WHY check: NFS can lose the reply to a rename that succeeded, and if two survivors
             # save the same step, the second one fails here
-            if not isinstance(verify_checkpoint(final), Found):
+            if not isinstance(folder.verify_checkpoint(final), folder.Found):
                 raise
         self._disk.sync_folder(self.root)
 
     def _prune(self, *, written: int) -> None:
-        protected = (written, read_best_step(self.root), self._kept_step)
-        steps = list_steps(self.root)
-        drops = choose_drops(
-            steps,
-            keep_last=self._keep_last,
-            protected=protected,
-            keep_milestones=self._keep_milestones,
-        )
-        for step in drops:
-            path = self.root / step_folder_name(step)
+        for step in self._drops(written, self._keep_last, self._keep_milestones):
+            path = self.root / folder.step_folder_name(step)
             try:
                 self._disk.drop_folder(path)
             except OSError as error:
                 log.warning("%s, an old checkpoint, can't be removed: %s", path, error)
 
+    def _drops(self, newest: int | None, keep_last: int = 0, keep_milestones: int = 0) -> list[int]:
+        """Return the steps to drop, newest first: not this one, the best, or a rollback's."""
+        protected = (newest, folder.read_best_step(self.root), self._kept_step)
+        steps = folder.list_steps(self.root)
+        return folder.choose_drops(
+            steps, keep_last=keep_last, protected=protected, keep_milestones=keep_milestones
+        )
+
     def _make_room(self) -> bool:
-        newest, _ = find_newest(self.root)
-        protected = (newest.step if newest else None, read_best_step(self.root), self._kept_step)
-        drops = choose_drops(list_steps(self.root), keep_last=0, protected=protected)
-        candidates = sorted(p for p in self.root.iterdir() if p.name.startswith(DISCARDED))
-        candidates += [self.root / step_folder_name(step) for step in reversed(drops)]
+        newest, _ = folder.find_newest(self.root)
+        drops = self._drops(newest.step if newest else None)
+        candidates = sorted(p for p in self.root.iterdir() if p.name.startswith(folder.DISCARDED))
+        candidates += [self.root / folder.step_folder_name(step) for step in reversed(drops)]
         if not candidates:
             return False
         path = candidates[0]
@@ -263,9 +240,9 @@ class CheckpointWriter:
         step: int,
         *,
         tensors: Mapping[str, Tensor],
-        meta: Mapping[str, JSON],
+        meta: Mapping[str, folder.JSON],
         volatile: Collection[str] = (),
-        best: Best | None = None,
+        best: folder.Best | None = None,
     ) -> bool:
         """Start writing a checkpoint; False if one is still in flight.
 
@@ -275,7 +252,7 @@ class CheckpointWriter:
         if self.is_busy:
             return False
         started_at = time.perf_counter()
-        plain = plain_meta(meta)
+        plain = folder.plain_meta(meta)
         plan = plan_file(tensors)
         try:
             copied = self._copied = self._copy(tensors, plan, volatile)
@@ -336,8 +313,8 @@ class CheckpointWriter:
         step: int,
         plan: FilePlan,
         copied: torch.cuda.Event | None,
-        meta: dict[str, JSON],
-        best: Best | None,
+        meta: dict[str, folder.JSON],
+        best: folder.Best | None,
         tensors: Mapping[str, Tensor],
     ) -> None:
         """tensors: being copied. WHY given: memory that is freed meanwhile would be reused."""
