@@ -281,8 +281,7 @@ class RunLock:
                 descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
             raise RunFolderError(
-                f"{path} can't be written: {error}",
-                fix=f"look at it: {look_at(folder)}",
+                f"{path} can't be written: {error}", fix=f"look at it: {look_at(folder)}"
             ) from error
         # WHY this too: see _is_dead. WHY flock: lockf's lock is lost when anything in this process
         # closes the file. WHY no error: a file system without locks is no reason to stop.

@@ -56,9 +56,8 @@ def check_mirror(url: str) -> None:
     try:
         fsspec.get_filesystem_class(protocol)
     except ValueError as error:
-        known = ", ".join(("file", "s3", "gs", "abfs", "hf", "sftp"))
         told = f"--mirror {url}: fsspec knows no {protocol}://"
-        raise ConfigError(told, fix=f"choose one of: {known}") from error
+        raise ConfigError(told, fix="choose one of: file, s3, gs, abfs, hf, sftp") from error
     except ImportError as error:
         package = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "abfs": "adlfs"}.get(protocol, "")
         fix = pip_command("requirements-extras.txt", package or "fsspec")

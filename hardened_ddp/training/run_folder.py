@@ -7,6 +7,7 @@ Does not own: verification and the lock (checkpoint/), loading into the parts (s
 """
 
 import hashlib
+import itertools
 import logging
 import re
 from collections.abc import Callable
@@ -47,8 +48,6 @@ Choose = Callable[[], Found | None]  # On rank 0: the checkpoint to start from; 
 
 _JOBS = ".jobs"
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.]+")
-# Suffixes that are tried for a name that is taken.
-_MAX_SUFFIX = 1000
 
 
 @dataclass
@@ -336,17 +335,17 @@ def create_run_folder(config: Config, *, now: datetime | None = None) -> Path:
         disk.make_folders(output_dir)
         # WHY resolved: the output folder may be a link to a bigger disk; a run folder may not
         root = output_dir.resolve(strict=True)
-        for number in range(1, _MAX_SUFFIX):
+        for number in itertools.count(1):
             folder = root / (run_name if number == 1 else f"{run_name}-{number}")
             try:
                 disk.make_folder(folder)
             except FileExistsError:
                 continue
             disk.sync_folder(root)
-            return folder
+            break
     except OSError as error:
         raise unusable_folder(output_dir, error) from error
-    raise RunFolderError(f"{output_dir} has {_MAX_SUFFIX} runs named {run_name}")
+    return folder
 
 
 def _as_name(text: str) -> str:

@@ -26,13 +26,7 @@ from hardened_ddp.checkpoint.tensors import TensorSpec, differences, specs_of
 from hardened_ddp.errors import ANY_FAILURE, CheckpointError, CheckpointMismatchError
 from hardened_ddp.model.average import AVERAGE
 from hardened_ddp.model.moving_buffers import NO_COPIES, Copies
-from hardened_ddp.model.schedule import (
-    PREFIX,
-    is_known,
-    restore_state,
-    save_state,
-    state_problems,
-)
+from hardened_ddp.model.schedule import PREFIX, is_known, restore_state, save_state, state_problems
 from hardened_ddp.preflight.forward_collectives import check_forwards
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import Phase

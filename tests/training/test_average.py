@@ -16,13 +16,7 @@ from hardened_ddp.export.export import export_model
 from hardened_ddp.model.average import AVERAGE, WeightAverage
 from tests.harness.ranks import run_program, start_training, train
 from tests.plugins import Plain, is_first_time
-from tests.run_folder import (
-    find_checkpoints,
-    fingerprints,
-    last_tensors,
-    only_run,
-    read_summary,
-)
+from tests.run_folder import find_checkpoints, fingerprints, last_tensors, only_run, read_summary
 
 Words = list[str | Path]
 POINTS: Words = ["--dataset", "tests.plugins:points", "--cpu_only", "--batch_size", "4"]

@@ -34,11 +34,7 @@ from hardened_ddp.training import run as run_module
 from hardened_ddp.training import survivor_save
 from hardened_ddp.training.run import hang_subject
 from hardened_ddp.training.state import Saver
-from hardened_ddp.training.survivor_save import (
-    read_failures,
-    refuse_crash_loop,
-    save_as_survivor,
-)
+from hardened_ddp.training.survivor_save import read_failures, refuse_crash_loop, save_as_survivor
 from tests.harness.processes import deadline, is_alive, kill
 from tests.harness.ranks import run_program, start_program, start_training, train
 from tests.run_folder import (
