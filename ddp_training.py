@@ -203,7 +203,7 @@ def train(settings: Resolved, group: Group) -> int:
     from hardened_ddp.training.evaluation import check_stop_when, is_over
     from hardened_ddp.training.run import Ending, Run
     from hardened_ddp.training.run_folder import open_run, read_checkpoint
-    from hardened_ddp.training.start_summary import tell_start
+    from hardened_ddp.training.run_report import tell_start
     from hardened_ddp.training.state import begin
     from hardened_ddp.training.survivor_save import refuse_crash_loop, save_as_survivor
 

@@ -69,15 +69,13 @@ def plain_meta(meta: Mapping[str, JSON]) -> dict[str, JSON]:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
+    record = {"size_bytes": manifest.size_bytes, "sha256": manifest.sha256}
     body: dict[str, object] = {
         "schema": SCHEMA,
         "step": manifest.step,
         "meta": manifest.meta,
-        "files": {STATE_NAME: {"size_bytes": manifest.size_bytes, "sha256": manifest.sha256}},
-        "tensors": {
-            name: {"shape": list(spec.shape), "dtype": spec.dtype}
-            for name, spec in manifest.tensors.items()
-        },
+        "files": {STATE_NAME: record},
+        "tensors": {n: {"shape": s.shape, "dtype": s.dtype} for n, s in manifest.tensors.items()},
     }
     body["digest"] = _digest(body)
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in body.items()]
@@ -126,8 +124,8 @@ def list_steps(root: Path) -> list[int]:
     """Return the steps that have a folder under root, newest first, valid or not."""
     if not is_real_folder(root):
         return []
-    matches = [STEP_FOLDER.fullmatch(path.name) for path in root.iterdir()]
-    return sorted((int(match[1]) for match in matches if match), reverse=True)
+    matches = filter(None, (STEP_FOLDER.fullmatch(path.name) for path in root.iterdir()))
+    return sorted((int(match[1]) for match in matches), reverse=True)
 
 
 def read_best_step(root: Path) -> int | None:
@@ -335,10 +333,9 @@ def _open_regular(path: Path) -> io.BufferedReader:
 
 def _check_content(file: io.BufferedReader, manifest: Manifest) -> None:
     size_bytes, wanted = os.fstat(file.fileno()).st_size, manifest.size_bytes
-    if size_bytes < wanted:
-        raise ValueError(f"{STATE_NAME} is truncated: {size_bytes} of {wanted} bytes")
-    if size_bytes > wanted:
-        raise ValueError(f"{STATE_NAME} has {size_bytes} bytes, and its manifest says {wanted}")
+    if size_bytes != wanted:
+        what = "is truncated" if size_bytes < wanted else "is longer than its manifest says"
+        raise ValueError(f"{STATE_NAME} {what}: {size_bytes} of {wanted} bytes")
     if hashlib.file_digest(file, "sha256").hexdigest() != manifest.sha256:
         raise ValueError(f"the sha256 of {STATE_NAME} differs: it changed after it was written")
 

@@ -229,10 +229,8 @@ class Mirror:
         for path in sorted(path for path in aside.rglob("*") if path.is_file()):
             place = path.relative_to(aside).as_posix()
             entry = {"size_bytes": path.stat().st_size, "sha256": _sha256_of(path)}
-            known = self._sent.get(place, {})
-            if known.items() >= entry.items():
-                files[place] = known
-            else:
+            files[place] = self._sent.get(place, {})
+            if not files[place].items() >= entry.items():
                 files[place] = entry | {"object": f"{DATA}/{name}/{place}"}
                 objects.put(path, f"{DATA}/{name}/{place}")
         if objects.names(CLAIMS)[-1:] != [self.claim]:
@@ -248,11 +246,10 @@ class Mirror:
 
     def _prune(self, objects: Objects) -> None:
         """Remove all but the newest and the best checkpoints, and what no manifest names."""
-        names = _manifests_of(objects)
         best = read_best_step(self.folder / CHECKPOINTS_NAME)
         kept: dict[int, dict[str, dict[str, Any]]] = {}  # of each step the newest manifest
         dropped = []
-        for name in names:
+        for name in _manifests_of(objects):
             step = _step_of(name)
             try:
                 if step not in kept and (len(kept) < self.keep_last or step == best):
@@ -329,12 +326,11 @@ def fetch(url: str, folder: Path) -> None:
     at_least = -1 if here is None else here.step + 1
     rejected = 0
     for name in names:
+        if (step := _step_of(name)) < at_least:
+            break  # what is here is as new
         try:
-            if _step_of(name) < at_least:
-                break  # what is here is as new
-            size_bytes = _fetch_one(objects, name, folder)
-            text = "fetched the checkpoint of step %d (%.1f MB) from %s"
-            log.info(text, _step_of(name), size_bytes / 1e6, url)
+            size_mb = _fetch_one(objects, name, folder) / 1e6
+            log.info("fetched the checkpoint of step %d (%.1f MB) from %s", step, size_mb, url)
             break
         except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
             log.warning("passed over the checkpoint %s of %s: %s", name, url, error)

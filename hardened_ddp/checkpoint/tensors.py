@@ -137,18 +137,14 @@ def differences(expected: Mapping[str, TensorSpec], found: Mapping[str, TensorSp
 
     expected, found: from specs_of or a manifest. Empty if they agree. Of many, the first few.
     """
-    lines = [
-        f"missing in the checkpoint: {name} ({expected[name]})"
-        for name in expected
-        if name not in found
-    ]
-    lines += [
-        f"only in the checkpoint: {name} ({found[name]})" for name in found if name not in expected
-    ]
+    only = [name for name in found if name not in expected]
+    both = [name for name in expected if name in found]
+    lines = [f"missing in the checkpoint: {n} ({expected[n]})" for n in expected if n not in found]
+    lines += [f"only in the checkpoint: {name} ({found[name]})" for name in only]
     lines += [
         f"differs: {name} is {found[name]} in the checkpoint, {expected[name]} in this run"
-        for name in expected
-        if name in found and tuple(found[name]) != tuple(expected[name])
+        for name in both
+        if tuple(found[name]) != tuple(expected[name])
     ]
     left_out = len(lines) - _MAX_NAMED
     return lines if left_out <= 0 else [*lines[:_MAX_NAMED], f"and {left_out} more"]
@@ -173,7 +169,8 @@ class HostArena:
             self._memory = torch.from_numpy(np.empty(size_bytes, dtype=np.uint8))
 
     def read(self, size_bytes: int) -> Iterator[memoryview]:
-        return (part.numpy().data for part in self._memory[:size_bytes].split(_PART_BYTES))
+        whole = self._memory[:size_bytes].numpy().data
+        return (whole[at : at + _PART_BYTES] for at in range(0, size_bytes, _PART_BYTES))
 
     def copy(self, tensor: Tensor, begin: int) -> None:
         """Copy the bytes of a tensor to begin; from a GPU in its current stream, without a wait."""

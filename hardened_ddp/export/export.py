@@ -74,9 +74,7 @@ def export_model(
     weights = model_tensors(tensors, meta, averaged=averaged)
     is_averaged = averaged and any(name.startswith(AVERAGE) for name in tensors)
     if not weights:
-        raise CheckpointError(
-            f"{found.path} holds no tensor named {MODEL_PREFIX}*: it has no model to export"
-        )
+        raise CheckpointError(f"{found.path} holds no tensor named {MODEL_PREFIX}*: no model")
     disk, missing = Disk(), ""
     aside = aside_path(output.absolute(), what="partial")
     try:
@@ -90,14 +88,7 @@ def export_model(
         config: dict[str, JSON] = {key: meta.get(key) for key in CONFIG_KEYS}
         config |= {"step": found.step, "epoch": meta.get("epoch"), "is_averaged": is_averaged}
         if form == SAFETENSORS:
-            wanted = disk.write_parts(aside / WEIGHTS_NAME, live_content(weights).parts())
-            with (aside / WEIGHTS_NAME).open("rb") as file:
-                config["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
-            if config["sha256"] != wanted:
-                raise CheckpointError(
-                    "the exported weights, read back, differ from the checkpoint",
-                    fix="check the disk and the memory of this machine, then export again",
-                )
+            config["sha256"] = _write_weights(aside / WEIGHTS_NAME, weights, disk)
         else:
             missing = write_model(aside, form, weights, meta)
         if form != HUGGINGFACE:  # that format has its own config.json
@@ -118,6 +109,18 @@ def export_model(
         if os.path.lexists(aside):
             disk.remove(aside)
     return output
+
+
+def _write_weights(path: Path, weights: Mapping[str, Tensor], disk: Disk) -> str:
+    """Write weights, and read them back; return the sha256 of the file."""
+    written = disk.write_parts(path, live_content(weights).parts())
+    with path.open("rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != written:
+            raise CheckpointError(
+                "the exported weights, read back, differ from the checkpoint",
+                fix="check the disk and the memory of this machine, then export again",
+            )
+    return written
 
 
 def _model_card(

@@ -142,13 +142,11 @@ class Rollback:
         late = differing_on_many(parts.group, buffers.still())  # collective
         if not late:
             return
-        log.warning(
+        text = (
             "step %d: buffers began to change in forward, and differ between the ranks: %s. From "
-            "now on they are made equal after each step, like the statistics of a BatchNorm",
-            self.progress.step,
-            ", ".join(late),
-            extra=ON_EVERY_RANK,
         )
+        text += "now on they are made equal after each step, like the statistics of a BatchNorm"
+        log.warning(text, self.progress.step, ", ".join(late), extra=ON_EVERY_RANK)
         self.saver.close()  # WHY: a write under way reads the tensors that change here
         with self.stepper.live.changing():
             buffers.add(late)
@@ -188,12 +186,8 @@ class Rollback:
             restore(parts, saved)  # collective
         self._discard_doubtful()
         self._equal_at = step = self.progress.step
-        log.warning(
-            "step %d: all ranks continue with the state of rank %d",
-            step,
-            source,
-            extra=ON_EVERY_RANK,
-        )
+        text = "step %d: all ranks continue with the state of rank %d"
+        log.warning(text, step, source, extra=ON_EVERY_RANK)
 
     def _discard_doubtful(self) -> None:
         """Set aside what was saved since the replicas were known to be equal. Rank-local.
@@ -213,14 +207,9 @@ class Rollback:
             saved = read_checkpoint(self.folder, group, at_most=at_most)  # collective
             if saved is None or not has_all_that_moves(self.parts, saved):
                 return False
-            log.warning(
-                "step %d: %s: going back to the checkpoint of step %d",
-                progress.step,
-                why,
-                saved.meta["step"],
-                extra=ON_EVERY_RANK,
-            )
             left_at = progress.step
+            text = "step %d: %s: going back to the checkpoint of step %d"
+            log.warning(text, left_at, why, saved.meta["step"], extra=ON_EVERY_RANK)
             with stepper.live.changing():
                 progress.go_back_to(restore(self.parts, saved))  # collective
                 stepper.start_over()

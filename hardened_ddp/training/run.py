@@ -216,10 +216,8 @@ def hang_subject(run: Run) -> Subject:
         return ()
 
     def worker_stacks() -> dict[int, str]:
-        found = parts.train_loader.reader.stacks()
-        if parts.eval_loader is not None:
-            found |= parts.eval_loader.reader.stacks()
-        return found
+        loaders = filter(None, (parts.train_loader, parts.eval_loader))
+        return {pid: text for loader in loaders for pid, text in loader.reader.stacks().items()}
 
     return Subject(
         save=save,
@@ -234,15 +232,13 @@ def hang_subject(run: Run) -> Subject:
 def _least_s(parts: Parts) -> dict[int, float]:
     """Return the phases of this run that may take longer than usual, with their limits."""
     found: dict[int, float] = {}
-    reader, config = parts.train_loader.reader, parts.config
-    limit_s = config.data.loader_timeout_s
+    limit_s = parts.config.data.loader_timeout_s
     if not limit_s:  # to wait for ever was asked for
         found[Phase.DATA] = found[Phase.EVALUATION] = NO_LIMIT_S
-    elif reader.num_workers == 0:
-        found[Phase.DATA] = limit_s
     else:
-        # WHY: workers that hang are replaced, and their sample is named, without any restart
-        found[Phase.DATA] = max(limit_s, START_S) + MARGIN_S
-    if config.model.compile:
+        # WHY more with workers: those that hang are replaced, and their sample is named
+        has_workers = parts.train_loader.reader.num_workers > 0
+        found[Phase.DATA] = max(limit_s, START_S) + MARGIN_S if has_workers else limit_s
+    if parts.config.model.compile:
         found[Phase.FORWARD] = found[Phase.BACKWARD] = COMPILE_LIMIT_S
     return found

@@ -77,12 +77,10 @@ class RunFolder:
 
     def is_finished(self, group: Group, step: int) -> bool:
         """Whether the run came to its end at this step: tested, summed up. Collective."""
-        is_it: bool = group.run_on_main(
-            lambda: finished_at(self.folder) == step, what="the summary"
-        )
-        if is_it:
+        at = group.run_on_main(lambda: finished_at(self.folder), what="the summary")  # collective
+        if at == step:
             log.info("%s is finished: %d steps are done", self.folder, step)
-        return is_it
+        return bool(at == step)
 
     def begin(self, settings: Resolved, saved: Saved | None) -> None:
         """Say what is resumed; of a new run, write the settings at once."""

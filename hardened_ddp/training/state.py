@@ -122,8 +122,7 @@ def receive(group: Group, saved: Saved, names: Sequence[str], device: torch.devi
 
 def _chunks(specs: Mapping[str, TensorSpec], names: Sequence[str]) -> Iterator[list[str]]:
     """Yield names in groups of about _CHUNK_BYTES, so that little is in memory twice."""
-    chunk: list[str] = []
-    size_bytes = 0
+    chunk, size_bytes = list[str](), 0
     for name in names:
         chunk.append(name)
         size_bytes += math.prod(specs[name].shape) * getattr(torch, specs[name].dtype).itemsize
@@ -180,9 +179,9 @@ def begin(parts: Parts, saved: Saved | None) -> Progress:
     """Say where the run stands, with the parts in that state. Collective: all ranks."""
     parts.group.tracker.begin("loading the checkpoint" if saved else "allocating optimizer state")
     if saved is None:
-        check_forwards(parts, Progress())
-        allocate_ahead(parts)
         progress = Progress()
+        check_forwards(parts, progress)
+        allocate_ahead(parts)
         parts.replica.attributes.reset()  # the trials are over
     else:
         progress = restore(parts, saved)  # collective

@@ -75,9 +75,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     if indices := sorted(path.glob("*.safetensors.index.json")):
         return _read_shards(indices[0])
     files = sorted(path.glob("*.safetensors"))
-    pickles = [file for file in sorted(path.iterdir()) if file.suffix in _PICKLES]
-    if len(files) == 1 or (pickles and not files):
-        return _read_file((files or pickles)[0])
+    files = files or [file for file in sorted(path.iterdir()) if file.suffix in _PICKLES][:1]
+    if len(files) == 1:
+        return _read_file(files[0])
     names = ", ".join(file.name for file in files) or "no *.safetensors"
     raise CheckpointError(
         f"--init_from {path}: the folder has {names}, so it is not clear which weights are meant",
@@ -182,13 +182,10 @@ def model_tensors(
     averaged: those of --ema, where the checkpoint has them. A frozen base is read from its source.
     Raises CheckpointMismatchError if that has changed.
     """
-    prefixes = (MODEL_PREFIX, AVERAGE) if averaged else (MODEL_PREFIX,)
-    return _base_tensors(meta) | {
-        name.removeprefix(prefix): tensor
-        for prefix in prefixes
-        for name, tensor in tensors.items()
-        if name.startswith(prefix)
-    }
+    found = _base_tensors(meta)
+    for prefix in (MODEL_PREFIX, AVERAGE) if averaged else (MODEL_PREFIX,):
+        found |= {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+    return found
 
 
 def _base_tensors(meta: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import pytest
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.phase import Phase, Tracker
 from hardened_ddp.reporting.log import StartUp
-from hardened_ddp.training.start_summary import changed_settings, not_used_line
+from hardened_ddp.training.run_report import changed_settings, not_used_line
 from tests.harness.processes import ROOT, deadline, limit_of
 from tests.harness.ranks import run_command, train
 from tests.settings.given import settings_of
