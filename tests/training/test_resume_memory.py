@@ -55,35 +55,20 @@ def test_a_state_goes_over_nccl_where_there_is_one(
     gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
     sent: dict[str, torch.device] = {}
 
-    def receive(
-        group: object, saved: object, names: list[str], device: torch.device
-    ) -> dict[str, Any]:
+    def receive(group: object, saved: object, names: list[str], device: torch.device) -> Any:
         sent.update(dict.fromkeys(names, device))
         return {}
 
-    for name, replacement in (("receive", receive), ("check_fits", nothing)):
-        monkeypatch.setattr(state, name, replacement)
-    monkeypatch.setattr(state, "restore_state", nothing)
-    parts: Any = SimpleNamespace(
-        group=SimpleNamespace(device=gpu, backend=backend),
-        gradients=SimpleNamespace(local=SimpleNamespace(by_name={})),
-        optimizer=torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))]),
-        replica=SimpleNamespace(
-            module=SimpleNamespace(load_state_dict=nothing),
-            attributes=SimpleNamespace(load=nothing),
-        ),
-        precision=SimpleNamespace(scaler=None),
-        average=None,
-        base={},
-        sampler=SimpleNamespace(restore=nothing),
-        schedule=None,
-    )
+    monkeypatch.setattr(state, "receive", receive)
+    for name in ("check_fits", "restore_state"):
+        monkeypatch.setattr(state, name, mock.Mock())
+    parts = mock.MagicMock(average=None, base={}, precision=mock.Mock(scaler=None))
+    parts.group = SimpleNamespace(device=gpu, backend=backend)
+    parts.optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))])
     shapes = {"model.weight": (3,), "optimizer.weight.exp_avg": (3,), "optimizer.weight.step": ()}
     specs = {name: SimpleNamespace(shape=shape) for name, shape in shapes.items()}
-    rest = {"stream": None, "optimizer_state": {}, "attributes": {}}
-    meta = asdict(Progress(step=7)) | rest
-    saved: Any = SimpleNamespace(specs=specs, meta=meta)
-    assert state.restore(parts, saved).step == 7
+    meta = asdict(Progress(step=7)) | {"stream": None, "optimizer_state": {}}
+    assert state.restore(parts, mock.Mock(specs=specs, meta=meta)).step == 7
     large = gpu if backend == "nccl" else cpu
     assert list(sent.values()) == [large, large, cpu], "step counts stay on the host"
 
@@ -127,7 +112,3 @@ def test_the_ranks_agree_once_on_a_state_however_large_it_is() -> None:
     for found, votes, error in run_ranks(received, 2, 2):
         assert (found, votes) == ([], 1)
         assert "reading the checkpoint failed on rank 0: OSError: tensor 2 can't be read" in error
-
-
-def nothing(*arguments: object, **named: object) -> None:
-    """Stand in for what is not tested here."""

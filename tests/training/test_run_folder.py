@@ -2,11 +2,12 @@
 
 import errno
 import json
+import multiprocessing
 import os
 import shlex
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -72,19 +73,14 @@ def test_a_name_that_leads_elsewhere_is_refused(name: str) -> None:
 
 def test_processes_that_start_in_the_same_second_get_folders_of_their_own(tmp_path: Path) -> None:
     output = tmp_path / "deep" / "runs"
-    go, start = os.pipe()
-    pids = []
-    for _ in range(4):
-        pid = os.fork()
-        if pid == 0:
-            os.close(start)
-            os.read(go, 1)  # all start when the parent closes the pipe
-            create(output, "x")
-            os._exit(0)
-        pids.append(pid)
-    os.close(start)
-    os.close(go)
-    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0, 0, 0]
+    begin = multiprocessing.get_context("fork").Barrier(4)
+
+    def start() -> None:
+        begin.wait(60)
+        create(output, "x")
+
+    with ThreadPoolExecutor(4) as pool:
+        assert [*pool.map(run_forked, [start] * 4)] == [0, 0, 0, 0]
     assert sorted(os.listdir(output)) == ["x", "x-2", "x-3", "x-4"]
 
 
@@ -181,28 +177,13 @@ ARGV: list[str | Path] = ["--cpu_only", "--max_steps", "2", "--eval_every", "0",
 ARGV += ["--num_workers", "0"]
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output = tmp_path_factory.mktemp("links")
-    train([*ARGV, "--output_dir", output]).ok()
-    return only_run(output)
-
-
 def plant(run: Path, name: str, target: Path) -> Path:
     """Put a link to target in the place of a file or folder of the run."""
     link = run / name
     link.parent.mkdir(exist_ok=True)
-    if os.path.lexists(link):
-        link.rename(run.parent / f".kept-{link.name}")
+    link.unlink(missing_ok=True)
     link.symlink_to(target)
     return link
-
-
-def take_away(link: Path, run: Path) -> None:
-    link.unlink()
-    kept = run.parent / f".kept-{link.name}"
-    if kept.exists():
-        kept.rename(link)
 
 
 @pytest.mark.parametrize("name", ["run.lock", "status", "ledger/0002-rank-0.bin", "checkpoints"])
@@ -216,25 +197,21 @@ def test_a_link_in_a_run_folder_is_named(name: str, tmp_path: Path) -> None:
     assert str(link) in str(caught.value)
 
 
-def test_a_run_with_a_link_in_its_folder_does_not_start(trained: Path, tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
+def test_a_run_with_a_link_in_its_folder_does_not_start_nor_wait_for_its_ranks(
+    tmp_path: Path,
+) -> None:
+    train([*ARGV, "--output_dir", tmp_path / "runs"]).ok()
+    trained, victim = only_run(tmp_path / "runs"), tmp_path / "victim"
     victim.write_text("years of work")
     link = plant(trained, "metrics.jsonl", victim)
-    finished = train([*ARGV, "--resume", trained, "--max_steps", "3"], 2)
-    take_away(link, trained)
-    assert all(finished.statuses)
-    assert finished.output.count(f"{link} is a symbolic link to {victim}") == 1
-    assert "Traceback" not in finished.output
-    assert "DDP-K03" in finished.outputs[0]
+    for missing in (None, 1):
+        with start_training([*ARGV, "--resume", trained], 2, missing=missing) as running:
+            finished = running.wait(40)
+        assert all(finished.statuses)
+        assert finished.output.count(f"{link} is a symbolic link to {victim}") == 1
+        assert "Traceback" not in finished.output
+        assert "DDP-K03" in finished.outputs[0]
     assert victim.read_text() == "years of work"
-
-
-def test_a_link_is_named_before_the_ranks_have_met(trained: Path, tmp_path: Path) -> None:
-    link = plant(trained, "metrics.jsonl", tmp_path / "victim")
-    with start_training([*ARGV, "--resume", trained], 2, missing=1) as running:
-        finished = running.wait(40)
-    take_away(link, trained)
-    assert f"{link} is a symbolic link" in finished.output
 
 
 @pytest.mark.slow
@@ -295,9 +272,7 @@ def test_the_memory_of_a_gpu_is_asked_for_by_the_main_thread_alone(
     group.device = torch.device("cuda", 0)
     main, asked = threading.current_thread(), []
     for name, figure in (("memory_reserved", 3 * 2**20), ("max_memory_allocated", 2**20)):
-        ask = partial(
-            lambda figure, device: asked.append(threading.current_thread()) or figure, figure
-        )
+        ask = lambda _, n=figure: asked.append(threading.current_thread()) or n  # noqa: E731
         monkeypatch.setattr(torch.cuda, name, ask)
     found = read_gpu_mib(group.device)
     assert found == (3.0, 1.0)

@@ -1,12 +1,15 @@
 """One writer per run: who gets the lock, and from whom it is taken over."""
 
 import json
+import multiprocessing
 import os
 import shlex
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -61,30 +64,29 @@ def leave_lock(
     (folder / LOCK_NAME).write_text(json.dumps(body))
 
 
-class Beating:
-    """Counts up in the lock of a folder, as its holder does on another host."""
+@contextmanager
+def beating(folder: Path) -> Iterator[None]:
+    """Count up in the lock of a folder, as its holder does on another host."""
+    path, end = folder / LOCK_NAME, threading.Event()
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / LOCK_NAME
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *error: object) -> None:
-        self._end.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._end.wait(0.02):
-            body = json.loads(self.path.read_text())
+    def run() -> None:
+        while not end.wait(0.02):
+            body = json.loads(path.read_text())
             body["beats"] += 1
-            aside = self.path.with_name("aside")
+            aside = path.with_name("aside")
             aside.write_text(json.dumps(body))
-            aside.rename(self.path)
+            aside.rename(path)
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run)
+        try:
+            yield
+        finally:
+            end.set()
+        running.result()
 
 
+REFUSED = 7  # an exit status
 DEAD_PID = 2**22 + 1  # above the highest that the kernel gives
 
 
@@ -158,7 +160,7 @@ def test_a_heartbeat_keeps_a_lock_whatever_else_speaks_for_a_dead_holder(
     tmp_path: Path, mark: dict[str, Any]
 ) -> None:
     leave_lock(tmp_path, jobs=["42"], boot="another", **mark)
-    with Beating(tmp_path), pytest.raises(RunFolderError, match=r"in use by process|is locking"):
+    with beating(tmp_path), pytest.raises(RunFolderError, match=r"in use by process|is locking"):
         RunLock.acquire(tmp_path, jobs=["42"], restart=1, silent_after_s=1.5)
 
 
@@ -224,35 +226,20 @@ def test_a_lock_that_somebody_else_took_is_not_removed_by_release(tmp_path: Path
 
 
 def test_of_many_that_find_a_dead_lock_one_gets_it(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
     for _ in range(5):
         leave_lock(tmp_path, pid=DEAD_PID)
-        go, start = os.pipe()
-        answers, answer = os.pipe()
-        done, stay = os.pipe()
-        pids = []
-        for _ in range(4):
-            pid = os.fork()
-            if pid == 0:
-                os.close(start)
-                os.close(stay)
-                os.read(go, 1)  # all start when the parent closes the pipe
-                try:
-                    RunLock.acquire(tmp_path)
-                except RunFolderError:
-                    os.write(answer, b"refused ")
-                    os._exit(0)
-                os.write(answer, b"winner ")
-                os.read(done, 1)  # WHY: the winner lives until all have tried
-                os._exit(0)
-            pids.append(pid)
-        for end in (start, go, done, answer):
-            os.close(end)
-        told = b""
-        while told.count(b" ") < len(pids) and (found := os.read(answers, 100)):
-            told += found
-        os.close(stay)
-        os.close(answers)
-        # WHY by number: other children of pytest, which earlier tests have left, may end meanwhile
-        assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0] * 4
-        assert sorted(told.split()) == [b"refused"] * 3 + [b"winner"]
-        (tmp_path / LOCK_NAME).unlink()
+        begin, end = context.Barrier(4), context.Barrier(4)
+
+        def take(begin: Any = begin, end: Any = end) -> None:
+            begin.wait(60)
+            try:
+                RunLock.acquire(tmp_path)
+            except RunFolderError:
+                end.wait(60)
+                os._exit(REFUSED)
+            end.wait(60)  # WHY: the winner lives until all have tried
+
+        with ThreadPoolExecutor(4) as pool:
+            assert sorted(pool.map(run_forked, [take] * 4)) == [0, *[REFUSED] * 3]
+        (tmp_path / LOCK_NAME).unlink(missing_ok=True)
