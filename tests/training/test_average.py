@@ -25,7 +25,7 @@ KEPT: Words = ["--checkpoint_every_steps", "1", "--keep_last", "40"]
 
 
 class EndsInSecondEvaluation(Plain):
-    """On rank 1, the evaluation after the first one of each epoch kills it, or takes for ever."""
+    """On rank 1, the evaluation after the first one of each epoch kills it, or never ends."""
 
     since_training = 0
 

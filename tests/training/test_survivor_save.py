@@ -152,70 +152,52 @@ def test_times_are_read(text: str, seconds: float) -> None:
     assert seconds_of(text) == seconds
 
 
-class FakeSaver:
-    """Notes what it was asked to save."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.steps: list[int] = []
-        self.error = error
-
-    def save_in_need(self, progress: Progress, *, tensors: object) -> None:
-        if self.error is not None:
-            raise self.error
-        self.steps.append(progress.step)
-
-
-class FakeStepper:
-    """A stepper at a step boundary or within an update, whose losses were numbers or not."""
-
-    def __init__(
-        self,
-        *,
-        is_at_boundary: bool = True,
-        is_finite: bool = True,
-        step: int = 5,
-        attempt: int = 0,
-    ) -> None:
-        self.parts = SimpleNamespace(group=Group(Launch(attempt=attempt), torch.device("cpu")))
-        self.live = SimpleNamespace(
-            is_at_boundary=is_at_boundary, buffers_before=None, lock=threading.Lock()
-        )
-        self.gradient = SimpleNamespace(lost=lambda **_: [])
-        self.is_finite = lambda: is_finite
-        self.device: Any = None
-        self.progress = Progress(step=step)
+def fake_stepper(
+    *, is_at_boundary: bool = True, is_finite: bool = True, step: int = 5, attempt: int = 0
+) -> Any:
+    """Make a stepper at a step boundary or within an update, whose losses were numbers or not."""
+    live = SimpleNamespace(
+        is_at_boundary=is_at_boundary, buffers_before=None, lock=threading.Lock()
+    )
+    group = Group(Launch(attempt=attempt), torch.device("cpu"))
+    found = mock.Mock(parts=SimpleNamespace(group=group), live=live, progress=Progress(step=step))
+    found.configure_mock(device=None, is_finite=lambda: is_finite)
+    found.gradient.lost.return_value = []
+    return found
 
 
-def save_after(
-    error: Exception, saver: Any, folder: Path, *, step: int = 5, stepper: Any = None
-) -> None:
-    save_as_survivor(error, stepper or FakeStepper(step=step), saver, folder)
+def save_after(error: Exception, folder: Path, stepper: Any = None, saver: Any = None) -> Any:
+    saver = saver or mock.Mock()
+    save_as_survivor(error, stepper or fake_stepper(), saver, folder)
+    return saver.save_in_need
 
 
 @pytest.mark.parametrize(
     ("error", "stepper"),
     [
-        (NonFiniteError("nan"), FakeStepper()),
-        (CheckpointError("disk"), FakeStepper()),
-        (CrashLoopError("again"), FakeStepper()),
-        (StepError("torn"), FakeStepper(is_at_boundary=False)),
-        (PeerLostError("after a nan"), FakeStepper(is_finite=False)),
+        (NonFiniteError("nan"), fake_stepper()),
+        (CheckpointError("disk"), fake_stepper()),
+        (CrashLoopError("again"), fake_stepper()),
+        (StepError("torn"), fake_stepper(is_at_boundary=False)),
+        (PeerLostError("after a nan"), fake_stepper(is_finite=False)),
+        (StepError("nothing was done"), fake_stepper(step=0)),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_is_torn_or_poisoned_is_not_saved(
-    error: HardenedError, stepper: FakeStepper, tmp_path: Path
+def test_what_is_torn_or_poisoned_or_empty_is_not_saved(
+    error: HardenedError, stepper: Any, tmp_path: Path
 ) -> None:
-    saver = FakeSaver()
-    save_after(error, saver, tmp_path, stepper=stepper)
-    assert not saver.steps
+    assert not save_after(error, tmp_path, stepper).called
+    assert save_after(StepError("no"), tmp_path).called
 
 
 def test_a_save_that_fails_keeps_the_first_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save_after(StepError("first"), FakeSaver(OSError("no disk")), tmp_path)
+    saver = mock.Mock(**{"save_in_need.side_effect": OSError("no disk")})
+    save_after(StepError("first"), tmp_path, saver=saver)
     assert "could not be saved" in caplog.text
+    assert read_failures(tmp_path)[0]["error"] == "first"
 
 
 def test_two_threads_of_a_rank_that_save_the_same_step_write_it_once() -> None:
@@ -245,22 +227,14 @@ def test_two_threads_of_a_rank_that_save_the_same_step_write_it_once() -> None:
     assert written == [7]
 
 
-def test_before_the_first_step_there_is_nothing_to_save(tmp_path: Path) -> None:
-    saver = FakeSaver()
-    save_after(StepError("first"), saver, tmp_path, step=0)
-    assert not saver.steps
-    assert read_failures(tmp_path)[0]["error"] == "first"
-
-
 def test_only_failures_at_the_same_step_are_a_crash_loop(tmp_path: Path) -> None:
     # Attempt 2 has two: the store was gone with rank 0, and each survivor noted its own.
     for attempt, step in enumerate((4, 5, 5)):
         for _ in range(1 + (attempt == 2)):
-            stepper = FakeStepper(step=step, attempt=attempt)
-            save_after(StepError("no"), FakeSaver(), tmp_path, stepper=stepper)
+            save_after(StepError("no"), tmp_path, fake_stepper(step=step, attempt=attempt))
     group = Group(Launch(attempt=3), torch.device("cpu"))
     refuse_crash_loop(group, 5, tmp_path)
-    save_after(StepError("no"), FakeSaver(), tmp_path, stepper=FakeStepper(step=5, attempt=3))
+    save_after(StepError("no"), tmp_path, fake_stepper(attempt=3))
     with (tmp_path / "failures.jsonl").open("ab") as file:
         file.write(b'[5]\n{"step": 5}\n\0\xff\n{"step": 5, "err')  # cut off by a crash
     refuse_crash_loop(group, 6, tmp_path)
@@ -286,7 +260,7 @@ def test_the_last_resort_does_not_end_a_process_whose_other_thread_saves(
     monkeypatch.setattr(survivor_save, "LOCK_LIMIT_S", 0.2)
     monkeypatch.setattr(stop_module, "leave_at_once", leave)
     monkeypatch.setattr(run_module, "_least_s", lambda parts: {})
-    stepper, ending = FakeStepper(), threading.Lock()
+    stepper, ending = fake_stepper(), threading.Lock()
     run = mock.MagicMock(stepper=stepper, folder=tmp_path)
     run.saver.save_in_need = write
     with mock.patch("threading.Lock", return_value=ending):
@@ -311,12 +285,10 @@ def test_a_failure_after_which_the_device_answers_nothing_is_noted_all_the_same(
 ) -> None:
     # As on a GPU after this error: each call that needs it raises it again.
     gone = RuntimeError("CUDA error: device-side assert triggered")
-    saver = FakeSaver()
     for attempt in range(3):
-        stepper = FakeStepper(step=7, attempt=attempt)
+        stepper = fake_stepper(step=7, attempt=attempt)
         stepper.device = SimpleNamespace(find=mock.Mock(side_effect=gone))
-        save_after(StepError("rank 0, step 7"), saver, tmp_path, stepper=stepper)
-    assert not saver.steps
+        assert not save_after(StepError("rank 0, step 7"), tmp_path, stepper).called
     assert [failure["step"] for failure in read_failures(tmp_path)] == [7, 7, 7]
     group = Group(Launch(attempt=3), torch.device("cpu"))
     # Nothing was saved, so each restart begins at the last checkpoint before that step.
