@@ -287,16 +287,30 @@ def open_checkpoint(path: Path, *, prefer_best: bool = False) -> Found:
         if isinstance(checked, Found):
             return checked
         log.warning("the best checkpoint can't be used (%s): the newest one is used", checked)
+    found = newest_valid(root)
+    if found is None:
+        raise CheckpointError(
+            f"{path} has no checkpoint that can be used: none was written",
+            fix="give another run, or train without --resume",
+        )
+    return found
+
+
+def newest_valid(root: Path) -> Found | None:
+    """Return the newest valid checkpoint; None: there is none. Logs which are passed over.
+
+    Raises CheckpointError if there are some, and none is valid.
+    """
     found, rejected = find_newest(root)
-    if found is not None:
-        for checked in rejected:
-            log.warning("passed over the checkpoint %s", checked)
-        return found
-    reasons = "".join(f"\n  {checked}" for checked in rejected)
-    raise CheckpointError(
-        f"{path} has no checkpoint that can be used{reasons or ': none was written'}",
-        fix="give another run, or train without --resume",
-    )
+    for checkpoint in rejected:
+        log.warning("passed over the checkpoint %s", checkpoint)
+    if found is None and rejected:
+        raise CheckpointError(
+            f"none of the {len(rejected)} checkpoints in {root.parent} is valid",
+            fix="the log says what is wrong with each; start afresh: --resume never and another "
+            "--run_name",
+        )
+    return found
 
 
 def load_checkpoint(

@@ -46,18 +46,16 @@ class CheckpointStore:
         keep_last: int,
         keep_milestones: int = 0,
         disk: Disk | None = None,
-        before_commit: Callable[[], None] = lambda: None,
     ) -> None:
-        """before_commit: raises CheckpointError if this process may no longer write here."""
         self.root = root
-        self._before_commit = [before_commit]
+        self._before_commit: list[Callable[[], None]] = []
         self._after_write: list[Callable[[Path], None]] = []
         self._keep_last, self._keep_milestones = keep_last, keep_milestones
         self._disk = Disk() if disk is None else disk
         self._kept_step: int | None = None
 
     def call_before_commit(self, call: Callable[[], None]) -> None:
-        """Call this too before each commit; it raises OSError or CheckpointError to prevent it."""
+        """Call this before each commit; it raises OSError or CheckpointError to prevent it."""
         self._before_commit.insert(0, call)
 
     def call_after_write(self, call: Callable[[Path], None]) -> None:

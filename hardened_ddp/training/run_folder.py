@@ -23,6 +23,7 @@ from hardened_ddp.checkpoint.folder import (
     discard_newer,
     find_newest,
     load_checkpoint,
+    newest_valid,
     open_checkpoint,
     probe_folder,
     unusable_folder,
@@ -141,7 +142,7 @@ def open_folder(folder: Path, group: Group, *, keep_last: int) -> RunFolder:
             Disk().make_folders(path)
         except OSError as error:
             raise unusable_folder(path, error) from error
-        return path, partial(_newest_valid, path), ""
+        return path, partial(newest_valid, path / CHECKPOINTS_NAME), ""
 
     return _open(group, find, RunConfig(keep_last=keep_last))  # collective
 
@@ -169,13 +170,10 @@ def _open(group: Group, find: Callable[[], tuple[Path, Choose, str]], run: RunCo
     folder = Path(name)
     environment()[RUN] = name
     add_log_file(folder / "logs", rank=group.launch.rank)
-    store = CheckpointStore(
-        folder / CHECKPOINTS_NAME,
-        keep_last=run.keep_last,
-        keep_milestones=run.keep_milestones,
-        # who saves proves by the lock's token that the run is still ours
-        before_commit=partial(check_held, folder, token),
-    )
+    last, milestones = run.keep_last, run.keep_milestones
+    store = CheckpointStore(folder / CHECKPOINTS_NAME, keep_last=last, keep_milestones=milestones)
+    # who saves proves by the lock's token that the run is still ours
+    store.call_before_commit(partial(check_held, folder, token))
     mirror = Mirror(url, folder, claim, run.keep_last) if claim else None
     if mirror is not None:
         store.call_after_write(mirror.take)
@@ -250,7 +248,7 @@ def find_place(settings: Resolved, earlier: Path | None) -> tuple[Path, Choose]:
     config, continued = settings.config, settings.run_folder
     output, wanted = Path(config.run.output_dir), config.run.resume
     if earlier is not None:
-        return earlier, partial(_newest_valid, earlier)
+        return earlier, partial(newest_valid, earlier / CHECKPOINTS_NAME)
     if wanted not in ("auto", "never"):
         assert continued is not None  # else the settings were refused
         named_one = continued if wanted == "newest" else Path(wanted)
@@ -262,21 +260,8 @@ def find_place(settings: Resolved, earlier: Path | None) -> tuple[Path, Choose]:
             fix="choose another --run_name, or --resume auto",
         )
     if wanted == "auto" and named is not None and named.is_dir():
-        return named, partial(_newest_valid, named)
+        return named, partial(newest_valid, named / CHECKPOINTS_NAME)
     return create_run_folder(config), lambda: None
-
-
-def _newest_valid(folder: Path) -> Found | None:
-    found, rejected = find_newest(folder / CHECKPOINTS_NAME)
-    for checkpoint in rejected:
-        log.warning("passed over the checkpoint %s", checkpoint)
-    if found is None and rejected:
-        raise CheckpointError(
-            f"none of the {len(rejected)} checkpoints in {folder} is valid",
-            fix="the log says what is wrong with each; start afresh: --resume never and another "
-            "--run_name",
-        )
-    return found
 
 
 def _note_folder(output: Path, launch: Launch, folder: Path) -> None:

@@ -185,11 +185,8 @@ def test_a_process_that_lost_its_lock_while_it_was_stopped_commits_no_checkpoint
     tmp_path: Path,
 ) -> None:
     with RunLock.acquire(tmp_path) as lock:
-        store = CheckpointStore(
-            tmp_path / "checkpoints",
-            keep_last=2,
-            before_commit=lambda: check_held(tmp_path, lock.token),
-        )
+        store = CheckpointStore(tmp_path / "checkpoints", keep_last=2)
+        store.call_before_commit(lambda: check_held(tmp_path, lock.token))
         store.write(1, tensors={"weight": torch.ones(2)}, meta={})
         leave_lock(tmp_path)
         with pytest.raises(CheckpointError, match="another attempt took over"):
