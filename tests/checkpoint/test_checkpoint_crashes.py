@@ -31,9 +31,6 @@ from tests.marks import slow_after
 CRASHED = 9
 
 
-# --- crashes -------------------------------------------------------------------------------------
-
-
 def dying_disk(dies_at: int, *, in_the_middle: bool) -> Any:
     """Make a disk under which the process dies at the k-th call, or in the middle of it."""
     numbers = count(1)
@@ -121,9 +118,6 @@ def test_a_crash_at_any_call_leaves_the_old_or_the_new_checkpoint(
     assert status == 0
     assert dies_at > 15, "the write made fewer calls than a safe one can"
     assert outcomes == {old.step if old else None, 4}
-
-
-# --- full disks ----------------------------------------------------------------------------------
 
 
 def store_on(root: Path, disk: Any) -> CheckpointStore:
@@ -250,9 +244,6 @@ def test_a_real_full_disk_keeps_the_newest_and_the_best(small_disk: Path) -> Non
     with pytest.raises(RunFolderError, match="No space left"):
         probe_folder(small_disk / "checkpoints")
     assert not list(store.root.glob(".*"))
-
-
-# --- other writers -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_first", [True, False])

@@ -29,8 +29,6 @@ from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.errors import CheckpointError
 from tests.checkpoint_states import found_in, reason_of, write_step
 
-# --- changed bytes -------------------------------------------------------------------------------
-
 
 def test_a_flipped_bit_in_any_page_of_the_state_is_seen(store: CheckpointStore) -> None:
     path = write_step(store, 1, size=2**18) / "state.safetensors"
@@ -77,9 +75,6 @@ def test_a_file_cut_anywhere_is_seen(store: CheckpointStore, name: str) -> None:
         assert isinstance(verify_checkpoint(path.parent), Rejected)
     path.write_bytes(raw + b"x")
     assert isinstance(verify_checkpoint(path.parent), Rejected)
-
-
-# --- strangers and links -------------------------------------------------------------------------
 
 
 def link_away(path: Path) -> None:

@@ -36,13 +36,11 @@ from tests.checkpoint_states import (
 
 def test_the_newest_and_the_best_are_kept(store: CheckpointStore) -> None:
     for step in range(1, 8):
-        store.write(
-            step, tensors=small_state(step), meta={}, best={"value": 0.5} if step == 2 else None
-        )
+        write_step(store, step, best={"value": 0.5} if step == 2 else None)
     assert list_steps(store.root) == [7, 6, 5, 2]
     assert read_best_step(store.root) == 2
     store.mark_best(6, {"value": 0.9})
-    store.write(8, tensors=small_state(8), meta={})
+    write_step(store, 8)
     assert list_steps(store.root) == [8, 7, 6]
     assert json.loads((store.root / "best.json").read_text())["value"] == 0.9
     # 8 is of a course that was left without discard_newer: the one just written is kept.
@@ -52,7 +50,7 @@ def test_the_newest_and_the_best_are_kept(store: CheckpointStore) -> None:
 
 
 def test_a_best_that_is_not_there_is_none(store: CheckpointStore) -> None:
-    store.write(1, tensors=small_state(1), meta={})
+    write_step(store, 1)
     for garbage in (b"", b"[1]", b'{"step": "1"}', b'{"step": 77}', b"\xff", b"[" * 4000):
         (store.root / "best.json").write_bytes(garbage)
         assert read_best_step(store.root) is None
@@ -71,7 +69,7 @@ def test_a_valid_checkpoint_of_the_same_step_is_kept(store: CheckpointStore) -> 
 
 def test_the_newest_valid_one_is_found_and_the_others_are_named(store: CheckpointStore) -> None:
     for step in (1, 2, 3):
-        store.write(step, tensors=small_state(step), meta={})
+        write_step(store, step)
     (store.root / "step-000000003" / "manifest.json").unlink()
     os.truncate(store.root / "step-000000002" / "state.safetensors", 50)
     (store.root / "step-x").mkdir()
@@ -85,7 +83,7 @@ def test_the_newest_valid_one_is_found_and_the_others_are_named(store: Checkpoin
 
 def test_newer_checkpoints_of_a_course_that_was_left_are_set_aside(store: CheckpointStore) -> None:
     for step in (1, 2, 3):
-        store.write(step, tensors=small_state(step), meta={})
+        write_step(store, step)
     newer = [store.root / "step-000000003", store.root / "step-000000002"]
     assert discard_newer(store.root, 1) == newer
     assert found_in(store).step == 1
@@ -101,7 +99,7 @@ def test_newer_checkpoints_of_a_course_that_was_left_are_set_aside(store: Checkp
 def test_what_dead_writers_left_is_removed_and_what_live_ones_write_is_not(
     store: CheckpointStore,
 ) -> None:
-    store.write(1, tensors=small_state(1), meta={})
+    write_step(store, 1)
     here = this_process()
     parent_started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
     old, young = "0" * 12, "1" * 12
@@ -120,7 +118,7 @@ def test_what_dead_writers_left_is_removed_and_what_live_ones_write_is_not(
         if old in name:
             os.utime(store.root / name / "state.safetensors", (1, 1))
             os.utime(store.root / name, (1, 1))
-    store.write(2, tensors=small_state(2), meta={})
+    write_step(store, 2)
     for name, stays in names.items():
         assert (store.root / name).exists() == stays, name
 
@@ -144,7 +142,7 @@ def recording_disk(calls: list[str]) -> Any:
 def test_the_manifest_comes_after_the_state_and_the_name_after_both(tmp_path: Path) -> None:
     calls: list[str] = []
     store = CheckpointStore(tmp_path, keep_last=1, disk=recording_disk(calls))
-    store.write(1, tensors=small_state(1), meta={})
+    write_step(store, 1)
     assert calls == [
         "make_folder .partial",
         "create state.safetensors",
