@@ -92,15 +92,15 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
     ],
     "checkpoint/folder.py": [
         ("if step not in kept", "", "checkpoint_files"),
-        ("is_open = bool(status.st_mode & stat.S_IWOTH)", "is_open = False", "checkpoint_faults"),
         ("return type(value) is int and", "return isinstance(value, int) and", "checkpoint_faults"),
     ],
     "checkpoint/disk.py": [
         ("return time.time() - newest > _FOREIGN_AGE_S", "return True", "checkpoint_files"),
+        ("if is_real_folder(path):", "if path.is_dir():", "checkpoint_faults"),
     ],
     "checkpoint/tensors.py": [
-        ("data = data[piece.numel() :]", "pass", "checkpoint_snapshot"),
-        ('    text += b" " * (-len(text) % 8)\n', "", "checkpoint_tensors"),
+        ("[begin : begin + data", "[: data", "checkpoint_snapshot"),
+        ('    text += b" " * (-len(text) % 8)\n', "", "checkpoint_files"),
     ],
     "checkpoint/store.py": [
         ("not in DISK_FULL_ERRORS or not self._make_room()", "not in ()", "checkpoint_crashes"),
@@ -171,7 +171,8 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
     ],
     "ddp_runs/software.py": [("if version > newest:", "if False:", "doctor")],
     "export/export.py": [
-        ("and not (output.is_dir() and not any(output.iterdir()))", "", "checkpoint_export"),
+        ("and not (output.is_dir() and not any(output.iterdir()))", "", "export_formats"),
+        ("hexdigest() != written:", "hexdigest() == 0:", "export_formats"),
         ("path.chmod((aside / CARD_NAME).stat().st_mode)", "pass", "export_formats"),
     ],
     "settings/rules.py": [
