@@ -216,8 +216,8 @@ def hang_subject(run: Run) -> Subject:
         return ()
 
     def worker_stacks() -> dict[int, str]:
-        loaders = filter(None, (parts.train_loader, parts.eval_loader))
-        return {pid: text for loader in loaders for pid, text in loader.reader.stacks().items()}
+        others = {} if parts.eval_loader is None else parts.eval_loader.reader.stacks()
+        return parts.train_loader.reader.stacks() | others
 
     return Subject(
         save=save,
