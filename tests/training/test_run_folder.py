@@ -29,6 +29,7 @@ from hardened_ddp.reporting.sinks import FileSink, write_text
 from hardened_ddp.reporting.status_writer import StatusWriter, Work
 from hardened_ddp.training import run_report
 from hardened_ddp.training.run_folder import RunFolder, create_run_folder, find_place
+from tests.checkpoint_states import write_step
 from tests.harness.forks import give_up_privileges, run_forked
 from tests.harness.ranks import start_training, train
 from tests.run_folder import only_run
@@ -84,13 +85,6 @@ def test_processes_that_start_in_the_same_second_get_folders_of_their_own(tmp_pa
     assert sorted(os.listdir(output)) == ["x", "x-2", "x-3", "x-4"]
 
 
-def run_with_checkpoint(name: str = "run") -> Path:
-    run = make_run(name, step=None)
-    store = CheckpointStore(run / "checkpoints", keep_last=1)
-    store.write(1, tensors={"model.w": torch.zeros(1)}, meta={})
-    return run
-
-
 def assert_resumes(flags: str, run: Path) -> None:
     settings = settings_of(flags)
     folder, choose = find_place(settings, None)
@@ -103,7 +97,8 @@ def test_settings_and_checkpoint_come_from_the_newest_run_wherever_it_is(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run, other = run_with_checkpoint(), make_run("other", step=None)
+    run, other = make_run("run", step=None), make_run("other", step=None)
+    write_step(CheckpointStore(run / "checkpoints", keep_last=1), 1)
     (other / "checkpoints" / name).mkdir()  # no checkpoint
     (tmp_path / "runs" / "third").mkdir()
     (tmp_path / "runs" / "third" / "checkpoints").touch()
@@ -214,17 +209,17 @@ def test_a_run_with_a_link_in_its_folder_does_not_start_nor_wait_for_its_ranks(
     assert victim.read_text() == "years of work"
 
 
-@pytest.mark.slow
 def test_a_link_above_the_run_folder_and_those_of_other_programs_are_fine(tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir()
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "runs").symlink_to(tmp_path / "scratch")
-    argv = [*ARGV, "--output_dir", tmp_path / "home" / "runs", "--run_name", "run"]
-    train(argv).ok()
-    run = tmp_path / "scratch" / "run"
+    (tmp_path / "home").symlink_to(tmp_path / "scratch")
+    run = create(tmp_path / "home" / "runs", "run")
+    assert run == tmp_path / "scratch" / "runs" / "run"
     (run / "wandb").mkdir()
     (run / "wandb" / "latest-run").symlink_to("run-1")
-    train([*argv, "--max_steps", "3"]).ok()
+    for path in (run, tmp_path / "home" / "runs" / "run"):
+        refuse_links(path)
+        probe_folder(path)
+        write_step(CheckpointStore(path / "checkpoints", keep_last=1), 1)
 
 
 def test_a_link_that_is_put_there_during_the_run_is_not_followed(tmp_path: Path) -> None:
