@@ -213,6 +213,14 @@ def is_real_folder(path: Path) -> bool:
         return False
 
 
+def unusable_folder(folder: Path, error: OSError) -> RunFolderError:
+    return RunFolderError(
+        f"{folder} can't be used: {error.strerror or error} ({error.filename or folder}); "
+        "checkpoints could not be written there",
+        fix=f"give another output_dir, or look at it: {look_at(folder)}",
+    )
+
+
 def refuse_links(run: Path | None) -> None:
     """Raise RunFolderError if a link in a run folder leads out of it; None: a new run. Rank-local.
 
@@ -221,7 +229,8 @@ def refuse_links(run: Path | None) -> None:
     if run is None:
         return
     for folder, folders, files in os.walk(run):  # what can't be read is told by who opens it
-        links = (os.path.join(folder, name) for name in sorted((*folders, *files)))
+        names = ("", *sorted((*folders, *files)))  # the run's folder itself may be one, too
+        links = (os.path.join(folder, name).rstrip("/") for name in names)
         if link := next(filter(os.path.islink, links), ""):
             raise RunFolderError(
                 f"{link} is a symbolic link to {os.readlink(link)}: what the run writes there "
@@ -280,9 +289,7 @@ class RunLock:
                 Disk().write_file(path, _encode_lock(holder))
                 descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
-            raise RunFolderError(
-                f"{path} can't be written: {error}", fix=f"look at it: {look_at(folder)}"
-            ) from error
+            raise unusable_folder(folder, error) from error
         # WHY this too: see _is_dead. WHY flock: lockf's lock is lost when anything in this process
         # closes the file. WHY no error: a file system without locks is no reason to stop.
         with suppress(OSError):

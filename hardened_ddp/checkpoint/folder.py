@@ -2,8 +2,7 @@
 
 Owns: manifest.json and its own digest, so that every change of a byte is detected; the check of a
 folder before anything in it is used (type, owner, mode, manifest, size and sha256), whose result is
-Found, or Rejected with the reason; the choice of the newest valid one, and of what to drop. Also
-probe_folder: that a folder can't be written is found at the start, not at the first save.
+Found, or Rejected with the reason; the choice of the newest valid one, and of what to drop.
 Does not own: writing and removing (store.py).
 What goes wrong here: the newest checkpoint can be broken; then the next older one is used. A
 manifest may contain anything, so the type of each field is checked before it is used.
@@ -15,9 +14,7 @@ import json
 import logging
 import os
 import stat
-import uuid
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -26,9 +23,8 @@ from torch import Tensor
 
 from hardened_ddp.checkpoint.disk import Disk, is_real_folder
 from hardened_ddp.checkpoint.tensors import TensorSpec, differences, read_tensors, specs_of
-from hardened_ddp.errors import CheckpointError, RunFolderError
+from hardened_ddp.errors import CheckpointError
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME, STEP_FOLDER
-from hardened_ddp.settings.typed_command import look_at
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +40,6 @@ _MAX_BEST_BYTES = 4096
 MAX_MANIFEST_BYTES = 64 * 2**20
 # More than any file system allows for one file, so a larger size can't be right.
 _MAX_FILE_BYTES = 2**60
-_PROBE_BYTES = b"can this folder be written?\n" * 200
 
 Best = Mapping[str, Any]  # what best.json says besides the step: metric, value, direction
 
@@ -370,37 +365,3 @@ def _check_trust(path: Path, status: os.stat_result, *, wants_folder: bool) -> N
             f"{what} belongs to user {status.st_uid} and not to you ({os.geteuid()}): "
             "copy the checkpoint if you trust it"
         )
-
-
-def probe_folder(folder: Path) -> None:
-    """Try every operation that a checkpoint needs: create, write, sync, rename, remove.
-
-    Creates the folder if it is missing. Rank-local. Raises RunFolderError.
-    """
-    disk = Disk()
-    first = folder / f".probe-{uuid.uuid4().hex}"
-    second = first.with_name(f"{first.name}-renamed")
-    if os.path.islink(folder):  # WHY not of Path: that raises where a folder above is locked
-        raise RunFolderError(
-            f"{folder} is a symbolic link, which could be changed to another folder during the run",
-            fix=f"use the folder itself: {os.path.realpath(folder)}",
-        )
-    try:
-        disk.make_folders(folder)
-        disk.write_file(first, _PROBE_BYTES)
-        disk.rename(first, second)
-        disk.sync_folder(folder)
-    except OSError as error:
-        raise unusable_folder(folder, error) from error
-    finally:
-        for path in (first, second):
-            with suppress(OSError):  # missing, or the folder is unusable, which was reported
-                disk.unlink(path)
-
-
-def unusable_folder(folder: Path, error: OSError) -> RunFolderError:
-    return RunFolderError(
-        f"{folder} can't be used: {error.strerror or error} ({error.filename or folder}); "
-        "checkpoints could not be written there",
-        fix=f"give another output_dir, or look at it: {look_at(folder)}",
-    )

@@ -17,7 +17,13 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from hardened_ddp.checkpoint.disk import Disk, RunLock, check_held, refuse_links
+from hardened_ddp.checkpoint.disk import (
+    Disk,
+    RunLock,
+    check_held,
+    refuse_links,
+    unusable_folder,
+)
 from hardened_ddp.checkpoint.folder import (
     Found,
     discard_newer,
@@ -25,8 +31,6 @@ from hardened_ddp.checkpoint.folder import (
     load_checkpoint,
     newest_valid,
     open_checkpoint,
-    probe_folder,
-    unusable_folder,
 )
 from hardened_ddp.checkpoint.mirror import Mirror, fetch, mirror_url, open_mirror, with_tries
 from hardened_ddp.checkpoint.store import CheckpointStore
@@ -157,7 +161,6 @@ def _open(group: Group, find: Callable[[], tuple[Path, Choose, str]], run: RunCo
         refuse_links(folder)
         lock = RunLock.acquire(folder, jobs=jobs, restart=group.launch.attempt)
         try:
-            probe_folder(folder)
             chosen.append((choose(), lock))
             claim = with_tries(partial(open_mirror, url, folder), url=url) if url else ""
         except (RunFolderError, CheckpointError):

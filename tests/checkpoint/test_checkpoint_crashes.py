@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from hardened_ddp.checkpoint.disk import RunLock
 from hardened_ddp.checkpoint.folder import (
     Found,
     Rejected,
     discard_newer,
     find_newest,
     list_steps,
-    probe_folder,
     read_best_step,
     verify_checkpoint,
 )
@@ -242,7 +242,7 @@ def test_a_real_full_disk_keeps_the_newest_and_the_best(small_disk: Path) -> Non
     with pytest.raises(OSError, match="No space"):
         (small_disk / "rest").write_bytes(b"x" * 2**21)
     with pytest.raises(RunFolderError, match="No space left"):
-        probe_folder(small_disk / "checkpoints")
+        RunLock.acquire(small_disk)
     assert not list(store.root.glob(".*"))
 
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from hardened_ddp.checkpoint.disk import Disk, RunLock, refuse_links
-from hardened_ddp.checkpoint.folder import probe_folder
 from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.errors import RunFolderError
 from hardened_ddp.ranks.group import Group
@@ -114,12 +113,12 @@ def test_settings_and_checkpoint_come_from_the_newest_run_wherever_it_is(
 def test_a_folder_that_cannot_be_used_is_known_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(RunFolderError, match="Not a directory"):
-        probe_folder(tmp_path / "file" / "run")
+        create(tmp_path / "file" / "run")
     with pytest.raises(RunFolderError, match="can't be used"):
-        probe_folder(Path("/proc/here"))
+        RunLock.acquire(Path("/proc/sys"))
     (tmp_path / "linked").symlink_to(tmp_path)
     with pytest.raises(RunFolderError, match="symbolic link"):
-        probe_folder(tmp_path / "linked")
+        refuse_links(tmp_path / "linked")
     with pytest.raises(RunFolderError, match="can't be used"):
         create(Path("/proc/here"))
 
@@ -132,12 +131,13 @@ def test_a_folder_without_the_right_to_write_is_refused(
     (tmp_path / "locked").mkdir()
     (tmp_path / "locked").chmod(mode)
 
-    def probe_without_rights() -> None:
+    def use_without_rights() -> None:
         give_up_privileges()
-        with pytest.raises(RunFolderError, match="Permission denied"):
-            probe_folder(tmp_path / name)
+        for use in (create, RunLock.acquire) if name == "locked" else (create,):
+            with pytest.raises(RunFolderError, match="Permission denied"):
+                use(tmp_path / name)
 
-    assert run_forked(probe_without_rights) == 0
+    assert run_forked(use_without_rights) == 0
     (tmp_path / "locked").chmod(0o755)
 
 
@@ -218,7 +218,7 @@ def test_a_link_above_the_run_folder_and_those_of_other_programs_are_fine(tmp_pa
     (run / "wandb" / "latest-run").symlink_to("run-1")
     for path in (run, tmp_path / "home" / "runs" / "run"):
         refuse_links(path)
-        probe_folder(path)
+        RunLock.acquire(path).release()
         write_step(CheckpointStore(path / "checkpoints", keep_last=1), 1)
 
 
