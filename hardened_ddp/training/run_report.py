@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from textwrap import shorten
 from time import monotonic
 
 import torch
@@ -330,7 +329,8 @@ def changed_settings(settings: Resolved) -> list[str]:
     for name, source in settings.sources.items():
         if source != DEFAULT and values[name] != SETTINGS[name].default:
             place = "the continued run" if source == RUN else source.rsplit(":", 1)[0]
-            word = shorten(yaml_word(values[name]), _MAX_VALUE, placeholder="...")
+            word = yaml_word(values[name])
+            word = word if len(word) <= _MAX_VALUE else word[: _MAX_VALUE - 3] + "..."
             groups.setdefault(place, []).append(f"{name} {word}")
     return [f"{place}: {listed(named, _MAX_NAMED)}" for place, named in groups.items()]
 

@@ -102,8 +102,7 @@ def fit_weights(
     given = {name: found[renamed[name]] for name in live if name in renamed}
     fitting = {name: tensor for name, tensor in given.items() if tensor.shape == live[name].shape}
     other_shape = [
-        f"{name} is {spec_of(tensor)} in the file, "
-        f"{'x'.join(map(str, live[name].shape)) or 'a scalar'} in the model"
+        f"{name} is {spec_of(tensor)} in the file, {spec_of(live[name])} in the model"
         for name, tensor in given.items()
         if name not in fitting
     ]

@@ -76,8 +76,8 @@ def test_what_does_not_fit_is_named() -> None:
     assert lines[0].startswith("--init_from weights: 1 of 4 tensors, 46.2% of values")
     assert lines[1:] == [
         " not in the file, and new: body.bias",
-        " of another shape, and new: head.weight is 7x4 float32 in the file, 2x4 in the model, "
-        "head.bias is 7 float32 in the file, 2 in the model",
+        " of another shape, and new: head.weight is 7x4 float32 in the file, 2x4 float32 in the "
+        "model, head.bias is 7 float32 in the file, 2 float32 in the model",
         " in the file, and not in the model: extra.scale",
     ]
 
