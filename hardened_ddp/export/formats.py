@@ -175,13 +175,6 @@ def _write_peft(folder: Path, model: _Logits, meta: Mapping[str, Any]) -> Forwar
         )
     peft = import_extra("peft", what="--format peft")
     net, place = model.model.net, meta["model"].removeprefix("hf:")
-    frozen = (meta.get("base") or {}).get("sha256", ())
-    others = [n for n, p in net.named_parameters() if not p.requires_grad]
-    if frozen and (heads := [name for name in others if f"net.{name}" not in frozen]):
-        raise ModelError(
-            f"--format peft writes adapters alone, and {heads[0]} was trained, too",
-            fix="--format huggingface writes the whole model, with the adapters merged",
-        )
     whole = _with_peft(net, meta)
     whole.peft_config["default"].base_model_name_or_path = place
     with tempfile.TemporaryDirectory() as aside:  # its model card would replace ours
