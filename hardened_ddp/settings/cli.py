@@ -100,15 +100,14 @@ def _is_flag(word: str) -> bool:
 
 def _train_request(flags: Sequence[_Flag], edited_file: str) -> Request:
     """Read settings and collect problems; those in the file are reported with them."""
-    settings = Layer()
-    files: list[str] = []
+    settings, config_file = Layer(), ""
     for flag in flags:
         name = _setting_name(flag.name)
         try:
             if flag.name == "config":
                 if problem := url_problem(file := _only_word(flag)):
                     raise Misfit(problem)
-                files.append(file)
+                config_file = file
             elif flag.name == NO_CONFIG and not flag.words:
                 edited_file = ""
             elif name:
@@ -118,11 +117,8 @@ def _train_request(flags: Sequence[_Flag], edited_file: str) -> Request:
         except Misfit as misfit:
             settings.problems.append(f"--{flag.name}: {misfit}")
             settings.bad_names.add(name)
-    if len(files) > 1:
-        told = f"--config: found {len(files)} files, needs one: {', '.join(files)}"
-        settings.problems.append(told)
     settings.sources |= dict.fromkeys(settings.values, COMMAND_LINE)
-    return Request(settings=settings, config_file="".join(files[-1:]), edited_file=edited_file)
+    return Request(settings=settings, config_file=config_file, edited_file=edited_file)
 
 
 def _continuing_request(command: str, flags: Sequence[_Flag], edited_file: str) -> Request:

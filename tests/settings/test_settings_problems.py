@@ -76,7 +76,7 @@ class TestProblems:
             ("--data_dir 'a\nb'", "needs text without control characters"),
             ("--model_args '{depth:18}'", "needs NAME: VALUE, with a space between"),
             ("--config", "--config: has no value, needs a file"),
-            ("--config=a --config=b", "--config: found 2 files"),
+            ("--config=a --config=b", "b: can't be read"),
             ("-b 4", "-b: no such setting"),
             ("-batch_size 3", "did you mean --batch_size?"),
             ("--xyzzy 3", "--xyzzy: no such setting; --help lists all of them"),
