@@ -32,34 +32,27 @@ def number_of(entry: Mapping[str, Any], name: str) -> float:
 def read_json(path: Path, problems: list[str]) -> Json:
     """Read a file that has one object; empty if there is none."""
     text = read_text(path, problems)
-    if not text:
-        return {}
-    try:
-        value = json.loads(text)
-        if isinstance(value, dict):
-            return value
-        reason = f"is a {type(value).__name__}"
-    except (ValueError, RecursionError) as error:
-        reason = str(error)
-    problems.append(f"{path.name}: is not what it should be: {reason}")
-    return {}
+    found = _object_in(text)
+    if text and found is None:
+        problems.append(f"{path.name}: has no JSON object")
+    return found or {}
 
 
 def read_lines(path: Path, problems: list[str]) -> list[Json]:
     """Read a file of JSON lines; broken lines are left out, and counted in problems."""
-    found, num_broken = [], 0
-    for line in read_text(path, problems).splitlines():
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            value = None
-        if isinstance(value, dict):
-            found.append(value)
-        else:
-            num_broken += 1
-    if num_broken:
+    lines = [_object_in(line) for line in read_text(path, problems).splitlines()]
+    found = [line for line in lines if line is not None]
+    if num_broken := len(lines) - len(found):
         problems.append(f"{path.name}: {counted(num_broken, 'line')} can't be read")
     return found
+
+
+def _object_in(text: str) -> Json | None:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def read_text(path: Path, problems: list[str], *, most_bytes: int = _MOST_BYTES) -> str:
