@@ -68,12 +68,8 @@ class TrackerThread:
         # WHY broad: a foreign program may raise anything; sys.exit would end this thread unseen
         except BaseException as error:
             self._has_failed = True
-            log.warning(
-                "tracker %s failed, training continues without it: %s: %s",
-                self.name,
-                type(error).__name__,
-                error,
-            )
+            text = "tracker %s failed, training continues without it: %s: %s"
+            log.warning(text, self.name, type(error).__name__, error)
             log.debug("the traceback of tracker %s", self.name, exc_info=True)
 
 
