@@ -17,7 +17,7 @@ from hardened_ddp.data.batches.loader import TrainLoader
 from hardened_ddp.data.batches.nesting import map_tensors, pick, stack, tensors_of
 from hardened_ddp.data.batches.sampler import WindowSampler
 from hardened_ddp.data.sources.facts import fingerprint
-from hardened_ddp.errors import DataError, SampleError
+from hardened_ddp.errors import SampleError
 from tests.data import scripted
 from tests.data.scripted import make_stream, read
 
@@ -53,15 +53,6 @@ def refuse_no_length(samples: list[Any]) -> Any:
     if any(len(row) == NO_LENGTH for row, _ in samples):
         raise ValueError(f"{NO_LENGTH} is no length")
     return pad(samples)
-
-
-class Padding:
-    def __call__(self, samples: list[Any]) -> Any:
-        return pad(samples)
-
-
-class Needy:
-    def __init__(self, tokenizer: object) -> None: ...
 
 
 class Rows(Dataset[Any]):
@@ -193,13 +184,6 @@ def test_the_collate_of_the_dataset_is_used_unless_another_is_named() -> None:
     assert find_collate(Subset(dataset, [0]), "auto") is PaddedRows.collate_fn
     assert find_collate(Rows(), "auto") is None
     assert find_collate(dataset, "tests.data.test_collate:join") is join
-    assert isinstance(find_collate(dataset, "tests.data.test_collate:Padding"), Padding)
-
-
-def test_a_collate_that_needs_arguments_is_told() -> None:
-    with pytest.raises(DataError, match="can't be made without arguments") as caught:
-        find_collate(Rows(), "tests.data.test_collate:Needy")
-    assert caught.value.fix
 
 
 def test_the_labels_of_a_batch_are_found_or_there_are_none() -> None:

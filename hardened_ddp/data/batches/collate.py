@@ -5,10 +5,9 @@ line of the user's code.
 Does not own: reading the samples (fetch.py).
 """
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,16 +36,7 @@ def find_collate(dataset: Any, setting: str) -> Collate | None:  # Any: a map-st
             dataset = dataset.dataset
         own: Collate | None = getattr(dataset, "collate_fn", None)
         return own
-    found = import_callable(setting, setting="collate", error=DataError)
-    if not inspect.isclass(found):
-        return found
-    try:
-        return cast(Collate, found())
-    except ANY_FAILURE as error:  # WHY broad: the user's code
-        raise DataError(
-            f"--collate {setting} can't be made without arguments: {describe(error)}",
-            fix="name a function that takes a list of samples, or a class without arguments",
-        ) from error
+    return import_callable(setting, setting="collate", error=DataError)
 
 
 def split_targets(data: Any) -> tuple[Any, Any]:  # Any: a foreign sample, or a batch of them
