@@ -429,9 +429,7 @@ def test_workers_follow_the_cpus_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> N
     assert plan(monkeypatch, cpus=2, ranks=2, uses_gpu=True).num_workers == 1
     assert plan(monkeypatch, cpus=1, ranks=8, uses_gpu=True).num_workers == 1
     found = plan(monkeypatch, cpus=4, ranks=2, num_workers=6)
-    assert found.num_workers == 6
-    assert "each of 2 ranks has 2 CPUs: expect it to be slower than 2 workers" in found.reasons[0]
-    assert plan(monkeypatch, cpus=4, num_workers=3).reasons == ()
+    assert (found.num_workers, found.reasons) == (6, ())
 
 
 def test_batches_that_do_not_fit_into_shared_memory_mean_fewer_workers(

@@ -57,11 +57,6 @@ def plan_workers(
         workers = 0 if in_memory else min(MOST_WORKERS, spare)
     else:
         workers = config.num_workers
-        if workers > budget:
-            reasons.append(
-                f"num_workers {workers} as requested, but each of {local_world_size} ranks has "
-                f"{counted(budget, 'CPU')}: expect it to be slower than {counted(budget, 'worker')}"
-            )
     prefetch, free_bytes = config.prefetch_factor, free_shared_memory()
     if workers and free_bytes is not None:
         # Reduce prefetching, then workers, until the batches in flight fit into /dev/shm.
