@@ -154,7 +154,7 @@ class WorkerPool:
                     # WHY from here on: no sample is to blame for the time that a start takes
                     has_begun, waited = True, AwakeTime(_LONGEST_GAP_S)
                 most_s = limit_s if has_begun else max(limit_s, START_S)
-                if is_late and waited.passed_s() < most_s and self._can_pin():
+                if is_late and waited.passed_s() < most_s:
                     continue
                 lost = self._explain(error, is_late=is_late)
                 error.__traceback__ = None
@@ -214,8 +214,6 @@ class WorkerPool:
             lock.release()
 
     def _explain(self, error: Exception, *, is_late: bool) -> WorkersLost:
-        if not self._can_pin():
-            return WorkersLost("the thread that pins memory has ended")
         if is_late:
             reason = f"not all workers have started in {max(self.timeout_s, START_S):g} s"
             if self._has_begun():
@@ -236,14 +234,6 @@ class WorkerPool:
                 reason = f"worker process {worker.pid} ended with {how}{hint}"
                 return WorkersLost(reason, is_dangerous=True)
         return WorkersLost(f"{_NOT_RECEIVED} ({_summary(error)})")
-
-    def _can_pin(self) -> bool:
-        """Return whether torch's thread that pins batches is alive, or there is none.
-
-        WHY here: with a timeout, torch does not check it.
-        """
-        thread = getattr(self._iterator, "_pin_memory_thread", None)
-        return thread is None or bool(thread.is_alive())
 
 
 class _Requests(Sampler[Any]):
