@@ -121,7 +121,7 @@ def test_digits_that_are_missing_or_damaged_are_told(
     folder.mkdir(parents=True)
     (folder / "digits.csv.gz").write_bytes(gzip.compress(b"1,2,3\n"))
     damaged = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
-    for spec, told in ((None, r"(?s)scikit-learn.*pip install"), (damaged, "can't be read")):
+    for spec, told in ((None, r"(?s)scikit-learn.*pip install"), (damaged, "can't be opened")):
         monkeypatch.setattr("importlib.util.find_spec", lambda name, spec=spec: spec)
         with pytest.raises(DataError, match=told):
             build_data(config("digits"))
