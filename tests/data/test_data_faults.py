@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from hardened_ddp.data.batches import read_errors, worker_pool
-from hardened_ddp.data.batches.batch import Batch
+from hardened_ddp.data.batches.batch import Batch, take
 from hardened_ddp.data.batches.checks import Checks
 from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.data.batches.images import MemoryImages
@@ -275,13 +276,17 @@ def test_many_retries_are_logged_once_a_minute(caplog: pytest.LogCaptureFixture)
 # Values that a model can't take.
 
 
+def problems(checks: Checks, batch: Batch) -> Mapping[int, str]:
+    return checks.find(batch, (take(batch, [i]) for i in range(batch.num_samples)))
+
+
 def test_values_that_a_model_cannot_take_are_found_in_their_samples() -> None:
     rows = torch.full((6, 2), torch.finfo(torch.float32).max)
     rows[1, 1], rows[2, 0] = torch.nan, -torch.inf
     labels = torch.tensor([0, 1, 1, -1, 3, 1.5])
     batch = Batch(rows, labels, torch.arange(6))
-    assert Checks(3).find(batch).keys() == {3, 4, 5}
-    assert Checks(3, inputs=True).find(batch) == {
+    assert problems(Checks(3), batch).keys() == {3, 4, 5}
+    assert problems(Checks(3, inputs=True), batch) == {
         1: "1 values of its input are NaN or infinite",
         2: "1 values of its input are NaN or infinite",
         3: "its label is -1.0, and there are 3 classes, 0 to 2",
@@ -290,7 +295,7 @@ def test_values_that_a_model_cannot_take_are_found_in_their_samples() -> None:
     }
     # in a mapping infinity may be a mask
     batch = Batch({"x": rows}, torch.tensor([0, 1, 2, 0, 1, 2]), torch.arange(6))
-    assert Checks(3, inputs=True).find(batch) == {1: "1 values of its input are NaN"}
+    assert problems(Checks(3, inputs=True), batch) == {1: "1 values of its input are NaN"}
     for kind in (torch.uint8, torch.float32, torch.bool):
         made = Fetcher(TensorDataset(rows, (labels > 0).to(kind)), seed=0, checks=Checks(3))
         assert made[(0, torch.arange(6))].targets.tolist() == [0, 1, 1, 0, 1, 1]

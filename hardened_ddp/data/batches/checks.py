@@ -7,7 +7,7 @@ changes and is fine is checked once, when the loader is built.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,17 +40,22 @@ class Checks:
         if tensors is None:
             return checks
         everything = Batch(*tensors, torch.arange(len(tensors[0])))
-        return replace(checks, is_clean=not checks.find(everything))
+        return replace(checks, is_clean=not checks.problem_of(everything))
 
-    def find(self, batch: Batch) -> Mapping[int, str]:
-        """Return the problems by position in the batch; usually empty."""
-        if self.is_clean or not batch.num_samples or self._are_fine(batch.inputs, batch.targets):
+    def find(self, batch: Batch, alone: Iterable[Batch]) -> Mapping[int, str]:
+        """Return the problems by position in the batch; usually empty.
+
+        alone: each of its samples as a batch of its own, read only if something is wrong.
+        """
+        if self.is_clean or not self.problem_of(batch):
             return {}
-        found = dict(_not_finite(batch)) if self.inputs else {}
-        return found | dict(wrong_labels(batch.targets, self.num_classes))
+        texts = enumerate(map(self.problem_of, alone))
+        return {place: text for place, text in texts if text}
 
     def problem_of(self, batch: Batch) -> str:
-        """Say what is wrong in a batch that a user's collate made, as a whole; usually empty."""
+        """Say what is wrong in a batch as a whole; usually empty."""
+        if not batch.num_samples or self._are_fine(batch.inputs, batch.targets):
+            return ""
         is_alone = isinstance(batch.inputs, torch.Tensor)
         for tensor in tensors_of(batch.inputs) if self.inputs else ():
             if tensor.is_floating_point() and (count := int(_is_wrong(tensor, is_alone).sum())):
@@ -60,10 +65,11 @@ class Checks:
             return ""
         return next((text for _, text in wrong_labels(batch.targets, self.num_classes)), "")
 
-    def _are_fine(self, inputs: Any, labels: torch.Tensor) -> bool:
+    def _are_fine(self, inputs: Any, labels: Any) -> bool:
         """Check quickly whether all values are fine; False: a full check is needed."""
         if self.num_classes:
-            if labels.dtype != torch.int64 or labels.dim() != 1:
+            is_usual = isinstance(labels, torch.Tensor) and labels.dtype == torch.int64
+            if not is_usual or labels.dim() != 1:
                 return False
             # WHY a list: for the few labels of a batch it takes a tenth of the reduction's time.
             values = labels.tolist() if len(labels) <= _MANY else labels.aminmax()
@@ -155,16 +161,6 @@ def wrong_labels(labels: torch.Tensor, num_classes: int) -> Iterator[tuple[int, 
     for place in (~is_class).nonzero().flatten().tolist():
         text = f"its label is {labels[place].item()}, and there are {num_classes} classes"
         yield place, f"{text}, 0 to {num_classes - 1}"
-
-
-def _not_finite(batch: Batch) -> Iterator[tuple[int, str]]:
-    """Yield the positions of samples with input values that are not finite, and why."""
-    is_alone = isinstance(batch.inputs, torch.Tensor)
-    for tensor in tensors_of(batch.inputs):
-        if tensor.is_floating_point() and tensor.dim() and len(tensor) == batch.num_samples:
-            counts = _is_wrong(tensor, is_alone).view(len(tensor), -1).sum(dim=1)
-            for place in counts.nonzero().flatten().tolist():
-                yield place, _told(int(counts[place]), is_alone)
 
 
 def _is_wrong(tensor: torch.Tensor, is_alone: bool) -> torch.Tensor:

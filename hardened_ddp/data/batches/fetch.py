@@ -175,14 +175,11 @@ class Fetcher:
 
     def _find_wrong(self, batch: Batch, epoch: int) -> Mapping[int, str]:
         """Return what is wrong with samples of a batch, by position; usually empty."""
-        if self.collate is None or self.checks.is_clean:
-            return self.checks.find(batch)
-        if not self.checks.problem_of(batch):
-            return {}
-        # WHY one by one: no row of what the collate made need be a sample
-        alone = (self._read_samples(epoch, index.view(1)) for index in batch.indices)
-        texts = enumerate(self.checks.problem_of(single) for single in alone)
-        return {place: text for place, text in texts if text}
+        if self.collate is None:
+            return self.checks.find(batch, (take(batch, [i]) for i in range(batch.num_samples)))
+        # WHY read again: no row of what the collate made need be a sample
+        again = (self._read_samples(epoch, index.view(1)) for index in batch.indices)
+        return self.checks.find(batch, again)
 
 
 class _Torchvision:
