@@ -17,7 +17,6 @@ import hardened_ddp
 from hardened_ddp.checkpoint.mirror import check_mirror
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.sampler import UNKNOWN_STEPS, RunLength
-from hardened_ddp.data.batches.sampling import check_sampling
 from hardened_ddp.data.foreign_code import import_callable, import_extra
 from hardened_ddp.data.loader_setup import AnyLoader, AnySampler
 from hardened_ddp.data.sources.datasets import TaskData, find_source
@@ -148,7 +147,6 @@ def check_names(config: Config) -> None:
     if config.run.mirror:
         check_mirror(config.run.mirror)
     find_source(config.data.dataset, config.data)
-    check_sampling(config.data)
     if config.model.adapter:
         import_extra("peft", what="--adapter")
     check_model(config.model.model)

@@ -100,15 +100,6 @@ def build_sampling(dataset: Any, config: DataConfig, *, seed: int) -> Sampling |
     return Sampling(kind, length, _digest(weights), once)
 
 
-def check_sampling(config: DataConfig) -> None:
-    """Raise DataError if --sampling names a file or a function that is not there. Rank-local."""
-    kind = config.sampling
-    if kind.startswith(WEIGHTS_FILE):
-        _read_weights(Path(kind.removeprefix(WEIGHTS_FILE)), size=None)
-    elif kind not in (EACH_ONCE, BALANCED):
-        import_callable(kind, setting="sampling", error=DataError)
-
-
 def counts_by_weight(weights: Sequence[float], length: int) -> list[int]:
     """Share length out by weight, in whole numbers that are as near as can be."""
     exact = [length * weight / sum(weights) for weight in weights]
@@ -180,11 +171,8 @@ def _labels_of(dataset: Any) -> Samples:
     return found.astype(np.int64)
 
 
-def _read_weights(path: Path, size: int | None) -> Floats:
-    """Read a weight for each sample: .npy, or text with a number per line. Raises DataError.
-
-    size: of the data set; None: not known yet.
-    """
+def _read_weights(path: Path, size: int) -> Floats:
+    """Read a weight for each sample: .npy, or text with a number per line. Raises DataError."""
     told, fix = f"--sampling {WEIGHTS_FILE}{path}", "write a weight from 0 for each sample: .npy "
     fix += "of numpy, or text with a number per line, in the order of the data set"
     try:
@@ -192,11 +180,11 @@ def _read_weights(path: Path, size: int | None) -> Floats:
         weights: Floats = found.astype(np.float64)
     except (OSError, ValueError, EOFError, AttributeError) as error:  # of an archive, the last
         raise DataError(f"{told} can't be read: {error}", fix=fix) from error
-    is_row = weights.shape == (size or weights.size,)
+    is_row = weights.shape == (size,)
     bound = float(weights.max(initial=0.0)) * weights.size  # of their sum
     if not is_row or not 0 < bound < np.inf or weights.min() < 0:
-        what = f"{weights.size} numbers" + (f" for {size} samples" if size else "")
-        raise DataError(f"{told} has {what}, or some below 0, NaN, or all 0", fix=fix)
+        what = f"{weights.size} numbers for {size} samples, or some below 0, NaN, or all 0"
+        raise DataError(f"{told} has {what}", fix=fix)
     return weights
 
 
