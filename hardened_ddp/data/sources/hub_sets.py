@@ -1,15 +1,18 @@
 """Sets of the datasets library, by folder or by name: --dataset hf:PATH_OR_NAME.
 
-Owns loading them, and the rows of those that are no stream: of images as (image, label), in
-[-1, 1], as most image models expect; of tokenised texts as a mapping, padded at their end, so that
-padding is neither attended to nor counts in the loss. A PATH is what save_to_disk() wrote, or a
+Owns loading them, and their rows: of images as (image, label), in [-1, 1], as most image models
+expect; of tokenised texts as a mapping, padded at their end, so that padding is neither attended to
+nor counts in the loss. A PATH is what save_to_disk() wrote, or a
 folder that load_dataset() can read; a NAME is looked up on the Hub once per node, when the data is
-prepared, and read from the library's cache after that.
+prepared, and read from the library's cache after that. As a stream (--streaming), each file is a
+shard, and a row (image, label) where it has such columns, else a mapping of its columns with lists
+of numbers as tensors.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,8 +20,11 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from hardened_ddp.data.batches.images import pixels_of
-from hardened_ddp.data.foreign_code import import_extra
+from hardened_ddp.data.foreign_code import import_callable, import_extra
 from hardened_ddp.errors import DataError, HardenedError
+
+if TYPE_CHECKING:  # WHY: streams are loaded only where the dataset is one
+    from hardened_ddp.streams.adapters import HubStream
 
 PREFIX = "hf:"
 IMAGE_COLUMNS = ("image", "img", "pixel_values", "images")
@@ -224,3 +230,58 @@ def _column(
         f"{set_name} has no column {given or ' or '.join(usual)}; it has: {', '.join(names)}",
         fix=fix,
     )
+
+
+def open_hub_stream(
+    name: str,
+    *,
+    train: bool,
+    data_dir: str,
+    download: bool,
+    image_size: int = 0,
+    train_part: str = "train",
+    test_part: str = "",
+    subset: str = "",
+    num_shards: int = 0,
+    num_classes: int = 0,
+    transform: str = "",
+) -> "HubStream | None":
+    """Open the training or the test part as a stream; None if there is no part to test on.
+
+    image_size: scale images to this height and width. num_shards: fewer than the files are.
+    transform: package.module:callable, makes a sample of a row.
+    """
+    from hardened_ddp.streams.adapters import HubStream  # WHY here: only --streaming needs them
+    from hardened_ddp.streams.files import NUM_SHARDS, Change
+
+    parts = load_parts(name, subset, data_dir=data_dir, download=download, streaming=True)
+    rows = choose_part(name, parts, train=train, train_part=train_part, test_part=test_part)
+    if rows is None:
+        return None
+    if hasattr(rows, "to_iterable_dataset"):  # save_to_disk() wrote it
+        rows = rows.to_iterable_dataset(num_shards=max(1, min(NUM_SHARDS, len(rows))))
+    features = getattr(rows, "features", None) or {}
+    kinds = {
+        column: str(getattr(getattr(feature, "feature", None), "dtype", ""))
+        for column, feature in features.items()
+    }
+    change: Change = partial(_sample_of, image_size=image_size, kinds=kinds)
+    if transform:
+        change = import_callable(transform, setting="dataset_args transform", error=DataError)
+    stream = HubStream(rows, name=name, num_shards=num_shards, change=change)
+    if num_classes:
+        stream.num_classes = num_classes  # type: ignore[attr-defined]  # only if there are classes
+    return stream
+
+
+def _sample_of(
+    row: dict[str, Any], *, image_size: int, kinds: Mapping[str, str]
+) -> Any:  # Any: as the columns are
+    """Make a sample of a row: an image with its label, or its columns."""
+    from hardened_ddp.streams.files import as_sample
+
+    image = next((key for key in IMAGE_COLUMNS if hasattr(row.get(key), "convert")), None)
+    label = next((key for key in LABEL_COLUMNS if key in row), None)
+    if image is not None and label is not None:
+        return pixels_of(row[image], image_size), row[label]
+    return as_sample(row, kinds)
