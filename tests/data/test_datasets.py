@@ -429,7 +429,7 @@ def test_workers_follow_the_cpus_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> N
     assert plan(monkeypatch, cpus=2, ranks=2, uses_gpu=True).num_workers == 1
     assert plan(monkeypatch, cpus=1, ranks=8, uses_gpu=True).num_workers == 1
     found = plan(monkeypatch, cpus=4, ranks=2, num_workers=6)
-    assert (found.num_workers, found.reasons) == (6, ())
+    assert (found.num_workers, found.reason) == (6, "")
 
 
 def test_batches_that_do_not_fit_into_shared_memory_mean_fewer_workers(
@@ -441,7 +441,7 @@ def test_batches_that_do_not_fit_into_shared_memory_mean_fewer_workers(
     for batch_mib, expected in ((1, (4, 4)), (5, (4, 2)), (20, (2, 1)), (100, (0, 1))):
         found = plan(monkeypatch, **asked, batch_bytes=batch_mib * 2**20)
         assert (found.num_workers, found.prefetch_factor) == expected
-        assert bool(found.reasons) == (batch_mib > 1)
+        assert bool(found.reason) == (batch_mib > 1)
     # The ranks of a node share it.
     found = plan(monkeypatch, **asked, batch_bytes=2**20, ranks=8)
     assert found.num_workers * found.prefetch_factor * 8 * 1.5 <= 64

@@ -1,7 +1,6 @@
 """Batches: every sample once, whoever reads it, and whatever happens to the reader."""
 
 import errno
-import logging
 import multiprocessing
 import os
 import random
@@ -426,12 +425,10 @@ def test_a_batch_stays_where_it_is_and_its_images_take_the_memory_format() -> No
 
 def test_what_was_asked_and_what_runs_is_said(caplog: pytest.LogCaptureFixture) -> None:
     plan = WorkerPlan(
-        num_workers=0, prefetch_factor=2, start_method="fork", reasons=("asked 4, running 0",)
+        num_workers=0, prefetch_factor=2, start_method="fork", reason="asked 4, running 0"
     )
-    with caplog.at_level(logging.WARNING):
-        for _ in ("training", "test"):
-            BatchReader(Fetcher(Scripted(), seed=0), plan, DataConfig(), pin_memory=False)
-    assert caplog.text.count("asked 4, running 0") == 1
+    BatchReader(Fetcher(Scripted(), seed=0), plan, DataConfig(), pin_memory=False)
+    assert "asked 4, running 0" in caplog.text
 
 
 # How a dataset gets to the workers: its tensors shared, or copied.

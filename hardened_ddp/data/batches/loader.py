@@ -7,7 +7,6 @@ There are then half as many, or batches come through pipes, until there was no f
 Does not own: which rank gets which samples (sampler.py), making a batch of them (fetch.py).
 """
 
-import functools
 import logging
 import time
 from collections import deque
@@ -95,8 +94,8 @@ class BatchReader:
         self._num_requested = 0  # since the current workers started
         self._waited_for: Request | None = None
         self._suspect: Request | None = None  # the one we waited for when workers were lost
-        for reason in plan.reasons:
-            _tell_once(reason)
+        if plan.reason:
+            log.warning("%s", plan.reason, extra=ON_EVERY_RANK)
         if plan.num_workers > 0:
             raise_open_file_limit()
             plan = plan_sending(fetcher, plan)
@@ -308,12 +307,6 @@ class BatchReader:
                 )
         batch = self.fetcher[(epoch, torch.tensor(good, dtype=torch.int64))]
         return replace(batch, bad=batch.bad + tuple(bad))
-
-
-@functools.cache
-def _tell_once(reason: str) -> None:
-    """Say what differs from the settings: once, though the test set is read in the same way."""
-    log.warning("%s", reason, extra=ON_EVERY_RANK)
 
 
 class TrainLoader:

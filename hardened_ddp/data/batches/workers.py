@@ -33,7 +33,7 @@ class WorkerPlan:
     # Each worker gets its own copy of the dataset's tensors; else they share them.
     copies_data: bool = False
     local_world_size: int = 1  # ranks of this machine, each with workers of its own
-    reasons: tuple[str, ...] = ()  # where this differs from the settings, and why
+    reason: str = ""  # why this differs from the settings
 
     def __str__(self) -> str:
         workers = counted(self.num_workers, "worker") if self.num_workers else "no workers"
@@ -50,7 +50,7 @@ def plan_workers(
 ) -> WorkerPlan:
     """Decide workers, prefetching and start method for this rank. Reads the machine's limits."""
     budget = max(1, cpu_budget() // local_world_size)
-    reasons: list[str] = []
+    reason = ""
     if config.num_workers is None:
         # A GPU leaves the rank's CPU free for loading; on the CPU one core trains.
         spare = budget if uses_gpu else budget - 1
@@ -65,10 +65,9 @@ def plan_workers(
         prefetch = max(1, min(prefetch, room // workers))
         workers = min(workers, room // prefetch)
         if (workers, prefetch) != asked:
-            reasons.append(
-                f"num_workers {asked[0]} with prefetch_factor {asked[1]} would need more shared "
-                f"memory than {SHARED_MEMORY} has free; running {workers} with {prefetch}"
-            )
+            reason = f"num_workers {asked[0]} with prefetch_factor {asked[1]} would need more "
+            reason += f"shared memory than {SHARED_MEMORY} has free; running {workers} with "
+            reason += f"{prefetch}"
     return WorkerPlan(
         num_workers=workers,
         prefetch_factor=prefetch,
@@ -76,7 +75,7 @@ def plan_workers(
         # owner thread does not exist in it; seen once in 500 forks.
         start_method=config.multiprocessing_context.replace("auto", "forkserver"),
         local_world_size=local_world_size,
-        reasons=tuple(reasons),
+        reason=reason,
     )
 
 
