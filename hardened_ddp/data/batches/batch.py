@@ -166,8 +166,8 @@ def cut_by_length(batch: Batch, ignored: int, least_padding: int) -> list[Batch]
     sizes = counts * lengths[order[:-1]] + (number - counts) * lengths.max()
     if size - sizes.min() <= needed:
         return [batch]
-    parts = np.split(order, [counts[sizes.argmin()]])
-    return [_narrow(batch, sorted(part), max(1, int(lengths[part].max()))) for part in parts]
+    parts = [np.sort(part).tolist() for part in np.split(order, [counts[sizes.argmin()]])]
+    return [_narrow(batch, part, max(1, int(lengths[part].max()))) for part in parts]
 
 
 def _narrow(batch: Batch, positions: Sequence[int], length: int) -> Batch:
