@@ -68,7 +68,7 @@ BUDGETS = {
     "hardened_ddp/preflight/*": 1_005,
     "hardened_ddp/ranks/*": 2_720,
     "hardened_ddp/guard/*": 1_335,
-    "hardened_ddp/data/*": 4_690,
+    "hardened_ddp/data/*": 4_580,
     "hardened_ddp/streams/*": 2_530,
     "ddp_drills/*": 1_935,
     "launchers/*": 710,
