@@ -197,9 +197,7 @@ class Measure:
         return [1.0, 2.0] if self.kind == "list" else self.total
 
     def reset(self) -> None:
-        self.total = 1.0 if self.kind == "lies" and self.total else 0.0
-        if self.kind == "lies":
-            self.total = self.total + 0.5
+        self.total = 0.0
 
 
 class NoMeasure:

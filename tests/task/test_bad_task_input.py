@@ -161,7 +161,6 @@ CASES: list[tuple[Words, str]] = [
         (*data(num_classes=2), "--metrics", f"{{x: {{class: '{TASKS}:Sum', y: 1}}}}"),
         "unexpected keyword argument 'y'",
     ),
-    (metric("lies"), "1.5 for a batch, and 2.5 for the same one after reset()"),
     (metric("raises"), "ValueError: no binary labels"),
     (metric("list"), "compute() did not return a number"),
     (metric("", called="loss"), "metrics: loss is measured by the task"),
