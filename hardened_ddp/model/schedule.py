@@ -283,10 +283,8 @@ def state_problems(
     if unknown := [name for name in rest.get("state", {}) if name not in trainable]:
         problems.append(f"optimizer: the checkpoint has a state of {', '.join(unknown[:5])}")
     if schedule.has_state != ("schedule" in rest):
-        had = "had one" if "schedule" in rest else "had none"
-        problems.append(
-            f"lr_schedule: this run's scheduler has a state, or the checkpoint's: {had}"
-        )
+        whose = "the checkpoint's" if "schedule" in rest else "this run's"
+        problems.append(f"lr_schedule: only {whose} is a scheduler with a state")
     return problems
 
 
