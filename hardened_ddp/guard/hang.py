@@ -29,7 +29,7 @@ from hardened_ddp.errors import HangError, HardenedError, PeerLostError
 from hardened_ddp.guard.hang_consensus import NUM_WITNESSES, HangConsensus
 from hardened_ddp.guard.hang_rules import Hang, Report, decide, limits_ns, longest_wait_s
 from hardened_ddp.guard.neighbours import GONE, Neighbour, find_neighbours
-from hardened_ddp.guard.slow import SlowData, SlowRanks, Split
+from hardened_ddp.guard.slow import SlowRanks, Split
 from hardened_ddp.guard.stop import leave_at_once
 from hardened_ddp.ranks.group import Group, lost_peer, nccl_trace
 from hardened_ddp.ranks.launch import environment, log_failure
@@ -93,7 +93,6 @@ class HangWatch:
         self._seen_since = self._seen_phase = 0
         self._longest_s = [0.0] * NUM_PHASES  # of each phase, without the first steps
         self._slow = SlowRanks()
-        self._slow_data = SlowData()
         self._end = threading.Event()
         self._is_deciding = threading.Event()
         self._thread: HelperThread | None = None
@@ -162,8 +161,6 @@ class HangWatch:
         self._age(awake_s)
         self._set_limits()
         report = self._report()
-        longest_s, samples = self._longest_s[Phase.DATA], partial(self._subject.samples, Phase.DATA)
-        self._slow_data.note(report, longest_s=longest_s, samples=samples)
         if self._group.world_size > 1:
             self._consensus.beat(report, words[HEART], self._subject.split())
             for neighbour in self._neighbours:

@@ -1,17 +1,13 @@
-"""Tells what is slow before it looks like a hang: a rank compared with the others, or the storage.
+"""Names a rank that is slow beside the others.
 
 Ranks are compared by their own work in a step: time that a rank waits for others in a collective
-does not count. Storage is named while training waits for it. WHY: a stall of minutes looks like a
-hang to whoever reads the log; the samples in question point to the file.
+does not count.
 """
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from statistics import median
-
-from hardened_ddp.guard.hang_rules import LEARNED_FACTOR, Report
-from hardened_ddp.ranks.phase import Phase
 
 log = logging.getLogger(__name__)
 
@@ -22,9 +18,6 @@ NUM_AVERAGED = 5
 LEAST_S = 0.001  # smaller differences are noise of the system
 # On a GPU the two can't be told apart, so this is not counted as work.
 BACKWARD_AND_WAIT = "backward with all-reduce"
-SLOW_AFTER_S = 30.0
-TELL_EVERY_S = 60.0
-_SHOWN = 8
 _WORK = ("data", "forward", "backward", "optimizer")
 
 Split = Mapping[str, float]
@@ -88,37 +81,3 @@ class SlowRanks:
 
 def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms"
-
-
-class SlowData:
-    """Follows the waits of one rank for its data."""
-
-    def __init__(self) -> None:
-        self._due_s = SLOW_AFTER_S
-        self._told_s = 0.0
-
-    def note(
-        self, report: Report, *, longest_s: float, samples: Callable[[], Sequence[int]]
-    ) -> str:
-        """Log and return what there is to tell of a wait that takes long, or of its end.
-
-        longest_s: the longest such wait before. samples: those that are being read.
-        """
-        age_s, text = report.age_s, ""
-        if report.phase != Phase.DATA or age_s < self._told_s:
-            text = f"the data came after {self._told_s:.0f} s or more" if self._told_s else ""
-            self._told_s, self._due_s = 0.0, SLOW_AFTER_S
-        elif age_s >= max(self._due_s, 0 if self._told_s else LEARNED_FACTOR * longest_s):
-            self._told_s, self._due_s = age_s, age_s + TELL_EVERY_S
-            read = [sample for sample in samples() if sample >= 0][:_SHOWN]
-            which = f" (samples {', '.join(map(str, read))})" if read else ""
-            left_s = max(0.0, report.limit_s - age_s)
-            end = "without a limit" if left_s > TELL_EVERY_S * 1e6 else f"for {left_s:.0f} s more"
-            text = (
-                f"slow storage: rank {report.rank} has waited {age_s:.0f} s for the data of step "
-                f"{report.step}{which}. It waits {end} (--loader_timeout_s)"
-            )
-        # WHY here: a report sorts warnings by the module that logs them, and this is no hang
-        if text:
-            log.warning("%s", text)
-        return text

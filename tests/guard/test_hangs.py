@@ -177,6 +177,14 @@ def test_a_slow_start_and_a_slow_evaluation_are_no_hangs(tmp_path: Path) -> None
     assert finished.outputs[0].count("test accuracy") >= 2
 
 
+def test_waiting_that_was_asked_for_is_no_hang(tmp_path: Path) -> None:
+    """Sample 133 takes 3 s, in a step after the first ones; a hang would end the run after 1 s."""
+    argv = [*POINTS, "--dataset", "tests.plugins:points_that_stall", "--num_workers", "0"]
+    argv += ["--dataset_args", "{stall_s: 3}", "--loader_timeout_s", "60", "--epochs", "1"]
+    argv += ["--model", "mlp", "--hang_after_s", "1", "--output_dir", tmp_path]
+    train(argv, 1, timeout_s=60).ok()
+
+
 def test_a_slow_rank_is_named_with_its_split_of_the_step_time(tmp_path: Path) -> None:
     argv = [*PLAIN, "--model", "tests.plugins:Straggling", "--epochs", "900"]
     with start_training([*argv, "--output_dir", tmp_path], 3) as running:
