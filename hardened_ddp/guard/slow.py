@@ -5,40 +5,20 @@ does not count.
 """
 
 import logging
-from collections import deque
 from collections.abc import Mapping
 from statistics import median
 
 log = logging.getLogger(__name__)
 
 FACTOR = 1.5
-NUM_REPORTS = 3  # reports in a row before a rank counts as slow: a single one may be chance
-NUM_AVERAGED = 5
+NUM_REPORTS = 5  # reports in a row before a rank counts as slow: a single one may be chance
 
 LEAST_S = 0.001  # smaller differences are noise of the system
 # On a GPU the two can't be told apart, so this is not counted as work.
 BACKWARD_AND_WAIT = "backward with all-reduce"
 _WORK = ("data", "forward", "backward", "optimizer")
 
-Split = Mapping[str, float]
-
-
-class Splits:
-    """The last splits of this rank's step time, one of each report."""
-
-    def __init__(self) -> None:
-        self._last: deque[Split] = deque(maxlen=NUM_AVERAGED)
-        self._count = 0
-
-    def add(self, split: Split) -> None:
-        self._last.append(split)
-        self._count += 1
-
-    def newest(self) -> tuple[int, Split]:
-        """Return the number of reports, and the mean of the last ones. From any thread."""
-        count, last = self._count, tuple(self._last)
-        names = dict.fromkeys(name for split in last for name in split)
-        return count, {n: sum(split.get(n, 0.0) for split in last) / len(last) for n in names}
+Split = Mapping[str, float]  # of the time of a step: seconds by phase
 
 
 class SlowRanks:
@@ -61,10 +41,8 @@ class SlowRanks:
             self._seen[rank] = number
             usual = median(value for other, value in work.items() if other != rank)
             is_slow = work[rank] > FACTOR * usual and work[rank] - usual > LEAST_S
-            if is_slow == (rank in self._slow):
-                self._in_a_row[rank] = 0
-                continue
-            self._in_a_row[rank] = self._in_a_row.get(rank, 0) + 1
+            has_changed = is_slow != (rank in self._slow)
+            self._in_a_row[rank] = self._in_a_row.get(rank, 0) + 1 if has_changed else 0
             if self._in_a_row[rank] < NUM_REPORTS:
                 continue
             self._in_a_row[rank] = 0

@@ -162,7 +162,7 @@ class Run:
         return Work(
             global_batch=parts.global_batch,
             epochs=parts.config.loop.epochs,
-            split=self.report.splits.newest,
+            split=lambda: self.report.split,
             epoch=lambda: progress.epoch,
             gpu_mib=lambda: self.report.gpu_mib,
             steps=lambda: parts.length.total if parts.length.is_known else None,
@@ -224,7 +224,7 @@ def hang_subject(run: Run) -> Subject:
         phase=None if stepper.device is None else stepper.device.phase_of,
         samples=samples,
         worker_stacks=worker_stacks,
-        split=run.report.splits.newest,
+        split=lambda: run.report.split,
         least_s=_least_s(parts),
     )
 

@@ -15,7 +15,7 @@ import torch
 from hardened_ddp.data.batches.sampler import UNKNOWN_STEPS, WindowSampler
 from hardened_ddp.data.foreign_code import import_callable
 from hardened_ddp.errors import ConfigError, MissingPackageError
-from hardened_ddp.guard.slow import BACKWARD_AND_WAIT, Splits
+from hardened_ddp.guard.slow import BACKWARD_AND_WAIT, Split
 from hardened_ddp.ranks.launch import environment
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.reporting.ending import stop_status
@@ -80,7 +80,7 @@ class RunReport:
         self.resources = ResourceMonitor(parts.device)
         self.goodput = goodput
         self.goodput.begin(step)
-        self.splits = Splits()
+        self.split: tuple[int, Split] = (0, {})  # the number of reports, and that of the last
         self.last_train: Mapping[str, float] = {}
         # What torch had of this rank's GPU at the last report, and at most.
         self.gpu_mib = (0.0, 0.0)
@@ -112,7 +112,8 @@ class RunReport:
             times = self.read_times()
             # WHY another name: on a GPU the waiting is part of backward
             backward = "backward" if self.parts.device.type == "cpu" else BACKWARD_AND_WAIT
-            self.splits.add({backward if n == "backward" else n: s for n, s in times.items()})
+            split = {backward if name == "backward" else name: s for name, s in times.items()}
+            self.split = (self.split[0] + 1, split)
             before, self._trained_s = self._trained_s, self._training_s()
             speed = sums["samples"] / max(1e-9, self._trained_s - before)
             self.last_train, self.gpu_mib = sums, read_gpu_mib(self.parts.device)
