@@ -68,7 +68,7 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         ("int(match[2] or 1)", "1", "launcher_environments"),
     ],
     "ranks/rendezvous.py": [
-        ('store.set(f"{round_id}/refused", json.dumps(conflict))', "pass", "launch restarts")
+        ('if each["facts"] != me["facts"]', "if False", "launch gpu_choice")
     ],
     "ranks/group.py": [
         ('getattr(errors, other.get("kind", ""), MainRankError)', "MainRankError", "launch"),

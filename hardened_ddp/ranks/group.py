@@ -34,7 +34,7 @@ from hardened_ddp.errors import (
     RankMismatchError,
     first_line,
 )
-from hardened_ddp.ranks.device import choose_backend, gpu_id
+from hardened_ddp.ranks.device import choose_backend
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.phase import Phase, Tracker
 from hardened_ddp.ranks.rendezvous import open_store, rendezvous
@@ -282,13 +282,11 @@ def open_group(
         return group
     raise_open_file_limit()
     name = choose_backend(device, backend)
-    gpu = gpu_id(device) if name == "nccl" else ""
     timeout = timedelta(seconds=timeout_s)
     where = f"{launch.master_addr}:{launch.master_port}"
     try:
-        store = rendezvous(  # collective
-            open_store(launch, timeout), launch, timeout_s, backend=name, gpu=gpu
-        )
+        store = open_store(launch, timeout)
+        store = rendezvous(store, launch, timeout_s, backend=name)  # collective
         group.store = RunStore(store)
         dist.init_process_group(
             name,

@@ -15,7 +15,6 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -33,7 +32,6 @@ POLL_S = 0.01
 _POLL_PER_RANK_S = 1e-3
 _LEAST_CONNECT_S = 2.0
 _SHOWN = 16
-_NO_GPU = "would use gloo, as without a GPU, and the others NCCL"
 
 
 def open_store(launch: Launch, timeout: timedelta) -> dist.Store:
@@ -73,134 +71,82 @@ def open_store(launch: Launch, timeout: timedelta) -> dist.Store:
 
 
 def rendezvous(
-    store: dist.Store, launch: Launch, timeout_s: float, *, backend: str = "gloo", gpu: str = ""
+    store: dist.Store, launch: Launch, timeout_s: float, *, backend: str = "gloo"
 ) -> dist.Store:
     """Wait until every rank has joined; return the part of the store that belongs to this round.
 
-    Collective: all ranks. gpu: the id of this rank's GPU, if no other rank may use it.
-    Raises LaunchError on every rank if two processes have the same rank or GPU, or the ranks have
-    different world sizes or backends; GroupError if a rank does not join within timeout_s.
+    Collective: all ranks. Raises LaunchError on every rank if they have different world sizes or
+    backends; GroupError if a rank does not join within timeout_s.
     """
     end = time.monotonic() + timeout_s
+    me = {"who": _me(), "facts": f"WORLD_SIZE={launch.world_size} and backend {backend}"}
     meet = _open_round if launch.is_main else _join_round
-    round_id = meet(store, launch, end, {"who": _me(), "backend": backend, "gpu": gpu})
-    if round_id is None:
+    round_id, conflict = meet(store, launch, end, me)
+    if conflict:
+        raise LaunchError(
+            conflict,
+            fix="start all ranks with the same launcher and settings. Where a rank would use gloo, "
+            "see on its host why it has no GPU: nvidia-smi, CUDA_VISIBLE_DEVICES, and python -c "
+            "'import torch; torch.cuda.init()'; or leave all GPUs unused: --cpu_only",
+        )
+    if not round_id:
         raise GroupError(
             f"rank {launch.rank} waited {timeout_s:g} s at {launch.master_addr}:"
             f"{launch.master_port}; of {launch.world_size} ranks these never joined: "
             f"{_who_is_missing(store, launch)}",
-            fix="read the log of those ranks: they did not start, or can't reach that address",
+            fix="read the log of those ranks: they did not start, can't reach that address, or "
+            "have the number of another rank",
         )
     return dist.PrefixStore(round_id, store)
 
 
-def _open_round(store: dist.Store, launch: Launch, end: float, me: dict[str, str]) -> str | None:
-    """Announce a round; open it when all have joined, or refuse it. On rank 0."""
+def _open_round(
+    store: dist.Store, launch: Launch, end: float, me: dict[str, str]
+) -> tuple[str, str]:
+    """Announce a round, and open it when all have joined; return its id, and what conflicts."""
     round_id = uuid.uuid4().hex
-    current = {"round_id": round_id, "world_size": launch.world_size, "who": me["who"]}
-    store.set("round", json.dumps(current))
+    store.set("round", json.dumps({"round_id": round_id, "who": me["who"]}))
     keys = [f"{round_id}/joined/{rank}" for rank in range(1, launch.world_size)]
-    notices = Notices(end)
-    while True:
-        # WHY not wait at the store: torch warns twice of each wait that times out
-        have_all_joined = store.check(keys)
-        conflict = _read(store, f"{round_id}/conflict")
-        if have_all_joined and conflict is None:
-            joined = [json.loads(text) for text in store.multi_get(keys)]
-            conflict = _conflict_of([me, *joined])
-        if conflict is not None:
-            store.set(f"{round_id}/refused", json.dumps(conflict))
-            # WHY: the others read it, and the store ends with this rank
-            time.sleep(20 * POLL_S + 2 * _poll_s(launch))
-            raise _conflict_error(conflict, launch)
-        if have_all_joined:
-            # WHY a key for each: one text with all tokens would be sent to each of N ranks
-            opened = [f"{round_id}/open/{rank['token']}" for rank in joined]
-            store.multi_set(opened, ["1"] * len(opened))  # type: ignore[attr-defined]  # no stub
-            return round_id
+    # WHY not wait at the store: torch warns twice of each wait that times out
+    while not store.check(keys):
         if time.monotonic() >= end:
-            return None
-        if notices.is_due:
-            notices.tell(
-                f"at {launch.master_addr}:{launch.master_port}; of {launch.world_size} ranks these "
-                f"have not joined: {_who_is_missing(store, launch)}"
-            )
+            return "", ""
         time.sleep(_poll_s(launch))
+    joined = [json.loads(text) for text in store.multi_get(keys)]
+    conflicts = [
+        f"rank {rank} ({each['who']}) has {each['facts']}, and rank 0 has {me['facts']}"
+        for rank, each in enumerate(joined, start=1)
+        if each["facts"] != me["facts"]
+    ]
+    conflict = conflicts[0] if conflicts else ""
+    # WHY a key for each: one text with all tokens would be sent to each of N ranks
+    opened = [f"{round_id}/open/{each['token']}" for each in joined]
+    store.multi_set(opened, [json.dumps(conflict)] * len(opened))  # type: ignore[attr-defined]  # no stub
+    if conflict:
+        # WHY: the others read it, and the store ends with this rank
+        time.sleep(20 * POLL_S + 2 * _poll_s(launch))
+    return round_id, conflict
 
 
-def _join_round(store: dist.Store, launch: Launch, end: float, me: dict[str, str]) -> str | None:
+def _join_round(
+    store: dist.Store, launch: Launch, end: float, me: dict[str, str]
+) -> tuple[str, str]:
     """Join the newest round, again and again, until a round is opened with this rank's token."""
     token, round_id = uuid.uuid4().hex, ""
     while time.monotonic() < end:
         current = _read(store, "round")
         if current is not None and current["round_id"] != round_id:
             round_id = current["round_id"]
-            _join(store, launch, current, {**me, "token": token})
-        if round_id:
-            if store.check([f"{round_id}/open/{token}"]):
-                return round_id
-            if (conflict := _read(store, f"{round_id}/refused")) is not None:
-                raise _conflict_error(conflict, launch)
+            store.set(f"{round_id}/joined/{launch.rank}", json.dumps({**me, "token": token}))
+        if round_id and (conflict := _read(store, f"{round_id}/open/{token}")) is not None:
+            return round_id, conflict
         # WHY not wait at the store: torch makes a native stack trace of each wait that times out
         time.sleep(_poll_s(launch))
-    return None
+    return "", ""
 
 
 def _poll_s(launch: Launch) -> float:
     return max(POLL_S, launch.world_size * _POLL_PER_RANK_S)
-
-
-def _join(store: dist.Store, launch: Launch, current: Any, me: dict[str, str]) -> None:
-    """Join the current round, or report the conflict that prevents it.
-
-    WHY not raise: the round may be left from a dead attempt. Its rank 0 decides, if it is alive.
-    """
-    round_id, mine = current["round_id"], json.dumps(me)
-    if current["world_size"] != launch.world_size:
-        conflict = f"{_me()} has WORLD_SIZE={launch.world_size}, but "
-        conflict += f"{current['who']} joined first with {current['world_size']}"
-    else:
-        found = store.compare_set(f"{round_id}/joined/{launch.rank}", "", mine).decode()
-        if found == mine:
-            return
-        conflict = f"{_me()} and {json.loads(found)['who']} both have RANK={launch.rank}"
-    store.set(f"{round_id}/conflict", json.dumps(conflict))
-
-
-def _conflict_of(joined: Sequence[Mapping[str, str]]) -> str | None:
-    """Return the conflict if some ranks see no GPU, or two have the same. joined: of each rank."""
-    # WHY here: each backend would wait for the ranks that use the other one
-    if len({each["backend"] for each in joined}) > 1:
-        without = [
-            f"rank {rank} ({each['who']})"
-            for rank, each in enumerate(joined)
-            if each["backend"] != "nccl"
-        ]
-        return f"{listed(without, 1)} {_NO_GPU}"
-    first: dict[str, int] = {}
-    for rank, gpu in enumerate(each["gpu"] for each in joined):
-        if gpu and first.setdefault(gpu, rank) != rank:
-            return (
-                f"ranks {first[gpu]} and {rank} would use the same GPU ({gpu}), which NCCL "
-                "refuses (--backend gloo does not). Each rank needs its own: start as many ranks "
-                "as there are GPUs, with all GPUs visible to all ranks or one to each"
-            )
-    return None
-
-
-def _conflict_error(conflict: str, launch: Launch) -> LaunchError:
-    if conflict.endswith(_NO_GPU):
-        return LaunchError(
-            conflict,
-            fix="see on that host why: nvidia-smi, CUDA_VISIBLE_DEVICES, and python -c 'import "
-            "torch; torch.cuda.init()'; or leave all GPUs unused: --cpu_only",
-        )
-    words = command_words("torchrun", launch.local_world_size, env={})
-    return LaunchError(
-        f"{conflict}: the ranks can't tell each other apart",
-        fix="start each rank once, and let a launcher number them (or give each its LOCAL_RANK and "
-        f"LOCAL_WORLD_SIZE), on this host: {with_arguments(words)}",
-    )
 
 
 def _who_is_missing(store: dist.Store, launch: Launch) -> str:

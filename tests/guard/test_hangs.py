@@ -323,7 +323,7 @@ def work(**seconds: float) -> Mapping[str, float]:
 def test_a_rank_is_slow_after_several_reports_and_is_named_once() -> None:
     slow = SlowRanks()
     told = []
-    for number in range(8):
+    for number in range(NUM_REPORTS + 2):
         splits = {
             0: (number, work(data=0.001, forward=0.019, all_reduce=0.021)),
             1: (number, work(data=0.025, forward=0.016)),
@@ -336,7 +336,7 @@ def test_a_rank_is_slow_after_several_reports_and_is_named_once() -> None:
         "rank 1 is slow: 41 ms of work a step beside 20.5 ms of the others (median): data 25 ms, "
         "forward 16 ms"
     ]
-    for number in range(8, 12):
+    for number in range(NUM_REPORTS + 2, 2 * NUM_REPORTS + 2):
         quick = work(data=0.001, forward=0.019)
         told += slow.note({rank: (number, quick) for rank in range(3)})
     assert told[1:] == ["rank 1 is no longer slow: 20 ms of work a step"]
