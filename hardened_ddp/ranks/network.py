@@ -1,37 +1,13 @@
 """Ports and addresses: a port that stays free, and why an address can't be reached from here."""
 
-import logging
 import socket
 import time
 
 from hardened_ddp.ranks.threads import call_within
 
-log = logging.getLogger(__name__)
-
-FIRST_NOTICE_S = 10.0
-NOTICE_EVERY_S = 60.0
 _CONNECT_LIMIT_S = 2.0
 _RESOLVE_LIMIT_S = 4.0
 _TRY_EVERY_S = (0.05, 1.0)  # at first, and at most
-
-
-class Notices:
-    """Tells what a wait is for: after FIRST_NOTICE_S, then every NOTICE_EVERY_S."""
-
-    def __init__(self, end: float) -> None:
-        """end: of the wait, by time.monotonic()."""
-        self._began_at, self._end = time.monotonic(), end
-        self._due_at = self._began_at + FIRST_NOTICE_S
-
-    @property
-    def is_due(self) -> bool:
-        return time.monotonic() >= self._due_at
-
-    def tell(self, text: str) -> None:
-        now = time.monotonic()
-        waited, left = f"waited {now - self._began_at:.0f} s", f"{self._end - now:.0f} s"
-        log.warning("%s %s. Giving up in %s (--timeout_s)", waited, text, left)
-        self._due_at = now + NOTICE_EVERY_S
 
 
 def hold_port() -> socket.socket:
@@ -53,19 +29,16 @@ def port_of(holder: socket.socket) -> int:
     return port
 
 
-def await_listener(host: str, port: int, *, end: float, notices: Notices | None) -> str:
+def await_listener(host: str, port: int, *, end: float) -> str:
     """Wait until host:port accepts connections; return "", or why not by the time end. Rank-local.
 
-    end: by time.monotonic(). notices: None on ranks that leave the telling to another one.
-    WHY before torch's own wait: torch prints several lines for each try, with none that says what
-    to do, and name servers that don't answer block a try for half a minute.
+    end: by time.monotonic(). WHY before torch's own wait: torch prints several lines for each try,
+    with none that says what to do, and name servers that don't answer block a try for half a minute.
     """
     pause_s = _TRY_EVERY_S[0]
     while reason := why_unreachable(host, port):
         if time.monotonic() >= end:
             return reason
-        if notices is not None and notices.is_due:
-            notices.tell(f"for rank 0 at {host}:{port}: {reason}. {own_addresses()}")
         time.sleep(min(pause_s, max(0.0, end - time.monotonic())))
         pause_s = min(2 * pause_s, _TRY_EVERY_S[1])
     return ""

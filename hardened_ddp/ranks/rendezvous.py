@@ -23,7 +23,7 @@ import torch.distributed as dist
 from hardened_ddp.errors import GroupError, LaunchError
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.launchers_env import command_words, with_arguments
-from hardened_ddp.ranks.network import Notices, await_listener, own_addresses
+from hardened_ddp.ranks.network import await_listener, own_addresses
 from hardened_ddp.settings.typed_command import own_command
 from hardened_ddp.settings.wording import listed
 
@@ -40,8 +40,7 @@ def open_store(launch: Launch, timeout: timedelta) -> dist.Store:
     end = time.monotonic() + timeout.total_seconds()
     descriptor = _listen(launch) if is_server else None
     host, port = launch.master_addr, launch.master_port
-    notices = Notices(end) if launch.is_local_main else None  # one rank of each node tells
-    reason = await_listener(host, port, end=end, notices=notices)
+    reason = await_listener(host, port, end=end)
     try:
         if reason:
             raise RuntimeError(reason)
