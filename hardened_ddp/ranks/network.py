@@ -32,8 +32,9 @@ def port_of(holder: socket.socket) -> int:
 def await_listener(host: str, port: int, *, end: float) -> str:
     """Wait until host:port accepts connections; return "", or why not by the time end. Rank-local.
 
-    end: by time.monotonic(). WHY before torch's own wait: torch prints several lines for each try,
-    with none that says what to do, and name servers that don't answer block a try for half a minute.
+    end: by time.monotonic().
+    WHY before torch's own wait: torch prints several lines for each try, with none that says what
+    to do, and name servers that don't answer block a try for half a minute.
     """
     pause_s = _TRY_EVERY_S[0]
     while reason := why_unreachable(host, port):

@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from hardened_ddp.errors import GroupError, LaunchError
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.ranks.launchers_env import command_words, with_arguments
 from hardened_ddp.ranks.network import await_listener, own_addresses
 from hardened_ddp.settings.typed_command import own_command
 from hardened_ddp.settings.wording import listed
@@ -151,23 +150,18 @@ def _poll_s(launch: Launch) -> float:
 def _who_is_missing(store: dist.Store, launch: Launch) -> str:
     """Say who has not joined the newest round, and who has."""
     current = _read(store, "round")
-    joined = {launch.rank: _me()}
-    if current is not None:
-        said = f"{current['round_id']}/missing"
-        # WHY rank 0 for all: N ranks that ask for N keys each would keep the store busy for minutes
-        if not launch.is_main and (text := _read(store, said)) is not None:
-            return str(text)
-        joined = {0: str(current["who"])}
-        for rank in range(1, launch.world_size):
-            if (found := _read(store, f"{current['round_id']}/joined/{rank}")) is not None:
-                joined[rank] = str(found["who"])
+    if current is None:
+        return "[0]"
+    if not launch.is_main:
+        # WHY: N ranks that ask for N keys each would keep the store busy for minutes
+        return f"the log of rank 0 ({current['who']}) tells which"
+    joined = {0: str(current["who"])}
+    for rank in range(1, launch.world_size):
+        if (found := _read(store, f"{current['round_id']}/joined/{rank}")) is not None:
+            joined[rank] = str(found["who"])
     missing = [rank for rank in range(launch.world_size) if rank not in joined]
-    # If none is missing, all joined a dead attempt's round: this attempt has no rank 0.
     there = [f"rank {rank} ({who})" for rank, who in joined.items()]
-    text = f"[{listed(missing or [0], _SHOWN)}]. Joined: {listed(there, _SHOWN)}"
-    if launch.is_main and current is not None:
-        store.set(said, json.dumps(text))
-    return text
+    return f"[{listed(missing, _SHOWN)}]. Joined: {listed(there, _SHOWN)}"
 
 
 def _read(store: dist.Store, key: str) -> Any:  # Any: JSON
@@ -198,13 +192,10 @@ def _listen(launch: Launch) -> int:
             dualstack_ipv6=is_dual,
         )
     except OSError as error:
-        fix = "set MASTER_PORT to another port for all ranks; torchrun takes it as --master_port"
-        if launch.num_nodes == 1 and launch.launcher in ("torchrun", "none"):
-            alone = command_words("torchrun", launch.world_size, env={})
-            fix = f"torchrun takes a free one: {with_arguments(alone)}"
         raise GroupError(
             f"port {launch.master_port} of this machine is taken ({error.strerror}), so rank 0 "
             "can't serve the store for the rendezvous",
-            fix=fix,
+            fix="set MASTER_PORT to another port for all ranks (--master_port of torchrun); on one "
+            "host torchrun --standalone takes a free one",
         ) from error
     return listener.detach()
