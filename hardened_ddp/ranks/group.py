@@ -66,20 +66,6 @@ _LOST_PEER = re.compile(
 _OWN_ERROR = re.compile(
     "out of memory|nccl(UnhandledCuda|Internal)Error|ncclInvalid(Usage|Argument)"
 )
-# What NCCL says at a start -> what helps; the first that is found counts.
-_START_FIXES = {
-    "no socket interface": "NCCL_SOCKET_IFNAME must name an interface that each node has: leave it "
-    "out, or take one of: ip -br addr",
-    "[Ss]ocket\\w*Connect": "that address can't be reached: set NCCL_SOCKET_IFNAME on all "
-    "nodes to the interface of their common network (ip -br addr), and let a firewall pass all "
-    "ports between them",
-    "Duplicate GPU": "give each rank its own GPU: start as many ranks as there are GPUs",
-    "Mismatched NCCL": "install the same torch on all nodes, and let LD_LIBRARY_PATH and "
-    "LD_PRELOAD name no other NCCL",
-    "/dev/shm": "give the container more shared memory, such as --shm-size=8g or --ipc=host",
-    "out of memory": "end what else uses this GPU: nvidia-smi",
-    "NCCL": "set NCCL_DEBUG=INFO and start again: NCCL then tells what it tried",
-}
 
 
 class Group:
@@ -311,11 +297,18 @@ def open_group(
         reason, last = first_line(error), str(error).partition("Last error:")[2].split()
         if last:
             reason = f"{' '.join(last)} ({reason})"
-        fixes = (fix for text, fix in _START_FIXES.items() if re.search(text, reason))
+        fix = "check that this port is free and reachable from every node; the network of this "
+        fix += f"machine is looked at by: {own_command('doctor')}"
+        if "NCCL" in reason:
+            fix = f"what that means, and what helps: {own_command('explain', 'LOG')}. Where an "
+            fix += (
+                "address can't be reached: NCCL_SOCKET_IFNAME on all nodes names the interface of "
+            )
+            fix += (
+                "their common network (ip -br addr). With NCCL_DEBUG=INFO NCCL says what it tried"
+            )
         raise GroupError(
-            f"rank {launch.rank} could not meet {others} at {where}: {reason}",
-            fix=next(fixes, "check that this port is free and reachable from every node")
-            + f"; the network of this machine is looked at by: {own_command('doctor')}",
+            f"rank {launch.rank} could not meet {others} at {where}: {reason}", fix=fix
         ) from error
     return group
 

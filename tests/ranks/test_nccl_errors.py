@@ -3,12 +3,14 @@
 The texts are those that torch puts together: its line, the code's explanation, NCCL's last error.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import ddp_training
 from hardened_ddp.errors import GroupError
 from hardened_ddp.ranks import group as group_module
 from hardened_ddp.ranks.group import Group, lost_peer, open_group
@@ -71,41 +73,34 @@ def test_only_what_another_rank_caused_is_a_lost_rank(
     assert (lost is not None) == group.is_broken == is_lost
 
 
-@pytest.mark.parametrize(
-    ("text", "found", "fix"),
-    [
-        (f"{INTERNAL}Bootstrap : no socket interface found", "no socket interface", "ip -br addr"),
-        (
-            f"{SYSTEM}socketPollConnect: connect to 172.17.0.2<41245> returned No route to host, "
-            "exceeded error retry count after 35 attempts",
-            "172.17.0.2<41245> returned No route to host",
-            "NCCL_SOCKET_IFNAME",
-        ),
-        (
-            f"{SYSTEM}socketStartConnect: Connect to 10.0.0.2<39123> failed : Software caused "
-            "connection abort",
-            "Connect to 10.0.0.2<39123>",
-            "firewall",
-        ),
-        (OWN[3], "both on CUDA device 1b000", "own GPU"),
-        (
-            f"{USAGE}Mismatched NCCL version detected : rank 0 version 22705 rank 1 version 22605",
-            "version 22605",
-            "same torch",
-        ),
-        (
-            f"{SYSTEM}Error while creating shared memory segment /dev/shm/nccl-o3XOed (size "
-            "9637888), error: No space left on device (28)",
-            "/dev/shm/nccl-o3XOed",
-            "--shm-size",
-        ),
-        (OWN[0], "out of memory", "nvidia-smi"),
-        (f"{CUDA}Cuda failure 802 'system not yet initialized'", "Cuda failure 802", "NCCL_DEBUG"),
-        ("Connect timeout [10.0.0.1]:3412", "Connect timeout", "port is free"),
-    ],
-)
-def test_a_start_that_fails_says_what_nccl_said_last_and_what_helps(
-    text: str, found: str, fix: str, monkeypatch: pytest.MonkeyPatch
+AT_A_START = [
+    (f"{INTERNAL}Bootstrap : no socket interface found", "no socket interface", "ip -br addr"),
+    (
+        f"{SYSTEM}socketPollConnect: connect to 172.17.0.2<41245> returned No route to host, "
+        "exceeded error retry count after 35 attempts",
+        "172.17.0.2<41245> returned No route to host",
+        "NCCL_SOCKET_IFNAME",
+    ),
+    (OWN[3], "both on CUDA device 1b000", "--nproc_per_node at most the number of GPUs"),
+    (
+        f"{SYSTEM}Error while creating shared memory segment /dev/shm/nccl-o3XOed (size "
+        "9637888), error: No space left on device (28)",
+        "/dev/shm/nccl-o3XOed",
+        "--shm-size",
+    ),
+    (f"{CUDA}Cuda failure 802 'system not yet initialized'", "Cuda failure 802", "NCCL_DEBUG"),
+    ("Connect timeout [10.0.0.1]:3412", "Connect timeout", "port is free"),
+]
+
+
+@pytest.mark.parametrize(("text", "found", "fix"), AT_A_START)
+def test_a_start_that_fails_says_what_nccl_said_last_and_explain_what_helps(
+    text: str,
+    found: str,
+    fix: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def refuse(*given: Any, **named: Any) -> None:
         raise dist.DistBackendError(text)
@@ -116,4 +111,7 @@ def test_a_start_that_fails_says_what_nccl_said_last_and_what_helps(
     with pytest.raises(GroupError) as caught:
         open_group(Launch(world_size=2), device=CPU, backend="gloo", timeout_s=1)
     assert found in caught.value.message
-    assert fix in caught.value.fix
+    log = tmp_path / "log"
+    log.write_text(f"[2026-11-26 23:00:00 rank 0] ERROR hardened_ddp.ranks: {caught.value}\n")
+    assert ddp_training.main(["explain", str(log)]) == 0
+    assert fix in caught.value.fix + capsys.readouterr().out
