@@ -1,7 +1,7 @@
 """The other ranks of this machine, inspected from outside, and killed where they can't exit.
 
-A pid may mean another process by now, or one of another container. So only a process with the token
-that its rank published is a neighbour, and a pidfd holds it from then on.
+A pid may mean a process of another container, or another one some time later. So a neighbour is of
+the same boot and namespace of process ids, and a pidfd holds it from the start on.
 """
 
 import contextlib
@@ -19,7 +19,6 @@ from hardened_ddp.ranks.phase import (
     SAMPLE,
     SINCE,
     STEP,
-    TOKEN,
     Phase,
     Tracker,
     open_words,
@@ -102,20 +101,17 @@ def find_neighbours(
     """
     found = []
     place = this_process().place
-    me = [place, os.getpid(), group.tracker.words[TOKEN], *fds]
+    me = [place, os.getpid(), *fds]
     for rank, entry in enumerate(group.gather_json(me)):  # collective
-        its_place, pid, token, heartbeat_fd, stacks_fd = entry
-        can_hold = hasattr(os, "pidfd_open") and heartbeat_fd >= 0
-        if rank == group.launch.rank or its_place != place or not can_hold:
+        its_place, pid, heartbeat_fd, stacks_fd = entry
+        if rank == group.launch.rank or its_place != place or heartbeat_fd < 0:
+            continue
+        words = open_words(pid, heartbeat_fd)
+        if words is None:
             continue
         try:
             pidfd = os.pidfd_open(pid)
         except OSError:
-            continue
-        # WHY after the pidfd: so the memory belongs to the process that the pidfd holds.
-        words = open_words(pid, heartbeat_fd, token)
-        if words is None:
-            os.close(pidfd)
             continue
         found.append(Neighbour(rank, pid, pidfd, words, group.tracker, stacks_fd, stopped_limit_s))
     return found

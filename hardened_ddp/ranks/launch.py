@@ -127,13 +127,13 @@ def prepare_signals(launch: Launch) -> None:
 
 
 def end_with_launcher(launch: Launch) -> None:
-    """Send this process SIGTERM when its launcher has ended. Rank-local, on Linux.
+    """Send this process SIGTERM when its launcher has ended. Rank-local.
 
     WHY: ranks of a killed torchrun would train on as orphans, beside the restarted job. SIGTERM
     makes them save and leave. WHY not PR_SET_PDEATHSIG: it acts when the thread that started the
     process ends, and a thread pool, a notebook or Ray starts processes from threads that end early.
     """
-    if launch.launcher in ("none", "operator") or not hasattr(os, "pidfd_open"):
+    if launch.launcher in ("none", "operator"):
         return
     try:
         parent = os.pidfd_open(os.getppid())

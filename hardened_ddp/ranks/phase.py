@@ -9,7 +9,6 @@ step. A reader may see values that are a moment old, so nothing is decided from 
 import logging
 import mmap
 import os
-import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
@@ -48,7 +47,7 @@ NUM_PHASES = len(Phase)
 
 # The words of a heartbeat, 8 bytes each. LIMITS: how long each phase may take, in ns: one for each
 # phase, written by the hang watch.
-TOKEN, STEP, PHASE, SINCE, SAMPLE, HEART, LIMITS = range(7)
+STEP, PHASE, SINCE, SAMPLE, HEART, LIMITS = range(6)
 NUM_WORDS = LIMITS + NUM_PHASES
 
 
@@ -155,25 +154,21 @@ class Tracker:
     def share(self) -> int:
         """Move the heartbeat to memory that other processes can map; return its descriptor.
 
-        -1 without memfd. WHY memfd: it has no name that a killed process would leave in /dev/shm.
+        WHY memfd: it has no name that a killed process would leave in /dev/shm.
         """
-        if not hasattr(os, "memfd_create"):
-            return -1
         fd = os.memfd_create("heartbeat", os.MFD_CLOEXEC)
         os.ftruncate(fd, 8 * NUM_WORDS)
         shared = memoryview(mmap.mmap(fd, 8 * NUM_WORDS)).cast("q")
         shared[:] = self.words
-        shared[TOKEN] = secrets.randbits(62)
         self.words = shared
         return fd
 
 
-def open_words(pid: int, fd: int, token: int) -> memoryview | None:
+def open_words(pid: int, fd: int) -> memoryview | None:
     """Map the shared words of another process of this machine; None if they can't be."""
     try:
         with open(f"/proc/{pid}/fd/{fd}", "rb", buffering=0) as file:
             memory = mmap.mmap(file.fileno(), 8 * NUM_WORDS, prot=mmap.PROT_READ)
     except (OSError, ValueError):
         return None
-    words = memoryview(memory).cast("q")
-    return words if words[TOKEN] == token else None
+    return memoryview(memory).cast("q")

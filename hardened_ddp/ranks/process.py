@@ -1,7 +1,7 @@
 """Which process made a file, and whether it is still alive. What is decided: checkpoint/disk.py.
 
 WHY a mark: a pid is reused after a while, means another process after a reboot, and another one in
-each container. Outside Linux only the pid is compared. WHY a count in the file of a lock: the file
+each container. WHY a count in the file of a lock: the file
 system is the only thing that two hosts are sure to share. Their clocks may differ, the times of a
 file are cached, and hosts made from one image may have one name.
 """
@@ -39,7 +39,7 @@ class ProcessMark:
 
     host: str
     pid: int
-    started: str  # clock ticks between boot and start; empty if the system doesn't say
+    started: str  # clock ticks between boot and start
     boot: str
     namespace: str  # of process ids: two containers on one host have two
     machine: str  # its id, hashed because it is not meant to be published; empty if it has none
@@ -52,18 +52,13 @@ class ProcessMark:
 
 def this_process() -> ProcessMark:
     pid = os.getpid()
-    fields = stat_fields(pid)
-    try:
-        namespace = os.readlink("/proc/self/ns/pid")
-    except OSError:
-        namespace = ""
     machine = _text_of(Path("/etc/machine-id"))
     return ProcessMark(
         host=socket.gethostname(),
         pid=pid,
-        started=fields[START_FIELD] if fields else "",
+        started=stat_fields(pid)[START_FIELD],
         boot=_text_of(Path("/proc/sys/kernel/random/boot_id")),
-        namespace=namespace,
+        namespace=os.readlink("/proc/self/ns/pid"),
         machine=_short_hash(f"ddp-{machine}") if machine else "",
     )
 
@@ -83,7 +78,7 @@ def is_pid_gone(pid: int, *, started: str) -> bool:
     if fields:
         return fields[_STATE_FIELD] in "ZX" or fields[START_FIELD] != started
     try:
-        os.kill(pid, 0)
+        os.kill(pid, 0)  # WHY: /proc may hide the processes of others
     except OSError as error:  # if it is not permitted, the process lives
         return isinstance(error, ProcessLookupError)
     return False

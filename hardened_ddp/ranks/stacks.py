@@ -20,9 +20,7 @@ _DEBUGGERS = ("bdb.py", "pdb.py", "pydevd.py")
 
 
 def offer_stacks() -> int:
-    """Make the signal write all threads' stacks to memory; return its descriptor, or -1."""
-    if not hasattr(os, "memfd_create") or not hasattr(faulthandler, "register"):
-        return -1
+    """Make the signal write all threads' stacks to memory; return its descriptor."""
     fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
     faulthandler.register(signal.SIGRTMIN + SIGNAL_OFFSET, file=fd, all_threads=True)
     return fd
