@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
+import traceback
 
 # Added to SIGRTMIN: schedulers, torchrun and NCCL use the signals that have names.
 SIGNAL_OFFSET = 1
@@ -49,17 +49,9 @@ def ask_for_stacks(pid: int, fd: int) -> str:
 
 
 def is_debugged(thread: int) -> bool:
-    """Return whether a thread of this process is in a Python debugger, or the process is traced."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-            if line.startswith("TracerPid:") and line.split()[1] != "0":
-                return True
-    frame = sys._current_frames().get(thread)
-    while frame is not None:
-        if frame.f_code.co_filename.endswith(_DEBUGGERS):
-            return True
-        frame = frame.f_back
-    return False
+    """Return whether a thread of this process is in a Python debugger."""
+    frames = traceback.walk_stack(sys._current_frames()[thread])
+    return any(frame.f_code.co_filename.endswith(_DEBUGGERS) for frame, _ in frames)
 
 
 def _read_until_quiet(fd: int, start: int) -> str:
