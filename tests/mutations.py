@@ -65,7 +65,7 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
     "ranks/process.py": [(" or fields[START_FIELD] != started", "", "run_lock checkpoint_files")],
     "ranks/launchers_env.py": [
         ('nodelist).split(",")[0]', 'nodelist).split(",")[-1]', "launcher_environments"),
-        ("int(match[2] or 1)", "1", "launcher_environments"),
+        ("int(times or 1)", "1", "launcher_environments"),
     ],
     "ranks/rendezvous.py": [('if each["facts"] != me["facts"]', "if False", "launch gpu_choice")],
     "ranks/group.py": [

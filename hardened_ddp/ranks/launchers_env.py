@@ -230,20 +230,16 @@ def _check_outer_launcher(outer: Launch, env: Mapping[str, str], *, num_agents: 
     name = "srun" if outer.launcher == "slurm" else "mpirun"
     is_agent = "TORCHELASTIC_RUN_ID" in env or env.get(MARK) == "spawn"
     agent = "run_with_python.py" if env.get(MARK) == "spawn" else "torchrun"
-    if is_agent and outer.local_world_size > 1:
+    # WHY also more than one on a host: they would take each other's GPUs
+    if is_agent and (outer.local_world_size > 1 or max(1, num_agents) != outer.world_size):
+        num_ranks = outer.num_nodes * whole_number(env, "LOCAL_WORLD_SIZE")
+        direct = command_words(outer.launcher, num_ranks, num_nodes=outer.num_nodes, env=env)
         raise LaunchError(
-            f"{name} started {outer.local_world_size} tasks on this node, and each one a "
-            f"{agent} with its own ranks: they would take each other's GPUs and hang",
-            fix=f"without {agent}: {right_command(env)}",
-        )
-    if is_agent and max(1, num_agents) != outer.world_size:
-        num_ranks = outer.world_size * whole_number(env, "LOCAL_WORLD_SIZE")
-        direct = command_words(outer.launcher, num_ranks, num_nodes=outer.world_size, env=env)
-        raise LaunchError(
-            f"{name} started {agent} {outer.world_size} times, but this one knows of "
-            f"{max(1, num_agents)} nodes: each would train a separate model",
-            fix=f"give torchrun --nnodes={outer.world_size} and an --rdzv_endpoint that all nodes "
-            f"reach, or leave it out: {with_arguments(direct)}",
+            f"{name} started {agent} {outer.world_size} times, {outer.local_world_size} of them on "
+            f"this host, and this one knows of {max(1, num_agents)} hosts: each would train a "
+            "separate model",
+            fix=f"leave {agent} out: {with_arguments(direct)}\n  or have {name} start one on each "
+            f"host, with --nnodes={outer.num_nodes} and an --rdzv_endpoint that all hosts reach",
         )
     found = (whole_number(env, "RANK"), whole_number(env, "WORLD_SIZE"))
     if not is_agent and found != (outer.rank, outer.world_size):
@@ -304,14 +300,8 @@ def first_host(nodelist: str) -> str:
 def tasks_of(text: str) -> list[int]:
     """Expand Slurm's tasks per node: 2(x3),1 gives 2, 2, 2, 1."""
     tasks: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if match is None:
-            raise LaunchError(
-                f"{TASKS}={text} can't be read at {part!r}",
-                fix="let srun set it, which writes such as 2(x3),1 there",
-            )
-        tasks += [int(match[1])] * int(match[2] or 1)
+    for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        tasks += [int(number)] * int(times or 1)
     return tasks
 
 
@@ -333,16 +323,10 @@ def _read_ranks(env: Mapping[str, str], names: Mapping[str, str], launcher: Laun
     """Read the place of this rank. names: ours to the launcher's."""
     need(env, names.values())
     numbers = {ours: whole_number(env, theirs) for ours, theirs in names.items()}
-    said = {ours: f"{theirs}={numbers[ours]}" for ours, theirs in names.items()}
-    problems = [
-        f"{said[small]} must be below {said[large]}"
-        for small, large in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-        if numbers[small] >= numbers[large]
-    ]
-    if numbers["LOCAL_WORLD_SIZE"] > numbers["WORLD_SIZE"]:
-        problems.append(f"{said['LOCAL_WORLD_SIZE']} can't be above {said['WORLD_SIZE']}")
-    if problems:
-        refuse("; ".join(problems), env)
+    is_possible = numbers["RANK"] < numbers["WORLD_SIZE"]
+    is_possible &= numbers["LOCAL_RANK"] < numbers["LOCAL_WORLD_SIZE"] <= numbers["WORLD_SIZE"]
+    if not is_possible:
+        refuse(", ".join(f"{theirs}={numbers[ours]}" for ours, theirs in names.items()), env)
     return Launch(
         launcher=launcher,
         rank=numbers["RANK"],

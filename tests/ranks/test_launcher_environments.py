@@ -30,9 +30,9 @@ BAD: list[tuple[Mapping[str, str], Change, str, str]] = [
     (TORCHRUN, {"WORLD_SIZE": None, "MASTER_PORT": None}, "WORLD_SIZE, MASTER_PORT", "torchrun"),
     (TORCHRUN, {"LOCAL_RANK": None}, "but not LOCAL_RANK", "env -u RANK -u WORLD_SIZE"),
     (TORCHRUN, {"RANK": "one"}, "RANK='one'", "torchrun"),
-    (TORCHRUN, {"RANK": "4"}, "RANK=4 must be below WORLD_SIZE=4", "torchrun"),
-    (TORCHRUN, {"LOCAL_RANK": "2"}, "LOCAL_RANK=2 must be below LOCAL_WORLD_SIZE=2", "torchrun"),
-    (TORCHRUN, {"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE=8 can't be above", "torchrun"),
+    (TORCHRUN, {"RANK": "4"}, "RANK=4, LOCAL_RANK=1, WORLD_SIZE=4", "torchrun"),
+    (TORCHRUN, {"LOCAL_RANK": "2"}, "LOCAL_RANK=2, WORLD_SIZE=4, LOCAL_WORLD_SIZE=2", "torchrun"),
+    (TORCHRUN, {"LOCAL_WORLD_SIZE": "8"}, "WORLD_SIZE=4, LOCAL_WORLD_SIZE=8", "torchrun"),
     (TORCHRUN, {"MASTER_PORT": "99999"}, "MASTER_PORT=99999 is not a port", "torchrun"),
     (AGENT, {"TORCHELASTIC_RESTART_COUNT": "x"}, "TORCHELASTIC_RESTART_COUNT='x'", "torchrun"),
     # An operator of Kubernetes.
@@ -48,9 +48,9 @@ BAD: list[tuple[Mapping[str, str], Change, str, str]] = [
     ({**OPEN_MPI, **TORCHRUN}, {"RANK": "0"}, "but mpirun says that this is rank", "-u RANK"),
     ({**SRUN, "WORLD_SIZE": "4"}, {}, "WORLD_SIZE set, but not RANK", "srun"),
     # torchruns that srun or mpirun started.
-    ({**SRUN, **AGENT}, {}, "srun started 2 tasks on this node", "srun --ntasks=4"),
-    ({**OPEN_MPI, **AGENT}, {}, "mpirun started 2 tasks on this node", "mpirun"),
-    ({**SRUN_AGENTS, **AGENT}, {"GROUP_WORLD_SIZE": "1"}, "knows of 1 nodes", "--nnodes=2"),
+    ({**SRUN, **AGENT}, {}, "srun started torchrun 4 times, 2 of them on", "srun --ntasks=4"),
+    ({**OPEN_MPI, **AGENT}, {}, "mpirun started torchrun 2 times, 2 of them", "mpirun"),
+    ({**SRUN_AGENTS, **AGENT}, {"GROUP_WORLD_SIZE": "1"}, "knows of 1 hosts", "--nnodes=2"),
     ({**SRUN, **TORCHRUN, "HARDENED_DDP_LAUNCHER": "spawn"}, {}, "run_with_python.py", "srun"),
     # Slurm.
     (BATCH, {}, "started without srun", "srun --ntasks=4 "),
@@ -60,7 +60,7 @@ BAD: list[tuple[Mapping[str, str], Change, str, str]] = [
     (SRUN, {"SLURM_NODEID": "2"}, "SLURM_STEP_NUM_TASKS=4, SLURM_NODEID=2", "srun"),
     (SRUN, {"SLURM_STEP_TASKS_PER_NODE": "2,3"}, "SLURM_STEP_TASKS_PER_NODE=2,3, ", "srun"),
     (SRUN, {"SLURM_STEP_TASKS_PER_NODE": "4"}, "=4, SLURM_STEP_NUM_NODES=2", "srun"),
-    (SRUN, {"SLURM_STEP_TASKS_PER_NODE": "two"}, "can't be read at 'two'", "srun"),
+    (SRUN, {"SLURM_STEP_TASKS_PER_NODE": "two"}, "SLURM_STEP_TASKS_PER_NODE=two, ", "srun"),
     (SRUN, {"SLURM_RESTART_COUNT": "again"}, "SLURM_RESTART_COUNT='again'", "srun"),
     # MPI.
     (OPEN_MPI, {"OMPI_COMM_WORLD_RANK": None}, "but not OMPI_COMM_WORLD_RANK", "mpirun -np 2"),
@@ -68,7 +68,7 @@ BAD: list[tuple[Mapping[str, str], Change, str, str]] = [
     (OPEN_MPI_ON_TWO_HOSTS, {}, "MASTER_ADDR and MASTER_PORT not set", "run_with_mpirun.py"),
     (OPEN_MPI_ON_TWO_HOSTS, {"MASTER_ADDR": "a"}, "MASTER_PORT not set", "run_with_mpirun.py"),
     (HYDRA, {"MPI_LOCALRANKID": None}, "but not MPI_LOCALRANKID", "env -u PMI_RANK"),
-    (HYDRA, {"PMI_SIZE": "1"}, "PMI_RANK=1 must be below PMI_SIZE=1", "mpirun"),
+    (HYDRA, {"PMI_SIZE": "1"}, "PMI_RANK=1, MPI_LOCALRANKID=1, PMI_SIZE=1", "mpirun"),
 ]
 
 
