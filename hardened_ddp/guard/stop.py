@@ -33,8 +33,7 @@ import torch.distributed as dist
 
 from hardened_ddp.errors import PeerLostError
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.ranks.launch import SAVE_REQUESTS, environment
-from hardened_ddp.ranks.process import stat_fields
+from hardened_ddp.ranks.launch import SAVE_REQUESTS, environment, launcher_has_died
 from hardened_ddp.ranks.threads import HelperThread
 from hardened_ddp.reporting.ending import settle
 
@@ -44,7 +43,6 @@ CHECK_EVERY_S = 0.05
 # Times the number of ranks: the agreement is an all-reduce of all of them over TCP.
 CHECK_PER_RANK_S = 5e-4
 MAX_INTERVAL = 1000
-ENDING_S = 0.05
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 STOP_FILE = "stop.request"
 # Above every signal number.
@@ -159,7 +157,6 @@ class StopRequest:
         self._started_at = time.perf_counter()
         self.last_resort: LastResort | None = None
         self._previous = {number: signal.getsignal(number) for number in SIGNALS}
-        self._launcher_pid = os.getppid()
 
     def __enter__(self) -> "StopRequest":
         """Take over the signals that mean: save and stop. Rank-local, main thread."""
@@ -260,8 +257,9 @@ class StopRequest:
         num_polls = max(1, self._tick - self._started_tick)
         poll_time = max(1e-6, (now - self._started_at) / num_polls)
         self._look_around()
-        if self.code == signal.SIGTERM and self._launcher_died():
-            self.code = _LOST_CODE + self.group.launch.rank
+        launch = self.group.launch
+        if self.code == signal.SIGTERM and launch.num_nodes > 1 and launcher_has_died.is_set():
+            self.code = _LOST_CODE + launch.rank
         self._word[0] = self.code
         self._word[1] = min(MAX_INTERVAL, max(1, int(self._check_every_s / poll_time)))
         if self._digest is not None:
@@ -284,14 +282,6 @@ class StopRequest:
         if self.last_resort is not None:
             self.last_resort.relieve()
             self.last_resort = None
-
-    def _launcher_died(self) -> bool:
-        if self.group.launch.num_nodes == 1:
-            return False
-        # WHY wait: the signal arrives while the launcher is still ending, thread by thread
-        time.sleep(max(0.0, self._noted_at + ENDING_S - time.monotonic()))
-        is_zombie = stat_fields(self._launcher_pid)[:1] == ["Z"]
-        return is_zombie or os.getppid() != self._launcher_pid
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -14,6 +14,7 @@ import shlex
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +52,8 @@ _NCCL_SETTINGS = {
     # After an error it sleeps four times this, with a lock that the next collective takes.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",
 }
+# Set before the SIGTERM that tells this process so: see end_with_launcher.
+launcher_has_died = threading.Event()
 _MPI = ("mpirun", "mpiexec", "orterun", "prterun", "prun")
 
 
@@ -145,6 +148,7 @@ def end_with_launcher(launch: Launch) -> None:
         poller.register(parent, select.POLLIN)
         poller.poll()
         os.close(parent)
+        launcher_has_died.set()
         os.kill(os.getpid(), signal.SIGTERM)
 
     HelperThread(wait, name="parent-watch").start()
