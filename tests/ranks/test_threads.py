@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hardened_ddp.ranks import threads
 from hardened_ddp.ranks.store import RunStore
-from hardened_ddp.ranks.threads import HelperThread, call_within, keep_ready, repeating
+from hardened_ddp.ranks.threads import HelperThread, call_within, keep_ready
 
 
 class Cuda:
@@ -66,8 +66,6 @@ def test_a_question_to_the_store_touches_no_gpu(cuda: Cuda) -> None:
     store = RunStore(dist.HashStore())
     with mock.patch("torch.cuda.set_device", side_effect=AssertionError("it would wait")):
         assert store.claim("key", "mine") == "mine"
-        with repeating(lambda: None, every_s=60):
-            pass
 
 
 def test_a_question_to_a_device_that_is_stuck_starts_no_thread(cuda: Cuda) -> None:
