@@ -12,7 +12,7 @@ from ddp_drills.fault import Fault
 from ddp_drills.injections import Board, Pause
 from ddp_drills.processes import Ranks, send
 from hardened_ddp.checkpoint.folder import STATE_NAME, find_newest
-from hardened_ddp.ranks.network import port_of
+from hardened_ddp.ranks.launchers_env import port_of
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME
 
 # How long ranks have to exit after one has failed. Then SIGTERM; after the same time SIGKILL.

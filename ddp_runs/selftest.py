@@ -16,7 +16,7 @@ from typing import IO
 
 from ddp_runs.machine import Check
 from hardened_ddp.ranks.launch import environment, prepare_environment, read_launch
-from hardened_ddp.ranks.network import hold_port, port_of
+from hardened_ddp.ranks.launchers_env import hold_port, port_of
 
 _LIMIT_S, _GROUP_LIMIT_S = 60.0, 45.0
 _POLL_S = 0.05

@@ -25,8 +25,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hardened_ddp.errors import HardenedError, LaunchError
 from hardened_ddp.ranks.launch import Launch, read_launch
-from hardened_ddp.ranks.launchers_env import command_words, names_of_mpi, with_arguments
-from hardened_ddp.ranks.network import hold_port, port_of
+from hardened_ddp.ranks.launchers_env import (
+    command_words,
+    hold_port,
+    names_of_mpi,
+    port_of,
+    with_arguments,
+)
 from launchers.running import ROOT, begin_rank, make_parser, read_arguments, run_script
 
 POLL_S = 0.05

@@ -23,7 +23,7 @@ from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from hardened_ddp.ranks.network import hold_port, port_of
+from hardened_ddp.ranks.launchers_env import hold_port, port_of
 from hardened_ddp.reporting.ending import RECORD, read_endings
 from launchers.running import begin_rank, make_parser, read_arguments, run_script
 

@@ -11,6 +11,7 @@ script without srun: SLURM_PROCID is 0 and SLURM_NTASKS 8, but seven others were
 
 import os
 import re
+import socket
 import sys
 import time
 import zlib
@@ -364,6 +365,25 @@ def read_port(env: Mapping[str, str], job: str) -> int:
     port = whole_number(env, "MASTER_PORT")
     if not 0 < port < 65536:
         refuse(f"MASTER_PORT={port} is not a port (1 to 65535)", env)
+    return port
+
+
+def hold_port() -> socket.socket:
+    """Take a port of this machine, which is that of the returned socket, until that is closed.
+
+    WHY not look one up and free it: another process may get it before rank 0 listens on it. As this
+    socket was bound without SO_REUSEADDR, nobody gets its port from the kernel; as it has that
+    option now, who is told the port and has the option too (as torch and socket.create_server) can
+    listen on it.
+    """
+    holder = socket.socket()
+    holder.bind(("", 0))
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return holder
+
+
+def port_of(holder: socket.socket) -> int:
+    port: int = holder.getsockname()[1]
     return port
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from hardened_ddp.errors import GroupError, LaunchError
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.ranks.network import await_listener, own_addresses
+from hardened_ddp.ranks.threads import call_within
 from hardened_ddp.settings.typed_command import own_command
 from hardened_ddp.settings.wording import listed
 
@@ -30,6 +30,8 @@ POLL_S = 0.01
 # Times the number of ranks: how often each one asks whether its round is open.
 _POLL_PER_RANK_S = 1e-3
 _LEAST_CONNECT_S = 2.0
+_CONNECT_LIMIT_S, _ANSWER_LIMIT_S = 2.0, 4.0
+_TRY_EVERY_S = (0.05, 1.0)  # at first, and at most
 _SHOWN = 16
 
 
@@ -179,11 +181,10 @@ def _listen(launch: Launch) -> int:
     Also, a port that is taken gives a clear message here.
     """
     is_local = launch.num_nodes == 1 and launch.master_addr in ("127.0.0.1", "localhost")
-    # WHY not with IPv4: torch looks up the name of each client, on the thread that serves all. As
+    # WHY not always dual: torch looks up the name of each client, on the thread that serves all. As
     # IPv6 addresses (::ffff:10.0.0.2) they are not in /etc/hosts, and a name server that does not
     # answer would delay every rank.
-    is_ipv4 = launch.master_addr.replace(".", "").isdecimal()  # 10.0.0.1
-    is_dual = not (is_local or is_ipv4) and socket.has_dualstack_ipv6()
+    is_dual = ":" in launch.master_addr
     try:
         listener = socket.create_server(
             ("127.0.0.1" if is_local else "", launch.master_port),
@@ -199,3 +200,46 @@ def _listen(launch: Launch) -> int:
             "host torchrun --standalone takes a free one",
         ) from error
     return listener.detach()
+
+
+def await_listener(host: str, port: int, *, end: float) -> str:
+    """Wait until host:port accepts connections; return "", or why not by the time end. Rank-local.
+
+    end: by time.monotonic().
+    WHY before torch's own wait: torch prints several lines for each try, with none that says what
+    to do, and name servers that don't answer block a try for half a minute.
+    """
+    pause_s = _TRY_EVERY_S[0]
+    while reason := why_unreachable(host, port):
+        if time.monotonic() >= end:
+            return reason
+        time.sleep(min(pause_s, max(0.0, end - time.monotonic())))
+        pause_s = min(2 * pause_s, _TRY_EVERY_S[1])
+    return ""
+
+
+def why_unreachable(host: str, port: int) -> str:
+    """Return why host:port can't be reached; empty: it can be."""
+    try:
+        # WHY with a limit: a name server that does not answer blocks for half a minute
+        call_within(
+            lambda: socket.create_connection((host, port), _CONNECT_LIMIT_S).close(),
+            _ANSWER_LIMIT_S,
+        )
+    except OSError as error:  # no such name, refused, no answer, no route
+        return error.strerror or str(error)
+    return ""
+
+
+def own_addresses() -> str:
+    """List the addresses of this machine, by interface, so that a wrong one is obvious."""
+    import psutil  # WHY here: only a failure needs it
+
+    families = (socket.AF_INET, socket.AF_INET6)
+    found = [
+        f"{name} {entry.address.partition('%')[0]}"
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family in families
+    ]
+    return f"This machine is {', '.join(found)}"

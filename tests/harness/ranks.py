@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
-from hardened_ddp.ranks.network import hold_port, port_of
+from hardened_ddp.ranks.launchers_env import hold_port, port_of
 from tests.harness.fork_server import ERRORS_NAME, MAX_MESSAGE_BYTES, PIDS_NAME, STACK_SIGNAL
 from tests.harness.processes import (
     ROOT,
