@@ -17,7 +17,6 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from tests.harness.processes import clean_environment, deadline, limit_of
@@ -68,16 +67,11 @@ class SlurmCluster:
                 self._start("slurmd", "-D", "-N", node)
             self._wait(lambda: self._idle_nodes() == 2, what="two idle nodes")
         except BaseException:
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if len(self._daemons) == 4:
             self._run("scancel", "--signal=KILL", "--full", "--state=running", "--user=root")
             self._run("scancel", "--user=root")

@@ -14,7 +14,6 @@ import subprocess
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -78,16 +77,11 @@ class TwoHosts:
                 _ip("-n", namespace, "link", "set", "lo", "up")
                 _ip("-n", namespace, "link", "set", self.interfaces[index], "up")
         except BaseException:
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for namespace in self.namespaces:
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True, timeout=60)
 
