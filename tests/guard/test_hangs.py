@@ -153,14 +153,16 @@ def test_after_a_hang_torchrun_restarts_to_the_same_weights(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_a_job_that_is_stopped_as_a_whole_and_goes_on_did_not_hang(tmp_path: Path) -> None:
     argv = [*PLAIN, "--epochs", "8", "--hang_after_s", "1.5", "--model", "tests.plugins:paced_mlp"]
-    argv += ["--model_args", "{pause_s: 0.05}"]
+    argv += ["--model_args", "{pause_s: 0.05}", "--timeout_s", "3"]
     with start_training([*argv, "--output_dir", tmp_path], 2) as running:
         running.wait_for(lambda: "step 20/" in running.output(0), timeout_s=60, what="20 steps")
-        for rank in (0, 1):
-            running.kill(rank, signal.SIGSTOP)
+        running.kill(1, signal.SIGSTOP)
+        threading.Event().wait(0.3)  # rank 0 now waits for it in a sum
+        running.kill(0, signal.SIGSTOP)
         threading.Event().wait(4)  # the pause itself is what is tested
-        for rank in (1, 0):
-            running.kill(rank, signal.SIGCONT)
+        running.kill(0, signal.SIGCONT)  # first, so that it finds that rank 1 is not there
+        threading.Event().wait(0.3)
+        running.kill(1, signal.SIGCONT)
         finished = running.wait(60).ok()
     assert "a hang was suspected" not in finished.output
     assert "[DDP-G05]" not in finished.output

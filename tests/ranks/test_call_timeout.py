@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +13,11 @@ import torch.distributed as dist
 from hardened_ddp.ranks import store as run_store
 from hardened_ddp.ranks import threads
 from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.store import RunStore
 from hardened_ddp.ranks.threads import AwakeTime, call_within
-from tests.harness.ranks import run_ranks, start_ranks
+from tests.harness.ranks import start_ranks
 from tests.ranks.test_shared_sum import rendezvous
-
-TIMEOUT_S, PAUSE_S = 2.0, 4.0
 
 
 def test_an_answer_or_an_error_comes_through_or_the_limit_of_the_wait() -> None:
@@ -79,52 +77,17 @@ def test_a_gap_counts_for_the_longest_that_running_explains(
         assert waited.passed_s() == total_s
 
 
-def go_on_after_a_pause(what: str) -> bool:
-    """Rank 1 comes late each time, so that the pause falls into a wait of rank 0."""
-    group = rendezvous(TIMEOUT_S)
-    pids = group.gather_json(os.getpid())
-    helper = os.fork() if group.launch.rank == 0 else 0
-    if helper == 0 and group.launch.rank == 0:
-        pause(pids)
-    was_paused, last = False, time.monotonic()
-    for number in range(200):
-        if group.launch.rank == 1:
-            time.sleep(0.02)
-        meet(group, what, number)
-        now = time.monotonic()
-        was_paused, last = was_paused or now - last > PAUSE_S / 2, now
-    if helper:
-        os.waitpid(helper, 0)
-    group.close()
-    return was_paused
-
-
-def pause(pids: list[int]) -> None:
-    time.sleep(0.5)  # WHY: not a wait for something, the pause may come at any time
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    time.sleep(PAUSE_S)
-    for pid in pids:  # rank 0 first, which then finds that rank 1 is not there
-        os.kill(pid, signal.SIGCONT)
-        time.sleep(0.3)
-    os._exit(0)
-
-
-def meet(group: Group, what: str, number: int) -> None:
-    mine = torch.tensor([float(number)])
-    if what == "sum":
-        assert group.sum_(mine).item() == 2 * number
-        return
-    work = group.start_max(mine)
-    assert work is not None
+def test_an_agreement_waits_in_time_awake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a job that was stopped as a whole; of a sum: tests/guard/test_hangs.py."""
+    hours = iter(range(0, 36_000, 3600))
+    monkeypatch.setattr(threads.time, "monotonic", lambda: float(next(hours)))
+    are_there = iter([False, False, True])
+    group = Group(Launch(world_size=2), torch.device("cpu"), timeout_s=3.0)
+    work: Any = SimpleNamespace(is_completed=lambda: next(are_there), wait=lambda: None)
     group.finish(work)
-    assert mine.item() == number
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["sum", "agreement"])
-def test_ranks_that_were_stopped_for_longer_than_the_timeout_go_on(what: str) -> None:
-    assert run_ranks(go_on_after_a_pause, 2, what) == [True, True]
+    work.is_completed = lambda: False
+    with pytest.raises(RuntimeError, match="Timed out waiting 3 s"):
+        group.finish(work)
 
 
 def close_with_an_agreement_under_way() -> bool:
