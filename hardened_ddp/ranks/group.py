@@ -269,7 +269,6 @@ def open_group(
     raise_open_file_limit()
     name = choose_backend(device, backend)
     timeout = timedelta(seconds=timeout_s)
-    where = f"{launch.master_addr}:{launch.master_port}"
     try:
         store = open_store(launch, timeout)
         store = rendezvous(store, launch, timeout_s, backend=name)  # collective
@@ -292,25 +291,23 @@ def open_group(
                 timeout_s=timeout_s,
             )
     except RuntimeError as error:
-        n = launch.world_size - 1
-        others = "the other rank" if n == 1 else f"the other {n} ranks"
-        reason, last = first_line(error), str(error).partition("Last error:")[2].split()
-        if last:
-            reason = f"{' '.join(last)} ({reason})"
-        fix = "check that this port is free and reachable from every node; the network of this "
-        fix += f"machine is looked at by: {own_command('doctor')}"
-        if "NCCL" in reason:
-            fix = f"what that means, and what helps: {own_command('explain', 'LOG')}. Where an "
-            fix += (
-                "address can't be reached: NCCL_SOCKET_IFNAME on all nodes names the interface of "
-            )
-            fix += (
-                "their common network (ip -br addr). With NCCL_DEBUG=INFO NCCL says what it tried"
-            )
-        raise GroupError(
-            f"rank {launch.rank} could not meet {others} at {where}: {reason}", fix=fix
-        ) from error
+        raise _why_not_met(error, launch) from error
     return group
+
+
+def _why_not_met(error: RuntimeError, launch: Launch) -> GroupError:
+    where, n = f"{launch.master_addr}:{launch.master_port}", launch.world_size - 1
+    others = "the other rank" if n == 1 else f"the other {n} ranks"
+    reason, last = first_line(error), str(error).partition("Last error:")[2].split()
+    if last:
+        reason = f"{' '.join(last)} ({reason})"
+    fix = "check that this port is free and reachable from every node; the network of this machine "
+    fix += f"is looked at by: {own_command('doctor')}"
+    if "NCCL" in reason:
+        fix = f"what that means, and what helps: {own_command('explain', 'LOG')}. Where an address "
+        fix += "can't be reached: NCCL_SOCKET_IFNAME on all nodes names the interface of their "
+        fix += "common network (ip -br addr). With NCCL_DEBUG=INFO NCCL says what it tried"
+    return GroupError(f"rank {launch.rank} could not meet {others} at {where}: {reason}", fix=fix)
 
 
 def place_in_group(launch: Launch) -> Launch:
