@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from hardened_ddp.errors import LaunchError
-from hardened_ddp.ranks.process import START_FIELD, ancestors, name_of, stat_fields
 from hardened_ddp.settings.typed_command import (
     ROOT,
     SCRIPT,
@@ -217,13 +216,8 @@ def _read_mpi(env: Mapping[str, str], names: Mapping[str, str]) -> Launch:
 
 def mpi_job(env: Mapping[str, str]) -> str:
     """Return a name for this mpirun: unique at any time, and the same on all ranks of a host."""
-    if namespace := env.get("PMIX_NAMESPACE"):
-        return namespace
-    # Hydra gives its ranks no job name, but on each host they have a common ancestor.
-    for pid in ancestors():
-        if name_of(pid).startswith("hydra"):
-            return f"{pid}-{stat_fields(pid)[START_FIELD]}"
-    return f"user-{os.getuid()}"
+    # Hydra gives its ranks no job name, but on each host they have a common parent.
+    return env.get("PMIX_NAMESPACE") or f"parent-{os.getppid()}"
 
 
 def _check_outer_launcher(outer: Launch, env: Mapping[str, str], *, num_agents: int) -> None:

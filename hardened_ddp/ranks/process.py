@@ -98,11 +98,6 @@ def ancestors() -> Iterator[int]:
         pid = int(fields[_PARENT_FIELD])
 
 
-def name_of(pid: int) -> str:
-    """Return the name of a process's program; empty: it is gone."""
-    return _text_of(Path(f"/proc/{pid}/comm"))
-
-
 def is_earlier_boot(mark: ProcessMark, here: ProcessMark) -> bool:
     """Return whether mark may be of this machine before it was started again.
 
