@@ -190,7 +190,7 @@ class Group:
     def publish_failure(self, text: str) -> None:
         """Write the reason for this rank's failure to the store, for its peers."""
         self.is_broken = True
-        self._has_published = publish_failure(self.store, self.launch.rank, text, is_last=False)
+        self._has_published = publish_failure(self.store, self.launch.rank, text)
 
     def leave(self) -> None:
         """Tell the others at once that this rank joins no further collective.

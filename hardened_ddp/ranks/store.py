@@ -131,15 +131,10 @@ def poll_s(world_size: int) -> float:
     return max(_LEAST_POLL_S, _POLL_PER_RANK_S * world_size)
 
 
-def publish_failure(store: RunStore, rank: int, text: str, *, is_last: bool = True) -> bool:
-    """Write why a rank failed; return whether that was possible.
-
-    is_last: it asks the store for nothing after this.
-    """
+def publish_failure(store: RunStore, rank: int, text: str) -> bool:
+    """Write why a rank failed; return whether that was possible."""
     if 0 < store.count(_COUNTER) <= MOST_READ:
         store.append(_REASONS, json.dumps([rank, text]) + "\n")
-    if is_last:
-        store.note_heard(rank)  # it has a cause of its own, and reads no other
     return not store.is_gone
 
 
