@@ -1,16 +1,29 @@
-"""Helper threads: each works on the GPU of its rank, which CUDA does not do by itself."""
+"""Helper threads work on the GPU of their rank; limits on waits: calls that may never return.
 
+And jobs that were stopped as a whole.
+"""
+
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from hardened_ddp.ranks import store as run_store
 from hardened_ddp.ranks import threads
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.store import RunStore
-from hardened_ddp.ranks.threads import HelperThread, call_within, keep_ready
+from hardened_ddp.ranks.threads import AwakeTime, HelperThread, call_within, keep_ready
+from tests.harness.ranks import start_ranks
+from tests.ranks.test_shared_sum import rendezvous
 
 
 class Cuda:
@@ -84,3 +97,91 @@ def test_a_question_to_a_device_that_is_stuck_starts_no_thread(cuda: Cuda) -> No
 def test_without_cuda_a_thread_starts_none() -> None:
     with mock.patch("torch.cuda.current_device", side_effect=AssertionError("it would start CUDA")):
         assert call_within(lambda: "told", 60) == "told"
+
+
+def test_an_answer_or_an_error_comes_through_or_the_limit_of_the_wait() -> None:
+    assert call_within(lambda: "yes", 10) == "yes"
+    assert call_within(lambda: None, 10) is None
+    with pytest.raises(ZeroDivisionError):
+        call_within(lambda: 1 // 0, 10)
+    answered = threading.Event()
+    with pytest.raises(TimeoutError, match=r"no answer for 0\.05 s"):
+        call_within(answered.wait, 0.05)
+    answered.set()
+
+
+def test_a_store_is_asked_again_only_when_it_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_store, "ANSWER_LIMIT_S", 0.05)
+    answered, asked = threading.Event(), []
+
+    def get(key: str, *values: str) -> bytes:
+        asked.append(key)
+        answered.wait()
+        return b"found"
+
+    inner: Any = SimpleNamespace(compare_set=get)
+    store = RunStore(inner)
+    for _ in range(2):
+        assert not store.look_up("key")
+        assert store.is_gone
+    assert len(asked) == 1
+    answered.set()
+    assert store._is_answered.wait(60)
+    assert store.look_up("key") == "found"
+    assert not store.is_gone
+
+
+def test_a_store_whose_connection_broke_is_not_asked_again() -> None:
+    """Each try would print a stack of torch's C++."""
+    asked = []
+
+    def compare_set(*words: str) -> bytes:
+        asked.append(words)
+        raise dist.DistNetworkError("Broken pipe")
+
+    store = RunStore(SimpleNamespace(compare_set=compare_set))  # type: ignore[arg-type]
+    assert [store.claim("key", "me") for _ in range(3)] == ["me"] * 3
+    assert store.is_gone
+    assert len(asked) == 1
+
+
+def test_a_gap_counts_for_the_longest_that_running_explains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [50.0]
+    monkeypatch.setattr(threads.time, "monotonic", lambda: now[0])
+    waited = AwakeTime(2.0)
+    for gap_s, total_s in ((1.0, 1.0), (3600.0, 3.0), (2.0, 5.0)):
+        now[0] += gap_s
+        assert waited.passed_s() == total_s
+
+
+def test_an_agreement_waits_in_time_awake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a job that was stopped as a whole; of a sum: tests/guard/test_hangs.py."""
+    hours = iter(range(0, 36_000, 3600))
+    monkeypatch.setattr(threads.time, "monotonic", lambda: float(next(hours)))
+    are_there = iter([False, False, True])
+    group = Group(Launch(world_size=2), torch.device("cpu"), timeout_s=3.0)
+    work: Any = SimpleNamespace(is_completed=lambda: next(are_there), wait=lambda: None)
+    group.finish(work)
+    work.is_completed = lambda: False
+    with pytest.raises(RuntimeError, match="Timed out waiting 3 s"):
+        group.finish(work)
+
+
+def close_with_an_agreement_under_way() -> bool:
+    group = rendezvous(60)
+    group.sum_(torch.zeros(1))
+    if group.launch.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    work = group.start_max(torch.zeros(1))
+    assert work is not None
+    group.close()
+    return True
+
+
+def test_a_group_closes_while_an_agreement_waits_for_a_rank_that_is_stopped() -> None:
+    with start_ranks(close_with_an_agreement_under_way, 2) as running:
+        running.wait_for(lambda: running.living() == [1], timeout_s=20, what="rank 0's end")
+        running.kill(1)
+        assert running.wait(10).statuses[0] == 0
