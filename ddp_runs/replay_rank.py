@@ -1,12 +1,11 @@
 """Replay inside of a rank: steps of a run again, a look into one, and trials without samples.
 
 The command replay starts the trainer with a plan, a JSON file; the trainer then calls replay_steps
-in the place of its own loop. What is found goes to replayed-rank-R.json beside the plan.
+in the place of its own loop. What is found goes to replayed.json beside the plan.
 Read next: replay.py, which writes the plan and reads what is found.
 """
 
 import json
-import logging
 import math
 import operator
 import re
@@ -20,7 +19,6 @@ import torch
 
 from hardened_ddp.checkpoint.tensors import specs_of
 from hardened_ddp.data.batches.batch import Batch, split, take
-from hardened_ddp.data.batches.ledger import DIGESTS
 from hardened_ddp.data.batches.nesting import pick
 from hardened_ddp.data.batches.read_errors import file_of
 from hardened_ddp.data.batches.sampler import Window
@@ -33,8 +31,6 @@ from hardened_ddp.step.records import facts_of_attempt
 from hardened_ddp.training.run import Ending, Run
 from hardened_ddp.training.state import Saved, collect_meta, collect_tensors, restore
 
-log = logging.getLogger(__name__)
-
 STEP_NUMBERS = ("loss", "grad_norm", "lr")
 """What is known of each step; other names of a condition are those of metrics.jsonl."""
 
@@ -42,7 +38,7 @@ MOST_ALONE = 256
 """Samples of a rank that are tried one by one: each costs a forward and a backward."""
 
 _ALWAYS_TRIED = 8  # samples that weigh most: several may have to come together
-_STEPS_AFTER = 3  # that are shown of a step without some samples
+_STEPS_AFTER, _SHOWN = 3, 10  # steps, samples and layers that are shown
 _OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 _CONDITION = re.compile(
     r"nan\s+in\s+(?P<nan>weights|loss|grad_norm)"
@@ -51,39 +47,30 @@ _CONDITION = re.compile(
 )
 
 Found = dict[str, Any]  # Any: JSON
+Gone = Collection[int] | None
+"""The samples that a step is done without; None: it is not done at all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A condition of the command bisect: loss > 3, grad_norm > 100, nan in weights, norm(fc) > 9.
-
-    A step is given by its numbers: {"loss": 0.3, "grad_norm": 1.0, "lr": 0.1, ...}.
-    """
+    """A condition of the command bisect, for the numbers of a step: {"loss": 0.3, ...}."""
 
     text: str
-    name: str
-    """loss, grad_norm, lr, a metric; or weights: their norm after the step."""
-
-    layer: str = ""
-    """Of the weights; empty: all of them."""
-
-    op: str = ""
-    """Empty: whether it is NaN or infinite."""
-
-    limit: float = 0.0
+    name: str  # loss, grad_norm, lr, a metric; or weights: their norm after the step
+    layer: str  # of the weights; empty: all of them
+    op: str  # empty: whether it is NaN or infinite
+    limit: float
 
     @classmethod
     def parse(cls, text: str) -> "Condition":
         """Read a condition. Raises ConfigError."""
-        if match := _CONDITION.fullmatch(text.strip()):
-            nan, layer, name, op, limit = match.group("nan", "layer", "name", "op", "limit")
-            name = nan or name or "weights"
-            return cls(text.strip(), name, layer or "", op or "", float(limit or 0))
-        raise ConfigError(
-            f"--when: found {text!r}, which is no condition",
-            fix="one of: loss > 3, grad_norm > 100, lr < 1e-5, accuracy/test < 0.5, nan in loss, "
-            "nan in weights, norm(LAYER) > 9 (of its weights)",
-        )
+        if (match := _CONDITION.fullmatch(text.strip())) is None:
+            fix = "one of: loss > 3, grad_norm > 100, lr < 1e-5, accuracy/test < 0.5, nan in loss, "
+            fix += "nan in weights, norm(LAYER) > 9 (of its weights)"
+            raise ConfigError(f"--when: found {text!r}, which is no condition", fix=fix)
+        nan, layer, name, op, limit = match.group("nan", "layer", "name", "op", "limit")
+        name = nan or name or "weights"
+        return cls(text.strip(), name, layer or "", op or "", float(limit or 0))
 
     def fits(self, value: float) -> bool:
         """Return whether it holds for a value. NaN holds every one that asks for large numbers."""
@@ -93,38 +80,33 @@ class Condition:
 
     def holds(self, step: Found) -> bool:
         """Return whether it holds after a step. An error counts as NaN."""
-        if self.name not in step:
-            return False
-        return self.fits(step[self.name]) or (bool(step.get("error")) and not self.op)
+        fails = bool(step.get("error")) and not self.op
+        return self.name in step and (fails or self.fits(step[self.name]))
 
     def worst(self, steps: Iterable[Found]) -> float:
         """Return how far it went towards this condition in some steps; NaN counts as infinite."""
-        sign = -1.0 if self.op.startswith("<") else 1.0
+        sign = -1.0 if self.op.startswith("<") else float(bool(self.op))
         values = [sign * step[self.name] for step in steps if self.name in step]
-        if not all(map(math.isfinite, values)):
-            return math.inf
-        return max(values, default=0.0) if self.op else 0.0
+        return max(values, default=0.0) if all(map(math.isfinite, values)) else math.inf
 
 
 def replay_steps(run: Run, path: Path) -> Ending:
     """Do the steps of a plan, and write what was found. Collective: all ranks."""
     plan: Found = json.loads(path.read_text(encoding="utf-8"))
-    facts = facts_of_attempt(run.parts)
-    code, here = plan["facts"].get("code", {}), facts.get("code", {})
-    changed = [name for name in code if name in here and code[name] != here[name]]
+    facts, code = facts_of_attempt(run.parts), plan["facts"]["code"]
+    changed = [name for name, now in facts["code"].items() if code.get(name, now) != now]
     if plan["checks_code"] and changed:
         raise ConfigError(
-            f"step {plan['last']} was done by other code: {', '.join(changed)} changed since",
-            fix=f"check out the code of that time, kept in {path.parents[2] / DIGESTS}; or "
-            "--any_code, to see what this code does",
+            f"step {plan['last']} was done by other code: {', '.join(changed)} changed since; "
+            "--any_code shows what this code does",
+            fix="check out the code of that time",
         )
     replay = Replay(run, plan)
-    try:
-        replay.go()
-    finally:
-        replay.found["facts"] = {name: facts[name] for name in facts if name != "settings"}
-        name = f"replayed-rank-{run.parts.group.launch.rank}.json"
-        path.with_name(name).write_text(json.dumps(replay.found), encoding="utf-8")
+    replay.go()
+    if run.parts.group.is_main:
+        path.with_name("replayed.json").write_text(
+            json.dumps({**replay.found, "facts": facts}), encoding="utf-8"
+        )
     return Ending.STOPPED
 
 
@@ -133,9 +115,11 @@ class Replay:
 
     def __init__(self, run: Run, plan: Found) -> None:
         self.run, self.plan, self.parts = run, plan, run.parts
-        self.found: Found = {"samples": [], "trials": [], "held_at": None}
         self.condition = Condition.parse(plan["when"]) if plan["when"] else None
         self._without = {int(step): ids for step, ids in plan["left_out"].items()}
+        # held_at: the step where the condition held first; newest: the last one that was done;
+        # lines: what is told; look: the options of replay that show more
+        self.found: Found = {"held_at": None, "newest": -1, "lines": [], "look": []}
 
     def go(self) -> None:
         """Do the steps up to the last one of the plan. Collective: all ranks."""
@@ -145,9 +129,13 @@ class Replay:
             if step == plan["tries_from"]:
                 state = self._state()
             is_looked_at = condition is None and step == plan["step"]
+            rows = self.look_at(batches) if is_looked_at else []  # collective
+            done = self.do(window, batches, explains=is_looked_at)  # collective
+            found["newest"] = step
             if is_looked_at:
-                found["samples"], found["opened"] = self.look_at(batches), self._open(plan["open"])
-            found["newest"] = done = self.do(window, batches, explains=is_looked_at)  # collective
+                found["lines"] = [*step_lines(done), *sample_lines(rows), *self._open(plan["open"])]
+                samples = [str(row["sample"]) for row in rows]
+                found["look"] = ["--step", str(step), *(["--open", samples[0]] if rows else [])]
             if condition is not None and condition.holds(done):
                 found["held_at"] = step
             if found["held_at"] is not None or done["error"] or step >= plan["last"]:
@@ -156,15 +144,14 @@ class Replay:
             return
         run.stepper.records.close()  # what comes is no step of the run
         end, most = self._state(), self.parts.length.total - 1
-        for gone in (list[int](), plan["without"]) if plan["without"] else ():
+        if plan["without"]:
             last = min(plan["step"] + _STEPS_AFTER, most)
-            steps = self.trial(state, last, at=plan["step"], without=gone)  # collective
-            found["trials"].append({"without": gone, "steps": steps})
+            self._do_without(state, plan["without"], last)  # collective
         if (held_at := found["held_at"]) is not None:
             first = plan["tries_from"]
             # WHY further: without a step in between, the damage may only show a few steps later
             last = min(2 * held_at - first + 1, most)
-            found["blame"] = blame(self, state, range(first, held_at + 1), last)  # collective
+            self._tell(blame(self, state, range(first, held_at + 1), last))  # collective
         run.progress.go_back_to(restore(self.parts, end))  # collective: this is saved
 
     def _steps(self) -> Iterator[tuple[int, Window, Sequence[Batch]]]:
@@ -180,10 +167,10 @@ class Replay:
         window: Window,
         batches: Sequence[Batch],
         *,
-        without: Collection[int] | None = (),
+        without: Gone = (),
         explains: bool = False,
     ) -> Found:
-        """Do one step, as it was or without some samples; None: skip it. Collective: all ranks."""
+        """Do one step, as it was or without some samples. Collective: all ranks."""
         run, parts, stepper, step = self.run, self.parts, self.run.stepper, self.run.progress.step
         if (limit := self.plan["limits"].get(str(step))) is not None:
             run.progress.max_micro_batch = limit
@@ -216,92 +203,79 @@ class Replay:
         return found
 
     def look_at(self, batches: Sequence[Batch]) -> list[Found]:
-        """Return loss and gradient norm of each of this rank's samples. Rank-local."""
+        """Return loss and weight of the samples of all ranks, in order. Collective: all ranks."""
         parts, progress, rank = self.parts, self.run.progress, self.parts.group.launch.rank
         module, found = parts.replica.module, list[Found]()
         batches = left(batches, self._without.get(progress.step, ()))
         if progress.max_micro_batch:
             batches = split(batches, progress.max_micro_batch)
-        mixes = any("BatchNorm" in type(part).__name__ for part in module.modules())
         with untouched(module):
             seed, kind = parts.config.device.seed, parts.device.type
             seed_step(seed, step=progress.step, rank=rank, device_type=kind)
             for batch in batches:
-                rows = self._each(parts.replica.inputs.send(batch, parts.device))
-                if mixes and len(rows) <= MOST_ALONE:
-                    self._leave_each_out(batch, rows)
-                found += rows
+                found += self._weigh(parts.replica.inputs.send(batch, parts.device))
         parts.optimizer.zero_grad(set_to_none=True)
         for row in found:
             row |= {"rank": rank, "file": file_of(parts.data.train, row["sample"])}
-        return found
+        all_found = parts.group.gather_json(found)  # collective
+        return in_order(row for own in all_found for row in own)
 
-    def _each(self, batch: Batch) -> list[Found]:
-        """Take loss and gradient of each sample within the forward of its batch, or else alone."""
-        task, size, found = self.parts.task, batch.num_samples, list[Found]()
-        singles = [take(batch, [i]) for i in range(size)]
+    def _weigh(self, batch: Batch) -> list[Found]:
+        """Give each sample its loss, and as its weight the norm of its gradient.
+
+        Both within the forward of its batch, or else alone. Where BatchNorm lets samples depend on
+        each other, the weight is the norm of what changes in the batch's gradient without it.
+        """
+        module, size, found = self.parts.replica.module, batch.num_samples, list[Found]()
+        task, singles = self.parts.task, [take(batch, [i]) for i in range(size)]
+        mixes = any("BatchNorm" in type(part).__name__ for part in module.modules())
+        mixes, whole = mixes and 1 < size <= MOST_ALONE, list[torch.Tensor]()
         try:
             with self.parts.precision.autocast():
-                output = task.forward(self.parts.replica.module, batch)
+                output = task.forward(module, batch)
                 parts = [pick(output, [i], num_samples=size) for i in range(size)]
                 losses = [task.score(*pair).loss_sum for pair in zip(parts, singles, strict=True)]
             is_apart = len({float(loss.detach()) for loss in losses}) > 1 or size == 1
+            whole += self._gradient(self._loss(batch)) if mixes else ()
         except ANY_FAILURE:  # WHY broad: of an output that can't be cut by samples, or the user's
             is_apart = False
         for i, single in enumerate(singles):
-            row: Found = {"sample": int(batch.indices[i]), "loss": math.nan, "norm": math.nan}
-            found.append(row)
+            row: Found = {"sample": int(batch.indices[i]), "loss": math.nan, "weight": math.nan}
+            found.append({**row, "mixes": mixes})
             try:
                 loss = losses[i] if is_apart else self._loss(single)
-                row["loss"] = float(loss.detach())
-                row["norm"] = norm(self._gradient(loss, keeps_graph=is_apart))
+                found[-1]["loss"] = float(loss.detach())
+                if mixes:
+                    less = take(batch, [place for place in range(size) if place != i])
+                    pairs = zip(whole, self._gradient(self._loss(less)), strict=True)
+                    found[-1]["weight"] = norm(a - b for a, b in pairs)
+                else:
+                    found[-1]["weight"] = norm(self._gradient(loss))
             except ANY_FAILURE as error:  # WHY broad: as above
-                row["problem"] = str(error).partition("\n")[0]
+                found[-1]["problem"] = str(error).partition("\n")[0]
         return found
-
-    def _leave_each_out(self, batch: Batch, rows: list[Found]) -> None:
-        """Take how the gradient of a batch changes without each of its samples."""
-
-        def gradient(places: list[int]) -> list[torch.Tensor]:
-            part = self.parts.replica.inputs.send(take(batch, places), self.parts.device)
-            return self._gradient(self._loss(part))
-
-        every = list(range(batch.num_samples))
-        try:
-            whole = gradient(every)
-            for i, row in enumerate(rows):
-                less = gradient([place for place in every if place != i])
-                row["change"] = norm([a - b for a, b in zip(whole, less, strict=True)])
-        except ANY_FAILURE as error:  # WHY broad: BatchNorm can't train on a single sample
-            log.warning("the gradient without each sample is not known: %s", error)
 
     def _loss(self, batch: Batch) -> torch.Tensor:
         task = self.parts.task
         with self.parts.precision.autocast():
             return task.score(task.forward(self.parts.replica.module, batch), batch).loss_sum
 
-    def _gradient(self, loss: torch.Tensor, *, keeps_graph: bool = False) -> list[torch.Tensor]:
+    def _gradient(self, loss: torch.Tensor) -> Sequence[torch.Tensor]:
         parameters = self.parts.gradients.local.parameters
-        return list(
-            torch.autograd.grad(
-                loss,
-                parameters,
-                retain_graph=keeps_graph,
-                allow_unused=True,
-                materialize_grads=True,
-            )
-        )
+        return torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
 
-    def _open(self, index: int | None) -> Found:
-        if index is None or not self.parts.group.is_main:
-            return {}
+    def _open(self, index: int | None) -> list[str]:
+        """Say where a sample lies, and what is in it. Rank-local."""
+        if index is None:
+            return []
         dataset = self.parts.data.train
         try:
             sample = dataset[index]
         except ANY_FAILURE as error:  # WHY broad: the user's code
-            return {"file": "", "parts": [f"can't be read: {type(error).__name__}: {error}"]}
+            sample = f"can't be read: {type(error).__name__}: {error}"
         parts = sample if isinstance(sample, tuple | list) else [sample]
-        return {"file": file_of(dataset, index), "parts": list(map(described, parts))}
+        place = file_of(dataset, index) or "no file: it is what the dataset gives for this index"
+        return [f"sample {index}: {place}", *(f"  {described(part)}" for part in parts)]
 
     def _state(self) -> Saved:
         tensors = {name: t.detach().clone() for name, t in collect_tensors(self.parts).items()}
@@ -313,30 +287,52 @@ class Replay:
         return Saved(specs_of(tensors), meta, read=read if self.parts.group.is_main else None)
 
     def trial(
-        self,
-        state: Saved,
-        last: int,
-        *,
-        at: int = -1,
-        without: Collection[int] | None = (),
-        looks: bool = False,
+        self, state: Saved, last: int, *, at: int = -1, without: Gone = (), looks: bool = False
     ) -> list[Found]:
         """Do the steps from a state to the last again. Collective: all ranks.
 
-        at: the step that is done without some samples, or with None not at all; or which is looked
-        at: then nothing is done from there on, and its samples are returned.
+        at: the step that is done without some samples; or which is looked at: then nothing is done
+        from there on, and its samples are returned.
         """
         run, found = self.run, list[Found]()
         run.progress.go_back_to(restore(self.parts, state))  # collective
         run.stepper.start_over()
         for step, window, batches in self._steps():
             if looks and step == at:
-                rows = self.parts.group.gather_json(self.look_at(batches))  # collective
-                return [row for own in rows for row in own]
+                return self.look_at(batches)  # collective
             found.append(self.do(window, batches, without=without if step == at else ()))
             if found[-1]["error"] or step >= last:
                 break
         return found
+
+    def _do_without(self, state: Saved, gone: Sequence[int], last: int) -> None:
+        """Tell what changes if the step is done without some samples. Collective: all ranks."""
+        whole = self.trial(state, last)  # collective
+        less = self.trial(state, last, at=self.plan["step"], without=gone)  # collective
+        names = ", ".join(map(str, gone))
+        lines = [f"without sample {names}:  loss with and without; gradient norm with and without"]
+        for a, b in zip(whole, less, strict=False):
+            numbers = f"{a['loss']:.6g} and {b['loss']:.6g};  {a['grad_norm']:.4g} and "
+            lines.append(
+                f"  step {a['step']}: {numbers}{b['grad_norm']:.4g}  {b['error']}".rstrip()
+            )
+        self.found["lines"] += lines
+
+    def _tell(self, blamed: Found) -> None:
+        """Tell which step and which samples made the condition hold."""
+        step, samples = blamed["step"], blamed["alone"] or blamed["together"]
+        proof = f"without step {step} it does not hold; no few of its samples are to blame: the "
+        proof += "whole step is, such as its rate"
+        if step is None:
+            proof = "without any one of these steps it still holds: a larger --horizon looks "
+            proof += "further back"
+        elif samples:
+            how = " together" if not blamed["alone"] else " (each alone)" * (len(samples) > 1)
+            names = f"sample{'s' * (how == ' together')} {', '.join(map(str, samples))}{how}"
+            proof = f"proved: step {step} without {names} does not lead to it"
+            self.found["look"] = ["--step", str(step), "--open", str(samples[0])]
+        head = f"{proof} ({blamed['trials']} trials)"
+        self.found["lines"] = [head, *sample_lines(blamed["rows"])]
 
 
 def left(batches: Sequence[Batch], gone: Collection[int]) -> Sequence[Batch]:
@@ -349,8 +345,8 @@ def left(batches: Sequence[Batch], gone: Collection[int]) -> Sequence[Batch]:
     return found if gone else batches
 
 
-def norm(tensors: Sequence[torch.Tensor]) -> float:
-    return float(torch.nn.utils.get_total_norm([tensor.float() for tensor in tensors]))
+def norm(tensors: Iterable[torch.Tensor]) -> float:
+    return float(torch.stack([tensor.detach().double().norm() for tensor in tensors]).norm())
 
 
 def norms_of(gradients: Mapping[str, torch.Tensor]) -> dict[str, float]:
@@ -365,37 +361,53 @@ def norms_of(gradients: Mapping[str, torch.Tensor]) -> dict[str, float]:
 def norm_of_weights(module: torch.nn.Module, layer: str) -> float:
     """Return the norm of the weights of a layer, or of a parameter; of all for ''."""
     named = dict(module.named_parameters())
-    chosen = [name for name in named if not layer or f"{name}.".startswith(f"{layer}.")]
+    chosen = [p for name, p in named.items() if not layer or f"{name}.".startswith(f"{layer}.")]
     if not chosen:
         fix = f"it has {', '.join([*named][:6])}"
         raise ConfigError(f"norm({layer}): the model has no such layer", fix=fix)
-    squares = sum(float(named[name].detach().double().pow(2).sum()) for name in chosen)
-    return math.sqrt(squares) if math.isfinite(squares) else math.nan
+    return norm(chosen)
 
 
 def described(part: Any) -> str:  # Any: a dataset's data
     """Describe a part of a sample in a line."""
     if not isinstance(part, torch.Tensor) or not part.numel():
-        text = repr(part)
-        return text if len(text) <= 200 else f"{text[:200]}..."
+        return repr(part)[:200]
     values = part.double()
-    finite = values[values.isfinite()]
-    text = f"{part.dtype} {tuple(part.shape)}".removeprefix("torch.")
-    if len(finite):
-        text += f", from {finite.min():.4g} to {finite.max():.4g}, mean {finite.mean():.4g}"
-    bad = values.numel() - len(finite)
-    return text + (f", {bad} values are NaN or infinite" if bad else "")
+    text = f"{part.dtype} {tuple(part.shape)}, from {values.min():.4g} to {values.max():.4g}, "
+    return f"{text}mean {values.mean():.4g}".removeprefix("torch.")
+
+
+def step_lines(step: Found) -> list[str]:
+    if step["error"]:
+        return [f"step {step['step']} fails: {step['error']}"]
+    layers = sorted(step["layers"].items(), key=lambda pair: -pair[1])[:_SHOWN]
+    return [
+        f"step {step['step']}: loss {step['loss']:.6g}, gradient norm {step['grad_norm']:.4g}, "
+        f"learning rate {step['lr']:.3g}",
+        "  gradient norm by layer: " + ", ".join(f"{name} {n:.3g}" for name, n in layers),
+    ]
+
+
+def sample_lines(rows: Sequence[Found]) -> list[str]:
+    """List the samples that weigh most."""
+    if not rows:
+        return []
+    why = "the change of the gradient without it" if rows[0]["mixes"] else "its gradient's norm"
+    lines = [f"samples that weigh most, of {len(rows)}; weight: {why}"]
+    lines.append("  sample  rank        loss      weight  file")
+    for row in rows[:_SHOWN]:
+        line = f"  {row['sample']:6}  {row['rank']:4}  {row['loss']:10.5g}  {row['weight']:10.5g}  "
+        lines.append(f"{line}{row['file'] or row.get('problem', '')}".rstrip())
+    worst = max(rows, key=lambda row: (math.isnan(row["loss"]), row["loss"]))
+    return [*lines, f"  the largest loss: sample {worst['sample']}, {worst['loss']:.5g}"]
 
 
 def in_order(rows: Iterable[Found]) -> list[Found]:
-    """Sort samples by their weight, the largest first; what is not finite weighs most.
-
-    By the change of the gradient without each of them, where samples are not independent.
-    """
+    """Sort samples by their weight, the largest first; what is not finite weighs most."""
 
     def weight(row: Found) -> list[float]:
         # WHY the loss too: where one sample is NaN, all gradients of its batch may be
-        values = row["change"] if "change" in row else row["norm"], row["loss"]
+        values = row["weight"], row["loss"]
         return [-value if math.isfinite(value) else -math.inf for value in values]
 
     return sorted(rows, key=weight)
@@ -411,7 +423,7 @@ def blame(replay: Replay, state: Saved, suspects: Sequence[int], last: int) -> F
     assert condition is not None  # the caller has seen it hold
     found: Found = {"step": None, "alone": [], "together": [], "rows": [], "trials": 0}
 
-    def peak(at: int, without: list[int] | None) -> float:
+    def peak(at: int, without: Gone) -> float:
         steps = replay.trial(state, last, at=at, without=without)  # collective
         found["trials"] += 1
         return math.inf if any(map(condition.holds, steps)) else condition.worst(steps)
@@ -423,7 +435,7 @@ def blame(replay: Replay, state: Saved, suspects: Sequence[int], last: int) -> F
     if peaks[step] == math.inf:
         return found
     found["step"] = step
-    found["rows"] = in_order(replay.trial(state, last, at=step, looks=True))  # collective
+    found["rows"] = replay.trial(state, last, at=step, looks=True)  # collective
     samples = [int(row["sample"]) for row in found["rows"]]
     alone: dict[int, float] = {}
     for place, sample in enumerate(samples[:MOST_ALONE]):

@@ -6,11 +6,11 @@ start that did a step counts, and of its records the last one; a record that was
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections import namedtuple
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
 from ddp_runs.run_files import RunView
 from hardened_ddp.data.batches.ledger import DIGESTS, RECORD, list_files
@@ -18,40 +18,25 @@ from hardened_ddp.errors import RunFolderError
 from hardened_ddp.reporting.run_json import Json
 from hardened_ddp.settings.typed_command import own_command
 
-_MACHINE = ("python", "device", "kernels", "variables", "tf32", "threads")
+_MACHINE = ("python", "device", "kernels", "threads")
 """The facts of the machine: with others of them the same sums may be rounded otherwise."""
 
 _SPIKE, _BEFORE = 1.5, 5
 """A loss so many times as large as the median of so many reports before it."""
 
-
-class Record(NamedTuple):
-    """What a rank has left of a step: the fields of RECORD, which says more of each."""
-
-    step: int
-    epoch: int
-    limit: int
-    start: int
-    size: int
-    left_out: int
-    low: int
-    high: int
-    batches: int
-    loss: float
-    num_counted: float
-    norm: float
-    rate: float
+# What a rank has left of a step: the fields of RECORD, which says more of each.
+Record = namedtuple(
+    "Record",
+    "step epoch limit start size left_out low high batches loss num_counted norm rate",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """What a step has left."""
 
-    facts: Json
-    """Of the start that did it."""
-
-    ranks: dict[int, Record]
-    """A rank that was killed in the step has left nothing."""
+    facts: Json  # of the start that did it
+    ranks: dict[int, Record]  # a rank that was killed in the step has left nothing
 
     @property
     def main(self) -> Record:
@@ -61,7 +46,7 @@ class Step:
     def loss(self) -> float:
         """The mean over all ranks."""
         records = self.ranks.values()
-        return sum(r.loss for r in records) / max(1.0, sum(r.num_counted for r in records))
+        return float(sum(r.loss for r in records) / max(1.0, sum(r.num_counted for r in records)))
 
     def parts_from(self, other: "Step") -> str:
         """Name the first thing in which two records of a step differ; empty: they are equal."""
@@ -85,34 +70,32 @@ class Digests:
 
     run: Path
     steps: Mapping[int, Step]
-    newest: Json
-    """The facts of the last start."""
+    starts: Sequence[Json]  # the facts of each
 
     def facts_at(self, step: int) -> Json:
-        """Return the facts of the start that did a step; of the last one, if none has."""
-        return self.steps[step].facts if step in self.steps else self.newest
+        """Return the facts of the last start that began at a step or before: it did the step."""
+        return next((f for f in reversed(self.starts) if f["step"] <= step), self.starts[0])
 
 
 def read_digests(run: Path, *, may_be_empty: bool = False) -> Digests:
     """Read the digests of a run. Raises RunFolderError if it has none."""
     steps: dict[int, Step] = {}
-    facts, newest = Json(), 0
+    starts: dict[int, Json] = {}
     for number, rank, path in list_files(run, DIGESTS):  # of each start rank 0 comes first
         head, has_head, raw = path.read_bytes().partition(b"\n")
-        if not has_head or (rank and number != newest):
+        if not has_head or (rank and number not in starts):
             continue  # it was killed before its first step
         if rank == 0:
             try:
-                facts, newest = dict(json.loads(head)), number
+                starts[number] = facts = dict(json.loads(head))
             except ValueError as error:
                 raise RunFolderError(f"{path} is not a file of digests: {error}") from error
             # what earlier starts did from here on is done again
             steps = {step: left for step, left in steps.items() if step < facts["step"]}
-        whole = raw[: len(raw) - len(raw) % RECORD.size]
-        for fields in RECORD.iter_unpack(whole):
+        for fields in RECORD.iter_unpack(raw[: len(raw) - len(raw) % RECORD.size]):
             record = Record(*fields)
             if rank == 0:
-                steps[record.step] = Step(facts, {0: record})
+                steps[record.step] = Step(starts[number], {0: record})
             elif record.step in steps:
                 steps[record.step].ranks[rank] = record
     if not steps and not may_be_empty:
@@ -120,7 +103,7 @@ def read_digests(run: Path, *, may_be_empty: bool = False) -> Digests:
             f"{run} has no digests of its steps, so nothing says whether a step is the same again",
             fix=f"train with --digests on: {own_command('--digests', 'on')}",
         )
-    return Digests(run, steps, facts)
+    return Digests(run, steps, list(starts.values()))
 
 
 def spikes_of(run: RunView) -> list[tuple[int, float, str]]:
@@ -129,26 +112,22 @@ def spikes_of(run: RunView) -> list[tuple[int, float, str]]:
     Of a run without digests: none.
     """
     steps, losses = run.curve("loss/train")
-    spikes = []
+    spikes, found = [], []
     for at, loss in enumerate(losses):
         before = [value for value in losses[max(0, at - _BEFORE) : at] if math.isfinite(value)]
         if len(before) >= 2 and not loss <= _SPIKE * median(before):
-            spikes.append((at, loss))
-    if not spikes:  # WHY first: to read the digests of a long run takes time
-        return []
-    try:
-        digests = read_digests(run.folder, may_be_empty=True)
+            spikes.append(at)
+    try:  # WHY not of any run: to read the digests of a long one takes time
+        known = read_digests(run.folder, may_be_empty=True).steps if spikes else {}
     except (RunFolderError, OSError):
-        return []
-    found = []
-    for at, loss in spikes:
-        lost = {
-            n: digests.steps[n].loss for n in range(*steps[at - 1 : at + 1]) if n in digests.steps
-        }
-        if lost:
-            worst = max(lost, key=lambda n: math.inf if math.isnan(lost[n]) else lost[n])
+        known = {}
+    for at in spikes:
+        numbers = [n for n in range(*steps[at - 1 : at + 1]) if n in known]
+        if numbers:
+            # WHY first: a comparison with NaN is never true
+            worst = max(numbers, key=lambda n: (math.isnan(known[n].loss), known[n].loss))
             command = own_command("replay", run.folder, "--step", str(worst))
-            found.append((steps[at], loss, command))
+            found.append((steps[at], losses[at], command))
     return found
 
 

@@ -1,25 +1,21 @@
 """What a run leaves of each step: its samples (the ledger), and a digest that tells it from others.
 
 The digests are the files digests/NNNN-rank-R.bin of a run folder: one for each rank and each start
-of the run, or return to an earlier step. A file is a line of JSON, the facts that explain
+of the run, or return to an earlier step. A file is a line of JSON, on rank 0 the facts that explain
 differences, then a RECORD (data/batches/ledger.py) of each step that was committed. Of a step that
-was repeated the last record counts; one cut off by a crash is dropped. Copies of the user's modules
-lie beside them. The digest of the gradient, 16 bytes by model/checksum.py, is that of the sum over
+was repeated the last record counts; one cut off by a crash is dropped.
+The digest of the gradient, 16 bytes by model/checksum.py, is that of the sum over
 ranks, not yet clipped: rank 0 alone takes it. WHY a share of it in each step: all of it takes some
 percent of a step; a wrong gradient makes wrong weights, which show in each later share. On a GPU
 the numbers wait on the device, and are read together with the losses.
 Read by ddp_runs/replay_records.py: for replay, bisect, diff, verify-ledger, watch and report.
 """
 
-import contextlib
 import hashlib
-import json
 import logging
 import math
 import platform
-import re
 import sys
-import sysconfig
 import time
 import zlib
 from collections.abc import Sequence
@@ -30,12 +26,16 @@ import torch
 
 from hardened_ddp.checkpoint.disk import Disk
 from hardened_ddp.data.batches.batch import Batch
-from hardened_ddp.data.batches.ledger import DIGESTS, RECORD, LedgerWriter, next_start
+from hardened_ddp.data.batches.ledger import (
+    DIGESTS,
+    FOLDER,
+    RECORD,
+    LedgerWriter,
+    StepFile,
+    next_start,
+)
 from hardened_ddp.data.batches.nesting import dense_parts, tensors_of
-from hardened_ddp.gradients.sums import real
 from hardened_ddp.model.checksum import Checksum, combine
-from hardened_ddp.ranks.launch import environment
-from hardened_ddp.reporting.sinks import FileSink
 from hardened_ddp.settings.record import agreed_settings
 from hardened_ddp.step.gradient import Attempt, Outcome
 from hardened_ddp.step.left_out import LeftOut
@@ -45,19 +45,16 @@ from hardened_ddp.step.progress import Progress
 log = logging.getLogger(__name__)
 
 PARTS = 16
-"""Steps in which auto takes all of the gradient once."""
+"""Steps in which auto takes each tensor of the gradient once."""
 
 MOST_COST = 0.015
 """Of a step's time. Where digests cost more, auto ends them at the first report."""
 
 _LEAST_STEPS = 20  # before the cost is judged
 _BATCH_BYTES = 1 << 20  # of the batches of a step that are read for the digest
-_JOINED_BYTES = {"cpu": 1 << 20, "cuda": 1 << 26}  # a share of more is not copied into one tensor
-_DEVICE_WORDS = 1 << 20  # of the tables on a GPU
-_KEEP_BYTES = 1 << 22
-_PACKAGES = {"site-packages", "dist-packages"}
-_KERNELS = {"ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA"}
-_KERNELS |= {"CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE"}
+_JOINED_BYTES = 1 << 26  # a share of more is not copied into one tensor, on a GPU
+_NOT_USERS = {*sys.stdlib_module_names, "__main__", "__mp_main__"}
+_NOT_USERS |= {"hardened_ddp", "ddp_runs", "ddp_doctor", "ddp_drills"}
 
 
 class Records:
@@ -67,15 +64,15 @@ class Records:
         self._parts, self._progress, self._left_out = parts, progress, left_out
         # Of the samples of each step, and of its digests. None: they are off.
         self.ledger: LedgerWriter | None = None
-        self.sink: FileSink | None = None
-        wanted = parts.config.run.digests
-        self._shares = shares_of(parts.gradients.local.parameters, PARTS if wanted == "auto" else 1)
-        self._is_on, self._is_judged = wanted != "off", wanted == "on"
-        self._checksum: Checksum | None = None
+        self.digests: StepFile | None = None
+        self._mode = parts.config.run.digests
+        num_tensors = len(parts.gradients.local.parameters)
+        self._num_shares = min(PARTS, num_tensors) if self._mode == "auto" else 1
         self._numbers: torch.Tensor | None = None  # of the gradient
-        # Of steps whose numbers are still on the device; and these: the pair, and loss, count, norm
+        # Of steps whose numbers are still on the device; and these: the digest, and, as the bits
+        # of floats, loss, count and norm
         self._rows: list[list[int | float]] = []
-        self._waiting: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._waiting: torch.Tensor | None = None
         self._began_at = self.cost_s = 0.0
         self._num_steps = 0
 
@@ -84,9 +81,7 @@ class Records:
         self.close()
         parts, step, rank = self._parts, self._progress.step, self._parts.group.launch.rank
         if parts.config.run.ledger:
-            start = parts.group.run_on_main(  # collective
-                lambda: next_start(folder), what="opening the ledger"
-            )
+            start = self._agree_on_start(folder, FOLDER)  # collective
             sampling = getattr(parts.sampler, "sampling", None)  # a stream has none
             self.ledger = LedgerWriter(
                 folder,
@@ -97,35 +92,35 @@ class Records:
                 order_of=sampling.order if sampling and parts.group.is_main else None,
             )
             self._left_out.begin(start)
-        if not self._is_on:
-            return
-        start = parts.group.run_on_main(  # collective
-            lambda: next_start(folder, DIGESTS), what="opening the digests"
+        if self._mode != "off":
+            start = self._agree_on_start(folder, DIGESTS)  # collective
+            head = {"schema": 1, "step": step, "parts": self._num_shares}
+            if parts.group.is_main:
+                head |= facts_of_attempt(parts)
+                # WHY the size: on a GPU its tables would take 128 MiB
+                self._checksum = Checksum(
+                    parts.device, piece=1 << 20 if parts.is_async_device else None
+                )
+            self.digests = StepFile(folder, DIGESTS, start=start, rank=rank, head=head)
+
+    def _agree_on_start(self, run: Path, folder: str) -> int:
+        """Return the number of this start. Collective: all ranks."""
+        start: int = self._parts.group.run_on_main(  # collective
+            lambda: next_start(run, folder), what=f"opening the {folder}"
         )
-        path = folder / DIGESTS / f"{start:04d}-rank-{rank}.bin"
-        self.sink = FileSink(path, keep_bytes=_KEEP_BYTES, has_lines=False)
-        facts = facts_of_attempt(parts, keep_in=path.parent)
-        head = {"schema": 1, "step": step, "parts": len(self._shares), **facts}
-        self.sink.add(json.dumps(head).encode() + b"\n")
-        self.sink.flush()
-        if self._checksum is None and parts.group.is_main:
-            words = _DEVICE_WORDS if parts.is_async_device else None
-            self._checksum = Checksum(parts.device, piece=words)
+        return start
 
     def digest(self) -> None:
         """Take the digest of a gradient, before it is clipped. On rank 0; waits for no device."""
-        assert self._checksum is not None  # of rank 0
         began = time.perf_counter()
-        found = []
-        for parameter, start, stop in self._shares[self._progress.step % len(self._shares)]:
-            if (gradient := parameter.grad) is not None:
-                flat = real(gradient) if gradient.is_complex() else gradient
-                found.append(flat.reshape(-1)[start:stop])
-        kind = "cuda" if self._parts.is_async_device else "cpu"
-        if len(found) > 1 and sum([each.nbytes for each in found]) <= _JOINED_BYTES[kind]:
-            found = [torch.cat(found)]
+        first = self._progress.step % self._num_shares
+        share = self._parts.gradients.local.parameters[first :: self._num_shares]
+        found = [each.grad for each in share if each.grad is not None]
+        is_small = sum([each.nbytes for each in found]) <= _JOINED_BYTES
+        if self._parts.is_async_device and is_small and found:
+            found = [torch.cat([each.reshape(-1) for each in found])]
         pairs = [self._checksum.of(each) for each in found]
-        self._numbers = combine(torch.stack(pairs)) if pairs[1:] else next(iter(pairs), None)
+        self._numbers = combine(torch.stack(pairs)) if pairs else None
         self.cost_s += time.perf_counter() - began
 
     def commit(self, attempt: Attempt) -> None:
@@ -142,12 +137,11 @@ class Records:
         numbers, self._numbers = self._numbers if is_done else None, None  # not of a step before
         if self._parts.is_async_device:
             self._queue(row, numbers, attempt)
-        elif self.sink is not None:  # WHY not the same way: it takes ten times as long
+        elif self.digests is not None:  # WHY not the same way: it takes ten times as long
             row[6:8] = [0, 0] if numbers is None else numbers.tolist()
             loss = sum([float(each) for each in attempt.losses])
             row[9:12] = [loss, float(attempt.count), float(attempt.norm)]
-            self.sink.add(RECORD.pack(*row))
-            self.sink.flush()
+            self.digests.add(RECORD.pack(*row))
         self.cost_s += time.perf_counter() - began
         self._num_steps += 1
 
@@ -157,31 +151,40 @@ class Records:
         """Keep the numbers of a step on the device until it is waited for anyhow."""
         # WHY one tensor for all: small ones that outlive a step fragment the memory that it frees
         if self._waiting is None:
-            size, device = 2 + 2 * self._parts.config.loop.log_interval, self._parts.device
-            pairs = torch.zeros((size, 2), dtype=torch.int64, device=device)
-            self._waiting = pairs, torch.zeros((size, 3), dtype=torch.float64, device=device)
-        pairs, floats = self._waiting
-        if len(self._rows) == len(pairs):
+            size = 2 + 2 * self._parts.config.loop.log_interval
+            self._waiting = torch.zeros((size, 5), dtype=torch.int64, device=self._parts.device)
+        if len(self._rows) == len(self._waiting):
             self._read()
-        place = len(self._rows)
-        pairs[place] = 0 if numbers is None else numbers
-        for column, value in enumerate((sum(attempt.losses), attempt.count, attempt.norm)):
-            floats[place, column] = value
+        own = self._waiting[len(self._rows)]
+        own[:2] = 0 if numbers is None else numbers
+        floats = own.view(torch.float64)
+        for place, value in enumerate((sum(attempt.losses), attempt.count, attempt.norm), start=2):
+            floats[place] = value
         self._rows.append(row)
+
+    def _read(self) -> None:
+        """Write the records whose numbers are on a device. Waits for it."""
+        rows, self._rows = self._rows, []
+        if rows and self.digests is not None and self._waiting is not None:
+            numbers, floats = self._waiting.tolist(), self._waiting.view(torch.float64).tolist()
+            for place, row in enumerate(rows):
+                row[6:8], row[9:12] = numbers[place][:2], floats[place][2:]
+            self.digests.add(b"".join(RECORD.pack(*row) for row in rows))
 
     def after_report(self) -> None:
         """Write what the device had; end digests that cost too much. Collective: all ranks."""
         self._read()
-        if self.sink is None or self._is_judged or self._num_steps < _LEAST_STEPS:
+        if self.digests is None or self._mode != "auto" or self._num_steps < _LEAST_STEPS:
             return
-        self._is_judged = True
         wall_s = time.perf_counter() - self._began_at
         cost = self.cost_s / max(1e-9, wall_s)
-        self._is_on = self._parts.group.run_on_main(  # collective
+        is_cheap = self._parts.group.run_on_main(  # collective
             lambda: cost <= MOST_COST, what="digests"
         )
-        if not self._is_on:
-            self._end_digests()
+        self._mode = "on" if is_cheap else "off"  # it is judged once
+        if not is_cheap:
+            self.digests.close()
+            self.digests = None
             log.info(
                 "no digests of steps from here on: they take %.1f %% of a step of %.2f ms; with "
                 "--digests on they are kept, for the commands replay, bisect and diff",
@@ -196,57 +199,21 @@ class Records:
         """
         if self._left_out.entries:
             self._left_out.write(is_synced=True)
-        if self.ledger is not None and (files := self.ledger.files()):
-            Disk().sync_files(files[0].parent, files)
-        if (sink := self.sink) is not None:
-            start, _, _ = sink.path.name.partition("-")
-            files = sorted(sink.path.parent.glob(f"{start}-rank-*.bin"))
-            Disk().sync_files(sink.path.parent, files)
+        for written in (self.ledger, self.digests):
+            if written is not None and (files := written.files()):
+                Disk().sync_files(files[0].parent, files)
 
     def close(self, *, is_failed: bool = False) -> None:
         """Write what a full disk did not take, or say that it is lost. Rank-local.
 
         is_failed: the device may be stuck, and is not waited for.
         """
-        if self.ledger is not None:
-            self.ledger.close()
-        if is_failed:
-            self._rows.clear()
-        self._end_digests()
-
-    def _read(self) -> None:
-        """Write the records whose numbers are on a device. Waits for it."""
-        rows, self._rows = self._rows, []
-        if self.sink is None or self._waiting is None or not rows:
-            return
-        pairs, floats = (numbers[: len(rows)].tolist() for numbers in self._waiting)
-        for row, pair, values in zip(rows, pairs, floats, strict=True):
-            row[6:8], row[9:12] = pair, values
-            self.sink.add(RECORD.pack(*row))
-        self.sink.flush()
-
-    def _end_digests(self) -> None:
-        self._read()
-        if self.sink is not None and not self.sink.close():
-            log.warning("digests of %d steps could not be written", self.sink.num_lost)
-        self.sink = None
-
-
-def shares_of(
-    parameters: Sequence[torch.Tensor], num_shares: int
-) -> list[list[tuple[torch.Tensor, int, int]]]:
-    """Cut the numbers of all parameters into equal shares: (parameter, start, stop) of each."""
-    shares: list[list[tuple[torch.Tensor, int, int]]] = [[] for _ in range(num_shares)]
-    sizes = [p.numel() * (2 if p.is_complex() else 1) for p in parameters]
-    total, at = sum(sizes), 0
-    for parameter, size in zip(parameters, sizes, strict=True):
-        for number, share in enumerate(shares):
-            start = max(total * number // num_shares - at, 0)
-            stop = min(total * (number + 1) // num_shares - at, size)
-            if start < stop:
-                share.append((parameter, start, stop))
-        at += size
-    return shares
+        if not is_failed:
+            self._read()
+        for written in (self.ledger, self.digests):
+            if written is not None:
+                written.close()
+        self.digests = None
 
 
 def _hash(batches: Sequence[Batch]) -> int:
@@ -263,69 +230,45 @@ def _hash(batches: Sequence[Batch]) -> int:
     return number
 
 
-def facts_of_attempt(parts: Parts, *, keep_in: Path | None = None) -> dict[str, Any]:  # Any: JSON
-    """Give the facts of this start that can explain why its numbers differ from another's.
-
-    Settings, and the code in use, which it keeps too, on rank 0 only.
-    """
-    env, device, order = environment(), parts.device, parts.sampler.ledger_facts()
+def facts_of_attempt(parts: Parts) -> dict[str, Any]:  # Any: JSON
+    """Give the facts of this start that can explain why its numbers differ from another's."""
+    order = parts.sampler.ledger_facts()
+    processor = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("model name\t: ")[2]
     facts: dict[str, Any] = {
         "world_size": parts.group.world_size,
         "global_batch": parts.global_batch,
         "threads": torch.get_num_threads(),
-        "device": _cpu_name(),
+        "device": processor.partition("\n")[0] or platform.machine(),
         "kernels": torch.backends.cpu.get_cpu_capability(),
         "python": platform.python_version(),
-        "variables": {name: env[name] for name in sorted(_KERNELS & env.keys())},
         "data": parts.data.fingerprint,
         # 0: the samples of a step do not follow from the seed, of a stream or if they are drawn
         "num_samples": 0 if "is_drawn" in order else order.get("num_samples", 0),
+        "settings": agreed_settings(parts.config),
+        "code": code_in_use(),
     }
-    if device.type == "cuda":
-        facts["device"] = torch.cuda.get_device_name(device)
+    if parts.device.type == "cuda":
+        facts["device"] = torch.cuda.get_device_name(parts.device)
         cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]  # torch's
         facts["kernels"] = f"CUDA {torch.version.cuda}, cuDNN {cudnn}"
-        facts["tf32"] = [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32]
-    if parts.group.is_main:
-        facts |= {"settings": agreed_settings(parts.config), "code": code_in_use(keep_in)}
-        # WHY not the attribute: a lazy module would import. And None keeps one from being imported.
-        loaded = [(n, getattr(m, "__dict__", {})) for n, m in [*sys.modules.items()]]
-        versions = {name: has.get("__version__") for name, has in loaded if "." not in name}
-        facts["libraries"] = {n: v for n, v in sorted(versions.items()) if isinstance(v, str)}
-    return facts
+    # WHY not the attribute: a lazy module would import. And None keeps one from being imported.
+    loaded = [(n, getattr(m, "__dict__", {})) for n, m in [*sys.modules.items()] if "." not in n]
+    versions = {name: has.get("__version__") for name, has in sorted(loaded)}
+    return facts | {"libraries": {n: v for n, v in versions.items() if isinstance(v, str)}}
 
 
-def code_in_use(keep_in: Path | None = None) -> dict[str, str]:
+def code_in_use() -> dict[str, str]:
     """Hash each imported module that belongs to no installed package; this program as one."""
-    root = Path(__file__).resolve().parents[2]
-    ours = [root / name for name in ("hardened_ddp", "ddp_runs", "ddp_doctor", "ddp_drills")]
-    foreign = [Path(sysconfig.get_path("stdlib")).resolve(), *ours]
-    found, left_out = dict[str, str](), {"__main__", "__mp_main__"}
+
+    def hash_of(source: bytes) -> str:
+        return hashlib.sha256(source).hexdigest()[:16]
+
+    found = dict[str, str]()
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""
-        # WHY by the package: to resolve the paths of 3,000 modules takes longer than all else here
-        if name.partition(".")[0] in left_out or not file.endswith(".py"):
-            continue
-        path = Path(file).resolve()
-        if _PACKAGES & set(path.parts) or any(map(path.is_relative_to, foreign)):
-            left_out.add(name)
-        elif path.is_file():
-            source = path.read_bytes()
-            found[name] = _hash_of(source)
-            if keep_in is not None:
-                with contextlib.suppress(OSError):  # the hash still says that it is another one
-                    (keep_in / f"{name}-{found[name]}.py").write_bytes(source)
-    program = b"".join(path.read_bytes() for path in sorted(ours[0].rglob("*.py")))
-    return found | {"hardened_ddp": _hash_of(program)}
-
-
-def _hash_of(source: bytes) -> str:
-    return hashlib.sha256(source).hexdigest()[:16]
-
-
-def _cpu_name() -> str:
-    with contextlib.suppress(OSError):
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-        if match := re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE):
-            return match[1]
-    return platform.machine()
+        is_installed = "/site-packages/" in file or "/dist-packages/" in file
+        is_users = not is_installed and name.partition(".")[0] not in _NOT_USERS
+        if is_users and file.endswith(".py") and Path(file).is_file():
+            found[name] = hash_of(Path(file).read_bytes())
+    files = sorted(Path(__file__).resolve().parents[1].rglob("*.py"))
+    return found | {"hardened_ddp": hash_of(b"".join(path.read_bytes() for path in files))}

@@ -152,7 +152,7 @@ class Stepper:
                     self._update(attempt)
                     self.last_good = self.progress.step
                     self.retry.given_up.clear()
-                if self.records.sink is not None:
+                if self.records.digests is not None:
                     self.records.commit(attempt)
                 if self.parts.schedule.has_state:
                     self._end_schedule_step()
@@ -170,7 +170,7 @@ class Stepper:
     def _update(self, attempt: Attempt) -> None:
         """Unscale, clip, update the weights. Every rank has the same gradients."""
         parts = self.parts
-        if self.records.sink is not None and parts.group.is_main:
+        if self.records.digests is not None and parts.group.is_main:
             self.records.digest()
         max_norm = parts.config.optimizer.clip_grad_norm
         is_at_interval = is_due(self.progress.step + 1, parts.config.loop.log_interval)

@@ -58,8 +58,44 @@ def next_start(run: Path, folder: str = FOLDER) -> int:
     return 1 + max((number for number, _, _ in list_files(run, folder)), default=0)
 
 
-class LedgerWriter:
-    """Writes the samples that this rank trains on in each step. Disk errors never stop training."""
+class StepFile:
+    """A file of one start and rank: a line of facts, then records. No disk error is raised."""
+
+    def __init__(
+        self, run: Path, folder: str, *, start: int, rank: int, head: Mapping[str, Any]
+    ) -> None:
+        path = run / folder / f"{start:04d}-rank-{rank}.bin"
+        self.start, self._run, self._folder = start, run, folder
+        self._sink: FileSink | None = FileSink(path, keep_bytes=_KEEP_BYTES, has_lines=False)
+        self._is_behind = False
+        self.add(json.dumps(head).encode() + b"\n")
+
+    def add(self, record: bytes) -> None:
+        """Write a record, and those before it that could not be written yet."""
+        if self._sink is None:
+            return
+        self._sink.add(record)
+        # WHY each at once: what the kernel has survives the end of this process.
+        was_behind, self._is_behind = self._is_behind, not self._sink.flush()
+        if self._is_behind and not was_behind:
+            why = self._folder, self._sink.error
+            log.warning("the %s can't be written, and is kept in memory until it can: %s", *why)
+
+    def files(self) -> list[Path]:
+        """List the files of all ranks of this start. Any thread."""
+        found = list_files(self._run, self._folder)
+        return [path for number, _, path in found if number == self.start]
+
+    def close(self) -> None:
+        """Close the file. A second call does nothing."""
+        if self._sink is not None and not self._sink.close():
+            lost = self._sink.num_lost, self._folder
+            log.warning("%d records of the %s could not be written, and will be missed", *lost)
+        self._sink = None
+
+
+class LedgerWriter(StepFile):
+    """Writes the samples that this rank trains on in each step."""
 
     def __init__(
         self,
@@ -76,12 +112,8 @@ class LedgerWriter:
         """
         self._order_of, self._ordered = order_of, -1
         self._dtype = "<u4" if facts.get("num_samples", 2**32) < 2**32 else "<u8"
-        head = json.dumps({"schema": 1, "step": step, "dtype": self._dtype, **facts}) + "\n"
-        path = run / FOLDER / f"{start:04d}-rank-{rank}.bin"
-        self.start, self._run = start, run
-        self._sink: FileSink | None = FileSink(path, keep_bytes=_KEEP_BYTES, has_lines=False)
-        self._is_behind = False
-        self._add(head.encode())
+        head = {"schema": 1, "step": step, "dtype": self._dtype, **facts}
+        super().__init__(run, FOLDER, start=start, rank=rank, head=head)
 
     def bring(self, step: int, epoch: int, indices: Sequence[npt.NDArray[Any]]) -> None:
         """Write the samples of this rank's micro-batches, before the step. Rank-local."""
@@ -91,20 +123,7 @@ class LedgerWriter:
             self._ordered = epoch
             self._write_order(epoch, self._order_of(epoch))
         ids = np.concatenate(indices).astype(self._dtype)
-        self._add(_HEAD.pack(step, epoch, len(ids)) + ids.tobytes())
-
-    def files(self) -> list[Path]:
-        """List the files of all ranks of this start. Any thread."""
-        return [path for number, _, path in list_files(self._run) if number == self.start]
-
-    def close(self) -> None:
-        """Close the file. A second call does nothing."""
-        if self._sink is not None and not self._sink.close():
-            log.warning(
-                "%d records of the ledger could not be written: verify-ledger will miss samples",
-                self._sink.num_lost,
-            )
-        self._sink = None
+        self.add(_HEAD.pack(step, epoch, len(ids)) + ids.tobytes())
 
     def _write_order(self, epoch: int, order: npt.NDArray[Any]) -> None:
         path = _order_path(self._run, epoch)
@@ -116,19 +135,6 @@ class LedgerWriter:
             path.with_suffix(".partial").replace(path)
         except OSError as error:
             log.warning("verify-ledger will miss the order of epoch %d: %s", epoch, error)
-
-    def _add(self, record: bytes) -> None:
-        """Write a record, and those before it that could not be written yet."""
-        if self._sink is None:
-            return
-        self._sink.add(record)
-        # WHY each at once: what the kernel has survives the end of this process.
-        was_behind, self._is_behind = self._is_behind, not self._sink.flush()
-        if self._is_behind and not was_behind:
-            log.warning(
-                "the ledger can't be written, and is kept in memory until it can: %s",
-                self._sink.error,
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
