@@ -24,8 +24,6 @@ _ADVICE = "why: "
 
 _MAX_BYTES = 4 * 2**20
 _MAX_TEXT = 400
-_ZONE_STEP_S = 900.0  # time zones are quarters of an hour apart
-_START_TAKES_S = 120.0
 
 # The beginning of a module's name -> what its warnings tell of. What stands first counts.
 _KINDS = (
@@ -52,7 +50,7 @@ class Event:
     """Something that was logged as a warning or an error, perhaps by several ranks."""
 
     time: float
-    """Seconds since the epoch, as the clock of this machine reads the log's local time."""
+    """Seconds since the epoch; the log's local time is read as that of this machine."""
 
     kind: str
     level: str
@@ -61,14 +59,9 @@ class Event:
     step: int | None
 
 
-def read_events(folder: Path, problems: list[str], *, began_at: float) -> tuple[Event, ...]:
-    """Read the events of all ranks of a run, oldest first. What can't be read goes to problems.
-
-    began_at: when the run began. Logs have the local time of their host: where their beginning is
-    quarters of an hour away from it, this machine is in another time zone.
-    """
+def read_events(folder: Path, problems: list[str]) -> tuple[Event, ...]:
+    """Read the events of all ranks of a run, oldest first. What can't be read goes to problems."""
     found: list[Event] = []
-    shift_s: float | None = None
     for path in files_in(folder / "logs", problems):
         rank = _FILE.fullmatch(path.name)
         text = read_text(path, problems, most_bytes=_MAX_BYTES) if rank else ""
@@ -76,10 +69,8 @@ def read_events(folder: Path, problems: list[str], *, began_at: float) -> tuple[
             continue
         if not any(map(_LINE.match, text.splitlines())):
             problems.append(f"{path.name}: has no line of a log")
-        elif shift_s is None:
-            shift_s = _zone_shift_s(path, began_at)
         found += events_of(text, rank=int(rank[1]))
-    return tuple(replace(event, time=event.time + (shift_s or 0.0)) for event in merged(found))
+    return tuple(merged(found))
 
 
 def events_of(text: str, *, rank: int) -> list[Event]:
@@ -116,18 +107,6 @@ def merged(events: Iterable[Event]) -> list[Event]:
         newest[event.kind, event.text] = len(found)
         found.append(event)
     return found
-
-
-def _zone_shift_s(log: Path, began_at: float) -> float:
-    """Return what to add to the times of a log that was written in another time zone."""
-    try:
-        with log.open(encoding="utf-8", errors="replace") as file:
-            first = _LINE.match(file.readline(1000))  # WHY not of its text: that may be the end
-    except OSError:
-        first = None
-    off_s = began_at - _seconds(first[1]) if first and began_at else 0.0
-    shift_s = _ZONE_STEP_S * round(off_s / _ZONE_STEP_S)
-    return shift_s if abs(off_s - shift_s) < _START_TAKES_S and abs(off_s) < 86400 else 0.0
 
 
 def _kind(logger: str, level: str, text: str) -> str:

@@ -189,7 +189,7 @@ def read_run(folder: Path) -> RunView:
         checkpoints=_read_checkpoints(folder / CHECKPOINTS_NAME, problems),
         best=read_json(folder / CHECKPOINTS_NAME / "best.json", problems),
         mirror=read_json(folder / MIRROR_STATUS, problems),
-        events=read_events(folder, problems, began_at=attempts[0]["began_at"] if attempts else 0.0),
+        events=read_events(folder, problems),
         summary=read_json(folder / "summary.json", problems),
         failures=tuple(read_lines(folder / "failures.jsonl", problems)),
         left_out=tuple(read_lines(folder / "skipped_samples.jsonl", problems)),

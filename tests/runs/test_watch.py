@@ -21,7 +21,7 @@ from rich.console import Console
 
 from ddp_runs.report import page_of
 from ddp_runs.report_plots import rank_plot
-from ddp_runs.run_events import events_of, merged, read_events
+from ddp_runs.run_events import events_of, merged
 from ddp_runs.run_files import RunView, read_run
 from ddp_runs.tools import run_tool
 from ddp_runs.watch import COLUMNS, drawn, run_watch, sparkline
@@ -362,22 +362,6 @@ def test_what_ranks_log_becomes_events_with_their_kind_and_step() -> None:
     assert kinds[4:] == [("data", None)] * 2
     assert {event.ranks for event in found} == {(0, 1)}
     assert found[0].text == retry
-
-
-def test_the_time_zone_of_a_long_log_is_that_of_its_first_line(tmp_path: Path) -> None:
-    began_at, ahead_s = 1_795_000_000.0, 5 * 3600  # by the clock of the run's host
-    lines = []
-    for after_s in (2, 6300, 14400):
-        clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began_at + ahead_s + after_s))
-        level = "WARNING" if after_s == 14400 else "INFO"
-        lines.append(f"{clock}.000 {level} hardened_ddp.step.retry: {level}")
-    lines[1] += f"\n{lines[1]}{'.' * 1000}" * 7000
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "rank-0.log").write_text("\n".join(lines) + "\n")
-    problems: list[str] = []
-    [event] = read_events(tmp_path, problems, began_at=began_at)
-    assert event.time == began_at + 14400
-    assert not problems
 
 
 def test_a_curve_in_one_line_shows_its_ends_and_its_middle() -> None:
