@@ -111,19 +111,8 @@ def _curves(runs: Mapping[str, RunView], title: str, names: Mapping[str, str]) -
         # WHY: the rate of a cosine ends near zero, and one point would set the scale
         middle = sorted(seen)[len(seen) // 4 : -(len(seen) // 4) or None]
         is_log = spans_decades(middle if title == "learning rate" else seen)
-        layout |= {"yaxis": {"type": "log" if is_log else "linear"}, "updatemenus": [_menu(is_log)]}
+        layout["yaxis"] = {"type": "log" if is_log else "linear"}
     return {"title": title, "data": traces, "layout": layout}
-
-
-def _menu(is_log: bool) -> Figure:
-    buttons = [
-        {"label": scale, "method": "relayout", "args": ["yaxis.type", scale]}
-        for scale in ("linear", "log")
-    ]
-    place = {"x": 1, "xanchor": "right", "y": 1.16, "yanchor": "top", "pad": {"t": 0, "b": 0}}
-    look = {"font": {"size": 10}, "bordercolor": "#ddd", "showactive": True}
-    return {"type": "buttons", "direction": "right", "active": int(is_log), "buttons": buttons,
-            **place, **look}  # fmt: skip
 
 
 def _marks_on_curve(run: RunView, name: str, label: str) -> list[Figure]:
