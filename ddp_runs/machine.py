@@ -28,7 +28,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 _SLOW_PROBE_S = 1.0
 _LOOKUP_S, _CONNECT_S = 5.0, 2.0
 _FAMILIES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "CUDA_", "OMP_", "MKL_")
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 # name: the values that have a cost, and that cost
 _COSTLY = {
     "NCCL_P2P_DISABLE": (("1",), "GPUs exchange gradients through the host's memory"),
@@ -246,10 +246,13 @@ def check_threads(env: Mapping[str, str]) -> Check:
 
 
 def check_interfaces(env: Mapping[str, str], existing: Collection[str] | None = None) -> Check:
-    """Check that the network interfaces that ranks are told to use exist."""
+    """Check that the network interfaces that ranks are told to use exist.
+
+    But those of NCCL, which takes prefixes and exceptions, and names them in its own error.
+    """
     known = [name for _, name in socket.if_nameindex()] if existing is None else existing
     chosen = {name: env[name] for name in _INTERFACES if env.get(name)}
-    wrong = [name for name, value in chosen.items() if not _matches(name, value, known)]
+    wrong = [name for name, value in chosen.items() if not {*value.split(",")} <= {*known}]
     shown = ", ".join(f"{name}={value}" for name, value in chosen.items())
     if wrong:
         detail = f"{shown}: no such interface; there are {', '.join(sorted(known))}"
@@ -271,15 +274,3 @@ def check_settings(env: Mapping[str, str]) -> Check:
         return Check("variables", "warn", "; ".join(problems), advice)
     shown = [f"{name}={env[name]}" for name in sorted(env) if name.startswith(_FAMILIES)]
     return Check("variables", "ok", ", ".join(shown) or "none of NCCL, gloo, CUDA or OpenMP is set")
-
-
-def _matches(name: str, value: str, existing: Collection[str]) -> bool:
-    """Return whether value selects an interface: gloo takes names, NCCL prefixes, =names, ^not."""
-    if name != "NCCL_SOCKET_IFNAME":
-        return all(part.strip() in existing for part in value.split(","))
-    parts = [part.strip() for part in value.lstrip("^=").split(",")]
-    if value.startswith("^"):
-        return any(not interface.startswith(tuple(parts)) for interface in existing)
-    if value.startswith("="):
-        return any(part in existing for part in parts)
-    return any(interface.startswith(tuple(parts)) for interface in existing)

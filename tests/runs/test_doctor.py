@@ -257,15 +257,9 @@ class TestVariables:
             ("GLOO_SOCKET_IFNAME", "lo", True),
             ("GLOO_SOCKET_IFNAME", "eth0,lo", True),
             ("GLOO_SOCKET_IFNAME", "eth", False),
-            ("NCCL_SOCKET_IFNAME", "eth", True),
-            ("NCCL_SOCKET_IFNAME", "=eth", False),
-            ("NCCL_SOCKET_IFNAME", "=eth0", True),
-            ("NCCL_SOCKET_IFNAME", "^lo,docker", True),
-            ("NCCL_SOCKET_IFNAME", "^lo,eth", False),
-            ("NCCL_SOCKET_IFNAME", "ib0", False),
         ],
     )
-    def test_interfaces_are_matched_as_gloo_and_nccl_do(
+    def test_an_interface_that_is_not_there_is_named(
         self, name: str, value: str, is_right: bool
     ) -> None:
         check = machine.check_interfaces({name: value}, existing=["lo", "eth0"])
