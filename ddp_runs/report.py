@@ -277,8 +277,8 @@ def _one_run(name: str, run: RunView, figures: list[Figure]) -> str:
     parts = [f"<h2>{_text(name)}</h2>", '<div class="plots">']
     if run.attempts or run.events or run.checkpoints:
         parts.append(_place(report_plots.attempts_plot(run), figures, is_wide=True))
-    by_rank = (report_plots.rank_plot(run), report_plots.rank_memory_plot(run))
-    parts += [_place(each, figures) for each in (report_plots.step_time_plot(run), *by_rank)]
+    plots = (report_plots.step_time_plot(run), report_plots.rank_plot(run))
+    parts += [_place(each, figures) for each in plots]
     parts.append("</div>")
     if run.problems:
         parts.append("<h3>Files that can't be read or believed</h3>")

@@ -214,23 +214,6 @@ def _parts_of(rank: RankStatus) -> dict[str, float]:
     return {name: seconds / num_steps for name, seconds in (spent | waits).items()}
 
 
-def rank_memory_plot(run: RunView) -> Figure:
-    """Plot the memory of each rank when it last gave a sign of life."""
-    sizes = {
-        "process": [rank.rss_mib for rank in run.ranks],
-        "GPU, at most": [rank.gpu_peak_mib for rank in run.ranks],
-        "GPU, reserved": [rank.gpu_mib for rank in run.ranks],
-    }
-    labels = [f"rank {rank.rank}" for rank in run.ranks]
-    traces = [
-        {"type": "bar", "name": name, "x": labels, "y": [round(size, 1) for size in of_ranks]}
-        for name, of_ranks in sizes.items()
-        if any(of_ranks)
-    ]
-    layout = {"barmode": "group", "yaxis": titled("MiB")}
-    return {"title": "memory by rank", "data": traces, "layout": layout}
-
-
 def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
     """Keep at most about MOST_POINTS points of a curve, with all its extremes."""
     count = len(steps)

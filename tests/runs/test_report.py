@@ -101,7 +101,7 @@ def test_every_plot_is_drawn_without_a_network_and_without_an_error(tmp_path: Pa
     document, said = drawn_in_a_browser(page)
     assert not said
     places = re.findall(r'class="plot[^"]*" id="(plot-\d+)"', page.read_text())
-    assert len(places) >= 12
+    assert len(places) >= 10
     assert f'data-drawn="{len(places)}"' in document
     figures = re.split(r'id="plot-\d+"', document)[1:]
     assert len(figures) == len(places)
