@@ -26,7 +26,7 @@ from hardened_ddp.reporting.resources import CGROUP, read_container_memory
 GIB, MIB = 2**30, 2**20
 _SHARED_MEMORY = Path("/dev/shm")
 _SLOW_PROBE_S = 1.0
-_LOOKUP_S, _CONNECT_S = 5.0, 2.0
+_LOOKUP_S = 5.0
 _FAMILIES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "CUDA_", "OMP_", "MKL_")
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 # name: the values that have a cost, and that cost
@@ -153,13 +153,7 @@ def check_writing(folder: Path) -> Check:
 
 
 def check_loopback() -> Check:
-    """Check that this machine can connect to itself, by address and by the name localhost."""
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            socket.create_connection(server.getsockname(), timeout=_CONNECT_S).close()
-    except OSError as error:
-        detail = f"no connection to 127.0.0.1: {error}"
-        return Check("loopback", "FAIL", detail, "ip link set lo up; look for a firewall on lo")
+    """Check that localhost is this machine; the all-reduce tries a connection."""
     return check_name("loopback", "localhost", "FAIL", "let localhost be 127.0.0.1 in /etc/hosts")
 
 
