@@ -177,9 +177,6 @@ def read_run(folder: Path) -> RunView:
         for rank in ranks
         if rank.now - now > SILENT_AFTER_S
     ]
-    if any(attempt["now"] < attempt["began_at"] for attempt in attempts):
-        reason = "a clock was set back, so the times of this run are not exact"
-        problems.append(f"attempts.jsonl: an attempt ends before it begins: {reason}")
     return RunView(
         folder=folder,
         now=now,
