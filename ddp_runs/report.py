@@ -352,11 +352,8 @@ def _table(
 def _ranks(run: RunView) -> str:
     sizes = [f"{number_of(a, 'world_size'):.0f}" for a in run.attempts if a.get("world_size")]
     each = [size for n, size in enumerate(sizes) if n == 0 or size != sizes[n - 1]]
-    device = run.main.device_name
-    if len(each) > _MOST_SIZES:
-        sizes.sort(key=int)
-        return f"{sizes[0]} to {sizes[-1]}, {len(each) - 1} changes, x {device}"
-    return f"{', then '.join(each) or len(run.ranks)} x {device}"
+    shown = ", then ".join(each[:_MOST_SIZES]) + ", then others" * (len(each) > _MOST_SIZES)
+    return f"{shown or len(run.ranks)} x {run.main.device_name}"
 
 
 def _text(value: str) -> str:

@@ -266,7 +266,7 @@ def test_the_page_of_a_run_that_failed_often_is_readable(tmp_path: Path) -> None
     (folder / "attempts.jsonl").write_text("".join(json.dumps(a) + "\n" for a in attempts))
     (folder / "failures.jsonl").write_text('{"step": 5, "is_peer": true, "error": "lost rank 1"}\n')
     page = page_of({"often": read_run(folder)}, "library")
-    assert "<td>3 to 4, 8 changes, x </td>" in page
+    assert "<td>3, then 4, then 3, then 4, then 3, then 4, then others x </td>" in page
     assert "<tr><td>5</td><td>lost rank 1</td></tr>" in page
     assert re.search(r"<td>wall time</td><td>4:\d\d:\d\d h</td>", page)
     settings = page.partition("<h2>Settings")[2].partition("<details>")[0]
