@@ -153,14 +153,10 @@ class TestTable:
 
 
 class TestCommand:
-    def test_an_unknown_drill_is_told_with_the_nearest_one(self) -> None:
-        completed = run_command(["python", "ddp_training.py", "drill", "kil-sum"], timeout_s=30)
-        assert completed.status == 2
-        assert "no drill is called 'kil-sum'; did you mean kill-sum?" in completed.stderr
-
     @pytest.mark.parametrize(
         ("words", "told"),
         [
+            (["kil-sum"], "no drill is called 'kil-sum'; did you mean kill-sum?"),
             (["kill-sum", "--ranks", "1"], "needs 2 ranks or more"),
             (["kill-sum", "--ranks", "many"], "--ranks: found 'many'"),
             (["kill-sum", "--epoch", "3"], "did you mean --epochs?"),
