@@ -18,7 +18,6 @@ import faulthandler
 import gc
 import importlib
 import json
-import linecache
 import multiprocessing
 import os
 import pickle
@@ -70,10 +69,6 @@ _IMPORTED_LATE = (
     "ddp_drills.wrappers",
     "tests.plugins",
 )
-# What torch.manual_seed keeps the stack of, which each rank calls.
-_IN_STACKS = ("torch.random", "torch.cuda.random", "torch.cuda", "torch.xpu.random", "torch.xpu")
-_IN_STACKS += ("torch.mtia", "torch._compile", "torch._dynamo.eval_frame")
-_IN_STACKS += ("ddp_training", "hardened_ddp.ranks.seeding", "tests.harness.fork_server")
 _FORK = multiprocessing.get_context("fork")
 # WHY: without a script's globals, DDP's destructor would hold the GIL and wait for a thread of gloo
 # that may need it; in a process of its own that happens while the process ends.
@@ -118,15 +113,13 @@ def preload() -> None:
 
 
 def read_files() -> None:
-    """Read what each rank would read: digits, sources for their hash and for a stack, uname."""
+    """Read what each rank would read: digits, sources for their hash, uname."""
     from hardened_ddp.data.sources import built_in
     from hardened_ddp.training.building import code_hash
 
     code_hash()
     built_in.read_table(built_in.find_file())
     platform.platform()  # it asks the command uname
-    for name in _IN_STACKS:
-        linecache.getlines(str(importlib.import_module(name).__file__))
 
 
 def keep(channel: socket.socket, folder: Path, rank: int) -> NoReturn:
