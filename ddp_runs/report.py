@@ -9,7 +9,6 @@ import base64
 import gzip
 import html
 import json
-import math
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -362,14 +361,7 @@ def _text(value: str) -> str:
 
 def _json(value: Any) -> str:  # Any: JSON
     """Write JSON inside of a script element, where "</" would end it; NaN becomes null."""
-    return json.dumps(_finite(value), allow_nan=False).replace("</", "<\\/").replace("<!", "<\\!")
+    from plotly.utils import PlotlyJSONEncoder
 
-
-def _finite(value: Any) -> Any:  # Any: JSON
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    text = json.dumps(value, cls=PlotlyJSONEncoder)
+    return text.replace("</", "<\\/").replace("<!", "<\\!")
