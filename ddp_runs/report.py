@@ -11,7 +11,6 @@ import html
 import json
 import time
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -250,8 +249,6 @@ def _overview(runs: Mapping[str, RunView]) -> str:
 def _facts_of(run: RunView) -> dict[str, str]:
     account, total = run.account, run.main.total_steps
     results = ", ".join(f"{name} {values[-1]:.5g}" for name, (_, values) in run.tested.items())
-    wall_s = account.get("wall", 0.0)
-    wall = f"{wall_s:,.1f} s" if wall_s < 3600 else f"{timedelta(seconds=round(wall_s))} h"
     saved = listed([step for step, _ in run.checkpoints], 16) or "none"
     settings = {name: value.strip("'\"") for name, value, _ in run.settings}
     return {
@@ -260,7 +257,7 @@ def _facts_of(run: RunView) -> dict[str, str]:
         "step": f"{run.step} of {total}" if total else str(run.step),
         "result": results or "no evaluation",
         "ranks": _ranks(run),
-        "wall time": wall if account else "",
+        "wall time": duration(account["wall"]) if account else "",
         "goodput": f"{account['goodput']:.1%}" if account else "",
         "attempts": str(num_attempts(run.attempts)),
         "faults": ", ".join(run.faults) or "none",
