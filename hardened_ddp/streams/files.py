@@ -43,6 +43,7 @@ class Format(Protocol):
     """One format of files. Picklable."""
 
     can_cut: bool  # whether a file can be cut into pieces
+    is_counted: bool  # whether to count the samples of all pieces costs little
 
     def measure(self, file: str) -> int:
         """Return the length of a file in the unit of Piece."""
@@ -50,8 +51,8 @@ class Format(Protocol):
     def read(self, piece: Piece, at: int) -> Iterator[tuple[Any, int]]:
         """Yield what the piece holds from position at on, each with the position after it."""
 
-    def count(self, piece: Piece) -> int | None:
-        """Return the number of samples of a piece if that costs next to nothing, else None."""
+    def count(self, piece: Piece) -> int:
+        """Return the number of samples of a piece."""
 
 
 class FileStream:
@@ -72,9 +73,8 @@ class FileStream:
             pieces += [Piece(file, *edge) for edge in itertools.pairwise(edges)]
         self.num_shards = min(num_shards, len(pieces))
         self.shards = [pieces[shard :: self.num_shards] for shard in range(self.num_shards)]
-        counts = [[form.count(piece) for piece in shard] for shard in self.shards]
-        if all(count is not None for shard in counts for count in shard):
-            self.sizes = [sum(count or 0 for count in shard) for shard in counts]
+        if form.is_counted:
+            self.sizes = [sum(map(form.count, shard)) for shard in self.shards]
 
     def open(self, shard: int, *, epoch: int, state: Any) -> "PieceReader":
         """Read a shard from its start, or from (piece, position)."""

@@ -25,8 +25,7 @@ from hardened_ddp.streams.files import NUM_SHARDS, FileStream, Format, Piece, as
 # Sets of files up to this size are counted before training, so that their length is known.
 COUNTED_BYTES = 64 << 20
 
-# How files of these formats begin.
-_COMPRESSED = {"gzip": b"\x1f\x8b", "zstd": b"\x28\xb5\x2f\xfd", "xz": b"\xfd7zXZ\x00"}
+_COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ\x00")  # gzip, zstd, xz begin so
 
 
 class TextFormat:
@@ -36,7 +35,7 @@ class TextFormat:
     measure = staticmethod(os.path.getsize)
 
     def __init__(self, total_bytes: int) -> None:
-        self.counts = total_bytes <= COUNTED_BYTES
+        self.is_counted = total_bytes <= COUNTED_BYTES
 
     def read(self, piece: Piece, at: int) -> Iterator[tuple[str | Exception, int]]:
         """Yield lines without their end, each with the byte after it."""
@@ -54,15 +53,14 @@ class TextFormat:
                 except UnicodeDecodeError as error:
                     yield error, at
 
-    def count(self, piece: Piece) -> int | None:
-        """Return the number of lines of a piece, unless the files are large."""
-        return sum(1 for _ in self.read(piece, piece.first)) if self.counts else None
+    def count(self, piece: Piece) -> int:
+        return sum(1 for _ in self.read(piece, piece.first))
 
 
 class ParquetFormat:
     """Rows of parquet files: mappings of their columns, with lists of numbers as tensors."""
 
-    can_cut = True
+    can_cut = is_counted = True
 
     def __init__(self, columns: Sequence[str] = ()) -> None:
         """columns: only these; all by default."""
@@ -123,7 +121,7 @@ class TarFormat:
 
     def __init__(self, total_bytes: int, *, image_size: int = 0) -> None:
         """image_size: scale images to this height and width; 0: don't scale."""
-        self.counts = total_bytes <= COUNTED_BYTES
+        self.is_counted = total_bytes <= COUNTED_BYTES
         self.image_size = image_size
 
     def read(self, piece: Piece, at: int) -> Iterator[tuple[Any, int]]:
@@ -134,9 +132,8 @@ class TarFormat:
             except Exception as error:  # WHY broad: of any decoder; the reader goes on behind it
                 yield error, begin
 
-    def count(self, piece: Piece) -> int | None:
-        """Return the number of samples of a file, unless the files are large."""
-        return sum(1 for _ in self._groups(piece, piece.first)) if self.counts else None
+    def count(self, piece: Piece) -> int:
+        return sum(1 for _ in self._groups(piece, piece.first))
 
     def _groups(self, piece: Piece, at: int) -> Iterator[tuple[dict[str, bytes], int]]:
         """Yield the contents of each sample by ending, and the byte where the next one begins."""
@@ -211,10 +208,9 @@ def open_files(
             f"--dataset_args {'columns' if columns else 'image_size'}: --dataset {kind}: has none",
             fix="columns are of parquet files, and image_size is of tar files",
         )
-    if not train:
-        if not test:
-            return None
-        pattern = test
+    if not train and not test:
+        return None
+    pattern = pattern if train else test
     files = sorted(glob.glob(pattern, recursive=True))
     if not files:
         raise DataError(
@@ -226,17 +222,14 @@ def open_files(
             f"--dataset_args num_shards is {num_shards}; need 1 or more",
             fix="leave it out, or give 8 x ranks or more",
         )
-    change = None
-    if transform:
-        change = import_callable(transform, setting="dataset_args transform", error=DataError)
+    what = "dataset_args transform"
+    change = import_callable(transform, setting=what, error=DataError) if transform else None
     total_bytes = sum(map(_size, files))
-    form: Format
+    form: Format = TextFormat(total_bytes)
     if kind == "parquet":
         form = ParquetFormat(columns)
     elif kind == "tar":
         form = TarFormat(total_bytes, image_size=image_size)
-    else:
-        form = TextFormat(total_bytes)
     stream = FileStream(files, form, num_shards=num_shards, change=change)
     if num_classes:
         stream.num_classes = num_classes  # type: ignore[attr-defined]  # only if there are classes
@@ -253,9 +246,9 @@ def _size(file: str) -> int:
             f"{file} can't be read: {error}", fix="check the path and its permissions"
         ) from error
     # WHY refused: no reader can go on in the middle of it without reading all that is before.
-    if kind := next((name for name, magic in _COMPRESSED.items() if start.startswith(magic)), ""):
+    if start.startswith(_COMPRESSED):
         raise DataError(
-            f"{file} is compressed ({kind}): it can't be read from its middle",
+            f"{file} is compressed: it can't be read from its middle",
             fix="unpack it; or read it by a class of your own, with num_shards and open()",
         )
     return size

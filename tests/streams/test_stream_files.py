@@ -161,7 +161,7 @@ def test_no_file_a_packed_one_and_a_wrong_number_of_shards_are_told(texts: Path)
         open_files(f"text:{texts}/*.txt", train=True, columns=["x"])
     with gzip.open(texts / "b.txt.gz", "wt") as file:
         file.write("packed\n" * 9)
-    with pytest.raises(DataError, match=r"b\.txt\.gz is compressed \(gzip\)"):
+    with pytest.raises(DataError, match=r"b\.txt\.gz is compressed"):
         open_files(f"text:{texts}/*", train=True)
 
 
@@ -182,8 +182,8 @@ def test_a_file_that_changed_is_named(texts: Path) -> None:
     (texts / "c.txt").rename(texts / "d.txt")
     stream = open_files(f"text:{texts}/*.txt", train=True)
     assert changes(before, digests_of(stream)) == [
-        "a.txt has changed (its content differs)",
-        "b.txt has changed (32 -> 45 bytes)",
+        "a.txt has changed",
+        "b.txt has changed",
         "c.txt is missing",
         "d.txt is new",
     ]
