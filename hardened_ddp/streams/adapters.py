@@ -18,16 +18,8 @@ from hardened_ddp.streams.contract import Stream, check_stream, forward
 
 log = logging.getLogger(__name__)
 
-_COUNTING = {"TakeExamplesIterable", "SkipExamplesIterable"}
-_MOST_WRAPPERS = 100  # of a Hugging Face dataset: each map, filter or rename is one
 
-
-def adapt(
-    dataset: Any,  # Any: what a user's callable returned
-    name: str,
-    *,
-    is_resumed: bool = True,
-) -> Stream:
+def adapt(dataset: Any, name: str, *, is_resumed: bool = True) -> Stream:  # Any: a user's
     """Return a dataset that is no map-style one as a stream. Raises DataError.
 
     name: of the dataset, for messages. is_resumed: in mid-epoch, as a training set is.
@@ -97,13 +89,6 @@ class HubStream:
         self.change = change
         available = int(dataset.num_shards)
         self.num_shards = min(num_shards or available, available)
-        if self.num_shards > 1 and _COUNTING.intersection(_kinds_of(dataset)):
-            log.warning(
-                "dataset %s has .take() or .skip(): the library divides their number by the %d "
-                "shards, so other rows are read than in a plain loop, and fewer from a short shard",
-                name,
-                self.num_shards,
-            )
         features = getattr(dataset, "features", None) or {}
         for label in ("label", "labels"):
             if names := getattr(features.get(label), "names", None):
@@ -185,9 +170,7 @@ def _can_be_copied(value: Any) -> bool:
 def _kinds_of(dataset: Any) -> Iterator[str]:
     """Yield the names of the classes that a Hugging Face dataset is made of, one in another."""
     left = [getattr(dataset, "_ex_iterable", None)]
-    for _ in range(_MOST_WRAPPERS):
-        if not left:
-            return
+    while left:  # each map, filter or rename is one
         part = left.pop()
         yield type(part).__name__
         if (inner := getattr(part, "ex_iterable", None)) is not None:

@@ -343,15 +343,6 @@ class TestHuggingFace:
         with pytest.raises(DataError, match="split_dataset_by_node"):
             HubStream(split_dataset_by_node(rows, 0, 2), name="rows")
 
-    def test_what_the_library_takes_of_each_shard_is_told(
-        self, folder: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-
-        rows = self.rows(folder)
-        stream = HubStream(rows.take(45).map(lambda row: row), name="rows")
-        assert sorted(map(len, read_all(stream))) == [11, 15, 15]
-        assert ".take() or .skip(): the library divides their number by the 3 sh" in caplog.text
-
     def test_what_save_to_disk_wrote_is_a_stream_too(self, tmp_path: Path) -> None:
         datasets = pytest.importorskip("datasets")
         rows = datasets.Dataset.from_dict({"x": [[float(i)] for i in range(50)], "label": [0] * 50})
