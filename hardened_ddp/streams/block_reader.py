@@ -45,15 +45,12 @@ class BlockReader:
             return Batch({"shard": -1}, _NO_TARGETS, ids)
         shard, start = shard_of(numbers[0], self.dataset.num_shards)
         troubles: list[str] = []
-        samples = self._run(epoch, numbers, troubles)
-        good, bad, end = numbers[: len(samples)], BadSamples(), UNKNOWN
-        if any(issubclass(kind, Exception) for kind in set(map(type, samples))):
-            for number, sample in zip(good, samples, strict=True):  # given as samples
-                if isinstance(sample, Exception):
-                    bad.add(number, sample, self.name_of(number))
-            left_out = {sample.index for sample in bad}
-            samples = [sample for sample in samples if not isinstance(sample, Exception)]
-            good = [number for number in good if number not in left_out]
+        run, bad, end = self._run(epoch, numbers, troubles), BadSamples(), UNKNOWN
+        for number, sample in zip(numbers, run, strict=False):
+            if isinstance(sample, Exception):  # given as a sample
+                bad.add(number, sample, self.name_of(number))
+        samples = [sample for sample in run if not isinstance(sample, Exception)]
+        good = [n for n, s in zip(numbers, run, strict=False) if not isinstance(s, Exception)]
         for number in numbers[len(good) + len(bad) :]:
             self.reading[0] = number
             try:

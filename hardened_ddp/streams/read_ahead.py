@@ -8,11 +8,10 @@ Does not own: reading a block (block_reader.py), the plan (planner.py), workers
 (data/batches/loader.py).
 """
 
-import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,10 +24,7 @@ from hardened_ddp.streams.planner import UNKNOWN, Numbers, StreamPosition, block
 from hardened_ddp.streams.shard_reader import ReaderState
 from hardened_ddp.streams.shard_sampler import ShardSampler
 
-log = logging.getLogger(__name__)
-
 BLOCKS_AHEAD = 2  # blocks of each shard that workers read ahead of what is needed
-_MANY_SAMPLES = 10_000  # reading so many again is worth a warning
 
 
 @dataclass(slots=True)
@@ -86,7 +82,7 @@ class ReadAhead:
         self, position: StreamPosition, shards: Sequence[int], saved: Mapping[int, ReaderState]
     ) -> None:
         """Start to read these shards from position on. saved: their readers' states, by shard."""
-        self._epoch, self._wanted, self._shards, num_again = position.epoch, -1, {}, 0
+        self._epoch, self._wanted, self._shards = position.epoch, -1, {}
         self._needed = position.taken
         self._stored = np.full(len(position.taken), np.iinfo(np.int64).max)
         for number, shard in enumerate(shards):
@@ -98,17 +94,9 @@ class ReadAhead:
             self._shards[shard] = held
             if shard in saved:
                 held.states.append(saved[shard])
-            num_again += at - (saved[shard][1] if shard in saved else 0)
         self._unfinished = dict(self._shards)
         self._reader.close()
         self._reader.states = dict(saved)
-        if num_again > _MANY_SAMPLES:
-            log.warning(
-                "epoch %d continues in its middle: %d samples are read again to get there, which "
-                "state_dict() of the stream's iterators would avoid",
-                position.epoch,
-                num_again,
-            )
         self._answers = self._batches.batches(self._requests)
 
     def take(self, shards: Sequence[int], after: Numbers) -> tuple[Items, dict[int, int]]:
@@ -222,17 +210,13 @@ class ReadAhead:
             self._reader.states[shard] = held.states[-1]
         found = held.end if held.end >= 0 else stop
         if 0 <= size != found and (found > size or held.end >= 0):
-            self._refuse(shard, size, found, is_end=held.end >= 0)
-
-    def _refuse(self, shard: int, size: int, found: int, *, is_end: bool) -> NoReturn:
-        raise DataError(
-            f"shard {shard} of the stream has {'' if is_end else 'at least '}{found} samples in "
-            f"epoch {self._epoch}, and not {size} as "
-            + (
-                "the stream's sizes say" if self._sampler.declares_length else "in the epoch before"
-            ),
-            fix="make open() give the same number of samples in every epoch, and correct sizes",
-        )
+            least = "" if held.end >= 0 else "at least "
+            said = "sizes say" if self._sampler.declares_length else "in the epoch before"
+            raise DataError(
+                f"shard {shard} of the stream has {least}{found} samples in epoch {self._epoch}, "
+                f"and not {size} as {said}",
+                fix="make open() give the same number of samples in every epoch, and correct sizes",
+            )
 
 
 def items_of(answer: Batch) -> Items:
@@ -247,14 +231,9 @@ def items_of(answer: Batch) -> Items:
 
 def split_bad(items: Items) -> tuple[Items, tuple[BadSample, ...]]:
     """Return the good samples, and the bad ones."""
-    if BadSample not in set(map(type, items.samples)):  # the usual case, in each step
+    bad = tuple(sample for sample in items.samples if isinstance(sample, BadSample))
+    if not bad:  # the usual case, in each step
         return items, ()
-    good = Items()
-    bad: list[BadSample] = []
-    for number, sample in zip(items.numbers, items.samples, strict=True):
-        if isinstance(sample, BadSample):
-            bad.append(sample)
-        else:
-            good.numbers.append(number)
-            good.samples.append(sample)
-    return good, tuple(bad)
+    pairs = zip(items.numbers, items.samples, strict=True)
+    numbers = [number for number, sample in pairs if not isinstance(sample, BadSample)]
+    return Items(numbers, [s for s in items.samples if not isinstance(s, BadSample)]), bad
