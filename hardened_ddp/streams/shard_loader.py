@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from hardened_ddp.data.batches.batch import BadSample, Batch
@@ -77,7 +76,7 @@ class ShardLoader:
         self._unmet = torch.full((sampler.num_shards,), UNKNOWN, dtype=torch.int64)
         # Ranks among which the shards are shared out.
         self._num_owners = 1 if sampler.is_shared else sampler.num_replicas
-        self._planner = StreamPlanner(np.arange(sampler.num_shards), sampler.global_batch)
+        self._planner: StreamPlanner  # of the epoch
         self._over: StreamPosition | None = None  # the end of the epoch, once it was met
 
     def windows(
