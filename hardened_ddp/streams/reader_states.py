@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from hardened_ddp.reporting.run_json import read_lines
 from hardened_ddp.reporting.sinks import write_text
 from hardened_ddp.streams.planner import StreamPosition
 from hardened_ddp.streams.shard_reader import ReaderState
@@ -49,19 +50,10 @@ class ShardStates:
         """Return for each shard the state nearest before position, of whatever rank wrote it."""
         found: dict[int, ReaderState] = {}
         for path in sorted(self._folder.glob(f"epoch-{position.epoch}-*.jsonl")):
-            try:
-                lines = path.read_text(encoding="utf-8").splitlines()
-            except (OSError, UnicodeDecodeError) as error:
-                log.debug("%s can't be read: %s", path, error)
-                continue
-            for line in lines:
-                try:
-                    shard, index, state = json.loads(line)
-                    is_useful = index <= position.taken[shard]
-                except (ValueError, TypeError, IndexError):  # a line that was cut off
-                    continue
-                if is_useful and index >= found.get(shard, (0, 0, None))[1]:
-                    found[shard] = (position.epoch, index, state)
+            for line in read_lines(path, []):
+                shard, index = line["shard"], line["index"]
+                if found.get(shard, (0, 0, None))[1] <= index <= position.taken[shard]:
+                    found[shard] = (position.epoch, index, line["state"])
         return found
 
     def close(self) -> None:
@@ -75,7 +67,7 @@ class ShardStates:
         position, states = self._last
         try:
             lines = [
-                json.dumps([shard, index, state]) + "\n"
+                json.dumps({"shard": shard, "index": index, "state": state}) + "\n"
                 for shard, (epoch, index, state) in states(position).items()
                 if epoch == position.epoch
             ]
@@ -90,13 +82,9 @@ class ShardStates:
             # WHY the last epoch stays: the newest checkpoint may be from its end.
             for path in self._folder.glob(f"epoch-{position.epoch - 2}-*.jsonl"):
                 path.unlink(missing_ok=True)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OSError) as error:  # no JSON, or no disk
             self._is_on = False
-            log.warning(
-                "the states of the stream's readers are not JSON (%s): a resume in mid-epoch reads "
-                "its samples again from the start of the epoch",
-                error,
+            text = (
+                "the states of the stream's readers can't be written (%s): a resume in mid-epoch "
             )
-        except OSError as error:
-            self._is_on = False
-            log.warning("the states of the stream's readers can't be written: %s", error)
+            log.warning(text + "reads its samples again from the start of the epoch", error)
