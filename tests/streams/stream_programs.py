@@ -104,36 +104,25 @@ def point_stream(
 
 
 class Meeting:
-    """What Group does for a loader, between threads."""
+    """What Group does for the loaders of ranks in threads: one maximum after the other."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self.barrier = threading.Barrier(world_size, timeout=20)
-        self.calls: dict[int, list[torch.Tensor]] = {}
-        self.lock = threading.Lock()
+        self.tensors: list[torch.Tensor] = []
+        self.barrier = threading.Barrier(world_size, action=self._take_max, timeout=20)
 
-    def of_rank(self) -> "_Member":
-        return _Member(self)
+    def start_max(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return tensor if self.world_size > 1 else None
 
+    def finish(self, tensor: torch.Tensor) -> None:
+        self.tensors.append(tensor)
+        self.barrier.wait()
 
-class _Member:
-    def __init__(self, meeting: Meeting) -> None:
-        self.meeting, self.number = meeting, 0
-
-    def start_max(self, tensor: torch.Tensor) -> Any:
-        if self.meeting.world_size == 1:
-            return None
-        self.number += 1
-        with self.meeting.lock:
-            self.meeting.calls.setdefault(self.number, []).append(tensor)
-        return self.number, tensor
-
-    def finish(self, work: Any) -> None:
-        number, tensor = work
-        self.meeting.barrier.wait()
-        most = torch.stack([t.clone() for t in self.meeting.calls[number]]).amax(dim=0)
-        self.meeting.barrier.wait()
-        tensor.copy_(most)
+    def _take_max(self) -> None:
+        most = torch.stack(self.tensors).amax(dim=0)
+        for tensor in self.tensors:
+            tensor.copy_(most)
+        self.tensors.clear()
 
 
 def block_stream(stream: Any, num_workers: int = 0, **settings: Any) -> BatchReader:
@@ -160,7 +149,7 @@ def shard_loader(
         sampler,
         block_stream(stream, num_workers),
         Fetcher(HeldSamples(stream), seed=1),
-        group or Meeting(world_size).of_rank(),
+        group or Meeting(world_size),
         epochs=epochs,
         pin_memory=False,
     )
@@ -183,9 +172,7 @@ def read_epoch(
     meeting, found, errors = Meeting(world_size), [[] for _ in range(world_size)], []
 
     def work(rank: int) -> None:
-        loader = shard_loader(
-            make(), rank=rank, world_size=world_size, group=meeting.of_rank(), **how
-        )
+        loader = shard_loader(make(), rank=rank, world_size=world_size, group=meeting, **how)
         start = 0
         try:
             if facts is not None:

@@ -7,9 +7,7 @@ import os
 import pickle
 import random
 import signal
-import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +25,19 @@ from hardened_ddp.streams.read_ahead import items_of
 from tests.streams.stream_programs import Rows, StatefulRows, shard_loader
 
 
-class Faulty(Rows):
-    """A generator that raises at one sample, so many times."""
+class SomeFaulty(Rows):
+    """A generator that raises at these samples of each shard: always, or so many times."""
 
-    def __init__(self, flag: Path, times: int, error: Exception) -> None:
-        super().__init__([6, 6])
-        self.flag, self.times, self.error = flag, times, error
+    error: Exception = ValueError("a bad row")
+
+    def __init__(self, bad: tuple[int, ...], times: int = 99) -> None:
+        super().__init__([9, 9])
+        self.bad, self.times = bad, times
 
     def row(self, shard: int, index: int) -> Any:
-        if (shard, index) == (1, 2):
-            tries = int(self.flag.read_text()) if self.flag.exists() else 0
-            self.flag.write_text(str(tries + 1))
-            if tries < self.times:
-                raise self.error
+        if index in self.bad and self.times:
+            self.times -= 1
+            raise self.error
         return super().row(shard, index)
 
 
@@ -66,21 +64,15 @@ def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_errors, "WAITS_S", (0.0, 0.0, 0.0))
 
 
-def test_a_block_ends_where_its_shard_does() -> None:
-    batch = block(Rows([6, 6]), 1, range(4, 8))
-    assert positions(batch) == [4, 5]
-    assert batch.inputs["end"] == 6
-    assert block(Rows([6, 6]), 1, range(8, 12)).inputs["end"] == 6
-
-
 @pytest.mark.parametrize(
     ("times", "error", "num_told"),
     [(1, ValueError("a bad row"), 0), (3, OSError(errno.EIO, "the disk is busy"), 3)],
 )
 def test_a_generator_that_raised_is_opened_anew_and_a_busy_disk_tried_again(
-    times: int, error: Exception, num_told: int, tmp_path: Path
+    times: int, error: Exception, num_told: int
 ) -> None:
-    stream = Faulty(tmp_path / "flag", times, error)
+    stream = SomeFaulty((2,), times)
+    stream.error = error
     batch = block(stream, 1, range(6))
     assert positions(batch) == list(range(6))
     assert not batch.bad
@@ -88,8 +80,8 @@ def test_a_generator_that_raised_is_opened_anew_and_a_busy_disk_tried_again(
     assert len(stream.opened) == times + 1
 
 
-def test_what_is_behind_an_error_of_a_generator_is_named_with_it(tmp_path: Path) -> None:
-    reader = BlockReader(Faulty(tmp_path / "flag", 99, ValueError("a bad row")), seed=1)
+def test_what_is_behind_an_error_of_a_generator_is_named_with_it() -> None:
+    reader = BlockReader(SomeFaulty((2,)), seed=1)
     batch = block(reader.dataset, 1, range(4), reader)
     assert positions(batch) == [0, 1]
     assert [bad.index // 2 for bad in batch.bad] == [2, 3]
@@ -101,28 +93,19 @@ def test_what_is_behind_an_error_of_a_generator_is_named_with_it(tmp_path: Path)
     assert later.inputs["end"] == -1, "an error must not look like the end of the shard"
 
 
-class SomeFaulty(Rows):
-    """A generator that always raises at these samples of each shard."""
-
-    def __init__(self, bad: tuple[int, ...]) -> None:
-        super().__init__([9, 9])
-        self.bad = bad
-
-    def row(self, shard: int, index: int) -> Any:
-        if index in self.bad:
-            raise ValueError("a bad row")
-        return super().row(shard, index)
-
-
 class SomeFaultyCursor(SomeFaulty, StatefulRows):
     """The same as an object whose next() goes on after an error."""
 
 
-class WithoutState(SomeFaultyCursor):
-    """The same without a state."""
+class Wrapped(SomeFaulty):
+    """An object around a generator: after an error it only seems to go on."""
 
     def open(self, shard: int, *, epoch: int, state: Any) -> Iterator[Any]:
         return map(lambda row: row, super().open(shard, epoch=epoch, state=None))
+
+
+class WithoutState(Wrapped, SomeFaultyCursor):
+    """The same around what goes on, so that it does; without a state."""
 
 
 class SomeFragile(SomeFaulty):
@@ -161,16 +144,6 @@ def test_bad_samples_before_a_resume_end_no_reader_that_went_on(kind: type[SomeF
     assert [sample.index // 2 for sample in batch.bad] == ([6] if goes_on else [4, 5, 6, 7, 8])
     if not goes_on:
         assert "sample 1 of its shard ended the reader" in batch.bad[0].error
-
-
-@pytest.mark.slow
-def test_more_bad_samples_before_a_resume_than_python_can_recurse() -> None:
-    first_good = sys.getrecursionlimit()
-    stream = WithoutState(tuple(range(first_good)))
-    stream.lengths = [first_good + 1] * 2
-    batch = block(stream, 1, range(first_good, first_good + 1))
-    assert positions(batch) == [first_good]
-    assert not batch.bad
 
 
 def test_an_exception_that_is_given_is_a_bad_sample() -> None:
@@ -282,11 +255,16 @@ def test_without_torch_s_variable_nothing_is_changed(monkeypatch: pytest.MonkeyP
 
 
 class Deadly(StatefulRows):
-    """Its process dies at one sample: the first time, or each time."""
+    """Its process dies at one sample: the first time, or each time; its readers can skip it."""
 
     def __init__(self, flag: Path, *, always: bool) -> None:
         super().__init__([40, 40])
         self.flag, self.always = flag, always
+
+    def open(self, shard: int, *, epoch: int, state: Any) -> Iterator[Any]:
+        reader: Any = super().open(shard, epoch=epoch, state=state)
+        reader.skip = lambda: setattr(reader, "index", reader.index + 1)
+        return reader
 
     def row(self, shard: int, index: int) -> Any:
         is_due = (shard, index) == (1, 17) and multiprocessing.parent_process() is not None
@@ -296,22 +274,9 @@ class Deadly(StatefulRows):
         return super().row(shard, index)
 
 
-class DeadlySkipping(Deadly):
-    """The same; its readers can pass over a sample."""
-
-    def open(self, shard: int, *, epoch: int, state: Any) -> Iterator[Any]:
-        reader: Any = super().open(shard, epoch=epoch, state=state)
-        reader.skip = partial(advance, reader)
-        return reader
-
-
-def advance(cursor: Any) -> None:
-    cursor.index += 1
-
-
 @pytest.mark.parametrize("always", [False, True])
 def test_a_sample_that_kills_its_worker_costs_itself_at_most(always: bool, tmp_path: Path) -> None:
-    loader = shard_loader(DeadlySkipping(tmp_path / "flag", always=always), num_workers=1)
+    loader = shard_loader(Deadly(tmp_path / "flag", always=always), num_workers=1)
     good: list[int] = []
     bad: list[BadSample] = []
     try:
@@ -331,13 +296,6 @@ def test_an_end_right_after_an_error_is_not_believed() -> None:
     stuck.moves = False
     for stream in (stuck, Wrapped((2,))):
         assert read_blocks(stream, 0, 4) == ([0, 1], [2, 3, 4, 5, 6, 7], -1)
-
-
-class Wrapped(SomeFaulty):
-    """An object around a generator: after an error it only seems to go on."""
-
-    def open(self, shard: int, *, epoch: int, state: Any) -> Iterator[Any]:
-        return map(lambda row: row, super().open(shard, epoch=epoch, state=state))
 
 
 class FragileReader:

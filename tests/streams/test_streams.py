@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 
 from tests.harness.ranks import run_program, start_training, train
 from tests.run_folder import find_checkpoints, last_tensors, only_run, samples_by_step
-from tests.task.test_tasks import Distance
 
 STREAM: list[str | Path] = ["--cpu_only", "--dataset", "tests.streams.stream_programs:point_stream"]
 STREAM += ["--model", "mlp", "--num_workers", "0", "--learning_rate", "0.01"]
@@ -139,18 +138,3 @@ def test_a_bad_sample_is_named_by_shard_and_position(tmp_path: Path) -> None:
     assert "2 shards for 3 ranks: each rank reads all samples" in done.output
     told = ledger_of(tmp_path / "on")
     assert "100 samples, each exactly once; 1 of them left out, as reported" in told
-
-
-class Powered(Distance):
-    def __init__(self, power: float) -> None:  # it has to be given
-        super().__init__(power)
-
-
-@pytest.mark.slow
-def test_a_task_of_the_users_gets_its_arguments_and_the_stream(tmp_path: Path) -> None:
-    task = ["--task", "tests.streams.test_streams:Powered", "--task_args", "{power: 3.0}"]
-    for world_size in (1, 2):
-        place = ["--output_dir", tmp_path / str(world_size)]
-        done = train([*STEADY, *task, "--epochs", "1", *place], world_size).ok()
-        assert "test distance" in done.output
-    assert_close(weights_of(tmp_path / "1"), weights_of(tmp_path / "2"))
