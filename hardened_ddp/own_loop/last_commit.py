@@ -8,14 +8,12 @@ loop nothing. A survivor takes the copy, else the live tensor if it was not writ
 nothing. WHY not stamps alone: p.data.add_() and a numpy view change none, and fused optimizers
 change no version: those are seen by a hook, and in some bodies all is copied and compared.
 
-On a GPU the host runs ahead: a commit waits until the device has done the body; and what the host
-has queued behind an update that the device did not begin is not written yet.
+On a GPU the host runs ahead: a commit waits until the device has done the body, and so does the
+hook before an update, else a death would be seen when the weights are queued to be written.
 """
 
 import logging
 import threading
-from collections.abc import Iterable
-from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -57,14 +55,12 @@ class LastCommit:
         self._needed: set[str] = set()  # bodies write them before a forward: they are copied
         # Written by an optimizer since the commit, which a fused one does without a version.
         self._updated: set[str] = set()
-        # On a GPU, the first update since the commit: where it is queued, what was written.
-        self._first_update: tuple[Event, set[str]] | None = None
         self._is_whole = self._is_inspected = False
 
-    def note(self, step: int, place: Json, *, copies_all: bool = False) -> None:
+    @torch.no_grad()
+    def note(self, step: int, place: Json) -> None:
         """Note the state of now as that of a commit. Rank-local."""
-        if self._device.type == "cuda":
-            Event().wait()  # WHY: else a death could lose what the device has not done yet
+        self._await_device()
         with self._lock:
             self._is_whole = False
             self._needed |= self._unseen()
@@ -73,24 +69,18 @@ class LastCommit:
             # WHY always: BatchNorm changes its averages without changing their version
             buffers = self.registry.buffers()
             self._buffers = {name for name, t in self._live.items() if id(t) in buffers}
-            count = self.num_bodies
-            self.num_bodies += 1
-            is_first = copies_all or count < NUM_FIRST
-            self._is_inspected = is_first or count % INSPECTED_EVERY == 0
-            needed = self._live.keys() if self._is_inspected else self._needed | self._buffers
-            self._copy(needed & self._live.keys())
+            count, self.num_bodies = self.num_bodies, self.num_bodies + 1
+            self._is_inspected = count < NUM_FIRST or count % INSPECTED_EVERY == 0
+            names = self._live.keys() if self._is_inspected else self._needed | self._buffers
+            self._copies.clear()  # WHY first: its memory serves again
+            self._copies = {name: t.clone() for name, t in self._live.items() if name in names}
             self._stamps = {name: _stamp(tensor) for name, tensor in self._live.items()}
-            self._updated, self._first_update = set(), None
+            self._updated = set()
             self._is_whole = True
 
-    @torch.no_grad()
-    def _copy(self, names: Iterable[str]) -> None:
-        before, self._copies = self._copies, {}
-        for name in names:
-            live, old = self._live[name], before.get(name)
-            if old is None or old.shape != live.shape or old.dtype != live.dtype:
-                old = torch.empty_like(live)
-            self._copies[name] = old.copy_(live)
+    def _await_device(self) -> None:
+        if self._device.type == "cuda":
+            Event().wait()
 
     def written(self) -> set[str]:
         """Name what was written since the commit, as far as that is seen. Rank-local."""
@@ -115,11 +105,10 @@ class LastCommit:
         """
         if not self._updated:  # forward may have written, too, before backward lost a rank
             self.before_forward()
+        self._await_device()
         with self._lock:  # WHY: a thread that saves holds it until the process ends
             params = {id(p) for group in optimizer.param_groups for p in group["params"]}
             found = {n for n, tensor in self._live.items() if id(tensor) in params}
-            if self._device.type == "cuda" and self._first_update is None:
-                self._first_update = Event(), self.written()
             own = [f"{n}." for n, each in self.registry.optimizers.items() if each is optimizer]
             self._updated |= found | {n for n in self._live if n.startswith(tuple(own))}
             return bool(found) and not own
@@ -139,12 +128,11 @@ class LastCommit:
         if not (has_lock and self._is_whole):
             log.warning("a commit is under way: nothing is saved, the last checkpoint stays")
             return None
-        lost = self._lost()
+        lost = self.written() - self._copies.keys()
         tensors = {n: self._copies.get(n, self._live[n]).detach() for n in self._live}
         if not lost and is_beside:
-            copy = partial(copy_beside, tensors, self._device)
-            tensors = call_within(copy, COPY_LIMIT_S)
-            lost = self._lost()
+            tensors = call_within(partial(copy_beside, tensors, self._device), COPY_LIMIT_S)
+            lost = self.written() - self._copies.keys()
         if not lost:
             return tensors
         log.warning(
@@ -154,13 +142,6 @@ class LastCommit:
             self.step,
         )
         return None
-
-    def _lost(self) -> set[str]:
-        first, written = self._first_update, self.written()
-        if first is not None:
-            with suppress(RuntimeError):  # a GPU with an error
-                written = written if first[0].is_reached() else first[1]
-        return written - self._copies.keys()
 
     # What the saver asks (training/state.py: Contents)
 

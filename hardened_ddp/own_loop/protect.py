@@ -21,7 +21,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-from zlib import crc32
 
 import numpy as np
 import torch
@@ -42,7 +41,7 @@ from hardened_ddp.errors import (
 from hardened_ddp.guard.divergence import compare_replicas
 from hardened_ddp.guard.hang import HangWatch, Subject
 from hardened_ddp.guard.stop import StopRequest
-from hardened_ddp.own_loop.batches import Batch, Streams
+from hardened_ddp.own_loop.batches import Streams
 from hardened_ddp.own_loop.last_commit import NUM_FIRST, LastCommit
 from hardened_ddp.own_loop.registry import Registry
 from hardened_ddp.ranks.group import Group, adopt_group, open_group, place_in_group
@@ -105,41 +104,41 @@ def protect(
     """Protect the loop inside, whose state is in folder and in these objects. Collective.
 
     Loads the newest valid checkpoint into the objects, in place. save_every: commits between two
-    checkpoints. exact_resume: do the first body after a resume twice: DDP sums the first backward
-    of three ranks and more in another order. timeout_s: how long commits wait for other ranks. The
-    others: see ddp_training.py --help.
+    checkpoints. exact_resume: refuse what makes a resume on three ranks or more differ in the last
+    bits. timeout_s: how long commits wait for other ranks. The others: ddp_training.py --help.
     Raises Stopped after a stop, and Failed, which the log explains, or the error of the body.
     """
     if _active:
         raise OwnLoopError(f"protect({str(_active[0])!r}) is not over: one at a time")
-    launch, group = Launch(), None
+    group = None
+    _active.append(Path(folder))
     try:
-        launch = _read_launch()
-        _active.append(Path(folder))
-        group = _join(launch, state, timeout_s=timeout_s)  # collective
-        launch = group.launch
+        group = _meet(state, timeout_s=timeout_s)  # collective
         with errors_told(group):
             last = LastCommit(Registry(state), group.device)
+            every = None if save_every == "auto" else save_every
+            config = RunConfig(checkpoint_every_steps=every, keep_last=keep_last)
             with (
                 StopRequest(group, digest=last.digest) as stop,
                 open_folder(Path(folder), group, keep_last=keep_last) as run,  # collective
-                Goodput(run.folder, group.tracker, launch, step=run.step) as goodput,
+                Goodput(run.folder, group.tracker, group.launch, step=run.step) as goodput,
                 HangWatch(group, run.folder, hang_after_s=hang_after_s) as watch,  # collective
                 StatusWriter(run.folder, group) as status,
             ):
-                loop = OwnLoop(last, (group, run, goodput, stop, status), seed=seed)  # collective
-                loop.begin(save_every, exact_resume=exact_resume)  # collective
+                parts = group, run, goodput, stop, status
+                loop = OwnLoop(last, parts, config, seed=seed)  # collective
+                loop.watch_forwards(state, exact_resume=exact_resume)
                 watch.attach(Subject(save=loop.save_in_need, phase=loop.phase_of))
                 stop.start_last_resort(loop.save_in_need, grace_s=stop_grace_s)
-                with _ended_well(loop, stop, watch, status):
+                with loop.ended_well(watch):
                     yield loop
-    except HardenedError as error:
+    except Exception as error:
+        code = leave_failed(error, Launch() if group is None else group.launch)
+        if not isinstance(error, HardenedError):
+            raise
         if group is None:
             log_failure(error)
-        raise Failed(settle(leave_failed(error, launch), environment())) from error
-    except Exception as error:
-        leave_failed(error, launch)
-        raise
+        raise Failed(settle(code, environment())) from error
     finally:
         _active.clear()
         if group is not None:
@@ -149,37 +148,6 @@ def protect(
         raise Stopped(settle(stop_status(None, environment()), environment()))
 
 
-@contextmanager
-def _ended_well(
-    loop: "OwnLoop", stop: StopRequest, watch: HangWatch, status: StatusWriter
-) -> Iterator[None]:
-    """Save at the end of the loop inside, however it ends. A stop ends here."""
-    ending = Ending.STOPPED
-    try:
-        with suppress(Stopped):
-            yield
-            loop.check_end()  # collective
-            ending = Ending.FINISHED
-        loop.save_last()
-        stop.finish()  # collective
-        loop.ending = ending
-    except BaseException as error:
-        watch.close()  # if a rank hung: this waits for the verdict, and the process ends
-        stop.relieve_last_resort()
-        loop.save_as_survivor(error)
-        if isinstance(error, NameError) and loop.first_step:
-            raise OwnLoopError(
-                f"{error}: this start continues at step {loop.first_step}, and did not run the "
-                "bodies before it",
-                fix="give it a value before the loop; if its value counts, keep it in a registered "
-                "dict",
-            ) from error
-        raise
-    finally:
-        status.close_as(loop.ending)
-        loop.close()
-
-
 class OwnLoop:
     """What the loop uses of protect."""
 
@@ -187,24 +155,38 @@ class OwnLoop:
         self,
         last: LastCommit,
         parts: tuple[Group, RunFolder, Goodput, StopRequest, StatusWriter],
+        config: RunConfig,
         *,
         seed: int,
     ) -> None:
-        """Collective: all ranks."""
+        """Load the newest checkpoint, if there is one. Collective: all ranks."""
         self._last, self._registry, self._seed = last, last.registry, seed
         self._group, self._run, self._goodput, self._stop, self._status = parts
         self.step = 0  # commits so far. Read it; commit() counts
         self.rng = np.random.default_rng(seed)  # of this rank, new in each body and after it
-        self.first_step = 0  # of this start
         self.ending = Ending.FAILED
         self._num_epochs = self._num_steps = 0
         self._is_in_body = self._has_forward = False
-        self._hooks: list[Any] = []  # Any: torch's handles
-        self._streams = Streams(self._group, self._run.folder, seed=seed)  # collective
-        self._run.store.call_before_commit(self._streams.sync)
-        self._saver: Saver  # from begin on
         self._main_thread, self._ending = threading.get_ident(), threading.Lock()
-        self._stop.watch(self._run.folder)
+        group, folder, store = self._group, self._run.folder, self._run.store
+        self._streams = Streams(group, folder, seed=seed)  # collective
+        store.call_before_commit(self._streams.sync)
+        self._stop.watch(folder)
+        plan_file(self._registry.pack()[1])  # raises for what no checkpoint holds
+        group.tracker.begin("loading the checkpoint")
+        if (saved := read_checkpoint(self._run, group)) is not None:  # collective
+            self._load(saved)  # collective
+            log.info("resuming %s from step %d", folder, self.step)
+        refuse_crash_loop(group, self.step, folder)
+        self._check_alike()  # collective
+        self._first_step = self.step  # of this start
+        group.tracker.start_at(self.step)
+        self._goodput.begin(self.step)
+        if group.is_main:
+            withdraw_summary(folder)
+        self._note()
+        contents = Contents(last.tensors, last.meta, last.volatile)
+        self._saver = Saver(contents, store, group=group, config=config)
 
     # ---- what the user calls
 
@@ -214,9 +196,6 @@ class OwnLoop:
         while self.epoch < count:
             yield self.epoch
             self._streams.end_epoch()
-            if self._streams.is_rehearsal and self.epoch < count and not self._is_in_body:
-                # WHY: going back leads into an epoch that is over only if its samples are not
-                self._last.note(self.step, self._streams.place(), copies_all=True)
             if not self.step:
                 self._refuse_written()
             # WHY of all: one rank alone would wait in a commit until the timeout
@@ -229,21 +208,21 @@ class OwnLoop:
 
     def batches(
         self, loader: DataLoader[Any], *, name: str = "data", repeat: bool = False
-    ) -> Iterator[Batch]:
+    ) -> Iterator[Any]:  # Any: what its collate_fn returns
         """Yield this rank's share of each window of an epoch, from the committed place on.
 
         Of the loader all but its sampler counts: the order is shuffled by the seed. repeat: begin
         again, in another order, whenever it is over.
         """
-        return self._streams.batches(loader, name=name, repeat=repeat, begin=self._begin_body)
+        return self._streams.batches(loader, name, repeat, self._begin_body)
 
     def steps(self, count: int) -> Iterator[int]:
         """Yield the steps that are left of count, for a loop that makes its data by itself."""
         self._num_steps = count
         while self.step < count:
-            before = self._last.num_bodies
+            before = self.step
             yield self._begin_body()
-            if self._last.num_bodies == before:
+            if self.step == before:
                 raise OwnLoopError("a body of run.steps ended without run.commit()")
 
     def commit(self) -> None:
@@ -251,25 +230,21 @@ class OwnLoop:
 
         Raises Stopped if any rank was asked to stop; its state is that of this commit.
         """
+        self._streams.use()
         if self.epoch < self._num_epochs and self._last.place == self._streams.place():
             raise OwnLoopError(
                 f"commit {self.step + 1} has no batch of run.batches since the one before it: a "
                 "start that continues there would do this part of the epoch twice",
-                fix="leave it out: what follows a batch belongs to the next commit; a loop without "
-                "loaders counts by run.steps(n)",
+                fix="one commit at the end of each body; a loop without loaders has run.steps(n)",
             )
         self._sync_buffers()  # collective
-        self._streams.write(is_commit=True)
-        if self._streams.is_rehearsal:
-            self._end_rehearsal()
-            return
         self.step += 1
         # WHY before the vote: a rank that comes this far has the whole step, whoever dies now
         self._note()
         tracker = self._group.tracker
         tracker.end_step(self.step)
         tracker.enter(Phase.EVALUATION)  # until the next body
-        if self.step <= self.first_step + NUM_FIRST:
+        if self.step <= self._first_step + NUM_FIRST:
             self._check_alike()  # collective
         self._vote()  # collective
         self._goodput.note(self.step)
@@ -296,41 +271,33 @@ class OwnLoop:
         """The number of the last batch in its epoch, from 0."""
         return self._streams.batch_index
 
-    # ---- what protect calls
+    # ---- how it ends
 
-    def begin(self, save_every: int | Literal["auto"], *, exact_resume: bool) -> None:
-        """Load the newest checkpoint, if there is one. Collective: all ranks."""
-        group, folder = self._group, self._run.folder
-        plan_file(self._registry.pack()[1])  # raises for what no checkpoint holds
-        group.tracker.begin("loading the checkpoint")
-        saved = read_checkpoint(self._run, group)  # collective
-        if saved is not None:
-            self._load(saved)  # collective
-            log.info("resuming %s from step %d", folder, self.step)
-            self._streams.is_rehearsal = exact_resume
-        refuse_crash_loop(group, self.step, folder)
-        self._check_alike()  # collective
-        self.first_step = self.step
-        group.tracker.start_at(self.step)
-        self._goodput.begin(self.step)
-        if group.is_main:
-            withdraw_summary(folder)
-        self._note()
-        config = RunConfig(checkpoint_every_steps=None if save_every == "auto" else save_every)
-        # WHY not before: it asks how large the state is
-        last = self._last
-        contents = Contents(last.tensors, last.meta, last.volatile)
-        self._saver = Saver(contents, self._run.store, group=group, config=config)
-        for thing in self._registry.given.values():
-            if isinstance(thing, nn.Module):
-                self._hooks.append(thing.register_forward_pre_hook(self._before_forward))
-        # WHY of all optimizers: one that wraps another, or was not registered, shows too
-        self._hooks.append(register_optimizer_step_pre_hook(self._before_update))
-
-    def check_end(self) -> None:
-        """Raise if something follows the last commit, on any rank. Collective: all ranks."""
-        self._refuse_written()
-        self._group.check_equal({"the number of commits": str(self.step)})  # collective
+    @contextmanager
+    def ended_well(self, watch: HangWatch) -> Iterator[None]:
+        """Save at the end of the loop inside, however it ends. A stop ends here."""
+        group, ending = self._group, Ending.STOPPED
+        try:
+            with suppress(Stopped):
+                yield
+                self._refuse_written()
+                group.check_equal({"the number of commits": str(self.step)})  # collective
+                ending = Ending.FINISHED
+            if self.step:
+                self._saver.save_last(self._last)
+            self._stop.finish()  # collective
+            self.ending = ending
+        except BaseException as error:
+            watch.close()  # if a rank hung: this waits for the verdict, and the process ends
+            self._stop.relieve_last_resort()
+            reason = error if isinstance(error, Exception) else None
+            if reason is None or is_saved_after(reason):
+                group.leave()
+                self._save(reason)
+            raise
+        finally:
+            self._status.close_as(self.ending)
+            self._close()
 
     def _refuse_written(self) -> None:
         if written := self._last.written():
@@ -339,39 +306,7 @@ class OwnLoop:
                 fix="end each body with run.commit(), before a run.poll()",
             )
 
-    def save_last(self) -> None:
-        """Write the last commit and wait until it is on the disk. Rank-local."""
-        if self.step:
-            self._saver.save_last(self._last)
-
-    def save_as_survivor(self, error: BaseException) -> None:
-        """Write the last commit if this rank is the one to do it. Rank-local; never raises."""
-        reason = error if isinstance(error, Exception) else None
-        if reason is None or is_saved_after(reason):
-            self._group.leave()
-            self._save_once(reason)
-
-    def save_in_need(self, error: Exception | None = None, gone: Sequence[int] = ()) -> None:
-        """Do so beside a main thread that waits for another rank; the process ends after it."""
-        # WHY no release: whoever saves first ends the process
-        self._ending.acquire()
-        self._save_once(error, is_beside=True, gone=gone)
-        self._goodput.note(self._last.step, is_last=True)
-
-    def _save_once(
-        self, error: Exception | None, *, is_beside: bool = False, gone: Sequence[int] = ()
-    ) -> None:
-        last, saver = self._last, self._saver
-
-        def find() -> Rescue:
-            tensors = last.take(is_beside=is_beside)
-            write = partial(saver.save_in_need, last, tensors=tensors)
-            return Rescue(last.step, None if tensors is None else write)
-
-        where = Rescue(last.step, None)
-        save_once(self._group, self._run.folder, find, where=where, error=error, gone=gone)
-
-    def close(self) -> None:
+    def _close(self) -> None:
         """Finish the last write; say how the loop ended. Rank-local."""
         for hook in self._hooks:
             hook.remove()
@@ -384,7 +319,61 @@ class OwnLoop:
             if ended:
                 log.info("%s at step %d: %s", ended, self.step, self._run.folder)
 
+    def save_in_need(self, error: Exception | None = None, gone: Sequence[int] = ()) -> None:
+        """Save beside a main thread that waits for another rank; the process ends after it."""
+        # WHY no release: whoever saves first ends the process
+        self._ending.acquire()
+        self._save(error, gone, is_beside=True)
+        self._goodput.note(self._last.step, is_last=True)
+
+    def _save(
+        self, error: Exception | None, gone: Sequence[int] = (), *, is_beside: bool = False
+    ) -> None:
+        """Write the last commit if this rank is the one to do it. Rank-local; never raises."""
+        last, where = self._last, Rescue(self._last.step, None)
+
+        def find() -> Rescue:
+            tensors = last.take(is_beside=is_beside)
+            write = partial(self._saver.save_in_need, last, tensors=tensors)
+            return where if tensors is None else Rescue(last.step, write)
+
+        save_once(self._group, self._run.folder, find, where=where, error=error, gone=gone)
+
+    def phase_of(self, host: int) -> int:
+        """Return the phase of this rank: a body that waits for others does so. Any thread.
+
+        By the stack of the main thread. WHY its state: backward of DDP ends with such a wait, and
+        a backward that computes runs.
+        """
+        frame = sys._current_frames().get(self._main_thread)
+        if frame is None or host not in (Phase.FORWARD, Phase.EVALUATION):
+            return host
+        path = frame.f_code.co_filename
+        waits = "/torch/distributed/" in path or "/torch/nn/parallel/" in path
+        if path.endswith("/torch/autograd/graph.py"):
+            host, waits = Phase.BACKWARD, stat_fields(os.getpid())[:1] == ["S"]
+        return Phase.ALL_REDUCE if waits else host
+
     # ---- within a body
+
+    def watch_forwards(self, state: dict[str, Any], *, exact_resume: bool) -> None:
+        """See each forward and update from now on. Raises OwnLoopError."""
+        num_ranks = self._group.world_size
+        for name, thing in state.items():
+            # WHY: else each start sums its first gradients in other buckets than later ones
+            if (
+                exact_resume
+                and num_ranks > 2
+                and not getattr(thing, "find_unused_parameters", True)
+            ):
+                raise OwnLoopError(
+                    f"exact_resume on {num_ranks} ranks: make {name} by "
+                    "DistributedDataParallel(..., find_unused_parameters=True)"
+                )
+        modules = (thing for thing in state.values() if isinstance(thing, nn.Module))
+        self._hooks = [m.register_forward_pre_hook(self._before_forward) for m in modules]
+        # WHY of all optimizers: one that wraps another, or was not registered, shows too
+        self._hooks.append(register_optimizer_step_pre_hook(self._before_update))
 
     def _begin_body(self) -> int:
         """Seed the generators if a body begins; return its step."""
@@ -413,7 +402,7 @@ class OwnLoop:
         self.rng = seed_body(seed, step=self.step, rank=rank, device_type=device_type)
 
     def _before_forward(self, module: nn.Module, inputs: object) -> None:
-        self._streams.write()
+        self._streams.use()
         self._has_forward |= module.training
         if torch.is_grad_enabled():
             self._last.before_forward()
@@ -423,39 +412,23 @@ class OwnLoop:
         if self._last.before_update(optimizer):
             raise OwnLoopError(
                 f"{type(optimizer).__name__} updates a registered model and is not registered "
-                "itself: its state would be lost",
-                fix="give it to protect by a name, also if it is inside of another optimizer",
+                "itself: give it to protect by a name, also if it is inside of another optimizer"
             )
 
     @torch.no_grad()
     def _sync_buffers(self) -> None:
         """Give all ranks rank 0's buffers, which forward changes by each rank's own samples."""
-        has_forward, self._has_forward = self._has_forward, False
-        if not has_forward or self._group.world_size == 1:
+        buffers = list(self._registry.buffers().values()) if self._has_forward else []
+        self._has_forward = False
+        if not buffers or self._group.world_size == 1:
             return
-        devices: dict[torch.device, list[torch.Tensor]] = {}
-        for buffer in self._registry.buffers().values():
-            # WHY data: a backward that is still to come refuses a buffer of another version
-            devices.setdefault(buffer.device, []).append(buffer.data)
-        for buffers in devices.values():
-            raw = [buffer.reshape(-1).view(torch.uint8) for buffer in buffers]
-            flat = self._group.broadcast_(torch.cat(raw))  # collective
-            parts = torch.split(flat, [len(each) for each in raw])
-            for buffer, part in zip(buffers, parts, strict=True):
-                # WHY a clone: 8 bytes may begin at any place in flat
-                buffer.copy_(part.clone().view(buffer.dtype).view_as(buffer))
-
-    def _end_rehearsal(self) -> None:
-        """Put back the state before the first body, which the loop now does again."""
-        self._streams.is_rehearsal = False
-        tensors = self._last.take(is_beside=False)  # all are copied in the first bodies
-        assert tensors is not None
-        for name, tree in self._last.tree.items():
-            self._registry.load(name, tree, tensors)
-        for module in self._registry.modules.values():
-            module.zero_grad()
-        self._streams.begin(self.step, self._last.place)
-        self._note()
+        # WHY data: a backward that is still to come refuses a buffer of another version
+        raw = [buffer.data.reshape(-1).view(torch.uint8) for buffer in buffers]
+        flat = torch.cat([part.to(self._group.device) for part in raw])
+        parts = torch.split(self._group.broadcast_(flat), [len(each) for each in raw])  # collective
+        for buffer, part in zip(buffers, parts, strict=True):
+            # WHY a clone: 8 bytes may begin at any place in flat
+            buffer.data.copy_(part.clone().view(buffer.dtype).view_as(buffer))
 
     # ---- the state
 
@@ -463,9 +436,9 @@ class OwnLoop:
         """Raise Stopped on all ranks if one was asked to stop. Collective: all ranks."""
         reason = self._stop.poll()  # collective
         if not self._stop.is_alike:
-            what = self._differing()  # collective
             raise RankMismatchError(
-                f"the ranks differ at commit {self.step}, in {what}",
+                f"the ranks differ at commit {self.step}: in their place in the data, or in the "
+                "numbers or generators that are registered",
                 fix="register only what is the same on all ranks (a generator must not be seeded "
                 "by the rank), and call run.batches and run.commit on all of them equally often",
             )
@@ -478,13 +451,9 @@ class OwnLoop:
         tree: dict[str, Any] = saved.meta.get("tree") or {}  # Any: JSON
         known = self._registry.things
         if tree.keys() != known.keys():
-            lacking = ", ".join(name for name in known if name not in tree)
-            unknown = ", ".join(name for name in tree if name not in known)
-            what = f"the checkpoint has {unknown}, which protect is not given"
-            if lacking:
-                what = f"the checkpoint has no {lacking}; it has {', '.join(tree)}"
             raise CheckpointMismatchError(
-                what if tree else f"{self._run.folder} is a run of ddp_training.py",
+                f"the checkpoint has {', '.join(tree) or 'no objects: the script wrote it'}, and "
+                f"protect is given {', '.join(known)}",
                 fix="give protect the same names as before, or another folder",
             )
         for name in known:
@@ -504,51 +473,21 @@ class OwnLoop:
                 "model, draw no initial values by the rank, and gather what is a rank's own",
             )
 
-    def _differing(self) -> str:
-        """Name what differs between ranks. Collective: all ranks, whose vote has shown it."""
-        parts = {**self._last.tree, "the place in the data": self._last.place}
-        facts = {name: crc32(str(part).encode()) for name, part in parts.items()}
-        everyone = self._group.gather_json(facts)  # collective
-        # WHY dict: a rank with fewer commits may gather another fact, at the end of its loop
-        told = [one if isinstance(one, dict) else {} for one in everyone]
-        names = [name for name in facts if any(facts[name] != one.get(name) for one in told)]
-        return ", ".join(names) or "their number of commits, or in names of tensors"
 
-    def phase_of(self, host: int) -> int:
-        """Return the phase of this rank: a body that waits for others does so. Any thread.
-
-        By the stack of the main thread. WHY its state: backward of DDP ends with such a wait, and
-        a backward that computes runs.
-        """
-        frame = sys._current_frames().get(self._main_thread)
-        if frame is None or host not in (Phase.FORWARD, Phase.EVALUATION):
-            return host
-        path = frame.f_code.co_filename
-        waits = "/torch/distributed/" in path or "/torch/nn/parallel/" in path
-        if path.endswith("/torch/autograd/graph.py"):
-            host, waits = Phase.BACKWARD, stat_fields(os.getpid())[:1] == ["S"]
-        return Phase.ALL_REDUCE if waits else host
-
-
-def _read_launch() -> Launch:
-    """Read who launched this process, and log from here on. A group of the program counts first."""
+def _meet(state: dict[str, Any], *, timeout_s: float) -> Group:
+    """Take part in the group of the program, or make one; log from here on. Collective."""
     start_logging(rank=0, world_size=1, is_guest=True)
     launch = Launch()
     try:
         launch = read_launch(environment())
     except LaunchError:
-        if not dist.is_initialized():
+        if not dist.is_initialized():  # else the program knows who is who
             raise
-    script, given = str(Path(sys.argv[0]).absolute()), sys.argv[1:]
+    script = str(Path(sys.argv[0]).absolute())
     words = [script if word == str(SCRIPT) else word for word in launch.start.words]
-    start = replace(launch.start, words=(*words, *given), is_whole=True)
+    start = replace(launch.start, words=(*words, *sys.argv[1:]), is_whole=True)
     launch = place_in_group(replace(launch, start=start))
     start_logging(rank=launch.rank, world_size=launch.world_size, is_guest=True)
-    return launch
-
-
-def _join(launch: Launch, state: dict[str, Any], *, timeout_s: float) -> Group:
-    """Take part in the group of the program, or make one. Collective: all ranks."""
     end_with_launcher(launch)
     modules = (thing for thing in state.values() if isinstance(thing, nn.Module))
     devices = {p.device for module in modules for p in module.parameters()}

@@ -22,6 +22,7 @@ from hardened_ddp.model.state_tree import MAPPINGS, Tree, pack, unpack
 
 Tensors = dict[str, torch.Tensor]
 
+_IN_PLACE = (dict, list, torch.Tensor, np.ndarray)
 _GENERATORS = (np.random.Generator, torch.Generator)
 
 
@@ -30,19 +31,16 @@ class Registry:
 
     def __init__(self, things: Mapping[str, Any]) -> None:  # Any: the user's
         """Raises OwnLoopError for what can't be saved, or not put back."""
-        self.given = dict(things)
         self.things = {name: _inner(thing) for name, thing in things.items()}
         self.modules = {n: t for n, t in self.things.items() if isinstance(t, nn.Module)}
         self.optimizers = {n: t for n, t in self.things.items() if isinstance(t, Optimizer)}
         for name, thing in self.things.items():
             can_load = hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
-            in_place = (dict, list, torch.Tensor, np.ndarray, *_GENERATORS)
-            if not (can_load or isinstance(thing, in_place)):
-                kind = type(thing).__name__
-                why = f"it is a {kind}, without state_dict and load_state_dict"
-                if thing is None or isinstance(thing, bool | int | float | str | tuple):
-                    why = "protect can't set your variable on resume; put it in a dict"
-                raise OwnLoopError(f"{name}={thing!r:.40}: {why}")
+            if not (can_load or isinstance(thing, (*_IN_PLACE, *_GENERATORS))):
+                raise OwnLoopError(
+                    f"{name}={thing!r:.40}: protect can't set your variable on resume",
+                    fix="put it in a dict, or give its class state_dict and load_state_dict",
+                )
         if not things:
             raise OwnLoopError("protect was given no object: nothing would be saved")
         known = {id(tensor) for tensor in self.pack()[1].values()}
@@ -74,17 +72,15 @@ class Registry:
                 thing.bit_generator.state = state
             elif isinstance(thing, torch.Generator):
                 thing.set_state(state)
-            elif isinstance(thing, dict | list | torch.Tensor | np.ndarray):
-                if _put(thing, state) is not thing:
-                    raise ValueError(f"it was {_kind(state)}, and is {_kind(thing)}")
+            elif isinstance(thing, _IN_PLACE):
+                _put(thing, state)
             else:
                 thing.load_state_dict(state)
-            if _sorted(_packed(thing, name, now)) != _sorted(tree):
-                raise ValueError("its numbers are others after load_state_dict")
-            for part, tensor in now.items():
-                own, saved = tensor.cpu(), tensors[part]
-                if own.dtype != saved.dtype or not has_same_bits(own, saved):
-                    raise ValueError(f"{part} is another after load_state_dict")
+            # WHY: what its load_state_dict left out, a resumed run would go on without
+            is_same = _sorted(_packed(thing, name, now)) == _sorted(tree)
+            pairs = [(tensor.cpu(), tensors[part]) for part, tensor in now.items()]
+            if not is_same or not all(a.dtype == b.dtype and has_same_bits(a, b) for a, b in pairs):
+                raise ValueError("it has other content after loading")
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointMismatchError(
                 f"the checkpoint does not fit the objects of this loop: {name}: {error}",
@@ -94,19 +90,12 @@ class Registry:
 
 def _sorted(tree: Tree) -> str:
     """Write a tree without the order of its dicts. WHY text: NaN is not equal to itself."""
-    if isinstance(tree, list):
-        return f"[{', '.join(map(_sorted, tree))}]"
-    if not isinstance(tree, dict):
-        return json.dumps(tree)
-    kind, content = next(iter(tree.items()))
-    if kind in MAPPINGS:
-        return f"{{{', '.join(sorted(f'{key!r}: {_sorted(part)}' for key, part in content))}}}"
-    return f"{kind} {_sorted(content)}"
 
+    def without_order(node: dict[str, Any]) -> dict[str, Any]:  # Any: JSON
+        kinds = node.keys() & MAPPINGS.keys()
+        return {kind: sorted(map(json.dumps, node[kind])) for kind in kinds} or node
 
-def _kind(value: object) -> str:
-    shape = tuple(value.shape) if isinstance(value, torch.Tensor | np.ndarray) else ""
-    return f"{type(value).__name__}{shape}"
+    return json.dumps(json.loads(json.dumps(tree), object_hook=without_order))
 
 
 def _inner(thing: Any) -> Any:  # Any: the user's
@@ -135,8 +124,8 @@ def _packed(thing: Any, name: str, tensors: Tensors) -> Tree:  # Any: the user's
 @torch.no_grad()
 def _put(old: Any, new: Any) -> Any:  # Any: the user's
     """Return new; where old has its kind and shape, in the object that old is."""
-    kinds: tuple[type[Any], ...] = (torch.Tensor, np.ndarray)  # Any: mypy knows no common one
-    if any(isinstance(old, kind) and isinstance(new, kind) for kind in kinds):
+    is_tensor = isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)
+    if is_tensor or (isinstance(old, np.ndarray) and isinstance(new, np.ndarray)):
         if (old.shape, old.dtype) != (new.shape, new.dtype):
             return new
         old[...] = new

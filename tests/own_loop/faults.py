@@ -20,7 +20,7 @@ from hardened_ddp.own_loop import last_commit
 from hardened_ddp.own_loop.last_commit import LastCommit
 from tests.harness.processes import ROOT
 from tests.harness.ranks import Finished, start_ranks
-from tests.run_folder import fingerprints
+from tests.run_folder import find_checkpoints, fingerprints, only_run, step_of
 
 EXAMPLES = ROOT / "examples" / "own_loops"
 SMALL = ("epochs(5) -> epochs(2)", "steps(40) -> steps(12)")
@@ -57,10 +57,11 @@ def body_of(text: str) -> list[int]:
     loop = max((node for node in loops if "run." in ast.unparse(node.iter)), key=lambda n: n.lineno)
     inner = (node for node in ast.walk(loop) if isinstance(node, ast.stmt) and node is not loop)
     lines = sorted({node.lineno for node in inner})
-    return [line for line in lines if line <= _line_of(text, "run.commit()")]
+    return [line for line in lines if line <= line_of(text, "run.commit()")]
 
 
-def _line_of(text: str, part: str) -> int:
+def line_of(text: str, part: str) -> int:
+    """Return the number of the first line that holds part."""
     return next(n for n, line in enumerate(text.splitlines(), 1) if part in line)
 
 
@@ -108,21 +109,19 @@ def launch(
 
 
 def run_folder(folder: Path) -> Path:
-    (found,) = (folder / "runs").iterdir()
-    return found
+    return only_run(folder / "runs")
 
 
 def state_of(folder: Path) -> tuple[Any, ...]:  # Any: JSON
     """Return all of the newest checkpoint: step, place, numbers, tensors."""
-    newest = max((run_folder(folder) / "checkpoints").glob("step-*"))
+    newest = find_checkpoints(folder / "runs")[-1]
     meta = json.loads((newest / "manifest.json").read_text(encoding="utf-8"))["meta"]
     return meta, fingerprints(newest / "state.safetensors")
 
 
 def checkpoints_of(folder: Path) -> list[int]:
     """List the steps of the checkpoints, oldest first."""
-    found = (run_folder(folder) / "checkpoints").glob("step-*")
-    return sorted(int(path.name.removeprefix("step-")) for path in found)
+    return [step_of(path) for path in find_checkpoints(folder / "runs")]
 
 
 def is_exact(folder: Path) -> str:

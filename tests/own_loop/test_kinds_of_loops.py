@@ -13,10 +13,10 @@ from tests.harness.ranks import held_port, run_command
 from tests.launchers.test_run_with import MPI_ENV
 from tests.own_loop.faults import (
     Fault,
-    body_of,
     checkpoints_of,
     is_exact,
     launch,
+    line_of,
     state_of,
     text_of,
 )
@@ -141,8 +141,7 @@ def test_a_rank_that_is_killed_in_a_loop_of_this_kind_costs_no_commit(
 ) -> None:
     texts = text_of("two_sets", *SCALED), CLOSURE, TEACHER
     text = dict(zip(KINDS, texts, strict=True))[kind]
-    line = next(n for n in body_of(text) if KINDS[kind] in text.splitlines()[n - 1])
-    finished = launch(text, fault=Fault(act="kill", line=line))
+    finished = launch(text, fault=Fault(act="kill", line=line_of(text, KINDS[kind])))
     assert finished.statuses == (PeerLostError.exit_status, -9), finished.describe()
     assert checkpoints_of(Path())[-1] in (DIES_AT, DIES_AT + 1)  # the other may have finished it
     launch(text).ok()
@@ -154,8 +153,11 @@ def test_a_rank_that_is_killed_in_a_loop_of_this_kind_costs_no_commit(
     assert state_of(Path()) == found
 
 
-def check_launched(tmp_path: Path, *argv: str, env: dict[str, str] | None = None) -> None:
-    """Run LOOP, whose rank 1 dies, and again; it ends in the state of forked ranks."""
+def check_launched(tmp_path: Path, *argv: str, env: dict[str, str] | None = None) -> str:
+    """Run LOOP, whose rank 1 dies, and again; it ends in the state of forked ranks.
+
+    Returns what the first start has told.
+    """
     (tmp_path / "loop.py").write_text(LOOP, encoding="utf-8")
     (tmp_path / "die").touch()
     env = {**(env or {}), "PYTHONPATH": str(ROOT)}
@@ -169,6 +171,14 @@ def check_launched(tmp_path: Path, *argv: str, env: dict[str, str] | None = None
     shutil.rmtree(tmp_path / "runs")
     launch(LOOP.partition("if __name__")[0] + "loop()").ok()
     assert state_of(Path()) == found
+    return first.stderr
+
+
+def test_under_torchrun_the_same_command_is_named_and_continues_after_a_kill(
+    tmp_path: Path,
+) -> None:
+    argv = ["torchrun", "--standalone", "--nproc_per_node=2", "loop.py"]
+    assert f"to resume: {' '.join(argv)}" in check_launched(tmp_path, *argv)
 
 
 def test_under_mpirun_a_rank_that_is_killed_costs_no_commit(tmp_path: Path) -> None:

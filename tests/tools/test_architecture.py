@@ -69,7 +69,7 @@ BUDGETS = {
     "hardened_ddp/ranks/*": 2_485,
     "hardened_ddp/guard/*": 1_230,
     "hardened_ddp/data/*": 4_580,
-    "hardened_ddp/streams/*": 2_530,
+    "hardened_ddp/streams/*": 2_450,
     "ddp_drills/*": 1_935,
     "launchers/*": 710,
     "tests/harness/*": 1_140,
