@@ -4,7 +4,6 @@ import math
 import sys
 from dataclasses import dataclass, fields
 
-from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.task.task import Metric
 
 # The size of a stop_value while no evaluation had a finite one. WHY not inf: JSON has none.
@@ -33,13 +32,6 @@ class Progress:
     # The limit of samples in a micro-batch, found when memory ran out. 0: no limit.
     max_micro_batch: int = 0
 
-    def commit(self, window: Window) -> None:
-        self.step, self.cursor = self.step + 1, window.start + window.size
-
-    def take_back(self, window: Window) -> None:
-        """Count the last step, that over window, as not done."""
-        self.step, self.cursor = self.step - 1, window.start
-
     def go_back_to(self, earlier: "Progress") -> None:
         """Take the values of an earlier state of the run. The limit max_micro_batch stays."""
         max_micro_batch = self.max_micro_batch
@@ -61,14 +53,12 @@ class Progress:
         NaN and infinity are never better, nor is the same value again; so a metric that is NaN
         from the first evaluation on counts as not improving.
         """
-        is_first, is_finite = self.stop_metric != metric.name, math.isfinite(value)
-        is_other = value != self.stop_value
-        is_better = is_first or (is_other and metric.is_better(value, than=self.stop_value))
-        if is_finite and is_better:
-            self.stop_metric, self.stop_value, self.num_worse = metric.name, value, 0
-        elif is_first:
-            worst = -NEVER_FINITE if metric.is_higher_better else NEVER_FINITE
-            self.stop_metric, self.stop_value, self.num_worse = metric.name, worst, 1
+        if self.stop_metric != metric.name:
+            self.stop_metric, self.num_worse = metric.name, 0
+            self.stop_value = -NEVER_FINITE if metric.is_higher_better else NEVER_FINITE
+        is_other = math.isfinite(value) and value != self.stop_value
+        if is_other and metric.is_better(value, than=self.stop_value):
+            self.stop_value, self.num_worse = value, 0
         else:
             self.num_worse += 1
 

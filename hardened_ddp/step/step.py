@@ -156,7 +156,8 @@ class Stepper:
                     self.records.commit(attempt)
                 if self.parts.schedule.has_state:
                     self._end_schedule_step()
-                self.progress.commit(attempt.window)
+                self.progress.step += 1
+                self.progress.cursor = attempt.window.start + attempt.window.size
                 self.live.buffers_before = None
                 if attempt.attributes:
                     self.parts.replica.attributes.end_step()
@@ -224,7 +225,8 @@ class Stepper:
             self.gradient.undo(attempt)
             self.take_back_on_host(attempt)
             self.live.buffers_before = attempt.buffers
-            self.progress.take_back(attempt.window)
+            self.progress.step -= 1
+            self.progress.cursor = attempt.window.start
             self.device.take_back(step)
         try:
             self.retry.do_again(attempt, loss=step.loss())  # collective
