@@ -31,16 +31,6 @@ class _Finding:
     size: int
 
 
-@dataclass(slots=True)
-class _Link:
-    """A tensor between modules."""
-
-    producer: nn.Module | None = None
-    maker: nn.Module | None = None  # the module in whose own forward the tensor is passed on
-    consumer: nn.Module | None = None
-    is_result: bool = False
-
-
 class NonFiniteFinder:
     """Remembers where forward and backward first had NaN or inf."""
 
@@ -51,7 +41,8 @@ class NonFiniteFinder:
         self._backward: _Finding | None = None
         self._num_forwards = 0
         self._running: list[nn.Module] = []
-        self._links: dict[int, tuple[weakref.ref[torch.Tensor], _Link]] = {}
+        # Of each tensor between modules: itself, and what computes its gradient.
+        self._users: dict[int, tuple[weakref.ref[torch.Tensor], list[str]]] = {}
 
     def tell(self, what: str, batches: Sequence[Batch]) -> str:
         """Return samples and place of the finding as text. batches: the micro-batches watched."""
@@ -83,10 +74,8 @@ class NonFiniteFinder:
                     first = f"produced the first {_kind(tensor)}, in its own forward, before"
                     text = f"{self._name(self._caller())} {first} {self._name(module)}"
                 self._forward = self._finding(text, tensor)
-            link = self._link(tensor)
-            # WHY: a block passes its input on to its first layer, which is the one that uses it
-            if link.consumer is None or link.consumer in self._running:
-                link.consumer = module
+            # WHY also if it has one: a block passes its input on to its first layer
+            self._note_user(tensor, self._name(module))
         self._running.append(module)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -100,10 +89,9 @@ class NonFiniteFinder:
                 bad = [name for name, value in own if not bool(value.isfinite().all())]
                 text += f": its {' and '.join(bad)} had it already" if bad else ""
                 self._forward = self._finding(text, tensor)
-            link = self._link(tensor)
-            if link.producer is None:
-                link.producer, link.maker = module, self._caller()
-            link.is_result = link.is_result or module is self._root
+            caller = self._name(self._caller())
+            user = f"{caller}, for what it did after {self._name(module)},"
+            self._note_user(tensor, "the loss" if module is self._root else user)
 
     def after_gradient(self, name: str, parameter: torch.Tensor) -> None:
         if self._backward is None and parameter.grad is not None and _is_bad(parameter.grad):
@@ -111,35 +99,26 @@ class NonFiniteFinder:
             text = f"in backward {self._name(owner)} produced the first {_kind(parameter.grad)}"
             self._backward = self._finding(f"{text}, the gradient of {name}")
 
-    def _look_back(self, link: _Link, gradient: torch.Tensor) -> None:
-        if self._backward is not None or not _is_bad(gradient):
-            return
-        kind = _kind(gradient)
-        if link.consumer is not None and link.consumer is not self._root:
-            text = f"in backward {self._name(link.consumer)} produced the first {kind}"
-        elif link.is_result:
-            text = f"in backward the loss produced the first {kind}"
-        else:
-            after = f"after {self._name(link.producer)}" if link.producer else "on its inputs"
-            maker = self._name(link.maker or self._root)
-            text = f"in backward {maker} produced the first {kind}, for what it did {after}"
-        self._backward = self._finding(text, gradient)
-
-    def _link(self, tensor: torch.Tensor) -> _Link:
-        """Find the link of a tensor; watch its gradient if it is new."""
-        reference, link = self._links.get(id(tensor), (None, _Link()))
+    def _note_user(self, tensor: torch.Tensor, user: str) -> None:
+        """Note what uses a tensor, and so computes its gradient; watch that if it is new."""
+        reference, users = self._users.get(id(tensor), (None, []))
         if reference is None or reference() is not tensor:  # the id of a freed tensor
-            link = _Link()
-            self._links[id(tensor)] = weakref.ref(tensor), link
+            users = []
+            self._users[id(tensor)] = weakref.ref(tensor), users
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._look_back, link))  # type: ignore[no-untyped-call]  # torch
-        return link
+                tensor.register_hook(partial(self._look_back, users))  # type: ignore[no-untyped-call]  # torch
+        users.append(user)
+
+    def _look_back(self, users: Sequence[str], gradient: torch.Tensor) -> None:
+        if self._backward is None and _is_bad(gradient):
+            text = f"in backward {users[-1]} produced the first {_kind(gradient)}"
+            self._backward = self._finding(text, gradient)
 
     def _caller(self) -> nn.Module:
         return self._running[-1] if self._running else self._root
 
-    def _name(self, module: nn.Module | None) -> str:
-        name = self._names.get(module or self._root, "")
+    def _name(self, module: nn.Module) -> str:
+        name = self._names.get(module, "")
         return f"{name or 'the model'} ({type(module).__name__})"
 
     def _finding(self, text: str, tensor: torch.Tensor | None = None) -> _Finding:
