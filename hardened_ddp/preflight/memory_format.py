@@ -7,7 +7,7 @@ time. A resumed run keeps the order that it began with, or it would not be bitwi
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -16,7 +16,6 @@ from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.nesting import tensors_of
 from hardened_ddp.model.effects import Effects
 from hardened_ddp.preflight.trial import Refusal, Trial, try_on_all_ranks
-from hardened_ddp.ranks.seeding import seed_step
 from hardened_ddp.settings.config import Config
 
 # WHY so much: layers add up rounding. A wrong order of memory changes a number as a whole.
@@ -69,9 +68,10 @@ def count_values(trial: Trial, sample: Batch) -> list[tuple[int, int]]:
     """Try channels last; return the weights of kernels and values of images on each rank.
 
     Collective. A 1x1 kernel does not count: it is the same in both orders. Only (0, 0) if there are
-    no convolutions, or if the model fails or gives other outputs on some rank.
+    no convolutions, or if the model fails or gives other outputs on some rank; so does a model that
+    draws random numbers in evaluation, whose order in memory changes too.
     """
-    model, group = trial.model, trial.group
+    model, device = trial.model, trial.group.device
     convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
     if not convolutions:
         return [(0, 0)]
@@ -81,39 +81,27 @@ def count_values(trial: Trial, sample: Batch) -> list[tuple[int, int]]:
         counts[0] += kernel.weight.numel() if max(kernel.kernel_size) > 1 else 0
         counts[1] += inputs[0].numel() + output.numel()
 
-    def compare(sample: Batch, effects: Effects) -> bool:
-        outputs: list[list[torch.Tensor]] = []
-        # the same random numbers twice, then others
-        for draw, is_last in ((0, False), (0, True), (1, True)):
-            seed_step(0, step=draw, rank=0, device_type=group.device.type)
-            if is_last:
-                _store(model, torch.channels_last)
-            batch = sample.to(group.device, channels_last=is_last).copied()
-            with torch.no_grad():
-                outputs.append([t.clone() for t in tensors_of(trial.task.forward(model, batch))])
-        usual, last, drawn_again = outputs
-        # Where random numbers change the outputs, their order in memory does too.
-        return _are_alike(usual, last) or not _are_alike(last, drawn_again)
-
-    def train(sample: Batch, effects: Effects) -> list[int]:
+    def compare(sample: Batch, effects: Effects) -> list[int]:
+        with torch.no_grad():
+            usual, _ = trial.score(sample.copied().to(device))
+        _store(model, torch.channels_last)
         with contextlib.ExitStack() as hooks:
             for kernel in convolutions:
                 hooks.enter_context(kernel.register_forward_hook(note))
-            trial.train(sample, effects)
-        return counts
+            found, score = trial.score(sample.copied().to(device, channels_last=True))
+        score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
+        return counts if _are_alike(tensors_of(usual), tensors_of(found)) else []
 
     try:
         tried = try_on_all_ranks(trial, [sample], compare, evaluates=True)  # collective
-        if tried != [[True]] * group.world_size:
-            return [(0, 0)]
-        stored = sample.to(group.device, channels_last=True)
-        found = try_on_all_ranks(trial, [stored], train)  # collective
     finally:
         _store(model, torch.contiguous_format)
-    return [(each[0][0], each[0][1]) if each else (0, 0) for each in found]
+    if not all(each and each[0] for each in tried):
+        return [(0, 0)]
+    return [(each[0][0], each[0][1]) for each in tried if each]
 
 
-def _are_alike(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+def _are_alike(some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> bool:
     """Return whether numbers are equal up to rounding, relative to the largest of their tensor."""
     return all(
         torch.allclose(one, other, rtol=0.0, atol=_ROUNDING * float(one.abs().amax()))

@@ -94,7 +94,7 @@ def test_on_a_gpu_it_goes_with_16_bits() -> None:
 
 
 def test_one_rank_where_it_is_slower_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    others = [{"found": [True]}, {"found": [[10**9, 1]]}]
+    others = [{"found": [[10**9, 1]]}]
     monkeypatch.setattr(Group, "gather_json", lambda group, mine: [mine, others.pop(0)])
     group = Group(Launch(), CPU)
     group.world_size = 2
@@ -136,8 +136,7 @@ def test_a_model_that_needs_the_usual_order_keeps_it_or_is_refused() -> None:
         choose(Net(uses_view=True), asked)
     assert "--channels_last auto" in caught.value.fix
     assert not choose(Net(uses_strides=True))
-    assert choose(Net(is_random=True))
-    assert not choose(Net(is_random=True, uses_view=True))
+    assert not choose(Net(is_random=True))  # nobody can tell
 
 
 def test_a_rank_calls_the_model_equally_often_until_all_agree(
@@ -156,4 +155,4 @@ def test_a_rank_calls_the_model_equally_often_until_all_agree(
         calls.clear()
         model.register_forward_hook(lambda *call: calls.append(call))
         choose(model)
-    assert agreed_after == [3, 4, 3, 3, 4]
+    assert agreed_after == [2, 2, 2]
