@@ -7,13 +7,17 @@ Our communication hook (_send) records the order and the content of the buckets,
 whose forward or backward failed can still take part in the remaining all-reduces: it sends NaN.
 Then no rank waits forever, and every rank sees in its own sums that one failed.
 WHY sums: losses are divided by the samples of the whole step, so the sum is the mean.
-The documented methods are in sums.py. Read next: step/retry.py, what happens after a failure.
+The documented methods are in sums.py; sum_gradients_of chooses what sums the gradients of a run.
+Read next: step/retry.py, what happens after a failure.
 """
 
+import inspect
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,9 +26,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.gradients.sums import (
+    AfterBackward,
     GradientSum,
     LocalGradients,
     Marks,
+    OneRank,
     Sums,
     count_on,
     flag_of,
@@ -33,8 +39,14 @@ from hardened_ddp.gradients.sums import (
 )
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import Phase
+from hardened_ddp.settings.config import Config, DdpConfig
+
+log = logging.getLogger(__name__)
 
 Work = torch.futures.Future[torch.Tensor]
+
+# The dtype in which our hook sends gradients, by --comm_hook.
+_SENT_AS = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ByDdp(GradientSum):
@@ -366,3 +378,55 @@ def _places(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torc
         )
         begin += parameter.numel()
     return found
+
+
+def sum_gradients_of(
+    module: nn.Module,
+    group: Group,
+    config: Config,
+    *,
+    finds_unused: bool,
+    counts: bool = False,
+    calls_collectives: bool = False,
+) -> GradientSum:
+    """Give every rank rank 0's weights, and choose what sums its gradients. Collective: all ranks.
+
+    counts: what the loss is a mean over has to be added up with the gradients. calls_collectives:
+    the model does so in its forward.
+    """
+    comm_hook = config.ddp.comm_hook
+    if group.world_size == 1:
+        return OneRank(module, group.device)
+    # WHY always: it checks that the ranks' parameters agree, and broadcasts them
+    ddp = _build_ddp(module, config.ddp, finds_unused=finds_unused)  # collective
+    # WHY not with --debug: whoever wants to see DDP at work is shown it
+    if group.shared is not None and comm_hook == "none" and not config.loop.debug:
+        return AfterBackward(module, group, allows_unused=finds_unused)
+    # WHY: a collective within forward, as SyncBatchNorm's, is seen by no hook
+    sends_nan = config.loop.step_retry == "on" and not calls_collectives
+    found = ByDdp(ddp, group, sent_as=_SENT_AS[comm_hook], counts=counts, sends_nan=sends_nan)
+    if sends_nan and not found.tells_of_failures:
+        log.warning(
+            "an error of one rank within a step ends this attempt, and a restart continues from "
+            "the step before: the reducer of this torch lacks _reset_state or _rebuild_buckets, so "
+            "a failed rank can't tell the others in time"
+        )
+    return found
+
+
+def _build_ddp(
+    module: nn.Module, config: DdpConfig, *, finds_unused: bool
+) -> DistributedDataParallel:
+    # WHY off: DDP's own broadcast of buffers is a collective inside forward, where the exception
+    # of one rank would leave the others waiting. torch 2.13 renamed the argument.
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    renamed = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    arguments: dict[str, Any] = {renamed: False}  # Any: mypy knows one of the names
+    # WHY no device_ids: with them DDP walks through all inputs again, to move what is there
+    return DistributedDataParallel(  # collective
+        module,
+        find_unused_parameters=finds_unused,
+        gradient_as_bucket_view=config.gradient_as_bucket_view,
+        bucket_cap_mb=config.bucket_cap_mb,
+        **arguments,
+    )

@@ -12,6 +12,8 @@ from functools import partial
 from hashlib import sha256
 from typing import Literal
 
+import torch
+
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.foreign_code import describe, line_of_user
 from hardened_ddp.errors import (
@@ -28,7 +30,6 @@ from hardened_ddp.ranks.group import Group, lost_peer
 from hardened_ddp.ranks.launch import log_failure
 from hardened_ddp.ranks.store import DEFER_S, do_once
 from hardened_ddp.settings.typed_command import own_command
-from hardened_ddp.step.memory import is_out_of_memory
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,22 @@ BAD_LABELS = "the labels of samples"  # begins the text of a loss whose labels a
 # In torch's error about a BatchNorm whose input is one value.
 _SINGLE_SAMPLE = "Expected more than 1 value per channel when training"
 BAD_SUM = "the gradient over all ranks is not finite, or its square is not, though every loss is"
+
+# Texts of out-of-memory errors of other classes: host allocator, driver, libraries, NCCL.
+_NO_MEMORY = [
+    "can't allocate memory",
+    "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate",
+    "CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasLtCreate",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
+    "Cuda failure 'out of memory'",
+    "Cuda failure 2 'out of memory'",
+]
 
 Kind = Literal["error", "out of memory", "not finite", "sample", "unused"]
 
@@ -86,6 +103,12 @@ def error_of(kind: Kind, text: str) -> HardenedError:
     causes: Mapping[Kind, str] = {"not finite": BAD_LABELS, "error": _SINGLE_SAMPLE}
     is_known = kind in causes and causes[kind] in text
     return _CLASSES[kind](text, fix=_FIXES[causes[kind] if is_known else kind])
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error means that the GPU or the host ran out of memory."""
+    is_of_class = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return is_of_class or any(text in str(error) for text in _NO_MEMORY)
 
 
 def format_samples(batches: Sequence[Batch]) -> str:

@@ -40,9 +40,9 @@ from hardened_ddp.step.failure import (
     error_of,
     format_samples,
     in_full,
+    is_out_of_memory,
 )
 from hardened_ddp.step.left_out import LeftOut
-from hardened_ddp.step.memory import is_out_of_memory
 from hardened_ddp.step.nonfinite import watch
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress

@@ -21,7 +21,7 @@ from hardened_ddp.data.foreign_code import import_callable, import_extra
 from hardened_ddp.data.loader_setup import AnyLoader, AnySampler
 from hardened_ddp.data.sources.datasets import TaskData, find_source
 from hardened_ddp.errors import ConfigError, DataError, OptimizerError
-from hardened_ddp.gradients.choose import sum_gradients_of
+from hardened_ddp.gradients.by_ddp import sum_gradients_of
 from hardened_ddp.gradients.sums import GradientSum
 from hardened_ddp.model.average import WeightAverage
 from hardened_ddp.model.base import check_base, find_base

@@ -26,13 +26,13 @@ from hardened_ddp.checkpoint.tensors import TensorSpec, differences, specs_of
 from hardened_ddp.errors import ANY_FAILURE, CheckpointError, CheckpointMismatchError
 from hardened_ddp.model.average import AVERAGE
 from hardened_ddp.model.moving_buffers import NO_COPIES, Copies
+from hardened_ddp.model.optimizer import allocate_state
 from hardened_ddp.model.schedule import PREFIX, is_known, restore_state, save_state, state_problems
 from hardened_ddp.preflight.forward_collectives import check_forwards
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.resources import keep_freed_memory
 from hardened_ddp.settings.config import RunConfig
-from hardened_ddp.step.memory import allocate_ahead
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
 
@@ -181,7 +181,7 @@ def begin(parts: Parts, saved: Saved | None) -> Progress:
     if saved is None:
         progress = Progress()
         check_forwards(parts, progress)
-        allocate_ahead(parts)
+        allocate_state(parts.optimizer)
         parts.replica.attributes.reset()  # the trials are over
     else:
         progress = restore(parts, saved)  # collective

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hardened_ddp.gradients.by_ddp import _places
-from hardened_ddp.gradients.choose import sum_gradients_of
+from hardened_ddp.gradients.by_ddp import _places, sum_gradients_of
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.layers import resolve
 from tests.harness.ranks import run_ranks
@@ -202,7 +201,7 @@ def test_ddp_does_not_look_for_inputs_to_move_to_the_gpu() -> None:
 
     config = resolve(parse(["--step_retry", "off"]), world_size=2).config
     group: Any = SimpleNamespace(world_size=2, device=torch.device("meta"), shared=None)
-    with mock.patch("hardened_ddp.gradients.choose.DistributedDataParallel", Made):
+    with mock.patch("hardened_ddp.gradients.by_ddp.DistributedDataParallel", Made):
         sum_gradients_of(model, group, config, finds_unused=False)
     assert made == [None]
 

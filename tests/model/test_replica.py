@@ -10,8 +10,7 @@ from torch import nn
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.errors import HardenedError, UnusedParameterError
-from hardened_ddp.gradients.by_ddp import ByDdp
-from hardened_ddp.gradients.choose import sum_gradients_of
+from hardened_ddp.gradients.by_ddp import ByDdp, sum_gradients_of
 from hardened_ddp.gradients.sums import GradientSum, LocalGradients, Marks
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.preflight.probe import Findings, choose_find_unused, probe

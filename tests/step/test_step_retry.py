@@ -11,8 +11,7 @@ import torch
 
 from hardened_ddp.checkpoint.folder import load_checkpoint, open_checkpoint
 from hardened_ddp.errors import OutOfMemoryError, PeerLostError
-from hardened_ddp.step.failure import explain_failure
-from hardened_ddp.step.memory import is_out_of_memory
+from hardened_ddp.step.failure import explain_failure, is_out_of_memory
 from tests.harness.ranks import train
 from tests.marks import slow_after
 from tests.run_folder import (
