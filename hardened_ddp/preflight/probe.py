@@ -70,7 +70,6 @@ def probe(trial: Trial, samples: Sequence[Batch]) -> Findings:
     def run(batch: Batch | None, effects: Effects) -> Any:  # Any: JSON
         if batch is None:
             return trial.attributes.changes()
-        refuse_nan(module)
         inputs = InputEffects(batch.copied())
         watches = group.world_size > 1 and not trial.is_compiled
         with _limits_of(module, inputs.batch) as limits, watching(is_on=watches) as seen:
@@ -187,16 +186,6 @@ def _look_closer(trial: Trial, effects: Effects, inputs: InputEffects) -> None:
             effects.run(train, inputs, batch)
     except Exception:  # WHY broad: torch and the user's model, under a mode; it ran without
         log.debug("the trial operator by operator failed", exc_info=True)
-
-
-def refuse_nan(module: nn.Module) -> None:
-    """Raise ModelError if a parameter is NaN. Rank-local."""
-    found = [name for name, part in module.named_parameters() if bool(part.detach().isnan().any())]
-    if found:
-        raise ModelError(
-            f"NaN in the weights, before any step: {', '.join(found[:8])}",
-            fix="check how they are initialized, torch.empty() for example, or --init_from",
-        )
 
 
 def refuse_sparse(module: nn.Module) -> None:

@@ -17,9 +17,9 @@ WORK += ["--dataset", "tests.plugins:points", "--task", "classification", "--opt
 class Sparse(nn.Module):
     """Rounds its inputs to 8 words, and gives those of an embedding."""
 
-    def __init__(self, num_classes: int, sparse: bool = True) -> None:
+    def __init__(self, num_classes: int) -> None:
         super().__init__()
-        self.words = nn.Embedding(8, num_classes, sparse=sparse)
+        self.words = nn.Embedding(8, num_classes, sparse=True)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         numbers = (inputs.gt(0) * torch.tensor([4, 2, 1])).sum(dim=1)
@@ -74,9 +74,3 @@ def test_a_complex_model_is_trained_alike_on_any_number_of_ranks_resumed_and_eva
 
 def wrapped(num_classes: int) -> nn.Module:
     return nn.DataParallel(Sparse(num_classes))
-
-
-def not_a_number(num_classes: int) -> nn.Module:
-    model = Sparse(num_classes, sparse=False)
-    nn.init.constant_(model.words.weight, float("nan"))
-    return model

@@ -108,7 +108,6 @@ CASES: list[tuple[Words, str]] = [
     (unusual("Waves", is_lazy=True), "without values: first.weight, first.bias"),
     (unusual("Sparse"), "the gradients of words.weight are sparse"),
     (unusual("wrapped"), "wrapped in DataParallel already"),
-    (unusual("not_a_number"), "NaN in the weights"),
     ((*data(num_classes=2), *model(kind="nothing")), "the model returned a NoneType"),
     ((*data(num_classes=3), *model(2)), "(2, 2) for 2 samples and 3 classes"),
     ((*data("half", num_classes=2), *task("classification")), "of a batch are (2,) float64"),
