@@ -29,7 +29,7 @@ from hardened_ddp.ranks.group import Group
 class ForwardCollectives:
     """The collectives of one forward; none is the usual case."""
 
-    # Each with its place in the model's code: all_gather in my_model.py:12.
+    # Each with its place in the model's code: allgather in my_model.py:12.
     calls: tuple[str, ...] = ()
     in_evaluation: tuple[str, ...] = ()  # the same of a forward in evaluation mode
     fit_batch: bool = False  # the sizes of their tensors follow from the size of the batch

@@ -31,14 +31,6 @@ log = logging.getLogger(__name__)
 
 _NAMESPACES = ("c10d", "_c10d_functional")
 _NO_COLLECTIVES = ("wait_tensor", "monitored_barrier")
-_WORDS = {
-    "allreduce": "all_reduce",
-    "allgather": "all_gather",
-    "allgather_base": "all_gather",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all",
-    "all_gather_into_tensor": "all_gather",
-}
 _OURS = Path(__file__).parent.parent
 _TORCHS = Path(torch.__file__).parent
 
@@ -55,7 +47,7 @@ def watching(*, is_on: bool = True) -> Iterator[list[tuple[str, list[torch.Size]
         if func.namespace in _NAMESPACES and not func.__name__.startswith(_NO_COLLECTIVES):
             name = func.__name__.partition(".")[0].strip("_")
             sizes = [tensor.shape for tensor in tensors_of(args)]
-            calls.append((f"{_WORDS.get(name, name)} in {_place()}", sizes))
+            calls.append((f"{name} in {_place()}", sizes))
 
     with Operators(note) if is_on else contextlib.nullcontext():
         yield calls
@@ -73,7 +65,7 @@ def find_collectives(
         return NO_COLLECTIVES
     if trial.is_compiled:
         syncs = any(isinstance(part, nn.SyncBatchNorm) for part in trial.model.modules())
-        return ForwardCollectives(("all_gather in SyncBatchNorm",)) if syncs else NO_COLLECTIVES
+        return ForwardCollectives(("allgather in SyncBatchNorm",)) if syncs else NO_COLLECTIVES
     none: tuple[tuple[str, ...], bool] = (), False
     calls, fit_batch = _find(trial, sample, refusal) if in_training else none  # collective
     in_evaluation, fit_too = _find(trial, sample, None, evaluates=True)  # collective

@@ -27,8 +27,8 @@ def test_ranks_with_unequal_shares_run_as_many_forwards(
     # Steps of 16 and 9 samples: 5 and 4 of the last one, so 2 micro-batches and 1.
     argv = [*FLAGS, *NORMING, *flags, "--accumulation_steps", "2", "--output_dir", tmp_path]
     finished = train([*argv, "--dataset_args", "{size: 25}"], 2).ok()
-    assert finished.outputs[0].count("the model's forward runs collectives (all_reduce in") == 1
-    assert "all_reduce in plugins.py:" in finished.output
+    assert finished.outputs[0].count("the model's forward runs collectives (allreduce in") == 1
+    assert "allreduce in plugins.py:" in finished.output
     assert read_summary(only_run(tmp_path))["step"] == 4
 
 
@@ -87,7 +87,7 @@ def test_an_error_of_one_rank_in_such_a_forward_ends_the_attempt_and_loses_no_st
 
 
 def test_the_trial_of_the_test_set_is_left_out_where_a_rank_could_wait_in_it() -> None:
-    found = ForwardCollectives(in_evaluation=("all_reduce in mine.py:1",))
+    found = ForwardCollectives(in_evaluation=("allreduce in mine.py:1",))
     parts: Any = SimpleNamespace(  # with nothing that a trial needs: it would raise
         config=SimpleNamespace(loop=SimpleNamespace(evaluates=True)),
         eval_loader=object(),

@@ -321,7 +321,7 @@ def count_with_own_metrics() -> dict[str, float]:
         labels = torch.full((number + 1,), 10 * rank + number)
         metrics.add(torch.ones(number + 1, 2), batch_of(labels) if has_any else None, group)
     found = metrics.compute(group)
-    with pytest.raises(ModelError, match="all_reduce in test_tasks"):
+    with pytest.raises(ModelError, match="allreduce in test_tasks"):
         try_metrics(
             OwnMetrics({"x": "tests.task.test_tasks:Summed"}),
             torch.ones(1, 2),
