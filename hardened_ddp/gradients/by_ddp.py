@@ -28,9 +28,7 @@ from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.gradients.sums import (
     AfterBackward,
     GradientSum,
-    LocalGradients,
     Marks,
-    OneRank,
     Sums,
     count_on,
     flag_of,
@@ -68,11 +66,8 @@ class ByDdp(GradientSum):
         counts: the loss is a mean over something else than samples, which is added up over the
         ranks. sends_nan: a rank that failed takes part in the sums of its step.
         """
-        self.local = LocalGradients(ddp.module)
-        self.call: nn.Module = ddp
-        self.allows_unused = ddp.find_unused_parameters
-        self._ddp = ddp
-        self._group = group
+        super().__init__(ddp.module, group, allows_unused=ddp.find_unused_parameters)
+        self.call = self._ddp = ddp
         self._is_within = False
         # After the last bucket DDP adds up which parameters each rank has used.
         self._finds_unused = ddp.find_unused_parameters
@@ -396,7 +391,7 @@ def sum_gradients_of(
     """
     comm_hook = config.ddp.comm_hook
     if group.world_size == 1:
-        return OneRank(module, group.device)
+        return GradientSum(module, group)
     # WHY always: it checks that the ranks' parameters agree, and broadcasts them
     ddp = _build_ddp(module, config.ddp, finds_unused=finds_unused)  # collective
     # WHY not with --debug: whoever wants to see DDP at work is shown it

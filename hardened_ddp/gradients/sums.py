@@ -1,9 +1,9 @@
 """What a step asks of the object that sums its gradients over the ranks, and two such objects.
 
-OneRank has nothing to add up. AfterBackward adds up once backward is over, through shared memory:
-for CPU ranks of one machine. ByDdp (by_ddp.py) has DDP's hooks send while backward still runs. A
-step never asks which one it has. In each of them the sums themselves tell all ranks that one
-failed; no further message is sent, but for ByDdp._read on a GPU that can't be read a step later.
+GradientSum itself is that of one rank. AfterBackward adds up once backward is over, through shared
+memory: for CPU ranks of one machine. ByDdp (by_ddp.py) has DDP's hooks send while backward still
+runs. A step never asks which one it has. In each of them the sums themselves tell all ranks that
+one failed; no message beside them, but for ByDdp._read on a GPU that can't be read a step later.
 WHY not by DDP's hooks on one machine: these overlap sending with backward, which gains nothing
 where every core computes, and shared memory (ranks/shared_sum.py) is many times as fast. A mark of
 each rank that failed is added up with the gradients, so one that has no sample, or failed, takes
@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -92,23 +91,29 @@ class LocalGradients:
         return [real(gradient) for gradient in found] if self._has_complex else found
 
 
-class GradientSum(Protocol):
-    """Sums the gradients of the steps of one model over the ranks.
+class GradientSum:
+    """Sums the gradients of the steps of one model over the ranks: here of one rank, its own.
 
     What returns here need do nothing where no gradient is sent within backward.
     """
 
-    local: LocalGradients  # this rank's gradients; after finish those of all ranks
-    call: nn.Module  # what training calls for a forward: DDP's prepares its hooks
-    how: str  # how they are summed, for the start of the log
-    allows_unused: bool  # a parameter may get no gradient on some rank, which counts as zero there
+    how = "of one rank"  # how they are summed, for the start of the log
+
+    def __init__(self, module: nn.Module, group: Group, *, allows_unused: bool = True) -> None:
+        """allows_unused: a parameter may get no gradient on some rank, which counts as zero."""
+        self.local = LocalGradients(module)  # this rank's; after finish those of all ranks
+        self.call = module  # what training calls for a forward: DDP's prepares its hooks
+        self.allows_unused = allows_unused
+        self._group = group
 
     @property
     def tells_of_failures(self) -> bool:
         """A rank whose forward or backward failed can tell the others within the sums."""
+        return True
 
     def sends_within(self, window: Window) -> bool:
         """Return whether gradients of a step are sent while its backward runs."""
+        return True  # nothing is to be sent after it
 
     def begin(
         self, window: Window, *, keeps_local: bool, when_computed: Callable[[], None] | None = None
@@ -145,6 +150,17 @@ class GradientSum(Protocol):
 
         on_device: the device may be the first to know whether a rank failed, see Sums.is_bad.
         """
+        if not on_device:
+            if mine.has_failed:
+                return None
+            return Sums(num_samples=mine.num_samples, count=float(mine.count))
+        device = self._group.device
+        if mine.has_failed:
+            is_bad = torch.ones((), device=device)
+        else:
+            is_bad = flag_of(self.local.real()).to(device)
+        count = count_on(device, mine.count)
+        return Sums(num_samples=window.size, count=count, is_bad=is_bad)
 
     def allow_unused(self) -> None:
         """Allow from now on that a parameter gets no gradient. Rank-local: all ranks call it."""
@@ -163,45 +179,10 @@ class GradientSum(Protocol):
         return
 
 
-class OneRank(GradientSum):
-    """The sums of a run on one rank: its own gradients."""
-
-    how = "of one rank"
-    tells_of_failures = True
-    allows_unused = True  # no other rank waits for a gradient
-
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self.local = LocalGradients(module)
-        self.call = module
-        self._device = device
-
-    def sends_within(self, window: Window) -> bool:
-        return True  # nothing is to be sent after it
-
-    def finish(self, mine: Marks, *, window: Window, on_device: bool) -> Sums | None:
-        if not on_device:
-            if mine.has_failed:
-                return None
-            return Sums(num_samples=mine.num_samples, count=float(mine.count))
-        if mine.has_failed:
-            is_bad = torch.ones((), device=self._device)
-        else:
-            is_bad = flag_of(self.local.real()).to(self._device)
-        count = count_on(self._device, mine.count)
-        return Sums(num_samples=window.size, count=count, is_bad=is_bad)
-
-
 class AfterBackward(GradientSum):
     """The sums of CPU ranks that share memory."""
 
     how = "summed through shared memory after backward (--no_shared_memory: by DDP)"
-    tells_of_failures = True
-
-    def __init__(self, module: nn.Module, group: Group, *, allows_unused: bool) -> None:
-        self.local = LocalGradients(module)
-        self.call = module
-        self.allows_unused = allows_unused
-        self._group = group
 
     def sends_within(self, window: Window) -> bool:
         return False
