@@ -22,7 +22,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from enum import Enum
 
 from hardened_ddp.data.batches.batch import BadSample, Batch, take
 from hardened_ddp.errors import StepError
@@ -38,17 +37,6 @@ from hardened_ddp.step.failure import (
 from hardened_ddp.step.gradient import INPUTS, Attempt, Gradient, Outcome
 
 log = logging.getLogger(__name__)
-
-
-class Decision(Enum):
-    """What all ranks do about a step in which some rank failed."""
-
-    AGAIN = "again"  # try it again, with no change
-    ALLOW_UNUSED = "allow unused"
-    SMALLER = "smaller micro-batches"
-    WITHOUT_BAD = "without the samples that fail alone"
-    GIVE_UP = "give up"
-    STOP = "stop"
 
 
 class StepRetry:
@@ -70,13 +58,9 @@ class StepRetry:
         attempt.searches_for_nan = False
         while True:
             causes = self._undo(attempt)  # collective
-            decision = self._decide(causes, num_failures)
-            if decision is Decision.GIVE_UP:
+            if causes and not self._prepare(attempt, causes, num_failures):
                 self._give_up(attempt, causes)  # collective
                 return
-            self._prepare(decision, attempt, causes)
-            if decision in (Decision.AGAIN, Decision.WITHOUT_BAD):
-                num_failures.update(causes.keys())
             attempt.failure = self.gradient.run(attempt, is_retry=True)
             if self.gradient.reduce(attempt, on_device=False) is not None:  # collective
                 return
@@ -122,53 +106,45 @@ class StepRetry:
             causes = {0: Failure("not finite", BAD_SUM)}  # no rank failed, so it is their sum
         return causes
 
-    def _decide(self, causes: Mapping[int, Failure], num_failures: Counter[int]) -> Decision:
-        """Decide what follows from the failures of a try. The same on all ranks.
+    def _prepare(
+        self, attempt: Attempt, causes: dict[int, Failure], num_failures: Counter[int]
+    ) -> bool:
+        """Change for the next try what the failures call for. The same on all ranks.
 
+        Returns False if the step is given up; raises the error of causes if all ranks stop.
         num_failures: by rank, in the earlier tries of this step with the same settings.
         """
-        if not causes:
-            return Decision.AGAIN
-        kinds, retries = {cause.kind for cause in causes.values()}, self.gradient.retries
+        loop, step, retries = self.parts.config.loop, self.progress.step, self.gradient.retries
+        kinds, limit = {cause.kind for cause in causes.values()}, _max_without_memory(causes) // 2
         may_allow = self.parts.config.ddp.find_unused_parameters != "off"
-        if retries and kinds == {"unused"} and may_allow:
-            return Decision.ALLOW_UNUSED
-        if retries and _max_without_memory(causes) > 1:
-            return Decision.SMALLER
         # WHY per rank: the first failure of another rank gets a second try of its own
         num_tries = 1 + max(num_failures[rank] for rank in causes) if retries else math.inf
-        if not self.parts.config.loop.continue_on_error:
-            may_pass = num_tries == 1 and not kinds & {"sample", "unused"}
-            return Decision.AGAIN if may_pass else Decision.STOP
-        if num_tries == 1:
-            return Decision.AGAIN
-        return Decision.WITHOUT_BAD if num_tries == 2 else Decision.GIVE_UP
-
-    def _prepare(self, decision: Decision, attempt: Attempt, causes: dict[int, Failure]) -> None:
-        """Log a decision, and change for the next try what it says. Raises the error of STOP."""
-        if not causes:
-            return
-        attempt.searches_for_nan = _has_nan(causes)
-        step = self.progress.step
-        self.parts.events.tell("fault", step=step, cause=join_causes(causes))
-        text = f"retrying step {step}"
-        match decision:
-            case Decision.STOP:
-                raise error_of(next(iter(causes.values())).kind, join_causes(causes))
-            case Decision.ALLOW_UNUSED:
-                self.parts.gradients.allow_unused()
-                text = f"find_unused_parameters is on from now; {text}"
-            case Decision.SMALLER:
-                limit = _max_without_memory(causes) // 2
-                self.progress.max_micro_batch = limit
-                text = f"micro-batches have {limit} samples at most from now on; {text}, for the "
-                text += "same gradient"
-            case Decision.WITHOUT_BAD:
+        text, is_stop, looks_for_bad = f"retrying step {step}", False, False
+        if retries and kinds == {"unused"} and may_allow:
+            self.parts.gradients.allow_unused()
+            text = f"find_unused_parameters is on from now; {text}"
+        elif retries and limit > 0:
+            self.progress.max_micro_batch = limit
+            text = f"micro-batches have {limit} samples at most from now on; {text}, for the "
+            text += "same gradient"
+        elif loop.continue_on_error:
+            if num_tries > 2:
+                return False
+            num_failures.update(causes.keys())
+            if looks_for_bad := num_tries == 2:
                 text = f"step {step}: looking for the samples that fail alone"
+        else:
+            is_stop = num_tries > 1 or bool(kinds & {"sample", "unused"})
+            num_failures.update(causes.keys())
+        attempt.searches_for_nan = _has_nan(causes)
+        self.parts.events.tell("fault", step=step, cause=join_causes(causes))
+        if is_stop:
+            raise error_of(next(iter(causes.values())).kind, join_causes(causes))
         log.warning("%s: %s", text, join_causes(causes), extra=ON_EVERY_RANK)
         self.parts.events.tell("retry", step=step, how=text)
-        if decision is Decision.WITHOUT_BAD and attempt.failure is not None:
+        if looks_for_bad and attempt.failure is not None:
             attempt.batches = self._without_bad(attempt)
+        return True
 
     def _give_up(self, attempt: Attempt, causes: dict[int, Failure]) -> None:
         """Leave a step out, and record it. Collective: all ranks."""
