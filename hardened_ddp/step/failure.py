@@ -35,9 +35,6 @@ log = logging.getLogger(__name__)
 
 NUM_SHOWN = 8  # samples or parameters that a message names
 BAD_LABELS = "the labels of samples"  # begins the text of a loss whose labels are NaN or infinite
-
-# In torch's error about a BatchNorm whose input is one value.
-_SINGLE_SAMPLE = "Expected more than 1 value per channel when training"
 BAD_SUM = "the gradient over all ranks is not finite, or its square is not, though every loss is"
 
 # Texts of out-of-memory errors of other classes: host allocator, driver, libraries, NCCL.
@@ -66,8 +63,6 @@ _FIXES = {
     "run. --continue_on_error leaves such steps out",
     BAD_LABELS: "correct them in the dataset, then --resume the run. --continue_on_error leaves "
     "such steps out",
-    _SINGLE_SAMPLE: "--drop_last leaves out the short last step of each epoch, in which a rank "
-    "has a single sample; or choose another --batch_size; then --resume the run with it",
     "sample": "fix it, or leave such samples out with --continue_on_error",
     "unused": "--find_unused_parameters, or use them in every forward, or freeze them",
 }
@@ -100,9 +95,8 @@ class Failure:
 
 def error_of(kind: Kind, text: str) -> HardenedError:
     """Return the error to raise for a failure of this kind when no retry helps."""
-    causes: Mapping[Kind, str] = {"not finite": BAD_LABELS, "error": _SINGLE_SAMPLE}
-    is_known = kind in causes and causes[kind] in text
-    return _CLASSES[kind](text, fix=_FIXES[causes[kind] if is_known else kind])
+    is_of_labels = kind == "not finite" and BAD_LABELS in text
+    return _CLASSES[kind](text, fix=_FIXES[BAD_LABELS if is_of_labels else kind])
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -120,7 +114,7 @@ def format_samples(batches: Sequence[Batch]) -> str:
 def explain_failure(
     error: BaseException, group: Group, where: str, *, memory_fix: str
 ) -> HardenedError:
-    """Return our error for an exception in a step or an evaluation: with the rank.
+    """Return our error for an exception, with the rank: PeerLostError, OutOfMemoryError, StepError.
 
     memory_fix: what to change if memory ran out.
     """
@@ -131,20 +125,6 @@ def explain_failure(
     if is_out_of_memory(error):
         return OutOfMemoryError(text, fix=memory_fix)
     return StepError(text, fix="the traceback is in this rank's log file")
-
-
-def explain_outside(error: Exception, group: Group) -> HardenedError | None:
-    """Return our error for an exception outside of all steps; None: another kind."""
-    if (lost := lost_peer(error, group)) is not None:
-        return lost
-    if not is_out_of_memory(error):
-        return None
-    log.debug("out of memory", exc_info=error)
-    return OutOfMemoryError(
-        f"rank {group.launch.rank} ran out of memory outside of the steps: {in_full(error)}",
-        fix="take a smaller model, or a dataset that reads samples only when needed; what else "
-        f"uses that memory is seen by: {own_command('doctor')}",
-    )
 
 
 @contextmanager
@@ -172,10 +152,12 @@ def errors_told(group: Group) -> Iterator[None]:
         group.publish_failure(f"KeyboardInterrupt{line_of_user(error)}")
         raise
     except Exception as error:
-        known = explain_outside(error, group)
+        fix = "take a smaller model, or a dataset that reads samples only when needed; what else "
+        fix += f"uses that memory is seen by: {own_command('doctor')}"
+        known = explain_failure(error, group, "outside of the steps", memory_fix=fix)
         if not isinstance(known, PeerLostError):
             group.publish_failure(f"{type(error).__name__}: {error}")
-        if known is None:
+        if isinstance(known, StepError):  # any other error
             _tell(error, group)
             raise
         known.__cause__ = error
