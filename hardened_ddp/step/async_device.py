@@ -20,7 +20,7 @@ Read next: training/survivor_save.py, which saves what find() returns.
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -96,6 +96,11 @@ class QueuedStep:
     flag: Flag | None = None
     loss_after: torch.Tensor | float = 0.0  # the sum of the losses after it, on the device
 
+    # Around its update, and the progress before that: once the update is queued.
+    before: Event = field(init=False)
+    after: Event = field(init=False)
+    progress: Progress = field(init=False)
+
     def loss(self) -> float:
         """Return this rank's loss in it. Waits for the device."""
         return float(self.loss_after) - float(self.attempt.totals_before[0])
@@ -108,19 +113,9 @@ class QueuedStep:
         """Return whether its flag is up. Waits for the device."""
         return self.flag is not None and self.flag.is_up()
 
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """A committed step, and events around its update."""
-
-    step: QueuedStep
-    progress: Progress  # before it
-    before: Event
-    after: Event
-
     def is_skipped(self) -> bool:
-        """Return whether the device is past it and changed nothing: the gradient was bad."""
-        return self.before.is_reached() and self.step.is_bad()
+        """Return whether the device is past its update and changed nothing: a bad gradient."""
+        return self.before.is_reached() and self.is_bad()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +126,9 @@ class Boundary:
     buffers: Copies  # the moving buffers; empty: the live ones
     loss: torch.Tensor | float  # the sum of the losses since the last reading, on the device
 
-    # The update after it. The live tensors are those of the boundary until the device begins it.
-    # None: it is not queued.
-    next: Update | None = None
+    # The step after it. The live tensors are those of the boundary until the device begins its
+    # update. None: that is not queued.
+    next: QueuedStep | None = None
 
     def still_holds(self) -> bool:
         """Return whether the live tensors are still those of the boundary."""
@@ -153,9 +148,7 @@ class AsyncDevice:
         self._progress = progress
         self._totals = totals
         self._current: QueuedStep | None = None
-        self._before: Event | None = None
-        self._progress_before = progress
-        self._last: Update | None = None
+        self._last: QueuedStep | None = None  # its update is queued
         beside(parts.device)  # WHY now: while the device is stuck, to make its streams may wait
 
     def can_run_ahead(self, window: Window) -> bool:
@@ -209,19 +202,19 @@ class AsyncDevice:
         The optimizer skips it if the flag is up. Waits for the update before it, so that the host
         is not further ahead. WHY not with a flag: reading the flag of the step before has waited.
         """
-        assert self._current is not None
-        flag = self._current.flag
+        assert self._current is not None  # begin came first
+        current, flag = self._current, self._current.flag
         if self.checks_one_step_late:
             on_device = None if flag is None else flag.on_device
             self._parts.precision.leave_out(self._parts.optimizer, on_device)
-        self._before = Event() if flag is None else flag.send()
-        self._progress_before = replace(self._progress)
+        current.before = Event() if flag is None else flag.send()
+        current.progress = replace(self._progress)
         if flag is not None:
             return
         limit = self._last.after if self._last is not None else None
         # WHY: an optimizer of another kind keeps numbers on the host, ahead of the weights
         if not skips_by_flag(self._parts.optimizer):
-            limit = self._before
+            limit = current.before
         if limit is not None and not limit.is_reached():
             # WHY: this rank may wait here for another one that has not joined an all-reduce
             with self._parts.group.tracker.within(Phase.ALL_REDUCE):
@@ -241,12 +234,10 @@ class AsyncDevice:
 
     def after_update(self) -> None:
         """Note that the update is queued. Main thread, within the commit."""
-        assert self._current is not None
-        assert self._before is not None  # before_update came first
-        after = Event()
-        self._last = Update(self._current, self._progress_before, self._before, after)
-        self.unconfirmed = self._current if self._current.flag is not None else None
-        self._current = None
+        assert self._current is not None  # before_update came first
+        self._current.after = Event()
+        self._last, self._current = self._current, None
+        self.unconfirmed = self._last if self._last.flag is not None else None
 
     def take_back(self, step: QueuedStep) -> None:
         """Note that a step is retried, since the device skipped its update. Main thread.
@@ -266,7 +257,7 @@ class AsyncDevice:
         if self._parts.group.world_size == 1:  # it waits for no other
             return Phase.BACKWARD if host == Phase.ALL_REDUCE else host
         is_behind = last is not None and not last.before.is_reached()  # before the last update
-        step = last.step if last is not None and is_behind else current
+        step = last if is_behind else current
         if step is None or step.computed is None:
             return host
         if not step.computed.is_reached():
@@ -276,7 +267,7 @@ class AsyncDevice:
 
     def forget(self) -> None:
         """Drop what is known: another state was loaded. Main thread."""
-        self._current = self._before = self._last = self.unconfirmed = None
+        self._current = self._last = self.unconfirmed = None
 
     def find(self, limit_s: float) -> Boundary | None:
         """Return the last boundary that the device has reached; None: it reached none in limit_s.
@@ -303,12 +294,11 @@ class AsyncDevice:
         return Boundary(progress, current.attempt.buffers, current.attempt.totals_before[0])
 
 
-def _before(update: Update) -> Boundary | None:
+def _before(step: QueuedStep) -> Boundary | None:
     """Return the boundary before an update; None: the device has not reached it."""
-    attempt = update.step.attempt
-    if not update.step.begun.is_reached():
+    if not step.begun.is_reached():
         return None
-    return Boundary(update.progress, attempt.buffers, attempt.totals_before[0], update)
+    return Boundary(step.progress, step.attempt.buffers, step.attempt.totals_before[0], step)
 
 
 def beside(device: torch.device) -> AbstractContextManager[Any]:  # Any: not used

@@ -244,7 +244,7 @@ def _write(stepper: Stepper, saver: Saver, boundary: Boundary, limit_s: float) -
         boundary = found
     with beside(parts.group.device):
         if boundary.next is not None:
-            stepper.take_back_on_host(boundary.next.step.attempt)
+            stepper.take_back_on_host(boundary.next.attempt)
         saver.save_in_need(boundary.progress, tensors=tensors)
     return boundary.progress.step
 

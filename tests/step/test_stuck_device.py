@@ -198,9 +198,7 @@ def test_the_device_tells_what_a_rank_is_at(
     def event(is_reached: bool | None) -> Any:
         return None if is_reached is None else SimpleNamespace(is_reached=lambda: is_reached)
 
-    update = last and SimpleNamespace(
-        step=SimpleNamespace(computed=event(last[0])), before=event(last[1])
-    )
+    update = last and SimpleNamespace(computed=event(last[0]), before=event(last[1]))
     parts = SimpleNamespace(group=SimpleNamespace(world_size=world_size))
     step = SimpleNamespace(computed=event(current))
     watched = cast(AsyncDevice, SimpleNamespace(_parts=parts, _last=update, _current=step))
