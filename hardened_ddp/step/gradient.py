@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 INPUTS = "the batch"  # in the list of what a forward has written: the samples themselves
 
 # The loss, the sums of the metrics and the number of samples at one moment.
-Mark = tuple[torch.Tensor | float, list[torch.Tensor | float], int]
+Mark = tuple[torch.Tensor, list[torch.Tensor], int]
 
 # The sum of what the loss is a mean over, among the sums of a task that does not count samples.
 COUNT = "count"
@@ -422,20 +422,15 @@ class Totals:
         self.num_samples = self.num_steps = 0
 
     def mark(self) -> Mark:
-        """Copy the current sums, for go_back or a comparison. On the CPU without new scalars."""
-        is_cpu, sums = self.loss_sum.is_cpu, self.sums.values()
-        copies = [total.item() if is_cpu and not total.dim() else total.clone() for total in sums]
-        return self.loss_sum.item() if is_cpu else self.loss_sum.clone(), copies, self.num_samples
+        """Copy the current sums, for go_back or a comparison."""
+        copies = [total.clone() for total in self.sums.values()]
+        return self.loss_sum.clone(), copies, self.num_samples
 
     def go_back(self, mark: Mark) -> None:
         loss_sum, sums, self.num_samples = mark
-        for total, before in zip(
-            (self.loss_sum, *self.sums.values()), (loss_sum, *sums), strict=True
-        ):
-            if isinstance(before, torch.Tensor):
-                total.copy_(before)
-            else:
-                total.fill_(before)
+        self.loss_sum.copy_(loss_sum)
+        for total, before in zip(self.sums.values(), sums, strict=True):
+            total.copy_(before)
 
     def loss(self) -> float:
         """Return the sum of the losses. Waits for the device."""
