@@ -33,7 +33,7 @@ class LeftOut:
         self.parts = parts
         self._path = None if folder is None else folder / NAME
         self._start: dict[str, int] = {}
-        self._num_written = self._num_synced = 0
+        self._num_written = 0
         self._lock = threading.Lock()
         self.entries: list[dict[str, Any]] = []  # what was left out and why, of all ranks
 
@@ -74,15 +74,14 @@ class LeftOut:
         """Note the number of the ledger's files: what a later start does again does not count."""
         self._start = {"start": start}
 
-    def write(self, *, is_synced: bool = False) -> None:
-        """Append what the file does not have yet; is_synced: have it on the disk. Any thread.
+    def write(self) -> None:
+        """Append what the file does not have yet, and have it on the disk. Any thread.
 
         Raises OSError.
         """
         with self._lock:
             entries = list(self.entries)
-            done = self._num_synced if is_synced else self._num_written
-            if self._path is None or len(entries) == done:
+            if self._path is None or len(entries) == self._num_written:
                 return
             lines = [f"{json.dumps(entry)}\n".encode() for entry in entries[self._num_written :]]
             with open(self._path, "a+b", opener=open_no_link) as file:
@@ -91,10 +90,8 @@ class LeftOut:
                 *known, rest = file.read().split(b"\n")
                 file.truncate(file.tell() - len(rest))
                 file.write(b"".join(line for line in lines if line[:-1] not in known))
+            Disk().sync_files(self._path.parent, [self._path])
             self._num_written = len(entries)
-            if is_synced:
-                Disk().sync_files(self._path.parent, [self._path])
-                self._num_synced = len(entries)
 
     def note_rollback(self, step: int, earlier: int, why: str) -> None:
         """Record that the run went back to an earlier step. The same on all ranks."""

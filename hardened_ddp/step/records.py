@@ -197,8 +197,7 @@ class Records:
 
         Raises OSError.
         """
-        if self._left_out.entries:
-            self._left_out.write(is_synced=True)
+        self._left_out.write()
         for written in (self.ledger, self.digests):
             if written is not None and (files := written.files()):
                 Disk().sync_files(files[0].parent, files)
