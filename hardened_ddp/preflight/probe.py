@@ -32,7 +32,7 @@ from hardened_ddp.ranks.seeding import keeping_random_state
 from hardened_ddp.settings.config import FindUnused, TaskConfig
 from hardened_ddp.settings.wording import counted, listed
 from hardened_ddp.step.parts import Parts
-from hardened_ddp.task.build import CHOICES, build_task, task_that_fits
+from hardened_ddp.task.build import build_task, task_that_fits
 from hardened_ddp.task.first_batch import refuse_late_buffers, saved_shapes, warn_of_unsaved
 from hardened_ddp.task.output import fix_for_gradients
 from hardened_ddp.task.own_metrics import OwnMetrics
@@ -321,7 +321,7 @@ def choose_task(
 
 
 def _fitting_name(model: nn.Module, sample: Batch, group: Group) -> str:
-    """Return the name of the task that fits the first batches of all ranks. Collective."""
+    """Return the name of the task that fits the first batch of rank 0. Collective."""
     caller, shapes = Task(), saved_shapes(model)
     caller.attach(model)
 
@@ -331,22 +331,14 @@ def _fitting_name(model: nn.Module, sample: Batch, group: Group) -> str:
         refuse_late_buffers(model, shapes)
         try:
             return *task_that_fits(output, batch), ""
-        except ModelError as error:  # WHY no failure: the batch of another rank may say more
+        except ModelError as error:  # WHY no failure: rank 0's batch decides
             return "", error.message, error.fix
 
     trial = Trial(model, caller, Precision("off", group.device), group)
     refusal = Refusal(what="the model failed on a first batch", fix=fix_by(sample))
     found = try_on_all_ranks(trial, [sample], run, refusal, evaluates=True)  # collective
-    everyone = [outcomes[0] for outcomes in found if outcomes]
-    reasons: dict[str, str] = {name: why for name, why, _ in everyone[::-1] if name}
-    if not reasons:
-        raise ModelError(f"rank 0: {everyone[0][1]}", fix=everyone[0][2])
-    if len(reasons) > 1:
-        raise ModelError(
-            "--task auto can't decide: the first batches of the ranks fit "
-            f"{' and '.join(sorted(reasons))}",
-            fix=f"choose one: --task {' | '.join(CHOICES)}",
-        )
-    [(name, why)] = reasons.items()
+    name, why, fix = next(outcomes[0] for outcomes in found if outcomes)
+    if not name:
+        raise ModelError(f"rank 0: {why}", fix=fix)
     log.info("task: %s, because of the first batch: %s", name, why)
     return name
