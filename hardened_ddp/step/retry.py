@@ -47,7 +47,6 @@ class StepRetry:
         self.parts, self.progress = gradient.parts, gradient.progress
         # Steps given up for NaN or inf since the last completed one. The same on all ranks.
         self.given_up: list[str] = []
-        self._known_unused: set[str] = set()
 
     def until_done(self, attempt: Attempt) -> None:
         """Retry a step, in which some rank failed, until it is done or given up. Collective.
@@ -75,13 +74,6 @@ class StepRetry:
             text = f"{self.gradient.where()}, samples {format_samples(attempt.batches)}: "
             attempt.failure = Failure("not finite", f"{text}the loss is {loss}")
         self.until_done(attempt)  # collective
-
-    def name_unused(self) -> None:
-        """Log which parameters get no gradient any more: they don't change. Rank-local."""
-        new = set(self.parts.gradients.local.missing()) - self._known_unused
-        if new:
-            self._known_unused |= new
-            log.warning("no gradient comes any more for: %s", ", ".join(sorted(new)))
 
     def _undo(self, attempt: Attempt) -> dict[int, Failure]:
         """Undo a failed try; return how ranks failed in it, by rank. The same on all. Collective.

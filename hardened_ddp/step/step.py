@@ -175,8 +175,6 @@ class Stepper:
             self.records.digest()
         max_norm = parts.config.optimizer.clip_grad_norm
         is_at_interval = is_due(self.progress.step + 1, parts.config.loop.log_interval)
-        if is_at_interval and attempt.failure is None:
-            self.retry.name_unused()
         if max_norm > 0 or is_at_interval:
             parts.precision.unscale(parts.optimizer)
             norm = clip(parts.gradients.local.by_name.values(), max_norm=max_norm)

@@ -108,11 +108,8 @@ def test_a_parameter_that_becomes_trainable_in_mid_run_is_refused_by_name(
     assert "Traceback" not in done.output
 
 
-def test_a_parameter_that_is_frozen_in_mid_run_is_named_and_the_others_train_on(
-    tmp_path: Path,
-) -> None:
-    done = train([*command("frozen", tmp_path), "--no_shared_memory"], 2).ok()
-    assert "hidden.weight" in done.output
+def test_where_a_parameter_is_frozen_in_mid_run_the_others_train_on(tmp_path: Path) -> None:
+    train([*command("frozen", tmp_path), "--no_shared_memory"], 2).ok()
 
 
 def command(kind: str, output: Path) -> list[str]:
