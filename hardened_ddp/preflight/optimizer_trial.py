@@ -24,7 +24,6 @@ from hardened_ddp.ranks.seeding import seed_update
 from hardened_ddp.settings.config import OptimizerConfig
 
 _STEPS_BEFORE, _STEPS_AFTER = 3, 2
-_PER_GROUP = 2  # stand-ins of each group: the smallest parameters, of different dimensions
 
 
 def build_schedule(trial: Trial, config: OptimizerConfig, *, total_steps: int) -> Schedule:
@@ -103,9 +102,7 @@ def _update(schedule: Schedule, names: dict[str, Parameter], step: int) -> None:
 
 
 def _stand_ins(group: Group) -> Group:
-    """Return a group with copies of the smallest parameters of different dimensions."""
-    smallest: dict[int, Parameter] = {}
-    for parameter in sorted(group["params"], key=torch.Tensor.numel):
-        smallest.setdefault(parameter.dim(), parameter)
-    kept = sorted(smallest.values(), key=torch.Tensor.numel)[:_PER_GROUP]
-    return {**group, "params": [Parameter(p.detach().clone()) for p in kept]}
+    """Return a group with a copy of the smallest parameter of each number of dimensions."""
+    by_size = sorted(group["params"], key=torch.Tensor.numel, reverse=True)
+    smallest = {parameter.dim(): parameter for parameter in by_size}
+    return {**group, "params": [Parameter(p.detach().clone()) for p in smallest.values()]}

@@ -243,7 +243,7 @@ def try_metrics(own: OwnMetrics, output: Any, batch: Batch, group: Group) -> Non
 
 
 def choose_find_unused(wanted: FindUnused, findings: Findings) -> bool:
-    """Decide find_unused_parameters from the setting and the probe; log it. Rank-local.
+    """Decide find_unused_parameters from the setting and the probe. Rank-local.
 
     Raises UnusedParameterError if it is switched off but needed.
     """
@@ -255,11 +255,6 @@ def choose_find_unused(wanted: FindUnused, findings: Findings) -> bool:
         )
     if findings.unused:
         log.warning("find_unused_parameters: on, because %s", findings.unused)
-    elif wanted == "on":
-        log.info(
-            "find_unused_parameters: on as asked; every parameter got a gradient in the probe, "
-            "so 'auto' would save the search of the graph in each step"
-        )
     return bool(findings.unused) or wanted == "on"
 
 

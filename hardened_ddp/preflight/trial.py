@@ -113,9 +113,8 @@ def try_on_all_ranks(
     failed = [(rank, notes) for rank, notes in enumerate(everyone) if "error" in notes]
     if failed and refusal is not None:
         rank, notes = failed[0]
-        others = f" (and on {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
         raise refusal.error(
-            f"{refusal.what}, rank {rank}{others}: {notes['error']}",
+            f"{refusal.what}, rank {rank}: {notes['error']}",
             fix=notes["fix"] + refusal.also,
         )
     return [notes.get("found") for notes in everyone]
