@@ -15,15 +15,11 @@ from torch import nn
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.nesting import tensors_of
 from hardened_ddp.model.effects import Effects
-from hardened_ddp.preflight.trial import Refusal, Trial, try_on_all_ranks
+from hardened_ddp.preflight.trial import Trial, try_on_all_ranks
 from hardened_ddp.settings.config import Config
 
 # WHY so much: layers add up rounding. A wrong order of memory changes a number as a whole.
 _ROUNDING = 0.01
-_FAILS = Refusal(
-    what="the model fails with channels_last",
-    fix=lambda _: "--channels_last auto, or use reshape() and flatten() in place of view()",
-)
 
 
 def choose_channels_last(
@@ -31,8 +27,7 @@ def choose_channels_last(
 ) -> bool:
     """Decide how images are stored, and store the weights so. Collective: the same on all ranks.
 
-    began_with: the choice of the run that is resumed. Raises ModelError on all ranks if channels
-    last is asked for and the model fails with it.
+    began_with: the choice of the run that is resumed.
     """
     asked = config.model.channels_last
     is_chosen = began_with if asked is None else asked
@@ -44,9 +39,6 @@ def choose_channels_last(
         )
     if is_chosen:
         _store(trial.model, torch.channels_last)
-    if asked:
-        stored = sample.to(trial.group.device, channels_last=True)
-        try_on_all_ranks(trial, [stored], trial.train, _FAILS)  # collective
     return is_chosen
 
 

@@ -163,8 +163,10 @@ def check_evaluation(parts: Parts) -> None:
 
     refusal = Refusal(
         what="the test set can't be evaluated",
-        fix=lambda error: fix_for_gradients(error) or "the whole traceback is in this rank's log",
-        also="; --eval_every 0 trains without evaluations",
+        fix=lambda error: (
+            (fix_for_gradients(error) or "the whole traceback is in this rank's log")
+            + "; --eval_every 0 trains without evaluations"
+        ),
     )
     try_on_all_ranks(trial, [loader], score, refusal, evaluates=True)  # collective
 
@@ -332,7 +334,8 @@ def _fitting_name(model: nn.Module, sample: Batch, group: Group) -> str:
     trial = Trial(model, caller, Precision("off", group.device), group)
     refusal = Refusal(what="the model failed on a first batch", fix=fix_by(sample))
     found = try_on_all_ranks(trial, [sample], run, refusal, evaluates=True)  # collective
-    name, why, fix = next(outcomes[0] for outcomes in found if outcomes)
+    choice: tuple[str, str, str] = next(outcomes[0] for outcomes in found if outcomes)
+    name, why, fix = choice
     if not name:
         raise ModelError(f"rank 0: {why}", fix=fix)
     log.info("task: %s, because of the first batch: %s", name, why)

@@ -54,10 +54,6 @@ class Trial:
             self.task.check(output, batch)
             return output, check_score(self.task, self.task.score(output, batch))
 
-    def train(self, batch: Batch, effects: Effects) -> None:
-        """Run forward and backward of a copy of a batch: work of try_on_all_ranks."""
-        self.score(batch.copied())[1].loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
@@ -65,7 +61,6 @@ class Refusal:
 
     what: str
     fix: Callable[[BaseException], str]  # of an error that is none of ours; those have one
-    also: str = ""  # ends every fix
     error: type[HardenedError] = ModelError
 
 
@@ -115,6 +110,6 @@ def try_on_all_ranks(
         rank, notes = failed[0]
         raise refusal.error(
             f"{refusal.what}, rank {rank}: {notes['error']}",
-            fix=notes["fix"] + refusal.also,
+            fix=notes["fix"],
         )
     return [notes.get("found") for notes in everyone]
