@@ -233,7 +233,7 @@ def train(settings: Resolved, group: Group) -> int:
         rank_status.attach(run.work())
         status = Ending.FAILED
         try:
-            samples = partial(parts.next_samples, progress)
+            samples = partial(parts.sampler.next_ids, progress.epoch, progress.cursor)
             refuse_crash_loop(group, progress.step, run.folder, next_samples=samples)
             ending = fit(run)  # collective
             run.saver.save_last(progress)

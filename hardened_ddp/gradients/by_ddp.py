@@ -37,7 +37,7 @@ from hardened_ddp.gradients.sums import (
 )
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import Phase
-from hardened_ddp.settings.config import Config, DdpConfig
+from hardened_ddp.settings.config import Config
 
 log = logging.getLogger(__name__)
 
@@ -389,17 +389,30 @@ def sum_gradients_of(
     counts: what the loss is a mean over has to be added up with the gradients. calls_collectives:
     the model does so in its forward.
     """
-    comm_hook = config.ddp.comm_hook
+    ddp_config = config.ddp
     if group.world_size == 1:
         return GradientSum(module, group)
+    # WHY off: DDP's own broadcast of buffers is a collective inside forward, where the exception
+    # of one rank would leave the others waiting. torch 2.13 renamed the argument.
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    renamed = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    arguments: dict[str, Any] = {renamed: False}  # Any: mypy knows one of the names
     # WHY always: it checks that the ranks' parameters agree, and broadcasts them
-    ddp = _build_ddp(module, config.ddp, finds_unused=finds_unused)  # collective
+    # WHY no device_ids: with them DDP walks through all inputs again, to move what is there
+    ddp = DistributedDataParallel(  # collective
+        module,
+        find_unused_parameters=finds_unused,
+        gradient_as_bucket_view=ddp_config.gradient_as_bucket_view,
+        bucket_cap_mb=ddp_config.bucket_cap_mb,
+        **arguments,
+    )
     # WHY not with --debug: whoever wants to see DDP at work is shown it
-    if group.shared is not None and comm_hook == "none" and not config.loop.debug:
+    if group.shared is not None and ddp_config.comm_hook == "none" and not config.loop.debug:
         return AfterBackward(module, group, allows_unused=finds_unused)
     # WHY: a collective within forward, as SyncBatchNorm's, is seen by no hook
     sends_nan = config.loop.step_retry == "on" and not calls_collectives
-    found = ByDdp(ddp, group, sent_as=_SENT_AS[comm_hook], counts=counts, sends_nan=sends_nan)
+    sent_as = _SENT_AS[ddp_config.comm_hook]
+    found = ByDdp(ddp, group, sent_as=sent_as, counts=counts, sends_nan=sends_nan)
     if sends_nan and not found.tells_of_failures:
         log.warning(
             "an error of one rank within a step ends this attempt, and a restart continues from "
@@ -407,21 +420,3 @@ def sum_gradients_of(
             "a failed rank can't tell the others in time"
         )
     return found
-
-
-def _build_ddp(
-    module: nn.Module, config: DdpConfig, *, finds_unused: bool
-) -> DistributedDataParallel:
-    # WHY off: DDP's own broadcast of buffers is a collective inside forward, where the exception
-    # of one rank would leave the others waiting. torch 2.13 renamed the argument.
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    renamed = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    arguments: dict[str, Any] = {renamed: False}  # Any: mypy knows one of the names
-    # WHY no device_ids: with them DDP walks through all inputs again, to move what is there
-    return DistributedDataParallel(  # collective
-        module,
-        find_unused_parameters=finds_unused,
-        gradient_as_bucket_view=config.gradient_as_bucket_view,
-        bucket_cap_mb=config.bucket_cap_mb,
-        **arguments,
-    )

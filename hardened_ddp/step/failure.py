@@ -55,23 +55,23 @@ _NO_MEMORY = [
 
 Kind = Literal["error", "out of memory", "not finite", "sample", "unused"]
 
-_FIXES = {
-    "error": "the traceback is in that rank's log file",
-    "out of memory": "a smaller --batch_size with more --accumulation_steps; one sample alone did "
-    "not fit",
-    "not finite": "lower --learning_rate, set --clip_grad_norm 1, or --amp off; then --resume the "
-    "run. --continue_on_error leaves such steps out",
-    BAD_LABELS: "correct them in the dataset, then --resume the run. --continue_on_error leaves "
-    "such steps out",
-    "sample": "fix it, or leave such samples out with --continue_on_error",
-    "unused": "--find_unused_parameters, or use them in every forward, or freeze them",
-}
-_CLASSES: Mapping[Kind, Callable[..., HardenedError]] = {
-    "error": StepError,
-    "out of memory": OutOfMemoryError,
-    "not finite": partial(NonFiniteError, reached_weights=False),
-    "sample": SampleError,
-    "unused": UnusedParameterError,
+_LEFT_OUT = "then --resume the run. --continue_on_error leaves such steps out"
+# The error to raise for each kind, and its fix.
+_ERRORS: Mapping[Kind, tuple[Callable[..., HardenedError], str]] = {
+    "error": (StepError, "the traceback is in that rank's log file"),
+    "out of memory": (
+        OutOfMemoryError,
+        "a smaller --batch_size with more --accumulation_steps; one sample alone did not fit",
+    ),
+    "not finite": (
+        partial(NonFiniteError, reached_weights=False),
+        f"lower --learning_rate, set --clip_grad_norm 1, or --amp off; {_LEFT_OUT}",
+    ),
+    "sample": (SampleError, "fix it, or leave such samples out with --continue_on_error"),
+    "unused": (
+        UnusedParameterError,
+        "--find_unused_parameters, or use them in every forward, or freeze them",
+    ),
 }
 
 
@@ -95,8 +95,10 @@ class Failure:
 
 def error_of(kind: Kind, text: str) -> HardenedError:
     """Return the error to raise for a failure of this kind when no retry helps."""
-    is_of_labels = kind == "not finite" and BAD_LABELS in text
-    return _CLASSES[kind](text, fix=_FIXES[BAD_LABELS if is_of_labels else kind])
+    error, fix = _ERRORS[kind]
+    return error(
+        text, fix=f"correct them in the dataset, {_LEFT_OUT}" if BAD_LABELS in text else fix
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -43,11 +43,11 @@ class LeftOut:
         Raises TooManyErrors on all ranks above max_errors.
         """
         here = {"step": progress.step, "epoch": progress.epoch, **self._start}
-        mine = [
-            {**here, "index": bad.index, "file": self._file_of(bad), "error": bad.error}
-            for batch in batches
-            for bad in batch.bad
-        ]
+        mine = []
+        for bad in (bad for batch in batches for bad in batch.bad):
+            # one that failed in the model has none yet
+            file = bad.file or file_of(self.parts.data.train, bad.index)
+            mine.append({**here, "index": bad.index, "file": file, "error": bad.error})
         if failure:
             samples = [int(index) for batch in batches for index in batch.indices]
             mine.append({**here, "window": samples, "error": failure})
@@ -96,7 +96,3 @@ class LeftOut:
     def note_rollback(self, step: int, earlier: int, why: str) -> None:
         """Record that the run went back to an earlier step. The same on all ranks."""
         self.entries.append({"rank": 0, "step": step, "taken_back_to": earlier, "error": why})
-
-    def _file_of(self, bad: BadSample) -> str:
-        """Return the file of a sample; for one that failed in the model it is looked up now."""
-        return bad.file or file_of(self.parts.data.train, bad.index)

@@ -125,9 +125,7 @@ class NonFiniteFinder:
         """Record a finding. tensor: one whose first dimension may be the samples."""
         if tensor is None or not tensor.dim():
             return _Finding(text, self._num_forwards - 1, [], -1)
-        is_bad = ~tensor.detach().isfinite().reshape(len(tensor), -1).all(dim=1)
-        rows: list[int] = torch.nonzero(is_bad).flatten().tolist()
-        return _Finding(text, self._num_forwards - 1, rows, len(tensor))
+        return _Finding(text, self._num_forwards - 1, _bad_rows(tensor), len(tensor))
 
 
 @contextmanager
@@ -150,11 +148,15 @@ def _samples_with_bad_labels(batches: Sequence[Batch]) -> list[int]:
     found: list[int] = []
     for batch in batches:
         labels = batch.targets
-        is_row = isinstance(labels, torch.Tensor) and labels.dim() > 0
-        if is_row and len(labels) == batch.num_samples:
-            is_bad = ~labels.unsqueeze(-1).flatten(1).isfinite().all(1)
-            found += [int(batch.indices[row]) for row in is_bad.nonzero().flatten()]
+        if isinstance(labels, torch.Tensor) and labels.shape[:1] == (batch.num_samples,):
+            found += [int(batch.indices[row]) for row in _bad_rows(labels)]
     return found[:NUM_SHOWN]
+
+
+def _bad_rows(tensor: torch.Tensor) -> list[int]:
+    """Return where in its first dimension a tensor has NaN or inf."""
+    is_bad = ~tensor.detach().isfinite().reshape(len(tensor), -1).all(dim=1)
+    return [int(row) for row in is_bad.nonzero()]
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:  # Any: whatever a module takes or gives

@@ -20,7 +20,6 @@ from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import PHASE
 from hardened_ddp.reporting.events import Events
 from hardened_ddp.settings.config import Config
-from hardened_ddp.step.progress import Progress
 from hardened_ddp.task.task import Task
 
 ASYNC_DEVICES = ("cuda",)  # device types where reading a number waits for all work before it
@@ -75,10 +74,6 @@ class Parts:
     def compares_every(self) -> int:
         """Steps from one comparison of the replicas to the next; 0: never."""
         return self.config.loop.check_replicas_every if self.group.world_size > 1 else 0
-
-    def next_samples(self, progress: Progress) -> list[int]:
-        """Return the indices of the samples of the next step, over all ranks."""
-        return self.sampler.next_ids(progress.epoch, progress.cursor)
 
     def close(self) -> None:
         """End the loaders' workers, and free DDP while the process group still lives."""
