@@ -34,7 +34,6 @@ from hardened_ddp.settings.typed_command import own_command
 log = logging.getLogger(__name__)
 
 NUM_SHOWN = 8  # samples or parameters that a message names
-BAD_LABELS = "the labels of samples"  # begins the text of a loss whose labels are NaN or infinite
 BAD_SUM = "the gradient over all ranks is not finite, or its square is not, though every loss is"
 
 # Texts of out-of-memory errors of other classes: host allocator, driver, libraries, NCCL.
@@ -55,7 +54,6 @@ _NO_MEMORY = [
 
 Kind = Literal["error", "out of memory", "not finite", "sample", "unused"]
 
-_LEFT_OUT = "then --resume the run. --continue_on_error leaves such steps out"
 # The error to raise for each kind, and its fix.
 _ERRORS: Mapping[Kind, tuple[Callable[..., HardenedError], str]] = {
     "error": (StepError, "the traceback is in that rank's log file"),
@@ -65,7 +63,8 @@ _ERRORS: Mapping[Kind, tuple[Callable[..., HardenedError], str]] = {
     ),
     "not finite": (
         partial(NonFiniteError, reached_weights=False),
-        f"lower --learning_rate, set --clip_grad_norm 1, or --amp off; {_LEFT_OUT}",
+        "lower --learning_rate, set --clip_grad_norm 1, or --amp off; then --resume the run. "
+        "--continue_on_error leaves such steps out",
     ),
     "sample": (SampleError, "fix it, or leave such samples out with --continue_on_error"),
     "unused": (
@@ -96,9 +95,7 @@ class Failure:
 def error_of(kind: Kind, text: str) -> HardenedError:
     """Return the error to raise for a failure of this kind when no retry helps."""
     error, fix = _ERRORS[kind]
-    return error(
-        text, fix=f"correct them in the dataset, {_LEFT_OUT}" if BAD_LABELS in text else fix
-    )
+    return error(text, fix=fix)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -17,7 +17,7 @@ from torch import nn
 
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.nesting import tensors_of
-from hardened_ddp.step.failure import BAD_LABELS, NUM_SHOWN, format_samples
+from hardened_ddp.step.failure import NUM_SHOWN, format_samples
 
 
 @dataclass(slots=True)
@@ -52,9 +52,7 @@ class NonFiniteFinder:
             if self._num_forwards == 0:
                 where = "which module was first is not known: a compiled model hides its modules"
             elif what.startswith("the loss"):
-                where = "the model's output is finite, its loss is not"
-                if bad := _samples_with_bad_labels(batches):
-                    where = f"{BAD_LABELS} {bad} are NaN or infinite"
+                where = "the model's output is finite, its loss is not: look at the labels"
             return f"samples {format_samples(batches)}: {what}; {where}"
         batch = batches[min(finding.micro_batch, len(batches) - 1)]
         samples = format_samples([batch])
@@ -141,16 +139,6 @@ def watch(module: nn.Module) -> Iterator[NonFiniteFinder]:
                 look = partial(finder.after_gradient, name)
                 hooks.enter_context(parameter.register_post_accumulate_grad_hook(look))  # type: ignore[no-untyped-call]  # torch
         yield finder
-
-
-def _samples_with_bad_labels(batches: Sequence[Batch]) -> list[int]:
-    """Return the first samples whose label has a NaN or an inf."""
-    found: list[int] = []
-    for batch in batches:
-        labels = batch.targets
-        if isinstance(labels, torch.Tensor) and labels.shape[:1] == (batch.num_samples,):
-            found += [int(batch.indices[row]) for row in _bad_rows(labels)]
-    return found[:NUM_SHOWN]
 
 
 def _bad_rows(tensor: torch.Tensor) -> list[int]:
