@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hardened_ddp.data.batches.batch import Batch, take
-from hardened_ddp.data.batches.nesting import tensors_of
+from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.sampler import WindowSampler, num_micro_batches, share_of
 from hardened_ddp.errors import ModelError
 from hardened_ddp.model.effects import Effects, Operators
@@ -31,23 +30,22 @@ log = logging.getLogger(__name__)
 
 _NAMESPACES = ("c10d", "_c10d_functional")
 _NO_COLLECTIVES = ("wait_tensor", "monitored_barrier")
+_OF_NUMBERS = ("allreduce", "all_reduce")
 _OURS = Path(__file__).parent.parent
 _TORCHS = Path(torch.__file__).parent
 
 
 @contextlib.contextmanager
-def watching(*, is_on: bool = True) -> Iterator[list[tuple[str, list[torch.Size]]]]:
-    """Note the collectives that are called inside: name and place, and the sizes of their tensors.
+def watching(*, is_on: bool = True) -> Iterator[list[str]]:
+    """Note the collectives that are called inside: name and place.
 
     Not with one rank, nor of a compiled model. WHY not: torch does not compile under such a mode.
     """
-    calls: list[tuple[str, list[torch.Size]]] = []
+    calls: list[str] = []
 
     def note(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if func.namespace in _NAMESPACES and not func.__name__.startswith(_NO_COLLECTIVES):
-            name = func.__name__.partition(".")[0].strip("_")
-            sizes = [tensor.shape for tensor in tensors_of(args)]
-            calls.append((f"{name} in {_place()}", sizes))
+            calls.append(f"{func.__name__.partition('.')[0].strip('_')} in {_place()}")
 
     with Operators(note) if is_on else contextlib.nullcontext():
         yield calls
@@ -66,10 +64,12 @@ def find_collectives(
     if trial.is_compiled:
         syncs = any(isinstance(part, nn.SyncBatchNorm) for part in trial.model.modules())
         return ForwardCollectives(("allgather in SyncBatchNorm",)) if syncs else NO_COLLECTIVES
-    none: tuple[tuple[str, ...], bool] = (), False
-    calls, fit_batch = _find(trial, sample, refusal) if in_training else none  # collective
-    in_evaluation, fit_too = _find(trial, sample, None, evaluates=True)  # collective
-    return ForwardCollectives(calls, in_evaluation, fit_batch or fit_too)
+    calls = _find(trial, sample, refusal) if in_training else ()  # collective
+    in_evaluation = _find(trial, sample, None, evaluates=True)  # collective
+    # a sum is that of numbers, as a rule, and SyncBatchNorm gathers such; others gather samples
+    of_samples = [call for call in (*calls, *in_evaluation) if not call.startswith(_OF_NUMBERS)]
+    fit_batch = not all(call.endswith("SyncBatchNorm") for call in of_samples)
+    return ForwardCollectives(calls, in_evaluation, fit_batch)
 
 
 def check_forwards(parts: Parts, progress: Progress) -> None:
@@ -97,29 +97,18 @@ def check_forwards(parts: Parts, progress: Progress) -> None:
 
 def _find(
     trial: Trial, sample: Batch, refusal: Refusal | None, *, evaluates: bool = False
-) -> tuple[tuple[str, ...], bool]:
-    """Return the collectives of a forward, and whether their sizes follow from its batch's.
+) -> tuple[str, ...]:
+    """Return the collectives of a forward. Collective: all ranks."""
 
-    Collective: all ranks.
-    """
-
-    def run(batch: Batch, effects: Effects) -> tuple[list[str], bool]:
-        longer = take(batch, [*range(batch.num_samples), 0]).to(trial.group.device)
-        with torch.set_grad_enabled(trial.model.training):
-            with watching() as seen:
-                trial.score(batch.copied())
-            if not seen:
-                return [], False
-            with watching() as more:
-                trial.score(longer)
-        sizes, longer_sizes = ([size for _, size in calls] for calls in (seen, more))
-        return [name for name, _ in seen], sizes != longer_sizes
+    def run(batch: Batch, effects: Effects) -> list[str]:
+        with torch.set_grad_enabled(trial.model.training), watching() as seen:
+            trial.score(batch.copied())
+        return seen
 
     everyone = try_on_all_ranks(  # collective
         trial, [sample], run, refusal, evaluates=evaluates
     )
-    calls, fit_batch = next((found[0] for found in everyone if found), ([], False))
-    return tuple(calls), fit_batch
+    return tuple(next((found[0] for found in everyone if found), []))
 
 
 def _problems(parts: Parts, progress: Progress) -> Iterator[tuple[str, str]]:

@@ -238,7 +238,7 @@ def try_metrics(own: OwnMetrics, output: Any, batch: Batch, group: Group) -> Non
         own.check(output, batch)
     if seen:
         raise ModelError(
-            f"--metrics: {seen[0][0]} is called by a metric. Rank 0 alone measures, with the "
+            f"--metrics: {seen[0]} is called by a metric. Rank 0 alone measures, with the "
             "samples of all ranks: it would wait for the others forever",
             fix="leave collectives out of update(), compute() and reset()",
         )
