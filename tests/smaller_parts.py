@@ -7,14 +7,14 @@ from torch import nn
 
 from hardened_ddp.step.failure import Failure
 from hardened_ddp.step.gradient import Attempt, Gradient
-from tests import late_looks, plugins
+from tests.plugins import FailingOnce
 from tests.token_data import FailingLM
 
 
-def model(num_classes: int, step: int, most: int, *, is_late: bool) -> nn.Module:
+def points(num_classes: int, step: int, most: int) -> nn.Module:
     """Build FailingOnce without a fault; from step on, micro-batches have most samples."""
     _limit(step, most)
-    return (late_looks if is_late else plugins).FailingOnce(num_classes)
+    return FailingOnce(num_classes)
 
 
 def language_model(step: int, most: int) -> nn.Module:

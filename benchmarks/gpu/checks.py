@@ -170,7 +170,11 @@ def sums_after_backward_copy_the_gradients_once(device: torch.device) -> str:
 
 def a_state_is_copied_behind_a_full_launch_queue(device: torch.device) -> str:
     """With more launches behind a stuck kernel than the queue holds, copies beside still end."""
-    state = {"weight": torch.arange(1 << 20, dtype=torch.float32, device=device)}
+    state = {
+        "weight": torch.arange(1 << 20, dtype=torch.float32, device=device),
+        "image": torch.rand(2, 3, 8, 8, device=device).to(memory_format=torch.channels_last),
+        "step": torch.zeros((), device=device),
+    }
     expected = {name: tensor.cpu() for name, tensor in state.items()}
     state["weight"].add_(0)  # WHY: to load a kernel may wait for the whole device
     beside(device)  # as at the start of a run
@@ -188,7 +192,7 @@ def a_state_is_copied_behind_a_full_launch_queue(device: torch.device) -> str:
     end_threads()
     assert not was_over, "the copy waited for the stuck kernel"
     if device.type == "cuda":
-        assert torch.equal(copied["weight"], expected["weight"])
+        assert all(torch.equal(copied[name], tensor) for name, tensor in expected.items())
     return f"{_LAUNCHES} launches queued; the copy took {took_s:.2f} s"
 
 

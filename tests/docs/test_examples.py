@@ -85,7 +85,7 @@ def drills_of(example: str, folder: Path) -> Drills:
 def test_an_example_comes_through_a_kill_to_the_weights_of_the_undisturbed_run(
     example: str, tmp_path: Path
 ) -> None:
-    """Those of other kinds: test_task_promises.py has tokens and regression."""
+    """Those of other kinds: test_what_people_train.py has tokens and regression."""
     drills, fault = drills_of(example, tmp_path), find("kill-forward")
     assert fault is not None
     output = io.StringIO()

@@ -9,6 +9,7 @@ import json
 import random
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,18 +33,29 @@ FEATURES: dict[str, list[str]] = {
     "balanced once": ["--sampling=balanced", "--no_replacement", "--num_workers=1"],
     "own sampling": ["--sampling=tests.data.test_sampling:every_third"],
     "mix": [],
+    "tokens": ["--task=tokens", "--global_batch_size=8"],
+    "regression": ["--global_batch_size=8"],
 }
 UPDATES = ("ema and muon", "ema every and evaluations")
 """Those that concern the update, which ranks that learn late of a fault have to take back."""
 
-MIX = "mix:digits,tests.data.test_sampling:dark"
-MIX_ARGS = {"weights": [3, 1], "ends": "all"}
+# What they train, if it is not mlp on the digits.
+LM = {"model": "tests.token_data:TinyLM", "model_args": {"dropout": 0.2}}
+WORKS: dict[str, dict[str, Any]] = {
+    "mix": {
+        "dataset": "mix:digits,tests.data.test_sampling:dark",
+        "dataset_args": {"weights": [3, 1], "ends": "all"},
+    },
+    "tokens": {"dataset": "tests.token_data:sequences", **LM},
+    "regression": {"dataset": "tests.token_data:slopes"},
+}
 
 
-def drills_of(name: str, folder: Path, *flags: str, model: str = "mlp") -> Drills:
-    data = {"dataset": MIX, "dataset_args": MIX_ARGS} if name == "mix" else {}
-    work = Work(num_ranks=2, model=model, **data)
-    return forked_drills(folder, flags=[*FEATURES[name], *flags], work=work)
+def drills_of(name: str, folder: Path, *, is_late: bool) -> Drills:
+    model = {"model": "tests.late_looks:mlp"} if is_late else {}
+    flags = [*FEATURES[name], *(["--no_shared_memory"] if is_late else [])]
+    work = Work(num_ranks=2, **{**WORKS.get(name, {}), **model})
+    return forked_drills(folder, flags=flags, work=work)
 
 
 def random_faults(name: str) -> tuple[Injection, ...]:
@@ -68,35 +80,28 @@ def random_faults(name: str) -> tuple[Injection, ...]:
     return tuple(found)
 
 
-@pytest.mark.parametrize("name", slow_after(1, FEATURES))
-def test_faults_and_kills_do_not_change_the_weights(name: str, tmp_path: Path) -> None:
-    drills = drills_of(name, tmp_path)
-    fault = Fault(name="faults", text=name, injections=random_faults(name), ends="several starts")
+CASES = [(name, False) for name in FEATURES] + [(name, True) for name in UPDATES]
+
+
+@pytest.mark.parametrize(("name", "is_late"), slow_after(1, CASES))
+def test_faults_and_kills_do_not_change_the_weights(
+    name: str, is_late: bool, tmp_path: Path
+) -> None:
+    drills = drills_of(name, tmp_path, is_late=is_late)
+    faults = random_faults(f"late {name}" if is_late else name)
+    fault = Fault(name="faults", text=name, injections=faults, ends="several starts")
     verdict = drills.run(fault)
     assert not verdict.problems, drills.output_of(fault)
     assert "equal to the undisturbed run" in verdict.weights
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", UPDATES)
-def test_faults_that_are_learned_of_late_do_not_change_the_weights(
-    name: str, tmp_path: Path
-) -> None:
-    drills = drills_of(name, tmp_path, "--no_shared_memory", model="tests.late_looks:mlp")
-    fault = Fault(
-        name="faults", text=name, injections=random_faults(f"late {name}"), ends="several starts"
-    )
-    verdict = drills.run(fault)
-    assert not verdict.problems, drills.output_of(fault)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FEATURES if name != UPDATES[1]])
 def test_other_numbers_of_ranks_take_the_same_samples(name: str, tmp_path: Path) -> None:
     flags = ["--cpu_only", "--num_workers=0", "--ledger", "--model=mlp", "--run_name=run"]
-    flags += ["--global_batch_size=48", "--lr_schedule=constant", *FEATURES[name]]
-    if name == "mix":
-        flags += ["--dataset", MIX, "--dataset_args", json.dumps(MIX_ARGS)]
+    flags += ["--global_batch_size=48", "--lr_schedule=constant", "--epochs=100", *FEATURES[name]]
+    for setting, value in WORKS.get(name, {}).items():
+        flags += [f"--{setting}", value if isinstance(value, str) else json.dumps(value)]
     for world_size, last in ((2, 7), (3, 12), (1, 33)):
         train([*flags, "--output_dir", tmp_path / "cut", "--max_steps", str(last)], world_size).ok()
     train([*flags, "--output_dir", tmp_path / "whole", "--max_steps=33"], 2).ok()

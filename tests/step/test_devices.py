@@ -4,7 +4,9 @@ Each is done on the CPU, too, and must give the same numbers. See tests/pretende
 found so, and docs/GPU.md for what is not.
 """
 
-from collections.abc import Callable
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -19,6 +21,7 @@ from hardened_ddp.gradients.sums import LocalGradients, count_on
 from hardened_ddp.model.replica import Inputs
 from hardened_ddp.ranks.phase import PHASE, Phase
 from hardened_ddp.step.gradient import Totals
+from hardened_ddp.step.step import Stepper
 from hardened_ddp.training.evaluation import evaluate
 from tests.marks import slow_after
 from tests.pretended_gpu import CPU, GPU, Mix, PretendedGpu
@@ -37,9 +40,9 @@ MAPS = ["--dataset", "tests.device_tasks:maps"]
 SUM = ["--metrics", "{total: tests.task.test_tasks:Sum}"]
 TASKS = {
     "classification": [*POINTS, *SUM, "--model", "mlp"],
-    "pictures and top 5": [*PICTURES, "--model", "tests.device_tasks:Net"],
+    "pictures and top 5": [*PICTURES, "--model", "tests.device_tasks:net"],
     "multilabel": ["--dataset", "tests.device_tasks:tagged", "--model", "mlp"],
-    "segmentation": [*MAPS, "--model", "tests.device_tasks:Pixels"],
+    "segmentation": [*MAPS, "--model", "tests.device_tasks:pixels"],
     "regression": SLOPES,
     "tokens": [*SEQUENCES, "--task", "tokens", "--model", "tests.token_data:TinyLM"],
     "tokens, shifted by the model": [*OWN_LM, "--task", "tokens"],
@@ -52,6 +55,9 @@ TASKS = {
 MORE = ("tokens, shifted by the model", "own, of tokens", "own, of samples")
 MORE += ("own, with a host's tensor as count",)
 WAYS = ["--accumulation_steps", "2", "--clip_grad_norm", "0.1", "--optimizer", "sgd"]
+for name in ("pictures and top 5", "tokens", "a user's"):
+    TASKS[f"{name}, in other ways"] = [*TASKS[name], *WAYS]
+    MORE += (f"{name}, in other ways",)
 
 
 def trained(
@@ -118,7 +124,7 @@ def test_a_task_trains_and_is_measured_on_a_gpu_as_on_the_cpu(task: str) -> None
 WRONG = {
     "ids": [*TASKS["tokens"], "--dataset_args"],
     "labels": [*TASKS["tokens"], "--dataset_args"],
-    "labels of pixels": [*MAPS, "--model", "tests.device_tasks:Pixels", "--dataset_args"],
+    "labels of pixels": [*MAPS, "--model", "tests.device_tasks:pixels", "--dataset_args"],
 }
 
 
@@ -162,40 +168,32 @@ def test_smaller_parts_of_a_batch_are_sent_without_a_wait() -> None:
         assert not gpu.waits
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("task", ["pictures and top 5", "tokens", "a user's"])
-def test_other_ways_of_training_do_on_a_gpu_as_on_the_cpu(task: str) -> None:
-    argv = [*TASKS[task], *WAYS]
-    expected, _ = trained(CPU, argv)
-    found, waits = on_gpu(argv)
-    assert found == expected
-    check_waits(waits)
+@contextlib.contextmanager
+def stepper_on_gpu() -> Iterator[tuple[PretendedGpu, Stepper, Any]]:
+    """Give the device, what does steps on it, and the steps of an epoch."""
+    with PretendedGpu().on() as gpu:
+        parts = parts_of([*COMMON, *TASKS["pictures and top 5"]], device=GPU)
+        yield gpu, stepper_of(parts), parts.train_loader.windows(0, 0)
+        parts.close()
+        parts.group.close()
 
 
-def test_a_batch_is_sent_to_the_device_in_the_phase_of_forward(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_batch_is_sent_to_the_device_in_the_phase_of_forward() -> None:
     # There it may wait, behind a full launch queue: and that is no waiting for data.
     phases: list[int] = []
     send = Inputs.send
-    with PretendedGpu().on():
-        parts = parts_of([*COMMON, *TASKS["pictures and top 5"]], device=GPU)
-        words = parts.group.tracker.words
+    with stepper_on_gpu() as (_, stepper, windows):
 
         def noted(*given: Any) -> Batch:
-            phases.append(words[PHASE])
+            phases.append(stepper.parts.group.tracker.words[PHASE])
             return send(*given)
 
-        monkeypatch.setattr(Inputs, "send", noted)
-        stepper_of(parts).train_step(*next(iter(parts.train_loader.windows(0, 0))))
-        parts.close()
-        parts.group.close()
+        with mock.patch.object(Inputs, "send", noted):
+            stepper.train_step(*next(windows))
     assert phases == [Phase.FORWARD]
 
 
-def test_no_backward_is_queued_before_the_last_step_is_known_to_be_good(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_backward_is_queued_before_the_last_step_is_known_to_be_good() -> None:
     # Behind an all-reduce that never ends, it would fill the launch queue: no thread could copy.
     done: list[str] = []
     backward = torch.Tensor.backward
@@ -207,16 +205,13 @@ def test_no_backward_is_queued_before_the_last_step_is_known_to_be_good(
 
         return noted
 
-    with PretendedGpu().on() as gpu:
-        parts = parts_of([*COMMON, *TASKS["pictures and top 5"]], device=GPU)
-        stepper = stepper_of(parts)
-        parts.replica.module.register_forward_hook(noting("forward"))
-        monkeypatch.setattr(torch.Tensor, "backward", noting("backward", backward))
-        with mock.patch.object(gpu, "wait", side_effect=noting("wait")):
-            for window, batches in list(parts.train_loader.windows(0, 0))[: NUM_STEPS - 1]:
-                stepper.train_step(window, batches)
-        parts.close()
-        parts.group.close()
+    with stepper_on_gpu() as (gpu, stepper, windows), contextlib.ExitStack() as stack:
+        stepper.parts.replica.module.register_forward_hook(noting("forward"))
+        noted = noting("backward", backward)
+        stack.enter_context(mock.patch.object(torch.Tensor, "backward", noted))
+        stack.enter_context(mock.patch.object(gpu, "wait", side_effect=noting("wait")))
+        for window, batches in itertools.islice(windows, NUM_STEPS - 1):
+            stepper.train_step(window, batches)
     _, first, *others = " ".join(done).split("forward")
     assert set(first.split()) == {"backward"}
     assert others
@@ -227,16 +222,12 @@ def test_no_backward_is_queued_before_the_last_step_is_known_to_be_good(
 
 def test_a_rank_that_waits_for_its_device_between_steps_says_that_it_waits_for_others() -> None:
     phases: list[int] = []
-    with PretendedGpu().on() as gpu:
-        parts = parts_of([*COMMON, *TASKS["pictures and top 5"]], device=GPU)
-        stepper = stepper_of(parts)
-        stepper.train_step(*next(iter(parts.train_loader.windows(0, 0))))
-        words = parts.group.tracker.words
+    with stepper_on_gpu() as (gpu, stepper, windows):
+        stepper.train_step(*next(windows))
+        words = stepper.parts.group.tracker.words
         with mock.patch.object(gpu, "wait", side_effect=lambda _: phases.append(words[PHASE])):
             assert stepper.is_finite()
             stepper.read_totals()
-        parts.close()
-        parts.group.close()
     assert len(phases) > 2
     assert set(phases) == {Phase.ALL_REDUCE}, "a hang of another rank would be told as one of this"
 

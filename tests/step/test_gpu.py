@@ -11,7 +11,6 @@ import torch
 from benchmarks.gpu import runs
 from benchmarks.gpu.checks import CHECKS
 from benchmarks.gpu.row import PASS, Row
-from hardened_ddp.step.async_device import Event, copy_beside
 from tests.harness.ranks import train
 from tests.run_folder import last_tensors, only_run
 
@@ -58,30 +57,6 @@ def test_memory_that_is_really_gone_is_answered_with_smaller_micro_batches(
     # four may not fit: what the trial before the first step has freed may lie around a workspace
     assert sizes in (["4"], ["4", "2"])
     assert only_run(tmp_path)
-
-
-def test_a_state_is_copied_while_the_gpu_is_stuck() -> None:
-    device = torch.device("cuda", 0)
-    state = {
-        "weight": torch.arange(1 << 20, dtype=torch.float32, device=device),
-        "image": torch.rand(2, 3, 8, 8, device=device).to(memory_format=torch.channels_last),
-        "step": torch.zeros((), device=device),
-    }
-    expected = {name: tensor.cpu() for name, tensor in state.items()}
-    # WHY: to load a kernel may wait for the whole device
-    torch.cuda._sleep(1)  # type: ignore[no-untyped-call]  # cycles
-    for tensor in state.values():
-        tensor.add_(0)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(1 << 33)  # type: ignore[no-untyped-call]  # cycles: seconds, as an all-reduce
-    before = Event()
-    for tensor in state.values():
-        tensor.add_(1)
-    copied = copy_beside(state, device)
-    assert not before.is_reached()  # else the test has shown nothing
-    for name, tensor in copied.items():
-        assert torch.equal(tensor, expected[name])
-    before.wait()
 
 
 @pytest.mark.parametrize("size_gb", [1, 10])

@@ -139,24 +139,36 @@ def test_memory_for_half_a_batch_gives_the_gradient_of_the_whole(tmp_path: Path)
     assert "at most from now on" not in resumed.ok().outputs[0]
 
 
-LESS_MEMORY = [("memory", []), ("memory in backward", [HOOKS])]
-LESS_MEMORY += [("memory", [HOOKS, LATE])]
+def less_memory(kind: str, *flags: str, place: str = "tests.plugins") -> tuple[list[str], str]:
+    faults = {"faults": {1: {9: kind}}}
+    return [*flags, "--model", f"{place}:FailingOnce", "--model_args", str(faults)], "points"
+
+
+def ragged(data: str, kind: str, *flags: str) -> tuple[list[str], str]:
+    """Batches of a collate: their parts are read again."""
+    args = f"{{forward_number: 9, how: {kind}}}"
+    argv = ["--dataset", f"tests.token_data:{data}", "--task", "tokens", "--batch_size", "32"]
+    argv += ["--global_batch_size", "32", "--model", "tests.token_data:FailingLM"]
+    return [*argv, "--model_args", args, *flags], "language_model"
+
+
+LESS_MEMORY = [less_memory("memory"), less_memory("memory in backward", HOOKS)]
+LESS_MEMORY += [less_memory("memory", HOOKS, place="tests.late_looks")]
+LESS_MEMORY += [ragged("ragged", "memory in backward", HOOKS)]
+LESS_MEMORY += [ragged("ragged_stream", "memory", "--batch_size", "8")]
 
 
 @pytest.mark.parametrize("case", slow_after(1, LESS_MEMORY), ids=str)
 def test_after_an_out_of_memory_the_weights_are_those_of_equally_small_parts(
-    case: tuple[str, list[str]], tmp_path: Path
+    case: tuple[list[str], str], tmp_path: Path
 ) -> None:
-    kind, form = case
-    flags = [flag for flag in form if flag != LATE]
-    place = "tests.late_looks" if LATE in form else "tests.plugins"
-    model = ["--model", f"{place}:FailingOnce", "--model_args", str({"faults": {1: {9: kind}}})]
-    faulty = run(tmp_path / "faulty", 2, *flags, *model).ok()
-    told = re.search(r"have (\d) samples at most .* retrying step (\d+),", faulty.outputs[0])
+    argv, model = case
+    faulty = run(tmp_path / "faulty", 2, *argv).ok()
+    told = re.search(r"have (\d+) samples at most .* retrying step (\d+),", faulty.outputs[0])
     assert told, faulty.outputs[0]
-    args = {"step": int(told[2]), "most": int(told[1]), "is_late": LATE in form}
-    other = ["--model", "tests.smaller_parts:model", "--model_args", str(args)]
-    smaller = run(tmp_path / "smaller", 2, *flags, *other).ok()
+    other = ["--model", f"tests.smaller_parts:{model}"]
+    other += ["--model_args", f"{{step: {told[2]}, most: {told[1]}}}"]
+    smaller = run(tmp_path / "smaller", 2, *argv, *other).ok()
     assert "retrying" not in smaller.outputs[0]
     assert last_tensors(tmp_path / "faulty") == last_tensors(tmp_path / "smaller")
 
