@@ -21,7 +21,7 @@ from hardened_ddp.data.batches.sampler import WindowSampler, num_micro_batches, 
 from hardened_ddp.errors import ModelError
 from hardened_ddp.model.effects import Effects, Operators
 from hardened_ddp.model.replica import NO_COLLECTIVES, ForwardCollectives
-from hardened_ddp.preflight.trial import Refusal, Trial, try_on_all_ranks
+from hardened_ddp.preflight.trial import Trial, try_on_all_ranks
 from hardened_ddp.reporting.log import ON_EVERY_RANK
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
@@ -51,25 +51,28 @@ def watching(*, is_on: bool = True) -> Iterator[list[str]]:
         yield calls
 
 
-def find_collectives(
-    trial: Trial, sample: Batch, refusal: Refusal, *, in_training: bool
-) -> ForwardCollectives:
+def find_collectives(trial: Trial, sample: Batch, calls: Sequence[str]) -> ForwardCollectives:
     """Find the collectives of forwards, in training and in evaluation. Collective: all ranks.
 
-    in_training: the probe has seen some there. Raises as refusal says if such a forward fails; one
-    in evaluation is tried later.
+    calls: what the probe has seen in training. A forward that fails in evaluation is tried later.
     """
     if trial.group.world_size == 1:
         return NO_COLLECTIVES
     if trial.is_compiled:
         syncs = any(isinstance(part, nn.SyncBatchNorm) for part in trial.model.modules())
         return ForwardCollectives(("allgather in SyncBatchNorm",)) if syncs else NO_COLLECTIVES
-    calls = _find(trial, sample, refusal) if in_training else ()  # collective
-    in_evaluation = _find(trial, sample, None, evaluates=True)  # collective
+
+    def run(batch: Batch, effects: Effects) -> list[str]:
+        with torch.no_grad(), watching() as seen:
+            trial.score(batch.copied())
+        return seen
+
+    everyone = try_on_all_ranks(trial, [sample], run, evaluates=True)  # collective
+    in_evaluation = tuple(next((found[0] for found in everyone if found), []))
     # a sum is that of numbers, as a rule, and SyncBatchNorm gathers such; others gather samples
     of_samples = [call for call in (*calls, *in_evaluation) if not call.startswith(_OF_NUMBERS)]
     fit_batch = not all(call.endswith("SyncBatchNorm") for call in of_samples)
-    return ForwardCollectives(calls, in_evaluation, fit_batch)
+    return ForwardCollectives(tuple(calls), in_evaluation, fit_batch)
 
 
 def check_forwards(parts: Parts, progress: Progress) -> None:
@@ -93,22 +96,6 @@ def check_forwards(parts: Parts, progress: Progress) -> None:
             f"other: {problem[0]}",
             fix=problem[1],
         )
-
-
-def _find(
-    trial: Trial, sample: Batch, refusal: Refusal | None, *, evaluates: bool = False
-) -> tuple[str, ...]:
-    """Return the collectives of a forward. Collective: all ranks."""
-
-    def run(batch: Batch, effects: Effects) -> list[str]:
-        with torch.set_grad_enabled(trial.model.training), watching() as seen:
-            trial.score(batch.copied())
-        return seen
-
-    everyone = try_on_all_ranks(  # collective
-        trial, [sample], run, refusal, evaluates=evaluates
-    )
-    return tuple(next((found[0] for found in everyone if found), []))
 
 
 def _problems(parts: Parts, progress: Progress) -> Iterator[tuple[str, str]]:

@@ -90,7 +90,7 @@ def probe(trial: Trial, samples: Sequence[Batch]) -> Findings:
             "outputs": sorted(effects.outputs()),
             "inputs": inputs.are_changed(),
             "limits": limits,
-            "has_calls": bool(seen),
+            "calls": seen,
             "learned": task.learned(),
         }
 
@@ -98,8 +98,8 @@ def probe(trial: Trial, samples: Sequence[Batch]) -> Findings:
     everyone = try_on_all_ranks(trial, [*samples, None], run, refusal)  # collective
     notes = [found[:-1] for found in everyone if found is not None]
     findings = _compare(notes)
-    has_calls = any(each["has_calls"] for found in notes for each in found)
-    collectives = find_collectives(trial, samples[0], refusal, in_training=has_calls)  # collective
+    calls: list[str] = max((each["calls"] for found in notes for each in found), key=len)
+    collectives = find_collectives(trial, samples[0], calls)  # collective
     learned: dict[str, Any] = {}
     for found in reversed(notes):  # the lowest rank that found something out
         learned |= found[-1]["learned"]
@@ -209,16 +209,16 @@ def refuse_unregistered(module: nn.Module, loss: torch.Tensor) -> None:
     """
     known = {id(parameter) for parameter in module.parameters()}
     found: dict[int, nn.Parameter] = {}
-    seen, waiting = {loss.grad_fn}, [loss.grad_fn]
+    seen: set[Any] = {None}
+    waiting: list[Any] = [loss.grad_fn]
     while waiting:
-        node = waiting.pop()
+        if (node := waiting.pop()) in seen:
+            continue
+        seen.add(node)
         used = getattr(node, "variable", None)  # of a node that adds up the gradient of a leaf
         if isinstance(used, nn.Parameter) and id(used) not in known:
             found[id(used)] = used
-        for before, _ in getattr(node, "next_functions", ()):
-            if before not in seen:
-                seen.add(before)
-                waiting.append(before)
+        waiting += [before for before, _ in node.next_functions]
     if found:
         shapes = " and ".join(str(tuple(parameter.shape)) for parameter in list(found.values())[:4])
         raise ModelError(

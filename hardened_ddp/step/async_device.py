@@ -254,16 +254,14 @@ class AsyncDevice:
         one that queues work may wait for the other ranks: no more launches fit into the queue.
         """
         last, current = self._last, self._current
-        if self._parts.group.world_size == 1:  # it waits for no other
-            return Phase.BACKWARD if host == Phase.ALL_REDUCE else host
+        is_alone = self._parts.group.world_size == 1  # it waits for no other
         is_behind = last is not None and not last.before.is_reached()  # before the last update
         step = last if is_behind else current
-        if step is None or step.computed is None:
-            return host
-        if not step.computed.is_reached():
+        computed = None if step is None else step.computed
+        if is_alone or (computed is not None and not computed.is_reached()):
             return Phase.BACKWARD if host == Phase.ALL_REDUCE else host
         is_queueing = is_behind and host in (Phase.FORWARD, Phase.BACKWARD)
-        return Phase.ALL_REDUCE if is_queueing else host
+        return Phase.ALL_REDUCE if is_queueing and computed is not None else host
 
     def forget(self) -> None:
         """Drop what is known: another state was loaded. Main thread."""
