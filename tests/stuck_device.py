@@ -107,7 +107,7 @@ def send(self: ByDdp, state: None, bucket: dist.GradBucket) -> torch.futures.Fut
         self._layout, self._flats = self._under_way, self._buffers
         if self._when_computed is not None:  # in a step
             self._when_computed()
-        self._group.tracker.enter(Phase.ALL_REDUCE)
+        self.group.tracker.enter(Phase.ALL_REDUCE)
     _device().submit(lambda: _device().sum_(buffer))
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(buffer)

@@ -100,7 +100,7 @@ class ByDdp(GradientSum):
     def sends_within(self, window: Window) -> bool:
         # WHY: DDP takes find_unused_parameters only when it is built; else it waits for every one
         can_send = self._finds_unused or not self.allows_unused
-        return can_send and window.is_for_all(self._group.world_size)
+        return can_send and window.is_for_all(self.group.world_size)
 
     def begin(
         self, window: Window, *, keeps_local: bool, when_computed: Callable[[], None] | None = None
@@ -138,7 +138,7 @@ class ByDdp(GradientSum):
             return True  # its mark is enough
         if not self._can_send_nan:
             return False
-        self._group.tracker.enter(Phase.ALL_REDUCE)
+        self.group.tracker.enter(Phase.ALL_REDUCE)
         remaining = range(len(self._under_way), len(self._layout))
         if remaining and self._sums_count and self._total_work is None:
             dist.all_reduce(self._total.fill_(math.nan))
@@ -209,7 +209,7 @@ class ByDdp(GradientSum):
         """Leave it to the device whether some rank failed, or the gradient is not finite."""
         if mine.has_failed:
             self._disarm()
-            is_bad = torch.ones((), device=self._group.device)
+            is_bad = torch.ones((), device=self.group.device)
             return Sums(num_samples=window.size, is_bad=is_bad)
         count = self._total_count() if self._sums_count else 0.0
         # NaN sent by another rank counts too
@@ -224,7 +224,7 @@ class ByDdp(GradientSum):
         """
         if not self._can_send_nan:  # then a rank that fails ends the attempt
             return False, False
-        if self._group.device.type == "cpu":
+        if self.group.device.type == "cpu":
             if failed_here:
                 return True, False
             # NaN and inf persist in a sum: one sum per bucket is usually enough
@@ -232,8 +232,8 @@ class ByDdp(GradientSum):
             has_nan = not are_finite and any(math.isnan(buffer[0]) for buffer in self._buffers)
             return has_nan, are_finite
         flag = torch.tensor([float(failed_here)])
-        if (work := self._group.start_max(flag)) is not None:  # collective
-            self._group.finish(work)  # collective
+        if (work := self.group.start_max(flag)) is not None:  # collective
+            self.group.finish(work)  # collective
         return bool(flag), False
 
     def _disarm(self) -> None:
@@ -260,9 +260,9 @@ class ByDdp(GradientSum):
         """Add up gradients that stayed on the ranks. Collective: all ranks."""
         parameters = self.local.parameters
         if self.allows_unused:
-            parameters = used_anywhere(parameters, self._group)  # collective
+            parameters = used_anywhere(parameters, self.group)  # collective
         self._sum_buckets(parameters)  # collective
-        found = sum_with_marks([], mine, self._group)  # collective
+        found = sum_with_marks([], mine, self.group)  # collective
         if self._finds_unused:
             # WHY: DDP clears its marks of what was used when it sends gradients; these would count
             # in the next step, for a parameter without a gradient there. With this search DDP
@@ -276,7 +276,7 @@ class ByDdp(GradientSum):
 
         used: the parameters that have a gradient on some rank; the others keep none.
         """
-        before = self._group.tracker.enter(Phase.ALL_REDUCE)
+        before = self.group.tracker.enter(Phase.ALL_REDUCE)
         used_ids = {id(parameter) for parameter in used}
         for number, parameters in enumerate(self._layout):
             flat = self._flat(number)
@@ -292,7 +292,7 @@ class ByDdp(GradientSum):
                 flat.copy_(sent)
             for place, parameter in zip(places, parameters, strict=True):
                 parameter.grad = place if id(parameter) in used_ids else None
-        self._group.tracker.enter(before)
+        self.group.tracker.enter(before)
 
     def _total_count(self) -> torch.Tensor:
         """Return the sum of count over the ranks after the last backward: float64, of shape ()."""
@@ -331,7 +331,7 @@ class ByDdp(GradientSum):
         if bucket.is_last():
             self._layout, self._flats = self._under_way, self._buffers
             # From here on backward waits for the other ranks.
-            self._group.tracker.enter(Phase.ALL_REDUCE)
+            self.group.tracker.enter(Phase.ALL_REDUCE)
 
         def received(summed: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             found = summed.value()[0]

@@ -104,7 +104,7 @@ class GradientSum:
         self.local = LocalGradients(module)  # this rank's; after finish those of all ranks
         self.call = module  # what training calls for a forward: DDP's prepares its hooks
         self.allows_unused = allows_unused
-        self._group = group
+        self.group = group
 
     @property
     def tells_of_failures(self) -> bool:
@@ -154,7 +154,7 @@ class GradientSum:
             if mine.has_failed:
                 return None
             return Sums(num_samples=mine.num_samples, count=float(mine.count))
-        device = self._group.device
+        device = self.group.device
         if mine.has_failed:
             is_bad = torch.ones((), device=device)
         else:
@@ -190,8 +190,8 @@ class AfterBackward(GradientSum):
     def finish(self, mine: Marks, *, window: Window, on_device: bool) -> Sums | None:
         parameters = self.local.parameters
         if self.allows_unused:
-            parameters = used_anywhere(parameters, self._group)  # collective
-        return sum_with_marks(parameters, mine, self._group)  # collective
+            parameters = used_anywhere(parameters, self.group)  # collective
+        return sum_with_marks(parameters, mine, self.group)  # collective
 
 
 def used_anywhere(parameters: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:

@@ -210,7 +210,7 @@ def test_ranks_with_gpus_ask_each_other_only_if_a_failed_one_could_tell(can_send
     asked = []
     gpus = SimpleNamespace(device=torch.device("cuda"), start_max=asked.append)
     sums = ByDdp.__new__(ByDdp)
-    sums._group, sums._can_send_nan = gpus, can_send_nan  # type: ignore[assignment]
+    sums.group, sums._can_send_nan = gpus, can_send_nan  # type: ignore[assignment]
     assert sums._read(False) == (False, False)
     assert len(asked) == can_send_nan
 
