@@ -1,6 +1,7 @@
 """Padded micro-batches in two parts of similar lengths: less padding, and the same gradient."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +20,9 @@ from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.settings.config import Config, ModelConfig
 from hardened_ddp.task.task import Task
 from hardened_ddp.task.tokens import Tokens
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import run_ranks, train
 from tests.marks import slow_after
+from tests.run_folder import last_tensors
 from tests.step.test_steps import parts_of, stepper_of
 from tests.token_data import Ragged, TinyLM, pad
 
@@ -217,3 +219,22 @@ def test_nothing_is_cut_in_other_cases() -> None:
 def test_a_resumed_run_cuts_as_it_began() -> None:
     assert chosen(Mixed("padding"), saved={"least_padding": 40}) == 40
     assert chosen(TinyLM(), saved={}) == 0  # a checkpoint of a version without
+
+
+@pytest.mark.slow
+def test_a_run_in_two_parts_that_is_cut_and_retried_ends_with_the_same_weights(
+    tmp_path: Path,
+) -> None:
+    argv = ["--cpu_only", "--num_workers", "0", "--epochs", "4", "--checkpoint_every_steps", "0"]
+    argv += ["--dataset", "tests.token_data:ragged", "--task", "tokens", "--run_name", "run"]
+    argv += ["--global_batch_size", "16", "--lr_schedule", "constant"]
+    argv += ["--model", "tests.token_data:FailingLM", "--model_args"]
+    fails = ["{forward_number: 9, how: raise, width: 512}", "--output_dir", str(tmp_path / "cut")]
+    first = train([*argv, *fails, "--max_steps", "7"], 2).ok()
+    assert "in two parts" in first.outputs[0]
+    assert "retrying step" in first.outputs[0]
+    halfway = last_tensors(tmp_path / "cut")
+    train([*argv, *fails, "--max_steps", "15"], 2).ok()
+    whole = ["{width: 512}", "--output_dir", str(tmp_path / "whole"), "--max_steps", "15"]
+    train([*argv, *whole], 2).ok()
+    assert halfway != last_tensors(tmp_path / "cut") == last_tensors(tmp_path / "whole")

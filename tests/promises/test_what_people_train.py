@@ -33,20 +33,24 @@ FEATURES: dict[str, list[str]] = {
     "balanced once": ["--sampling=balanced", "--no_replacement", "--num_workers=1"],
     "own sampling": ["--sampling=tests.data.test_sampling:every_third"],
     "mix": [],
-    "tokens": ["--task=tokens", "--global_batch_size=8"],
+    # of 8 samples, a rank would have one batch
+    "tokens": ["--task=tokens", "--global_batch_size=16"],
     "regression": ["--global_batch_size=8"],
 }
 UPDATES = ("ema and muon", "ema every and evaluations")
 """Those that concern the update, which ranks that learn late of a fault have to take back."""
 
 # What they train, if it is not mlp on the digits.
-LM = {"model": "tests.token_data:TinyLM", "model_args": {"dropout": 0.2}}
 WORKS: dict[str, dict[str, Any]] = {
     "mix": {
         "dataset": "mix:digits,tests.data.test_sampling:dark",
         "dataset_args": {"weights": [3, 1], "ends": "all"},
     },
-    "tokens": {"dataset": "tests.token_data:sequences", **LM},
+    "tokens": {
+        "dataset": "tests.token_data:ragged",
+        "model": "tests.token_data:TinyLM",
+        "model_args": {"dropout": 0.2},
+    },
     "regression": {"dataset": "tests.token_data:slopes"},
 }
 
