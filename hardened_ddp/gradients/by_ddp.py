@@ -93,9 +93,8 @@ class ByDdp(GradientSum):
 
     @property
     def tells_of_failures(self) -> bool:
-        if self.allows_unused and not self._finds_unused:
-            return True  # nothing is sent within backward any more
-        return self._can_send_nan
+        sends_later = self.allows_unused and not self._finds_unused
+        return self._can_send_nan or sends_later
 
     def sends_within(self, window: Window) -> bool:
         # WHY: DDP takes find_unused_parameters only when it is built; else it waits for every one

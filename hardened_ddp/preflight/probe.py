@@ -26,7 +26,7 @@ from hardened_ddp.model.effects import Effects, InputEffects, span_of
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.replica import NO_COLLECTIVES, ForwardCollectives
 from hardened_ddp.preflight.forward_collectives import find_collectives, watching
-from hardened_ddp.preflight.trial import Refusal, Trial, fix_by, try_on_all_ranks
+from hardened_ddp.preflight.trial import Refusal, Trial, try_on_all_ranks
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.seeding import keeping_random_state
 from hardened_ddp.settings.config import FindUnused, TaskConfig
@@ -34,7 +34,7 @@ from hardened_ddp.settings.wording import counted, listed
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.task.build import build_task, task_that_fits
 from hardened_ddp.task.first_batch import refuse_late_buffers, saved_shapes, warn_of_unsaved
-from hardened_ddp.task.output import fix_for_gradients
+from hardened_ddp.task.output import fix_for, fix_for_gradients
 from hardened_ddp.task.own_metrics import OwnMetrics
 from hardened_ddp.task.task import Task
 
@@ -65,7 +65,9 @@ def probe(trial: Trial, samples: Sequence[Batch]) -> Findings:
     """
     module, task, group = trial.model, trial.task, trial.group
     shapes = saved_shapes(module)
-    refusal = Refusal(what="a first batch can't be trained on", fix=fix_by(samples[0]))
+    has_labels = samples[0].targets is not None
+    fix = partial(fix_for, inputs=samples[0].inputs, has_labels=has_labels)
+    refusal = Refusal(what="a first batch can't be trained on", fix=fix)
 
     def run(batch: Batch | None, effects: Effects) -> Any:  # Any: JSON
         if batch is None:
@@ -332,11 +334,12 @@ def _fitting_name(model: nn.Module, sample: Batch, group: Group) -> str:
             return "", error.message, error.fix
 
     trial = Trial(model, caller, Precision("off", group.device), group)
-    refusal = Refusal(what="the model failed on a first batch", fix=fix_by(sample))
+    fix = partial(fix_for, inputs=sample.inputs, has_labels=sample.targets is not None)
+    refusal = Refusal(what="the model failed on a first batch", fix=fix)
     found = try_on_all_ranks(trial, [sample], run, refusal, evaluates=True)  # collective
     choice: tuple[str, str, str] = next(outcomes[0] for outcomes in found if outcomes)
-    name, why, fix = choice
+    name, why, remedy = choice
     if not name:
-        raise ModelError(f"rank 0: {why}", fix=fix)
+        raise ModelError(f"rank 0: {why}", fix=remedy)
     log.info("task: %s, because of the first batch: %s", name, why)
     return name

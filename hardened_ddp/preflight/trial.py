@@ -9,7 +9,6 @@ Does not own: what is tried (the other files here).
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
@@ -23,7 +22,6 @@ from hardened_ddp.model.precision import Precision
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.seeding import keeping_random_state
 from hardened_ddp.task.first_batch import check_score
-from hardened_ddp.task.output import fix_for
 from hardened_ddp.task.task import Score, Task
 
 log = logging.getLogger(__name__)
@@ -62,11 +60,6 @@ class Refusal:
     what: str
     fix: Callable[[BaseException], str]  # of an error that is none of ours; those have one
     error: type[HardenedError] = ModelError
-
-
-def fix_by(sample: Batch) -> Callable[[BaseException], str]:
-    """Return what says how to mend a model that failed on sample, by its error."""
-    return partial(fix_for, inputs=sample.inputs, has_labels=sample.targets is not None)
 
 
 def try_on_all_ranks(

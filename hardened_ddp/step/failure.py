@@ -75,12 +75,7 @@ _ERRORS: Mapping[Kind, tuple[Callable[..., HardenedError], str]] = {
 
 
 class LossNotFinite(ArithmeticError):
-    """A forward gave a loss that is NaN or inf. Its backward was not run."""
-
-    def __init__(self, problem: str, *, found: str = "") -> None:
-        """found: the samples and the module that gave it first, if they were searched for."""
-        super().__init__(problem)
-        self.found = found
+    """A forward gave a loss that is NaN or inf, of these samples. Its backward was not run."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -318,7 +318,7 @@ class Gradient:
                     del output  # WHY: backward frees what it needs; the caller's would stay
                 attempt.count = attempt.count + score.count
                 if self._watches_loss and not math.isfinite(value := score.loss_sum.item()):
-                    raise LossNotFinite(f"the loss is {value}")
+                    raise LossNotFinite(f"samples {format_samples(batches)}: the loss is {value}")
                 if index == 0 and attempt.after_forward is not None:
                     attempt.after_forward()
                 tracker.enter(Phase.BACKWARD)
@@ -353,8 +353,7 @@ class Gradient:
         Raises PeerLostError if another rank ended; or error itself if nothing is retried.
         """
         if isinstance(error, LossNotFinite):
-            found = error.found or f"samples {format_samples(batches)}: {error}"
-            return Failure("not finite", f"{self.where()}, {found}")
+            return Failure("not finite", f"{self.where()}, {error}")
         if (lost := lost_peer(error, self.parts.group)) is not None:
             raise lost from error
         if not self.retries and not self._leaves_out:
@@ -373,15 +372,15 @@ class Gradient:
         with watch(self.parts.replica.module) as finder:
             try:
                 self._forward_backward(attempt, batches)
-                loss = self.totals.loss_since(attempt.totals_before)
+                loss = self.totals.loss() - float(attempt.totals_before[0])
                 problem = "" if math.isfinite(loss) else f"the loss is {loss}"
                 gradients, scaler = self.parts.gradients.local, self.parts.precision.scaler
                 if not problem and scaler is None and not gradients.are_finite():
                     problem = "the gradient is not finite"
             except LossNotFinite as error:
-                problem = str(error)
+                problem = str(error).partition(": ")[2]
         if problem:
-            raise LossNotFinite(problem, found=finder.tell(problem, batches))
+            raise LossNotFinite(finder.tell(problem, batches))
 
 
 class Totals:
@@ -435,10 +434,6 @@ class Totals:
     def loss(self) -> float:
         """Return the sum of the losses. Waits for the device."""
         return float(self.loss_sum)
-
-    def loss_since(self, mark: Mark) -> float:
-        """Return the loss added since mark. Waits for the device."""
-        return self.loss() - float(mark[0])
 
     def read(self, group: Group) -> dict[str, float]:
         """Return the mean loss, each metric and the samples over all ranks. Collective."""
