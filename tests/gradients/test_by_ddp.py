@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from hardened_ddp.gradients.by_ddp import _places, sum_gradients_of
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.layers import resolve
+from hardened_ddp.step.step import Stepper
 from tests.harness.ranks import run_ranks
 from tests.marks import slow_after
 from tests.step.test_steps import parts_of, stepper_of
@@ -128,10 +129,20 @@ def _address(value: object) -> int:
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else 0
 
 
+def do_two_steps(stepper: Stepper) -> None:
+    """In the second one, rank 1 fails before the first bucket."""
+    parts = stepper.parts
+    for step, (window, batches) in enumerate(list(parts.train_loader.windows(0, 0))[:2]):
+        fails = step == parts.group.launch.rank == 1
+        with no_memory("all_reduce", "first", 0, 0) if fails else ExitStack():
+            stepper.train_step(window, batches)
+    parts.group.close()
+
+
 def memory_for_nan(argv: list[str]) -> int:
     """Fail on rank 1 before the first bucket; return the bytes that it takes to send NaN."""
     parts = parts_of(argv)
-    stepper, rank = stepper_of(parts), parts.group.launch.rank
+    stepper = stepper_of(parts)
     buckets: Any = parts.gradients
     send, taken = buckets.send_nan_for_rest, NewMemory()
 
@@ -140,10 +151,7 @@ def memory_for_nan(argv: list[str]) -> int:
             return bool(send())
 
     buckets.send_nan_for_rest = watched
-    for step, (window, batches) in enumerate(list(parts.train_loader.windows(0, 0))[:2]):
-        with no_memory("all_reduce", "first", 0, 0) if step == rank == 1 else ExitStack():
-            stepper.train_step(window, batches)
-    parts.group.close()
+    do_two_steps(stepper)
     return taken.num_bytes
 
 
@@ -158,7 +166,7 @@ def test_nan_is_sent_from_memory_that_is_there(how: list[str]) -> None:
 def bytes_after_backwards(argv: list[str]) -> list[tuple[int, int]]:
     """Return the bytes of the buckets, and with gradients, after each micro-batch of two steps."""
     parts = parts_of(argv)
-    stepper, rank = stepper_of(parts), parts.group.launch.rank
+    stepper = stepper_of(parts)
     buckets: Any = parts.gradients
     found = []
     add = stepper.gradient.totals.add
@@ -171,10 +179,7 @@ def bytes_after_backwards(argv: list[str]) -> list[tuple[int, int]]:
         found.append((sum(flat.nbytes for flat in buckets._flats), sum(map(len, memory.values()))))
 
     stepper.gradient.totals.add = watched  # type: ignore[method-assign]
-    for step, (window, batches) in enumerate(list(parts.train_loader.windows(0, 0))[:2]):
-        with no_memory("all_reduce", "first", 0, 0) if step == rank == 1 else ExitStack():
-            stepper.train_step(window, batches)
-    parts.group.close()
+    do_two_steps(stepper)
     return found
 
 

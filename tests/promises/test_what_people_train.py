@@ -87,10 +87,9 @@ def random_faults(name: str) -> tuple[Injection, ...]:
 CASES = [(name, False) for name in FEATURES] + [(name, True) for name in UPDATES]
 
 
-@pytest.mark.parametrize(("name", "is_late"), slow_after(1, CASES))
-def test_faults_and_kills_do_not_change_the_weights(
-    name: str, is_late: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("case", slow_after(1, CASES), ids=str)
+def test_faults_and_kills_do_not_change_the_weights(case: tuple[str, bool], tmp_path: Path) -> None:
+    name, is_late = case
     drills = drills_of(name, tmp_path, is_late=is_late)
     faults = random_faults(f"late {name}" if is_late else name)
     fault = Fault(name="faults", text=name, injections=faults, ends="several starts")

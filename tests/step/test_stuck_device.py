@@ -58,24 +58,19 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     return final_tensors
 
 
-def test_the_copy_of_a_state_shares_no_stream_with_the_futures_of_collectives(
+def test_a_state_is_copied_on_a_stream_of_its_own_and_those_are_made_at_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Not one of those that the futures of collectives get; and a stuck device may make none.
     made: list[Any] = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda *given, **named: made.append((given, named)))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    with beside(device := torch.device("cuda", 1)):
-        assert made == [((device,), {"priority": -1})]
-
-
-def test_its_streams_are_made_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    # While the device is stuck, to make them may wait.
-    made: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "Stream", lambda *given, **named: made.append(named))
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    parts: Any = SimpleNamespace(device=torch.device("cuda", 1), checks_one_step_late=True)
+    device = torch.device("cuda", 1)
+    parts: Any = SimpleNamespace(device=device, checks_one_step_late=True)
     AsyncDevice(parts, Progress(), cast(Any, None))
-    assert made == [{"priority": -1}]
+    assert made == [((device,), {"priority": -1})]
+    with beside(device):
+        assert made[1:] == made[:1]
 
 
 LEAVING = [
