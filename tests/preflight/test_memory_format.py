@@ -74,14 +74,19 @@ def of_batch(size: int) -> Config:
 @pytest.mark.parametrize(
     ("kernel", "batch_size", "is_faster"), [(3, 1, True), (11, 5, False), (11, 6, True)]
 )
-def test_values_of_images_decide_against_weights_of_kernels(
+def test_values_of_images_decide_against_weights_of_kernels_and_the_trial_leaves_no_trace(
     kernel: int, batch_size: int, is_faster: bool
 ) -> None:
     model = Net(kernel=kernel)
-    weight = model.conv.weight.clone()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert choose(model, of_batch(batch_size)) == is_faster
     assert model.conv.weight.is_contiguous(memory_format=torch.channels_last) == is_faster
-    assert torch.equal(model.conv.weight, weight)
+    assert model.conv.weight.is_contiguous() != is_faster
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    assert all(module.training for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not model.conv._forward_hooks
 
 
 def test_on_a_gpu_it_goes_with_16_bits() -> None:
@@ -115,21 +120,9 @@ def test_without_images_or_when_compiled_the_usual_order_stays() -> None:
     assert not choose(Net(), Config(model=ModelConfig(compile=True)))
 
 
-@pytest.mark.parametrize("uses_view", [False, True])
-def test_the_trial_leaves_no_trace(uses_view: bool) -> None:
-    model = Net(kernel=11, uses_view=uses_view)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert not choose(model, of_batch(1))
-    assert all(module.training for module in model.modules())
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, before[name]), name
-    assert model.conv.weight.is_contiguous()
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert not model.conv._forward_hooks
-
-
 def test_a_model_that_needs_the_usual_order_keeps_it() -> None:
-    assert not choose(Net(uses_view=True))
+    assert not choose(model := Net(uses_view=True))
+    assert model.conv.weight.is_contiguous()
     assert not choose(Net(uses_strides=True))
     assert not choose(Net(is_random=True))  # nobody can tell
 

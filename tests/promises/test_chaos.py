@@ -33,11 +33,11 @@ LEAVE_ALONE_S = 40.0
 TRY_S = 60.0
 
 UNDER_TORCHRUN = ("kill the agent", "kill a rank of torchrun")
+SIGNALS = {"kill a rank": signal.SIGKILL, "SIGTERM to a rank": signal.SIGTERM}
+SIGNALS |= {"SIGUSR1 to a rank": signal.SIGUSR1}
 KINDS = (
-    "kill a rank",
+    *SIGNALS,
     "kill all ranks",
-    "SIGTERM to a rank",
-    "SIGUSR1 to a rank",
     "stop a rank for a while",
     "stop a rank for good",
     *UNDER_TORCHRUN,
@@ -141,15 +141,11 @@ def disturb_ranks(argv: list[str | Path], world_size: int, fault: Fault, watch: 
         running.wait_for(lambda: watch.is_past(fault.after_step), timeout_s=TRY_S, what="its step")
         victim, others = fault.victim, {*range(world_size)} - {fault.victim}
         match fault.kind:
-            case "kill a rank":
-                running.kill(victim)
+            case kind if kind in SIGNALS:
+                running.kill(victim, SIGNALS[kind])
             case "kill all ranks":
                 for rank in range(world_size):
                     running.kill(rank)
-            case "SIGTERM to a rank":
-                running.kill(victim, signal.SIGTERM)
-            case "SIGUSR1 to a rank":
-                running.kill(victim, signal.SIGUSR1)
             case "stop a rank for a while":
                 running.kill(victim, signal.SIGSTOP)
                 if fault.after_step % 2:  # the others may have been told to stop meanwhile

@@ -37,6 +37,9 @@ POINTS += ["--log_interval", "1", "--eval_every", "0", "--checkpoint_every_steps
 STEADY: list[str | Path] = ["--cpu_only", "--batch_size", "12", "--num_workers", "0", "--ledger"]
 STEADY += ["--lr_schedule", "constant", "--log_interval", "1", "--eval_every", "0"]
 PACED = ["--model", "tests.plugins:paced_mlp"]
+EVALUATED: list[str | Path] = ["--dataset", "tests.plugins:points_slow_to_test", "--cpu_only"]
+EVALUATED += ["--model", "mlp", "--batch_size", "4", "--eval_batch_size", "4"]
+EVALUATED += ["--num_workers", "0", "--log_interval", "5"]
 
 # Each attempt does two steps or more (its first forward is the warm-up's), and dies.
 DYING: list[str | Path] = [*POINTS, "--model", "tests.plugins:dying", "--run_name", "run"]
@@ -128,9 +131,7 @@ def test_another_batch_size_on_resume_changes_the_steps_to_come_and_not_the_epoc
 
 @pytest.mark.slow
 def test_a_stop_in_an_evaluation_is_saved_and_the_evaluation_done_again(tmp_path: Path) -> None:
-    argv: list[str | Path] = ["--dataset", "tests.plugins:points_slow_to_test", "--cpu_only"]
-    argv += ["--model", "mlp", "--batch_size", "4", "--eval_batch_size", "4", "--epochs", "2"]
-    argv += ["--num_workers", "0", "--log_interval", "5", "--output_dir", tmp_path]
+    argv = [*EVALUATED, "--epochs", "2", "--output_dir", tmp_path]
     with start_training(argv, 2) as running:
         running.wait_for(lambda: "step 5/10" in running.output(0), timeout_s=60, what="epoch 1")
         running.kill(1, signal.SIGTERM)
@@ -145,10 +146,8 @@ def test_a_stop_in_an_evaluation_is_saved_and_the_evaluation_done_again(tmp_path
 
 @pytest.mark.slow
 def test_a_last_evaluation_that_was_cut_short_is_done_by_the_next_start(tmp_path: Path) -> None:
-    argv: list[str | Path] = ["--dataset", "tests.plugins:points_slow_to_test", "--cpu_only"]
-    argv += ["--model", "mlp", "--batch_size", "4", "--eval_batch_size", "4", "--epochs", "1"]
-    argv += ["--num_workers", "0", "--log_interval", "5", "--checkpoint_every_steps", "5"]
-    argv += ["--run_name", "run", "--ledger", "--output_dir", tmp_path]
+    argv = [*EVALUATED, "--epochs", "1", "--checkpoint_every_steps", "5", "--run_name", "run"]
+    argv += ["--ledger", "--output_dir", tmp_path]
     # Of an earlier course of the run: it must not speak for this one.
     (tmp_path / "run").mkdir()
     write_summary(tmp_path / "run", {"status": "finished", "step": 5})
@@ -171,10 +170,8 @@ def test_a_last_evaluation_that_was_cut_short_is_done_by_the_next_start(tmp_path
 
 @pytest.mark.slow
 def test_a_run_whose_last_save_fails_is_not_finished(tmp_path: Path) -> None:
-    argv: list[str | Path] = ["--dataset", "tests.plugins:points_slow_to_test", "--cpu_only"]
-    argv += ["--model", "mlp", "--batch_size", "4", "--eval_batch_size", "4", "--epochs", "1"]
-    argv += ["--num_workers", "0", "--log_interval", "5", "--checkpoint_every_steps", "0"]
-    argv += ["--run_name", "run", "--output_dir", tmp_path]
+    argv = [*EVALUATED, "--epochs", "1", "--checkpoint_every_steps", "0", "--run_name", "run"]
+    argv += ["--output_dir", tmp_path]
     checkpoints = tmp_path / "run" / "checkpoints"
     with start_training(argv, 1) as running:
         running.wait_for(lambda: "step 10/10" in running.output(0), timeout_s=60, what="the steps")
