@@ -93,8 +93,7 @@ class ByDdp(GradientSum):
 
     @property
     def tells_of_failures(self) -> bool:
-        sends_later = self.allows_unused and not self._finds_unused
-        return self._can_send_nan or sends_later
+        return self._can_send_nan or (self.allows_unused and not self._finds_unused)
 
     def sends_within(self, window: Window) -> bool:
         # WHY: DDP takes find_unused_parameters only when it is built; else it waits for every one

@@ -38,7 +38,7 @@ def choose_channels_last(
             for num_weights, num_values in count_values(trial, sample)  # collective
         )
     if is_chosen:
-        _store(trial.model, torch.channels_last)
+        trial.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch
     return is_chosen
 
 
@@ -76,7 +76,7 @@ def count_values(trial: Trial, sample: Batch) -> list[tuple[int, int]]:
     def compare(sample: Batch, effects: Effects) -> list[int]:
         with torch.no_grad():
             usual, _ = trial.score(sample.copied().to(device))
-        _store(model, torch.channels_last)
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch
         with contextlib.ExitStack() as hooks:
             for kernel in convolutions:
                 hooks.enter_context(kernel.register_forward_hook(note))
@@ -87,7 +87,7 @@ def count_values(trial: Trial, sample: Batch) -> list[tuple[int, int]]:
     try:
         tried = try_on_all_ranks(trial, [sample], compare, evaluates=True)  # collective
     finally:
-        _store(model, torch.contiguous_format)
+        model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # torch
     if not all(each and each[0] for each in tried):
         return [(0, 0)]
     return [(each[0][0], each[0][1]) for each in tried if each]
@@ -100,7 +100,3 @@ def _are_alike(some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> 
         for one, other in zip(some, others, strict=True)
         if one.is_floating_point() and one.numel()
     )
-
-
-def _store(model: nn.Module, memory_format: torch.memory_format) -> None:
-    model.to(memory_format=memory_format)  # type: ignore[call-overload]  # torch

@@ -14,7 +14,7 @@ import torch
 from torch.nn import Parameter
 
 from hardened_ddp.checkpoint.tensors import plan_file
-from hardened_ddp.errors import CheckpointError, OptimizerError
+from hardened_ddp.errors import OptimizerError
 from hardened_ddp.model.effects import Effects, has_same_bits
 from hardened_ddp.model.optimizer import build_optimizer
 from hardened_ddp.model.parameter_groups import Group, parameter_groups
@@ -53,17 +53,14 @@ def build_schedule(trial: Trial, config: OptimizerConfig, *, total_steps: int) -
 
 
 def _try(groups: Sequence[Group], config: OptimizerConfig, total_steps: int) -> None:
-    """Update stand-ins some times, also with what was saved and loaded. Raises OptimizerError."""
+    """Update stand-ins some times, also with what was saved and loaded. Raises HardenedError."""
     first, names = _built(groups, config, total_steps)
     num_before = min(_STEPS_BEFORE, max(0, total_steps - _STEPS_AFTER))
     for step in range(num_before):
         _update(first, names, step)
     second, copies = _built(copy.deepcopy(groups), config, total_steps)
     tensors, rest = save_state(first, names)
-    try:
-        plan_file(tensors)
-    except CheckpointError as error:
-        raise OptimizerError(f"its state can't be saved: {error.message}", fix=error.fix) from error
+    plan_file(tensors)  # can it be saved?
     copied = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
     restore_state(second, copies, copied, json.loads(json.dumps(rest)))
     for step in range(num_before, min(total_steps, num_before + _STEPS_AFTER)):

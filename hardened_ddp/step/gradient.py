@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import chain
 from typing import Any
 
 import torch
@@ -211,8 +210,7 @@ class Gradient:
         try:
             if least := parts.replica.inputs.least_padding:
                 ignored = parts.task.ignore_index  # type: ignore[attr-defined]  # it is Tokens
-                cut = [cut_by_length(batch, ignored, least) for batch in batches]
-                batches = list(chain.from_iterable(cut))
+                batches = [p for batch in batches for p in cut_by_length(batch, ignored, least)]
             if attempt.searches_for_nan:
                 self._find_nan(attempt, batches)
             else:

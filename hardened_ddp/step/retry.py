@@ -107,7 +107,9 @@ class StepRetry:
         num_failures: by rank, in the earlier tries of this step with the same settings.
         """
         loop, step, retries = self.parts.config.loop, self.progress.step, self.gradient.retries
-        kinds, limit = {cause.kind for cause in causes.values()}, _max_without_memory(causes) // 2
+        kinds = {cause.kind for cause in causes.values()}
+        sizes = [c.num_samples for c in causes.values() if c.kind == "out of memory"]
+        limit = max(sizes, default=0) // 2
         may_allow = self.parts.config.ddp.find_unused_parameters != "off"
         # WHY per rank: the first failure of another rank gets a second try of its own
         num_tries = 1 + max(num_failures[rank] for rank in causes) if retries else math.inf
@@ -170,9 +172,3 @@ class StepRetry:
 
 def _has_nan(causes: Mapping[int, Failure]) -> bool:
     return any(cause.kind == "not finite" for cause in causes.values())
-
-
-def _max_without_memory(causes: Mapping[int, Failure]) -> int:
-    """Return the largest micro-batch for which a rank had no memory; 0: all had."""
-    sizes = [c.num_samples for c in causes.values() if c.kind == "out of memory"]
-    return max(sizes, default=0)

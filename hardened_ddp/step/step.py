@@ -285,11 +285,9 @@ class Stepper:
         Rank-local; waits for the device, on the main thread. WHY: a checkpoint of weights with NaN
         would replace a good one.
         """
-        if self.device is None:
-            return math.isfinite(self.gradient.totals.loss())
+        unconfirmed = None if self.device is None else self.device.unconfirmed
         # WHY: the device may wait for another rank, and this rank must not be named for it
         with self.parts.group.tracker.within(Phase.ALL_REDUCE):
-            unconfirmed = self.device.unconfirmed
             is_bad = unconfirmed is not None and unconfirmed.is_bad()
             return not is_bad and math.isfinite(self.gradient.totals.loss())
 
