@@ -35,7 +35,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
-BARS = {"frames": 5, "files": 16, "functions": 45, "save": 9, "resume": 19}
+BARS = {"frames": 5, "files": 15, "functions": 45, "save": 9, "resume": 19}
 FORMS = {"shared memory": [], "DDP's hooks": ["--no_shared_memory"]}
 _NO_SAVES = ["--checkpoint_every_steps", "0"]
 _LIMIT_S = 300
