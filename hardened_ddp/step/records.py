@@ -197,7 +197,8 @@ class Records:
 
         Raises OSError.
         """
-        self._left_out.write()
+        if self._left_out.entries:
+            self._left_out.write()
         for written in (self.ledger, self.digests):
             if written is not None and (files := written.files()):
                 Disk().sync_files(files[0].parent, files)
