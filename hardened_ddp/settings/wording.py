@@ -14,6 +14,29 @@ _CONTROLS = re.compile(
 # Also behind the word that says what a place holds: text:s3://bucket/*.txt
 _URL = re.compile(r"\s*(\w+:)?(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://")
 _NO_BREAK = "\0"  # stands for a space that stays inside its line
+# What other programs call a setting of ours, where the name is too different to guess it.
+_TOLD_ELSEWHERE = {
+    "learning_rate": ("lr",),
+    "weight_decay": ("wd",),
+    "batch_size": ("bs", "bsz", "batch", "per_device_train_batch_size"),
+    "eval_batch_size": ("per_device_eval_batch_size",),
+    "num_workers": ("workers",),
+    "accumulation_steps": ("grad_accum", "gradient_accumulation_steps"),
+    "clip_grad_norm": ("max_grad_norm", "max_norm"),
+    "lr_schedule": ("scheduler",),
+    "warmup_steps": ("warmup",),
+    "epochs": ("num_epochs", "num_train_epochs"),
+    "model": ("arch",),
+    "amp": ("precision", "mixed_precision", "fp16", "bf16"),
+    "cpu_only": ("device", "cpu", "no_cuda"),
+    "single_gpu": ("gpu",),
+    "run_name": ("name",),
+    "resume": ("checkpoint", "resume_from_checkpoint"),
+    "checkpoint_every_steps": ("save_every", "save_steps"),
+    "log_interval": ("log_every", "logging_steps"),
+    "timeout_s": ("timeout",),
+}
+OTHER_NAMES = {other: name for name, others in _TOLD_ELSEWHERE.items() for other in others}
 TORCHRUN_SWITCHES = ("standalone", "virtual_local_rank")
 # The options of torchrun's launcher that the command hardened-ddp passes on to it.
 TORCHRUN_OPTIONS = (
@@ -80,7 +103,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Give the known name that was probably meant; empty if none is near."""
     import difflib  # WHY here: only a mistake needs it, and --help need not wait for it
 
-    near = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.6)
+    known = list(known)
+    meant = OTHER_NAMES.get(name.lower())
+    if meant is not None and meant in known:
+        return meant
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6)
     return near[0] if near else ""
 
 

@@ -11,6 +11,7 @@ from hardened_ddp.settings.commands import COMMANDS
 from hardened_ddp.settings.layers import resolve
 from hardened_ddp.settings.manual import setting_texts
 from hardened_ddp.settings.schema import SETTINGS
+from hardened_ddp.settings.wording import OTHER_NAMES
 from tests.settings.given import (
     make_run,
     problem_of,
@@ -44,6 +45,7 @@ class TestProblems:
         [
             ("batch_sze", "batch_size"),
             ("epoch", "epochs"),  # a flag is never shortened
+            ("lr", "learning_rate"),
             ("Epochs", "epochs"),
             ("no_tensorbord", "tensorboard"),
         ],
@@ -51,6 +53,10 @@ class TestProblems:
     def test_an_unknown_name_gets_the_nearest_right_one(self, given: str, meant: str) -> None:
         assert problem_of(f"--{given} 3").endswith(f"did you mean --{meant}?")
         assert problems_in(f"{given}: 3\n")[0].endswith(f"did you mean {meant}?")
+
+    def test_names_of_other_programs_lead_to_settings_that_exist(self) -> None:
+        assert {*OTHER_NAMES.values()} <= SETTINGS.keys()
+        assert not OTHER_NAMES.keys() & SETTINGS.keys()
 
     @pytest.mark.parametrize(
         ("flags", "told"),
