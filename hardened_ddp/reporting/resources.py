@@ -14,8 +14,15 @@ log = logging.getLogger(__name__)
 
 CGROUP = Path("/sys/fs/cgroup")
 _MIB = 2**20
+_SYSTEM_LIMIT_PERCENT = 95.0
+_SHM_LIMIT_PERCENT = 90.0
 _SHARED_MEMORY = "/dev/shm"
-_LIMITS_PERCENT = {"system": 95.0, "container": 95.0, "shm": 90.0}
+# The files of the limit, what is in use, and the statistics; the file cache in the last one.
+_CGROUP_V2 = ("memory.max", "memory.current", "memory.stat", "inactive_file")
+_CGROUP_V1 = (
+    *("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+    "total_inactive_file",
+)
 
 
 class ResourceMonitor:
@@ -33,28 +40,31 @@ class ResourceMonitor:
             try:
                 read(found)
             except Exception as error:  # WHY broad: psutil has errors of its own
-                log.debug("%s: %s", read.__name__, error)
+                self._say_once(f"{read.__name__}: {error}", logging.DEBUG)
         return found
 
     def _read_memory(self, found: dict[str, float]) -> None:
         import psutil
 
         found["memory/rss_mib"] = psutil.Process().memory_info().rss / _MIB
-        found["memory/system_used_percent"] = psutil.virtual_memory().percent
-        self._warn_if_full("system", found["memory/system_used_percent"])
+        percent = psutil.virtual_memory().percent
+        found["memory/system_used_percent"] = percent
+        self._warn_above("system memory", percent, _SYSTEM_LIMIT_PERCENT)
 
     def _read_container(self, found: dict[str, float]) -> None:
-        if (memory := read_container_memory(self._cgroup)) is not None:
+        memory = read_container_memory(self._cgroup)
+        if memory is not None:
             limit_bytes, used_bytes = memory
-            found["memory/container_used_percent"] = 100 * used_bytes / limit_bytes
-            self._warn_if_full("container", found["memory/container_used_percent"])
+            percent = 100 * used_bytes / limit_bytes
+            found["memory/container_used_percent"] = percent
+            self._warn_above("this container's memory", percent, _SYSTEM_LIMIT_PERCENT)
 
     def _read_shm(self, found: dict[str, float]) -> None:
         import psutil
 
         shm = psutil.disk_usage(_SHARED_MEMORY)
         found["memory/shm_used_mib"] = shm.used / _MIB
-        self._warn_if_full("shm", shm.percent)
+        self._warn_above(_SHARED_MEMORY, shm.percent, _SHM_LIMIT_PERCENT)
 
     def _read_gpu(self, found: dict[str, float]) -> None:
         if self._device.type == "cuda":
@@ -64,16 +74,18 @@ class ResourceMonitor:
             reserved, peak = read_gpu_mib(self._device)
             found |= {"memory/gpu_reserved_mib": reserved, "memory/gpu_peak_mib": peak}
 
-    def _warn_if_full(self, what: str, percent: float) -> None:
-        limit = _LIMITS_PERCENT[what]
-        if percent > limit and what not in self._warned:
-            self._warned.add(what)
-            log.warning(
-                "%s memory is more than %.0f %% full: this process may soon be killed. "
+    def _warn_above(self, what: str, percent: float, limit: float) -> None:
+        if percent > limit:
+            self._say_once(
+                f"{what} is more than {limit:.0f} % full: this process may soon be killed. "
                 "Lower batch_size, num_workers or prefetch_factor",
-                what,
-                limit,
+                logging.WARNING,
             )
+
+    def _say_once(self, text: str, level: int) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            log.log(level, "%s", text)
 
 
 def read_rss_mib() -> float:
@@ -97,15 +109,17 @@ def read_gpu_mib(device: "torch.device") -> tuple[float, float]:
 
 
 def read_container_memory(cgroup: Path) -> tuple[int, int] | None:
-    """Return limit and use of this container (cgroup v2), in bytes; None without a limit."""
-    try:
-        limit = (cgroup / "memory.max").read_text("ascii").strip()
-    except OSError:
-        return None
-    if limit == "max":
-        return None
-    # WHY subtract the file cache: the kernel reclaims it before it kills a process.
-    stat = (cgroup / "memory.stat").read_text("ascii").split()
-    cache = int(stat[stat.index("inactive_file") + 1])
-    used = int((cgroup / "memory.current").read_text("ascii"))
-    return int(limit), max(0, used - cache)
+    """Return limit and use of this container (cgroup v2 or v1), in bytes; None without a limit."""
+    for limit_name, used_name, stat_name, cache_name in (_CGROUP_V2, _CGROUP_V1):
+        try:
+            limit = (cgroup / limit_name).read_text("ascii").strip()
+        except OSError:
+            continue
+        if limit == "max" or int(limit) >= 2**60:  # v1 says "no limit" with a huge number
+            return None
+        # WHY subtract the cache: the kernel reclaims it before it kills a process.
+        stat = (cgroup / stat_name).read_text("ascii").split()
+        cache = int(stat[stat.index(cache_name) + 1])
+        used = int((cgroup / used_name).read_text("ascii"))
+        return int(limit), max(0, used - cache)
+    return None

@@ -474,7 +474,7 @@ class TestResources:
         (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 20000\n")
         found = ResourceMonitor(CPU, cgroup=tmp_path).sample()
         assert found["memory/container_used_percent"] == pytest.approx(97)
-        assert "container memory is more than 95 % full" in caplog.text
+        assert "this container's memory is more than 95 % full" in caplog.text
 
     @pytest.mark.parametrize("error", [psutil.AccessDenied, psutil.NoSuchProcess, OSError])
     def test_what_cannot_be_read_is_left_out(

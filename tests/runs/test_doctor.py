@@ -213,16 +213,26 @@ def test_a_gpu_that_this_torch_was_not_built_for_is_a_warning(tmp_path: Path) ->
 
 
 class TestMachine:
+    @pytest.mark.parametrize(
+        ("folder", "names"),
+        [
+            ("", "memory.max memory.current inactive_file"),
+            ("memory", "memory.limit_in_bytes memory.usage_in_bytes total_inactive_file"),
+        ],
+        ids=["v2", "v1"],
+    )
     def test_a_container_that_is_nearly_full_fails_even_on_a_large_machine(
-        self, tmp_path: Path
+        self, folder: str, names: str, tmp_path: Path
     ) -> None:
-        for name in ("memory.max", "memory.current"):
-            (tmp_path / name).write_text(f"{GIB}\n")
-        (tmp_path / "memory.stat").write_text(f"inactive_file {GIB // 4}\n")
+        (tmp_path / folder).mkdir(exist_ok=True)
+        limit, used, cached = names.split()
+        for name in (limit, used):
+            (tmp_path / folder / name).write_text(f"{GIB}\n")
+        (tmp_path / folder / "memory.stat").write_text(f"{cached} {GIB // 4}\n")
         check = machine.check_memory(tmp_path)
         assert check.status == "FAIL"
         assert "this container: 0.2 of 1.0 GiB free" in check.detail
-        (tmp_path / "memory.max").write_text("max\n")
+        (tmp_path / folder / limit).write_text("max\n")
         assert "container" not in machine.check_memory(tmp_path).detail
 
     @pytest.mark.parametrize("folder", ["/proc", "/no/such/folder"])
