@@ -68,7 +68,7 @@ class MovingAttributes:
         # What is copied before each step.
         self.watched: tuple[str, ...] = tuple(sorted(self._candidates()))
 
-        # What changes in forward alike on all ranks. The same on all ranks.
+        # What changes in forward, and is kept equal on all ranks. The same on all ranks.
         self.shared: tuple[str, ...] = ()
         self._moving: set[str] = set()
         self._told: set[str] = set()
@@ -156,16 +156,25 @@ class MovingAttributes:
         self._tell(unsaved, _UNSAVED)
         self._tell((own & self._moving) - unsaved, _OWN)
 
-    def equalize(self, group: Group) -> None:
+    def equalize(self, group: Group, *, is_even: bool) -> None:
         """Give all ranks those of rank 0, after a step with uneven shares. Collective: all ranks.
 
-        WHY: a rank without a sample runs no forward. Rank 0 has the largest share of each step.
+        WHY: a rank without a sample runs no forward. is_even: all ranks have run the same
+        forwards; what differs then is meant to. Rank 0 has the largest share of each step.
         """
         mine = {name: as_json(self._copy(name)) for name in self.shared}
-        first = group.gather_json(mine if group.is_main else None)[0]  # collective
-        for name, data in first.items():
-            if data != mine[name]:
-                self._put_json(name, data)
+        table = torch.zeros(group.world_size, dtype=torch.int64)
+        table[group.launch.rank] = _digest(mine)
+        if len(set(group.sum_(table).tolist())) == 1:  # collective
+            return
+        everyone = group.gather_json(mine)  # collective
+        differing = {n for n in self.shared if any(each[n] != everyone[0][n] for each in everyone)}
+        if is_even:
+            self.shared = tuple(name for name in self.shared if name not in differing)
+            self._tell(differing, _OWN)
+        elif not group.is_main:
+            for name in differing:
+                self._put_json(name, everyone[0][name])
 
     def _tell(self, names: set[str], text: str) -> None:
         if new := sorted(names - self._told):

@@ -266,8 +266,7 @@ class Gradient:
             # each rank has as many samples of it; a stream's shards may end on some
             is_even = isinstance(parts.sampler, WindowSampler) and sums.num_samples == window.size
             is_even = is_even and window.size % parts.group.world_size == 0
-            if not is_even:
-                parts.replica.attributes.equalize(parts.group)  # collective
+            parts.replica.attributes.equalize(parts.group, is_even=is_even)  # collective
         if attempt.outcome is Outcome.DONE and parts.replica.buffers.names:
             parts.replica.buffers.equalize(parts.group)  # collective
         return sums
