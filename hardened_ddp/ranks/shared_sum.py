@@ -5,7 +5,8 @@ For the CPU: gloo moves tensors over TCP and through two threads per rank. Measu
 
 Tensors are summed in chunks that fit a core's cache. For each chunk a rank fills its own slot, then
 increments its counter; when all counters are up, each rank adds all slots in the order of the
-ranks, so that all get the same bits. Chunks alternate between two sets of slots: when a
+ranks, so that all get the same bits. With many ranks each adds one slice of all slots only, and
+takes the others' slices after a second wait. Chunks alternate between two sets of slots: when a
 rank fills a slot again, all ranks have read its previous content. Only x86 guarantees that others
 see the data before the counter. WHY memfd: a killed process leaves nothing behind in /dev/shm.
 A rank that ends is noticed by its pidfd, one that leaves by a flag, one that hangs by the timeout.
@@ -29,10 +30,12 @@ log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 20
 
-# Each rank has its own cache line (no false sharing) with two words of 8 bytes: the number of the
-# last chunk that it wrote, and whether it has left.
+# Each rank has its own cache line (no false sharing) with three words of 8 bytes: the number of the
+# last chunk that it wrote, whether it has left, and the number of the last chunk of which it has
+# added its slice.
 _LINE_BYTES = 64
-_LEFT = 1
+_WROTE, _LEFT, _ADDED = 0, 1, 2
+_SLICES_FROM = 4  # ranks; with fewer, the second wait takes longer than it saves
 
 _LINE_WORDS = _LINE_BYTES // 8
 _NUM_YIELDS = 300
@@ -138,13 +141,19 @@ class SharedSum:
         size = sum(part.numel() for part in parts)
         torch.cat(parts, out=slots[self._rank, :size])
         self._counters[self._rank * _LINE_WORDS] = self._number
-        self._wait_for_all()
+        self._wait_for_all(_WROTE)
         # WHY all of them at once: many small tensors cost one call per rank, not one per tensor
         total = parts[0] if len(parts) == 1 else self._total.view(slots.dtype)[:size]
-        first, second, *others = slots[:, :size]
-        torch.add(first, second, out=total)
-        for other in others:
-            total.add_(other)
+        if len(slots) < _SLICES_FROM:
+            _add_up(slots[:, :size], out=total)
+        else:
+            first, last = (rank * size // len(slots) for rank in (self._rank, self._rank + 1))
+            mine = slice(first, last)  # near-equal parts
+            # WHY into the first slot: of this slice, no other rank reads any slot
+            _add_up(slots[:, mine], out=slots[0, mine])
+            self._counters[self._rank * _LINE_WORDS + _ADDED] = self._number
+            self._wait_for_all(_ADDED)
+            total.copy_(slots[0, :size])
         if len(parts) > 1:
             sums = torch.split(total, [part.numel() for part in parts])
             for part, its_sum in zip(parts, sums, strict=True):
@@ -152,19 +161,19 @@ class SharedSum:
         # a NaN or an infinite value makes the sum non-finite too
         return checks and math.isfinite(total.sum().item())
 
-    def _wait_for_all(self) -> None:
+    def _wait_for_all(self, word: int) -> None:
         counters, number = self._counters, self._number
         for peer in self._pidfds:
             # WHY not sleep at once: it usually arrives soon, and any sleep takes at least 60 us.
             for _ in range(_NUM_YIELDS):
-                if counters[peer * _LINE_WORDS] >= number:
+                if counters[peer * _LINE_WORDS + word] >= number:
                     break
                 os.sched_yield()
             else:
-                self._wait_asleep(peer)
+                self._wait_asleep(peer, word)
 
-    def _wait_asleep(self, peer: int) -> None:
-        index = peer * _LINE_WORDS
+    def _wait_asleep(self, peer: int, word: int) -> None:
+        index = peer * _LINE_WORDS + word
         counters, number = self._counters, self._number
         nap_s, look_at = 1e-5, time.monotonic()
         waited = AwakeTime(_LONGEST_GAP_S)
@@ -183,6 +192,14 @@ class SharedSum:
                     raise RuntimeError(f"Timed out waiting {self._timeout_s:.0f} s for rank {peer}")
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+
+
+def _add_up(slots: torch.Tensor, *, out: torch.Tensor) -> None:
+    """Add the rows of slots, (ranks, n), in their order. out, (n,), may be the first row."""
+    first, second, *others = slots
+    torch.add(first, second, out=out)
+    for other in others:
+        out.add_(other)
 
 
 def _is_dead(pidfd: int) -> bool:

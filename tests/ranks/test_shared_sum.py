@@ -12,6 +12,7 @@ from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.ranks.shared_sum import CHUNK_BYTES, SharedSum, create_memory
 from tests.harness.processes import HOUR_S, deadline
 from tests.harness.ranks import run_ranks
+from tests.marks import slow_after
 
 CPU = torch.device("cpu")
 FLOATS = CHUNK_BYTES // 4
@@ -51,13 +52,15 @@ def sums_of_shapes(shared_memory: bool) -> list[torch.Tensor]:
     return [tensor.clone() for tensor in tensors]
 
 
-def test_all_ranks_get_the_sum_in_the_same_bits() -> None:
-    everyone = run_ranks(sums_of_shapes, 3, True)
+@pytest.mark.parametrize("world_size", slow_after(1, [3, 5]))
+def test_all_ranks_get_the_sum_in_the_same_bits(world_size: int) -> None:
+    everyone = run_ranks(sums_of_shapes, world_size, True)
     for other in everyone[1:]:
         for mine, its in zip(everyone[0], other, strict=True):
             assert torch.equal(mine, its)
-    by_gloo = run_ranks(sums_of_shapes, 3, False)[0]
-    for shared, gloo in zip(everyone[0], by_gloo, strict=True):
+    for shared, gloo in zip(
+        everyone[0], run_ranks(sums_of_shapes, world_size, False)[0], strict=True
+    ):
         torch.testing.assert_close(shared, gloo)
 
 
