@@ -58,7 +58,7 @@ BUDGETS = {
     "hardened_ddp/*": 29_750,
     "hardened_ddp/gradients/*": 680,
     "hardened_ddp/settings/*": 2_180,
-    "hardened_ddp/step/*": 2_170,
+    "hardened_ddp/step/*": 2_175,
     "hardened_ddp/reporting/*": 1_855,
     "hardened_ddp/task/*": 1_610,
     "hardened_ddp/checkpoint/*": 1_825,
