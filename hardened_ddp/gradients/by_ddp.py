@@ -84,6 +84,13 @@ class ByDdp(GradientSum):
         self._flats: list[torch.Tensor] = []
         self._are_old = False  # DDP has to rebuild its buckets. The same on all ranks.
         self._sums_count = counts
+        # WHY not in 16 bits: bf16 counts to 256, fp16 to 2048.
+        sent = {sent_as or parameter.dtype for parameter in self.local.parameters}
+        # What counts is sent behind the first bucket; else beside it.
+        self._count_rides = counts and sent <= {torch.float32, torch.float64}
+
+        # The first bucket with the count behind it. WHY kept: sending needs no new memory.
+        self._first = torch.empty(0)
         self._ones = torch.ones(len(self.local.parameters), dtype=torch.int32, device=group.device)
         self._count: float | torch.Tensor = 0.0
         self._total = torch.zeros((), dtype=torch.float64, device=group.device)
@@ -138,12 +145,15 @@ class ByDdp(GradientSum):
             return False
         self.group.tracker.enter(Phase.ALL_REDUCE)
         remaining = range(len(self._under_way), len(self._layout))
-        if remaining and self._sums_count and self._total_work is None:
+        is_beside = self._sums_count and not self._count_rides
+        if remaining and is_beside and self._total_work is None:
             dist.all_reduce(self._total.fill_(math.nan))
         for number in remaining:
             # WHY memory that is there: perhaps no other is left
             flat = self._flat(number)
-            if self._sent_as is not None:
+            if number == 0 and self._count_rides:
+                flat = self._with_count(flat)
+            elif self._sent_as is not None:
                 flat = flat.view(self._sent_as)[: flat.numel()]
             dist.all_reduce(flat.fill_(math.nan))
         if remaining and self._finds_unused:
@@ -284,10 +294,10 @@ class ByDdp(GradientSum):
                     place.zero_()
                 else:
                     _move(place, parameter)
-            sent = self._sent(flat)
+            sent = self._sent(number, flat)
             dist.all_reduce(sent)  # collective
             if sent is not flat:
-                flat.copy_(sent)
+                flat.copy_(sent[: flat.numel()])
             for place, parameter in zip(places, parameters, strict=True):
                 parameter.grad = place if id(parameter) in used_ids else None
         self.group.tracker.enter(before)
@@ -306,9 +316,20 @@ class ByDdp(GradientSum):
         parameters = self._layout[number]
         return parameters[0].new_empty(sum(parameter.numel() for parameter in parameters))
 
-    def _sent(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return what is sent for a bucket: itself, or a copy in 16 bits."""
+    def _sent(self, number: int, flat: torch.Tensor) -> torch.Tensor:
+        """Return what is sent for a bucket: itself, in 16 bits, or with the count behind it."""
+        if number == 0 and self._count_rides:
+            sent = self._with_count(flat)
+            sent[:-1].copy_(flat)
+            sent[-1].copy_(count_on(flat.device, self._count))
+            return sent
         return flat if self._sent_as is None else flat.to(self._sent_as)
+
+    def _with_count(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the memory in which the first bucket is sent with the count."""
+        if self._first.numel() != flat.numel() + 1:
+            self._first = flat.new_empty(flat.numel() + 1)
+        return self._first
 
     def _send(self, state: None, bucket: dist.GradBucket) -> Work:
         """Start the all-reduce of one bucket: DDP's communication hook.
@@ -316,11 +337,11 @@ class ByDdp(GradientSum):
         What has no memory raises. WHY noted after its launch: what is not noted is still to send.
         """
         number, buffer = len(self._under_way), bucket.buffer()
-        if self._sums_count and number == 0:
-            # WHY beside it: bf16 counts to 256, fp16 to 2048
+        rides = number == 0 and self._count_rides
+        if self._sums_count and number == 0 and not rides:
             self._total.copy_(count_on(buffer.device, self._count))
             self._total_work = dist.all_reduce(self._total, async_op=True)  # collective
-        sent = self._sent(buffer)
+        sent = self._sent(number, buffer)
         if bucket.is_last() and self._when_computed is not None:
             self._when_computed()
         work = dist.all_reduce(sent, async_op=True)  # collective
@@ -333,7 +354,9 @@ class ByDdp(GradientSum):
 
         def received(summed: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             found = summed.value()[0]
-            return found if sent is buffer else buffer.copy_(found)
+            if rides:
+                self._total.copy_(found[-1])
+            return found if sent is buffer else buffer.copy_(found[: buffer.numel()])
 
         done: Work = work.get_future().then(received)
         self._futures.append(done)

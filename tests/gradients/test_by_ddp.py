@@ -64,7 +64,7 @@ def trained(argv: list[str], kind: str) -> tuple[list[int], int, dict[str, float
     stepper = stepper_of(parts)
     buckets: Any = parts.gradients
     num_buckets, found = len(buckets._layout), []
-    num_launches = num_buckets + buckets._sums_count
+    is_beside = buckets._sums_count and buckets._sent_as is not None
     windows = list(parts.train_loader.windows(0, 0))[:NUM_STEPS]
     assert len(windows) == NUM_STEPS
     undo = stepper.gradient.undo
@@ -72,7 +72,7 @@ def trained(argv: list[str], kind: str) -> tuple[list[int], int, dict[str, float
         rank, where = FAULTS.get(step, (-1, "")) if kind else (-1, "")
         with ExitStack() as stack:
             if rank == parts.group.launch.rank:
-                stack.enter_context(no_memory(kind, where, num_buckets, num_launches))
+                stack.enter_context(no_memory(kind, where, num_buckets, num_buckets + is_beside))
             undone = stack.enter_context(mock.patch.object(stepper.gradient, "undo"))
             undone.side_effect = undo
             stepper.train_step(window, batches)
