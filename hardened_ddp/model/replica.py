@@ -32,7 +32,7 @@ class ForwardCollectives:
     # Each with its place in the model's code: allgather in my_model.py:12.
     calls: tuple[str, ...] = ()
     in_evaluation: tuple[str, ...] = ()  # the same of a forward in evaluation mode
-    fit_batch: bool = False  # they may need batches of one size on all ranks
+    fit_batch: bool = False  # the sizes of their tensors follow from the size of the batch
 
     def __bool__(self) -> bool:
         return bool(self.calls)

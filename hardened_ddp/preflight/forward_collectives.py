@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from hardened_ddp.data.batches.batch import Batch
+from hardened_ddp.data.batches.batch import Batch, take
+from hardened_ddp.data.batches.nesting import tensors_of
 from hardened_ddp.data.batches.sampler import WindowSampler, num_micro_batches, share_of
 from hardened_ddp.errors import ModelError
 from hardened_ddp.model.effects import Effects, Operators
 from hardened_ddp.model.replica import NO_COLLECTIVES, ForwardCollectives
-from hardened_ddp.preflight.trial import Trial, try_on_all_ranks
+from hardened_ddp.preflight.trial import Refusal, Trial, try_on_all_ranks
 from hardened_ddp.reporting.log import ON_EVERY_RANK
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
@@ -30,31 +31,34 @@ log = logging.getLogger(__name__)
 
 _NAMESPACES = ("c10d", "_c10d_functional")
 _NO_COLLECTIVES = ("wait_tensor", "monitored_barrier")
-_OF_NUMBERS = ("allreduce", "all_reduce")
 _OURS = Path(__file__).parent.parent
 _TORCHS = Path(torch.__file__).parent
 
 
 @contextlib.contextmanager
-def watching(*, is_on: bool = True) -> Iterator[list[str]]:
-    """Note the collectives that are called inside: name and place.
+def watching(*, is_on: bool = True) -> Iterator[list[tuple[str, list[torch.Size]]]]:
+    """Note the collectives that are called inside: name and place, and the sizes of their tensors.
 
     Not with one rank, nor of a compiled model. WHY not: torch does not compile under such a mode.
     """
-    calls: list[str] = []
+    calls: list[tuple[str, list[torch.Size]]] = []
 
     def note(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if func.namespace in _NAMESPACES and not func.__name__.startswith(_NO_COLLECTIVES):
-            calls.append(f"{func.__name__.partition('.')[0].strip('_')} in {_place()}")
+            name = func.__name__.partition(".")[0].strip("_")
+            calls.append((f"{name} in {_place()}", [tensor.shape for tensor in tensors_of(args)]))
 
     with Operators(note) if is_on else contextlib.nullcontext():
         yield calls
 
 
-def find_collectives(trial: Trial, sample: Batch, calls: Sequence[str]) -> ForwardCollectives:
+def find_collectives(
+    trial: Trial, sample: Batch, refusal: Refusal, *, in_training: bool
+) -> ForwardCollectives:
     """Find the collectives of forwards, in training and in evaluation. Collective: all ranks.
 
-    calls: what the probe has seen in training. A forward that fails in evaluation is tried later.
+    in_training: the probe has seen some there. Raises as refusal says if such a forward fails; one
+    in evaluation is tried later.
     """
     if trial.group.world_size == 1:
         return NO_COLLECTIVES
@@ -62,17 +66,26 @@ def find_collectives(trial: Trial, sample: Batch, calls: Sequence[str]) -> Forwa
         syncs = any(isinstance(part, nn.SyncBatchNorm) for part in trial.model.modules())
         return ForwardCollectives(("allgather in SyncBatchNorm",)) if syncs else NO_COLLECTIVES
 
-    def run(batch: Batch, effects: Effects) -> list[str]:
-        with torch.no_grad(), watching() as seen:
-            trial.score(batch.copied())
-        return seen
+    def run(batch: Batch, effects: Effects) -> tuple[list[str], bool]:
+        with torch.set_grad_enabled(trial.model.training):
+            with watching() as seen:
+                trial.score(batch.copied())
+            if not seen:
+                return [], False
+            longer = take(batch, [*range(batch.num_samples), 0]).to(trial.group.device)
+            with watching() as more:
+                trial.score(longer)
+        return [name for name, _ in seen], seen != more
 
-    everyone = try_on_all_ranks(trial, [sample], run, evaluates=True)  # collective
-    in_evaluation = tuple(next((found[0] for found in everyone if found), []))
-    # a sum is that of numbers, as a rule, and SyncBatchNorm gathers such; others gather samples
-    of_samples = [call for call in (*calls, *in_evaluation) if not call.startswith(_OF_NUMBERS)]
-    fit_batch = not all(call.endswith("SyncBatchNorm") for call in of_samples)
-    return ForwardCollectives(tuple(calls), in_evaluation, fit_batch)
+    def find(refusal: Refusal | None, *, evaluates: bool) -> tuple[tuple[str, ...], bool]:
+        everyone = try_on_all_ranks(trial, [sample], run, refusal, evaluates=evaluates)
+        calls, fit_batch = next((found[0] for found in everyone if found), ([], False))
+        return tuple(calls), fit_batch
+
+    none: tuple[tuple[str, ...], bool] = (), False
+    calls, fit_batch = find(refusal, evaluates=False) if in_training else none  # collective
+    in_evaluation, fit_too = find(None, evaluates=True)  # collective
+    return ForwardCollectives(calls, in_evaluation, fit_batch or fit_too)
 
 
 def check_forwards(parts: Parts, progress: Progress) -> None:

@@ -92,7 +92,7 @@ def probe(trial: Trial, samples: Sequence[Batch]) -> Findings:
             "outputs": sorted(effects.outputs()),
             "inputs": inputs.are_changed(),
             "limits": limits,
-            "calls": seen,
+            "has_calls": bool(seen),
             "learned": task.learned(),
         }
 
@@ -100,8 +100,8 @@ def probe(trial: Trial, samples: Sequence[Batch]) -> Findings:
     everyone = try_on_all_ranks(trial, [*samples, None], run, refusal)  # collective
     notes = [found[:-1] for found in everyone if found is not None]
     findings = _compare(notes)
-    calls: list[str] = max((each["calls"] for found in notes for each in found), key=len)
-    collectives = find_collectives(trial, samples[0], calls)  # collective
+    has_calls = any(each["has_calls"] for found in notes for each in found)
+    collectives = find_collectives(trial, samples[0], refusal, in_training=has_calls)  # collective
     learned: dict[str, Any] = {}
     for found in reversed(notes):  # the lowest rank that found something out
         learned |= found[-1]["learned"]
@@ -240,7 +240,7 @@ def try_metrics(own: OwnMetrics, output: Any, batch: Batch, group: Group) -> Non
         own.check(output, batch)
     if seen:
         raise ModelError(
-            f"--metrics: {seen[0]} is called by a metric. Rank 0 alone measures, with the "
+            f"--metrics: {seen[0][0]} is called by a metric. Rank 0 alone measures, with the "
             "samples of all ranks: it would wait for the others forever",
             fix="leave collectives out of update(), compute() and reset()",
         )

@@ -9,32 +9,37 @@ import pytest
 from hardened_ddp.model.replica import NO_COLLECTIVES, ForwardCollectives
 from hardened_ddp.preflight.probe import check_evaluation
 from tests.harness.ranks import train
+from tests.marks import slow_after
 from tests.run_folder import last_tensors, only_run, read_summary
 
 FLAGS: list[str | Path] = ["--cpu_only", "--dataset", "tests.plugins:points", "--batch_size", "4"]
 FLAGS += ["--epochs", "2", "--num_workers", "0", "--hang_after_s", "5", "--timeout_s", "30"]
 NORMING, GATHERING = ("--model", "tests.plugins:Norming"), ("--model", "tests.plugins:Gathering")
-
+SUMMING = ("--model", "tests.plugins:Summing")
 COMPILED = ("--compile", "--model", "tests.compiled_models:NormingTestsCompiled")
 
 
-@pytest.mark.parametrize(
-    "flags", [(), pytest.param(("--no_shared_memory",), marks=pytest.mark.slow)], ids=str
-)
+UNEVEN = [("allreduce", NORMING), ("allreduce", (*NORMING, "--no_shared_memory"))]
+UNEVEN += [("allgather", ("--model", "tests.plugins:GatheringMeans"))]
+
+
+@pytest.mark.parametrize("case", slow_after(1, UNEVEN), ids=str)
 def test_ranks_with_unequal_shares_run_as_many_forwards(
-    flags: tuple[str, ...], tmp_path: Path
+    case: tuple[str, tuple[str, ...]], tmp_path: Path
 ) -> None:
     # Steps of 16 and 9 samples: 5 and 4 of the last one, so 2 micro-batches and 1.
-    argv = [*FLAGS, *NORMING, *flags, "--accumulation_steps", "2", "--output_dir", tmp_path]
+    name, flags = case
+    argv = [*FLAGS, *flags, "--accumulation_steps", "2", "--output_dir", tmp_path]
     finished = train([*argv, "--dataset_args", "{size: 25}"], 2).ok()
-    assert finished.outputs[0].count("the model's forward runs collectives (allreduce in") == 1
-    assert "allreduce in plugins.py:" in finished.output
+    assert finished.outputs[0].count("the model's forward runs collectives (") == 1
+    assert f"{name} in plugins.py:" in finished.output
     assert read_summary(only_run(tmp_path))["step"] == 4
 
 
 REFUSED = [
     # A last step of 1 sample: rank 1 has none.
     (33, (*NORMING,), "rank 1 has 0 for the 1 forwards", "--drop_last"),
+    (25, (*SUMMING, "--accumulation_steps", "2"), "need equal sizes", "--drop_last"),
     (25, (*GATHERING, "--accumulation_steps", "2"), "need equal sizes", "--drop_last"),
     (24, (*NORMING, "--continue_on_error"), "left out", "--continue_on_error"),
     (24, (*NORMING, "--global_batch_size", "1"), "each step has 1", "a multiple of 2"),
