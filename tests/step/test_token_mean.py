@@ -2,9 +2,11 @@
 
 import importlib
 import os
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -152,21 +154,29 @@ def test_where_each_sample_counts_once_no_count_is_sent() -> None:
     assert run_ranks(gradients_without_a_count, 2, [*argv, *how], [0, 1]) == [2, 2]
 
 
-def total_of_counts() -> float:
-    """Send 5003 and 5004 with the gradients of two ranks; return what each rank reads."""
+def total_of_counts(dtype: torch.dtype, sent_as: torch.dtype | None) -> tuple[float, int]:
+    """Send 5003 and 5004 with the gradients of two ranks; return what each reads, and the sums."""
     launch, cpu = read_launch(os.environ), torch.device("cpu")
     group = open_group(launch, device=cpu, backend="gloo", timeout_s=30, shared_memory=False)
-    ddp = DistributedDataParallel(torch.nn.Linear(4, 3))
-    sums = ByDdp(ddp, group, sent_as=torch.float16, counts=True)
+    ddp = DistributedDataParallel(torch.nn.Linear(4, 3).to(dtype))
+    sums = ByDdp(ddp, group, sent_as=sent_as, counts=True)
     sums.note_count(5003.0 + group.launch.rank)
-    ddp(torch.ones(2, 4)).sum().backward()
-    found = float(sums._total_count())
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sent:
+        ddp(torch.ones(2, 4, dtype=dtype)).sum().backward()
+        found = float(sums._total_count())
     group.close()
-    return found
+    return found, sent.call_count
 
 
-def test_the_count_is_exact_also_beside_gradients_of_16_bits() -> None:
-    assert run_ranks(total_of_counts, 2) == [10007.0, 10007.0]
+SENT = [(torch.float32, None, 1), (torch.float32, torch.float16, 2), (torch.float16, None, 2)]
+
+
+@pytest.mark.parametrize("types", slow_after(1, SENT), ids=str)
+def test_the_count_is_exact_and_costs_no_sum_of_its_own_but_beside_gradients_of_16_bits(
+    types: tuple[torch.dtype, torch.dtype | None, int],
+) -> None:
+    *sent, num_sums = types
+    assert run_ranks(total_of_counts, 2, *sent) == [(10007.0, num_sums)] * 2
 
 
 @pytest.mark.parametrize("how", [["--accumulation_steps", "2"], ["--batch_size", "2"]], ids=str)

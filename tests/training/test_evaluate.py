@@ -69,6 +69,29 @@ def test_any_number_of_ranks_counts_what_a_plain_loop_counts(
     assert printed.count("confusion matrix") == 1
 
 
+OTHERS = {
+    "perplexity": ["--dataset", "tests.token_data:ragged", "--task", "tokens", "--model"],
+    "r2": ["--dataset", "tests.token_data:slopes", "--model"],
+}
+OTHERS["perplexity"] += ["tests.token_data:TinyLM", "--model_args", "{dropout: 0.2}"]
+OTHERS["r2"] += ["mlp"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("metric", OTHERS)
+def test_tokens_and_regression_have_the_same_figures_on_other_numbers_of_ranks(
+    metric: str, tmp_path: Path
+) -> None:
+    train([*OTHERS[metric], "--cpu_only", "--max_steps", "8", "--output_dir", tmp_path]).ok()
+    run, figures = only_run(tmp_path), []
+    for ranks in (1, 3):
+        report, printed = evaluated(run, tmp_path / "report.json", ranks=ranks)
+        assert (report["num_samples"], report["world_size"]) == (13, ranks)
+        figures.append(printed.split("test set")[-1].split("report")[0])
+    assert figures[0] == figures[1]
+    assert metric in figures[0]
+
+
 @pytest.mark.slow
 def test_a_broken_sample_ends_all_ranks_or_is_left_out_by_name(tmp_path: Path) -> None:
     data = ["--dataset", "tests.plugins:points_to_test"]
