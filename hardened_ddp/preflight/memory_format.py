@@ -73,24 +73,30 @@ def count_values(trial: Trial, sample: Batch) -> list[tuple[int, int]]:
         counts[0] += kernel.weight.numel() if max(kernel.kernel_size) > 1 else 0
         counts[1] += inputs[0].numel() + output.numel()
 
-    def compare(sample: Batch, effects: Effects) -> list[int]:
+    def compare(sample: Batch, effects: Effects) -> bool:
         with torch.no_grad():
             usual, _ = trial.score(sample.copied().to(device))
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch
+            found, _ = trial.score(sample.copied().to(device, channels_last=True))
+        return _are_alike(tensors_of(usual), tensors_of(found))
+
+    def train(sample: Batch, effects: Effects) -> list[int]:
         with contextlib.ExitStack() as hooks:
             for kernel in convolutions:
                 hooks.enter_context(kernel.register_forward_hook(note))
-            found, score = trial.score(sample.copied().to(device, channels_last=True))
+            _, score = trial.score(sample.copied().to(device, channels_last=True))
         score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
-        return counts if _are_alike(tensors_of(usual), tensors_of(found)) else []
+        return counts
 
     try:
         tried = try_on_all_ranks(trial, [sample], compare, evaluates=True)  # collective
+        if tried != [[True]] * trial.group.world_size:
+            return [(0, 0)]
+        # WHY too: a model may do in training alone what needs the usual order
+        found = try_on_all_ranks(trial, [sample], train)  # collective
     finally:
         model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # torch
-    if not all(each and each[0] for each in tried):
-        return [(0, 0)]
-    return [(each[0][0], each[0][1]) for each in tried if each]
+    return [(each[0][0], each[0][1]) if each else (0, 0) for each in found]
 
 
 def _are_alike(some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> bool:
