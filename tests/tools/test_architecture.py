@@ -55,8 +55,8 @@ BUDGETS = {
     "hardened_ddp_command.py": 180,
     "ddp_doctor/*": 12_460,
     "ddp_runs/*": 3_905,
-    "hardened_ddp/*": 29_750,
-    "hardened_ddp/gradients/*": 680,
+    "hardened_ddp/*": 29_790,
+    "hardened_ddp/gradients/*": 700,
     "hardened_ddp/settings/*": 2_180,
     "hardened_ddp/step/*": 2_175,
     "hardened_ddp/reporting/*": 1_855,
@@ -65,7 +65,7 @@ BUDGETS = {
     "hardened_ddp/training/*": 2_870,
     "hardened_ddp/export/*": 500,
     "hardened_ddp/model/*": 3_180,
-    "hardened_ddp/preflight/*": 910,
+    "hardened_ddp/preflight/*": 930,
     "hardened_ddp/ranks/*": 2_505,
     "hardened_ddp/guard/*": 1_230,
     "hardened_ddp/data/*": 4_585,
@@ -73,7 +73,7 @@ BUDGETS = {
     "ddp_drills/*": 1_935,
     "launchers/*": 710,
     "tests/harness/*": 1_140,
-    "tests/*": 34_840,
+    "tests/*": 34_910,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.
