@@ -75,8 +75,6 @@ class ImageClassifier(_OfHub):
 class TextModel(_OfHub):
     """A transformers model for text: its inputs by name -> {"logits"}, with labels {"loss"} too."""
 
-    has_labels_for_loss = True  # its logits are the same without labels: see task/tokens.py
-
     def __init__(self, net: Any) -> None:  # Any: as above
         super().__init__()
         self.net = net

@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from hardened_ddp.data.batches.batch import Batch
-from hardened_ddp.errors import ModelError
+from hardened_ddp.errors import ANY_FAILURE, ModelError
+from hardened_ddp.ranks.seeding import keeping_random_state
 from hardened_ddp.task.output import (
     check_range,
     described_labels,
@@ -41,7 +42,7 @@ class Tokens(Task):
         Metric("token_accuracy", form=".2%"),
     )
 
-    learns = ("vocabulary", "shift", "uses_model_loss")
+    learns = ("vocabulary", "shift", "uses_model_loss", "needs_labels")
 
     def __init__(self, *, ignore_index: int = IGNORED, shift: int | None = None) -> None:
         """shift: 1 if the label of a position belongs to the logits of the one before it.
@@ -54,12 +55,14 @@ class Tokens(Task):
 
         # The model's own loss is not this cross-entropy: it is used as it is.
         self.uses_model_loss: bool | None = None
-        self._has_labels_for_loss = False  # the model takes labels, and only for its loss
+        self.needs_labels: bool | None = None  # the model gets the labels, too
+        self._model: nn.Module | None = None
+        self._parameter = ""  # of its forward, for the labels
 
     def attach(self, model: nn.Module, name: str = "", own: OwnMetrics | None = None) -> None:
-        """Learn how model is called."""
+        """Learn how model is called; it is called once more when the first batch is checked."""
         super().attach(model, name, own)
-        self._has_labels_for_loss = getattr(model, "has_labels_for_loss", False)
+        self._model, self._parameter = model, self.labels_name
 
     @property
     def sums(self) -> Mapping[str, torch.Tensor]:
@@ -114,13 +117,16 @@ class Tokens(Task):
             loss, wanted = own_loss.detach(), targets.long()
             found = find_shift(logits, wanted, loss, ignore_index=self.ignore_index)
             if found is not None:
-                self.take_over({"shift": found[0], "uses_model_loss": not found[1]})
+                shift, is_ours = found
+                is_extra = is_ours and self._is_same_without_labels(batch)
+                needs_labels = bool(self.labels_name) and not is_extra
+                learned = {"shift": shift, "uses_model_loss": not is_ours}
+                self.take_over({**learned, "needs_labels": needs_labels})
 
     def take_over(self, learned: Mapping[str, Any]) -> None:
         super().take_over(learned)
-        # WHY: the model would compute the same loss, for which a large vocabulary takes time
-        if self.uses_model_loss is False and self._has_labels_for_loss:
-            self.labels_name = ""
+        if self.needs_labels is not None:
+            self.labels_name = self._parameter if self.needs_labels else ""
 
     def figures(self, sums: Mapping[str, Any], count: float) -> Figures:
         """Return the perplexity, exp of the mean loss, and the share of tokens that are right.
@@ -131,6 +137,29 @@ class Tokens(Task):
         if sums["measured"] or not sums["count"]:
             found["token_accuracy"] = sums["correct"] / max(1, sums["measured"])
         return found
+
+    def _is_same_without_labels(self, batch: Batch) -> bool:
+        """Return whether the model gives the same logits if it gets no labels.
+
+        Then it gets none: its loss, the same as ours, would be computed for nothing, which costs
+        time and memory with a large vocabulary.
+        """
+        model, given = self._model, self.labels_name
+        if model is None or not given:
+            return False
+        was_training = model.training
+        model.eval()  # WHY: dropout would make any two forwards differ
+        try:
+            with torch.no_grad(), keeping_random_state():
+                wanted = split_output(self.forward(model, batch))[0]
+                self.labels_name = ""
+                found = split_output(self.forward(model, batch))[0]
+        except ANY_FAILURE:  # WHY broad: the user's model, which then needs the labels
+            return False
+        finally:
+            self.labels_name = given
+            model.train(was_training)
+        return wanted is not None and found is not None and torch.equal(wanted, found)
 
 
 def aligned(

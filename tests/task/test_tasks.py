@@ -434,38 +434,46 @@ def test_auto_says_that_labels_may_be_one_hot() -> None:
 
 
 class Asking(nn.Module):
-    """A language model that computes its loss if it gets labels."""
+    """A language model that computes its loss if it gets labels; of: what its logits depend on."""
 
-    def __init__(self, has_labels_for_loss: bool, factor: float) -> None:
+    def __init__(self, of: str = "tokens", factor: float = 1.0) -> None:
         super().__init__()
-        self.table, self.factor = nn.Embedding(5, 5), factor
-        self.has_labels_for_loss = has_labels_for_loss
+        self.table, self.of, self.factor = nn.Embedding(5, 5), of, factor
+        self.drop, self.num_losses = nn.Dropout(0.5), 0
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, Any]:
-        logits = self.table(ids)
+        use_labels = self.of == "labels" and labels is not None
+        logits = self.drop(self.table(labels.clamp(min=0) if use_labels else ids))
+        if self.of == "no last":
+            logits = logits if labels is not None else logits[:, -1:]
         if labels is None:
             return {"logits": logits}
+        self.num_losses += 1
         loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return {"logits": logits, "loss": self.factor * loss}
 
 
 @pytest.mark.parametrize(
-    ("says_so", "factor", "asked"), [(True, 1.0, False), (False, 1.0, True), (True, 1.5, True)]
+    ("of", "factor", "asked"),
+    [("tokens", 1.0, False), ("labels", 1.0, True), ("no last", 1.0, True), ("tokens", 1.5, True)],
 )
 def test_a_loss_that_is_computed_anyway_is_not_asked_of_the_model_too(
-    says_so: bool, factor: float, asked: bool
+    of: str, factor: float, asked: bool
 ) -> None:
-    model, task, resumed = Asking(says_so, factor), Tokens(), Tokens()
+    model, task = Asking(of, factor), Tokens()
+    task.attach(model, "tokens")
     labels = torch.tensor([[1, 2, -100], [3, -100, 4]])
     batch = batch_of(labels, inputs=torch.tensor([[0, 1, 2], [2, 3, 4]]))
-    for each in (task, resumed):
-        each.attach(model, "tokens")
     task.check(task.forward(model, batch), batch)
+    assert model.training
+    before = model.num_losses
+    score = task.score(task.forward(model, batch), batch)
+    assert (model.num_losses > before) == asked
+    assert score.loss_sum.requires_grad
+    resumed = Tokens()
+    resumed.attach(model, "tokens")
     resumed.take_over(task.learned())
-    for each in (task, resumed):
-        output = each.forward(model, batch)
-        assert ("loss" in output) == asked
-        assert each.score(output, batch).loss_sum.requires_grad
+    assert bool(resumed.labels_name) == asked
 
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0], [0.0, 3.0, 1.0], [1.0, 0.5, 0.0]])
