@@ -268,7 +268,7 @@ def test_a_scheduler_can_not_be_continued_for_more_steps_than_it_was_made_for(
     words = ["--optimizer", "torch.optim:RAdam", "--lr_schedule", "cosine"]
     finished = train([*argv[:-1], "2", *words], 1)
     assert finished.statuses == (2,)
-    assert "optimizer: checkpoint has AdamW, this run uses RAdam" in finished.output
+    assert "optimizer: the checkpoint was trained with AdamW, now it is RAdam" in finished.output
 
 
 @pytest.mark.parametrize(
