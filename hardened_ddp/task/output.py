@@ -11,7 +11,10 @@ from hardened_ddp.errors import ModelError
 LOGITS = ("logits", "out")
 _MOST_NAMED = 6
 _ROUNDING = 1e-3  # of probabilities in fp32, or written with few digits
-_LABEL_IS_LAST = "the last part of a sample is its label, and several others are one argument"
+_LABEL_IS_LAST = (
+    "the last part of a sample is its label, and several others are one argument of forward: "
+    "return a mapping to give it parts by name"
+)
 _NO_LABEL = "no part was taken as label, which is called labels, label, targets or target"
 _LISTS = "forward takes tensors: pad lists, and tokenize text, in the dataset or in --collate"
 
@@ -95,7 +98,7 @@ def fix_for(
         told.append("parts of a mapping go to forward by name")
     if not has_labels:
         told.append(_NO_LABEL)
-    elif isinstance(error, TypeError):
+    elif isinstance(error, TypeError) and not is_named:
         told.append(_LABEL_IS_LAST)
     parts = list(named.values())
     if any(isinstance(part, tuple | list) for part in parts):

@@ -378,6 +378,7 @@ ODD_INPUTS: list[tuple[Exception, Any, str]] = [
     (MISSING, {"text": ["one", "two"], "size": TWO}, "text is a list of str; size is (2, 3) float"),
     (MISSING, ["one", "two"], "pad lists, and tokenize text"),
     (MISSING, TWO, "last part of a sample is its label"),
+    (MISSING, [TWO, TWO], "return a mapping to give it parts by name"),
     (DTYPES, torch.ones(2, 4).double(), "(2, 4) float64; a model computes in float32"),
     (SHAPES, torch.ones(2, 8, 8, 3).byte(), "permute"),
     (SHAPES, torch.ones(2, 28, 28), "(2, 28, 28) float32; the whole"),
@@ -396,9 +397,8 @@ def test_an_input_too_much_is_told_what_is_taken_as_the_label() -> None:
     parts = {"image": TWO, "mask": TWO}
     assert "labels, label, targets or target" in fix_for(UNEXPECTED, parts, has_labels=False)
     assert "taken as label" not in fix_for(UNEXPECTED, parts)
-    assert "mask is (2, 3) float32; parts of a mapping go to forward by name" in fix_for(
-        UNEXPECTED, parts
-    )
+    wanted = "mask is (2, 3) float32; parts of a mapping go to forward by name; the whole"
+    assert wanted in fix_for(UNEXPECTED, parts)
 
 
 def test_a_forward_that_differentiates_without_enabling_gradients_is_told_to() -> None:
