@@ -55,12 +55,12 @@ BUDGETS = {
     "hardened_ddp_command.py": 180,
     "ddp_doctor/*": 12_460,
     "ddp_runs/*": 3_905,
-    "hardened_ddp/*": 29_790,
+    "hardened_ddp/*": 29_820,
     "hardened_ddp/gradients/*": 700,
     "hardened_ddp/settings/*": 2_180,
     "hardened_ddp/step/*": 2_175,
     "hardened_ddp/reporting/*": 1_855,
-    "hardened_ddp/task/*": 1_610,
+    "hardened_ddp/task/*": 1_640,
     "hardened_ddp/checkpoint/*": 1_825,
     "hardened_ddp/training/*": 2_870,
     "hardened_ddp/export/*": 500,
@@ -73,7 +73,7 @@ BUDGETS = {
     "ddp_drills/*": 1_935,
     "launchers/*": 710,
     "tests/harness/*": 1_140,
-    "tests/*": 34_910,
+    "tests/*": 34_915,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.
