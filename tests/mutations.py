@@ -29,13 +29,33 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         ("lru_cache(maxsize=2)", "lru_cache(maxsize=1)", "sampler"),
     ],
     "data/batches/ledger.py": [
+        (
+            "np.maximum(counts[without], 1)",
+            "counts[without]",
+            "ledger data_faults -k 'ledger or left_out'",
+        ),
+        (
+            "of_shards = done.sizes if epoch < done.epoch else done.taken",
+            "of_shards = done.sizes",
+            "ledger",
+        ),
         ("min([done.step, *later])", "done.step", "ledger"),
         ("if position + count * width > len(raw):", "if False:", "ledger"),
     ],
     "data/batches/checks.py": [
+        (
+            "~tensor.isfinite() if is_alone else tensor.isnan()",
+            "~tensor.isfinite()",
+            "data_faults -k 'number or mask or infin or nan'",
+        ),
         ("or max(values) >= self.num_classes", "", "data_faults"),
     ],
     "data/batches/read_errors.py": [
+        (
+            "cause = cause and (cause.__cause__ or cause.__context__)",
+            "cause = None",
+            "data_faults -k 'moment or pass or transient'",
+        ),
         (">= REPORT_EVERY_S", ">= 0", "data_faults -k 'told or report or retries or minute'"),
     ],
     "data/batches/images.py": [
@@ -56,6 +76,11 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         ("max(1, min(prefetch, room // workers))", "prefetch", "loader datasets"),
     ],
     "ranks/shared_sum.py": [
+        (
+            "counters[index] >= number:\n                    return\n                if has_left",
+            "counters[index] >= number:\n                    pass\n                if has_left",
+            "shared_sum",
+        ),
         ("self._slots[self._number % 2]", "self._slots[0]", "shared_sum"),
     ],
     "ranks/seeding.py": [
@@ -80,6 +105,11 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         ("if step > 0:  # discard", "if False:  # discard", "reporting"),
     ],
     "reporting/sinks.py": [
+        (
+            "        aside.replace(path)\n",
+            "        path.write_bytes(aside.read_bytes())\n",
+            "reporting",
+        ),
         ("and size and not self._rest and", "and size and", "reporting"),
         ("self._rest = record[num_written:]", 'self._rest = b""', "reporting"),
         ("if self._jobs.qsize() >= _MAX_WAITING:", "if False:", "trackers"),
@@ -89,14 +119,34 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         ('down += max(0.0, attempt["began_at"] - attempts[index - 1]["now"])', "pass", "goodput"),
     ],
     "checkpoint/folder.py": [
+        (
+            "and path.name != step_folder_name(manifest.step)",
+            "and False",
+            "checkpoint_faults checkpoint_files",
+        ),
+        (
+            "best = read_best_step(root) if prefer_best else None",
+            "best = None",
+            "export_formats checkpoint_files",
+        ),
         ("if step not in kept", "", "checkpoint_files"),
         ("return type(value) is int and", "return isinstance(value, int) and", "checkpoint_faults"),
     ],
     "checkpoint/disk.py": [
+        (
+            "        self.rename(aside, path)\n        self.sync_folder(path.parent)\n",
+            "        self.rename(aside, path)\n",
+            "checkpoint_crashes checkpoint_files",
+        ),
         ("return time.time() - newest > _FOREIGN_AGE_S", "return True", "checkpoint_files"),
         ("if is_real_folder(path):", "if path.is_dir():", "checkpoint_faults"),
     ],
     "checkpoint/tensors.py": [
+        (
+            "key=lambda name: -tensors[name].element_size()",
+            "key=lambda name: name",
+            "checkpoint_files",
+        ),
         ("[begin : begin + data", "[: data", "checkpoint_snapshot"),
         ('    text += b" " * (-len(text) % 8)\n', "", "checkpoint_files"),
     ],
@@ -104,6 +154,11 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         ("not in DISK_FULL_ERRORS or not self._make_room()", "not in ()", "checkpoint_crashes"),
     ],
     "guard/hang_rules.py": [
+        (
+            "        late = [report for report in late if report.step == first]\n",
+            "",
+            "hangs -k 'verdict or blam or decide or told or late or named'",
+        ),
         ("return max(most_s, timeout_s / 2)", "return most_s", "hangs -k 'patience or timeout'"),
     ],
     "guard/slow.py": [
@@ -128,6 +183,21 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         )
     ],
     "model/schedule.py": [
+        (
+            'if option != "params" and not (option in base and _is_same(value, base[option]))',
+            "if option == 'no option'",
+            "own_optimizers -k 'put_back or taken_back'",
+        ),
+        (
+            "            group.update(options)",
+            "            pass",
+            "own_optimizers -k 'put_back or taken_back'",
+        ),
+        (
+            "return peak * (step + 1) / config.warmup_steps",
+            "return peak * step / config.warmup_steps",
+            "optimizer",
+        ),
         ("schedule.restore(unpack", "(unpack", "own_optimizers -k 'put_back or taken_back'"),
     ],
     "data/batches/batch.py": [
