@@ -135,6 +135,9 @@ class Replay:
             if is_looked_at:
                 found["lines"] = [*step_lines(done), *sample_lines(rows), *self._open(plan["open"])]
                 samples = [str(row["sample"]) for row in rows]
+                if absent := [n for n in map(str, plan["without"]) if n not in samples]:
+                    names = ", ".join(absent)
+                    found["lines"].append(f"not among the samples of step {step}: {names}")
                 found["look"] = ["--step", str(step), *(["--open", samples[0]] if rows else [])]
             if condition is not None and condition.holds(done):
                 found["held_at"] = step
@@ -240,19 +243,20 @@ class Replay:
         except ANY_FAILURE:  # WHY broad: of an output that can't be cut by samples, or the user's
             is_apart = False
         for i, single in enumerate(singles):
-            row: Found = {"sample": int(batch.indices[i]), "loss": math.nan, "weight": math.nan}
-            found.append({**row, "mixes": mixes})
+            row: Found = {"sample": int(batch.indices[i]), "mixes": mixes}
+            row |= dict.fromkeys(("loss", "norm", "weight"), math.nan)
+            found.append(row)
             try:
                 loss = losses[i] if is_apart else self._loss(single)
-                found[-1]["loss"] = float(loss.detach())
+                row["loss"] = float(loss.detach())
+                row["norm"] = weight = norm(self._gradient(loss))
                 if mixes:
                     less = take(batch, [place for place in range(size) if place != i])
                     pairs = zip(whole, self._gradient(self._loss(less)), strict=True)
-                    found[-1]["weight"] = norm(a - b for a, b in pairs)
-                else:
-                    found[-1]["weight"] = norm(self._gradient(loss))
+                    weight = norm(a - b for a, b in pairs)
+                row["weight"] = weight
             except ANY_FAILURE as error:  # WHY broad: as above
-                found[-1]["problem"] = str(error).partition("\n")[0]
+                row["problem"] = str(error).partition("\n")[0]
         return found
 
     def _loss(self, batch: Batch) -> torch.Tensor:
@@ -394,10 +398,11 @@ def sample_lines(rows: Sequence[Found]) -> list[str]:
         return []
     why = "the change of the gradient without it" if rows[0]["mixes"] else "its gradient's norm"
     lines = [f"samples that weigh most, of {len(rows)}; weight: {why}"]
-    lines.append("  sample  rank        loss      weight  file")
+    lines.append("  sample  rank        loss      weight  gradient norm  file")
     for row in rows[:_SHOWN]:
         line = f"  {row['sample']:6}  {row['rank']:4}  {row['loss']:10.5g}  {row['weight']:10.5g}  "
-        lines.append(f"{line}{row['file'] or row.get('problem', '')}".rstrip())
+        line += f"{row['norm']:13.5g}  {row['file'] or row.get('problem', '')}"
+        lines.append(line.rstrip())
     worst = max(rows, key=lambda row: (math.isnan(row["loss"]), row["loss"]))
     return [*lines, f"  the largest loss: sample {worst['sample']}, {worst['loss']:.5g}"]
 

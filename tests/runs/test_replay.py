@@ -142,12 +142,14 @@ def replayed(run: Path, step: int, **wish: object) -> tuple[SimpleNamespace, str
 @pytest.mark.usefixtures("forked")
 def test_a_step_is_the_same_again_and_tells_what_was_in_it(small_run: Path) -> None:
     sample = int(EpochOrder(40, 0, 1).take(28, 32)[0])  # of step 17
-    done, text = replayed(small_run, 17, without=[sample], open=sample)
+    done, text = replayed(small_run, 17, without=[sample, 999], open=sample)
     number = 17 - done.begun_at + 1  # a writer that is busy leaves checkpoints out
     assert (done.equal, done.parted) == (number, None)
     steps = "1 step" if number == 1 else f"{number} steps"
     assert f"{steps} equal bit for bit: samples, loss, all of the gradient" in text
     assert "samples that weigh most, of 4; weight: the change of the gradient without it" in text
+    assert len(re.findall(r"^ +\d+ +0( +\d\S*){3}$", text, re.MULTILINE)) == 4  # three numbers each
+    assert "not among the samples of step 17: 999" in text
     assert "gradient norm by layer" in text
     assert f"sample {sample}: no file" in text
     assert f"without sample {sample}" in text
