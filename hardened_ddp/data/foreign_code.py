@@ -31,6 +31,7 @@ _FIX = (
     "start in the folder that holds the package, or install it, and write package.module:callable"
 )
 _MAX_TEXT = 400  # characters of a foreign error, which may quote a whole file
+_MOST_CAUSES = 8  # of an error, one of another
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
@@ -64,7 +65,7 @@ def import_callable(path: str, *, setting: str, error: type[HardenedError]) -> C
             raise refused(f"can't be imported: {problem}", _FIX) from problem
         log.debug("%s can't be imported", path, exc_info=True)
         where = f" ({frame.filename}:{frame.lineno})" if is_inside else ""  # else the text has it
-        what = f"can't be imported: {describe(problem)}{where}"
+        what = f"can't be imported: {describe(problem)}{where}{_root_of(problem)}"
         raise refused(what, "fix it; --debug shows the whole traceback") from problem
     if not hasattr(module, name):
         near = get_close_matches(name, dir(module), n=1)
@@ -161,3 +162,14 @@ def line_of_user(error: BaseException) -> str:
 def is_stream(dataset: Any) -> bool:  # Any: what a user's callable returned
     """Return whether a dataset keeps the contract of a stream (streams/contract.py)."""
     return hasattr(dataset, "num_shards") and callable(getattr(dataset, "open", None))
+
+
+def _root_of(problem: BaseException) -> str:
+    """Return "; caused by ..." of the error at the start; empty if it is this one.
+
+    WHY: transformers reports each failed import as a missing module.
+    """
+    root = problem
+    for _ in range(_MOST_CAUSES):
+        root = root.__cause__ or root
+    return "" if root is problem else f"; caused by {describe(root)}"

@@ -80,6 +80,11 @@ def test_an_error_in_a_module_names_its_file_and_line(
     with pytest.raises(kind, match=rf"SyntaxError: .*\(unread_{setting}.py, line 2\)") as caught:
         load(f"unread_{setting}:it")
     assert "fix it" in caught.value.fix
+    (tmp_path / f"lazy_{setting}.py").write_text(
+        "try:\n    {}['key']\nexcept KeyError as e:\n    raise ImportError('no Bert') from e\n"
+    )
+    with pytest.raises(kind, match=r"no Bert.*; caused by KeyError: 'key'"):
+        load(f"lazy_{setting}:it")
     (tmp_path / f"script_{setting}.py").write_text("import sys\nsys.exit(2)\n")
     with pytest.raises(kind, match=rf"SystemExit\(2\).*script_{setting}.py:2") as caught:
         load(f"script_{setting}:it")
