@@ -41,6 +41,7 @@ from tests.data.scripted import (
     make_loader,
     read,
 )
+from tests.harness.processes import HOUR_S
 from tests.harness.ranks import run_program, run_ranks, train
 from tests.marks import slow_after
 from tests.plugins import cause_fault
@@ -151,6 +152,22 @@ def test_a_worker_is_not_killed_while_it_sends_to_the_thread_that_pins_memory() 
     loader.close()  # with the lock of the sender, or torch's thread would stay: see conftest.py
     assert lock.acquire(timeout=30)
     lock.release()  # a thread of the queue may need it yet, for the sign of the end
+
+
+def test_when_the_thread_that_pins_memory_is_dead_batches_come_another_way(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loader = make_loader(Scripted(), 1, loader_timeout_s=HOUR_S)
+    windows = loader.windows(0, 0)
+    batches = list(next(windows)[1])
+    iterator = give_dead_pinning_thread(loader)
+    # As if the worker had been killed while it sent: no batch comes, and torch would start a thread
+    # that waits for this lock to end the other one.
+    assert iterator._worker_result_queue._wlock.acquire(timeout=30)
+    batches += [batch for _, share in windows for batch in share]
+    loader.close()
+    assert content(batches) == undisturbed()
+    assert "the thread that pins memory has ended" in caplog.text
 
 
 # Going back up.

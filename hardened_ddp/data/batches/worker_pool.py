@@ -154,9 +154,14 @@ class WorkerPool:
                     # WHY from here on: no sample is to blame for the time that a start takes
                     has_begun, waited = True, AwakeTime(_LONGEST_GAP_S)
                 most_s = limit_s if has_begun else max(limit_s, START_S)
-                if is_late and waited.passed_s() < most_s:
+                # WHY: with a timeout, torch does not look whether its thread that pins still lives
+                pins = getattr(self._iterator, "_pin_memory_thread", None)
+                is_dead = pins is not None and not pins.is_alive()
+                if is_late and not is_dead and waited.passed_s() < most_s:
                     continue
-                lost = self._explain(error, is_late=is_late)
+                lost = WorkersLost("the thread that pins memory has ended")
+                if not is_dead:
+                    lost = self._explain(error, is_late=is_late)
                 error.__traceback__ = None
             # WHY without it: a traceback (torch puts it in a cycle) keeps its iterator and threads.
             raise lost
