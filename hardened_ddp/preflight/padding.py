@@ -7,6 +7,7 @@ measurement of time: two runs of one seed should agree bit for bit; a resumed ru
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,39 +54,57 @@ def choose_least_padding(
     if has_reason or not isinstance(task, Tokens):
         return 0
 
-    def run(batches: Sequence[Batch], outputs: list[int]) -> torch.Tensor:
-        """Go forward and backward; return loss, count and the norm of each gradient."""
-
-        def note(module: nn.Module, inputs: Any, output: Any) -> None:  # Any: the model's own
-            if not any(module.children()):
-                outputs.append(sum(tensor.numel() for tensor in tensors_of(output)))
-
-        model.zero_grad(set_to_none=True)
-        sums = torch.zeros(2)
-        for batch in batches:
-            with register_module_forward_hook(note):
-                score = task.score(task.forward(model, batch.copied()), batch)
-            score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
-            sums += torch.tensor([score.loss_sum.item(), float(score.count)])
-        norms = [p.grad.norm().float() for p in model.parameters() if p.grad is not None]
-        return torch.stack([*sums, *norms])
+    run = partial(_run, task, model)
 
     def needed(batch: Batch, effects: Effects) -> int:
         """Return the least padding; -1: padding matters; 0: there is none."""
         parts = cut_by_length(batch, task.ignore_index, 0)
         if len(parts) == 1:
             return 0
+        # WHY: in a batch of another length, such an input could be taken for one of its length
+        others = [part for part in tensors_of(batch.inputs) if part.shape != batch.targets.shape]
+        if any(part.dim() == 2 and len(part) == batch.num_samples for part in others):
+            return -1
         outputs: list[int] = []
-        one, other = run([batch], outputs), run(parts, [])
+        state = torch.get_rng_state()
+        one = run([batch], outputs=outputs)
+        # WHY then as in an evaluation: dropout would differ between two forwards
+        if not torch.equal(state, torch.get_rng_state()):
+            model.eval()
+            outputs.clear()
+            one = run([batch], outputs=outputs)
+        other = run(parts, outputs=[])
         if not torch.allclose(one, other, _TOLERANCE, 0.01 * _TOLERANCE * float(one[2:].max())):
             return -1
         size: int = batch.targets.numel()
         return math.ceil(_LEAST_OUTPUT * len(outputs) * size / sum(outputs))
 
-    # WHY as in an evaluation: dropout would differ between two forwards
-    everyone = try_on_all_ranks(trial, samples, needed, evaluates=True)  # collective
+    everyone = try_on_all_ranks(trial, samples, needed)  # collective
     found: list[int] = [least for rank in everyone for least in rank or [-1]]
     least = max(found) if min(found) >= 0 else 0
     if least:
         log.info("padding: micro-batches are run in two parts that leave out %d places", least)
     return least
+
+
+def _run(
+    task: Tokens, model: nn.Module, batches: Sequence[Batch], *, outputs: list[int]
+) -> torch.Tensor:
+    """Go forward and backward; return loss, count and the norm of each gradient.
+
+    outputs: takes how many values each module gives.
+    """
+
+    def note(module: nn.Module, inputs: Any, output: Any) -> None:  # Any: the model's own
+        if not any(module.children()):
+            outputs.append(sum(tensor.numel() for tensor in tensors_of(output)))
+
+    model.zero_grad(set_to_none=True)
+    sums = torch.zeros(2)
+    for batch in batches:
+        with register_module_forward_hook(note):
+            score = task.score(task.forward(model, batch.copied()), batch)
+        score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
+        sums += torch.tensor([score.loss_sum.item(), float(score.count)])
+    norms = [p.grad.norm().float() for p in model.parameters() if p.grad is not None]
+    return torch.stack([*sums, *norms])

@@ -135,7 +135,7 @@ class Mixed(TinyLM):
     """What a sample's logits depend on, besides its own tokens."""
 
     def __init__(self, kind: str) -> None:
-        super().__init__(dropout=0.1)
+        super().__init__(dropout=0.0 if "training" in kind else 0.1)
         self.kind = kind
         self.recurrent = nn.GRU(8, 8, batch_first=True) if kind == "recurrent" else None
 
@@ -145,7 +145,7 @@ class Mixed(TinyLM):
             hidden = hidden + hidden.mean(dim=1, keepdim=True)
         if self.kind == "end":
             hidden = hidden + hidden[:, -1:]
-        if self.kind == "samples":
+        if self.kind == "samples" or (self.kind == "samples in training" and self.training):
             hidden = hidden - hidden.mean(dim=0, keepdim=True)
         if self.kind == "raises" and len(ids) == 1:
             raise ValueError("one sample is no batch")
@@ -169,6 +169,18 @@ class Counting(TinyLM):
 
 def packed(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: torch.cat([s[name] for s in samples])[None] for name in ("ids", "labels")}
+
+
+def with_ages(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Add numbers of each sample: of a batch whose length is theirs, they would have its shape."""
+    return {**pad(samples), "ages": torch.zeros(len(samples), 16)}
+
+
+class Aged(TinyLM):
+    """Takes numbers of each sample, too."""
+
+    def forward(self, ids: torch.Tensor, ages: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids)
 
 
 def chosen(
@@ -199,7 +211,10 @@ def test_small_models_need_more_padding() -> None:
     assert chosen(TinyLM(dropout=0.3)) > 8 * chosen(TinyLM(dropout=0.3, width=256)) > 0
 
 
-@pytest.mark.parametrize("kind", ["padding", "end", "samples", "recurrent", "raises"])
+KINDS = ["padding", "end", "samples", "samples in training", "recurrent", "raises"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_cut_where_it_would_change_the_gradient_or_not_pay(kind: str) -> None:
     assert chosen(Mixed("plain")) > 0
     assert chosen(Mixed(kind)) == 0
@@ -207,6 +222,7 @@ def test_nothing_is_cut_where_it_would_change_the_gradient_or_not_pay(kind: str)
 
 def test_nothing_is_cut_in_other_cases() -> None:
     assert chosen(TinyLM(), collate=packed) == 0
+    assert chosen(Aged(), collate=with_ages) == 0
     assert chosen(TinyLM(), moving_buffers=("norm.running_mean",)) == 0
     assert chosen(TinyLM(), own_tensors=("cache",)) == 0
     assert chosen(Counting()) == 0
