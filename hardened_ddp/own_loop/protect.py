@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
@@ -115,6 +116,8 @@ def protect(
     try:
         group = _meet(state, timeout_s=timeout_s)  # collective
         with errors_told(group):
+            if exact_resume and group.world_size > 2:
+                _refuse_other_buckets(state, group.world_size)
             last = LastCommit(Registry(state), group.device)
             every = None if save_every == "auto" else save_every
             config = RunConfig(checkpoint_every_steps=every, keep_last=keep_last)
@@ -127,7 +130,7 @@ def protect(
             ):
                 parts = group, run, goodput, stop, status
                 loop = OwnLoop(last, parts, config, seed=seed)  # collective
-                loop.watch_forwards(state, exact_resume=exact_resume)
+                loop.watch_forwards(state)
                 watch.attach(Subject(save=loop.save_in_need, phase=loop.phase_of))
                 stop.start_last_resort(loop.save_in_need, grace_s=stop_grace_s)
                 with loop.ended_well(watch):
@@ -356,20 +359,8 @@ class OwnLoop:
 
     # ---- within a body
 
-    def watch_forwards(self, state: dict[str, Any], *, exact_resume: bool) -> None:
-        """See each forward and update from now on. Raises OwnLoopError."""
-        num_ranks = self._group.world_size
-        for name, thing in state.items():
-            # WHY: else each start sums its first gradients in other buckets than later ones
-            if (
-                exact_resume
-                and num_ranks > 2
-                and not getattr(thing, "find_unused_parameters", True)
-            ):
-                raise OwnLoopError(
-                    f"exact_resume on {num_ranks} ranks: make {name} by "
-                    "DistributedDataParallel(..., find_unused_parameters=True)"
-                )
+    def watch_forwards(self, state: dict[str, Any]) -> None:
+        """See each forward and update from now on."""
         modules = (thing for thing in state.values() if isinstance(thing, nn.Module))
         self._hooks = [m.register_forward_pre_hook(self._before_forward) for m in modules]
         # WHY of all optimizers: one that wraps another, or was not registered, shows too
@@ -471,6 +462,17 @@ class OwnLoop:
                 f"registered tensors are not the same after step {self.step}: {found.text}",
                 fix="wrap each model in DistributedDataParallel, copy an average from the wrapped "
                 "model, draw no initial values by the rank, and gather what is a rank's own",
+            )
+
+
+def _refuse_other_buckets(state: dict[str, Any], num_ranks: int) -> None:
+    """Raise OwnLoopError if DDP would sum a start's first gradients in other buckets than later."""
+    for name, thing in state.items():
+        is_ddp = isinstance(thing, DistributedDataParallel)
+        if is_ddp and (thing.static_graph or not thing.find_unused_parameters):
+            raise OwnLoopError(
+                f"exact_resume on {num_ranks} ranks: make {name} by "
+                "DistributedDataParallel(..., find_unused_parameters=True), without static_graph"
             )
 
 

@@ -17,6 +17,7 @@ from tests.own_loop.faults import (
     is_exact,
     launch,
     line_of,
+    run_folder,
     state_of,
     text_of,
 )
@@ -128,6 +129,11 @@ if __name__ == "__main__":
         loop()
 """
 """Gradients are summed by hand: DDP would need the group before protect makes it."""
+DIES = f"""import os
+            if run.step == {DIES_AT} and dist.get_rank() == 1 and os.path.exists("die"):
+                os.unlink("die")
+                os.kill(os.getpid(), 9)
+            """
 
 
 @pytest.fixture(autouse=True)
@@ -153,12 +159,14 @@ def test_a_rank_that_is_killed_in_a_loop_of_this_kind_costs_no_commit(
     assert state_of(Path()) == found
 
 
-def check_launched(tmp_path: Path, *argv: str, env: dict[str, str] | None = None) -> str:
-    """Run LOOP, whose rank 1 dies, and again; it ends in the state of forked ranks.
+def check_launched(
+    tmp_path: Path, *argv: str, env: dict[str, str] | None = None, text: str = LOOP
+) -> str:
+    """Run a loop, whose rank 1 dies, and again; it ends in the state of forked ranks.
 
     Returns what the first start has told.
     """
-    (tmp_path / "loop.py").write_text(LOOP, encoding="utf-8")
+    (tmp_path / "loop.py").write_text(text, encoding="utf-8")
     (tmp_path / "die").touch()
     env = {**(env or {}), "PYTHONPATH": str(ROOT)}
     run = partial(run_command, argv, timeout_s=90, cwd=tmp_path, env=env)
@@ -166,19 +174,22 @@ def check_launched(tmp_path: Path, *argv: str, env: dict[str, str] | None = None
     assert first.status
     assert checkpoints_of(tmp_path) == [DIES_AT], first.describe()
     again = run().ok()
-    assert f"resuming {tmp_path / 'runs' / 'a'} from step {DIES_AT}" in again.output
+    assert f"resuming {run_folder(tmp_path)} from step {DIES_AT}" in again.output
     found = state_of(tmp_path)
     shutil.rmtree(tmp_path / "runs")
-    launch(LOOP.partition("if __name__")[0] + "loop()").ok()
+    loop, main, _ = text.partition("if __name__")
+    launch(loop + ("loop()" if main else "")).ok()
     assert state_of(Path()) == found
     return first.stderr
 
 
+@pytest.mark.parametrize("group", ["of protect", "of the program"])
 def test_under_torchrun_the_same_command_is_named_and_continues_after_a_kill(
-    tmp_path: Path,
+    group: str, tmp_path: Path
 ) -> None:
     argv = ["torchrun", "--standalone", "--nproc_per_node=2", "loop.py"]
-    assert f"to resume: {' '.join(argv)}" in check_launched(tmp_path, *argv)
+    text = LOOP if group == "of protect" else text_of("gan", f"loss_G =  -> {DIES}loss_G = ")
+    assert f"to resume: {' '.join(argv)}" in check_launched(tmp_path, *argv, text=text)
 
 
 def test_under_mpirun_a_rank_that_is_killed_costs_no_commit(tmp_path: Path) -> None:

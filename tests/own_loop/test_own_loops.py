@@ -186,14 +186,28 @@ def test_an_evaluation_after_the_epoch_costs_no_sample_that_zip_took_too_many(
 
 
 @pytest.mark.slow
+def test_a_repeated_loader_of_all_epochs_gives_what_one_of_each_epoch_does(
+    undisturbed: Callable[..., State],
+) -> None:
+    again, epochs = 'again = run.batches(labeled, name="labeled", repeat=True)\n', "for epoch in "
+    text = text_of("two_sets", f"        {again} -> ", f"    {epochs} ->     {again}    {epochs}")
+    truth = undisturbed(text)
+    assert truth == undisturbed(text_of("two_sets"))
+    in_next = Fault(act="kill", step=truth[0]["step"] - 2, line=body_of(text)[-1])
+    assert -9 in launch(text, fault=in_next).statuses
+    restart(text, truth)
+
+
+@pytest.mark.slow
 def test_three_ranks_resume_to_the_same_bits_with_exact_resume(
     undisturbed: Callable[..., State],
 ) -> None:
     exact = "protect( -> protect(exact_resume=True, folder="
-    refused = launch(text_of("sam", exact), 3)
-    assert "make model by DistributedDataParallel(..., find_unused_parameters=True)" in (
-        refused.output
-    )
+    for other in "", ", find_unused_parameters=True, static_graph=True":
+        refused = launch(text_of("sam", exact, f"4))) -> 4)){other})"), 3)
+        told = "make model by DistributedDataParallel(..., find_unused_parameters=True), without"
+        assert told in refused.output
+        assert not Path("runs").exists()
     text = text_of("sam", exact, "4))) -> 4)), find_unused_parameters=True)")
     truth = undisturbed(text, 3)
     launch(text, 3, fault=Fault(act="stop", step=1, line=body_of(text)[0])).ok()
