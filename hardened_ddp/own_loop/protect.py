@@ -26,7 +26,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
@@ -468,7 +467,7 @@ class OwnLoop:
 def _refuse_other_buckets(state: dict[str, Any], num_ranks: int) -> None:
     """Raise OwnLoopError if DDP would sum a start's first gradients in other buckets than later."""
     for name, thing in state.items():
-        is_ddp = isinstance(thing, DistributedDataParallel)
+        is_ddp = hasattr(thing, "find_unused_parameters")
         if is_ddp and (thing.static_graph or not thing.find_unused_parameters):
             raise OwnLoopError(
                 f"exact_resume on {num_ranks} ranks: make {name} by "
