@@ -45,7 +45,9 @@ DTYPE_CODES: Mapping[torch.dtype, str] = {
 # The limit of the safetensors library; a larger header can't be read back.
 _MAX_HEADER_BYTES = 100_000_000
 _MAX_NAMED = 10  # differences between two states
-_PART_BYTES = 64 * 2**20  # WHY parts: the disk works while the next one is hashed
+# WHY blocks: the allocator of pinned memory rounds up to a power of two, so a single block of
+# 1.2 GB would pin 2 GiB.
+_BLOCK_BYTES = 64 * 2**20
 
 
 class TensorSpec(NamedTuple):
@@ -154,28 +156,38 @@ class HostArena:
     """Host memory for a copy of the file's data, reused from one checkpoint to the next."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._blocks: list[Tensor] = []
 
     def reserve(self, size_bytes: int, *, pinned: bool) -> None:
         """Allocate size_bytes. Raises RuntimeError if that much can't, or must not, be pinned."""
-        if size_bytes <= self._memory.numel():
-            return
-        if pinned and size_bytes > (free := virtual_memory().available) // 2:
+        missing = max(0, -(-size_bytes // _BLOCK_BYTES) - len(self._blocks))
+        if pinned and missing * _BLOCK_BYTES > (free := virtual_memory().available) // 2:
             raise RuntimeError(f"{free} bytes of host memory are free, of which half may be pinned")
-        self._memory = torch.empty(0, dtype=torch.uint8)  # WHY: no two of them at a time
-        if pinned:
-            self._memory = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
-        else:  # WHY numpy: it raises MemoryError where there is none
-            self._memory = torch.from_numpy(np.empty(size_bytes, dtype=np.uint8))
+        for _ in range(missing):
+            self._blocks.append(
+                torch.empty(_BLOCK_BYTES, dtype=torch.uint8, pin_memory=True)
+                if pinned
+                # WHY numpy: it raises MemoryError where there is none
+                else torch.from_numpy(np.empty(_BLOCK_BYTES, dtype=np.uint8))
+            )
+
+    def pieces(self, begin: int, end: int) -> Iterator[Tensor]:
+        """Yield the memory of the bytes from begin to end, in order."""
+        while begin < end:
+            index, offset = divmod(begin, _BLOCK_BYTES)
+            size = min(_BLOCK_BYTES - offset, end - begin)
+            yield self._blocks[index][offset : offset + size]
+            begin += size
 
     def read(self, size_bytes: int) -> Iterator[memoryview]:
-        whole = self._memory[:size_bytes].numpy().data
-        return (whole[at : at + _PART_BYTES] for at in range(0, size_bytes, _PART_BYTES))
+        return (piece.numpy().data for piece in self.pieces(0, size_bytes))
 
     def copy(self, tensor: Tensor, begin: int) -> None:
         """Copy the bytes of a tensor to begin; from a GPU in its current stream, without a wait."""
         data = bytes_of(tensor)
-        self._memory[begin : begin + data.numel()].copy_(data, non_blocking=data.is_cuda)
+        for piece in self.pieces(begin, begin + data.numel()):
+            piece.copy_(data[: piece.numel()], non_blocking=data.is_cuda)
+            data = data[piece.numel() :]
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,7 +204,7 @@ def test_every_dtype_and_layout_comes_back_bit_for_bit(store: CheckpointStore) -
 def test_a_copy_of_every_dtype_and_layout_is_the_same_file(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensors_module, "_PART_BYTES", 256)
+    monkeypatch.setattr(tensors_module, "_BLOCK_BYTES", 256)
     path = store.write(1, tensors=every_kind(), meta=META) / "state.safetensors"
     writer = CheckpointWriter(store)
     assert writer.submit(2, tensors=every_kind(), meta=META)

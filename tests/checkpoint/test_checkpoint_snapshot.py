@@ -100,7 +100,7 @@ def copy_of(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def test_the_state_written_is_that_of_submit(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors_module, "_PART_BYTES", 256)
+    monkeypatch.setattr(tensors_module, "_BLOCK_BYTES", 256)
     state = some_state()
     expected = copy_of(state)
     meta: dict[str, Any] = {"epoch": 1, "nested": {"a": [1]}}
@@ -253,6 +253,21 @@ def test_at_most_half_of_the_memory_that_is_free_is_pinned(
         bench.writer._reserve(100, pinned=True)
     assert len(caplog.records) == 1
     assert "150 bytes of host memory are free" in caplog.text
+
+
+def test_memory_is_pinned_in_sizes_that_torch_does_not_round_up_and_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free, sizes = SimpleNamespace(available=2**40), list[int]()
+    monkeypatch.setattr(tensors_module, "virtual_memory", lambda: free)
+    monkeypatch.setattr(torch, "empty", lambda size, **_: sizes.append(size))
+    arena, wanted = HostArena(), 2**30 + 200
+    arena.reserve(wanted, pinned=True)
+    assert {size & (size - 1) for size in sizes} == {0}
+    assert wanted <= sum(sizes) < wanted + 2**26
+    num_blocks = len(sizes)
+    arena.reserve(wanted + 2**26, pinned=True)
+    assert len(sizes) == num_blocks + 1
 
 
 @pytest.mark.gpu
