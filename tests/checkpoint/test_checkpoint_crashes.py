@@ -6,6 +6,7 @@ import resource
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -39,15 +40,22 @@ def dying_disk(dies_at: int, *, in_the_middle: bool) -> Any:
         if next(numbers) == dies_at:
             if in_the_middle:
                 half = (args[1][: len(args[1]) // 2],) if name == "write" else args[1:]
-                if name == "remove":
-                    for path in list(args[0].glob("*"))[:1]:
-                        path.unlink()
-                else:
-                    call(args[0], *half)
+                call(args[0], *half)
             os._exit(CRASHED)
         return call(*args)
 
-    return disk_with(around)
+    def single_call(name: str, call: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        return around(name, partial(call, **named), args)
+
+    def call_each_of(name: str, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if name != "remove":
+            return around(name, call, args)
+        with pytest.MonkeyPatch.context() as patch:  # the calls of shutil.rmtree
+            for each in ("unlink", "rmdir"):
+                patch.setattr(os, each, partial(single_call, each, getattr(os, each)))
+            return call(*args)
+
+    return disk_with(call_each_of)
 
 
 def prepare_first(root: Path) -> None:
@@ -136,18 +144,16 @@ def failing_disk(failing: str, number: int, *, after: int = 0, times: int = 1) -
     return disk_with(around)
 
 
-@pytest.mark.parametrize(
-    ("call", "after", "number"),
-    [
-        ("make_folder", 0, errno.ENOSPC),
-        ("create", 1, errno.EDQUOT),
-        ("write", 0, errno.ENOSPC),
-        ("write", 2, errno.EFBIG),
-    ],
-)
+FULL = [("make_folder", 0), ("create", 1), ("write", 0), ("write", 2), ("create", 0)]
+FULL_FOR = [(errno.ENOSPC, *full) for full in FULL]
+FULL_FOR += [(number, *full) for number in (errno.EDQUOT, errno.EFBIG) for full in FULL]
+
+
+@pytest.mark.parametrize("full_for", FULL_FOR)
 def test_a_full_disk_costs_the_oldest_checkpoint_and_the_write_goes_on(
-    store: CheckpointStore, number: int, call: str, after: int
+    store: CheckpointStore, full_for: tuple[int, str, int]
 ) -> None:
+    number, call, after = full_for
     for step in (1, 2, 3):
         write_step(store, step, best={"value": 1.0} if step == 1 else None)
     full = store_on(store.root, failing_disk(call, number, after=after))
