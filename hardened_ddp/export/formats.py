@@ -121,6 +121,7 @@ def write_model(
     model = _with_logits(rebuild_model(weights, meta))
     inputs = [_examples(model, meta, num_samples=count) for count in _TRIED_SAMPLES]
     fix = "--format safetensors writes the weights without running the model"
+    fix = fix if form != PEFT else "--format huggingface writes a head that was trained, too"
     # WHY: tracers raise any exception
     with told_as(ModelError, f"the model {meta['model']} can't be written as {form}", fix=fix):
         wanted = [model(*tensors) for tensors in inputs]
@@ -130,7 +131,7 @@ def write_model(
         if told := _difference(ours, theirs):
             raise CheckpointError(
                 f"the exported model, read back, gives other logits than the checkpoint: {told}",
-                fix="export with --format safetensors, and report this model",
+                fix=fix,
             )
     if form != HUGGINGFACE or not isinstance(model.model, HubNet):
         return ""

@@ -18,8 +18,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hardened_ddp.checkpoint.folder import load_checkpoint, open_checkpoint
 from hardened_ddp.data.foreign_code import import_extra
-from hardened_ddp.errors import CheckpointMismatchError, PeerLostError
+from hardened_ddp.errors import CheckpointMismatchError, HardenedError, PeerLostError
 from hardened_ddp.export.export import export_model
+from hardened_ddp.export.formats import write_model
+from hardened_ddp.model.huggingface import build_from_config
 from hardened_ddp.training.weights import model_tensors, rebuild_model
 from tests.harness.ranks import import_in_server, run_program, train
 from tests.model.test_hub_text import Sentences
@@ -192,6 +194,28 @@ def test_lora_that_is_killed_in_a_random_step_and_retries_one_loses_nothing(
     assert len(whole) == NUM_STEPS
     assert samples_by_step(tmp_path / "cut" / "run") == whole
     assert samples_by_step(tmp_path / "resized" / "run") == whole
+
+
+@needs_peft
+@pytest.mark.parametrize("has_old_head", [True, False])
+def test_a_head_that_was_trained_too_is_not_left_out_of_an_export_of_adapters(
+    tmp_path: Path, has_old_head: bool
+) -> None:
+    transformers = import_extra("transformers", what="this test")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 20}
+    sizes |= {"intermediate_size": 16, "architectures": ["BertForSequenceClassification"]}
+    kind = "SequenceClassification" if has_old_head else "MaskedLM"
+    base = getattr(transformers, f"BertFor{kind}")(transformers.BertConfig(**sizes))
+    base.save_pretrained(tmp_path / "base")
+    described = transformers.BertConfig(**sizes, num_labels=4)
+    model = build_from_config(
+        described.to_dict(), input_shape=(), adapter={"r": 1, "target_modules": ["query"]}
+    )
+    meta = {"model": f"hf:{tmp_path / 'base'}", "hub_config": described.to_dict()}
+    meta |= {"adapter": {"r": 1, "target_modules": ["query"]}, "input_shape": []}
+    with pytest.raises(HardenedError) as caught:
+        write_model(tmp_path, "peft", model.state_dict(), meta)
+    assert "--format huggingface writes a head that was trained, too" in caught.value.fix
 
 
 @needs_peft
