@@ -397,10 +397,8 @@ def _is_dead(path: Path, holder: _Holder, mine: _Holder, *, silent_after_s: floa
         return is_same_job and holder.restart < mine.restart
     if not is_same_job and not is_earlier_boot(holder.mark, mine.mark):
         return False
-    text = (
-        "%s is locked by process %d on host %s, an earlier attempt of this job: watching for %g s "
-    )
-    text += "whether it still runs"
+    text = "%s is locked by process %d on host %s, an earlier attempt of this job: watching for "
+    text += "%g s whether it still runs"
     log.warning(text, path.parent, holder.mark.pid, holder.mark.host, silent_after_s)
     return is_silent(lambda: _read_lock(path), silent_after_s=silent_after_s)
 

@@ -302,8 +302,8 @@ def newest_valid(root: Path) -> Found | None:
     if found is None and rejected:
         raise CheckpointError(
             f"none of the {len(rejected)} checkpoints in {root.parent} is valid",
-            fix="the log says what is wrong with each; start afresh: --resume never and another "
-            "--run_name",
+            fix="the log says what is wrong with each; give another run, or start afresh: "
+            "--resume never and another --run_name",
         )
     return found
 
