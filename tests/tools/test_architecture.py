@@ -55,13 +55,13 @@ BUDGETS = {
     "hardened_ddp_command.py": 180,
     "ddp_doctor/*": 12_460,
     "ddp_runs/*": 3_910,
-    "hardened_ddp/*": 29_860,
+    "hardened_ddp/*": 29_870,
     "hardened_ddp/gradients/*": 700,
     "hardened_ddp/settings/*": 2_180,
     "hardened_ddp/step/*": 2_175,
     "hardened_ddp/reporting/*": 1_855,
     "hardened_ddp/task/*": 1_640,
-    "hardened_ddp/checkpoint/*": 1_825,
+    "hardened_ddp/checkpoint/*": 1_835,
     "hardened_ddp/training/*": 2_870,
     "hardened_ddp/export/*": 500,
     "hardened_ddp/model/*": 3_180,
@@ -73,7 +73,7 @@ BUDGETS = {
     "ddp_drills/*": 1_935,
     "launchers/*": 710,
     "tests/harness/*": 1_140,
-    "tests/*": 35_050,
+    "tests/*": 35_095,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.
