@@ -33,7 +33,7 @@ _ERROR_LINE = re.compile(
     r"|^(?:srun|slurmstepd|sbatch|mpirun|docker|\w+\.py): (?:fatal|error)"
     r"|\bExecuteUserScriptError:|Reporting training FAILURE|Failed - Training job failed"
 )
-_RETRIED = re.compile(r"\b[Rr]etry(?:ing)?\b|\bWARNING\b")
+_RETRIED = re.compile(r"\b[Rr]etry(?:ing)?\b(?! count)|\bWARNING\b")
 """What a program says when it goes on."""
 
 _WARNS = re.compile(r"\[W\d{0,4} [^\]]*\.cpp:\d+\]")

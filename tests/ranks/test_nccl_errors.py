@@ -114,4 +114,7 @@ def test_a_start_that_fails_says_what_nccl_said_last_and_explain_what_helps(
     log = tmp_path / "log"
     log.write_text(f"[2026-11-26 23:00:00 rank 0] ERROR hardened_ddp.ranks: {caught.value}\n")
     assert ddp_training.main(["explain", str(log)]) == 0
-    assert fix in caught.value.fix + capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert fix in caught.value.fix + said
+    assert "No failure seen" not in said
+    assert "Ould not meet" not in said

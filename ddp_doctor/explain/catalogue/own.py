@@ -35,7 +35,7 @@ TITLES = {
 """The codes of the trainer's errors, as its logs have them, and what each means."""
 
 _TIERS = {"DDP-G04": Tier.LOST, "DDP-G05": Tier.TIMEOUT, "DDP-G02": Tier.MISMATCH}
-_NAMED = r"\[{code}\] rank (?P<ranks>\d+)(?:,| r| c)(?P<message>.*)"
+_NAMED = r"\[{code}\] rank (?P<ranks>\d+)(?:,|(?= [rc]))(?P<message>.*)"
 _PHRASES = {
     # The rank that prints it lost another one; only its cause names that rank.
     "DDP-G04": (
@@ -70,6 +70,7 @@ _WORDS = {
     "log": "Read how the log of the lost rank ends: $ tail -n 20 {log}",
     "longer": "If it was only slow, allow more time: $ {again} --hang_after_s 300",
     "more": "If that many are acceptable, allow more: $ {again} --max_errors 100000",
+    "network": "Name the nodes' common network (ip -br addr): $ export NCCL_SOCKET_IFNAME=eth0",
     "next": "Do what the error itself says: $ grep -h 'next: ' {log}",
     "port": "See whether an earlier job holds the port: $ ps -ef | grep '[d]dp_training'",
     "same": "Compare the commit of the code on the named rank's node and on rank 0's. $ ",
@@ -82,7 +83,7 @@ _WORDS = {
 _STEPS_OF = """
 killed-outside: kernel fewer again
 DDP-C01: next help              DDP-L01: clear launch          DDP-C02: next
-DDP-G01: port again wait doctor DDP-G02: same doctor again     DDP-G03: traceback again
+DDP-G01: port network wait doctor   DDP-G02: same doctor again   DDP-G03: traceback again
 DDP-G04: log kernel fewer again DDP-G05: stack again longer
 DDP-D01: next download          DDP-D02: traceback leave       DDP-D03: doctor workers
 DDP-D04: left more              DDP-M01: next help             DDP-M02: find unused
