@@ -18,8 +18,8 @@ _SUCCESS, _NOT_READY = 0, 600  # CUresult of <cuda.h>
 def pick_device(launch: Launch, *, cpu_only: bool, backend: str) -> torch.device:
     """Choose this rank's device: its own GPU, else the CPU. Rank-local.
 
-    WHY by what is visible: variables don't say for sure whether all ranks see the same GPUs. NCCL
-    refuses two ranks with one GPU.
+    WHY by what is visible: variables don't say for sure whether all ranks see the same GPUs. The
+    rendezvous refuses two ranks with one GPU (gpu_id).
     Raises LaunchError if the node has fewer GPUs than ranks (but gloo ranks may share a GPU).
     """
     if cpu_only or not torch.cuda.is_available():
@@ -38,6 +38,13 @@ def pick_device(launch: Launch, *, cpu_only: bool, backend: str) -> torch.device
     # WHY first: NCCL and every .cuda() without an index use the current device.
     torch.cuda.set_device(device)
     return device
+
+
+def gpu_id(device: torch.device) -> str:
+    """Return the GPU's own id, by which ranks see that they share one; empty: it is unknown."""
+    if device.type != "cuda":
+        return ""
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 
 def is_reached(event: torch.cuda.Event) -> bool:

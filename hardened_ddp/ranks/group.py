@@ -34,7 +34,7 @@ from hardened_ddp.errors import (
     RankMismatchError,
     first_line,
 )
-from hardened_ddp.ranks.device import choose_backend
+from hardened_ddp.ranks.device import choose_backend, gpu_id
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.phase import Phase, Tracker
 from hardened_ddp.ranks.rendezvous import open_store, rendezvous
@@ -271,7 +271,8 @@ def open_group(
     timeout = timedelta(seconds=timeout_s)
     try:
         store = open_store(launch, timeout)
-        store = rendezvous(store, launch, timeout_s, backend=name)  # collective
+        gpu = gpu_id(device) if name == "nccl" else ""
+        store = rendezvous(store, launch, timeout_s, backend=name, gpu=gpu)  # collective
         group.store = RunStore(store)
         dist.init_process_group(
             name,

@@ -32,6 +32,7 @@ _POLL_PER_RANK_S = 1e-3
 _LEAST_CONNECT_S = 2.0
 _CONNECT_LIMIT_S, _ANSWER_LIMIT_S = 2.0, 4.0
 _TRY_EVERY_S = (0.05, 1.0)  # at first, and at most
+_LATE_S = 5.0  # for the ranks that come after those that conflict: they would find no store
 _SHOWN = 16
 
 
@@ -71,78 +72,103 @@ def open_store(launch: Launch, timeout: timedelta) -> dist.Store:
 
 
 def rendezvous(
-    store: dist.Store, launch: Launch, timeout_s: float, *, backend: str = "gloo"
+    store: dist.Store, launch: Launch, timeout_s: float, *, backend: str = "gloo", gpu: str = ""
 ) -> dist.Store:
     """Wait until every rank has joined; return the part of the store that belongs to this round.
 
-    Collective: all ranks. Raises LaunchError on every rank if they have different world sizes or
-    backends; GroupError if a rank does not join within timeout_s.
+    Collective: all ranks. gpu: the id of this rank's GPU, if no other rank may use it.
+    Raises LaunchError on every rank if two have the same number or GPU, or they have different
+    world sizes or backends; GroupError if a rank does not join within timeout_s.
     """
     end = time.monotonic() + timeout_s
-    me = {"who": _me(), "facts": f"WORLD_SIZE={launch.world_size} and backend {backend}"}
+    me = {
+        "who": f"rank {launch.rank} (process {os.getpid()} on {socket.gethostname()})",
+        "facts": f"WORLD_SIZE={launch.world_size} and backend {backend}",
+        "alone": [f"RANK={launch.rank}", *([f"the GPU {gpu}"] if gpu else [])],
+        "token": uuid.uuid4().hex,
+    }
     meet = _open_round if launch.is_main else _join_round
     round_id, conflict = meet(store, launch, end, me)
     if conflict:
         raise LaunchError(
             conflict,
-            fix="start all ranks with the same launcher and settings. Where a rank would use gloo, "
-            "see on its host why it has no GPU: nvidia-smi, CUDA_VISIBLE_DEVICES, and python -c "
-            "'import torch; torch.cuda.init()'; or leave all GPUs unused: --cpu_only",
+            fix="start each rank once, all with the same launcher and settings, and as many on a "
+            "host as it has GPUs. Where one would use gloo, see on its host why it has no GPU: "
+            "nvidia-smi, CUDA_VISIBLE_DEVICES, and python -c 'import torch; torch.cuda.init()'; or "
+            "leave all GPUs unused: --cpu_only",
         )
     if not round_id:
         raise GroupError(
             f"rank {launch.rank} waited {timeout_s:g} s at {launch.master_addr}:"
             f"{launch.master_port}; of {launch.world_size} ranks these never joined: "
             f"{_who_is_missing(store, launch)}",
-            fix="read the log of those ranks: they did not start, can't reach that address, or "
-            "have the number of another rank",
+            fix="read the log of those ranks: they did not start, or can't reach that address",
         )
     return dist.PrefixStore(round_id, store)
 
 
 def _open_round(
-    store: dist.Store, launch: Launch, end: float, me: dict[str, str]
+    store: dist.Store, launch: Launch, end: float, me: dict[str, Any]
 ) -> tuple[str, str]:
     """Announce a round, and open it when all have joined; return its id, and what conflicts."""
     round_id = uuid.uuid4().hex
-    store.set("round", json.dumps({"round_id": round_id, "who": me["who"]}))
-    keys = [f"{round_id}/joined/{rank}" for rank in range(1, launch.world_size)]
+    current = {**me, "round_id": round_id}
+    store.set("round", json.dumps(current))
+    _join(store, launch, current, me)
+    conflict = ""
     # WHY not wait at the store: torch warns twice of each wait that times out
-    while not store.check(keys):
-        if time.monotonic() >= end:
-            return "", ""
+    while store.add(f"{round_id}/here", 0) < launch.world_size and time.monotonic() < end:
+        if not conflict and (conflict := _read(store, f"{round_id}/conflict") or ""):
+            end = min(end, time.monotonic() + _LATE_S)
         time.sleep(_poll_s(launch))
-    joined = [json.loads(text) for text in store.multi_get(keys)]
-    conflicts = [
-        f"rank {rank} ({each['who']}) has {each['facts']}, and rank 0 has {me['facts']}"
-        for rank, each in enumerate(joined, start=1)
-        if each["facts"] != me["facts"]
-    ]
-    conflict = conflicts[0] if conflicts else ""
-    # WHY a key for each: one text with all tokens would be sent to each of N ranks
-    opened = [f"{round_id}/open/{each['token']}" for each in joined]
-    store.multi_set(opened, [json.dumps(conflict)] * len(opened))  # type: ignore[attr-defined]  # no stub
-    if conflict:
+    if conflict := conflict or _read(store, f"{round_id}/conflict") or "":
+        store.set(f"{round_id}/refused", json.dumps(conflict))
         # WHY: the others read it, and the store ends with this rank
         time.sleep(20 * POLL_S + 2 * _poll_s(launch))
-    return round_id, conflict
+        return round_id, conflict
+    keys = [f"{round_id}/joined/{rank}" for rank in range(launch.world_size)]
+    if not store.check(keys):
+        return "", ""
+    # WHY a key for each: one text with all tokens would be sent to each of N ranks
+    opened = [f"{round_id}/open/{json.loads(each)['token']}" for each in store.multi_get(keys)]
+    store.multi_set(opened, ["1"] * len(opened))  # type: ignore[attr-defined]  # no stub
+    return round_id, ""
 
 
 def _join_round(
-    store: dist.Store, launch: Launch, end: float, me: dict[str, str]
+    store: dist.Store, launch: Launch, end: float, me: dict[str, Any]
 ) -> tuple[str, str]:
     """Join the newest round, again and again, until a round is opened with this rank's token."""
-    token, round_id = uuid.uuid4().hex, ""
+    round_id = ""
     while time.monotonic() < end:
         current = _read(store, "round")
         if current is not None and current["round_id"] != round_id:
             round_id = current["round_id"]
-            store.set(f"{round_id}/joined/{launch.rank}", json.dumps({**me, "token": token}))
-        if round_id and (conflict := _read(store, f"{round_id}/open/{token}")) is not None:
+            _join(store, launch, current, me)
+        if round_id and store.check([f"{round_id}/open/{me['token']}"]):
+            return round_id, ""
+        if round_id and (conflict := _read(store, f"{round_id}/refused")):
             return round_id, conflict
         # WHY not wait at the store: torch makes a native stack trace of each wait that times out
         time.sleep(_poll_s(launch))
     return "", ""
+
+
+def _join(store: dist.Store, launch: Launch, current: Any, me: dict[str, Any]) -> None:
+    """Join a round, or write what forbids it.
+
+    WHY not raise: the round may be left from a dead attempt. Its rank 0 decides, if it is alive.
+    """
+    round_id, conflict = current["round_id"], ""
+    if me["facts"] != current["facts"]:
+        conflict = f"{me['who']} has {me['facts']}, and {current['who']} has {current['facts']}"
+    for what in me["alone"]:
+        first = json.loads(store.compare_set(f"{round_id}/{what}", "", json.dumps(me)))
+        if not conflict and first["token"] != me["token"]:
+            conflict = f"{first['who']} and {me['who']} both have {what}"
+    key = "conflict" if conflict else f"joined/{launch.rank}"
+    store.set(f"{round_id}/{key}", json.dumps(conflict or me))
+    store.add(f"{round_id}/here", 1)
 
 
 def _poll_s(launch: Launch) -> float:
@@ -156,22 +182,17 @@ def _who_is_missing(store: dist.Store, launch: Launch) -> str:
         return "[0]"
     if not launch.is_main:
         # WHY: N ranks that ask for N keys each would keep the store busy for minutes
-        return f"the log of rank 0 ({current['who']}) tells which"
+        return f"the log of {current['who']} tells which"
     joined = {0: str(current["who"])}
     for rank in range(1, launch.world_size):
         if (found := _read(store, f"{current['round_id']}/joined/{rank}")) is not None:
             joined[rank] = str(found["who"])
     missing = [rank for rank in range(launch.world_size) if rank not in joined]
-    there = [f"rank {rank} ({who})" for rank, who in joined.items()]
-    return f"[{listed(missing, _SHOWN)}]. Joined: {listed(there, _SHOWN)}"
+    return f"[{listed(missing, _SHOWN)}]. Joined: {listed(list(joined.values()), _SHOWN)}"
 
 
 def _read(store: dist.Store, key: str) -> Any:  # Any: JSON
     return json.loads(store.get(key)) if store.check([key]) else None
-
-
-def _me() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def _listen(launch: Launch) -> int:

@@ -51,22 +51,40 @@ def test_a_rank_takes_a_gpu_by_what_it_sees(
     assert pick_device(launch, cpu_only=True, backend="auto") == torch.device("cpu")
 
 
-def meet_with(backends: list[str]) -> str:
+def meet_with(backends: list[str], gpus: list[str]) -> str:
     launch = read_launch(os.environ)
     store = open_store(launch, timedelta(seconds=20))
+    rank = launch.rank
     try:
-        rendezvous(store, launch, 20.0, backend=backends[launch.rank])
+        met = rendezvous(store, launch, 20.0, backend=backends[rank], gpu=gpus[rank])
     except LaunchError as error:
         return f"{error.message}; {error.fix}"
+    met.set(f"done/{rank}", "")
+    if launch.is_main:  # which serves the store
+        met.wait([f"done/{rank}" for rank in range(launch.world_size)])
     return ""
 
 
-def test_a_rank_without_a_gpu_is_told_on_all_before_nccl_hangs() -> None:
-    for text in run_ranks(meet_with, 3, ["nccl", "gloo", "nccl"]):
-        assert text.startswith("rank 1 (process ")
-        assert "has WORLD_SIZE=3 and backend gloo, and rank 0 has WORLD_SIZE=3" in text
-        assert "nvidia-smi" in text
-        assert "--cpu_only" in text
+BLIND = ["rank 1 (process ", "has WORLD_SIZE=3 and backend gloo, and rank 0 (", "nvidia-smi"]
+SAME = ["rank 0 (process ", "rank 2 (process ", " both have the GPU GPU-a; ", "as it has GPUs"]
+
+
+@pytest.mark.parametrize(
+    ("backends", "gpus", "told"),
+    [
+        (["nccl", "gloo", "nccl"], ["GPU-a", "", "GPU-c"], BLIND),
+        (["nccl"] * 3, ["GPU-a", "GPU-b", "GPU-a"], SAME),
+        (["nccl"] * 2, ["GPU-a", "GPU-b"], []),
+        (["gloo"] * 2, ["", ""], []),
+    ],
+    ids=["one without", "one GPU twice", "one each", "none"],
+)
+def test_ranks_without_a_gpu_of_their_own_are_told_on_all_before_nccl_hangs(
+    backends: list[str], gpus: list[str], told: list[str]
+) -> None:
+    for text in run_ranks(meet_with, len(gpus), backends, gpus):
+        assert bool(text) == bool(told)
+        assert all(words in text for words in told)
 
 
 class Driver:

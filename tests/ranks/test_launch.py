@@ -13,13 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hardened_ddp.errors import (
-    DataError,
-    GroupError,
-    HardenedError,
-    LaunchError,
-    RankMismatchError,
-)
+from hardened_ddp.errors import DataError, HardenedError, LaunchError, RankMismatchError
 from hardened_ddp.guard.stop import STOP_FILE
 from hardened_ddp.ranks import rendezvous as meeting
 from hardened_ddp.ranks.launch import Launch, keep_nccl_from_exiting, prepare_environment
@@ -118,24 +112,29 @@ def test_a_name_server_that_does_not_answer_delays_no_verdict(
     answers.set()
 
 
-def meet_with_wrong_numbers(name: str, value: str, timeout_s: float) -> str:
-    if os.environ["RANK"] == "2":
+def meet_with_wrong_numbers(rank: str, name: str, value: str) -> str:
+    if os.environ["RANK"] == rank:
         os.environ[name] = value
-    with pytest.raises((GroupError, LaunchError)) as caught:
-        rendezvous(timeout_s=timeout_s)
+    with pytest.raises(LaunchError) as caught:
+        rendezvous(timeout_s=HOUR_S)
     return caught.value.message
 
 
-def test_ranks_that_count_differently_are_told_at_once_on_all() -> None:
-    messages = run_ranks(meet_with_wrong_numbers, 3, "WORLD_SIZE", "4", HOUR_S)
+@pytest.mark.parametrize(
+    ("num_ranks", "rank", "name", "value", "texts"),
+    [
+        (3, "2", "RANK", "1", ["rank 1 (process ", " and rank 1 (process ", " both have RANK=1"]),
+        (3, "2", "WORLD_SIZE", "4", ["rank 2 (process ", "has WORLD_SIZE=4 and backend gloo, and"]),
+        (2, "0", "WORLD_SIZE", "4", ["rank 0 (process ", "has WORLD_SIZE=2 and backend gloo, and"]),
+    ],
+    ids=["one number twice", "it counts more", "rank 0 counts more"],
+)
+def test_ranks_that_are_numbered_wrongly_are_told_at_once_on_all(
+    num_ranks: int, rank: str, name: str, value: str, texts: list[str]
+) -> None:
+    messages = run_ranks(meet_with_wrong_numbers, num_ranks, rank, name, value)
     assert len(set(messages)) == 1
-    assert "rank 2 (process " in messages[0]
-    assert "has WORLD_SIZE=4 and backend gloo, and rank 0 has WORLD_SIZE=3" in messages[0]
-
-
-def test_of_two_ranks_with_one_number_the_missing_one_is_told() -> None:
-    told = run_ranks(meet_with_wrong_numbers, 3, "RANK", "1", 2.0)[0]  # by who serves the store
-    assert "of 3 ranks these never joined: [2]. Joined: rank 0 (process " in told
+    assert all(text in messages[0] for text in texts)
 
 
 @pytest.mark.parametrize(

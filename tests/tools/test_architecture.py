@@ -55,7 +55,7 @@ BUDGETS = {
     "hardened_ddp_command.py": 180,
     "ddp_doctor/*": 12_460,
     "ddp_runs/*": 3_910,
-    "hardened_ddp/*": 29_870,
+    "hardened_ddp/*": 29_900,
     "hardened_ddp/gradients/*": 700,
     "hardened_ddp/settings/*": 2_180,
     "hardened_ddp/step/*": 2_175,
@@ -66,14 +66,14 @@ BUDGETS = {
     "hardened_ddp/export/*": 500,
     "hardened_ddp/model/*": 3_180,
     "hardened_ddp/preflight/*": 950,
-    "hardened_ddp/ranks/*": 2_505,
+    "hardened_ddp/ranks/*": 2_530,
     "hardened_ddp/guard/*": 1_230,
     "hardened_ddp/data/*": 4_600,
     "hardened_ddp/streams/*": 2_450,
     "ddp_drills/*": 1_935,
     "launchers/*": 710,
     "tests/harness/*": 1_140,
-    "tests/*": 35_095,
+    "tests/*": 35_115,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.
