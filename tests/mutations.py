@@ -92,7 +92,10 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         ('nodelist).split(",")[0]', 'nodelist).split(",")[-1]', "launcher_environments"),
         ("int(times or 1)", "1", "launcher_environments"),
     ],
-    "ranks/rendezvous.py": [('if each["facts"] != me["facts"]', "if False", "launch gpu_choice")],
+    "ranks/rendezvous.py": [
+        ('if me["facts"] != current["facts"]', "if False", "launch gpu_choice"),
+        ('first["token"] != me["token"]', "False", "launch gpu_choice"),
+    ],
     "ranks/group.py": [
         ('getattr(errors, other.get("kind", ""), MainRankError)', "MainRankError", "launch"),
         ("if theirs.get(name) != value", "if theirs.get(name, value) != value", "launch"),
