@@ -73,7 +73,7 @@ BUDGETS = {
     "ddp_drills/*": 1_935,
     "launchers/*": 710,
     "tests/harness/*": 1_140,
-    "tests/*": 35_115,
+    "tests/*": 35_120,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.
