@@ -6,6 +6,7 @@ Does not own: the first batch (preflight/probe.py).
 
 import inspect
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -44,6 +45,28 @@ BUILT_IN: Mapping[str, type[Task]] = {
     "segmentation": Segmentation,
     "own": Own,
 }
+
+
+def check_metrics(config: TaskConfig, *, stop_when: str) -> None:
+    """Raise ConfigError for metrics that can't be built, or names that no metric has. Rank-local.
+
+    Before any data are seen: of a task that is built in, or of all of them where auto chooses.
+    """
+    name = config.task
+    OwnMetrics(config.metrics)  # raises if one can't be built
+    if ":" in name:
+        return  # what it measures is known when it is built
+    tasks = BUILT_IN.values() if name == "auto" else [BUILT_IN[name]]
+    known = {*config.metrics, LOSS, *(metric.name for task in tasks for metric in task.metrics)}
+    asked = {"best_metric": config.best_metric, "stop_when": stop_when}
+    for setting, wanted in asked.items():
+        if wanted not in {"", "auto", *known}:
+            whose = "no task" if name == "auto" else f"the task {name}"
+            near = get_close_matches(wanted, known, n=1)
+            raise ConfigError(
+                f"{setting}: {whose} has {'a' if name == 'auto' else 'no'} metric {wanted!r}",
+                fix=f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}",
+            )
 
 
 def find_task(name: str) -> Callable[..., Any]:

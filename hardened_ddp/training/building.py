@@ -39,8 +39,7 @@ from hardened_ddp.settings.config import Config, ImportPath, OptimizerConfig
 from hardened_ddp.settings.record import agreed_settings
 from hardened_ddp.settings.wording import counted
 from hardened_ddp.step.parts import ASYNC_DEVICES
-from hardened_ddp.task.build import find_task, label_limit
-from hardened_ddp.task.own_metrics import OwnMetrics
+from hardened_ddp.task.build import check_metrics, find_task, label_limit
 from hardened_ddp.task.task import Task
 from hardened_ddp.training.run_report import check_trackers
 from hardened_ddp.training.weights import build_from_source, load_initial_weights
@@ -152,7 +151,7 @@ def check_names(config: Config) -> None:
     check_model(config.model.model)
     if config.task.task != "auto":
         find_task(config.task.task)
-    OwnMetrics(config.task.metrics)
+    check_metrics(config.task, stop_when=config.loop.stop_when)
     find_optimizer(config.optimizer)
     if isinstance(config.optimizer.lr_schedule, ImportPath):
         path = config.optimizer.lr_schedule

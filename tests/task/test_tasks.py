@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.sources.datasets import build_data
-from hardened_ddp.errors import ModelError
+from hardened_ddp.errors import HardenedError, ModelError
 from hardened_ddp.preflight.probe import choose_task, try_metrics
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
@@ -31,6 +31,7 @@ from hardened_ddp.task.regression import Regression
 from hardened_ddp.task.segmentation import Segmentation
 from hardened_ddp.task.task import Metric, Score, Task, described, with_loss
 from hardened_ddp.task.tokens import Tokens
+from hardened_ddp.training.building import check_names
 from tests.harness.ranks import run_ranks
 from tests.ranks.test_shared_sum import rendezvous
 
@@ -295,6 +296,30 @@ def built(*argv: str) -> Task:
     config = resolve(parse(["--cpu_only", *argv]), world_size=1).config
     model = nn.Linear(3, 2)
     return build_task(config.task.task, model, build_data(config.data), config.task)
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (("--stop_when", "acuracy"), "no task has a metric 'acuracy'"),
+        (("--task", "tokens", "--best_metric", "mae"), "the task tokens has no metric 'mae'"),
+    ],
+    ids=str,
+)
+def test_a_metric_that_can_not_be_is_told_before_the_ranks_meet(
+    argv: tuple[str, ...], told: str
+) -> None:
+    with pytest.raises(HardenedError, match=told):
+        check_names(resolve(parse(["--cpu_only", *argv]), world_size=1).config)
+
+
+def test_names_of_metrics_that_some_data_have_pass() -> None:
+    own = ("--metrics", "{total: tests.task.test_tasks:Sum}", "--best_metric", "total")
+    for argv in (
+        (*own, "--stop_when", "top5_accuracy"),
+        ("--task", "tests.task.test_tasks:Refusing"),
+    ):
+        check_names(resolve(parse(["--cpu_only", *argv]), world_size=1).config)
 
 
 def test_the_best_metric_is_the_first_of_the_task_or_the_loss() -> None:
