@@ -150,7 +150,7 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
             "key=lambda name: name",
             "checkpoint_files",
         ),
-        ("[begin : begin + data", "[: data", "checkpoint_snapshot"),
+        ("self.pieces(begin, begin + data", "self.pieces(0, data", "checkpoint_snapshot"),
         ('    text += b" " * (-len(text) % 8)\n', "", "checkpoint_files"),
     ],
     "checkpoint/store.py": [
