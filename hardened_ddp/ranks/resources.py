@@ -22,13 +22,17 @@ _WANTED = 65536
 
 
 def collect_rarely() -> None:
-    """Collect once per so many new objects, up to keep_imported(): for the imports."""
+    """Collect once per so many new objects, up to collect_as_usual(): for the imports."""
     gc.set_threshold(_WHILE_IMPORTING)
 
 
 def keep_imported() -> None:
-    """Never look again at what exists now, which are modules; collect as usual from here on."""
+    """Never look again at what exists now: modules, before anything of a run is made."""
     gc.freeze()
+
+
+def collect_as_usual() -> None:
+    """Collect as Python does by itself: the loop of a run makes garbage that may be large."""
     gc.set_threshold(*_USUAL)
 
 

@@ -38,6 +38,7 @@ from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.replica import DEFAULT_INPUTS, Inputs
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import Phase
+from hardened_ddp.ranks.resources import collect_as_usual
 from hardened_ddp.reporting.summary import tell_report
 from hardened_ddp.settings.commands import AVERAGED
 from hardened_ddp.settings.config import Config
@@ -343,6 +344,7 @@ def measure(
 
     # WHY float64: a sum over many batches would lose digits in float32.
     totals = Totals(task, group.device, loss_dtype=torch.float64)
+    collect_as_usual()
     try:
         found = loop.run(model, totals)  # collective
     finally:

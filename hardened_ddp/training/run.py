@@ -19,6 +19,7 @@ from hardened_ddp.guard.hang import Subject
 from hardened_ddp.guard.stop import StopRequest
 from hardened_ddp.model.replica import refuse_new_parameters
 from hardened_ddp.ranks.phase import SAMPLE, Phase
+from hardened_ddp.ranks.resources import collect_as_usual
 from hardened_ddp.reporting.goodput import Goodput
 from hardened_ddp.reporting.status_writer import Work
 from hardened_ddp.step.left_out import LeftOut
@@ -84,6 +85,7 @@ class Run:
         self.subject = hang_subject(self)  # for the watch for hangs
         stop.start_last_resort(self.subject.save, grace_s=parts.config.loop.stop_grace_s)
         parts.call_after_workers_start(stop.leave_children_alone)
+        collect_as_usual()  # from here on garbage may hold large tensors
         parts.group.tracker.begin("reading the first batch")
 
     def windows(self) -> Iterator[tuple[Window | None, list[Batch]]]:
