@@ -12,18 +12,19 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from hardened_ddp.ranks.threads import AwakeTime, call_within
+from hardened_ddp.ranks.threads import AwakeTime, call_within, repeating
 
 log = logging.getLogger(__name__)
 
 ANSWER_LIMIT_S = 2.0
-# For a rank at work for all: its disk may hang, and then the launcher must end it.
-MOST_WAIT_S = 600.0
-CLAIM_LIMIT_S = 5.0  # until another rank takes over what this one could not do
+# How often a rank at work for all says so, and after how long a silence another one does it.
+BEAT_S, SILENT_S = 1.0, 5.0
+MOST_WAIT_S = 600.0  # for such work: its disk may hang, and then the launcher must end it
 MOST_TRIES = 3  # ranks that try such work, one after the other: what fails on so many fails on all
 # How long a rank waits for rank 0, which may be slower, before it tells such an error itself.
 DEFER_S = 4.0
@@ -150,8 +151,8 @@ def do_once(
     """Have one of the ranks that call this do work; return whether this rank did.
 
     The first one that comes does it. The others wait: when one has left, the launcher ends the
-    rest, also the one at work. If it can't do it (False), another one does; without a store each
-    rank. head_start_s: how long rank 0 is waited for.
+    rest, also the one at work. If it can't do it (False), or is silent because it died, another one
+    does; without a store each rank. head_start_s: how long rank 0 is waited for.
     """
     end = time.monotonic() + head_start_s
     while rank > 0 and time.monotonic() < end and not (store.look_up(f"{key}/0") or store.is_gone):
@@ -160,7 +161,8 @@ def do_once(
     for number in range(MOST_TRIES):
         claim = f"{key}/{number}"
         if can_work and store.claim(claim, mine) == mine:  # also if the store died with rank 0
-            can_work = work() is not False
+            with repeating(partial(_beat, store, claim, mine), every_s=BEAT_S):
+                can_work = work() is not False
             store.set(claim, _DONE if can_work else _FAILED)
             if can_work:
                 return True
@@ -169,18 +171,26 @@ def do_once(
     return False
 
 
+def _beat(store: RunStore, claim: str, mine: str) -> None:
+    store.set(claim, f"{mine} {time.monotonic()}")
+
+
 def _await_end(store: RunStore, claim: str, *, world_size: int) -> str:
     """Wait until the work that another rank claimed has ended; return how.
 
     Empty: no rank claimed it, or it takes longer than MOST_WAIT_S.
     """
-    waited, text = AwakeTime(1.0), ""
-    while waited.passed_s() < (MOST_WAIT_S if text else CLAIM_LIMIT_S):
+    seen, silent, all_of_it = "", AwakeTime(BEAT_S), AwakeTime(BEAT_S)
+    while silent.passed_s() < SILENT_S:
         text = store.look_up(claim)
         if store.is_gone or text in (_DONE, _FAILED):
             return text or _FAILED
+        if text != seen:
+            seen, silent = text, AwakeTime(BEAT_S)
+        if all_of_it.passed_s() > MOST_WAIT_S:
+            return ""
         time.sleep(poll_s(world_size))
-    return ""
+    return _FAILED if seen else ""
 
 
 def read_failures(store: RunStore, *, reader: int) -> dict[int, str]:

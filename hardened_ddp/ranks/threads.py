@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from functools import partial
 from queue import SimpleQueue
@@ -90,6 +90,24 @@ def _answer(jobs: Jobs) -> None:
     while (question := jobs.get()) is not None:
         question()
         _ready.append(jobs)
+
+
+@contextlib.contextmanager
+def repeating(act: Callable[[], object], *, every_s: float) -> Iterator[None]:
+    """Call act again and again, on another thread, while the work inside goes on. Rank-local."""
+    is_over = threading.Event()
+
+    def repeat() -> None:
+        while not is_over.wait(every_s):
+            act()
+
+    thread = HelperThread(repeat, name="repeating", uses_gpu=False)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()  # WHY: after the work inside act is not called any more
 
 
 class AwakeTime:

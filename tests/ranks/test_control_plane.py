@@ -64,10 +64,11 @@ def test_work_that_never_ends_is_not_waited_for_without_a_limit(
             may_end.set()
 
 
-@pytest.mark.parametrize("how", ["it fails", "the store died with it"])
+@pytest.mark.parametrize("how", ["it fails", "it died", "the store died with it"])
 def test_what_one_rank_can_not_do_another_one_does(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("hardened_ddp.ranks.store.SILENT_S", 1.5)
     inner: Any = CountingStore()
     store, done = RunStore(inner), []
 
@@ -80,6 +81,7 @@ def test_what_one_rank_can_not_do_another_one_does(
             first = pool.submit(do_once, store, "save", lambda: False, rank=0, world_size=2)
         else:
             inner.set("save/0", "0")
+        if how == "the store died with it":
             monkeypatch.setattr(CountingStore, "compare_set", _raise_once_claimed, raising=False)
         assert do_once(store, "save", work, rank=1, world_size=2, head_start_s=30.0)
         assert how != "it fails" or not first.result(30)
@@ -92,9 +94,15 @@ def _raise_once_claimed(self: Any, key: str, expected: str, value: str) -> Any:
     raise RuntimeError("Connection reset by peer")
 
 
-def test_a_rank_whose_store_is_gone_tells_its_error_itself() -> None:
+def test_a_rank_whose_store_is_gone_or_whose_teller_died_tells_its_error_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hardened_ddp.ranks.store.SILENT_S", 1.5)
     told: list[int] = []
     assert do_once(RunStore(), "x", lambda: told.append(1), rank=1, world_size=1)
+    inner: Any = CountingStore()
+    inner.set("x/0", "0")  # rank 0 died before it told it
+    assert do_once(RunStore(inner), "x", lambda: told.append(2), rank=2, world_size=3)
 
     class Gone:
         def __getattr__(self, name: str) -> Any:
@@ -103,7 +111,7 @@ def test_a_rank_whose_store_is_gone_tells_its_error_itself() -> None:
     gone: Any = Gone()
     tell = partial(told.append, 3)
     assert do_once(RunStore(gone), "x", tell, rank=3, world_size=3, head_start_s=9.0)
-    assert told == [1, 3]
+    assert told == [1, 2, 3]
 
 
 def test_a_neighbour_that_leaves_while_reports_are_awaited_does_not_hang(

@@ -21,7 +21,7 @@ from hardened_ddp.ranks import threads
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.store import RunStore
-from hardened_ddp.ranks.threads import AwakeTime, HelperThread, call_within, keep_ready
+from hardened_ddp.ranks.threads import AwakeTime, HelperThread, call_within, keep_ready, repeating
 from tests.harness.ranks import start_ranks
 from tests.ranks.test_shared_sum import rendezvous
 
@@ -79,6 +79,8 @@ def test_a_question_to_the_store_touches_no_gpu(cuda: Cuda) -> None:
     store = RunStore(dist.HashStore())
     with mock.patch("torch.cuda.set_device", side_effect=AssertionError("it would wait")):
         assert store.claim("key", "mine") == "mine"
+        with repeating(lambda: None, every_s=60):
+            pass
 
 
 def test_a_question_to_a_device_that_is_stuck_starts_no_thread(cuda: Cuda) -> None:
