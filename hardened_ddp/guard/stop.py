@@ -23,7 +23,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -153,6 +154,7 @@ class StopRequest:
         self._check_every_s = max(CHECK_EVERY_S, CHECK_PER_RANK_S * group.world_size)
         self._pending: dist.Work | None = None
         self._interval = 1
+        self._has_new_pace = False
         self._tick = self._started_tick = 0
         self._started_at = time.perf_counter()
         self.last_resort: LastResort | None = None
@@ -215,6 +217,23 @@ class StopRequest:
         self.reason = names.get(code) or signal.Signals(code).name
         return self.reason
 
+    @contextmanager
+    def another_pace(self) -> Iterator[None]:
+        """Agree again on the interval of polls: the work inside takes another time than a step.
+
+        Collective: all ranks, between the same polls.
+        """
+        self._change_pace()
+        try:
+            yield
+        finally:
+            self._change_pace()
+
+    def _change_pace(self) -> None:
+        self._interval, self._started_tick = 1, self._tick
+        self._started_at = time.perf_counter()
+        self._has_new_pace = True
+
     def _poll(self) -> int:
         if self.group.world_size == 1:
             now = time.perf_counter()
@@ -236,7 +255,8 @@ class StopRequest:
             return 0
         self.group.finish(self._pending)
         self._pending = None
-        self._interval = max(1, int(self._word[1]))
+        # WHY: an all-reduce started before a change of pace has the interval of the old one
+        self._interval = 1 if self._has_new_pace else max(1, int(self._word[1]))
         self.is_alike = bool(self._word[2] == -self._word[3])  # the max of x and of -x
         return int(self._word[0])
 
@@ -261,12 +281,14 @@ class StopRequest:
         if self.code == signal.SIGTERM and launch.num_nodes > 1 and launcher_has_died.is_set():
             self.code = _LOST_CODE + launch.rank
         self._word[0] = self.code
-        self._word[1] = min(MAX_INTERVAL, max(1, int(self._check_every_s / poll_time)))
+        interval = min(MAX_INTERVAL, max(1, int(self._check_every_s / poll_time)))
+        self._word[1] = 1 if self._has_new_pace else interval  # no poll was timed yet
         if self._digest is not None:
             self._word[2] = digest = self._digest()
             self._word[3] = -digest
         self._pending = self.group.start_max(self._word)  # collective
         self._started_tick, self._started_at = self._tick, now
+        self._has_new_pace = False
 
     def _look_around(self) -> None:
         self.has_looked = True

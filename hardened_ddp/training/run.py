@@ -129,8 +129,9 @@ class Run:
         """
         progress = self.progress
         self.stepper.confirm_last_step()  # collective
-        lock = self.stepper.live.lock
-        found = evaluate(self.parts, lock, should_stop=self.stop.poll)  # collective
+        with self.stop.another_pace():
+            lock = self.stepper.live.lock
+            found = evaluate(self.parts, lock, should_stop=self.stop.poll)  # collective
         if found is None:
             log.warning(
                 "%s: stopping in the evaluation after step %d", self.stop.reason, progress.step
