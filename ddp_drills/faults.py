@@ -114,7 +114,7 @@ def _first_and_all() -> Iterator[Fault]:
 def _starts() -> Iterator[Fault]:
     for outside, text, told in (
         ("port taken", "another program listens on the port of the rendezvous", "is taken"),
-        ("unresolvable host", "the name of rank 0's host can't be resolved", "can't be resolved"),
+        ("unresolvable host", "the name of rank 0's host can't be resolved", "tried rank-0"),
         ("missing rank", "one rank never starts", "never joined"),
     ):
         yield _stops(
@@ -303,7 +303,7 @@ def _models() -> Iterator[Fault]:
         name="forward-collective",
         text="the model calls a collective in each forward, as SyncBatchNorm does",
         injections=(collective,),
-        says=("the model's forward runs collectives (all_reduce in",),
+        says=("the model's forward runs collectives (allreduce in",),
         min_ranks=2,
     )
     yield _stops(
@@ -323,7 +323,7 @@ def _models() -> Iterator[Fault]:
         # WHY: of the 69 samples that the digits leave for the last step of 2 ranks, one has 18
         # micro-batches of 2 and the other 17
         flags=("--batch_size", "2", "--accumulation_steps", "18"),
-        says=("the model's forward runs collectives (all_reduce in",),
+        says=("the model's forward runs collectives (allreduce in",),
         keeps="equal replicas",
         min_ranks=2,
     )

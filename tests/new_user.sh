@@ -42,7 +42,7 @@ check "one process" one.txt 'resume: +hardened-ddp --resume runs/one$'
 hardened-ddp --nproc_per_node 2 --cpu_only --max_steps 4 --run_name two >two.txt 2>&1
 check "two ranks" two.txt 'resume: +hardened-ddp --nproc_per_node 2 --resume runs/two$'
 if hardened-ddp --max_stepz 2 >wrong.txt 2>&1; then exit 1; fi
-check "a mistake" wrong.txt '^hardened-ddp: error .DDP-C01. a problem in the settings'
+check "a mistake" wrong.txt '^hardened-ddp: error .DDP-C01. 1 problem in the settings'
 hardened-ddp explain runs/two >explained.txt
 check "explain" explained.txt finished
 

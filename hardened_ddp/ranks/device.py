@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from hardened_ddp.errors import LaunchError
 from hardened_ddp.ranks.launch import Launch
+from hardened_ddp.ranks.launchers_env import command_words, with_arguments
 from hardened_ddp.settings.config import Backend
 
 _SUCCESS, _NOT_READY = 0, 600  # CUresult of <cuda.h>
@@ -29,10 +30,12 @@ def pick_device(launch: Launch, *, cpu_only: bool, backend: str) -> torch.device
     if index >= num_gpus and launch.has_own_gpus:
         index = 0
     if index >= num_gpus and backend != "gloo":
+        num_ranks = num_gpus * launch.num_nodes
+        fewer = command_words(launch.launcher, num_ranks, num_nodes=launch.num_nodes, env={})
         raise LaunchError(
             f"local rank {launch.local_rank} has no GPU: this node has {num_gpus} and was given "
             f"{launch.local_world_size} ranks",
-            fix=f"start {num_gpus} ranks on this node, one for each GPU, or add --backend gloo",
+            fix=f"add --backend gloo, or start one rank for each GPU: {with_arguments(fewer)}",
         )
     device = torch.device("cuda", index % num_gpus)
     # WHY first: NCCL and every .cuda() without an index use the current device.

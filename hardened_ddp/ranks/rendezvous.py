@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from hardened_ddp.errors import GroupError, LaunchError
 from hardened_ddp.ranks.launch import Launch
+from hardened_ddp.ranks.launchers_env import command_words, with_arguments
 from hardened_ddp.ranks.threads import call_within
 from hardened_ddp.settings.typed_command import own_command
 from hardened_ddp.settings.wording import listed
@@ -214,11 +215,14 @@ def _listen(launch: Launch) -> int:
             dualstack_ipv6=is_dual,
         )
     except OSError as error:
+        fix = "set MASTER_PORT to another port for all ranks; torchrun takes it as --master_port"
+        if launch.num_nodes == 1 and launch.launcher in ("torchrun", "none"):
+            alone = command_words("torchrun", launch.world_size, env={})
+            fix = f"torchrun takes a free one: {with_arguments(alone)}"
         raise GroupError(
             f"port {launch.master_port} of this machine is taken ({error.strerror}), so rank 0 "
             "can't serve the store for the rendezvous",
-            fix="set MASTER_PORT to another port for all ranks (--master_port of torchrun); on one "
-            "host torchrun --standalone takes a free one",
+            fix=fix,
         ) from error
     return listener.detach()
 
