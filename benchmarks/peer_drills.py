@@ -61,8 +61,10 @@ def cell(row: dict[str, Any]) -> str:
         return told + "weights become NaN"
     if any(lost.startswith("the next start") for lost in row["lost"]):
         return told + "no start succeeds"
-    if row["next_start"] == "not needed" and not row["lost"]:
-        return "continues, nothing lost"
+    if row["next_start"] == "not needed" and not row["steps_lost"]:
+        return "continues, nothing lost" + "; other weights" * (row["weights"] == "differ")
+    if row["steps_lost"] is None:
+        return told + "not measured"
     told += f"{row['steps_lost']} steps" if row["steps_lost"] else "nothing"
     twice, never = row["samples_twice"] or 0, row["samples_never"] or 0
     told += f"; {twice} twice, {never} never" * bool(twice + never)

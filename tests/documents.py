@@ -165,57 +165,34 @@ def _example(tree: Iterable[Any]) -> str:  # Any: the parser's own types
 
 
 FAULTS = {
-    "SIGTERM to rank 1": ("SIGTERM to one rank", "sigterm-forward"),
-    "kill -9 of rank 1; the same command again": ("kill -9 of one rank", "kill-forward"),
-    "newest checkpoint cut in half, then resume": (
-        "newest checkpoint cut in half",
-        "torn-checkpoint",
-    ),
-    "resume on 1 rank instead of 2": (
-        "resume on 1 rank instead of 2",
-        "tests/promises/test_restarts.py",
-    ),
-    "out of memory in forward on rank 1, once": ("one rank out of memory", "memory-forward"),
-    "rank 1 hangs in forward, once; torchrun --max_restarts=1": ("one rank hangs", "hang-forward"),
-    "NaN loss on rank 1, once": ("NaN on one rank", "nan-once"),
-    "a layer unused on rank 1 from step 34 on": ("a layer becomes unused", "unused-parameter"),
-    "kill -9 of torchrun itself": ("kill -9 of torchrun", "torchrun-killed"),
-    "kill -9 of a DataLoader worker of rank 1": ("kill -9 of a DataLoader worker", "worker-kill"),
+    "kill-rank": ("kill -9 of one rank", "kill-forward"),
+    "kill-all": ("kill -9 of everything", "kill-all"),
+    "term": ("SIGTERM", "sigterm-forward"),
+    "oom": ("one rank out of memory", "memory-backward"),
+    "nan": ("NaN on one rank", "nan-once"),
+    "hang": ("one rank hangs", "hang-forward"),
+    "full-disk": ("the disk is full", "disk-full"),
+    "kill-in-save": ("kill -9 in a save", "kill-checkpoint"),
+    "cut-checkpoint": ("checkpoint cut in half", "torn-checkpoint"),
+    "fewer-ranks": ("resume on 1 rank instead of 2", "tests/promises/test_restarts.py"),
+    "dead-worker": ("a DataLoader worker killed", "worker-kill"),
 }
-"""The tables of docs/PEERS_ON_FAULTS.md that README.md sums up, what it calls them, and the drill
-(or test) that shows what this project does."""
+"""Faults of docs/PEERS_ON_FAULTS.md, what README.md calls them, and the drill (or test) that shows
+what this project does."""
 
 
 def faults_table() -> str:
-    """Write what each contender lost at each fault, one row a fault, from the measured tables."""
-    contenders = ("bare", "accelerate", "lightning", "trainer", "ddp_training.py")
-    titles = ("fault", "torchrun alone", "Accelerate", "Lightning", "HF Trainer", "this project")
-    lines = [f"| {' | '.join(titles)} | drill |", "| --- " * (len(titles) + 1) + "|"]
-    for fault, (label, shown_by) in FAULTS.items():
-        section = text_of(PEERS).partition(f"### {fault}\n")[2].partition("\n### ")[0]
-        rows = [line.strip("| ").split(" | ") for line in section.splitlines() if "|" in line]
-        measured = {name: rest for names, *rest in rows for name in names.split(", ")}
-        cells = [outcome(*measured[name][:3]) for name in contenders]
-        lines.append(f"| {label} | {' | '.join(cells)} | `{shown_by}` |")
+    """Write what each contender lost at each fault, as benchmarks/peer_drills.py measured it."""
+    titles, *rows = table_rows(PEERS, cells=7)
+    shown = [titles.index(name) for name in titles if name != "Fabric"]
+    lines = [f"| {' | '.join(titles[place] for place in shown)} | drill |"]
+    lines += ["| --- " * (len(shown) + 1) + "|"]
+    for row in rows:
+        if row[0].strip("`") in FAULTS:
+            label, shown_by = FAULTS[row[0].strip("`")]
+            cells = [label, *(row[place] for place in shown[1:])]
+            lines.append(f"| {' | '.join(cells)} | `{shown_by}` |")
     return "\n".join([*lines, ""])
-
-
-def outcome(happened: str, steps_lost: str, samples: str) -> str:
-    """Say in a few words what docs/PEERS_ON_FAULTS.md says of one contender at one fault."""
-    if "lived on" in happened:
-        return "ranks train on alone"
-    if "NaN" in happened:
-        return "weights become NaN"
-    if "by itself" in happened:
-        return "continues, nothing lost"
-    if "-9" in happened:
-        return "ranks save and exit"
-    said = "hangs; " * happened.startswith("hung")
-    if not re.search(r"from step \d+$", happened):
-        return said + "no start succeeds"
-    said += "nothing" if samples == "0 / 0" and steps_lost == "0" else f"{steps_lost} steps"
-    surplus, missing = samples.split(" / ")
-    return said + f"; {surplus} twice, {missing} never" * (samples != "0 / 0")
 
 
 def drills_tables() -> str:

@@ -181,32 +181,33 @@ def buckets() -> str:
 
 
 FAULTS = {
-    "kill -9 of rank 1; the same command again": "kill -9 of a rank",
-    "SIGTERM to rank 1": "SIGTERM to a rank",
-    "newest checkpoint cut in half, then resume": "checkpoint cut in half",
-    "out of memory in forward on rank 1, once": "a rank out of memory",
-    "rank 1 hangs in forward, once; torchrun --max_restarts=1": "a rank hangs",
-    "NaN loss on rank 1, once": "NaN on one rank",
+    "kill-rank": "kill -9 of a rank",
+    "term": "SIGTERM",
+    "cut-checkpoint": "checkpoint cut in half",
+    "oom": "a rank out of memory",
+    "hang": "a rank hangs",
+    "nan": "NaN on one rank",
 }
 PEERS = {
-    **{"bare": "torchrun alone", "accelerate": "Accelerate", "lightning": "Lightning"},
-    **{"trainer": "HF Trainer", "ddp_training.py": "this project"},
+    **{"torch's tutorial": "torchrun alone", "Accelerate": "Accelerate", "Lightning": "Lightning"},
+    **{"HF Trainer": "HF Trainer", "ddp_training.py": "this project"},
 }
 
 
 def loss_of(fault: str, peer: str) -> tuple[str, str]:
     """Give what a contender lost at a fault, in a word, and its color."""
     text = (DOCS / "PEERS_ON_FAULTS.md").read_text(encoding="utf-8")
-    section = text.partition(f"### {fault}\n")[2].partition("\n### ")[0]
-    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:2] == "| "]
-    [(happened, steps)] = [row[1:3] for row in rows if peer in row[0].split(", ")]
-    if "NaN" in happened:
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line[:2] == "| "]
+    titles = next(row for row in rows if peer in row)
+    row = next(row for row in rows if row[0] == f"`{fault}`")
+    lost = row[titles.index(peer)].partition(";")[0]
+    if "NaN" in lost:
         return "all weights", RED
-    if "without a step" in happened:
+    if "no start" in row[titles.index(peer)]:
         return "cannot resume", RED
-    if happened.startswith("hung"):
-        return f"hangs, {steps} steps", RED
-    return ("nothing", GREEN) if steps == "0" else (f"{steps} steps", ORANGE)
+    if lost == "hangs":
+        return row[titles.index(peer)].replace("hangs; ", "hangs, ").partition(";")[0], RED
+    return ("nothing", GREEN) if "nothing" in lost else (lost, ORANGE)
 
 
 def lost_at_a_fault() -> str:

@@ -184,7 +184,7 @@ class TestReadme:
             if fault is None:
                 assert has_function(f"{name}::{TEST_OF_OTHER_RANKS}"), row
                 continue
-            assert (fault.ends == "continues") == (ours == "continues, nothing lost"), row
+            assert (fault.ends == "continues") == ours.startswith("continues, nothing lost"), row
             assert fault.ends == "continues" or fault.keeps == "same weights", row
             assert not fault.leaves_out, row
 
