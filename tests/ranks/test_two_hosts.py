@@ -110,7 +110,8 @@ def test_a_real_ssh_server_on_each_host_is_one_run_and_ends_with_it(
 def start_elastic(hosts: TwoHosts, index: int, *words: str | Path) -> Running:
     """Start the torchrun of one host, in a run of one or two; words: of torchrun and the script."""
     argv = ["torchrun", "--nnodes=1:2", "--nproc_per_node=1", "--max_restarts=3"]
-    argv += ["--rdzv_backend=c10d", "--rdzv_conf=last_call_timeout=1"]
+    # WHY 10 s: if the agents came together too late, each would begin a run folder of its own
+    argv += ["--rdzv_backend=c10d", "--rdzv_conf=last_call_timeout=10"]
     argv += [f"--local_addr={ADDRESSES[index]}"]
     # WHY: torch 2.13's agents wait for each other for ever when a node joins and they share it
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
