@@ -152,18 +152,9 @@ def test_after_a_hang_torchrun_restarts_to_the_same_weights(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_job_that_is_stopped_as_a_whole_and_goes_on_did_not_hang(tmp_path: Path) -> None:
-    argv = [
-        *PLAIN,
-        "--epochs",
-        "9",
-        "--max_steps",
-        "60",
-        "--hang_after_s",
-        "6",
-        "--timeout_s",
-        "12",
-    ]
-    argv += ["--model", "tests.plugins:paced_mlp", "--model_args", "{pause_s: 0.05}"]
+    argv = [*PLAIN, "--epochs", "9", "--max_steps", "60", "--hang_after_s", "6"]
+    argv += ["--timeout_s", "12", "--model", "tests.plugins:paced_mlp"]
+    argv += ["--model_args", "{pause_s: 0.05}"]
     with start_training([*argv, "--output_dir", tmp_path], 2) as running:
         running.wait_for(lambda: "step 20/" in running.output(0), timeout_s=60, what="20 steps")
         running.kill(1, signal.SIGSTOP)
