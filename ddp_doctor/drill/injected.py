@@ -39,6 +39,7 @@ class Drilled:
         self.rank, self.num_steps, self._num_optimizers = -1, 0, 0
         self._optimizers = weakref.WeakKeyDictionary[Foreign, int]()
         self._iterators = weakref.WeakSet[Foreign]()
+        self._hooks: list[Foreign] = []
         self._inside: Foreign = None
         self._before: dict[str, Foreign] = {}
         self._has_forward = self._is_armed = False
@@ -52,6 +53,7 @@ class Drilled:
         table: dict[str, Any] = {
             "torch.optim.optimizer": self._patch_optimizer,
             "torch.utils.data.dataloader": loaders.patch,
+            "torch.nn.modules.module": self._patch_module,
             "torch.nn.parallel.distributed": self._patch_ddp,
             "torch.distributed.distributed_c10d": self._patch_group,
             "torch.serialization": lambda module: self._patch_save(module, "save"),
@@ -69,6 +71,8 @@ class Drilled:
     def _patch_group(self, module: Foreign) -> None:
         def note(*args: Any, **kwargs: Any) -> None:
             self.rank = module.get_rank()
+            while self._hooks:
+                self._hooks.pop().remove()
             self.emit("group", rank=self.rank, world=module.get_world_size())
 
         self.recorder.wrap(module, "init_process_group", after=note)
@@ -145,6 +149,27 @@ class Drilled:
         again = [batch for batch in alike if batch["step"] == self.num_steps + 1]
         return next(iter([*again, *(batch for batch in alike if not batch["step"])]), None)
 
+    def _use(self, batch: dict[str, Foreign] | None) -> None:
+        if batch is not None and not batch["step"]:  # a retry of a step uses it only once
+            batch["step"] = self.num_steps + 1
+            self.emit("use", n=batch["step"], names=batch["names"])
+
+    def _patch_module(self, module: Foreign) -> None:
+        """Observe every module of a program on one rank, up to its process group, if it has one.
+
+        WHY: it may do without DDP. What is inside of a model gets no batch as it was delivered.
+        """
+
+        def note(model: Foreign, args: Foreign, kwargs: Foreign, output: Foreign) -> None:
+            import torch
+
+            if torch.is_grad_enabled() and not is_compiling():
+                self._use(self._find([args, kwargs]))
+
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            hook = self.recorder.guarded(note)
+            self._hooks.append(module.register_module_forward_hook(hook, with_kwargs=True))
+
     def _patch_ddp(self, module: Foreign) -> None:
         original, find = module.DistributedDataParallel.forward, self.recorder.guarded(self._find)
 
@@ -157,10 +182,8 @@ class Drilled:
             self._has_forward, batch = True, find([args, kwargs])
             kind = self._strike() if self.plan["point"] == "forward" else ""
             output = original(model, *args, **kwargs)
-            if batch is not None and not batch["step"]:  # a retry of a step uses it only once
-                batch["step"] = self.num_steps + 1
-                # WHY now: others may end this step, with this rank's gradient, without this rank
-                self.emit("use", n=batch["step"], names=batch["names"])
+            # WHY now: others may end this step, with this rank's gradient, without this rank
+            self._use(batch)
             if kind in OF_OUTPUT and not any(t.requires_grad for t in _tensors(output)):
                 self.emit("missed", what="the output of forward has no tensor that is known")
             return _broken(output, kind)

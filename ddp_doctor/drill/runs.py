@@ -65,6 +65,8 @@ class Process:
     def __post_init__(self) -> None:
         for group in self.all("group")[:1]:
             self.rank, self.world = group["rank"], group["world"]
+        if self.rank is None and self.all("update"):
+            self.rank = 0  # alone, without a process group
 
     def all(self, kind: str) -> list[Facts]:
         return [record for record in self.records if record["k"] == kind]

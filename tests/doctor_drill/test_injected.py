@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,6 +52,29 @@ def test_a_batch_is_found_by_content_in_a_copy_and_used_once_in_a_retried_step(
     made.num_steps = 1
     assert made._find([copy]) is None, "used by an earlier step"
     assert made._find([torch.ones(3)]) is None
+
+
+def test_on_one_rank_a_model_without_ddp_uses_its_batch_until_there_is_a_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    made, data = drilled(tmp_path), TensorDataset(torch.randn(6, 4))
+    model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Linear(4, 2))
+    group = SimpleNamespace(init_process_group=lambda: 0, get_rank=lambda: 0)
+    group.get_world_size = lambda: 1
+    made._patch_group(group)
+    made._patch_module(torch.nn.modules.module)
+    try:
+        for indices in ([0, 1], [2, 3]):
+            made._deliver(Iterator(data), indices, [data[indices][0]])
+        with torch.no_grad():
+            model(data[[0, 1]][0])
+        for _ in range(2):
+            model(input=data[[2, 3]][0].clone())
+        assert [use["names"] for use in told(tmp_path, "use")] == [[2, 3]]
+    finally:
+        group.init_process_group()
+    assert torch.nn.modules.module._global_forward_hooks == {}
 
 
 def test_samples_of_an_iterable_dataset_are_named_by_their_contents(tmp_path: Path) -> None:

@@ -43,9 +43,9 @@ def case_of(folder: Path, *starts: dict[int, list[dict[str, Any]]], status: int 
 
 
 def write_records(case: Case, rank: int, records: list[dict[str, Any]], *, world: int = 2) -> None:
-    """Write what a rank of the next start tells."""
+    """Write what a rank of the next start tells; world 0: it has no process group."""
     number, group = len(case.starts), {"k": "group", "rank": rank, "world": world}
-    lines = [r | {"t": number + i / 1e3} for i, r in enumerate([group, *records])]
+    lines = [r | {"t": number + i / 1e3} for i, r in enumerate([group] * (world > 0) + records)]
     path = case.home / f"records{number}/p{rank + 1}.jsonl"
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -69,6 +69,15 @@ def test_a_start_continued_where_its_first_weights_were_whatever_its_step_number
 ) -> None:
     case = case_of(tmp_path, {0: life("a", "b", "c", "d")}, {0: life("c", "x", "y")})
     assert where(case, 4) == [(0, "weights"), (2, "weights")]
+
+
+def test_a_start_on_one_rank_without_a_process_group_goes_on_where_it_began(tmp_path: Path) -> None:
+    case = case_of(tmp_path, {0: life("a", "b", "c"), 1: life("a", "b", "c")})
+    write_records(case, 0, life("c", "d"), world=0)
+    case.starts.append({"status": 0})
+    parts = parts_of(case, 3)
+    assert [(part.base, part.end) for part in parts] == [(0, 2), (2, 3)]
+    assert samples_of(uses_of(case, parts)) == {1: 3, 2: 2}
 
 
 def test_of_two_steps_with_the_same_weights_the_number_of_steps_decides(tmp_path: Path) -> None:

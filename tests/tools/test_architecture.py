@@ -53,7 +53,7 @@ MAX_FUNCTION_LINES, MAX_PARAMETERS = 60, 6
 BUDGETS = {
     "ddp_training.py": 415,
     "hardened_ddp_command.py": 180,
-    "ddp_doctor/*": 12_460,
+    "ddp_doctor/*": 12_485,
     "ddp_runs/*": 3_910,
     "hardened_ddp/*": 29_985,
     "hardened_ddp/gradients/*": 700,
@@ -73,7 +73,7 @@ BUDGETS = {
     "ddp_drills/*": 1_935,
     "launchers/*": 710,
     "tests/harness/*": 1_140,
-    "tests/*": 35_155,
+    "tests/*": 35_170,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.
