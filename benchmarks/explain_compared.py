@@ -7,7 +7,7 @@
     python benchmarks/explain_compared.py --logs FOLDER --nvrx PYTHON
                                                           NVRx's restart agent on kept outputs
 
-Each job is a reproducer of the tests with two or three ranks (tests/explain/failing_*.py), started
+Each job is a reproducer of the tests with two or three ranks (tests/explain/failing.txt), started
 by a real torchrun. Its main function is decorated with @record, as torch's documentation advises,
 so that torchrun's last block has all that it can have. explain reads the same output.
 
@@ -147,10 +147,9 @@ def be_rank(case: reproducers.Reproducer) -> None:
 
     @record
     def job() -> None:
-        rank = int(os.environ["RANK"])
         if case.has_group:
             dist.init_process_group("gloo", timeout=reproducers._TIMEOUT)
-        case.run(rank, Path.cwd())
+        case.run()
 
     job()
 

@@ -1,6 +1,6 @@
 """Logs of failures that this machine can't have, made from the format strings of their sources.
 
-composed.txt has one for each cause without a program in failing_*.py: what needs GPUs, NCCL,
+composed.txt has one for each cause without a program in failing.txt: what needs GPUs, NCCL,
 InfiniBand, broken hardware, Slurm, Kubernetes, Windows, macOS, or a package that the tests do not
 need. `{rank}` and `{other}` are numbers that a test chooses, `\\n` is the end of a line.
 """

@@ -2,24 +2,27 @@
 
     python -m tests.explain.reproducers FOLDER [NAME ...]     write the log of each to FOLDER
 
-Owns the way they run: torch is imported once, each rank is forked, and an exception ends in the
-hook that torch installs, so that a log has the prefixes of a real one. What fails is in the modules
-failing_*.py.
+They are in failing.txt: `=== name: cause`, then how many ranks of a process group it has, and the
+rank that is at fault, where the log can say it. What they share stands before the first one. Owns
+the way they run: torch is imported once, each rank is forked, and an exception ends in the hook
+that torch installs, so that a log has the prefixes of a real one.
 """
 
-import importlib
 import os
+import re
 import shutil
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
-MODULES = ("graph", "launch", "data", "memory", "groups", "precision", "checkpoints", "sharded")
+_SHARED, *_PROGRAMS = re.split(
+    r"^=== ", Path(__file__).with_name("failing.txt").read_text(encoding="utf-8"), flags=re.M
+)
+_HEADER = re.compile(r"(\w+): ([\w-]+)(?:, (\d) ranks?)?(?:, guilty (\d))?")
 _TIMEOUT = timedelta(seconds=20)
 
 
@@ -29,41 +32,32 @@ class Reproducer:
 
     name: str
     code: str
-    run: Callable[[], Any]  # Any: what it returns is not used
-    """Called on each rank, in a folder for the case."""
+    source: str
+    num_ranks: int
+    has_group: bool
+    guilty: int | None
 
-    num_ranks: int = 1
-    has_group: bool = False
-    guilty: int | None = None
-    """The rank that is at fault, where the log can say it."""
-
-
-ALL: dict[str, Reproducer] = {}
-
-
-def reproduces(
-    code: str, *, num_ranks: int = 1, guilty: int | None = None, group: bool = False
-) -> Callable[[Callable[[], Any]], None]:
-    """Register what fails: a function by its own name, an expression by that of its cause."""
-
-    def register(run: Callable[[], Any]) -> None:
-        name = code.replace("-", "_") if run.__name__ == "<lambda>" else run.__name__
-        while name in ALL:
-            name += "_too"
-        ALL[name] = Reproducer(name, code, run, num_ranks, group or num_ranks > 1, guilty)
-
-    return register
-
-
-def throw(error: BaseException) -> None:
-    raise error
+    def run(self) -> None:
+        """Be a rank of the program, in a folder for the case."""
+        job = sys.modules["job"] = ModuleType("job")  # in which pickle finds its classes
+        path = Path("job.py").absolute()
+        path.write_text(self.source, encoding="utf-8")  # a traceback shows its lines
+        for text, name in ((_SHARED, "shared.py"), (self.source, str(path))):
+            exec(compile(text, name, "exec"), job.__dict__)
 
 
 def load() -> dict[str, Reproducer]:
-    """Import all modules of failures."""
-    for name in MODULES:
-        importlib.import_module(f"tests.explain.failing_{name}")
-    return ALL
+    """Read all programs."""
+    found = {}
+    for program in _PROGRAMS:
+        header, _, source = program.partition("\n")
+        match = _HEADER.fullmatch(header)
+        assert match, header
+        name, code, ranks, guilty = match.groups()
+        guilty_rank = None if guilty is None else int(guilty)
+        assert name not in found, name
+        found[name] = Reproducer(name, code, source, int(ranks or 1), bool(ranks), guilty_rank)
+    return found
 
 
 def write_log(case: Reproducer, log: Path) -> None:
@@ -132,6 +126,7 @@ def main(folder: Path, names: list[str]) -> None:
     import torch._dynamo  # WHY here: DDP and the optimizers import it, in each rank that has one
 
     torch.set_num_threads(1)
+    exec(_SHARED, {})  # what it imports is there for all ranks
     cases = load()
     for name in names or cases:
         log = folder / f"{name}.log"
@@ -140,7 +135,4 @@ def main(folder: Path, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # WHY by its name: the failing modules import this one as tests.explain.reproducers
-    from tests.explain.reproducers import main as run
-
-    run(Path(sys.argv[1]).resolve(), sys.argv[2:])
+    main(Path(sys.argv[1]).resolve(), sys.argv[2:])

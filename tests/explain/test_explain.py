@@ -17,7 +17,7 @@ import ddp_training
 from ddp_doctor.explain.catalogue import CAUSES
 from ddp_doctor.explain.matching import Matcher, literal_of
 from ddp_doctor.explain.reader import Search
-from tests.explain import healthy
+from tests.explain import healthy, reproducers
 from tests.explain.composed import (
     LOGS,
     PEER,
@@ -52,11 +52,8 @@ class TestCatalogue:
                 re.compile(phrase)
 
     def test_a_cause_has_a_program_that_fails_a_composed_log_or_the_reason_why_not(self) -> None:
-        programs = "".join(path.read_text() for path in Path(__file__).parent.glob("failing_*.py"))
-        shown = {
-            *re.findall(r'reproduces?\(\s*"([\w-]+)"', programs),
-            *(case.code for case in LOGS),
-        }
+        programs = reproducers.load().values()
+        shown = {case.code for case in (*programs, *LOGS)}
         codes = {cause.code for cause in CAUSES if not cause.code.startswith(("DDP-", "python-"))}
         assert codes - shown == WITHOUT_LOG.keys()
 
