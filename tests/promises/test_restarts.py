@@ -130,21 +130,6 @@ def test_another_batch_size_on_resume_changes_the_steps_to_come_and_not_the_epoc
 
 
 @pytest.mark.slow
-def test_a_stop_in_an_evaluation_is_saved_and_the_evaluation_done_again(tmp_path: Path) -> None:
-    argv = [*EVALUATED, "--epochs", "2", "--output_dir", tmp_path]
-    with start_training(argv, 2) as running:
-        running.wait_for(lambda: "step 5/10" in running.output(0), timeout_s=60, what="epoch 1")
-        running.kill(1, signal.SIGTERM)
-        finished = running.wait(20).ok()
-    assert "stopping in the evaluation after step 5" in finished.output
-    assert read_summary(only_run(tmp_path))["status"] == "stopped"
-    resumed = train([*argv, "--resume", only_run(tmp_path)], 2).ok()
-    assert "from step 5\n" in resumed.outputs[0]
-    assert "epoch 1 done" in resumed.outputs[0]
-    assert read_summary(only_run(tmp_path))["step"] == 10
-
-
-@pytest.mark.slow
 def test_a_last_evaluation_that_was_cut_short_is_done_by_the_next_start(tmp_path: Path) -> None:
     argv = [*EVALUATED, "--epochs", "1", "--checkpoint_every_steps", "5", "--run_name", "run"]
     argv += ["--ledger", "--output_dir", tmp_path]
