@@ -16,7 +16,6 @@ from benchmarks.faults.account import (
 from benchmarks.faults.cases import FAULTS, TOTAL_STEPS
 from benchmarks.faults.running import Attempt, Observed
 from benchmarks.faults.table import figures_of, markdown
-from tests.harness.ranks import run_command
 
 # 2 ranks, 4 samples, one of each per step: an epoch is 2 steps.
 EPOCH = [((0, 1), (2, 3)), ((2, 0), (1, 3))]
@@ -81,9 +80,3 @@ def test_each_fault_has_a_table_with_a_cell_for_each_figure() -> None:
     assert len({line.count("|") for line in [*table, *other_table]}) == 1
     assert table[2].startswith("| bare | status 1; then from step 2 | 1 |")
     assert other_table[2].endswith("| - | - | - |")
-
-
-def test_the_benchmark_lists_its_faults() -> None:
-    argv = ["python", "benchmarks/peer_faults.py", "--list"]
-    listed = run_command(argv, timeout_s=20).ok().stdout
-    assert all(f"{name} " in listed for name in FAULTS)
