@@ -1,6 +1,5 @@
 """ddp_doctor without the rest of the repository: what it needs, and what it knows of our runs."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -47,17 +46,22 @@ def run(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def test_explain_works_with_that_one_folder_and_the_standard_library(alone: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("explain job.log --json", '"memory-gpu"'),
+        ("explain --cause graph-unused", "find_unused_parameters=True"),
+        ("audit --source train.py", "no mistakes found"),
+    ],
+)
+def test_it_works_with_that_one_folder_and_the_standard_library(
+    words: str, told: str, alone: Path
+) -> None:
     (alone / "job.log").write_text(LOG)
-    done = run(alone, "explain", "job.log", "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["cause"]["code"] == "memory-gpu"
-
-
-def test_audit_reads_a_source_with_that_one_folder(alone: Path) -> None:
     (alone / "train.py").write_text("import torch\n")
-    done = run(alone, "audit", "--source", "train.py")
+    done = run(alone, *words.split())
     assert done.returncode == 0, done.stderr
+    assert told in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -109,9 +113,3 @@ def test_every_cause_is_printed_in_full_by_its_code() -> None:
         parts = (cause.title, *fixes, cause.confirm, cause.or_else)
         assert [part for part in parts if " ".join(part.split()) not in words] == [], cause.code
         assert all(phrase in output.getvalue() for phrase in cause.phrases), cause.code
-
-
-def test_the_code_of_a_cause_is_all_that_is_needed(alone: Path) -> None:
-    done = run(alone, "explain", "--cause", "graph-unused")
-    assert done.returncode == 0, done.stderr
-    assert "find_unused_parameters=True" in done.stdout
