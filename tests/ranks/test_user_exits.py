@@ -151,7 +151,6 @@ def command(place: str, output: Path, rank: int) -> list[str]:
 
 
 RUNS = [("forward", 2), ("sample", 1), *((place, 2) for place in PLACES if place != "forward")]
-RUNS += [(place, 1) for place in ("forward", "dataset", "sample, in a worker", "evaluation")]
 
 
 @pytest.mark.parametrize("run", slow_after(2, RUNS), ids=str)
