@@ -8,7 +8,7 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -147,17 +147,6 @@ class TestRanks:
         found = explain_text("\n".join(silent), tmp_path)
         assert (code_of(found), rank_of(found)) == (TIMEOUT, 1)
 
-    def test_a_rank_whose_own_log_is_not_here_is_not_named(self, tmp_path: Path) -> None:
-        text = timeouts({0: 90, 1: 90, 2: 90, 3: 90}, world_size=4)
-        for rank in (0, 1, 3):
-            lines = [x for x in text.splitlines() if "[rank" not in x or f"[rank{rank}]" in x]
-            (tmp_path / f"rank-{rank}.log").write_text("\n".join(lines))
-        found = explain(tmp_path)
-        assert (code_of(found), rank_of(found)) == (TIMEOUT, None)
-        assert "of rank 2 there is no log here" in found["cause"]["sentence"]
-        (tmp_path / "rank-2.log").write_text("Starting with 4 processes\nstep 10 loss 2.1\n")
-        assert rank_of(explain(tmp_path)) == 2
-
     @pytest.mark.parametrize("differs", [{2: ("BROADCAST", 4)}, {2: ("ALLREDUCE", 9)}])
     def test_gloos_own_check_names_the_rank_that_differs(
         self, differs: dict[int, tuple[str, int]], tmp_path: Path
@@ -194,26 +183,78 @@ def entry(seq: int, name: str, **more: object) -> dict[str, object]:
     return {**found, "process_group": ("0", "default_pg"), **more}
 
 
-class TestFiles:
-    def test_a_folder_of_torchruns_logs(self, tmp_path: Path) -> None:
-        for rank, text in ((0, joined(traceback_of(PEER))), (1, joined(KEY_ERROR))):
-            folder = tmp_path / "none_abc" / "attempt_0" / str(rank)
-            folder.mkdir(parents=True)
-            (folder / "stderr.log").write_text(text)
-        found = explain(tmp_path)
-        assert (code_of(found), rank_of(found)) == ("python-keyerror", 1)
+LOST, RAISED = joined(traceback_of(PEER)), joined(KEY_ERROR)
+STACK = "\\n".join(KEY_ERROR).replace('"', '\\"')
+LOST_2 = {f"rank{rank}.log": LOST for rank in (0, 1, 3)}
+TIMEOUTS = {f"rank-{rank}.log": timeouts({rank: 90}, world_size=4) for rank in (0, 1, 3)}
+RAISED_AND_LOST = [joined(of_rank(3, KEY_ERROR)), joined(of_rank(9, traceback_of(PEER)))]
+KERNEL = "[811.1] Out of memory: Killed process 4001 (python) total-vm:8kB\n"
+FILES: Mapping[str, tuple[Mapping[str, str], str]] = {
+    "torchrun's folder": (
+        {"none_abc/attempt_0/0/stderr.log": LOST, "none_abc/attempt_0/1/stderr.log": RAISED},
+        "python-keyerror of 1",
+    ),
+    "an error file of torch elastic": (
+        {
+            "attempt_0/1/error.json": (
+                f'{{"message": {{"message": "x", "extraInfo": {{"py_callstack": "{STACK}"}}}}}}'
+            )
+        },
+        "python-keyerror of 1",
+    ),
+    "slurm's tasks": ({"4711_0.out": LOST, "4711_1.out": RAISED}, "python-keyerror of 1"),
+    "a job of an array is no rank": ({"4711_3.out": RAISED}, "python-keyerror of None"),
+    "two nodes": (
+        dict(zip(["node0.log", "node1.log"], RAISED_AND_LOST, strict=True)),
+        "python-keyerror of 3",
+    ),
+    "two names": (
+        dict(zip(["alice.log", "bob.log"], RAISED_AND_LOST, strict=True)),
+        "python-keyerror of 3",
+    ),
+    "the kernel's messages": (
+        {"train.log": block_of({0: 1, 1: -9}, root=1), "dmesg.txt": KERNEL},
+        "memory-kernel-oom of 1",
+    ),
+    "the rank without an error was lost": (
+        {**LOST_2, "rank2.log": "step 48\nstep 49\n"},
+        "stop-silent of 2",
+    ),
+    "a rank that finished": (
+        {**LOST_2, "rank2.log": "step 48\nTraining finished\n"},
+        "lost-peer of None",
+    ),
+    "a rank whose own log is not here is not named": (TIMEOUTS, "nccl-timeout of None"),
+    "three hosts that wait": (
+        {f"host-{number}.log": text for number, text in zip("abd", TIMEOUTS.values(), strict=True)},
+        "nccl-timeout of None",
+    ),
+    "a rank that only waits": (
+        {**TIMEOUTS, "rank-2.log": "Starting with 4 processes\nstep 10 loss 2.1\n"},
+        "nccl-timeout of 2",
+    ),
+    "a run's status is no log": (
+        {
+            "logs/rank-0.log": "12:00:01 [rank 0] epoch 1/5 step 1/90  loss 2.3\n",
+            "status/rank-0.json": '{"warnings": ["torch.OutOfMemoryError: CUDA out of memory."]}',
+        },
+        "open of None",
+    ),
+}
 
-    def test_of_the_logs_of_ranks_the_one_without_an_error_is_that_of_the_lost_rank(
-        self, tmp_path: Path
-    ) -> None:
-        for rank in (0, 1, 3):
-            (tmp_path / f"rank{rank}.log").write_text(joined(traceback_of(PEER)))
-        (tmp_path / "rank2.log").write_text("step 48\nstep 49\n")
+
+class TestFiles:
+    @pytest.mark.parametrize("name", FILES)
+    def test_files_of_one_job_tell_of_it_and_of_its_rank(self, name: str, tmp_path: Path) -> None:
+        files, verdict = FILES[name]
+        for place, text in files.items():
+            (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / place).write_text(text)
         found = explain(tmp_path)
-        assert (code_of(found), rank_of(found)) == ("stop-silent", 2)
-        assert "step 49" in found["evidence"][0]["text"]
-        (tmp_path / "rank2.log").write_text("step 48\nTraining finished\n")
-        assert code_of(explain(tmp_path)) == "lost-peer"
+        assert f"{code_of(found)} of {rank_of(found)}" == verdict
+        words = {"stop-silent": "step 49", "nccl-timeout of None": "of rank 2 there is no log here"}
+        for begin, word in words.items():
+            assert not verdict.startswith(begin) or word in json.dumps(found)
 
     def test_a_pipe_of_the_shell_is_read_once(self) -> None:
         reader, writer = os.pipe()
@@ -223,25 +264,6 @@ class TestFiles:
             assert code_of(explain(Path(f"/dev/fd/{reader}"))) == "python-keyerror"
         finally:
             os.close(reader)
-
-    def test_a_file_for_each_slurm_task(self, tmp_path: Path) -> None:
-        (tmp_path / "4711_0.out").write_text(joined(traceback_of(PEER)))
-        (tmp_path / "4711_1.out").write_text(joined(KEY_ERROR))
-        assert rank_of(explain(tmp_path)) == 1
-
-    def test_a_job_of_an_array_is_no_rank(self, tmp_path: Path) -> None:
-        found = explain_text(joined(KEY_ERROR), tmp_path, name="4711_3.out")
-        assert (code_of(found), rank_of(found)) == ("python-keyerror", None)
-
-    def test_an_error_file_of_torch_elastic(self, tmp_path: Path) -> None:
-        folder = tmp_path / "attempt_0" / "1"
-        folder.mkdir(parents=True)
-        stack = "\\n".join(KEY_ERROR).replace('"', '\\"')
-        (folder / "error.json").write_text(
-            f'{{"message": {{"message": "x", "extraInfo": {{"py_callstack": "{stack}"}}}}}}'
-        )
-        found = explain(folder / "error.json")
-        assert (code_of(found), rank_of(found)) == ("python-keyerror", 1)
 
     @pytest.mark.parametrize(("newest", "guilty"), [((7, 7, 6), 2), ((7, 7, 7), None)])
     def test_flight_recorder_dumps_name_the_rank_that_is_behind(
@@ -279,15 +301,6 @@ class TestFiles:
             (tmp_path / f"my_dump_{rank}").write_bytes(pickle.dumps(dump))
         found = explain(tmp_path)
         assert (code_of(found), rank_of(found)) == (code, guilty)
-
-    def test_the_status_files_of_a_run_are_no_logs(self, tmp_path: Path) -> None:
-        for name, text in (
-            ("logs/rank-0.log", "12:00:01 [rank 0] epoch 1/5 step 1/90  loss 2.3\n"),
-            ("status/rank-0.json", '{"warnings": ["torch.OutOfMemoryError: CUDA out of memory."]}'),
-        ):
-            (tmp_path / name).parent.mkdir()
-            (tmp_path / name).write_text(text)
-        assert explain(tmp_path)["verdict"] == "open"
 
     @pytest.mark.parametrize(
         ("states", "guilty"), [(("failed", "running"), 1), (("running", "running"), None)]

@@ -15,7 +15,7 @@ from ddp_doctor.explain.catalogue.own import STEPS
 from ddp_doctor.explain.command import run_explain
 from hardened_ddp import errors
 from hardened_ddp.settings.cli import parse
-from tests.explain.composed import PEER, block_of, timeouts, traceback_of
+from tests.explain.composed import block_of, traceback_of
 from tests.explain.explained import code_of, explain, rank_of
 
 BEGAN = 1_795_445_299.0
@@ -202,36 +202,6 @@ class TestSeveral:
         text = told(tmp_path)
         assert text.startswith("2 jobs, 2 with a failure.")
         assert "bert.log" in text.splitlines()[3]
-
-    @pytest.mark.parametrize(
-        ("names", "parts"),
-        [
-            (("node0.log", "node1.log"), "split"),
-            (("alice.log", "bob.log"), "split"),
-            (("train.log", "dmesg.txt"), "kernel"),
-        ],
-    )
-    def test_files_of_one_job_stay_one_job(
-        self, names: tuple[str, str], parts: str, tmp_path: Path
-    ) -> None:
-        first = "".join(f"[rank3]: {line}\n" for line in KEY_ERROR.splitlines())
-        second = "".join(f"[rank9]: {line}\n" for line in traceback_of(PEER))
-        if parts == "kernel":
-            first = block_of({0: 1, 1: -9}, root=1)
-            second = "[811.1] Out of memory: Killed process 4001 (python) total-vm:8kB\n"
-        for name, text in zip(names, (first, second), strict=True):
-            (tmp_path / name).write_text(text)
-        found = explain(tmp_path)
-        assert (code_of(found), rank_of(found)) == (
-            ("memory-kernel-oom", 1) if parts == "kernel" else ("python-keyerror", 3)
-        )
-
-    def test_logs_of_one_job_that_waits_stay_one_job(self, tmp_path: Path) -> None:
-        lines = timeouts({rank: 90 for rank in (0, 1, 3)}, world_size=4).splitlines()
-        for rank in (0, 1, 3):
-            own = [line for line in lines if "[rank" not in line or f"[rank{rank}]" in line]
-            (tmp_path / f"host-{'abcd'[rank]}.log").write_text("\n".join(own))
-        assert code_of(explain(tmp_path)) == "nccl-timeout"
 
 
 def commands() -> Iterator[tuple[str, str]]:
