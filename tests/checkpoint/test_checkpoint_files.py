@@ -190,7 +190,10 @@ def test_a_checkpoint_follows_the_umask_and_is_never_open_to_every_writer(
 META = {"epoch": 3, "names": ["a", "b"], "loss": 0.1, "none": None, "deep": {"x": 1}}
 
 
-def test_every_dtype_and_layout_comes_back_bit_for_bit(store: CheckpointStore) -> None:
+def test_every_dtype_and_layout_comes_back_bit_for_bit_also_from_a_copy(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensors_module, "_BLOCK_BYTES", 256)
     kinds = every_kind()
     path = store.write(123, tensors=kinds, meta=META)
     assert path.name == "step-000000123"
@@ -199,18 +202,11 @@ def test_every_dtype_and_layout_comes_back_bit_for_bit(store: CheckpointStore) -
     assert meta == META
     assert all(tensor.is_contiguous() for tensor in tensors.values())
     assert_same(load_file(path / "state.safetensors"), kinds)  # by the library of the format
-
-
-def test_a_copy_of_every_dtype_and_layout_is_the_same_file(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tensors_module, "_BLOCK_BYTES", 256)
-    path = store.write(1, tensors=every_kind(), meta=META) / "state.safetensors"
     writer = CheckpointWriter(store)
-    assert writer.submit(2, tensors=every_kind(), meta=META)
+    assert writer.submit(124, tensors=kinds, meta=META)
     writer.close(timeout_s=60)
-    copied = store.root / "step-000000002" / "state.safetensors"
-    assert copied.read_bytes() == path.read_bytes()
+    copied = store.root / "step-000000124" / "state.safetensors"
+    assert copied.read_bytes() == (path / "state.safetensors").read_bytes()
 
 
 def test_each_tensor_begins_where_readers_that_map_the_file_want_it() -> None:
