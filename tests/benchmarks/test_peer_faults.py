@@ -3,16 +3,7 @@
 import json
 from pathlib import Path
 
-from benchmarks.faults.account import (
-    Line,
-    Start,
-    count_lost_steps,
-    count_samples,
-    first_poisoned_step,
-    kept_lines,
-    read_starts,
-    seconds_to_next_step,
-)
+from benchmarks.faults import account
 from benchmarks.faults.cases import FAULTS, TOTAL_STEPS
 from benchmarks.faults.running import Attempt, Observed
 from benchmarks.faults.table import figures_of, markdown
@@ -21,10 +12,10 @@ from benchmarks.faults.table import figures_of, markdown
 EPOCH = [((0, 1), (2, 3)), ((2, 0), (1, 3))]
 
 
-def make_start(run: int, steps: dict[int, tuple[int, ...]], *, at: float = 0.0) -> Start:
+def make_start(run: int, steps: dict[int, tuple[int, ...]], *, at: float = 0.0) -> account.Start:
     """One line per step, with the ids of all ranks."""
-    lines = [Line(step, at + step, True, ids) for step, ids in steps.items()]
-    return Start(run, 0, tuple(lines))
+    lines = [account.Line(step, at + step, True, ids) for step, ids in steps.items()]
+    return account.Start(run, 0, tuple(lines))
 
 
 def test_a_start_that_goes_back_behind_two_others_takes_both_back() -> None:
@@ -33,13 +24,16 @@ def test_a_start_that_goes_back_behind_two_others_takes_both_back() -> None:
         make_start(1, {3: (0, 1), 4: (2, 3)}),
         make_start(2, {2: (2, 3)}),
     ]
-    assert count_lost_steps(starts) == 3
-    assert [(line.step, line.ids) for line in kept_lines(starts)] == [(1, (0, 1)), (2, (2, 3))]
+    assert account.count_lost_steps(starts) == 3
+    assert [(line.step, line.ids) for line in account.kept_lines(starts)] == [
+        (1, (0, 1)),
+        (2, (2, 3)),
+    ]
 
 
 def test_samples_too_often_and_missing_are_counted_apart() -> None:
-    lines = [Line(1, 0, True, (0, 1)), Line(2, 0, True, (0, 0))]
-    assert count_samples(lines, num_samples=4, num_epochs=1) == (2, 2)
+    lines = [account.Line(1, 0, True, (0, 1)), account.Line(2, 0, True, (0, 0))]
+    assert account.count_samples(lines, num_samples=4, num_epochs=1) == (2, 2)
 
 
 def test_lines_of_both_ranks_are_read_and_a_cut_one_is_left_out(tmp_path: Path) -> None:
@@ -51,16 +45,16 @@ def test_lines_of_both_ranks_are_read_and_a_cut_one_is_left_out(tmp_path: Path) 
         text = "\n".join(lines) + '\n{"step": 3, "ti'
         (tmp_path / f"steps-0-0-rank-{rank}.jsonl").write_text(text, encoding="ascii")
     (tmp_path / "steps-1-0-rank-0.jsonl").touch()  # a start that did no step
-    [start] = read_starts(tmp_path)
+    [start] = account.read_starts(tmp_path)
     assert (start.first, start.last, len(start.lines)) == (1, 2, 4)
-    assert count_samples(start.lines, num_samples=4, num_epochs=2) == (0, 0)
-    assert first_poisoned_step(start.lines) == 2
+    assert account.count_samples(start.lines, num_samples=4, num_epochs=2) == (0, 0)
+    assert account.first_poisoned_step(start.lines) == 2
 
 
 def test_time_runs_from_the_fault_to_the_next_step() -> None:
     starts = [make_start(0, {1: (0,), 2: (1,)}), make_start(1, {3: (2,)}, at=10)]
-    assert seconds_to_next_step(starts, 5.0) == 8.0
-    assert seconds_to_next_step(starts, 20.0) is None
+    assert account.seconds_to_next_step(starts, 5.0) == 8.0
+    assert account.seconds_to_next_step(starts, 20.0) is None
 
 
 def observed(*statuses: int | None, steps: list[list[int]], fault: str = "kill") -> Observed:

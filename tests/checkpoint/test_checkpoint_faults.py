@@ -13,18 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from hardened_ddp.checkpoint.folder import (
-    MAX_MANIFEST_BYTES,
-    Found,
-    Rejected,
-    _digest,
-    decode_manifest,
-    find_newest,
-    list_steps,
-    load_checkpoint,
-    read_best_step,
-    verify_checkpoint,
-)
+from hardened_ddp.checkpoint import folder
 from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.errors import CheckpointError
 from tests.checkpoint_states import found_in, reason_of, write_step
@@ -38,7 +27,7 @@ def test_a_flipped_bit_in_any_page_of_the_state_is_seen(store: CheckpointStore) 
             flip(file, offset, bit=offset // 4096 % 8)
             assert "sha256 of state.safetensors differs" in reason_of(path.parent), offset
             flip(file, offset, bit=offset // 4096 % 8)
-    assert isinstance(verify_checkpoint(path.parent), Found)
+    assert isinstance(folder.verify_checkpoint(path.parent), folder.Found)
 
 
 def flip(file: Any, offset: int, *, bit: int) -> None:
@@ -52,18 +41,18 @@ def flip(file: Any, offset: int, *, bit: int) -> None:
 def test_a_flipped_bit_anywhere_in_the_manifest_is_seen(store: CheckpointStore) -> None:
     path = write_step(store, 1) / "manifest.json"
     raw = path.read_bytes()
-    wanted = decode_manifest(raw)
+    wanted = folder.decode_manifest(raw)
     for offset in range(len(raw)):
         for bit in range(8):
             changed = bytearray(raw)
             changed[offset] ^= 1 << bit
             try:
-                manifest = decode_manifest(bytes(changed))
+                manifest = folder.decode_manifest(bytes(changed))
             except ValueError:
                 continue
             assert manifest == wanted, (offset, bit)
         path.write_bytes(bytes(changed))
-        assert isinstance(verify_checkpoint(path.parent), Rejected)
+        assert isinstance(folder.verify_checkpoint(path.parent), folder.Rejected)
 
 
 @pytest.mark.parametrize("name", ["state.safetensors", "manifest.json"])
@@ -72,9 +61,9 @@ def test_a_file_cut_anywhere_is_seen(store: CheckpointStore, name: str) -> None:
     raw = path.read_bytes()
     for cut in range(100):
         path.write_bytes(raw[: len(raw) * cut // 100])
-        assert isinstance(verify_checkpoint(path.parent), Rejected)
+        assert isinstance(folder.verify_checkpoint(path.parent), folder.Rejected)
     path.write_bytes(raw + b"x")
-    assert isinstance(verify_checkpoint(path.parent), Rejected)
+    assert isinstance(folder.verify_checkpoint(path.parent), folder.Rejected)
 
 
 def link_away(path: Path) -> None:
@@ -122,7 +111,7 @@ def test_the_run_of_a_colleague_is_read_but_not_what_somebody_else_put_there(
     everything = (store.root.parent, store.root, path, *path.iterdir())
     for each in everything:
         os.chown(each, 65534, 65534)
-    assert isinstance(verify_checkpoint(path), Found)
+    assert isinstance(folder.verify_checkpoint(path), folder.Found)
     os.chown(path / name, 65533, 65533)
     assert "belongs to user 65533 and not to you (0)" in reason_of(path)
 
@@ -141,7 +130,7 @@ def test_nothing_is_written_through_a_link_that_replaced_a_folder(
         write_step(store, 2)
     assert sorted(outside.rglob("*")) == before
     if level == "checkpoints":
-        found, rejected = find_newest(store.root)
+        found, rejected = folder.find_newest(store.root)
         assert found is None
         assert [verdict.reason for verdict in rejected] == ["is a symbolic link"]
 
@@ -150,7 +139,7 @@ def test_a_folder_removed_during_the_run_is_made_again(store: CheckpointStore) -
     write_step(store, 1)
     shutil.rmtree(store.root.parent)
     write_step(store, 2)
-    assert list_steps(store.root) == [2]
+    assert folder.list_steps(store.root) == [2]
 
 
 def test_removing_a_checkpoint_does_not_follow_links(tmp_path: Path) -> None:
@@ -161,7 +150,7 @@ def test_removing_a_checkpoint_does_not_follow_links(tmp_path: Path) -> None:
     (write_step(store, 1) / "link").symlink_to(precious)
     (store.root / "step-000000002").symlink_to(precious)
     write_step(store, 3)
-    assert list_steps(store.root) == [3]
+    assert folder.list_steps(store.root) == [3]
     assert (precious / "thesis.txt").exists()
 
 
@@ -190,12 +179,12 @@ def test_a_pickle_is_never_executed(
     if name == "state.safetensors":  # with a manifest that vouches for it
         forge(path)
         with pytest.raises(CheckpointError):
-            load_checkpoint(found_in(store))
+            folder.load_checkpoint(found_in(store))
     elif name != "manifest.json":
-        load_checkpoint(found_in(store))
+        folder.load_checkpoint(found_in(store))
     else:
-        assert find_newest(store.root)[0] is None
-    read_best_step(store.root)
+        assert folder.find_newest(store.root)[0] is None
+    folder.read_best_step(store.root)
     write_step(store, 2)
     assert not marker.exists()
     pickle.loads(pickle.dumps(_Evil(marker)))
@@ -211,7 +200,7 @@ def forge(path: Path, **changes: Any) -> None:
     body["files"] = {"state.safetensors": {"size_bytes": len(content), "sha256": digest}}
     body |= changes
     body.pop("digest")
-    body["digest"] = _digest(body)
+    body["digest"] = folder._digest(body)
     target.write_text(json.dumps(body))
 
 
@@ -256,7 +245,7 @@ def test_a_manifest_that_is_no_manifest_is_rejected(store: CheckpointStore, raw:
 def test_a_manifest_of_absurd_size_is_not_read_into_memory(store: CheckpointStore) -> None:
     path = write_step(store, 1)
     os.truncate(path / "manifest.json", 2**40)  # sparse
-    assert f"more than {MAX_MANIFEST_BYTES} bytes" in reason_of(path)
+    assert f"more than {folder.MAX_MANIFEST_BYTES} bytes" in reason_of(path)
 
 
 @pytest.mark.parametrize(
@@ -280,4 +269,4 @@ def test_a_hostile_state_that_its_manifest_vouches_for_is_an_error(
         problem = "can't be read as safetensors"
     forge(path, tensors={"w": {"shape": [2], "dtype": "float32"}})
     with pytest.raises(CheckpointError, match=problem):
-        load_checkpoint(found_in(store))
+        folder.load_checkpoint(found_in(store))

@@ -10,16 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hardened_ddp.checkpoint import folder
 from hardened_ddp.checkpoint import tensors as tensors_module
-from hardened_ddp.checkpoint.folder import (
-    Found,
-    discard_newer,
-    find_newest,
-    list_steps,
-    load_checkpoint,
-    read_best_step,
-    verify_checkpoint,
-)
 from hardened_ddp.checkpoint.store import CheckpointStore, CheckpointWriter
 from hardened_ddp.checkpoint.tensors import differences, plan_file, specs_of
 from hardened_ddp.errors import CheckpointError
@@ -37,25 +29,25 @@ from tests.checkpoint_states import (
 def test_the_newest_and_the_best_are_kept(store: CheckpointStore) -> None:
     for step in range(1, 8):
         write_step(store, step, best={"value": 0.5} if step == 2 else None)
-    assert list_steps(store.root) == [7, 6, 5, 2]
-    assert read_best_step(store.root) == 2
+    assert folder.list_steps(store.root) == [7, 6, 5, 2]
+    assert folder.read_best_step(store.root) == 2
     store.mark_best(6, {"value": 0.9})
     write_step(store, 8)
-    assert list_steps(store.root) == [8, 7, 6]
+    assert folder.list_steps(store.root) == [8, 7, 6]
     assert json.loads((store.root / "best.json").read_text())["value"] == 0.9
-    # 8 is of a course that was left without discard_newer: the one just written is kept.
+    # 8 is of a course that was left without folder.discard_newer: the one just written is kept.
     one = CheckpointStore(store.root, keep_last=1)
     write_step(one, 7)
-    assert list_steps(one.root) == [8, 7, 6]
+    assert folder.list_steps(one.root) == [8, 7, 6]
 
 
 def test_a_best_that_is_not_there_is_none(store: CheckpointStore) -> None:
     write_step(store, 1)
     for garbage in (b"", b"[1]", b'{"step": "1"}', b'{"step": 77}', b"\xff", b"[" * 4000):
         (store.root / "best.json").write_bytes(garbage)
-        assert read_best_step(store.root) is None
+        assert folder.read_best_step(store.root) is None
     store.mark_best(1, {"value": float("nan")})
-    assert read_best_step(store.root) == 1
+    assert folder.read_best_step(store.root) == 1
 
 
 def test_a_valid_checkpoint_of_the_same_step_is_kept(store: CheckpointStore) -> None:
@@ -64,7 +56,7 @@ def test_a_valid_checkpoint_of_the_same_step_is_kept(store: CheckpointStore) -> 
     assert store.write(1, tensors=small_state(1), meta={"n": 2}, best={"value": 1.0}) == first
     assert (first / "state.safetensors").stat().st_ino == inode
     assert found_in(store).manifest.meta == {"n": 1}
-    assert read_best_step(store.root) == 1
+    assert folder.read_best_step(store.root) == 1
 
 
 def test_the_newest_valid_one_is_found_and_the_others_are_named(store: CheckpointStore) -> None:
@@ -73,7 +65,7 @@ def test_the_newest_valid_one_is_found_and_the_others_are_named(store: Checkpoin
     (store.root / "step-000000003" / "manifest.json").unlink()
     os.truncate(store.root / "step-000000002" / "state.safetensors", 50)
     (store.root / "step-x").mkdir()
-    found, rejected = find_newest(store.root)
+    found, rejected = folder.find_newest(store.root)
     assert found is not None
     assert found.step == 1
     assert [verdict.path.name for verdict in rejected] == ["step-000000003", "step-000000002"]
@@ -85,13 +77,13 @@ def test_newer_checkpoints_of_a_course_that_was_left_are_set_aside(store: Checkp
     for step in (1, 2, 3):
         write_step(store, step)
     newer = [store.root / "step-000000003", store.root / "step-000000002"]
-    assert discard_newer(store.root, 1) == newer
+    assert folder.discard_newer(store.root, 1) == newer
     assert found_in(store).step == 1
-    kept = verify_checkpoint(store.root / "discarded-step-000000003")
-    assert isinstance(kept, Found)
+    kept = folder.verify_checkpoint(store.root / "discarded-step-000000003")
+    assert isinstance(kept, folder.Found)
     for step in (2, 3):
         store.write(step, tensors=small_state(step + 10), meta={})
-    discard_newer(store.root, 1)
+    folder.discard_newer(store.root, 1)
     discarded = ["discarded-step-000000002", "discarded-step-000000003"]
     assert sorted(os.listdir(store.root)) == [*discarded, "step-000000001"]
 
@@ -184,7 +176,7 @@ def test_a_checkpoint_follows_the_umask_and_is_never_open_to_every_writer(
         os.umask(before)
     assert path.stat().st_mode & 0o777 == 0o775 & ~umask
     assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o664 & ~umask}
-    assert isinstance(verify_checkpoint(path), Found)
+    assert isinstance(folder.verify_checkpoint(path), folder.Found)
 
 
 META = {"epoch": 3, "names": ["a", "b"], "loss": 0.1, "none": None, "deep": {"x": 1}}
@@ -197,7 +189,7 @@ def test_every_dtype_and_layout_comes_back_bit_for_bit_also_from_a_copy(
     kinds = every_kind()
     path = store.write(123, tensors=kinds, meta=META)
     assert path.name == "step-000000123"
-    tensors, meta = load_checkpoint(found_in(store))
+    tensors, meta = folder.load_checkpoint(found_in(store))
     assert_same(tensors, kinds)
     assert meta == META
     assert all(tensor.is_contiguous() for tensor in tensors.values())
@@ -219,7 +211,7 @@ def test_each_tensor_begins_where_readers_that_map_the_file_want_it() -> None:
 
 def test_a_state_without_tensors_is_a_state(store: CheckpointStore) -> None:
     path = store.write(1, tensors={}, meta=META)
-    assert load_checkpoint(found_in(store)) == ({}, META)
+    assert folder.load_checkpoint(found_in(store)) == ({}, META)
     assert load_file(path / "state.safetensors") == {}
 
 
@@ -227,7 +219,7 @@ def test_loaded_tensors_outlive_their_file(store: CheckpointStore) -> None:
     kinds = every_kind()
     store.write(1, tensors=kinds, meta={})
     found = found_in(store)
-    tensors, _ = load_checkpoint(found)
+    tensors, _ = folder.load_checkpoint(found)
     os.truncate(found.state_path, 0)  # a mapped tensor would now end the process with SIGBUS
     assert_same(tensors, kinds)
     assert str(found.path) not in Path("/proc/self/maps").read_text()
@@ -245,7 +237,7 @@ def test_loaded_tensors_outlive_their_file(store: CheckpointStore) -> None:
 def test_a_tensor_that_has_no_place_is_named(store: CheckpointStore, tensor: torch.Tensor) -> None:
     with pytest.raises(CheckpointError, match=r"model\.odd"):
         store.write(1, tensors={"model.odd": tensor}, meta={})
-    assert find_newest(store.root) == (None, [])
+    assert folder.find_newest(store.root) == (None, [])
 
 
 def test_differences_are_listed_by_kind_and_capped() -> None:

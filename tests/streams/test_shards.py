@@ -13,15 +13,8 @@ import torch
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.errors import DataError, SampleError
+from hardened_ddp.streams import planner
 from hardened_ddp.streams.block_reader import pack, unpack
-from hardened_ddp.streams.planner import (
-    UNKNOWN,
-    StreamPlanner,
-    StreamPosition,
-    deal,
-    settle,
-    shard_order,
-)
 from tests.streams.stream_programs import Rows, all_ids, ids_of, merged, read_epoch, shard_loader
 
 RAGGED = [5, 0, 13, 8, 1, 21, 7]
@@ -39,28 +32,30 @@ def play(
 ) -> list[list[tuple[int, int]]]:
     """Deal an epoch by the plan alone; give the samples (shard, index) of each step."""
     real = np.array(lengths)
-    facts = StreamPosition.at_start(epoch, real if knows else np.full(len(lengths), UNKNOWN))
-    order, steps = shard_order(3, epoch, len(lengths)), []
-    ahead, dealer = facts, StreamPlanner(order, size, at_once=5 * size)
+    facts = planner.StreamPosition.at_start(
+        epoch, real if knows else np.full(len(lengths), planner.UNKNOWN)
+    )
+    order, steps = planner.shard_order(3, epoch, len(lengths)), []
+    ahead, dealer = facts, planner.StreamPlanner(order, size, at_once=5 * size)
     while not facts.is_over:
-        turns = deal(facts, order, size)
+        turns = planner.deal(facts, order, size)
         pairs = zip(turns.shards.tolist(), turns.indices.tolist(), strict=True)
         assert list(pairs) == one_by_one(facts, order, size)
         for one, other in zip(astuple(turns), astuple(dealer.next(ahead).turns), strict=True):
             assert np.array_equal(one, other)
-        met = np.full(len(lengths), UNKNOWN)
+        met = np.full(len(lengths), planner.UNKNOWN)
         dry = turns.shards[turns.indices >= real[turns.shards]]
         met[dry] = real[dry]
-        ahead, _ = settle(ahead, turns, met)
-        facts, is_real = settle(facts, turns, met)
-        facts = StreamPosition.from_json(json.loads(json.dumps(facts.as_json())))
+        ahead, _ = planner.settle(ahead, turns, met)
+        facts, is_real = planner.settle(facts, turns, met)
+        facts = planner.StreamPosition.from_json(json.loads(json.dumps(facts.as_json())))
         pairs = zip(turns.shards[is_real].tolist(), turns.indices[is_real].tolist(), strict=True)
         steps.append(list(pairs))
     return steps
 
 
-def one_by_one(facts: StreamPosition, order: Any, size: int) -> list[tuple[int, int]]:
-    """Deal the next turns as deal() does, one after the other."""
+def one_by_one(facts: planner.StreamPosition, order: Any, size: int) -> list[tuple[int, int]]:
+    """Deal the next turns as planner.deal() does, one after the other."""
     at, ends, place, turns = facts.taken.tolist(), facts.ends.tolist(), facts.place, []
     left = sum(end - n for n, end in zip(at, ends, strict=True)) if min(ends) >= 0 else size
     while len(turns) < min(size, left):
