@@ -366,7 +366,7 @@ class Gradient:
 
         Rank-local. Raises LossNotFinite with what was found.
         """
-        with watch(self.parts.replica.module) as finder:
+        with watch(self.parts.replica.module, batches) as finder:
             try:
                 self._forward_backward(attempt, batches)
                 loss = self.totals.loss() - float(attempt.totals_before[0])
@@ -377,7 +377,7 @@ class Gradient:
             except LossNotFinite as error:
                 problem = str(error).partition(": ")[2]
         if problem:
-            raise LossNotFinite(finder.tell(problem, batches))
+            raise LossNotFinite(finder.tell(problem))
 
 
 class Totals:
