@@ -45,15 +45,9 @@ class Seeded(Dataset[Any]):  # Any: whatever a sample is
     def __init__(self, dataset: Any, seed: int) -> None:  # Any: map-style
         self.dataset, self.seed = dataset, seed
 
-    def __getitems__(self, keys: list[tuple[int, int]]) -> list[Any]:  # Any: samples
-        if hasattr(self.dataset, "__getitems__"):
-            seed_sample(self.seed, *keys[0])
-            return list(self.dataset.__getitems__([index for _, index in keys]))
-        return [self._sample(*key) for key in keys]
-
-    def _sample(self, number: int, index: int) -> Any:  # Any: as above
-        seed_sample(self.seed, number, index)
-        return self.dataset[index]
+    def __getitem__(self, key: tuple[int, int]) -> Any:  # Any: as above
+        seed_sample(self.seed, *key)
+        return self.dataset[key[1]]
 
 
 class Stream:
@@ -159,21 +153,19 @@ class Streams:
                 self.batch_index = window.start // sampler.global_batch
                 self._unused[name] = step, window
                 yield batch
-                self._use(name)
+                self.use(name)
                 if (place["pass"], place["cursor"]) != (window.epoch, window.stop):
                     break  # it was not used: see zip, above
 
-    def use(self) -> None:
-        """Count what was handed out as used. Before each forward, and at each commit."""
-        for name in list(self._unused):
-            self._use(name)
+    def use(self, *names: str) -> None:
+        """Count what was handed out as used, of all loaders if none is named.
 
-    def _use(self, name: str) -> None:
-        if name not in self._unused:
-            return
-        (step, window), stream = self._unused.pop(name), self._streams[name]
-        stream.place["cursor"] = window.stop
-        stream.ledger.bring(step, window.epoch, [stream.share(window).numpy()])
+        Before each forward, and at each commit.
+        """
+        for name in [each for each in self._unused if not names or each in names]:
+            (step, window), stream = self._unused.pop(name), self._streams[name]
+            stream.place["cursor"] = window.stop
+            stream.ledger.bring(step, window.epoch, [stream.share(window).numpy()])
 
     def sync(self) -> None:
         """Have the ledgers of all ranks on the disk. Raises OSError. Any thread."""
@@ -187,14 +179,11 @@ class Streams:
 
     def _open(self, given: DataLoader[Any], name: str, *, repeat: bool) -> Stream:
         """Return the stream of a loader, with the windows of the first start."""
-        known = self._streams.get(name)
-        if known is not None and known.given is given:
-            return known
-        if known is not None:
-            told = (
-                "make a loader once, before the loop; or name=f'data{epoch}' if each epoch has one"
-            )
-            _refuse(name, f"two loaders have this name, and so one place: {told}")
+        if (known := self._streams.get(name)) is not None:
+            if known.given is given:
+                return known
+            told = "two loaders have this name, and so one place: make a loader once, before the "
+            _refuse(name, told + "loop; or name=f'data{epoch}' if each epoch has one")
         if problem := _problem_with(given, name):
             _refuse(name, problem)
         assert given.batch_size is not None
