@@ -278,10 +278,7 @@ def _build_classifier(config: ModelConfig, *, num_classes: int, channels: int) -
         if config.model in _WITH_AUXILIARY:
             # WHY: auxiliary outputs are neither logits nor a loss
             arguments |= {"init_weights": True, "aux_logits": False}
-    what = f"{config.model} can't be built with model_args {dict(config.model_args)}"
-    fix = "check --model_args against the torchvision documentation of the model"
-    with told_as(ModelError, what, fix=fix, passes=_OUT_OF_MEMORY):
-        model: nn.Module = models.get_model(config.model, **{**arguments, **config.model_args})
+    model = _call(partial(models.get_model, config.model, **arguments), {}, config)
     if config.pretrained:
         _fit_head(model, num_classes, config.model)
     _fit_channels(model, channels)
