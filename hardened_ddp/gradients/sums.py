@@ -53,10 +53,6 @@ class LocalGradients:
         self.parameters: list[torch.Tensor] = list(self.by_name.values())
         self._has_complex = any(parameter.is_complex() for parameter in self.parameters)
 
-    def missing(self) -> list[str]:
-        """Name the parameters without a gradient after the last backward."""
-        return [name for name, parameter in self.by_name.items() if parameter.grad is None]
-
     def are_finite(self) -> bool:
         """Return whether all gradients are finite. Waits for the device.
 
@@ -74,16 +70,12 @@ class LocalGradients:
     def scale(self, factor: float | torch.Tensor) -> None:
         """Multiply all gradients by factor; on a GPU by one kernel."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        if isinstance(factor, float) and factor == 1.0:
+        if not gradients or (isinstance(factor, float) and factor == 1.0):
             return
-        if gradients and hasattr(torch, "_foreach_mul_"):
-            if isinstance(factor, torch.Tensor) and len({g.dtype for g in gradients}) == 1:
-                # WHY: with a factor of another dtype, CUDA launches a kernel for each gradient
-                factor = factor.to(gradients[0].dtype)
-            torch._foreach_mul_(gradients, factor)
-            return
-        for gradient in gradients:
-            gradient.mul_(factor)
+        if isinstance(factor, torch.Tensor) and len({g.dtype for g in gradients}) == 1:
+            # WHY: with a factor of another dtype, CUDA launches a kernel for each gradient
+            factor = factor.to(gradients[0].dtype)
+        torch._foreach_mul_(gradients, factor)
 
     def real(self) -> list[torch.Tensor]:
         """Return the gradients that there are, of complex parameters as pairs of real numbers."""
@@ -100,7 +92,10 @@ class GradientSum:
     how = "of one rank"  # how they are summed, for the start of the log
 
     def __init__(self, module: nn.Module, group: Group, *, allows_unused: bool = True) -> None:
-        """allows_unused: a parameter may get no gradient on some rank, which counts as zero."""
+        """allows_unused: a parameter may get no gradient on some rank, which counts as zero.
+
+        It may change, at the same step on all ranks.
+        """
         self.local = LocalGradients(module)  # this rank's; after finish those of all ranks
         self.call = module  # what training calls for a forward: DDP's prepares its hooks
         self.allows_unused = allows_unused
@@ -161,10 +156,6 @@ class GradientSum:
             is_bad = flag_of(self.local.real()).to(device)
         count = count_on(device, mine.count)
         return Sums(num_samples=window.size, count=count, is_bad=is_bad)
-
-    def allow_unused(self) -> None:
-        """Allow from now on that a parameter gets no gradient. Rank-local: all ranks call it."""
-        self.allows_unused = True
 
     def start_over(self) -> None:
         """Forget a try that was taken back. Rank-local: all ranks call it."""

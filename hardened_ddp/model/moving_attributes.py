@@ -248,16 +248,14 @@ def _owners_in(model: nn.Module, prefix: str) -> dict[str, object]:
 @cache
 def _assigned(cls: Any) -> frozenset[str]:  # Any: mypy takes a type for no key
     """Name the attributes that methods of a class assign, but for its constructor."""
-    waiting: list[Any] = []
-    for base in cls.__mro__:
-        if is_users(base):  # WHY no others: a model of a library would pay for it in each step
-            waiting += [getattr(part, "__func__", part) for n, part in vars(base).items()
-                        if n != "__init__"]  # fmt: skip
+    # WHY no others: a model of a library would pay for it in each step
+    own = [vars(base).items() for base in cls.__mro__ if is_users(base)]
+    waiting: list[Any] = [part for parts in own for name, part in parts if name != "__init__"]
     found: set[str] = set()
     while waiting:
         part = waiting.pop()
-        part = getattr(part, "__wrapped__", part)
-        code = getattr(part, "__code__", part)
+        part = getattr(part, "__func__", part)
+        code = getattr(getattr(part, "__wrapped__", part), "__code__", part)
         if isinstance(code, CodeType):
             found |= {str(i.argval) for i in dis.get_instructions(code) if i.opname == "STORE_ATTR"}
             waiting += [inner for inner in code.co_consts if isinstance(inner, CodeType)]

@@ -10,7 +10,7 @@ Read next: preflight/probe.py (what is learned about the model), step/step.py (t
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -76,10 +76,6 @@ class Replica:
     inputs: Inputs = DEFAULT_INPUTS
     # Those that the model calls in its forward, such as those of SyncBatchNorm.
     collectives: ForwardCollectives = NO_COLLECTIVES
-
-    def copy_inputs(self) -> None:
-        """Give forward and loss a copy of each batch from now on. Rank-local."""
-        self.inputs = replace(self.inputs, are_copied=True)
 
 
 def compile_model(

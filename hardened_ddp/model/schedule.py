@@ -100,12 +100,10 @@ class Schedule:
             self._scheduler.step()
 
     def mark(self) -> Any:  # Any: for go_back only
-        """Copy the scheduler's state, for go_back; None without one."""
-        if not self.has_state:
-            return None
+        """Copy the state of a scheduler object, for go_back."""
         return copy.deepcopy(self.state()), [_options(g) for g in self.optimizer.param_groups]
 
-    def go_back(self, mark: Any) -> None:  # Any: from mark
+    def go_back(self, mark: Any) -> None:  # Any: from mark, or None: nothing
         """Restore the state of mark, and the options of the groups."""
         if mark is None:
             return
@@ -309,11 +307,10 @@ def _packed(value: Any, name: str, tensors: dict[str, Tensor]) -> Tree:  # Any: 
 
 
 def _is_same(one: Any, other: Any) -> bool:  # Any: options of a parameter group
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        both = isinstance(one, Tensor) and isinstance(other, Tensor)
-        return both and torch.equal(one, other)
     if type(one) is not type(other):
         return False
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(_is_same, one, other))
     # WHY the same: of an object, such as a function, nobody can say whether it changed.

@@ -12,7 +12,7 @@ import math
 import operator
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -150,7 +150,7 @@ class Writes:
             written = [tensor for tensor, new, old in pairs if new != old]
             in_model = {id(tensor) for tensor in self._replica.buffers.watched}
             if not all(id(tensor) in in_model for tensor in written):
-                self._replica.copy_inputs()
+                self._replica.inputs = replace(self._replica.inputs, are_copied=True)
                 self._unsafe[-1].append(INPUTS)
             self._unsafe[-1] += self._replica.buffers.take_up_written(written)
             self._watched, self._versions = (), []
@@ -222,7 +222,7 @@ class Gradient:
         has_all = all(p.grad is not None for p in gradients.local.parameters)
         is_enough = has_all or gradients.allows_unused
         if not is_enough and attempt.window.is_for_all(parts.group.world_size):
-            names = gradients.local.missing()
+            names = [n for n, p in gradients.local.by_name.items() if p.grad is None]
             some = f"{', '.join(names[:NUM_SHOWN])} ({len(names)} in all)"
             return Failure("unused", f"rank {rank}: no gradient came for {some}")
         return None

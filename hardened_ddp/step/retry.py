@@ -115,7 +115,7 @@ class StepRetry:
         num_tries = 1 + max(num_failures[rank] for rank in causes) if retries else math.inf
         text, is_stop, looks_for_bad = f"retrying step {step}", False, False
         if retries and kinds == {"unused"} and may_allow:
-            self.parts.gradients.allow_unused()
+            self.parts.gradients.allows_unused = True
             text = f"find_unused_parameters is on from now; {text}"
         elif retries and limit > 0:
             self.progress.max_micro_batch = limit
