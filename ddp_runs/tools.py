@@ -112,7 +112,9 @@ def _settings_of(request: Request) -> list[str]:
     if problems:
         raise ConfigError("; ".join(problems), fix=own_command(request.command, "--help"))
     given = {name: value for name, value in request.settings.values.items() if name != "resume"}
-    return [f"--{name}={yaml_word(value)}" for name, value in given.items()]
+    # WHY text as it is: a flag's value is not read as YAML, and would keep its quotes
+    words = {n: value if isinstance(value, str) else yaml_word(value) for n, value in given.items()}
+    return [f"--{name}={word}" for name, word in words.items()]
 
 
 def _found(run: str) -> Path:

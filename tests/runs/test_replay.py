@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 from ddp_runs import replay as replaying
+from ddp_runs import tools
 from ddp_runs.replay import Wish, replay, run_bisect, told
 from ddp_runs.replay_diff import differences, run_diff
 from ddp_runs.replay_records import read_digests
 from ddp_runs.report_plots import marks_of
 from ddp_runs.run_files import read_run
-from ddp_runs.tools import run_tool
 from hardened_ddp.checkpoint.folder import choose_drops
 from hardened_ddp.data.batches.ledger import DIGESTS, RECORD, StepFile
 from hardened_ddp.data.batches.sampler import EpochOrder
@@ -326,9 +326,18 @@ def test_misuse_is_one_clear_error(
 def test_a_replay_has_a_folder_of_its_own(command: list[str]) -> None:
     words = [*command, "runs/first", "--output_dir", "other", "--run_name", "mine"]
     with pytest.raises(ConfigError, match=r"--output_dir: it runs in .*; --run_name: it runs in"):
-        run_tool(parse(words, edited_file=""))
+        tools.run_tool(parse(words, edited_file=""))
     with pytest.raises(ConfigError, match="--step: found '\u00b2', needs a whole number"):
         replaying.whole("\u00b2", "step")
+
+
+def test_settings_of_a_replay_reach_the_trainer_as_they_were_typed() -> None:
+    words = ["--amp", "off", "--dataset", "a b/c", "--dataset_args", "{size: 3}", "--digests", "on"]
+    given = parse(["replay", "runs/first", "--step", "3", *words], edited_file="")
+    flags = tools._settings_of(given)
+    assert "--amp=off" in flags
+    run = {"resume": "runs/first"}
+    assert parse(flags, edited_file="").settings.values | run == given.settings.values
 
 
 def parted(one: Path, other: Path) -> str:
