@@ -70,9 +70,11 @@ class Records:
         self._num_shares = min(PARTS, num_tensors) if self._mode == "auto" else 1
         self._numbers: torch.Tensor | None = None  # of the gradient
         # Of steps whose numbers are still on the device; and these: the digest, and, as the bits
-        # of floats, loss, count and norm
-        self._rows: list[list[int | float]] = []
-        self._waiting: torch.Tensor | None = None
+        # of floats, loss, count and norm. WHY one tensor for all: small ones that outlive a step
+        # fragment the memory that it frees
+        self._rows: list[list[float]] = []
+        size = 2 + 2 * parts.config.loop.log_interval if parts.is_async_device else 1
+        self._waiting = torch.zeros((size, 5), dtype=torch.int64, device=parts.device)
         self._began_at = self.cost_s = 0.0
         self._num_steps = 0
 
@@ -80,8 +82,12 @@ class Records:
         """Begin new files, for the steps from here on. Collective: all ranks."""
         self.close()
         parts, step, rank = self._parts, self._progress.step, self._parts.group.launch.rank
-        if parts.config.run.ledger:
-            start = self._agree_on_start(folder, FOLDER)  # collective
+        wanted = {FOLDER: parts.config.run.ledger, DIGESTS: self._mode != "off"}
+        start = parts.group.run_on_main(  # collective
+            lambda: next_start(folder, [name for name in wanted if wanted[name]]),
+            what="opening the ledger",
+        )
+        if wanted[FOLDER]:
             sampling = getattr(parts.sampler, "sampling", None)  # a stream has none
             self.ledger = LedgerWriter(
                 folder,
@@ -92,23 +98,14 @@ class Records:
                 order_of=sampling.order if sampling and parts.group.is_main else None,
             )
             self._left_out.begin(start)
-        if self._mode != "off":
-            start = self._agree_on_start(folder, DIGESTS)  # collective
+        if wanted[DIGESTS]:
             head = {"schema": 1, "step": step, "parts": self._num_shares}
             if parts.group.is_main:
                 head |= facts_of_attempt(parts)
                 # WHY the size: on a GPU its tables would take 128 MiB
-                self._checksum = Checksum(
-                    parts.device, piece=1 << 20 if parts.is_async_device else None
-                )
+                piece = 1 << 20 if parts.is_async_device else None
+                self._checksum = Checksum(parts.device, piece=piece)
             self.digests = StepFile(folder, DIGESTS, start=start, rank=rank, head=head)
-
-    def _agree_on_start(self, run: Path, folder: str) -> int:
-        """Return the number of this start. Collective: all ranks."""
-        start: int = self._parts.group.run_on_main(  # collective
-            lambda: next_start(run, folder), what=f"opening the {folder}"
-        )
-        return start
 
     def digest(self) -> None:
         """Take the digest of a gradient, before it is clipped. On rank 0; waits for no device."""
@@ -129,32 +126,20 @@ class Records:
         self._began_at = self._began_at or began
         progress, window, is_done = self._progress, attempt.window, attempt.outcome is Outcome.DONE
         rate = self._parts.optimizer.param_groups[0]["lr"]
-        row: list[int | float] = [
+        row: list[float] = [
             progress.step, window.epoch, progress.max_micro_batch, window.start, window.size,
             not is_done, 0, 0, _hash(attempt.batches), 0.0, 0.0, math.nan,
             math.nan if isinstance(rate, torch.Tensor) and not rate.is_cpu else float(rate),
         ]  # fmt: skip
         numbers, self._numbers = self._numbers if is_done else None, None  # not of a step before
-        if self._parts.is_async_device:
-            self._queue(row, numbers, attempt)
-        elif self.digests is not None:  # WHY not the same way: it takes ten times as long
-            row[6:8] = [0, 0] if numbers is None else numbers.tolist()
-            loss = sum([float(each) for each in attempt.losses])
-            row[9:12] = [loss, float(attempt.count), float(attempt.norm)]
-            self.digests.add(RECORD.pack(*row))
+        self._queue(row, numbers, attempt)
+        if len(self._rows) == len(self._waiting):  # on the CPU each step's at once
+            self._read()
         self.cost_s += time.perf_counter() - began
         self._num_steps += 1
 
-    def _queue(
-        self, row: list[int | float], numbers: torch.Tensor | None, attempt: Attempt
-    ) -> None:
+    def _queue(self, row: list[float], numbers: torch.Tensor | None, attempt: Attempt) -> None:
         """Keep the numbers of a step on the device until it is waited for anyhow."""
-        # WHY one tensor for all: small ones that outlive a step fragment the memory that it frees
-        if self._waiting is None:
-            size = 2 + 2 * self._parts.config.loop.log_interval
-            self._waiting = torch.zeros((size, 5), dtype=torch.int64, device=self._parts.device)
-        if len(self._rows) == len(self._waiting):
-            self._read()
         own = self._waiting[len(self._rows)]
         own[:2] = 0 if numbers is None else numbers
         floats = own.view(torch.float64)
@@ -165,7 +150,7 @@ class Records:
     def _read(self) -> None:
         """Write the records whose numbers are on a device. Waits for it."""
         rows, self._rows = self._rows, []
-        if rows and self.digests is not None and self._waiting is not None:
+        if rows and self.digests is not None:
             numbers, floats = self._waiting.tolist(), self._waiting.view(torch.float64).tolist()
             for place, row in enumerate(rows):
                 row[6:8], row[9:12] = numbers[place][:2], floats[place][2:]
@@ -176,8 +161,8 @@ class Records:
         self._read()
         if self.digests is None or self._mode != "auto" or self._num_steps < _LEAST_STEPS:
             return
-        wall_s = time.perf_counter() - self._began_at
-        cost = self.cost_s / max(1e-9, wall_s)
+        step_s = (time.perf_counter() - self._began_at) / self._num_steps
+        cost = self.cost_s / self._num_steps / max(1e-9, step_s)
         is_cheap = self._parts.group.run_on_main(  # collective
             lambda: cost <= MOST_COST, what="digests"
         )
@@ -185,12 +170,9 @@ class Records:
         if not is_cheap:
             self.digests.close()
             self.digests = None
-            log.info(
-                "no digests of steps from here on: they take %.1f %% of a step of %.2f ms; with "
-                "--digests on they are kept, for the commands replay, bisect and diff",
-                100 * cost,
-                1000 * wall_s / self._num_steps,
-            )
+            text = "no digests of steps from here on: they take %.1f %% of a step of %.2f ms; with "
+            text += "--digests on they are kept, for the commands replay, bisect and diff"
+            log.info(text, 100 * cost, 1000 * step_s)
 
     def sync(self) -> None:
         """Have on the disk what is recorded of the steps that are done. Any thread, any rank.
@@ -219,56 +201,49 @@ class Records:
 def _hash(batches: Sequence[Batch]) -> int:
     """Hash this rank's samples: their inputs and labels, of which so many bytes are read."""
     number, left = 0, _BATCH_BYTES
-    for batch in batches:
-        for whole in tensors_of((batch.inputs, batch.targets)):
-            for tensor in dense_parts(whole):
-                if tensor.is_cpu and left > 0:
-                    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)[:left]
-                    # WHY not as the gradient: it has no order of a sum, and this is faster
-                    number = zlib.crc32(flat.numpy().data, number)
-                    left -= len(flat)
+    tensors = [t for batch in batches for t in tensors_of((batch.inputs, batch.targets))]
+    for tensor in [part for whole in tensors for part in dense_parts(whole) if part.is_cpu]:
+        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)[:left]
+        # WHY not as the gradient: it has no order of a sum, and this is faster
+        number = zlib.crc32(flat.numpy().data, number)
+        left -= len(flat)
     return number
 
 
 def facts_of_attempt(parts: Parts) -> dict[str, Any]:  # Any: JSON
     """Give the facts of this start that can explain why its numbers differ from another's."""
-    order = parts.sampler.ledger_facts()
+    order, is_gpu = parts.sampler.ledger_facts(), parts.device.type == "cuda"
     processor = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("model name\t: ")[2]
-    facts: dict[str, Any] = {
+    processor = processor.partition("\n")[0] or platform.machine()
+    # WHY not the attribute: a lazy module would import. And None keeps one from being imported.
+    loaded = [(n, getattr(m, "__dict__", {})) for n, m in [*sys.modules.items()] if "." not in n]
+    versions = {name: has.get("__version__") for name, has in sorted(loaded)}
+    return {
         "world_size": parts.group.world_size,
         "global_batch": parts.global_batch,
         "threads": torch.get_num_threads(),
-        "device": processor.partition("\n")[0] or platform.machine(),
-        "kernels": torch.backends.cpu.get_cpu_capability(),
+        "device": torch.cuda.get_device_name(parts.device) if is_gpu else processor,
+        # those of CUDA come with torch
+        "kernels": torch.version.cuda if is_gpu else torch.backends.cpu.get_cpu_capability(),
         "python": platform.python_version(),
         "data": parts.data.fingerprint,
         # 0: the samples of a step do not follow from the seed, of a stream or if they are drawn
         "num_samples": 0 if "is_drawn" in order else order.get("num_samples", 0),
         "settings": agreed_settings(parts.config),
         "code": code_in_use(),
+        "libraries": {n: v for n, v in versions.items() if isinstance(v, str)},
     }
-    if parts.device.type == "cuda":
-        facts["device"] = torch.cuda.get_device_name(parts.device)
-        cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]  # torch's
-        facts["kernels"] = f"CUDA {torch.version.cuda}, cuDNN {cudnn}"
-    # WHY not the attribute: a lazy module would import. And None keeps one from being imported.
-    loaded = [(n, getattr(m, "__dict__", {})) for n, m in [*sys.modules.items()] if "." not in n]
-    versions = {name: has.get("__version__") for name, has in sorted(loaded)}
-    return facts | {"libraries": {n: v for n, v in versions.items() if isinstance(v, str)}}
 
 
 def code_in_use() -> dict[str, str]:
     """Hash each imported module that belongs to no installed package; this program as one."""
-
-    def hash_of(source: bytes) -> str:
-        return hashlib.sha256(source).hexdigest()[:16]
-
-    found = dict[str, str]()
+    files: dict[str, list[Path]] = {}
     for name, module in sorted(sys.modules.items()):
-        file = getattr(module, "__file__", None) or ""
-        is_installed = "/site-packages/" in file or "/dist-packages/" in file
+        path = Path(getattr(module, "__file__", None) or "")
+        is_installed = {"site-packages", "dist-packages"}.intersection(path.parts)
         is_users = not is_installed and name.partition(".")[0] not in _NOT_USERS
-        if is_users and file.endswith(".py") and Path(file).is_file():
-            found[name] = hash_of(Path(file).read_bytes())
-    files = sorted(Path(__file__).resolve().parents[1].rglob("*.py"))
-    return found | {"hardened_ddp": hash_of(b"".join(path.read_bytes() for path in files))}
+        if is_users and path.suffix == ".py" and path.is_file():
+            files[name] = [path]
+    files["hardened_ddp"] = sorted(Path(__file__).resolve().parents[1].rglob("*.py"))
+    contents = {name: b"".join(path.read_bytes() for path in files[name]) for name in files}
+    return {name: hashlib.sha256(raw).hexdigest()[:16] for name, raw in contents.items()}

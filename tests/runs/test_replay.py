@@ -30,7 +30,6 @@ from hardened_ddp.data.batches.sampler import EpochOrder
 from hardened_ddp.errors import ConfigError, HardenedError, RunFolderError
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.step.gradient import Attempt
-from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.records import Records
 from tests.harness.ranks import run_trainer_forked, train
 from tests.plugins import Points
@@ -460,10 +459,8 @@ def test_milestones_are_spread_over_the_run_and_none_that_was_dropped_is_wanted_
 
 
 def test_numbers_that_wait_on_a_device_are_those_of_their_step() -> None:
-    loop = SimpleNamespace(log_interval=2)
-    parts = SimpleNamespace(config=SimpleNamespace(loop=loop), device=torch.device("cpu"))
     records, written = Records.__new__(Records), list[tuple[float, ...]]()
-    records._parts, records._rows, records._waiting = cast(Parts, parts), [], None
+    records._rows, records._waiting = [], torch.zeros((3, 5), dtype=torch.int64)
     file = SimpleNamespace(add=lambda raw: written.append(RECORD.unpack(raw)))
     records.digests = cast(StepFile, file)
     pair, loss = torch.tensor([5, 2**62]), torch.tensor(0.5)

@@ -49,13 +49,14 @@ Ids = npt.NDArray[np.int64]
 _NO_IDS: Ids = np.zeros(0, dtype=np.int64)
 
 
-def next_start(run: Path, folder: str = FOLDER) -> int:
+def next_start(run: Path, folders: Sequence[str] = (FOLDER,)) -> int:
     """Return the number for the files of a new start. On one rank only. Raises OSError.
 
-    folder: of the run, in which files have such names.
+    folders: of the run, in which files have such names.
     """
-    (run / folder).mkdir(exist_ok=True)
-    return 1 + max((number for number, _, _ in list_files(run, folder)), default=0)
+    for folder in folders:
+        (run / folder).mkdir(exist_ok=True)
+    return 1 + max((file[0] for folder in folders for file in list_files(run, folder)), default=0)
 
 
 class StepFile:
