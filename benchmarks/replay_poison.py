@@ -232,7 +232,7 @@ def measure(run: Run, kind: str, num: int) -> list[Counter[str]]:
             if any(condition.holds(s) for each in alone for s in each):
                 continue
         found["planted"] += 1
-        rows = replay.trial(clean, WARM, at=WARM, looks=True)
+        rows = replay.trial(clean, WARM, looks=WARM)[-1]["rows"]
         by_loss = sorted(rows, key=lambda row: -np.nan_to_num(row["loss"], nan=np.inf))
         for name, order in (("loss", by_loss), ("weight", in_order(rows))):
             found[name] += {row["sample"] for row in order[: len(planted)]} == planted

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ddp_runs.replay_records import STEP_NUMBERS, largeness, side_by_side
 from hardened_ddp.checkpoint.tensors import specs_of
 from hardened_ddp.data.batches.batch import Batch, split, take
 from hardened_ddp.data.batches.nesting import pick
@@ -26,13 +27,11 @@ from hardened_ddp.errors import ANY_FAILURE, ConfigError, HardenedError
 from hardened_ddp.model.effects import untouched
 from hardened_ddp.model.precision import clip
 from hardened_ddp.ranks.seeding import seed_step
+from hardened_ddp.settings.wording import listed
 from hardened_ddp.step.gradient import Attempt, Outcome
 from hardened_ddp.step.records import facts_of_attempt
 from hardened_ddp.training.run import Ending, Run
 from hardened_ddp.training.state import Saved, collect_meta, collect_tensors, restore
-
-STEP_NUMBERS = ("loss", "grad_norm", "lr")
-"""What is known of each step; other names of a condition are those of metrics.jsonl."""
 
 MOST_ALONE = 256
 """Samples of a rank that are tried one by one: each costs a forward and a backward."""
@@ -72,22 +71,23 @@ class Condition:
         name = nan or name or "weights"
         return cls(text.strip(), name, layer or "", op or "", float(limit or 0))
 
-    def fits(self, value: float) -> bool:
-        """Return whether it holds for a value. NaN holds every one that asks for large numbers."""
+    def holds(self, step: Found) -> bool:
+        """Return whether it holds after a step.
+
+        An error counts as NaN. NaN holds every condition that asks for large numbers.
+        """
+        if self.name not in step:
+            return False
+        value = math.nan if step.get("error") and not self.op else step[self.name]
         if not self.op or math.isnan(value):
             return not math.isfinite(value) and not self.op.startswith("<")
         return bool(_OPERATORS[self.op](value, self.limit))
 
-    def holds(self, step: Found) -> bool:
-        """Return whether it holds after a step. An error counts as NaN."""
-        fails = bool(step.get("error")) and not self.op
-        return self.name in step and (fails or self.fits(step[self.name]))
-
     def worst(self, steps: Iterable[Found]) -> float:
         """Return how far it went towards this condition in some steps; NaN counts as infinite."""
         sign = -1.0 if self.op.startswith("<") else float(bool(self.op))
-        values = [sign * step[self.name] for step in steps if self.name in step]
-        return max(values, default=0.0) if all(map(math.isfinite, values)) else math.inf
+        values = [largeness(sign * step[self.name]) for step in steps if self.name in step]
+        return max(values, default=0.0)
 
 
 def replay_steps(run: Run, path: Path) -> Ending:
@@ -117,61 +117,64 @@ class Replay:
         self.run, self.plan, self.parts = run, plan, run.parts
         self.condition = Condition.parse(plan["when"]) if plan["when"] else None
         self._without = {int(step): ids for step, ids in plan["left_out"].items()}
-        # held_at: the step where the condition held first; newest: the last one that was done;
-        # lines: what is told; look: the options of replay that show more
-        self.found: Found = {"held_at": None, "newest": -1, "lines": [], "look": []}
+        # held_at: the step where the condition held first
+        self.found: Found = {"held_at": None, "lines": []}
 
     def go(self) -> None:
         """Do the steps up to the last one of the plan. Collective: all ranks."""
         run, plan, found, condition = self.run, self.plan, self.found, self.condition
-        state: Saved | None = None
-        for step, window, batches in self._steps():
-            if step == plan["tries_from"]:
-                state = self._state()
-            is_looked_at = condition is None and step == plan["step"]
-            rows = self.look_at(batches) if is_looked_at else []  # collective
-            done = self.do(window, batches, explains=is_looked_at)  # collective
-            found["newest"] = step
-            if is_looked_at:
-                found["lines"] = [*step_lines(done), *sample_lines(rows), *self._open(plan["open"])]
-                samples = [str(row["sample"]) for row in rows]
-                if absent := [n for n in map(str, plan["without"]) if n not in samples]:
-                    names = ", ".join(absent)
-                    found["lines"].append(f"not among the samples of step {step}: {names}")
-                found["look"] = ["--step", str(step), *(["--open", samples[0]] if rows else [])]
+        first, gone = plan["tries_from"], plan["without"]
+        state = self._state() if run.progress.step == first else None
+        for done in self.steps(plan["last"], looks=-1 if condition else plan["step"]):
+            if "rows" in done:
+                self._tell_step(done)
             if condition is not None and condition.holds(done):
-                found["held_at"] = step
-            if found["held_at"] is not None or done["error"] or step >= plan["last"]:
+                found["held_at"] = done["step"]
                 break
+            if run.progress.step == first:
+                state = self._state()
         if state is None:
             return
         run.stepper.records.close()  # what comes is no step of the run
         end, most = self._state(), self.parts.length.total - 1
-        if plan["without"]:
-            last = min(plan["step"] + _STEPS_AFTER, most)
-            self._do_without(state, plan["without"], last)  # collective
+        if gone:
+            last = min(first + _STEPS_AFTER, most)
+            trials = self.trial(state, last), self.trial(state, last, at=first, without=gone)
+            found["lines"].append(f"with and without sample {listed(gone)}, in it and after it:")
+            found["lines"] += side_by_side(*trials)
         if (held_at := found["held_at"]) is not None:
-            first = plan["tries_from"]
             # WHY further: without a step in between, the damage may only show a few steps later
             last = min(2 * held_at - first + 1, most)
-            self._tell(blame(self, state, range(first, held_at + 1), last))  # collective
+            blamed = blame(self, state, range(first, held_at + 1), last)  # collective
+            found["lines"].append(f"{blamed['proof']} ({blamed['trials']} trials)")
+            found["lines"] += sample_lines(blamed["rows"])
         run.progress.go_back_to(restore(self.parts, end))  # collective: this is saved
 
-    def _steps(self) -> Iterator[tuple[int, Window, Sequence[Batch]]]:
-        """Yield the steps from here on, over the ends of epochs."""
+    def steps(
+        self, last: int, *, at: int = -1, without: Gone = (), looks: int = -1
+    ) -> Iterator[Found]:
+        """Do the steps from here to the last, and yield what each was. Collective: all ranks.
+
+        at: the step that is done without some samples. looks: the one whose samples are looked at.
+        """
         for window, batches in self.run.windows():
             if window is None:
                 self.run.stepper.end_epoch()
-            else:
-                yield self.run.progress.step, window, batches
+                continue
+            step = self.run.progress.step
+            gone = without if step == at else ()
+            yield (found := self.do(window, batches, without=gone, looks=step == looks))
+            if found["error"] or step >= last:
+                return
+
+    def trial(self, state: Saved, last: int, **how: Any) -> list[Found]:  # Any: as of steps
+        """Do the steps from a state to the last again. Collective: all ranks."""
+        self.run.progress.go_back_to(restore(self.parts, state))  # collective
+        self.run.stepper.start_over()
+        return [*self.steps(last, **how)]
 
     def do(
-        self,
-        window: Window,
-        batches: Sequence[Batch],
-        *,
-        without: Gone = (),
-        explains: bool = False,
+        self, window: Window, batches: Sequence[Batch], *, without: Gone = (), looks: bool = False
     ) -> Found:
         """Do one step, as it was or without some samples. Collective: all ranks."""
         run, parts, stepper, step = self.run, self.parts, self.run.stepper, self.run.progress.step
@@ -179,14 +182,14 @@ class Replay:
             run.progress.max_micro_batch = limit
         found: Found = {"step": step, "error": "", "loss": math.nan, "grad_norm": math.nan}
         if without is None or step in self.plan["given_up"]:
-            attempt = Attempt(window, batches, stepper.gradient.totals.mark())
-            attempt.outcome = Outcome.LEFT_OUT
-            stepper.commit(attempt)
+            totals = stepper.gradient.totals.mark()
+            stepper.commit(Attempt(window, batches, totals, outcome=Outcome.LEFT_OUT))
             return {**found, "loss": 0.0, "grad_norm": 0.0}
         used = left(batches, {*self._without.get(step, ()), *without})
+        if looks:
+            found["rows"] = self.look_at(used)  # collective
         try:
-            finds_anomalies = explains and self.plan["debug"]
-            with torch.autograd.detect_anomaly() if finds_anomalies else nullcontext():
+            with torch.autograd.detect_anomaly() if looks and self.plan["debug"] else nullcontext():
                 attempt = stepper.compute_gradient(window, used)  # collective
             loss = sum(float(each) for each in attempt.losses)
             pair = torch.tensor([loss, float(attempt.count)], dtype=torch.float64)
@@ -195,7 +198,7 @@ class Replay:
             found["loss"] = total / max(1.0, count)
             found["grad_norm"] = float(clip(gradients.values(), max_norm=0))
             found["lr"] = float(parts.optimizer.param_groups[0]["lr"])
-            if explains:
+            if looks:
                 found["layers"] = norms_of(gradients)
             stepper.commit(attempt)
             stepper.confirm_last_step()  # collective
@@ -209,13 +212,10 @@ class Replay:
         """Return loss and weight of the samples of all ranks, in order. Collective: all ranks."""
         parts, progress, rank = self.parts, self.run.progress, self.parts.group.launch.rank
         module, found = parts.replica.module, list[Found]()
-        batches = left(batches, self._without.get(progress.step, ()))
-        if progress.max_micro_batch:
-            batches = split(batches, progress.max_micro_batch)
         with untouched(module):
             seed, kind = parts.config.device.seed, parts.device.type
             seed_step(seed, step=progress.step, rank=rank, device_type=kind)
-            for batch in batches:
+            for batch in split(batches, progress.max_micro_batch):
                 found += self._weigh(parts.replica.inputs.send(batch, parts.device))
         parts.optimizer.zero_grad(set_to_none=True)
         for row in found:
@@ -224,62 +224,59 @@ class Replay:
         return in_order(row for own in all_found for row in own)
 
     def _weigh(self, batch: Batch) -> list[Found]:
-        """Give each sample its loss, and as its weight the norm of its gradient.
+        """Give each sample its loss, and as its weight the norm of its gradient: of it alone.
 
-        Both within the forward of its batch, or else alone. Where BatchNorm lets samples depend on
-        each other, the weight is the norm of what changes in the batch's gradient without it.
+        Where BatchNorm lets samples depend on each other: within the forward of its batch, and the
+        weight is the norm of what changes in the batch's gradient without it.
         """
         module, size, found = self.parts.replica.module, batch.num_samples, list[Found]()
-        task, singles = self.parts.task, [take(batch, [i]) for i in range(size)]
-        mixes = any("BatchNorm" in type(part).__name__ for part in module.modules())
-        mixes, whole = mixes and 1 < size <= MOST_ALONE, list[torch.Tensor]()
-        try:
-            with self.parts.precision.autocast():
-                output = task.forward(module, batch)
-                parts = [pick(output, [i], num_samples=size) for i in range(size)]
-                losses = [task.score(*pair).loss_sum for pair in zip(parts, singles, strict=True)]
-            is_apart = len({float(loss.detach()) for loss in losses}) > 1 or size == 1
-            whole += self._gradient(self._loss(batch)) if mixes else ()
-        except ANY_FAILURE:  # WHY broad: of an output that can't be cut by samples, or the user's
-            is_apart = False
-        for i, single in enumerate(singles):
+        is_joint = size > 1 and any("BatchNorm" in type(m).__name__ for m in module.modules())
+        mixes, output, whole = is_joint and size <= MOST_ALONE, None, None
+        for i in range(size):
             row: Found = {"sample": int(batch.indices[i]), "mixes": mixes}
             row |= dict.fromkeys(("loss", "norm", "weight"), math.nan)
             found.append(row)
             try:
-                loss = losses[i] if is_apart else self._loss(single)
+                if is_joint and output is None:
+                    with self.parts.precision.autocast():
+                        output = self.parts.task.forward(module, batch)
+                part = pick(output, [i], num_samples=size) if is_joint else None
+                loss = self._loss(take(batch, [i]), part)
                 row["loss"] = float(loss.detach())
                 row["norm"] = weight = norm(self._gradient(loss))
                 if mixes:
+                    whole = whole or self._gradient(self._loss(batch))
                     less = take(batch, [place for place in range(size) if place != i])
                     pairs = zip(whole, self._gradient(self._loss(less)), strict=True)
                     weight = norm(a - b for a, b in pairs)
                 row["weight"] = weight
-            except ANY_FAILURE as error:  # WHY broad: as above
+            except ANY_FAILURE as error:  # WHY broad: the user's code, or an output without samples
                 row["problem"] = str(error).partition("\n")[0]
         return found
 
-    def _loss(self, batch: Batch) -> torch.Tensor:
+    def _loss(self, batch: Batch, output: Any = None) -> torch.Tensor:  # Any: of the model
         task = self.parts.task
         with self.parts.precision.autocast():
-            return task.score(task.forward(self.parts.replica.module, batch), batch).loss_sum
+            if output is None:
+                output = task.forward(self.parts.replica.module, batch)
+            return task.score(output, batch).loss_sum
 
     def _gradient(self, loss: torch.Tensor) -> Sequence[torch.Tensor]:
         parameters = self.parts.gradients.local.parameters
         return torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
 
-    def _open(self, index: int | None) -> list[str]:
-        """Say where a sample lies, and what is in it. Rank-local."""
-        if index is None:
-            return []
-        dataset = self.parts.data.train
-        try:
-            sample = dataset[index]
-        except ANY_FAILURE as error:  # WHY broad: the user's code
-            sample = f"can't be read: {type(error).__name__}: {error}"
-        parts = sample if isinstance(sample, tuple | list) else [sample]
-        place = file_of(dataset, index) or "no file: it is what the dataset gives for this index"
-        return [f"sample {index}: {place}", *(f"  {described(part)}" for part in parts)]
+    def _tell_step(self, done: Found) -> None:
+        """Tell what a step was, and what is in the sample that is to be opened. Rank-local."""
+        lines, dataset, index = self.found["lines"], self.parts.data.train, self.plan["open"]
+        lines += [*step_lines(done), *sample_lines(done["rows"])]
+        if index is not None:
+            place = file_of(dataset, index) or "no file: the dataset makes it"
+            try:
+                sample = dataset[index]
+            except ANY_FAILURE as error:  # WHY broad: the user's code
+                sample = f"can't be read: {type(error).__name__}: {error}"
+            parts = sample if isinstance(sample, tuple | list) else [sample]
+            lines += [f"sample {index}: {place}", *(f"  {described(part)}" for part in parts)]
 
     def _state(self) -> Saved:
         tensors = {name: t.detach().clone() for name, t in collect_tensors(self.parts).items()}
@@ -289,54 +286,6 @@ class Replay:
 
         meta = collect_meta(self.parts, self.run.progress)
         return Saved(specs_of(tensors), meta, read=read if self.parts.group.is_main else None)
-
-    def trial(
-        self, state: Saved, last: int, *, at: int = -1, without: Gone = (), looks: bool = False
-    ) -> list[Found]:
-        """Do the steps from a state to the last again. Collective: all ranks.
-
-        at: the step that is done without some samples; or which is looked at: then nothing is done
-        from there on, and its samples are returned.
-        """
-        run, found = self.run, list[Found]()
-        run.progress.go_back_to(restore(self.parts, state))  # collective
-        run.stepper.start_over()
-        for step, window, batches in self._steps():
-            if looks and step == at:
-                return self.look_at(batches)  # collective
-            found.append(self.do(window, batches, without=without if step == at else ()))
-            if found[-1]["error"] or step >= last:
-                break
-        return found
-
-    def _do_without(self, state: Saved, gone: Sequence[int], last: int) -> None:
-        """Tell what changes if the step is done without some samples. Collective: all ranks."""
-        whole = self.trial(state, last)  # collective
-        less = self.trial(state, last, at=self.plan["step"], without=gone)  # collective
-        names = ", ".join(map(str, gone))
-        lines = [f"without sample {names}:  loss with and without; gradient norm with and without"]
-        for a, b in zip(whole, less, strict=False):
-            numbers = f"{a['loss']:.6g} and {b['loss']:.6g};  {a['grad_norm']:.4g} and "
-            lines.append(
-                f"  step {a['step']}: {numbers}{b['grad_norm']:.4g}  {b['error']}".rstrip()
-            )
-        self.found["lines"] += lines
-
-    def _tell(self, blamed: Found) -> None:
-        """Tell which step and which samples made the condition hold."""
-        step, samples = blamed["step"], blamed["alone"] or blamed["together"]
-        proof = f"without step {step} it does not hold; no few of its samples are to blame: the "
-        proof += "whole step is, such as its rate"
-        if step is None:
-            proof = "without any one of these steps it still holds: a larger --horizon looks "
-            proof += "further back"
-        elif samples:
-            how = " together" if not blamed["alone"] else " (each alone)" * (len(samples) > 1)
-            names = f"sample{'s' * (how == ' together')} {', '.join(map(str, samples))}{how}"
-            proof = f"proved: step {step} without {names} does not lead to it"
-            self.found["look"] = ["--step", str(step), "--open", str(samples[0])]
-        head = f"{proof} ({blamed['trials']} trials)"
-        self.found["lines"] = [head, *sample_lines(blamed["rows"])]
 
 
 def left(batches: Sequence[Batch], gone: Collection[int]) -> Sequence[Batch]:
@@ -385,11 +334,9 @@ def step_lines(step: Found) -> list[str]:
     if step["error"]:
         return [f"step {step['step']} fails: {step['error']}"]
     layers = sorted(step["layers"].items(), key=lambda pair: -pair[1])[:_SHOWN]
-    return [
-        f"step {step['step']}: loss {step['loss']:.6g}, gradient norm {step['grad_norm']:.4g}, "
-        f"learning rate {step['lr']:.3g}",
-        "  gradient norm by layer: " + ", ".join(f"{name} {n:.3g}" for name, n in layers),
-    ]
+    numbers = ", ".join(f"{name} {step[name]:.6g}" for name in STEP_NUMBERS)
+    by_layer = ", ".join(f"{name} {value:.3g}" for name, value in layers)
+    return [f"step {step['step']}: {numbers}", f"  gradient norm by layer: {by_layer}"]
 
 
 def sample_lines(rows: Sequence[Found]) -> list[str]:
@@ -403,19 +350,15 @@ def sample_lines(rows: Sequence[Found]) -> list[str]:
         line = f"  {row['sample']:6}  {row['rank']:4}  {row['loss']:10.5g}  {row['weight']:10.5g}  "
         line += f"{row['norm']:13.5g}  {row['file'] or row.get('problem', '')}"
         lines.append(line.rstrip())
-    worst = max(rows, key=lambda row: (math.isnan(row["loss"]), row["loss"]))
+    worst = max(rows, key=lambda row: largeness(row["loss"]))
     return [*lines, f"  the largest loss: sample {worst['sample']}, {worst['loss']:.5g}"]
 
 
 def in_order(rows: Iterable[Found]) -> list[Found]:
     """Sort samples by their weight, the largest first; what is not finite weighs most."""
-
-    def weight(row: Found) -> list[float]:
-        # WHY the loss too: where one sample is NaN, all gradients of its batch may be
-        values = row["weight"], row["loss"]
-        return [-value if math.isfinite(value) else -math.inf for value in values]
-
-    return sorted(rows, key=weight)
+    # WHY the loss too: where one sample is NaN, all gradients of its batch may be
+    sizes = operator.itemgetter("weight", "loss")
+    return sorted(rows, key=lambda row: [*map(largeness, sizes(row))], reverse=True)
 
 
 def blame(replay: Replay, state: Saved, suspects: Sequence[int], last: int) -> Found:
@@ -427,6 +370,9 @@ def blame(replay: Replay, state: Saved, suspects: Sequence[int], last: int) -> F
     condition = replay.condition
     assert condition is not None  # the caller has seen it hold
     found: Found = {"step": None, "alone": [], "together": [], "rows": [], "trials": 0}
+    found["proof"] = (
+        "it holds without each of these steps, too: a larger --horizon looks further back"
+    )
 
     def peak(at: int, without: Gone) -> float:
         steps = replay.trial(state, last, at=at, without=without)  # collective
@@ -436,11 +382,11 @@ def blame(replay: Replay, state: Saved, suspects: Sequence[int], last: int) -> F
     # WHY the best of them: next to a limit any change may do. WHY the oldest: of equally good ones
     # it is where the damage began.
     peaks = {step: peak(step, None) for step in suspects}
-    step = min(peaks, key=lambda each: (peaks[each], each))
+    step = min(peaks, key=peaks.__getitem__)
     if peaks[step] == math.inf:
         return found
     found["step"] = step
-    found["rows"] = replay.trial(state, last, at=step, looks=True)  # collective
+    found["rows"] = replay.trial(state, step, looks=step)[-1]["rows"]  # collective
     samples = [int(row["sample"]) for row in found["rows"]]
     alone: dict[int, float] = {}
     for place, sample in enumerate(samples[:MOST_ALONE]):
@@ -452,6 +398,8 @@ def blame(replay: Replay, state: Saved, suspects: Sequence[int], last: int) -> F
         # WHY not all: next to a limit any change may do. Those that help at least half as much:
         least = (condition.worst(replay.trial(state, last)) + min(alone.values())) / 2
         found["alone"] = sorted((s for s in alone if alone[s] <= least), key=alone.__getitem__)
+        names = " or ".join(map(str, found["alone"]))
+        found["proof"] = f"proved: step {step} without sample {names} does not lead to it"
         return found
     counts = range(2, len(samples))
     together = next((samples[:n] for n in counts if peak(step, samples[:n]) < math.inf), [])
@@ -460,4 +408,8 @@ def blame(replay: Replay, state: Saved, suspects: Sequence[int], last: int) -> F
         if fewer and peak(step, fewer) < math.inf:
             together = fewer
     found["together"] = together
+    found["proof"] = f"without step {step} it does not hold; it is none of its samples"
+    if together:
+        names = " and ".join(map(str, together))
+        found["proof"] = f"proved: step {step} without samples {names} does not lead to it"
     return found

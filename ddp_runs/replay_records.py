@@ -8,6 +8,7 @@ import json
 import math
 from collections import namedtuple
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -16,7 +17,12 @@ from ddp_runs.run_files import RunView
 from hardened_ddp.data.batches.ledger import DIGESTS, RECORD, list_files
 from hardened_ddp.errors import RunFolderError
 from hardened_ddp.reporting.run_json import Json
+from hardened_ddp.reporting.summary import finished_at
+from hardened_ddp.settings.earlier_run import WHICH_RUN
 from hardened_ddp.settings.typed_command import own_command
+
+STEP_NUMBERS = ("loss", "grad_norm", "lr")
+"""What is known of each step; other names of a condition are those of metrics.jsonl."""
 
 _MACHINE = ("python", "device", "kernels", "threads")
 """The facts of the machine: with others of them the same sums may be rounded otherwise."""
@@ -48,19 +54,33 @@ class Step:
         records = self.ranks.values()
         return float(sum(r.loss for r in records) / max(1.0, sum(r.num_counted for r in records)))
 
-    def parts_from(self, other: "Step") -> str:
-        """Name the first thing in which two records of a step differ; empty: they are equal."""
+    @property
+    def numbers(self) -> Json:
+        """What can be compared with the numbers of another step, and with those of a condition."""
+        main = self.main
+        norm = 0.0 if main.left_out else main.norm
+        numbers = {"loss": self.loss, "grad_norm": norm, "lr": main.rate, "samples": main.size}
+        return {"step": main.step, **numbers}
+
+    def parts_from(self, other: "Step", *, rounds: bool = False) -> str:
+        """Name the first thing in which two records of a step differ; empty: they are equal.
+
+        rounds: on another number of ranks the same samples with about the same loss are equal.
+        """
         one, two = self.main, other.main
-        both = self.ranks.keys() & other.ranks.keys()
+        is_resized = self.facts["world_size"] != other.facts["world_size"]
+        both = [] if is_resized else sorted(self.ranks.keys() & other.ranks.keys())
         pairs = [(self.ranks[rank], other.ranks[rank]) for rank in both]
         unlike = {
             "samples": (one.epoch, one.start, one.size) != (two.epoch, two.start, two.size),
             "left out": one.left_out != two.left_out,
-            "ranks": self.facts["world_size"] != other.facts["world_size"],
+            "ranks": is_resized and not rounds,
             "data": any(a.batches != b.batches for a, b in pairs),
             "loss": any(repr(a.loss) != repr(b.loss) for a, b in pairs),  # NaN, too
-            "gradient": (one.low, one.high) != (two.low, two.high),
+            "gradient": not is_resized and (one.low, one.high) != (two.low, two.high),
         }
+        if is_resized:
+            unlike["loss"] = not math.isclose(self.loss, other.loss, rel_tol=1e-3, abs_tol=1e-3)
         return next((name for name, is_unlike in unlike.items() if is_unlike), "")
 
 
@@ -71,6 +91,11 @@ class Digests:
     run: Path
     steps: Mapping[int, Step]
     starts: Sequence[Json]  # the facts of each
+
+    @property
+    def last(self) -> int:
+        """The last step that can be done again; the one after the last record may have failed."""
+        return max(self.steps) + (finished_at(self.run) is None)
 
     def facts_at(self, step: int) -> Json:
         """Return the facts of the last start that began at a step or before: it did the step."""
@@ -112,33 +137,64 @@ def spikes_of(run: RunView) -> list[tuple[int, float, str]]:
     Of a run without digests: none.
     """
     steps, losses = run.curve("loss/train")
-    spikes, found = [], []
+    known: Mapping[int, Step] | None = None
+    found = []
     for at, loss in enumerate(losses):
         before = [value for value in losses[max(0, at - _BEFORE) : at] if math.isfinite(value)]
-        if len(before) >= 2 and not loss <= _SPIKE * median(before):
-            spikes.append(at)
-    try:  # WHY not of any run: to read the digests of a long one takes time
-        known = read_digests(run.folder, may_be_empty=True).steps if spikes else {}
-    except (RunFolderError, OSError):
-        known = {}
-    for at in spikes:
-        numbers = [n for n in range(*steps[at - 1 : at + 1]) if n in known]
-        if numbers:
-            # WHY first: a comparison with NaN is never true
-            worst = max(numbers, key=lambda n: (math.isnan(known[n].loss), known[n].loss))
+        if len(before) < 2 or loss <= _SPIKE * median(before):
+            continue
+        if known is None:  # WHY not of any run: to read the digests of a long one takes time
+            known = {}
+            with suppress(RunFolderError, OSError):
+                known = read_digests(run.folder).steps
+        if numbers := [n for n in range(*steps[at - 1 : at + 1]) if n in known]:
+            worst = max(numbers, key=lambda n: largeness(known[n].loss))
             command = own_command("replay", run.folder, "--step", str(worst))
-            found.append((steps[at], losses[at], command))
+            found.append((steps[at], loss, command))
     return found
+
+
+def largeness(value: float) -> float:
+    """Give what to compare: nothing is larger than NaN, to which nothing compares."""
+    return value if math.isfinite(value) else math.inf
+
+
+def side_by_side(ones: Iterable[Json], others: Iterable[Json]) -> list[str]:
+    """Lay numbers of steps beside those of the same steps that others did: a line for each step."""
+    lines = []
+    for one, other in zip(ones, others, strict=False):  # an error may end one of them
+        shared = [n for n in (*STEP_NUMBERS, "samples") if n in one and n in other]
+        told = "; ".join(f"{name} {one[name]:.6g} / {other[name]:.6g}" for name in shared)
+        lines.append(f"  step {one['step']}: {told}  {other.get('error', '')}".rstrip())
+    return lines
+
+
+def first_parting(one: Digests, two: Digests, **how: bool) -> tuple[list[int], int, str]:
+    """Return the steps that both have, the first that differs (else the last), and in what.
+
+    how: as of Step.parts_from.
+    """
+    shared = [number for number in one.steps if number in two.steps]
+    whats = ((number, one.steps[number].parts_from(two.steps[number], **how)) for number in shared)
+    return shared, *next((at for at in whats if at[1]), (max(shared, default=0), ""))
+
+
+def differences(one: Json, two: Json) -> dict[str, list[str]]:
+    """Say how far two starts differ, of libraries in those that both have imported."""
+    a, b = one["settings"], two["settings"]
+    old, new = one.get("libraries", {}), two.get("libraries", {})
+    libraries = differing(old, new, sorted(old.keys() & new.keys()))
+    code, other = one["code"], two["code"]
+    return {
+        "settings": differing(a, b, [n for n in {**a, **b} if n[2:] not in WHICH_RUN]),
+        "code": [name for name in {**code, **other} if code.get(name) != other.get(name)],
+        "data": [] if one["data"] == two["data"] else ["another dataset, by its fingerprint"],
+        "machine": differing(one, two, _MACHINE) + libraries,
+        "ranks": differing(one, two, ["world_size"]),
+    }
 
 
 def differing(before: Json, now: Json, names: Iterable[str]) -> list[str]:
     """Say which facts differ: threads 1 / 2."""
     pairs = [(name, before.get(name), now.get(name)) for name in names]
     return [f"{name} {one} / {two}" for name, one, two in pairs if one != two]
-
-
-def other_machine(before: Json, now: Json) -> list[str]:
-    """Say what is different of the machine, and of libraries that both have imported."""
-    old, new = before.get("libraries", {}), now.get("libraries", {})
-    shared = sorted(old.keys() & new.keys())
-    return differing(before, now, _MACHINE) + differing(old, new, shared)

@@ -15,7 +15,6 @@ from hardened_ddp.errors import ConfigError, UnreadableLogError
 from hardened_ddp.ranks.launch import environment
 from hardened_ddp.reporting.sinks import printed
 from hardened_ddp.settings.cli import Request
-from hardened_ddp.settings.record import yaml_word
 from hardened_ddp.settings.typed_command import own_command
 
 
@@ -56,7 +55,7 @@ def _run(request: Request) -> int:
 
             return run_report(request.options, output=output)
         case "diff":
-            from ddp_runs.replay_diff import run_diff
+            from ddp_runs.replay import run_diff
 
             return run_diff(request.options, output=output)
         case "replay" | "bisect":
@@ -111,10 +110,10 @@ def _settings_of(request: Request) -> list[str]:
         problems.append(f"--{name}: it runs in a folder of its own, within that of the run")
     if problems:
         raise ConfigError("; ".join(problems), fix=own_command(request.command, "--help"))
+    from ddp_runs.replay import as_flag
+
     given = {name: value for name, value in request.settings.values.items() if name != "resume"}
-    # WHY text as it is: a flag's value is not read as YAML, and would keep its quotes
-    words = {n: value if isinstance(value, str) else yaml_word(value) for n, value in given.items()}
-    return [f"--{name}={word}" for name, word in words.items()]
+    return [as_flag(f"--{name}", value) for name, value in given.items()]
 
 
 def _found(run: str) -> Path:
