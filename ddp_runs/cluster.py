@@ -41,8 +41,7 @@ _PROBE_BYTES = 64 * MIB
 _SLOW_SHARE, _LINK_SHARE = 1 / 3, 0.05  # of what other hosts have; of what the link should give
 _CLOCK_S, _LOOKUP_S = 1.0, 5.0
 _MOST_WAIT_S = 86_400
-_SIZES = (4 * 1024, MIB, 32 * MIB)
-_SUM_S, _MOST_SUMS = 0.2, 1024  # how long, and how many all-reduces of one size at most
+_SIZES = {4 * 1024: 64, MIB: 4, 32 * MIB: 1}  # and how many all-reduces of each are measured
 _GPU_QUERY = "index,clocks.max.sm,ecc.errors.uncorrected.volatile.total"
 _GPU_QUERY += ",clocks_throttle_reasons.hw_slowdown"
 _NO_SLOWDOWN = ("Not Active", "[N/A]", "[Not Supported]")
@@ -267,11 +266,13 @@ def read_gpus() -> tuple[str, list[Check]]:
 
 def _measure_links(hosts: Sequence[Facts], rank: int) -> Facts:
     """Try the listeners of all other hosts, read rank 0's clock, send to the next host."""
+    from hardened_ddp.ranks.rendezvous import why_unreachable
+
     place = [host["rank"] for host in hosts].index(rank)
     mine, others = hosts[place], [*hosts[place + 1 :], *hosts[:place]]
     closed: dict[str, str] = {}
     for host in others:
-        if len(closed) < 4 and (why := links.why_closed(host["address"], host["port"])):
+        if len(closed) < 4 and (why := why_unreachable(host["address"], host["port"])):
             closed[host["host"]] = f"port {host['port']} of {host['address']}: {why}"
     found: Facts = {"host": mine["host"], "closed": closed}
     found |= {"ahead_s": 0.0, "latency_s": 0.0, "rate": 0.0, "next": ""}
@@ -299,32 +300,28 @@ def _all_reduce(launch: Launch, store: Any, limit_s: float) -> Facts:  # Any: di
         name = choose_backend(device, "auto")
         how = {"store": store, "rank": launch.rank, "world_size": launch.world_size}
         dist.init_process_group(name, timeout=timedelta(seconds=limit_s), **how)  # collective
-        took = {str(size): _seconds_of(size, device) for size in _SIZES}  # collective
+        took = {}
+        for size, number in _SIZES.items():
+            took[str(size)] = _seconds_of(size, number, device)  # collective
         dist.destroy_process_group()
     except (RuntimeError, HardenedError) as error:
         return {"error": str(error).partition("\n")[0], "host": socket.gethostname()}
     return {"took": took, "backend": name}
 
 
-def _seconds_of(size_bytes: int, device: Any) -> float:  # Any: torch.device
-    """Return the seconds of one all-reduce of this size. Collective: all ranks."""
+def _seconds_of(size_bytes: int, number: int, device: Any) -> float:  # Any: torch.device
+    """Return the seconds of one all-reduce of this size, of so many. Collective: all ranks."""
     import torch
     import torch.distributed as dist
 
     tensor = torch.zeros(size_bytes // 4, device=device)
     dist.all_reduce(tensor)  # collective: the first one connects
-    number = 1
-    while True:
-        began = time.monotonic()
-        for _ in range(number):
-            dist.all_reduce(tensor)  # collective
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        longest = torch.tensor([time.monotonic() - began], device=device)
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX)  # collective: all do as many
-        if longest.item() > _SUM_S or number >= _MOST_SUMS:
-            return float(longest.item()) / number
-        number *= 4
+    float(tensor[0])  # waits for the device
+    began = time.monotonic()
+    for _ in range(number):
+        dist.all_reduce(tensor)  # collective
+    float(tensor[0])
+    return (time.monotonic() - began) / number
 
 
 def judge(hosts: Sequence[Facts], measured: Sequence[Facts], sums: Sequence[Facts]) -> list[Check]:

@@ -63,17 +63,6 @@ def _answer(connection: socket.socket) -> None:
             connection.sendall(struct.pack("!Q", num_bytes))
 
 
-def why_closed(address: str, port: int) -> str:
-    """Say why no connection to a listener can be made; empty: it can."""
-    try:
-        socket.create_connection((address, port), timeout=LIMIT_S).close()
-    except TimeoutError:
-        return f"no answer for {LIMIT_S:g} s (a firewall?)"
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
-
-
 def read_clock(address: str, port: int) -> tuple[float, float]:
     """Return by how many seconds another clock is ahead, and the latency. Raises OSError."""
     found = []
@@ -105,12 +94,10 @@ def measure_rate(address: str, port: int) -> float:
 
 def _receive(connection: socket.socket, num_bytes: int) -> bytes:
     """Read so many bytes. Raises OSError if the other side closes before."""
-    content = b""
-    while len(content) < num_bytes:
-        piece = connection.recv(num_bytes - len(content))
-        if not piece:
-            raise OSError("the other host closed the connection")
-        content += piece
+    with connection.makefile("rb") as file:
+        content = file.read(num_bytes)
+    if len(content) < num_bytes:
+        raise OSError("the other host closed the connection")
     return content
 
 
