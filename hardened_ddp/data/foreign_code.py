@@ -36,10 +36,6 @@ _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 _OPERATORS = ("torchvision::nms", "torchvision::qnms")
-WITHOUT_OPERATORS = (
-    f"not built for torch {torch.__version__}; datasets, transforms and classifiers work, its "
-    "compiled operators (nms, roi pooling) do not"
-)
 
 
 def import_callable(path: str, *, setting: str, error: type[HardenedError]) -> Callable[..., Any]:
