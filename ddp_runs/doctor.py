@@ -58,7 +58,6 @@ def list_checks(env: Mapping[str, str]) -> list[Callable[[], Check]]:
         software.check_packages,
         software.check_gpus,
         software.check_backends,
-        machine.check_cpus,
         machine.check_memory,
         machine.check_shared_memory,
         machine.check_open_files,

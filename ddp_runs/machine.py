@@ -55,16 +55,6 @@ class Check:
     advice: str = ""
 
 
-def check_cpus() -> Check:
-    """Check how many CPUs this process may use, by affinity and by the container's quota."""
-    allowed, budget = len(os.sched_getaffinity(0)), cpu_budget()
-    detail = f"{budget} usable; {os.cpu_count()} in the machine, affinity {allowed}"
-    if budget < allowed:
-        advice = f"count with the quota of this container: ranks x OMP_NUM_THREADS <= {budget}"
-        return Check("cpus", "warn", f"{detail}, cut by a quota", advice)
-    return Check("cpus", "ok", detail)
-
-
 def check_memory(cgroup: Path = CGROUP) -> Check:
     """Check how much memory is free, in the machine and in the container."""
     import psutil  # WHY here: if it is missing, only this check fails
