@@ -60,7 +60,6 @@ def list_checks(env: Mapping[str, str]) -> list[Callable[[], Check]]:
         software.check_backends,
         machine.check_memory,
         machine.check_shared_memory,
-        machine.check_open_files,
         lambda: machine.check_disk(Path()),
         lambda: machine.check_writing(Path()),
         lambda: machine.check_launcher(env),

@@ -6,7 +6,6 @@ Each tests one thing, changes nothing, and needs no torch.
 import contextlib
 import fcntl
 import os
-import resource
 import shutil
 import socket
 import tempfile
@@ -89,18 +88,6 @@ def check_shared_memory(folder: Path = _SHARED_MEMORY) -> Check:
     if free < GIB:
         return Check("shm", "warn", detail, f"use --num_workers 0, or {larger}")
     return Check("shm", "ok", detail)
-
-
-def check_open_files(limits: tuple[int, int] | None = None) -> Check:
-    """Check the limit of open files: each batch in flight and each connection is one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE) if limits is None else limits
-    unlimited = resource.RLIM_INFINITY
-    shown = [str(limit) if limit != unlimited else "unlimited" for limit in (soft, hard)]
-    detail = f"{shown[0]}, can be raised to {shown[1]}"
-    if hard != unlimited and hard < 4096:
-        advice = "docker: --ulimit nofile=65536; a cluster: ask its admin; else ulimit -n 65536"
-        return Check("open files", "FAIL" if hard < 256 else "warn", detail, advice)
-    return Check("open files", "ok", detail)
 
 
 def check_disk(folder: Path) -> Check:
