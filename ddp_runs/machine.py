@@ -126,30 +126,20 @@ def check_writing(folder: Path) -> Check:
     return Check("writing", "ok", detail)
 
 
-def check_loopback() -> Check:
-    """Check that localhost is this machine; the all-reduce tries a connection."""
-    return check_name("loopback", "localhost", "FAIL", "let localhost be 127.0.0.1 in /etc/hosts")
-
-
 def check_hostname(name: str | None = None) -> Check:
     """Check that this machine's host name resolves to this machine; other nodes use that name."""
     name = name or socket.gethostname()
     advice = f"add '127.0.0.1 {name}' to /etc/hosts, or give torchrun --standalone"
-    return check_name("hostname", name, "warn", advice)
-
-
-def check_name(check: str, name: str, status: Literal["warn", "FAIL"], advice: str) -> Check:
-    """Check that a name means this machine; if not, that is the status."""
     try:
         addresses = look_up(name)
     except (OSError, UnicodeError) as error:
-        return Check(check, status, f"{name}: {error}", advice)
+        return Check("hostname", "warn", f"{name}: {error}", advice)
     strange = [address for address in addresses if not _is_own(address)]
     detail = f"{name} is {', '.join(addresses)}"
     if strange:
         detail += f"; {', '.join(strange)} is not an address of this machine"
-        return Check(check, status, detail, advice)
-    return Check(check, "ok", detail)
+        return Check("hostname", "warn", detail, advice)
+    return Check("hostname", "ok", detail)
 
 
 def look_up(name: str) -> list[str]:
