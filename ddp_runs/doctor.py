@@ -63,7 +63,6 @@ def list_checks(env: Mapping[str, str]) -> list[Callable[[], Check]]:
         lambda: machine.check_disk(Path()),
         lambda: machine.check_writing(Path()),
         lambda: machine.check_launcher(env),
-        lambda: machine.check_debugging(env, is_cpu_build=software.is_cpu_build()),
         lambda: machine.check_threads(env),
         lambda: machine.check_interfaces(env),
         lambda: machine.check_settings(env),

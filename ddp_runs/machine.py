@@ -34,6 +34,11 @@ _COSTLY = {
     "NCCL_SHM_DISABLE": (("1",), "GPUs of one node talk over the network"),
     "NCCL_IB_DISABLE": (("1",), "InfiniBand is not used"),
     "NCCL_DEBUG": (("INFO", "TRACE"), "the log is flooded"),
+    "TORCH_DISTRIBUTED_DEBUG": (
+        ("DETAIL",),
+        "it ends DDP on gloo with a segmentation fault, and each collective is checked: slow. INFO "
+        "names unused parameters, too",
+    ),
     "CUDA_LAUNCH_BLOCKING": (("1",), "the CPU waits for each kernel"),
     "PYTORCH_NO_CUDA_MEMORY_CACHING": (("1",), "each tensor is a slow allocation"),
     "CUDA_VISIBLE_DEVICES": (("", "-1"), "all GPUs are hidden"),
@@ -171,20 +176,6 @@ def check_launcher(env: Mapping[str, str]) -> Check:
         return Check("launcher", "ok", "none: RANK, WORLD_SIZE and the like are not set")
     where = f"rank {launch.rank} of {launch.world_size}"
     return Check("launcher", "ok", f"{launch.launcher}, {where}")
-
-
-def check_debugging(env: Mapping[str, str], *, is_cpu_build: bool) -> Check:
-    """Check TORCH_DISTRIBUTED_DEBUG: DETAIL crashes CPU builds and slows down the others."""
-    name, level = "debugging", env.get("TORCH_DISTRIBUTED_DEBUG", "").upper()
-    shown = f"TORCH_DISTRIBUTED_DEBUG={level or 'not set'}"
-    if level not in ("", "OFF", "INFO", "DETAIL"):
-        return Check(name, "FAIL", shown, "torch knows only OFF, INFO and DETAIL; use INFO")
-    if level != "DETAIL":
-        return Check(name, "ok", shown)
-    advice = "it names unused parameters, too: export TORCH_DISTRIBUTED_DEBUG=INFO"
-    if is_cpu_build:
-        return Check(name, "FAIL", f"{shown} ends DDP with a segmentation fault here", advice)
-    return Check(name, "warn", f"{shown} checks each collective: slow", advice)
 
 
 def check_threads(env: Mapping[str, str]) -> Check:

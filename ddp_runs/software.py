@@ -174,15 +174,6 @@ def _try_gpus(found: str) -> Check:
     return Check("gpus", "ok", detail)
 
 
-def is_cpu_build() -> bool:
-    """Return whether torch was built without CUDA; False if there is no torch."""
-    try:
-        import torch
-    except (ImportError, OSError):
-        return False
-    return torch.version.cuda is None
-
-
 def versions() -> str:
     """Write the versions of this program, torch and CUDA, one a line. Imports no torch."""
     version, commit = _own_version()
