@@ -7,6 +7,7 @@ Does not own: the checks of one machine (doctor.py), how links are measured (lin
 What goes wrong here: a host that does not answer, so every wait has a limit.
 """
 
+import contextlib
 import csv
 import hashlib
 import json
@@ -129,10 +130,9 @@ class Meeting:
         told = [json.loads(text) for text in self.store.multi_get(keys)]
         if name == "status":  # the last one: the store may end with rank 0
             self.store.set(f"read/{self._launch.rank}", "1")
-            others = [f"read/{rank}" for rank in ranks]
-            end = time.monotonic() + 5.0
-            while self._launch.is_main and time.monotonic() < end and not self.store.check(others):
-                time.sleep(0.02)
+            if self._launch.is_main:
+                with contextlib.suppress(RuntimeError):  # one of them is gone
+                    self.store.wait([f"read/{rank}" for rank in ranks], timedelta(seconds=5))
         return told
 
 
@@ -188,26 +188,22 @@ def _equal_facts(data: Path, checks: Iterable[Check]) -> dict[str, str]:
 
 def digest(folder: Path, *, by_size: bool = False) -> str:
     """Digest the code below a folder, or names and sizes of all files."""
+    total, num_files = hashlib.sha256(), 0
+    skipped = () if by_size else ("runs", "data", "site-packages", "__pycache__")
     try:
-        return _digest(folder, by_size=by_size) if folder.is_dir() else "none"
+        folder.stat()
+        for place, folders, files in os.walk(folder):
+            folders[:] = sorted(n for n in folders if not n.startswith(".") and n not in skipped)
+            for path in [Path(place, name) for name in sorted(files)]:
+                if num_files < _MOST_FILES and path.is_file() and (by_size or path.suffix in _CODE):
+                    num_files += 1
+                    content = str(path.stat().st_size).encode() if by_size else path.read_bytes()
+                    total.update(os.fsencode(path.relative_to(folder)) + b"\0%d\0" % len(content))
+                    total.update(content)
+    except FileNotFoundError:
+        return "none"
     except OSError as error:
         return f"can't be read: {error}"
-
-
-def _digest(folder: Path, *, by_size: bool) -> str:
-    total, num_files = hashlib.sha256(), 0
-    for place, folders, files in os.walk(folder):
-        skipped = () if by_size else ("runs", "data", "site-packages", "__pycache__")
-        folders[:] = sorted(n for n in folders if not n.startswith(".") and n not in skipped)
-        for name in sorted(files):
-            path = Path(place) / name
-            if num_files == _MOST_FILES:
-                return f"the first {num_files} files, {total.hexdigest()[:10]}"
-            if path.is_file() and (by_size or path.suffix in _CODE):
-                num_files += 1
-                content = str(path.stat().st_size).encode() if by_size else path.read_bytes()
-                total.update(os.fsencode(path.relative_to(folder)) + b"\0%d\0" % len(content))
-                total.update(content)
     return f"{num_files} files, {total.hexdigest()[:10]}"
 
 
