@@ -11,6 +11,7 @@ import html
 import json
 import time
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,7 +31,6 @@ from hardened_ddp.settings.typed_command import pip_command
 from hardened_ddp.settings.wording import as_typed, counted, listed, printable
 
 _MOST_ROWS = 300
-_MOST_SIZES = 6
 _GOOD_SHARE = 0.7
 _NOT_TRAINING = [name for name in ACCOUNT if name != "training"]
 _STATES = {
@@ -347,8 +347,7 @@ def _table(
 
 def _ranks(run: RunView) -> str:
     sizes = [f"{number_of(a, 'world_size'):.0f}" for a in run.attempts if a.get("world_size")]
-    each = [size for n, size in enumerate(sizes) if n == 0 or size != sizes[n - 1]]
-    shown = ", then ".join(each[:_MOST_SIZES]) + ", then others" * (len(each) > _MOST_SIZES)
+    shown = listed([size for size, _ in groupby(sizes)], 6)
     return f"{shown or len(run.ranks)} x {run.main.device_name}"
 
 
