@@ -273,9 +273,7 @@ def _one_run(name: str, run: RunView, figures: list[Figure]) -> str:
     parts = [f"<h2>{_text(name)}</h2>", '<div class="plots">']
     if run.attempts or run.events or run.checkpoints:
         parts.append(_place(report_plots.attempts_plot(run), figures, is_wide=True))
-    plots = (report_plots.step_time_plot(run), report_plots.rank_plot(run))
-    parts += [_place(each, figures) for each in plots]
-    parts.append("</div>")
+    parts += [_place(report_plots.rank_plot(run), figures), "</div>"]
     if run.problems:
         parts.append("<h3>Files that can't be read or believed</h3>")
         parts.append(_table(["file"], [[problem] for problem in run.problems]))

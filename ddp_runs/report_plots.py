@@ -178,22 +178,6 @@ def goodput_plot(runs: Mapping[str, RunView]) -> Figure:
     return {"title": title, "data": traces, "layout": layout}
 
 
-def step_time_plot(run: RunView) -> Figure:
-    """Plot the parts of the step time over the steps, as rank 0 measured them."""
-    traces = []
-    for name, color in _PARTS.items():
-        steps, values = run.curve(f"step_time/{name}_s")
-        if not steps:
-            continue
-        # WHY every n-th: stacked areas need the same steps
-        every = -(-len(steps) // MOST_POINTS)
-        line = {"x": steps[::every], "y": [1000 * value for value in values[::every]]}
-        look = {"stackgroup": "parts", "line": {"color": color, "width": 1}}
-        traces.append({"type": "scatter", "mode": "lines", "name": name, **line, **look})
-    layout = {"xaxis": titled("step"), "yaxis": titled("ms per step")}
-    return {"title": "step time of rank 0", "data": traces, "layout": layout}
-
-
 def rank_plot(run: RunView) -> Figure:
     """Plot the parts of the step time of each rank: a mean over the newest start."""
     times = {rank.rank: _parts_of(rank) for rank in run.ranks if rank.steps_here > 0}
