@@ -63,7 +63,7 @@ _ON_CURVES += ("survivor save", "restart")
 
 _MOST_MARKS = 400
 _MEMORY = ("memory/rss_mib", "memory/gpu_peak_mib", "memory/gpu_reserved_mib")
-_SCALED = ("loss", "perplexity", "learning rate", "gradient norm")
+_SCALED = ("loss", "perplexity", "gradient norm")
 
 
 def curve_plots(runs: Mapping[str, RunView]) -> list[Figure]:
@@ -108,10 +108,7 @@ def _curves(runs: Mapping[str, RunView], title: str, names: Mapping[str, str]) -
             traces += _marks_on_curve(run, name, label if len(runs) > 1 else "")
     layout: Figure = {"xaxis": titled("step"), "yaxis": {}}
     if title in _SCALED and seen and min(seen) > 0:
-        # WHY: the rate of a cosine ends near zero, and one point would set the scale
-        middle = sorted(seen)[len(seen) // 4 : -(len(seen) // 4) or None]
-        is_log = spans_decades(middle if title == "learning rate" else seen)
-        layout["yaxis"] = {"type": "log" if is_log else "linear"}
+        layout["yaxis"] = {"type": "log" if spans_decades(seen) else "linear"}
     return {"title": title, "data": traces, "layout": layout}
 
 
