@@ -206,7 +206,7 @@ def heal(data: Samples) -> None:
 def measure(run: Run, kind: str, num: int) -> list[Counter[str]]:
     """Plant so often, and count what was found. It takes the place of the trainer's own loop."""
     when = KINDS[kind].when
-    plan = {"when": when, "left_out": {}, "limits": {}, "given_up": []}
+    plan = {"when": when, "left_out": {}, "limits": {}, "given_up": [], "debug": False}
     replay, condition = Replay(run, plan), Condition.parse(when)
     run.stepper.records.close()
     for window, batches in run.windows():

@@ -73,7 +73,7 @@ class Records:
         # of floats, loss, count and norm. WHY one tensor for all: small ones that outlive a step
         # fragment the memory that it frees
         self._rows: list[list[float]] = []
-        size = 2 + 2 * parts.config.loop.log_interval if parts.is_async_device else 1
+        size = min(2 + 2 * parts.config.loop.log_interval, 4096) if parts.is_async_device else 1
         self._waiting = torch.zeros((size, 5), dtype=torch.int64, device=parts.device)
         self._began_at = self.cost_s = 0.0
         self._num_steps = 0
