@@ -3,7 +3,6 @@
 Each tests one thing, changes nothing, and needs no torch.
 """
 
-import contextlib
 import fcntl
 import os
 import shutil
@@ -11,7 +10,6 @@ import socket
 import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Literal
@@ -19,13 +17,11 @@ from typing import Literal
 from hardened_ddp.data.batches.workers import cpu_budget
 from hardened_ddp.errors import LaunchError
 from hardened_ddp.ranks.launch import read_launch
-from hardened_ddp.ranks.threads import call_within
 from hardened_ddp.reporting.resources import CGROUP, read_container_memory
 
 GIB, MIB = 2**30, 2**20
 _SHARED_MEMORY = Path("/dev/shm")
 _SLOW_PROBE_S = 1.0
-_LOOKUP_S = 5.0
 _FAMILIES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "CUDA_", "OMP_", "MKL_")
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 # name: the values that have a cost, and that cost
@@ -129,39 +125,6 @@ def check_writing(folder: Path) -> Check:
     if took_s > _SLOW_PROBE_S:
         return Check("writing", "warn", detail, "choose a faster disk with --output_dir")
     return Check("writing", "ok", detail)
-
-
-def check_hostname(name: str | None = None) -> Check:
-    """Check that this machine's host name resolves to this machine; other nodes use that name."""
-    name = name or socket.gethostname()
-    advice = f"add '127.0.0.1 {name}' to /etc/hosts, or give torchrun --standalone"
-    try:
-        addresses = look_up(name)
-    except (OSError, UnicodeError) as error:
-        return Check("hostname", "warn", f"{name}: {error}", advice)
-    strange = [address for address in addresses if not _is_own(address)]
-    detail = f"{name} is {', '.join(addresses)}"
-    if strange:
-        detail += f"; {', '.join(strange)} is not an address of this machine"
-        return Check("hostname", "warn", detail, advice)
-    return Check("hostname", "ok", detail)
-
-
-def look_up(name: str) -> list[str]:
-    """Resolve a name to addresses. Raises OSError, also for a name server that does not answer."""
-    ask = partial(socket.getaddrinfo, name, None)
-    return sorted({str(found[4][0]) for found in call_within(ask, _LOOKUP_S, uses_gpu=False)})
-
-
-def _is_own(address: str) -> bool:
-    """Return whether this machine can listen on address."""
-    if address.startswith("127.") or address == "::1":
-        return True
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with contextlib.suppress(OSError), socket.socket(family) as probe:
-        probe.bind((address, 0))
-        return True
-    return False
 
 
 def check_launcher(env: Mapping[str, str]) -> Check:

@@ -232,7 +232,6 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         )
     ],
     "ddp_runs/machine.py": [
-        ("if strange:", "if False:", "doctor"),
         ("if wrong:", "if False:", "doctor"),
     ],
     "ddp_runs/cluster.py": [
