@@ -64,7 +64,6 @@ def list_checks(env: Mapping[str, str]) -> list[Callable[[], Check]]:
         lambda: machine.check_writing(Path()),
         lambda: machine.check_launcher(env),
         lambda: machine.check_threads(env),
-        lambda: machine.check_interfaces(env),
         lambda: machine.check_settings(env),
         lambda: selftest.check_all_reduce(env),
     ]

@@ -6,9 +6,8 @@ Each tests one thing, changes nothing, and needs no torch.
 import fcntl
 import os
 import shutil
-import socket
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -23,7 +22,6 @@ GIB, MIB = 2**30, 2**20
 _SHARED_MEMORY = Path("/dev/shm")
 _SLOW_PROBE_S = 1.0
 _FAMILIES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "CUDA_", "OMP_", "MKL_")
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 # name: the values that have a cost, and that cost
 _COSTLY = {
     "NCCL_P2P_DISABLE": (("1",), "GPUs exchange gradients through the host's memory"),
@@ -155,21 +153,6 @@ def check_threads(env: Mapping[str, str]) -> Check:
         advice = f"for one rank on this machine: export OMP_NUM_THREADS={budget}"
         return Check("threads", "warn", f"{shown}: threads compete for CPUs", advice)
     return Check("threads", "ok", shown)
-
-
-def check_interfaces(env: Mapping[str, str], existing: Collection[str] | None = None) -> Check:
-    """Check that the network interfaces that ranks are told to use exist.
-
-    But those of NCCL, which takes prefixes and exceptions, and names them in its own error.
-    """
-    known = [name for _, name in socket.if_nameindex()] if existing is None else existing
-    chosen = {name: env[name] for name in _INTERFACES if env.get(name)}
-    wrong = [name for name, value in chosen.items() if not {*value.split(",")} <= {*known}]
-    shown = ", ".join(f"{name}={value}" for name, value in chosen.items())
-    if wrong:
-        detail = f"{shown}: no such interface; there are {', '.join(sorted(known))}"
-        return Check("interfaces", "FAIL", detail, f"unset {' '.join(wrong)}")
-    return Check("interfaces", "ok", shown or f"chosen by torch from {', '.join(sorted(known))}")
 
 
 def check_settings(env: Mapping[str, str]) -> Check:

@@ -47,7 +47,7 @@ def check_all_reduce(env: Mapping[str, str], *, limit_s: float = _LIMIT_S) -> Ch
     failed = [rank for rank, status in enumerate(statuses) if status]
     if failed:
         why = said[failed[0]] or f"ended with status {statuses[failed[0]]} and printed nothing"
-        advice = "see the checks above first: torch, variables, interfaces"
+        advice = "see the checks above first: torch, variables"
         return Check("all-reduce", "FAIL", f"rank {failed[0]} of 2: {why}", advice)
     if None in statuses:
         advice = "a firewall on lo, or a machine that is far too busy: see top, then try again"

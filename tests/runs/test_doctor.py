@@ -81,7 +81,7 @@ class TestReport:
         assert run_doctor(output=output, env={**clean_environment(), **bad}) == 1
         lines = output.getvalue().splitlines()
         failed = {name for name, status in statuses_in(lines).items() if status == "FAIL"}
-        assert failed == {"launcher", "threads", "interfaces", "all-reduce"}
+        assert failed == {"launcher", "threads", "all-reduce"}
         assert any("DEBUG=DETAIL: it ends DDP on gloo with a segmentation" in x for x in lines)
         for number, line in enumerate(lines):
             if line.startswith("  FAIL"):
@@ -246,21 +246,6 @@ class TestMachine:
 
 
 class TestVariables:
-    @pytest.mark.parametrize(
-        ("name", "value", "is_right"),
-        [
-            ("GLOO_SOCKET_IFNAME", "lo", True),
-            ("GLOO_SOCKET_IFNAME", "eth0,lo", True),
-            ("GLOO_SOCKET_IFNAME", "eth", False),
-        ],
-    )
-    def test_an_interface_that_is_not_there_is_named(
-        self, name: str, value: str, is_right: bool
-    ) -> None:
-        check = machine.check_interfaces({name: value}, existing=["lo", "eth0"])
-        assert (check.status == "ok") == is_right
-        assert check.advice == ("" if is_right else f"unset {name}")
-
     def test_values_that_cost_much_and_names_of_old_are_warned_of_and_others_listed(self) -> None:
         env = {"NCCL_P2P_DISABLE": "1", "NCCL_DEBUG": "info", "NCCL_BLOCKING_WAIT": "0"}
         check = machine.check_settings(env)
