@@ -62,7 +62,6 @@ def list_checks(env: Mapping[str, str]) -> list[Callable[[], Check]]:
         machine.check_shared_memory,
         lambda: machine.check_disk(Path()),
         lambda: machine.check_writing(Path()),
-        lambda: machine.check_launcher(env),
         lambda: machine.check_threads(env),
         lambda: machine.check_settings(env),
         lambda: selftest.check_all_reduce(env),

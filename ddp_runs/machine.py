@@ -14,8 +14,6 @@ from time import perf_counter
 from typing import Literal
 
 from hardened_ddp.data.batches.workers import cpu_budget
-from hardened_ddp.errors import LaunchError
-from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.reporting.resources import CGROUP, read_container_memory
 
 GIB, MIB = 2**30, 2**20
@@ -123,20 +121,6 @@ def check_writing(folder: Path) -> Check:
     if took_s > _SLOW_PROBE_S:
         return Check("writing", "warn", detail, "choose a faster disk with --output_dir")
     return Check("writing", "ok", detail)
-
-
-def check_launcher(env: Mapping[str, str]) -> Check:
-    """Check that all of a launcher's variables are set, or none."""
-    try:
-        launch = read_launch(env)
-    except LaunchError as error:
-        return Check("launcher", "FAIL", error.message, error.fix)
-    except ValueError as error:
-        return Check("launcher", "FAIL", str(error), "open a new shell")
-    if launch.launcher == "none":
-        return Check("launcher", "ok", "none: RANK, WORLD_SIZE and the like are not set")
-    where = f"rank {launch.rank} of {launch.world_size}"
-    return Check("launcher", "ok", f"{launch.launcher}, {where}")
 
 
 def check_threads(env: Mapping[str, str]) -> Check:
