@@ -54,7 +54,6 @@ def list_checks(env: Mapping[str, str]) -> list[Callable[[], Check]]:
     return [
         software.check_python,
         software.check_torch,
-        software.check_torchvision,
         software.check_packages,
         software.check_gpus,
         software.check_backends,

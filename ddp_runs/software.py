@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddp_runs.machine import GIB, Check
-from hardened_ddp.errors import DataError
 from hardened_ddp.settings.typed_command import (
     PROGRAM,
     ROOT,
@@ -33,6 +32,7 @@ _INSTALL = pip_command("requirements.txt")
 # Without these nothing runs; each of the others is for one feature.
 _NEEDED = ("numpy", "pyyaml", "safetensors", "psutil")
 _FEATURES = {
+    "torchvision": "its datasets and models",
     "tensorboard": "looking at the curves",
     "scikit-learn": "the dataset digits",
     "rich": "the command watch",
@@ -72,22 +72,6 @@ def _judge(
     if version > newest:
         return Check(name, "warn", detail, f"this version is not tested: if it fails: {fix}")
     return Check(name, "ok", detail)
-
-
-def check_torchvision() -> Check:
-    """Check that torchvision fits torch. Only its own datasets and models need it."""
-    name = "torchvision"
-    # WHY here: it needs torch, and the doctor must answer without.
-    try:
-        from hardened_ddp.data.foreign_code import import_torchvision
-    except (ImportError, OSError) as error:
-        return Check(name, "warn", f"can't be imported: {error}", _INSTALL)
-    try:
-        version = import_torchvision().__version__
-    except DataError as error:
-        detail = f"{error.message}: its datasets and models can't be used"
-        return Check(name, "warn", detail, error.fix)
-    return Check(name, "ok", version)
 
 
 def check_packages() -> Check:
