@@ -63,6 +63,7 @@ def list_checks(env: Mapping[str, str]) -> list[Callable[[], Check]]:
         lambda: machine.check_writing(Path()),
         lambda: machine.check_threads(env),
         lambda: machine.check_settings(env),
+        machine.check_hostname,
         lambda: selftest.check_all_reduce(env),
     ]
 

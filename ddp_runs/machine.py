@@ -6,19 +6,22 @@ Each tests one thing, changes nothing, and needs no torch.
 import fcntl
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Literal
 
 from hardened_ddp.data.batches.workers import cpu_budget
+from hardened_ddp.ranks.threads import call_within
 from hardened_ddp.reporting.resources import CGROUP, read_container_memory
 
 GIB, MIB = 2**30, 2**20
 _SHARED_MEMORY = Path("/dev/shm")
-_SLOW_PROBE_S = 1.0
+_SLOW_PROBE_S, _LOOKUP_S = 1.0, 5.0
 _FAMILIES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "CUDA_", "OMP_", "MKL_")
 # name: the values that have a cost, and that cost
 _COSTLY = {
@@ -121,6 +124,27 @@ def check_writing(folder: Path) -> Check:
     if took_s > _SLOW_PROBE_S:
         return Check("writing", "warn", detail, "choose a faster disk with --output_dir")
     return Check("writing", "ok", detail)
+
+
+def check_hostname(name: str | None = None) -> Check:
+    """Check that this machine's host name, which other nodes use, is an address of this machine."""
+    import psutil  # WHY here: if it is missing, only this check fails
+
+    name = name or socket.gethostname()
+    advice = f"add '127.0.0.1 {name}' to /etc/hosts, or give torchrun --standalone"
+    ask = partial(socket.getaddrinfo, name, None)
+    try:
+        answers = call_within(ask, _LOOKUP_S, uses_gpu=False)
+    except (OSError, UnicodeError) as error:  # also: a name server that does not answer
+        return Check("hostname", "warn", f"{name}: {error}", advice)
+    found = sorted({str(answer[4][0]) for answer in answers})
+    of_interfaces = [each for entries in psutil.net_if_addrs().values() for each in entries]
+    own = {each.address.partition("%")[0] for each in of_interfaces}
+    strange = [address for address in found if address not in own and address[:4] != "127."]
+    if strange:
+        detail = f"{name} is {', '.join(strange)}, which is not an address of this machine"
+        return Check("hostname", "warn", detail, advice)
+    return Check("hostname", "ok", f"{name} is {', '.join(found)}")
 
 
 def check_threads(env: Mapping[str, str]) -> Check:

@@ -231,7 +231,10 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
             "zoo",
         )
     ],
-    "ddp_runs/machine.py": [("if problems:", "if False:", "doctor")],
+    "ddp_runs/machine.py": [
+        ("if problems:", "if False:", "doctor"),
+        ("if strange:", "if False:", "doctor"),
+    ],
     "ddp_runs/cluster.py": [
         ("if rate < _SLOW_SHARE * usual:", "if False:", "cluster"),
         ("elif rate < _LINK_SHARE * nominal:", "elif False:", "cluster"),

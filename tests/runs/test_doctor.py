@@ -4,6 +4,7 @@ import os
 import re
 import socket
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from io import StringIO
 from pathlib import Path
@@ -245,6 +246,28 @@ class TestVariables:
         env = {"NCCL_DEBUG": "WARN", "GLOO_SOCKET_IFNAME": "lo", "HOME": "/root"}
         check = machine.check_settings(env)
         assert check == Check("variables", "ok", "GLOO_SOCKET_IFNAME=lo, NCCL_DEBUG=WARN")
+
+
+class TestNetwork:
+    @pytest.mark.parametrize(
+        ("name", "told"),
+        [("192.0.2.1", "192.0.2.1, which is not an address of this machine"), ("x" * 70, "x: ")],
+        ids=["of another machine", "longer than a name may be"],
+    )
+    def test_a_name_that_is_not_this_machine_is_a_warning(self, name: str, told: str) -> None:
+        check = machine.check_hostname(name)
+        assert check.status == "warn"
+        assert told in check.detail
+        assert f"add '127.0.0.1 {name}' to /etc/hosts" in check.advice
+
+    def test_a_name_server_that_does_not_answer_is_not_waited_for(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(machine, "_LOOKUP_S", 0.0)
+        answered = threading.Event()
+        monkeypatch.setattr(machine.socket, "getaddrinfo", lambda *name: answered.wait(20))
+        assert machine.check_hostname("x").detail == "x: no answer for 0 s"
+        answered.set()
 
 
 def test_ranks_of_the_all_reduce_that_do_not_end_are_killed_and_told_of() -> None:
