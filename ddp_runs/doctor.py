@@ -6,7 +6,6 @@ the report.
 """
 
 import contextlib
-import logging
 import platform
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import TextIO
 from ddp_runs import machine, selftest, software
 from ddp_runs.machine import Check
 
-_OURS = logging.getLogger("hardened_ddp")
 _NAME_WIDTH = 13
 
 
@@ -70,20 +68,14 @@ def list_checks(env: Mapping[str, str]) -> list[Callable[[], Check]]:
 
 def guarded(check: Callable[[], Check]) -> Check:
     """Do a check; one that breaks is a warning."""
-    # WHY: without a handler Python prints our log lines to stderr; the report has their content.
-    silence = logging.NullHandler()
-    _OURS.addHandler(silence)
     try:
         return check()
     except Exception as error:  # WHY broad: one check that breaks must not hide the others
         name = getattr(check, "__name__", "check").removeprefix("check_")
         return Check(name, "warn", f"could not be checked: {type(error).__name__}: {error}")
-    finally:
-        _OURS.removeHandler(silence)
 
 
-def _say(output: TextIO, *lines: str) -> None:
-    """Print lines as ASCII, at once."""
-    for line in lines:
-        output.write(line.encode("ascii", "backslashreplace").decode("ascii") + "\n")
+def _say(output: TextIO, line: str) -> None:
+    """Print a line as ASCII, at once."""
+    output.write(line.encode("ascii", "backslashreplace").decode("ascii") + "\n")
     output.flush()
