@@ -25,11 +25,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from ddp_runs import doctor, links, software
+from ddp_runs import doctor, links, machine, software
 from ddp_runs.machine import MIB, Check
 from hardened_ddp.errors import ConfigError, GroupError, HardenedError
 from hardened_ddp.ranks.launch import Launch, prepare_environment, read_launch
-from hardened_ddp.ranks.threads import call_within
 from hardened_ddp.settings.typed_command import ROOT, own_command
 from hardened_ddp.settings.wording import listed
 
@@ -40,7 +39,7 @@ _CODE, _MOST_FILES = (".py", ".yaml", ".sh"), 20_000
 _STRICT = ("torch", "CUDA", "NCCL", "this program", "code", "data", "gpus")
 _PROBE_BYTES = 64 * MIB
 _SLOW_SHARE, _LINK_SHARE = 1 / 3, 0.05  # of what other hosts have; of what the link should give
-_CLOCK_S, _LOOKUP_S = 1.0, 5.0
+_CLOCK_S = 1.0
 _MOST_WAIT_S = 86_400
 _SIZES = {4 * 1024: 64, MIB: 4, 32 * MIB: 1}  # and how many all-reduces of each are measured
 _GPU_QUERY = "index,clocks.max.sm,ecc.errors.uncorrected.volatile.total"
@@ -143,11 +142,13 @@ def _facts_of(
     if not launch.is_local_main:
         return {}
     address = links.address_towards(launch.master_addr, launch.master_port)
-    checks = [doctor.guarded(check) for check in doctor.list_checks(env)[:-1]]
+    is_told = launch.num_nodes > 1 and not env.get("GLOO_SOCKET_IFNAME")  # to the other hosts
+    checks = [doctor.guarded(check) for check in doctor.list_checks(env)[:-2]]
+    checks.append(doctor.guarded(partial(machine.check_hostname, is_told=is_told)))
     clocks, of_gpus = read_gpus()
     disk = _write_rate(Path(options["output_dir"]).absolute())
     equal = _equal_facts(Path(options["data"]), checks) | {"gpu clocks": clocks}
-    checks += [check_own_name(launch, env), *of_gpus]
+    checks += of_gpus
     if not disk:
         detail = f"{_PROBE_BYTES // MIB} MiB can't be written to --output_dir"
         checks.append(Check("disk", "FAIL", detail, "free space there, or choose another"))
@@ -205,20 +206,6 @@ def digest(folder: Path, *, by_size: bool = False) -> str:
     except OSError as error:
         return f"can't be read: {error}"
     return f"{num_files} files, {total.hexdigest()[:10]}"
-
-
-def check_own_name(launch: Launch, env: Mapping[str, str]) -> Check:
-    """Check that the name of this host is no loopback address, which gloo would tell the others."""
-    name = socket.gethostname()
-    try:
-        address = call_within(partial(socket.gethostbyname, name), _LOOKUP_S, uses_gpu=False)
-    except OSError:  # also: a name server that does not answer
-        return Check("own name", "ok", "unknown, so gloo asks for an interface")
-    if launch.num_nodes > 1 and address.startswith("127.") and not env.get("GLOO_SOCKET_IFNAME"):
-        advice = "export GLOO_SOCKET_IFNAME=<its interface>, or correct /etc/hosts"
-        detail = f"{name} is {address}: gloo tells that address to the other hosts"
-        return Check("own name", "FAIL", detail, advice)
-    return Check("own name", "ok", f"{name} is {address}")
 
 
 def _write_rate(folder: Path) -> float:

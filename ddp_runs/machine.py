@@ -126,8 +126,11 @@ def check_writing(folder: Path) -> Check:
     return Check("writing", "ok", detail)
 
 
-def check_hostname(name: str | None = None) -> Check:
-    """Check that this machine's host name, which other nodes use, is an address of this machine."""
+def check_hostname(name: str | None = None, *, is_told: bool = False) -> Check:
+    """Check that this machine's host name, which other nodes use, is an address of this machine.
+
+    is_told: gloo tells the others that address, so it must not be one of loopback.
+    """
     import psutil  # WHY here: if it is missing, only this check fails
 
     name = name or socket.gethostname()
@@ -144,7 +147,12 @@ def check_hostname(name: str | None = None) -> Check:
     if strange:
         detail = f"{name} is {', '.join(strange)}, which is not an address of this machine"
         return Check("hostname", "warn", detail, advice)
-    return Check("hostname", "ok", f"{name} is {', '.join(found)}")
+    detail = f"{name} is {', '.join(found)}"
+    if is_told and all(address[:4] == "127." or address == "::1" for address in found):
+        detail += ": gloo tells that address to the other hosts"
+        advice = "export GLOO_SOCKET_IFNAME=<its interface>, or correct /etc/hosts"
+        return Check("hostname", "FAIL", detail, advice)
+    return Check("hostname", "ok", detail)
 
 
 def check_threads(env: Mapping[str, str]) -> Check:

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -13,7 +12,7 @@ from typing import NoReturn
 import pytest
 import torch
 
-from ddp_runs import cluster, links
+from ddp_runs import cluster, links, machine
 from ddp_runs.machine import MIB, Check
 from hardened_ddp.errors import GroupError
 from hardened_ddp.ranks.launch import Launch
@@ -242,18 +241,24 @@ def test_a_rank_that_joined_and_tells_nothing_is_named() -> None:
         meeting.share("facts", {})
 
 
-def test_a_name_that_means_loopback_would_keep_gloo_from_other_hosts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(cluster.socket, "gethostbyname", lambda name: "127.0.1.1")
-    launch = Launch(world_size=2, num_nodes=2)
-    found = cluster.check_own_name(launch, {})
+def test_a_name_that_means_loopback_would_keep_gloo_from_other_hosts() -> None:
+    found = machine.check_hostname("localhost", is_told=True)
     assert found.status == "FAIL"
-    assert "is 127.0.1.1: gloo tells that address to the other hosts" in found.detail
-    assert cluster.check_own_name(launch, {"GLOO_SOCKET_IFNAME": "eth0"}).status == "ok"
-    assert cluster.check_own_name(Launch(world_size=2), {}).status == "ok"
-    answered = threading.Event()
-    monkeypatch.setattr(cluster.socket, "gethostbyname", lambda name: str(answered.wait(20)))
-    monkeypatch.setattr(cluster, "_LOOKUP_S", 0.01)
-    assert cluster.check_own_name(launch, {}).detail.startswith("unknown")
-    answered.set()
+    assert ": gloo tells that address to the other hosts" in found.detail
+    assert machine.check_hostname("localhost").status == "ok"
+
+
+@pytest.mark.parametrize(("num_nodes", "interface"), [(2, ""), (2, "eth0"), (1, "")])
+def test_only_where_gloo_tells_the_name_of_the_host_it_must_not_be_loopback(
+    num_nodes: int, interface: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr(machine, "check_hostname", lambda *, is_told: told.append(is_told))
+    monkeypatch.setattr(cluster.doctor, "list_checks", lambda env: [])
+    monkeypatch.setattr(cluster.doctor, "guarded", lambda check: check() or Check("x", "ok", ""))
+    monkeypatch.setattr(cluster, "_PROBE_BYTES", MIB)
+    monkeypatch.setattr(cluster, "digest", lambda folder, by_size=False: "")
+    launch = Launch(world_size=2, num_nodes=num_nodes)
+    options = {"output_dir": str(tmp_path), "data": "none"}
+    cluster._facts_of(launch, 1, options, {"GLOO_SOCKET_IFNAME": interface})
+    assert told == [num_nodes > 1 and not interface]
