@@ -153,8 +153,8 @@ def replay(run: Path, wish: Wish, *, output: TextIO) -> Json:
     begun = f"the checkpoint of step {first}" if found else "the seed"
     print(f"replaying {number} of {run}, from {begun}", file=output, flush=True)
     root = folder / CHECKPOINTS_NAME
-    # one start of the trainer for each of the run's, whose ranks and settings may be others
-    starts = groupby(range(first, wish.step + 1), lambda step: digests.facts_at(step)["step"])
+    # one start of the trainer for those of the run that were alike
+    starts = groupby(range(first, wish.step + 1), lambda step: _shape(digests.facts_at(step)))
     try:
         shutil.rmtree(folder, ignore_errors=True)
         root.mkdir(parents=True)
@@ -169,6 +169,12 @@ def replay(run: Path, wish: Wish, *, output: TextIO) -> Json:
     except OSError as error:
         raise RunFolderError(f"{folder}: {error}", fix="copy the run first") from error
     return done | {"folder": folder, "begun_at": first} | _compare(digests, folder, done["facts"])
+
+
+def _shape(facts: Json) -> list[object]:
+    """Give what is the same all along one start of the trainer."""
+    settings = {n: text for n, text in facts["settings"].items() if n[2:] not in WHICH_RUN}
+    return [settings, *(facts[name] for name in ("world_size", "threads", "global_batch"))]
 
 
 def _plan(digests: Digests, wish: Wish, begin: int, end: int) -> Json:
