@@ -30,7 +30,6 @@ from tests.harness.ranks import (
     start_program,
     start_training,
     train,
-    train_as_typed,
 )
 from tests.marks import slow_after
 from tests.run_folder import (
@@ -50,18 +49,14 @@ STEADY += ["--num_workers", "0", "--checkpoint_every_steps", "5"]
 Undisturbed = Callable[..., dict[str, str]]
 """Gives the final tensors of the run that nothing happens to, by ranks and flags."""
 
-# What the README tells to type, and the accuracy that must come of it. Real commands, one of each
-# launcher; those that differ from them in torchrun's flags, and in the script's flags only.
-TYPED = {
-    "torchrun --nproc_per_node=2 ddp_training.py --batch_size 16 --epochs 5": LEARNED,
+# What the README tells to type, and the accuracy that must come of it: a real command, and those
+# that differ from it in launcher and flags, which are forked.
+TYPED = "torchrun --nproc_per_node=2 ddp_training.py --batch_size 16 --epochs 5"
+TYPED_WITH_OTHER_FLAGS = {
     "python ddp_training.py --single_gpu --batch_size 32 --epochs 5": LEARNED,
-}
-TYPED_WITH_OTHER_LAUNCHES = {
     "torchrun --standalone --nproc_per_node=4 ddp_training.py": 0.9,
     "torchrun --nnodes=1 --node_rank=0 --nproc_per_node=2 --master_addr=localhost"
     " --master_port=12355 ddp_training.py": LEARNED,
-}
-TYPED_WITH_OTHER_FLAGS = {
     "python ddp_training.py --cpu_only --batch_size 8 --epochs 2": 0.9,
     # of the tutorial
     "torchrun --nproc_per_node=2 ddp_training.py --batch_size 16 --epochs 5"
@@ -71,44 +66,19 @@ TYPED_WITH_OTHER_FLAGS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("command", "accuracy"),
-    [
-        pytest.param(*typed, id=typed[0], marks=[pytest.mark.slow] if index else [])
-        for index, typed in enumerate(TYPED.items())
-    ],
-)
-def test_a_command_as_typed_trains_and_leaves_a_whole_run_folder(
-    command: str, accuracy: float, tmp_path: Path
-) -> None:
-    argv = [*command.split(), "--output_dir", str(tmp_path)]
-    completed = run_command(argv, timeout_s=120).ok()
-    assert "Traceback" not in completed.output
-    run = only_run(tmp_path)
-    _check_run_folder(run, command, accuracy)
-    for words in ("ddp_training.py --resume", "ddp_training.py export"):
-        assert ROOT / _printed_command(completed.output, words)[-1] == run
-    assert ROOT / _printed_command(completed.output, "--logdir")[-1] == run / "tensorboard"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("command", "accuracy"), TYPED_WITH_OTHER_LAUNCHES.items())
-def test_other_flags_of_torchrun_train_and_leave_a_whole_run_folder(
-    command: str, accuracy: float, tmp_path: Path
-) -> None:
-    command = command.replace("12355", str(held_port()))
-    run_program([*command.split(), "--output_dir", tmp_path], timeout_s=120).ok()
-    _check_run_folder(only_run(tmp_path), command, accuracy)
+def test_a_command_as_typed_trains_and_leaves_a_whole_run_folder(tmp_path: Path) -> None:
+    completed = run_command([*TYPED.split(), "--output_dir", tmp_path], timeout_s=120).ok()
+    _check(completed, TYPED, LEARNED, only_run(tmp_path))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "accuracy"), TYPED_WITH_OTHER_FLAGS.items())
-def test_the_flags_as_typed_train_and_leave_a_whole_run_folder(
+def test_other_flags_as_typed_train_and_leave_a_whole_run_folder(
     command: str, accuracy: float, tmp_path: Path
 ) -> None:
-    finished = train_as_typed(command, "--output_dir", tmp_path).ok()
-    assert "Traceback" not in finished.output
-    _check_run_folder(only_run(tmp_path), command, accuracy)
+    command = command.replace("12355", str(held_port()))
+    finished = run_program([*command.split(), "--output_dir", tmp_path], timeout_s=120).ok()
+    _check(finished, command, accuracy, only_run(tmp_path))
 
 
 def test_an_unknown_flag_is_named_with_the_nearest_one_and_nothing_is_made(tmp_path: Path) -> None:
@@ -119,14 +89,20 @@ def test_an_unknown_flag_is_named_with_the_nearest_one_and_nothing_is_made(tmp_p
     assert "--batchsize" in completed.stderr
     assert "--batch_size" in completed.stderr
     assert not output.exists()
-    _check_one_error(completed)
+    assert completed.stderr.count("error") == 1
+    assert "Traceback" not in completed.output
+    assert completed.stdout == ""
 
 
-def test_help_answers_without_importing_torch() -> None:
-    argv = ["python", "-X", "importtime", "ddp_training.py", "--help"]
+@pytest.mark.parametrize(
+    ("word", "said"), [("--help", "--batch_size"), ("--version", r"hardened-ddp 0\.1.*\ntorch 2\.")]
+)
+def test_help_and_version_are_told_without_importing_what_is_slow(word: str, said: str) -> None:
+    argv = ["python", "-X", "importtime", "ddp_training.py", word]
     completed = run_command(argv, timeout_s=20).ok()
-    assert "--batch_size" in completed.stdout
-    assert not re.search(r"\|\s+torch\b", completed.stderr)
+    assert re.search(said, completed.stdout)
+    slow = r"\|\s+(torch|numpy|yaml|difflib|argparse)$"
+    assert not re.search(slow, completed.stderr, re.MULTILINE)
 
 
 # Through shared memory, and by DDP's hooks over gloo, where from 3 ranks on the order of additions
@@ -256,7 +232,12 @@ def _blocks(pid: int, number: signal.Signals) -> bool:
     return bool(mask >> (number - 1) & 1)
 
 
-def _check_run_folder(run: Path, command: str, accuracy: float) -> None:
+def _check(finished: Finished, command: str, accuracy: float, run: Path) -> None:
+    """Check what a command printed, and its run folder."""
+    assert "Traceback" not in finished.output
+    for words in ("ddp_training.py --resume", "ddp_training.py export"):
+        assert ROOT / _printed_command(finished.output, words)[-1] == run
+    assert ROOT / _printed_command(finished.output, "--logdir")[-1] == run / "tensorboard"
     num_ranks = int(_typed_value(command, "nproc_per_node", "1"))
     summary = read_summary(run)
     assert summary["status"] == "finished"
@@ -285,12 +266,6 @@ def _printed_command(output: str, words: str) -> list[str]:
     command = re.search(r"(python3?|torchrun|tensorboard) .*", line)
     assert command, line
     return shlex.split(command[0])
-
-
-def _check_one_error(completed: Finished) -> None:
-    assert completed.stderr.count("error") == 1
-    assert "Traceback" not in completed.output
-    assert completed.stdout == ""
 
 
 def _kill_in_mid_run(output_dir: Path, world_size: int, *flags: str) -> Path:

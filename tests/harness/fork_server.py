@@ -52,22 +52,14 @@ _PR_SET_PDEATHSIG = 1
 _STARTS_WITHIN_S = 10.0
 _HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 # Beside all modules of hardened_ddp: what a run imports when it needs it, and what tests need.
+_RENDEZVOUS = "torch.distributed.elastic.rendezvous"
 _IMPORTED_LATE = (
-    "torch.distributed.run",
-    "torch.distributed.elastic.rendezvous.static_tcp_rendezvous",
-    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
+    *("torch.distributed.run", f"{_RENDEZVOUS}.static_tcp_rendezvous"),
+    *(f"{_RENDEZVOUS}.c10d_rendezvous_backend", "torch.profiler._cupti_monitor"),
     "torch._dynamo",  # DDP and the optimizers import it at their first use
-    "torch.profiler._cupti_monitor",
-    "torch.utils.tensorboard",
-    "multiprocessing.sharedctypes",
-    "encodings.idna",
-    "safetensors.torch",
-    "psutil",
-    "pytest",
-    "tests.harness.ranks",
-    "ddp_training",
-    "ddp_drills.wrappers",
-    "tests.plugins",
+    *("torch.utils.tensorboard", "multiprocessing.sharedctypes", "encodings.idna"),
+    *("safetensors.torch", "psutil", "pytest", "tests.harness.ranks", "ddp_training"),
+    *("ddp_drills.wrappers", "tests.plugins"),
 )
 _FORK = multiprocessing.get_context("fork")
 # WHY: without a script's globals, DDP's destructor would hold the GIL and wait for a thread of gloo
@@ -189,13 +181,7 @@ def run_program(argv: Sequence[str], folder: Path) -> None:
         raise ValueError(f"not a command of python: {argv}")
 
     def fork_rank(  # in the place of get_subprocess_handler
-        entrypoint: str,
-        args: Sequence[str],
-        env: Mapping[str, str],
-        stdout: str | None,
-        stderr: str | None,
-        *more: object,
-        **named: object,
+        entrypoint: str, args: Any, env: Any, stdout: Any, stderr: Any, *_: object, **__: object
     ) -> ForkedRank:
         return ForkedRank(args, env, (stdout, stderr), folder / PIDS_NAME)
 

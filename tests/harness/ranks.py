@@ -17,7 +17,6 @@ import json
 import os
 import pickle
 import select
-import shlex
 import shutil
 import signal
 import socket
@@ -43,6 +42,7 @@ from tests.harness.processes import (
     read_environment,
     read_process,
 )
+from tests.launcher_environments import variables
 
 T = TypeVar("T")
 POLL_S = 0.005
@@ -330,22 +330,12 @@ def start_ranks(
 
     target is a function at the top level of a test module.
     """
-    port = held_port()
-    jobs = [
-        {
-            "kind": "call",
-            "module": target.__module__,
-            "name": target.__qualname__,
-            "arguments": pickle.dumps(args),
-            # WHY loopback: gloo would look for the address of the host's name, and may find none
-            "env": clean_environment(
-                {"GLOO_SOCKET_IFNAME": "lo", **_launch(rank, world_size, port), **(env or {})}
-            ),
-            "cwd": str(Path.cwd()),
-        }
-        for rank in range(world_size)
-    ]
-    return _start(jobs)
+    job = {"kind": "call", "module": target.__module__, "name": target.__qualname__}
+    job["arguments"] = pickle.dumps(args)
+    # WHY loopback: gloo would look for the address of the host's name, and may find none
+    return _start_by_torchrun(
+        job, world_size, {"GLOO_SOCKET_IFNAME": "lo", **(env or {})}, Path.cwd()
+    )
 
 
 def start_training(
@@ -361,20 +351,12 @@ def start_training(
 
     missing: so many of the last ranks never come.
     """
-    if launcher == "none" and world_size != 1:
+    job = {"kind": "script", "argv": [str(word) for word in argv]}
+    if launcher == "torchrun":
+        return _start_by_torchrun(job, world_size, env or {}, cwd or ROOT, missing)
+    if world_size != 1:
         raise ValueError(f"without a launcher there is one rank, and not {world_size}")
-    port = held_port()
-    launches = [_launch(rank, world_size, port) for rank in range(world_size - missing)]
-    jobs = [
-        {
-            "kind": "script",
-            "argv": [str(word) for word in argv],
-            "env": clean_environment({**(launch if launcher != "none" else {}), **(env or {})}),
-            "cwd": str(cwd or ROOT),
-        }
-        for launch in launches
-    ]
-    return _start(jobs)
+    return _start([{**job, "env": clean_environment(env), "cwd": str(cwd or ROOT)}])
 
 
 def train(
@@ -434,22 +416,6 @@ def run_command(argv: Sequence[str | Path], *, timeout_s: float, **how: Any) -> 
     """Run a command to its end. Raises RankFailure, with its output, after timeout_s."""
     with start_command(argv, **how) as command:
         return command.wait(timeout_s=timeout_s)
-
-
-def train_as_typed(command: str, *more: str | Path, cwd: Path | None = None) -> Finished:
-    """Run a command line of torchrun or python with ddp_training.py, and more, on forked ranks."""
-    from torch.distributed.run import get_args_parser  # WHY here: most tests need no torch
-
-    program, *words = shlex.split(command)
-    launcher: Literal["torchrun", "none"] = "torchrun" if program == "torchrun" else "none"
-    world_size = 1
-    if launcher == "torchrun":
-        parsed = get_args_parser().parse_args(words)
-        world_size = int(parsed.nproc_per_node)
-        words = [parsed.training_script, *parsed.training_script_args]
-    if words[0] != "ddp_training.py":
-        raise ValueError(f"not a command of ddp_training.py: {command}")
-    return train([*words[1:], *more], world_size, launcher=launcher, cwd=cwd)
 
 
 def run_trainer_forked(
@@ -558,6 +524,14 @@ def _log_of_server() -> str:
     return _text_of(_shared[1] if _shared else _start_server().log)
 
 
+def _start_by_torchrun(
+    job: Mapping[str, Any], world_size: int, env: Mapping[str, str], cwd: Path, missing: int = 0
+) -> Running:
+    port = held_port()
+    envs = [{**_launch(rank, world_size, port), **env} for rank in range(world_size - missing)]
+    return _start([{**job, "env": clean_environment(each), "cwd": str(cwd)} for each in envs])
+
+
 def _start(jobs: Sequence[Mapping[str, Any]], folder: Path | None = None) -> Running:
     """Fork a rank for each job. folder: of their jobs and their output."""
     folder = folder or _new_folder()
@@ -587,18 +561,10 @@ def _environment_of_program(folder: Path, extra: Mapping[str, str] | None) -> di
 
 def _launch(rank: int, world_size: int, port: int) -> dict[str, str]:
     """Return what torchrun puts into the environment of a rank on its one node."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "3",
-        # WHY the port: each start is a torchrun of its own
-        "TORCHELASTIC_RUN_ID": f"tests-{port}",
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
-    }
+    # WHY the port: each start is a torchrun of its own
+    return variables(
+        f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE={world_size} LOCAL_WORLD_SIZE={world_size} "
+        f"GROUP_RANK=0 GROUP_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT={port} "
+        f"TORCHELASTIC_RESTART_COUNT=0 TORCHELASTIC_MAX_RESTARTS=3 "
+        f"TORCHELASTIC_RUN_ID=tests-{port} TORCHELASTIC_USE_AGENT_STORE=False"
+    )

@@ -1,7 +1,6 @@
 """Settings written down: beside a run, in config.yaml, in --help; the other commands; anything."""
 
 import itertools
-import json
 import random
 import shlex
 import subprocess
@@ -151,23 +150,6 @@ class TestHelp:
             lines = [line for line in text.splitlines() if "ddp_training.py" not in line]
             assert max(map(len, lines)) <= 100
         assert "ddp_training.py export RUN\n       [--format " in help_text("export")
-
-    def test_help_and_settings_without_a_file_import_nothing_slow(self) -> None:
-        code = (
-            "import sys, json\n"
-            "from hardened_ddp.settings.cli import parse\n"
-            "from hardened_ddp.settings.layers import resolve\n"
-            "from hardened_ddp.settings.manual import help_text\n"
-            "from hardened_ddp.settings.record import dump\n"
-            "help_text(); resolve(parse(['--epochs', '3']))\n"
-            "print(json.dumps(sorted(sys.modules)))"
-        )
-        result = subprocess.run(
-            [sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, timeout=180
-        )
-        assert result.returncode == 0, result.stderr
-        loaded = set(json.loads(result.stdout))
-        assert not loaded & {"torch", "numpy", "yaml", "difflib", "argparse", "hardened_ddp.ranks"}
 
 
 class TestAnything:
