@@ -11,7 +11,6 @@ import yaml
 
 from ddp_drills.command import report
 from ddp_drills.faults import find
-from ddp_drills.runner import Drills
 from ddp_drills.work import Work
 from tests.drills.forked import forked_drills
 from tests.harness.processes import ROOT
@@ -69,24 +68,18 @@ def test_an_example_learns_what_it_says(example: str, tmp_path: Path) -> None:
         assert sum(text.count(word) for word in words) >= 3, text
 
 
-def drills_of(example: str, folder: Path) -> Drills:
-    """Prepare drills of the first steps of an example, small ones."""
+@pytest.mark.slow
+def test_an_example_comes_through_a_kill_to_the_weights_of_the_undisturbed_run(
+    tmp_path: Path,
+) -> None:
+    """mixup, whose task draws numbers; other kinds: test_what_people_train.py, test_streams.py."""
     import_in_server("sklearn.datasets")
-    config = config_of(example)
-    flags = [f"--config={EXAMPLES / example / 'config.yaml'}", f"--data_dir={folder / 'data'}"]
+    config = config_of("mixup")
+    flags = [f"--config={EXAMPLES / 'mixup' / 'config.yaml'}", f"--data_dir={tmp_path / 'data'}"]
     flags += ["--epochs=1000", "--max_steps=24", "--batch_size=8", "--num_workers=0"]
     flags += ["--eval_every=0", "--warmup_steps=0"]
     work = Work(model=config["model"], dataset=config["dataset"], flags=tuple(flags))
-    return forked_drills(folder, work=work)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("example", ["mixup", "segmentation", "streaming"])
-def test_an_example_comes_through_a_kill_to_the_weights_of_the_undisturbed_run(
-    example: str, tmp_path: Path
-) -> None:
-    """Those of other kinds: test_what_people_train.py has tokens and regression."""
-    drills, fault = drills_of(example, tmp_path), find("kill-forward")
+    drills, fault = forked_drills(tmp_path, work=work), find("kill-forward")
     assert fault is not None
     output = io.StringIO()
     [verdict] = report(drills, [fault], output)
