@@ -33,19 +33,16 @@ __all__ = ["leaves_nothing_behind"]
 # ones. Each of their tests may run in its own process; but where tests share what takes long to
 # make (fixtures of the module: a cluster, an environment, undisturbed runs), the file stays whole.
 # So do all other files, since several processes would import what only one of them needs.
-LONG = ("test_slurm.py", "test_drills.py", "test_ddp_training.py", "test_examples.py")
-LONG += ("test_explain.py", "test_reproducers.py", "test_recipes.py", "test_command.py")
-LONG += ("test_two_hosts.py", "test_restarts.py", "test_docs.py", "test_programs.py")
-LONG += ("test_numbers.py", "test_stuck_device.py", "test_setup.py", "test_survivor_save.py")
-LONG += ("test_fault_plans.py", "test_step_path.py", "test_equal_weights.py", "test_tutorial.py")
-LONG += ("test_run_with.py", "test_chaos.py", "test_next_commands.py", "test_effects.py")
-LONG += ("test_moving_attributes.py", "test_step_retry.py")
-LONG += ("test_steps.py", "test_hangs.py", "test_compile.py")
-LONG += ("test_streams.py", "test_gpu_report.py", "test_own_optimizers.py", "test_ledger.py")
-LONG += ("test_data_faults.py", "test_loader.py", "test_user_exits.py", "test_odd_models.py")
+_LONG = """
+slurm drills ddp_training examples explain reproducers recipes command two_hosts restarts docs
+programs numbers stuck_device setup survivor_save fault_plans step_path equal_weights tutorial
+run_with chaos next_commands effects moving_attributes step_retry steps hangs compile streams
+stages gpu_report own_optimizers ledger data_faults loader user_exits odd_models
+"""
+LONG = [f"test_{name}.py" for name in _LONG.split()]
 # But of these, which would take minutes one after the other, each function is for itself.
-SPLIT = ("test_drills.py", "test_survivor_save.py", "test_fault_plans.py", "test_run_with.py")
-SPLIT += ("test_chaos.py",)
+SPLIT = ("test_drills.py", "test_survivor_save.py", "test_fault_plans.py")
+SPLIT += ("test_run_with.py", "test_chaos.py")
 # And this one looks for ranks that hang: beside each other, its ranks might seem to.
 WHOLE = ("test_command.py",)
 

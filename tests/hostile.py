@@ -22,11 +22,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from tests.harness.processes import ROOT, adopt_orphans, kill_descendants
 from tests.mutate import copy_tree
@@ -49,8 +48,7 @@ _LEFT_OUT += ("LANG", "COLUMNS", "LINES", "USER", "LOGNAME", "TMP", "TEMP", "HF_
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Conditions:
+class Conditions(NamedTuple):
     """What differs from run to run; the rest of it is the same in all."""
 
     seed: int
@@ -63,14 +61,7 @@ class Conditions:
 
 def draw(seed: int) -> Conditions:
     """Draw the conditions of a seed; any 32 seeds in a row are all combinations."""
-    return Conditions(
-        seed=seed,
-        is_long=bool(seed & 1),
-        is_narrow=bool(seed & 2),
-        is_other_user=bool(seed & 4),
-        has_space=bool(seed & 8),
-        is_ci=bool(seed & 16),
-    )
+    return Conditions(seed, *(bool(seed >> bit & 1) for bit in range(5)))
 
 
 def shuffled(tests: Sequence[T], group_of: Callable[[T], str], *, seed: int) -> list[T]:
@@ -99,7 +90,7 @@ def run_hostile(argv: Sequence[str]) -> int:
         with contextlib.ExitStack() as stack:
             place = stack.enter_context(_make_place(conditions))
             user, note = _find_user(place) if conditions.is_other_user else ([], "as it is")
-            print(f"hostile: {again}\nhostile: {_describe(conditions, user=note)}", flush=True)
+            print(f"hostile: {again}\nhostile: {conditions}; user {note}", flush=True)
             for name in ["busy"] * NUM_BUSY + ["ports"]:
                 stack.enter_context(_helper(name))
             tests = [sys.executable, "test_ddp_training.py", f"--shuffle={given.seed}", *words]
@@ -111,20 +102,7 @@ def run_hostile(argv: Sequence[str]) -> int:
     return status
 
 
-def _describe(conditions: Conditions, *, user: str) -> str:
-    space = "with" if conditions.has_space else "without"
-    length = LONG if conditions.is_long else SHORT
-    columns = "40" if conditions.is_narrow else "not set"
-    ci = "set" if conditions.is_ci else "not set"
-    return (
-        f"random order; TMPDIR of {length} characters {space} a space; COLUMNS {columns}; CI {ci}; "
-        f"user {user}; LANG=C; an empty HOME; {NUM_BUSY} busy processes; one that takes and frees "
-        "ports"
-    )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Place:
+class _Place(NamedTuple):
     checkout: Path
     home: Path
     temporary: Path

@@ -7,10 +7,12 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
+T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
 _LAUNCHER_PREFIXES = ("MASTER_", "TORCHELASTIC", "GROUP_", "ROLE_", "SLURM_", "OMPI_", "PMI")
 _LAUNCHER_PREFIXES += ("MPI_LOCAL", "HARDENED_DDP_LAUNCHER")
@@ -50,6 +52,15 @@ def limit_of(timeout_s: float) -> float:
 def deadline(timeout_s: float) -> float:
     """Say until when, by time.monotonic(), to wait for what takes timeout_s at most."""
     return time.monotonic() + limit_of(timeout_s)
+
+
+def wait_until(condition: Callable[[], T | None], timeout_s: float, what: str) -> T:
+    """Poll until condition gives something true, and return that. Raises AssertionError."""
+    end = deadline(timeout_s)
+    while not (found := condition()):
+        assert time.monotonic() < end, f"{limit_of(timeout_s):g} s went by without {what}"
+        time.sleep(0.01)
+    return found
 
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -7,13 +7,12 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.harness import processes
-from tests.harness.processes import ROOT, deadline, is_alive
+from tests.harness.processes import ROOT, is_alive, wait_until
 from tests.harness.ranks import (
     RankFailure,
     held_port,
@@ -170,7 +169,4 @@ def test_the_end_of_pytest_ends_the_server_and_its_ranks() -> None:
     completed = run_command([sys.executable, "-c", script], timeout_s=60)
     pids = [int(word) for word in completed.stdout.split()]
     assert len(pids) == 3, completed.output
-    end = deadline(10)
-    while any(map(is_alive, pids)):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until(lambda: not any(map(is_alive, pids)), 10, "the end of all three")

@@ -1,18 +1,23 @@
-"""The stages: what each one runs, how a soak repeats a round, and what the first one must cover."""
+"""The tools of the tests: stages, a soak, the hostile stage, and what takes things away."""
 
+import itertools
 import os
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from tests import stages
+from tests import hostile, stages
 from tests.documents import promised
-from tests.harness.processes import ROOT
-from tests.harness.ranks import run_program
+from tests.harness.processes import ROOT, is_alive, list_pids, read_command_line, wait_until
+from tests.harness.ranks import run_program, start_command
+from tests.hostile import LONG, SHORT, run_hostile, shuffled
+from tests.mutate import noticed_by
+from tests.mutations import MUTATIONS, Mutation
 from tests.stages import run_stage, soak
 
 # Slurm looks at time limits every 30 s only, and ten faults in a hundred steps take a minute.
@@ -96,3 +101,125 @@ def test_the_tests_need_no_active_environment() -> None:
     env = {**os.environ, "PATH": "/usr/bin:/bin"}
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout
+
+
+SHOWS = """
+import os, sys
+names = ("HOME", "TMPDIR", "LANG", "LC_ALL", "COLUMNS", "CI", "USER")
+print(*(f"{name}={os.environ.get(name)}" for name in names), sep="\\n")
+print(f"uid={os.geteuid()}", f"files={os.listdir(os.environ['HOME'])}", sep="\\n")
+print("words", *sys.argv[1:], flush=True)
+open(os.path.join(os.environ["TMPDIR"], "left"), "w").close()
+sys.exit(5)
+"""
+
+
+def test_the_order_is_random_and_keeps_together_what_must_be() -> None:
+    tests = [f"{file}::{number}" for file in "abcdef" for number in range(10)]
+
+    def group_of(test: str) -> str:
+        return test.partition("::")[0]
+
+    orders = [shuffled(tests, group_of, seed=seed) for seed in (1, 1, 2)]
+    assert orders[0] == orders[1] != orders[2]
+    for order in orders:
+        assert sorted(order) == sorted(tests)
+        files = [group_of(test) for test in order]
+        assert sum(a != b for a, b in itertools.pairwise(files)) == 5
+        assert files != sorted(files)
+        assert [test for test in order if group_of(test) == "a"] != tests[:10]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout whose tests show what they are given."""
+    for words in (["init", "--quiet"], ["add", "--all"]):
+        (tmp_path / "test_ddp_training.py").write_text(SHOWS)
+        subprocess.run(["git", *words], cwd=tmp_path, check=True, timeout=60)
+    monkeypatch.setattr(hostile, "ROOT", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [31, 0])
+def test_the_tests_get_the_conditions_and_nothing_of_them_is_left(
+    seed: int, checkout: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hostile, "NUM_BUSY", 1)
+    monkeypatch.setenv("COLUMNS", "99")
+    monkeypatch.setenv("CI", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # of the processes beside it
+    before = list_pids()
+    assert run_hostile(["--seed", str(seed), "-k", "two words"]) == 5
+    lines = capfd.readouterr().out.splitlines()
+    again = f"./launch_examples.sh test --hostile --seed {seed} -k 'two words'"
+    assert lines[0] == f"hostile: {again}"
+    assert f"is_long={bool(seed)}, is_narrow={bool(seed)}" in lines[1]
+    assert lines[-1].startswith("hostile: failed in ")
+    assert lines[-1].endswith(again)
+    shown = dict(line.split("=", 1) for line in lines[2:-1] if "=" in line)
+    assert len(shown["TMPDIR"]) == (LONG if seed else SHORT)
+    assert (" " in shown["TMPDIR"]) == bool(seed)
+    assert shown["COLUMNS"] == ("40" if seed else "None")
+    assert shown["CI"] == ("true" if seed else "None")
+    assert (shown["LANG"], shown["LC_ALL"], shown["USER"]) == ("C", "C", "None")
+    assert shown["files"] == "[]"
+    is_other = "who is not root and has no name" in lines[1]
+    assert is_other == (shown["uid"] != str(os.geteuid()))
+    assert not is_other or f":{shown['uid']}:" not in Path("/etc/passwd").read_text()
+    assert f"words --shuffle={seed} -k two words" in lines
+    assert not Path(shown["TMPDIR"]).exists()
+    assert not Path(shown["HOME"]).parent.exists()
+    assert not [pid for pid in list_pids() - before if "tests.hostile" in read_command_line(pid)]
+
+
+@pytest.mark.slow
+def test_whatever_ends_it_ends_the_processes_beside_it() -> None:
+    script = (
+        "import contextlib, signal, sys\n"
+        "from tests import hostile\n"
+        "with contextlib.ExitStack() as stack:\n"
+        "    pids = [stack.enter_context(hostile._helper(name)) for name in ('busy', 'ports')]\n"
+        "    print(*pids, 'up', flush=True)\n"
+        "    signal.pause()\n"
+    )
+    with start_command([sys.executable, "-c", script]) as command:
+        command.wait_for(lambda: "up" in command.stdout, timeout_s=30, what="the processes")
+        pids = [int(word) for word in command.stdout.split()[:2]]
+        command.wait_for(
+            lambda: all("tests.hostile" in read_command_line(pid) for pid in pids),
+            timeout_s=30,
+            what="their start",
+        )
+        command.kill()
+        command.wait(timeout_s=30)
+    wait_until(lambda: not any(map(is_alive, pids)), 30, "the end of both")
+
+
+def test_each_mutation_stands_in_the_code_once() -> None:
+    gone = [
+        f"{mutation.file}: {mutation.old}"
+        for mutation in MUTATIONS
+        if mutation.path_in(ROOT).read_text(encoding="utf-8").count(mutation.old) != 1
+    ]
+    assert not gone
+
+
+@pytest.mark.slow
+def test_what_nobody_notices_is_told_and_each_mutation_is_taken_back(tmp_path: Path) -> None:
+    code = tmp_path / "hardened_ddp" / "parity.py"
+    code.parent.mkdir()
+    code.write_text("def is_odd(number):\n    return number % 2 == 1\n")
+    test = (
+        "from hardened_ddp.parity import is_odd\n\ndef test_three_is_odd():\n    assert is_odd(3)\n"
+    )
+    (tmp_path / "test_parity.py").write_text(test)
+
+    def noticed(old: str, new: str) -> str | None:
+        return noticed_by(tmp_path, Mutation("parity.py", old, new, "test_parity.py"), quick=True)
+
+    assert noticed("== 1", "== 0") == "test_parity.py::test_three_is_odd"
+    assert noticed("number % 2 == 1", "number % 2") is None
+    assert "return number % 2 == 1" in code.read_text()
+    with pytest.raises(SystemExit, match="0 x"):
+        noticed("is_even", "")
