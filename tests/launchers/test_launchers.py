@@ -207,21 +207,22 @@ class TestSlurmScript:
     @pytest.mark.parametrize(
         "case",
         slow_after(
-            2,
+            3,
             [
-                (1, "stopped", 1, False),  # it saved, but got no further in five starts
-                (0, "stopped", 0, True),
-                (3, "stopped", 0, True),  # --stop_status 3
-                (75, "failed", 0, True),
-                (0, "finished", 0, False),
-                (2, "failed", 2, False),
+                (1, "stopped", 1, "not queued again"),  # it got no further in five starts
+                (0, "stopped", 0, "stopped and saved; queued again"),
+                (3, "stopped", 0, "queued 2 times already, which is the limit (MAX_REQUEUES)"),
+                (3, "stopped", 0, "stopped and saved; queued again"),  # --stop_status 3
+                (75, "failed", 0, "a rank was lost, and the others saved (status 75); queued"),
+                (0, "finished", 0, "the run is finished"),
+                (2, "failed", 2, "not queued again"),
             ],
         ),
     )
     def test_a_job_is_queued_again_by_the_status_of_its_ranks(
-        self, case: tuple[int, str, int, bool], tmp_path: Path
+        self, case: tuple[int, str, int, str], tmp_path: Path
     ) -> None:
-        noted, summary, status, is_queued = case
+        noted, summary, status, said = case
         note = json.dumps({"attempt": 0, "status": noted, "run": ""})
         programs = {
             "setup.sh": f"echo {sys.executable}",
@@ -237,7 +238,12 @@ class TestSlurmScript:
         env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHONPATH": str(ROOT), "RUN_NAME": "r"}
         env |= {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}
         env |= {"SLURM_JOB_NODELIST": "a", "SLURM_JOB_NUM_NODES": "1"}
+        if "MAX_REQUEUES" in said:
+            env |= {"SLURM_RESTART_COUNT": "2", "MAX_REQUEUES": "2"}
         argv = ["bash", ROOT / "train.slurm"]
         done = run_command(argv, env=env, timeout_s=30)
         assert done.status == status, done.output
+        assert said in done.stderr
+        is_queued = said.endswith((" queued", "; queued again"))
         assert ("requeue 7" in (tmp_path / "asked").read_text()) == is_queued
+        assert ("next: env RUN_NAME=r " in done.stderr) == ("MAX_REQUEUES" in said)

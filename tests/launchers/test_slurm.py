@@ -115,21 +115,6 @@ def test_before_the_time_limit_the_job_saves_and_is_queued_again_and_loses_nothi
     assert last_tensors(tmp_path / "requeued") == last_tensors(tmp_path / "whole")
 
 
-def test_a_job_that_was_queued_again_often_enough_stays_stopped(
-    cluster: SlurmCluster, tmp_path: Path
-) -> None:
-    env = {"OUTPUT_DIR": str(tmp_path), "MAX_REQUEUES": "0"}
-    argv = ["train.slurm", *SMALL, "--epochs", "1000", "--log_interval", "1"]
-    job, output = cluster.submit(argv, env=env)
-    wait_for_steps(cluster, job, output, tmp_path)
-    # What Slurm's --signal does before the limit.
-    cluster.run("scancel", "--signal=USR1", job, timeout_s=30).ok()
-    cluster.wait_for_state(job, "COMPLETED", "FAILED", timeout_s=JOB_LIMIT_S, output=output)
-    assert "queued 0 times already, which is the limit" in output.read_text()
-    assert f"RUN_NAME=slurm-{job}" in output.read_text()
-    assert cluster.show(job)["Restarts"] == "0"
-
-
 def test_a_cancelled_job_saves_and_is_not_queued_again(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
