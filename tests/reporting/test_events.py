@@ -1,25 +1,61 @@
-"""The command of --on_event."""
+"""What a run tells others: the command of --on_event, and Kubeflow's status server, a small one."""
 
 import json
 import os
 import shlex
 import shutil
+import threading
+from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from hardened_ddp.errors import SampleError
+from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.reporting import events as events_module
 from hardened_ddp.reporting.events import Events
+from hardened_ddp.reporting.rank_status import RankStatus
+from hardened_ddp.reporting.status_writer import KUBEFLOW_URL as URL
+from hardened_ddp.reporting.status_writer import StatusWriter, Work, post_progress
 from tests.harness.processes import ROOT
 from tests.harness.ranks import train
-from tests.reporting.conftest import Posts
 from tests.run_folder import only_run
 
 RUN = ["--cpu_only", "--num_workers", "0", "--batch_size", "4", "--no_tensorboard", "--model"]
 RUN += ["tests.plugins:Faulty", "--dataset", "tests.plugins:points", "--epochs", "2"]
+
+Posts = list[tuple[str, dict[str, Any]]]  # Any: JSON
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, Posts]]:
+    """Serve on a port; give its URL, and what is posted there: authorization and content."""
+    posts: Posts = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            posts.append((self.headers["Authorization"], json.loads(body)))
+            if self.path == "/garbage":
+                self.wfile.write(b"what is this")
+                return
+            self.send_response(422 if self.path == "/refused" else 200)
+            self.end_headers()
+
+        def log_message(self, *words: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as served:
+        thread = threading.Thread(target=served.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{served.server_port}", posts
+        served.shutdown()
+        thread.join()
 
 
 def told(folder: Path) -> list[dict[str, object]]:
@@ -126,3 +162,51 @@ def test_the_webhook_and_the_message_of_the_manual_are_sent(
     title, body = (tmp_path / "sent").read_text().splitlines()
     assert "runs/a failed" in title
     assert json.loads(body)["status"] == 1
+
+
+def variables(url: str, folder: Path) -> dict[str, str]:
+    """Give the variables that the operator sets."""
+    (folder / "token").write_text("first\n")
+    return {URL: url, "KUBEFLOW_TRAINER_SERVER_TOKEN": str(folder / "token")}
+
+
+@pytest.mark.slow
+def test_one_rank_tells_the_end_of_a_run(server: tuple[str, Posts], tmp_path: Path) -> None:
+    url, posts = server
+    env = variables(url, tmp_path)
+    argv = [*RUN, "--model", "mlp", "--max_steps", "4", "--output_dir", tmp_path / "one"]
+    train(argv, 2, env=env, timeout_s=60).ok()
+    token, content = posts[-1]
+    told = content["trainerStatus"]
+    assert token == "Bearer first"
+    assert told["progressPercentage"] == 100
+    assert {"name": "step", "value": "4"} in told["metrics"]
+    assert told["lastUpdatedTime"].endswith("Z")
+    assert len(posts) == 2  # the run took less than 10 s, and the other rank is silent
+
+
+def test_a_token_is_read_each_time_and_what_fails_is_ignored(
+    server: tuple[str, Posts], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, posts = server
+    env = variables(url, tmp_path)
+    monkeypatch.setenv(URL, env[URL])
+    status = RankStatus(rank=0, state="running", step=30, total_steps=40)
+    post_progress(status, env)
+    (tmp_path / "token").write_text("second")
+    post_progress(status, env)
+    assert [token for token, _ in posts] == ["Bearer first", "Bearer second"]
+    assert posts[0][1]["trainerStatus"]["progressPercentage"] == 75
+    writer = StatusWriter(tmp_path, Group(Launch(), torch.device("cpu")))
+    writer._end.set()
+    for url in (env[URL] + "/refused", "no url", "http://127.0.0.1:1/", env[URL] + "/garbage"):
+        writer._repeat(partial(post_progress, status, {URL: url}), 1.0)
+    no_token = {URL: url, "KUBEFLOW_TRAINER_SERVER_TOKEN": "/no/such/token"}
+    writer._repeat(partial(post_progress, status, no_token), 1.0)
+    assert len(posts) == 4
+    call: Any = vars(writer._threads[1])["_target"]
+    assert call.keywords == {"share": 1.0}  # a slow server is told as often as another one
+    read: list[int] = []
+    writer.attach(Work(epoch=lambda: read.append(1) or min([])))
+    writer._repeat(writer._tell_kubeflow, 1.0)  # a status that can't be read at one moment
+    assert read

@@ -44,7 +44,7 @@ from hardened_ddp.reporting.summary import (
 )
 from hardened_ddp.training.run_report import SIGN_EVERY_S, RunReport
 from tests.harness.forks import run_forked
-from tests.harness.processes import deadline
+from tests.harness.processes import wait_until
 from tests.harness.ranks import run_command
 
 log = logging.getLogger("hardened_ddp.tests")
@@ -306,9 +306,9 @@ class TestMetrics:
         metrics = MetricsLog(tmp_path, tensorboard=True, is_main=True)
         for step in range(1, 100):
             metrics.scalars(step, {"loss": 1.0, "accuracy": 0.5})
-        wait_for(lambda: caplog.messages, limit_s=60)
+        wait_until(lambda: caplog.messages, 60, "a report")
         full.clear()
-        wait_for((tmp_path / "metrics.jsonl").is_file, limit_s=60)  # without a new report
+        wait_until((tmp_path / "metrics.jsonl").is_file, 60, "the file without a new report")
         metrics.close()
         assert len(caplog.messages) == 1
         assert [line["step"] for line in read_lines(tmp_path)] == list(range(1, 100))
@@ -333,7 +333,7 @@ class TestMetrics:
                 os.read(reader, 2**20)
             return all(thread.name != "metrics" for thread in threading.enumerate())
 
-        wait_for(is_over, limit_s=10)
+        wait_until(is_over, 10, "the end of the thread")
         os.close(reader)
 
     def test_a_program_that_forgets_to_close_ends_all_the_same(self) -> None:
@@ -356,15 +356,6 @@ class TestMetrics:
         metrics.close()
         assert "a report failed and is skipped, training continues" in caplog.text
         assert read_board(tmp_path).Scalars("loss")
-
-
-def wait_for(condition: Callable[[], object], *, limit_s: float) -> None:
-    """Wait until condition holds. Raises AssertionError after limit_s."""
-    end = deadline(limit_s)
-    tick = threading.Event()
-    while not condition():
-        assert time.monotonic() < end, "this took too long"
-        tick.wait(0.01)
 
 
 class TestStepClock:
@@ -421,25 +412,13 @@ class TestStepClock:
 class FakeGpu:
     """A GPU's queue: now is where it is filled to, done where the GPU has come to."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.done = -1.0
-        self.num_events = 0
+    now, done, num_events = 0.0, -1.0, 0
 
-    def record(self) -> "FakeEvent":
+    def record(self) -> Any:
         self.num_events += 1
-        return FakeEvent(self, self.now)
-
-
-class FakeEvent:
-    def __init__(self, gpu: FakeGpu, at: float) -> None:
-        self.gpu, self.at = gpu, at
-
-    def query(self) -> bool:
-        return self.at <= self.gpu.done
-
-    def elapsed_time(self, end_event: "FakeEvent", /) -> float:
-        return end_event.at - self.at
+        at = self.now
+        elapsed = lambda end: end.at - at  # noqa: E731
+        return SimpleNamespace(at=at, query=lambda: at <= self.done, elapsed_time=elapsed)
 
 
 class TestResources:
