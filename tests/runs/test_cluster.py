@@ -17,7 +17,7 @@ from ddp_runs.machine import MIB, Check
 from hardened_ddp.errors import GroupError
 from hardened_ddp.ranks.launch import Launch
 from tests.harness.processes import ROOT
-from tests.harness.ranks import Finished, run_command, start_command, start_program, train
+from tests.harness.ranks import Finished, run_program, start_command, start_program, train
 from tests.ranks.test_two_hosts import by_hand
 from tests.two_hosts import TwoHosts
 
@@ -117,13 +117,13 @@ def test_closed_ports_are_named_and_a_closed_master_too(hosts: TwoHosts, tmp_pat
 
 
 def test_one_process_and_a_wrong_wait_are_mistakes(tmp_path: Path) -> None:
-    argv = [sys.executable, ROOT / "ddp_training.py", "doctor", "--cluster"]
-    alone = run_command(argv, cwd=tmp_path, timeout_s=60)
+    argv = ["python", ROOT / "ddp_training.py", "doctor", "--cluster"]
+    alone = run_program(argv, cwd=tmp_path, timeout_s=60)
     assert alone.status == 2
     assert "was started as one process" in alone.output
     assert "torchrun --nnodes" in alone.output
     for wait in ("x", "9" * 15):
-        assert "needs whole seconds" in run_command([*argv, "--wait", wait], timeout_s=60).output
+        assert "needs whole seconds" in run_program([*argv, "--wait", wait], timeout_s=60).output
 
 
 @pytest.mark.slow

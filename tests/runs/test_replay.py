@@ -208,7 +208,9 @@ def test_behind_a_step_that_is_not_the_same_again_nothing_is_claimed(tmp_path: P
 
 
 @pytest.mark.slow
-def test_the_command_replays_with_processes_of_its_own_also_on_fewer_ranks(tmp_path: Path) -> None:
+def test_the_command_replays_with_processes_of_its_own_also_on_fewer_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = run_of(tmp_path, *SMALL, "--model", "mlp", ranks=2)
     shutil.copytree(run, other := tmp_path / "whole")
     path = run / DIGESTS / "0001-rank-1.bin"  # as if this rank were killed in step 7
@@ -218,10 +220,9 @@ def test_the_command_replays_with_processes_of_its_own_also_on_fewer_ranks(tmp_p
     done = train(["replay", run, "--step", "7"], launcher="none").ok()
     assert re.search(r"\d+ steps? equal bit for bit", done.output)
     assert "samples that weigh most, of 8" in done.output
-    done = train(["replay", other, "--step", "7", "--ranks", "1"], launcher="none").ok()
-    assert re.search(
-        r"on 1 instead of 2 ranks: .*: \d steps? with the same loss up to", done.output
-    )
+    monkeypatch.setattr(replaying, "run_trainer", run_trainer_forked)
+    text = replayed(other, 7, ranks=1)[1]
+    assert re.search(r"on 1 instead of 2 ranks: .*: \d steps? with the same loss up to", text)
 
 
 def bisected(run: Path, when: str) -> str:
@@ -396,18 +397,26 @@ def test_a_fault_that_was_healed_is_no_difference(small_run: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_the_sample_is_named_of_which_a_byte_differs(tmp_path: Path) -> None:
+def test_a_sample_is_named_of_which_a_byte_differs_and_a_module_of_which_a_line_does(
+    tmp_path: Path,
+) -> None:
     values = random_points()
+    code = "from torch import nn\ndef build(num_classes):\n    return nn.Linear(3, num_classes)\n"
     flags = ["--dataset", f"{HERE}:kept_points", "--epochs", "3", "--run_name", "run"]
+    flags += ["--model", "mymodel:build"]
     runs = []
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
+        (tmp_path / "mymodel.py").write_text(f"{code}# {name}\n", encoding="utf-8")
         if name == "two":
             values.view(torch.uint8)[29, 5] ^= 1
         torch.save(values, tmp_path / name / "points.pt")
         args = f"{{root: {tmp_path / name}}}"
-        runs.append(run_of(tmp_path / f"run-{name}", *flags, "--dataset_args", args))
+        argv = [*STEADY, *flags, "--dataset_args", args, "--output_dir", tmp_path / f"run-{name}"]
+        train(argv, launcher="none", cwd=tmp_path).ok()
+        runs.append(tmp_path / f"run-{name}" / "run")
     text = parted(*runs)
+    assert re.search("^code: +mymodel$", text, re.MULTILINE)
     assert "the same samples, of other bytes" in text
     assert "sample 29 differs" in text
     torch.save(values, tmp_path / "one" / "points.pt")  # now both are the same
@@ -416,20 +425,6 @@ def test_the_sample_is_named_of_which_a_byte_differs(tmp_path: Path) -> None:
     one, two = map(read_digests, runs)
     two.starts[-1]["libraries"]["yaml"] = "0.1"
     assert any("yaml" in text for text in differences(one.starts[-1], two.starts[-1])["machine"])
-
-
-@pytest.mark.slow
-def test_the_module_is_named_of_which_a_line_differs(tmp_path: Path) -> None:
-    code = "from torch import nn\ndef build(num_classes):\n    return nn.Linear(3, num_classes)\n"
-    flags = ["--cpu_only", "--digests", "on", "--model", "mymodel:build", *SMALL]
-    runs = []
-    for number, bias in enumerate(("", ", bias=False")):
-        changed = code.replace("num_classes)\n", f"num_classes{bias})\n")
-        (tmp_path / "mymodel.py").write_text(changed, encoding="utf-8")
-        place = tmp_path / f"run-{number}"
-        train([*flags, "--output_dir", place], launcher="none", cwd=tmp_path).ok()
-        runs.append(place / "run")
-    assert re.search("^code: +mymodel$", parted(*runs), re.MULTILINE)
 
 
 def test_the_last_start_counts_and_a_record_that_is_cut_off_does_not(tmp_path: Path) -> None:
