@@ -379,23 +379,6 @@ class Greedy(Plain):
         return logits
 
 
-class _HungryStep(torch.autograd.Function):
-    """Passes values on, and takes memory for each sample in forward or in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, phase: str, num_bytes: int) -> torch.Tensor:
-        ctx.phase, ctx.num_bytes = phase, num_bytes
-        if phase == "forward":
-            torch.empty(num_bytes, dtype=torch.uint8, device=values.device)
-        return values.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        if ctx.phase == "backward":
-            torch.empty(ctx.num_bytes, dtype=torch.uint8, device=gradient.device)
-        return gradient, None, None
-
-
 class Hungry(nn.Module):
     """Takes a fifth of the GPU's free memory for each sample: four fit, and eight don't."""
 
@@ -407,9 +390,14 @@ class Hungry(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.layer(inputs)
-        if not self.training:
-            return logits
-        return _HungryStep.apply(logits, self.phase, len(inputs) * self.sample_bytes)
+        if self.training and self.phase == "forward":
+            self._take(len(inputs))
+        elif self.training:
+            logits.register_hook(lambda gradient: self._take(len(inputs)))
+        return logits
+
+    def _take(self, num_samples: int) -> None:
+        torch.empty(num_samples * self.sample_bytes, dtype=torch.uint8, device="cuda")
 
 
 class Picky(Plain):
@@ -442,18 +430,6 @@ class Straggling(Plain):
         return super().forward(inputs)
 
 
-class _SpoiledGradient(torch.autograd.Function):
-    """Passes values on, and gives inf for their gradient."""
-
-    @staticmethod
-    def forward(ctx: object, values: torch.Tensor) -> torch.Tensor:
-        return values.clone()
-
-    @staticmethod
-    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(gradient, float("inf"))
-
-
 class Spoiler(nn.Module):
     """Passes values on; while it is on, nan or a gradient of inf instead."""
 
@@ -461,7 +437,9 @@ class Spoiler(nn.Module):
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         if self.kind == "gradient":
-            return _SpoiledGradient.apply(values)
+            values = values.clone()
+            values.register_hook(lambda gradient: torch.full_like(gradient, float("inf")))
+            return values.clone()  # so that the gradient of the output is right
         return values * float("nan") if self.kind == "nan" else values
 
 
@@ -565,11 +543,14 @@ class Norming(nn.Module):
         if self.num_forwards == self.fails_at and dist.is_initialized() and dist.get_rank() == 1:
             raise ValueError("a fault of this model")
         if dist.is_initialized() and (self.training or self.all_modes):
-            sums = torch.stack([points.sum(), torch.tensor(float(points.numel()))])
-            dist.all_reduce(sums)
-            points = points - sums[0] / sums[1]
+            points = points - self.mean(points)
         output: torch.Tensor = self.layer(points)
         return output
+
+    def mean(self, points: torch.Tensor) -> torch.Tensor:
+        sums = torch.stack([points.sum(), torch.tensor(float(points.numel()))])
+        dist.all_reduce(sums)
+        return sums[0] / sums[1]
 
 
 class NormingTests(Norming):
@@ -585,38 +566,29 @@ class NormingTests(Norming):
 class Gathering(Norming):
     """As a contrastive loss: it gathers the features of all ranks' samples."""
 
-    def forward(self, points: torch.Tensor) -> torch.Tensor:
-        if dist.is_initialized() and self.training:
-            parts = [torch.empty_like(points) for _ in range(dist.get_world_size())]
-            dist.all_gather(parts, points)
-            points = points - torch.cat(parts).mean(0)
-        output: torch.Tensor = self.layer(points)
-        return output
+    def mean(self, points: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(points) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, points)
+        return torch.cat(parts).mean(0)
 
 
 class Summing(Norming):
     """Gathers by a sum with zeros in the places of the other ranks, whose gradient torch knows."""
 
-    def forward(self, points: torch.Tensor) -> torch.Tensor:
-        if dist.is_initialized() and self.training:
-            parts = points.new_zeros(dist.get_world_size(), *points.shape)
-            parts[dist.get_rank()] = points
-            dist.all_reduce(parts)
-            points = points - parts.flatten(0, 1).mean(0)
-        output: torch.Tensor = self.layer(points)
-        return output
+    def mean(self, points: torch.Tensor) -> torch.Tensor:
+        parts = points.new_zeros(dist.get_world_size(), *points.shape)
+        parts[dist.get_rank()] = points
+        dist.all_reduce(parts)
+        return parts.flatten(0, 1).mean(0)
 
 
 class GatheringMeans(Norming):
     """Gathers a number of each rank, whatever the size of its batch."""
 
-    def forward(self, points: torch.Tensor) -> torch.Tensor:
-        if dist.is_initialized() and self.training:
-            means = [torch.empty(()) for _ in range(dist.get_world_size())]
-            dist.all_gather(means, points.mean())
-            points = points - torch.stack(means).mean()
-        output: torch.Tensor = self.layer(points)
-        return output
+    def mean(self, points: torch.Tensor) -> torch.Tensor:
+        means = [torch.empty(()) for _ in range(dist.get_world_size())]
+        dist.all_gather(means, points.mean())
+        return torch.stack(means).mean()
 
 
 class Wide(nn.Module):
