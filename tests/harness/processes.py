@@ -1,4 +1,4 @@
-"""What /proc tells about processes, and how to end them.
+"""What /proc tells about processes, how to end them, and work in a fork.
 
 What goes wrong here: a process ends while it is read. Then it reads as empty, and never raises.
 """
@@ -6,7 +6,9 @@ What goes wrong here: a process ends while it is read. Then it reads as empty, a
 import ctypes
 import os
 import signal
+import sys
 import time
+import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,8 @@ _LAUNCHER_PREFIXES = ("MASTER_", "TORCHELASTIC", "GROUP_", "ROLE_", "SLURM_", "O
 _LAUNCHER_PREFIXES += ("MPI_LOCAL", "HARDENED_DDP_LAUNCHER")
 _LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PYTEST_CURRENT_TEST")
 _KILL_LIMIT_S = 10.0
+RAISED = 99
+_CAPABILITIES_OF_64_BITS = 0x20080522  # _LINUX_CAPABILITY_VERSION_3 of <linux/capability.h>
 _PR_SET_CHILD_SUBREAPER = 36  # of <linux/prctl.h>
 PATIENCE = 3
 """The limits in the tests are for an idle machine of 2 cores. So many times as long on any other:
@@ -135,6 +139,38 @@ def kill(pid: int, number: int = signal.SIGKILL) -> None:
         os.kill(pid, number)
     except ProcessLookupError:
         return
+
+
+def run_forked(work: Callable[[], object]) -> int:
+    """Run work in a fork of pytest, to kill it, limit it or take its rights away.
+
+    Gives 0, RAISED, or what os._exit was called with. It must use no tensor code with threads.
+    """
+    pid = os.fork()
+    if pid == 0:
+        try:
+            if (torch := sys.modules.get("torch")) is not None:
+                # WHY: the threads of a parallel operation of the parent are not in this child,
+                # which would wait for them for ever
+                torch.set_num_threads(1)
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(RAISED)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def give_up_privileges() -> None:
+    """Have this process obey the rights of files, even as root.
+
+    WHY not as another user: nobody else may get to where pytest's temporary folders are.
+    """
+    header = (ctypes.c_uint32 * 2)(_CAPABILITIES_OF_64_BITS, 0)
+    nothing = (ctypes.c_uint32 * 6)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.capset(header, nothing):
+        raise OSError(ctypes.get_errno(), "capset")
 
 
 def _children_of(pid: int) -> list[int]:

@@ -43,8 +43,7 @@ from hardened_ddp.reporting.summary import (
     write_summary,
 )
 from hardened_ddp.training.run_report import SIGN_EVERY_S, RunReport
-from tests.harness.forks import run_forked
-from tests.harness.processes import wait_until
+from tests.harness.processes import run_forked, wait_until
 from tests.harness.ranks import run_command
 
 log = logging.getLogger("hardened_ddp.tests")

@@ -22,7 +22,7 @@ from hardened_ddp.checkpoint.folder import list_steps
 from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.errors import CheckpointError, RunFolderError
 from hardened_ddp.ranks.process import LockHeartbeat, this_process, with_count
-from tests.harness.forks import run_forked
+from tests.harness.processes import run_forked
 
 
 def test_a_second_writer_is_refused_with_host_and_pid_of_the_first(tmp_path: Path) -> None:
