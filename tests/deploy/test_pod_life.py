@@ -18,9 +18,9 @@ from tests.run_folder import last_tensors, read_summary, samples_by_step
 
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
 GRACE_S = 15.0  # what a node that shuts down gives
-RUN = ["--cpu_only", "--num_workers", "0", "--batch_size", "10", "--max_steps", "60", "--ledger"]
+RUN = ["--cpu_only", "--num_workers", "0", "--batch_size", "10", "--max_steps", "150", "--ledger"]
 RUN += ["--model", "mlp", "--no_tensorboard", "--lr_schedule", "constant", "--run_name", "r"]
-RUN += ["--checkpoint_every_steps", "3", "--log_interval", "1"]
+RUN += ["--checkpoint_every_steps", "3", "--log_interval", "1", "--epochs", "10"]
 
 
 class Pods:
