@@ -32,13 +32,7 @@ from tests.harness.ranks import (
     train,
 )
 from tests.marks import slow_after
-from tests.run_folder import (
-    find_checkpoints,
-    last_tensors,
-    only_run,
-    read_summary,
-    step_of,
-)
+from tests.run_folder import find_checkpoints, last_tensors, only_run, read_summary, step_of
 from tests.stages import run_stage
 
 LEARNED = 0.97  # test accuracy on digits after 5 epochs with the defaults

@@ -154,7 +154,7 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         ('    text += b" " * (-len(text) % 8)\n', "", "checkpoint_files"),
     ],
     "checkpoint/store.py": [
-        ("not in DISK_FULL_ERRORS or not self._make_room()", "not in ()", "checkpoint_crashes"),
+        ("not in DISK_FULL_ERRORS or not self._make_room()", "not in ()", "checkpoint_crashes")
     ],
     "guard/hang_rules.py": [
         (
@@ -222,7 +222,7 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         ("int(upper.dot(high[: len(words)]))", "int(words.dot(high[: len(words)]))", "numbers"),
     ],
     "preflight/memory_format.py": [
-        ("config.model.compile and all(", "config.model.compile and any(", "memory_format"),
+        ("config.model.compile and all(", "config.model.compile and any(", "memory_format")
     ],
     "model/zoo.py": [
         (

@@ -211,9 +211,7 @@ def test_a_digest_sees_a_changed_line_and_no_folder_of_runs(tmp_path: Path) -> N
     assert cluster.digest(tmp_path / ("x" * 300)).startswith("can't be read: ")
 
 
-def test_what_breaks_on_one_rank_is_a_line_of_its_report(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_breaks_on_one_rank_is_a_line_of_its_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", raising("CUDA error: ECC\nmore"))

@@ -91,10 +91,7 @@ class TestCommands:
             ("drill nan-once --faults nan", "--faults: needs -- COMMAND"),
             ("drill nan-once twice", "'twice': unexpected behind drill"),
             # all problems of a command come in one message
-            (
-                "export --format onnxx --ouput x",
-                "(?s)--ouput: no .*RUN: is.*'onnxx', needs one",
-            ),
+            ("export --format onnxx --ouput x", "(?s)--ouput: no .*RUN: is.*'onnxx', needs one"),
             ("trian", "'trian': no such command; did you mean train"),
             ("xyzzy", f"known: {', '.join(('train', *COMMANDS))}"),
         ],
