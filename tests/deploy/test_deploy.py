@@ -203,14 +203,10 @@ def sky_command(node: int, tmp_path: Path, port: int) -> tuple[list[str], dict[s
     command = tmp_path / "hardened-ddp"
     command.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
     command.chmod(0o755)
-    env = {
-        "PATH": f"{tmp_path}:/usr/bin:/bin",
-        "SKYPILOT_NUM_NODES": "2",
-        "SKYPILOT_NODE_RANK": str(node),
-        "SKYPILOT_NUM_GPUS_PER_NODE": "2",
-        "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2",
-        "SKYPILOT_TASK_ID": "sky-managed-2026-11-26-01-02-03-456789_train_1-0",
-    }
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2"}
+    env |= {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": str(node)}
+    env |= {"SKYPILOT_NUM_GPUS_PER_NODE": "2"}
+    env |= {"SKYPILOT_TASK_ID": "sky-managed-2026-11-26-01-02-03-456789_train_1-0"}
     argv = ["bash", "-c", script.replace("29500", str(port))]
     done = subprocess.run(argv, env=env, check=True, capture_output=True, text=True, timeout=60)
     return done.stdout.rstrip("\0").split("\0"), {}

@@ -20,12 +20,8 @@ from tests.harness.ranks import run_command, run_program
 from tests.mutate import copy_tree
 
 # What a recipe's commands print or write if its patch has an effect.
-SHOWN = {
-    "cause": "a file name is too long",
-    "check": "1 passed",
-    "setting": "nesterov: true",
-    "metric": '"confidence/test"',
-}
+SHOWN = {"cause": "a file name is too long", "check": "1 passed"}
+SHOWN |= {"setting": "nesterov: true", "metric": '"confidence/test"'}
 WRITTEN = ("runs/*/config.yaml", "runs/*/metrics.jsonl")
 GUARDS = ["tests/docs/test_docs.py", "tests/tools/test_architecture.py"]
 GUARDS += ["tests/explain/test_explain.py::TestCatalogue"]

@@ -376,13 +376,8 @@ def start_program(
 ) -> Running:
     """Start a command line of python or torchrun in a forked process. host: of TwoHosts."""
     folder = _new_folder()
-    job = {
-        "kind": "program",
-        "argv": [str(word) for word in argv],
-        "env": _environment_of_program(folder, env),
-        "cwd": str(cwd or ROOT),
-        "host": host,
-    }
+    job = {"kind": "program", "argv": [str(word) for word in argv], "host": host}
+    job |= {"env": _environment_of_program(folder, env), "cwd": str(cwd or ROOT)}
     return _start([job], folder)
 
 

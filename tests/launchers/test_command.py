@@ -20,15 +20,8 @@ from tests.launcher_environments import TORCHRUN
 
 
 def test_torchruns_options_are_split_from_our_own() -> None:
-    words = [
-        "--nproc-per-node",
-        "2",
-        "--cpu_only",
-        "--max_restarts=3",
-        "--run_name",
-        "a",
-        "--standalone",
-    ]
+    words = ["--nproc-per-node", "2", "--cpu_only", "--max_restarts=3", "--run_name", "a"]
+    words += ["--standalone"]
     launcher = ["--nproc_per_node=2", "--max_restarts=3", "--standalone"]
     assert split_words(words) == (launcher, ["--cpu_only", "--run_name", "a"])
     audit = ["audit", "--", "torchrun", "--nproc_per_node", "2", "train.py"]
@@ -40,14 +33,9 @@ def test_torchruns_options_are_split_from_our_own() -> None:
 @pytest.mark.parametrize(
     ("words", "has_ranks"),
     [
-        ("", True),
-        ("--cpu_only", True),
-        ("evaluate runs/a", True),
+        *((words, True) for words in ("", "--cpu_only", "evaluate runs/a", "doctor --cluster")),
         ("ddp_training.py --cpu_only", True),  # as launch.py writes it
-        ("doctor --cluster", True),
-        ("doctor", False),
-        ("explain LOG", False),
-        ("--help", False),
+        *((words, False) for words in ("doctor", "explain LOG", "--help")),
     ],
 )
 def test_ranks_are_started_for_what_ranks_can_do(words: str, has_ranks: bool) -> None:

@@ -80,13 +80,8 @@ def test_a_rank_of_torchrun_ends_with_0_after_a_stop_and_says_3_to_its_launcher(
 @pytest.mark.parametrize(
     ("noted", "status"),
     [
-        ([0, 0], 0),
-        ([3, 3], 3),
+        *(([0, 0], 0), ([3, 3], 3), ([75, 2], 2), ([75, 3], 75), ([139], 139), ([], None)),
         ([75, 1, 75], 1),  # who raised, not who lost it
-        ([75, 2], 2),
-        ([75, 3], 75),
-        ([139], 139),
-        ([], None),
     ],
 )
 def test_the_cause_decides_what_a_launcher_ends_with(

@@ -74,12 +74,8 @@ def test_a_run_tells_its_events_with_facts_and_status(tmp_path: Path) -> None:
     train(argv, timeout_s=60).ok()
     names = (tmp_path / "names").read_text().splitlines()
     # the last checkpoint is written by its own thread, at any moment after the last step
-    assert [n.strip() for n in names if n.strip() != "checkpoint"] == [
-        "started",
-        "fault",
-        "retry",
-        "finished 0",
-    ]
+    others = [name.strip() for name in names if name.strip() != "checkpoint"]
+    assert others == ["started", "fault", "retry", "finished 0"]
     found = told(tmp_path)
     assert {event["event"] for event in found} >= {"checkpoint"}
     assert {event["run"] for event in found} == {str(only_run(tmp_path / "runs"))}

@@ -245,12 +245,8 @@ class TestMetrics:
         metrics.scalars(300, {"train/loss": 1e300, "train/bad": -math.inf})
         metrics.close()
         first, second = read_lines(tmp_path)
-        assert first == {
-            "step": 20,
-            "time": pytest.approx(time.time(), abs=60),
-            "train/loss": 0.5,
-            "train/bad": None,
-        }
+        now = pytest.approx(time.time(), abs=60)
+        assert first == {"step": 20, "time": now, "train/loss": 0.5, "train/bad": None}
         assert second["train/bad"] is None
         board = read_board(tmp_path)
         points = board.Scalars("train/loss")

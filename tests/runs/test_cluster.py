@@ -135,15 +135,8 @@ def test_the_ranks_of_one_host_are_one_report(tmp_path: Path) -> None:
 
 def host(name: str, **facts: object) -> dict[str, object]:
     """Make the facts of a host that has nothing wrong."""
-    return {
-        "host": name,
-        "rank": int(name[1:]),
-        "interface": ["eth0", 1e9],
-        "equal": {"torch": "2.13.0"},
-        "checks": [],
-        "disk": 1e9,
-        **facts,
-    }
+    good = {"host": name, "rank": int(name[1:]), "interface": ["eth0", 1e9], "checks": []}
+    return {**good, "equal": {"torch": "2.13.0"}, "disk": 1e9, **facts}
 
 
 def judged(*hosts: dict[str, object], **of_last: object) -> dict[str, Check]:

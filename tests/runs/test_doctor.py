@@ -31,14 +31,10 @@ def statuses_in(lines: Sequence[str]) -> dict[str, str]:
 
 class TestReport:
     def test_on_this_machine_training_can_run_and_under_torchrun_too(self, tmp_path: Path) -> None:
-        env = {
-            **dict.fromkeys(("RANK", "LOCAL_RANK"), "0"),
-            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"),
-            "MASTER_ADDR": "node7.invalid",
-            "MASTER_PORT": "29500",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }
-        # Its two ranks are forked here; the next test starts real ones.
+        env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        env |= {"MASTER_ADDR": "node7.invalid", "MASTER_PORT": "29500"}
+        env |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+        # Its two ranks are forked here; tests below start real ones.
         doctor = ["python", ROOT / "ddp_training.py", "doctor"]
         done = run_program(doctor, timeout_s=60, env=env, cwd=tmp_path)
         report = done.stdout

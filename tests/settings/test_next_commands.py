@@ -195,30 +195,22 @@ def test_what_no_ancestor_shows_is_composed_from_the_number_of_ranks(
     monkeypatch.setattr("sys.argv", [str(SCRIPT)])
     monkeypatch.setattr("os.getppid", lambda: 2**22 + 1)  # it has ended
     nodes = {**AGENT, "GROUP_RANK": "1", "MASTER_ADDR": "gpu1"}
+    two = {**TORCHRUN, "WORLD_SIZE": "2"}
+    sbatch = {"HARDENED_DDP_LAUNCHER_COMMAND": "env 'A=a b' sbatch train.slurm"}
+    srun = "srun --ntasks=4 --nodes=2 --ntasks-per-node=2 --partition=a "
     starts = {
-        "--standalone --nproc_per_node=2 ": {**TORCHRUN, "WORLD_SIZE": "2"},
+        "--standalone --nproc_per_node=2 ": two,
         "--nnodes=2 --node_rank=1 --master_addr=gpu1 --master_port=29500 --nproc_per_node=2": nodes,
         "env PET_NNODES=2 ": {**nodes, "PET_NNODES": "2"},
-        "srun --ntasks=4 --nodes=2 --ntasks-per-node=2 --partition=a ": {
-            **SRUN,
-            "SLURM_JOB_PARTITION": "a",
-        },
+        srun: {**SRUN, "SLURM_JOB_PARTITION": "a"},
         "mpirun -np 2 ": OPEN_MPI,
-        "run_with_python.py --nproc 2 ": {
-            **{**TORCHRUN, "WORLD_SIZE": "2"},
-            "HARDENED_DDP_LAUNCHER": "spawn",
-        },
-        "env 'A=a b' sbatch train.slurm --resume x": {
-            **SRUN,
-            "HARDENED_DDP_LAUNCHER_COMMAND": "env 'A=a b' sbatch train.slurm",
-        },
+        "run_with_python.py --nproc 2 ": {**two, "HARDENED_DDP_LAUNCHER": "spawn"},
+        "env 'A=a b' sbatch train.slurm --resume x": {**SRUN, **sbatch},
     }
     for words, env in starts.items():
         command = read_launch(env).command("--resume", "x")
         assert words in command.replace("py' ", "py ")  # the project may be in a path with a space
-        assert bool(re.search("   # on each of the 2 nodes", command)) == (
-            "nnodes" in words.lower()
-        )
+        assert ("   # on each of the 2 nodes" in command) == ("nnodes" in words.lower())
 
 
 # What trains. The commands of all ends of a run are those of its first one.

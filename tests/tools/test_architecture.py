@@ -17,22 +17,8 @@ import pytest
 
 from tests.harness.processes import ROOT, clean_environment
 
-LAYERS = [
-    "errors",
-    "settings",
-    "ranks",
-    "reporting",
-    "data/foreign_code",
-    "data/batches",
-    "streams",
-    "data/sources",
-    "data",
-    "task",
-    "model",
-    "gradients",
-    "checkpoint",
-    "guard",
-]
+LAYERS = ["errors", "settings", "ranks", "reporting", "data/foreign_code", "data/batches"]
+LAYERS += ["streams", "data/sources", "data", "task", "model", "gradients", "checkpoint", "guard"]
 LAYERS += ["step", "preflight", "training", "export", "own_loop"]
 HANDS_OVER = ("ddp_runs/tools.py",)
 # Packages beside the trainer, and who imports them.
