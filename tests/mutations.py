@@ -22,6 +22,7 @@ class Mutation(NamedTuple):
         return path if path.exists() else tree / "hardened_ddp" / self.file
 
 
+# fmt: off
 BY_FILE: dict[str, list[tuple[str, str, str]]] = {
     "data/batches/sampler.py": [
         ("(rank < num_longer)", "(rank <= num_longer)", "sampler"),
@@ -29,33 +30,21 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         ("lru_cache(maxsize=2)", "lru_cache(maxsize=1)", "sampler"),
     ],
     "data/batches/ledger.py": [
-        (
-            "np.maximum(counts[without], 1)",
-            "counts[without]",
-            "ledger data_faults -k 'ledger or left_out'",
-        ),
-        (
-            "of_shards = done.sizes if epoch < done.epoch else done.taken",
-            "of_shards = done.sizes",
-            "ledger",
-        ),
+        ("np.maximum(counts[without], 1)", "counts[without]",
+         "ledger data_faults -k 'ledger or left_out'"),
+        ("of_shards = done.sizes if epoch < done.epoch else done.taken", "of_shards = done.sizes",
+         "ledger"),
         ("min([done.step, *later])", "done.step", "ledger"),
         ("if position + count * width > len(raw):", "if False:", "ledger"),
     ],
     "data/batches/checks.py": [
-        (
-            "~tensor.isfinite() if is_alone else tensor.isnan()",
-            "~tensor.isfinite()",
-            "data_faults -k 'number or mask or infin or nan'",
-        ),
+        ("~tensor.isfinite() if is_alone else tensor.isnan()", "~tensor.isfinite()",
+         "data_faults -k 'number or mask or infin or nan'"),
         ("or max(values) >= self.num_classes", "", "data_faults"),
     ],
     "data/batches/read_errors.py": [
-        (
-            "cause = cause and (cause.__cause__ or cause.__context__)",
-            "cause = None",
-            "data_faults -k 'moment or pass or transient'",
-        ),
+        ("cause = cause and (cause.__cause__ or cause.__context__)", "cause = None",
+         "data_faults -k 'moment or pass or transient'"),
         (">= REPORT_EVERY_S", ">= 0", "data_faults -k 'told or report or retries or minute'"),
     ],
     "data/batches/images.py": [
@@ -76,18 +65,18 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         ("max(1, min(prefetch, room // workers))", "prefetch", "loader datasets"),
     ],
     "ranks/shared_sum.py": [
-        (
-            "counters[index] >= number:\n                    return\n                if has_left",
-            "counters[index] >= number:\n                    pass\n                if has_left",
-            "shared_sum",
-        ),
+        ("counters[index] >= number:\n                    return\n                if has_left",
+         "counters[index] >= number:\n                    pass\n                if has_left",
+         "shared_sum"),
         ("self._slots[self._number % 2]", "self._slots[0]", "shared_sum"),
     ],
     "ranks/seeding.py": [
         ("value = mix(seed, step, rank)", "value = mix(seed, step)", "steps sampler replica"),
         ("_seed_all(mix(seed, epoch, index))", "_seed_all(mix(seed, index))", "loader datasets"),
     ],
-    "ranks/process.py": [(" or fields[START_FIELD] != started", "", "run_lock checkpoint_files")],
+    "ranks/process.py": [
+        (" or fields[START_FIELD] != started", "", "run_lock checkpoint_files"),
+    ],
     "ranks/launchers_env.py": [
         ('nodelist).split(",")[0]', 'nodelist).split(",")[-1]', "launcher_environments"),
         ("int(times or 1)", "1", "launcher_environments"),
@@ -101,18 +90,15 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         ("if theirs.get(name) != value", "if theirs.get(name, value) != value", "launch"),
     ],
     "ranks/launch.py": [
-        ('env.setdefault("GLOO_SOCKET_IFNAME", "lo")', "pass", "launch launcher_environments")
+        ('env.setdefault("GLOO_SOCKET_IFNAME", "lo")', "pass", "launch launcher_environments"),
     ],
     "reporting/metrics.py": [
         ("number if math.isfinite(number) else None for", "number for", "reporting"),
         ("if step > 0:  # discard", "if False:  # discard", "reporting"),
     ],
     "reporting/sinks.py": [
-        (
-            "        aside.replace(path)\n",
-            "        path.write_bytes(aside.read_bytes())\n",
-            "reporting",
-        ),
+        ("        aside.replace(path)\n", "        path.write_bytes(aside.read_bytes())\n",
+         "reporting"),
         ("and size and not self._rest and", "and size and", "reporting"),
         ("self._rest = record[num_written:]", 'self._rest = b""', "reporting"),
         ("if self._jobs.qsize() >= _MAX_WAITING:", "if False:", "trackers"),
@@ -122,46 +108,31 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         ('down += max(0.0, attempt["began_at"] - attempts[index - 1]["now"])', "pass", "goodput"),
     ],
     "checkpoint/folder.py": [
-        (
-            "and path.name != step_folder_name(manifest.step)",
-            "and False",
-            "checkpoint_faults checkpoint_files",
-        ),
-        (
-            "best = read_best_step(root) if prefer_best else None",
-            "best = None",
-            "export_formats checkpoint_files",
-        ),
+        ("and path.name != step_folder_name(manifest.step)", "and False",
+         "checkpoint_faults checkpoint_files"),
+        ("best = read_best_step(root) if prefer_best else None", "best = None",
+         "export_formats checkpoint_files"),
         ("if step not in kept", "", "checkpoint_files"),
         ("return type(value) is int and", "return isinstance(value, int) and", "checkpoint_faults"),
     ],
     "checkpoint/disk.py": [
-        (
-            "        self.rename(aside, path)\n        self.sync_folder(path.parent)\n",
-            "        self.rename(aside, path)\n",
-            "checkpoint_crashes checkpoint_files",
-        ),
+        ("        self.rename(aside, path)\n        self.sync_folder(path.parent)\n",
+         "        self.rename(aside, path)\n", "checkpoint_crashes checkpoint_files"),
         ("return time.time() - newest > _FOREIGN_AGE_S", "return True", "checkpoint_files"),
         ("if is_real_folder(path):", "if path.is_dir():", "checkpoint_faults"),
     ],
     "checkpoint/tensors.py": [
-        (
-            "key=lambda name: -tensors[name].element_size()",
-            "key=lambda name: name",
-            "checkpoint_files",
-        ),
+        ("key=lambda name: -tensors[name].element_size()", "key=lambda name: name",
+         "checkpoint_files"),
         ("self.pieces(begin, begin + data", "self.pieces(0, data", "checkpoint_snapshot"),
         ('    text += b" " * (-len(text) % 8)\n', "", "checkpoint_files"),
     ],
     "checkpoint/store.py": [
-        ("not in DISK_FULL_ERRORS or not self._make_room()", "not in ()", "checkpoint_crashes")
+        ("not in DISK_FULL_ERRORS or not self._make_room()", "not in ()", "checkpoint_crashes"),
     ],
     "guard/hang_rules.py": [
-        (
-            "        late = [report for report in late if report.step == first]\n",
-            "",
-            "hangs -k 'verdict or blam or decide or told or late or named'",
-        ),
+        ("        late = [report for report in late if report.step == first]\n", "",
+         "hangs -k 'verdict or blam or decide or told or late or named'"),
         ("return max(most_s, timeout_s / 2)", "return most_s", "hangs -k 'patience or timeout'"),
     ],
     "guard/slow.py": [
@@ -169,52 +140,34 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         ("if self._in_a_row[rank] < NUM_REPORTS:", "if False:", "hangs -k slow"),
     ],
     "guard/divergence.py": [
-        ("if 2 * count > len(everyone)", "if 2 * count >= len(everyone)", "numbers")
+        ("if 2 * count > len(everyone)", "if 2 * count >= len(everyone)", "numbers"),
     ],
     "guard/stop.py": [
-        (
-            "(self.folder / STOP_FILE).unlink(missing_ok=True)",
-            "pass",
-            "launch restarts test_ddp_training.py -k 'stop'",
-        )
+        ("(self.folder / STOP_FILE).unlink(missing_ok=True)", "pass",
+         "launch restarts test_ddp_training.py -k 'stop'"),
     ],
     "step/step.py": [
-        (
-            "            seed_update(seed, step=step, device_type=parts.device.type)",
-            "            pass",
-            "own_optimizers -k 'noisy'",
-        )
+        ("            seed_update(seed, step=step, device_type=parts.device.type)",
+         "            pass", "own_optimizers -k 'noisy'"),
     ],
     "model/schedule.py": [
-        (
-            'if option != "params" and not (option in base and _is_same(value, base[option]))',
-            "if option == 'no option'",
-            "own_optimizers -k 'put_back or taken_back'",
-        ),
-        (
-            "            group.update(options)",
-            "            pass",
-            "own_optimizers -k 'put_back or taken_back'",
-        ),
-        (
-            "return peak * (step + 1) / config.warmup_steps",
-            "return peak * step / config.warmup_steps",
-            "optimizer",
-        ),
+        ('if option != "params" and not (option in base and _is_same(value, base[option]))',
+         "if option == 'no option'", "own_optimizers -k 'put_back or taken_back'"),
+        ("            group.update(options)", "            pass",
+         "own_optimizers -k 'put_back or taken_back'"),
+        ("return peak * (step + 1) / config.warmup_steps",
+         "return peak * step / config.warmup_steps", "optimizer"),
         ("schedule.restore(unpack", "(unpack", "own_optimizers -k 'put_back or taken_back'"),
     ],
     "data/batches/batch.py": [
-        ("    if batch.read_part is not None:", "    if batch is None:", "collate")
+        ("    if batch.read_part is not None:", "    if batch is None:", "collate"),
     ],
     "model/optimizer.py": [
-        ('names = ["momentum_buffer"] if group["momentum"] else []', "names = []", "optimizer")
+        ('names = ["momentum_buffer"] if group["momentum"] else []', "names = []", "optimizer"),
     ],
     "gradients/sums.py": [
-        (
-            "return math.isfinite(total) or all(bool(g.isfinite().all()) for g in gradients)",
-            "return math.isfinite(total)",
-            "numbers replica",
-        )
+        ("return math.isfinite(total) or all(bool(g.isfinite().all()) for g in gradients)",
+         "return math.isfinite(total)", "numbers replica"),
     ],
     "model/checksum.py": [
         ("int(words.dot(low[: len(words)]))", "int(words.sum())", "numbers"),
@@ -222,14 +175,11 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         ("int(upper.dot(high[: len(words)]))", "int(words.dot(high[: len(words)]))", "numbers"),
     ],
     "preflight/memory_format.py": [
-        ("config.model.compile and all(", "config.model.compile and any(", "memory_format")
+        ("config.model.compile and all(", "config.model.compile and any(", "memory_format"),
     ],
     "model/zoo.py": [
-        (
-            "mean_weight = first.weight.sum(dim=1, keepdim=True) / channels",
-            "mean_weight = first.weight.mean(dim=1, keepdim=True) / channels",
-            "zoo",
-        )
+        ("mean_weight = first.weight.sum(dim=1, keepdim=True) / channels",
+         "mean_weight = first.weight.mean(dim=1, keepdim=True) / channels", "zoo"),
     ],
     "ddp_runs/machine.py": [
         ("if problems:", "if False:", "doctor"),
@@ -240,27 +190,24 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         ("elif rate < _LINK_SHARE * nominal:", "elif False:", "cluster"),
         ('abs(m["ahead_s"]) > _CLOCK_S', "False", "cluster"),
     ],
-    "ddp_runs/software.py": [("if version > newest:", "if False:", "doctor")],
+    "ddp_runs/software.py": [
+        ("if version > newest:", "if False:", "doctor"),
+    ],
     "export/export.py": [
         ("and not (output.is_dir() and not any(output.iterdir()))", "", "export_formats"),
         ("hexdigest() != written:", "hexdigest() == 0:", "export_formats"),
         ("path.chmod((aside / CARD_NAME).stat().st_mode)", "pass", "export_formats"),
     ],
     "settings/rules.py": [
-        (
-            "0 < loop.max_steps <= optimizer.warmup_steps",
-            "0 < loop.max_steps < optimizer.warmup_steps",
-            "settings_problems",
-        )
+        ("0 < loop.max_steps <= optimizer.warmup_steps",
+         "0 < loop.max_steps < optimizer.warmup_steps", "settings_problems"),
     ],
     "settings/config.py": [
-        (
-            "value < self.high if self.is_high_open else value <= self.high",
-            "value <= self.high",
-            "settings_problems",
-        )
+        ("value < self.high if self.is_high_open else value <= self.high", "value <= self.high",
+         "settings_problems"),
     ],
 }
+# fmt: on
 """For each file: what stands there, what takes its place, and the tests: hangs are those of
 test_hangs.py in a folder of tests/."""
 
