@@ -26,16 +26,11 @@ from tests.settings.given import PROJECT, settings_of
 class TestRecord:
     def test_what_is_dumped_says_its_sources_and_reads_back_to_the_same_settings(self) -> None:
         Path("my.yaml").write_text("epochs: 7\n")
-        command = shlex.join(
-            [
-                *["--config", "my.yaml", "--learning_rate", "1e-5", "--run_name", "007"],
-                *["--amp", "off", "--find_unused_parameters", "--num_workers", "3"],
-                *["--data_dir", "a #b: 'c' \N{SNOWMAN}\N{GRINNING FACE}"],
-                "--model_args",
-                r'{a: [1, .inf, null, "x\ty\u2028\x7f"], b: {"on": yes, "": 1.0}, c: "1e3"}',
-            ]
-        )
-        resolved = settings_of(command)
+        command = "--config my.yaml --learning_rate 1e-5 --run_name 007 --amp off"
+        command += " --find_unused_parameters --num_workers 3 "
+        given = r'{a: [1, .inf, null, "x\ty\u2028\x7f"], b: {"on": yes, "": 1.0}, c: "1e3"}'
+        words = ["--data_dir", "a #b: 'c' \N{SNOWMAN}\N{GRINNING FACE}", "--model_args", given]
+        resolved = settings_of(command + shlex.join(words))
         text = dump(resolved.config, resolved.sources)
         assert [name for name, _, _ in read_back(text)] == list(SETTINGS)
         sources = {name: source for name, _, source in read_back(text)}

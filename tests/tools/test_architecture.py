@@ -7,7 +7,6 @@ would pass for ever.
 
 import ast
 import fnmatch
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -15,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.processes import ROOT, clean_environment
+from tests.harness.processes import ROOT
+from tests.harness.ranks import run_command
 
 LAYERS = ["errors", "settings", "ranks", "reporting", "data/foreign_code", "data/batches"]
 LAYERS += ["streams", "data/sources", "data", "task", "model", "gradients", "checkpoint", "guard"]
@@ -329,15 +329,14 @@ def test_modules_are_named_for_what_they_own() -> None:
 def test_settings_errors_and_launch_import_no_torch() -> None:
     light = [p for p in PRODUCT if name_of(p).startswith(("errors", "settings", "ranks/launch"))]
     code = "".join(f"import {module_of(path)}\n" for path in light)
-    code += (
-        "import ddp_training, sys\nsys.exit('torch was imported' if 'torch' in sys.modules else 0)"
-    )
-    run_python(code)
+    code += "import ddp_training, sys\nsys.exit('torch' in sys.modules)"
+    run_command([sys.executable, "-c", code], timeout_s=100).ok()
 
 
 @pytest.mark.slow
 def test_importing_a_module_does_nothing() -> None:
-    run_python(IMPORT_ALL.replace("MODULES", repr([module_of(path) for path in PRODUCT])))
+    code = IMPORT_ALL.replace("MODULES", repr([module_of(path) for path in PRODUCT]))
+    run_command([sys.executable, "-c", code], timeout_s=100).ok()
 
 
 IMPORT_ALL = """
@@ -433,16 +432,3 @@ def name_of(path: Path) -> str:
 
 def module_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
-def run_python(code: str) -> None:
-    """Run code in a fresh interpreter; what it says when it fails is shown."""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=clean_environment(),
-        timeout=300,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
