@@ -204,6 +204,8 @@ class TestVariables:
         assert check.status == "warn"
         assert "NCCL_BLOCKING_WAIT is now TORCH_NCCL_BLOCKING_WAIT" in check.detail
         assert check.advice.endswith(": unset NCCL_P2P_DISABLE NCCL_DEBUG NCCL_BLOCKING_WAIT")
+        told = machine.check_settings({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}).detail
+        assert "DEBUG=DETAIL: it ends DDP on gloo with a segmentation fault" in told
         env = {"NCCL_DEBUG": "WARN", "GLOO_SOCKET_IFNAME": "lo", "HOME": "/root"}
         check = machine.check_settings(env)
         assert check == Check("variables", "ok", "GLOO_SOCKET_IFNAME=lo, NCCL_DEBUG=WARN")
