@@ -102,3 +102,10 @@ accelerator.end_training()
 """6 steps, and nothing is saved."""
 
 SILENT = "import time\ntime.sleep(600)\n"
+NO_RANKS = """\
+import torch
+layer = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+layer(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+"""

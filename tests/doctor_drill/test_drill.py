@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.doctor_drill.programs import LOOP, SILENT, STREAMED, WITH_ACCELERATE
+from tests.doctor_drill.programs import LOOP, NO_RANKS, SILENT, STREAMED, WITH_ACCELERATE
 from tests.harness.processes import ROOT
 from tests.harness.ranks import Finished, run_command
 
@@ -80,6 +80,7 @@ def test_a_hang_is_ended_at_its_limit_and_samples_of_a_stream_are_counted_in_a_c
     ("source", "told", "patience_s"),
     [
         (SILENT, "hung", 3),
+        (NO_RANKS, "no DDP program", 60),
         (f"print({TORCHRUN!r}, flush=True); input()", "KeyError: 'lr'", 60),
     ],
 )
