@@ -71,7 +71,6 @@ def test_it_works_with_that_one_folder_and_the_standard_library(
         ("explain --cause graph-unusd", "graph-unusd"),
         ("audit", "next: python -m ddp_doctor audit"),
         ("audit --source missing.py", "can't be read"),
-        ("audit --steps 0 -- true", "--steps"),
         ("audit -- no-such-program train.py", "no-such-program can't be started"),
     ],
 )
