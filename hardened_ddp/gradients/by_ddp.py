@@ -12,7 +12,6 @@ Read next: step/retry.py, what happens after a failure.
 """
 
 import inspect
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -38,8 +37,6 @@ from hardened_ddp.gradients.sums import (
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.settings.config import Config
-
-log = logging.getLogger(__name__)
 
 Work = torch.futures.Future[torch.Tensor]
 
@@ -433,11 +430,4 @@ def sum_gradients_of(
     # WHY: a collective within forward, as SyncBatchNorm's, is seen by no hook
     sends_nan = config.loop.step_retry == "on" and not calls_collectives
     sent_as = _SENT_AS[ddp_config.comm_hook]
-    found = ByDdp(ddp, group, sent_as=sent_as, counts=counts, sends_nan=sends_nan)
-    if sends_nan and not found.tells_of_failures:
-        log.warning(
-            "an error of one rank within a step ends this attempt, and a restart continues from "
-            "the step before: the reducer of this torch lacks _reset_state or _rebuild_buckets, so "
-            "a failed rank can't tell the others in time"
-        )
-    return found
+    return ByDdp(ddp, group, sent_as=sent_as, counts=counts, sends_nan=sends_nan)

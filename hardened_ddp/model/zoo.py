@@ -202,7 +202,6 @@ def place_model(
                 fix="leave --sync_batchnorm out",
             )
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch
-        log.warning("sync_batchnorm: a rank that fails in forward leaves the others waiting there")
     if found := [n for n, part in model.named_parameters() if _is_expanded(part)]:
         raise ModelError(
             f"{config.model} has parameters whose values share memory, as expand() makes them: "
