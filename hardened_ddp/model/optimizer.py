@@ -5,6 +5,7 @@ Does not own: its parameter groups (parameter_groups.py), the learning rate, sav
 (both: schedule.py).
 """
 
+import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from hardened_ddp.data.foreign_code import import_callable
 from hardened_ddp.errors import OptimizerError
 from hardened_ddp.model.muon import MuonAndAdamW
-from hardened_ddp.model.parameter_groups import Group, check_options
+from hardened_ddp.model.parameter_groups import Group
 from hardened_ddp.model.schedule import KNOWN, is_known
 from hardened_ddp.settings.config import ImportPath, OptimizerConfig, OptimizerName
 from hardened_ddp.task.user_code import told_as
@@ -58,7 +59,14 @@ def build_optimizer(groups: Sequence[Group], config: OptimizerConfig) -> Optimiz
             f"parameters, but not the {len(trainable)} that it was given",
             fix="derive it from torch.optim.Optimizer, which gets its first argument",
         )
-    check_options(optimizer)
+    known = optimizer.defaults.keys() | {"params", "param_names"}
+    for option in {each for group in optimizer.param_groups for each in group} - known:
+        if near := difflib.get_close_matches(option, known, n=1, cutoff=0.8):
+            raise OptimizerError(
+                f"a parameter group has the option {option!r}, which {type(optimizer).__name__} "
+                f"does not take: did you mean {near[0]!r}?",
+                fix="correct its name in parameter_groups()",
+            )
     return optimizer
 
 

@@ -6,13 +6,11 @@ What goes wrong here: a parameter in two groups or in none, a model made for sev
 Does not own: the optimizer (optimizer.py).
 """
 
-import difflib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from hardened_ddp.errors import OptimizerError
 from hardened_ddp.model.muon import MUON, split_for_muon
@@ -51,19 +49,6 @@ def parameter_groups(
     if config.optimizer == MUON:
         groups = split_for_muon(groups, model, config.optimizer_args)
     return _without_decay(groups, model) if config.no_weight_decay else groups
-
-
-def check_options(optimizer: Optimizer) -> None:
-    """Refuse an option of a group that is a misspelled one of the optimizer."""
-    known = set(optimizer.defaults)
-    for number, group in enumerate(optimizer.param_groups):
-        for option in set(group) - known - {"params", "param_names"}:
-            if near := difflib.get_close_matches(option, known, n=1, cutoff=0.8):
-                raise OptimizerError(
-                    f"parameter group {number} has the option {option!r}, which "
-                    f"{type(optimizer).__name__} does not take",
-                    fix=f"did you mean {near[0]!r}?",
-                )
 
 
 def _checked(found: Any, model: nn.Module, whose: str) -> list[Group]:
