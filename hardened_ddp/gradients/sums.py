@@ -117,7 +117,6 @@ class GradientSum:
 
         when_computed: called within backward, before the last of the gradients are sent.
         """
-        return
 
     def around(self, *, is_last: bool) -> AbstractContextManager[object]:
         """Surround forward and backward of a micro-batch; is_last: of this try. Rank-local.
@@ -131,7 +130,6 @@ class GradientSum:
 
         Before each backward, if the loss is no mean over samples.
         """
-        return
 
     def send_nan_for_rest(self) -> bool:
         """For a rank that failed: take part in what the others still send. Collective.
@@ -159,15 +157,12 @@ class GradientSum:
 
     def start_over(self) -> None:
         """Forget a try that was taken back. Rank-local: all ranks call it."""
-        return
 
     def warm_up(self, run: Callable[[nn.Module], None]) -> None:
         """Let run do forward and backward until nothing changes any more. Collective: all ranks."""
-        return
 
     def release(self) -> None:
         """Drop what holds the process group; the module stays."""
-        return
 
 
 class AfterBackward(GradientSum):
