@@ -132,7 +132,11 @@ class Schedule:
         if "step" in taken and "optimizer" not in taken:
             self._rate = self._function(path, build, arguments)
         elif "optimizer" in taken:
-            self.has_state, self._scheduler = True, self._object(path, build, arguments)
+            what = f"--lr_schedule {path} can't be built with {arguments}"
+            fix = f"correct --lr_schedule_args; it takes: {', '.join(taken)}"
+            with told_as(OptimizerError, what, fix=fix):
+                self._scheduler = build(optimizer=self.optimizer, **arguments)
+            self.has_state = True
             self.is_bound = any(name in arguments for name in _ENDS)
         else:
             raise OptimizerError(
@@ -157,10 +161,10 @@ class Schedule:
         }
 
     def _function(
-        self, path: str, build: Callable[..., Any], arguments: Mapping[str, Any]
+        self, path: str, build: Callable[..., Any], arguments: dict[str, Any]
     ) -> Callable[..., Any]:
         def rate(peak: Any, step: int) -> Any:
-            what = f"--lr_schedule {path} failed at step {step} with {dict(arguments)}"
+            what = f"--lr_schedule {path} failed at step {step} with {arguments}"
             with told_as(OptimizerError, what, fix=_FORMS):
                 found = build(step=step, **arguments)
             is_number = isinstance(found, numbers.Real) and not isinstance(found, bool)
@@ -175,14 +179,6 @@ class Schedule:
         for step in sorted({0, self.total_steps // 2, max(0, self.total_steps - 1)}):
             rate(1.0, step)
         return rate
-
-    def _object(
-        self, path: str, build: Callable[..., Any], arguments: Mapping[str, Any]
-    ) -> Any:  # Any: a scheduler
-        taken = ", ".join(inspect.signature(build).parameters)
-        what = f"--lr_schedule {path} can't be built with {dict(arguments)}"
-        with told_as(OptimizerError, what, fix=f"correct --lr_schedule_args; it takes: {taken}"):
-            return build(optimizer=self.optimizer, **arguments)
 
 
 def learning_rate(config: OptimizerConfig, peak: Any, *, step: int, total_steps: int) -> Any:

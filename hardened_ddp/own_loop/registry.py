@@ -92,8 +92,7 @@ def _sorted(tree: Tree) -> str:
     """Write a tree without the order of its dicts. WHY text: NaN is not equal to itself."""
 
     def without_order(node: dict[str, Any]) -> dict[str, Any]:  # Any: JSON
-        kinds = node.keys() & MAPPINGS.keys()
-        return {kind: sorted(map(json.dumps, node[kind])) for kind in kinds} or node
+        return {k: sorted(map(json.dumps, v)) if k in MAPPINGS else v for k, v in node.items()}
 
     return json.dumps(json.loads(json.dumps(tree), object_hook=without_order))
 
