@@ -129,14 +129,12 @@ def version_of(tensor: torch.Tensor) -> int:
 
 def has_attributes(value: object) -> bool:
     """Return whether attributes_of works for value."""
-    found: Any = type(value)  # Any: mypy takes a type for no key
-    return hasattr(value, "__dict__") or bool(_slots_of(found))
+    return hasattr(value, "__dict__") or bool(_slots_of(value))
 
 
 def attributes_of(value: object) -> MutableMapping[str, Any]:
     """Return the attributes of an object, as vars does, also those in __slots__."""
-    found: Any = type(value)  # Any: as above
-    return _Attributes(value) if _slots_of(found) else vars(value)
+    return _Attributes(value) if _slots_of(value) else vars(value)
 
 
 class _Attributes(MutableMapping[str, Any]):
@@ -158,17 +156,16 @@ class _Attributes(MutableMapping[str, Any]):
         object.__delattr__(self._owner, name)
 
     def __iter__(self) -> Iterator[str]:
-        found: Any = type(self._owner)  # Any: as above
-        names = [*_slots_of(found), *getattr(self._owner, "__dict__", ())]
+        names = [*_slots_of(self._owner), *getattr(self._owner, "__dict__", ())]
         return iter([name for name in names if name in self])
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
 
-def _slots_of(cls: Any) -> list[str]:  # Any: mypy takes a type for no key
-    """Name what instances of a class hold without a dict, as pickle and copy find it."""
-    found: list[str] = copyreg._slotnames(cls)  # type: ignore[attr-defined]  # it is in no stub
+def _slots_of(value: object) -> list[str]:
+    """Name what an object holds without a dict, as pickle and copy find it."""
+    found: list[str] = copyreg._slotnames(type(value))  # type: ignore[attr-defined]  # in no stub
     return found
 
 
