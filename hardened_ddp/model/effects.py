@@ -204,6 +204,5 @@ def has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _hits(value: Any, spans: Mapping[str, Span]) -> set[str]:  # Any: an operator's argument
     """Name the spans that tensors in value overlap."""
-    parts = value if isinstance(value, list | tuple) else [value]
-    own = [span_of(part) for part in parts if isinstance(part, torch.Tensor)]
+    own = [span_of(part) for part in tensors_of(value)]
     return {n for n, (low, high) in spans.items() for b, e in own if b < high and low < e}

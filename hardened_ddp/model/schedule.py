@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from hardened_ddp.data.batches.nesting import map_tensors
 from hardened_ddp.data.batches.sampler import UNKNOWN_STEPS
 from hardened_ddp.data.foreign_code import import_callable
 from hardened_ddp.errors import OptimizerError
@@ -249,8 +250,8 @@ def restore_state(
     elif "state" in rest:
         optimizer.state.clear()
         for name, tree in rest["state"].items():
-            state = unpack(tree, tensors)
-            optimizer.state[trainable[name]] = _placed(state, trainable[name])
+            place = partial(_placed, trainable[name])
+            optimizer.state[trainable[name]] = map_tensors(unpack(tree, tensors), place)
         optimizer.state.update(unpack(rest["shared"], tensors))
     else:
         _restore_known(optimizer, trainable, tensors)
@@ -335,14 +336,8 @@ def _like(parameter: Tensor, value: Tensor) -> Tensor:
     return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
-def _placed(value: Any, parameter: Tensor) -> Any:  # Any: the state of a parameter
-    """Move tensors to the device of the parameter; a number stays where it was kept."""
-    if isinstance(value, Tensor):
-        if value.shape == parameter.shape and value.dim():
-            return _like(parameter, value)
-        return value.to(parameter.device) if value.dim() or value.is_cuda else value
-    if isinstance(value, dict):
-        return {key: _placed(part, parameter) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_placed(part, parameter) for part in value)
-    return value
+def _placed(parameter: Tensor, value: Tensor) -> Tensor:
+    """Move a part of its state to the device of the parameter; a number stays where it was kept."""
+    if value.shape == parameter.shape and value.dim():
+        return _like(parameter, value)
+    return value.to(parameter.device) if value.dim() or value.is_cuda else value
