@@ -78,11 +78,7 @@ class Replica:
     collectives: ForwardCollectives = NO_COLLECTIVES
 
 
-def compile_model(
-    model: nn.Module,
-    *,
-    backend: Any = "inductor",  # Any: as torch.compile takes it
-) -> None:
+def compile_model(model: nn.Module, *, backend: Any = "inductor") -> None:  # Any: as torch.compile
     """Compile the model from its next forward on, in place. Rank-local.
 
     WHY after the trials (probe, task, memory): their batches have other sizes and run without DDP,
