@@ -35,6 +35,7 @@ FEATURES: dict[str, list[str]] = {
     "mix": [],
     # of 8 samples, a rank would have one batch
     "tokens": ["--task=tokens", "--global_batch_size=16"],
+    "regression": ["--global_batch_size=8"],
 }
 UPDATES = ("ema and muon", "ema every and evaluations")
 """Those that concern the update, which ranks that learn late of a fault have to take back."""
@@ -50,6 +51,7 @@ WORKS: dict[str, dict[str, Any]] = {
         "model": "tests.token_data:TinyLM",
         "model_args": {"dropout": 0.2},
     },
+    "regression": {"dataset": "tests.token_data:slopes"},
 }
 
 
