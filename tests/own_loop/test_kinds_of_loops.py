@@ -184,9 +184,7 @@ def check_launched(
 
 
 @pytest.mark.parametrize("group", ["of protect", "of the program"])
-def test_under_torchrun_the_same_command_is_named_and_continues_after_a_kill(
-    group: str, tmp_path: Path
-) -> None:
+def test_under_torchrun_the_same_command_continues_after_a_kill(group: str, tmp_path: Path) -> None:
     argv = ["torchrun", "--standalone", "--nproc_per_node=2", "loop.py"]
     text = LOOP if group == "of protect" else text_of("gan", f"loss_G =  -> {DIES}loss_G = ")
     assert f"to resume: {' '.join(argv)}" in check_launched(tmp_path, *argv, text=text)
