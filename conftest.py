@@ -18,7 +18,8 @@ import pytest
 from tests.harness import ranks
 from tests.hostile import shuffled
 from tests.leftovers import leaves_nothing_behind
-from tests.marks import slow_after
+from tests.marks import Undisturbed, slow_after
+from tests.run_folder import last_tensors
 
 if TYPE_CHECKING:
     from xdist.remote import Producer
@@ -70,6 +71,21 @@ def hosts(tmp_path: Path) -> Iterator["TwoHosts"]:
         pytest.skip(reason)
     with TwoHosts(tmp_path / "etc") as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Undisturbed:
+    """The final tensors of what run(output, world_size, *flags) of the test's module does."""
+
+    @cache
+    def final_tensors(world_size: int, *flags: str) -> dict[str, str]:
+        output = tmp_path_factory.mktemp("undisturbed")
+        request.module.run(output, world_size, *flags).ok()
+        return last_tensors(output)
+
+    return final_tensors
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -151,4 +167,5 @@ def _group_of(nodeid: str) -> str:
 
 @cache
 def _has_fixtures_of_module(path: str) -> bool:
-    return 'scope="module"' in (Path(__file__).parent / path).read_text(encoding="utf-8")
+    text = (Path(__file__).parent / path).read_text(encoding="utf-8")
+    return 'scope="module"' in text or "Undisturbed" in text

@@ -1,9 +1,12 @@
-"""Which cases of a test are not slow: those that run without --all too."""
+"""Which cases of a test are not slow: those that run without --all too. And types of fixtures."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+
+Undisturbed = Callable[..., dict[str, str]]
+"""Gives the final tensors of a module's run that nothing happens to, by ranks and flags."""
 
 
 def slow_after(num_first: int, cases: Iterable[Any]) -> list[Any]:  # Any: pytest's ParameterSet

@@ -21,20 +21,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import Dataset
 
-from hardened_ddp.checkpoint.store import CheckpointStore, CheckpointWriter
 from hardened_ddp.gradients.by_ddp import ByDdp
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.step import async_device, parts
 from hardened_ddp.step.gradient import Attempt
 from hardened_ddp.step.step import Stepper
 from hardened_ddp.training import survivor_save
-from tests import plugins
 
 PLAN = json.loads(os.environ["STUCK_DEVICE"])
 _FOLDER = Path(PLAN["folder"])
 compute_the_gradient, _update = Stepper.compute_gradient, torch.optim.AdamW.step
+_has_updated = threading.Event()
 
 
 class Device:
@@ -146,40 +144,6 @@ def compute_gradient(self: Stepper, *arguments: Any) -> Attempt:
     return compute_the_gradient(self, *arguments)
 
 
-class Points(Dataset[Any]):
-    """The dataset of tests.plugins; a rank leaves while it reads a sample."""
-
-    def __init__(self, *, train: bool, **arguments: Any) -> None:
-        self._points = plugins.points(train=train, **arguments)
-        self.train = train
-
-    def __len__(self) -> int:
-        return len(self._points)
-
-    def __getitem__(self, index: int) -> Any:
-        if self.train:
-            _leave_in("data")
-        return self._points[index]
-
-
-def submit(self: CheckpointWriter, *arguments: Any, **named: Any) -> bool:
-    """Leave while a checkpoint is being written."""
-    is_begun = _submit(self, *arguments, **named)
-    if is_begun and [dist.get_rank(), "checkpoint"] == [PLAN["rank"], PLAN["phase"]]:
-        _is_writing.wait()
-        _leave_in("checkpoint")
-    return is_begun
-
-
-def write(self: CheckpointStore, *arguments: Any, **named: Any) -> Any:
-    _is_writing.set()
-    return _write(self, *arguments, **named)
-
-
-_is_writing, _has_updated = threading.Event(), threading.Event()
-_submit, _write = CheckpointWriter.submit, CheckpointStore.write
-
-
 class Net(nn.Module):
     """Two layers; a rank leaves in its forward or backward."""
 
@@ -257,7 +221,5 @@ async_device.Event = QueuedEvent  # type: ignore[assignment, misc]
 async_device.Flag = QueuedFlag  # type: ignore[misc]
 ByDdp._send = send  # type: ignore[method-assign]
 Stepper.compute_gradient = compute_gradient  # type: ignore[method-assign]
-CheckpointWriter.submit = submit  # type: ignore[method-assign]
-CheckpointStore.write = write  # type: ignore[method-assign]
 torch._C._distributed_c10d._dump_nccl_trace_json = dump  # type: ignore[attr-defined]
 torch.optim.AdamW.step = do_step  # type: ignore[method-assign, assignment]

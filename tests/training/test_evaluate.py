@@ -1,31 +1,37 @@
 """The command evaluate and the evaluations of a run: each sample once, and right figures.
 
---eval_every_steps, --eval_max_batches, --stop_when: the same evaluations, whatever happens.
+--eval_every_steps, --eval_max_batches, --stop_when: the same evaluations, whatever happens. --ema:
+what is averaged, when, and that the averages are those that are measured and exported.
 """
 
 import json
 import math
 import os
 import signal
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import nn
 
 from hardened_ddp.checkpoint.folder import load_checkpoint, open_checkpoint
 from hardened_ddp.data.sources.built_in import open_digits
 from hardened_ddp.errors import CheckpointMismatchError, ModelError
+from hardened_ddp.export.export import export_model
+from hardened_ddp.model.average import AVERAGE, WeightAverage
 from hardened_ddp.step.progress import Progress
 from hardened_ddp.task.classification import Classification
 from hardened_ddp.task.task import Metric
 from hardened_ddp.training.evaluation import why_stopped
 from hardened_ddp.training.weights import example_inputs, model_tensors, rebuild_model
-from tests.harness.ranks import train
+from tests.harness.ranks import start_training, train
 from tests.marks import slow_after
 from tests.plugins import Plain, is_first_time
-from tests.run_folder import find_checkpoints, last_tensors, only_run, read_summary
+from tests.run_folder import find_checkpoints, fingerprints, last_tensors, only_run, read_summary
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +53,8 @@ def evaluated(run: Path, output: Path, *words: str, ranks: int = 1) -> tuple[dic
 def test_any_number_of_ranks_counts_what_a_plain_loop_counts(
     digits_run: Path, tmp_path: Path, ranks: int
 ) -> None:
-    report, printed = evaluated(
-        digits_run, tmp_path / "a.json", "--eval_batch_size", "7", ranks=ranks
-    )
+    place = tmp_path / "report.json"
+    report, printed = evaluated(digits_run, place, "--eval_batch_size", "7", ranks=ranks)
     tensors, meta = load_checkpoint(open_checkpoint(digits_run, prefer_best=True))
     model, test = rebuild_model(model_tensors(tensors, meta), meta), open_digits(train=False)
     wanted = torch.zeros(10, 10, dtype=torch.int64)
@@ -67,29 +72,6 @@ def test_any_number_of_ranks_counts_what_a_plain_loop_counts(
     assert report["world_size"] == ranks
     assert f"accuracy {report['accuracy']:.2%}" in printed
     assert printed.count("confusion matrix") == 1
-
-
-OTHERS = {
-    "perplexity": ["--dataset", "tests.token_data:ragged", "--task", "tokens", "--model"],
-    "r2": ["--dataset", "tests.token_data:slopes", "--model"],
-}
-OTHERS["perplexity"] += ["tests.token_data:TinyLM", "--model_args", "{dropout: 0.2}"]
-OTHERS["r2"] += ["mlp"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("metric", OTHERS)
-def test_tokens_and_regression_have_the_same_figures_on_other_numbers_of_ranks(
-    metric: str, tmp_path: Path
-) -> None:
-    train([*OTHERS[metric], "--cpu_only", "--max_steps", "8", "--output_dir", tmp_path]).ok()
-    run, figures = only_run(tmp_path), []
-    for ranks in (1, 3):
-        report, printed = evaluated(run, tmp_path / "report.json", ranks=ranks)
-        assert (report["num_samples"], report["world_size"]) == (13, ranks)
-        figures.append(printed.split("test set")[-1].split("report")[0])
-    assert figures[0] == figures[1]
-    assert metric in figures[0]
 
 
 @pytest.mark.slow
@@ -134,14 +116,8 @@ def test_figures_of_a_class_are_those_of_the_textbook() -> None:
     confusion = [[3.0, 1.0, 0.0, 0.0], [2.0, 4.0, 1.0, 0.0], [0.0] * 4]
     task = Classification(num_classes=3, class_names=["a", "b"])
     first, second, third = task.report({"confusion": confusion}, 11)["classes"]
-    assert first == {
-        "name": "a",
-        "samples": 4,
-        "predicted": 5,
-        "precision": 3 / 5,
-        "recall": 3 / 4,
-        "f1": 2 * 3 / 9,
-    }
+    wanted = {"name": "a", "samples": 4, "predicted": 5, "precision": 3 / 5, "recall": 3 / 4}
+    assert first == {**wanted, "f1": 2 * 3 / 9}
     assert (second["samples"], second["precision"], second["recall"]) == (7, 4 / 5, 4 / 7)
     assert (third["name"], third["precision"], third["recall"], third["f1"]) == ("2", 0, None, 0)
 
@@ -153,17 +129,25 @@ POINTS += ["--eval_every", "0", "--eval_every_steps", "3", "--learning_rate", "0
 STOPPING: Words = ["--stop_when", "loss", "--patience", "2", "--epochs", "30"]
 
 
-class DyingInEvaluation(Plain):
-    """Rank 1 is killed in the first evaluation after some steps."""
+class EndsInEvaluation(Plain):
+    """On rank 1, a forward after those of some steps kills it, or never ends, once."""
 
-    def __init__(self, num_classes: int, marker: str) -> None:
+    since_training = 0
+
+    def __init__(
+        self, num_classes: int, marker: str, how: str = "die", forward_number: int = 1
+    ) -> None:
         super().__init__(num_classes)
-        self.marker = marker
+        self.marker, self.how, self.forward_number = marker, how, forward_number
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        is_late = not self.training and self.num_forwards > 8 and os.environ.get("RANK") == "1"
-        if is_late and is_first_time(self.marker):
-            os.kill(os.getpid(), signal.SIGKILL)
+        kind = type(self)
+        kind.since_training = 0 if self.training else kind.since_training + 1
+        is_here = kind.since_training == self.forward_number and self.num_forwards > 8
+        if is_here and os.environ.get("RANK") == "1" and is_first_time(self.marker):
+            if self.how == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(1e6)
         return super().forward(inputs)
 
 
@@ -181,13 +165,12 @@ def best_and_stop(output_dir: Path) -> dict[str, Any]:
 def test_a_run_that_dies_in_an_evaluation_measures_and_stops_as_the_whole_one(
     tmp_path: Path,
 ) -> None:
-    argv = [*POINTS, *STOPPING, "--model", "tests.training.test_evaluate:DyingInEvaluation"]
+    argv = [*POINTS, *STOPPING, "--model", "tests.training.test_evaluate:EndsInEvaluation"]
     argv += ["--run_name", "run", "--model_args"]
     (tmp_path / "none").touch()
     whole: Words = [*argv, f"{{marker: {tmp_path / 'none'}}}", "--output_dir", tmp_path / "whole"]
     assert "stopping early after step" in train(whole, 2).ok().outputs[0]
-    faulty: Words = [*argv, f"{{marker: {tmp_path / 'marker'}}}"]
-    faulty += ["--output_dir", tmp_path / "faulty"]
+    faulty = [*argv, f"{{marker: {tmp_path / 'marker'}}}", "--output_dir", tmp_path / "faulty"]
     assert -signal.SIGKILL in train(faulty, 2).statuses
     train(faulty, 2).ok()
     runs = [tmp_path / name / "run" for name in ("whole", "faulty")]
@@ -207,9 +190,7 @@ def test_an_end_of_an_epoch_that_is_also_due_by_steps_is_measured_once(tmp_path:
     assert output.count("done: test loss") == 6
 
 
-def test_a_part_of_the_test_set_is_called_so_and_is_the_same_on_any_number_of_ranks(
-    tmp_path: Path,
-) -> None:
+def test_a_part_of_the_test_set_is_called_so_and_is_the_same_on_any_ranks(tmp_path: Path) -> None:
     argv: Words = [*POINTS, "--model", "mlp", "--max_steps", "3", "--eval_max_batches", "2"]
     argv += ["--eval_batch_size", "5"]  # 10 of 17
     losses = []
@@ -220,10 +201,8 @@ def test_a_part_of_the_test_set_is_called_so_and_is_the_same_on_any_number_of_ra
         assert "(10 samples)" in output
         assert " test accuracy" not in output.replace("partial test accuracy", "")
         run = only_run(output_dir)
-        summary, best = (
-            read_summary(run),
-            json.loads((run / "checkpoints" / "best.json").read_text()),
-        )
+        summary = read_summary(run)
+        best = json.loads((run / "checkpoints" / "best.json").read_text())
         assert (best["metric"], summary["test_accuracy"]) == ("partial_accuracy", None)
         assert summary["test_partial_accuracy"] == best["value"]
         losses.append(evaluations(run, "partial_loss/test")[3])
@@ -262,3 +241,103 @@ def test_without_a_test_set_to_measure_it_a_metric_to_stop_by_is_refused(tmp_pat
     finished = train(argv, 1)
     assert finished.statuses == (2,)
     assert "has no test set to measure it" in finished.output
+
+
+AVERAGED: Words = ["--dataset", "tests.plugins:points", "--cpu_only", "--batch_size", "4"]
+AVERAGED += ["--num_workers", "0", "--lr_schedule", "constant", "--ema", "0.9"]
+KEPT: Words = ["--checkpoint_every_steps", "1", "--keep_last", "40"]
+
+
+def averages_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    tensors = load_file(checkpoint / "state.safetensors")
+    return {n.removeprefix(AVERAGE): t for n, t in tensors.items() if n.startswith(AVERAGE)}
+
+
+@pytest.mark.parametrize("every", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_averages_are_those_of_the_weights_after_each_step(every: int, tmp_path: Path) -> None:
+    argv = [*AVERAGED, "--model", "tests.plugins:FailingOnce", "--ema_every", str(every)]
+    argv += ["--run_name", "run", "--output_dir", tmp_path]
+    before: dict[str, torch.Tensor] = {}
+    for step in range(1, 5):
+        train([*argv, "--max_steps", str(step)], 1).ok()
+        newest = find_checkpoints(tmp_path)[-1]
+        weights, now = load_file(newest / "state.safetensors"), averages_of(newest)
+        new = 0.0 if step % every else 1 - min(0.9, (1 + step) / (10 + step)) ** every
+        wanted = {n: a + new * (weights[f"model.{n}"] - a) for n, a in before.items()}
+        if step > 1:
+            torch.testing.assert_close(now, wanted)
+            assert not torch.equal(now["layer.weight"], weights["model.layer.weight"])
+        before = now
+    assert "norm.running_mean" in before  # the statistics that belong to the weights
+
+
+def test_tied_weights_have_one_average_and_half_floats_none() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    trained = dict(model.named_parameters())
+    average = WeightAverage(model, trained=trained, moving=(), decay=0.5, every=1)
+    assert str(average) == "averages of 1 tensors (--ema, 0.0 MiB)"
+    assert average.tensors().keys() == {f"{AVERAGE}0.weight", f"{AVERAGE}1.weight"}
+    half = {name: parameter for name, parameter in model.bfloat16().named_parameters()}
+    with pytest.raises(ModelError, match=r"is torch\.bfloat16, which rounds"):
+        WeightAverage(model, trained=half, moving=(), decay=0.5, every=1)
+
+
+@pytest.mark.slow
+def test_both_are_measured_and_the_averages_decide_and_are_exported(tmp_path: Path) -> None:
+    argv: Words = [*AVERAGED, "--model", "mlp", "--epochs", "3", "--output_dir", tmp_path]
+    output = train(argv, 2).ok().outputs[0]
+    assert "averages of 4 tensors (--ema, " in output
+    assert output.count("; averaged weights: loss ") == 4
+    run = only_run(tmp_path)
+    summary, best = read_summary(run), json.loads((run / "checkpoints" / "best.json").read_text())
+    assert best["metric"] == "ema_accuracy"
+    assert summary["test_ema_loss"] != summary["test_loss"]
+    newest = find_checkpoints(tmp_path)[-1]
+    reports = {}
+    for weights in ("averaged", "trained"):
+        place = tmp_path / f"{weights}.json"
+        reports[weights], _ = evaluated(newest, place, "--weights", weights)
+    assert reports["averaged"]["loss"] == pytest.approx(summary["test_ema_loss"], rel=1e-5)
+    assert reports["trained"]["loss"] == pytest.approx(summary["test_loss"], rel=1e-5)
+    assert (reports["averaged"]["is_averaged"], reports["trained"]["is_averaged"]) == (True, False)
+    saved = load_file(newest / "state.safetensors")
+    for averaged, prefix in ((True, AVERAGE), (False, "model.")):
+        folder = export_model(newest, output=tmp_path / prefix, averaged=averaged)
+        exported = load_file(folder / "model.safetensors")
+        assert all(torch.equal(tensor, saved[f"{prefix}{n}"]) for n, tensor in exported.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["die", "hang"])
+def test_an_end_while_averages_are_measured_saves_both(how: str, tmp_path: Path) -> None:
+    argv: Words = [*AVERAGED, "--epochs", "2", "--checkpoint_every_steps", "0", "--run_name", "run"]
+    argv += ["--model", "tests.training.test_evaluate:EndsInEvaluation"]
+    args = f"{{how: {how}, forward_number: 2, marker: {tmp_path / 'marker'}}}"
+    (tmp_path / "no").touch()  # no fault
+    none: Words = ["--model_args", f"{{marker: {tmp_path / 'no'}}}"]
+    train([*argv, *KEPT, *none, "--output_dir", tmp_path / "whole"], 2).ok()
+    faulty: Words = [*argv, "--model_args", args, "--output_dir", tmp_path / "faulty"]
+    with start_training([*faulty, "--stop_grace_s", "3"], 2) as running:
+        running.wait_for((tmp_path / "marker").exists, timeout_s=60, what="the second evaluation")
+        if how == "hang":
+            for rank in range(2):
+                running.kill(rank, signal.SIGTERM)
+        finished = running.wait(60)
+    assert "is saved; to resume" in finished.output
+    at_fault = find_checkpoints(tmp_path / "faulty")[-1]
+    same = tmp_path / "whole" / "run" / "checkpoints" / at_fault.name
+    assert fingerprints(at_fault / "state.safetensors") == fingerprints(same / "state.safetensors")
+    train([*faulty, *none], 2).ok()
+    assert last_tensors(tmp_path / "faulty") == last_tensors(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_averages_that_a_continued_run_begins_or_ends_with(tmp_path: Path) -> None:
+    argv = [*AVERAGED, *KEPT, "--model", "mlp", "--output_dir", tmp_path, "--run_name", "run"]
+    train([*argv, "--ema", "0", "--max_steps", "3"], 1).ok()
+    output = train([*argv, "--max_steps", "5"], 1).ok().outputs[0]
+    assert "the checkpoint has no averages: --ema begins with its weights" in output
+    assert averages_of(find_checkpoints(tmp_path)[-1])
+    train([*argv, "--ema", "0", "--max_steps", "7"], 1).ok()
+    assert not averages_of(find_checkpoints(tmp_path)[-1])

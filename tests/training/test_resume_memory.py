@@ -49,9 +49,7 @@ def test_a_resumed_rank_has_at_most_the_memory_of_a_fresh_one(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
-def test_a_state_goes_over_nccl_where_there_is_one(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_goes_over_nccl_if_it_can(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
     sent: dict[str, torch.device] = {}
 
@@ -95,10 +93,8 @@ def received(fails_at: int) -> tuple[list[float], int, str]:
     specs = {name: TensorSpec((3,), "int64") for name in NAMES}
     saved = state.Saved(specs, {}, read=read if group.is_main else None)
     found, error = {}, ""
-    with (
-        mock.patch.object(state, "_CHUNK_BYTES", 1),
-        mock.patch.object(group, "gather_json", count),
-    ):
+    group.gather_json = count  # type: ignore[method-assign]
+    with mock.patch.object(state, "_CHUNK_BYTES", 1):
         try:
             found = state.receive(group, saved, NAMES, cpu)
         except MainRankError as raised:

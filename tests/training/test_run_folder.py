@@ -125,9 +125,7 @@ def test_a_folder_that_cannot_be_used_is_known_at_the_start(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("mode", [0o555, 0o000])
 @pytest.mark.parametrize("name", ["locked", "locked/runs"])
-def test_a_folder_without_the_right_to_write_is_refused(
-    name: str, mode: int, tmp_path: Path
-) -> None:
+def test_a_folder_nobody_may_write_to_is_refused(name: str, mode: int, tmp_path: Path) -> None:
     (tmp_path / "locked").mkdir()
     (tmp_path / "locked").chmod(mode)
 
@@ -141,10 +139,19 @@ def test_a_folder_without_the_right_to_write_is_refused(
     (tmp_path / "locked").chmod(0o755)
 
 
-def test_a_resume_that_is_refused_leaves_the_settings_of_the_run(tmp_path: Path) -> None:
+def on_a_gpu(num_classes: int) -> torch.nn.Module:
+    """Build a model, in a process that reads figures of a GPU."""
+    run_report.read_gpu_mib = lambda device: (3.0, 1.0)  # type: ignore[assignment]
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, num_classes))
+
+
+def test_a_run_tells_its_gpus_memory_and_a_refusal_leaves_its_settings(tmp_path: Path) -> None:
     argv: list[str | Path] = ["--cpu_only", "--max_steps", "2", "--no_tensorboard"]
+    argv += ["--model", "tests.training.test_run_folder:on_a_gpu"]
     argv += ["--run_name", "run", "--output_dir", tmp_path]
     train(argv).ok()
+    status = json.loads((tmp_path / "run" / "status" / "rank-0.json").read_text())
+    assert (status["gpu_mib"], status["gpu_peak_mib"]) == (3.0, 1.0)  # of its last report
     settings = (tmp_path / "run" / "config.yaml").read_text()
     refused = train([*argv, "--model", "mlp"])
     assert "[DDP-K02] the checkpoint of step 2 belongs to another run" in refused.output
@@ -152,9 +159,7 @@ def test_a_resume_that_is_refused_leaves_the_settings_of_the_run(tmp_path: Path)
     train(["--resume", tmp_path / "run", "--max_steps", "3"]).ok()
 
 
-def test_settings_that_cannot_be_written_leave_the_earlier_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_keeps_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(disk: Disk, descriptor: int, data: memoryview) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -168,8 +173,7 @@ def test_settings_that_cannot_be_written_leave_the_earlier_ones(
     assert (tmp_path / "config.yaml").read_text() == "epochs: 7"
 
 
-ARGV: list[str | Path] = ["--cpu_only", "--max_steps", "2", "--eval_every", "0", "--ledger"]
-ARGV += ["--num_workers", "0"]
+ARGV = ["--cpu_only", "--max_steps", "2", "--eval_every", "0", "--ledger", "--num_workers", "0"]
 
 
 def plant(run: Path, name: str, target: Path) -> Path:
@@ -192,9 +196,7 @@ def test_a_link_in_a_run_folder_is_named(name: str, tmp_path: Path) -> None:
     assert str(link) in str(caught.value)
 
 
-def test_a_run_with_a_link_in_its_folder_does_not_start_nor_wait_for_its_ranks(
-    tmp_path: Path,
-) -> None:
+def test_a_run_with_a_link_in_its_folder_does_not_start_nor_wait_for_ranks(tmp_path: Path) -> None:
     train([*ARGV, "--output_dir", tmp_path / "runs"]).ok()
     trained, victim = only_run(tmp_path / "runs"), tmp_path / "victim"
     victim.write_text("years of work")
@@ -239,26 +241,7 @@ def test_a_link_that_is_put_there_during_the_run_is_not_followed(tmp_path: Path)
     assert victim.read_text() == "years of work"
 
 
-def on_a_gpu(num_classes: int) -> torch.nn.Module:
-    """Build a model, in a process that reads figures of a GPU."""
-    run_report.read_gpu_mib = lambda device: (3.0, 1.0)  # type: ignore[assignment]
-    return torch.nn.Linear(3, num_classes)
-
-
-@pytest.mark.slow
-def test_a_run_tells_in_its_status_what_it_had_of_its_gpu_at_the_last_report(
-    tmp_path: Path,
-) -> None:
-    flags = ["--cpu_only", "--dataset", "tests.plugins:points", "--eval_every", "0"]
-    model = ["--model", "tests.training.test_run_folder:on_a_gpu", "--max_steps", "3"]
-    train([*flags, *model, "--output_dir", tmp_path, "--num_workers", "0"]).ok()
-    status = json.loads((only_run(tmp_path) / "status" / "rank-0.json").read_text())
-    assert (status["gpu_mib"], status["gpu_peak_mib"]) == (3.0, 1.0)
-
-
-def test_the_memory_of_a_gpu_is_asked_for_by_the_main_thread_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_main_thread_asks_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # torch keeps the GIL for it, and may wait for what a stuck main thread holds in the driver.
     group = Group(Launch(), torch.device("cpu"))
     status = StatusWriter(tmp_path, group)

@@ -90,30 +90,43 @@ REFUSED = 7  # an exit status
 DEAD_PID = 2**22 + 1  # above the highest that the kernel gives
 
 
+OF_JOB = {"jobs": ["42", "agent", "agent2"], "host": "node7", "boot": "another"}
+OF_JOB |= {"machine": "another"}
+
+
 @pytest.mark.parametrize(
-    ("mark", "is_taken"),
+    ("mark", "asks", "is_taken"),
     [
-        ({"pid": DEAD_PID}, True),
-        ({"started": "1"}, True),  # the pid was used again
-        ({"boot": "another"}, True),  # this host was started again: no heartbeat since
-        ({"boot": "another", "beats": 0}, False),  # its holder could not count
-        ({"boot": "another", "machine": "another"}, False),  # a host of the same name
-        ({}, False),
-        ({"boot": "another", "host": "node7"}, False),  # can't be seen from here
-        ({"boot": "another", "host": "node7", "pid": DEAD_PID}, False),
-        ({"namespace": "pid:[1]", "pid": 1, "started": "1"}, True),  # a container that ended
+        ({"pid": DEAD_PID}, {}, True),
+        ({"started": "1"}, {}, True),  # the pid was used again
+        ({"boot": "another"}, {}, True),  # this host was started again: no heartbeat since
+        ({"boot": "another", "beats": 0}, {}, False),  # its holder could not count
+        ({"boot": "another", "machine": "another"}, {}, False),  # a host of the same name
+        ({}, {}, False),
+        ({"boot": "another", "host": "node7"}, {}, False),  # can't be seen from here
+        ({"boot": "another", "host": "node7", "pid": DEAD_PID}, {}, False),
+        ({"namespace": "pid:[1]", "pid": 1, "started": "1"}, {}, True),  # a container that ended
+        # A job that was started again elsewhere. Of an elastic one, counts of nodes differ.
+        (OF_JOB, {"jobs": ["42", "agent"]}, True),
+        (OF_JOB, {"jobs": ["agent"], "restart": 1}, True),
+        (OF_JOB, {"jobs": ["43"], "restart": 1}, False),
+        (OF_JOB, {"restart": 1}, False),
+        # No heartbeat there: then the count of starts decides.
+        ({**OF_JOB, "beats": 0}, {"jobs": ["42"], "restart": 1}, True),
+        ({**OF_JOB, "beats": 0}, {"jobs": ["42"]}, False),
     ],
 )
-def test_a_lock_is_taken_over_only_from_a_process_known_to_be_dead(
-    tmp_path: Path, mark: dict[str, Any], is_taken: bool
+def test_a_lock_is_taken_over_from_the_dead_or_the_same_job(
+    tmp_path: Path, mark: dict[str, Any], asks: dict[str, Any], is_taken: bool
 ) -> None:
     leave_lock(tmp_path, **mark)
     if is_taken:
-        RunLock.acquire(tmp_path, silent_after_s=0.3).release()
+        RunLock.acquire(tmp_path, silent_after_s=0.3, **asks).release()
         assert os.listdir(tmp_path) == []
     else:
-        with pytest.raises(RunFolderError, match="in use by process"):
-            RunLock.acquire(tmp_path, silent_after_s=0.3)
+        host = mark.get("host", socket.gethostname())
+        with pytest.raises(RunFolderError, match=rf"in use by process \d+ on host {host}"):
+            RunLock.acquire(tmp_path, silent_after_s=0.3, **asks)
         assert os.listdir(tmp_path) == [LOCK_NAME]
 
 
@@ -131,34 +144,9 @@ def test_a_live_process_in_another_container_keeps_its_lock(tmp_path: Path) -> N
         assert run_forked(second) == 0
 
 
-@pytest.mark.parametrize(
-    ("jobs", "restart", "beats", "is_taken"),
-    [
-        (["42", "agent"], 0, 7, True),  # an elastic restart: counts of different nodes differ
-        (["agent"], 1, 7, True),
-        (["43"], 1, 7, False),
-        ([], 1, 7, False),
-        (["42"], 1, 0, True),  # no heartbeat there: then the count of starts decides
-        (["42"], 0, 0, False),
-    ],
-)
-def test_a_job_that_was_started_again_elsewhere_gets_its_lock_back(
-    tmp_path: Path, jobs: list[str], restart: int, beats: int, is_taken: bool
-) -> None:
-    there = {"host": "node7", "boot": "another", "machine": "another"}
-    leave_lock(tmp_path, jobs=["42", "agent", "agent2"], beats=beats, **there)
-    if is_taken:
-        RunLock.acquire(tmp_path, jobs=jobs, restart=restart, silent_after_s=0.3).release()
-    else:
-        with pytest.raises(RunFolderError, match="node7"):
-            RunLock.acquire(tmp_path, jobs=jobs, restart=restart, silent_after_s=0.3)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mark", [{"host": "node7", "machine": "another"}, {}])
-def test_a_heartbeat_keeps_a_lock_whatever_else_speaks_for_a_dead_holder(
-    tmp_path: Path, mark: dict[str, Any]
-) -> None:
+def test_a_heartbeat_keeps_a_lock_against_all_else(tmp_path: Path, mark: dict[str, Any]) -> None:
     leave_lock(tmp_path, jobs=["42"], boot="another", **mark)
     with beating(tmp_path), pytest.raises(RunFolderError, match=r"in use by process|is locking"):
         RunLock.acquire(tmp_path, jobs=["42"], restart=1, silent_after_s=1.5)
@@ -181,9 +169,7 @@ def test_a_holder_counts_up_and_its_lock_stays_readable(tmp_path: Path) -> None:
     assert 0 not in seen
 
 
-def test_a_process_that_lost_its_lock_while_it_was_stopped_commits_no_checkpoint(
-    tmp_path: Path,
-) -> None:
+def test_a_process_that_lost_its_lock_when_stopped_commits_no_checkpoint(tmp_path: Path) -> None:
     with RunLock.acquire(tmp_path) as lock:
         store = CheckpointStore(tmp_path / "checkpoints", keep_last=2)
         store.call_before_commit(lambda: check_held(tmp_path, lock.token))

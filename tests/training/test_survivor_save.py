@@ -5,9 +5,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,27 +14,22 @@ from unittest import mock
 import pytest
 import torch
 
-from hardened_ddp.errors import (
-    CheckpointError,
-    CrashLoopError,
-    HangError,
-    HardenedError,
-    NonFiniteError,
-    PeerLostError,
-    StepError,
-)
+from hardened_ddp import errors
+from hardened_ddp.errors import CrashLoopError, HangError, PeerLostError, StepError
 from hardened_ddp.guard import stop as stop_module
 from hardened_ddp.guard.stop import LastResort, seconds_of
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.step.progress import Progress
+from hardened_ddp.step.step import Live
 from hardened_ddp.training import run as run_module
 from hardened_ddp.training import survivor_save
 from hardened_ddp.training.run import hang_subject
 from hardened_ddp.training.state import Saver
 from hardened_ddp.training.survivor_save import read_failures, refuse_crash_loop, save_as_survivor
 from tests.harness.processes import deadline, is_alive, kill
-from tests.harness.ranks import run_program, start_program, start_training, train
+from tests.harness.ranks import Finished, run_program, start_program, start_training, train
+from tests.marks import Undisturbed
 from tests.run_folder import (
     find_checkpoints,
     is_past,
@@ -57,20 +50,9 @@ POINTS += ["--model", "tests.plugins:Crashing"]
 RETRY = PeerLostError.exit_status
 """The exit status of a rank that lost another one."""
 
-Undisturbed = Callable[..., dict[str, str]]
 
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    """Give the final tensors of the BARE run that nothing happens to, by ranks and flags."""
-
-    @cache
-    def final_tensors(world_size: int, *flags: str) -> dict[str, str]:
-        output = tmp_path_factory.mktemp("undisturbed")
-        train([*BARE, *flags, "--output_dir", output], world_size).ok()
-        return last_tensors(output)
-
-    return final_tensors
+def run(output: Path, world_size: int, *flags: str) -> Finished:
+    return train([*BARE, *flags, "--output_dir", output], world_size)
 
 
 @pytest.mark.parametrize(
@@ -92,13 +74,12 @@ def test_the_ranks_that_are_left_save_the_step_before_a_kill(
         finished = running.wait(40)
     assert finished.statuses[victim] == -signal.SIGKILL
     assert {s for rank, s in enumerate(finished.statuses) if rank != victim} == {RETRY}
-    run = only_run(tmp_path)
     saved = step_of(find_checkpoints(tmp_path)[-1])
     assert f"the state after step {saved} is saved" in finished.output
     if victim != 0:  # rank 0 writes the metrics: it knows the last step that was done
         assert saved >= last_step(tmp_path)
-    assert [failure["step"] for failure in read_failures(run)] == [saved]
-    resumed = train([*argv, "--resume", run], world_size).ok()
+    assert [failure["step"] for failure in read_failures(only_run(tmp_path))] == [saved]
+    resumed = run(tmp_path, world_size, *flags, "--resume", "newest").ok()
     assert f"from step {saved}\n" in resumed.outputs[0]
     assert last_tensors(tmp_path) == undisturbed(world_size, *flags)
 
@@ -109,9 +90,8 @@ def test_three_failures_at_one_step_end_the_restarts_and_name_the_samples(tmp_pa
     argv += ["ddp_training.py", *map(str, POINTS), "--model_args", "{forward_number: 3}"]
     completed = run_program([*argv, "--output_dir", tmp_path], timeout_s=120)
     assert completed.status != 0
-    run = only_run(tmp_path)
     # The fourth attempt refuses, and ends torchrun itself: three restarts of six are not used up.
-    assert len(read_failures(run)) == 3
+    assert len(read_failures(only_run(tmp_path))) == 3
     assert completed.output.count("resuming") <= 3
     assert "DDP-S04" in completed.output
     assert "Its samples: [" in completed.output
@@ -156,9 +136,7 @@ def fake_stepper(
     *, is_at_boundary: bool = True, is_finite: bool = True, step: int = 5, attempt: int = 0
 ) -> Any:
     """Make a stepper at a step boundary or within an update, whose losses were numbers or not."""
-    live = SimpleNamespace(
-        is_at_boundary=is_at_boundary, buffers_before=None, lock=threading.Lock()
-    )
+    live = Live(is_at_boundary=is_at_boundary)
     group = Group(Launch(attempt=attempt), torch.device("cpu"))
     found = mock.Mock(parts=SimpleNamespace(group=group), live=live, progress=Progress(step=step))
     found.configure_mock(device=None, is_finite=lambda: is_finite)
@@ -175,8 +153,8 @@ def save_after(error: Exception, folder: Path, stepper: Any = None, saver: Any =
 @pytest.mark.parametrize(
     ("error", "stepper"),
     [
-        (NonFiniteError("nan"), fake_stepper()),
-        (CheckpointError("disk"), fake_stepper()),
+        (errors.NonFiniteError("nan"), fake_stepper()),
+        (errors.CheckpointError("disk"), fake_stepper()),
         (CrashLoopError("again"), fake_stepper()),
         (StepError("torn"), fake_stepper(is_at_boundary=False)),
         (PeerLostError("after a nan"), fake_stepper(is_finite=False)),
@@ -184,16 +162,14 @@ def save_after(error: Exception, folder: Path, stepper: Any = None, saver: Any =
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_is_torn_or_poisoned_or_empty_is_not_saved(
-    error: HardenedError, stepper: Any, tmp_path: Path
+def test_nothing_torn_or_empty_is_saved(
+    error: errors.HardenedError, stepper: Any, tmp_path: Path
 ) -> None:
     assert not save_after(error, tmp_path, stepper).called
     assert save_after(StepError("no"), tmp_path).called
 
 
-def test_a_save_that_fails_keeps_the_first_error(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_save_that_fails_hides_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saver = mock.Mock(**{"save_in_need.side_effect": OSError("no disk")})
     save_after(StepError("first"), tmp_path, saver=saver)
     assert "could not be saved" in caplog.text
@@ -243,9 +219,7 @@ def test_only_failures_at_the_same_step_are_a_crash_loop(tmp_path: Path) -> None
 
 
 @pytest.mark.filterwarnings("ignore:Exception in thread last-resort")
-def test_the_last_resort_does_not_end_a_process_whose_other_thread_saves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_resort_waits_for_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The watch saves because a rank hangs; then that rank's exit sends a signal to this one."""
     begun, may_end, left = threading.Event(), threading.Event(), threading.Event()
 
@@ -280,9 +254,7 @@ def test_the_last_resort_does_not_end_a_process_whose_other_thread_saves(
     assert not left_early, "the process ended amid the save"
 
 
-def test_a_failure_after_which_the_device_answers_nothing_is_noted_all_the_same(
-    tmp_path: Path,
-) -> None:
+def test_a_failure_after_which_the_device_answers_nothing_is_noted_too(tmp_path: Path) -> None:
     # As on a GPU after this error: each call that needs it raises it again.
     gone = RuntimeError("CUDA error: device-side assert triggered")
     for attempt in range(3):
