@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from hardened_ddp.data.batches.batch import Batch
+from hardened_ddp.task.classification import Classification
 from hardened_ddp.task.task import Metric, Score, Task
 
 LABELS: dict[str, Callable[[int], Any]] = {
@@ -16,7 +17,6 @@ LABELS: dict[str, Callable[[int], Any]] = {
     "text": lambda i: "yes",
     "float": lambda i: float(i) / 7,
     "binary": lambda i: torch.tensor([float(i % 2)]),
-    "too large": lambda i: 5 if i == 9 else i % 2,
     "at the start": lambda i: 5 if i == 1 else i % 2,
     "half": lambda i: i % 2 / 2,
     "NaN": lambda i: math.nan if i < 2 else 1.0 + i,
@@ -120,6 +120,10 @@ def fail(samples: list[Any]) -> Any:
     raise KeyError("padding")
 
 
+def nothing(samples: list[Any]) -> None:
+    """A collate that returns nothing."""
+
+
 class Model(nn.Module):
     """Gives what kind says, of the shape (num_samples, *shape)."""
 
@@ -151,6 +155,13 @@ class Model(nn.Module):
             "two losses": {"loss_g": value, "loss_d": -value},
         }
         return found[self.kind]
+
+
+class Undeclared(Classification):
+    """A task that gives a sum which it does not declare."""
+
+    def sums_of(self, score: Score) -> dict[str, Any]:
+        return {**super().sums_of(score), "seen": 1}
 
 
 class Wrong(Task):

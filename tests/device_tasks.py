@@ -20,22 +20,17 @@ def pictures(train: bool) -> Made:
 
 
 def tagged(train: bool) -> Made:
-    return Made(
-        40 if train else 17,
-        lambda rng, _: (torch.randn(3, generator=rng), torch.rand(5, generator=rng).round()),
-        5,
-    )
+    def make(rng: torch.Generator, _: int) -> Any:
+        return torch.randn(3, generator=rng), torch.rand(5, generator=rng).round()
+
+    return Made(40 if train else 17, make, 5)
 
 
 def maps(train: bool) -> Made:
-    return Made(
-        40 if train else 17,
-        lambda rng, _: (
-            torch.randn(1, 4, 4, generator=rng),
-            torch.randint(3, (4, 4), generator=rng),
-        ),
-        3,
-    )
+    def make(rng: torch.Generator, _: int) -> Any:
+        return torch.randn(1, 4, 4, generator=rng), torch.randint(3, (4, 4), generator=rng)
+
+    return Made(40 if train else 17, make, 3)
 
 
 class Wrong(Dataset[Any]):
@@ -76,16 +71,14 @@ def pixels(num_classes: int) -> nn.Module:
 
 
 class Counting(nn.Module):
-    """Returns its loss, and what it is a mean over: a number, or a tensor of the host."""
+    """Returns its loss, and what it is a mean over: a number."""
 
-    def __init__(self, num_classes: int, as_tensor: bool = False) -> None:
+    def __init__(self, num_classes: int) -> None:
         super().__init__()
-        self.layer, self.as_tensor = nn.Linear(3, num_classes), as_tensor
+        self.layer = nn.Linear(3, num_classes)
 
     def forward(self, points: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
-        size = len(points)
-        loss = cross_entropy(self.layer(points), labels)
-        return {"loss": loss, "count": torch.tensor(size) if self.as_tensor else size}
+        return {"loss": cross_entropy(self.layer(points), labels), "count": len(points)}
 
 
 class Distance(Task):

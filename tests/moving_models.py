@@ -36,8 +36,7 @@ class Base(nn.Module):
             self.calls += 1
             if int(self.calls) % self.every == 0:
                 self.change(inputs)
-        logits: torch.Tensor = self.head(torch.tanh(self.body(inputs)) + self.shift(inputs))
-        return logits
+        return self.head(torch.tanh(self.body(inputs)) + self.shift(inputs))
 
     def change(self, inputs: torch.Tensor) -> None:
         """Change what shift depends on."""
@@ -73,8 +72,7 @@ class AfterUpdates(ZeroTeacher):
         register_optimizer_step_post_hook(lambda *_: self.change(torch.empty(0)))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(torch.tanh(self.body(inputs)) + self.shift(inputs))
-        return logits
+        return self.head(torch.tanh(self.body(inputs)) + self.shift(inputs))
 
 
 class ReplacedTeacher(ZeroTeacher):
@@ -230,8 +228,7 @@ class Normalising(nn.Module):
         return inputs.mul_(3).add_(0.25)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.last(torch.tanh(self.first(self.change(inputs))))
-        return logits
+        return self.last(torch.tanh(self.first(self.change(inputs))))
 
 
 class NoisyNowAndThen(Normalising):

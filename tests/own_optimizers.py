@@ -1,7 +1,5 @@
 """Optimizers and schedules that tests plug in by import path, as a user would; some are wrong."""
 
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,27 +38,6 @@ class Noisy(Nesting):
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.add_(torch.randn_like(parameter), alpha=1e-3)
-
-
-class Starved(Nesting):
-    """Runs out of memory within its sixth update, once on each rank that has a file in flags."""
-
-    def __init__(self, params: Any, lr: float = 1e-4, flags: str = "") -> None:
-        super().__init__(params, lr)
-        self.flag = Path(flags) / os.environ.get("RANK", "0")
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        counts = [state["history"]["steps"] for state in self.state.values() if state]
-        if max(counts, default=0) < 5 or not self.flag.is_file():
-            super().step()
-            return
-        self.flag.unlink()
-        groups = self.param_groups  # the first parameter is updated, and the others are not
-        self.param_groups = [{**groups[0], "params": groups[0]["params"][:1]}]
-        super().step()
-        self.param_groups = groups
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory, as a test has it")
 
 
 class Forgetful(Nesting):
@@ -205,8 +182,7 @@ class Grouped(nn.Module):
         self.how = how
 
     def forward(self, inputs: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.norm(self.body(inputs)).relu())
-        return logits
+        return self.head(self.norm(self.body(inputs)).relu())
 
     def parameter_groups(self) -> Any:
         body = [*self.body.parameters(), *self.norm.parameters()]

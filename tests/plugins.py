@@ -1,6 +1,7 @@
 """Datasets and models that tests plug in by import path, as a user would.
 
-What goes wrong in them is what goes wrong in drills: see with_fault.
+What goes wrong in them is what goes wrong in drills: see with_fault. Those of --compile compile
+without a C++ compiler, by torch's own tracing: all of torch.compile runs, but for its code.
 """
 
 import gc
@@ -72,8 +73,7 @@ class Made(Dataset[tuple[Any, Any]]):
         return self.size
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        found: tuple[Any, Any] = self.make(torch.Generator().manual_seed(index), index)
-        return found
+        return self.make(torch.Generator().manual_seed(index), index)
 
 
 def points_to_test(train: bool, broken: tuple[int, ...] = (), none: bool = False) -> Points | None:
@@ -169,14 +169,6 @@ def faulty_points(
     return FaultyPoints(size if train else 17, numbered, flags)
 
 
-def listed_points(train: bool, wrong: tuple[int, ...] = ()) -> Points:
-    """Give points that list their labels, some of which are no class."""
-    dataset = FaultyPoints(40, dict.fromkeys(wrong if train else (), "label"), "")
-    labels = [9 if index in dataset.faults else index % 2 for index in range(40)]
-    dataset.targets = labels  # type: ignore[attr-defined]  # a list that some datasets have
-    return dataset
-
-
 class Forwards:
     """The number of forwards of a model in this process, with those of retries and most trials.
 
@@ -207,8 +199,7 @@ class Plain(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self.num_forwards += self.training
-        logits: torch.Tensor = self.layer(inputs)
-        return logits
+        return self.layer(inputs)
 
 
 def with_fault(kind: str, values: torch.Tensor) -> torch.Tensor:
@@ -299,8 +290,7 @@ class Fading(Plain):
         hidden = super().forward(inputs)
         if self.num_forwards > self.last and os.environ.get("RANK", "0") != "0":
             return hidden
-        logits: torch.Tensor = self.second(hidden)
-        return logits
+        return self.second(hidden)
 
 
 class Crashing(Plain):
@@ -470,8 +460,7 @@ class Spoiled(nn.Module):
             hidden = block(hidden)
         if is_on and self.kind == "own":
             hidden = hidden / 0 * 0
-        logits: torch.Tensor = self.head(hidden)
-        return logits
+        return self.head(hidden)
 
 
 class Flipping(nn.Module):
@@ -503,8 +492,7 @@ class Flipping(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self.num_forwards += self.training
         self._flip(after=False)
-        logits: torch.Tensor = self.head(self.drop(self.norm(self.first(inputs)).relu()))
-        return logits
+        return self.head(self.drop(self.norm(self.first(inputs)).relu()))
 
     def _flip(self, *, after: bool) -> None:
         if not self.training or self.num_forwards != self.at or after != self.after:
@@ -544,8 +532,7 @@ class Norming(nn.Module):
             raise ValueError("a fault of this model")
         if dist.is_initialized() and (self.training or self.all_modes):
             points = points - self.mean(points)
-        output: torch.Tensor = self.layer(points)
-        return output
+        return self.layer(points)
 
     def mean(self, points: torch.Tensor) -> torch.Tensor:
         sums = torch.stack([points.sum(), torch.tensor(float(points.numel()))])
@@ -559,8 +546,7 @@ class NormingTests(Norming):
     def forward(self, points: torch.Tensor) -> torch.Tensor:
         if dist.is_initialized() and not self.training:
             dist.all_reduce(points.sum())
-        output: torch.Tensor = self.layer(points)
-        return output
+        return self.layer(points)
 
 
 class Gathering(Norming):
@@ -601,14 +587,45 @@ class Wide(nn.Module):
             Finalize(None, _note_memory, args=(Path(notes),), exitpriority=0)
 
     def forward(self, points: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.layers(points)
-        return output
+        return self.layers(points)
 
 
 def _note_memory(folder: Path) -> None:
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     peak = re.search(r"VmHWM:\s+(\d+) kB", status)
     if peak is not None:
-        (folder / os.environ.get("RANK", "0")).write_text(
-            str(int(peak[1]) // 1024), encoding="utf-8"
-        )
+        note = folder / os.environ.get("RANK", "0")
+        note.write_text(str(int(peak[1]) // 1024), encoding="utf-8")
+
+
+BACKEND = "aot_eager"
+
+
+def tell(what: Any) -> None:
+    """Print which part of a model was compiled. what: as torch describes it."""
+    if what.callback_trigger.name == "DYNAMO":  # else the backward of such a part
+        print("compiled part", what.compile_id.partition("/")[0], flush=True)
+
+
+class Compiled(nn.Module):
+    """A network for the digits, of 2 MB: so torch splits it by DDP's buckets."""
+
+    def __init__(self, num_classes: int, *, width: int = 600, spare: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width))
+        self.head = nn.Linear(width, num_classes)
+        self.spare = nn.Linear(2, 2) if spare else None
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        torch._dynamo.callback.on_compile_end(tell)
+        super().compile(*args, **{**kwargs, "backend": BACKEND})
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(images.flatten(1)).relu())
+
+
+class NormingTestsCompiled(NormingTests):
+    """A collective in each forward of evaluation, none in training, and all of it compiled."""
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        super().compile(*args, **{**kwargs, "backend": BACKEND})

@@ -125,9 +125,8 @@ class PretendedGpu(TorchDispatchMode):
         on_host = [tensor for tensor in tensors if not self.has(tensor)]
         if on_host:
             self._judge_mix(func, name, on_host, args)
-        is_masked = name == "index" and any(
-            p is not None and p.dtype == torch.bool for p in args[1]
-        )
+        masks = args[1] if name == "index" else ()
+        is_masked = any(mask is not None and mask.dtype == torch.bool for mask in masks)
         if name in (*READS, *SIZED_BY_VALUES) or is_masked:
             self.wait(name)
         try:

@@ -25,8 +25,7 @@ def find_runs(output_dir: Path) -> list[Path]:
 
 def read_summary(run: Path) -> dict[str, Any]:  # Any: JSON
     """Read how a run ended."""
-    summary: dict[str, Any] = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-    return summary
+    return json.loads((run / "summary.json").read_text(encoding="utf-8"))
 
 
 def find_checkpoints(output_dir: Path) -> list[Path]:

@@ -10,8 +10,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from ddp_drills.injectors import FAULTS
-from tests.plugins import Forwards, Made
+from hardened_ddp.step.failure import Failure
+from hardened_ddp.step.gradient import Attempt, Gradient
+from tests.plugins import FailingOnce, Forwards, Made, with_fault
 
 VOCABULARY, LENGTH = 11, 9
 
@@ -100,8 +101,7 @@ class TinyLM(nn.Module):
             self.double()
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(self.drop(self.mix(self.embed(ids)).tanh()))
-        return logits
+        return self.head(self.drop(self.mix(self.embed(ids)).tanh()))
 
 
 class OwnLM(TinyLM):
@@ -120,7 +120,7 @@ class OwnLM(TinyLM):
 
 
 class FailingLM(TinyLM):
-    """Raises or runs out of memory in one forward of rank 1, or in the backward of it; 0: never."""
+    """Has a fault in one forward of rank 1, or in the backward of it: see with_fault; 0: never."""
 
     num_forwards = Forwards()
 
@@ -131,15 +131,9 @@ class FailingLM(TinyLM):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         self.num_forwards += self.training
         is_now = self.training and self.num_forwards == self.forward_number
-        how = self.how if is_now and os.environ.get("RANK", "0") == "1" else ""
-        if how == "raise":
-            raise RuntimeError("stumbled")
-        if how == "memory":
-            raise torch.OutOfMemoryError("CUDA out of memory, as a test has it")
-        logits: torch.Tensor = super().forward(ids)
-        if how == "memory in backward":
-            logits.register_hook(lambda gradient: FAULTS["memory"]())
-        return logits
+        is_now = is_now and os.environ.get("RANK", "0") == "1"
+        logits = super().forward(ids)
+        return with_fault(self.how, logits) if is_now else logits
 
 
 def slopes(train: bool) -> Made:
@@ -150,3 +144,26 @@ def slopes(train: bool) -> Made:
         return point, torch.stack([point.sum(), point[0] - 2 * point[1]])
 
     return Made(36 if train else 13, make)
+
+
+def smaller_points(num_classes: int, step: int, most: int) -> nn.Module:
+    """Build FailingOnce without a fault; from step on, micro-batches have most samples."""
+    _limit(step, most)
+    return FailingOnce(num_classes)
+
+
+def smaller_language_model(step: int, most: int) -> nn.Module:
+    """Build FailingLM, which has enough memory; from step on, micro-batches have most samples."""
+    _limit(step, most)
+    return FailingLM()
+
+
+def _limit(step: int, most: int) -> None:
+    run = Gradient.run
+
+    def limited(gradient: Gradient, attempt: Attempt, *, is_retry: bool) -> Failure | None:
+        if gradient.progress.step >= step:
+            gradient.progress.max_micro_batch = most
+        return run(gradient, attempt, is_retry=is_retry)
+
+    Gradient.run = limited  # type: ignore[method-assign]  # of this process alone

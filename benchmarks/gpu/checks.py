@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.checks [--device cpu]      PASS or MISS for each
 
 On the CPU these show only that they run; the waits and the sizes that they check are a GPU's. Some
-also return a figure for the report. tests/step/test_gpu.py runs the same functions.
+also return a figure for the report.
 """
 
 import argparse

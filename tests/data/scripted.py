@@ -95,9 +95,8 @@ def make_stream(
 def make_loader(
     dataset: Any, num_workers: int = 0, *, rank: int = 0, world_size: int = 1, **how: Any
 ) -> TrainLoader:
-    sampler = WindowSampler(
-        dataset, num_replicas=world_size, rank=rank, seed=1, global_batch=8, batch_size=3
-    )
+    how_much = {"num_replicas": world_size, "seed": 1, "global_batch": 8, "batch_size": 3}
+    sampler = WindowSampler(dataset, rank=rank, **how_much)
     return TrainLoader(sampler, make_stream(dataset, num_workers, **how))
 
 

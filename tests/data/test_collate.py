@@ -41,14 +41,6 @@ def pack(samples: list[Any]) -> tuple[PackedSequence, torch.Tensor]:
     return pack_sequence(list(rows), enforce_sorted=False), torch.tensor(labels)
 
 
-def drop_one(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    return pad(samples[:-1] or samples)
-
-
-def raise_always(samples: list[Any]) -> Any:
-    raise RuntimeError("not today")
-
-
 def refuse_no_length(samples: list[Any]) -> Any:
     if any(len(row) == NO_LENGTH for row, _ in samples):
         raise ValueError(f"{NO_LENGTH} is no length")
@@ -92,18 +84,6 @@ def rows_of(batches: list[Any]) -> dict[int, list[float]]:
     }
 
 
-def test_packed_sequences_come_through_the_loader() -> None:
-    loader = make_loader(pack, 1)
-    loader.reader.fetcher.checks = Checks(inputs=True)
-    batches = read(loader)
-    loader.close()
-    for batch in batches:
-        assert type(batch.inputs) is PackedSequence
-        _, lengths = pad_packed_sequence(batch.inputs, batch_first=True)
-        assert lengths.tolist() == [index + 1 for index in batch.indices.tolist()]
-    assert len(batches) == 3
-
-
 def test_samples_that_all_differ_are_not_bad_but_need_a_collate() -> None:
     fetcher = Fetcher(Rows(), seed=0)
     with pytest.raises(SampleError, match="of 4 shapes") as caught:
@@ -134,23 +114,6 @@ def test_a_part_of_a_collated_batch_has_the_same_samples(collate: Any, num_worke
     assert take(moved, [1]).targets.tolist() == batch.targets[[1]].tolist()
 
 
-@pytest.mark.parametrize(
-    ("collate", "told"),
-    [
-        (drop_one, "3 labels for 4 samples: some are left out"),
-        (raise_always, "RuntimeError: not today"),
-        (lambda samples: None, "a sample is a NoneType"),
-    ],
-)
-def test_a_collate_that_fails_is_told_with_its_samples(collate: Any, told: str) -> None:
-    fetcher = Fetcher(Rows(), seed=0, collate=collate)
-    with pytest.raises(SampleError) as caught:
-        fetcher[(0, torch.arange(4))]
-    assert caught.value.message.startswith("collate failed on samples [0, 1, 2, 3]")
-    assert told in caught.value.message
-    assert caught.value.fix
-
-
 def test_a_sample_that_the_collate_cannot_take_costs_itself_only() -> None:
     loader = make_loader(refuse_no_length, 1)
     batches = read(loader)
@@ -161,7 +124,7 @@ def test_a_sample_that_the_collate_cannot_take_costs_itself_only() -> None:
     assert sorted(rows_of(batches)) == [i for i in range(12) if i != 4]
 
 
-@pytest.mark.parametrize("collate", [pad, join])
+@pytest.mark.parametrize("collate", [pad, join, pack])
 def test_a_nan_in_a_collated_batch_is_found_in_its_sample(collate: Any) -> None:
     class WithNan(Rows):
         def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
@@ -176,6 +139,9 @@ def test_a_nan_in_a_collated_batch_is_found_in_its_sample(collate: Any) -> None:
     }
     assert batch.indices.tolist() == [0, 1, 4]
     assert batch.targets.tolist() == [0, 1, 1]
+    if collate is pack:
+        assert type(batch.inputs) is PackedSequence
+        assert pad_packed_sequence(batch.inputs)[1].tolist() == [1, 2, 5]
 
 
 def test_the_collate_of_the_dataset_is_used_unless_another_is_named() -> None:

@@ -1,11 +1,12 @@
-"""Datasets: what is opened by which name, what is found out of it, and what a mistake is told."""
+"""Datasets: what is opened by which name, what is found out of it, and what a mistake is told.
+
+Datasets, models and collates by import path, package.module:callable: the same words for all.
+"""
 
 import gzip
-import os
 import random
-import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,15 +17,18 @@ import torch
 from torch.utils.data import TensorDataset
 
 from hardened_ddp.data import foreign_code
+from hardened_ddp.data.batches.collate import find_collate
 from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.data.batches.images import MemoryImages
 from hardened_ddp.data.batches.workers import plan_workers, read_cpu_quota
 from hardened_ddp.data.sources import built_in
 from hardened_ddp.data.sources.datasets import build_data, prepare_data
-from hardened_ddp.errors import DataError
+from hardened_ddp.data.sources.hub_sets import find_place
+from hardened_ddp.errors import DataError, HardenedError, ModelError
 from hardened_ddp.model.zoo import build_model
 from hardened_ddp.settings.config import DataConfig, ModelConfig
-from tests.harness.processes import ROOT, limit_of
+from tests.harness.processes import ROOT
+from tests.harness.ranks import run_command
 
 HERE = "tests.data.test_datasets"
 
@@ -114,9 +118,7 @@ def test_digits_are_the_1797_of_scikit_learn() -> None:
     assert data.test.labels.bincount().min() > 20
 
 
-def test_digits_that_are_missing_or_damaged_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_or_bad_digits_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "datasets" / "data"
     folder.mkdir(parents=True)
     (folder / "digits.csv.gz").write_bytes(gzip.compress(b"1,2,3\n"))
@@ -150,9 +152,7 @@ def test_a_name_is_spelled_in_its_usual_ways_or_gets_the_nearest_one(tmp_path: P
     assert "digits | synthetic | mnist" in caught.value.fix
 
 
-def test_your_own_dataset_gets_its_arguments_and_its_mistakes_are_told(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_your_own_dataset_gets_its_arguments_or_is_told(caplog: pytest.LogCaptureFixture) -> None:
     data = build_data(config("open_pairs", dataset_args={"size": 7}, augment=True))
     assert len(data.train) == 7  # type: ignore[arg-type]
     assert (data.num_classes, data.input_shape, data.in_memory) == (2, (3, 4, 4), False)
@@ -304,28 +304,21 @@ def test_a_folder_of_pictures_has_one_class_per_sub_folder(tmp_path: Path) -> No
 
 
 IMPORT = """
-import logging, os, sys
+import logging, sys
 logging.basicConfig(level=logging.WARNING, format="WARNED %(message)s", stream=sys.stdout)
 from hardened_ddp.data.sources.datasets import build_data
 from hardened_ddp.data.foreign_code import import_torchvision
 from hardened_ddp.settings.config import DataConfig
-from hardened_ddp.settings.config import ModelConfig
 build_data(DataConfig())
 assert not {"sklearn", "torchvision"} & set(sys.modules), "digits need neither"
 import ddp_training, hardened_ddp.data.loader_setup
 assert not any(name.startswith("hardened_ddp.streams") for name in sys.modules), "digits are none"
 from hardened_ddp.data.foreign_code import import_callable
 from hardened_ddp.errors import ModelError
-if os.fork() == 0:  # in a process that has not imported it yet
-    make = import_callable("its_model:make", setting="model", error=ModelError)
-    print("FOUND", make(3).fc.out_features, flush=True)
-    os._exit(0)
-os.wait()
-for _ in range(2):
-    print("FOUND", import_torchvision().models.resnet18(num_classes=3).fc.out_features)
+make = import_callable("its_model:make", setting="model", error=ModelError)
+for make_one in (make, import_torchvision().models.resnet18):
+    print("FOUND", make_one(num_classes=3).fc.out_features)
 """
-
-
 MODEL = """
 from torchvision.models import resnet18
 from torchvision.ops import nms
@@ -338,16 +331,9 @@ def make(num_classes):
 @pytest.mark.slow
 def test_torchvision_is_imported_whether_its_build_fits_or_not(tmp_path: Path) -> None:
     (tmp_path / "its_model.py").write_text(MODEL)
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORT],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
-        timeout=limit_of(90),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("FOUND 3") == 3
+    env = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    done = run_command([sys.executable, "-c", IMPORT], timeout_s=90, cwd=tmp_path, env=env).ok()
+    assert done.stdout.count("FOUND 3") == 2
     assert "WARNED" not in done.stdout, "nothing needs to be done"
 
 
@@ -372,9 +358,8 @@ def test_a_torchvision_that_cannot_be_had_is_refused(
 
 def test_augmentation_does_not_depend_on_the_batch() -> None:
     images = torch.randint(0, 256, (30, 3, 16, 16), dtype=torch.uint8)
-    data = MemoryImages(
-        images, torch.arange(30), classes=["a"], scale=((0.5,) * 3, (0.25,) * 3)
-    ).augmented()
+    scale = ((0.5,) * 3, (0.25,) * 3)
+    data = MemoryImages(images, torch.arange(30), classes=["a"], scale=scale).augmented()
     together, _ = data.fetch(torch.arange(30), seed=1, epoch=2)
     shuffled = torch.randperm(30)
     assert torch.equal(data.fetch(shuffled, seed=1, epoch=2)[0], together[shuffled])
@@ -404,9 +389,7 @@ def test_augmentation_shifts_every_way_and_mirrors_colour_only() -> None:
         ({"cpu.max": "not a number\n"}, None),
     ],
 )
-def test_a_containers_cpu_quota_is_read(
-    tmp_path: Path, files: dict[str, str], cpus: float | None
-) -> None:
+def test_a_cpu_quota_is_read(tmp_path: Path, files: dict[str, str], cpus: float | None) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -432,9 +415,7 @@ def test_workers_follow_the_cpus_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> N
     assert (found.num_workers, found.reason) == (6, "")
 
 
-def test_batches_that_do_not_fit_into_shared_memory_mean_fewer_workers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_batches_too_large_for_shm_mean_fewer_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     room = SimpleNamespace(free=64 * 2**20)  # the 64 MiB of a container
     monkeypatch.setattr("shutil.disk_usage", lambda path: room)
     asked = {"cpus": 8, "num_workers": 4, "prefetch_factor": 4}
@@ -445,3 +426,97 @@ def test_batches_that_do_not_fit_into_shared_memory_mean_fewer_workers(
     # The ranks of a node share it.
     found = plan(monkeypatch, **asked, batch_bytes=2**20, ranks=8)
     assert found.num_workers * found.prefetch_factor * 8 * 1.5 <= 64
+
+
+NUMBER = 3
+
+
+def open_dataset(path: str) -> None:
+    build_data(DataConfig(dataset=path))
+
+
+def open_model(path: str) -> None:
+    build_model(ModelConfig(model=path), num_classes=2, input_shape=(1, 8, 8))
+
+
+def open_collate(path: str) -> None:
+    find_collate([], path)
+
+
+Loads = Callable[[str], None]
+WAYS = pytest.mark.parametrize(
+    "way",
+    [
+        ("dataset", open_dataset, DataError),
+        ("model", open_model, ModelError),
+        ("collate", open_collate, DataError),
+    ],
+    ids=["dataset", "model", "collate"],
+)
+MISTAKES = {
+    "no.such.module:it": "can't be imported: No module named 'no'",
+    "tests.data.test_datasets:nothing": "can't be imported: .* has no attribute 'nothing'",
+    ":it": "is no import path",
+    "./bad:good": "is no import path",
+    "tests.data.test_datasets:": "is no import path",
+    "tests.data.test_datasets:NUMBER": "is of type int, not a class or function",
+    "builtins:dict": "has no signature",
+}
+
+
+@WAYS
+@pytest.mark.parametrize("path", MISTAKES)
+def test_a_path_that_is_of_no_use_is_refused_in_the_same_words(
+    way: tuple[str, Loads, type[HardenedError]], path: str
+) -> None:
+    setting, load, kind = way
+    with pytest.raises(kind, match=MISTAKES[path]) as caught:
+        load(path)
+    assert caught.value.message.startswith(f"--{setting} {path} ")
+    assert caught.value.fix
+
+
+def test_a_name_that_is_nearly_right_gets_the_right_one_as_advice() -> None:
+    with pytest.raises(DataError) as caught:
+        open_dataset("tests.data.test_datasets:open_datase")
+    assert caught.value.fix == "did you mean tests.data.test_datasets:open_dataset?"
+
+
+@WAYS
+def test_an_error_in_a_module_names_its_file_and_line(
+    way: tuple[str, Loads, type[HardenedError]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting, load, kind = way
+    (tmp_path / f"broken_{setting}.py").write_text("import os\nos.gone()\n")
+    (tmp_path / f"unread_{setting}.py").write_text("import os\nos.(\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(kind, match=rf"no attribute 'gone' \(.*broken_{setting}.py:2\)"):
+        load(f"broken_{setting}:it")
+    with pytest.raises(kind, match=rf"SyntaxError: .*\(unread_{setting}.py, line 2\)") as caught:
+        load(f"unread_{setting}:it")
+    assert "fix it" in caught.value.fix
+    (tmp_path / f"lazy_{setting}.py").write_text(
+        "try:\n    {}['key']\nexcept KeyError as e:\n    raise ImportError('no Bert') from e\n"
+    )
+    with pytest.raises(kind, match=r"no Bert.*; caused by KeyError: 'key'"):
+        load(f"lazy_{setting}:it")
+    (tmp_path / f"script_{setting}.py").write_text("import sys\nsys.exit(2)\n")
+    with pytest.raises(kind, match=rf"SystemExit\(2\).*script_{setting}.py:2") as caught:
+        load(f"script_{setting}:it")
+    assert "__main__" in caught.value.fix
+
+
+@pytest.mark.parametrize("place", ["./pets", "/no/such/pets", "~/no/pets", "a/b/pets"])
+def test_a_folder_that_is_missing_is_told_before_a_library_is_imported(place: str) -> None:
+    for streaming in (False, True):
+        with pytest.raises(DataError, match=r"there is no such folder; .* that exists is /"):
+            build_data(DataConfig(dataset=f"hf:{place}", streaming=streaming))
+    with pytest.raises(ModelError, match=r"there is no such folder; .* that exists is /"):
+        open_model(f"hf:{place}")
+
+
+def test_a_folder_of_the_home_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "pets").mkdir()
+    assert find_place("hf:~/pets", error=DataError) == str(tmp_path / "pets")
+    assert find_place("hf:owner/pets", error=DataError) == "owner/pets"

@@ -11,8 +11,8 @@ import torch
 from hardened_ddp.data.sources.datasets import build_data
 from hardened_ddp.errors import DataError
 from hardened_ddp.settings.config import DataConfig
-from tests.harness.ranks import import_in_server, run_program, train
-from tests.model.test_hub_text import VOCABULARY, saved
+from tests.harness.ranks import import_in_server, train
+from tests.model.test_hub_text import VOCABULARY, check_exports, saved
 from tests.run_folder import only_run, read_summary
 
 # WHY not importorskip: each process of pytest would import them to collect, for a second
@@ -45,25 +45,30 @@ def opened(folder: Path, task: str = "tokens", **arguments: Any) -> Any:
 
 
 def batch_of(data: Any, *indices: int) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = data.train.collate_fn(data.train.__getitems__(list(indices)))
-    return found
+    return data.train.collate_fn(data.train.__getitems__(list(indices)))
 
 
 @pytest.mark.slow
-def test_a_tokenised_folder_trains(tmp_path: Path) -> None:
-    for name in ("datasets", "transformers.models.auto.modeling_auto"):
+def test_a_model_learns_to_count_from_a_folder_is_evaluated_and_exported(tmp_path: Path) -> None:
+    for name in ("datasets", "transformers.models.gpt2.modeling_gpt2"):
         import_in_server(name)
     lengths = [5 + number % 4 for number in range(48)]
-    folder = save(tmp_path, counting(lengths), counting(lengths[:12]))
+    folder = save(tmp_path, counting(lengths), counting(lengths))
     model = saved(tmp_path, "GPT2LMHeadModel")
-    argv: list[str | Path] = ["--model", model, "--task", "tokens", "--cpu_only"]
+    argv: list[str | Path] = ["--model", model, "--task", "tokens", "--cpu_only", "--ledger"]
     argv += ["--dataset", f"hf:{folder}", "--batch_size", "8", "--learning_rate", "0.02"]
-    argv += ["--epochs", "2", "--ledger"]
-    train([*argv, "--num_workers", "1", "--output_dir", tmp_path / "runs"], 2, timeout_s=240).ok()
+    argv += ["--epochs", "30", "--eval_every", "30", "--num_workers", "1"]
+    train([*argv, "--output_dir", tmp_path / "runs"], 2, timeout_s=240).ok()
     run = only_run(tmp_path / "runs")
-    done = run_program(["python", "ddp_training.py", "verify-ledger", str(run)], timeout_s=120).ok()
-    assert done.stdout.count("48 samples, each exactly once") == 2
-    assert read_summary(run)["test_perplexity"] < VOCABULARY
+    done = train(["verify-ledger", run], launcher="none").ok()
+    assert done.output.count("48 samples, each exactly once") == 30
+    summary = read_summary(run)
+    # After the shift every label that counts can be predicted.
+    assert summary["test_perplexity"] < 1.5
+    assert summary["test_token_accuracy"] > 0.95
+    text = train(["evaluate", run], launcher="none").ok().output
+    assert f"perplexity {summary['test_perplexity']:.4g}" in text
+    check_exports(run, tmp_path)
 
 
 def test_rows_are_padded_and_padding_counts_nowhere(tmp_path: Path) -> None:
@@ -89,11 +94,10 @@ def test_a_set_keeps_its_mask_and_gets_none_where_no_row_is_padded(tmp_path: Pat
 def test_the_ids_may_be_the_labels(tmp_path: Path) -> None:
     columns = {"input_ids": [[1, 2, 0], [3, 4, 5]], "attention_mask": [[1, 1, 0], [1, 1, 1]]}
     folder = save(tmp_path, columns)
-    with pytest.raises(
-        DataError, match=r"no column label or .*; it has: input_ids, attention_m"
-    ) as e:
+    told = r"no column label or .*; it has: input_ids, attention_m"
+    with pytest.raises(DataError, match=told) as caught:
         opened(folder)
-    assert "{label: input_ids}" in e.value.fix
+    assert "{label: input_ids}" in caught.value.fix
     batch = batch_of(opened(folder, label="input_ids"), 0, 1)
     assert batch["labels"].tolist() == [[1, 2, -100], [3, 4, 5]]
     assert batch["input_ids"].tolist() == columns["input_ids"]
@@ -125,10 +129,8 @@ def test_one_label_for_each_text_of_another_length_needs_the_padding_token(tmp_p
 
 def test_a_set_of_other_columns_is_told_with_those_that_it_has(tmp_path: Path) -> None:
     folder = save(tmp_path, {"sentence": ["a", "b"], "stars": [1, 2]})
-    with pytest.raises(
-        DataError,
-        match=r"no column image or img or pixel_values or images; it has: sentence, stars",
-    ) as caught:
+    told = r"no column image or img or pixel_values or images; it has: sentence, stars"
+    with pytest.raises(DataError, match=told) as caught:
         opened(folder)
     assert "of a text: its tokens in a column input_ids" in caught.value.fix
     assert "download" not in f"{caught.value.message} {caught.value.fix}"

@@ -41,10 +41,8 @@ def global_order(size: int, world_sizes: list[int], **how: object) -> list[int]:
     end = make_sampler(size, **how).end
     while cursor < end:
         world_size = world_sizes[step % len(world_sizes)]
-        ranks = [
-            make_sampler(size, rank=rank, world_size=world_size, **how)
-            for rank in range(world_size)
-        ]
+        how["world_size"] = world_size
+        ranks = [make_sampler(size, rank=rank, **how) for rank in range(world_size)]
         window = next(ranks[0].windows(cursor))
         for sampler in ranks:
             for indices in sampler.micro_batches(window):
@@ -120,21 +118,16 @@ def test_any_number_of_ranks_takes_the_order_of_one(size: int) -> None:
 @pytest.mark.parametrize("cursor", [0, 1, 8, 13, 60, 61])
 def test_an_epoch_can_start_at_any_cursor(cursor: int) -> None:
     sampler = make_sampler(61)
-    taken = [
-        index
-        for window in sampler.windows(cursor)
-        for indices in sampler.micro_batches(window)
-        for index in indices.tolist()
-    ]
+    parts = [part for window in sampler.windows(cursor) for part in sampler.micro_batches(window)]
+    taken = [index for part in parts for index in part.tolist()]
     assert taken == EpochOrder(61, seed=3, epoch=0).take(cursor, 61).tolist()
 
 
 @pytest.mark.parametrize("size", [5, 61, 64])
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_it_is_a_distributed_sampler_to_its_users(size: int, drop_last: bool) -> None:
-    samplers = [
-        make_sampler(size, rank=rank, world_size=3, drop_last=drop_last) for rank in range(3)
-    ]
+    how = {"world_size": 3, "drop_last": drop_last}
+    samplers = [make_sampler(size, rank=rank, **how) for rank in range(3)]
     for epoch in (0, 1):
         for sampler in samplers:
             sampler.set_epoch(epoch)
@@ -166,9 +159,7 @@ def test_two_epochs_can_be_read_at_the_same_time() -> None:
 
 @pytest.mark.parametrize("size", [1, 6000, 8193, MAX_KEPT_ORDER, LARGE])
 @pytest.mark.parametrize(("world_size", "drop_last"), [(64, False), (4096, True)])
-def test_a_rank_of_many_takes_of_each_epoch_what_the_whole_order_gives_it(
-    size: int, world_size: int, drop_last: bool
-) -> None:
+def test_of_many_each_rank_takes_its_share(size: int, world_size: int, drop_last: bool) -> None:
     global_batch = 32 * world_size
     for rank in (0, world_size // 2, world_size - 1):
         how = {"global_batch": global_batch, "batch_size": 8, "drop_last": drop_last}

@@ -11,12 +11,7 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from ddp_runs.ledger_check import check_ledger
-from hardened_ddp.data.batches.sampling import (
-    Samples,
-    Sampling,
-    build_sampling,
-    counts_by_weight,
-)
+from hardened_ddp.data.batches.sampling import Samples, Sampling, build_sampling, counts_by_weight
 from hardened_ddp.data.sources.datasets import build_data
 from hardened_ddp.data.sources.mix import Mix
 from hardened_ddp.errors import DataError
@@ -64,8 +59,7 @@ def sampling_of(sampling: str, dataset: Any = None, *, seed: int = 0, **more: An
 
 
 def epoch_of(sampling: Sampling, epoch: int = 0) -> list[int]:
-    samples: list[int] = sampling.order(epoch).tolist()
-    return samples
+    return sampling.order(epoch).tolist()
 
 
 def classes_of(samples: list[int]) -> Counter[int]:

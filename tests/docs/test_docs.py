@@ -59,9 +59,9 @@ ELSEWHERE = {
         "tests/docs/test_setup.py::test_another_torch_gets_an_environment_of_its_own"
     ),
     "python ddp_training.py export runs/lora --format peft": (
-        "tests/model/test_adapters.py::test_lora_of_a_gpt2_is_a_small_checkpoint_and_is_exported_alone_and_merged"
+        "tests/model/test_adapters.py::test_lora_is_a_small_checkpoint_exported_alone_and_merged"
     ),
-    # it needs network; there with a server of its own, and as typed without any
+    # it needs network; there with a server of its own, and without any
     "python download.py --dataset mnist --model resnet18 --data_dir data": (
         "tests/data/test_download.py::test_without_network_the_command_says_what_to_do_by_hand"
     ),

@@ -1,4 +1,7 @@
-"""DDP's hooks: a rank that has no memory left while it sends gradients keeps no other waiting."""
+"""DDP's hooks: a rank that has no memory left while it sends gradients keeps no other waiting.
+
+What reads a sum waits for the other ranks on a GPU: it must not count as this rank's work.
+"""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -9,10 +12,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hardened_ddp.gradients.by_ddp import _places, sum_gradients_of
+from hardened_ddp.gradients.sums import Marks, sum_with_marks
+from hardened_ddp.guard import divergence
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.launch import Launch
+from hardened_ddp.ranks.phase import PHASE, Phase
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.layers import resolve
 from hardened_ddp.step.step import Stepper
@@ -95,9 +104,7 @@ FORMS = [
 
 
 @pytest.mark.parametrize("form", slow_after(2, FORMS), ids=str)
-def test_a_rank_without_memory_for_sending_a_bucket_keeps_no_other_waiting(
-    form: tuple[int, list[str], str],
-) -> None:
+def test_a_bucket_without_memory_keeps_no_other_waiting(form: tuple[int, list[str], str]) -> None:
     world_size, argv, kind = form
     undisturbed = run_ranks(trained, world_size, argv, "")
     faulty = run_ranks(trained, world_size, argv, kind)
@@ -118,10 +125,8 @@ class NewMemory(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         before = {_address(leaf) for leaf in tree_leaves((args, kwargs))}
-        new = [leaf for leaf in tree_leaves(found) if _address(leaf) not in before]
-        self.num_bytes += sum(
-            leaf.untyped_storage().nbytes() for leaf in new if torch.is_tensor(leaf)
-        )
+        new = [t for t in tree_leaves(found) if torch.is_tensor(t) and _address(t) not in before]
+        self.num_bytes += sum(tensor.untyped_storage().nbytes() for tensor in new)
         return found
 
 
@@ -229,3 +234,42 @@ def test_a_gradient_lies_in_its_bucket_as_the_parameter_in_memory(parameter: tor
     assert sorted(place.flatten().tolist()) == flat.tolist()
     [rows] = _places(flat, [parameter.new_empty(parameter.numel() * 2)[::2]])  # with gaps
     assert rows.stride() == (1,)
+
+
+CPU = torch.device("cpu")
+
+
+# A mock of Tensor.tolist and float() notes the phase; on a GPU these are what waits.
+def sum_marks(group: Group) -> None:
+    gradient = nn.Parameter(torch.ones(2))
+    mine = Marks(has_failed=False, num_samples=1, count=torch.tensor(3.0))
+    assert sum_with_marks([gradient], mine, group) is not None
+
+
+def compare(group: Group) -> None:
+    group.world_size = 2
+    assert divergence._gather_if_different(group, {"weight": torch.ones(2)}) == [{}, {}]
+
+
+@pytest.mark.parametrize("act", [sum_marks, compare])
+def test_a_sum_is_read_while_the_phase_is_that_of_the_sum(
+    act: Callable[[Group], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Group(Launch(), CPU)
+    group.tracker.enter(Phase.OPTIMIZER)
+    seen: list[int] = []
+
+    def noting(read: Callable[..., Any]) -> Callable[..., Any]:
+        def read_noted(tensor: torch.Tensor, *given: Any) -> Any:
+            seen.append(group.tracker.words[PHASE])
+            return read(tensor, *given)
+
+        return read_noted
+
+    monkeypatch.setattr(Group, "sum_", lambda self, tensor: tensor)
+    monkeypatch.setattr(Group, "gather_json", lambda self, value: [{}, {}])
+    for name in ("tolist", "__float__"):
+        monkeypatch.setattr(torch.Tensor, name, noting(getattr(torch.Tensor, name)))
+    act(group)
+    assert seen[0] == Phase.ALL_REDUCE
+    assert group.tracker.words[PHASE] == Phase.OPTIMIZER

@@ -19,18 +19,9 @@ from hardened_ddp.model.moving_attributes import MovingAttributes
 from hardened_ddp.model.moving_buffers import MovingBuffers
 from hardened_ddp.model.replica import Replica
 from hardened_ddp.step.gradient import Writes
+from tests import moving_models as moving
 from tests.drills.forked import forked_drills
 from tests.marks import slow_after
-from tests.moving_models import (
-    CHANGING,
-    CHANGING_IN_PARTS,
-    MOVING,
-    AfterUpdates,
-    DataTarget,
-    HiddenTarget,
-    Together,
-    ZeroedTarget,
-)
 
 FLAGS = ("--batch_size=12", "--num_workers=0", "--max_steps=25", "--eval_every=0")
 FAILS_AT = 8  # the forward in which a drill's fault happens, from 1
@@ -59,30 +50,29 @@ def check(folder: Path, work: Work, *faults: str, **expected: Any) -> str:
     return told
 
 
-@pytest.mark.parametrize("model", slow_after(1, MOVING))
+@pytest.mark.parametrize("model", slow_after(1, moving.MOVING))
 def test_what_forward_moves_is_that_of_the_undisturbed_run_after_any_fault(
     model: type, tmp_path: Path
 ) -> None:
-    others = ("nan-once", "kill-sum", "raise-forward-all") if model is Together else ()
-    told = check(tmp_path, work_of(model), "raise-backward-one", "kill-forward", *others)
-    if model is Together:
+    flags: tuple[str, ...] = ()
+    faults = ["raise-backward-one", "kill-forward"]
+    if model is moving.Together:  # and gradients are sent within backward
+        flags = ("--no_shared_memory", "--accumulation_steps=2")
+        faults += ["nan-once", "kill-sum", "kill-backward", "raise-forward-all"]
+    told = check(tmp_path, work_of(model, *flags), *faults)
+    if model is moving.Together:
         assert "can't be put back" not in told, "one of its parts would hide the others"
 
 
 @pytest.mark.slow
 def test_what_a_hook_of_the_optimizer_moves_costs_no_step(tmp_path: Path) -> None:
-    told = check(tmp_path, work_of(AfterUpdates), "raise-backward-one", "nan-once", "kill-forward")
+    work = work_of(moving.AfterUpdates)
+    told = check(tmp_path, work, "raise-backward-one", "nan-once", "kill-forward")
     assert "can't be put back" not in told
     assert "for the first time" not in told
 
 
-@pytest.mark.slow
-def test_so_it_is_where_gradients_are_sent_within_backward(tmp_path: Path) -> None:
-    work = work_of(Together, "--no_shared_memory", "--accumulation_steps=2")
-    check(tmp_path, work, "raise-backward-one", "kill-backward")
-
-
-@pytest.mark.parametrize("model", [ZeroedTarget, DataTarget])
+@pytest.mark.parametrize("model", [moving.ZeroedTarget, moving.DataTarget])
 @pytest.mark.slow
 def test_a_step_whose_changes_nobody_can_put_back_is_left_for_a_checkpoint(
     model: type, tmp_path: Path
@@ -93,23 +83,21 @@ def test_a_step_whose_changes_nobody_can_put_back_is_left_for_a_checkpoint(
 
 
 @pytest.mark.slow
-def test_without_such_a_checkpoint_the_run_stops_and_the_same_command_continues(
-    tmp_path: Path,
-) -> None:
-    work = work_of(HiddenTarget, every=FAILS_AT)
+def test_without_such_a_checkpoint_it_stops_and_the_same_command_continues(tmp_path: Path) -> None:
+    work = work_of(moving.HiddenTarget, every=FAILS_AT)
     stops = {"ends": "stops", "code": "DDP-S01", "says": ("can't be retried",)}
     check(tmp_path / "raise", work, "raise-backward-one", **stops)
     check(tmp_path / "kill", work, "kill-backward")
 
 
-@pytest.mark.parametrize("model", slow_after(1, CHANGING))
+@pytest.mark.parametrize("model", slow_after(1, moving.CHANGING))
 def test_inputs_that_forward_changes_are_those_of_the_dataset_in_a_retry(
     model: type, tmp_path: Path
 ) -> None:
     check(tmp_path, work_of(model), "raise-backward-one", "memory-forward")
 
 
-@pytest.mark.parametrize("model", CHANGING_IN_PARTS)
+@pytest.mark.parametrize("model", moving.CHANGING_IN_PARTS)
 @pytest.mark.slow
 def test_so_they_are_where_a_step_has_several_batches(model: type, tmp_path: Path) -> None:
     flags = ("--accumulation_steps=2", "--continue_on_error", "--eval_every=1", "--epochs=2")
@@ -132,8 +120,7 @@ class Writing(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             self.write(self)
-        logits: torch.Tensor = self.norm(self.layer(inputs)) + self.plain
-        return logits
+        return self.norm(self.layer(inputs)) + self.plain
 
 
 STATISTICS = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}

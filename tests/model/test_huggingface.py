@@ -27,15 +27,9 @@ def vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small ViT for 3 classes of RGB pictures, 16x16, as save_pretrained() leaves it."""
     pytest.importorskip("transformers", reason=EXTRAS)
     transformers = import_extra("transformers", what="this test")
-    config = transformers.ViTConfig(
-        image_size=16,
-        patch_size=8,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        num_labels=3,
-    )
+    sizes = {"image_size": 16, "patch_size": 8, "hidden_size": 16, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "intermediate_size": 16, "num_labels": 3}
+    config = transformers.ViTConfig(**sizes)
     folder = tmp_path_factory.mktemp("hub") / "vit"
     transformers.ViTForImageClassification(config).save_pretrained(folder)
     return folder
@@ -111,9 +105,7 @@ def test_an_absent_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_fine_tune_a_folder_and_its_export_is_a_transformers_model(
-    vit: Path, pictures: Path, tmp_path: Path
-) -> None:
+def test_two_ranks_fine_tune_a_folder_and_export(vit: Path, pictures: Path, tmp_path: Path) -> None:
     for module in ("transformers.models.vit.modeling_vit", "datasets"):
         import_in_server(module)
     runs = tmp_path / "runs"

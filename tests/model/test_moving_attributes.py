@@ -14,14 +14,13 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_drills.faults import find
 from ddp_drills.work import Work
 from hardened_ddp.errors import CheckpointMismatchError
 from hardened_ddp.model.moving_attributes import MovingAttributes
-from hardened_ddp.model.plain_values import as_json, copy_of, from_json, put_back
-from tests.drills.forked import forked_drills
+from hardened_ddp.model.plain_values import as_json, copy_of, from_json
 from tests.harness.ranks import train
 from tests.marks import slow_after
+from tests.model.test_effects import check
 
 
 class Mixed(nn.Module):
@@ -40,8 +39,7 @@ class Mixed(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         factor = self.factor(inputs) if self.training else 1.0
-        logits: torch.Tensor = self.layer(inputs) * factor
-        return logits
+        return self.layer(inputs) * factor
 
 
 class Drawing(Mixed):
@@ -144,15 +142,6 @@ class Lazy(Mixed):
         return 1.0 + self.made["calls"] / 5 + self.made["source"].random()
 
 
-def test_attributes_in_slots_are_put_back() -> None:
-    held = Slotted()
-    before = copy_of(held)
-    held.temperature = 3.0
-    assert copy_of(held) != before
-    put_back(before)
-    assert held.temperature == 2.0
-
-
 class Inner(nn.Module):
     def __init__(self, own: random.Random) -> None:
         super().__init__()
@@ -201,12 +190,7 @@ def test_a_fault_leaves_the_attributes_as_in_the_undisturbed_run(
         dataset_args={"size": 85},
         flags=("--batch_size=6", "--num_workers=0", "--max_steps=15", "--eval_every=1"),
     )
-    drills = forked_drills(tmp_path, work=work)
-    for fault in faults:
-        found = find(fault)
-        assert found is not None, fault
-        verdict = drills.run(found)
-        assert verdict.passed, verdict
+    check(tmp_path, work, *faults)
 
 
 VALUES: list[Any] = [

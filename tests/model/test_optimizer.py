@@ -1,19 +1,29 @@
-"""The built-in optimizers and schedules."""
+"""The built-in optimizers and schedules.
 
+Muon: which of two optimizers of torch updates what, and each does it unchanged. fp16's scaler: a
+step that is left out on the device, and what is taken back of it.
+"""
+
+import logging
 import math
 from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
 import torch
+from torch import nn
 
+from hardened_ddp.errors import OptimizerError
+from hardened_ddp.model import precision
+from hardened_ddp.model.muon import BY_MUON, MuonAndAdamW
 from hardened_ddp.model.optimizer import (
     allocate_state,
     build_optimizer,
     find_optimizer,
     skips_by_flag,
 )
-from hardened_ddp.model.precision import Precision
+from hardened_ddp.model.parameter_groups import parameter_groups
+from hardened_ddp.model.precision import Precision, clip
 from hardened_ddp.model.schedule import KNOWN, PREFIX, Schedule, learning_rate, restore_state
 from hardened_ddp.settings.config import ImportPath, OptimizerConfig, OptimizerName
 
@@ -41,9 +51,7 @@ def test_the_schedules_are_the_known_ones() -> None:
 @pytest.mark.parametrize(
     ("name", "args"), [*((name, {}) for name in FUSED), ("adamw", {"amsgrad": True})]
 )
-def test_the_first_step_takes_the_state_that_was_allocated_for_it(
-    name: Any, args: dict[str, Any]
-) -> None:
+def test_the_first_step_takes_the_state_allocated_for_it(name: Any, args: dict[str, Any]) -> None:
     weights = []
     for is_allocated in (False, True):
         weight = torch.nn.Parameter(torch.ones(2))
@@ -124,3 +132,153 @@ def test_the_step_count_of_a_parameter_of_one_number_stays_where_the_optimizer_k
     restore_state(schedule, {"scale": scale}, saved, {})
     devices = {key: value.device.type for key, value in optimizer.state[scale].items()}
     assert devices == {"step": "cpu", "exp_avg": "meta"}
+
+
+class Tiny(nn.Module):
+    """Has an embedding, whose weight is also that of head; two hidden matrices; a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.mixed = nn.Embedding(6, 4), nn.Conv1d(4, 4, 1)
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.head = nn.Linear(4, 6)
+        self.head.weight = self.words.weight
+
+
+def build(model: nn.Module, **arguments: Any) -> tuple[list[dict[str, Any]], MuonAndAdamW]:
+    config = OptimizerConfig(optimizer="muon", learning_rate=0.01, optimizer_args=arguments)
+    groups = parameter_groups(model, config)
+    optimizer = build_optimizer(groups, config)
+    assert isinstance(optimizer, MuonAndAdamW)
+    return groups, optimizer
+
+
+def by_muon(model: nn.Module, groups: list[dict[str, Any]]) -> list[str]:
+    mine = {id(p) for group in groups if group[BY_MUON] for p in group["params"]}
+    return [name for name, parameter in model.named_parameters() if id(parameter) in mine]
+
+
+def test_muon_gets_the_hidden_matrices_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    model = Tiny()
+    groups, _ = build(model)
+    assert by_muon(model, groups) == ["first.weight", "second.weight"]
+    assert "muon updates first.weight, second.weight; adamw words.weight, mixed" in caplog.text
+    plain = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    assert by_muon(plain, build(plain)[0]) == ["0.weight"]  # not the output layer
+
+
+def test_patterns_of_names_win_over_the_rule() -> None:
+    model = Tiny()
+    groups, _ = build(model, muon=["words.*"], adamw=["second*"])
+    assert by_muon(model, groups) == ["words.weight", "first.weight"]
+    with pytest.raises(OptimizerError, match=r"muon would update mixed\.weight"):
+        build(model, muon=["mixed.weight"])
+    with pytest.raises(OptimizerError, match="adamw has 'third', which no parameter is called"):
+        build(model, adamw=["third"])
+    with pytest.raises(OptimizerError, match="muon would update nothing"):
+        build(nn.Linear(3, 2))
+
+
+def test_each_parameter_is_updated_as_by_torchs_own_optimizer() -> None:
+    torch.manual_seed(0)
+    model, other = Tiny(), Tiny()
+    other.load_state_dict(model.state_dict())
+    _, optimizer = build(model, momentum=0.9, betas=[0.8, 0.9])
+    hidden = [other.first.weight, other.second.weight]
+    rest = [p for p in other.parameters() if all(p is not matrix for matrix in hidden)]
+    shared: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.01}
+    muon = torch.optim.Muon(hidden, momentum=0.9, adjust_lr_fn="match_rms_adamw", **shared)
+    adamw = torch.optim.AdamW(rest, betas=(0.8, 0.9), fused=True, **shared)
+    for _ in range(5):
+        for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+            mine.grad = torch.randn_like(mine)
+            its.grad = mine.grad.clone()
+        optimizer.step()
+        muon.step()
+        adamw.step()
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+class Closed:
+    """A scaler as torch may have it some day: what it documents, and nothing else."""
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self.inner = [scaler]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.inner[0], name)
+
+
+@pytest.fixture(params=[False, True], ids=["open", "closed"])
+def halves(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Precision:
+    monkeypatch.setattr(precision, "_choose", lambda amp, device: "fp16")
+    found = Precision("fp16", CPU)
+    if request.param:
+        found.scaler = Closed(found.scaler)  # type: ignore[arg-type, assignment]
+    return found
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Copy weights and optimizer state."""
+    states = [t for state in optimizer.state.values() for t in state.values()]
+    return [t.detach().clone() for t in [*model.parameters(), *states]]
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("has_failed", [False, True])
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("first", [0, 4])
+def test_a_flag_that_is_up_leaves_all_as_it_is(
+    first: int, clips: bool, has_failed: bool, halves: Precision
+) -> None:
+    # first 0: a layer that has no weights at all, as some models have.
+    model = nn.Sequential(nn.Linear(first, 4), nn.Linear(4, 2))
+    optimizer = build_optimizer([{"params": list(model.parameters())}], OptimizerConfig())
+
+    assert halves.scaler is not None
+
+    def step(flag: float, *, has_gradient: bool = True) -> None:
+        with halves.autocast():
+            loss = model(torch.ones(3, first)).float().square().mean() / 100
+        if has_gradient:
+            halves.scaler.scale(loss).backward()
+        halves.leave_out(optimizer, torch.tensor(flag))
+        if clips:
+            halves.unscale(optimizer)
+            clip(model.parameters(), max_norm=1.0)
+        halves.scaler.step(optimizer)
+        halves.scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+
+    step(0.0)
+    before, mark = everything(model, optimizer), halves.mark()
+    state = halves.state()
+    step(1.0, has_gradient=not has_failed)
+    assert all(map(torch.equal, everything(model, optimizer), before))
+    assert halves.state() != state
+    halves.go_back(mark)
+    assert halves.state() == state
+    step(0.0)
+    assert not all(map(torch.equal, everything(model, optimizer), before))
+
+
+def test_a_norm_that_overflows_leaves_the_gradient_as_it_is_unless_it_is_clipped() -> None:
+    weight = nn.Parameter(torch.ones(4))
+    for size in (2.0, 2.0**80):  # the square of the second one is inf
+        weight.grad = torch.full((4,), size)
+        assert clip([weight, nn.Parameter(torch.ones(2))], max_norm=0).item() >= 2 * size
+        assert weight.grad.tolist() == [size] * 4
+    clip([weight], max_norm=1.0)
+    assert weight.grad.tolist() == [0.0] * 4
+
+
+def test_a_mark_is_a_copy(halves: Precision) -> None:
+    mark = halves.mark()
+    if isinstance(mark, dict):
+        mark["scale"] = 1.0
+    else:
+        mark[0].fill_(1.0)
+    assert halves.state()["scale"] == 65536.0

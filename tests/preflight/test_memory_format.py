@@ -1,7 +1,5 @@
 """Channels last by a rule, and memory that is kept from step to step."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
@@ -13,7 +11,7 @@ from hardened_ddp.preflight.memory_format import choose_channels_last, pays
 from hardened_ddp.preflight.trial import Trial
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.settings.config import Config, ModelConfig
+from hardened_ddp.settings.config import Config, DataConfig, ModelConfig
 from hardened_ddp.task.classification import Classification
 
 CPU = torch.device("cpu")
@@ -58,18 +56,11 @@ def choose(
     group = group or Group(Launch(), CPU)
     batch = Batch(torch.randn(2, 3, 6, 6), torch.tensor([0, 2]), torch.arange(2))
     random = torch.get_rng_state()
-    found = choose_channels_last(
-        Trial(model, Classification(num_classes=3), Precision("off", CPU), group),
-        batch,
-        config=Config() if config is None else config,
-        began_with=began_with,
-    )
+    trial = Trial(model, Classification(num_classes=3), Precision("off", CPU), group)
+    config = config or Config()
+    found = choose_channels_last(trial, batch, config=config, began_with=began_with)
     assert torch.equal(torch.get_rng_state(), random)
     return found
-
-
-def of_batch(size: int) -> Config:
-    return replace(Config(), data=replace(Config().data, batch_size=size))
 
 
 # A sample is 3 x 36 values before the convolution and 4 x 36 after it: 252.
@@ -82,7 +73,7 @@ def test_values_of_images_decide_against_weights_of_kernels_and_the_trial_leaves
 ) -> None:
     model = Net(kernel=kernel)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert choose(model, of_batch(batch_size)) == is_faster
+    assert choose(model, Config(data=DataConfig(batch_size=batch_size))) == is_faster
     assert model.conv.weight.is_contiguous(memory_format=torch.channels_last) == is_faster
     assert model.conv.weight.is_contiguous() != is_faster
     for name, tensor in model.state_dict().items():
@@ -110,9 +101,7 @@ def test_one_rank_where_it_is_slower_decides_for_all(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_what_was_asked_or_begun_with_is_not_tried(
-    monkeypatch: pytest.MonkeyPatch, asked: bool
-) -> None:
+def test_what_was_asked_for_is_not_tried(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
     monkeypatch.setattr(memory_format, "pays", lambda trial, *numbers: not asked)
     assert choose(Net(), Config(model=ModelConfig(channels_last=asked))) == asked
     assert choose(Net(), began_with=asked) == asked
@@ -131,9 +120,7 @@ def test_a_model_that_needs_the_usual_order_keeps_it() -> None:
     assert not choose(Net(is_random=True))  # nobody can tell
 
 
-def test_a_rank_calls_the_model_equally_often_until_all_agree(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_calls_the_model_as_often_until_all_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     # WHY: in a model with collectives, ranks that find otherwise would wait for each other.
     calls: list[object] = []
     agreed_after: list[int] = []

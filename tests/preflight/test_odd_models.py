@@ -1,24 +1,32 @@
-"""Models and data that can't be trained as they are: one clear error each, on all ranks."""
+"""Models and data that can't be trained as they are: one clear error each, on all ranks.
+
+Parameters that are complex, sparse or without a shape; collectives in a model's forward, of which
+every rank runs as many, or the run is refused at its start.
+"""
 
 import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from hardened_ddp.checkpoint.folder import load_checkpoint, open_checkpoint
 from hardened_ddp.data.sources.datasets import build_data
 from hardened_ddp.errors import DataError, HardenedError, ModelError
-from hardened_ddp.model.replica import check_same_model
+from hardened_ddp.model.replica import NO_COLLECTIVES, ForwardCollectives, check_same_model
 from hardened_ddp.model.zoo import place_model
+from hardened_ddp.preflight.probe import check_evaluation
 from hardened_ddp.settings.config import DataConfig, ModelConfig
 from hardened_ddp.streams import views
-from tests.harness.ranks import run_ranks, train
+from tests.harness.ranks import Finished, run_ranks, train
 from tests.marks import slow_after
 from tests.ranks.test_shared_sum import rendezvous
+from tests.run_folder import last_tensors, only_run, read_summary
 
 CPU = torch.device("cpu")
 
@@ -57,8 +65,7 @@ class Net(nn.Module):
                 self.hidden.weight.requires_grad_(False)
             if self.kind == "replaced":
                 self.hidden.weight = nn.Parameter(self.hidden.weight.detach() * 2)
-        logits: torch.Tensor = self.layer(self.hidden(inputs))
-        return logits
+        return self.layer(self.hidden(inputs))
 
 
 DIFFERENT = {
@@ -133,9 +140,7 @@ class Endless:
         return ((torch.ones(3), number % 2) for number in numbers)
 
 
-def test_an_endless_test_stream_is_refused_and_not_counted_without_an_evaluation(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_endless_test_stream_is_refused_if_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(views, "MOST_COUNTED", 100)
     config = DataConfig(dataset="tests.preflight.test_odd_models:Endless")
     with pytest.raises(DataError, match="has given 100 samples, and goes on") as caught:
@@ -148,3 +153,152 @@ def test_a_drop_last_that_would_leave_no_step_is_told(tmp_path: Path) -> None:
     argv = ["--batch_size", "64", "--drop_last", "--max_steps", "1", "--dataset_args", "{size: 24}"]
     done = train([*command("", tmp_path), *argv], launcher="none").ok()
     assert "drop_last: off, because all 24 samples are fewer than the 64 of a step" in done.output
+
+
+WORK = ["--cpu_only", "--no_config", "--num_workers", "0"]
+WORK += ["--model", "tests.preflight.test_odd_models:Waves"]
+WORK += ["--dataset", "tests.plugins:points", "--task", "classification", "--optimizer", "sgd"]
+
+
+class Sparse(nn.Module):
+    """Rounds its inputs to 8 words, and gives those of an embedding."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(8, num_classes, sparse=True)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        numbers = (inputs.gt(0) * torch.tensor([4, 2, 1])).sum(dim=1)
+        return self.words(numbers)
+
+
+class Waves(nn.Module):
+    """Has a matrix of complex numbers; is_lazy: and a layer without a shape."""
+
+    def __init__(self, num_classes: int, is_lazy: bool = False) -> None:
+        super().__init__()
+        self.first: nn.Module = nn.LazyLinear(8) if is_lazy else nn.Linear(3, 8)
+        self.waves = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64) * 0.3)
+        self.last = nn.Linear(8, num_classes)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.last((self.first(inputs).to(torch.complex64) @ self.waves).abs())
+
+
+def run(folder: Path, name: str, num_ranks: int, *more: str) -> Finished:
+    flags = [*WORK, "--output_dir", str(folder), "--run_name", name, *more]
+    return train(flags, num_ranks)
+
+
+def weights_of(run: Path) -> dict[str, torch.Tensor]:
+    tensors, _ = load_checkpoint(open_checkpoint(run))
+    return {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
+
+
+@pytest.mark.slow
+def test_a_complex_model_is_trained_alike_on_any_ranks_and_evaluated(tmp_path: Path) -> None:
+    run(tmp_path, "one", 1, "--epochs", "2", "--batch_size", "8").ok()
+    every = ["--epochs", "2", "--checkpoint_every_epochs", "1", "--batch_size", "4"]
+    run(tmp_path, "two", 2, *every).ok()
+    one, two = weights_of(tmp_path / "one"), weights_of(tmp_path / "two")
+    assert one["model.first.weight"].shape == (8, 3)
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=1e-5, atol=1e-6)
+    first = min((tmp_path / "two" / "checkpoints").glob("step-*"))
+    run(tmp_path, "two", 2, *every, "--resume", str(first)).ok()
+    again = weights_of(tmp_path / "two")
+    assert all(torch.equal(tensor, again[name]) for name, tensor in two.items())
+    assert "accuracy" in train(["evaluate", str(tmp_path / "two")]).ok().output
+
+
+def wrapped(num_classes: int) -> nn.Module:
+    return nn.DataParallel(Sparse(num_classes))
+
+
+COLLECTIVE = ["--cpu_only", "--dataset", "tests.plugins:points", "--batch_size", "4"]
+COLLECTIVE += ["--epochs", "2", "--num_workers", "0", "--hang_after_s", "5", "--timeout_s", "30"]
+NORMING, GATHERING = ("--model", "tests.plugins:Norming"), ("--model", "tests.plugins:Gathering")
+SUMMING = ("--model", "tests.plugins:Summing")
+COMPILED = ("--compile", "--model", "tests.plugins:NormingTestsCompiled")
+
+
+UNEVEN = [("allreduce", NORMING), ("allreduce", (*NORMING, "--no_shared_memory"))]
+UNEVEN += [("allgather", ("--model", "tests.plugins:GatheringMeans"))]
+
+
+@pytest.mark.parametrize("case", slow_after(1, UNEVEN), ids=str)
+def test_unequal_shares_run_as_often(case: tuple[str, tuple[str, ...]], tmp_path: Path) -> None:
+    # Steps of 16 and 9 samples: 5 and 4 of the last one, so 2 micro-batches and 1.
+    name, flags = case
+    argv = [*COLLECTIVE, *flags, "--accumulation_steps", "2", "--output_dir", tmp_path]
+    finished = train([*argv, "--dataset_args", "{size: 25}"], 2).ok()
+    assert finished.outputs[0].count("the model's forward runs collectives (") == 1
+    assert f"{name} in plugins.py:" in finished.output
+    assert read_summary(only_run(tmp_path))["step"] == 4
+
+
+REFUSED = [
+    # A last step of 1 sample: rank 1 has none.
+    (33, (*NORMING,), "rank 1 has 0 for the 1 forwards", "--drop_last"),
+    (25, (*SUMMING, "--accumulation_steps", "2"), "need equal sizes", "--drop_last"),
+    (25, (*GATHERING, "--accumulation_steps", "2"), "need equal sizes", "--drop_last"),
+    (24, (*NORMING, "--global_batch_size", "1"), "each step has 1", "a multiple of 2"),
+    # 17 samples to test on, 16 at once: one rank has 9 of them, in one batch, and the other 8.
+    (
+        24,
+        (*NORMING, "--eval_batch_size", "1", "--model_args", "{all_modes: true}"),
+        "8 for",
+        "--eval",
+    ),
+    (24, ("--model", "tests.plugins:NormingTests", "--eval_batch_size", "1"), "8 for", "--eval"),
+    (24, (*COMPILED, "--eval_batch_size", "1"), "8 for", "--eval"),
+]
+
+
+@pytest.mark.parametrize(
+    ("size", "flags", "problem", "fix"),
+    [REFUSED[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in REFUSED[1:])],
+    ids=str,
+)
+def test_a_run_in_which_a_rank_would_lack_a_forward_is_refused_before_it_trains(
+    size: int, flags: tuple[str, ...], problem: str, fix: str, tmp_path: Path
+) -> None:
+    argv = [*COLLECTIVE, *flags, "--dataset_args", f"{{size: {size}}}", "--output_dir", tmp_path]
+    finished = train(argv, 2)
+    assert all(finished.statuses)
+    output = finished.output
+    assert "[DDP-M01] the model's forward runs collectives (" in output
+    assert problem in output
+    assert fix in output.partition("wait for each other: ")[2].partition(problem)[2]
+    assert output.count("DDP-M01") == 1  # one rank tells it
+    assert "Traceback" not in output
+    if fix == "--drop_last":
+        train([*argv, "--drop_last"], 2).ok()
+
+
+@pytest.mark.slow
+def test_an_error_of_one_rank_in_such_a_forward_ends_it_and_loses_no_step(tmp_path: Path) -> None:
+    argv = [*COLLECTIVE, *NORMING, "--dataset_args", "{size: 24}", "--output_dir", tmp_path]
+    fails = ["--model_args", "{fails_at: 8}"]
+    finished = train([*argv, *fails], 2)
+    assert finished.statuses == (75, 1)
+    assert "a fault of this model" in finished.output
+    assert "is saved; to resume" in finished.output
+    train([*argv, "--resume", only_run(tmp_path)], 2).ok()
+    train([*argv, "--output_dir", tmp_path / "undisturbed"], 2).ok()
+    assert last_tensors(tmp_path) == last_tensors(tmp_path / "undisturbed")
+
+
+def test_the_trial_of_the_test_set_is_left_out_where_a_rank_could_wait_in_it() -> None:
+    found = ForwardCollectives(in_evaluation=("allreduce in mine.py:1",))
+    parts: Any = SimpleNamespace(  # with nothing that a trial needs: it would raise
+        config=SimpleNamespace(loop=SimpleNamespace(evaluates=True)),
+        eval_loader=object(),
+        group=None,
+        replica=SimpleNamespace(collectives=found),
+    )
+    check_evaluation(parts)
+    parts.replica.collectives = NO_COLLECTIVES
+    with pytest.raises(AttributeError):
+        check_evaluation(parts)

@@ -60,9 +60,8 @@ def test_a_batch_is_cut_where_most_padding_is_left_out(
     if expected is None:
         assert parts == [batch]
         return
-    assert [(p.targets.shape[1], p.indices.sub(10).tolist()) for p in parts] == [
-        (width, rows) for rows, width in expected
-    ]
+    found = [(part.indices.sub(10).tolist(), part.targets.shape[1]) for part in parts]
+    assert found == expected
     for part, (rows, width) in zip(parts, expected, strict=True):
         assert torch.equal(part.inputs["ids"], batch.inputs["ids"][rows, :width])
         assert torch.equal(part.targets, batch.targets[rows, :width])
@@ -151,8 +150,7 @@ class Mixed(TinyLM):
             raise ValueError("one sample is no batch")
         if self.recurrent is not None:
             hidden = self.recurrent(hidden)[0]
-        logits: torch.Tensor = self.head(self.drop(self.mix(hidden).tanh()))
-        return logits
+        return self.head(self.drop(self.mix(hidden).tanh()))
 
 
 class Counting(TinyLM):
@@ -198,9 +196,8 @@ def chosen(
     task.attach(model, "tokens")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     trial = Trial(model, task, Precision("off", CPU), Group(Launch(), CPU))
-    least = choose_least_padding(
-        trial, samples, Findings(**found), config=config or Config(), saved=saved
-    )
+    config = config or Config()
+    least = choose_least_padding(trial, samples, Findings(**found), config=config, saved=saved)
     assert all(module.training for module in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
@@ -238,9 +235,7 @@ def test_a_resumed_run_cuts_as_it_began() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_in_two_parts_that_is_cut_and_retried_ends_with_the_same_weights(
-    tmp_path: Path,
-) -> None:
+def test_a_run_in_two_parts_cut_and_retried_ends_with_the_same_weights(tmp_path: Path) -> None:
     argv = ["--cpu_only", "--num_workers", "0", "--epochs", "4", "--checkpoint_every_steps", "0"]
     argv += ["--dataset", "tests.token_data:ragged", "--task", "tokens", "--run_name", "run"]
     argv += ["--global_batch_size", "16", "--lr_schedule", "constant"]

@@ -1,10 +1,18 @@
-"""The benchmark that counts the code of a step: its bars hold, and it counts."""
+"""What a step costs: its code, and its operations and waits in the form of GPUs.
 
+The bars of the benchmarks that count them hold, and they count.
+"""
+
+import json
 import re
+from pathlib import Path
 
 import pytest
+import torch
 
-from tests.harness.ranks import run_program
+from benchmarks import step_ops
+from benchmarks.gpu.checks import nan_and_inf_are_found_in_every_type
+from tests.harness.ranks import run_program, train
 
 
 @pytest.mark.slow
@@ -22,3 +30,20 @@ def test_it_counts_a_step_a_save_and_a_resume() -> None:
     assert all(int(count) > 0 for _, count in figures)
     for expected in ("ddp_training.py: fit", "checkpoint/disk.py", "training/run_folder.py"):
         assert expected in output
+
+
+def test_a_step_dispatches_little_more_than_a_bare_loop_and_waits_once(tmp_path: Path) -> None:
+    env = {"OPS_TRACE": str(tmp_path / "seen.json")}
+    train([*step_ops.flags_of("mlp"), "--output_dir", tmp_path], 2, env=env).ok()
+    seen = json.loads((tmp_path / "seen.json").read_text(encoding="utf-8"))
+    figures = step_ops.figures_of(seen)
+    assert sum(seen["bare"]["operations"].values()) > 50
+    for name, (count, places) in figures.items():
+        assert count <= step_ops.BARS[name], (name, places)
+    assert figures["flags"][0] == figures["evaluation"][0] == 1  # they are seen
+    reports = [part["waits"] for part in seen["parts"] if part["kind"] == "report"]
+    assert any("tolist" in wait for waits in reports for wait in waits)
+
+
+def test_a_flag_is_up_for_nan_and_inf_and_not_for_large_numbers() -> None:
+    nan_and_inf_are_found_in_every_type(torch.device("cpu"))

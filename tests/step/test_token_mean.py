@@ -2,6 +2,7 @@
 
 import importlib
 import os
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -50,6 +51,12 @@ def whole_batch_gradients(argv: list[str], which: list[int], shift: int) -> list
     return found
 
 
+def assert_close(of_ranks: Any, wanted: list[torch.Tensor], double: bool) -> None:
+    for gradients in of_ranks:
+        for found, expected in zip(gradients, wanted, strict=True):
+            assert (found - expected).abs().max() <= TOLERANCES[double] * expected.abs().max()
+
+
 @pytest.mark.parametrize(
     "shared",
     slow_after(
@@ -65,16 +72,12 @@ def whole_batch_gradients(argv: list[str], which: list[int], shift: int) -> list
     ),
     ids=str,
 )
-def test_any_sharing_gives_the_mean_over_the_tokens_that_count(
-    shared: tuple[int, bool, list[str]],
-) -> None:
+def test_any_sharing_gives_the_mean_of_counted_tokens(shared: tuple[int, bool, list[str]]) -> None:
     world_size, double, how = shared
     which = [0, 1, 3]
     argv = arguments(double)
     [wanted] = run_ranks(whole_batch_gradients, 1, argv, which, 0)
-    for gradients in run_ranks(step_gradients, world_size, [*argv, *how], which):
-        for found, expected in zip(gradients, wanted, strict=True):
-            assert (found - expected).abs().max() <= TOLERANCES[double] * expected.abs().max()
+    assert_close(run_ranks(step_gradients, world_size, [*argv, *how], which), wanted, double)
 
 
 @pytest.mark.parametrize(
@@ -89,9 +92,7 @@ def test_any_sharing_gives_the_mean_over_the_tokens_that_count(
     ),
     ids=str,
 )
-def test_labels_are_counted_as_the_model_itself_uses_them(
-    case: tuple[str, str, int, list[str]],
-) -> None:
+def test_labels_are_counted_as_the_model_uses_them(case: tuple[str, str, int, list[str]]) -> None:
     task, names, shift, how = case
     argv = arguments(True, *how)
     argv[argv.index("tests.token_data:TinyLM")] = "tests.token_data:OwnLM"
@@ -99,9 +100,7 @@ def test_labels_are_counted_as_the_model_itself_uses_them(
     argv[argv.index("tokens")] = task
     [wanted] = run_ranks(whole_batch_gradients, 1, argv, [0, 2], shift)
     # OwnLM's loss in fp64; task own multiplies it in the same precision
-    for gradients in run_ranks(step_gradients, 2, [*argv, "--batch_size", "6"], [0, 2]):
-        for found, expected in zip(gradients, wanted, strict=True):
-            assert (found - expected).abs().max() <= 1e-12 * expected.abs().max()
+    assert_close(run_ranks(step_gradients, 2, [*argv, "--batch_size", "6"], [0, 2]), wanted, True)
 
 
 def weights_after(argv: list[str], number: int) -> tuple[bool, str, float]:
@@ -138,22 +137,6 @@ def test_a_step_without_any_label_that_counts_moves_nothing(how: list[str]) -> N
         assert 0 < loss < 10
 
 
-def gradients_without_a_count(argv: list[str], which: list[int]) -> int:
-    """Do steps; fail if what counts is summed by a collective of its own."""
-
-    def refuse(*_: object) -> float:
-        raise AssertionError("a collective for the count")
-
-    ByDdp._total_count = refuse  # type: ignore[method-assign]
-    return len(step_gradients(argv, which))
-
-
-def test_where_each_sample_counts_once_no_count_is_sent() -> None:
-    argv = ["--dataset", "tests.plugins:points", "--model", "mlp", "--batch_size", "4"]
-    how = ["--no_shared_memory", "--step_retry", "off"]
-    assert run_ranks(gradients_without_a_count, 2, [*argv, *how], [0, 1]) == [2, 2]
-
-
 def total_of_counts(dtype: torch.dtype, sent_as: torch.dtype | None) -> tuple[float, int]:
     """Send 5003 and 5004 with the gradients of two ranks; return what each reads, and the sums."""
     launch, cpu = read_launch(os.environ), torch.device("cpu")
@@ -180,9 +163,7 @@ def test_the_count_is_exact_and_costs_no_sum_of_its_own_but_beside_gradients_of_
 
 
 @pytest.mark.parametrize("how", [["--accumulation_steps", "2"], ["--batch_size", "2"]], ids=str)
-def test_a_metric_over_the_vocabulary_is_that_of_the_reported_steps(
-    how: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_are_of_the_reported_steps(how: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     argmax = torch.Tensor.argmax
     monkeypatch.setattr(torch.Tensor, "argmax", lambda *a, **k: calls.append(a) or argmax(*a, **k))

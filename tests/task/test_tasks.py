@@ -22,16 +22,16 @@ from hardened_ddp.step.gradient import Totals
 from hardened_ddp.task.build import build_task, metric_of, task_that_fits
 from hardened_ddp.task.classification import Classification
 from hardened_ddp.task.details import report_lines
-from hardened_ddp.task.first_batch import check_score
 from hardened_ddp.task.multilabel import Multilabel
 from hardened_ddp.task.output import fix_for
 from hardened_ddp.task.own import Own
 from hardened_ddp.task.own_metrics import OwnMetrics
 from hardened_ddp.task.regression import Regression
 from hardened_ddp.task.segmentation import Segmentation
-from hardened_ddp.task.task import Metric, Score, Task, described, with_loss
+from hardened_ddp.task.task import Metric, Task, described, with_loss
 from hardened_ddp.task.tokens import Tokens
 from hardened_ddp.training.building import check_names
+from tests.device_tasks import Distance
 from tests.harness.ranks import run_ranks
 from tests.ranks.test_shared_sum import rendezvous
 
@@ -138,9 +138,8 @@ def test_segmentation_counts_the_pixels_that_count(size: tuple[int, ...]) -> Non
         either = (((predicted == index) | (labels == index)) & counts).sum()
         shares.append(float(both / either))
     assert found["mean_iou"] == pytest.approx(sum(shares) / 3)
-    assert found["pixel_accuracy"] == pytest.approx(
-        float((predicted == labels)[counts].float().mean())
-    )
+    is_right = (predicted == labels)[counts].float()
+    assert found["pixel_accuracy"] == pytest.approx(float(is_right.mean()))
 
 
 def test_tokens_are_measured_over_those_that_count() -> None:
@@ -179,21 +178,6 @@ FITS: list[tuple[str, Any, Any]] = [
 @pytest.mark.parametrize(("name", "output", "labels"), FITS)
 def test_auto_takes_the_task_that_fits(name: str, output: Any, labels: Any) -> None:
     assert task_that_fits(output, batch_of(labels, inputs=[1, 2]))[0] == name
-
-
-@pytest.mark.parametrize(
-    ("output", "labels", "told"),
-    [
-        ("text", torch.tensor([0, 1]), "no logits, and the model returns no loss"),
-        (torch.randn(2, 3, 4, 4), torch.randint(3, (2, 4, 4, 4)), "fit no task"),
-        (torch.randn(2, 5, 6), torch.randint(5, (2, 6)), "fit no task"),
-        (torch.randn(4, 3), torch.randn(4, 3).softmax(1), "alike"),
-    ],
-)
-def test_auto_refuses_and_says_what_to_do(output: Any, labels: Any, told: str) -> None:
-    with pytest.raises(ModelError, match=told) as caught:
-        task_that_fits(output, batch_of(labels, inputs=[1, 2]))
-    assert "--task classification | multilabel" in caught.value.fix
 
 
 LOSS, PLAIN = torch.ones((), requires_grad=True), torch.ones(())
@@ -306,9 +290,7 @@ def built(*argv: str) -> Task:
     ],
     ids=str,
 )
-def test_a_metric_that_can_not_be_is_told_before_the_ranks_meet(
-    argv: tuple[str, ...], told: str
-) -> None:
+def test_an_impossible_metric_is_told_before_ranks_meet(argv: tuple[str, ...], told: str) -> None:
     with pytest.raises(HardenedError, match=told):
         check_names(resolve(parse(["--cpu_only", *argv]), world_size=1).config)
 
@@ -334,25 +316,17 @@ def count_with_own_metrics() -> dict[str, float]:
     """Rank r has r batches; the last rank has one more than all others reach."""
     group = rendezvous()
     rank = group.launch.rank
-    metrics = OwnMetrics(
-        {
-            "total": "tests.task.test_tasks:Sum",
-            "twice": {"class": "tests.task.test_tasks:Sum", "factor": 2.0},
-            "synced": "tests.task.test_tasks:Synced",
-        }
-    )
+    here = "tests.task.test_tasks"
+    twice = {"class": f"{here}:Sum", "factor": 2.0}
+    metrics = OwnMetrics({"total": f"{here}:Sum", "twice": twice, "synced": f"{here}:Synced"})
     for number in range(3):
         has_any = number < rank
         labels = torch.full((number + 1,), 10 * rank + number)
         metrics.add(torch.ones(number + 1, 2), batch_of(labels) if has_any else None, group)
     found = metrics.compute(group)
+    summed = OwnMetrics({"x": f"{here}:Summed"})
     with pytest.raises(ModelError, match="allreduce in test_tasks"):
-        try_metrics(
-            OwnMetrics({"x": "tests.task.test_tasks:Summed"}),
-            torch.ones(1, 2),
-            batch_of(torch.ones(1)),
-            group,
-        )
+        try_metrics(summed, torch.ones(1, 2), batch_of(torch.ones(1)), group)
     group.close()
     return found
 
@@ -412,9 +386,7 @@ ODD_INPUTS: list[tuple[Exception, Any, str]] = [
 
 
 @pytest.mark.parametrize(("error", "inputs", "told"), ODD_INPUTS, ids=[t for *_, t in ODD_INPUTS])
-def test_an_error_of_the_first_forward_says_what_is_odd_in_the_input(
-    error: Exception, inputs: Any, told: str
-) -> None:
+def test_odd_input_of_a_first_forward_is_named(error: Exception, inputs: Any, told: str) -> None:
     assert told in fix_for(error, inputs)
 
 
@@ -482,9 +454,7 @@ class Asking(nn.Module):
     ("of", "factor", "asked"),
     [("tokens", 1.0, False), ("labels", 1.0, True), ("no last", 1.0, True), ("tokens", 1.5, True)],
 )
-def test_a_loss_that_is_computed_anyway_is_not_asked_of_the_model_too(
-    of: str, factor: float, asked: bool
-) -> None:
+def test_a_loss_that_comes_anyway_is_not_asked_for(of: str, factor: float, asked: bool) -> None:
     model, task = Asking(of, factor), Tokens()
     task.attach(model, "tokens")
     labels = torch.tensor([[1, 2, -100], [3, -100, 4]])
@@ -501,38 +471,6 @@ def test_a_loss_that_is_computed_anyway_is_not_asked_of_the_model_too(
     assert bool(resumed.labels_name) == asked
 
 
-LOGITS = torch.tensor([[2.0, 1.0, 0.0], [0.0, 3.0, 1.0], [1.0, 0.5, 0.0]])
-TARGETS = torch.tensor([0, 1, 2])
-
-
-class Distance(Task):
-    """A toy task with floats as labels: how far off is the model?"""
-
-    metrics = (Metric("distance", is_higher_better=False), Metric("near", ".1%"))
-
-    def __init__(self, power: float = 2.0) -> None:
-        self.power = power
-
-    def score(self, output: torch.Tensor, batch: Batch) -> Score:
-        output = output.float().reshape(batch.num_samples, -1).mean(dim=1)
-        distance = (output.detach() - batch.targets).abs()
-        pairs = {"distance": distance.sum(), "near": (distance.le(1).sum(), batch.num_samples)}
-        loss_sum = (output - batch.targets).abs().pow(self.power).sum()
-        return Score(loss_sum, batch.num_samples, pairs)
-
-
-def score_of(task: Task, *, seed: int = 0, size: int = 4) -> Score:
-    generator = torch.Generator().manual_seed(seed)
-    return task.score(torch.randn(size, generator=generator), batch_of(torch.zeros(size)))
-
-
-def test_logits_are_worth_their_summed_loss_and_the_correct_ones_are_counted() -> None:
-    score = Classification(num_classes=3).score(LOGITS, batch_of(TARGETS))
-    wanted = nn.functional.cross_entropy(LOGITS, TARGETS, reduction="sum")
-    assert torch.equal(score.loss_sum, wanted)
-    assert (score.count, int(score.metrics["correct"])) == (3, 2)
-
-
 def test_the_mean_loss_of_a_model_itself_becomes_a_sum() -> None:
     class WithLoss(nn.Module):
         def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -540,7 +478,8 @@ def test_the_mean_loss_of_a_model_itself_becomes_a_sum() -> None:
 
     model, task = WithLoss(), Classification(num_classes=3)
     task.attach(model)
-    batch = batch_of(TARGETS, LOGITS)
+    logits = torch.tensor([[2.0, 1.0, 0.0], [0.0, 3.0, 1.0], [1.0, 0.5, 0.0]])
+    batch = batch_of(torch.tensor([0, 1, 2]), logits)
     score = task.score(task.forward(model, batch), batch)
     assert float(score.loss_sum) == 3.0
     assert int(score.metrics["correct"]) == 2
@@ -549,46 +488,28 @@ def test_the_mean_loss_of_a_model_itself_becomes_a_sum() -> None:
 def test_totals_add_up_the_sums_of_any_task_and_go_back_to_a_mark() -> None:
     task = Distance()
     totals = Totals(task, CPU)
-    first, second = score_of(task, seed=1), score_of(task, seed=2, size=3)
+    first, second = (task.score(torch.randn(n), batch_of(torch.zeros(n))) for n in (4, 3))
     totals.add(first, 4)
-    kept = totals.sums["distance"]
+    kept = totals.sums["mae"]
     mark = totals.mark()
     totals.add(second, 3)
     assert totals.loss() - float(mark[0]) == pytest.approx(float(second.loss_sum))
     totals.go_back(mark)
-    assert totals.sums["distance"] is kept  # in place: see totals.py
-    assert totals.read(ALONE) == {
-        "loss": float(first.loss_sum) / 4,
-        "distance": float(first.metrics["distance"]) / 4,
-        "near": int(first.metrics["near"][0]) / 4,
-        "samples": 4.0,
-    }
+    assert totals.sums["mae"] is kept  # in place: see totals.py
+    mean = float(first.loss_sum) / 4
+    assert totals.read(ALONE) == {"loss": mean, "mae": mean, "share": 1 / 4, "samples": 4.0}
 
 
 def test_a_metric_says_which_value_is_better_and_how_it_is_printed() -> None:
-    distance, near = Distance.metrics
+    distance, near = Metric("distance", is_higher_better=False), Metric("near", ".1%")
     assert distance.is_better(1.0, than=2.0)
     assert distance.record(2.0)["direction"] == "lower is better"
     assert near.is_better(2.0, than=1.0)
     assert near.is_better(1.0, than=1.0), "of two equal ones the newer is the best"
     assert not near.is_better(0.5, than=1.0)
-    text = described(Distance.metrics, {"near": 0.97125, "distance": 0.5})
+    text = described([distance, near], {"near": 0.97125, "distance": 0.5})
     assert text == "distance 0.5000  near 97.1%"
     assert described([near], {"near": 0.97125}, of="test") == "test near 97.1%"
     assert with_loss(0.5, text) == f"loss 0.5000  {text}"
-    assert [with_loss(loss) for loss in (0.0, 2e-7, 3e11)] == [
-        "loss 0.0000",
-        "loss 2e-07",
-        "loss 3e+11",
-    ]
-
-
-class Undeclared(Classification):
-    def sums_of(self, score: Score) -> dict[str, Any]:
-        return {**super().sums_of(score), "seen": 1}
-
-
-def test_a_sum_that_a_task_does_not_declare_is_told() -> None:
-    score = Score(torch.ones((), requires_grad=True), 1, {"correct": torch.tensor(1)})
-    with pytest.raises(ModelError, match=r"gives seen, which is not among its sums"):
-        check_score(Undeclared(num_classes=2), score)
+    for loss, told in ((0.0, "0.0000"), (2e-7, "2e-07"), (3e11, "3e+11")):
+        assert with_loss(loss) == f"loss {told}"
