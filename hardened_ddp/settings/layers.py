@@ -18,15 +18,7 @@ from hardened_ddp.settings.document import Misfit, read_file
 from hardened_ddp.settings.earlier_run import NOT_INHERITED, SAVED_SETTINGS, WHICH_RUN, find_run
 from hardened_ddp.settings.record import read_back, yaml_word
 from hardened_ddp.settings.rules import contradictions, place
-from hardened_ddp.settings.schema import (
-    COMMAND_LINE,
-    DEFAULT,
-    RUN,
-    SETTINGS,
-    Layer,
-    assemble,
-    fit,
-)
+from hardened_ddp.settings.schema import COMMAND_LINE, DEFAULT, RUN, SETTINGS, Layer, assemble, fit
 from hardened_ddp.settings.typed_command import own_command
 from hardened_ddp.settings.wording import advice, as_word, counted
 

@@ -132,8 +132,7 @@ def metric_of(task: Task, name: str, *, setting: str) -> Metric:
         return next(iter(known.values()))
     if name not in known:
         raise ConfigError(
-            f"{setting}: this task has no metric {name!r}",
-            fix=f"--{setting} {' | '.join(known)}",
+            f"{setting}: this task has no metric {name!r}", fix=f"--{setting} {' | '.join(known)}"
         )
     return known[name]
 

@@ -36,11 +36,7 @@ class Classification(Task):
     learns = ("num_classes",)
 
     def __init__(
-        self,
-        *,
-        num_classes: int,
-        class_names: Sequence[str] = (),
-        label_smoothing: float = 0.0,
+        self, *, num_classes: int, class_names: Sequence[str] = (), label_smoothing: float = 0.0
     ) -> None:
         self.class_names = class_names
         self.label_smoothing = label_smoothing

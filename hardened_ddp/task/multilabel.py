@@ -25,10 +25,7 @@ class Multilabel(Task):
     A single label may also be (N,), as in binary classification with one output.
     """
 
-    metrics = (
-        Metric("f1", form=".2%"),
-        Metric("exact_match", form=".2%"),
-    )
+    metrics = (Metric("f1", form=".2%"), Metric("exact_match", form=".2%"))
     counts_samples = True
     learns = ("num_labels",)
 

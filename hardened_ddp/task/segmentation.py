@@ -26,10 +26,7 @@ _SIZES = (3, 4)
 class Segmentation(Task):
     """Cross-entropy of logits (N, C, H, W) and labels (N, H, W) int64; or both with a depth."""
 
-    metrics = (
-        Metric("mean_iou", form=".2%"),
-        Metric("pixel_accuracy", form=".2%"),
-    )
+    metrics = (Metric("mean_iou", form=".2%"), Metric("pixel_accuracy", form=".2%"))
 
     learns = ("num_classes",)
 

@@ -18,12 +18,7 @@ from torch.nn.functional import cross_entropy
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.errors import ANY_FAILURE, ModelError
 from hardened_ddp.ranks.seeding import keeping_random_state
-from hardened_ddp.task.output import (
-    check_range,
-    described_labels,
-    logits_of,
-    split_output,
-)
+from hardened_ddp.task.output import check_range, described_labels, logits_of, split_output
 from hardened_ddp.task.own_metrics import OwnMetrics
 from hardened_ddp.task.task import Figures, Metric, Score, Task, widened
 
