@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,9 @@ _NAME = "summary.json"
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
     """Write summary.json, complete or not at all. A failure is a warning."""
     try:
-        write_whole(folder / _NAME, json.dumps(_plain(summary), indent=2, allow_nan=False) + "\n")
+        text = json.dumps(summary, default=str)
+        plain = json.loads(text, parse_constant=lambda _: None)  # NaN and infinity are no JSON
+        write_whole(folder / _NAME, json.dumps(plain, indent=2) + "\n")
     except OSError as error:
         log.warning("summary.json can't be written: %s", error)
 
@@ -87,14 +88,3 @@ def tell_report(
         output.flush()
     except BrokenPipeError:  # whoever read the output has gone, as in: ... | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())  # for what is not sent yet
-
-
-def _plain(value: Any) -> Any:  # Any: JSON
-    """Convert what json can't write: NaN and infinity to null, other types to text."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, bool | int | str) else str(value)
