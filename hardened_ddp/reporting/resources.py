@@ -3,6 +3,7 @@
 Imports neither torch nor psutil by itself: doctor asks for a container's memory without them.
 """
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,10 +38,8 @@ class ResourceMonitor:
         """Return memory/... in MiB or percent; unavailable figures are left out."""
         found: dict[str, float] = {}
         for read in (self._read_memory, self._read_container, self._read_shm, self._read_gpu):
-            try:
+            with contextlib.suppress(Exception):  # WHY broad: psutil has errors of its own
                 read(found)
-            except Exception as error:  # WHY broad: psutil has errors of its own
-                self._say_once(f"{read.__name__}: {error}", logging.DEBUG)
         return found
 
     def _read_memory(self, found: dict[str, float]) -> None:
@@ -75,17 +74,11 @@ class ResourceMonitor:
             found |= {"memory/gpu_reserved_mib": reserved, "memory/gpu_peak_mib": peak}
 
     def _warn_above(self, what: str, percent: float, limit: float) -> None:
-        if percent > limit:
-            self._say_once(
-                f"{what} is more than {limit:.0f} % full: this process may soon be killed. "
-                "Lower batch_size, num_workers or prefetch_factor",
-                logging.WARNING,
-            )
-
-    def _say_once(self, text: str, level: int) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            log.log(level, "%s", text)
+        if percent > limit and what not in self._warned:
+            self._warned.add(what)
+            remedy = "lower batch_size, num_workers or prefetch_factor"
+            text = "%s is more than %.0f %% full: this process may soon be killed; %s"
+            log.warning(text, what, limit, remedy)
 
 
 def read_rss_mib() -> float:
