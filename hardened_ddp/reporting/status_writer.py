@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 EVERY_S = 2.0  # between two writes, at least
 MOST_WRITES_PER_S = 64
 _SHARE_OF_TIME = 0.01
-_RATE_OVER_S = 15.0
+_RATE_OVER = 8  # writes
 _END_LIMIT_S = 2.0
 _SILENT_PERIODS = 5
 KUBEFLOW_URL = "KUBEFLOW_TRAINER_SERVER_URL"  # set by its operator, where it is to be told
@@ -74,7 +74,7 @@ class StatusWriter:
         self._every_s = max(EVERY_S, group.world_size / MOST_WRITES_PER_S)
         self._work = Work()
         self._state = "running"
-        self._rates: deque[tuple[float, int]] = deque()
+        self._rates: deque[tuple[float, int]] = deque(maxlen=_RATE_OVER)
         self._end = threading.Event()
         call = partial(self._repeat, self._write, self._every_s)
         self._threads = [HelperThread(call, name="rank-status")]
@@ -163,17 +163,13 @@ class StatusWriter:
             os.close(descriptor)
 
     def _rate(self, step: int, wall_s: list[float]) -> float:
-        """Return the steps per second of the last seconds, without evaluation and checkpoints."""
+        """Return the steps per second since some writes, without evaluation and checkpoints."""
         aside = wall_s[Phase.EVALUATION] + wall_s[Phase.CHECKPOINT] + wall_s[Phase.START_UP]
         now = sum(wall_s) - aside
-        rates = self._rates
-        if rates and step < rates[-1][1]:  # rolled back
-            rates.clear()
-        rates.append((now, step))
-        while len(rates) > 2 and now - rates[1][0] > _RATE_OVER_S:
-            rates.popleft()
-        passed = now - rates[0][0]
-        return (step - rates[0][1]) / passed if passed > 0 else 0.0
+        self._rates.append((now, step))
+        began, first = self._rates[0]
+        passed = now - began
+        return max(0, step - first) / passed if passed > 0 else 0.0  # below: rolled back
 
     def _read_facts(self) -> RankStatus:
         group, launch = self._group, self._group.launch
