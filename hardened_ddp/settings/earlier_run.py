@@ -6,7 +6,6 @@ Does not own: which checkpoint is used, and whether it is valid (checkpoint/).
 import contextlib
 import os
 import re
-import shlex
 from pathlib import Path
 
 from hardened_ddp.errors import RunFolderError
@@ -59,38 +58,23 @@ def find_folder(name: str, output_dir: Path) -> Path:
 
     It may have no checkpoint yet. Raises RunFolderError.
     """
-    places = [Path(name), output_dir / name] if name else [output_dir]
-    for place in places:
-        _check_access(place)
-        if name and _has_part_of_run(place):
+    for place in (Path(name), output_dir / name) if name else ():
+        if _has_part_of_run(place):
             return place
-    found = sorted(path for path in output_dir.glob("*") if not path.is_symlink())
+    found: list[Path] = []
+    with contextlib.suppress(OSError):  # a folder that may not be read
+        found = sorted(path for path in output_dir.glob("*") if not path.is_symlink())
     runs = [path for path in found if _has_part_of_run(path)]
     if runs and not name:
         return max(runs, key=changed_at)
     fix = f"choose a run of {output_dir}: {', '.join(run.name for run in runs[-5:])}"
     if not runs:
         fix = f"{output_dir} has no run; start one: {own_command()}, or name it by --output_dir"
-    there = next((place for place in places if os.path.exists(place)), None)
-    if not name:
-        why = f"there is no run in {output_dir}"
-    elif there is None:
-        why = f"there is no run {name}: neither the folder {name} nor {output_dir / name} exists"
-    else:
-        why = f"{there} is not a run folder: no {CHECKPOINTS_NAME}, no {STATUS_FOLDER}, no logs"
-    raise RunFolderError(why, fix=fix)
-
-
-def _check_access(folder: Path) -> None:
-    """Raise RunFolderError if a folder is there and may not be read."""
-    try:
-        os.listdir(folder)
-        (folder / CHECKPOINTS_NAME).stat()
-    except PermissionError as error:
-        fix = f"its owner can allow it: chmod -R a+rX {shlex.quote(str(folder))}"
-        raise RunFolderError(f"{folder} can't be read: {error.strerror}", fix=fix) from error
-    except (OSError, ValueError):  # it is no folder, or a run that has no checkpoint yet
-        return
+    told = (
+        f"{name}: neither {name} nor {output_dir / name} is a" if name else f"in {output_dir}: no"
+    )
+    what = f"folder with {CHECKPOINTS_NAME}, {STATUS_FOLDER} or logs that you may read"
+    raise RunFolderError(f"there is no run {told} {what}", fix=fix)
 
 
 def _has_part_of_run(folder: Path) -> bool:
@@ -107,14 +91,6 @@ def changed_at(run: Path) -> float:
     return newest
 
 
-def run_of_checkpoint(path: Path) -> Path | None:
-    """Give the run folder that path is a checkpoint of; None if it is not inside of one."""
-    full = path.resolve()  # WHY: "." has no parents
-    # WHY not a run: the output folder may be named checkpoints, too
-    is_inside = full.parent.name == CHECKPOINTS_NAME and not _is_run(full)
-    return full.parents[1] if is_inside else None
-
-
 def _has_checkpoint(checkpoints: Path) -> bool:
     is_real_folder = checkpoints.is_dir() and not checkpoints.is_symlink()
     return is_real_folder and any(STEP_FOLDER.fullmatch(p.name) for p in checkpoints.iterdir())
@@ -122,14 +98,11 @@ def _has_checkpoint(checkpoints: Path) -> bool:
 
 def _run_at(path: Path, output_dir: Path) -> Path:
     """Find the run folder that path is, or is inside of."""
-    if not path.is_dir():
-        what = "is not a folder" if path.exists() else "does not exist"
-        raise Misfit(f"{shown(str(path))} {what}; {_hint(path, output_dir)}")
     if _is_run(path):
         return path
-    run = run_of_checkpoint(path)
-    if run is not None and _is_run(run):
-        return run
+    full = path.resolve()  # WHY: "." has no parents
+    if path.is_dir() and full.parent.name == CHECKPOINTS_NAME and _is_run(full.parents[1]):
+        return full.parents[1]
     raise Misfit(
         f"{shown(str(path))} is neither a run folder, with {SAVED_SETTINGS} and "
         f"{CHECKPOINTS_NAME}/, nor a checkpoint folder inside one; {_hint(path, output_dir)}"

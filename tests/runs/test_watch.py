@@ -352,11 +352,10 @@ def test_a_curve_in_one_line_shows_its_ends_and_its_middle() -> None:
 def test_a_wrong_run_or_interval_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="there is no run in"):
         run_watch(parse(["watch", "--output_dir", str(tmp_path)]).options, output=io.StringIO())
-    with pytest.raises(RunFolderError, match="is not a run folder"):
-        watched(tmp_path)
     (tmp_path / "a file").touch()
-    with pytest.raises(RunFolderError, match="a file is not a run folder"):
-        watched(tmp_path / "a file")
+    for place in (tmp_path, tmp_path / "a file"):
+        with pytest.raises(RunFolderError, match="is a folder with checkpoints, status or logs"):
+            watched(place)
     (tmp_path / "logs").mkdir()
     with pytest.raises(ConfigError, match="needs seconds, from"):
         watched(tmp_path, "--every", "0")
@@ -370,7 +369,7 @@ def test_a_wrong_run_or_interval_is_one_clear_error(tmp_path: Path) -> None:
     def look_without_rights() -> None:
         give_up_privileges()
         for words in ([str(tmp_path)], ["--output_dir", str(tmp_path)]):
-            with pytest.raises(RunFolderError, match="can't be read: Permission denied"):
+            with pytest.raises(RunFolderError, match="that you may read"):
                 run_watch(parse(["watch", *words]).options, output=io.StringIO())
 
     tmp_path.chmod(0)

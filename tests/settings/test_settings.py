@@ -167,7 +167,7 @@ class TestContinuedRun:
         ("given", "told"),
         [
             ("runs/frist", "there are: runs/first"),
-            ("a_file", "'a_file' is not a folder"),
+            ("a_file", "'a_file' is neither a run folder"),
             ("runs", "neither a run folder"),
             (".", "neither a run folder"),
         ],

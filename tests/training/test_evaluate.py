@@ -98,7 +98,8 @@ def test_a_broken_sample_ends_all_ranks_or_is_left_out_by_name(tmp_path: Path) -
 def test_a_path_that_is_no_run_is_told_with_the_runs_that_there_are(digits_run: Path) -> None:
     done = train(["evaluate", "runs/zz"], cwd=digits_run.parents[1])
     assert done.statuses == (2,)
-    assert "RUN: 'runs/zz' does not exist; there are: runs/" + digits_run.name in done.output
+    assert "RUN: 'runs/zz' is neither a run folder" in done.output
+    assert f"there are: runs/{digits_run.name}" in done.output
     assert "--resume" not in done.output
 
 
