@@ -1,9 +1,8 @@
-"""Code of others: importing a package or the user's module, and describing the errors it raises.
+"""Code of others: importing a package or the user's module, and what the errors it raises become.
 
 torchvision's wheel from the package index is built for CUDA: with a CPU build of torch its compiled
 operators don't load, and then its import fails when it registers their shapes. Datasets, transforms
 and classifiers need none of them: it is enough to declare the two that the import needs.
-Does not own: the call of what was imported.
 """
 
 import contextlib
@@ -13,7 +12,7 @@ import inspect
 import logging
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 
-from hardened_ddp.errors import DataError, HardenedError, MissingPackageError
+from hardened_ddp.errors import ANY_FAILURE, DataError, HardenedError, MissingPackageError
 from hardened_ddp.settings.typed_command import pip_command
 
 log = logging.getLogger(__name__)
@@ -129,6 +128,23 @@ def _load(name: str, *parts: str) -> ModuleType:
         torch.library.define(operator, _SCHEMA)
     importlib.invalidate_caches()
     return _load(name, *parts)
+
+
+@contextlib.contextmanager
+def told_as(
+    error: type[HardenedError], what: str, *, fix: str, passes: tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
+    """Raise error for whatever the code inside raises: what failed, how, and in which line.
+
+    Errors of ours pass as they are, and those of the types in passes.
+    """
+    try:
+        yield
+    except ANY_FAILURE as failure:  # WHY broad: it is the user's code
+        if isinstance(failure, (HardenedError, *passes)):
+            raise
+        log.debug("%s", what, exc_info=True)
+        raise error(f"{what}: {describe(failure)}{line_of_user(failure)}", fix=fix) from failure
 
 
 def describe(error: BaseException, *, most: int | None = _MAX_TEXT) -> str:

@@ -23,13 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hardened_ddp.data.foreign_code import import_extra
+from hardened_ddp.data.foreign_code import import_extra, told_as
 from hardened_ddp.data.sources.hub_sets import PREFIX, find_place
 from hardened_ddp.errors import CheckpointError, HardenedError, ModelError
 from hardened_ddp.model.huggingface import HubModel as HubNet
 from hardened_ddp.model.huggingface import ImageClassifier, TextModel, build_from_config
 from hardened_ddp.model.zoo import DESCRIPTION
-from hardened_ddp.task.user_code import told_as
 from hardened_ddp.training.weights import example_inputs, rebuild_model
 
 log = logging.getLogger(__name__)

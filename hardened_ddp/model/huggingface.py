@@ -19,11 +19,10 @@ import torch
 from torch import nn
 from torch.nn.functional import interpolate
 
-from hardened_ddp.data.foreign_code import import_extra
+from hardened_ddp.data.foreign_code import import_extra, told_as
 from hardened_ddp.data.sources.hub_sets import find_place
 from hardened_ddp.errors import ModelError
 from hardened_ddp.settings.config import ModelConfig
-from hardened_ddp.task.user_code import told_as
 
 _KINDS = (
     *("CausalLM", "MaskedLM", "SequenceClassification", "TokenClassification"),

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from hardened_ddp.data.foreign_code import import_callable
+from hardened_ddp.data.foreign_code import import_callable, told_as
 from hardened_ddp.errors import OptimizerError
 from hardened_ddp.model.muon import MuonAndAdamW
 from hardened_ddp.model.parameter_groups import Group
 from hardened_ddp.model.schedule import KNOWN, is_known
 from hardened_ddp.settings.config import ImportPath, OptimizerConfig, OptimizerName
-from hardened_ddp.task.user_code import told_as
 
 BUILT_IN: Mapping[OptimizerName, Callable[..., Any]] = {
     "adamw": AdamW,

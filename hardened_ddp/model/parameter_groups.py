@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import nn
 
+from hardened_ddp.data.foreign_code import told_as
 from hardened_ddp.errors import OptimizerError
 from hardened_ddp.model.muon import MUON, split_for_muon
 from hardened_ddp.settings.config import OptimizerConfig
 from hardened_ddp.task.output import described
-from hardened_ddp.task.user_code import told_as
 
 log = logging.getLogger(__name__)
 

@@ -26,11 +26,10 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from hardened_ddp.data.batches.nesting import map_tensors
 from hardened_ddp.data.batches.sampler import UNKNOWN_STEPS
-from hardened_ddp.data.foreign_code import import_callable
+from hardened_ddp.data.foreign_code import import_callable, told_as
 from hardened_ddp.errors import OptimizerError
 from hardened_ddp.model.state_tree import Tree, pack, unpack
 from hardened_ddp.settings.config import ImportPath, OptimizerConfig
-from hardened_ddp.task.user_code import told_as
 
 # The equal parts of lr_schedule step; the rate of each is a tenth of that of the part before.
 STEP_DROPS = 3

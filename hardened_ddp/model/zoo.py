@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
-from hardened_ddp.data.foreign_code import import_callable, import_torchvision
+from hardened_ddp.data.foreign_code import import_callable, import_torchvision, told_as
 from hardened_ddp.data.sources.downloads import fetch, weights_of
 from hardened_ddp.data.sources.hub_sets import PREFIX
 from hardened_ddp.errors import DataError, ModelError
@@ -28,7 +28,6 @@ from hardened_ddp.model.huggingface import build_from_config, load_hub_model
 from hardened_ddp.settings.config import ModelConfig
 from hardened_ddp.settings.typed_command import download_command
 from hardened_ddp.settings.wording import nearest
-from hardened_ddp.task.user_code import told_as
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.checks import Limit
-from hardened_ddp.data.foreign_code import import_callable
+from hardened_ddp.data.foreign_code import import_callable, told_as
 from hardened_ddp.data.sources.datasets import TaskData
 from hardened_ddp.errors import ConfigError, ModelError
 from hardened_ddp.settings.config import TASKS, TaskConfig
@@ -34,7 +34,6 @@ from hardened_ddp.task.regression import Regression
 from hardened_ddp.task.segmentation import Segmentation
 from hardened_ddp.task.task import LOSS, LOSS_METRIC, Metric, Task
 from hardened_ddp.task.tokens import IGNORED, Tokens
-from hardened_ddp.task.user_code import told_as
 
 CHOICES = TASKS[1:]
 BUILT_IN: Mapping[str, type[Task]] = {

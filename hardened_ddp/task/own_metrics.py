@@ -14,13 +14,12 @@ import torch
 from torch import nn
 
 from hardened_ddp.data.batches.batch import Batch
-from hardened_ddp.data.foreign_code import import_callable
+from hardened_ddp.data.foreign_code import import_callable, told_as
 from hardened_ddp.errors import ConfigError, ModelError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.seeding import keeping_random_state
 from hardened_ddp.task.output import split_output
 from hardened_ddp.task.task import Metric
-from hardened_ddp.task.user_code import told_as
 
 _METHODS = ("update", "compute", "reset")
 

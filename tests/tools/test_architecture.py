@@ -54,7 +54,7 @@ BUDGETS = {
     "hardened_ddp/preflight/*": 950,
     "hardened_ddp/ranks/*": 2_570,
     "hardened_ddp/guard/*": 1_255,
-    "hardened_ddp/data/*": 4_600,
+    "hardened_ddp/data/*": 4_620,
     "hardened_ddp/streams/*": 2_450,
     "ddp_drills/*": 1_935,
     "launchers/*": 710,
