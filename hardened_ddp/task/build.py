@@ -6,7 +6,6 @@ Does not own: the first batch (preflight/probe.py).
 
 import inspect
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -60,11 +59,9 @@ def check_metrics(config: TaskConfig, *, stop_when: str) -> None:
     asked = {"best_metric": config.best_metric, "stop_when": stop_when}
     for setting, wanted in asked.items():
         if wanted not in {"", "auto", *known}:
-            whose = "no task" if name == "auto" else f"the task {name}"
-            near = get_close_matches(wanted, known, n=1)
             raise ConfigError(
-                f"{setting}: {whose} has {'a' if name == 'auto' else 'no'} metric {wanted!r}",
-                fix=f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}",
+                f"{setting}: there is no metric {wanted!r} with --task {name}",
+                fix=f"known: {', '.join(sorted(known))}",
             )
 
 

@@ -285,8 +285,8 @@ def built(*argv: str) -> Task:
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (("--stop_when", "acuracy"), "no task has a metric 'acuracy'"),
-        (("--task", "tokens", "--best_metric", "mae"), "the task tokens has no metric 'mae'"),
+        (("--stop_when", "acuracy"), "no metric 'acuracy' with --task auto"),
+        (("--task", "tokens", "--best_metric", "mae"), "no metric 'mae' with --task tokens"),
     ],
     ids=str,
 )
