@@ -38,7 +38,7 @@ HUGGINGFACE, PEFT, TORCH_EXPORT, ONNX = "huggingface", "peft", "torch_export", "
 CARD_NAME, WEIGHTS_NAME = "README.md", "model.safetensors"
 TORCH_EXPORT_NAME, ONNX_NAME = "model.pt2", "model.onnx"
 # Traced programs sum in another order than the model. A wrong weight differs by far more.
-_TOLERANCE = {"rtol": 1e-3, "atol": 1e-4}
+_RTOL, _ATOL = 1e-3, 1e-4
 _TRACED_SAMPLES, _TRIED_SAMPLES = 2, (2, 5)  # WHY also 5: it detects a fixed batch size
 
 Forward = Callable[..., Tensor]
@@ -66,6 +66,14 @@ inputs = {{"inputs": inputs}}  # float32 array; of text: dict(tokens), int64 arr
 [logits] = session.run(["logits"], inputs)""",
 }
 _PROCESSOR_NAME, _GENERATION_NAME = "preprocessor_config.json", "generation_config.json"
+# The files of what prepares inputs, as transformers names them.
+_PREPARES = {
+    TOKENIZER: (
+        *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
+        *("vocab*", "merges.txt", "*.model", "*.spm"),
+    ),
+    IMAGE_PROCESSOR: (_PROCESSOR_NAME,),
+}
 
 
 class _Logits(nn.Module):
@@ -127,7 +135,9 @@ def write_model(
         run = write[form](folder, model, meta)
         got = [run(*tensors) for tensors in inputs]
     try:
-        torch.testing.assert_close(got, wanted, equal_nan=True, check_dtype=False, **_TOLERANCE)
+        torch.testing.assert_close(
+            got, wanted, rtol=_RTOL, atol=_ATOL, equal_nan=True, check_dtype=False
+        )
     except AssertionError as error:
         told = " ".join(str(error).split())
         raise CheckpointError(
@@ -274,8 +284,15 @@ def write_preparation(folder: Path, meta: Mapping[str, Any], *, kind: str) -> bo
     settings = [path for s in sources if (path := s / _GENERATION_NAME).is_file()]
     if settings and (folder / _GENERATION_NAME).exists():  # from the model's configuration alone
         (folder / _GENERATION_NAME).write_bytes(settings[0].read_bytes())
-    write = _write_tokenizer if kind == TOKENIZER else _write_processor
-    return any(write(source, folder, meta) for source in sources)
+    for source in sources:
+        found = [path for pattern in _PREPARES[kind] for path in source.glob(pattern)]
+        for path in found:
+            shutil.copyfile(path, folder / path.name)
+        if found:
+            if kind == IMAGE_PROCESSOR and str(meta.get("dataset")).startswith(PREFIX):
+                _scale_as_training(folder / _PROCESSOR_NAME)
+            return True
+    return False
 
 
 def how_to_add(folder: Path, meta: Mapping[str, Any], *, kind: str) -> str:
@@ -304,31 +321,11 @@ def _sources(meta: Mapping[str, Any]) -> Iterator[Path]:
             log.debug("%s is not on this machine: %s", name, error)
 
 
-def _write_tokenizer(source: Path, folder: Path, _: Mapping[str, Any]) -> bool:
-    auto = import_extra("transformers", what="--format huggingface").AutoTokenizer
-    try:
-        tokenizer = auto.from_pretrained(source, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # WHY broad: the library raises many kinds of errors
-        log.debug("%s has no tokenizer: %s", source, error)
-        return False
-    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
-        return False  # made from nothing
-    tokenizer.save_pretrained(folder)
-    return True
-
-
-def _write_processor(source: Path, folder: Path, meta: Mapping[str, Any]) -> bool:
-    """Write the image processor of source, with the scaling of the training if that is known."""
-    try:
-        settings = json.loads((source / _PROCESSOR_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        log.debug("%s has no image processor: %s", source, error)
-        return False
-    if str(meta.get("dataset")).startswith(PREFIX):
-        # WHY not as it was: these sets are scaled to [-1, 1] (data/sources/hub_sets.py)
+def _scale_as_training(path: Path) -> None:
+    """Let an image processor scale to [-1, 1], as data/sources/hub_sets.py does."""
+    with contextlib.suppress(ValueError):  # one that can't be read stays as it is
+        settings = json.loads(path.read_text(encoding="utf-8"))
         half = [0.5] * len(settings.get("image_mean") or (1, 1, 1))
         settings |= {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
         settings |= {"image_mean": half, "image_std": half}
-    text = json.dumps(settings, indent=2) + "\n"
-    (folder / _PROCESSOR_NAME).write_text(text, encoding="utf-8")
-    return True
+        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
