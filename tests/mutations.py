@@ -198,7 +198,7 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         ("hexdigest() != written:", "hexdigest() == 0:", "export_formats"),
         ("path.chmod((aside / CARD_NAME).stat().st_mode)", "pass", "export_formats"),
     ],
-    "settings/rules.py": [
+    "settings/layers.py": [
         ("0 < loop.max_steps <= optimizer.warmup_steps",
          "0 < loop.max_steps < optimizer.warmup_steps", "settings_problems"),
     ],

@@ -2,7 +2,7 @@
 
 Types are strict, as in YAML: an integer fits a float, but true fits no number, 3.0 no integer and
 3 no text. Where the type is "X | None", the word auto stands for None.
-Does not own: rules that tie two settings (rules.py); where values come from (layers.py).
+Does not own: rules that tie two settings, and where values come from (layers.py).
 """
 
 import dataclasses
