@@ -36,42 +36,31 @@ class ResourceMonitor:
 
     def sample(self) -> dict[str, float]:
         """Return memory/... in MiB or percent; unavailable figures are left out."""
+        import psutil
+
         found: dict[str, float] = {}
-        for read in (self._read_memory, self._read_container, self._read_shm, self._read_gpu):
-            with contextlib.suppress(Exception):  # WHY broad: psutil has errors of its own
-                read(found)
+        # WHY broad, each time: psutil has errors of its own
+        with contextlib.suppress(Exception):
+            found["memory/rss_mib"] = psutil.Process().memory_info().rss / _MIB
+            found["memory/system_used_percent"] = percent = psutil.virtual_memory().percent
+            self._warn_above("system memory", percent, _SYSTEM_LIMIT_PERCENT)
+        with contextlib.suppress(Exception):
+            if (memory := read_container_memory(self._cgroup)) is not None:
+                limit_bytes, used_bytes = memory
+                found["memory/container_used_percent"] = percent = 100 * used_bytes / limit_bytes
+                self._warn_above("this container's memory", percent, _SYSTEM_LIMIT_PERCENT)
+        with contextlib.suppress(Exception):
+            shm = psutil.disk_usage(_SHARED_MEMORY)
+            found["memory/shm_used_mib"] = shm.used / _MIB
+            self._warn_above(_SHARED_MEMORY, shm.percent, _SHM_LIMIT_PERCENT)
+        with contextlib.suppress(Exception):
+            if self._device.type == "cuda":
+                import torch
+
+                found["memory/gpu_allocated_mib"] = torch.cuda.memory_allocated(self._device) / _MIB
+                reserved, peak = read_gpu_mib(self._device)
+                found |= {"memory/gpu_reserved_mib": reserved, "memory/gpu_peak_mib": peak}
         return found
-
-    def _read_memory(self, found: dict[str, float]) -> None:
-        import psutil
-
-        found["memory/rss_mib"] = psutil.Process().memory_info().rss / _MIB
-        percent = psutil.virtual_memory().percent
-        found["memory/system_used_percent"] = percent
-        self._warn_above("system memory", percent, _SYSTEM_LIMIT_PERCENT)
-
-    def _read_container(self, found: dict[str, float]) -> None:
-        memory = read_container_memory(self._cgroup)
-        if memory is not None:
-            limit_bytes, used_bytes = memory
-            percent = 100 * used_bytes / limit_bytes
-            found["memory/container_used_percent"] = percent
-            self._warn_above("this container's memory", percent, _SYSTEM_LIMIT_PERCENT)
-
-    def _read_shm(self, found: dict[str, float]) -> None:
-        import psutil
-
-        shm = psutil.disk_usage(_SHARED_MEMORY)
-        found["memory/shm_used_mib"] = shm.used / _MIB
-        self._warn_above(_SHARED_MEMORY, shm.percent, _SHM_LIMIT_PERCENT)
-
-    def _read_gpu(self, found: dict[str, float]) -> None:
-        if self._device.type == "cuda":
-            import torch
-
-            found["memory/gpu_allocated_mib"] = torch.cuda.memory_allocated(self._device) / _MIB
-            reserved, peak = read_gpu_mib(self._device)
-            found |= {"memory/gpu_reserved_mib": reserved, "memory/gpu_peak_mib": peak}
 
     def _warn_above(self, what: str, percent: float, limit: float) -> None:
         if percent > limit and what not in self._warned:
