@@ -103,14 +103,14 @@ def start_ranks(launcher: Sequence[str], own: Sequence[str], env: MutableMapping
         record = Path(folder) / "endings.jsonl"
         env[RECORD] = str(record)
         status, told = run_torchrun([*alone, *launcher, script, *own])
-        endings = read_endings(record)
-    if endings.status is not None:
-        status = endings.status
+        noted, error = read_endings(record)
+    if noted is not None:
+        status = noted
     elif status in (STOPPED, TRY_AGAIN):
         status = FAILURE  # WHY: no rank noted that: it is a status of the user's own code
     if status not in (0, STOPPED):
         print(f"{PROGRAM}: status {status}: {told}", file=printed(sys.stderr))
-        write_termination_log(endings.error or told, env)
+        write_termination_log(error or told, env)
     return status
 
 

@@ -116,7 +116,7 @@ def main(argv: list[str]) -> int:
             os.environ[RECORD] = str(record)
             port = port_of(holder)
             status = start_and_wait(num_ranks, port, lesson=not options.no_lesson, words=words)
-            noted = read_endings(record).status  # WHY: a rank ends with 0 after a stop, too
+            noted, _ = read_endings(record)  # WHY: a rank ends with 0 after a stop, too
             return status if noted is None else noted
     except ModuleNotFoundError as error:
         from hardened_ddp.settings.typed_command import missing_package

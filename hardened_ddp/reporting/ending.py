@@ -15,7 +15,6 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from hardened_ddp.errors import CrashLoopError, HardenedError, PeerLostError
@@ -115,15 +114,11 @@ def is_told_by_another_rank(env: Mapping[str, str]) -> bool:
     return "TORCHELASTIC_RUN_ID" in env and env.get("LOCAL_RANK", "0") != "0"
 
 
-@dataclass(frozen=True, slots=True)
-class Endings:
-    """What the ranks of a launcher noted in their last attempt."""
+def read_endings(path: Path) -> tuple[int | None, str]:
+    """Read what the ranks of a launcher noted in their last attempt.
 
-    status: int | None  # the status to end with; None: no rank noted one
-    error: str  # the first error; empty: there was none
-
-
-def read_endings(path: Path) -> Endings:
+    Returns the status to end with, None if no rank noted one; and the error of the cause if any.
+    """
     lines = read_lines(path, [])
     attempt = max((line["attempt"] for line in lines), default=0)
     newest = [line for line in lines if line["attempt"] == attempt]
@@ -133,12 +128,12 @@ def read_endings(path: Path) -> Endings:
     if status is not None:
         status = limited(status, next((line["run"] for line in newest if line.get("run")), ""))
     errors = sorted((line for line in newest if "error" in line), key=lambda line: line["is_peer"])
-    return Endings(status, errors[0]["error"] if errors else "")
+    return status, errors[0]["error"] if errors else ""
 
 
 def main() -> None:
     """Print the status that the ranks noted in the file that is named; nothing if they did not."""
-    status = read_endings(Path(sys.argv[1])).status
+    status, _ = read_endings(Path(sys.argv[1]))
     sys.stdout.write("" if status is None else f"{status}\n")
 
 
