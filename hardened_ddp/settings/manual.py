@@ -14,16 +14,7 @@ from hardened_ddp.settings import config
 from hardened_ddp.settings.commands import COMMANDS, TRAIN, Command
 from hardened_ddp.settings.record import WIDTH, yaml_word
 from hardened_ddp.settings.schema import AUTO, SETTINGS, TITLES, Setting, names_of
-from hardened_ddp.settings.typed_command import (
-    PROGRAM,
-    SCRIPT,
-    StartCommand,
-    is_installed,
-    own_command,
-    program_words,
-    torchrun_words,
-    working_folder,
-)
+from hardened_ddp.settings.typed_command import PROGRAM, SCRIPT, is_installed
 from hardened_ddp.settings.wording import unbroken, wrapped
 
 _TEXT_COLUMN = 34
@@ -35,6 +26,10 @@ usage: {ranks} [--config FILE] [--SETTING VALUE ...]
 
 Train a model with DistributedDataParallel on one process, one node or many.
 
+Examples
+  {program} --single_gpu --batch_size 128
+  {two} --resume newest --epochs 20
+  {program} --cpu_only --model mlp --model_args '{{hidden: 256, depth: 2}}'
 """
 _NOTES = """\
 How values are given
@@ -69,8 +64,10 @@ def setting_texts() -> Mapping[str, str]:
 def _train_help() -> str:
     program, edited = _program(), "config.yaml beside ddp_training.py"
     ranks = f"torchrun --nproc_per_node=N {SCRIPT.name}"
+    two = f"torchrun --standalone --nproc_per_node=2 {SCRIPT.name}"
     if is_installed():
-        ranks, edited = f"{PROGRAM} --nproc_per_node=N", "config.yaml of the working folder"
+        ranks, two = f"{PROGRAM} --nproc_per_node=N", f"{PROGRAM} --nproc_per_node=2"
+        edited = "config.yaml of the working folder"
     commands = [_entry(TRAIN, "Train. The word may be left out.")]
     commands += [_entry(name, command.text) for name, command in COMMANDS.items()]
     commands += [_entry("help [COMMAND]", "Show this help, or that of a command.")]
@@ -83,25 +80,13 @@ def _train_help() -> str:
     if is_installed():
         text = "Start N ranks. Other options of torchrun too: --nnodes, --rdzv_endpoint, ..."
         common.insert(0, _entry("--nproc_per_node N", text))
-    blocks = [_HEAD.format(ranks=ranks, program=program), "Examples\n" + "".join(_examples())]
+    blocks = [_HEAD.format(ranks=ranks, program=program, two=two)]
     blocks += ["Commands\n" + "".join(commands), _NOTES.format(config=edited)]
     blocks += ["Common\n" + "".join(common)]
     for section, title in TITLES.items():
         entries = (_setting_entry(SETTINGS[name]) for name in names_of(section))
         blocks.append(f"{title}\n" + "".join(entries))
     return "\n".join(blocks)
-
-
-def _examples() -> list[str]:
-    two = (*torchrun_words(), "--standalone", "--nproc_per_node=2", str(SCRIPT))
-    if is_installed():
-        two = (*program_words(), "--nproc_per_node=2")
-    commands = [
-        own_command("--single_gpu", "--batch_size", "128"),
-        StartCommand(two, working_folder()).typed("--resume", "newest", "--epochs", "20"),
-        own_command("--cpu_only", "--model", "mlp", "--model_args", "{hidden: 256, depth: 2}"),
-    ]
-    return [f"  {command}\n" for command in commands]
 
 
 def _command_help(name: str, command: Command) -> str:
