@@ -20,7 +20,6 @@ from hardened_ddp.settings.config import TASKS, TaskConfig
 from hardened_ddp.task.classification import Classification
 from hardened_ddp.task.multilabel import Multilabel
 from hardened_ddp.task.output import (
-    are_one_hot,
     are_shares,
     described,
     described_labels,
@@ -148,8 +147,6 @@ def task_that_fits(output: Any, batch: Batch) -> tuple[str, str]:  # Any: whatev
         raise _undecided(f"{found}, and the model returns no loss", output)
     shapes = f"labels {described_labels(labels)}, output {tuple(logits.shape)}"
     name = _by_shape(logits, labels)
-    if name == "multilabel" and are_one_hot(labels):
-        return name, f"{shapes}. One-hot labels? For classes return int(label.argmax()) as label"
     if name:
         return name, shapes
     if loss is not None:

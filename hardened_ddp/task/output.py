@@ -121,13 +121,6 @@ def fix_for_gradients(error: BaseException) -> str:
     )
 
 
-def are_one_hot(labels: torch.Tensor) -> bool:
-    """Return whether each row of labels (N, classes) has one 1, and else zeros."""
-    if labels.dim() != 2 or labels.shape[1] < 2:
-        return False
-    return bool(((labels == 0) | (labels == 1)).all() and (labels.sum(dim=1) == 1).all())
-
-
 def are_shares(labels: torch.Tensor) -> bool:
     """Return whether labels (N, classes) are probabilities: from 0 to 1, and each row adds to 1."""
     if labels.dim() != 2 or labels.shape[1] < 2 or not labels.is_floating_point():

@@ -423,13 +423,6 @@ def test_labels_may_be_of_any_integer_type(kind: torch.dtype) -> None:
         assert all(torch.equal(a, scores[1].metrics[n]) for n, a in scores[0].metrics.items())
 
 
-def test_auto_says_that_labels_may_be_one_hot() -> None:
-    one_hot = batch_of(torch.eye(3)[:2], inputs=[1, 2])
-    assert "argmax" in task_that_fits(torch.randn(2, 3), one_hot)[1]
-    several = batch_of(torch.tensor([[1, 1, 0], [1, 0, 0]]), inputs=[1, 2])
-    assert "argmax" not in task_that_fits(torch.randn(2, 3), several)[1]
-
-
 class Asking(nn.Module):
     """A language model that computes its loss if it gets labels; of: what its logits depend on."""
 
