@@ -6,7 +6,6 @@ written under a temporary name, read back, compared, and renamed into place.
 
 import hashlib
 import json
-import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +21,6 @@ from hardened_ddp.export.formats import (
     CARD_NAME,
     HUGGINGFACE,
     WEIGHTS_NAME,
-    how_to_add,
     how_to_load,
     write_model,
 )
@@ -31,8 +29,6 @@ from hardened_ddp.model.zoo import DESCRIPTION
 from hardened_ddp.settings.commands import AVERAGED
 from hardened_ddp.settings.typed_command import shell_command
 from hardened_ddp.training.weights import MODEL_PREFIX, model_tensors
-
-log = logging.getLogger(__name__)
 
 SAFETENSORS = "safetensors"
 # What config.json takes from the checkpoint's meta; null if missing there.
@@ -75,7 +71,7 @@ def export_model(
     is_averaged = averaged and any(name.startswith(AVERAGE) for name in tensors)
     if not weights:
         raise CheckpointError(f"{found.path} holds no tensor named {MODEL_PREFIX}*: no model")
-    disk, missing = Disk(), ""
+    disk = Disk()
     aside = aside_path(output.absolute(), what="partial")
     try:
         disk.make_folders(aside.parent)
@@ -90,7 +86,7 @@ def export_model(
         if form == SAFETENSORS:
             config["sha256"] = _write_weights(aside / WEIGHTS_NAME, weights, disk)
         else:
-            missing = write_model(aside, form, weights, meta)
+            write_model(aside, form, weights, meta)
         if form != HUGGINGFACE:  # that format has its own config.json
             text = json.dumps(config, indent=2) + "\n"
             disk.write_file(aside / "config.json", text.encode())
@@ -99,8 +95,6 @@ def export_model(
             path.chmod((aside / CARD_NAME).stat().st_mode)
         disk.sync_files(aside, list(aside.iterdir()))  # libraries wrote some of them
         disk.rename(aside, output)
-        if missing:
-            log.warning("%s", how_to_add(output, meta, kind=missing))
     except OSError as error:
         raise CheckpointError(
             f"the export to {output} failed: {error}", fix=f"check the disk: df {output.parent}"

@@ -116,10 +116,10 @@ def _with_logits(model: nn.Module) -> _Logits:
 @torch.no_grad()
 def write_model(
     folder: Path, form: str, weights: Mapping[str, Tensor], meta: Mapping[str, Any]
-) -> str:
+) -> None:
     """Write the model of a checkpoint to folder in this form, and check its logits. Rank-local.
 
-    Returns what a model of transformers lacks: its tokenizer or image processor; empty: nothing.
+    Warns if a model of transformers lacks its tokenizer or image processor.
     Raises MissingPackageError, ModelError if the model can't be built or traced, CheckpointError
     if the written model gives other logits.
     """
@@ -144,10 +144,11 @@ def write_model(
             f"the exported model, read back, gives other logits than the checkpoint: {told}",
             fix=fix,
         ) from error
-    if form != HUGGINGFACE or not isinstance(model.model, HubNet):
-        return ""
-    kind = TOKENIZER if isinstance(model.model, TextModel) else IMAGE_PROCESSOR
-    return "" if write_preparation(folder, meta, kind=kind) else kind
+    if form == HUGGINGFACE and isinstance(model.model, HubNet):
+        kind = TOKENIZER if isinstance(model.model, TextModel) else IMAGE_PROCESSOR
+        if not write_preparation(folder, meta, kind=kind):
+            text = "the export has no %s: none is at %s on this machine; to add it, copy %s to it"
+            log.warning(text, kind, meta["model"], " ".join(_PREPARES[kind]))
 
 
 def _write_huggingface(folder: Path, model: _Logits, meta: Mapping[str, Any]) -> Forward:
@@ -293,15 +294,6 @@ def write_preparation(folder: Path, meta: Mapping[str, Any], *, kind: str) -> bo
                 _scale_as_training(folder / _PROCESSOR_NAME)
             return True
     return False
-
-
-def how_to_add(folder: Path, meta: Mapping[str, Any], *, kind: str) -> str:
-    """Say in one line that an export has no tokenizer or image processor, and how it gets one."""
-    files = "tokenizer.json and tokenizer_config.json" if kind == TOKENIZER else _PROCESSOR_NAME
-    return (
-        f"the export has no {kind}: none is at {meta['model']} on this machine; to add it, copy "
-        f"{files} to {folder}"
-    )
 
 
 def _sources(meta: Mapping[str, Any]) -> Iterator[Path]:
