@@ -500,4 +500,4 @@ def test_workers_that_each_copy_much_are_told_with_the_size(
     worker_pool.plan_sending(Fetcher(InMemory(), seed=0), plan)
     assert not caplog.text
     worker_pool.plan_sending(Fetcher(InMemory(np.zeros(30 * 2**20, np.uint8)), seed=0), plan)
-    assert "each of 4 workers takes about 30 MiB of memory" in caplog.text
+    assert "each of 4 workers takes 30 MiB of memory or more" in caplog.text

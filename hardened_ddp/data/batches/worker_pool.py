@@ -12,6 +12,7 @@ Does not own: what is done about lost workers (loader.py), how many there are (w
 """
 
 import contextlib
+import io
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -49,7 +50,6 @@ SENDING_S = 1.0  # how long one that is to be killed may take to send what it ha
 
 _SHM_MARGIN = 2.0  # of a dataset in shared memory: batches need room there, too
 MOST_PRIVATE_BYTES = 100 * 2**20  # of the dataset in one worker. More of it is worth a warning.
-_OBJECT_FACTOR = 3  # small Python objects take so many bytes of memory for one of their pickle
 # multiprocessing sends a new process at most 256 open files, its own among them.
 _MOST_SHARED_TENSORS = 200
 
@@ -401,7 +401,6 @@ def plan_sending(fetcher: BatchSource, plan: WorkerPlan) -> WorkerPlan:
     trial = SendingTrial()
     try:
         trial.dump(fetcher)
-        trial.clear_memo()  # WHY: it keeps all that was pickled, and is in a cycle with its file
     except Exception as error:  # WHY broad: pickling runs the user's own code
         why = f"the dataset or its collate can't be sent to a worker ({error})"
         log.warning("num_workers %d requested, using 0: %s", plan.num_workers, why)
@@ -410,10 +409,10 @@ def plan_sending(fetcher: BatchSource, plan: WorkerPlan) -> WorkerPlan:
     needed_bytes = tensor_bytes * plan.local_world_size * _SHM_MARGIN
     is_many = len(trial.tensors) > _MOST_SHARED_TENSORS
     copies_data = is_many or needed_bytes > (free_shared_memory() or 0)
-    private_bytes = trial.private_bytes + tensor_bytes * copies_data
+    private_bytes = trial.content.tell() + tensor_bytes * copies_data
     if private_bytes > MOST_PRIVATE_BYTES:
         log.warning(
-            "each of %d workers takes about %.0f MiB of memory for the dataset, in copies. Hold "
+            "each of %d workers takes %.0f MiB of memory or more for the dataset, in copies. Hold "
             "large data in a few torch tensors, which workers share, or in files that are mapped "
             "(np.load(..., mmap_mode='r')); or take fewer workers (--num_workers)",
             plan.num_workers,
@@ -423,19 +422,12 @@ def plan_sending(fetcher: BatchSource, plan: WorkerPlan) -> WorkerPlan:
 
 
 class SendingTrial(pickle.Pickler):
-    """Counts what one worker gets: pickles all but the tensors, into a file that keeps nothing."""
+    """Pickles what one worker gets, but for the tensors."""
 
     def __init__(self) -> None:
-        self.private_bytes = 0
+        self.content = io.BytesIO()
         self.tensors: dict[int, int] = {}  # bytes of each storage, by its address
-        super().__init__(self, protocol=5, buffer_callback=self._count_buffer)
-
-    def write(self, data: Any) -> None:
-        """Count a part of the pickle: it is itself the file that it writes to."""
-        self.private_bytes += _OBJECT_FACTOR * memoryview(data).nbytes
-
-    def _count_buffer(self, buffer: pickle.PickleBuffer) -> None:
-        self.private_bytes += buffer.raw().nbytes
+        super().__init__(self.content, protocol=pickle.HIGHEST_PROTOCOL)
 
     def persistent_id(self, obj: Any) -> Any:
         if type(obj) is not torch.Tensor or not obj.is_cpu or obj.layout != torch.strided:
