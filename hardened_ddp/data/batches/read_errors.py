@@ -7,6 +7,7 @@ Does not own: reading (fetch.py, streams/block_reader.py), workers that die (loa
 
 import errno
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -27,14 +28,11 @@ WAITS_S = (0.1, 0.5, 2.0)
 REPORT_EVERY_S = 60.0
 
 _TRANSIENT = {
-    getattr(errno, name)
-    for name in (
-        *("EIO", "EREMOTEIO", "ESTALE", "EBUSY", "EAGAIN", "EINTR", "ENOLCK", "ECOMM", "EPROTO"),
-        *("ETIMEDOUT", "ETIME", "ECONNRESET", "ECONNABORTED", "ECONNREFUSED", "ENOTCONN", "EPIPE"),
-        *("ENETDOWN", "ENETUNREACH", "ENETRESET", "EHOSTDOWN", "EHOSTUNREACH", "ESHUTDOWN"),
-        *("ENOLINK", "ENOBUFS", "ENFILE", "EMFILE", "ENOMEM"),
-    )
-    if hasattr(errno, name)
+    *(errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.EBUSY, errno.EAGAIN, errno.EINTR),
+    *(errno.ENOLCK, errno.ECOMM, errno.EPROTO, errno.ETIMEDOUT, errno.ETIME, errno.ECONNRESET),
+    *(errno.ECONNABORTED, errno.ECONNREFUSED, errno.ENOTCONN, errno.EPIPE, errno.ENETDOWN),
+    *(errno.ENETUNREACH, errno.ENETRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ESHUTDOWN),
+    *(errno.ENOLINK, errno.ENOBUFS, errno.ENFILE, errno.EMFILE, errno.ENOMEM),
 }
 # The same read will certainly fail again.
 _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
@@ -129,24 +127,19 @@ class RetryReport:
     """Logs retried reads: the first at once, later ones at most once a minute."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._last_at = -REPORT_EVERY_S
-        self._num_new = 0
-        self._text = ""
+        self._clock, self._next_at = clock, -math.inf
+        self._num_new, self._text = 0, ""
 
     def note(self, troubles: Sequence[str]) -> None:
         """Add the retried errors of one batch."""
         self._num_new += len(troubles)
         self._text = troubles[-1]
-        if self._clock() - self._last_at >= REPORT_EVERY_S:
+        if self._clock() >= self._next_at:
             self.flush()
 
     def flush(self) -> None:
         """Log what was not logged yet."""
         if self._num_new:
-            log.warning(
-                "the storage had errors: %d reads were retried, the last one after %s",
-                self._num_new,
-                self._text,
-            )
-            self._num_new, self._last_at = 0, self._clock()
+            what = "the storage had errors: %d reads were retried, the last one after %s"
+            log.warning(what, self._num_new, self._text)
+            self._num_new, self._next_at = 0, self._clock() + REPORT_EVERY_S
