@@ -45,7 +45,7 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
     "data/batches/read_errors.py": [
         ("cause = cause and (cause.__cause__ or cause.__context__)", "cause = None",
          "data_faults -k 'moment or pass or transient'"),
-        (">= REPORT_EVERY_S", ">= 0", "data_faults -k 'told or report or retries or minute'"),
+        ("+ REPORT_EVERY_S", "+ 0", "data_faults -k 'told or report or retries or minute'"),
     ],
     "data/batches/images.py": [
         ("self.images.shape[1] == 3", "True", "datasets"),
