@@ -53,14 +53,18 @@ def check_opened(dataset: Any, name: str) -> None:  # Any: what a user's callabl
 
 def _problems_of(dataset: Any) -> Iterator[tuple[str, str, BaseException | None]]:
     """Yield what is wrong, what to do about it, and its cause."""
-    is_map, is_class = is_map_style(dataset), isinstance(dataset, type)
-    is_any = is_map or is_stream(dataset) or hasattr(dataset, "__iter__")
-    if is_class or isinstance(dataset, DataLoader) or not is_any:
-        kind = f"the class {dataset.__name__}" if is_class else f"a {type(dataset).__name__}"
-        fix = "return a map-style torch.utils.data.Dataset, an iterable one, an object with "
-        fix += "num_shards and open(), or None for no test set; the run makes the batches itself "
-        fix += "(--batch_size, --collate)"
-        yield f"the callable returned {kind}, and no dataset", fix, None
+    if isinstance(dataset, type):
+        what = f"the callable returned the class {dataset.__name__}, not an instance of it"
+        yield what, "return an instance, made with its arguments", None
+    if isinstance(dataset, DataLoader):
+        what = "the callable returned a DataLoader, whose samples are batches"
+        fix = "return its dataset: the run makes the batches itself (--batch_size, --collate)"
+        yield what, fix, None
+    is_map = is_map_style(dataset)
+    if not (is_map or is_stream(dataset) or hasattr(dataset, "__iter__")):
+        what = f"the callable returned a {type(dataset).__name__} without __getitem__ and __len__"
+        fix = "return a map-style torch.utils.data.Dataset, an iterable one, a class with "
+        yield what, fix + "num_shards and open(), or None for no test set", None
     try:
         _ = is_map and len(dataset)
     except ANY_FAILURE as error:  # WHY broad: the user's code
