@@ -1,14 +1,16 @@
-"""Faults within steps on a real GPU: memory that is really gone, 16-bit training, a shared GPU.
-
-What else only a GPU has is in benchmarks/gpu_report.py, which runs these tests, too.
-"""
+"""Faults within steps on a real GPU: memory that is really gone, 16-bit training, a shared GPU."""
 
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.gpu import runs
+from benchmarks.gpu.checks import CHECKS
+from benchmarks.gpu.row import PASS, Row
 from tests.harness.ranks import train
 from tests.run_folder import last_tensors, only_run
 
@@ -21,12 +23,18 @@ pytestmark = [
 POINTS = ["--dataset", "tests.plugins:points", "--dataset_args", "{size: 48}", "--batch_size", "8"]
 POINTS += ["--epochs", "3", "--log_interval", "1", "--eval_every", "0", "--num_workers", "0"]
 POINTS += ["--deterministic"]
+RUN_LIMIT_S = 120.0
 SHARED = ["--backend", "gloo"]  # two ranks on one GPU, which NCCL refuses
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_what_only_a_gpu_has_works(check: Callable[[torch.device], str]) -> None:
+    check(torch.device("cuda"))
 
 
 @pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
 @pytest.mark.parametrize("ranks", [[], SHARED], ids=["alone", "two ranks on one GPU"])
-def test_faults_in_steps_do_not_change_the_weights(
+def test_faults_within_steps_do_not_change_the_weights(
     amp: str, ranks: list[str], tmp_path: Path
 ) -> None:
     faults = {0: {8: "raise", 11: "raise in backward"}, 1: {14: "raise in backward", 17: "raise"}}
@@ -40,10 +48,25 @@ def test_faults_in_steps_do_not_change_the_weights(
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_memory_that_is_gone_is_answered_with_smaller_batches(phase: str, tmp_path: Path) -> None:
+def test_memory_that_is_really_gone_is_answered_with_smaller_micro_batches(
+    phase: str, tmp_path: Path
+) -> None:
     argv = [*POINTS, "--model", "tests.plugins:Hungry", "--model_args", f"{{phase: {phase}}}"]
     finished = train([*argv, "--output_dir", tmp_path], 1).ok()
     sizes = re.findall(r"micro-batches have (\d) samples at most", finished.outputs[0])
     # four may not fit: what the trial before the first step has freed may lie around a workspace
     assert sizes in (["4"], ["4", "2"])
     assert only_run(tmp_path)
+
+
+@pytest.mark.parametrize("size_gb", [1, 10])
+def test_a_survivor_saves_a_large_state(size_gb: float, tmp_path: Path) -> None:
+    ends_at = time.monotonic() + RUN_LIMIT_S
+    row = runs.survivor_save(tmp_path, size_gb=size_gb, dry=False, ends_at=ends_at)
+    assert row.verdict == PASS, row
+
+
+@pytest.mark.parametrize("cause", [runs.assert_on_device, runs.memory_gone_in_the_hook])
+def test_a_fault_that_only_a_gpu_has(cause: Callable[..., Row], tmp_path: Path) -> None:
+    row = cause(tmp_path, dry=False, ends_at=time.monotonic() + RUN_LIMIT_S)
+    assert row.verdict == PASS, row
