@@ -26,6 +26,7 @@ from torch.utils.data import (
 )
 
 from hardened_ddp.checkpoint.disk import Disk
+from hardened_ddp.data.batches.fetch import reads_batches
 from hardened_ddp.data.batches.ledger import LedgerWriter, next_start
 from hardened_ddp.data.batches.sampler import Window, WindowSampler
 from hardened_ddp.errors import OwnLoopError
@@ -40,14 +41,24 @@ _MOST_RANKS_LATER = 4
 
 
 class Seeded(Dataset[Any]):  # Any: whatever a sample is
-    """A dataset whose samples have random numbers of their own, by seed, pass and index."""
+    """A dataset whose samples have random numbers of their own, by seed, pass and index.
+
+    One that reads a batch at a time does so here, too: its class may have no other way, and what it
+    does to a batch, such as padding, is not the same sample by sample. It is seeded once for each.
+    """
 
     def __init__(self, dataset: Any, seed: int) -> None:  # Any: map-style
         self.dataset, self.seed = dataset, seed
 
-    def __getitem__(self, key: tuple[int, int]) -> Any:  # Any: as above
-        seed_sample(self.seed, *key)
-        return self.dataset[key[1]]
+    def __getitems__(self, keys: list[tuple[int, int]]) -> Any:  # Any: for collate_fn
+        if reads_batches(self.dataset):
+            seed_sample(self.seed, *keys[0])
+            return self.dataset.__getitems__([index for _, index in keys])
+        return [self._sample(*key) for key in keys]
+
+    def _sample(self, number: int, index: int) -> Any:  # Any: as above
+        seed_sample(self.seed, number, index)
+        return self.dataset[index]
 
 
 class Stream:

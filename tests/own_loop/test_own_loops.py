@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from hardened_ddp.errors import HangError, OwnLoopError, PeerLostError
+from hardened_ddp.own_loop.batches import Seeded
 from tests.harness.processes import ROOT
 from tests.harness.ranks import Finished, run_program
 from tests.marks import slow_after
@@ -363,3 +366,44 @@ def test_an_example_runs_without_protect_too_and_few_lines_differ(name: str) -> 
     before, after = ([line.strip() for line in t.split("\n")] for t in (plain, protected))
     marks = [line[0] for line in difflib.ndiff(before, after) if line[1:].strip()]
     assert max(marks.count("+"), marks.count("-")) <= 10
+
+
+class Padded(Dataset[Any]):
+    """Token lists that are padded to the longest of their batch, as a Hub set's transform does."""
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        longest = max(indices)
+        rows = [[index] * index + [0] * (longest - index) for index in indices]
+        return [torch.tensor(row) + torch.rand(()) for row in rows]
+
+
+class Noise(Dataset[Any]):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.rand(())
+
+
+def seeded(dataset: Dataset[Any], *batches: list[int], seed: int = 0) -> list[torch.Tensor]:
+    """Read batches as run.batches does, in the first pass."""
+    keys = [[(0, index) for index in batch] for batch in batches]
+    return list(DataLoader(Seeded(dataset, seed), batch_sampler=keys))
+
+
+def test_a_dataset_that_reads_a_batch_at_once_gives_what_a_loader_of_torch_gets() -> None:
+    batches = [3, 1], [2, 5]
+    found = seeded(Padded(), *batches)
+    assert [batch.shape for batch in found] == [(2, 3), (2, 5)]
+    plain = list(DataLoader(Padded(), batch_sampler=batches))
+    assert all(torch.equal(a.floor(), b.floor()) for a, b in zip(found, plain, strict=True))
+    assert all(map(torch.equal, found, seeded(Padded(), *batches)))
+    assert torch.equal(found[1], seeded(Padded(), batches[1])[0])  # as after a resume
+    assert not torch.equal(found[1], seeded(Padded(), batches[1], seed=1)[0])
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_sample_draws_the_same_numbers_in_any_batch_also_of_a_subset(depth: int) -> None:
+    dataset: Dataset[Any] = Noise()
+    for _ in range(depth):  # it has __getitems__, which must not make its numbers the batch's
+        dataset = Subset(dataset, range(6))
+    together = torch.cat(seeded(dataset, [3, 1, 2, 5]))
+    assert torch.equal(together, torch.cat(seeded(Noise(), [3], [1, 2], [5])))
+    assert len(together.unique()) == 4

@@ -26,6 +26,15 @@ from hardened_ddp.errors import ANY_FAILURE
 from hardened_ddp.ranks.seeding import seed_sample
 
 
+def reads_batches(dataset: Any) -> bool:
+    """Return whether a map-style dataset is read a batch at a time, as torch's DataLoader would."""
+    # WHY: a Subset always has __getitems__. If its dataset has none, reading sample by sample is
+    # the same work, and each sample gets its own seed.
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return hasattr(dataset, "__getitems__")
+
+
 class Fetcher:
     """Reads micro-batches of one dataset. Picklable if the dataset is."""
 
@@ -45,10 +54,7 @@ class Fetcher:
         # The sample that is being read, if read one by one; other processes may read this.
         self.reading: list[int] | memoryview[int] = [-1]
 
-        # WHY: a Subset always has __getitems__. If its dataset has none, reading sample by sample
-        # is the same work, and each sample gets its own seed.
-        is_plain_part = isinstance(dataset, Subset) and not hasattr(dataset.dataset, "__getitems__")
-        self.reads_batches = hasattr(dataset, "__getitems__") and not is_plain_part
+        self.reads_batches = reads_batches(dataset)
         is_random = not isinstance(dataset, TensorDataset)
         self.uses_randomness = getattr(dataset, "uses_randomness", is_random)
         # WHY: a part of a collated batch is read again, and must get the same random numbers.
