@@ -1,7 +1,7 @@
 """Copies of plain values and generators, that can be put back and written as JSON.
 
-Owns which values these are: real numbers, text, None, generators of random, numpy, torch, arrays,
-and lists, tuples, dicts, sets and deques of them; and objects of the user's classes, by their
+Owns which values these are: numbers, text, None, generators of random, numpy and torch, arrays, and
+lists, tuples, dicts, sets and deques of them; and objects of the user's classes, by their
 attributes. Anything else is kept: its copy is the object itself, and in JSON it is not there.
 Values are put back in place: whoever else holds a list or a generator sees it too. What is read
 from JSON can only become one of these; a class is never looked up by a name in a file.
