@@ -9,7 +9,7 @@ import json
 import math
 import operator
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,8 +199,7 @@ class Replay:
             found["grad_norm"] = float(clip(gradients.values(), max_norm=0))
             found["lr"] = float(parts.optimizer.param_groups[0]["lr"])
             if looks:
-                given = {n: p.grad for n, p in gradients.items() if p.grad is not None}
-                found["layers"] = {name: norm([gradient]) for name, gradient in given.items()}
+                found["layers"] = norms_of(gradients)
             stepper.commit(attempt)
             stepper.confirm_last_step()  # collective
         except HardenedError as error:  # the same on all ranks
@@ -301,6 +300,15 @@ def left(batches: Sequence[Batch], gone: Collection[int]) -> Sequence[Batch]:
 
 def norm(tensors: Iterable[torch.Tensor]) -> float:
     return float(torch.stack([tensor.detach().double().norm() for tensor in tensors]).norm())
+
+
+def norms_of(gradients: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Return the norm of the gradient of each layer, by its name."""
+    by_layer: dict[str, list[torch.Tensor]] = {}
+    for name, parameter in gradients.items():
+        if parameter.grad is not None:
+            by_layer.setdefault(name.rpartition(".")[0] or name, []).append(parameter.grad)
+    return {layer: norm(parts) for layer, parts in by_layer.items()}
 
 
 def norm_of_weights(module: torch.nn.Module, layer: str) -> float:
