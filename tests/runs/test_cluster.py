@@ -5,7 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -188,7 +189,9 @@ def test_gpus_are_read_and_an_error_of_one_is_named(
     assert (found.status, found.detail) == ("warn", "n0: 1980 MHz; n1: 1979 MHz")
 
 
-def test_a_digest_sees_a_changed_line_and_no_folder_of_runs(tmp_path: Path) -> None:
+def test_a_digest_sees_a_changed_line_and_no_folder_of_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.py").write_text("x = 1\n")
     before = cluster.digest(tmp_path)
     (tmp_path / "runs").mkdir()
@@ -202,6 +205,20 @@ def test_a_digest_sees_a_changed_line_and_no_folder_of_runs(tmp_path: Path) -> N
     (tmp_path / os.fsdecode(b"caf\xe9.py")).touch()
     assert cluster.digest(tmp_path).startswith("2 files, ")
     assert cluster.digest(tmp_path / ("x" * 300)).startswith("can't be read: ")
+    monkeypatch.setattr(cluster, "_MOST_FILES", 2)
+    (tmp_path / "c.py").write_text("")
+    monkeypatch.setattr(cluster.os, "walk", partial(walk_no_further, tmp_path))
+    assert cluster.digest(tmp_path).startswith("the first 2 files, ")
+
+
+WALK = os.walk
+
+
+def walk_no_further(top: Path, folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Walk one folder; fail where the walk goes on, through millions of files."""
+    assert folder == top
+    yield next(WALK(folder))
+    raise AssertionError("walked on")
 
 
 def test_what_breaks_on_one_rank_is_a_line_of_its_report(monkeypatch: pytest.MonkeyPatch) -> None:
