@@ -135,13 +135,14 @@ def replay(run: Path, wish: Wish, *, output: TextIO) -> Json:
     are; parted, the first step that is not, and in what; verdict, what that means.
     """
     digests = read_digests(run)
+    newest = max(digests.steps)
+    missing = ConfigError(
+        f"{run} has no step {wish.step} with a digest: the last one is {newest} (--digests auto "
+        "ends them where they take more than 1.5 % of a step)",
+        fix=own_command("replay", run, "--step", str(newest)),
+    )
     if wish.step > digests.last:
-        newest = max(digests.steps)
-        raise ConfigError(
-            f"{run} has no step {wish.step} with a digest: the last one is {newest} (--digests "
-            "auto ends them where they take more than 1.5 % of a step)",
-            fix=own_command("replay", run, "--step", str(newest)),
-        )
+        raise missing
     found, _ = find_newest(run / CHECKPOINTS_NAME, at_most=min(wish.first, wish.step))
     if found is None and 0 not in digests.steps:
         problem = f"{run} has no valid checkpoint from before step {min(wish.first, wish.step)}, "
@@ -168,6 +169,8 @@ def replay(run: Path, wish: Wish, *, output: TextIO) -> Json:
                 break
     except OSError as error:
         raise RunFolderError(f"{folder}: {error}", fix="copy the run first") from error
+    if not (wish.when or done["lines"]):  # the run was killed after its last step
+        raise missing
     return done | {"folder": folder, "begun_at": first} | _compare(digests, folder, done["facts"])
 
 

@@ -181,13 +181,13 @@ class Replay:
         if (limit := self.plan["limits"].get(str(step))) is not None:
             run.progress.max_micro_batch = limit
         found: Found = {"step": step, "error": "", "loss": math.nan, "grad_norm": math.nan}
+        used = left(batches, {*self._without.get(step, ()), *(without or ())})
+        if looks:
+            found["rows"] = self.look_at(used)  # collective
         if without is None or step in self.plan["given_up"]:
             totals = stepper.gradient.totals.mark()
             stepper.commit(Attempt(window, batches, totals, outcome=Outcome.LEFT_OUT))
             return {**found, "loss": 0.0, "grad_norm": 0.0}
-        used = left(batches, {*self._without.get(step, ()), *without})
-        if looks:
-            found["rows"] = self.look_at(used)  # collective
         try:
             with torch.autograd.detect_anomaly() if looks and self.plan["debug"] else nullcontext():
                 attempt = stepper.compute_gradient(window, used)  # collective
@@ -224,42 +224,47 @@ class Replay:
         return in_order(row for own in all_found for row in own)
 
     def _weigh(self, batch: Batch) -> list[Found]:
-        """Give each sample its loss, and as its weight the norm of its gradient: of it alone.
+        """Give each sample its loss, and as its weight the norm of its gradient.
 
-        Where BatchNorm lets samples depend on each other: within the forward of its batch, and the
-        weight is the norm of what changes in the batch's gradient without it.
+        Both within the forward of its batch, as in the step (dropout), or else alone. Where
+        BatchNorm lets samples depend on each other, the weight is the norm of what changes in the
+        batch's gradient without it.
         """
         module, size, found = self.parts.replica.module, batch.num_samples, list[Found]()
-        is_joint = size > 1 and any("BatchNorm" in type(m).__name__ for m in module.modules())
-        mixes, output, whole = is_joint and size <= MOST_ALONE, None, None
-        for i in range(size):
+        task, singles = self.parts.task, [take(batch, [i]) for i in range(size)]
+        mixes = any("BatchNorm" in type(part).__name__ for part in module.modules())
+        mixes, whole = mixes and 1 < size <= MOST_ALONE, list[torch.Tensor]()
+        try:
+            with self.parts.precision.autocast():
+                output = task.forward(module, batch)
+                parts = [pick(output, [i], num_samples=size) for i in range(size)]
+                losses = [task.score(*pair).loss_sum for pair in zip(parts, singles, strict=True)]
+            # WHY: an output that has one loss for all gives it to each
+            is_apart = len({float(loss.detach()) for loss in losses}) > 1 or size == 1
+            whole += self._gradient(self._loss(batch)) if mixes else ()
+        except ANY_FAILURE:  # WHY broad: of an output that can't be cut by samples, or the user's
+            is_apart = False
+        for i, single in enumerate(singles):
             row: Found = {"sample": int(batch.indices[i]), "mixes": mixes}
             row |= dict.fromkeys(("loss", "norm", "weight"), math.nan)
             found.append(row)
             try:
-                if is_joint and output is None:
-                    with self.parts.precision.autocast():
-                        output = self.parts.task.forward(module, batch)
-                part = pick(output, [i], num_samples=size) if is_joint else None
-                loss = self._loss(take(batch, [i]), part)
+                loss = losses[i] if is_apart else self._loss(single)
                 row["loss"] = float(loss.detach())
                 row["norm"] = weight = norm(self._gradient(loss))
                 if mixes:
-                    whole = whole or self._gradient(self._loss(batch))
                     less = take(batch, [place for place in range(size) if place != i])
                     pairs = zip(whole, self._gradient(self._loss(less)), strict=True)
                     weight = norm(a - b for a, b in pairs)
                 row["weight"] = weight
-            except ANY_FAILURE as error:  # WHY broad: the user's code, or an output without samples
+            except ANY_FAILURE as error:  # WHY broad: as above
                 row["problem"] = str(error).partition("\n")[0]
         return found
 
-    def _loss(self, batch: Batch, output: Any = None) -> torch.Tensor:  # Any: of the model
+    def _loss(self, batch: Batch) -> torch.Tensor:
         task = self.parts.task
         with self.parts.precision.autocast():
-            if output is None:
-                output = task.forward(self.parts.replica.module, batch)
-            return task.score(output, batch).loss_sum
+            return task.score(task.forward(self.parts.replica.module, batch), batch).loss_sum
 
     def _gradient(self, loss: torch.Tensor) -> Sequence[torch.Tensor]:
         parameters = self.parts.gradients.local.parameters
@@ -269,6 +274,9 @@ class Replay:
         """Tell what a step was, and what is in the sample that is to be opened. Rank-local."""
         lines, dataset, index = self.found["lines"], self.parts.data.train, self.plan["open"]
         lines += [*step_lines(done), *sample_lines(done["rows"])]
+        of_step = [row["sample"] for row in done["rows"]]
+        if absent := [number for number in self.plan["without"] if number not in of_step]:
+            lines.append(f"not among the samples of step {done['step']}: {listed(absent)}")
         if index is not None:
             place = file_of(dataset, index) or "no file: the dataset makes it"
             try:
@@ -333,6 +341,8 @@ def described(part: Any) -> str:  # Any: a dataset's data
 def step_lines(step: Found) -> list[str]:
     if step["error"]:
         return [f"step {step['step']} fails: {step['error']}"]
+    if "layers" not in step:
+        return [f"step {step['step']} was left out: it changed no weight"]
     layers = sorted(step["layers"].items(), key=lambda pair: -pair[1])[:_SHOWN]
     numbers = ", ".join(f"{name} {step[name]:.6g}" for name in STEP_NUMBERS)
     by_layer = ", ".join(f"{name} {value:.3g}" for name, value in layers)

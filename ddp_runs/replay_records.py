@@ -27,6 +27,14 @@ STEP_NUMBERS = ("loss", "grad_norm", "lr")
 _MACHINE = ("python", "device", "kernels", "threads")
 """The facts of the machine: with others of them the same sums may be rounded otherwise."""
 
+# Settings that change no weight: what is written and watched, and how long is waited. WHY not told:
+# one that differs would pass for the reason why two runs part.
+_HARMLESS = {
+    *("backend", "timeout_s", "eval_batch_size", "eval_every", "log_interval", "time_limit"),
+    *("hang_after_s", "debug", "checkpoint_every_steps", "checkpoint_every_epochs", "keep_last"),
+    *("keep_milestones", "ledger", "digests", "metrics", "best_metric", "max_errors", *WHICH_RUN),
+}
+
 _SPIKE, _BEFORE = 1.5, 5
 """A loss so many times as large as the median of so many reports before it."""
 
@@ -180,13 +188,16 @@ def first_parting(one: Digests, two: Digests, **how: bool) -> tuple[list[int], i
 
 
 def differences(one: Json, two: Json) -> dict[str, list[str]]:
-    """Say how far two starts differ, of libraries in those that both have imported."""
+    """Say how far two starts differ: in settings that can change a number, code, data and so on.
+
+    Of libraries: in those that both have imported.
+    """
     a, b = one["settings"], two["settings"]
     old, new = one.get("libraries", {}), two.get("libraries", {})
     libraries = differing(old, new, sorted(old.keys() & new.keys()))
     code, other = one["code"], two["code"]
     return {
-        "settings": differing(a, b, [n for n in {**a, **b} if n[2:] not in WHICH_RUN]),
+        "settings": differing(a, b, [name for name in {**a, **b} if name[2:] not in _HARMLESS]),
         "code": [name for name in {**code, **other} if code.get(name) != other.get(name)],
         "data": [] if one["data"] == two["data"] else ["another dataset, by its fingerprint"],
         "machine": differing(one, two, _MACHINE) + libraries,

@@ -11,11 +11,12 @@ import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_runs import replay as replaying
 from ddp_runs import tools
@@ -28,7 +29,9 @@ from hardened_ddp.data.batches.ledger import DIGESTS, RECORD, StepFile
 from hardened_ddp.data.batches.sampler import EpochOrder
 from hardened_ddp.errors import ConfigError, HardenedError, RunFolderError
 from hardened_ddp.settings.cli import parse
-from hardened_ddp.step.gradient import Attempt
+from hardened_ddp.step.gradient import Attempt, Outcome
+from hardened_ddp.step.parts import Parts
+from hardened_ddp.step.progress import Progress
 from hardened_ddp.step.records import Records
 from tests.harness.ranks import run_trainer_forked, train
 from tests.plugins import Points
@@ -142,12 +145,51 @@ def test_a_step_is_the_same_again_and_tells_what_was_in_it(small_run: Path) -> N
     assert f"{steps} equal bit for bit: samples, loss, all of the gradient" in text
     assert "samples that weigh most, of 4; weight: the change of the gradient without it" in text
     assert len(re.findall(r"^ +\d+ +0( +\d\S*){3}$", text, re.MULTILINE)) == 4  # three numbers each
-    assert "gradient norm by layer" in text
+    assert "not among the samples of step 17: 999" in text
+    [layers] = re.findall(r"gradient norm by layer: (.*)", text)
+    assert sorted(re.findall(r"([a-z.]+) \d", layers)) == ["first", "head", "norm"]
     assert f"sample {sample}: no file" in text
     assert f"with and without sample {sample}, 999, in it and after it:" in text
     [loss] = re.findall(r"^step 17: loss (\S+),", text, re.MULTILINE)
     [with_it, without] = re.findall(r"^  step 17: loss (\S+) / (\S+);", text, re.MULTILINE)[0]
     assert with_it == loss != without
+
+
+class Counted(TorchDispatchMode):
+    """Counts operations of tensors."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Dropped(nn.Sequential):
+    """Has no BatchNorm, so that the samples of a batch are independent; but dropout."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(nn.Linear(3, 64), nn.Dropout(0.5), nn.Linear(64, num_classes))
+
+
+@pytest.mark.usefixtures("forked")
+def test_the_losses_of_samples_are_those_of_the_step_also_with_dropout(tmp_path: Path) -> None:
+    run = run_of(tmp_path, *SMALL, "--epochs", "1", "--model", f"{HERE}:Dropped")
+    text = replayed(run, 3)[1]
+    losses = [float(text) for text in re.findall(r"^ +\d+ +0 +(\S+)", text, re.MULTILINE)]
+    [loss] = re.findall(r"^step 3: loss (\S+),", text, re.MULTILINE)
+    assert len(losses) == 4
+    assert sum(losses) / 4 == pytest.approx(float(loss), rel=1e-4)
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_step_that_was_left_out_is_shown_too(tmp_path: Path) -> None:
+    run = run_of(tmp_path, *SMALL, "--continue_on_error", fault="nan 0 6 13")
+    step = next(step for step, found in read_digests(run).steps.items() if found.main.left_out)
+    done, text = replayed(run, step)
+    assert done.parted is None
+    assert f"step {step} was left out: it changed no weight" in text
+    assert "samples that weigh most, of 4" in text
 
 
 @pytest.mark.slow
@@ -273,10 +315,17 @@ def test_weights_that_became_nan_are_found_between_checkpoints(tmp_path: Path) -
 MISUSE: list[tuple[Callable[[Path], object], type[HardenedError], str]] = [
     (lambda run: replayed(run, 99), ConfigError, "no step 99 with a digest: the last one is 19"),
     (lambda run: replayed(run, 20), ConfigError, "no step 20 with a digest: the last one is 19"),
+    (lambda run: replay_unfinished(run, 20), ConfigError, "no step 20 with a digest: the last"),
     (lambda run: shutil.rmtree(run / DIGESTS), RunFolderError, "has no digests"),
     (lambda run: change(run, 9, {"step": 2}), RunFolderError, "checkpoint from before step 3"),
     (lambda run: change(run, 9, {}, "tests.plugins"), ConfigError, "by other code: tests.plugins"),
 ]
+
+
+def replay_unfinished(run: Path, step: int) -> None:
+    """Replay a step of a run that was killed before its summary."""
+    (run / "summary.json").unlink()
+    replayed(run, step)
 
 
 def change(run: Path, step: int, facts: Mapping[str, object], code: str = "") -> None:
@@ -335,10 +384,10 @@ def parted(one: Path, other: Path) -> str:
 
 
 def test_a_setting_is_named(small_run: Path, tmp_path: Path) -> None:
-    other = run_of(tmp_path, *SMALL, "--learning_rate", "0.004")
+    other = run_of(tmp_path, *SMALL, "--learning_rate", "0.004", "--log_interval", "7")
     text = parted(small_run, other)
     assert "they part at step 1: the same samples, of the same bytes, give another loss" in text
-    assert "settings: --learning_rate 0.003 / 0.004" in text
+    assert "settings: --learning_rate 0.003 / 0.004\n" in text  # and not the other one
     assert re.search(r"step 1: loss \S+ / \S+; grad_norm .*; lr \S+ / \S+; samples 4 / 4", text)
 
 
@@ -450,3 +499,22 @@ def test_numbers_that_wait_on_a_device_are_those_of_their_step() -> None:
         records._read()
     assert [row[6:8] for row in written] == [(5, 2**62), (5, 2**62), (0, 0)]
     assert [row[9:12] for row in written] == [(2.5, 4.0, step) for step in (0.0, 1.0, 2.0)]
+
+
+def test_on_a_cpu_the_numbers_of_a_step_are_recorded_without_a_tensor() -> None:
+    written = list[tuple[float, ...]]()
+    parts = SimpleNamespace(is_async_device=False, optimizer=None)
+    parts.optimizer = SimpleNamespace(param_groups=[{"lr": 0.1}])
+    records = Records.__new__(Records)
+    records._parts, records._progress = cast(Parts, parts), cast(Progress, SimpleNamespace())
+    records._progress.step, records._progress.max_micro_batch = 3, 0
+    records._numbers, records._began_at, records.cost_s, records._num_steps = None, 1.0, 0.0, 0
+    file = SimpleNamespace(add=lambda raw: written.append(RECORD.unpack(raw)))
+    records.digests = cast(StepFile, file)
+    window = SimpleNamespace(epoch=0, start=0, size=4)
+    attempt = SimpleNamespace(window=window, batches=[], losses=[0.5, 2.0], count=4, norm=1.5)
+    attempt.outcome = Outcome.DONE
+    with Counted() as counted:
+        records.commit(cast(Attempt, attempt))
+    assert [row[9:12] for row in written] == [(2.5, 4.0, 1.5)]
+    assert counted.number == 0  # ten of them would take ten times as long as the rest
