@@ -40,11 +40,11 @@ BUDGETS = {
     "ddp_training.py": 415,
     "hardened_ddp_command.py": 180,
     "ddp_doctor/*": 12_485,
-    "ddp_runs/*": 3_640,
+    "ddp_runs/*": 3_670,
     "hardened_ddp/*": 29_670,
     "hardened_ddp/gradients/*": 675,
     "hardened_ddp/settings/*": 2_120,
-    "hardened_ddp/step/*": 2_130,
+    "hardened_ddp/step/*": 2_135,
     "hardened_ddp/reporting/*": 1_815,
     "hardened_ddp/task/*": 1_575,
     "hardened_ddp/checkpoint/*": 1_835,
@@ -59,7 +59,7 @@ BUDGETS = {
     "ddp_drills/*": 1_935,
     "launchers/*": 710,
     "tests/harness/*": 1_090,
-    "tests/*": 32_935,
+    "tests/*": 33_020,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.
