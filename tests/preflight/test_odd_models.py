@@ -243,6 +243,7 @@ REFUSED = [
     (33, (*NORMING,), "rank 1 has 0 for the 1 forwards", "--drop_last"),
     (25, (*SUMMING, "--accumulation_steps", "2"), "need equal sizes", "--drop_last"),
     (25, (*GATHERING, "--accumulation_steps", "2"), "need equal sizes", "--drop_last"),
+    (24, (*NORMING, "--continue_on_error"), "left out", "--continue_on_error"),
     (24, (*NORMING, "--global_batch_size", "1"), "each step has 1", "a multiple of 2"),
     # 17 samples to test on, 16 at once: one rank has 9 of them, in one batch, and the other 8.
     (

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hardened_ddp.checkpoint.folder import load_checkpoint, open_checkpoint
+from hardened_ddp.errors import OutOfMemoryError, PeerLostError
 from hardened_ddp.step.failure import explain_failure, is_out_of_memory
 from tests.harness.ranks import train
 from tests.marks import slow_after
@@ -224,6 +225,17 @@ def test_an_error_of_a_step_is_told_in_full() -> None:
     except torch.OutOfMemoryError as error:
         found = explain_failure(error, group, "step 3, forward, samples [1]", memory_fix="")
     assert f"samples [1]: OutOfMemoryError: {text}The end. (" in found.message
+
+
+@pytest.mark.slow
+def test_no_memory_before_the_first_step_is_one_clear_error(tmp_path: Path) -> None:
+    faults = "{faults: {1: {4: memory}}}"  # in the warm-up, after DDP made its buckets
+    flags = [HOOKS, "--model", "tests.plugins:FailingOnce", "--model_args", faults]
+    finished = run(tmp_path, 2, *flags)
+    assert finished.statuses == (PeerLostError.exit_status, OutOfMemoryError.exit_status)
+    assert "[DDP-S02] rank 1, outside of the steps: " in finished.outputs[1]
+    assert "Traceback" not in finished.output
+    assert "Cause: rank 1: OutOfMemoryError" in finished.output
 
 
 @pytest.mark.slow
