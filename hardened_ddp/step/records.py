@@ -209,9 +209,12 @@ def _hash(batches: Sequence[Batch]) -> int:
     number, left = 0, _BATCH_BYTES
     tensors = [t for batch in batches for t in tensors_of((batch.inputs, batch.targets))]
     for tensor in [part for whole in tensors for part in dense_parts(whole) if part.is_cpu]:
-        if not left:  # WHY: contiguous() may copy all of a tensor
+        if not left:
             break
-        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)[:left]
+        first = tensor.detach()
+        if first.dim():  # WHY not all of it: contiguous() may copy what it gets
+            first = first[: left * len(first) // max(1, first.nbytes) + 1]
+        flat = first.contiguous().view(-1).view(torch.uint8)[:left]
         # WHY not as the gradient: it has no order of a sum, and this is faster
         number = zlib.crc32(flat.numpy().data, number)
         left -= len(flat)

@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import signal
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from ddp_runs.replay_records import differences, read_digests
 from ddp_runs.report_plots import marks_of
 from ddp_runs.run_files import read_run
 from hardened_ddp.checkpoint.folder import choose_drops
+from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.ledger import DIGESTS, RECORD, StepFile
 from hardened_ddp.data.batches.sampler import EpochOrder
 from hardened_ddp.errors import ConfigError, HardenedError, RunFolderError
@@ -32,7 +34,7 @@ from hardened_ddp.settings.cli import parse
 from hardened_ddp.step.gradient import Attempt, Outcome
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
-from hardened_ddp.step.records import Records
+from hardened_ddp.step.records import Records, _hash
 from tests.harness.ranks import run_trainer_forked, train
 from tests.plugins import Points
 
@@ -518,3 +520,20 @@ def test_on_a_cpu_the_numbers_of_a_step_are_recorded_without_a_tensor() -> None:
         records.commit(cast(Attempt, attempt))
     assert [row[9:12] for row in written] == [(2.5, 4.0, 1.5)]
     assert counted.number == 0  # ten of them would take ten times as long as the rest
+
+
+def test_of_a_large_batch_the_first_bytes_are_hashed_and_no_more_is_copied() -> None:
+    plain = torch.randn(64, 3, 64, 64)
+    batch = SimpleNamespace(inputs=plain, targets=torch.arange(64))
+    copied = list[int]()
+
+    class Copying(torch.Tensor):
+        def contiguous(self, *given: Any, **named: Any) -> torch.Tensor:
+            copied.append(self.nbytes)
+            return self.as_subclass(torch.Tensor).contiguous()
+
+    wanted = _hash([cast(Batch, batch)])
+    assert wanted == zlib.crc32(plain.numpy().tobytes()[: 1 << 20])
+    batch.inputs = plain.to(memory_format=torch.channels_last).as_subclass(Copying)
+    assert _hash([cast(Batch, batch)] * 3) == wanted
+    assert 1 << 20 <= sum(copied) <= (1 << 20) + 4 * 3 * 64 * 64 * 4
