@@ -41,7 +41,7 @@ BUDGETS = {
     "hardened_ddp_command.py": 180,
     "ddp_doctor/*": 12_485,
     "ddp_runs/*": 3_670,
-    "hardened_ddp/*": 29_670,
+    "hardened_ddp/*": 29_675,
     "hardened_ddp/gradients/*": 675,
     "hardened_ddp/settings/*": 2_120,
     "hardened_ddp/step/*": 2_135,
@@ -59,7 +59,7 @@ BUDGETS = {
     "ddp_drills/*": 1_935,
     "launchers/*": 710,
     "tests/harness/*": 1_090,
-    "tests/*": 33_020,
+    "tests/*": 33_050,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.
