@@ -40,7 +40,6 @@ from hardened_ddp.checkpoint.folder import (
     find_newest,
     list_steps,
     load_checkpoint,
-    open_checkpoint,
     step_folder_name,
 )
 from hardened_ddp.data.batches.fetch import Fetcher
@@ -278,10 +277,12 @@ def run_bisect(options: Mapping[str, str], flags: Sequence[str], *, output: Text
             span = digests.last if records else 0, digests.last
             if condition.name == "weights" and not condition.op:  # NaN in them never goes away
                 span = _between_checkpoints(run, digests.last)
-            done = replay(run, replace(wish, first=span[0], step=span[1]), output=output)
-            step, how = done["held_at"], f"steps {done['begun_at']} to {span[1]} were replayed"
-            if done["parted"]:
-                step, how = None, f"not known: {done['verdict']}"
+            how = f"the checkpoint of step {span[0]}, the last one, has none"
+            if span[0] <= span[1]:
+                done = replay(run, replace(wish, first=span[0], step=span[1]), output=output)
+                step, how = done["held_at"], f"steps {done['begun_at']} to {span[1]} were replayed"
+                if done["parted"]:
+                    step, how = None, f"not known: {done['verdict']}"
     holds = "holds at no step" if step is None else f"holds first at step {step}"
     print(f"{condition.text} {holds}: {how}", file=output, flush=True)
     if step is None or not is_of_steps:
@@ -315,10 +316,13 @@ def _records_of(digests: Digests, name: str) -> Sequence[Json]:
 def _between_checkpoints(run: Path, last: int) -> tuple[int, int]:
     """Return two steps between which weights become NaN, by binary search over checkpoints."""
     root = run / CHECKPOINTS_NAME
-    steps = sorted(list_steps(root))
+    newest, _ = find_newest(root)
+    steps = sorted(step for step in list_steps(root) if newest and step <= newest.step)
 
     def has_nan(step: int) -> bool:
-        found = open_checkpoint(root / step_folder_name(step))
+        found, _ = find_newest(root, at_most=step)  # in place of a damaged one that before it
+        if found is None:
+            return False
         names = [name for name in found.manifest.tensors if name.startswith("model.")]
         tensors = load_checkpoint(found, names=names)[0].values()
         return not all(bool(t.isfinite().all()) for t in tensors if t.is_floating_point())

@@ -385,6 +385,19 @@ def parted(one: Path, other: Path) -> str:
     return text
 
 
+@pytest.mark.usefixtures("forked")
+def test_that_no_weights_are_nan_is_told_by_the_last_checkpoint_if_that_is_valid(
+    small_run: Path, tmp_path: Path
+) -> None:
+    told = "nan in weights holds at no step: the checkpoint of step 20, the last one, has none\n"
+    assert bisected(small_run, "nan in weights") == told  # nothing is replayed
+    run = shutil.copytree(small_run, tmp_path / "run")
+    for path in (run / "checkpoints" / "step-000000020").glob("*.safetensors"):
+        path.write_bytes(b"")
+    text = bisected(run, "nan in weights")
+    assert re.search(r"holds at no step: steps \d+ to 19 were replayed", text)
+
+
 def test_a_setting_is_named(small_run: Path, tmp_path: Path) -> None:
     other = run_of(tmp_path, *SMALL, "--learning_rate", "0.004", "--log_interval", "7")
     text = parted(small_run, other)
