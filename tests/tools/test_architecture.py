@@ -40,7 +40,7 @@ BUDGETS = {
     "ddp_training.py": 415,
     "hardened_ddp_command.py": 180,
     "ddp_doctor/*": 12_485,
-    "ddp_runs/*": 3_670,
+    "ddp_runs/*": 3_675,
     "hardened_ddp/*": 29_675,
     "hardened_ddp/gradients/*": 675,
     "hardened_ddp/settings/*": 2_120,
@@ -59,7 +59,7 @@ BUDGETS = {
     "ddp_drills/*": 1_935,
     "launchers/*": 710,
     "tests/harness/*": 1_090,
-    "tests/*": 33_050,
+    "tests/*": 33_065,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.
