@@ -66,13 +66,9 @@ inputs = {{"inputs": inputs}}  # float32 array; of text: dict(tokens), int64 arr
 [logits] = session.run(["logits"], inputs)""",
 }
 _PROCESSOR_NAME, _GENERATION_NAME = "preprocessor_config.json", "generation_config.json"
-# The files of what prepares inputs, as transformers names them.
 _PREPARES = {
-    TOKENIZER: (
-        *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
-        *("vocab*", "merges.txt", "*.model", "*.spm"),
-    ),
-    IMAGE_PROCESSOR: (_PROCESSOR_NAME,),
+    TOKENIZER: "tokenizer.json and tokenizer_config.json",
+    IMAGE_PROCESSOR: _PROCESSOR_NAME,
 }
 
 
@@ -148,7 +144,7 @@ def write_model(
         kind = TOKENIZER if isinstance(model.model, TextModel) else IMAGE_PROCESSOR
         if not write_preparation(folder, meta, kind=kind):
             text = "the export has no %s: none is at %s on this machine; to add it, copy %s to it"
-            log.warning(text, kind, meta["model"], " ".join(_PREPARES[kind]))
+            log.warning(text, kind, meta["model"], _PREPARES[kind])
 
 
 def _write_huggingface(folder: Path, model: _Logits, meta: Mapping[str, Any]) -> Forward:
@@ -285,15 +281,8 @@ def write_preparation(folder: Path, meta: Mapping[str, Any], *, kind: str) -> bo
     settings = [path for s in sources if (path := s / _GENERATION_NAME).is_file()]
     if settings and (folder / _GENERATION_NAME).exists():  # from the model's configuration alone
         (folder / _GENERATION_NAME).write_bytes(settings[0].read_bytes())
-    for source in sources:
-        found = [path for pattern in _PREPARES[kind] for path in source.glob(pattern)]
-        for path in found:
-            shutil.copyfile(path, folder / path.name)
-        if found:
-            if kind == IMAGE_PROCESSOR and str(meta.get("dataset")).startswith(PREFIX):
-                _scale_as_training(folder / _PROCESSOR_NAME)
-            return True
-    return False
+    write = _write_tokenizer if kind == TOKENIZER else _write_processor
+    return any(write(source, folder, meta) for source in sources)
 
 
 def _sources(meta: Mapping[str, Any]) -> Iterator[Path]:
@@ -313,11 +302,32 @@ def _sources(meta: Mapping[str, Any]) -> Iterator[Path]:
             log.debug("%s is not on this machine: %s", name, error)
 
 
-def _scale_as_training(path: Path) -> None:
-    """Let an image processor scale to [-1, 1], as data/sources/hub_sets.py does."""
-    with contextlib.suppress(ValueError):  # one that can't be read stays as it is
-        settings = json.loads(path.read_text(encoding="utf-8"))
+def _write_tokenizer(source: Path, folder: Path, _: Mapping[str, Any]) -> bool:
+    # WHY not copied: a folder with its settings alone looks like one, and is read as an empty one
+    auto = import_extra("transformers", what="--format huggingface").AutoTokenizer
+    try:
+        tokenizer = auto.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # WHY broad: the library raises many kinds of errors
+        log.debug("%s has no tokenizer: %s", source, error)
+        return False
+    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
+        return False  # made from nothing
+    tokenizer.save_pretrained(folder)
+    return True
+
+
+def _write_processor(source: Path, folder: Path, meta: Mapping[str, Any]) -> bool:
+    """Write the image processor of source, with the scaling of the training if that is known."""
+    try:
+        settings = json.loads((source / _PROCESSOR_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        log.debug("%s has no image processor: %s", source, error)
+        return False
+    if str(meta.get("dataset")).startswith(PREFIX):
+        # WHY not as it was: these sets are scaled to [-1, 1] (data/sources/hub_sets.py)
         half = [0.5] * len(settings.get("image_mean") or (1, 1, 1))
         settings |= {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
         settings |= {"image_mean": half, "image_std": half}
-        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    text = json.dumps(settings, indent=2) + "\n"
+    (folder / _PROCESSOR_NAME).write_text(text, encoding="utf-8")
+    return True

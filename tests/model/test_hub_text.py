@@ -134,6 +134,7 @@ def test_an_export_has_what_the_model_came_with_and_no_other_setting(
 ) -> None:
     model = saved(tmp_path, name, use_cache=use_cache)
     source, out = tmp_path / name, tmp_path / "out"
+    (source / "vocab_old").mkdir()  # what else is in the folder does no harm
     told = json.loads((source / "config.json").read_text(encoding="utf-8"))
     tokenizer = give_tokenizer(source)
     generation = source / "generation_config.json"
@@ -154,6 +155,8 @@ def test_an_export_has_what_the_model_came_with_and_no_other_setting(
 
 def test_a_missing_tokenizer_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = saved(tmp_path, "GPT2LMHeadModel")
+    settings = tmp_path / "GPT2LMHeadModel" / "tokenizer_config.json"
+    settings.write_text('{"model_max_length": 77}')  # no tokenizer by themselves
     write_export(model, "tokens", tmp_path / "out")
     assert f"the export has no tokenizer: none is at {model} on this machine" in caplog.text
     assert not list((tmp_path / "out").glob("*token*"))
