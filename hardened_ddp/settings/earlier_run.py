@@ -6,6 +6,7 @@ Does not own: which checkpoint is used, and whether it is valid (checkpoint/).
 import contextlib
 import os
 import re
+import shlex
 from pathlib import Path
 
 from hardened_ddp.errors import RunFolderError
@@ -58,12 +59,11 @@ def find_folder(name: str, output_dir: Path) -> Path:
 
     It may have no checkpoint yet. Raises RunFolderError.
     """
-    for place in (Path(name), output_dir / name) if name else ():
-        if _has_part_of_run(place):
+    for place in (Path(name), output_dir / name) if name else (output_dir,):
+        _check_access(place)
+        if name and _has_part_of_run(place):
             return place
-    found: list[Path] = []
-    with contextlib.suppress(OSError):  # a folder that may not be read
-        found = sorted(path for path in output_dir.glob("*") if not path.is_symlink())
+    found = sorted(path for path in output_dir.glob("*") if not path.is_symlink())
     runs = [path for path in found if _has_part_of_run(path)]
     if runs and not name:
         return max(runs, key=changed_at)
@@ -73,8 +73,20 @@ def find_folder(name: str, output_dir: Path) -> Path:
     told = (
         f"{name}: neither {name} nor {output_dir / name} is a" if name else f"in {output_dir}: no"
     )
-    what = f"folder with {CHECKPOINTS_NAME}, {STATUS_FOLDER} or logs that you may read"
+    what = f"folder with {CHECKPOINTS_NAME}, {STATUS_FOLDER} or logs"
     raise RunFolderError(f"there is no run {told} {what}", fix=fix)
+
+
+def _check_access(folder: Path) -> None:
+    """Raise RunFolderError if a folder is there and may not be read: it looks as if it had none."""
+    try:
+        os.listdir(folder)
+        (folder / CHECKPOINTS_NAME).stat()
+    except PermissionError as error:
+        fix = f"its owner can allow it: chmod -R a+rX {shlex.quote(str(folder))}"
+        raise RunFolderError(f"{folder} can't be read: {error.strerror}", fix=fix) from error
+    except (OSError, ValueError):  # it is no folder, or a run that has no checkpoint yet
+        return
 
 
 def _has_part_of_run(folder: Path) -> bool:

@@ -369,7 +369,7 @@ def test_a_wrong_run_or_interval_is_one_clear_error(tmp_path: Path) -> None:
     def look_without_rights() -> None:
         give_up_privileges()
         for words in ([str(tmp_path)], ["--output_dir", str(tmp_path)]):
-            with pytest.raises(RunFolderError, match="that you may read"):
+            with pytest.raises(RunFolderError, match="can't be read: Permission denied"):
                 run_watch(parse(["watch", *words]).options, output=io.StringIO())
 
     tmp_path.chmod(0)
