@@ -166,10 +166,12 @@ class StatusWriter:
         """Return the steps per second since some writes, without evaluation and checkpoints."""
         aside = wall_s[Phase.EVALUATION] + wall_s[Phase.CHECKPOINT] + wall_s[Phase.START_UP]
         now = sum(wall_s) - aside
+        if self._rates and step < self._rates[-1][1]:  # rolled back
+            self._rates.clear()
         self._rates.append((now, step))
         began, first = self._rates[0]
         passed = now - began
-        return max(0, step - first) / passed if passed > 0 else 0.0  # below: rolled back
+        return (step - first) / passed if passed > 0 else 0.0
 
     def _read_facts(self) -> RankStatus:
         group, launch = self._group, self._group.launch

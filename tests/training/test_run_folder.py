@@ -260,3 +260,18 @@ def test_only_the_main_thread_asks_the_gpu(tmp_path: Path, monkeypatch: pytest.M
     written = json.loads((tmp_path / "status" / "rank-0.json").read_text())
     assert (written["gpu_mib"], written["gpu_peak_mib"]) == (3.0, 1.0)
     assert set(asked) == {main}
+
+
+def test_the_speed_after_a_rollback_is_that_since_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Group(Launch(), torch.device("cpu"))
+    status, wall_s = StatusWriter(tmp_path, group), [0.0] * len(Phase)
+    monkeypatch.setattr(group.tracker, "wall_s", lambda: wall_s)
+    status.attach(Work(global_batch=4))
+    speeds = []
+    for step in (100, 110, 120, 20, 30, 40):
+        wall_s[Phase.FORWARD] += 2
+        group.tracker.start_at(step)
+        speeds.append(status.read().samples_per_s)
+    assert speeds == [0, 20, 20, 0, 20, 20]
