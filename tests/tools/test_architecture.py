@@ -41,15 +41,15 @@ BUDGETS = {
     "hardened_ddp_command.py": 180,
     "ddp_doctor/*": 12_485,
     "ddp_runs/*": 3_675,
-    "hardened_ddp/*": 29_675,
+    "hardened_ddp/*": 29_695,
     "hardened_ddp/gradients/*": 675,
-    "hardened_ddp/settings/*": 2_120,
+    "hardened_ddp/settings/*": 2_130,
     "hardened_ddp/step/*": 2_135,
-    "hardened_ddp/reporting/*": 1_815,
+    "hardened_ddp/reporting/*": 1_820,
     "hardened_ddp/task/*": 1_575,
     "hardened_ddp/checkpoint/*": 1_835,
     "hardened_ddp/training/*": 2_875,
-    "hardened_ddp/export/*": 475,
+    "hardened_ddp/export/*": 485,
     "hardened_ddp/model/*": 3_140,
     "hardened_ddp/preflight/*": 950,
     "hardened_ddp/ranks/*": 2_570,
@@ -59,7 +59,7 @@ BUDGETS = {
     "ddp_drills/*": 1_935,
     "launchers/*": 710,
     "tests/harness/*": 1_090,
-    "tests/*": 33_065,
+    "tests/*": 33_080,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.
