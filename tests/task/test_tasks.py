@@ -464,6 +464,13 @@ def test_a_loss_that_comes_anyway_is_not_asked_for(of: str, factor: float, asked
     assert bool(resumed.labels_name) == asked
 
 
+def test_logits_are_worth_their_summed_loss_and_the_correct_ones_are_counted() -> None:
+    logits, labels = torch.tensor([[2.0, 0, 0], [0, 1, 3], [0, 5, 1]]), torch.tensor([0, 1, 1])
+    score = Classification(num_classes=3).score(logits, batch_of(labels))
+    assert torch.equal(score.loss_sum, functional.cross_entropy(logits, labels, reduction="sum"))
+    assert (score.count, int(score.metrics["correct"])) == (3, 2)
+
+
 def test_the_mean_loss_of_a_model_itself_becomes_a_sum() -> None:
     class WithLoss(nn.Module):
         def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
