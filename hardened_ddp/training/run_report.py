@@ -119,11 +119,15 @@ class RunReport:
             self.last_train, self.gpu_mib = sums, read_gpu_mib(self.parts.device)
             if not self.is_main:
                 return
-            self._show_training(progress, sums, rate, speed)
+            self._note_left_out()
+            self._told_at = monotonic()
+            told = with_loss(sums["loss"], described(self.parts.task.metrics, sums))
+            epoch = f"{progress.epoch + 1}/{self.parts.config.loop.epochs}"
+            text = "epoch %s step %d%s  %s  lr %.2e  %.0f samples/s"
+            log.info(text, epoch, progress.step, self._of_all(), told, rate, speed)
             metrics = [metric.name for metric in self.parts.task.metrics]
             values = {
-                "loss/train": sums["loss"],
-                **{f"{name}/train": sums[name] for name in metrics if name in sums},
+                **{f"{name}/train": sums[name] for name in (LOSS, *metrics) if name in sums},
                 "optimizer/learning_rate": rate,
                 "speed/samples_per_s": speed,
                 **{f"step_time/{name}_s": times[name] for name in REPORTED if name in times},
@@ -132,22 +136,6 @@ class RunReport:
             if grad_norm is not None:
                 values["optimizer/gradient_norm"] = float(grad_norm)
             self.metrics.scalars(progress.step, values)
-
-    def _show_training(
-        self, progress: Progress, sums: Mapping[str, float], rate: float, speed: float
-    ) -> None:
-        self._note_left_out()
-        self._told_at = monotonic()
-        log.info(
-            "epoch %d/%d step %d%s  %s  lr %.2e  %.0f samples/s",
-            progress.epoch + 1,
-            self.parts.config.loop.epochs,
-            progress.step,
-            self._of_all(),
-            with_loss(sums["loss"], described(self.parts.task.metrics, sums)),
-            rate,
-            speed,
-        )
 
     def log_evaluation(self, progress: Progress, evaluation: Evaluation) -> None:
         self._last_tested = figures = evaluation.figures
@@ -348,7 +336,6 @@ def not_used_line(settings: Resolved) -> str:
 
 def _ranks_line(parts: Parts) -> str:
     group, launch = parts.group, parts.group.launch
-    count = "1 rank" if group.world_size == 1 else f"{group.world_size} ranks"
     hosts = f" on {launch.num_nodes} nodes" if launch.num_nodes > 1 else ""
     attempt = f" (restart {launch.attempt})" if launch.attempt else ""
     on_gpu = group.device.type == "cuda"
@@ -359,7 +346,7 @@ def _ranks_line(parts: Parts) -> str:
         threads = counted(torch.get_num_threads(), "thread")
         sums = f"backend {group.backend}, gradients {parts.gradients.how}, {threads}"
     by = "hand" if launch.launcher == "none" else launch.launcher
-    how = f"{count}{hosts}, started by {by}{attempt}"
+    how = f"{counted(group.world_size, 'rank')}{hosts}, started by {by}{attempt}"
     return f"{how}: {device}, {sums}, precision {precision}"
 
 
@@ -369,18 +356,19 @@ def _work_line(parts: Parts, progress: Progress) -> str:
     trained = sum(p.numel() for p in parts.gradients.local.by_name.values())
     frozen = f", {trained:,} of them trained" if trained != sum(numbers) else ""
     test = 0 if parts.data.test is None else len(parts.data.test)  # type: ignore[arg-type]  # map-style
-    has_size = isinstance(parts.sampler, WindowSampler)
-    size = f"{parts.sampler.size:,} samples" if has_size else "a stream"
-    if isinstance(parts.sampler, WindowSampler) and (drawn := parts.sampler.sampling) is not None:
-        size += f", {drawn.length:,} drawn per epoch ({drawn.name})"
+    size = "a stream"
+    if isinstance(parts.sampler, WindowSampler):
+        size = f"{parts.sampler.size:,} samples"
+        if (drawn := parts.sampler.sampling) is not None:
+            size += f", {drawn.length:,} drawn per epoch ({drawn.name})"
     each = -(-parts.global_batch // world_size)
     micro = -(-each // max(1, parts.sampler.batch_size))
     cut = f"{world_size} x {each}" + (f" in {micro} micro-batches" if micro > 1 else "")
-    done = f", {progress.step} done" if progress.step else ""
-    total = parts.length.total
-    steps = f"{total:,} step{'' if total == 1 else 's'}{done}"
-    if not parts.length.is_known:
-        steps = "steps not known"
+    steps = "steps not known"
+    if parts.length.is_known:
+        done = f", {progress.step} done" if progress.step else ""
+        total = parts.length.total
+        steps = f"{total:,} step{'' if total == 1 else 's'}{done}"
     if parts.average is not None:
         frozen += f", {parts.average}"
     return (
