@@ -48,19 +48,14 @@ class CheckpointStore:
         disk: Disk | None = None,
     ) -> None:
         self.root = root
-        self._before_commit: list[Callable[[], None]] = []
-        self._after_write: list[Callable[[Path], None]] = []
+        # Called before each commit; they raise OSError or CheckpointError to prevent it. The last
+        # is the check that the lock is still held: others are inserted before it.
+        self.before_commit: list[Callable[[], None]] = []
+        # Called with the folder of each checkpoint that was written, in the thread that did.
+        self.after_write: list[Callable[[Path], None]] = []
         self._keep_last, self._keep_milestones = keep_last, keep_milestones
         self._disk = Disk() if disk is None else disk
         self._kept_step: int | None = None
-
-    def call_before_commit(self, call: Callable[[], None]) -> None:
-        """Call this before each commit; it raises OSError or CheckpointError to prevent it."""
-        self._before_commit.insert(0, call)
-
-    def call_after_write(self, call: Callable[[Path], None]) -> None:
-        """Call this with the folder of each checkpoint that was written, in the thread that did."""
-        self._after_write.append(call)
 
     def write(
         self,
@@ -90,7 +85,7 @@ class CheckpointStore:
         if best is not None:
             self.mark_best(step, best)
         self._prune(written=step)
-        for call in self._after_write:
+        for call in self.after_write:
             call(final)
         return final
 
@@ -152,7 +147,7 @@ class CheckpointStore:
 
     def _commit(self, partial: Path, final: Path) -> None:
         """Rename a complete checkpoint into place; before that no reader sees it."""
-        for call in self._before_commit:
+        for call in self.before_commit:
             call()
         if os.path.lexists(final):
             log.warning("%s is not valid and is written again", final)

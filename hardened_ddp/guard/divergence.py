@@ -16,6 +16,7 @@ import torch
 from hardened_ddp.model.checksum import checksums, combine
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import Phase
+from hardened_ddp.settings.wording import listed
 
 _SHOWN = 6
 
@@ -80,6 +81,6 @@ def judge(everyone: list[dict[str, str]]) -> Divergence:
         names = [name for name in expected if own.get(name) != expected[name]]
         names += [name for name in own if name not in expected]
         if names:
-            some = f"{', '.join(names[:_SHOWN])}{' ...' if len(names) > _SHOWN else ''}"
+            some = listed(names, _SHOWN)
             texts.append(f"rank {rank} differs from rank {source or 0} in {some}")
     return Divergence(odd, source, "; ".join(texts))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from hardened_ddp.ranks.phase import FIRST_WAIT, NUM_PHASES, Phase
+from hardened_ddp.settings.wording import listed
 
 # Limit of a phase as a multiple of its longest time: as in NVIDIA's resiliency extension.
 LEARNED_FACTOR = 5
@@ -126,8 +127,7 @@ def _describe(report: Report) -> str:
     if len(report.samples) == 1:
         parts.append(f"sample {report.samples[0]}")
     elif report.samples:
-        more = " ..." if len(report.samples) > _SHOWN else ""
-        parts.append(f"samples {list(report.samples[:_SHOWN])}{more}")
+        parts.append(f"samples [{listed(report.samples, _SHOWN)}]")
     parts.append(f"{report.age_s:.0f} s")
     if report.state:
         parts.append(_STATES.get(report.state, report.state))
@@ -135,7 +135,7 @@ def _describe(report: Report) -> str:
 
 
 def _places(reports: Sequence[Report]) -> str:
-    """Format where the others are: ranks 0 and 2 wait in all-reduce of step 412."""
+    """Format where the others are: ranks 0, 2 wait in all-reduce of step 412."""
 
     def place(report: Report) -> tuple[int, int, bool]:
         return report.step, report.phase, report.is_waiting
@@ -150,9 +150,4 @@ def _places(reports: Sequence[Report]) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    words = [str(rank) for rank in ranks]
-    if len(words) > _SHOWN:
-        words = [*words[:_SHOWN], f"{len(words) - _SHOWN} more"]
-    if len(words) == 1:
-        return f"rank {words[0]}"
-    return f"ranks {', '.join(words[:-1])} and {words[-1]}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks, _SHOWN)}"

@@ -172,7 +172,7 @@ class OwnLoop:
         self._main_thread, self._ending = threading.get_ident(), threading.Lock()
         group, folder, store = self._group, self._run.folder, self._run.store
         self._streams = Streams(group, folder, seed=seed)  # collective
-        store.call_before_commit(self._streams.sync)
+        store.before_commit.insert(0, self._streams.sync)
         self._stop.watch(folder)
         plan_file(self._registry.pack()[1])  # raises for what no checkpoint holds
         group.tracker.begin("loading the checkpoint")

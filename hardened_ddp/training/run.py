@@ -76,9 +76,9 @@ class Run:
         self.saver = Saver(contents, folder.store, group=parts.group, config=config)
         self.stepper = Stepper(parts, progress, left_out=left_out, saver=self.saver)
         self.stepper.records.open(self.folder)  # collective
-        folder.store.call_before_commit(self.stepper.records.sync)
+        folder.store.before_commit.insert(0, self.stepper.records.sync)
         if parts.config.run.on_event:
-            folder.store.call_after_write(lambda path: parts.events.tell("checkpoint", path=path))
+            folder.store.after_write.append(lambda at: parts.events.tell("checkpoint", path=at))
         parts.train_loader.open_folder(self.folder)
         self.rollback = Rollback(folder, self.stepper, self.saver, self.report)
         stop.watch(self.folder)

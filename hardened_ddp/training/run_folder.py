@@ -176,10 +176,10 @@ def _open(group: Group, find: Callable[[], tuple[Path, Choose, str]], run: RunCo
     last, milestones = run.keep_last, run.keep_milestones
     store = CheckpointStore(folder / CHECKPOINTS_NAME, keep_last=last, keep_milestones=milestones)
     # who saves proves by the lock's token that the run is still ours
-    store.call_before_commit(partial(check_held, folder, token))
+    store.before_commit.append(partial(check_held, folder, token))
     mirror = Mirror(url, folder, claim, run.keep_last) if claim else None
     if mirror is not None:
-        store.call_after_write(mirror.take)
+        store.after_write.append(mirror.take)
     checkpoint, lock = chosen[0] if chosen else (None, None)
     return RunFolder(folder, store, checkpoint, lock, mirror, Events(run.on_event, group.launch))
 

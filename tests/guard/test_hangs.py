@@ -74,9 +74,7 @@ def test_a_rank_that_hangs_in_forward_is_named_and_the_others_save_and_leave(
     folder = hung_in(only_run(tmp_path))
     verdict = (folder / "verdict.txt").read_text(encoding="utf-8")
     others = [r for r in range(world_size) if r != rank]
-    waiting = (
-        f"ranks {others[0]} and {others[1]} wait" if len(others) > 1 else f"rank {others[0]} waits"
-    )
+    waiting = f"ranks {others[0]}, {others[1]} wait" if others[1:] else f"rank {others[0]} waits"
     samples = "" if how == "hold" else r" samples \[\d+, \d+\],"
     held = ", native code holds the GIL" if how == "hold" else ""
     pattern = rf"rank {rank}, step (\d+), forward,{samples} \d+ s{held}; {waiting} in all-reduce"
@@ -217,14 +215,13 @@ def at(rank: int, step: int, phase: int, age_s: float, **others: object) -> Repo
                 at(2, 412, Phase.ALL_REDUCE, 62),
             ],
             (),
-            "rank 1, step 412, data, sample 9912, 63 s; "
-            "ranks 0 and 2 wait in all-reduce of step 412",
+            "rank 1, step 412, data, sample 9912, 63 s; ranks 0, 2 wait in all-reduce of step 412",
         ),
         # A GPU's rank queues work of later steps before it has to wait.
         (
             [at(0, 414, Phase.FORWARD, 61), at(1, 412, Phase.FORWARD, 61, samples=tuple(range(9)))],
             (),
-            "rank 1, step 412, forward, samples [0, 1, 2, 3, 4, 5, 6, 7] ..., 61 s; "
+            "rank 1, step 412, forward, samples [0, 1, 2, 3, 4, 5, 6, 7 and 1 more], 61 s; "
             "rank 0 is in forward of step 414",
         ),
         (

@@ -172,7 +172,7 @@ def test_a_holder_counts_up_and_its_lock_stays_readable(tmp_path: Path) -> None:
 def test_a_process_that_lost_its_lock_when_stopped_commits_no_checkpoint(tmp_path: Path) -> None:
     with RunLock.acquire(tmp_path) as lock:
         store = CheckpointStore(tmp_path / "checkpoints", keep_last=2)
-        store.call_before_commit(lambda: check_held(tmp_path, lock.token))
+        store.before_commit.append(lambda: check_held(tmp_path, lock.token))
         store.write(1, tensors={"weight": torch.ones(2)}, meta={})
         leave_lock(tmp_path)
         with pytest.raises(CheckpointError, match="another attempt took over"):
