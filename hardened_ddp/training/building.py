@@ -64,13 +64,10 @@ def choose_global_batch(
     asked = data.global_batch_size or data.batch_size * parts * world_size
     if saved is None or (kept := int(saved["global_batch"])) == asked:
         return asked
-    now = (data.batch_size, parts, data.global_batch_size)
-    names = ("batch_size", "accumulation_steps", "global_batch_size")
-    given = [
-        f"--{name}"
-        for name, value in zip(names, now, strict=True)
-        if sources.get(name) == "command line" and value != saved[name]
-    ]
+    now: dict[str, int | None] = {"batch_size": data.batch_size, "accumulation_steps": parts}
+    now["global_batch_size"] = data.global_batch_size
+    typed = {name: value for name, value in now.items() if sources.get(name) == "command line"}
+    given = [f"--{name}" for name, value in typed.items() if value != saved[name]]
     if given:
         why = " and ".join(given)
         log.warning("the global batch changes from %d to %d, because of %s", kept, asked, why)

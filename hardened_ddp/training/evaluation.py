@@ -256,7 +256,7 @@ def is_over(parts: Parts, progress: Progress) -> bool:
 def stops_early(parts: Parts, progress: Progress) -> bool:
     """Whether the run is over before its last step. The same on all ranks."""
     loop = parts.config.loop
-    is_same = progress.stop_metric == _stop_metric(parts).name if loop.stop_when else False
+    is_same = bool(loop.stop_when) and progress.stop_metric == _stop_metric(parts).name
     return is_same and progress.num_worse >= loop.patience
 
 
