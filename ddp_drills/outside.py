@@ -12,7 +12,6 @@ from ddp_drills.fault import Fault
 from ddp_drills.injections import Board, Pause
 from ddp_drills.processes import Ranks, send
 from hardened_ddp.checkpoint.folder import STATE_NAME, find_newest
-from hardened_ddp.ranks.launchers_env import port_of
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME
 
 # How long ranks have to exit after one has failed. Then SIGTERM; after the same time SIGKILL.
@@ -94,7 +93,7 @@ def _signal_all(ranks: Ranks, chosen: Iterable[int], number: int) -> None:
 @contextmanager
 def occupied(holder: socket.socket) -> Iterator[None]:
     """Listen on the port of holder, as another program would."""
-    with socket.create_server(("127.0.0.1", port_of(holder))):
+    with socket.create_server(("127.0.0.1", holder.getsockname()[1])):
         yield
 
 

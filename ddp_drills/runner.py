@@ -14,7 +14,7 @@ from ddp_drills.injections import Board
 from ddp_drills.outside import Outside, occupied
 from ddp_drills.processes import HOST, Ranks, Start
 from ddp_drills.work import Work
-from hardened_ddp.ranks.launchers_env import hold_port, port_of
+from hardened_ddp.ranks.launchers_env import hold_port
 from hardened_ddp.reporting.summary import finished_at
 
 NO_FAULT = Fault(name="undisturbed", text="nothing happens")
@@ -78,7 +78,7 @@ class Drills:
                     flags=flags,
                     log=folder / OUTPUT_NAME,
                     num_ranks=self.work.num_ranks,
-                    port=port_of(holder),
+                    port=holder.getsockname()[1],
                     outside=fault.outside,
                     missing=int(cause == "missing rank"),
                     host=NO_HOST if cause == "unresolvable host" else HOST,

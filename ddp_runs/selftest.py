@@ -16,7 +16,7 @@ from typing import IO
 
 from ddp_runs.machine import Check
 from hardened_ddp.ranks.launch import environment, prepare_environment, read_launch
-from hardened_ddp.ranks.launchers_env import hold_port, port_of
+from hardened_ddp.ranks.launchers_env import hold_port
 
 _LIMIT_S, _GROUP_LIMIT_S = 60.0, 45.0
 _POLL_S = 0.05
@@ -32,7 +32,7 @@ def check_all_reduce(env: Mapping[str, str], *, limit_s: float = _LIMIT_S) -> Ch
         outputs = (one, two)
         try:
             for rank, output in enumerate(outputs):
-                ranks.append(_start(rank, port_of(holder), env, output))
+                ranks.append(_start(rank, holder.getsockname()[1], env, output))
             statuses: list[int | None] = [None]
             while None in statuses and not any(statuses) and time.monotonic() < start + limit_s:
                 time.sleep(_POLL_S)

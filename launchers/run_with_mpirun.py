@@ -29,7 +29,6 @@ from hardened_ddp.ranks.launchers_env import (
     command_words,
     hold_port,
     names_of_mpi,
-    port_of,
     with_arguments,
 )
 from launchers.running import ROOT, begin_rank, make_parser, read_arguments, run_script
@@ -70,7 +69,7 @@ def agree_on_rendezvous(rank: int, folder: Path, timeout_s: float) -> tuple[str,
                 "MASTER_ADDR=... of mpirun",
             )
         holder = hold_port()
-        port = port_of(holder)
+        port = holder.getsockname()[1]
         holder.detach()  # WHY: it is held until this process, which will listen on it, ends
         folder.mkdir(parents=True, exist_ok=True)
         aside = path.with_suffix(".new")

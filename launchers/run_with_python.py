@@ -23,7 +23,7 @@ from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from hardened_ddp.ranks.launchers_env import hold_port, port_of
+from hardened_ddp.ranks.launchers_env import hold_port
 from hardened_ddp.reporting.ending import RECORD, read_endings
 from launchers.running import begin_rank, make_parser, read_arguments, run_script
 
@@ -114,7 +114,7 @@ def main(argv: list[str]) -> int:
         with hold_port() as holder, TemporaryDirectory(prefix="hardened-ddp-") as folder:
             record = Path(folder) / "endings.jsonl"
             os.environ[RECORD] = str(record)
-            port = port_of(holder)
+            port = holder.getsockname()[1]
             status = start_and_wait(num_ranks, port, lesson=not options.no_lesson, words=words)
             noted, _ = read_endings(record)  # WHY: a rank ends with 0 after a stop, too
             return status if noted is None else noted

@@ -376,11 +376,6 @@ def hold_port() -> socket.socket:
     return holder
 
 
-def port_of(holder: socket.socket) -> int:
-    port: int = holder.getsockname()[1]
-    return port
-
-
 def command_words(
     launcher: LauncherName, num_ranks: int, *, num_nodes: int = 1, env: Mapping[str, str]
 ) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
-from hardened_ddp.ranks.launchers_env import hold_port, port_of
+from hardened_ddp.ranks.launchers_env import hold_port
 from tests.harness.fork_server import ERRORS_NAME, MAX_MESSAGE_BYTES, PIDS_NAME, STACK_SIGNAL
 from tests.harness.processes import (
     ROOT,
@@ -425,7 +425,8 @@ def run_trainer_forked(
 def held_port() -> int:
     """Return a TCP port that stays free for who is told it, until the test ends."""
     _holders.append(hold_port())
-    return port_of(_holders[-1])
+    port: int = _holders[-1].getsockname()[1]
+    return port
 
 
 def release_ports() -> None:
