@@ -19,7 +19,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,12 +30,14 @@ from hardened_ddp.checkpoint.disk import Disk
 from hardened_ddp.checkpoint.folder import BEST_NAME, find_newest, read_best_step, step_folder_name
 from hardened_ddp.errors import CheckpointError, ConfigError, MissingPackageError, RunFolderError
 from hardened_ddp.ranks.threads import call_within
+from hardened_ddp.reporting.run_json import read_json
 from hardened_ddp.reporting.sinks import ReportWriter, write_text, write_whole
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME, MIRROR_STATUS, SAVED_SETTINGS
 from hardened_ddp.settings.typed_command import pip_command
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+_remove = partial(shutil.rmtree, ignore_errors=True)  # what stays the next start removes
 
 _MANIFEST_NAME = re.compile(r"\d{6}-\d+\.\d+-\d+-[0-9a-f]{8}\.json")
 OWNER, CLAIMS, DATA, MANIFESTS, NEWEST = "owner.json", "claims", "data", "manifests", "newest.json"
@@ -59,7 +61,7 @@ def check_mirror(url: str) -> None:
         told = f"--mirror {url}: fsspec knows no {protocol}://"
         raise ConfigError(told, fix="choose one of: file, s3, gs, abfs, hf, sftp") from error
     except ImportError as error:
-        package = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "abfs": "adlfs"}.get(protocol, "")
+        package = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "abfs": "adlfs"}.get(protocol)
         fix = pip_command("requirements-extras.txt", package or "fsspec")
         raise MissingPackageError(f"--mirror {url}: {error}", fix=fix) from error
 
@@ -97,8 +99,7 @@ class Objects:
 
     def put(self, path: Path, name: str) -> None:
         """Send a file. WHY not open(): that commits half of it if the body raises."""
-        size_bytes = path.stat().st_size
-        self._call("put_file", str(path), self._key(name), size_bytes=size_bytes)
+        self._call("put_file", str(path), self._key(name), size_bytes=path.stat().st_size)
 
     def get(self, name: str, path: Path, size_bytes: int) -> None:
         self._call("get_file", self._key(name), str(path), size_bytes=size_bytes)
@@ -144,7 +145,7 @@ class Mirror:
     _is_closing: bool = False
     _is_over: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _sent: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    _sent: dict[str, dict[str, Any]] = field(default_factory=dict)
     _told: dict[str, float] = field(default_factory=dict)
     _writer: ReportWriter = field(
         default_factory=lambda: ReportWriter(flush=lambda: True, name="mirror")
@@ -225,13 +226,14 @@ class Mirror:
         objects = self._objects
         # WHY by claim and time, not by step: after a rollback the newest is of an earlier step
         name = f"{self.claim}-{time.time():017.6f}-{step}-{uuid.uuid4().hex[:8]}"
-        files: dict[str, Mapping[str, Any]] = {}
+        files: dict[str, dict[str, Any]] = {}
         for path in sorted(path for path in aside.rglob("*") if path.is_file()):
             place = path.relative_to(aside).as_posix()
-            entry = {"size_bytes": path.stat().st_size, "sha256": _sha256_of(path)}
-            files[place] = self._sent.get(place, {})
-            if not files[place].items() >= entry.items():
-                files[place] = entry | {"object": f"{DATA}/{name}/{place}"}
+            files[place], before = _entry_of(path), self._sent.get(place, {})
+            if before.items() >= files[place].items():
+                files[place] = before
+            else:
+                files[place] |= {"object": f"{DATA}/{name}/{place}"}
                 objects.put(path, f"{DATA}/{name}/{place}")
         if objects.names(CLAIMS)[-1:] != [self.claim]:
             raise FileExistsError(f"{self.url}/{CLAIMS}")
@@ -356,9 +358,8 @@ def _fetch_one(objects: Objects, name: str, folder: Path) -> int:
             target = aside / place
             target.parent.mkdir(parents=True, exist_ok=True)
             objects.get(entry["object"], target, entry["size_bytes"])
-            found = (target.stat().st_size, _sha256_of(target))
-            if found != (entry["size_bytes"], entry["sha256"]):
-                raise ValueError(f"{place} is not what its manifest says: size {found[0]}")
+            if not (found := _entry_of(target)).items() <= entry.items():
+                raise ValueError(f"{place} is not what its manifest says: {found}")
         if not (aside / final).is_dir():
             raise ValueError(f"it has no {final}")
         for place in files:
@@ -403,19 +404,14 @@ def _read_json(objects: Objects, name: str) -> dict[str, Any]:
 
 def _ids_of(folder: Path, objects: Objects) -> tuple[str, str]:
     """Return the run's id as its folder has it, and that of the mirror's owner; empty: none."""
-    place = folder / ID_NAME
-    mine = json.loads(place.read_text())["id"] if place.is_file() else ""
+    mine = read_json(folder / ID_NAME, []).get("id", "")
     return mine, _read_json(objects, OWNER).get("id", "")
 
 
-def _remove(aside: Path) -> None:
-    """Remove a folder of copies; what can't be removed the next start removes."""
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def _sha256_of(path: Path) -> str:
+def _entry_of(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"size_bytes": path.stat().st_size, "sha256": sha256}
 
 
 def with_tries(call: Callable[[], T], *, url: str) -> T:
