@@ -198,10 +198,6 @@ class Found:
     def step(self) -> int:
         return self.manifest.step
 
-    @property
-    def state_path(self) -> Path:
-        return self.path / STATE_NAME
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rejected:
@@ -315,7 +311,7 @@ def load_checkpoint(
 
     names: only these tensors. Rank-local. Raises CheckpointError if it is none, or has others.
     """
-    tensors = read_tensors(found.state_path, names=names)
+    tensors = read_tensors(found.path / STATE_NAME, names=names)
     expected = found.manifest.tensors
     if names is not None:
         expected = {name: expected[name] for name in names}

@@ -157,6 +157,7 @@ class StopRequest:
         self._has_new_pace = False
         self._tick = self._started_tick = 0
         self._started_at = time.perf_counter()
+        # Saves and exits if a signal comes, but no step boundary.
         self.last_resort: LastResort | None = None
         self._previous = {number: signal.getsignal(number) for number in SIGNALS}
 
@@ -180,10 +181,6 @@ class StopRequest:
         """Look for the stop file in folder. Rank-local, before the first poll."""
         self.folder = folder
         self._started_at = time.perf_counter()
-
-    def start_last_resort(self, save: Callable[[], None], *, grace_s: float) -> None:
-        """Save and exit if a signal comes, but no step boundary, see LastResort. Rank-local."""
-        self.last_resort = LastResort(save, grace_s=grace_s)
 
     def leave_children_alone(self) -> None:
         """Take SIGCHLD back from torch's DataLoader. Rank-local.

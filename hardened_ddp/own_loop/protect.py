@@ -40,7 +40,7 @@ from hardened_ddp.errors import (
 )
 from hardened_ddp.guard.divergence import compare_replicas
 from hardened_ddp.guard.hang import HangWatch, Subject
-from hardened_ddp.guard.stop import StopRequest
+from hardened_ddp.guard.stop import LastResort, StopRequest
 from hardened_ddp.own_loop.batches import Streams
 from hardened_ddp.own_loop.last_commit import NUM_FIRST, LastCommit
 from hardened_ddp.own_loop.registry import Registry
@@ -131,7 +131,7 @@ def protect(
                 loop = OwnLoop(last, parts, config, seed=seed)  # collective
                 loop.watch_forwards(state)
                 watch.attach(Subject(save=loop.save_in_need, phase=loop.phase_of))
-                stop.start_last_resort(loop.save_in_need, grace_s=stop_grace_s)
+                stop.last_resort = LastResort(loop.save_in_need, grace_s=stop_grace_s)
                 with loop.ended_well(watch):
                     yield loop
     except Exception as error:

@@ -62,7 +62,8 @@ class Tracker:
         self._wall_ns = [0] * NUM_PHASES  # by _work: a wait counts for the phase it interrupts
         self._spent_ns = [0] * NUM_PHASES  # a wait counts for itself
         self._read_ns, self._num_read = [0] * NUM_PHASES, 0  # at the last read_split
-        self._follow: Callable[[int], None] | None = None
+        # Each phase is passed on to it. WHY: a GPU runs the work later than the CPU queues it.
+        self.follow: Callable[[int], None] | None = None
         self._part = ("starting", monotonic_ns())
 
     def begin(self, part: str) -> None:
@@ -94,8 +95,8 @@ class Tracker:
         self._wall_ns[self._work] += took
         if phase < FIRST_WAIT:
             self._work = phase
-            if self._follow is not None:
-                self._follow(phase)
+            if self.follow is not None:
+                self.follow(phase)
         return before
 
     @contextmanager
@@ -116,10 +117,6 @@ class Tracker:
     def start_at(self, step: int) -> None:
         """Note that training continues after this step, as after a resume."""
         self.words[STEP] = step
-
-    def follow_on(self, follow: Callable[[int], None]) -> None:
-        """Pass each phase on to follow. WHY: a GPU runs the work later than the CPU queues it."""
-        self._follow = follow
 
     @property
     def phase(self) -> Phase:

@@ -25,7 +25,7 @@ def start_clock(tracker: Tracker, device: torch.device) -> Callable[[], Mapping[
     if device.type != "cuda":
         return tracker.read_split
     timeline = GpuTimeline(partial(_record, device), sample_every=SAMPLE_EVERY)
-    tracker.follow_on(timeline.enter)
+    tracker.follow = timeline.enter
     return timeline.read_and_reset
 
 

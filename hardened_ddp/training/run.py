@@ -16,7 +16,7 @@ from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.data.batches.worker_pool import START_S
 from hardened_ddp.errors import HardenedError, NonFiniteError
 from hardened_ddp.guard.hang import Subject
-from hardened_ddp.guard.stop import StopRequest
+from hardened_ddp.guard.stop import LastResort, StopRequest
 from hardened_ddp.model.replica import refuse_new_parameters
 from hardened_ddp.ranks.phase import SAMPLE, Phase
 from hardened_ddp.ranks.resources import collect_as_usual
@@ -83,7 +83,7 @@ class Run:
         self.rollback = Rollback(folder, self.stepper, self.saver, self.report)
         stop.watch(self.folder)
         self.subject = hang_subject(self)  # for the watch for hangs
-        stop.start_last_resort(self.subject.save, grace_s=parts.config.loop.stop_grace_s)
+        stop.last_resort = LastResort(self.subject.save, grace_s=parts.config.loop.stop_grace_s)
         parts.call_after_workers_start(stop.leave_children_alone)
         collect_as_usual()  # from here on garbage may hold large tensors
         parts.group.tracker.begin("reading the first batch")
