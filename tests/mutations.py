@@ -86,7 +86,11 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         ('first["token"] != me["token"]', "False", "launch gpu_choice"),
     ],
     "ranks/group.py": [
-        ('getattr(errors, other.get("kind", ""), MainRankError)', "MainRankError", "launch"),
+        (
+            'getattr(errors, other.get("kind", ""), errors.MainRankError)',
+            "errors.MainRankError",
+            "launch",
+        ),
         ("if theirs.get(name) != value", "if theirs.get(name, value) != value", "launch"),
     ],
     "ranks/launch.py": [

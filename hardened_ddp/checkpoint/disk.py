@@ -31,17 +31,7 @@ from functools import cache
 from pathlib import Path
 
 from hardened_ddp.errors import CheckpointError, RunFolderError
-from hardened_ddp.ranks.process import (
-    SILENT_AFTER_S,
-    LockHeartbeat,
-    ProcessMark,
-    is_earlier_boot,
-    is_gone,
-    is_pid_gone,
-    is_silent,
-    this_process,
-    with_count,
-)
+from hardened_ddp.ranks import process
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME
 from hardened_ddp.settings.typed_command import look_at, shell_command
 
@@ -187,7 +177,7 @@ def aside_path(path: Path, *, what: str) -> Path:
 
 @cache
 def _suffix_of(pid: int) -> str:
-    here = this_process()  # of this pid: a fork is another one
+    here = process.this_process()  # of this pid: a fork is another one
     return f"{here.place}-{here.pid}-{here.started}"
 
 
@@ -195,9 +185,9 @@ def _is_leftover(path: Path) -> bool:
     match = _ASIDE.fullmatch(path.name)
     if match is None:
         return False
-    here = this_process()
+    here = process.this_process()
     if match[1] == here.place:
-        return int(match[2]) == here.pid or is_pid_gone(int(match[2]), started=match[3])
+        return int(match[2]) == here.pid or process.is_pid_gone(int(match[2]), started=match[3])
     try:
         newest = max(entry.lstat().st_mtime for entry in [path, *path.iterdir()])
     except OSError:
@@ -246,7 +236,7 @@ def refuse_links(run: Path | None) -> None:
 class _Holder:
     """Who holds a lock."""
 
-    mark: ProcessMark
+    mark: process.ProcessMark
     token: str  # of this lock alone
 
     # The keys by which launchers know the job; two attempts of one job share at least one.
@@ -262,7 +252,7 @@ class RunLock:
         self.path = path
         self.token = token
         self._descriptor = descriptor
-        self._heartbeat = LockHeartbeat(descriptor)
+        self._heartbeat = process.LockHeartbeat(descriptor)
 
     @classmethod
     def acquire(
@@ -271,7 +261,7 @@ class RunLock:
         *,
         jobs: Collection[str] = (),
         restart: int = 0,
-        silent_after_s: float = SILENT_AFTER_S,
+        silent_after_s: float = process.SILENT_AFTER_S,
     ) -> "RunLock":
         """Lock a run's folder. Rank-local: one rank calls it.
 
@@ -281,7 +271,7 @@ class RunLock:
         """
         path = folder / LOCK_NAME
         holder = _Holder(
-            mark=this_process(), token=uuid.uuid4().hex, jobs=sorted(jobs), restart=restart
+            mark=process.this_process(), token=uuid.uuid4().hex, jobs=sorted(jobs), restart=restart
         )
         try:
             with _alone_in(folder):
@@ -387,7 +377,7 @@ def _take_over_lock(path: Path, mine: _Holder, *, silent_after_s: float) -> None
 
 
 def _is_dead(path: Path, holder: _Holder, mine: _Holder, *, silent_after_s: float) -> bool:
-    gone = is_gone(holder.mark)
+    gone = process.is_gone(holder.mark)
     if gone is not None:
         return gone
     if holder.mark.boot == mine.mark.boot and holder.mark.boot:
@@ -395,12 +385,12 @@ def _is_dead(path: Path, holder: _Holder, mine: _Holder, *, silent_after_s: floa
     is_same_job = not {*map(str, holder.jobs)}.isdisjoint(mine.jobs)
     if not holder.beats:
         return is_same_job and holder.restart < mine.restart
-    if not is_same_job and not is_earlier_boot(holder.mark, mine.mark):
+    if not is_same_job and not process.is_earlier_boot(holder.mark, mine.mark):
         return False
     text = "%s is locked by process %d on host %s, an earlier attempt of this job: watching for "
     text += "%g s whether it still runs"
     log.warning(text, path.parent, holder.mark.pid, holder.mark.host, silent_after_s)
-    return is_silent(lambda: _read_lock(path), silent_after_s=silent_after_s)
+    return process.is_silent(lambda: _read_lock(path), silent_after_s=silent_after_s)
 
 
 def _is_locked(path: Path) -> bool:
@@ -436,12 +426,13 @@ def _is_held(path: Path, token: str) -> bool:
 def _encode_lock(holder: _Holder) -> bytes:
     fields = asdict(holder)
     del fields["beats"]
-    return with_count(json.dumps(fields).encode() + b"\n")
+    return process.with_count(json.dumps(fields).encode() + b"\n")
 
 
 def _parse_lock(content: bytes) -> _Holder | None:
     try:
         body = json.loads(content)
-        return _Holder(**body | {"mark": ProcessMark(**body["mark"]), "beats": int(body["beats"])})
+        mark = process.ProcessMark(**body["mark"])
+        return _Holder(**body | {"mark": mark, "beats": int(body["beats"])})
     except (ValueError, TypeError, KeyError, RecursionError):
         return None

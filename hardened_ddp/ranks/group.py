@@ -25,15 +25,7 @@ import torch
 import torch.distributed as dist
 
 from hardened_ddp import errors
-from hardened_ddp.errors import (
-    ANY_FAILURE,
-    GroupError,
-    HardenedError,
-    MainRankError,
-    PeerLostError,
-    RankMismatchError,
-    first_line,
-)
+from hardened_ddp.errors import ANY_FAILURE, GroupError, PeerLostError, first_line
 from hardened_ddp.ranks.device import choose_backend, gpu_id
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.phase import Phase, Tracker
@@ -181,7 +173,7 @@ class Group:
             if theirs.get(name) != value
         ]
         if problems:
-            raise RankMismatchError(
+            raise errors.RankMismatchError(
                 "the ranks would not train the same model: " + "; ".join(problems),
                 fix="give every node the same code, settings and data, then start again. A dataset "
                 "must not be split by rank: each rank trains on its own part of all samples",
@@ -231,7 +223,7 @@ class Group:
         if is_worker:
             try:
                 outcome = {"value": work()}
-            except HardenedError as error:
+            except errors.HardenedError as error:
                 outcome = {"kind": type(error).__name__, "error": error.message, "fix": error.fix}
             except ANY_FAILURE as error:  # WHY broad: any failure must reach the ranks that wait
                 log.exception("%s failed", what)
@@ -240,7 +232,7 @@ class Group:
         for rank, other in enumerate(outcomes):
             if "error" in other:
                 # WHY by name: what travels between ranks is JSON, never a pickled exception.
-                kind = getattr(errors, other.get("kind", ""), MainRankError)
+                kind = getattr(errors, other.get("kind", ""), errors.MainRankError)
                 raise kind(
                     f"{what} failed on rank {rank}: {other['error']}",
                     fix=other.get("fix", "") or f"read the traceback in the log of rank {rank}",

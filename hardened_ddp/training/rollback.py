@@ -20,18 +20,9 @@ from hardened_ddp.guard.divergence import Divergence, compare_replicas, differin
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.reporting.log import ON_EVERY_RANK
 from hardened_ddp.step.step import Stepper, is_due
+from hardened_ddp.training import state
 from hardened_ddp.training.run_folder import RunFolder, read_checkpoint
 from hardened_ddp.training.run_report import RunReport
-from hardened_ddp.training.state import (
-    Saved,
-    Saver,
-    collect_meta,
-    collect_tensors,
-    has_all_that_moves,
-    replicated_tensors,
-    restore,
-    share_state,
-)
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +34,7 @@ class Rollback:
     """
 
     def __init__(
-        self, folder: RunFolder, stepper: Stepper, saver: Saver, report: RunReport
+        self, folder: RunFolder, stepper: Stepper, saver: state.Saver, report: RunReport
     ) -> None:
         self.folder = folder
         self.stepper = stepper
@@ -108,7 +99,8 @@ class Rollback:
     def _equalize(self, why: str = "") -> bool:
         """Compare the replicas; make them equal if they differ; return whether. Collective."""
         self._take_up_late_buffers()  # collective
-        found = compare_replicas(self.parts.group, replicated_tensors(self.parts))  # collective
+        replicas = state.replicated_tensors(self.parts)
+        found = compare_replicas(self.parts.group, replicas)  # collective
         if found is None:
             self._note_equal()
             return False
@@ -171,19 +163,19 @@ class Rollback:
         """Give all ranks the state of one of them. Collective."""
         parts = self.parts
         self.saver.close()  # WHY: a write under way reads the tensors that change here
-        tensors = {name: t.detach() for name, t in collect_tensors(parts, with_base=True).items()}
+        tensors = state.collect_tensors(parts, with_base=True)
         mine = None
         if parts.group.launch.rank == source:
-            mine = Saved(
+            mine = state.Saved(
                 specs_of(tensors),
-                collect_meta(parts, self.progress),
-                read=lambda names: {name: tensors[name] for name in names},
+                state.collect_meta(parts, self.progress),
+                read=lambda names: {name: tensors[name].detach() for name in names},
             )
-        saved = share_state(parts.group, mine)  # collective
+        saved = state.share_state(parts.group, mine)  # collective
         if mine is None:
             tensors.clear()  # WHY: the state that is replaced would stay beside the new one
         with self.stepper.live.changing():
-            restore(parts, saved)  # collective
+            state.restore(parts, saved)  # collective
         self._discard_doubtful()
         self._equal_at = step = self.progress.step
         text = "step %d: all ranks continue with the state of rank %d"
@@ -205,13 +197,13 @@ class Rollback:
         with group.tracker.within(Phase.CHECKPOINT):
             self.saver.close()  # WHY: the checkpoint being written may be the one to take
             saved = read_checkpoint(self.folder, group, at_most=at_most)  # collective
-            if saved is None or not has_all_that_moves(self.parts, saved):
+            if saved is None or not state.has_all_that_moves(self.parts, saved):
                 return False
             left_at = progress.step
             text = "step %d: %s: going back to the checkpoint of step %d"
             log.warning(text, left_at, why, saved.meta["step"], extra=ON_EVERY_RANK)
             with stepper.live.changing():
-                progress.go_back_to(restore(self.parts, saved))  # collective
+                progress.go_back_to(state.restore(self.parts, saved))  # collective
                 stepper.start_over()
             stepper.records.open(self.folder.folder)  # collective
             self.saver.forget([])
