@@ -246,7 +246,7 @@ class _Holder:
 
 
 class RunLock:
-    """The right to write into a run's folder, held until release or the end of the process."""
+    """The right to write into a run's folder, held until close or the end of the process."""
 
     def __init__(self, path: Path, *, token: str, descriptor: int) -> None:
         self.path = path
@@ -286,7 +286,7 @@ class RunLock:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return cls(path, token=holder.token, descriptor=descriptor)
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Release the lock. A second call does nothing."""
         if self._descriptor < 0:
             return
@@ -296,12 +296,6 @@ class RunLock:
                 Disk().unlink(self.path)
         os.close(self._descriptor)
         self._descriptor = -1
-
-    def __enter__(self) -> "RunLock":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.release()
 
 
 @contextmanager

@@ -137,8 +137,6 @@ class Mirror:
     folder: Path
     claim: str
     keep_last: int
-    num_sent: int = 0
-    num_failed: int = 0
     _objects: Objects | None = None
     _waiting: Path | None = None  # what is sent next: see _snapshot
     _newest: Path | None = None
@@ -146,7 +144,7 @@ class Mirror:
     _is_over: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _sent: dict[str, dict[str, Any]] = field(default_factory=dict)
-    _told: dict[str, float] = field(default_factory=dict)
+    told: dict[str, float] = field(default_factory=lambda: {"num_sent": 0, "num_failed": 0})
     _writer: ReportWriter = field(
         default_factory=lambda: ReportWriter(flush=lambda: True, name="mirror")
     )
@@ -176,8 +174,8 @@ class Mirror:
         if not self._writer.close("the mirror to get the rest", limit_s=limit_s):
             log.warning("the newest state is not on the mirror %s", self.url)
         self._is_over = True
-        if self.num_failed:
-            log.warning("mirror: %d tries failed, %d sent", self.num_failed, self.num_sent)
+        if self.told["num_failed"]:
+            log.warning("mirror: %(num_failed)d tries failed, %(num_sent)d sent", self.told)
 
     def _snapshot(self, checkpoint: Path) -> Path:
         """Link or copy the files of a run, as they are now, into a folder aside."""
@@ -206,8 +204,7 @@ class Mirror:
         for number in range(_TRIES):
             try:
                 self._send(step, aside)
-                self.num_sent += 1
-                self._note(sent_step=step, sent_at=round(time.time(), 3))
+                self._note("num_sent", sent_step=step, sent_at=round(time.time(), 3))
                 break
             except FileExistsError as error:
                 self._is_over = True
@@ -268,17 +265,16 @@ class Mirror:
                 objects.remove(f"{DATA}/{name}")
 
     def _tell_failure(self, what: str, error: Exception) -> None:
-        self.num_failed += 1
-        self._note()
+        self._note("num_failed")
         log.warning("mirror %s: %s: %s: %s", self.url, what, type(error).__name__, error)
 
-    def _note(self, **sent: float) -> None:
+    def _note(self, counter: str, **sent: float) -> None:
         """Tell the commands watch and report; a full disk costs no more than that."""
-        self._told |= {"num_sent": self.num_sent, "num_failed": self.num_failed, **sent}
+        self.told |= {counter: self.told[counter] + 1, **sent}
         path = self.folder / MIRROR_STATUS
         with suppress(OSError):
             path.parent.mkdir(exist_ok=True)
-            write_whole(path, json.dumps({"url": self.url, **self._told}) + "\n")
+            write_whole(path, json.dumps({"url": self.url, **self.told}) + "\n")
 
 
 def mirror_url(mirror: str, run_name: str) -> str:

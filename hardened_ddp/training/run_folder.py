@@ -73,7 +73,7 @@ class RunFolder:
         """Tell how the run ended, and release the folder."""
         self.events.close(error)
         if self.lock is not None:
-            self.lock.release()
+            self.lock.close()
 
     @property
     def step(self) -> int:
@@ -164,7 +164,7 @@ def _open(group: Group, find: Callable[[], tuple[Path, Choose, str]], run: RunCo
             chosen.append((choose(), lock))
             claim = with_tries(partial(open_mirror, url, folder), url=url) if url else ""
         except (RunFolderError, CheckpointError):
-            lock.release()
+            lock.close()
             raise
         return [str(folder), lock.token, url, claim]
 

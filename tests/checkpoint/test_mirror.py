@@ -48,7 +48,7 @@ def write_steps(
     store = CheckpointStore(run / "checkpoints", keep_last=keep_last)
     for step in steps:
         mirror.take(store.write(step, tensors={"w": torch.full((size,), step)}, meta={}))
-        wait_until(lambda step=step: mirror.num_sent > steps.index(step), within_s)
+        wait_until(lambda step=step: mirror.told["num_sent"] > steps.index(step), within_s)
     return mirror
 
 
@@ -140,8 +140,8 @@ def test_names_of_others_and_half_a_manifest_stop_neither_sending_nor_fetching(
     (folder / f"{first.name[:7]}9{first.name[8:]}").write_text('{"format": 1')
     mirror = write_steps(tmp_path / "r", url, 2)
     mirror.close()
-    assert mirror.num_sent
-    assert not mirror.num_failed
+    assert mirror.told["num_sent"]
+    assert not mirror.told["num_failed"]
     assert fetched_step(url, tmp_path / "empty" / "r") == "step-000000002"
 
 
@@ -195,7 +195,7 @@ def test_a_store_that_fails_costs_no_step_and_is_tried_again(
     monkeypatch.setattr(Objects, "put", fail_first)
     mirror = write_steps(tmp_path / "r", url_of(tmp_path), 1)
     mirror.close()
-    assert (mirror.num_failed, mirror.num_sent) == (3, 2)
+    assert (mirror.told["num_failed"], mirror.told["num_sent"]) == (3, 2)
     assert "step 1 was not sent: OSError: again" in caplog.text
     assert "mirror: 3 tries failed, 2 sent" in caplog.text
     told = f"2 sent to {url_of(tmp_path)}, the newest of step 1; tries that failed: 3"
@@ -226,7 +226,7 @@ def test_a_copy_aside_that_fails_leaves_nothing_and_the_next_one_is_sent(
     assert "step-000000001 can't be prepared: OSError" in caplog.text
     assert {*run.glob(".mirror-*")} <= earlier
     mirror.close()
-    assert (mirror.num_failed, mirror.num_sent) == (1, 2)
+    assert (mirror.told["num_failed"], mirror.told["num_sent"]) == (1, 2)
 
 
 def test_a_store_that_becomes_silent_stops_neither_the_run_nor_its_end(
@@ -382,11 +382,11 @@ def test_a_slow_and_a_vanishing_server_are_told_and_the_next_checkpoint_is_sent(
             wait_until(is_over)
 
         mirror_module._CALL_S, proxy.bytes_per_s = 8.0, 20e3
-        take(2, lambda: mirror.num_failed == 2)
+        take(2, lambda: mirror.told["num_failed"] == 2)
         proxy.is_gone = True
-        take(3, lambda: mirror.num_failed == 4)
+        take(3, lambda: mirror.told["num_failed"] == 4)
         mirror_module._CALL_S, proxy.is_gone, proxy.bytes_per_s = 60.0, False, 1e12
-        take(4, lambda: mirror.num_sent == 2)
+        take(4, lambda: mirror.told["num_sent"] == 2)
         mirror.close()
         assert fetched_step(url, tmp_path / "empty" / "r") == "step-000000004"
         objects = Objects(url)
@@ -433,7 +433,7 @@ def test_a_checkpoint_of_500_mb_is_fetched_as_it_was(
         os.environ.update(server[1])
         run, empty = tmp_path / "r", tmp_path / "empty" / "r"
         mirror = write_steps(run, "s3://bucket/a", 1, size=62_500_000, within_s=400)  # of 8 bytes
-        assert mirror.num_sent == 1  # a try may be over its limit: one more is made
+        assert mirror.told["num_sent"] == 1  # a try may be over its limit: one more is made
         mirror.close()
         assert fetched_step("s3://bucket/a", empty) == "step-000000001"
         names = [path.relative_to(run) for path in run.glob("checkpoints/*/*")]

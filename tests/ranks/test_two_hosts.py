@@ -177,9 +177,10 @@ def test_a_dead_host_with_rank_0_does_not_keep_the_run_from_a_restart_on_another
 
 HOLD = """
 import sys, time
+from contextlib import closing
 from pathlib import Path
 from hardened_ddp.checkpoint.disk import RunLock
-with RunLock.acquire(Path(sys.argv[1]), jobs=sys.argv[2:], silent_after_s=7.0):
+with closing(RunLock.acquire(Path(sys.argv[1]), jobs=sys.argv[2:], silent_after_s=7.0)):
     print("has the lock", flush=True)
     if "stay" in sys.argv:
         time.sleep(600)

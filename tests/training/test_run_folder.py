@@ -220,7 +220,7 @@ def test_a_link_above_the_run_folder_and_those_of_other_programs_are_fine(tmp_pa
     (run / "wandb" / "latest-run").symlink_to("run-1")
     for path in (run, tmp_path / "home" / "runs" / "run"):
         refuse_links(path)
-        RunLock.acquire(path).release()
+        RunLock.acquire(path).close()
         write_step(CheckpointStore(path / "checkpoints", keep_last=1), 1)
 
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from tests.harness.processes import run_forked
 
 
 def test_a_second_writer_is_refused_with_host_and_pid_of_the_first(tmp_path: Path) -> None:
-    with RunLock.acquire(tmp_path):
+    with closing(RunLock.acquire(tmp_path)):
         wanted = f"in use by process {os.getpid()} on host {socket.gethostname()}"
 
         def second() -> None:
@@ -39,7 +39,7 @@ def test_a_second_writer_is_refused_with_host_and_pid_of_the_first(tmp_path: Pat
         assert run_forked(second) == 0
         second()  # nor may this process have it twice
     assert os.listdir(tmp_path) == []
-    RunLock.acquire(tmp_path).release()
+    RunLock.acquire(tmp_path).close()
 
 
 def test_the_lock_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_the_lock_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
     lock = RunLock.acquire(tmp_path)
     assert json.loads((tmp_path / LOCK_NAME).read_text())["mark"]["pid"] == os.getpid()
     assert os.listdir(tmp_path) == [LOCK_NAME]
-    lock.release()
+    lock.close()
 
 
 def leave_lock(
@@ -121,7 +121,7 @@ def test_a_lock_is_taken_over_from_the_dead_or_the_same_job(
 ) -> None:
     leave_lock(tmp_path, **mark)
     if is_taken:
-        RunLock.acquire(tmp_path, silent_after_s=0.3, **asks).release()
+        RunLock.acquire(tmp_path, silent_after_s=0.3, **asks).close()
         assert os.listdir(tmp_path) == []
     else:
         host = mark.get("host", socket.gethostname())
@@ -131,7 +131,7 @@ def test_a_lock_is_taken_over_from_the_dead_or_the_same_job(
 
 
 def test_a_live_process_in_another_container_keeps_its_lock(tmp_path: Path) -> None:
-    with RunLock.acquire(tmp_path) as lock:
+    with closing(RunLock.acquire(tmp_path)) as lock:
         body = json.loads(lock.path.read_text())
         body["mark"] |= {"namespace": "pid:[1]", "pid": DEAD_PID}
         del body["beats"]
@@ -170,7 +170,7 @@ def test_a_holder_counts_up_and_its_lock_stays_readable(tmp_path: Path) -> None:
 
 
 def test_a_process_that_lost_its_lock_when_stopped_commits_no_checkpoint(tmp_path: Path) -> None:
-    with RunLock.acquire(tmp_path) as lock:
+    with closing(RunLock.acquire(tmp_path)) as lock:
         store = CheckpointStore(tmp_path / "checkpoints", keep_last=2)
         store.before_commit.append(lambda: check_held(tmp_path, lock.token))
         store.write(1, tensors={"weight": torch.ones(2)}, meta={})
@@ -200,11 +200,11 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     assert (tmp_path / "precious").read_text() == "x"
 
 
-def test_a_lock_that_somebody_else_took_is_not_removed_by_release(tmp_path: Path) -> None:
+def test_a_lock_that_somebody_else_took_is_not_removed_by_closing(tmp_path: Path) -> None:
     lock = RunLock.acquire(tmp_path)
     (tmp_path / LOCK_NAME).write_text("theirs")
-    lock.release()
-    lock.release()
+    lock.close()
+    lock.close()
     assert (tmp_path / LOCK_NAME).read_text() == "theirs"
 
 
