@@ -139,14 +139,12 @@ def differences(expected: Mapping[str, TensorSpec], found: Mapping[str, TensorSp
 
     expected, found: from specs_of or a manifest. Empty if they agree. Of many, the first few.
     """
-    only = [name for name in found if name not in expected]
-    both = [name for name in expected if name in found]
     lines = [f"missing in the checkpoint: {n} ({expected[n]})" for n in expected if n not in found]
-    lines += [f"only in the checkpoint: {name} ({found[name]})" for name in only]
+    lines += [f"only in the checkpoint: {n} ({found[n]})" for n in found if n not in expected]
     lines += [
-        f"differs: {name} is {found[name]} in the checkpoint, {expected[name]} in this run"
-        for name in both
-        if tuple(found[name]) != tuple(expected[name])
+        f"differs: {name} is {found[name]} in the checkpoint, {spec} in this run"
+        for name, spec in expected.items()
+        if tuple(found.get(name, spec)) != tuple(spec)
     ]
     left_out = len(lines) - _MAX_NAMED
     return lines if left_out <= 0 else [*lines[:_MAX_NAMED], f"and {left_out} more"]

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -122,15 +123,11 @@ def receive(group: Group, saved: Saved, names: Sequence[str], device: torch.devi
 
 def _chunks(specs: Mapping[str, TensorSpec], names: Sequence[str]) -> Iterator[list[str]]:
     """Yield names in groups of about _CHUNK_BYTES, so that little is in memory twice."""
-    chunk, size_bytes = list[str](), 0
-    for name in names:
-        chunk.append(name)
-        size_bytes += math.prod(specs[name].shape) * getattr(torch, specs[name].dtype).itemsize
-        if size_bytes >= _CHUNK_BYTES:
-            yield chunk
-            chunk, size_bytes = [], 0
-    if chunk:
-        yield chunk
+    specs_here = (specs[name] for name in names)
+    sizes = (math.prod(s.shape) * getattr(torch, s.dtype).itemsize for s in specs_here)
+    ends = zip(names, accumulate(sizes), strict=True)
+    for _, chunk in groupby(ends, key=lambda end: end[1] // _CHUNK_BYTES):
+        yield [name for name, _ in chunk]
 
 
 def check_fits(parts: Parts, saved: Saved) -> None:
@@ -145,14 +142,12 @@ def check_fits(parts: Parts, saved: Saved) -> None:
     averages = {name: spec for name, spec in saved.specs.items() if name.startswith(AVERAGE)}
     if parts.average is not None and averages:
         problems += differences(specs_of(parts.average.tensors()), averages)
-    named = {
-        "optimizer": (meta["optimizer"], type(parts.optimizer).__name__),
-        "task": (meta["task"]["name"], parts.task.name),
-    }
-    for what, (there, here) in named.items():
+    optimizer, task = type(parts.optimizer).__name__, parts.task.name
+    trained = {"optimizer": (meta["optimizer"], optimizer), "task": (meta["task"]["name"], task)}
+    for what, (there, here) in trained.items():
         if there != here:
             problems.append(f"{what}: the checkpoint was trained with {there}, now it is {here}")
-    if meta["optimizer"] == type(parts.optimizer).__name__:
+    if meta["optimizer"] == optimizer:
         live_names = parts.gradients.local.by_name
         problems += state_problems(parts.schedule, live_names, meta["optimizer_state"])
     if parts.schedule.is_bound and parts.length.total > meta["total_steps"]:
