@@ -106,12 +106,8 @@ def find_neighbours(
         its_place, pid, heartbeat_fd, stacks_fd = entry
         if rank == group.launch.rank or its_place != place or heartbeat_fd < 0:
             continue
-        words = open_words(pid, heartbeat_fd)
-        if words is None:
-            continue
-        try:
-            pidfd = os.pidfd_open(pid)
-        except OSError:
-            continue
-        found.append(Neighbour(rank, pid, pidfd, words, group.tracker, stacks_fd, stopped_limit_s))
+        with contextlib.suppress(OSError, ValueError):  # it has ended, or may not be looked at
+            words, pidfd = open_words(pid, heartbeat_fd), os.pidfd_open(pid)
+            its_own = (words, group.tracker, stacks_fd, stopped_limit_s)
+            found.append(Neighbour(rank, pid, pidfd, *its_own))
     return found

@@ -161,11 +161,8 @@ class Tracker:
         return fd
 
 
-def open_words(pid: int, fd: int) -> memoryview | None:
-    """Map the shared words of another process of this machine; None if they can't be."""
-    try:
-        with open(f"/proc/{pid}/fd/{fd}", "rb", buffering=0) as file:
-            memory = mmap.mmap(file.fileno(), 8 * NUM_WORDS, prot=mmap.PROT_READ)
-    except (OSError, ValueError):
-        return None
+def open_words(pid: int, fd: int) -> memoryview:
+    """Map the shared words of another process of this machine. Raises OSError, ValueError."""
+    with open(f"/proc/{pid}/fd/{fd}", "rb", buffering=0) as file:
+        memory = mmap.mmap(file.fileno(), 8 * NUM_WORDS, prot=mmap.PROT_READ)
     return memoryview(memory).cast("q")
