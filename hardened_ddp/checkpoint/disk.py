@@ -21,7 +21,6 @@ import logging
 import os
 import re
 import shutil
-import stat
 import time
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -197,10 +196,7 @@ def _is_leftover(path: Path) -> bool:
 
 def is_real_folder(path: Path) -> bool:
     """Return whether path is a folder itself, and not a link to one."""
-    try:
-        return stat.S_ISDIR(path.lstat().st_mode)
-    except OSError:
-        return False
+    return os.path.isdir(path) and not os.path.islink(path)
 
 
 def unusable_folder(folder: Path, error: OSError) -> RunFolderError:

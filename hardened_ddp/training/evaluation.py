@@ -164,9 +164,7 @@ def evaluate(
         return found
     with parts.average.in_model(lock):
         averaged = _evaluate_weights(parts, loader, should_stop)  # collective
-    if averaged is None:
-        return None
-    return replace(found, figures={**found.figures, **averaged.figures})
+    return averaged and replace(found, figures={**found.figures, **averaged.figures})
 
 
 def _evaluate_weights(
