@@ -180,6 +180,11 @@ def test_a_second_run_is_refused_and_an_older_start_stops_sending(
     assert json.loads(Objects(url).read("newest.json"))["manifest"].startswith("000001-")
 
 
+def test_an_id_that_a_full_disk_cut_off_is_made_anew(tmp_path: Path) -> None:
+    (tmp_path / "mirror.json").write_text('{"id"')
+    assert open_mirror(url_of(tmp_path), tmp_path) == "000001"
+
+
 def test_a_store_that_fails_costs_no_step_and_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
