@@ -20,7 +20,6 @@ from hardened_ddp.data.batches.images import MemoryImages
 from hardened_ddp.data.batches.nesting import tensors_of
 from hardened_ddp.errors import SampleError
 
-_NOT_FINITE = "values of its input are"
 _MANY = 4096  # above so many labels a list of Python numbers is slower than a reduction
 
 
@@ -59,7 +58,7 @@ class Checks:
         is_alone = isinstance(batch.inputs, torch.Tensor)
         for tensor in tensors_of(batch.inputs) if self.inputs else ():
             if tensor.is_floating_point() and (count := int(_is_wrong(tensor, is_alone).sum())):
-                return _told(count, is_alone)
+                return f"{count} values of its input are NaN{' or infinite' * is_alone}"
         is_row = isinstance(batch.targets, torch.Tensor) and batch.targets.dim() == 1
         if not is_row or len(batch.targets) != batch.num_samples:
             return ""
@@ -133,13 +132,11 @@ def parts_of(inputs: Any) -> Mapping[str, Any]:  # Any: as the dataset nests the
 
 def none_readable(error: str) -> SampleError:
     """Return the error if all samples that were tried are bad. error: of one of them."""
-    fix = "check the dataset: every sample seems to be broken"
-    if _NOT_FINITE in error:
-        fix = (
-            "correct the dataset; or --no_check_inputs, for a model that expects such values, such "
-            "as missing ones"
-        )
-    return SampleError(f"none of the first samples can be read: {error}", fix=fix)
+    return SampleError(
+        f"none of the first samples can be read: {error}",
+        fix="check the dataset: every sample seems to be broken; --no_check_inputs, if its inputs "
+        "may be NaN or infinite",
+    )
 
 
 def _tensors_in_memory(dataset: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -166,7 +163,3 @@ def wrong_labels(labels: torch.Tensor, num_classes: int) -> Iterator[tuple[int, 
 def _is_wrong(tensor: torch.Tensor, is_alone: bool) -> torch.Tensor:
     # In a mapping or a tuple infinity may be a mask, so it is not checked there.
     return ~tensor.isfinite() if is_alone else tensor.isnan()
-
-
-def _told(count: int, is_alone: bool) -> str:
-    return f"{count} {_NOT_FINITE} {'NaN or infinite' if is_alone else 'NaN'}"
