@@ -92,16 +92,6 @@ class BlockReader:
         shard, position = shard_of(index, self.dataset.num_shards)
         self.reader.pass_over(epoch, shard, position, error)
 
-    def answers(self, batch: Batch, request: Request) -> bool:
-        """Return whether batch is the answer to request: fewer samples only at a shard's end."""
-        if batch.indices is request[1] or torch.equal(batch.indices, request[1]):
-            return True
-        numbers = sorted([*batch.indices.tolist(), *(bad.index for bad in batch.bad)])
-        asked = request[1].tolist()
-        return numbers == asked[: len(numbers)] and (
-            len(numbers) == len(asked) or batch.inputs.get("end", UNKNOWN) >= 0
-        )
-
 
 Packed = tuple[Any, ...]  # what pack made: a tag, then what the tag says
 

@@ -29,9 +29,6 @@ class BatchSource(Protocol):
     def __getitem__(self, request: Request) -> "Batch":
         """Read the batch of a request."""
 
-    def answers(self, batch: "Batch", request: Request) -> bool:
-        """Return whether batch holds what request asked for."""
-
     def name_of(self, index: int) -> str:
         """Return the file or the place of a sample, for messages; empty if it has none."""
 

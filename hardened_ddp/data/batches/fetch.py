@@ -100,10 +100,6 @@ class Fetcher:
         """Make a batch of samples that were read already. Any: as the dataset returns them."""
         return self._checked(collate(samples, numbers, by=self.collate), epoch)
 
-    def answers(self, batch: Batch, request: Request) -> bool:
-        indices, found, bad = request[1], batch.indices, batch.bad
-        return len(found) + len(bad) == len(indices) if bad else torch.equal(found, indices)
-
     def _read_whole(self, epoch: int, indices: torch.Tensor) -> Batch:
         """Read all at once; if that fails, sample by sample, which finds the bad one."""
         read = partial(self._read_batch, epoch, indices)
