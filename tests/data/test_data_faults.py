@@ -79,7 +79,7 @@ def test_after_a_bus_error_batches_come_through_pipes(
     assert content(batches) == undisturbed()
     assert bad_numbers(batches) == []
     assert "SIGBUS" in caplog.text
-    assert "with pipes instead of shared memory" in caplog.text
+    assert "with 1 worker through pipes instead of 1 worker" in caplog.text
 
 
 class Many(Dataset[Any]):

@@ -155,7 +155,7 @@ def test_a_worker_that_ends_costs_nothing(tmp_path: Path, caplog: pytest.LogCapt
         assert bad_numbers(batches) == []
         assert "ended with SIGKILL" in caplog.text
         assert caplog.text.count("No sample is lost") == 1
-        fewer = f"{num_workers // 2 or 'no'} instead of {num_workers} workers"
+        fewer = ("1 worker instead of 2 workers", "no workers instead of 1 worker")[number]
         assert f"continuing at the same sample with {fewer}" in caplog.text
 
 
@@ -281,7 +281,7 @@ def test_batches_that_cannot_be_sent_do_not_hang(caplog: pytest.LogCaptureFixtur
     loader = make_loader(Unsendable(), 1, loader_timeout_s=HOUR_S)
     assert sorted(numbers(read(loader))) == list(range(SIZE))
     loader.close()
-    assert "continuing at the same sample with no instead of 1 workers" in caplog.text
+    assert "continuing at the same sample with no workers instead of 1 worker" in caplog.text
 
 
 class SlowToStart(Scripted):

@@ -250,11 +250,9 @@ class BatchReader:
         self.fallback.go_down(after)
         if after != before:
             log.warning(
-                "DataLoader: %s. No sample is lost: continuing at the same sample with %s",
-                lost,
-                f"{after.num_workers or 'no'} instead of {before.num_workers} workers"
-                if after.num_workers < before.num_workers
-                else "pipes instead of shared memory",
+                "DataLoader: %s. No sample is lost: continuing at the same sample with %s instead "
+                "of %s",
+                *(lost, after, before),
             )
         yield from batches
 
