@@ -18,7 +18,7 @@ from torch import nn
 
 from hardened_ddp.data.batches.batch import Batch, take
 from hardened_ddp.data.batches.nesting import tensors_of
-from hardened_ddp.data.batches.sampler import WindowSampler, num_micro_batches, share_of
+from hardened_ddp.data.batches.sampler import WindowSampler, num_micro_batches
 from hardened_ddp.errors import ModelError
 from hardened_ddp.model.effects import Effects, Operators
 from hardened_ddp.model.replica import NO_COLLECTIVES, ForwardCollectives
@@ -145,8 +145,7 @@ def _problems(parts: Parts, progress: Progress) -> Iterator[tuple[str, str]]:
 
 def _uneven(world_size: int, size: int, batch_size: int, *, fit_batch: bool) -> str:
     """Say how forwards on size samples differ between ranks; empty if they don't."""
-    shares = [share_of(size, rank=rank, world_size=world_size) for rank in (0, world_size - 1)]
-    most, least = (stop - start for start, stop in shares)  # the lower ranks have the longer ones
+    most, least = -(-size // world_size), size // world_size  # of rank 0, and of the last one
     needed = num_micro_batches(size, batch_size=batch_size, world_size=world_size)
     if least < needed:
         return f"rank {world_size - 1} has {least} for the {needed} forwards of the others"
