@@ -9,7 +9,7 @@ import itertools
 import json
 import logging
 import numbers
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,38 +47,36 @@ def is_view_of_stream(dataset: Any) -> bool:
 
 def check_opened(dataset: Any, name: str) -> None:  # Any: what a user's callable returned
     """Raise DataError if dataset is none, or says what can't be of its length and classes."""
-    if found := next(_problems_of(dataset), None):
-        raise DataError(f"dataset {name}: {found[0]}", fix=found[1]) from found[2]
 
+    def refused(what: str, fix: str) -> DataError:
+        return DataError(f"dataset {name}: {what}", fix=fix)
 
-def _problems_of(dataset: Any) -> Iterator[tuple[str, str, BaseException | None]]:
-    """Yield what is wrong, what to do about it, and its cause."""
     if isinstance(dataset, type):
         what = f"the callable returned the class {dataset.__name__}, not an instance of it"
-        yield what, "return an instance, made with its arguments", None
+        raise refused(what, "return an instance, made with its arguments")
     if isinstance(dataset, DataLoader):
         what = "the callable returned a DataLoader, whose samples are batches"
         fix = "return its dataset: the run makes the batches itself (--batch_size, --collate)"
-        yield what, fix, None
+        raise refused(what, fix)
     is_map = is_map_style(dataset)
     if not (is_map or is_stream(dataset) or hasattr(dataset, "__iter__")):
         what = f"the callable returned a {type(dataset).__name__} without __getitem__ and __len__"
         fix = "return a map-style torch.utils.data.Dataset, an iterable one, a class with "
-        yield what, fix + "num_shards and open(), or None for no test set", None
+        raise refused(what, fix + "num_shards and open(), or None for no test set")
     try:
         _ = is_map and len(dataset)
     except ANY_FAILURE as error:  # WHY broad: the user's code
         what = f"its length is not known: {describe(error)}{line_of_user(error)}"
-        yield what, "make __len__() return the number of samples", error
+        raise refused(what, "make __len__() return the number of samples") from error
     classes, number = getattr(dataset, "classes", None), getattr(dataset, "num_classes", None)
     if classes is not None and not hasattr(classes, "__len__"):
         what = f"its classes are {classes!r}, not a list of names"
-        yield what, "make classes the names, or call it num_classes if it is their number", None
+        raise refused(what, "make classes the names, or call it num_classes if it is their number")
     is_number = isinstance(number, torch.Tensor | numbers.Number)
     if number is not None and not (is_number and int(number) > 0):
         what = f"its num_classes is {number!r}; need a whole number from 1"
         fix = "make num_classes the number of classes, or leave it out where labels are none"
-        yield what, fix, None
+        raise refused(what, fix)
 
 
 def read_example(dataset: AnyDataset, name: str, collate: Collate | None = None) -> Batch:
