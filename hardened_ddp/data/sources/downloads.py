@@ -86,7 +86,8 @@ def _fetch_from_any(wanted: Wanted, say: Callable[[str], None]) -> None:
 
 def _fetch_from(url: str, part: Path, say: Callable[[str], None]) -> str:
     """Download to part from one address, with retries. Return the reason of a failure, or ""."""
-    num_idle, reason, size = 0, "", _size_of(part)
+    part.touch()
+    num_idle, reason, size = 0, "", part.stat().st_size
     while num_idle < MOST_TRIES:
         try:
             say(f"{part.name}: from byte {size} of {url}")
@@ -101,14 +102,10 @@ def _fetch_from(url: str, part: Path, say: Callable[[str], None]) -> str:
                 return reason
         except _NETWORK_ERRORS as error:
             reason = str(getattr(error, "reason", "") or error) or type(error).__name__
-        before, size = size, _size_of(part)
+        before, size = size, part.stat().st_size
         num_idle = 0 if size > before else num_idle + 1
         time.sleep(WAIT_S)
     return reason
-
-
-def _size_of(part: Path) -> int:
-    return part.stat().st_size if part.exists() else 0
 
 
 def _receive(url: str, part: Path, start: int) -> bool:
