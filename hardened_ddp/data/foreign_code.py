@@ -13,7 +13,6 @@ import logging
 import os
 import traceback
 from collections.abc import Callable, Iterator
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -63,9 +62,8 @@ def import_callable(path: str, *, setting: str, error: type[HardenedError]) -> C
         what = f"can't be imported: {describe(problem)}{where}{_root_of(problem)}"
         raise refused(what, "fix it; --debug shows the whole traceback") from problem
     if not hasattr(module, name):
-        near = get_close_matches(name, dir(module), n=1)
-        fix = f"did you mean {module_name}:{near[0]}?" if near else f"define {name} in it"
-        raise refused(f"can't be imported: {module_name} has no attribute {name!r}", fix)
+        what = f"can't be imported: {module_name} has no attribute {name!r}"
+        raise refused(what, f"define {name} in it, or correct the name")
     found = getattr(module, name)
     if not callable(found):
         raise refused(f"is of type {type(found).__name__}, not a class or function", _FIX)

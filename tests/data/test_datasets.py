@@ -476,12 +476,6 @@ def test_a_path_that_is_of_no_use_is_refused_in_the_same_words(
     assert caught.value.fix
 
 
-def test_a_name_that_is_nearly_right_gets_the_right_one_as_advice() -> None:
-    with pytest.raises(DataError) as caught:
-        open_dataset("tests.data.test_datasets:open_datase")
-    assert caught.value.fix == "did you mean tests.data.test_datasets:open_dataset?"
-
-
 @WAYS
 def test_an_error_in_a_module_names_its_file_and_line(
     way: tuple[str, Loads, type[HardenedError]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -229,7 +229,7 @@ def test_wrong_names_are_told(tmp_path: Path) -> None:
         fetch_dataset("digit", tmp_path, say=lambda text: None)
     with pytest.raises(DataError, match="no published weights of 'resnet81'") as caught:
         weights_of("resnet81", tmp_path)
-    assert "did you mean resnet" in caught.value.fix
+    assert "list_models()" in caught.value.fix
 
 
 def test_without_network_the_command_says_what_to_do_by_hand(

@@ -23,7 +23,6 @@ from typing import Any
 from hardened_ddp.data.foreign_code import import_torchvision
 from hardened_ddp.data.sources.built_in import DOWNLOADABLE, open_downloadable
 from hardened_ddp.errors import DataError
-from hardened_ddp.settings.wording import nearest
 
 TIMEOUT_S = 30.0  # of one network operation
 MOST_TRIES = 4  # for one address without any progress
@@ -179,11 +178,8 @@ def weights_of(name: str, folder: Path) -> Wanted:
     try:
         url: str = models.get_model_weights(name).DEFAULT.url
     except ValueError as error:
-        near = nearest(name, models.list_models(module=models))
-        raise DataError(
-            f"torchvision has no published weights of {name!r}",
-            fix=f"did you mean {near}?" if near else "name one of its classifiers",
-        ) from error
+        why = f"torchvision has no published weights of {name!r}"
+        raise DataError(why, fix="name one of torchvision.models.list_models()") from error
     file_name = url.rpartition("/")[2]
     found = _HASH_IN_NAME.search(file_name)
     if found is None:
