@@ -101,8 +101,5 @@ def try_on_all_ranks(
     failed = [(rank, notes) for rank, notes in enumerate(everyone) if "error" in notes]
     if failed and refusal is not None:
         rank, notes = failed[0]
-        raise refusal.error(
-            f"{refusal.what}, rank {rank}: {notes['error']}",
-            fix=notes["fix"],
-        )
+        raise refusal.error(f"{refusal.what}, rank {rank}: {notes['error']}", fix=notes["fix"])
     return [notes.get("found") for notes in everyone]

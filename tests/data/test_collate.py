@@ -86,7 +86,7 @@ def rows_of(batches: list[Any]) -> dict[int, list[float]]:
 
 def test_samples_that_all_differ_are_not_bad_but_need_a_collate() -> None:
     fetcher = Fetcher(Rows(), seed=0)
-    with pytest.raises(SampleError, match="of 4 shapes") as caught:
+    with pytest.raises(SampleError, match="can't be made into a batch") as caught:
         fetcher[(0, torch.arange(4))]
     assert "--collate" in caught.value.fix
     most = [(torch.zeros(3), 0)] * 3 + [(torch.zeros(4), 0)]

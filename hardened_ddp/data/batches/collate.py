@@ -87,7 +87,7 @@ def collate(
     except ANY_FAILURE as error:  # WHY broad: the user's code; default_collate raises what it meets
         found = _misshapen(samples) if by is None else _failing_places(by, samples)
         if len(found) in (0, len(samples)):  # no single sample is the cause
-            raise _failure(samples, numbers, error, is_own=by is not None) from error
+            raise _failure(numbers, error, is_own=by is not None) from error
         kept = [place for place in range(len(samples)) if place not in found]
         bad += tuple(BadSample(numbers[place], text) for place, text in found.items())
         return collate([samples[p] for p in kept], [numbers[p] for p in kept], bad, by=by)
@@ -103,17 +103,14 @@ def collate(
     return Batch(inputs, targets, torch.tensor(numbers), bad)
 
 
-def _failure(
-    samples: Sequence[Any], numbers: Sequence[int], error: BaseException, *, is_own: bool
-) -> SampleError:
+def _failure(numbers: Sequence[int], error: BaseException, *, is_own: bool) -> SampleError:
     """Return the error if no batch can be made, though no sample alone is the cause."""
-    what = f"collate failed on samples {[*numbers[:4]]}"
-    fix = "it takes a list of samples, as dataset[i] returns them, and returns (inputs, labels), "
-    fix += "or a mapping with 'labels'"
-    if not is_own:
-        number = len(set(map(_shape, samples)))
-        what = f"samples {[*numbers[:4]]} {f'(of {number} shapes) ' if number > 1 else ''}can't be "
-        what += "made into a batch"
+    if is_own:
+        what = f"collate failed on samples {[*numbers[:4]]}"
+        fix = "it takes a list of samples, as dataset[i] returns them, and returns (inputs, "
+        fix += "labels), or a mapping with 'labels'"
+    else:
+        what = f"samples {[*numbers[:4]]} can't be made into a batch"
         fix = "make __getitem__ return (input tensor, label), all of one shape; or make batches "
         fix += "yourself, with --collate package.module:callable"
     return SampleError(f"{what}: {describe(error)}{line_of_user(error)}", fix=fix)
