@@ -68,7 +68,6 @@ class StepFile:
         path = run / folder / f"{start:04d}-rank-{rank}.bin"
         self.start, self._run, self._folder = start, run, folder
         self._sink: FileSink | None = FileSink(path, keep_bytes=_KEEP_BYTES, has_lines=False)
-        self._is_behind = False
         self.add(json.dumps(head).encode() + b"\n")
 
     def add(self, record: bytes) -> None:
@@ -76,9 +75,9 @@ class StepFile:
         if self._sink is None:
             return
         self._sink.add(record)
+        was_failing = self._sink.is_failing
         # WHY each at once: what the kernel has survives the end of this process.
-        was_behind, self._is_behind = self._is_behind, not self._sink.flush()
-        if self._is_behind and not was_behind:
+        if not self._sink.flush() and not was_failing:
             why = self._folder, self._sink.error
             log.warning("the %s can't be written, and is kept in memory until it can: %s", *why)
 

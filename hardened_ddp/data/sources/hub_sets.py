@@ -216,9 +216,7 @@ def load_parts(
         ) from error
 
 
-def _column(
-    set_name: str, rows: Any, given: str, usual: Sequence[str]
-) -> str:  # Any: a datasets.Dataset
+def _column(set_name: str, rows: Any, given: str, usual: Sequence[str]) -> str:
     names = list(rows.features)
     if found := next((name for name in ([given] if given else usual) if name in names), ""):
         return found
