@@ -81,8 +81,13 @@ class Batch:
         return replace(self, inputs=inputs, targets=move(self.targets, device), troubles=())
 
     def pin(self) -> None:
-        """Move its tensors to page-locked memory: the host need not wait for copies to a GPU."""
-        self.inputs, self.targets = map_tensors((self.inputs, self.targets), _pinned)
+        """Move its tensors to page-locked memory: the host need not wait for copies to a GPU.
+
+        One that a dataset has on a GPU stays as it is.
+        """
+        self.inputs, self.targets = map_tensors(
+            (self.inputs, self.targets), lambda part: part.pin_memory() if part.is_cpu else part
+        )
 
     def copied(self) -> "Batch":
         """Return the batch with copies of its data, for a forward that changes its inputs."""
@@ -91,11 +96,6 @@ class Batch:
     def size_bytes(self) -> int:
         tensors = tensors_of((self.inputs, self.targets))
         return sum(part.nbytes for tensor in tensors for part in dense_parts(tensor))
-
-
-def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in page-locked memory; one that a dataset has on a GPU as it is."""
-    return tensor.pin_memory() if tensor.is_cpu else tensor
 
 
 def _copied(value: Any) -> Any:  # Any: a dataset's data

@@ -141,10 +141,9 @@ def check_classes(train: AnyDataset, test: AnyDataset | None, name: str) -> None
     if names[0] is None or names[1] is None or list(names[0]) == list(names[1]):
         return
     differing = ", ".join(sorted(map(str, set(names[0]) ^ set(names[1])))[:5])
-    some = f" ({differing} in one of them only)" if differing else ""
     raise DataError(
-        f"dataset {name}: training and test part have different classes{some}, so that one label "
-        "would mean two things",
+        f"dataset {name}: training and test part have different classes "
+        f"({differing or 'in another order'}), so that one label would mean two things",
         fix="give both the same classes in the same order (of folders: the same sub-folders)",
     )
 

@@ -43,9 +43,8 @@ class HubImages(Dataset[tuple[torch.Tensor, int]]):
     def __init__(self, rows: Any, *, image: str, label: str, image_size: int) -> None:
         self.rows, self.image, self.label, self.image_size = rows, image, label, image_size
         self.targets = torch.as_tensor(np.asarray(rows[label][:]), dtype=torch.int64)
-        numbers = map(str, range(int(self.targets.max()) + 1))
-        names = getattr(rows.features[label], "names", None)
-        self.classes: Sequence[str] = names or list(numbers)
+        if names := getattr(rows.features[label], "names", None):
+            self.classes = list(names)
 
     def __len__(self) -> int:
         return len(self.rows)
