@@ -57,7 +57,11 @@ class Checks:
             return ""
         is_alone = isinstance(batch.inputs, torch.Tensor)
         for tensor in tensors_of(batch.inputs) if self.inputs else ():
-            if tensor.is_floating_point() and (count := int(_is_wrong(tensor, is_alone).sum())):
+            if not tensor.is_floating_point():
+                continue
+            # WHY NaN alone in a mapping or a tuple: there infinity may be a mask.
+            wrong = ~tensor.isfinite() if is_alone else tensor.isnan()
+            if count := int(wrong.sum()):
                 return f"{count} values of its input are NaN{' or infinite' * is_alone}"
         is_row = isinstance(batch.targets, torch.Tensor) and batch.targets.dim() == 1
         if not is_row or len(batch.targets) != batch.num_samples:
@@ -158,8 +162,3 @@ def wrong_labels(labels: torch.Tensor, num_classes: int) -> Iterator[tuple[int, 
     for place in (~is_class).nonzero().flatten().tolist():
         text = f"its label is {labels[place].item()}, and there are {num_classes} classes"
         yield place, f"{text}, 0 to {num_classes - 1}"
-
-
-def _is_wrong(tensor: torch.Tensor, is_alone: bool) -> torch.Tensor:
-    # In a mapping or a tuple infinity may be a mask, so it is not checked there.
-    return ~tensor.isfinite() if is_alone else tensor.isnan()
