@@ -224,8 +224,7 @@ def check_batch(inputs: Any, numbers: list[int]) -> None:
 @pytest.mark.parametrize(("num_workers", "shares_memory"), [(0, True), (1, True), (1, False)])
 def test_any_nesting_comes_through_the_loader(num_workers: int, shares_memory: bool) -> None:
     loader = scripted.make_loader(Nested(), num_workers)
-    fallback = loader.reader.fallback
-    fallback.level = replace(fallback.level, shares_memory=shares_memory)
+    loader.reader.level = replace(loader.reader.level, shares_memory=shares_memory)
     batches = read(loader)
     loader.close()
     for batch in batches:

@@ -23,13 +23,15 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+from hardened_ddp.data.batches import loader as data_loader
 from hardened_ddp.data.batches import read_errors, worker_pool
 from hardened_ddp.data.batches.batch import Batch, take
 from hardened_ddp.data.batches.checks import Checks
 from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.data.batches.images import MemoryImages
-from hardened_ddp.data.batches.loader import TrainLoader, WorkerFallback
+from hardened_ddp.data.batches.loader import BatchReader, TrainLoader
 from hardened_ddp.data.batches.read_errors import RetryReport, file_of
+from hardened_ddp.data.batches.worker_pool import WorkersLost
 from hardened_ddp.data.batches.workers import WorkerPlan
 from tests.data.scripted import (
     SIZE,
@@ -74,7 +76,7 @@ def test_after_a_bus_error_batches_come_through_pipes(
 ) -> None:
     loader = make_loader(Scripted(strike_bus_once, tmp_path / "flag"), 1)
     batches = read(loader)
-    assert loader.reader.fallback.level == plan(1, shares_memory=False, copies_data=True)
+    assert loader.reader.level == plan(1, shares_memory=False, copies_data=True)
     loader.close()
     assert content(batches) == undisturbed()
     assert bad_numbers(batches) == []
@@ -109,7 +111,7 @@ def check_many(limit: str) -> str:
             subprocess.run(command, check=True)
     loader = make_loader(Many(), 1)
     batches = read(loader)
-    level = loader.reader.fallback.level
+    level = loader.reader.level
     loader.close()
     seen = []
     for batch in batches:
@@ -183,51 +185,57 @@ def plan(num_workers: int, **how: Any) -> WorkerPlan:
     return WorkerPlan(num_workers=num_workers, prefetch_factor=2, start_method="fork", **how)
 
 
-def test_after_calm_the_loader_goes_up_and_the_calm_that_is_asked_for_doubles() -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Give the clock of the loaders."""
     clock = Clock()
-    fallback = WorkerFallback(plan(4), quiet_s=10, clock=clock)
-    waits = []
-    for _ in range(9):
-        for level in (plan(2), plan(2, shares_memory=False), plan(0)):
-            clock.now += fallback.wait_s - 1
-            assert not fallback.is_quiet()
-            fallback.go_down(level)
-        waits.append(fallback.wait_s)
-        clock.now += fallback.wait_s
-        assert fallback.is_quiet()
-        fallback.go_up()
-        assert (fallback.level, fallback.is_quiet()) == (plan(4), False)
-    assert waits == [10, 20, 40, 80, 160, 320, 640, 640, 640]
-    clock.now += 10_000  # this fault has nothing to do with those before
-    fallback.go_down(plan(2))
-    assert fallback.wait_s == 10
-    never = WorkerFallback(plan(2), quiet_s=0, clock=clock)
-    never.go_down(plan(1))
+    monkeypatch.setattr(data_loader, "time", SimpleNamespace(monotonic=clock))
+    return clock
+
+
+def lose(reader: BatchReader) -> None:
+    assert not list(reader._recover(WorkersLost("gone")))
+
+
+def test_after_calm_the_loader_goes_up_and_the_calm_that_is_asked_for_doubles(clock: Clock) -> None:
+    reader = make_loader(Scripted(), 4, loader_quiet_s=10.0).reader
+    for wait_s in (10, 20, 40, 80, 160, 320, 640, 640, 640, 10):
+        if wait_s == 10:
+            clock.now += 10_000  # this fault has nothing to do with those before
+        for num_workers in (2, 1, 0):
+            lose(reader)
+            clock.now += wait_s - 1
+            reader._go_up_if_quiet()
+            assert reader.num_workers == num_workers
+        clock.now += 1
+        reader._go_up_if_quiet()
+        assert reader.level == plan(4)
+    never = make_loader(Scripted(), 2, loader_quiet_s=0.0).reader
+    lose(never)
     clock.now += 10**9
-    assert not never.is_quiet()
+    never._go_up_if_quiet()
+    assert never.num_workers == 1
 
 
 @pytest.mark.parametrize("low", slow_after(1, [plan(0), plan(1), plan(2, shares_memory=False)]))
 def test_going_up_keeps_every_sample_in_its_place(
-    low: WorkerPlan, caplog: pytest.LogCaptureFixture
+    low: WorkerPlan, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     loader = make_loader(Scripted(), 2, loader_quiet_s=100.0)
-    clock = Clock()
-    loader.reader.fallback = WorkerFallback(plan(2), quiet_s=100, clock=clock)
-    loader.reader.fallback.go_down(low)
+    loader.reader.level = low
     batches = []
     for number, (_, share) in enumerate(loader.windows(0, 0)):
         batches += share
         if number == 1:
-            assert loader.reader.fallback.level == low
+            assert loader.reader.level == low
             clock.now += 101
-    assert loader.reader.fallback.level == plan(2)
+    assert loader.reader.level == plan(2)
     assert content(batches) == undisturbed()
     assert caplog.text.count("Continuing at the same sample with 2 workers instead of") == 1
-    loader.reader.fallback.go_down(low)
+    loader.reader.level = low
     clock.now += 201  # now the calm has to last twice as long
     assert content(read(loader, 1)) == undisturbed(1)
-    assert loader.reader.fallback.level == plan(2)
+    assert loader.reader.level == plan(2)
     loader.close()
 
 

@@ -2,8 +2,8 @@
 
 Batches are read in this process, or by worker processes (worker_pool.py). When a worker dies, hangs
 or runs out of shared memory, no sample is lost: new workers start at the first unanswered request.
-There are then half as many, or batches come through pipes, until there was no fault for some time
-(WorkerFallback). WHY no DataLoader without workers: it costs a tiny model 8 % of each step.
+There are then half as many, or batches come through pipes, until there was no fault for some time.
+WHY no DataLoader without workers: it costs a tiny model 8 % of each step.
 Does not own: which rank gets which samples (sampler.py), making a batch of them (fetch.py).
 """
 
@@ -44,41 +44,6 @@ _FIRST_SAMPLES = 8  # of the test set: a wrong form shows in the first ones
 _LOST = "its worker was lost"
 
 
-class WorkerFallback:
-    """The current plan of the workers, and the one to go back to after a time without faults.
-
-    WHY that time doubles, if a fault follows soon: one that returns whenever there are more workers
-    must not cause a restart of them every few minutes.
-    """
-
-    def __init__(
-        self, top: WorkerPlan, *, quiet_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """quiet_s: seconds without a fault before going up; 0: never."""
-        self.level = self._top = top
-        self.wait_s = self._least_s = quiet_s
-        self._clock = clock
-        self._fault_at = clock()
-
-    def go_down(self, level: WorkerPlan) -> None:
-        """Go to a level after a fault; it may be the current one."""
-        if self._clock() - self._fault_at > 2 * self.wait_s:
-            self.wait_s = self._least_s
-        self.level, self._fault_at = level, self._clock()
-
-    @property
-    def is_below(self) -> bool:
-        """Whether there is a level to go up to."""
-        return self.level is not self._top
-
-    def is_quiet(self) -> bool:
-        """Return whether it is time to go up: there was no fault for long enough."""
-        return self.is_below and 0 < self.wait_s <= self._clock() - self._fault_at
-
-    def go_up(self) -> None:
-        self.level, self.wait_s = self._top, min(2 * self.wait_s, MOST_DOUBLED * self._least_s)
-
-
 class BatchReader:
     """Reads the batches of requests, with the workers of one rank."""
 
@@ -99,11 +64,12 @@ class BatchReader:
         if plan.num_workers > 0:
             raise_open_file_limit()
             plan = plan_sending(fetcher, plan)
-        self.fallback = WorkerFallback(plan, quiet_s=config.loader_quiet_s)
+        self.level = self._top = plan  # as it is now, and as it is without faults
+        self._wait_s, self._fault_at = config.loader_quiet_s, time.monotonic()
 
     @property
     def num_workers(self) -> int:
-        return self.fallback.level.num_workers
+        return self.level.num_workers
 
     @property
     def next_worker(self) -> int:
@@ -120,14 +86,14 @@ class BatchReader:
         while True:
             self._go_up_if_quiet()
             read = self._read_by_workers if self.num_workers else self._read_here
-            is_below = self.fallback.is_below
+            is_below = self.level is not self._top
             try:
                 for batch in read(self._requested(new)):
                     self._unanswered.popleft()
                     if batch.troubles:
                         self.retries.note(batch.troubles)
                     yield batch
-                    if is_below and self.fallback.is_quiet():
+                    if is_below and self._is_quiet():
                         break  # to continue with more workers
                 else:
                     return
@@ -207,7 +173,7 @@ class BatchReader:
         if not self._is_idle:
             self._end_pool()
         if self._pool is None:
-            plan = self.fallback.level
+            plan = self.level
             if is_single:
                 # WHY pipes: a worker that dies in the next request would take shared memory with
                 # it. WHY 1: with one request in flight, it is known which one killed the worker.
@@ -231,7 +197,7 @@ class BatchReader:
         the rank too; one that hangs would cost a timeout at each halving.
         """
         self._end_pool()
-        unanswered, before = self._unanswered, self.fallback.level
+        unanswered, before = self._unanswered, self.level
         after = replace(before, num_workers=before.num_workers // 2)
         is_again = bool(unanswered) and unanswered[0] is self._suspect
         self._suspect = unanswered[0] if unanswered else None
@@ -247,7 +213,10 @@ class BatchReader:
             if any(bad.error.startswith(_LOST) for batch in batches for bad in batch.bad):
                 after = before  # the number of workers was not the cause
             unanswered.clear()
-        self.fallback.go_down(after)
+        last_at, self._fault_at = self._fault_at, time.monotonic()
+        if self._fault_at - last_at > 2 * self._wait_s:  # it has nothing to do with those before
+            self._wait_s = self.config.loader_quiet_s
+        self.level = after
         if after != before:
             log.warning(
                 "DataLoader: %s. No sample is lost: continuing at the same sample with %s instead "
@@ -256,17 +225,23 @@ class BatchReader:
             )
         yield from batches
 
+    def _is_quiet(self) -> bool:
+        """Return whether all workers may come back: there was no fault for long enough."""
+        return self.level is not self._top and 0 < self._wait_s <= time.monotonic() - self._fault_at
+
     def _go_up_if_quiet(self) -> None:
         """Go up if there was no fault for long enough; prefetched batches are read again."""
-        if not self.fallback.is_quiet():
+        if not self._is_quiet():
             return
         self._end_pool()
-        before, calm_s = self.fallback.level, self.fallback.wait_s
-        self.fallback.go_up()
         log.warning(
             "DataLoader: no fault for %.0f s. Continuing at the same sample with %s instead of %s",
-            *(calm_s, self.fallback.level, before),
+            *(self._wait_s, self._top, self.level),
         )
+        # WHY twice: a fault that returns whenever there are more workers must not cause a restart
+        # of them every few minutes.
+        most_s = MOST_DOUBLED * self.config.loader_quiet_s
+        self.level, self._wait_s = self._top, min(2 * self._wait_s, most_s)
 
     def _read_singly(self, request: Request) -> Batch:
         """Read one sample after the other in a worker; a sample that kills two workers is bad.
