@@ -164,6 +164,8 @@ def test_a_run_folder_keeps_one_run_of_a_tracker(name: str, tmp_path: Path) -> N
     pytest.importorskip(name, reason="requirements-extras.txt has it")
     env = {"WANDB_MODE": "offline", "HOME": str(tmp_path), "WANDB_ERROR_REPORTING": "false"}
     argv = [*ARGV, "--output_dir", tmp_path, "--tracker", f"tensorboard,{name}"]
+    # WHY: on a busy machine the import of a tracker takes as long as the end of a run waits for it
+    argv += ["--model", "tests.plugins:paced_mlp", "--model_args", "{pause_s: 3}"]
     folder = tmp_path / "r" / name
     ids = set()
     for last in ("4", "6"):
