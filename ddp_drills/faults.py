@@ -10,6 +10,8 @@ from ddp_drills.injections import Injection
 
 # Two workers, for training only: each takes a second or more to start.
 _LOADS = ("--num_workers", "2", "--loader_timeout_s", "2", "--eval_every", "0")
+# In all-reduce, or in agreement on a stop: which one comes first depends on the pace.
+_WAITS = "rank 0 waits in a"
 _stops = partial(Fault, ends="stops", min_ranks=2)
 
 
@@ -87,7 +89,7 @@ def _expected(number: int, phase: str) -> tuple[str, tuple[str, ...], tuple[str,
     if phase in ("evaluation", "checkpoint"):
         # WHY no code: the watch (G05) and the timeout (G04) notice it at about the same time.
         return "", ("ERROR [DDP-G0",), HANGS
-    return "DDP-G05", ("the process is stopped (SIGSTOP)", "rank 0 waits in "), WATCHED
+    return "DDP-G05", ("the process is stopped (SIGSTOP)", _WAITS), WATCHED
 
 
 def _first_and_all() -> Iterator[Fault]:
@@ -278,7 +280,7 @@ def _waits() -> Iterator[Fault]:
             # WHY the second one: else reading a sample may take two minutes
             flags=(*WATCHED, "--loader_timeout_s", "1.5"),
             code="DDP-G05",
-            says=(", step 7, ", "rank 0 waits in "),
+            says=(", step 7, ", _WAITS),
         )
     yield _stops(
         name="stuck-collective",
