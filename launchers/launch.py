@@ -20,6 +20,7 @@ ssh. --dry-run only prints the commands, which can also be typed by hand, one on
 import argparse
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -61,13 +62,13 @@ def torchrun_command(options: argparse.Namespace, words: Sequence[str], node_ran
     return f"cd {shlex.quote(options.folder)} && exec {shlex.join(command)}"
 
 
-def host_command(host: str, command: str, ssh: str) -> list[str]:
+def host_command(host: str, command: str, ssh: Sequence[str]) -> list[str]:
     """Return the argv that runs a shell command on a host."""
     if host in LOCAL:
         return ["bash", "-c", command]
     # WHY -tt: the command there gets a terminal. Through it Ctrl-C reaches it, and SIGHUP when ssh
     # ends here: in both cases it saves and exits.
-    return [*shlex.split(ssh), "-tt", host, command]
+    return [*ssh, "-tt", host, command]
 
 
 def run_everywhere(commands: Mapping[str, Sequence[str]]) -> int:
@@ -134,7 +135,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--folder", default=str(ROOT), help="this project's folder on the hosts")
     parser.add_argument("--python", default=sys.executable, help="Python on the hosts")
     parser.add_argument("--env", action="append", default=[], help="NAME=VALUE for the ranks")
-    parser.add_argument("--ssh", default="ssh", help="how to reach a host, such as 'ssh -p 2222'")
+    parser.add_argument("--ssh", type=shlex.split, default=["ssh"], help="such as 'ssh -p 2222'")
     parser.add_argument("--dry-run", action="store_true", help="print the commands; start nothing")
     options, words = read_arguments(parser, list(argv))
     options.hosts = hosts = [host.strip() for host in options.hosts.split(",") if host.strip()]
@@ -151,6 +152,9 @@ def main(argv: Sequence[str]) -> int:
     if Path(words[0]).resolve().is_relative_to(ROOT):  # the hosts may have it in another folder
         words[0] = os.path.relpath(words[0], ROOT)
     if not options.dry_run:
+        program = "".join(options.ssh[:1])
+        if set(hosts) - set(LOCAL) and not shutil.which(program):
+            parser.error(f"--ssh: there is no program {program}")
         given = argv[: len(argv) - len(words[1:])]  # up to the script, if it was named
         started = shlex.join([sys.executable, os.path.abspath(__file__), *given])
         options.env.insert(0, f"{COMMAND}={started}")

@@ -141,7 +141,14 @@ def test_a_host_that_fails_ends_the_launch_with_its_status(tmp_path: Path) -> No
     ssh = tmp_path / "ssh"
     ssh.write_text("#!/bin/sh\nexit 7\n")
     ssh.chmod(0o755)
-    argv = ["launchers/launch.py", "--hosts", "127.0.0.2", "--nproc_per_node", "1", "--ssh", ssh]
-    done = run_program(["python", *argv, "ddp_training.py"], timeout_s=60)
+    argv = ["python", "launchers/launch.py", "--hosts", "127.0.0.2", "--nproc_per_node", "1"]
+    # WHY quoted: --ssh is a command with its options, and the folder's name may have a space.
+    quoted = shlex.quote(str(ssh))
+    done = run_program([*argv, "--ssh", quoted, "ddp_training.py"], timeout_s=60)
     assert done.status == 7
     assert "127.0.0.2 ended with status 7" in done.stderr
+    argv += ["--ssh", f"{quoted}-missing -p 22", "ddp_training.py"]
+    missing = run_program(argv, timeout_s=60)
+    assert missing.status == 2
+    assert missing.stderr.endswith(f"there is no program {ssh}-missing\n")
+    assert "Traceback" not in missing.stderr
