@@ -123,7 +123,7 @@ class TestCheck:
             "python -m mypy",
             "shellcheck .ci/run ./launch_examples.sh ./setup.sh",
             "launch_examples.sh test --all",
-            "launch_examples.sh test --hostile",
+            "launch_examples.sh test --hostile --seed 31",
         ]
 
     def test_a_fault_is_named_and_the_tests_are_not_run(self, checked: Path) -> None:
