@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from ddp_doctor.explain.collector import Collector
 
-_BLOCK_BYTES = 4 * 1024 * 1024
+_BLOCK_BYTES = 1024 * 1024
 _MAX_LINE_BYTES = 64 * 1024
 """What is kept of a longer line: its start; messages stand there."""
 
@@ -26,11 +26,15 @@ class Search:
     """Finds the lines that have one of some words, or one that differs from it in digits only.
 
     A program writes the same few lines again and again with other numbers. So a form, which is a
-    line with 0 for each digit, is searched once: that is one pass over it for each of 400 words.
+    line with 0 for each digit, is searched once: that is one pass over it for each word whose
+    longest part without a space has come up by now, of 400 words.
     """
 
     def __init__(self, words: Sequence[bytes]) -> None:
-        self._words = sorted({word.translate(_SAME_DIGITS) for word in words})
+        alike = sorted({word.translate(_SAME_DIGITS) for word in words})
+        self._part_of = {word: max(word.split(), key=len) for word in alike}
+        self._parts: set[bytes] = set()
+        self._tokens: set[bytes] = set()
         self._has_word: dict[bytes, bool] = {}
         self._size = 0
 
@@ -49,12 +53,17 @@ class Search:
     def _forms_with_a_word(self, forms: set[bytes]) -> set[bytes]:
         if self._size > _MAX_FORM_BYTES or len(self._has_word) > _MAX_FORMS:
             self._has_word.clear()
+            self._tokens.clear()
             self._size = 0
         new = forms - self._has_word.keys()
         self._has_word.update(dict.fromkeys(new, False))
         text = b"\n".join(new)
         self._size += len(text)
-        for word in self._words:
+        tokens = set(text.split()) - self._tokens
+        self._tokens |= tokens
+        new_text = b" ".join(tokens)
+        self._parts |= {part for part in self._part_of.values() if part in new_text}
+        for word in (word for word, part in self._part_of.items() if part in self._parts):
             at = text.find(word)
             while at >= 0:
                 end = text.find(b"\n", at)

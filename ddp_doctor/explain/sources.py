@@ -142,7 +142,7 @@ def _logs_in(folder: Path) -> list[Path]:
     found = []
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder).as_posix()
-        if not path.is_file() or _NOT_LOGS.search(relative):
+        if not os.path.isfile(path) or _NOT_LOGS.search(relative):
             continue
         if _LOG_NAMES.search(path.name) or _is_dump(path):
             found.append(path)

@@ -250,6 +250,7 @@ class TestFiles:
         for place, text in files.items():
             (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / place).write_text(text)
+        (tmp_path / "link.log").symlink_to("a" * 300)  # it can't be asked what it leads to
         found = explain(tmp_path)
         assert f"{code_of(found)} of {rank_of(found)}" == verdict
         words = {"stop-silent": "step 49", "nccl-timeout of None": "of rank 2 there is no log here"}
