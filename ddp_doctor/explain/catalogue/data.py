@@ -137,9 +137,7 @@ data-uneven (mismatch, accuses named): a rank had fewer batches than the others,
 
 data-storage: the storage had an error
   /\[Errno 5\] Input/output error/
-  /\[Errno 116\] Stale file handle/
-  /\[Errno 121\] Remote I/O error/
-  /\[Errno 112\] Host is down/
+  /\[Errno \d+\] (?:Stale file handle|Remote I/O error|Host is down)/
   /Transport endpoint is not connected/
   /nfs: server \S+ not responding/
   /LustreError: /

@@ -119,8 +119,7 @@ gloo-destroy-hang (teardown): a process waits in the destructor of its process g
   /distributed_c10d\.py\", line \d+ in (?:_?destroy_process_group|_shutdown_backend)/
   /(?:destroy_process_group|_shutdown_backend) \(.*distributed_c10d\.py:\d+\)/
   /ProcessGroupGloo::~ProcessGroupGloo/
-  /gloo::transport::tcp::Pair::~Pair/
-  /gloo::transport::tcp::Device::~Device/
+  /gloo::transport::tcp::(?:Pair::~Pair|Device::~Device)/
   why: The stack of a process that has finished its work: it closes its connections and waits for a
     rank that has stopped, or still trains
   fix: dist.barrier() before dist.destroy_process_group(), so that all ranks leave together;

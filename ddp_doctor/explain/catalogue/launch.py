@@ -59,9 +59,7 @@ launch-ranks-missing (timeout): not all ranks joined the rendezvous
 
 launch-rendezvous (timeout): torchrun's rendezvous failed
   /RendezvousTimeoutError/
-  /RendezvousConnectionError/
-  /RendezvousClosedError/
-  /RendezvousStateError/
+  /Rendezvous(?:Connection|Closed|State)Error/
   /The connection to the C10d store has failed/
   why: Fewer nodes than --nnodes came within the timeout, the endpoint is wrong, or another job with
     the same --rdzv_id is over already
@@ -150,8 +148,7 @@ launch-local-rank-flag (accuses nobody): the script does not know the launcher's
 launch-arguments (generic, accuses nobody): the command line has an argument that the script does
     not know
   /error: unrecognized arguments: /
-  /error: the following arguments are required: /
-  /error: argument \S+: (?:invalid|expected) /
+  /error: (?:the following arguments are required: |argument \S+: (?:invalid|expected) )/
   /ValueError: Some specified arguments are not used by the HfArgumentParser/
   why: A flag is misspelled, or a flag of the launcher stands behind the script's name
   fix: Flags of torchrun come before the script's name, those of the script after it.
@@ -201,8 +198,7 @@ launch-container (accuses nobody): the container did not start, or has no GPU
   /could not select device driver .* with capabilities/
   /nvidia-container-cli: /
   /OCI runtime (?:create|exec) failed: /
-  /CreateContainer(?:Config)?Error/
-  /RunContainerError/
+  /(?:Create|Run)Container(?:Config)?Error/
   /\[ERROR\] (?:pyxis|enroot|runc)[^:]*:/
   why: The container runtime does not know the GPU (no NVIDIA container toolkit), or a mount, an
     image or a right is missing

@@ -198,8 +198,7 @@ nccl-connect (lost): NCCL could not connect to another rank
 nccl-cuda-error (generic): a CUDA call inside NCCL failed
   /ncclUnhandledCudaError: Call to CUDA function failed/
   /NCCL error in: .*unhandled cuda error/
-  /NCCL WARN Cuda failure (?:\d+ )?'[^']+'/
-  /NCCL WARN Cuda failure '?[a-z][^'\n]+/
+  /NCCL WARN Cuda failure (?:\d+ )?'?[a-zA-Z]/
   why: CUDA reported an error in a call of NCCL: most often no memory left for its buffers, or an
     earlier error of a kernel of the model
   fix: `Cuda failure 'out of memory'`: leave 1 GB per GPU free (smaller batch). Otherwise
