@@ -33,8 +33,8 @@ _ERROR_LINE = re.compile(
     r"|^(?:srun|slurmstepd|sbatch|mpirun|docker|\w+\.py): (?:fatal|error)"
     r"|\bExecuteUserScriptError:|Reporting training FAILURE|Failed - Training job failed"
 )
-_RETRIED = re.compile(r"\b[Rr]etry(?:ing)?\b(?! count)|\bWARNING\b")
-"""What a program says when it goes on."""
+_RETRIED = re.compile(r"\b[Rr]etry(?:ing)?\b(?! count)|^.{,200}\bWARNING\b")
+"""What a program says when it goes on; far behind, torch's advice has this word, too."""
 
 _WARNS = re.compile(r"\[W\d{0,4} [^\]]*\.cpp:\d+\]")
 _WARNING = re.compile(r"\.py:\d+: \w*Warning: ")
@@ -101,8 +101,10 @@ class Evidence:
 
     @property
     def ends_well(self) -> bool:
-        """Whether a file ends with words of success."""
-        return any(ending.success for ending in self.endings.values())
+        """Whether a file ends with words of success: no training and no error comes after them."""
+        last = self.error_line
+        errors = {last.file: last.number} if last is not None else {}
+        return any(e.is_good(errors.get(name, 0)) for name, e in self.endings.items())
 
     @property
     def ends_with_error(self) -> bool:

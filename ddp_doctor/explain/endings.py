@@ -15,10 +15,10 @@ _SUCCESS = re.compile(
     r"(?i)\b(?:training (?:is |has )?(?:complete|finished|done|successful)|finished training"
     r"|max_(?:epochs|steps)=\d+` reached|train_runtime|successfully finished"
     r"|completed successfully|finished: \d+ steps|exit code 0|all done|job succeeded"
-    r"|exits successfully|exiting gracefully|state(?:=|: )COMPLETED)"
-    r"|^\W*(?:done|finished|completed?|success)\W*$"
+    r"|exits successfully|exiting gracefully|state(?:=|: )COMPLETED)|finish\.\.\. \(success\)"
     r"|训练(?:完成|结束)|学習(?:完了|終了)|학습 ?완료"
 )
+_DONE = re.compile(r"(?i)\W*(?:done|finished|completed?|success)\W*$")
 _SAVED = re.compile(
     r"(?i)\b(?:checkpoint|state|model|weights)\b.{0,40}\b(?:saved|written)\b"
     r"|\bsaved (?:the |a )?(?:checkpoint|state|model)|\bgraceful(?:ly)?\b|\brequeue"
@@ -34,7 +34,7 @@ _COUNTER = re.compile(
 )
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 _LOSS = re.compile(
-    r"(?i)\b(?:loss|grad_?norm)\b['\"]?[ =:]{1,3}(?:tensor\()?['\"]?"
+    r"(?i)\b(?:loss|grad[_ ]?norm)\b['\"]?[ =:]{1,3}(?:tensor\()?['\"]?"
     r"(?:(?P<nan>nan\b)|[-+.]*(?:\d|inf))"
 )
 _IS_SEVERE = re.compile(r"\[[EF]\d{0,4} ")
@@ -72,6 +72,9 @@ class Ending:
     first_of_progress: dict[int, int] = field(default_factory=dict)
     """For a line whose counter is higher than in the line of the same shape before: that line."""
 
+    steps: list[int] = field(default_factory=list)
+    """The same lines, where a step or an epoch has a number, and not only a bar."""
+
     nan: int = 0
     """The last line, if the loss is NaN in all of the last ones."""
 
@@ -82,6 +85,10 @@ class Ending:
     def goes_on_after(self, number: int, times: int = 1) -> bool:
         """Whether training made progress after this line."""
         return sum(first > number for first in self.first_of_progress.values()) >= times
+
+    def is_good(self, error: int) -> bool:
+        """Whether words of success come after the line of an error, and no steps after them."""
+        return self.success > error and not any(step > self.success for step in self.steps)
 
     def add_progress(self, earlier: "Ending") -> None:
         """Take the progress that another part of the same file shows."""
@@ -95,7 +102,7 @@ def ending_of(tail: str, num_lines: int) -> Ending:
     newest: dict[str, tuple[float, int]] = {}
     nans: list[bool] = []
     for number, line in enumerate(lines, start=num_lines - len(lines) + 1):
-        if _SUCCESS.search(line):
+        if _SUCCESS.search(line) or (newest and _DONE.match(line)):  # not: a file is read
             ending.success = number
         if _SAVED.search(line):
             ending.saved = number
@@ -122,14 +129,15 @@ def activity_before(text: str) -> tuple[str, str]:
 def _note_progress(
     text: str, number: int, newest: dict[str, tuple[float, int]], ending: Ending
 ) -> None:
-    counters = [float(found[found.lastgroup or 0]) for found in _COUNTER.finditer(text)]
-    if not counters:
+    found = [*_COUNTER.finditer(text)]
+    if not found:
         return
     shape = _NUMBER.sub("#", text.strip())
-    total = sum(counters)
+    total = sum(float(counter[counter.lastgroup or 0]) for counter in found)
     before = newest.get(shape)
     if before is not None and total > before[0]:
         ending.first_of_progress[number] = before[1]
+        ending.steps += [before[1]] if any(counter["bar"] is None for counter in found) else []
     newest[shape] = (total, number)
 
 
