@@ -31,8 +31,8 @@ _SINGLE = tuple(
         r"Global rank (?P<rank>\d+) \(PID (?P<pid>\d+)\) exited with code (?P<status>-?\d+)",
         r"Error pod (?P<host>[\w.-]+) container \S+ exitCode: (?P<status>\d+)",
         r"\bPod: (?P<host>[\w.-]+) exited with code (?P<status>\d+)",
-        r"exits with return code = (?P<status>-?\d+)",
-        r"MPI_ABORT was invoked on rank (?P<rank>\d+)",
+        r"(?:exits with return code =|Process finished with exit code) (?P<status>-?\d+)",
+        r"MPI_ABORT was invoked on rank (?P<rank>\d+)|non-zero (?:exit code\. Per|status, thus)",
         r"Child process with PID (?P<pid>\d+) terminated with code (?P<status>-?\d+)",
     )
 )

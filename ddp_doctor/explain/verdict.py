@@ -205,13 +205,15 @@ def _exit_events(evidence: Evidence) -> list[Event]:
     """Make events of processes that a signal ended."""
     events = []
     others_failed = any(e.status not in (0, _FORCED) for e in evidence.exits.exits)
+    stops = [e.line.order for e in evidence.events if e.code == "stop-cancelled"]
     closed = evidence.exits.closed
     for ended in evidence.exits.exits:
         if code := _OF_SIGNAL.get(ended.status):
-            # WHY: srun ends the other tasks with SIGKILL after one of them failed
+            # WHY: srun ends tasks with SIGKILL after one of them failed, or after scancel
             is_srun = "srun: error" in ended.line.text and ended.status == _FORCED
             event = _exit_event(ended, BY_CODE[code])
-            if (is_srun and others_failed) or ended.pid in closed:
+            is_told = others_failed or min(stops, default=math.inf) < ended.line.order
+            if (is_srun and is_told) or ended.pid in closed:
                 event.tier = Tier.TEARDOWN
             elif closed and ended.from_block and ended.status == _TERMINATED:
                 event.tier = Tier.KILLED  # not by torchrun

@@ -121,7 +121,6 @@ SIGTERM, FAILED = (
     f"{ELASTIC}failed (exitcode: 1) local_rank: 0 (pid: 9)",
 )
 VALUE_ERROR = joined(traceback_of("ValueError: the mask and the input differ in length"))
-LAUNCHER = "subprocess.CalledProcessError: Command '['python', 'train.py']' "
 RAY = (
     "step 3\n2023-01-17 17:21:35,472\tWARNING worker.py:1829 -- A worker died or was killed while "
     "executing a task by an unexpected system error.\n"
@@ -131,8 +130,6 @@ TIME_LIMIT = (
 )
 CHECKPOINT, ALL_RANKS = "torch.distributed.checkpoint.api.", "dict_keys([0, 1, 2, 3])"
 RAY_END = "2023-01-17 17:21:35,509\tERROR trial_runner.py:980 -- Error processing event.\n"
-
-
 GOODBYE = (
     "[W302 04:00:14.1 ProcessGroupNCCL.cpp:1250] Warning: WARNING: process group has NOT been "
     "destroyed before we destruct ProcessGroupNCCL. On normal program exit, the application should "
@@ -295,6 +292,7 @@ LOGS: Mapping[str, str | tuple[str, str]] = {
         joined([*KEY_ERROR[:2], "    raise RuntimeError(text)", "RuntimeError: a new text"])
     ),
     "a loss that is NaN until the end: amp-nan": NAN + TRAINED,
+    "Megatron's word for NaN: amp-nan": 3 * "step 7 | loss scale: 1.0 | grad norm: nan |\n",
     "a loss that was NaN: healthy": (
         NAN + "{'loss': 0.1, 'grad_norm': 1.0, 'epoch': 3}\n" + TRAINED
     ),
@@ -319,7 +317,7 @@ LOGS: Mapping[str, str | tuple[str, str]] = {
         GROUP_WITHOUT_TRACEBACK + block_of({0: -15, 3: 1}, root=3)
     ),
     "a launcher that knows the signal: killed-sigkill": (
-        raised(f"{LAUNCHER}died with <Signals.SIGKILL: 9>.")
+        raised("subprocess.CalledProcessError: Command 'python' died with <Signals.SIGKILL: 9>.")
     ),
     "a spawned process, as torch told it first: killed-segfault of rank 3": (
         raised("Exception: process 3 terminated with signal SIGSEGV")
@@ -340,6 +338,9 @@ LOGS: Mapping[str, str | tuple[str, str]] = {
     "an exception in a text that the model wrote: open of nobody": (
         raised("ZeroDivisionError: division by zero") + joined([f"step {n}" for n in range(4)])
     ),
+    "a task that srun kills after scancel: stop-cancelled of nobody": (
+        TIME_LIMIT.replace("DUE TO TIME LIMIT ", "") + "srun: error: n1: task 0: Killed\n"
+    ),
     "a rank failed, and the others waited until the time limit: python-keyerror of rank 3": (
         of(3, KEY_ERROR) + TIME_LIMIT
     ),
@@ -355,19 +356,19 @@ LOGS: Mapping[str, str | tuple[str, str]] = {
         "/opt/x/resource_tracker.py:237: UserWarning: '/af_barrier': [Errno 2] No such file or "
         "directory: '/af_barrier'\nERROR:composer.cli.launcher:Rank 1 crashed with exit code 1.\n"
     ),
+    "of a failure mpirun says no more: unknown": "a non-zero exit code. Per user-direction, x\n",
     "a rank that aborts MPI: unknown of nobody": (
         "step 1\nMPI_ABORT was invoked on rank 2 in communicator MPI COMMUNICATOR 5\n"
     ),
     "a checkpoint that no rank could write: checkpoint-sharded of nobody": (
         of(0, traceback_of(f"{CHECKPOINT}CheckpointException ranks:{ALL_RANKS}"))
     ),
-    "of many error lines the last one counts: unknown": (
-        joined([f"ERROR: could not upload part {n}\nstep {n}" for n in range(40)])
+    "of many error lines the last one counts, after words of success, too: unknown": (
+        joined([TRAINED, *(f"ERROR: could not upload part {n}\nstep {n}" for n in range(40))])
         + "ERROR: giving up\n"
     ),
 }
-"""What a log shows: the verdict; without `of`, it does not matter whom it names. The log, and words
-of the answer."""
+"""What a log shows: the verdict, `of` whom if that matters; the log, and words of the answer."""
 
 
 @pytest.mark.parametrize("name", LOGS)

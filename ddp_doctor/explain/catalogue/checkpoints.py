@@ -64,7 +64,7 @@ checkpoint-device: the checkpoint's tensors go to a device where they can't be u
 checkpoint-corrupt: the checkpoint file is incomplete or damaged
   /PytorchStreamReader failed (?:reading|locating|finding)/
   /failed finding central directory/
-  /unexpected EOF, expected \d+ more bytes/
+  /(?:storage has wrong size:|unexpected EOF,) expected \d+ (?:got|more bytes)/
   /EOFError: Ran out of input/
   /invalid load key, '(?P<key>[^']*)'/
   /Error while deserializing header: (?P<what>\w+)/

@@ -49,7 +49,7 @@ gloo-barrier-rank0 (lost): rank 0 did not reach a barrier
   fix: Read rank 0's log: it names the ranks that failed to pass the barrier.
 
 gloo-connect (timeout): gloo could not connect all ranks
-  /gloo/transport/tcp/pair\.cc:\d+\] no error/
+  /gloo/transport/tcp/pair\.cc:\d+\] (?:no error|Connect timeout)/
   /Gloo connectFullMesh failed with /
   /timed out connecting: /
   /SO_ERROR: Connection refused/

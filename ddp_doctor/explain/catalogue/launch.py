@@ -30,6 +30,7 @@ launch-port (accuses nobody): the port of the rendezvous is taken
 
 launch-client-timeout (timeout): the rendezvous address could not be reached in time
   /The client socket has (?:timed out|failed to connect to any network address)/
+  /connect\(\) timed out\. Original timeout/
   /The IPv[46] network addresses of \([^,]+, \d+\) cannot be retrieved/
   /failed to connect to [\w.-]+:\d+/
   why: The first node did not start, its name resolves to another address, or a firewall drops the

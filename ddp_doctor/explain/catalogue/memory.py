@@ -74,7 +74,7 @@ memory-worker-killed (killed, accuses speaker): a DataLoader worker was killed, 
   confirm: dmesg | grep -i oom; grep oom_kill /sys/fs/cgroup/memory.events.
 
 memory-host: the host refused memory
-  /DefaultCPUAllocator: (?:can't allocate memory|not enough memory)/
+  /(?:DefaultCPUAllocator: can't|not enough memory: you tried to) allocate/
   /\[Errno 12\] Cannot allocate memory/
   /Unable to allocate [\d.]+ [KMGT]iB for an array/
   /std::bad_alloc/
@@ -109,6 +109,7 @@ killed-sigkill (generic): a process was killed with SIGKILL
   /Signal 9 \(SIGKILL\) received by PID (?P<pid>\d+)/
   /died with <Signals\.SIGKILL: 9>/
   /line \d+: +\d+ Killed\b/
+  /^Killed$/
   /exit (?:code|status):? *137\b/
   /returned non-zero exit status -9\b/
   why: Nothing in the process can log that. Most often the kernel or the container was out of
@@ -122,7 +123,7 @@ killed-sigkill (generic): a process was killed with SIGKILL
 killed-segfault (generic): a process crashed in native code (SIGSEGV)
   /Signal 11 \(SIGSEGV\) received by PID (?P<pid>\d+)/
   /Fatal Python error: Segmentation fault/
-  /Segmentation fault(?: +\((?:core dumped|11)\)|$|:)/
+  /[Ss]egmentation fault(?: +\((?:core dumped|11)\)|$|:)/
   /died with <Signals\.SIGSEGV/
   # the second: Windows
   /returned non-zero exit status (?:-11|3221225477)\b/

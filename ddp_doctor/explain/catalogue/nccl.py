@@ -183,7 +183,7 @@ nccl-interface: NCCL found no network interface that it can use
   confirm: NCCL_DEBUG=INFO prints the interface that it uses.
 
 nccl-connect (lost): NCCL could not connect to another rank
-  /socketStartConnect: Connect to \S+ failed/
+  /Connect to \S+<\d+> failed/
   /Call to connect returned (?:Connection refused|No route to host|Connection timed out)/
   /socketPollConnect: .*(?:timeout|timed out|No route|exceeded)/
   /connect to [\d.]+<\d+> returned/
@@ -219,7 +219,7 @@ nccl-system-error (lost, generic, accuses nobody): a system call inside NCCL fai
 
 nccl-internal-error (lost, generic, accuses nobody): NCCL failed an internal check
   /ncclInternalError: Internal check failed/
-  /internal error.*NCCL version/
+  /internal error.*NCCL (?:version|developers)/
   why: Often the ranks see different GPUs or networks: a bad topology file, MIG, GPUs of another
     container, a net plug-in that does not fit
   fix: Unset NCCL_TOPO_FILE and NCCL_NET_PLUGIN; NCCL_DEBUG=INFO; a newer NCCL.

@@ -43,7 +43,7 @@ stop-cancelled (teardown): the job was cancelled
   confirm: sacct -j JOB --format=JobID,State,ExitCode: CANCELLED by UID is a person.
 
 stop-evicted (killed): Kubernetes evicted the pod
-  /The node was low on resource: [\w-]+/
+  /The node (?:was low on resource: [\w-]+|had condition: \[\w+)/
   /Pod .* (?:was )?[Ee]victed/
   /Usage of EmptyDir volume \"[^\"]+\" exceeds the limit/
   /TaintManagerEviction/
