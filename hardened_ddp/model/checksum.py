@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 _BYTES = 8  # of a word
-# In words. On the CPU: what fits a core's cache beside the factors; on a GPU: few kernels.
-_PIECE = {"cpu": 1 << 15, "cuda": 1 << 23}
+# In words. On the CPU: what fits a core's cache beside the factors; on a GPU: few kernels, and
+# 24 MiB of tables. With another size a checksum is another one.
+_PIECE = {"cpu": 1 << 15, "cuda": 1 << 20}
 # Those of SplitMix64, as in ranks/seeding.py, of which _FIRST and _SECOND mix the bits.
 _STEP, _FIRST, _SECOND = (
     value - (1 << 64) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -41,9 +42,8 @@ def combine(pairs: torch.Tensor) -> torch.Tensor:
 class Checksum:
     """Checksums of tensors of one device. Keeps its tables, for one who asks in each step."""
 
-    def __init__(self, device: torch.device, *, piece: int | None = None) -> None:
-        """piece: words that are read at once. With another size a checksum is another one."""
-        self._piece = piece or _PIECE["cpu" if device.type == "cpu" else "cuda"]
+    def __init__(self, device: torch.device) -> None:
+        self._piece = _PIECE["cpu" if device.type == "cpu" else "cuda"]
         self._factors = _factors(2 * self._piece, device).view(2, self._piece)
         self._space = torch.empty_like(self._factors[0])
         if device.type == "cpu":

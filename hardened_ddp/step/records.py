@@ -1,13 +1,11 @@
 """What a run leaves of each step: its samples (the ledger), and a digest that tells it from others.
 
-The digests are the files digests/NNNN-rank-R.bin of a run folder: one for each rank and each start
-of the run, or return to an earlier step. A file is a line of JSON, on rank 0 the facts that explain
-differences, then a RECORD (data/batches/ledger.py) of each step that was committed. Of a step that
-was repeated the last record counts; one cut off by a crash is dropped.
-The digest of the gradient, 16 bytes by model/checksum.py, is that of the sum over
-ranks, not yet clipped: rank 0 alone takes it. WHY a share of it in each step: all of it takes some
-percent of a step; a wrong gradient makes wrong weights, which show in each later share. On a GPU
-the numbers wait on the device, and are read together with the losses.
+A file digests/NNNN-rank-R.bin of a run folder is of one rank, and one start of the run or return to
+an earlier step. It is a line of JSON, on rank 0 the facts that explain differences, then a RECORD
+(data/batches/ledger.py) of each step that was committed: the last one of a step counts.
+The digest of the gradient, 16 bytes by model/checksum.py, is that of the sum over ranks, not yet
+clipped: rank 0 takes it. WHY a share of it in each step: all of it takes some percent of a step; a
+wrong gradient makes wrong weights, which show in each later share.
 Read by ddp_runs/replay_records.py: for replay, bisect, diff, verify-ledger, watch and report.
 """
 
@@ -25,15 +23,9 @@ from typing import Any
 import torch
 
 from hardened_ddp.checkpoint.disk import Disk
+from hardened_ddp.data.batches import ledger
 from hardened_ddp.data.batches.batch import Batch
-from hardened_ddp.data.batches.ledger import (
-    DIGESTS,
-    FOLDER,
-    RECORD,
-    LedgerWriter,
-    StepFile,
-    next_start,
-)
+from hardened_ddp.data.batches.ledger import DIGESTS, RECORD
 from hardened_ddp.data.batches.nesting import dense_parts, tensors_of
 from hardened_ddp.model.checksum import Checksum, combine
 from hardened_ddp.settings.record import agreed_settings
@@ -44,13 +36,11 @@ from hardened_ddp.step.progress import Progress
 
 log = logging.getLogger(__name__)
 
-PARTS = 16
-"""Steps in which auto takes each tensor of the gradient once."""
+MOST_COST = 0.015  # of a step's time: auto ends digests that cost more at the first report
 
-MOST_COST = 0.015
-"""Of a step's time. Where digests cost more, auto ends them at the first report."""
-
+_NUM_SHARES = 16  # of the gradient, of which auto takes one in each step
 _LEAST_STEPS = 20  # before the cost is judged
+_MOST_WAITING = 4096  # steps whose numbers are on a GPU; 40 bytes each
 _BATCH_BYTES = 1 << 20  # of the batches of a step that are read for the digest
 _JOINED_BYTES = 1 << 26  # a share of more is not copied into one tensor, on a GPU
 _NOT_USERS = {*sys.stdlib_module_names, "__main__", "__mp_main__"}
@@ -63,18 +53,17 @@ class Records:
     def __init__(self, parts: Parts, progress: Progress, left_out: LeftOut) -> None:
         self._parts, self._progress, self._left_out = parts, progress, left_out
         # Of the samples of each step, and of its digests. None: they are off.
-        self.ledger: LedgerWriter | None = None
-        self.digests: StepFile | None = None
+        self.ledger: ledger.LedgerWriter | None = None
+        self.digests: ledger.StepFile | None = None
         self._mode = parts.config.run.digests
         num_tensors = len(parts.gradients.local.parameters)
-        self._num_shares = min(PARTS, num_tensors) if self._mode == "auto" else 1
+        self._num_shares = min(_NUM_SHARES, num_tensors) if self._mode == "auto" else 1
         self._numbers: torch.Tensor | None = None  # of the gradient
-        # Of steps whose numbers are still on the device; and these: the digest, and, as the bits
-        # of floats, loss, count and norm. WHY one tensor for all: small ones that outlive a step
+        # Of steps whose numbers are still on a GPU; and these: the digest, and, as the bits of
+        # floats, loss, count and norm. WHY one tensor for all: small ones that outlive a step
         # fragment the memory that it frees
         self._rows: list[list[float]] = []
-        size = min(2 + 2 * parts.config.loop.log_interval, 4096)
-        self._waiting = torch.zeros((size, 5), dtype=torch.int64, device=parts.device)
+        self._waiting = torch.zeros((_MOST_WAITING, 5), dtype=torch.int64, device=parts.device)
         self._began_at = self.cost_s = 0.0
         self._num_steps = 0
 
@@ -82,14 +71,14 @@ class Records:
         """Begin new files, for the steps from here on. Collective: all ranks."""
         self.close()
         parts, step, rank = self._parts, self._progress.step, self._parts.group.launch.rank
-        wanted = {FOLDER: parts.config.run.ledger, DIGESTS: self._mode != "off"}
+        is_on = {ledger.FOLDER: parts.config.run.ledger, DIGESTS: self._mode != "off"}
         start = parts.group.run_on_main(  # collective
-            lambda: next_start(folder, [name for name in wanted if wanted[name]]),
+            lambda: ledger.next_start(folder, [name for name in is_on if is_on[name]]),
             what="opening the ledger",
         )
-        if wanted[FOLDER]:
+        if is_on[ledger.FOLDER]:
             sampling = getattr(parts.sampler, "sampling", None)  # a stream has none
-            self.ledger = LedgerWriter(
+            self.ledger = ledger.LedgerWriter(
                 folder,
                 start=start,
                 rank=rank,
@@ -98,14 +87,12 @@ class Records:
                 order_of=sampling.order if sampling and parts.group.is_main else None,
             )
             self._left_out.begin(start)
-        if wanted[DIGESTS]:
+        if is_on[DIGESTS]:
             head = {"schema": 1, "step": step, "parts": self._num_shares}
             if parts.group.is_main:
                 head |= facts_of_attempt(parts)
-                # WHY the size: on a GPU its tables would take 128 MiB
-                piece = 1 << 20 if parts.is_async_device else None
-                self._checksum = Checksum(parts.device, piece=piece)
-            self.digests = StepFile(folder, DIGESTS, start=start, rank=rank, head=head)
+                self._checksum = Checksum(parts.device)
+            self.digests = ledger.StepFile(folder, DIGESTS, start=start, rank=rank, head=head)
 
     def digest(self) -> None:
         """Take the digest of a gradient, before it is clipped. On rank 0; waits for no device."""
@@ -128,57 +115,48 @@ class Records:
         rate = self._parts.optimizer.param_groups[0]["lr"]
         row: list[float] = [
             progress.step, window.epoch, progress.max_micro_batch, window.start, window.size,
-            not is_done, 0, 0, _hash(attempt.batches), 0.0, 0.0, math.nan,
+            not is_done, 0, 0, hash_of(attempt.batches), 0.0, 0.0, math.nan,
             math.nan if isinstance(rate, torch.Tensor) and not rate.is_cpu else float(rate),
         ]  # fmt: skip
         numbers, self._numbers = self._numbers if is_done else None, None  # not of a step before
         if self._parts.is_async_device:
-            self._queue(row, numbers, attempt)
+            own = self._waiting[len(self._rows)]
+            own[:2] = 0 if numbers is None else numbers
+            floats = own.view(torch.float64)
+            floats[2], floats[3], floats[4] = sum(attempt.losses), attempt.count, attempt.norm
+            self._rows.append(row)
+            if len(self._rows) == len(self._waiting):
+                self._read()
         elif self.digests is not None:  # WHY not the same way: it takes ten times as long
             row[6:8] = [0, 0] if numbers is None else numbers.tolist()
-            loss = sum([float(each) for each in attempt.losses])
+            loss = sum(map(float, attempt.losses))
             row[9:12] = [loss, float(attempt.count), float(attempt.norm)]
             self.digests.add(RECORD.pack(*row))
         self.cost_s += time.perf_counter() - began
         self._num_steps += 1
 
-    def _queue(self, row: list[float], numbers: torch.Tensor | None, attempt: Attempt) -> None:
-        """Keep the numbers of a step on the device until it is waited for anyhow."""
-        own = self._waiting[len(self._rows)]
-        own[:2] = 0 if numbers is None else numbers
-        floats = own.view(torch.float64)
-        for place, value in enumerate((sum(attempt.losses), attempt.count, attempt.norm), start=2):
-            floats[place] = value
-        self._rows.append(row)
-        if len(self._rows) == len(self._waiting):
-            self._read()
-
     def _read(self) -> None:
         """Write the records whose numbers are on a device. Waits for it."""
         rows, self._rows = self._rows, []
         if rows and self.digests is not None:
-            numbers, floats = self._waiting.tolist(), self._waiting.view(torch.float64).tolist()
+            waiting = self._waiting[: len(rows)]
+            numbers, floats = waiting.tolist(), waiting.view(torch.float64).tolist()
             for place, row in enumerate(rows):
                 row[6:8], row[9:12] = numbers[place][:2], floats[place][2:]
-            self.digests.add(b"".join(RECORD.pack(*row) for row in rows))
+                self.digests.add(RECORD.pack(*row))
 
     def after_report(self) -> None:
         """Write what the device had; end digests that cost too much. Collective: all ranks."""
         self._read()
         if self.digests is None or self._mode != "auto" or self._num_steps < _LEAST_STEPS:
             return
-        step_s = (time.perf_counter() - self._began_at) / self._num_steps
-        cost = self.cost_s / self._num_steps / max(1e-9, step_s)
-        is_cheap = self._parts.group.run_on_main(  # collective
-            lambda: cost <= MOST_COST, what="digests"
-        )
-        self._mode = "on" if is_cheap else "off"  # it is judged once
-        if not is_cheap:
+        share = self.cost_s / (time.perf_counter() - self._began_at)
+        share = self._parts.group.run_on_main(lambda: share, what="digests")  # collective
+        self._mode = "on" if share <= MOST_COST else "off"  # it is judged once
+        if self._mode == "off":
             self.digests.close()
             self.digests = None
-            text = "no digests of steps from here on: they take %.1f %% of a step of %.2f ms; with "
-            text += "--digests on they are kept, for the commands replay, bisect and diff"
-            log.info(text, 100 * cost, 1000 * step_s)
+            log.info("no digests from here on: %.1f %% of a step, see --digests", 100 * share)
 
     def sync(self) -> None:
         """Have on the disk what is recorded of the steps that are done. Any thread, any rank.
@@ -204,17 +182,15 @@ class Records:
         self.digests = None
 
 
-def _hash(batches: Sequence[Batch]) -> int:
+def hash_of(batches: Sequence[Batch]) -> int:
     """Hash this rank's samples: their inputs and labels, of which so many bytes are read."""
     number, left = 0, _BATCH_BYTES
-    tensors = [t for batch in batches for t in tensors_of((batch.inputs, batch.targets))]
-    for tensor in [part for whole in tensors for part in dense_parts(whole) if part.is_cpu]:
-        if not left:
-            break
-        first = tensor.detach()
-        if first.dim():  # WHY not all of it: contiguous() may copy what it gets
-            first = first[: left * len(first) // max(1, first.nbytes) + 1]
-        flat = first.contiguous().view(-1).view(torch.uint8)[:left]
+    tensors = tensors_of([(batch.inputs, batch.targets) for batch in batches])
+    for part in [part for whole in tensors for part in dense_parts(whole) if part.is_cpu]:
+        rows = part.detach() if part.dim() else part.detach().view(1)
+        # WHY not all of it: contiguous() may copy what it gets
+        rows = rows[: left * len(rows) // max(1, rows.nbytes) + 1]
+        flat = rows.contiguous().view(-1).view(torch.uint8)[:left]
         # WHY not as the gradient: it has no order of a sum, and this is faster
         number = zlib.crc32(flat.numpy().data, number)
         left -= len(flat)
@@ -226,9 +202,6 @@ def facts_of_attempt(parts: Parts) -> dict[str, Any]:  # Any: JSON
     order, is_gpu = parts.sampler.ledger_facts(), parts.device.type == "cuda"
     processor = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("model name\t: ")[2]
     processor = processor.partition("\n")[0] or platform.machine()
-    # WHY not the attribute: a lazy module would import. And None keeps one from being imported.
-    loaded = [(n, getattr(m, "__dict__", {})) for n, m in [*sys.modules.items()] if "." not in n]
-    versions = {name: has.get("__version__") for name, has in sorted(loaded)}
     return {
         "world_size": parts.group.world_size,
         "global_batch": parts.global_batch,
@@ -241,20 +214,23 @@ def facts_of_attempt(parts: Parts) -> dict[str, Any]:  # Any: JSON
         # 0: the samples of a step do not follow from the seed, of a stream or if they are drawn
         "num_samples": 0 if "is_drawn" in order else order.get("num_samples", 0),
         "settings": agreed_settings(parts.config),
-        "code": code_in_use(),
-        "libraries": {n: v for n, v in versions.items() if isinstance(v, str)},
+        **modules_in_use(),
     }
 
 
-def code_in_use() -> dict[str, str]:
-    """Hash each imported module that belongs to no installed package; this program as one."""
-    files: dict[str, list[Path]] = {}
+def modules_in_use() -> dict[str, dict[str, str]]:
+    """Hash the code of modules of no installed package, and name the versions of libraries."""
+    own = sorted(Path(__file__).resolve().parents[1].rglob("*.py"))
+    code, libraries = {"hardened_ddp": b"".join(path.read_bytes() for path in own)}, {}
     for name, module in sorted(sys.modules.items()):
-        path = Path(getattr(module, "__file__", None) or "")
+        # WHY not the attributes: a lazy module would import. And None keeps one from being imported
+        known = getattr(module, "__dict__", {})
+        path, version = Path(known.get("__file__") or ""), known.get("__version__")
+        if isinstance(version, str) and "." not in name:
+            libraries[name] = version
         is_installed = {"site-packages", "dist-packages"}.intersection(path.parts)
         is_users = not is_installed and name.partition(".")[0] not in _NOT_USERS
         if is_users and path.suffix == ".py" and path.is_file():
-            files[name] = [path]
-    files["hardened_ddp"] = sorted(Path(__file__).resolve().parents[1].rglob("*.py"))
-    contents = {name: b"".join(path.read_bytes() for path in files[name]) for name in files}
-    return {name: hashlib.sha256(raw).hexdigest()[:16] for name, raw in contents.items()}
+            code[name] = path.read_bytes()
+    hashes = {name: hashlib.sha256(raw).hexdigest()[:16] for name, raw in code.items()}
+    return {"code": hashes, "libraries": libraries}

@@ -34,7 +34,7 @@ from hardened_ddp.settings.cli import parse
 from hardened_ddp.step.gradient import Attempt, Outcome
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
-from hardened_ddp.step.records import Records, _hash
+from hardened_ddp.step.records import Records, hash_of
 from tests.harness.ranks import run_trainer_forked, train
 from tests.plugins import Points
 
@@ -502,37 +502,30 @@ def test_milestones_are_spread_over_the_run_and_none_that_was_dropped_is_wanted_
     assert max(gaps) <= 20_000 / 4
 
 
-def test_numbers_that_wait_on_a_device_are_those_of_their_step() -> None:
-    records, written = Records.__new__(Records), list[tuple[float, ...]]()
-    records._rows, records._waiting = [], torch.zeros((3, 5), dtype=torch.int64)
-    file = SimpleNamespace(add=lambda raw: written.append(RECORD.unpack(raw)))
-    records.digests = cast(StepFile, file)
-    pair, loss = torch.tensor([5, 2**62]), torch.tensor(0.5)
-    for step, numbers in enumerate((pair, pair, None)):
-        attempt = SimpleNamespace(losses=[loss, 2.0], count=4, norm=torch.tensor(step))
-        records._queue([step, *[0] * 11, 0.1], numbers, cast(Attempt, attempt))
-        records._read()
-    assert [row[6:8] for row in written] == [(5, 2**62), (5, 2**62), (0, 0)]
-    assert [row[9:12] for row in written] == [(2.5, 4.0, step) for step in (0.0, 1.0, 2.0)]
-
-
-def test_on_a_cpu_the_numbers_of_a_step_are_recorded_without_a_tensor() -> None:
+@pytest.mark.parametrize("waits", [False, True])
+def test_numbers_of_steps_wait_on_a_device_and_on_a_cpu_pass_through_no_tensor(waits: bool) -> None:
     written = list[tuple[float, ...]]()
-    parts = SimpleNamespace(is_async_device=False, optimizer=None)
-    parts.optimizer = SimpleNamespace(param_groups=[{"lr": 0.1}])
+    groups = SimpleNamespace(param_groups=[{"lr": 0.1}])
+    parts = SimpleNamespace(is_async_device=waits, optimizer=groups)
     records = Records.__new__(Records)
-    records._parts, records._progress = cast(Parts, parts), cast(Progress, SimpleNamespace())
-    records._progress.step, records._progress.max_micro_batch = 3, 0
-    records._numbers, records._began_at, records.cost_s, records._num_steps = None, 1.0, 0.0, 0
+    records._parts, records._progress = cast(Parts, parts), Progress()
+    records._rows, records._waiting = [], torch.zeros((3, 5), dtype=torch.int64)
+    records._began_at, records.cost_s, records._num_steps = 1.0, 0.0, 0
     file = SimpleNamespace(add=lambda raw: written.append(RECORD.unpack(raw)))
     records.digests = cast(StepFile, file)
-    window = SimpleNamespace(epoch=0, start=0, size=4)
-    attempt = SimpleNamespace(window=window, batches=[], losses=[0.5, 2.0], count=4, norm=1.5)
-    attempt.outcome = Outcome.DONE
-    with Counted() as counted:
-        records.commit(cast(Attempt, attempt))
-    assert [row[9:12] for row in written] == [(2.5, 4.0, 1.5)]
-    assert counted.number == 0  # ten of them would take ten times as long as the rest
+    window, pair = SimpleNamespace(epoch=0, start=0, size=4), torch.tensor([5, 2**62])
+    for step, numbers in enumerate((pair, pair, None, pair)):  # so many as have room, and one
+        records._numbers, first, norm = numbers, torch.tensor(0.5), torch.tensor(float(step))
+        attempt = SimpleNamespace(window=window, batches=[], count=4, outcome=Outcome.DONE)
+        attempt.losses = [first if waits else 0.5, 2.0]
+        attempt.norm = norm if waits else float(step)
+        with Counted() as counted:
+            records.commit(cast(Attempt, attempt))
+        assert waits or counted.number == 0  # ten would take ten times as long as the rest
+    assert len(written) == (3 if waits else 4)  # the last one waits for a report
+    records._read()
+    assert [row[6:8] for row in written] == [(5, 2**62), (5, 2**62), (0, 0), (5, 2**62)]
+    assert [row[9:12] for row in written] == [(2.5, 4.0, step) for step in (0.0, 1.0, 2.0, 3.0)]
 
 
 def test_of_a_large_batch_the_first_bytes_are_hashed_and_no_more_is_copied() -> None:
@@ -545,8 +538,8 @@ def test_of_a_large_batch_the_first_bytes_are_hashed_and_no_more_is_copied() -> 
             copied.append(self.nbytes)
             return self.as_subclass(torch.Tensor).contiguous()
 
-    wanted = _hash([cast(Batch, batch)])
+    wanted = hash_of([cast(Batch, batch)])
     assert wanted == zlib.crc32(plain.numpy().tobytes()[: 1 << 20])
     batch.inputs = plain.to(memory_format=torch.channels_last).as_subclass(Copying)
-    assert _hash([cast(Batch, batch)] * 3) == wanted
+    assert hash_of([cast(Batch, batch)] * 3) == wanted
     assert 1 << 20 <= sum(copied) <= (1 << 20) + 4 * 3 * 64 * 64 * 4
