@@ -206,15 +206,16 @@ def heal(data: Samples) -> None:
 def measure(run: Run, kind: str, num: int) -> list[Counter[str]]:
     """Plant so often, and count what was found. It takes the place of the trainer's own loop."""
     when = KINDS[kind].when
-    plan = {"when": when, "left_out": {}, "limits": {}, "given_up": [], "debug": False}
+    plan: dict[str, Any] = {"when": when, "tries_from": None, "debug": False}
+    plan |= {"left_out": [], "limits": {}, "given_up": []}
     replay, condition = Replay(run, plan), Condition.parse(when)
     run.stepper.records.close()
     for window, batches in run.windows():
         if run.progress.step >= WARM:
             break
         assert window is not None
-        replay.do(window, batches)
-    clean, data = replay._state(), DATA[0]
+        replay.do(window, batches, (), looks=False)
+    clean, data = replay.state(), DATA[0]
     found, tries = Counter[str](), 0
     base = run.progress
     ids = run.parts.sampler.next_ids(base.epoch, base.cursor)
@@ -228,7 +229,7 @@ def measure(run: Run, kind: str, num: int) -> list[Counter[str]]:
         if held != WARM + 3 * kind.startswith("NaN in the loss"):
             continue
         if len(planted) > 1:  # neither of them may do it alone
-            alone = [replay.trial(clean, held, at=WARM, without=[i]) for i in planted]
+            alone = [replay.trial(clean, held, at=WARM, gone=[i]) for i in planted]
             if any(condition.holds(s) for each in alone for s in each):
                 continue
         found["planted"] += 1
@@ -238,7 +239,7 @@ def measure(run: Run, kind: str, num: int) -> list[Counter[str]]:
             found[name] += {row["sample"] for row in order[: len(planted)]} == planted
         suspects = range(WARM, held + 1)
         blamed = blame(replay, clean, suspects, 2 * held - WARM + 1)
-        proved = {*blamed["together"], *blamed["alone"]}
+        proved = {*blamed["samples"]}
         found["proved"] += blamed["step"] == WARM and planted <= proved
         found["named"] += len(proved)
         found["trials"] += blamed["trials"]

@@ -6,9 +6,7 @@ resized on the way, one start follows the other. Then it compares the digests of
 bisect finds the first step where a condition holds, from what the run recorded; by binary search
 over the checkpoints, if the condition stays once it holds; else by doing the steps again. Then it
 does the steps without some samples, also those before it: damage may show some steps later.
-diff trains nothing. Where the samples are the same and their bytes are not, it reads the samples of
-that step again from both datasets, and names those that differ.
-What a rank does is in replay_rank.py.
+diff trains nothing. What a rank does is in replay_rank.py.
 """
 
 import json
@@ -26,47 +24,28 @@ from typing import TextIO
 import torch
 
 from ddp_runs.replay_rank import Condition
-from ddp_runs.replay_records import (
-    STEP_NUMBERS,
-    Digests,
-    differences,
-    first_parting,
-    read_digests,
-    side_by_side,
-)
+from ddp_runs.replay_records import STEP_NUMBERS, Digests, differences, read_digests, side_by_side
 from ddp_runs.run_events import FAULTS
 from ddp_runs.run_files import read_run
-from hardened_ddp.checkpoint.folder import (
-    find_newest,
-    list_steps,
-    load_checkpoint,
-    step_folder_name,
-)
+from ddp_runs.tools import as_flag
+from hardened_ddp.checkpoint.folder import find_newest, list_steps, load_checkpoint
 from hardened_ddp.data.batches.fetch import Fetcher
-from hardened_ddp.data.batches.nesting import tensors_of
 from hardened_ddp.data.batches.sampler import EpochOrder
 from hardened_ddp.data.sources.datasets import build_data
 from hardened_ddp.errors import ANY_FAILURE, ConfigError, RunFolderError
 from hardened_ddp.ranks.launch import environment
 from hardened_ddp.reporting.run_json import Json, read_lines
 from hardened_ddp.settings.cli import Request
-from hardened_ddp.settings.earlier_run import (
-    CHECKPOINTS_NAME,
-    SAVED_SETTINGS,
-    WHICH_RUN,
-    find_folder,
-)
+from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME, SAVED_SETTINGS, find_folder
 from hardened_ddp.settings.layers import resolve
-from hardened_ddp.settings.record import yaml_word
 from hardened_ddp.settings.typed_command import SCRIPT, own_command, torchrun_words
 from hardened_ddp.settings.wording import counted, listed
+from hardened_ddp.step.records import hash_of
 
-PLAN = "HARDENED_DDP_REPLAY"
-"""The variable that names the plan to a rank."""
-
-# What a replay writes, and where it runs, is its own.
-_OF_REPLAY = "--tracker=none --ledger=false --time_limit= --on_event= --checkpoint_every_steps=0"
-_OF_REPLAY += " --checkpoint_every_epochs=0"
+PLAN = "HARDENED_DDP_REPLAY"  # the variable that names the plan to a rank
+# What a replay writes, and where it runs, is its own. Of each flag the last one counts.
+_OF_REPLAY = "--resume=auto --tracker=none --ledger=false --time_limit= --on_event= "
+_OF_REPLAY += "--checkpoint_every_steps=0 --checkpoint_every_epochs=0"
 
 _PARTED = {
     "samples": "it takes other samples",
@@ -133,37 +112,28 @@ def replay(run: Path, wish: Wish, *, output: TextIO) -> Json:
     Returned is what replay_rank.py has found, and: folder; begun_at, a step; equal, how many steps
     are; parted, the first step that is not, and in what; verdict, what that means.
     """
-    digests = read_digests(run)
+    digests, at_most = read_digests(run), min(wish.first, wish.step)
     newest = max(digests.steps)
-    missing = ConfigError(
-        f"{run} has no step {wish.step} with a digest: the last one is {newest} (--digests auto "
-        "ends them where they take more than 1.5 % of a step)",
-        fix=own_command("replay", run, "--step", str(newest)),
-    )
+    text = f"{run} has no step {wish.step} with a digest: the last one is {newest}"
+    missing = ConfigError(text, fix=own_command("replay", run, "--step", str(newest)))
     if wish.step > digests.last:
         raise missing
-    found, _ = find_newest(run / CHECKPOINTS_NAME, at_most=min(wish.first, wish.step))
+    found, _ = find_newest(run / CHECKPOINTS_NAME, at_most=at_most)
     if found is None and 0 not in digests.steps:
-        problem = f"{run} has no valid checkpoint from before step {min(wish.first, wish.step)}, "
+        text = f"{run} has no valid checkpoint from before step {at_most}, and no digest of step 0"
         fix = "name a later step; --keep_milestones keeps checkpoints of the whole run"
-        raise RunFolderError(f"{problem}and no digests from step 0 on", fix=fix)
-    first = 0 if found is None else found.step
-    folder, done = run / "replays" / f"step-{wish.step}", Json()
-    number = counted(wish.step - first + 1, "step")
-    begun = f"the checkpoint of step {first}" if found else "the seed"
-    print(f"replaying {number} of {run}, from {begun}", file=output, flush=True)
-    root = folder / CHECKPOINTS_NAME
-    # one start of the trainer for those of the run that were alike
-    starts = groupby(range(first, wish.step + 1), lambda step: _shape(digests.facts_at(step)))
+        raise RunFolderError(text, fix=fix)
+    first, folder = found.step if found else 0, run / "replays" / f"step-{wish.step}"
+    print(f"replaying steps {first} to {wish.step} of {run}", file=output, flush=True)
     try:
         shutil.rmtree(folder, ignore_errors=True)
-        root.mkdir(parents=True)
+        (folder / CHECKPOINTS_NAME).mkdir(parents=True)
         shutil.copy(run / SAVED_SETTINGS, folder)
         if found is not None:
-            shutil.copytree(found.path, root / step_folder_name(found.step))
-        for _, steps in starts:
-            begin, *_, end = [*steps] * 2  # the first and the last one, which may be the same
-            done = _train(folder, _plan(digests, wish, begin, end), wish)
+            shutil.copytree(found.path, folder / CHECKPOINTS_NAME / found.path.name)
+        # one start of the trainer for those of the run that were alike
+        for _, alike in groupby(range(first, wish.step + 1), digests.shape_at):
+            done = _train(folder, digests, wish, [*alike])
             if done["held_at"] is not None:
                 break
     except OSError as error:
@@ -173,85 +143,56 @@ def replay(run: Path, wish: Wish, *, output: TextIO) -> Json:
     return done | {"folder": folder, "begun_at": first} | _compare(digests, folder, done["facts"])
 
 
-def _shape(facts: Json) -> list[object]:
-    """Give what is the same all along one start of the trainer."""
-    settings = {n: text for n, text in facts["settings"].items() if n[2:] not in WHICH_RUN}
-    return [settings, *(facts[name] for name in ("world_size", "threads", "global_batch"))]
-
-
-def _plan(digests: Digests, wish: Wish, begin: int, end: int) -> Json:
-    """Write what replay_rank.py needs to know of the steps from begin to end."""
-    steps = [step.main for number, step in digests.steps.items() if number <= end]
-    left_out: dict[int, list[int]] = {}
-    for entry in read_lines(digests.run / "skipped_samples.jsonl", []):
-        if "index" in entry:
-            left_out.setdefault(int(entry["step"]), []).append(int(entry["index"]))
-    tries_from = max(wish.first, begin) if wish.blames else wish.step if wish.without else None
-    return {
-        **asdict(wish),
-        "tries_from": tries_from,
-        "last": end,
-        "facts": digests.facts_at(begin),
-        "limits": {str(record.step): record.limit for record in steps},
-        "left_out": left_out,
-        "given_up": [record.step for record in steps if record.left_out],
+def _train(folder: Path, digests: Digests, wish: Wish, steps: Sequence[int]) -> Json:
+    """Have one start of the trainer do steps; return what it found. Raises what ended it."""
+    path, log, facts = folder / "plan.json", folder / "replay.log", digests.facts_at(steps[0])
+    records = [digests.steps[step].main for step in steps if step in digests.steps]
+    entries = read_lines(digests.run / "skipped_samples.jsonl", [])
+    first = max(wish.first, steps[0]) if wish.blames else wish.step if wish.without else None
+    plan = asdict(wish) | {
+        "tries_from": first,
+        "last": steps[-1],
+        "code": facts["code"] if wish.checks_code else {},
+        "limits": {record.step: record.limit for record in records},
+        "left_out": [[entry["step"], entry["index"]] for entry in entries if "index" in entry],
+        "given_up": [record.step for record in records if record.left_out],
     }
-
-
-def _train(folder: Path, plan: Json, wish: Wish) -> Json:
-    """Have the trainer do the steps of a plan; return what it found. Raises what ended it."""
-    path, log, facts = folder / "plan.json", folder / "replay.log", plan["facts"]
     path.write_text(json.dumps(plan), encoding="utf-8")
-    then = {name: json.loads(text) for name, text in facts["settings"].items()}
-    flags = [as_flag(name, value) for name, value in then.items() if name[2:] not in WHICH_RUN]
+    argv = [as_flag(name, json.loads(text)) for name, text in facts["settings"].items()]
     if wish.ranks not in (0, facts["world_size"]):
-        flags.append(f"--global_batch_size={facts['global_batch']}")
-    flags += [*_OF_REPLAY.split(), *wish.flags]
-    given = {flag.partition("=")[0]: flag for flag in flags}  # the last one of a name counts
-    argv = ["--output_dir", str(folder.parent), "--run_name", folder.name, *given.values()]
+        argv.append(f"--global_batch_size={facts['global_batch']}")
+    argv += [*_OF_REPLAY.split(), f"--output_dir={folder.parent}", f"--run_name={folder.name}"]
+    argv += wish.flags
     env = {PLAN: str(path.resolve()), "OMP_NUM_THREADS": str(facts["threads"])}
     if status := run_trainer(argv, wish.ranks or facts["world_size"], env, log):
         text = log.read_text(encoding="utf-8", errors="replace")
-        errors = re.findall(r"\[DDP-\w+\] (.*)", text) or [f"its status is {status}"]
-        raise ConfigError(
-            f"the replay can't be done: {errors[-1]}", fix=own_command("explain", log)
-        )
+        why = re.findall(r"\[DDP-\w+\] (.*)", text) or [f"its status is {status}"]
+        raise ConfigError(f"the replay can't be done: {why[-1]}", fix=own_command("explain", log))
     return dict(json.loads((folder / "replayed.json").read_text(encoding="utf-8")))
-
-
-def as_flag(name: str, value: object) -> str:
-    """Write a setting as a flag of the trainer, which takes text as it is."""
-    return f"{name}={value if isinstance(value, str) else yaml_word(value)}"
 
 
 def run_trainer(argv: Sequence[str], ranks: int, env: Mapping[str, str], log: Path) -> int:
     """Run the trainer on this machine; return its status. Its output is added to a log."""
-    words = [sys.executable]
-    if ranks > 1:
-        words = [*torchrun_words(), "--standalone", f"--nproc_per_node={ranks}"]
+    words = [*torchrun_words(), "--standalone", f"--nproc_per_node={ranks}"]
+    words = [*(words if ranks > 1 else [sys.executable]), str(SCRIPT), *argv]
+    null, both, own = subprocess.DEVNULL, subprocess.STDOUT, {**environment(), **env}
     with log.open("ab") as file:
-        return subprocess.run(
-            [*words, str(SCRIPT), *argv],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env={**environment(), **env},
-        ).returncode
+        return subprocess.run(words, stdin=null, stdout=file, stderr=both, env=own).returncode
 
 
 def _compare(digests: Digests, folder: Path, now: Json) -> Json:
     """Compare a replay with the records of the run."""
-    again = read_digests(folder, may_be_empty=True)
-    shared, at, what = first_parting(digests, again, rounds=True)
+    shared, at, what = digests.parting(read_digests(folder, may_be_empty=True), rounds=True)
     then, equal = digests.facts_at(at), shared.index(at) if what else len(shared)
-    steps, ranks = counted(equal, "step"), counted(then["world_size"], "rank")
+    steps = counted(equal, "step")
     if what:
         text = f"equality ended at step {at}: its {what} differs from what the run recorded; "
         text += f"{steps} equal. What follows of steps from {at} on is not what the run did. If "
         text += "the data is as it was: train and replay with --deterministic"
     elif then["world_size"] != now["world_size"]:
-        text = f"on {now['world_size']} instead of {ranks}: the same samples and the same mean, "
-        text += f"added up in another order: {steps} with the same loss up to rounding"
+        text = f"on {now['world_size']} instead of {counted(then['world_size'], 'rank')}: the same "
+        text += "samples and the same mean, added up in another order: "
+        text += f"{steps} with the same loss up to rounding"
     else:
         share = "all" if then["parts"] == 1 else "in each step a share"
         text = f"{steps} equal bit for bit: samples, loss, {share} of the gradient"
@@ -264,28 +205,12 @@ def _compare(digests: Digests, folder: Path, now: Json) -> Json:
 def run_bisect(options: Mapping[str, str], flags: Sequence[str], *, output: TextIO) -> int:
     """Print where a condition holds first, and why. Raises HardenedError."""
     run = find_folder(options["run"], Path("runs"))
-    condition, digests = Condition.parse(options["when"]), read_digests(run)
-    horizon = whole(options["horizon"], "horizon")
-    wish = Wish(step=0, when=condition.text, flags=flags, checks_code=not options["any_code"])
-    is_of_steps = condition.name in (*STEP_NUMBERS, "weights")
-    records = _records_of(digests, condition.name)
-    step = next((each["step"] for each in records if condition.holds(each)), None)
-    how = "recorded when it was done" if is_of_steps else "by a report of the steps up to it"
-    if step is None:
-        how = f"by {counted(len(records), 'record' if is_of_steps else 'report')}"
-        if is_of_steps and not (records and digests.last in digests.steps):
-            span = digests.last if records else 0, digests.last
-            if condition.name == "weights" and not condition.op:  # NaN in them never goes away
-                span = _between_checkpoints(run, digests.last)
-            how = f"the checkpoint of step {span[0]}, the last one, has none"
-            if span[0] <= span[1]:
-                done = replay(run, replace(wish, first=span[0], step=span[1]), output=output)
-                step, how = done["held_at"], f"steps {done['begun_at']} to {span[1]} were replayed"
-                if done["parted"]:
-                    step, how = None, f"not known: {done['verdict']}"
+    when, horizon = options["when"].strip(), whole(options["horizon"], "horizon")
+    wish = Wish(step=0, when=when, flags=flags, checks_code=not options["any_code"])
+    step, how = _first_step(read_digests(run), wish, output)
     holds = "holds at no step" if step is None else f"holds first at step {step}"
-    print(f"{condition.text} {holds}: {how}", file=output, flush=True)
-    if step is None or not is_of_steps:
+    print(f"{when} {holds}: {how}", file=output, flush=True)
+    if step is None or Condition.parse(when).name not in (*STEP_NUMBERS, "weights"):
         return int(step is None)
     wish = replace(wish, step=step, first=max(0, step - horizon), blames=True)
     done = replay(run, wish, output=output)
@@ -294,23 +219,33 @@ def run_bisect(options: Mapping[str, str], flags: Sequence[str], *, output: Text
     return show(done, output)
 
 
-def _records_of(digests: Digests, name: str) -> Sequence[Json]:
-    """List the numbers that the run has recorded, by step. Raises ConfigError for a strange name.
-
-    Empty: of its steps nothing is known, or not of each.
-    """
-    if name in (*STEP_NUMBERS, "weights"):
-        # without clipping each step has no norm but those that are reported
-        clips = [json.loads(facts["settings"]["--clip_grad_norm"]) for facts in digests.starts]
-        is_known = name in ("loss", "lr") or (name == "grad_norm" and min(clips) > 0)
-        return [step.numbers for step in digests.steps.values()] if is_known else []
-    view = read_run(digests.run)
-    steps, values = view.curve(name)
-    if not steps:
-        known = sorted({*STEP_NUMBERS, *(name for point in view.points for name in point.values)})
-        fix = f"known: {', '.join(known)}"
-        raise ConfigError(f"--when: {name} was not recorded", fix=fix)
-    return [{"step": step, name: value} for step, value in zip(steps, values, strict=True)]
+def _first_step(digests: Digests, wish: Wish, output: TextIO) -> tuple[int | None, str]:
+    """Find the first step where a condition holds; say how that is known. Raises HardenedError."""
+    run, condition, records = digests.run, Condition.parse(wish.when), list[Json]()
+    name = condition.name
+    if is_metric := name not in (*STEP_NUMBERS, "weights"):
+        view = read_run(run)
+        records = [{"step": s, name: value} for s, value in zip(*view.curve(name), strict=True)]
+        if not records:
+            known = sorted({*STEP_NUMBERS, *(each for p in view.points for each in p.values)})
+            raise ConfigError(f"--when: {name} was not recorded", fix=f"known: {', '.join(known)}")
+    # without clipping each step has no norm but those that are reported
+    clips = [json.loads(facts["settings"]["--clip_grad_norm"]) for facts in digests.starts]
+    if name in ("loss", "lr") or (name == "grad_norm" and min(clips) > 0):
+        records = [step.numbers for step in digests.steps.values()]
+    if held := [each["step"] for each in records if condition.holds(each)]:
+        return held[0], "by a report up to it" if is_metric else "recorded when it was done"
+    begin, end = digests.last if records else 0, digests.last
+    if is_metric or (records and end in digests.steps):
+        return None, f"by {counted(len(records), 'report' if is_metric else 'record')}"
+    if name == "weights" and not condition.op:  # NaN in them never goes away
+        begin, end = _between_checkpoints(run, end)
+        if begin > end:
+            return None, f"the checkpoint of step {begin}, the last one, has none"
+    done = replay(run, replace(wish, first=begin, step=end), output=output)
+    if done["parted"]:
+        return None, f"not known: {done['verdict']}"
+    return done["held_at"], f"steps {done['begun_at']} to {end} were replayed"
 
 
 def _between_checkpoints(run: Path, last: int) -> tuple[int, int]:
@@ -324,8 +259,8 @@ def _between_checkpoints(run: Path, last: int) -> tuple[int, int]:
         if found is None:
             return False
         names = [name for name in found.manifest.tensors if name.startswith("model.")]
-        tensors = load_checkpoint(found, names=names)[0].values()
-        return not all(bool(t.isfinite().all()) for t in tensors if t.is_floating_point())
+        weights = load_checkpoint(found, names=names)[0].values()
+        return not all(bool(t.isfinite().all()) for t in weights if t.is_floating_point())
 
     at = bisect_left(steps, True, key=has_nan)
     return steps[at - 1] if at else 0, steps[at] - 1 if at < len(steps) else last
@@ -338,7 +273,7 @@ def run_diff(options: Mapping[str, str], *, output: TextIO) -> int:
         raise ConfigError(f"diff compares two runs, found {len(names)}", fix="name two run folders")
     folders = [find_folder(name, Path("runs")) for name in names]
     one, two = map(read_digests, folders)
-    shared, step, what = first_parting(one, two)
+    shared, step, what = one.parting(two)
     if not shared:
         spans = [f"{min(digests.steps)} to {max(digests.steps)}" for digests in (one, two)]
         raise RunFolderError(
@@ -382,17 +317,11 @@ def name_samples(one: Digests, two: Digests, step: int) -> list[str]:
             data = build_data(config.data, leaves_out=True, task=config.task.task, evaluates=False)
             fetchers.append(Fetcher(data.train, seed=config.device.seed))
         for index in taken:
-            a, b = (_bytes_of(fetcher, index) for fetcher in fetchers)
-            if a != b:
+            batches = [fetcher[(0, torch.tensor([index]))] for fetcher in fetchers]
+            if hash_of(batches[:1]) != hash_of(batches[1:]):
                 files = [fetcher.name_of(index) for fetcher in fetchers]
                 found.append(f"{index} ({' / '.join(files)})" if any(files) else str(index))
     except ANY_FAILURE as error:  # WHY broad: the user's dataset
         why = f"the samples can't be read again: {error}"
     unknown = [f"{why}; it is some of samples {listed(taken)}"]
     return [f"sample {name} differs" for name in found[:8]] or unknown
-
-
-def _bytes_of(fetcher: Fetcher, index: int) -> list[bytes]:
-    batch = fetcher[(0, torch.tensor([index]))]
-    leaves = tensors_of((batch.inputs, batch.targets))
-    return [part.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for part in leaves]

@@ -1,8 +1,7 @@
 """Replay inside of a rank: steps of a run again, a look into one, and trials without samples.
 
-The command replay starts the trainer with a plan, a JSON file; the trainer then calls replay_steps
-in the place of its own loop. What is found goes to replayed.json beside the plan.
-Read next: replay.py, which writes the plan and reads what is found.
+replay.py starts the trainer with a plan, a JSON file; the trainer then calls replay_steps in the
+place of its own loop. What is found goes to replayed.json beside the plan.
 """
 
 import json
@@ -20,7 +19,7 @@ import torch
 from ddp_runs.replay_records import STEP_NUMBERS, largeness, side_by_side
 from hardened_ddp.checkpoint.tensors import specs_of
 from hardened_ddp.data.batches.batch import Batch, split, take
-from hardened_ddp.data.batches.nesting import pick
+from hardened_ddp.data.batches.nesting import leaves, pick
 from hardened_ddp.data.batches.read_errors import file_of
 from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.errors import ANY_FAILURE, ConfigError, HardenedError
@@ -31,13 +30,12 @@ from hardened_ddp.settings.wording import listed
 from hardened_ddp.step.gradient import Attempt, Outcome
 from hardened_ddp.step.records import facts_of_attempt
 from hardened_ddp.training.run import Ending, Run
-from hardened_ddp.training.state import Saved, collect_meta, collect_tensors, restore
+from hardened_ddp.training.state import Saved, restore
 
-MOST_ALONE = 256
-"""Samples of a rank that are tried one by one: each costs a forward and a backward."""
-
-_ALWAYS_TRIED = 8  # samples that weigh most: several may have to come together
+_MOST_MIXED = 256  # samples of a batch that are left out one by one, for what that changes
+_TRIED_ALONE = 8  # samples that weigh most
 _STEPS_AFTER, _SHOWN = 3, 10  # steps, samples and layers that are shown
+_ROW = "  {sample:6}  {rank:4}  {loss:10.5g}  {weight:10.5g}  {norm:13.5g}  {file}"
 _OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 _CONDITION = re.compile(
     r"nan\s+in\s+(?P<nan>weights|loss|grad_norm)"
@@ -46,15 +44,13 @@ _CONDITION = re.compile(
 )
 
 Found = dict[str, Any]  # Any: JSON
-Gone = Collection[int] | None
-"""The samples that a step is done without; None: it is not done at all."""
+Gone = Collection[int] | None  # the samples that a step is done without; None: it is not done
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
     """A condition of the command bisect, for the numbers of a step: {"loss": 0.3, ...}."""
 
-    text: str
     name: str  # loss, grad_norm, lr, a metric; or weights: their norm after the step
     layer: str  # of the weights; empty: all of them
     op: str  # empty: whether it is NaN or infinite
@@ -69,7 +65,7 @@ class Condition:
             raise ConfigError(f"--when: found {text!r}, which is no condition", fix=fix)
         nan, layer, name, op, limit = match.group("nan", "layer", "name", "op", "limit")
         name = nan or name or "weights"
-        return cls(text.strip(), name, layer or "", op or "", float(limit or 0))
+        return cls(name, layer or "", op or "", float(limit or 0))
 
     def holds(self, step: Found) -> bool:
         """Return whether it holds after a step.
@@ -93,20 +89,15 @@ class Condition:
 def replay_steps(run: Run, path: Path) -> Ending:
     """Do the steps of a plan, and write what was found. Collective: all ranks."""
     plan: Found = json.loads(path.read_text(encoding="utf-8"))
-    facts, code = facts_of_attempt(run.parts), plan["facts"]["code"]
-    changed = [name for name, now in facts["code"].items() if code.get(name, now) != now]
-    if plan["checks_code"] and changed:
-        raise ConfigError(
-            f"step {plan['last']} was done by other code: {', '.join(changed)} changed since; "
-            "--any_code shows what this code does",
-            fix="check out the code of that time",
-        )
+    facts, code = facts_of_attempt(run.parts), plan["code"]
+    if changed := [name for name, now in facts["code"].items() if code.get(name, now) != now]:
+        text = f"step {plan['last']} was done by other code: {', '.join(changed)} changed since"
+        raise ConfigError(text, fix="check out that code; --any_code shows what this code does")
     replay = Replay(run, plan)
     replay.go()
     if run.parts.group.is_main:
-        path.with_name("replayed.json").write_text(
-            json.dumps({**replay.found, "facts": facts}), encoding="utf-8"
-        )
+        text = json.dumps({**replay.found, "facts": facts})
+        path.with_name("replayed.json").write_text(text, encoding="utf-8")
     return Ending.STOPPED
 
 
@@ -116,43 +107,37 @@ class Replay:
     def __init__(self, run: Run, plan: Found) -> None:
         self.run, self.plan, self.parts = run, plan, run.parts
         self.condition = Condition.parse(plan["when"]) if plan["when"] else None
-        self._without = {int(step): ids for step, ids in plan["left_out"].items()}
+        self.before: Saved | None = None  # the state before the first step that is tried again
         # held_at: the step where the condition held first
         self.found: Found = {"held_at": None, "lines": []}
 
     def go(self) -> None:
         """Do the steps up to the last one of the plan. Collective: all ranks."""
-        run, plan, found, condition = self.run, self.plan, self.found, self.condition
-        first, gone = plan["tries_from"], plan["without"]
-        state = self._state() if run.progress.step == first else None
-        for done in self.steps(plan["last"], looks=-1 if condition else plan["step"]):
+        run, plan, found, lines = self.run, self.plan, self.found, self.found["lines"]
+        for done in self.steps(plan["last"], looks=-1 if self.condition else plan["step"]):
             if "rows" in done:
-                self._tell_step(done)
-            if condition is not None and condition.holds(done):
+                lines += [*step_lines(done), *sample_lines(done["rows"]), *self._asked(done)]
+            if self.condition is not None and self.condition.holds(done):
                 found["held_at"] = done["step"]
                 break
-            if run.progress.step == first:
-                state = self._state()
-        if state is None:
+        if (before := self.before) is None:
             return
         run.stepper.records.close()  # what comes is no step of the run
-        end, most = self._state(), self.parts.length.total - 1
-        if gone:
+        first, end, most = plan["tries_from"], self.state(), self.parts.length.total - 1
+        if gone := plan["without"]:
             last = min(first + _STEPS_AFTER, most)
-            trials = self.trial(state, last), self.trial(state, last, at=first, without=gone)
-            found["lines"].append(f"with and without sample {listed(gone)}, in it and after it:")
-            found["lines"] += side_by_side(*trials)
+            trials = self.trial(before, last), self.trial(before, last, at=first, gone=gone)
+            lines.append(f"with and without sample {listed(gone)}, in it and after it:")
+            lines += side_by_side(*trials)
         if (held_at := found["held_at"]) is not None:
             # WHY further: without a step in between, the damage may only show a few steps later
             last = min(2 * held_at - first + 1, most)
-            blamed = blame(self, state, range(first, held_at + 1), last)  # collective
-            found["lines"].append(f"{blamed['proof']} ({blamed['trials']} trials)")
-            found["lines"] += sample_lines(blamed["rows"])
+            blamed = blame(self, before, range(first, held_at + 1), last)  # collective
+            lines.append(f"{blamed['proof']} ({blamed['trials']} trials)")
+            lines += sample_lines(blamed["rows"])
         run.progress.go_back_to(restore(self.parts, end))  # collective: this is saved
 
-    def steps(
-        self, last: int, *, at: int = -1, without: Gone = (), looks: int = -1
-    ) -> Iterator[Found]:
+    def steps(self, last: int, at: int = -1, gone: Gone = (), looks: int = -1) -> Iterator[Found]:
         """Do the steps from here to the last, and yield what each was. Collective: all ranks.
 
         at: the step that is done without some samples. looks: the one whose samples are looked at.
@@ -162,8 +147,10 @@ class Replay:
                 self.run.stepper.end_epoch()
                 continue
             step = self.run.progress.step
-            gone = without if step == at else ()
-            yield (found := self.do(window, batches, without=gone, looks=step == looks))
+            if step == self.plan["tries_from"] and self.before is None:
+                self.before = self.state()
+            without = gone if step == at else ()
+            yield (found := self.do(window, batches, without, looks=step == looks))
             if found["error"] or step >= last:
                 return
 
@@ -173,28 +160,25 @@ class Replay:
         self.run.stepper.start_over()
         return [*self.steps(last, **how)]
 
-    def do(
-        self, window: Window, batches: Sequence[Batch], *, without: Gone = (), looks: bool = False
-    ) -> Found:
+    def do(self, window: Window, batches: list[Batch], without: Gone, *, looks: bool) -> Found:
         """Do one step, as it was or without some samples. Collective: all ranks."""
-        run, parts, stepper, step = self.run, self.parts, self.run.stepper, self.run.progress.step
-        if (limit := self.plan["limits"].get(str(step))) is not None:
-            run.progress.max_micro_batch = limit
+        plan, parts, stepper, progress = self.plan, self.parts, self.run.stepper, self.run.progress
+        step, gradients = progress.step, parts.gradients.local.by_name
+        progress.max_micro_batch = plan["limits"].get(str(step), progress.max_micro_batch)
         found: Found = {"step": step, "error": "", "loss": math.nan, "grad_norm": math.nan}
-        used = left(batches, {*self._without.get(step, ()), *(without or ())})
+        gone = {sample for at, sample in plan["left_out"] if at == step}.union(without or ())
+        used = left(batches, gone) if gone else batches
         if looks:
             found["rows"] = self.look_at(used)  # collective
-        if without is None or step in self.plan["given_up"]:
+        if without is None or step in plan["given_up"]:
             totals = stepper.gradient.totals.mark()
             stepper.commit(Attempt(window, batches, totals, outcome=Outcome.LEFT_OUT))
             return {**found, "loss": 0.0, "grad_norm": 0.0}
         try:
-            with torch.autograd.detect_anomaly() if looks and self.plan["debug"] else nullcontext():
+            with torch.autograd.detect_anomaly() if looks and plan["debug"] else nullcontext():
                 attempt = stepper.compute_gradient(window, used)  # collective
-            loss = sum(float(each) for each in attempt.losses)
-            pair = torch.tensor([loss, float(attempt.count)], dtype=torch.float64)
-            total, count = parts.group.sum_(pair.to(parts.device)).tolist()  # collective
-            gradients = parts.gradients.local.by_name
+            mine = [sum(map(float, attempt.losses)), float(attempt.count)]
+            total, count = map(sum, zip(*parts.group.gather_json(mine), strict=True))  # collective
             found["loss"] = total / max(1.0, count)
             found["grad_norm"] = float(clip(gradients.values(), max_norm=0))
             found["lr"] = float(parts.optimizer.param_groups[0]["lr"])
@@ -211,99 +195,99 @@ class Replay:
     def look_at(self, batches: Sequence[Batch]) -> list[Found]:
         """Return loss and weight of the samples of all ranks, in order. Collective: all ranks."""
         parts, progress, rank = self.parts, self.run.progress, self.parts.group.launch.rank
-        module, found = parts.replica.module, list[Found]()
-        with untouched(module):
-            seed, kind = parts.config.device.seed, parts.device.type
-            seed_step(seed, step=progress.step, rank=rank, device_type=kind)
+        found, seed = list[Found](), parts.config.device.seed
+        with untouched(parts.replica.module):
+            seed_step(seed, step=progress.step, rank=rank, device_type=parts.device.type)
             for batch in split(batches, progress.max_micro_batch):
-                found += self._weigh(parts.replica.inputs.send(batch, parts.device))
-        parts.optimizer.zero_grad(set_to_none=True)
+                batch = parts.replica.inputs.send(batch, parts.device)
+                losses = self._losses(batch)
+                found += [self._weigh(batch, place, losses) for place in range(batch.num_samples)]
         for row in found:
-            row |= {"rank": rank, "file": file_of(parts.data.train, row["sample"])}
+            row |= {"rank": rank, "file": file_of(parts.data.train, row["sample"]) or row["file"]}
         all_found = parts.group.gather_json(found)  # collective
         return in_order(row for own in all_found for row in own)
 
-    def _weigh(self, batch: Batch) -> list[Found]:
-        """Give each sample its loss, and as its weight the norm of its gradient.
-
-        Both within the forward of its batch, as in the step (dropout), or else alone. Where
-        BatchNorm lets samples depend on each other, the weight is the norm of what changes in the
-        batch's gradient without it.
-        """
-        module, size, found = self.parts.replica.module, batch.num_samples, list[Found]()
-        task, singles = self.parts.task, [take(batch, [i]) for i in range(size)]
-        mixes = any("BatchNorm" in type(part).__name__ for part in module.modules())
-        mixes, whole = mixes and 1 < size <= MOST_ALONE, list[torch.Tensor]()
+    def _losses(self, batch: Batch) -> list[torch.Tensor]:
+        """Return the samples' losses in the forward of all, as in the step (dropout), or none."""
+        task, every = self.parts.task, range(batch.num_samples)
         try:
             with self.parts.precision.autocast():
-                output = task.forward(module, batch)
-                parts = [pick(output, [i], num_samples=size) for i in range(size)]
-                losses = [task.score(*pair).loss_sum for pair in zip(parts, singles, strict=True)]
+                output = task.forward(self.parts.replica.module, batch)
+                cut = [pick(output, [i], num_samples=len(every)) for i in every]
+                losses = [task.score(cut[i], take(batch, [i])).loss_sum for i in every]
             # WHY: an output that has one loss for all gives it to each
-            is_apart = len({float(loss.detach()) for loss in losses}) > 1 or size == 1
-            whole += self._gradient(self._loss(batch)) if mixes else ()
+            is_apart = len(every) == 1 or len({float(loss.detach()) for loss in losses}) > 1
+            return losses if is_apart else []
         except ANY_FAILURE:  # WHY broad: of an output that can't be cut by samples, or the user's
-            is_apart = False
-        for i, single in enumerate(singles):
-            row: Found = {"sample": int(batch.indices[i]), "mixes": mixes}
-            row |= dict.fromkeys(("loss", "norm", "weight"), math.nan)
-            found.append(row)
-            try:
-                loss = losses[i] if is_apart else self._loss(single)
-                row["loss"] = float(loss.detach())
-                row["norm"] = weight = norm(self._gradient(loss))
-                if mixes:
-                    less = take(batch, [place for place in range(size) if place != i])
-                    pairs = zip(whole, self._gradient(self._loss(less)), strict=True)
-                    weight = norm(a - b for a, b in pairs)
-                row["weight"] = weight
-            except ANY_FAILURE as error:  # WHY broad: as above
-                row["problem"] = str(error).partition("\n")[0]
-        return found
+            return []
+
+    def _weigh(self, batch: Batch, place: int, losses: Sequence[torch.Tensor]) -> Found:
+        """Give a sample its loss, and as its weight the norm of its gradient.
+
+        Where BatchNorm lets samples depend on each other, the weight is the norm of what changes in
+        the gradient of its batch without it. losses: of all samples; empty: it is taken alone.
+        """
+        parts, size = self.parts.replica.module.modules(), batch.num_samples
+        mixes = 1 < size <= _MOST_MIXED and any("BatchNorm" in type(p).__name__ for p in parts)
+        row: Found = {"sample": int(batch.indices[place]), "file": "", "mixes": mixes}
+        row |= dict.fromkeys(("loss", "norm", "weight"), math.nan)
+        try:
+            loss = losses[place] if losses else self._loss(take(batch, [place]))
+            row["loss"] = float(loss.detach())
+            row["norm"] = weight = self._norm(loss)
+            if mixes:
+                others = take(batch, [*range(place), *range(place + 1, size)])
+                weight = self._norm(self._loss(batch) - self._loss(others))
+            row["weight"] = weight
+        except ANY_FAILURE as error:  # WHY broad: as above
+            row["file"] = str(error).partition("\n")[0]  # if it is in none
+        return row
 
     def _loss(self, batch: Batch) -> torch.Tensor:
         task = self.parts.task
         with self.parts.precision.autocast():
             return task.score(task.forward(self.parts.replica.module, batch), batch).loss_sum
 
-    def _gradient(self, loss: torch.Tensor) -> Sequence[torch.Tensor]:
+    def _norm(self, loss: torch.Tensor) -> float:
         parameters = self.parts.gradients.local.parameters
-        return torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
+        found = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
+        return norm(found)
 
-    def _tell_step(self, done: Found) -> None:
-        """Tell what a step was, and what is in the sample that is to be opened. Rank-local."""
-        lines, dataset, index = self.found["lines"], self.parts.data.train, self.plan["open"]
-        lines += [*step_lines(done), *sample_lines(done["rows"])]
-        of_step = [row["sample"] for row in done["rows"]]
+    def _asked(self, done: Found) -> list[str]:
+        """Tell of the samples that were asked for: which the step does not have; what is in one."""
+        dataset, index = self.parts.data.train, self.plan["open"]
+        of_step, lines = [row["sample"] for row in done["rows"]], list[str]()
         if absent := [number for number in self.plan["without"] if number not in of_step]:
-            lines.append(f"not among the samples of step {done['step']}: {listed(absent)}")
-        if index is not None:
-            place = file_of(dataset, index) or "no file: the dataset makes it"
-            try:
-                sample = dataset[index]
-            except ANY_FAILURE as error:  # WHY broad: the user's code
-                sample = f"can't be read: {type(error).__name__}: {error}"
-            parts = sample if isinstance(sample, tuple | list) else [sample]
-            lines += [f"sample {index}: {place}", *(f"  {described(part)}" for part in parts)]
+            lines = [f"not among the samples of step {done['step']}: {listed(absent)}"]
+        if index is None:
+            return lines
+        try:
+            sample = dataset[index]
+        except ANY_FAILURE as error:  # WHY broad: the user's code
+            sample = f"can't be read: {type(error).__name__}: {error}"
+        place = file_of(dataset, index) or "no file: the dataset makes it"
+        told = [f"  {described(part)}" for part in leaves(sample)]
+        return [*lines, f"sample {index}: {place}", *told]
 
-    def _state(self) -> Saved:
-        tensors = {name: t.detach().clone() for name, t in collect_tensors(self.parts).items()}
+    def state(self) -> Saved:
+        contents = self.run.saver.contents
+        tensors = {name: t.detach().clone() for name, t in contents.tensors().items()}
 
         def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
             return {name: tensors[name].clone() for name in names}  # WHY: an optimizer keeps them
 
-        meta = collect_meta(self.parts, self.run.progress)
+        meta = contents.meta(self.run.progress)
         return Saved(specs_of(tensors), meta, read=read if self.parts.group.is_main else None)
 
 
-def left(batches: Sequence[Batch], gone: Collection[int]) -> Sequence[Batch]:
+def left(batches: Sequence[Batch], gone: Collection[int]) -> list[Batch]:
     """Return batches without some samples, and without those that are then empty."""
     found = []
-    for batch in batches if gone else ():
+    for batch in batches:
         kept = [place for place, number in enumerate(batch.indices.tolist()) if number not in gone]
         if kept:
             found.append(batch if len(kept) == batch.num_samples else take(batch, kept))
-    return found if gone else batches
+    return found
 
 
 def norm(tensors: Iterable[torch.Tensor]) -> float:
@@ -333,9 +317,9 @@ def described(part: Any) -> str:  # Any: a dataset's data
     """Describe a part of a sample in a line."""
     if not isinstance(part, torch.Tensor) or not part.numel():
         return repr(part)[:200]
-    values = part.double()
-    text = f"{part.dtype} {tuple(part.shape)}, from {values.min():.4g} to {values.max():.4g}, "
-    return f"{text}mean {values.mean():.4g}".removeprefix("torch.")
+    values, kind = part.double(), str(part.dtype).removeprefix("torch.")
+    span = f"from {values.min():.4g} to {values.max():.4g}, mean {values.mean():.4g}"
+    return f"{kind} {tuple(part.shape)}, {span}"
 
 
 def step_lines(step: Found) -> list[str]:
@@ -356,10 +340,7 @@ def sample_lines(rows: Sequence[Found]) -> list[str]:
     why = "the change of the gradient without it" if rows[0]["mixes"] else "its gradient's norm"
     lines = [f"samples that weigh most, of {len(rows)}; weight: {why}"]
     lines.append("  sample  rank        loss      weight  gradient norm  file")
-    for row in rows[:_SHOWN]:
-        line = f"  {row['sample']:6}  {row['rank']:4}  {row['loss']:10.5g}  {row['weight']:10.5g}  "
-        line += f"{row['norm']:13.5g}  {row['file'] or row.get('problem', '')}"
-        lines.append(line.rstrip())
+    lines += [_ROW.format(**row).rstrip() for row in rows[:_SHOWN]]
     worst = max(rows, key=lambda row: largeness(row["loss"]))
     return [*lines, f"  the largest loss: sample {worst['sample']}, {worst['loss']:.5g}"]
 
@@ -367,25 +348,22 @@ def sample_lines(rows: Sequence[Found]) -> list[str]:
 def in_order(rows: Iterable[Found]) -> list[Found]:
     """Sort samples by their weight, the largest first; what is not finite weighs most."""
     # WHY the loss too: where one sample is NaN, all gradients of its batch may be
-    sizes = operator.itemgetter("weight", "loss")
-    return sorted(rows, key=lambda row: [*map(largeness, sizes(row))], reverse=True)
+    return sorted(rows, key=lambda r: (-largeness(r["weight"]), -largeness(r["loss"])))
 
 
 def blame(replay: Replay, state: Saved, suspects: Sequence[int], last: int) -> Found:
     """Find the step and the samples without which the condition does not hold.
 
-    Whole steps first, the oldest first; then its samples, one by one; if none of them alone is
-    enough, those that weigh most together. last: how far each trial runs. Collective: all ranks.
+    Whole steps first, the oldest first; then samples one by one, those that weigh most; if none of
+    them alone is enough, several together. last: how far each trial runs. Collective: all ranks.
     """
     condition = replay.condition
     assert condition is not None  # the caller has seen it hold
-    found: Found = {"step": None, "alone": [], "together": [], "rows": [], "trials": 0}
-    found["proof"] = (
-        "it holds without each of these steps, too: a larger --horizon looks further back"
-    )
+    found: Found = {"step": None, "samples": [], "rows": [], "trials": 0}
+    found["proof"] = "it holds without each of these steps, too: --horizon looks further back"
 
-    def peak(at: int, without: Gone) -> float:
-        steps = replay.trial(state, last, at=at, without=without)  # collective
+    def peak(at: int, gone: Gone) -> float:
+        steps = replay.trial(state, last, at=at, gone=gone)  # collective
         found["trials"] += 1
         return math.inf if any(map(condition.holds, steps)) else condition.worst(steps)
 
@@ -397,29 +375,21 @@ def blame(replay: Replay, state: Saved, suspects: Sequence[int], last: int) -> F
         return found
     found["step"] = step
     found["rows"] = replay.trial(state, step, looks=step)[-1]["rows"]  # collective
-    samples = [int(row["sample"]) for row in found["rows"]]
-    alone: dict[int, float] = {}
-    for place, sample in enumerate(samples[:MOST_ALONE]):
-        if place >= _ALWAYS_TRIED and alone:
-            break
-        if (value := peak(step, [sample])) < math.inf:
-            alone[sample] = value
-    if alone:
+    samples = [row["sample"] for row in found["rows"]]
+    peaks = {sample: peak(step, [sample]) for sample in samples[:_TRIED_ALONE]}
+    if alone := {sample: at for sample, at in peaks.items() if at < math.inf}:
         # WHY not all: next to a limit any change may do. Those that help at least half as much:
         least = (condition.worst(replay.trial(state, last)) + min(alone.values())) / 2
-        found["alone"] = sorted((s for s in alone if alone[s] <= least), key=alone.__getitem__)
-        names = " or ".join(map(str, found["alone"]))
-        found["proof"] = f"proved: step {step} without sample {names} does not lead to it"
-        return found
-    counts = range(2, len(samples))
-    together = next((samples[:n] for n in counts if peak(step, samples[:n]) < math.inf), [])
-    for sample in together[::-1]:  # which of them are not needed?
-        fewer = [each for each in together if each != sample]
-        if fewer and peak(step, fewer) < math.inf:
-            together = fewer
-    found["together"] = together
+        gone = sorted((s for s in alone if alone[s] <= least), key=alone.__getitem__)
+    else:
+        counts = range(2, len(samples))
+        gone = next((samples[:n] for n in counts if peak(step, samples[:n]) < math.inf), [])
+        for sample in gone[::-1]:  # which of them are not needed?
+            fewer = [each for each in gone if each != sample]
+            gone = fewer if peak(step, fewer) < math.inf else gone
+    found["samples"] = gone
+    names = (" or " if alone else " and ").join(map(str, gone))
     found["proof"] = f"without step {step} it does not hold; it is none of its samples"
-    if together:
-        names = " and ".join(map(str, together))
-        found["proof"] = f"proved: step {step} without samples {names} does not lead to it"
+    if gone:
+        found["proof"] = f"proved: step {step} without sample {names} does not lead to it"
     return found

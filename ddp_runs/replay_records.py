@@ -8,40 +8,31 @@ import json
 import math
 from collections import namedtuple
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
-from statistics import median
 
-from ddp_runs.run_files import RunView
 from hardened_ddp.data.batches.ledger import DIGESTS, RECORD, list_files
 from hardened_ddp.errors import RunFolderError
 from hardened_ddp.reporting.run_json import Json
 from hardened_ddp.reporting.summary import finished_at
 from hardened_ddp.settings.earlier_run import WHICH_RUN
+from hardened_ddp.settings.schema import names_of
 from hardened_ddp.settings.typed_command import own_command
 
+# What is known of each step; other names of a condition are those of metrics.jsonl.
 STEP_NUMBERS = ("loss", "grad_norm", "lr")
-"""What is known of each step; other names of a condition are those of metrics.jsonl."""
-
+# The facts of the machine: with others of them the same sums may be rounded otherwise.
 _MACHINE = ("python", "device", "kernels", "threads")
-"""The facts of the machine: with others of them the same sums may be rounded otherwise."""
 
 # Settings that change no weight: what is written and watched, and how long is waited. WHY not told:
 # one that differs would pass for the reason why two runs part.
-_HARMLESS = {
-    *("backend", "timeout_s", "eval_batch_size", "eval_every", "log_interval", "time_limit"),
-    *("hang_after_s", "debug", "checkpoint_every_steps", "checkpoint_every_epochs", "keep_last"),
-    *("keep_milestones", "ledger", "digests", "metrics", "best_metric", "max_errors", *WHICH_RUN),
-}
-
-_SPIKE, _BEFORE = 1.5, 5
-"""A loss so many times as large as the median of so many reports before it."""
+_HARMLESS = {"backend", "timeout_s", "eval_batch_size", "eval_every", "log_interval", "time_limit"}
+_HARMLESS |= {"hang_after_s", "debug", "metrics", "best_metric", "max_errors", *names_of("run")}
 
 # What a rank has left of a step: the fields of RECORD, which says more of each.
 Record = namedtuple(
-    "Record",
-    "step epoch limit start size left_out low high batches loss num_counted norm rate",
+    "Record", "step epoch limit start size left_out low high batches loss num_counted norm rate"
 )
 
 
@@ -57,17 +48,12 @@ class Step:
         return self.ranks[0]
 
     @property
-    def loss(self) -> float:
-        """The mean over all ranks."""
-        records = self.ranks.values()
-        return float(sum(r.loss for r in records) / max(1.0, sum(r.num_counted for r in records)))
-
-    @property
     def numbers(self) -> Json:
         """What can be compared with the numbers of another step, and with those of a condition."""
-        main = self.main
+        main, records = self.main, self.ranks.values()
+        loss = sum(r.loss for r in records) / max(1.0, sum(r.num_counted for r in records))
         norm = 0.0 if main.left_out else main.norm
-        numbers = {"loss": self.loss, "grad_norm": norm, "lr": main.rate, "samples": main.size}
+        numbers = {"loss": loss, "grad_norm": norm, "lr": main.rate, "samples": main.size}
         return {"step": main.step, **numbers}
 
     def parts_from(self, other: "Step", *, rounds: bool = False) -> str:
@@ -76,19 +62,18 @@ class Step:
         rounds: on another number of ranks the same samples with about the same loss are equal.
         """
         one, two = self.main, other.main
-        is_resized = self.facts["world_size"] != other.facts["world_size"]
-        both = [] if is_resized else sorted(self.ranks.keys() & other.ranks.keys())
-        pairs = [(self.ranks[rank], other.ranks[rank]) for rank in both]
-        unlike = {
-            "samples": (one.epoch, one.start, one.size) != (two.epoch, two.start, two.size),
-            "left out": one.left_out != two.left_out,
-            "ranks": is_resized and not rounds,
-            "data": any(a.batches != b.batches for a, b in pairs),
-            "loss": any(repr(a.loss) != repr(b.loss) for a, b in pairs),  # NaN, too
-            "gradient": not is_resized and (one.low, one.high) != (two.low, two.high),
-        }
-        if is_resized:
-            unlike["loss"] = not math.isclose(self.loss, other.loss, rel_tol=1e-3, abs_tol=1e-3)
+        windows = [(each.epoch, each.start, each.size) for each in (one, two)]
+        unlike = {"samples": windows[0] != windows[1], "left out": one.left_out != two.left_out}
+        if self.facts["world_size"] != other.facts["world_size"]:
+            losses = self.numbers["loss"], other.numbers["loss"]
+            is_near = math.isclose(*losses, rel_tol=1e-3, abs_tol=1e-3)
+            unlike |= {"ranks": not rounds, "loss": not is_near}
+        else:
+            both = self.ranks.keys() & other.ranks.keys()
+            pairs = [(self.ranks[rank], other.ranks[rank]) for rank in both]
+            unlike["data"] = any(a.batches != b.batches for a, b in pairs)
+            unlike["loss"] = any(repr(a.loss) != repr(b.loss) for a, b in pairs)  # NaN, too
+            unlike["gradient"] = (one.low, one.high) != (two.low, two.high)
         return next((name for name, is_unlike in unlike.items() if is_unlike), "")
 
 
@@ -108,6 +93,21 @@ class Digests:
     def facts_at(self, step: int) -> Json:
         """Return the facts of the last start that began at a step or before: it did the step."""
         return next((f for f in reversed(self.starts) if f["step"] <= step), self.starts[0])
+
+    def shape_at(self, step: int) -> list[object]:
+        """Give what is the same all along one start of the trainer, but for which run it was."""
+        facts = self.facts_at(step)
+        settings = {n: text for n, text in facts["settings"].items() if n[2:] not in WHICH_RUN}
+        return [settings, *(facts[name] for name in ("world_size", "threads", "global_batch"))]
+
+    def parting(self, other: "Digests", **how: bool) -> tuple[list[int], int, str]:
+        """Return the steps that both have, the first that differs (else the last), and in what.
+
+        how: as of Step.parts_from.
+        """
+        shared = [step for step in self.steps if step in other.steps]
+        whats = ((at, self.steps[at].parts_from(other.steps[at], **how)) for at in shared)
+        return shared, *next(filter(itemgetter(1), whats), (max(shared, default=0), ""))
 
 
 def read_digests(run: Path, *, may_be_empty: bool = False) -> Digests:
@@ -139,29 +139,6 @@ def read_digests(run: Path, *, may_be_empty: bool = False) -> Digests:
     return Digests(run, steps, list(starts.values()))
 
 
-def spikes_of(run: RunView) -> list[tuple[int, float, str]]:
-    """List the reports whose training loss has a spike, and what replays the worst of their steps.
-
-    Of a run without digests: none.
-    """
-    steps, losses = run.curve("loss/train")
-    known: Mapping[int, Step] | None = None
-    found = []
-    for at, loss in enumerate(losses):
-        before = [value for value in losses[max(0, at - _BEFORE) : at] if math.isfinite(value)]
-        if len(before) < 2 or loss <= _SPIKE * median(before):
-            continue
-        if known is None:  # WHY not of any run: to read the digests of a long one takes time
-            known = {}
-            with suppress(RunFolderError, OSError):
-                known = read_digests(run.folder).steps
-        if numbers := [n for n in range(*steps[at - 1 : at + 1]) if n in known]:
-            worst = max(numbers, key=lambda n: largeness(known[n].loss))
-            command = own_command("replay", run.folder, "--step", str(worst))
-            found.append((steps[at], loss, command))
-    return found
-
-
 def largeness(value: float) -> float:
     """Give what to compare: nothing is larger than NaN, to which nothing compares."""
     return value if math.isfinite(value) else math.inf
@@ -175,16 +152,6 @@ def side_by_side(ones: Iterable[Json], others: Iterable[Json]) -> list[str]:
         told = "; ".join(f"{name} {one[name]:.6g} / {other[name]:.6g}" for name in shared)
         lines.append(f"  step {one['step']}: {told}  {other.get('error', '')}".rstrip())
     return lines
-
-
-def first_parting(one: Digests, two: Digests, **how: bool) -> tuple[list[int], int, str]:
-    """Return the steps that both have, the first that differs (else the last), and in what.
-
-    how: as of Step.parts_from.
-    """
-    shared = [number for number in one.steps if number in two.steps]
-    whats = ((number, one.steps[number].parts_from(two.steps[number], **how)) for number in shared)
-    return shared, *next((at for at in whats if at[1]), (max(shared, default=0), ""))
 
 
 def differences(one: Json, two: Json) -> dict[str, list[str]]:

@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from ddp_runs.replay_records import spikes_of
 from ddp_runs.run_files import RunView
-from ddp_runs.watch import ranks_of, spans_decades
+from ddp_runs.watch import ranks_of, spans_decades, spikes_of
 from hardened_ddp.reporting.rank_status import WAITS, RankStatus
 from hardened_ddp.reporting.run_json import number_of
 from hardened_ddp.settings.wording import counted

@@ -15,6 +15,7 @@ from hardened_ddp.errors import ConfigError, UnreadableLogError
 from hardened_ddp.ranks.launch import environment
 from hardened_ddp.reporting.sinks import printed
 from hardened_ddp.settings.cli import Request
+from hardened_ddp.settings.record import yaml_word
 from hardened_ddp.settings.typed_command import own_command
 
 
@@ -110,10 +111,13 @@ def _settings_of(request: Request) -> list[str]:
         problems.append(f"--{name}: it runs in a folder of its own, within that of the run")
     if problems:
         raise ConfigError("; ".join(problems), fix=own_command(request.command, "--help"))
-    from ddp_runs.replay import as_flag
-
     given = {name: value for name, value in request.settings.values.items() if name != "resume"}
     return [as_flag(f"--{name}", value) for name, value in given.items()]
+
+
+def as_flag(name: str, value: object) -> str:
+    """Write a setting as a flag of the trainer, which takes text as it is."""
+    return f"{name}={value if isinstance(value, str) else yaml_word(value)}"
 
 
 def _found(run: str) -> Path:

@@ -9,13 +9,15 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, TextIO
 
-from ddp_runs.replay_records import spikes_of
+from ddp_runs.replay_records import Step, largeness, read_digests
 from ddp_runs.run_events import FAULTS
 from ddp_runs.run_files import RunView, mirror_words, read_run, resume_command
-from hardened_ddp.errors import ConfigError
+from hardened_ddp.errors import ConfigError, RunFolderError
 from hardened_ddp.reporting.goodput import num_attempts
 from hardened_ddp.reporting.rank_status import WAITS, RankStatus
 from hardened_ddp.reporting.run_json import number_of
@@ -35,6 +37,7 @@ _BARS, _PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 _CURVE_WIDTH, _SHORTEST_CURVE = 60, 8
 _TABLE_LINES, _FEWEST_ROWS, _MOST_PROBLEMS = 5, 3, 2
 _NEWEST_EVENTS = 3
+_SPIKE, _BEFORE = 1.5, 5  # a loss so many times as large as the median of so many reports before
 _MOST_RANKS = 100_000  # a damaged file may say any number
 COLUMNS: tuple[str, ...] = ("rank", "host", "device", "step", "doing", "for", "samples/s")
 COLUMNS += (*_SHARES, "waits", "memory")
@@ -235,6 +238,29 @@ def _shares(rank: RankStatus, before: RankStatus | None) -> list[str]:
         return ["-"] * (len(_SHARES) + 1)
     waits = sum(spent.get(name, 0.0) for name in WAITS)
     return [f"{spent.get(name, 0.0) / total:.0%}" for name in _SHARES] + [f"{waits / total:.0%}"]
+
+
+def spikes_of(run: RunView) -> list[tuple[int, float, str]]:
+    """List the reports whose training loss has a spike, and what replays the worst of their steps.
+
+    Of a run without digests: none.
+    """
+    (steps, losses), spikes = run.curve("loss/train"), list[int]()
+    for at, loss in enumerate(losses):
+        before = [value for value in losses[max(0, at - _BEFORE) : at] if math.isfinite(value)]
+        if len(before) > 1 and not loss <= _SPIKE * median(before):
+            spikes.append(at)
+    known: Mapping[int, Step] = {}
+    if spikes:  # WHY not of any run: to read the digests of a long one takes time
+        with suppress(RunFolderError, OSError):
+            known = read_digests(run.folder).steps
+    found = []
+    for at in spikes:
+        if numbers := [n for n in range(*steps[at - 1 : at + 1]) if n in known]:
+            worst = max(numbers, key=lambda n: largeness(known[n].numbers["loss"]))
+            command = own_command("replay", run.folder, "--step", str(worst))
+            found.append((steps[at], losses[at], command))
+    return found
 
 
 def _lines(run: RunView, bars: str, width: int) -> list[str]:
