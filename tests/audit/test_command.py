@@ -1,4 +1,7 @@
-"""The command audit as it is typed: real launchers, what it prints, how it ends, what it leaves."""
+"""The command audit as it is typed: real launchers, what it prints, how it ends, what it leaves.
+
+And its judging from records: what a comparison must not mix up.
+"""
 
 import json
 import os
@@ -13,9 +16,12 @@ import torch
 import ddp_training
 from benchmarks.audit_cases.styles import PLAIN
 from ddp_doctor.audit.command import judge
+from ddp_doctor.audit.endings import judge_endings
 from ddp_doctor.audit.injected.recorder import Recorder
 from ddp_doctor.audit.program import BUSY_STALLS, hangs
-from ddp_doctor.audit.records import Follower, Rank, Ranks, read_ranks
+from ddp_doctor.audit.records import Follower, Rank, Ranks, Record, read_ranks
+from ddp_doctor.audit.updates import judge_updates
+from ddp_doctor.audit.weights import has_local_steps
 from tests.harness.processes import ROOT
 from tests.harness.ranks import Finished, held_port, run_command, run_program, start_command
 
@@ -62,9 +68,7 @@ def line_of(source: str) -> int:
 
 
 @pytest.mark.slow
-def test_a_healthy_program_ends_with_0_and_with_the_weights_of_a_run_without_audit(
-    tmp_path: Path,
-) -> None:
+def test_a_healthy_program_ends_with_0_and_the_weights_without_audit(tmp_path: Path) -> None:
     done = run_audit(PLAIN, tmp_path)
     assert done.status == 0, done.output
     report = json.loads(done.stdout)
@@ -133,9 +137,7 @@ def test_a_program_that_is_odd_gets_an_answer_and_is_left_as_it_is(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_one_process_has_nothing_to_be_compared_with_and_killed_it_is_not_healthy(
-    tmp_path: Path,
-) -> None:
+def test_one_process_has_nothing_to_compare_and_killed_it_is_not_healthy(tmp_path: Path) -> None:
     source = ALONE + "import os\nos.kill(os.getpid(), 9)\n"
     done = run_audit(source, tmp_path, launcher=["python"], wants_json=False)
     assert done.status == 1, done.output
@@ -168,9 +170,7 @@ def test_an_audit_that_is_interrupted_tells_what_it_has_seen(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("steps", ["0", "-3", "many"])
-def test_a_wrong_number_of_steps_gives_one_error(
-    steps: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_number_of_steps_is_told(steps: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert ddp_training.main(["audit", "--json", f"--steps={steps}", "--", "true"]) == 2
     printed = capsys.readouterr()
     assert "--steps" in printed.err
@@ -270,9 +270,7 @@ class TestRecorder:
             recorder.emit("init", rank=0, world=1)
         assert len(read_ranks(tmp_path)) == 1
 
-    def test_records_of_steps_wait_for_another_one_and_keep_their_order(
-        self, tmp_path: Path
-    ) -> None:
+    def test_records_of_steps_wait_for_another_and_keep_their_order(self, tmp_path: Path) -> None:
         recorder = Recorder(str(tmp_path))
         recorder.emit("init", rank=0, world=1)
         for n in range(9):
@@ -312,3 +310,54 @@ class TestRecorder:
             file.write(stall * BUSY_STALLS)
         follower.follow(2.0)
         assert hangs([follower], 3.0, 1.0, num_known=1)
+
+
+LOST = "RuntimeError: Connection closed by peer [127.0.0.1]:13215"
+
+
+def rank_with(number: int, sampled: list[int]) -> Rank:
+    """Make a rank that clips averaged gradients in each sampled step."""
+    process: Record = {"world": "2", "rank": str(number)}
+    rank = Rank(number, process)
+    for step in sampled:
+        rank.add({"k": "clip", "line": "train.py:9", "next_steps": {"0": step}, "g": [step],
+                  "is_scaled": False})  # fmt: skip
+        rank.add({"k": "step", "o": 0, "n": step, "g": [7]})
+    return rank
+
+
+def test_ranks_that_sampled_other_steps_are_not_accused_of_clipping_too_early() -> None:
+    ranks = Ranks({0: rank_with(0, [*range(1, 13)]), 1: rank_with(1, [1, 2, 3, 4, 6, 8, 10, 12])})
+    # the record of the optimizer is missing on purpose: only clipping is judged
+    assert list(judge_updates(ranks)) == []
+
+
+def test_equal_weights_of_a_second_model_are_no_local_steps_of_the_first() -> None:
+    first, other = rank_with(0, []), rank_with(1, [])
+    for number, rank in enumerate((first, other)):
+        for step in (1, 2):  # of a GAN whose generator is past DDP
+            for optimizer, weights in ((0, [10 * step + number]), (1, [step])):
+                record: Record = {"o": optimizer, "n": step, "g": [7], "w": weights}
+                rank.add(record | {"k": "step", "before": weights})
+    assert not has_local_steps(first, other)
+
+
+def ended(number: int, *, steps: int, error: str = "") -> Rank:
+    rank = Rank(number, {"world": "2", "rank": str(number)})
+    rank.add({"k": "step", "o": 0, "n": steps})
+    rank.add({"k": "exit", "error": error, "code": int(bool(error)), "line": "/x/train.py:63"})
+    return rank
+
+
+def codes_of(*ranks: Rank) -> list[tuple[str, int]]:
+    verdicts = judge_endings(Ranks({rank.number: rank for rank in ranks}), hung=False)
+    return [(verdict.code, verdict.line) for verdict in verdicts]
+
+
+def test_a_lost_connection_is_an_echo_unless_the_others_had_finished() -> None:
+    alone = ended(0, steps=48, error=LOST)
+    assert codes_of(alone, ended(1, steps=40)) == []
+    failed = ended(1, steps=48, error="KeyError: 3")
+    assert codes_of(alone, failed) == [("exception", 63)]
+    finished, alone = ended(1, steps=48), ended(0, steps=48, error=LOST)
+    assert codes_of(alone, finished) == [("collectives-differ", 63)]
