@@ -54,9 +54,7 @@ def run(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
         ("audit --source train.py", "no mistakes found"),
     ],
 )
-def test_it_works_with_that_one_folder_and_the_standard_library(
-    words: str, told: str, alone: Path
-) -> None:
+def test_it_works_alone_with_the_standard_library(words: str, told: str, alone: Path) -> None:
     (alone / "job.log").write_text(LOG)
     (alone / "train.py").write_text("import torch\n")
     done = run(alone, *words.split())
@@ -74,9 +72,7 @@ def test_it_works_with_that_one_folder_and_the_standard_library(
         ("audit -- no-such-program train.py", "no-such-program can't be started"),
     ],
 )
-def test_a_mistake_of_the_user_is_one_message_and_status_2(
-    words: str, told: str, alone: Path
-) -> None:
+def test_a_mistake_is_one_message_and_status_2(words: str, told: str, alone: Path) -> None:
     done = run(alone, *words.split())
     assert done.returncode == 2
     assert done.stderr.startswith("ddp_doctor: error: ")
@@ -85,14 +81,11 @@ def test_a_mistake_of_the_user_is_one_message_and_status_2(
     assert "Traceback" not in done.stderr
 
 
-def test_it_knows_every_code_of_the_trainer() -> None:
+def test_it_knows_every_code_of_the_trainer_and_the_phases_in_which_a_rank_waits() -> None:
     classes = [value for value in vars(errors).values() if isinstance(value, type)]
     ours = [cls for cls in classes if issubclass(cls, errors.HardenedError)]
     first = {cls.code: (cls.__doc__ or "").splitlines()[0].rstrip(".") for cls in ours}
     assert {code: text[0].lower() + text[1:] for code, text in first.items()} == TITLES
-
-
-def test_it_knows_the_phases_in_which_a_rank_waits() -> None:
     assert {phase.label for phase in Phase if phase >= FIRST_WAIT} == WAITS
 
 

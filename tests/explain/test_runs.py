@@ -15,8 +15,7 @@ from ddp_doctor.explain.catalogue.own import STEPS
 from ddp_doctor.explain.command import run_explain
 from hardened_ddp import errors
 from hardened_ddp.settings.cli import parse
-from tests.explain.composed import block_of, traceback_of
-from tests.explain.explained import code_of, explain, rank_of
+from tests.explain.logs import block_of, code_of, explain, rank_of, traceback_of
 
 BEGAN = 1_795_445_299.0
 KILLED = "rank 0 lost another rank (rank 1 left). It left no error message: it was killed"
@@ -81,9 +80,7 @@ def told(*paths: Path, status: int = 0) -> str:
 
 class TestRun:
     @pytest.mark.parametrize("shift_s", [0.0, 3 * 3600.0])  # logs of a host in another time zone
-    def test_kill_hang_and_end_are_told_in_their_order(
-        self, shift_s: float, tmp_path: Path
-    ) -> None:
+    def test_kill_hang_and_end_are_told_in_order(self, shift_s: float, tmp_path: Path) -> None:
         run = make_run(tmp_path / "my run", is_finished=True, shift_s=shift_s)
         text = " ".join(told(run).split())
         assert text.startswith(f"{run} finished at step 90 since: 3 attempts, 2 failed. 1. ")
@@ -163,7 +160,7 @@ class TestRun:
 
 
 class TestSeveral:
-    def test_a_folder_of_runs_is_a_list_with_a_line_for_each(
+    def test_a_folder_of_runs_is_a_list_and_of_one_run_that_run(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         make_run(tmp_path / "runs" / "a b", is_finished=False)
@@ -180,10 +177,8 @@ class TestSeveral:
         run_explain(["runs"], wants_json=True, output=output)
         found = json.loads(output.getvalue())
         assert [job["cause"]["code"] for job in found["jobs"]] == ["DDP-G05", "DDP-G05"]
-
-    def test_a_folder_with_one_run_is_that_run(self, tmp_path: Path) -> None:
-        run = make_run(tmp_path / "runs" / "a", is_finished=True)
-        assert told(tmp_path / "runs").startswith(f"{run} finished at step 90 since")
+        run = make_run(Path("one") / "a", is_finished=True)
+        assert told(Path("one")).startswith(f"{run} finished at step 90 since")
 
     def test_logs_of_several_slurm_jobs_are_several_jobs(self, tmp_path: Path) -> None:
         (tmp_path / "slurm-101.out").write_text(KEY_ERROR + block_of({1: 1}, root=1))

@@ -6,16 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.explain.composed import (
+from tests.explain.logs import (
     PEER,
     block_of,
+    code_of,
+    explain_text,
     joined,
     of_rank,
+    rank_of,
+    sections,
     timeouts,
     traceback_of,
     with_other_size,
 )
-from tests.explain.explained import code_of, explain_text, rank_of
 
 KEY_ERROR = traceback_of("KeyError: 'label'")
 ECHO = traceback_of(PEER)
@@ -27,6 +30,7 @@ NCCL_ERROR = (
     "NCCL version 2.20.5\nLast error:\n"
     "socketStartConnect: Connect to 10.0.0.1<40815> failed : Software caused abort"
 )
+TEXTS = sections("short_logs.txt")
 SUB_GROUP = "PG ID 5 PG GUID 37(TENSOR)"
 DEFAULT_GROUP = "PG ID 0 PG GUID 0(default_pg)"
 SPAWN = "torch.multiprocessing.spawn.ProcessExitedException: process 2 terminated with "
@@ -41,71 +45,6 @@ GLOBAL_RANKS = (
     "----------End global rank 3 STDERR----------\n"
     "Global rank 0 (PID 3809) exited with code -15\n"
 )
-SRUN_ENDS_OTHERS = (
-    "srun: error: n1: task 3: Exited with exit code 1\n"
-    "srun: Terminating StepId=12.0\n"
-    "srun: error: n1: tasks 0-2: Killed\n"
-)
-SLURM_OOM = (
-    "slurmstepd: error: Detected 1 oom_kill event in StepId=8811.0.\n"
-    "srun: error: nid002: task 1: Out Of Memory\n"
-)
-AGENT_OF_TORCHRUN = (
-    "0: W0714 10:11:12.1 811 torch/distributed/elastic/agent/server/api.py:719] Received SIGTERM "
-    "signal\n"
-)
-WATCHDOG = """\
-[rank0]:[E1122 08:08:33.1 ProcessGroupNCCL.cpp:1785] [PG ID 0 PG GUID 0 Rank 0] Process group \
-watchdog thread terminated with exception: CUDA error: an illegal memory access was encountered
-Fatal Python error: Aborted
-"""
-OUTLIVES_GROUP = """\
-Process 5084: python train.py
-Thread 5084 (idle): "MainThread"
-    std::thread::join (libstdc++.so.6.0.30)
-    c10d::ProcessGroupGloo::~ProcessGroupGloo (libtorch_cpu.so)
-    c10d::ProcessGroup::~ProcessGroup (libtorch_cpu.so)
-    c10d::Reducer::~Reducer (libtorch_cpu.so)
-    pybind11::detail::clear_instance (libtorch_python.so)
-    <module> (train.py:61)
-Thread 5090 (idle)
-    pthread_cond_timedwait (libc.so.6)
-    pybind11::gil_scoped_acquire::gil_scoped_acquire (libtorch_python.so)
-    c10::TensorImpl::decref_pyobject (libc10.so)
-    c10d::ProcessGroupGloo::AsyncWork::~AsyncWork (libtorch_cpu.so)
-    c10d::ProcessGroupGloo::runLoop (libtorch_cpu.so)
-"""
-SIZES = """\
-Traceback (most recent call last):
-  File "/home/me/train.py", line 12, in main
-    model.load_state_dict(state)
-RuntimeError: Error(s) in loading state_dict for Linear:
-\tsize mismatch for weight: copying a param with shape torch.Size([2, 2]) from checkpoint, \
-the shape in current model is torch.Size([5, 2]).
-"""
-GROUP = """\
-[rank1]:   + Exception Group Traceback (most recent call last):
-[rank1]:   |   File "/home/ana/train.py", line 8, in <module>
-[rank1]:   |     asyncio.run(main())
-[rank1]:   |   File "/opt/env/lib/python3.11/asyncio/taskgroups.py", line 147, in __aexit__
-[rank1]:   |     raise me from None
-[rank1]:   | ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception)
-[rank1]:   +-+---------------- 1 ----------------
-[rank1]:     | Traceback (most recent call last):
-[rank1]:     |   File "/home/ana/train.py", line 3, in fetch
-[rank1]:     |     raise KeyError("label")
-[rank1]:     | KeyError: 'label'
-[rank1]:     +------------------------------------
-"""
-GROUP_WITHOUT_TRACEBACK = """\
-  + Exception Group Traceback (most recent call last):
-  |   File "/home/ana/train.py", line 76, in <module>
-  |     raise ExceptionGroup("prefetch failed", [ValueError("bad shard 3")])
-  | ExceptionGroup: prefetch failed (1 sub-exception)
-  +-+---------------- 1 ----------------
-    | ValueError: bad shard 3
-    +------------------------------------
-"""
 LOGGED_BY_A_LIBRARY = [
     "Traceback (most recent call last):",
     '  File "/opt/env/lib/python3.11/site-packages/torch/x.py", line 2, in read_metadata',
@@ -154,220 +93,164 @@ def raised(last: str) -> str:
 
 
 SUB_GROUP_OF_8 = timeouts({0: 90, 1: 90, 3: 90}, world_size=8).replace(DEFAULT_GROUP, SUB_GROUP)
+# fmt: off
 LOGS: Mapping[str, str | tuple[str, str]] = {
     # who is at fault: only what the evidence names
-    "the first exception, not the rank that lost it: python-keyerror of rank 5": (
-        lost_by(0) + of(5, KEY_ERROR),
-        "train.py:37",
-    ),
-    "lines of two ranks that alternate: python-keyerror of rank 2": (
-        joined(*map(list, zip(of_rank(0, ECHO), of_rank(2, KEY_ERROR), strict=False)))
-    ),
-    "a line of each of 1000 ranks between those of a traceback: python-keyerror of rank 1": (
-        joined(*([line, *OTHERS_OF_1000] for line in of_rank(1, KEY_ERROR)))
-    ),
-    "the same error on all ranks accuses nobody: python-keyerror of nobody": (
-        joined(*(of_rank(rank, KEY_ERROR) for rank in range(8)))
-    ),
-    "without prefixes: the only failed process: python-keyerror of rank 3": (
-        joined(KEY_ERROR) + block_of({3: 1}, root=3),
-        '"host": "node1"',
-    ),
-    "the only process that torchrun did not end itself: python-keyerror of rank 3": (
-        joined(KEY_ERROR) + block_of({3: 1, 0: -15, 1: -15}, root=3)
-    ),
-    "a killed rank comes before the echo of the others: killed-sigkill of rank 1": (
-        lost_by(0) + block_of({0: 1, 1: -9}, root=1)
-    ),
-    "the kernel's pid leads to the rank: memory-kernel-oom of rank 1": (
-        block_of({0: 1, 1: -9}, root=0) + OOM
-    ),
-    "the rank that is missing at a timeout: nccl-timeout of rank 6": (
-        timeouts({rank: 808 for rank in range(8) if rank != 6}, world_size=8)
-    ),
-    "the lowest sequence number is behind: nccl-timeout of rank 2": (
-        timeouts({0: 90, 1: 90, 2: 88, 3: 90}, world_size=4)
-    ),
-    "a rank whose line was cut off: nccl-timeout of nobody": (
-        joined(timeouts({rank: 808 for rank in range(8)}, world_size=8).splitlines()[:9]),
-        "nothing is known of rank 7",
-    ),
-    "half of the ranks are not called missing: nccl-timeout of nobody": (
-        timeouts({0: 90, 1: 90}, world_size=4),
-        '"sentence": "The job',
-    ),
-    "of two ranks one has another size, and nobody knows which: collective-mismatch of nobody": (
-        with_other_size(timeouts({0: 90, 1: 90}, world_size=2), rank=1)
-    ),
+    "the first exception, not the rank that lost it: python-keyerror of rank 5":
+        (lost_by(0) + of(5, KEY_ERROR), "train.py:37"),
+    "lines of two ranks that alternate: python-keyerror of rank 2":
+        joined(*map(list, zip(of_rank(0, ECHO), of_rank(2, KEY_ERROR), strict=False))),
+    "a line of each of 1000 ranks between those of a traceback: python-keyerror of rank 1":
+        joined(*([line, *OTHERS_OF_1000] for line in of_rank(1, KEY_ERROR))),
+    "the same error on all ranks accuses nobody: python-keyerror of nobody":
+        joined(*(of_rank(rank, KEY_ERROR) for rank in range(8))),
+    "without prefixes: the only failed process: python-keyerror of rank 3":
+        (joined(KEY_ERROR) + block_of({3: 1}, root=3), '"host": "node1"'),
+    "the only process that torchrun did not end itself: python-keyerror of rank 3":
+        joined(KEY_ERROR) + block_of({3: 1, 0: -15, 1: -15}, root=3),
+    "a killed rank comes before the echo of the others: killed-sigkill of rank 1":
+        lost_by(0) + block_of({0: 1, 1: -9}, root=1),
+    "the kernel's pid leads to the rank: memory-kernel-oom of rank 1":
+        block_of({0: 1, 1: -9}, root=0) + OOM,
+    "the rank that is missing at a timeout: nccl-timeout of rank 6":
+        timeouts({rank: 808 for rank in range(8) if rank != 6}, world_size=8),
+    "the lowest sequence number is behind: nccl-timeout of rank 2":
+        timeouts({0: 90, 1: 90, 2: 88, 3: 90}, world_size=4),
+    "a rank whose line was cut off: nccl-timeout of nobody":
+        (joined(timeouts({rank: 808 for rank in range(8)}, world_size=8).splitlines()[:9]),
+         "nothing is known of rank 7"),
+    "half of the ranks are not called missing: nccl-timeout of nobody":
+        (timeouts({0: 90, 1: 90}, world_size=4), '"sentence": "The job'),
+    "of two ranks one has another size, and nobody knows which: collective-mismatch of nobody":
+        with_other_size(timeouts({0: 90, 1: 90}, world_size=2), rank=1),
     "ranks of a sub-group are not those of the job: nccl-timeout of nobody": SUB_GROUP_OF_8,
-    "a rank that may be in no such sub-group: nccl-timeout of nobody": (
-        timeouts({0: 90, 1: 90, 2: 90}, world_size=4).replace(DEFAULT_GROUP, SUB_GROUP)
-    ),
-    "gloo's barrier names two: gloo-barrier of nobody": (
-        of(0, traceback_of(BARRIER)),
-        '"sentence": "Ranks 4, 5',
-    ),
+    "a rank that may be in no such sub-group: nccl-timeout of nobody":
+        timeouts({0: 90, 1: 90, 2: 90}, world_size=4).replace(DEFAULT_GROUP, SUB_GROUP),
+    "gloo's barrier names two: gloo-barrier of nobody":
+        (of(0, traceback_of(BARRIER)), '"sentence": "Ranks 4, 5'),
     # which of several failures is the cause
-    "a root later in the file: python-keyerror of rank 2": (
-        timeouts({0: 90, 1: 90}, world_size=3) + of(2, KEY_ERROR)
-    ),
-    "a long message, a line of which names the cause: nccl-connect": (
-        raised(NCCL_ERROR),
-        '"text": "socketStartConnect: Connect to 10.0.0.1',
-    ),
-    "a watchdog passes an error on: gpu-illegal-access of rank 0": WATCHDOG,
-    "a traceback without an end hides nothing: killed-sigkill of rank 2": (
-        joined(KEY_ERROR[:3]) + raised(f"{SPAWN}signal SIGKILL")
-    ),
-    "of a chain what the program made of it: python-keyerror": (
-        raised("KeyError: 'rows'").rstrip()
-        + "\n\nThe above exception was the direct cause of the following exception:\n\n"
-        + raised("data.ShardError: shard 1 has no rows"),
-        "shard 1 has no rows",
-    ),
-    "a message of several lines behind a level: checkpoint-size": (
-        behind("[2026-11-22 08:08:33,1][ERROR] ", SIZES.splitlines())
-    ),
-    "a crash while DDP is made: gloo-detail-crash of nobody": (
+    "a root later in the file: python-keyerror of rank 2":
+        timeouts({0: 90, 1: 90}, world_size=3) + of(2, KEY_ERROR),
+    "a long message, a line of which names the cause: nccl-connect":
+        (raised(NCCL_ERROR), '"text": "socketStartConnect: Connect to 10.0.0.1'),
+    "a watchdog passes an error on: gpu-illegal-access of rank 0": TEXTS["a watchdog"],
+    "a traceback without an end hides nothing: killed-sigkill of rank 2":
+        joined(KEY_ERROR[:3]) + raised(f"{SPAWN}signal SIGKILL"),
+    "of a chain what the program made of it: python-keyerror":
+        (raised("KeyError: 'rows'").rstrip()
+         + "\n\nThe above exception was the direct cause of the following exception:\n\n"
+         + raised("data.ShardError: shard 1 has no rows"),
+         "shard 1 has no rows"),
+    "a message of several lines behind a level: checkpoint-size":
+        behind("[2026-11-22 08:08:33,1][ERROR] ", TEXTS["sizes of a checkpoint"].splitlines()),
+    "a crash while DDP is made: gloo-detail-crash of nobody":
         f'{CRASH}nn/parallel/distributed.py", line 1473 in _ddp_init_helper\n' * 2
-        + "process 1 terminated with signal SIGSEGV\n"
-    ),
-    "a process that waits in its end: gloo-destroy-hang of nobody": (
+        + "process 1 terminated with signal SIGSEGV\n",
+    "a process that waits in its end: gloo-destroy-hang of nobody":
         f'Timeout (0:05:00)!\n{STACK}distributed/distributed_c10d.py", line 2308 in '
-        "destroy_process_group\n"
-    ),
-    "the native stack of DDP that outlived its group: gloo-ddp-outlives-group": OUTLIVES_GROUP,
+        "destroy_process_group\n",
+    "the native stack of DDP that outlived its group: gloo-ddp-outlives-group":
+        TEXTS["native stacks of DDP that outlives its group"],
     "composer quotes a rank: python-keyerror of rank 3": GLOBAL_RANKS,
     "determined: python-keyerror of rank 5": behind(DETERMINED, KEY_ERROR),
     # consequences
-    "what torchrun ends itself, beside a rank that says nothing: unknown of nobody": (
-        CLOSING + block_of({0: -15, 1: 1}, root=1)
-    ),
+    "what torchrun ends itself, beside a rank that says nothing: unknown of nobody":
+        CLOSING + block_of({0: -15, 1: 1}, root=1),
     "what was told to stop: stop-sigterm": CLOSING + block_of({0: -15}, root=0),
-    "a rank that somebody else than torchrun told to stop: stop-sigterm of rank 1": (
-        lost_by(0) + CLOSING + block_of({0: -15, 1: -15}, root=1)
-    ),
-    "what torchrun had to kill, beside a rank that says nothing: unknown of nobody": (
+    "a rank that somebody else than torchrun told to stop: stop-sigterm of rank 1":
+        lost_by(0) + CLOSING + block_of({0: -15, 1: -15}, root=1),
+    "what torchrun had to kill, beside a rank that says nothing: unknown of nobody":
         CLOSING
         + CLOSING.replace("Sending", "Unable to shutdown").replace("closing signal", "via")
-        + block_of({0: -9, 1: 1}, root=1)
-    ),
-    "srun ends the other tasks: python-keyerror of rank 3": (
-        behind("3: ", KEY_ERROR) + SRUN_ENDS_OTHERS
-    ),
-    "a task of srun that ran out of memory: memory-slurm-oom of rank 1": SLURM_OOM,
-    "a task of srun that is a launcher is no rank: memory-slurm-oom of nobody": (
-        SLURM_OOM + AGENT_OF_TORCHRUN
-    ),
-    "a rank that ended without an exception, and its own error: stop-silent of rank 1": (
-        "2026-11-26 16:39:14,374 train ERROR shard 17 is cut off\n"
-        + lost_by(0, 2)
-        + block_of({1: 3, 0: -15, 2: 1}, root=1),
-        "shard 17 is cut off",
-    ),
-    "a rank that finished before the others: lost-finished-rank of nobody": (
-        lost_by(1) + block_of({1: 1}, root=1)
-    ),
-    "a rank that ended its process group before the others lost it: lost-finished-rank of rank 1": (
-        of(1, [GOODBYE]) + lost_by(0)
-    ),
-    "a rank that ends its process group after it has lost one: lost-peer of nobody": (
-        lost_by(0) + of(0, [GOODBYE])
-    ),
+        + block_of({0: -9, 1: 1}, root=1),
+    "srun ends the other tasks: python-keyerror of rank 3":
+        behind("3: ", KEY_ERROR) + TEXTS["srun ends the others"],
+    "a task of srun that ran out of memory: memory-slurm-oom of rank 1":
+        TEXTS["a task of srun without memory"],
+    "a task of srun that is a launcher is no rank: memory-slurm-oom of nobody":
+        TEXTS["a task of srun without memory"] + TEXTS["an agent under srun"],
+    "a rank that ended without an exception, and its own error: stop-silent of rank 1":
+        ("2026-11-26 16:39:14,374 train ERROR shard 17 is cut off\n"
+         + lost_by(0, 2)
+         + block_of({1: 3, 0: -15, 2: 1}, root=1),
+         "shard 17 is cut off"),
+    "a rank that finished before the others: lost-finished-rank of nobody":
+        lost_by(1) + block_of({1: 1}, root=1),
+    "a rank that ended its process group before the others lost it: lost-finished-rank of rank 1":
+        of(1, [GOODBYE]) + lost_by(0),
+    "a rank that ends its process group after it has lost one: lost-peer of nobody":
+        lost_by(0) + of(0, [GOODBYE]),
     "all ranks end their process groups: open of nobody": of(0, [GOODBYE]) + of(1, [GOODBYE]),
-    "a lost rank, and nobody knows whose traceback it is: lost-peer": (
-        joined(ECHO) + block_of({1: 3, 0: 1}, root=1)
-    ),
+    "a lost rank, and nobody knows whose traceback it is: lost-peer":
+        joined(ECHO) + block_of({1: 3, 0: 1}, root=1),
     # what a program or a library caught, logged and went on from
-    "what a library logged does not hide what ended the process: python-keyerror": (
-        behind("2026-11-22T08:08:33.1Z ", [*LOGGED_BY_A_LIBRARY, *KEY_ERROR])
-    ),
-    "what a library logged last: data-missing-file": (
-        behind("2026-11-22T08:08:33.1Z ", LOGGED_BY_A_LIBRARY)
-    ),
-    "words of success do not hide what torch says of a rank: python-keyerror of rank 1": (
-        joined(of_rank(1, KEY_ERROR), ["Training complete"])
-    ),
-    "an exception that the program raises: python-raised": (
-        joined([*KEY_ERROR[:2], "    raise RuntimeError(text)", "RuntimeError: a new text"])
-    ),
+    "what a library logged does not hide what ended the process: python-keyerror":
+        behind("2026-11-22T08:08:33.1Z ", [*LOGGED_BY_A_LIBRARY, *KEY_ERROR]),
+    "what a library logged last: data-missing-file":
+        behind("2026-11-22T08:08:33.1Z ", LOGGED_BY_A_LIBRARY),
+    "words of success do not hide what torch says of a rank: python-keyerror of rank 1":
+        joined(of_rank(1, KEY_ERROR), ["Training complete"]),
+    "an exception that the program raises: python-raised":
+        joined([*KEY_ERROR[:2], "    raise RuntimeError(text)", "RuntimeError: a new text"]),
     "a loss that is NaN until the end: amp-nan": NAN + TRAINED,
     "Megatron's word for NaN: amp-nan": 3 * "step 7 | loss scale: 1.0 | grad norm: nan |\n",
-    "a loss that was NaN: healthy": (
-        NAN + "{'loss': 0.1, 'grad_norm': 1.0, 'epoch': 3}\n" + TRAINED
-    ),
+    "a loss that was NaN: healthy":
+        NAN + "{'loss': 0.1, 'grad_norm': 1.0, 'epoch': 3}\n" + TRAINED,
     # other launchers and libraries of logs
-    "a prefix that nobody knows, with numbers that are no rank: python-keyerror of nobody": (
-        joined(*([f"<gpu-a.3/12:30:05> {line}", *OTHERS_OF_4] for line in KEY_ERROR)),
-        "train.py:37",
-    ),
-    "metrics as JSON: open of nobody": (
-        joined([json.dumps({"epoch": n, "error": None, "failed": 0}) for n in range(3)])
-    ),
-    "lines of a logger are no part of the message before: python-valueerror": (
-        f"{VALUE_ERROR}WARNING:{SIGTERM}\nERROR:{FAILED}\n"
-    ),
+    "a prefix that nobody knows, with numbers that are no rank: python-keyerror of nobody":
+        (joined(*([f"<gpu-a.3/12:30:05> {line}", *OTHERS_OF_4] for line in KEY_ERROR)),
+         "train.py:37"),
+    "metrics as JSON: open of nobody":
+        joined([json.dumps({"epoch": n, "error": None, "failed": 0}) for n in range(3)]),
+    "lines of a logger are no part of the message before: python-valueerror":
+        f"{VALUE_ERROR}WARNING:{SIGTERM}\nERROR:{FAILED}\n",
     "a warning before the error that ends the log: launch-ray-actor": RAY + RAY_END,
-    "stopped by hand, started again, and stopped again: stop-interrupt": (
-        2 * "step 4\nstep 5\nstep 6\n^CKeyboardInterrupt\n"
-    ),
+    "stopped by hand, started again, and stopped again: stop-interrupt":
+        2 * "step 4\nstep 5\nstep 6\n^CKeyboardInterrupt\n",
     "a warning, and it goes on: open of nobody": f"{RAY}step 4\nstep 5\n",
-    "an exception in a group: python-keyerror of rank 1": (GROUP, "train.py:3"),
-    "a group whose exceptions have no traceback: python-raised of rank 3": (
-        GROUP_WITHOUT_TRACEBACK + block_of({0: -15, 3: 1}, root=3)
-    ),
-    "a launcher that knows the signal: killed-sigkill": (
-        raised("subprocess.CalledProcessError: Command 'python' died with <Signals.SIGKILL: 9>.")
-    ),
-    "a spawned process, as torch told it first: killed-segfault of rank 3": (
-        raised("Exception: process 3 terminated with signal SIGSEGV")
-    ),
-    "a pod that ended: unknown": (
-        "epoch 1\n1.7e+09\tDEBUG\tevents\tPod: kubeflow.job-worker-0 exited with code 1\t{}\n"
-    ),
-    "of two ranks that failed the one that torchrun saw first: python-keyerror of rank 0": (
+    "an exception in a group: python-keyerror of rank 1":
+        (TEXTS["a group of exceptions"], "train.py:3"),
+    "a group whose exceptions have no traceback: python-raised of rank 3":
+        TEXTS["a group without tracebacks"] + block_of({0: -15, 3: 1}, root=3),
+    "a launcher that knows the signal: killed-sigkill":
+        raised("subprocess.CalledProcessError: Command 'python' died with <Signals.SIGKILL: 9>."),
+    "a spawned process, as torch told it first: killed-segfault of rank 3":
+        raised("Exception: process 3 terminated with signal SIGSEGV"),
+    "a pod that ended: unknown":
+        "epoch 1\n1.7e+09\tDEBUG\tevents\tPod: kubeflow.job-worker-0 exited with code 1\t{}\n",
+    "of two ranks that failed the one that torchrun saw first: python-keyerror of rank 0":
         joined(of_rank(0, KEY_ERROR), of_rank(1, traceback_of("RuntimeError: CUDA out of memory")))
-        + f"E0815 x/api.py:826] {FAILED.removeprefix(ELASTIC)} of binary: python\n"
-    ),
-    "what was logged, long before the exception that ended it: python-valueerror of nobody": (
+        + f"E0815 x/api.py:826] {FAILED.removeprefix(ELASTIC)} of binary: python\n",
+    "what was logged, long before the exception that ended it: python-valueerror of nobody":
         raised("requests.ConnectionError: Max retries exceeded with url: /a")
         + joined([f"step {n}" for n in range(4)])
         + VALUE_ERROR
-        + joined(80 * [60 * "="])
-    ),
-    "an exception in a text that the model wrote: open of nobody": (
-        raised("ZeroDivisionError: division by zero") + joined([f"step {n}" for n in range(4)])
-    ),
-    "a task that srun kills after scancel: stop-cancelled of nobody": (
-        TIME_LIMIT.replace("DUE TO TIME LIMIT ", "") + "srun: error: n1: task 0: Killed\n"
-    ),
-    "a rank failed, and the others waited until the time limit: python-keyerror of rank 3": (
-        of(3, KEY_ERROR) + TIME_LIMIT
-    ),
-    "an exception that was logged, and training until the time limit: stop-time-limit of nobody": (
-        of(3, KEY_ERROR) + "step 4\nstep 5\n" + TIME_LIMIT
-    ),
-    "what a program noted before the exception that ended it: python-keyerror of nobody": (
+        + joined(80 * [60 * "="]),
+    "an exception in a text that the model wrote: open of nobody":
+        raised("ZeroDivisionError: division by zero") + joined([f"step {n}" for n in range(4)]),
+    "a task that srun kills after scancel: stop-cancelled of nobody":
+        TIME_LIMIT.replace("DUE TO TIME LIMIT ", "") + "srun: error: n1: task 0: Killed\n",
+    "a rank failed, and the others waited until the time limit: python-keyerror of rank 3":
+        of(3, KEY_ERROR) + TIME_LIMIT,
+    "an exception that was logged, and training until the time limit: stop-time-limit of nobody":
+        of(3, KEY_ERROR) + "step 4\nstep 5\n" + TIME_LIMIT,
+    "what a program noted before the exception that ended it: python-keyerror of nobody":
         "x.sh: line 12: module: command not found\nwandb: ERROR Error while calling W&B API\n"
         "[W socket.cpp:601] [c10d] The IPv6 network addresses of (n1, 29500) cannot be retrieved "
-        "(gai error: -2 - Name or service not known).\n" + joined(KEY_ERROR)
-    ),
-    "a warning of Python's that names a file: unknown of nobody": (
+        "(gai error: -2 - Name or service not known).\n" + joined(KEY_ERROR),
+    "a warning of Python's that names a file: unknown of nobody":
         "/opt/x/resource_tracker.py:237: UserWarning: '/af_barrier': [Errno 2] No such file or "
-        "directory: '/af_barrier'\nERROR:composer.cli.launcher:Rank 1 crashed with exit code 1.\n"
-    ),
+        "directory: '/af_barrier'\nERROR:composer.cli.launcher:Rank 1 crashed with exit code 1.\n",
     "of a failure mpirun says no more: unknown": "a non-zero exit code. Per user-direction, x\n",
-    "a rank that aborts MPI: unknown of nobody": (
-        "step 1\nMPI_ABORT was invoked on rank 2 in communicator MPI COMMUNICATOR 5\n"
-    ),
-    "a checkpoint that no rank could write: checkpoint-sharded of nobody": (
-        of(0, traceback_of(f"{CHECKPOINT}CheckpointException ranks:{ALL_RANKS}"))
-    ),
-    "of many error lines the last one counts, after words of success, too: unknown": (
+    "a rank that aborts MPI: unknown of nobody":
+        "step 1\nMPI_ABORT was invoked on rank 2 in communicator MPI COMMUNICATOR 5\n",
+    "a checkpoint that no rank could write: checkpoint-sharded of nobody":
+        of(0, traceback_of(f"{CHECKPOINT}CheckpointException ranks:{ALL_RANKS}")),
+    "of many error lines the last one counts, after words of success, too: unknown":
         joined([TRAINED, *(f"ERROR: could not upload part {n}\nstep {n}" for n in range(40))])
-        + "ERROR: giving up\n"
-    ),
+        + "ERROR: giving up\n",
 }
+# fmt: on
 """What a log shows: the verdict, `of` whom if that matters; the log, and words of the answer."""
 
 

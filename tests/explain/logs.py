@@ -1,13 +1,23 @@
-"""Logs of failures that this machine can't have, made from the format strings of their sources.
+"""Logs that explain is tested on, their forms, and what it says of them.
 
-composed.txt has one for each cause without a program in failing.txt: what needs GPUs, NCCL,
-InfiniBand, broken hardware, Slurm, Kubernetes, Windows, macOS, or a package that the tests do not
-need. `{rank}` and `{other}` are numbers that a test chooses, `\\n` is the end of a line.
+composed.txt: failures that this machine can't have, made from the format strings of their sources:
+one for each cause without a program in failing.txt, which needs GPUs, NCCL, InfiniBand, broken
+hardware, Slurm, Kubernetes, Windows, macOS, or a package that the tests do not need. `{rank}` and
+`{other}` are numbers that a test chooses, `\\n` is the end of a line. healthy.txt: logs without a
+failure, with all that looks like one and is none. FORMS: prefixes of launchers, schedulers and
+containers, line ends, colours, healthy lines between, and logs that were cut.
 """
 
+import json
+import random
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
+from typing import Any
+
+from ddp_doctor.explain.command import run_explain
 
 _WATCHDOG = (
     "[rank{rank}]:[E1122 08:08:33.123456789 ProcessGroupNCCL.cpp:683] [Rank {rank}] Watchdog "
@@ -139,3 +149,118 @@ def block_of(failures: dict[int, int], *, root: int, host: str = "node1") -> str
         f"{others or '  <NO_OTHER_FAILURES>' + chr(10)}{rule}\n"
         f"Root Cause (first observed failure):\n{entry(0, root)}{'=' * 60}\n"
     )
+
+
+def sections(name: str) -> dict[str, str]:
+    """Read a file of this folder: === and the title of each text."""
+    text = Path(__file__).with_name(name).read_text(encoding="utf-8")
+    return dict(re.findall(r"^=== (.+)\n((?:(?!=== ).*\n)+)", text, re.MULTILINE))
+
+
+_BARS = "".join(
+    f"\rEpoch 1:  {i}%|###       | {i}/100 [00:0{i % 10}<00:20, 4.1it/s, loss=0.{i}]"
+    for i in range(10, 99)
+)
+HEALTHY = {
+    **sections("healthy.txt"),
+    "progress bars": _BARS + "\n",
+    "bars at the end of the line": _BARS.replace("\r", "\n") + "\n",
+    "error as a metric": "step 10 train_error 0.31 val_error=0.29 error: 0.30\n" * 50,
+}
+ENDED = {
+    *("lightning", "trainer", "slurm", "deepspeed", "told to stop, and saved", "this suite"),
+    *("a retried download", "exception that was ignored", "a logged exception", "status 0"),
+    *("a restart that succeeded", "addresses of Docker Desktop, and training in Chinese"),
+}
+"""Those that say that the job ended as it should; the others only stop."""
+
+
+_TRAINING = (
+    "Epoch 3:  41%|####      | 412/1000 [01:02<01:28,  6.64it/s, loss=0.231, v_num=3]",
+    "{'loss': 0.4312, 'grad_norm': 1.7, 'learning_rate': 4.2e-05, 'epoch': 1.2}",
+    "INFO:root:step 1200 loss 0.31 val_error 0.087 tokens/s 81234",
+    "2026-11-22 08:08:30,123 - train - INFO - epoch 2 iter 120 loss 0.41 error_rate 0.11",
+    "/opt/env/lib/python3.11/site-packages/torch/x.py:12: UserWarning: This is slow",
+    "node1:211:345 [0] NCCL INFO Channel 00/02 :    0   1",
+)
+Form = Callable[[str], str]
+
+
+def each_line(form: Form) -> Form:
+    """Change every line."""
+    return lambda text: "\n".join(form(line) for line in text.splitlines()) + "\n"
+
+
+def with_healthy_lines(text: str) -> str:
+    """Put training output between the lines."""
+    chance = random.Random(len(text))
+    lines = []
+    for line in text.splitlines():
+        lines.append(line)
+        if chance.random() < 0.3:
+            lines.append(chance.choice(_TRAINING))
+    return "\n".join(lines) + "\n"
+
+
+def with_much_around(text: str) -> str:
+    """Put hundreds of lines of training output before and after."""
+    many = "\n".join(_TRAINING * 40)
+    return f"{many}\n{text}{many}\n"
+
+
+def cut_top(text: str) -> str:
+    """Lose the first lines, up to the second one of the traceback."""
+    lines = text.splitlines()
+    start = next((i for i, line in enumerate(lines) if "Traceback" in line), 4)
+    return "\n".join(lines[start + 1 :]) + "\n"
+
+
+def cut_end(text: str) -> str:
+    """Lose what follows, in the middle of a line."""
+    return text.rstrip("\n") + "\n[rank99]:[E1122 08:08:33.1 ProcessGr"
+
+
+FORMS: Mapping[str, Form] = {
+    "as it is": lambda text: text,
+    "docker": each_line(lambda line: f"2026-11-22T08:08:33.123456789Z {line}"),
+    "kubectl": each_line(lambda line: f"[pod/job-worker-0/pytorch] {line}"),
+    "container runtime": each_line(lambda line: f"2026-11-22T08:08:33.123456789Z stderr F {line}"),
+    "srun on one task": each_line(lambda line: f"0: {line}"),
+    "torchrun tee": each_line(lambda line: f"[default0]:{line}"),
+    "colours": each_line(lambda line: f"\x1b[31m{line}\x1b[0m"),
+    "windows": each_line(lambda line: line + "\r"),
+    "logging": each_line(lambda line: f"[2026-11-22 08:08:33,123][ERROR] {line}"),
+    "mpirun": each_line(lambda line: f"[1,0]<stderr>:{line}"),
+    "ray": each_line(lambda line: f"(RayTrainWorker pid=3112, ip=10.0.0.7) {line}"),
+    "a notebook": each_line(lambda line: f"       {json.dumps(line + chr(10))},"),
+    "gcloud's JSON": each_line(lambda line: f'    "textPayload": {json.dumps(line)},'),
+    "healthy lines between": with_healthy_lines,
+    "much around": with_much_around,
+    "cut at the top": cut_top,
+    "cut at the end": cut_end,
+}
+
+
+def explain(*logs: Path) -> dict[str, Any]:
+    """Give what --json writes. Any: JSON."""
+    output = StringIO()
+    status = run_explain([str(log) for log in logs], wants_json=True, output=output)
+    found: dict[str, Any] = json.loads(output.getvalue())
+    assert status == (1 if found["verdict"] == "unknown" else 0)
+    return found
+
+
+def explain_text(text: str, folder: Path, name: str = "train.log") -> dict[str, Any]:
+    """Explain a text as a file."""
+    log = folder / name
+    log.write_text(text, encoding="utf-8")
+    return explain(log)
+
+
+def code_of(found: dict[str, Any]) -> str:
+    return str(found["cause"]["code"]) if found["cause"] else str(found["verdict"])
+
+
+def rank_of(found: dict[str, Any]) -> int | None:
+    """Return the rank that is named, if it is one."""
+    return found["guilty"][0]["rank"] if len(found["guilty"]) == 1 else None
