@@ -183,7 +183,8 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
     ],
     "model/zoo.py": [
         ("mean_weight = first.weight.sum(dim=1, keepdim=True) / channels",
-         "mean_weight = first.weight.mean(dim=1, keepdim=True) / channels", "zoo"),
+         "mean_weight = first.weight.mean(dim=1, keepdim=True) / channels",
+         "datasets -k grey"),
     ],
     "ddp_runs/machine.py": [
         ("if problems:", "if False:", "doctor"),

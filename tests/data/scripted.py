@@ -68,8 +68,7 @@ class Listed(Scripted):
 
 
 # In a worker the same code reads as without.
-WAYS_TO_READ: list[tuple[type[Scripted], int]] = [(Scripted, 0), (Whole, 0), (Listed, 0)]
-WAYS_TO_READ += [(Scripted, 1)]
+WAYS_TO_READ = [(Scripted, 0), (Whole, 0), (Listed, 0), (Scripted, 1)]
 
 
 def give_back_sigchld() -> None:

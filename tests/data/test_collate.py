@@ -13,13 +13,11 @@ from hardened_ddp.data.batches.batch import Batch, move, take
 from hardened_ddp.data.batches.checks import Checks
 from hardened_ddp.data.batches.collate import find_collate, split_targets
 from hardened_ddp.data.batches.fetch import Fetcher
-from hardened_ddp.data.batches.loader import TrainLoader
 from hardened_ddp.data.batches.nesting import map_tensors, pick, stack, tensors_of
-from hardened_ddp.data.batches.sampler import WindowSampler
 from hardened_ddp.data.sources.facts import fingerprint
 from hardened_ddp.errors import SampleError
 from tests.data import scripted
-from tests.data.scripted import make_stream, read
+from tests.data.scripted import read
 
 NO_LENGTH = 5
 
@@ -66,24 +64,6 @@ class PaddedRows(Rows):
         return pad(samples)
 
 
-def make_loader(collate: Any, num_workers: int = 0, **how: Any) -> TrainLoader:
-    dataset = Rows()
-    sampler = WindowSampler(dataset, num_replicas=1, rank=0, seed=1, global_batch=8, batch_size=4)
-    stream = make_stream(dataset, num_workers, **how)
-    stream.fetcher.collate = collate
-    stream.fetcher.reads_batches = False
-    return TrainLoader(sampler, stream)
-
-
-def rows_of(batches: list[Any]) -> dict[int, list[float]]:
-    """Give each sample's numbers, without the zeros that pad it."""
-    return {
-        int(index): row[: int(index) + 1].tolist()
-        for batch in batches
-        for index, row in zip(batch.indices, batch.inputs, strict=True)
-    }
-
-
 def test_samples_that_all_differ_are_not_bad_but_need_a_collate() -> None:
     fetcher = Fetcher(Rows(), seed=0)
     with pytest.raises(SampleError, match="can't be made into a batch") as caught:
@@ -96,7 +76,7 @@ def test_samples_that_all_differ_are_not_bad_but_need_a_collate() -> None:
 
 @pytest.mark.parametrize(("collate", "num_workers"), [(pad, 0), (join, 1)])
 def test_a_part_of_a_collated_batch_has_the_same_samples(collate: Any, num_workers: int) -> None:
-    loader = make_loader(collate, num_workers)
+    loader = scripted.make_loader(Rows(), num_workers, collate=collate)
     batches = read(loader, epoch=3)
     loader.close()
     batch = batches[0]
@@ -115,13 +95,13 @@ def test_a_part_of_a_collated_batch_has_the_same_samples(collate: Any, num_worke
 
 
 def test_a_sample_that_the_collate_cannot_take_costs_itself_only() -> None:
-    loader = make_loader(refuse_no_length, 1)
+    loader = scripted.make_loader(Rows(), 1, collate=refuse_no_length)
     batches = read(loader)
     loader.close()
-    bad = [bad for batch in batches for bad in batch.bad]
-    assert [(one.index, "ValueError: 5 is no length" in one.error) for one in bad] == [(4, True)]
-    assert "test_collate.py:" in bad[0].error
-    assert sorted(rows_of(batches)) == [i for i in range(12) if i != 4]
+    [bad] = [bad for batch in batches for bad in batch.bad]
+    assert (bad.index, "ValueError: 5 is no length" in bad.error) == (4, True)
+    assert "test_collate.py:" in bad.error
+    assert sorted(scripted.numbers(batches)) == [i for i in range(12) if i != 4]
 
 
 @pytest.mark.parametrize("collate", [pad, join, pack])
@@ -233,7 +213,7 @@ def test_any_nesting_comes_through_the_loader(num_workers: int, shares_memory: b
         assert batch.targets["class"].tolist() == [number % 3 for number in numbers]
         assert batch.targets["caption"] == [f"label {number}" for number in numbers]
         assert batch.targets["box"] is None
-    assert sorted(n for batch in batches for n in batch.indices.tolist()) == list(range(8))
+    assert sorted(scripted.numbers(batches)) == list(range(8))
 
 
 def test_some_samples_are_taken_from_any_nesting_and_moved() -> None:
@@ -250,7 +230,7 @@ def test_some_samples_are_taken_from_any_nesting_and_moved() -> None:
     assert (with_mask["x"].shape, with_mask["mask"].shape) == ((1, 2), (5, 5))
 
 
-def test_what_knows_how_to_move_moves_itself() -> None:
+def test_what_can_move_moves_itself_and_a_mapping_of_a_library_keeps_its_class() -> None:
     packed = pack_sequence([torch.ones(3), torch.ones(1)])
     moved = move({"x": packed}, torch.device("cpu"))
     assert type(moved["x"]) is PackedSequence
@@ -265,8 +245,6 @@ def test_what_knows_how_to_move_moves_itself() -> None:
     assert move([graph], torch.device("cpu")) == [graph]
     assert graph.place == "cpu"
 
-
-def test_a_mapping_of_a_library_keeps_its_class_and_what_else_it_holds() -> None:
     class Encoding(UserDict[str, Any]):
         extra = "tokenizer"
 

@@ -173,23 +173,16 @@ def test_a_dead_pinning_thread_costs_no_sample(caplog: pytest.LogCaptureFixture)
 # Going back up.
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def plan(num_workers: int, **how: Any) -> WorkerPlan:
     return WorkerPlan(num_workers=num_workers, prefetch_factor=2, start_method="fork", **how)
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Give the clock of the loaders."""
-    clock = Clock()
-    monkeypatch.setattr(data_loader, "time", SimpleNamespace(monotonic=clock))
+    clock = SimpleNamespace(now=1000.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(data_loader, "time", clock)
     return clock
 
 
@@ -197,7 +190,7 @@ def lose(reader: BatchReader) -> None:
     assert not list(reader._recover(WorkersLost("gone")))
 
 
-def test_after_calm_the_loader_goes_up_and_the_calm_that_is_asked_for_doubles(clock: Clock) -> None:
+def test_after_calm_the_loader_goes_up_and_the_next_calm_doubles(clock: SimpleNamespace) -> None:
     reader = make_loader(Scripted(), 4, loader_quiet_s=10.0).reader
     for wait_s in (10, 20, 40, 80, 160, 320, 640, 640, 640, 10):
         if wait_s == 10:
@@ -219,7 +212,7 @@ def test_after_calm_the_loader_goes_up_and_the_calm_that_is_asked_for_doubles(cl
 
 @pytest.mark.parametrize("low", slow_after(1, [plan(0), plan(1), plan(2, shares_memory=False)]))
 def test_going_up_keeps_every_sample_in_its_place(
-    low: WorkerPlan, clock: Clock, caplog: pytest.LogCaptureFixture
+    low: WorkerPlan, clock: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     loader = make_loader(Scripted(), 2, loader_quiet_s=100.0)
     loader.reader.level = low
@@ -263,15 +256,12 @@ def _wrapped() -> Exception:
 PASSING: dict[str, Exception] = {"wrapped": _wrapped(), "timeout": TimeoutError("no answer")}
 
 
-@pytest.mark.parametrize(("kind", "num_workers"), WAYS_TO_READ)
+@pytest.mark.parametrize("way", WAYS_TO_READ)
 @pytest.mark.parametrize("name", slow_after(1, PASSING))
 def test_a_read_that_fails_for_a_moment_costs_nothing(
-    name: str,
-    num_workers: int,
-    kind: type[Scripted],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    name: str, way: tuple[type[Scripted], int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    kind, num_workers = way
     loader = make_loader(kind(transient(PASSING[name]), tmp_path / "tries"), num_workers)
     batches = read(loader)
     loader.close()
@@ -284,9 +274,10 @@ def test_a_read_that_fails_for_a_moment_costs_nothing(
     assert caplog.text.count("storage had errors") == 1
 
 
-def test_many_retries_are_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
-    clock = Clock()
-    report = RetryReport(clock=clock)
+def test_many_retries_are_logged_once_a_minute(
+    clock: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    report = RetryReport(clock=clock.monotonic)
     for _ in range(100):
         report.note(["TimeoutError: a"])
         clock.now += 1

@@ -25,7 +25,7 @@ from hardened_ddp.data.sources import built_in
 from hardened_ddp.data.sources.datasets import build_data, prepare_data
 from hardened_ddp.data.sources.hub_sets import find_place
 from hardened_ddp.errors import DataError, HardenedError, ModelError
-from hardened_ddp.model.zoo import build_model
+from hardened_ddp.model.zoo import build_model, check_model
 from hardened_ddp.settings.config import DataConfig, ModelConfig
 from tests.harness.processes import ROOT
 from tests.harness.ranks import run_command
@@ -173,7 +173,7 @@ def test_your_own_dataset_gets_its_arguments_or_is_told(caplog: pytest.LogCaptur
         build_data(config("open_broken"))
 
 
-def test_labels_and_their_number_may_be_unknown_until_a_model_needs_them() -> None:
+def test_classes_may_be_unknown_until_a_model_needs_them() -> None:
     assert not build_data(config("open_unlabelled")).labels_are_classes
     assert build_data(config("open_pairs", dataset_args={"num_classes": None})).num_classes == 0
     with pytest.raises(DataError, match="does not say how many classes"):
@@ -443,16 +443,11 @@ def open_collate(path: str) -> None:
     find_collate([], path)
 
 
-Loads = Callable[[str], None]
-WAYS = pytest.mark.parametrize(
-    "way",
-    [
-        ("dataset", open_dataset, DataError),
-        ("model", open_model, ModelError),
-        ("collate", open_collate, DataError),
-    ],
-    ids=["dataset", "model", "collate"],
-)
+WAYS: dict[str, tuple[Callable[[str], None], type[HardenedError]]] = {
+    "dataset": (open_dataset, DataError),
+    "model": (open_model, ModelError),
+    "collate": (open_collate, DataError),
+}
 MISTAKES = {
     "no.such.module:it": "can't be imported: No module named 'no'",
     "tests.data.test_datasets:nothing": "can't be imported: .* has no attribute 'nothing'",
@@ -464,44 +459,40 @@ MISTAKES = {
 }
 
 
-@WAYS
+@pytest.mark.parametrize("setting", WAYS)
 @pytest.mark.parametrize("path", MISTAKES)
-def test_a_path_that_is_of_no_use_is_refused_in_the_same_words(
-    way: tuple[str, Loads, type[HardenedError]], path: str
-) -> None:
-    setting, load, kind = way
+def test_a_path_that_is_of_no_use_is_refused_in_the_same_words(setting: str, path: str) -> None:
+    load, kind = WAYS[setting]
     with pytest.raises(kind, match=MISTAKES[path]) as caught:
         load(path)
     assert caught.value.message.startswith(f"--{setting} {path} ")
     assert caught.value.fix
 
 
-@WAYS
-def test_an_error_in_a_module_names_its_file_and_line(
-    way: tuple[str, Loads, type[HardenedError]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    setting, load, kind = way
-    (tmp_path / f"broken_{setting}.py").write_text("import os\nos.gone()\n")
-    (tmp_path / f"unread_{setting}.py").write_text("import os\nos.(\n")
+def test_a_broken_module_names_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lazy = "try:\n    {}['key']\nexcept KeyError as e:\n    raise ImportError('no Bert') from e\n"
+    sources = {
+        "broken": ("import os\nos.gone()\n", r"no attribute 'gone' \(.*broken_module.py:2\)", ""),
+        "unread": ("import os\nos.(\n", r"SyntaxError: .*\(unread_module.py, line 2\)", "fix it"),
+        "lazy": (lazy, r"no Bert.*; caused by KeyError: 'key'", ""),
+        "script": ("import sys\nsys.exit(2)\n", r"SystemExit\(2\).*script_module.py:2", "__main__"),
+    }
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(kind, match=rf"no attribute 'gone' \(.*broken_{setting}.py:2\)"):
-        load(f"broken_{setting}:it")
-    with pytest.raises(kind, match=rf"SyntaxError: .*\(unread_{setting}.py, line 2\)") as caught:
-        load(f"unread_{setting}:it")
-    assert "fix it" in caught.value.fix
-    (tmp_path / f"lazy_{setting}.py").write_text(
-        "try:\n    {}['key']\nexcept KeyError as e:\n    raise ImportError('no Bert') from e\n"
-    )
-    with pytest.raises(kind, match=r"no Bert.*; caused by KeyError: 'key'"):
-        load(f"lazy_{setting}:it")
-    (tmp_path / f"script_{setting}.py").write_text("import sys\nsys.exit(2)\n")
-    with pytest.raises(kind, match=rf"SystemExit\(2\).*script_{setting}.py:2") as caught:
-        load(f"script_{setting}:it")
-    assert "__main__" in caught.value.fix
+    for name, (text, told, fix) in sources.items():
+        (tmp_path / f"{name}_module.py").write_text(text)
+        with pytest.raises(ModelError, match=told) as caught:
+            open_model(f"{name}_module:it")
+        assert fix in caught.value.fix
 
 
 @pytest.mark.parametrize("place", ["./pets", "/no/such/pets", "~/no/pets", "a/b/pets"])
-def test_a_folder_that_is_missing_is_told_before_a_library_is_imported(place: str) -> None:
+def test_a_folder_that_is_missing_is_told_before_a_library_is_imported(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "pets").mkdir()
+    assert find_place("hf:~/pets", error=DataError) == str(tmp_path / "pets")
+    assert find_place("hf:owner/pets", error=DataError) == "owner/pets"
     for streaming in (False, True):
         with pytest.raises(DataError, match=r"there is no such folder; .* that exists is /"):
             build_data(DataConfig(dataset=f"hf:{place}", streaming=streaming))
@@ -509,8 +500,27 @@ def test_a_folder_that_is_missing_is_told_before_a_library_is_imported(place: st
         open_model(f"hf:{place}")
 
 
-def test_a_folder_of_the_home_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "pets").mkdir()
-    assert find_place("hf:~/pets", error=DataError) == str(tmp_path / "pets")
-    assert find_place("hf:owner/pets", error=DataError) == "owner/pets"
+def test_a_first_layer_for_grey_images_gives_what_three_equal_channels_gave() -> None:
+    models = []
+    for channels in (3, 1):
+        torch.manual_seed(0)
+        config = ModelConfig(model="squeezenet1_1")
+        models.append(build_model(config, num_classes=5, input_shape=(channels, 64, 64)).eval())
+    rgb, grey = models
+    image = torch.rand(2, 1, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(grey(image), rgb(image.expand(-1, 3, -1, -1)))
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (4, 4), (1, 2, 4, 4)], ids=str)
+def test_the_default_model_says_that_it_needs_images(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ModelError, match="simple_cnn needs images") as caught:
+        build_model(ModelConfig(), num_classes=2, input_shape=shape, task="classification")
+    assert "--model mlp" in caught.value.fix
+
+
+def test_a_misspelled_name_is_answered_with_the_nearest_ones() -> None:
+    with pytest.raises(ModelError, match=r"'simple_cn' \(did you mean simple_cnn"):
+        check_model("simple_cn")
+    with pytest.raises(ModelError, match="no model is called 'nonet'"):
+        check_model("nonet")

@@ -216,15 +216,12 @@ def test_pretrained_weights_are_fetched_once_and_the_head_is_new(
     assert "download.py --model squeezenet1_1" in caught.value.fix
 
 
-def test_each_published_set_has_its_files_and_hashes(tmp_path: Path) -> None:
+def test_each_published_set_has_its_files_and_hashes_and_others_are_told(tmp_path: Path) -> None:
     datasets = import_torchvision().datasets
     for name, count in (("MNIST", 4), ("FashionMNIST", 4), ("CIFAR10", 1), ("CIFAR100", 1)):
         files = files_of(getattr(datasets, name), tmp_path)
         assert len(files) == count
         assert all(len(file.digest) == 32 and file.urls for file in files)
-
-
-def test_wrong_names_are_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="'digit' can't be downloaded"):
         fetch_dataset("digit", tmp_path, say=lambda text: None)
     with pytest.raises(DataError, match="no published weights of 'resnet81'") as caught:

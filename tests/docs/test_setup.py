@@ -45,11 +45,18 @@ def test_an_active_environment_that_has_everything_is_taken(name: str, copied: P
     assert all((copied / name).is_dir() for name in ("data", "models", "runs"))
 
 
-def test_the_checkout_pins_every_version() -> None:
-    for name in ("requirements.txt", "requirements-dev.txt"):
-        for line in (ROOT / name).read_text(encoding="utf-8").splitlines():
-            words = line.partition("#")[0].strip()
-            assert not words or words == "-r requirements.txt" or words.count("==") == 1
+def test_the_checkout_pins_every_version_and_tests_have_those_of_the_extras() -> None:
+    pins = {}
+    for kind in ("", "-dev", "-extras"):
+        lines = (ROOT / f"requirements{kind}.txt").read_text(encoding="utf-8").splitlines()
+        words = {line.partition("#")[0].strip() for line in lines} - {"", "-r requirements.txt"}
+        assert all(word.count("==") == 1 for word in words)
+        pins[kind] = {word: word.partition("==")[0] for word in words}
+    extras = pins["-extras"].items()
+    tested = {"huggingface_hub", "transformers", "accelerate", "onnx", "onnxscript"}
+    assert {name for _, name in extras & pins["-dev"].items()} == tested
+    others = {"datasets", "wandb", "mlflow", "peft", "s3fs"}
+    assert {name for _, name in extras - pins["-dev"].items()} == others
 
 
 def test_wrong_options_are_refused(copied: Path) -> None:
@@ -76,9 +83,7 @@ def test_without_a_new_python_it_says_so(copied: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_installation_that_was_killed_is_made_anew_and_the_next_does_nothing(
-    installed: Path,
-) -> None:
+def test_a_killed_installation_is_made_anew_and_the_next_does_nothing(installed: Path) -> None:
     done = set_up(installed)
     assert done.status == 0
     assert "nothing to install" in done.stderr

@@ -16,6 +16,7 @@ from hardened_ddp.export.export import export_model
 from hardened_ddp.model.huggingface import ImageClassifier
 from hardened_ddp.model.zoo import build_model
 from hardened_ddp.settings.config import DataConfig, ModelConfig
+from hardened_ddp.streams.formats import open_files
 from tests.harness.ranks import import_in_server, train
 from tests.run_folder import only_run
 
@@ -102,6 +103,8 @@ def test_an_absent_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ModelConfig(model="hf:vit")
     with pytest.raises(MissingPackageError, match="--model hf:vit needs transformers, which is"):
         build_model(model, num_classes=2, input_shape=(1, 8, 8))
+    with pytest.raises(MissingPackageError, match="needs pyarrow, which is not installed"):
+        open_files("parquet:/etc/hos*", train=True)
 
 
 @pytest.mark.slow

@@ -33,19 +33,13 @@ CPU = torch.device("cpu")
 OWN, SCHEDULERS = "tests.own_optimizers", "torch.optim.lr_scheduler"
 
 
-def config_of(**settings: Any) -> OptimizerConfig:
-    """Make a config; a value with a colon is an import path."""
-    made = {
-        name: ImportPath(value) if isinstance(value, str) and ":" in value else value
-        for name, value in settings.items()
-    }
-    return OptimizerConfig(**made)
-
-
 def build(model: nn.Module | None = None, *, total_steps: int = 12, **settings: Any) -> Schedule:
     chosen = nn.Linear(3, 2) if model is None else model
     trial = Trial(chosen, Task(), Precision("off", CPU), Group(Launch(), CPU))
-    return build_schedule(trial, config_of(**settings), total_steps=total_steps)
+    # a value with a colon is an import path
+    paths = {n: ImportPath(v) for n, v in settings.items() if isinstance(v, str) and ":" in v}
+    config = OptimizerConfig(**{**settings, **paths})
+    return build_schedule(trial, config, total_steps=total_steps)
 
 
 def rates(schedule: Schedule, num_steps: int, group: int = 0) -> list[float]:
@@ -58,17 +52,23 @@ def rates(schedule: Schedule, num_steps: int, group: int = 0) -> list[float]:
     return found
 
 
-OF_TORCH = ["RAdam", "NAdam", "Adagrad", "Rprop", "RMSprop", "Adadelta", "Adamax", "ASGD"]
-OF_TORCH += ["Adafactor", "AdamW"]
-BY_PATH = [f"torch.optim:{name}" for name in OF_TORCH]
-BY_PATH += [f"{OWN}:{name}" for name in ("Nesting", "Adaptive", "Noisy", "OwnFormat")]
-
-
-@pytest.mark.parametrize("name", BY_PATH)
-def test_an_optimizer_by_its_path_can_be_used(name: str) -> None:
-    schedule = build(optimizer=name, learning_rate=0.01)
-    assert type(schedule.optimizer).__name__ == name.partition(":")[2]
-    assert schedule.optimizer.param_groups[0]["lr"] == 0.01
+OF_TORCH = "RAdam NAdam Adagrad Rprop RMSprop Adadelta Adamax ASGD Adafactor AdamW"
+BY_PATH = [f"torch.optim:{name}" for name in OF_TORCH.split()]
+BY_PATH += [f"{OWN}:{name}" for name in ("Nesting", "Adaptive", "OwnFormat")]
+SCHEDULES: dict[str, dict[str, Any]] = {
+    f"{SCHEDULERS}:OneCycleLR": {"cycle_momentum": False},
+    f"{SCHEDULERS}:MultiStepLR": {"milestones": [2, 5]},
+    f"{SCHEDULERS}:StepLR": {"step_size": 2},
+    f"{SCHEDULERS}:LinearLR": {},
+    f"{SCHEDULERS}:PolynomialLR": {},
+    f"{SCHEDULERS}:CosineAnnealingLR": {},
+    f"{SCHEDULERS}:CosineAnnealingWarmRestarts": {"T_0": 3},
+    f"{SCHEDULERS}:CyclicLR": {"base_lr": 1e-4, "cycle_momentum": False},
+    "torch.optim.swa_utils:SWALR": {"swa_lr": 0.1},
+    f"{OWN}:one_after_the_other": {},
+    f"{OWN}:by_a_lambda": {},
+    f"{OWN}:Bouncing": {},
+}
 
 
 def test_an_optimizer_gets_the_settings_that_it_takes_and_its_arguments() -> None:
@@ -169,25 +169,6 @@ def test_a_scheduler_of_torch_is_that_of_torch() -> None:
     assert rates(schedule, 12) == found
 
 
-@pytest.mark.parametrize(
-    ("name", "args"),
-    {
-        f"{SCHEDULERS}:MultiStepLR": {"milestones": [2, 5]},
-        f"{SCHEDULERS}:StepLR": {"step_size": 2},
-        f"{SCHEDULERS}:LinearLR": {},
-        f"{SCHEDULERS}:PolynomialLR": {},
-        f"{SCHEDULERS}:CosineAnnealingLR": {},
-        f"{SCHEDULERS}:CosineAnnealingWarmRestarts": {"T_0": 3},
-        f"{SCHEDULERS}:CyclicLR": {"base_lr": 1e-4, "cycle_momentum": False},
-        "torch.optim.swa_utils:SWALR": {"swa_lr": 0.1},
-        f"{OWN}:one_after_the_other": {},
-        f"{OWN}:by_a_lambda": {},
-    }.items(),
-)
-def test_a_scheduler_by_its_path_can_be_used(name: str, args: dict[str, Any]) -> None:
-    assert build(lr_schedule=name, lr_schedule_args=args).has_state
-
-
 def test_a_step_that_is_taken_back_takes_its_schedule_back() -> None:
     schedule = build(lr_schedule=f"{SCHEDULERS}:OneCycleLR", optimizer="sgd", learning_rate=0.5)
     mark, group = schedule.mark(), schedule.optimizer.param_groups[0]
@@ -229,15 +210,21 @@ def test_a_state_comes_back_as_it_was() -> None:
             pack({"x": [bad]}, "s", {}, error=OptimizerError)
 
 
-@pytest.mark.parametrize("scheduler", ["cosine", f"{SCHEDULERS}:OneCycleLR", f"{OWN}:Bouncing"])
 @pytest.mark.parametrize(
-    "name", ["adamw", f"{OWN}:Adaptive", f"{OWN}:OwnFormat", "torch.optim:ASGD"]
+    ("name", "scheduler"),
+    [
+        *((name, "cosine") for name in ("adamw", *BY_PATH)),
+        *(("adamw", scheduler) for scheduler in SCHEDULES),
+        (f"{OWN}:Adaptive", f"{OWN}:Bouncing"),
+    ],
 )
 def test_a_state_is_put_back_into_an_optimizer_that_went_on(name: str, scheduler: str) -> None:
-    args = {"cycle_momentum": False} if "OneCycle" in scheduler else {}
+    args = SCHEDULES.get(scheduler, {})
     model = nn.Linear(3, 2)
     names = dict(model.named_parameters())
     schedule = build(model, optimizer=name, lr_schedule=scheduler, lr_schedule_args=args)
+    assert type(schedule.optimizer).__name__ == name.partition(":")[2] or name == "adamw"
+    assert schedule.has_state == (scheduler != "cosine")
 
     def go_on(first: int, last: int) -> list[torch.Tensor]:
         for step in range(first, last):
@@ -274,15 +261,13 @@ def test_a_scheduler_cant_be_continued_for_more_steps_than_made_for(tmp_path: Pa
     assert "optimizer: the checkpoint was trained with AdamW, now it is RAdam" in finished.output
 
 
-def test_frozen_parameters_need_no_group() -> None:
+def test_frozen_parameters_need_no_group_and_the_groups_of_the_task_come_first() -> None:
     model = Grouped(2, "left out")
     model.head.requires_grad_(False)
     assert len(build(model).optimizer.param_groups[0]["params"]) == 4
     model.body.requires_grad_(False)
     assert len(build(model).optimizer.param_groups[0]["params"]) == 2
 
-
-def test_the_groups_of_the_task_come_before_those_of_the_model() -> None:
     class Task:
         def parameter_groups(self, model: nn.Module) -> Any:
             return list(model.parameters())

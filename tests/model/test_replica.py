@@ -293,18 +293,11 @@ def test_floats_become_the_mean_and_integers_and_parameters_those_of_rank_0_bit_
     assert wave.tolist() == [complex(1.5, -1.5)] * 2
 
 
-def test_copies_restore_the_buffers_without_a_kernel_for_each() -> None:
+def test_copies_of_buffers_take_no_kernel_for_each() -> None:
     module = nn.Sequential(*(nn.BatchNorm1d(2) for _ in range(20)))
-    names = [name for name, _ in module.named_buffers()]
-    buffers = MovingBuffers(module, names)
-    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    copies = buffers.copies()
+    copies = MovingBuffers(module, [name for name, _ in module.named_buffers()]).copies()
     addresses = {copy.untyped_storage().data_ptr() for copy in copies.each}
     assert len(addresses) == 2  # one for each dtype
-    module(torch.randn(4, 2))
-    assert any(not torch.equal(b, before[name]) for name, b in module.named_buffers())
-    buffers.put_back(copies)
-    assert all(torch.equal(b, before[name]) for name, b in module.named_buffers())
 
 
 def test_a_frozen_base_that_is_much_larger_than_what_is_trained_is_not_copied() -> None:

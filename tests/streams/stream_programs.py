@@ -1,9 +1,12 @@
 """Streams for tests, and ranks in threads that read one, without a process group."""
 
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import BrokenBarrierError
 from typing import Any
 
 import torch
@@ -155,21 +158,21 @@ def shard_loader(
     )
 
 
+def read_whole(loader: ShardLoader) -> list[Batch]:
+    """Read an epoch, and close the loader."""
+    with contextlib.closing(loader):
+        return [batch for _, batches in loader.windows(0, 0) for batch in batches]
+
+
 Step = tuple[Window, list[Batch], dict[str, Any]]
 """A window, this rank's batches, and what a checkpoint after it holds."""
 
 
 def read_epoch(
-    make: Callable[[], Any],
-    world_size: int,
-    *,
-    facts: dict[str, Any] | None = None,
-    most: int = 1_000_000,
-    epoch: int = 0,
-    **how: Any,
+    make: Callable[[], Any], world_size: int, *, facts: Any = None, most: int = 10**6, **how: Any
 ) -> list[list[Step]]:
     """Read at most so many steps of an epoch on ranks in threads; facts: where to begin."""
-    meeting, found, errors = Meeting(world_size), [[] for _ in range(world_size)], []
+    meeting, found = Meeting(world_size), [[] for _ in range(world_size)]
 
     def work(rank: int) -> None:
         loader = shard_loader(make(), rank=rank, world_size=world_size, group=meeting, **how)
@@ -177,26 +180,23 @@ def read_epoch(
         try:
             if facts is not None:
                 start = StreamPosition.from_json(facts["facts"]).cursor
-                loader.sampler.restore(facts, epoch=epoch, cursor=start)
-            for window, batches in loader.windows(epoch, start):
-                saved = loader.sampler.as_json(epoch, window.stop)
+                loader.sampler.restore(facts, epoch=0, cursor=start)
+            for window, batches in loader.windows(0, start):
+                saved = loader.sampler.as_json(0, window.stop)
                 found[rank].append((window, batches, saved))
                 if len(found[rank]) == most:
                     break
-        except BaseException as error:
-            errors.append(error)
+        except BaseException:
             meeting.barrier.abort()
+            raise
         finally:
             loader.close()
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    real = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
-    if real or errors:
-        raise (real or errors)[0]
+    with ThreadPoolExecutor(world_size) as pool:
+        errors = [work.exception() for work in [pool.submit(work, r) for r in range(world_size)]]
+    # WHY the others last: a rank whose barrier another one broke is not the cause
+    for error in sorted(filter(None, errors), key=lambda e: isinstance(e, BrokenBarrierError)):
+        raise error
     return found
 
 

@@ -22,7 +22,7 @@ from hardened_ddp.streams.block_reader import BlockReader
 from hardened_ddp.streams.files import FileStream
 from hardened_ddp.streams.formats import TextFormat
 from hardened_ddp.streams.read_ahead import items_of
-from tests.streams.stream_programs import Rows, StatefulRows, shard_loader
+from tests.streams.stream_programs import Rows, StatefulRows, read_whole, shard_loader
 
 
 class SomeFaulty(Rows):
@@ -129,9 +129,7 @@ class SomeFragile(SomeFaulty):
         (SomeFragile, (3, 8)),
     ],
 )
-def test_several_bad_samples_of_a_shard_lose_only_themselves(
-    bad: tuple[int, ...], kind: type[SomeFaulty]
-) -> None:
+def test_bad_samples_lose_only_themselves(bad: tuple[int, ...], kind: type[SomeFaulty]) -> None:
     good = [place for place in range(9) if place not in bad]
     assert read_blocks(kind(bad), 0, 4, 8) == (good, list(bad), 9)
 
@@ -146,24 +144,20 @@ def test_bad_samples_before_a_resume_end_no_reader_that_went_on(kind: type[SomeF
         assert "sample 1 of its shard ended the reader" in batch.bad[0].error
 
 
-def test_an_exception_that_is_given_is_a_bad_sample() -> None:
-    class Telling(Rows):
-        def row(self, shard: int, index: int) -> Any:
-            return ValueError("a bad row") if index == 2 else super().row(shard, index)
+def test_an_exception_that_is_given_is_a_bad_sample_unless_the_storage_is_gone() -> None:
+    class Giving(Rows):
+        bad, given = range(2, 3), ValueError("a bad row")
 
-    batch = block(Telling([6, 6]), 1, range(6))
+        def row(self, shard: int, index: int) -> Any:
+            return self.given if index in self.bad else super().row(shard, index)
+
+    batch = block(Giving([6, 6]), 1, range(6))
     assert positions(batch) == [0, 1, 3, 4, 5]
     assert [(bad.index // 2, bad.error) for bad in batch.bad] == [(2, "ValueError: a bad row")]
     assert [number // 2 for number in items_of(batch).numbers] == list(range(6))
-
-
-def test_storage_that_is_gone_is_no_matter_of_samples() -> None:
-    class Gone(Rows):
-        def row(self, shard: int, index: int) -> Any:
-            return OSError(errno.EIO, "the disk is gone")
-
+    Giving.bad, Giving.given = range(9), OSError(errno.EIO, "the disk is gone")
     with pytest.raises(LoaderError, match="samples of one batch could not be reached"):
-        block(Gone([9, 9]), 0, range(9))
+        block(Giving([9, 9]), 0, range(9))
 
 
 def test_a_reader_begins_at_its_state_and_not_at_the_start() -> None:
@@ -234,11 +228,7 @@ class Splitting(Rows):
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("splits", [False, True])
 def test_user_code_sees_no_worker_or_its_shard(num_workers: int, splits: bool) -> None:
-    loader = shard_loader(Splitting(splits=splits), num_workers=num_workers)
-    try:
-        found = [batch for _, batches in loader.windows(0, 0) for batch in batches]
-    finally:
-        loader.close()
+    found = read_whole(shard_loader(Splitting(splits=splits), num_workers=num_workers))
     rows = torch.cat([batch.inputs for batch in found]).tolist()
     shards = torch.cat([batch.indices for batch in found]) % 2
     assert len(rows) == 24
@@ -276,15 +266,9 @@ class Deadly(StatefulRows):
 
 @pytest.mark.parametrize("always", [False, True])
 def test_a_sample_that_kills_its_worker_costs_itself_at_most(always: bool, tmp_path: Path) -> None:
-    loader = shard_loader(Deadly(tmp_path / "flag", always=always), num_workers=1)
-    good: list[int] = []
-    bad: list[BadSample] = []
-    try:
-        for _, batches in loader.windows(0, 0):
-            good += [int(index) for batch in batches for index in batch.indices]
-            bad += [sample for batch in batches for sample in batch.bad]
-    finally:
-        loader.close()
+    found = read_whole(shard_loader(Deadly(tmp_path / "flag", always=always), num_workers=1))
+    good = [int(index) for batch in found for index in batch.indices]
+    bad = [sample for batch in found for sample in batch.bad]
     assert (tmp_path / "flag").exists()
     assert [sample.name for sample in bad] == ["35 (shard 1, sample 17 of it)"] * always
     assert all("its worker was lost" in sample.error for sample in bad)

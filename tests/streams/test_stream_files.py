@@ -7,7 +7,7 @@ import json
 import pickle
 import tarfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,8 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from hardened_ddp.data import foreign_code
 from hardened_ddp.data.sources.datasets import build_data
-from hardened_ddp.errors import DataError, MissingPackageError
+from hardened_ddp.errors import DataError
 from hardened_ddp.settings.config import DataConfig
 from hardened_ddp.streams.adapters import HubStream, adapt
 from hardened_ddp.streams.contract import changes, digests_of
@@ -165,15 +164,6 @@ def test_no_file_a_packed_one_and_a_wrong_number_of_shards_are_told(texts: Path)
         open_files(f"text:{texts}/*", train=True)
 
 
-def check_steps(make: Callable[[], Any], lengths: list[int]) -> None:
-    """Check that steps are the same on any ranks and after a resume, and hold each sample once."""
-    alone = read_epoch(make, 1)
-    steps = merged(alone)
-    assert sorted(itertools.chain(*steps)) == all_ids(lengths)
-    assert merged(read_epoch(make, 3)) == steps
-    assert steps == steps[:2] + merged(read_epoch(make, 2, facts=alone[0][1][2]))
-
-
 def test_a_file_that_changed_is_named(texts: Path) -> None:
     stream = open_files(f"text:{texts}/*.txt", train=True)
     before = digests_of(stream)
@@ -219,16 +209,6 @@ class Plain(IterableDataset[Any]):
         return ((torch.tensor([float(i)]), i % 2) for i in range(40))
 
 
-class Sized(Plain):
-    def __len__(self) -> int:
-        return 40
-
-
-def test_a_torch_dataset_that_says_its_length_is_a_stream_of_that_length() -> None:
-    stream = adapt(Sized(), "sized")  # it inherits a __getitem__ that raises
-    assert list(getattr(stream, "sizes", ())) == [40]
-
-
 @pytest.mark.parametrize("num_shards", [None, 5])
 def test_a_torch_dataset_is_split_as_it_splits_itself(num_shards: int | None) -> None:
     stream = adapt(Numbers(40, num_shards), "numbers")
@@ -249,9 +229,13 @@ def test_a_torch_dataset_is_split_as_it_splits_itself(num_shards: int | None) ->
         assert sorted(rows) == list(range(40))
 
 
-def test_a_plain_dataset_is_read_by_all_ranks_with_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+class Sized(Plain):
+    def __len__(self) -> int:
+        return 40
+
+
+def test_a_plain_dataset_is_read_by_all_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert list(getattr(adapt(Sized(), "sized"), "sizes", ())) == [40]  # its __getitem__ raises
     ranks = read_epoch(lambda: adapt(Plain(), "plain"), 2)
     assert sorted(itertools.chain(*merged(ranks))) == list(range(40))
     assert "has no state_dict() and load_state_dict(): a resume in mid-epoch reads" in caplog.text
@@ -327,7 +311,8 @@ class TestHuggingFace:
         found = read_all(stream)
         assert sorted(map(len, found)) == [11, 25, 30]
         assert repr(read_all(stream, again_at=4)) == repr(found)
-        check_steps(lambda: stream, [len(samples) for samples in found])
+        steps = merged(read_epoch(lambda: stream, 3))
+        assert sorted(itertools.chain(*steps)) == all_ids([len(samples) for samples in found])
 
     def test_a_shuffle_buffer_and_a_split_are_refused(self, folder: Path) -> None:
         import datasets
@@ -364,15 +349,3 @@ class TestHuggingFace:
         found = read_all(stream)
         for shard, samples in enumerate(found):
             assert list(stream.open(shard, epoch=1, state=None)) == samples
-
-
-def test_parquet_without_pyarrow_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreign_code.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingPackageError, match="needs pyarrow, which is not installed"):
-        open_files("parquet:/etc/hos*", train=True)
-
-
-def test_steps_of_text_files_are_the_same_on_any_ranks_and_after_a_resume(texts: Path) -> None:
-    how: dict[str, Any] = {"num_shards": 6, "transform": "tests.plugins:length_of"}
-    stream: Any = open_files(f"text:{texts}/*.txt", train=True, **how)
-    check_steps(lambda: stream, stream.sizes)

@@ -39,9 +39,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-def test_a_kill_and_other_numbers_of_ranks_cost_no_sample(
-    tmp_path: Path, undisturbed: Path
-) -> None:
+def test_a_kill_and_other_numbers_of_ranks_lose_nothing(tmp_path: Path, undisturbed: Path) -> None:
     whole, pace = undisturbed, tmp_path / "pace"
     pace.touch()
     argv = [*STEADY, "--output_dir", tmp_path / "cut", *arguments(pace=str(pace))]
