@@ -52,46 +52,39 @@ from tests.run_folder import losses_of
 from tests.tools.test_architecture import PRODUCT, nodes_of, parts_of
 
 TYPED_TEST = "test_ddp_training.py::test_a_command_as_typed_trains_and_leaves_a_whole_run_folder"
-# Commands that are not run here, and the test that does run them; test_ddp_training.py, too.
-ELSEWHERE = {
-    "./launch_examples.sh test": "tests/stages.py::run_stage",  # the one under way
-    "./launch_examples.sh test --torch 2.15.0": (
-        "tests/docs/test_setup.py::test_another_torch_gets_an_environment_of_its_own"
-    ),
-    "python ddp_training.py export runs/lora --format peft": (
-        "tests/model/test_adapters.py::test_lora_is_a_small_checkpoint_exported_alone_and_merged"
-    ),
-    # it needs network; there with a server of its own, and without any
-    "python download.py --dataset mnist --model resnet18 --data_dir data": (
-        "tests/data/test_download.py::test_without_network_the_command_says_what_to_do_by_hand"
-    ),
-}
 HF_TRAINER = "tests/docs/test_examples.py"
 HF_TRAINER += "::test_the_trainer_of_transformers_learns_on_one_process_and_with_torchrun"
-for launch in ("python", "torchrun --standalone --nproc_per_node=2"):
-    ELSEWHERE[f"{launch} examples/hf_trainer/train.py"] = HF_TRAINER
-ELSEWHERE |= dict.fromkeys(
-    RUN_WITH, "tests/launchers/test_run_with.py::test_every_launcher_ends_in_the_same_weights"
-)
-ELSEWHERE |= {
-    "python ddp_training.py drill all --table drills.md": (
-        "tests/drills/test_drills.py::test_a_fault_ends_with_its_verdict"
-    ),
-    "python ddp_training.py drill kill-forward": (
-        "tests/drills/test_drills.py::test_one_drill_as_it_is_typed_with_a_model_and_data_of_the_user"
-    ),
+# Commands that are not run here, and the test that does run them; test_ddp_training.py, too.
+# fmt: off
+ELSEWHERE = {
+    "./launch_examples.sh test": "tests/stages.py::run_stage",  # the one under way
+    "./launch_examples.sh test --torch 2.15.0":
+        "tests/docs/test_setup.py::test_another_torch_gets_an_environment_of_its_own",
+    "python ddp_training.py export runs/lora --format peft":
+        "tests/model/test_adapters.py::test_lora_is_a_small_checkpoint_exported_alone_and_merged",
+    # it needs network; there with a server of its own, and without any
+    "python download.py --dataset mnist --model resnet18 --data_dir data":
+        "tests/data/test_download.py::test_without_network_the_command_says_what_to_do_by_hand",
+    "python examples/hf_trainer/train.py": HF_TRAINER,
+    "torchrun --standalone --nproc_per_node=2 examples/hf_trainer/train.py": HF_TRAINER,
+    **dict.fromkeys(
+        RUN_WITH, "tests/launchers/test_run_with.py::test_every_launcher_ends_in_the_same_weights"),
+    "python ddp_training.py drill all --table drills.md":
+        "tests/drills/test_drills.py::test_a_fault_ends_with_its_verdict",
+    "python ddp_training.py drill kill-forward": "tests/drills/test_drills.py"
+        "::test_one_drill_as_it_is_typed_with_a_model_and_data_of_the_user",
     INSPECT: "tests/launchers/test_run_with.py::test_to_inspect_shows_the_ranks_and_runs_no_script",
     SRUN: "tests/launchers/test_slurm.py"
-    "::test_srun_of_one_task_per_rank_ends_in_the_weights_of_torchrun",
+        "::test_srun_of_one_task_per_rank_ends_in_the_weights_of_torchrun",
     SBATCH: "tests/launchers/test_slurm.py::test_a_submitted_job_finishes_on_two_nodes",
-}
-ELSEWHERE[
     "torchrun --nnodes=1:2 --nproc_per_node=2 --max_restarts=3 --rdzv_backend=c10d --rdzv_id=job"
-    " --rdzv_endpoint=localhost:29401 ddp_training.py --run_name elastic"
-] = "tests/promises/test_restarts.py::test_a_node_that_joins_or_dies_changes_nothing_but_the_speed"
-ELSEWHERE["torchrun --standalone --nproc_per_node=2 ddp_training.py doctor --cluster"] = (
-    "tests/runs/test_cluster.py::test_the_ranks_of_one_host_are_one_report"
-)
+    " --rdzv_endpoint=localhost:29401 ddp_training.py --run_name elastic":
+        "tests/promises/test_restarts.py"
+        "::test_a_node_that_joins_or_dies_changes_nothing_but_the_speed",
+    "torchrun --standalone --nproc_per_node=2 ddp_training.py doctor --cluster":
+        "tests/runs/test_cluster.py::test_the_ranks_of_one_host_are_one_report",
+}
+# fmt: on
 # Run here, but not as they stand: what would take too long, or never ends, is shortened.
 INSTEAD = {
     "./launch_examples.sh 1": "./launch_examples.sh 1 --dry-run",
@@ -161,13 +154,16 @@ class TestReadme:
         assert f"<!-- {kind}" in old
         assert old == new, "write it anew with: python -m tests.documents"
 
-    def test_a_promise_is_kept_by_a_test_that_exists(self) -> None:
+    def test_a_promise_is_kept_and_a_command_is_run_by_a_test_that_exists(self) -> None:
         promises = promised()
         assert len(promises) >= 10
         for promise, tests in promises.items():
             assert tests
             for test in tests:
                 assert has_function(test), f"{test} does not exist: {promise}"
+        assert set() < set(commands_of(AUDIT)) <= set(commands_of(README))  # which are run below
+        for test in (TYPED_TEST, *ELSEWHERE.values()):
+            assert has_function(test), test
 
     def test_a_drill_shows_what_the_table_of_faults_says_of_this_project(self) -> None:
         rows = table_rows(README, cells=7)[2:]
@@ -262,11 +258,6 @@ class TestAllDocuments:
         assert not re.search(r"#\d{3,}", text), "an issue's number says nothing to a reader"
         lines = [line for line in prose_of(document).splitlines() if not line.startswith("|")]
         assert not [line for line in lines if len(line) > 100 and "](http" not in line]
-
-    def test_a_test_that_runs_a_command_elsewhere_exists(self) -> None:
-        assert set() < set(commands_of(AUDIT)) <= set(commands_of(README))  # which are run below
-        for test in (TYPED_TEST, *ELSEWHERE.values()):
-            assert has_function(test), test
 
 
 class TestCommands:

@@ -69,9 +69,7 @@ def test_an_example_learns_what_it_says(example: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_example_comes_through_a_kill_to_the_weights_of_the_undisturbed_run(
-    tmp_path: Path,
-) -> None:
+def test_an_example_comes_through_a_kill_to_the_undisturbed_weights(tmp_path: Path) -> None:
     """mixup, whose task draws numbers; other kinds: test_what_people_train.py, test_streams.py."""
     import_in_server("sklearn.datasets")
     config = config_of("mixup")

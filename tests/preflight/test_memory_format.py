@@ -15,49 +15,38 @@ from hardened_ddp.settings.config import Config, DataConfig, ModelConfig
 from hardened_ddp.task.classification import Classification
 
 CPU = torch.device("cpu")
+PLAIN, ALONE = Config(), Group(Launch(), CPU)
 
 
 class Net(nn.Module):
-    """A convolution with a BatchNorm. view() and strides need the usual order of memory."""
+    """A convolution with a BatchNorm. needs: what needs the usual order of memory."""
 
-    def __init__(
-        self,
-        *,
-        kernel: int = 3,
-        uses_view: bool = False,
-        trains_with_view: bool = False,
-        uses_strides: bool = False,
-        is_random: bool = False,
-    ) -> None:
+    def __init__(self, kernel: int = 3, needs: str = "") -> None:
         super().__init__()
         self.conv, self.norm = nn.Conv2d(3, 4, kernel, padding=kernel // 2), nn.BatchNorm2d(4)
-        self.head = nn.Linear(4 * 36, 3)
-        self.uses_view, self.uses_strides, self.is_random = uses_view, uses_strides, is_random
-        self.trains_with_view = trains_with_view
+        self.head, self.needs = nn.Linear(4 * 36, 3), needs
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        if self.is_random:
+        if self.needs == "random":  # nobody can tell
             images = images + torch.randn_like(images)
         features = self.norm(self.conv(images))
-        if self.uses_strides:  # turned images, as in the usual order
+        if self.needs == "strides":  # turned images, as in the usual order
             features = features.as_strided(features.shape, (144, 36, 1, 6))
-        uses_view = self.uses_view or (self.trains_with_view and self.training)
+        uses_view = self.needs == "view" or (self.needs == "view in training" and self.training)
         flat = features.view(len(images), -1) if uses_view else features.flatten(1)
         return self.head(flat)
 
 
 def choose(
     model: nn.Module,
-    config: Config | None = None,
+    config: Config = PLAIN,
     *,
     began_with: bool | None = None,
-    group: Group | None = None,
+    group: Group = ALONE,
 ) -> bool:
-    group = group or Group(Launch(), CPU)
     batch = Batch(torch.randn(2, 3, 6, 6), torch.tensor([0, 2]), torch.arange(2))
     random = torch.get_rng_state()
     trial = Trial(model, Classification(num_classes=3), Precision("off", CPU), group)
-    config = config or Config()
     found = choose_channels_last(trial, batch, config=config, began_with=began_with)
     assert torch.equal(torch.get_rng_state(), random)
     return found
@@ -107,17 +96,12 @@ def test_what_was_asked_for_is_not_tried(monkeypatch: pytest.MonkeyPatch, asked:
     assert choose(Net(), began_with=asked) == asked
 
 
-def test_without_images_or_when_compiled_the_usual_order_stays() -> None:
+def test_without_images_or_when_compiled_or_needed_the_usual_order_stays() -> None:
     assert not choose(nn.Sequential(nn.Flatten(), nn.Linear(108, 3)))
     assert not choose(Net(), Config(model=ModelConfig(compile=True)))
-
-
-def test_a_model_that_needs_the_usual_order_keeps_it() -> None:
-    assert not choose(model := Net(uses_view=True))
-    assert model.conv.weight.is_contiguous()
-    assert not choose(Net(trains_with_view=True))
-    assert not choose(Net(uses_strides=True))
-    assert not choose(Net(is_random=True))  # nobody can tell
+    for needs in ("view", "view in training", "strides", "random"):
+        assert not choose(model := Net(needs=needs))
+        assert model.conv.weight.is_contiguous()
 
 
 def test_a_rank_calls_the_model_as_often_until_all_agree(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +114,7 @@ def test_a_rank_calls_the_model_as_often_until_all_agree(monkeypatch: pytest.Mon
         return [mine]
 
     monkeypatch.setattr(Group, "gather_json", gather)
-    for model in (Net(), Net(uses_strides=True), Net(is_random=True)):
+    for model in (Net(), Net(needs="strides"), Net(needs="random")):
         calls.clear()
         model.register_forward_hook(lambda *call: calls.append(call))
         choose(model)

@@ -238,6 +238,7 @@ def test_unequal_shares_run_as_often(case: tuple[str, tuple[str, ...]], tmp_path
     assert read_summary(only_run(tmp_path))["step"] == 4
 
 
+BY_ONE = ("--eval_batch_size", "1")
 REFUSED = [
     # A last step of 1 sample: rank 1 has none.
     (33, (*NORMING,), "rank 1 has 0 for the 1 forwards", "--drop_last"),
@@ -246,14 +247,9 @@ REFUSED = [
     (24, (*NORMING, "--continue_on_error"), "left out", "--continue_on_error"),
     (24, (*NORMING, "--global_batch_size", "1"), "each step has 1", "a multiple of 2"),
     # 17 samples to test on, 16 at once: one rank has 9 of them, in one batch, and the other 8.
-    (
-        24,
-        (*NORMING, "--eval_batch_size", "1", "--model_args", "{all_modes: true}"),
-        "8 for",
-        "--eval",
-    ),
-    (24, ("--model", "tests.plugins:NormingTests", "--eval_batch_size", "1"), "8 for", "--eval"),
-    (24, (*COMPILED, "--eval_batch_size", "1"), "8 for", "--eval"),
+    (24, (*NORMING, *BY_ONE, "--model_args", "{all_modes: true}"), "8 for", "--eval"),
+    (24, ("--model", "tests.plugins:NormingTests", *BY_ONE), "8 for", "--eval"),
+    (24, (*COMPILED, *BY_ONE), "8 for", "--eval"),
 ]
 
 

@@ -204,8 +204,10 @@ def chosen(
     return least
 
 
-def test_small_models_need_more_padding() -> None:
+def test_small_models_need_more_padding_and_a_resumed_run_cuts_as_it_began() -> None:
     assert chosen(TinyLM(dropout=0.3)) > 8 * chosen(TinyLM(dropout=0.3, width=256)) > 0
+    assert chosen(Mixed("padding"), saved={"least_padding": 40}) == 40
+    assert chosen(TinyLM(), saved={}) == 0  # a checkpoint of a version without
 
 
 KINDS = ["padding", "end", "samples", "samples in training", "recurrent", "raises"]
@@ -227,11 +229,6 @@ def test_nothing_is_cut_in_other_cases() -> None:
         assert chosen(TinyLM(), collectives=calls) == 0
     assert chosen(TinyLM(), collectives=NO_COLLECTIVES, task=Task()) == 0
     assert chosen(TinyLM(), config=Config(model=ModelConfig(compile=True))) == 0
-
-
-def test_a_resumed_run_cuts_as_it_began() -> None:
-    assert chosen(Mixed("padding"), saved={"least_padding": 40}) == 40
-    assert chosen(TinyLM(), saved={}) == 0  # a checkpoint of a version without
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from hardened_ddp.reporting.goodput import num_without_progress
 
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": "0", "RANK": "0"}
+Capture = pytest.CaptureFixture[str]
 PHASES = dict.fromkeys(("start_up", "data_wait", "training", "evaluation", "checkpoint"), 0.1)
 
 
@@ -35,11 +36,6 @@ def attempts(folder: Path, *steps: tuple[int, int]) -> None:
     (folder / "attempts.jsonl").write_text(text)
 
 
-def test_a_stop_is_3_in_a_pod_or_where_it_was_asked_for() -> None:
-    assert (stop_status(None, {}), stop_status(None, POD)) == (0, 3)
-    assert (stop_status(0, POD), stop_status(3, {})) == (0, 3)
-
-
 @pytest.mark.parametrize(
     ("steps", "count"),
     [
@@ -50,24 +46,22 @@ def test_a_stop_is_3_in_a_pod_or_where_it_was_asked_for() -> None:
         ([(0, 9), (5, 8), (5, 8), (5, 10)], 0),
     ],
 )
-def test_starts_that_got_no_further_are_counted(
-    steps: list[tuple[int, int]], count: int, tmp_path: Path
-) -> None:
+def test_starts_that_got_no_further_are_counted(steps: list[tuple[int, int]], count: int) -> None:
     found = [{"first_step": first, "step": last} for first, last in steps]
     assert num_without_progress(found) == count
 
 
-def test_at_the_limit_of_starts_without_progress_the_status_is_1(tmp_path: Path) -> None:
+def test_a_stop_is_3_in_a_pod_or_as_asked_and_no_progress_is_1(tmp_path: Path) -> None:
     env = {RUN: str(tmp_path)}
     attempts(tmp_path, (0, 5), *[(5, 5)] * (MOST_STARTS - 1))
     assert [settle(status, env) for status in (0, 1, 2, 3, 75)] == [0, 1, 2, 3, 75]
     attempts(tmp_path, (0, 5), *[(5, 5)] * MOST_STARTS)
     assert [settle(status, env) for status in (0, 1, 2, 3, 75)] == [0, 1, 2, 1, 1]
+    assert (stop_status(None, {}), stop_status(None, POD)) == (0, 3)
+    assert (stop_status(0, POD), stop_status(3, {})) == (0, 3)
 
 
-def test_a_rank_of_torchrun_ends_with_0_after_a_stop_and_says_3_to_its_launcher(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stopped_rank_of_torchrun_is_0(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     record = tmp_path / "endings.jsonl"
     assert settle(3, {**TORCHRUN, RECORD: str(record)}) == 0
     assert read_endings(record)[0] == 3
@@ -84,9 +78,7 @@ def test_a_rank_of_torchrun_ends_with_0_after_a_stop_and_says_3_to_its_launcher(
         ([75, 1, 75], 1),  # who raised, not who lost it
     ],
 )
-def test_the_cause_decides_what_a_launcher_ends_with(
-    noted: list[int], status: int | None, tmp_path: Path
-) -> None:
+def test_the_cause_decides_the_status(noted: list[int], status: int | None, tmp_path: Path) -> None:
     record = tmp_path / "endings.jsonl"
     for code in noted:
         settle(code, {**TORCHRUN, RECORD: str(record)})
@@ -124,9 +116,7 @@ def env(tmp_path: Path) -> dict[str, str]:
     return {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
 
 
-def test_the_cause_writes_torchruns_error_file_and_a_rank_that_lost_another_one_none(
-    env: dict[str, str],
-) -> None:
+def test_the_cause_alone_writes_torchruns_error_file(env: dict[str, str]) -> None:
     path = Path(env["TORCHELASTIC_ERROR_FILE"])
     write_error_file(PeerLostError("rank 0 lost another rank"), env)
     assert not path.exists()
@@ -137,19 +127,15 @@ def test_the_cause_writes_torchruns_error_file_and_a_rank_that_lost_another_one_
     write_error_file(StepError("x"), {"TORCHELASTIC_ERROR_FILE": "/no/x.json"})  # does not raise
 
 
-@pytest.mark.parametrize(("local_rank", "is_printed"), [("0", True), ("1", False)])
+@pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_mistake_in_the_settings_is_printed_once_per_node(
-    local_rank: str,
-    is_printed: bool,
-    env: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    rank: str, env: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    launched = {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": "2"}
+    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
     launched |= {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
     launched |= {"TORCHELASTIC_RUN_ID": "none"}
     for name, value in (launched | env).items():
         monkeypatch.setenv(name, value)
     assert ddp_training.main(["--bach_size", "3"]) == 2
-    assert ("bach_size" in capsys.readouterr().err) == is_printed
+    assert ("bach_size" in capsys.readouterr().err) == (rank == "0")
     assert "DDP-C01" in Path(env["TORCHELASTIC_ERROR_FILE"]).read_text()

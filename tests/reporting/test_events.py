@@ -108,9 +108,7 @@ def test_a_command_that_takes_too_long_is_killed_with_its_children(
     assert not (tmp_path / "late").exists()
 
 
-def test_a_command_that_runs_this_program_is_no_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_is_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "HARDENED_DDP_ENDINGS"):
         monkeypatch.setenv(name, "0")
     with closing(Events(f"env > {shlex.quote(str(tmp_path / 'env'))}")) as events:

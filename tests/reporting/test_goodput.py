@@ -40,9 +40,7 @@ def test_steps_done_twice_are_lost_and_the_time_between_attempts_is_down() -> No
     [("stopped", 0, 0), ("finished", 0, 0), ("stopped", 1, 5), ("", 0, 5)],
     ids=["stopped-by-hand", "continued", "requeued", "killed"],
 )
-def test_a_pause_between_two_starts_by_hand_is_not_down(
-    ended: str, restart: int, down: float
-) -> None:
+def test_a_pause_between_starts_by_hand_is_not_down(ended: str, restart: int, down: float) -> None:
     first = {**attempt(100, first_step=0, step=100), "ended": ended}
     second = {**attempt(120, first_step=100, step=200), "restart": restart}
     account = account_of([first, second])

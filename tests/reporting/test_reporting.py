@@ -54,27 +54,12 @@ def logging_ends() -> Iterator[None]:
 
 
 @pytest.fixture
-def full(monkeypatch: pytest.MonkeyPatch) -> set[Path]:
-    """The files for which the disk is full: a test puts them in, and takes them out again."""
-    paths: set[Path] = set()
-    opened = sinks.open_no_link
-
-    def open_or_full(path: Path, flags: int) -> int:
-        return opened("/dev/full" if path in paths else path, flags)
-
-    monkeypatch.setattr(sinks, "open_no_link", open_or_full)
-    return paths
-
-
-@pytest.fixture
 def stderr(capfd: pytest.CaptureFixture[str]) -> Said:
     return lambda: capfd.readouterr().err
 
 
 class TestConsole:
-    def test_rank_0_says_everything_from_info_on_and_others_only_warnings_of_their_own(
-        self, tmp_path: Path, stderr: Said
-    ) -> None:
+    def test_other_ranks_say_only_their_own_warnings(self, tmp_path: Path, stderr: Said) -> None:
         for rank in range(2):
             start_logging(rank=rank, world_size=2, debug=False)
             add_log_file(tmp_path, rank=rank)
@@ -97,9 +82,7 @@ class TestConsole:
             " [rank 1] WARNING disk slow",
         ]
 
-    def test_debug_shows_all_of_all_ranks_but_not_other_libraries_debug_lines(
-        self, stderr: Said
-    ) -> None:
+    def test_debug_shows_all_of_all_ranks_and_nothing_of_libraries(self, stderr: Said) -> None:
         start_logging(rank=1, world_size=2, debug=True)
         log.debug("detail")
         logging.getLogger("other").debug("noise")
@@ -120,9 +103,7 @@ class TestConsole:
         assert first == "INFO a.py:6: unreadable line (TypeError)"
         assert second == "INFO a.py:6: unreadable line (RuntimeError)"
 
-    def test_a_terminal_that_takes_nothing_for_a_while_costs_its_lines_and_no_more(
-        self, stderr: Said
-    ) -> None:
+    def test_a_terminal_that_takes_nothing_for_a_while_costs_its_lines(self, stderr: Said) -> None:
         start_logging(rank=0, world_size=1, debug=False)
         fd = sys.stderr.fileno()
         good, full = os.dup(fd), os.open("/dev/full", os.O_WRONLY)
@@ -149,9 +130,7 @@ class TestConsole:
 
 
 class TestLogFile:
-    def test_what_was_said_before_the_run_folder_was_known_is_in_the_file(
-        self, stderr: Said, tmp_path: Path
-    ) -> None:
+    def test_what_was_said_before_is_in_the_file(self, stderr: Said, tmp_path: Path) -> None:
         start_logging(rank=3, world_size=4, debug=False)
         for number in range(5000):
             log.debug("early detail %d", number)
@@ -170,9 +149,7 @@ class TestLogFile:
         add_log_file(tmp_path / "logs", rank=0)
         assert "WARNING this rank's log file can't be written, training continues" in stderr()
 
-    def test_logging_can_be_started_and_stopped_again_and_leaves_no_trace(
-        self, stderr: Said, tmp_path: Path
-    ) -> None:
+    def test_logging_starts_again_and_leaves_no_trace(self, stderr: Said, tmp_path: Path) -> None:
         root, ours = logging.getLogger(), logging.getLogger("hardened_ddp")
         before = (list(root.handlers), root.level, ours.level, warnings.showwarning)
         for attempt in range(3):
@@ -185,32 +162,31 @@ class TestLogFile:
         assert len((tmp_path / "rank-0.log").read_text().splitlines()) == 3
 
 
-class TestFileSink:
-    @pytest.mark.parametrize(
-        ("keep_bytes", "kept"), [(100_000, range(50)), (350, (0, 1, 2, 47, 48, 49))]
-    )
-    def test_a_file_at_its_limit_is_continued_with_the_rest_of_a_record(
-        self, keep_bytes: int, kept: Sequence[int], tmp_path: Path
-    ) -> None:
-        records = [b"%02d-%s-%02d\n" % (number, b"x" * 93, number) for number in range(50)]
+@pytest.mark.parametrize(
+    ("keep_bytes", "kept"), [(100_000, range(50)), (350, (0, 1, 2, 47, 48, 49))]
+)
+def test_a_file_at_its_limit_is_continued_with_the_rest_of_a_record(
+    keep_bytes: int, kept: Sequence[int], tmp_path: Path
+) -> None:
+    records = [b"%02d-%s-%02d\n" % (number, b"x" * 93, number) for number in range(50)]
 
-        def write() -> None:
-            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (250, hard))  # in the middle of a record
-            sink = FileSink(tmp_path / "file", keep_bytes=keep_bytes)
-            for record in records[:3]:
-                sink.add(record)
-            assert not sink.flush()
-            for record in records[3:]:
-                sink.add(record)
-            assert not sink.flush()
-            assert "File too large" in str(sink.error)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-            assert sink.close()
-            assert sink.num_lost == 50 - len(kept)
+    def write() -> None:
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (250, hard))  # in the middle of a record
+        sink = FileSink(tmp_path / "file", keep_bytes=keep_bytes)
+        for record in records[:3]:
+            sink.add(record)
+        assert not sink.flush()
+        for record in records[3:]:
+            sink.add(record)
+        assert not sink.flush()
+        assert "File too large" in str(sink.error)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        assert sink.close()
+        assert sink.num_lost == 50 - len(kept)
 
-        assert run_forked(write) == 0
-        assert (tmp_path / "file").read_bytes() == b"".join(records[number] for number in kept)
+    assert run_forked(write) == 0
+    assert (tmp_path / "file").read_bytes() == b"".join(records[number] for number in kept)
 
 
 def test_steps_that_take_long_give_a_sign_of_life(caplog: pytest.LogCaptureFixture) -> None:
@@ -237,9 +213,7 @@ def read_board(folder: Path) -> Any:  # Any: tensorboard has no types
 
 
 class TestMetrics:
-    def test_numbers_are_in_both_files_and_non_finite_ones_are_null_or_themselves(
-        self, tmp_path: Path
-    ) -> None:
+    def test_numbers_are_in_both_files_and_non_finite_ones_are_null(self, tmp_path: Path) -> None:
         metrics = MetricsLog(tmp_path, tensorboard=True, is_main=True)
         metrics.scalars(20, {"train/loss": 0.5, "train/bad": math.nan})
         metrics.scalars(300, {"train/loss": 1e300, "train/bad": -math.inf})
@@ -256,9 +230,7 @@ class TestMetrics:
         assert math.isnan(bad[0])
         assert bad[1] == -math.inf
 
-    def test_a_restart_from_an_earlier_step_replaces_the_steps_behind_it(
-        self, tmp_path: Path
-    ) -> None:
+    def test_a_restart_replaces_the_steps_behind_it(self, tmp_path: Path) -> None:
         for first_step, loss in ((10, 1.0), (30, 2.0)):
             with (tmp_path / "metrics.jsonl").open("a") as lines:
                 lines.write('{"step": 1, "lo')  # half a line of a start that was killed
@@ -275,9 +247,7 @@ class TestMetrics:
         lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
         assert sum('"loss"' in line for line in lines if line.startswith('{"step": ')) == 8
 
-    def test_other_ranks_write_nothing_and_without_tensorboard_there_is_no_folder(
-        self, tmp_path: Path
-    ) -> None:
+    def test_other_ranks_and_no_tensorboard_write_nothing(self, tmp_path: Path) -> None:
         for folder, is_main in ((tmp_path / "main", True), (tmp_path / "other", False)):
             metrics = MetricsLog(folder, tensorboard=not is_main, is_main=is_main)
             metrics.scalars(1, {"loss": 1.0})
@@ -286,14 +256,12 @@ class TestMetrics:
         assert [path.name for path in (tmp_path / "main").iterdir()] == ["metrics.jsonl"]
 
     def test_a_disk_with_room_again_gets_all_numbers_without_a_new_report(
-        self,
-        tmp_path: Path,
-        caplog: pytest.LogCaptureFixture,
-        full: set[Path],
-        monkeypatch: pytest.MonkeyPatch,
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        full, opened = {tmp_path / "metrics.jsonl"}, sinks.open_no_link
+        fake = lambda path, flags: opened("/dev/full" if path in full else path, flags)  # noqa: E731
+        monkeypatch.setattr(sinks, "open_no_link", fake)
         monkeypatch.setattr(sinks, "_RETRY_AFTER_S", 0.01)
-        full |= {tmp_path / "metrics.jsonl"}
         metrics = MetricsLog(tmp_path, tensorboard=True, is_main=True)
         for step in range(1, 100):
             metrics.scalars(step, {"loss": 1.0, "accuracy": 0.5})
@@ -350,9 +318,7 @@ class TestMetrics:
 
 
 class TestStepClock:
-    def test_phases_of_several_micro_steps_add_up_to_seconds_per_step(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_phases_of_micro_steps_add_up_per_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
         now = [0]
         monkeypatch.setattr(phase_module, "monotonic_ns", lambda: now[0] * 10**9)
         tracker = Tracker()
@@ -425,8 +391,8 @@ class TestResources:
         assert "memory/gpu_allocated_mib" not in first
         assert len(block)
 
-    def test_a_machine_that_is_nearly_full_is_said_once(
-        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    def test_a_full_machine_is_said_once_and_a_container_by_its_own_limit(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         memory = psutil.virtual_memory()._replace(percent=96.0)
         monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
@@ -435,10 +401,6 @@ class TestResources:
         monitor.sample()
         [message] = [text for text in caplog.messages if "system memory" in text]
         assert "more than 95 % full" in message
-
-    def test_a_container_is_measured_by_its_own_limit_without_its_file_cache(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
         (tmp_path / "memory.max").write_text("1000000\n")
         (tmp_path / "memory.current").write_text("990000\n")
         (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 20000\n")
@@ -461,9 +423,7 @@ class TestResources:
 
 
 class TestSummary:
-    def test_it_is_complete_or_not_there(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_it_is_whole_or_absent(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         summary = {"step": 3, "loss": math.nan, "folder": tmp_path, "times": {"data": (0.5,)}}
         write_summary(tmp_path, summary)
         written = json.loads((tmp_path / "summary.json").read_text())
@@ -480,9 +440,7 @@ class TestSummary:
         + [f'{{"status": "finished", "step": {s}}}' for s in ("null", '"x"', "[1]", "Infinity")]
         + ['{"status": "stopped", "step": 3}'],
     )
-    def test_one_that_is_none_means_that_the_run_is_not_finished(
-        self, text: str, tmp_path: Path
-    ) -> None:
+    def test_one_that_is_none_means_not_finished(self, text: str, tmp_path: Path) -> None:
         write_summary(tmp_path, {"status": "finished", "step": 3})
         assert finished_at(tmp_path) == 3
         (tmp_path / "summary.json").write_text(text)
@@ -492,7 +450,9 @@ class TestSummary:
         assert not list(tmp_path.iterdir())
 
 
-def test_a_terminal_that_takes_nothing_just_now_is_waited_for(tmp_path: Path) -> None:
+def test_a_terminal_that_takes_nothing_now_is_waited_for_and_a_stream_will_do(
+    tmp_path: Path,
+) -> None:
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     received = []
@@ -509,9 +469,6 @@ def test_a_terminal_that_takes_nothing_just_now_is_waited_for(tmp_path: Path) ->
     reader.join()
     os.close(read_end)
     assert sum(map(len, received)) == 1_000_000
-
-
-def test_a_stream_of_the_programs_own_that_can_only_write_gets_the_lines() -> None:
     written: list[str] = []
     console = ConsoleHandler(
         cast(TextIO, SimpleNamespace(write=written.append, flush=lambda: None)), tag=""

@@ -76,9 +76,7 @@ def slow_begins() -> None:
     Slow.waits, Slow.release, Slow.got = threading.Event(), threading.Event(), []
 
 
-def test_a_tracker_gets_what_metrics_jsonl_gets_and_a_broken_one_is_left_behind(
-    tmp_path: Path,
-) -> None:
+def test_a_tracker_gets_what_metrics_jsonl_gets_and_a_broken_one_is_left(tmp_path: Path) -> None:
     kinds = ("Greedy", "Broken", "Recorder")
     names = ", ".join(f"tests.reporting.test_trackers:{kind}" for kind in kinds)
     finished = train([*ARGV, "--output_dir", tmp_path, "--tracker", names], 2).ok()
@@ -100,19 +98,16 @@ def test_a_tracker_gets_what_metrics_jsonl_gets_and_a_broken_one_is_left_behind(
     assert "TensorBoard:" not in finished.output
 
 
-def test_without_its_package_a_run_goes_on_without_curves_for_tensorboard(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_without_a_package_that_can_be_imported_a_run_goes_on_without_tensorboard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert has_tensorboard(RunConfig())
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     check_trackers(RunConfig())
     assert "the package tensorboard is not installed" in caplog.text
     assert not has_tensorboard(RunConfig())
-
-
-def test_a_package_tensorboard_that_cannot_be_imported_is_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    monkeypatch.undo()
+    caplog.clear()
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
     metrics = MetricsLog(tmp_path, tensorboard=True, is_main=True)
     for step in range(3):

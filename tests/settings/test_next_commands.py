@@ -155,9 +155,7 @@ def test_explain_and_watch_name_commands_that_work(shell: Shell) -> None:
     assert resume.endswith("--resume runs/r")
 
 
-def test_a_command_is_written_for_where_the_user_stands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_fits_where_the_user_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = tmp_path / "my env" / "bin"
     own.mkdir(parents=True)
     for name in ("python", "torchrun"):
@@ -189,9 +187,7 @@ def test_a_command_is_written_for_where_the_user_stands(
     assert own_command("doctor") == f"(cd {project} && '{own}/python' {script} doctor)"
 
 
-def test_what_no_ancestor_shows_is_composed_from_the_number_of_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_command_that_no_ancestor_shows_is_composed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", [str(SCRIPT)])
     monkeypatch.setattr("os.getppid", lambda: 2**22 + 1)  # it has ended
     nodes = {**AGENT, "GROUP_RANK": "1", "MASTER_ADDR": "gpu1"}
@@ -226,9 +222,7 @@ STARTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STARTS)
-def test_a_run_that_is_stopped_is_resumed_by_the_launcher_that_started_it(
-    name: str, shell: Shell
-) -> None:
+def test_a_stopped_run_is_resumed_by_the_launcher_that_started_it(name: str, shell: Shell) -> None:
     runs = shell.folder / "runs"
     start = [str(held_port()) if word == "PORT" else word for word in STARTS[name]]
     argv = [*start, *TRAIN, "--max_steps", "100000", "--stop_status", "3"]
@@ -245,9 +239,7 @@ def test_a_run_that_is_stopped_is_resumed_by_the_launcher_that_started_it(
 
 
 @pytest.mark.slow
-def test_a_dead_rank_is_explained_and_the_run_resumed_evaluated_and_exported_by_what_is_said(
-    shell: Shell,
-) -> None:
+def test_after_a_dead_rank_what_is_said_to_do_works(shell: Shell) -> None:
     words = [*TWO_RANKS, SCRIPT, *TRAIN[:-1]]
     words[words.index("--max_steps") + 1] = "100000"
     with start_command(words, cwd=shell.folder, env=shell.env) as command:
@@ -278,9 +270,7 @@ def test_a_dead_rank_is_explained_and_the_run_resumed_evaluated_and_exported_by_
     [{"RANK": "0", "LOCAL_RANK": "0"}, {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2"}],
     ids=["half an environment", "an operator without torchrun"],
 )
-def test_a_start_that_is_refused_names_the_right_ones(
-    variables: dict[str, str], shell: Shell
-) -> None:
+def test_a_refused_start_names_the_right_ones(variables: dict[str, str], shell: Shell) -> None:
     words = [word for word in TRAIN if word not in ("--run_name", "r")]
     refused = shell.run(PYTHON, SCRIPT, *words, **variables)
     assert refused.status == 2

@@ -16,7 +16,6 @@ from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.config import Config, DeviceConfig
 from hardened_ddp.settings.document import plain_value
 from hardened_ddp.settings.layers import Resolved, resolve
-from hardened_ddp.settings.manual import setting_texts
 from hardened_ddp.settings.schema import SETTINGS
 from tests.settings.given import PROJECT, make_run, problem_of, settings_of, values_of
 
@@ -236,14 +235,6 @@ class TestWords:
         found = values_of("--config my.yaml")[line.partition(":")[0]]
         assert found == value
         assert type(found) is type(value)
-
-
-class TestTable:
-    def test_every_setting_has_a_text_and_every_number_has_bounds(self) -> None:
-        for name, setting in SETTINGS.items():
-            assert setting_texts()[name].endswith((".", "?")), name
-            assert setting_texts()[name].isascii(), name
-            assert setting.bounds or setting.type not in (int, float), name
 
     @pytest.mark.parametrize(
         ("word", "value"),

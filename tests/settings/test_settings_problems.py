@@ -167,14 +167,12 @@ class TestRules:
         line = problems_of(flags, world_size=2)[0]
         assert all(f"--{name} " in line for name in names.split())
 
-    def test_one_setting_that_can_not_be_is_told(self) -> None:
+    def test_one_setting_that_can_not_be_is_told_once(self) -> None:
         assert "--task clasification: there is no such task" in problem_of("--task clasification")
         assert "--single_gpu true with 2 ranks" in problem_of("--single_gpu", world_size=2)
         settings_of("--cpu_only --amp bf16 --backend gloo --warmup_steps 10", world_size=2)
         settings_of("--num_workers 0 --warmup_steps 9 --max_steps 10 --single_gpu")
         assert len(problems_of("--cpu_only --backend nccl --amp fp16")) == 2
-
-    def test_a_rule_is_not_asked_about_a_value_that_is_unknown(self) -> None:
         assert len(problems_of("--cpu_only --single_gpu maybe")) == 1
         assert len(problems_in("cpu_only: [\n", "--single_gpu")) == 1
         assert len(problems_in("cpu_only: !x true\n", "--single_gpu")) == 1
@@ -223,13 +221,11 @@ class TestPlaces:
         lines = problems_of("--dataset text:a/*.txt --dataset_args '{test: s3://b/*.txt}'")
         assert "test needs files of this machine" in lines[0]
 
-    def test_what_is_no_url_is_taken(self) -> None:
+    def test_what_is_no_url_is_taken_and_a_run_of_an_earlier_version_continued(self) -> None:
         for place in ("./s3:/bucket/runs", "a:b", "a:/b", "/a://b", "runs", "a b"):
             assert values_of("--output_dir '" + place + "'")["output_dir"] == place
         given = values_of("--dataset m:f --dataset_args '{url: s3://b, test: s3://c}'")
         assert given["dataset_args"]["url"] == "s3://b"
-
-    def test_a_run_that_an_earlier_version_wrote_beside_the_bucket_is_continued(self) -> None:
         run = make_run("a")
         saved = run / "config.yaml"
         text = saved.read_text(encoding="utf-8")

@@ -41,12 +41,10 @@ class TestRecord:
         assert again.config == resolved.config
         assert all(source.startswith("again.yaml:") for source in again.sources.values())
 
-    def test_other_yaml_readers_find_the_same_values_in_it(self) -> None:
+    def test_other_yaml_readers_find_the_same_and_a_source_stays_in_its_comment(self) -> None:
         config = settings_of("--learning_rate 1e-7 --amp off --no_find_unused_parameters").config
         values = {n: "auto" if v is None else v for n, v in flatten(config).items()}
         assert yaml.safe_load(dump(config, {})) == values
-
-    def test_a_source_with_a_line_break_stays_in_its_comment(self) -> None:
         text = dump(Config(), {"epochs": "a\nseed: 3"})
         found = {entry.key: entry.value for entry in read_text(text)}
         assert assemble({name: found[name] for name in ("epochs", "seed")}) == Config()
@@ -119,6 +117,8 @@ class TestHelp:
             assert "default: " in text
             assert setting_texts()[name].split()[0] in text
             assert all(choice in text for choice in setting.choices)
+            assert setting_texts()[name].endswith((".", "?")), name
+            assert setting.bounds or setting.type not in (int, float), name
 
     def test_it_has_sections_commands_and_three_examples_that_parse(self) -> None:
         text = help_text()

@@ -126,7 +126,6 @@ CASES: list[tuple[Words, str]] = [
     ((*OWN, *model(kind="losses")), "a tensor of shape (2,), not a scalar"),
     ((*OWN, *model(kind="detached")), "does not depend on any parameter"),
     ((*OWN, *model(kind="two losses")), "2 losses (loss_g, loss_d), and a step has one"),
-    ((*data(), *task("clasification")), "--task clasification: there is no"),
     ((*data(), "--task", f"{TASKS}:NoScore"), "is no Task"),
     ((*data(), "--task", f"{TASKS}:Refusing"), "no such table"),
     (wrong("no Score"), "score() returned a Tensor, not a Score"),

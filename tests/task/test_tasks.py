@@ -77,16 +77,13 @@ def test_regression_is_measured_as_over_all_samples_at_once(shape: tuple[int, ..
     assert found["r2"] == pytest.approx(1 - float(error.square().sum() / spread), rel=1e-5)
 
 
-def test_r2_of_large_numbers_that_differ_little_keeps_its_digits() -> None:
+def test_r2_of_large_numbers_keeps_its_digits_and_of_several_is_the_mean_of_theirs() -> None:
     outputs, labels = torch.randn(2, 9, 1, dtype=torch.float64)
     near = figures_of(Regression(), [(outputs, labels)])["r2"]
     far = figures_of(Regression(), in_parts(outputs + 1e5, labels + 1e5, 4, 5))["r2"]
     assert far == pytest.approx(near, rel=1e-3)
     too_far = figures_of(Regression(), in_parts(outputs + 1e9, labels + 1e9, 4, 5))["r2"]
     assert math.isnan(too_far), "wrong digits must not be shown"
-
-
-def test_r2_of_several_numbers_is_the_mean_of_theirs() -> None:
     outputs, labels = torch.randn(9, 2), torch.randn(9, 2) * torch.tensor([1.0, 100.0])
     together = figures_of(Regression(num_outputs=2), [(outputs, labels)])
     each = [figures_of(Regression(), [(outputs[:, i], labels[:, i])])["r2"] for i in (0, 1)]
@@ -282,26 +279,19 @@ def built(*argv: str) -> Task:
     return build_task(config.task.task, model, build_data(config.data), config.task)
 
 
-@pytest.mark.parametrize(
-    ("argv", "told"),
-    [
-        (("--stop_when", "acuracy"), "no metric 'acuracy' with --task auto"),
-        (("--task", "tokens", "--best_metric", "mae"), "no metric 'mae' with --task tokens"),
-    ],
-    ids=str,
-)
-def test_an_impossible_metric_is_told_before_ranks_meet(argv: tuple[str, ...], told: str) -> None:
-    with pytest.raises(HardenedError, match=told):
+def test_an_impossible_metric_is_told_before_ranks_meet_and_one_that_some_data_have_passes() -> (
+    None
+):
+    def check(*argv: str) -> None:
         check_names(resolve(parse(["--cpu_only", *argv]), world_size=1).config)
 
-
-def test_names_of_metrics_that_some_data_have_pass() -> None:
     own = ("--metrics", "{total: tests.task.test_tasks:Sum}", "--best_metric", "total")
-    for argv in (
-        (*own, "--stop_when", "top5_accuracy"),
-        ("--task", "tests.task.test_tasks:Refusing"),
-    ):
-        check_names(resolve(parse(["--cpu_only", *argv]), world_size=1).config)
+    check(*own, "--stop_when", "top5_accuracy")
+    check("--task", "tests.task.test_tasks:Refusing")
+    with pytest.raises(HardenedError, match="no metric 'acuracy' with --task auto"):
+        check("--stop_when", "acuracy")
+    with pytest.raises(HardenedError, match="no metric 'mae' with --task tokens"):
+        check("--task", "tokens", "--best_metric", "mae")
 
 
 def test_the_best_metric_is_the_first_of_the_task_or_the_loss() -> None:
@@ -390,15 +380,12 @@ def test_odd_input_of_a_first_forward_is_named(error: Exception, inputs: Any, to
     assert told in fix_for(error, inputs)
 
 
-def test_an_input_too_much_is_told_what_is_taken_as_the_label() -> None:
+def test_an_input_too_much_and_a_forward_that_differentiates_are_told_what_to_do() -> None:
     parts = {"image": TWO, "mask": TWO}
     assert "labels, label, targets or target" in fix_for(UNEXPECTED, parts, has_labels=False)
     assert "taken as label" not in fix_for(UNEXPECTED, parts)
     wanted = "mask is (2, 3) float32; parts of a mapping go to forward by name; the whole"
     assert wanted in fix_for(UNEXPECTED, parts)
-
-
-def test_a_forward_that_differentiates_without_enabling_gradients_is_told_to() -> None:
     weight = torch.ones(2, requires_grad=True)
     with torch.no_grad(), pytest.raises(RuntimeError) as caught:
         torch.autograd.grad((weight * 2).sum(), weight)
