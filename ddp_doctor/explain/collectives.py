@@ -20,7 +20,7 @@ from ddp_doctor.explain.events import Line
 
 _WORK = re.compile(
     r"\[(?P<group>[^\]]*?)Rank (?P<rank>\d+)\] +(?:Process group watchdog .*\] +)?Watchdog caught "
-    r"collective operation timeout: WorkNCCL\((?:SeqNum=(?P<seq>\d+), )?OpType=(?P<op>\w+)"
+    r"collective operation timeout: WorkNCCL\((?:SeqNum=(?P<seq>\d+), )?OpType=(?P<op>\w+)(?=,)"
     r"(?:, NumelIn=(?P<numel>\d+), NumelOut=\d+)?"
 )
 _STATUS = re.compile(

@@ -156,7 +156,7 @@ class Records:
         if self._mode == "off":
             self.digests.close()
             self.digests = None
-            log.info("no digests from here on: %.1f %% of a step, see --digests", 100 * share)
+            log.info("digests end here: %.1f %% of a step; --digests on keeps them", 100 * share)
 
     def sync(self) -> None:
         """Have on the disk what is recorded of the steps that are done. Any thread, any rank.

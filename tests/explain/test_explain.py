@@ -157,6 +157,11 @@ class TestRanks:
         for op, number in words:
             assert f"{op} number {number}" in found["cause"]["sentence"]
 
+    def test_an_operation_that_was_cut_off_is_no_other_one(self, tmp_path: Path) -> None:
+        text = waiting([["ALLREDUCE", "90"]] * 3, is_told=False)
+        found = explain_text(text[: text.rindex("EDUCE")], tmp_path)
+        assert (code_of(found), rank_of(found)) == (TIMEOUT, None)
+
     def test_numbers_of_different_groups_are_not_compared(self, tmp_path: Path) -> None:
         words = [["ALLREDUCE", "18233"] for _ in range(4)]
         words[2] = ["ALLGATHER", "12"]
