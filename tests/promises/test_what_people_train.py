@@ -30,7 +30,7 @@ FEATURES: dict[str, list[str]] = {
         *("--eval_every_steps=4", "--eval_max_batches=1", "--eval_batch_size=64"),
     ],
     "balanced": ["--sampling=balanced"],
-    "balanced once": ["--sampling=balanced", "--no_replacement", "--num_workers=1"],
+    "balanced once": ["--sampling=balanced", "--no_replacement"],
     "own sampling": ["--sampling=tests.data.test_sampling:every_third"],
     "mix": [],
     # of 8 samples, a rank would have one batch
