@@ -2,15 +2,16 @@
 
 import json
 import shutil
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from benchmarks import equal_weights
+from benchmarks.equal.ranks import Ranks
 from benchmarks.equal_weights import Checkout, Kept, differing, hash_tensors
 from tests.harness.processes import ROOT
-from tests.harness.ranks import run_program
-
-COMMAND = ["python", "benchmarks/equal_weights.py"]
 
 
 def write_tensors(path: Path, tensors: dict[str, bytes], **more: object) -> dict[str, str]:
@@ -57,20 +58,26 @@ def test_what_was_kept_is_taken_for_the_same_commit_only(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_the_same_code_is_equal_and_other_numbers_are_different(tmp_path: Path) -> None:
+def test_the_same_code_is_equal_and_other_numbers_are_different(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     copy = tmp_path / "copy"
     for name in ("hardened_ddp", "ddp_drills"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "ddp_training.py", copy)
-    argv = [*COMMAND, copy, "--only", "1r"]
-    assert "  equal\n1 of 1 runs are equal\n" in run_program(argv, timeout_s=300).ok().stdout
-    with (copy / "hardened_ddp" / "model" / "schedule.py").open("a", encoding="utf-8") as file:
-        file.write(
-            "\n\n_rate = learning_rate\n\n\n"
-            "def learning_rate(*given, **facts):\n"
-            "    return _rate(*given, **facts) * 1.000001\n"
-        )
-    done = run_program(argv, timeout_s=300)
-    assert done.status == 1
-    assert "  DIFFERENT: model." in done.stdout
-    assert "0 of 1 runs are equal" in done.stdout
+    monkeypatch.setattr(sys, "argv", ["equal_weights.py", str(copy), "--only", "1r"])
+    monkeypatch.setattr(equal_weights, "AT_A_TIME", 1)
+    with Ranks() as ranks:  # one for all: it takes seconds to start
+        monkeypatch.setattr(equal_weights, "Ranks", lambda: nullcontext(ranks))
+        assert equal_weights.main() == 0
+        assert "  equal\n1 of 1 runs are equal\n" in capsys.readouterr().out
+        with (copy / "hardened_ddp" / "model" / "schedule.py").open("a", encoding="utf-8") as file:
+            file.write(
+                "\n\n_rate = learning_rate\n\n\n"
+                "def learning_rate(*given, **facts):\n"
+                "    return _rate(*given, **facts) * 1.000001\n"
+            )
+        assert equal_weights.main() == 1
+    said = capsys.readouterr().out
+    assert "  DIFFERENT: model." in said
+    assert "0 of 1 runs are equal" in said

@@ -2,14 +2,14 @@
 
 import shutil
 import sys
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hardened_ddp.errors import PeerLostError
 from tests.harness.processes import ROOT
-from tests.harness.ranks import held_port, run_command
+from tests.harness.ranks import held_port, run_command, run_program
 from tests.launchers.test_run_with import MPI_ENV
 from tests.own_loop.faults import (
     Fault,
@@ -164,16 +164,16 @@ def check_launched(
 ) -> str:
     """Run a loop, whose rank 1 dies, and again; it ends in the state of forked ranks.
 
-    Returns what the first start has told.
+    Returns what the first start has told. The second one of a torchrun is forked, too.
     """
     (tmp_path / "loop.py").write_text(text, encoding="utf-8")
     (tmp_path / "die").touch()
     env = {**(env or {}), "PYTHONPATH": str(ROOT)}
-    run = partial(run_command, argv, timeout_s=90, cwd=tmp_path, env=env)
-    first = run()
+    how: dict[str, Any] = {"timeout_s": 90, "cwd": tmp_path, "env": env}
+    first = run_command(argv, **how)
     assert first.status
     assert checkpoints_of(tmp_path) == [DIES_AT], first.describe()
-    again = run().ok()
+    again = (run_program if argv[0] == "torchrun" else run_command)(argv, **how).ok()
     assert f"resuming {run_folder(tmp_path)} from step {DIES_AT}" in again.output
     found = state_of(tmp_path)
     shutil.rmtree(tmp_path / "runs")
