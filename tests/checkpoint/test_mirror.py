@@ -26,7 +26,7 @@ from hardened_ddp.checkpoint.mirror import Mirror, Objects, check_mirror, fetch,
 from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.errors import CheckpointError, ConfigError, MissingPackageError, RunFolderError
 from tests.harness.processes import deadline, run_forked
-from tests.harness.ranks import held_port, run_command, train
+from tests.harness.ranks import held_port, train
 from tests.run_folder import last_tensors, read_summary
 
 TRAIN = ["--cpu_only", "--num_workers", "0", "--batch_size", "10", "--no_tensorboard", "--model"]
@@ -291,12 +291,12 @@ def server(tmp_path: Path) -> Iterator[tuple[int, dict[str, str]]]:
 def test_on_s3_a_run_goes_on_on_an_empty_machine_also_with_forked_workers(
     server: tuple[int, dict[str, str]], tmp_path: Path
 ) -> None:
-    argv = [sys.executable, "ddp_training.py", *TRAIN, "--mirror", "s3://bucket/runs"]
-    argv += ["--num_workers", "1", "--multiprocessing_context", "fork", "--output_dir"]
+    argv = [*TRAIN, "--mirror", "s3://bucket/runs", "--num_workers", "1"]
+    argv += ["--multiprocessing_context", "fork", "--output_dir"]
     one, two = [*argv, tmp_path / "one", "--max_steps", "5"], [*argv, tmp_path / "two"]
-    first = run_command(one, env=server[1], timeout_s=60).ok().output
+    first = train(one, env=server[1], timeout_s=60).ok().output
     assert "step 5 is on the mirror s3://bucket/runs/r" in first
-    second = run_command([*two, "--max_steps", "9"], env=server[1], timeout_s=60).ok().output
+    second = train([*two, "--max_steps", "9"], env=server[1], timeout_s=60).ok().output
     assert "fetched the checkpoint of step 5" in second
     assert read_summary(tmp_path / "two" / "r")["step"] == 9
     files = [path for path in tmp_path.glob("*/r/**/*") if path.is_file()]
@@ -313,7 +313,7 @@ def test_the_traps_of_s3_are_none_here(
 
     def check() -> None:
         os.environ.update(env)
-        mirror_module._CALL_S, mirror_module._BYTES_PER_S = 5.0, 1e9
+        mirror_module._BYTES_PER_S = 1e9
         objects, other = Objects("s3://bucket/a"), Objects("s3://bucket/a")
         objects.create("owner", b"1")
         with pytest.raises(FileExistsError):  # the second one is refused by the server
@@ -323,10 +323,12 @@ def test_the_traps_of_s3_are_none_here(
         assert objects.names("claims") == ["000001"]  # no stale listing
         with pytest.raises(OSError, match="Input/output error"):  # while the file is read
             objects.put(Path("/proc/self/mem"), "data/half")
+        usual_s, mirror_module._CALL_S = mirror_module._CALL_S, 5.0
         os.kill(pid, signal.SIGSTOP)  # connections are accepted, and nothing is answered
         with pytest.raises(TimeoutError):
             objects.put(tmp_path / "state", "data/silent")
         os.kill(pid, signal.SIGCONT)
+        mirror_module._CALL_S = usual_s
         assert Objects("s3://bucket/a").names("data") == []
 
     assert run_forked(check) == 0  # WHY: the loop of fsspec stays in the process that made it
