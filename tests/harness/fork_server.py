@@ -105,11 +105,14 @@ def preload() -> None:
 
 
 def read_files() -> None:
-    """Read what each rank would read: digits, sources for their hash, uname."""
+    """Read what each rank would read: digits, sources for their hash, settings, uname."""
     from hardened_ddp.data.sources import built_in
+    from hardened_ddp.settings.cli import parse
+    from hardened_ddp.settings.layers import resolve
     from hardened_ddp.training.building import code_hash
 
     code_hash()
+    resolve(parse([], edited_file=str(ROOT / "config.yaml")))  # compiles many a pattern
     built_in.read_table(built_in.find_file())
     platform.platform()  # it asks the command uname
 
