@@ -24,7 +24,6 @@ import pickle
 import pkgutil
 import platform
 import random
-import re
 import runpy
 import select
 import shutil
@@ -160,41 +159,12 @@ def be_rank(channel: socket.socket, folder: Path, rank: int) -> None:
     sys.path[:] = job["sys_path"]
     match job["kind"]:
         case "script":
-            if re.search(r"num_workers[= ][1-9]", " ".join(job["argv"])):
-                fork_forkserver()
             sys.argv = ["ddp_training.py", *job["argv"]]
             sys.exit(importlib.import_module("ddp_training").main(job["argv"]))
         case "program":
             run_program(job["argv"], folder)
         case _:
             run_target(job, folder / f"result-{rank}.pickle")
-
-
-def fork_forkserver() -> None:
-    """Fork what loader workers will be forked from, so that it need not import torch.
-
-    It waits until multiprocessing would start it, or for the end of this process.
-    """
-    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    pid = os.fork()
-    if pid == 0:
-        try:
-            ours.close()
-            command, (listener, alive), _, _ = socket.recv_fds(its, MAX_MESSAGE_BYTES, 2)
-            exec(re.sub(r"\bmain\(\d+, \d+", f"main({listener}, {alive}", command.decode()))
-        finally:
-            os._exit(0)
-    its.close()
-    start = multiprocessing.util.spawnv_passfds
-
-    def spawn(path: bytes, args: Sequence[str], fds: Sequence[int]) -> int:
-        if "multiprocessing.forkserver" not in args[-1]:
-            return start(path, args, fds)
-        multiprocessing.util.spawnv_passfds = start  # another one is a real one
-        socket.send_fds(ours, [args[-1].encode()], fds)
-        return pid
-
-    multiprocessing.util.spawnv_passfds = spawn
 
 
 def run_target(job: Mapping[str, Any], result: Path) -> None:
