@@ -1,16 +1,14 @@
 """Programs to drill. Two ranks are forked from one process: one import of torch for each start."""
 
 LOOP = """\
-import multiprocessing, os, socket, sys, time, unittest.mock
+import multiprocessing, os, socket, sys, time
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-# WHY: its import takes as long as torch's, and nothing is compiled
-torch._dynamo = sys.modules["torch._dynamo"] = unittest.mock.MagicMock()
-torch._dynamo.disable = lambda function, *_, **__: function
+import torch._dynamo  # here: otherwise each rank imports it, in its first step
 
 SAVED = os.path.abspath("last.pt")  # also an absolute path stays in the program's own folder
 

@@ -36,7 +36,7 @@ def test_what_faults_cost_a_program_that_saves_every_fifth_step_where_it_may(
     (own := tmp_path / "own").mkdir()
     (outside := tmp_path / "outside").mkdir()
     source = LOOP.replace('os.path.abspath("last.pt")', f'"{outside}/last.pt"')
-    faults = "--faults=kill-rank,full-disk,cut-checkpoint"
+    faults = "--faults=kill-rank,nan,full-disk,cut-checkpoint"
     done = run_drill(source, own, faults, f"--also={outside}")
     assert done.status == 1, done.output
     report = json.loads(done.stdout)
@@ -51,6 +51,7 @@ def test_what_faults_cost_a_program_that_saves_every_fifth_step_where_it_may(
     assert (killed["samples_twice"], killed["samples_never"]) == (0, 0)
     assert (killed["orphans"], killed["files_broken"]) == (0, 0)
     assert killed["log_names"] == "nothing", "no line of the program tells of it"
+    assert rows["nan"]["weights"] == "not finite"
     assert rows["full-disk"]["files_broken"] == 1
     assert "the next start: status 1" in rows["cut-checkpoint"]["lost"]
     assert rows["cut-checkpoint"]["weights"] is None
@@ -100,11 +101,11 @@ def test_a_program_under_accelerate_launch_is_drilled(tmp_path: Path) -> None:
         "accelerate launch --multi_gpu --num_processes=2 --num_machines=1 --main_process_port=0"
     )
     command += " --mixed_precision=no --dynamo_backend=no train.py"
-    done = run_drill(WITH_ACCELERATE, tmp_path, "--faults=nan", program=command.split())
+    done = run_drill(WITH_ACCELERATE, tmp_path, "--faults=exception", program=command.split())
     assert done.status == 1, done.output
     [row] = json.loads(done.stdout)["faults"]
-    assert (row["next_start"], row["weights"]) == ("not needed", "not finite")
-    assert row["lost"] == ["the weights are NaN"]
+    assert (row["next_start"], row["weights"]) == ("step 1", "equal")
+    assert row["log_names"] == "rank and cause"
 
 
 @pytest.mark.slow

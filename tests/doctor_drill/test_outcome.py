@@ -82,9 +82,6 @@ def test_a_start_that_continues_one_step_too_early_loses_that_step(tmp_path: Pat
     assert facts["log_names"] == "nothing", "that line stands in the undisturbed log too"
     told = (KILLED[0], KILLED[1], "rank: 1 exitcode: -9, received signal 9\n")
     assert drilled(tmp_path / "2", told, FROM_STEP_2)["log_names"] == "rank and cause"
-    raised = (KILLED[0], KILLED[1], "[rank1]: RuntimeError: drill: an exception in a rank\n")
-    facts = drilled(tmp_path / "3", raised, FROM_STEP_2, fault="exception")
-    assert facts["log_names"] == "rank and cause"
 
 
 @pytest.mark.parametrize("status", [0, -15])  # of a shell, whose torchrun went on
