@@ -78,7 +78,7 @@ def take_snapshot() -> Snapshot:
         state=_read_state(),
         environment=dict(os.environ),
         folder=os.getcwd(),
-        pids=frozenset(descendants_of(os.getpid(), without=ranks.server_pids())),
+        pids=frozenset(descendants_of(os.getpid(), without=ranks.SERVER_PIDS)),
         threads=frozenset(id(thread) for thread in threading.enumerate()),
         files=frozenset(_list_files()),
     )
@@ -134,9 +134,13 @@ def _read_state() -> dict[str, object]:
 
 def _our_new_pids(before: Snapshot) -> list[int]:
     """List the new descendants of pytest and of the keepers of this test's ranks."""
-    found = descendants_of(os.getpid(), *ranks.keepers(), without=ranks.server_pids())
+    found = descendants_of(os.getpid(), *_keepers(), without=ranks.SERVER_PIDS)
     new = set(found) - before.pids
     return sorted(pid for pid in new if not any(t in read_command_line(pid) for t in _OWN_TOOLS))
+
+
+def _keepers() -> list[int]:
+    return [child.keeper for child in ranks.CHILDREN]
 
 
 def _describe_process(pid: int) -> str:
@@ -153,7 +157,8 @@ def _our_new_files(before: Snapshot) -> list[Path]:
     new = {path for path in _list_files() if path not in before.files}
     if not new:  # WHY first: looking for processes takes time
         return []
-    pids = {os.getpid(), *ranks.rank_pids(), *descendants_of(os.getpid(), *ranks.keepers())}
+    pids_of_ranks = [child.pid for child in ranks.CHILDREN]  # also of those that ended
+    pids = {os.getpid(), *pids_of_ranks, *descendants_of(os.getpid(), *_keepers())}
     ours = tuple(f"torch_{pid}_" for pid in pids)
     return sorted(path for path in new if path.parent != SHM or path.name.startswith(ours))
 

@@ -3,6 +3,7 @@
 What goes wrong here: a process ends while it is read. Then it reads as empty, and never raises.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -10,9 +11,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,8 +34,7 @@ LEAST_S = 90.0
 """The shortest limit: where 20 processes are busy, a second becomes a minute."""
 
 
-@dataclass(frozen=True, slots=True)
-class Process:
+class Process(NamedTuple):
     """One line of /proc/PID/stat, as far as it is of use here."""
 
     pid: int
@@ -135,10 +134,8 @@ def kill_descendants(root: int) -> None:
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
     """Send a signal to a process that may be gone already."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        return
 
 
 def run_forked(work: Callable[[], object]) -> int:

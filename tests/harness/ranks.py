@@ -252,7 +252,7 @@ class ForkServer:
                     pass_fds=[listener.fileno()],
                     start_new_session=True,  # WHY: Ctrl-C is for pytest, which then ends this
                 )
-        _server_pids.add(self._process.pid)
+        SERVER_PIDS.add(self._process.pid)
 
     def close(self) -> None:
         """End the server, which removes its log."""
@@ -277,7 +277,7 @@ class ForkedChild:
         told = self._receive()
         self.pid, self.keeper = int(told["pid"]), int(told["keeper"])
         self._status: int | None = None
-        _children.append(self)
+        CHILDREN.append(self)
 
     def poll(self) -> int | None:
         """Return the exit status; None: it has not ended."""
@@ -297,10 +297,9 @@ class ForkedChild:
         return found
 
 
-_server: ForkServer | None = None
-_server_pids: set[int] = set()
-_shared: tuple[bytes, Path] | None = None  # address and log of another process's server
-_children: list[ForkedChild] = []  # of the test that runs
+_server: tuple[bytes, str] | None = None  # address and log, perhaps of another process's
+SERVER_PIDS: set[int] = set()  # of the fork servers that this process started
+CHILDREN: list[ForkedChild] = []  # of the test that runs
 _folders: list[Path] = []
 _holders: list[socket.socket] = []
 
@@ -437,27 +436,17 @@ def release_ports() -> None:
 
 def kill_running() -> list[int]:
     """Kill the ranks that a test left running. Returns their process ids."""
-    left = [child for child in _children if child.poll() is None]
+    left = [child for child in CHILDREN if child.poll() is None]
     Running(left, Path()).kill_all()
     return [child.pid for child in left]
 
 
 def forget_ranks() -> None:
     """End the keepers of this test's ranks, with what is left of these."""
-    while _children:
-        _children.pop().close()
+    while CHILDREN:
+        CHILDREN.pop().close()
     while _folders:
         shutil.rmtree(_folders.pop(), ignore_errors=True)
-
-
-def keepers() -> list[int]:
-    """Return the processes whose descendants this test's ranks are, and what these have left."""
-    return [child.keeper for child in _children]
-
-
-def rank_pids() -> list[int]:
-    """Return the process ids of this test's ranks, also of those that ended."""
-    return [child.pid for child in _children]
 
 
 def import_in_server(name: str) -> None:
@@ -470,54 +459,45 @@ def import_in_server(name: str) -> None:
 
 
 def share_server() -> tuple[bytes, str]:
-    """Start the fork server. Returns what use_server needs in another process."""
-    server = _start_server()
-    return server.address, str(server.log)
+    """Give address and log of the fork server, for use_server; start one if there is none."""
+    global _server
+    if _server is None:
+        started = ForkServer()
+        atexit.register(started.close)
+        _server = started.address, str(started.log)
+    return _server
 
 
 def use_server(address: bytes, log: str) -> None:
     """Have ranks forked from the server of another process."""
-    global _shared
-    _shared = (address, Path(log))
+    global _server
+    _server = address, log
 
 
 @contextlib.contextmanager
 def another_server(module: str) -> Iterator[None]:
     """Have ranks forked from a server of one's own meanwhile: python -m module."""
-    global _shared
-    server, before = ForkServer(module), _shared
-    _shared = (server.address, server.log)
+    global _server
+    server, before = ForkServer(module), _server
+    _server = server.address, str(server.log)
     try:
         yield
     finally:
-        _shared = before
+        _server = before
         server.close()
-
-
-def server_pids() -> set[int]:
-    """Return the process ids of the fork servers that this process started."""
-    return _server_pids
-
-
-def _start_server() -> ForkServer:
-    global _server
-    if _server is None:
-        _server = ForkServer()
-        atexit.register(_server.close)
-    return _server
 
 
 def _connect() -> socket.socket:
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        channel.connect(_shared[0] if _shared else _start_server().address)
+        channel.connect(share_server()[0])
     except ConnectionRefusedError as error:
         raise RuntimeError(f"the fork server ended\n{_log_of_server()}") from error
     return channel
 
 
 def _log_of_server() -> str:
-    return _text_of(_shared[1] if _shared else _start_server().log)
+    return _text_of(Path(share_server()[1]))
 
 
 def _start_by_torchrun(

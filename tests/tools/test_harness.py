@@ -94,7 +94,7 @@ def test_all():
 def test_next():
     assert "LEFT_VARIABLE" not in os.environ
     assert os.getcwd() != "/"
-    assert not processes.descendants_of(os.getpid(), without=ranks.server_pids())
+    assert not processes.descendants_of(os.getpid(), without=ranks.SERVER_PIDS)
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
     assert not Path(f"/dev/shm/torch_{os.getpid()}_left").exists()
 def test_what_is_just_ending_is_no_leftover():
@@ -158,7 +158,8 @@ def test_the_end_of_pytest_ends_the_server_and_its_ranks() -> None:
     script = (
         "import os, signal; from tests.harness import ranks; from tests.tools import test_harness;"
         "running = ranks.start_ranks(test_harness.hang_on, 1, 0);"
-        "print(*ranks.server_pids(), *ranks.keepers(), *running.pids, flush=True);"
+        "keepers = [child.keeper for child in ranks.CHILDREN];"
+        "print(*ranks.SERVER_PIDS, *keepers, *running.pids, flush=True);"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     completed = run_command([sys.executable, "-c", script], timeout_s=60)
