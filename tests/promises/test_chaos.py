@@ -8,18 +8,14 @@ moment within the step, or within a save, is chance. More rounds: --rounds N; an
 import json
 import random
 import signal
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-
-import pytest
 
 from hardened_ddp.checkpoint.folder import find_newest
 from hardened_ddp.reporting.summary import finished_at
-from tests.harness.processes import deadline, is_alive, kill
-from tests.harness.ranks import start_program, start_training, train
+from tests.harness.processes import is_alive, kill, wait_until
+from tests.harness.ranks import Finished, start_program, start_training, train
+from tests.marks import Undisturbed
 from tests.run_folder import last_tensors, only_run, read_summary
 
 SMALL: list[str | Path] = ["--cpu_only", "--batch_size", "8", "--epochs", "2"]
@@ -35,13 +31,8 @@ TRY_S = 60.0
 UNDER_TORCHRUN = ("kill the agent", "kill a rank of torchrun")
 SIGNALS = {"kill a rank": signal.SIGKILL, "SIGTERM to a rank": signal.SIGTERM}
 SIGNALS |= {"SIGUSR1 to a rank": signal.SIGUSR1}
-KINDS = (
-    *SIGNALS,
-    "kill all ranks",
-    "stop a rank for a while",
-    "stop a rank for good",
-    *UNDER_TORCHRUN,
-)
+KINDS = (*SIGNALS, "kill all ranks", "stop a rank for a while", "stop a rank for good")
+KINDS += UNDER_TORCHRUN
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,23 +89,12 @@ class Watch:
         return bool(steps) and steps[-1] > step
 
 
-@pytest.fixture(scope="module")
-def undisturbed_tensors(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[int], dict[str, str]]:
-    """Give the final tensors of the run that nothing happens to, by world size."""
-
-    @cache
-    def final_tensors(world_size: int) -> dict[str, str]:
-        output = tmp_path_factory.mktemp("undisturbed")
-        train([*SMALL, "--output_dir", output], world_size).ok()
-        return last_tensors(output)
-
-    return final_tensors
+def run(output: Path, world_size: int) -> Finished:
+    return train([*SMALL, "--output_dir", output], world_size)
 
 
 def test_faults_at_random_moments_end_in_the_weights_of_the_undisturbed_run(
-    chaos_seed: int, tmp_path: Path, undisturbed_tensors: Callable[[int], dict[str, str]]
+    chaos_seed: int, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
     world_size, faults = plan_of(chaos_seed)
     argv = [*SMALL, "--output_dir", tmp_path]
@@ -127,11 +107,11 @@ def test_faults_at_random_moments_end_in_the_weights_of_the_undisturbed_run(
         watch.look()
         if watch.is_finished():
             break  # the fault did not end it
-    train(argv, world_size).ok()
-    run = only_run(tmp_path)
-    assert read_summary(run)["step"] == NUM_STEPS[world_size]
-    assert last_tensors(tmp_path) == undisturbed_tensors(world_size)
-    verified = train(["verify-ledger", run], launcher="none").ok()
+    run(tmp_path, world_size).ok()
+    folder = only_run(tmp_path)
+    assert read_summary(folder)["step"] == NUM_STEPS[world_size]
+    assert last_tensors(tmp_path) == undisturbed(world_size)
+    verified = train(["verify-ledger", folder], launcher="none").ok()
     assert verified.output.count("1437 samples, each exactly once") == 2
 
 
@@ -176,7 +156,5 @@ def disturb_torchrun(argv: list[str | Path], world_size: int, fault: Fault, watc
         elif (pid := pids[fault.victim]) is not None:
             kill(pid)
             command.wait(timeout_s=TRY_S).ok()
-    end = deadline(LEAVE_ALONE_S)
-    while living := [pid for pid in pids if pid is not None and is_alive(pid)]:
-        assert time.monotonic() < end, f"ranks {living} outlive their torchrun"
-        time.sleep(0.02)
+    started = [pid for pid in pids if pid is not None]
+    wait_until(lambda: not any(map(is_alive, started)), LEAVE_ALONE_S, f"the end of {started}")

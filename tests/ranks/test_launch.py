@@ -1,13 +1,11 @@
 """Who launched us, and how the ranks meet: bad environments end in one clear error."""
 
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -18,9 +16,10 @@ from hardened_ddp.guard.stop import STOP_FILE
 from hardened_ddp.ranks import rendezvous as meeting
 from hardened_ddp.ranks.launch import Launch, keep_nccl_from_exiting, prepare_environment
 from hardened_ddp.ranks.rendezvous import _listen
-from tests.harness.processes import HOUR_S, ROOT, clean_environment, deadline
+from tests.harness.processes import HOUR_S, ROOT, clean_environment, wait_until
 from tests.harness.ranks import held_port, run_ranks, start_training
 from tests.ranks.test_shared_sum import rendezvous
+from tests.run_folder import find_checkpoints, is_past, only_run, read_summary, step_of
 
 CPU = torch.device("cpu")
 QUEUES = {"CUDA_SCALE_LAUNCH_QUEUES": "4x"}
@@ -188,16 +187,14 @@ def test_ranks_share_values_results_and_errors_of_rank_0() -> None:
 def test_a_stop_file_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     argv = ["--cpu_only", "--epochs", "1000", "--output_dir", str(tmp_path), "--log_interval", "1"]
     with start_training(argv, 2) as running:
-        metrics = running.wait_for(
-            lambda: next(tmp_path.glob("*/metrics.jsonl"), None), timeout_s=60, what="a step"
-        )
-        (metrics.parent / STOP_FILE).touch()
+        running.wait_for(lambda: is_past(tmp_path, 0), timeout_s=60, what="a step")
+        stop = only_run(tmp_path) / STOP_FILE
+        stop.touch()
         running.wait(60).ok()
-    summary = json.loads((metrics.parent / "summary.json").read_text())
+    summary = read_summary(stop.parent)
     assert summary["status"] == "stopped"
-    saved = sorted((metrics.parent / "checkpoints").glob("step-*"))
-    assert int(saved[-1].name.removeprefix("step-")) == summary["step"]
-    assert not (metrics.parent / STOP_FILE).exists(), "the run that continues would stop at once"
+    assert step_of(find_checkpoints(tmp_path)[-1]) == summary["step"]
+    assert not stop.exists(), "the run that continues would stop at once"
 
 
 ENDS_WITH_ITS_PARENT = """
@@ -225,9 +222,8 @@ def test_a_rank_outlives_the_thread_that_started_it() -> None:
     thread = threading.Thread(target=launch)
     thread.start()
     thread.join()
-    end = deadline(10)
-    while Path(f"/proc/self/task/{thread.native_id}").exists() and time.monotonic() < end:
-        time.sleep(0.001)
+    task = Path(f"/proc/self/task/{thread.native_id}")
+    wait_until(lambda: not task.exists(), 10, "the end of the thread")
     with started[0] as rank:
         answer, _ = rank.communicate("still here\n", timeout=60)
         assert answer == "still here\n"

@@ -10,7 +10,7 @@ import torch
 from hardened_ddp.ranks.group import Group, lost_peer, open_group
 from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.ranks.shared_sum import CHUNK_BYTES, SharedSum, create_memory
-from tests.harness.processes import HOUR_S, deadline
+from tests.harness.processes import HOUR_S, wait_until
 from tests.harness.ranks import run_ranks
 from tests.marks import slow_after
 
@@ -93,9 +93,8 @@ def lose_a_rank(how: str, told: Path) -> str:
         if how == "closes":
             assert group.shared is not None
             group.shared.close()
-        end = deadline(60)
-        while how == "late" and not told.exists() and time.monotonic() < end:
-            time.sleep(0.01)
+        if how == "late":
+            wait_until(told.exists, 60, "what rank 0 tells")
         return ""
     with pytest.raises(RuntimeError) as caught:
         group.sum_(torch.ones(4))

@@ -3,7 +3,6 @@
 import logging
 import re
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.phase import Phase, Tracker
 from hardened_ddp.reporting.log import StartUp
 from hardened_ddp.training.run_report import changed_settings, not_used_line
-from tests.harness.processes import ROOT, deadline, limit_of
+from tests.harness.processes import ROOT, limit_of, wait_until
 from tests.harness.ranks import run_command, train
 from tests.settings.given import settings_of
 
@@ -110,19 +109,13 @@ def test_a_part_of_the_start_that_takes_long_gives_a_sign_of_life(
     caplog.set_level(logging.INFO, logger="hardened_ddp")
     starting = StartUp(tracker, Launch(), debug=False, first_sign_s=0.02)
     try:
-        for part, begin in (
-            ("opening the dataset: ", lambda: tracker.begin("opening the dataset")),
-            ("the first step, forward: ", lambda: tracker.enter(Phase.FORWARD)),
-            (
-                "the first step, forward, waiting for other ranks: ",
-                lambda: tracker.enter(Phase.ALL_REDUCE),
-            ),
+        for begin, name, part in (
+            (tracker.begin, "opening the dataset", "opening the dataset: "),
+            (tracker.enter, Phase.FORWARD, "the first step, forward: "),
+            (tracker.enter, Phase.ALL_REDUCE, "the first step, forward, waiting for other ranks: "),
         ):
-            begin()
-            end = deadline(10)
-            while part not in caplog.text and time.monotonic() < end:
-                time.sleep(0.01)
-            assert part in caplog.text
+            begin(name)
+            wait_until(lambda part=part: part in caplog.text, 10, part)
         tracker.end_step(1)
         starting._thread.join(limit_of(10))
         assert not starting._thread.is_alive(), "it ends with the first step"

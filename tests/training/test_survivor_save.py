@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +26,7 @@ from hardened_ddp.training import survivor_save
 from hardened_ddp.training.run import hang_subject
 from hardened_ddp.training.state import Saver
 from hardened_ddp.training.survivor_save import read_failures, refuse_crash_loop, save_as_survivor
-from tests.harness.processes import deadline, is_alive, kill
+from tests.harness.processes import is_alive, kill, wait_until
 from tests.harness.ranks import Finished, run_program, start_program, start_training, train
 from tests.marks import Undisturbed
 from tests.run_folder import (
@@ -105,10 +104,7 @@ def test_ranks_of_a_killed_torchrun_save_and_leave(tmp_path: Path) -> None:
         ranks = [pid for rank in (0, 1) if (pid := command.pid_of_rank(rank)) is not None]
         assert len(ranks) == 2
         kill(command.pid)
-        end = deadline(30)
-        while living := [pid for pid in ranks if is_alive(pid)]:
-            assert time.monotonic() < end, f"{living} live on"
-            time.sleep(0.05)
+        wait_until(lambda: not any(map(is_alive, ranks)), 30, f"the end of {ranks}")
     summary = read_summary(only_run(tmp_path))
     assert summary["status"] == "stopped"
     assert step_of(find_checkpoints(tmp_path)[-1]) == summary["step"]
