@@ -10,23 +10,15 @@ from hardened_ddp.errors import CheckpointError, PeerLostError
 from hardened_ddp.reporting.summary import finished_at, write_summary
 from hardened_ddp.training.survivor_save import read_failures
 from tests.harness.processes import kill
-from tests.harness.ranks import (
-    Running,
-    held_port,
-    run_program,
-    start_program,
-    start_training,
-    train,
-)
+from tests.harness.ranks import held_port, run_program, start_program, start_training, train
 from tests.marks import slow_after
+from tests.ranks.test_two_hosts import await_steps
 from tests.run_folder import (
     find_checkpoints,
     is_past,
-    last_step,
     last_tensors,
     losses_of,
     only_run,
-    ranks_of_newest_start,
     read_summary,
     samples_by_step,
     step_of,
@@ -208,15 +200,11 @@ def test_a_node_that_joins_or_dies_changes_nothing_but_the_speed(tmp_path: Path)
     with start_program([*launch, *host, *train_it], env=env) as first:
         first.wait_for(lambda: is_past(output, 5), timeout_s=60, what="5 steps")
         with start_program([*launch, *guest, *train_it], env=env) as second:
-            first.wait_for(
-                lambda: ranks_of_newest_start(output) == 2, timeout_s=60, what="a second rank"
-            )
-            begin = last_step(output)
-            first.wait_for(lambda: is_past(output, begin + 5), timeout_s=60, what="steps of two")
-            _kill_node(second)
-        first.wait_for(lambda: ranks_of_newest_start(output) == 1, timeout_s=90, what="one rank")
-        begin = last_step(output)
-        first.wait_for(lambda: is_past(output, begin + 5), timeout_s=60, what="steps of one")
+            await_steps(first, output, num_ranks=2)
+            # at once with its rank, as a node that loses power
+            for pid in (second.pid, *second.living_ranks()):
+                kill(pid)
+        await_steps(first, output, num_ranks=1)
         first.kill(0, signal.SIGTERM)
         completed = first.wait(timeout_s=60)
     run = only_run(output)
@@ -228,12 +216,3 @@ def test_a_node_that_joins_or_dies_changes_nothing_but_the_speed(tmp_path: Path)
     alone += ["--max_steps", str(summary["step"])]
     train([*alone, "--run_name", "run", "--output_dir", tmp_path / "alone"], 1).ok()
     assert samples_by_step(run) == samples_by_step(tmp_path / "alone" / "run")
-
-
-def _kill_node(agent: Running) -> None:
-    """Kill an agent and its rank at once, as a node that loses power."""
-    pids = [agent.pid_of_rank(rank) for rank in (0, 1)]
-    kill(agent.pid)
-    for pid in pids:
-        if pid is not None:
-            kill(pid)
