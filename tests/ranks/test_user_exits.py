@@ -1,6 +1,6 @@
 """sys.exit(0) in the user's code, wherever it is called: an error with a cause, on all ranks."""
 
-import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,43 +11,34 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import ddp_training
-from hardened_ddp.ranks.launch import environment
 from hardened_ddp.task.task import Score, Task
 from tests.harness.ranks import train
 from tests.marks import slow_after
 
-_calls: list[int] = []  # of leave, by this process
+_calls: list[str] = []  # of leave, by this process
 
 
-def leave(rank: int, after: int = 0) -> None:
-    """End the program after so many calls, if this is the rank that does."""
-    _calls.append(rank)
-    if len(_calls) > after and rank in (-1, int(environment().get("RANK", "0"))):
-        sys.exit(0)
+def leave(place: str, after: int = 0) -> None:
+    """End the program after so many calls, if this is the place and the rank that does."""
+    if os.environ["LEAVES"] == f"{place} on rank {os.environ.get('RANK', '0')}":
+        _calls.append(place)
+        if len(_calls) > after:
+            sys.exit(0)
 
 
 class Rows(Dataset[tuple[torch.Tensor, int]]):
     num_classes = 2
 
-    def __init__(self, train: bool, where: str = "", rank: int = -1) -> None:
-        self.where, self.rank = where, rank
-        if where == "constructor":
-            leave(rank)
-        if where == "collate":
-            self.collate_fn = self._collate
+    def __init__(self, train: bool) -> None:
+        leave("dataset")
 
     def __len__(self) -> int:
         return 24
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        if self.where == "item" and index > 16:
-            leave(self.rank)
+        if index > 16:
+            leave("sample")
         return torch.tensor([index / 24, 1.0, -1.0]), index % 2
-
-    def _collate(self, samples: list[Any]) -> Any:
-        if any(inputs[0] * 24 > 16.5 for inputs, _ in samples):
-            leave(self.rank)
-        return torch.utils.data.default_collate(samples)
 
 
 class WholeRows(Rows):
@@ -55,101 +46,77 @@ class WholeRows(Rows):
         return [self[number] for number in numbers]
 
 
+class CollatedRows(Rows):
+    def collate_fn(self, samples: list[Any]) -> Any:
+        if any(inputs[0] * 24 > 16.5 for inputs, _ in samples):
+            leave("collate")
+        return torch.utils.data.default_collate(samples)
+
+
 class Net(nn.Module):
-    def __init__(self, where: str = "", rank: int = -1, after: int = 4) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        if where == "constructor":
-            leave(rank)
+        leave("model")
         self.layer = nn.Linear(3, 2)
-        self.where, self.rank, self.after = where, rank, after
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.layer(inputs)
-        if self.where == "evaluation" and not self.training and len(inputs) > 2:
-            leave(self.rank)
-        if self.where == "backward" and logits.requires_grad:
-            logits.register_hook(lambda gradient: leave(self.rank, self.after))
-        elif self.where == "forward":
-            leave(self.rank, self.after)
+        leave("first forward")
+        leave("forward", 4)
+        if not self.training and len(inputs) > 2:
+            leave("evaluation")
+        if logits.requires_grad:
+            logits.register_hook(lambda gradient: leave("backward", 4))
         return logits
 
 
 class Own(Task):
-    def __init__(self, where: str, rank: int = -1) -> None:
-        self.rank = rank
-        if where == "constructor":
-            leave(rank)
+    def __init__(self) -> None:
+        leave("task")
 
     def score(self, output: Any, batch: Any) -> Score:
-        leave(self.rank, 4)
+        leave("loss", 4)
         loss = nn.functional.cross_entropy(output, batch.targets, reduction="sum")
         return Score(loss, len(batch.targets))
 
 
 class Leaving(torch.optim.SGD):
-    def __init__(self, parameters: Any, lr: float, where: str, rank: int = -1) -> None:
+    def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, lr=lr)
-        self.rank = rank
-        if where == "constructor":
-            leave(rank)
+        leave("optimizer")
 
     def step(self, closure: Any = None) -> Any:
-        leave(self.rank, 5)
+        leave("update", 5)
         return super().step(closure)
 
 
-def leaving_rate(step: int, rank: int = -1, at: int = 0) -> float:
-    if step == at:
-        leave(rank)
+def leaving_rate(step: int) -> float:
+    if step == 3:
+        leave("rate")
     return 0.1
 
 
 class LeavingSchedule(torch.optim.lr_scheduler.LambdaLR):
-    def __init__(self, optimizer: Any, rank: int = -1) -> None:
-        leave(rank)
+    def __init__(self, optimizer: Any) -> None:
+        leave("schedule")
         super().__init__(optimizer, lambda step: 0.1)
 
 
 HERE = "tests.ranks.test_user_exits"
-DATA = ("--dataset", f"{HERE}:Rows", "--dataset_args")
-MODEL = ("--model", f"{HERE}:Net", "--model_args")
-TASK = ("--task", f"{HERE}:Own", "--task_args")
-OPTIMIZER = ("--optimizer", f"{HERE}:Leaving", "--optimizer_args")
-WORKER = ("--num_workers", "1")
-
-PLACES: dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[str, ...]]] = {
-    "forward": (MODEL, {"where": "forward"}, ()),
-    "sample": (DATA, {"where": "item"}, ()),
-    "dataset": (DATA, {"where": "constructor"}, ()),
-    "sample, in a worker": (DATA, {"where": "item"}, WORKER),
-    "samples, in a worker": (
-        ("--dataset", f"{HERE}:WholeRows", DATA[2]),
-        {"where": "item"},
-        WORKER,
-    ),
-    "collate, in a worker": (DATA, {"where": "collate"}, WORKER),
-    "model": (MODEL, {"where": "constructor"}, ()),
-    "first forward": (MODEL, {"where": "forward", "after": 0}, ()),
-    "backward": (MODEL, {"where": "backward"}, ()),
-    "evaluation": (MODEL, {"where": "evaluation"}, ("--eval_every", "1")),
-    "task": (TASK, {"where": "constructor"}, ()),
-    "loss": (TASK, {"where": "score"}, ()),
-    "optimizer": (OPTIMIZER, {"where": "constructor"}, ()),
-    "update": (OPTIMIZER, {"where": "step"}, ()),
-    "schedule": (("--lr_schedule", f"{HERE}:LeavingSchedule", "--lr_schedule_args"), {}, ()),
-    "rate": (("--lr_schedule", f"{HERE}:leaving_rate", "--lr_schedule_args"), {"at": 3}, ()),
+WORKER = ["--num_workers", "1", "--dataset"]
+TASK, OPTIMIZER = ["--task", f"{HERE}:Own"], ["--optimizer", f"{HERE}:Leaving"]
+PLACES = {
+    **dict.fromkeys(("forward", "sample", "dataset", "model", "first forward", "backward"), ()),
+    "sample, in a worker": [*WORKER, f"{HERE}:Rows"],
+    "sample, of several, in a worker": [*WORKER, f"{HERE}:WholeRows"],
+    "collate, in a worker": [*WORKER, f"{HERE}:CollatedRows"],
+    "evaluation": ["--eval_every", "1"],
+    **{"task": TASK, "loss": TASK, "optimizer": OPTIMIZER, "update": OPTIMIZER},
+    "schedule": ["--lr_schedule", f"{HERE}:LeavingSchedule"],
+    "rate": ["--lr_schedule", f"{HERE}:leaving_rate"],
 }
-COMMON = ("--cpu_only", "--batch_size", "4", "--epochs", "2", "--no_config", "--num_workers", "0")
-REST = {"--dataset": f"{HERE}:Rows", "--model": f"{HERE}:Net", "--eval_every": "0"}
-
-
-def command(place: str, output: Path, rank: int) -> list[str]:
-    words, given, more = PLACES[place]
-    found = [*words, json.dumps({**given, "rank": rank}), *more, "--output_dir", str(output)]
-    rest = {name: value for name, value in REST.items() if name not in found}
-    return [*COMMON, *found, *(word for pair in rest.items() for word in pair)]
-
-
+COMMON = ["--cpu_only", "--batch_size", "4", "--epochs", "2", "--no_config", "--num_workers", "0"]
+COMMON += ["--dataset", f"{HERE}:Rows", "--model", f"{HERE}:Net", "--eval_every", "0"]
 RUNS = [("forward", 2), ("sample", 1), *((place, 2) for place in PLACES if place != "forward")]
 
 
@@ -159,7 +126,9 @@ def test_an_exit_of_the_users_code_is_an_error_that_says_where_on_all_ranks(
 ) -> None:
     place, num_ranks = run
     launcher = "torchrun" if num_ranks > 1 else "none"
-    done = train(command(place, tmp_path, num_ranks - 1), num_ranks, launcher=launcher)
+    argv = [*COMMON, *PLACES[place], "--output_dir", tmp_path]
+    env = {"LEAVES": f"{place.partition(',')[0]} on rank {num_ranks - 1}"}
+    done = train(argv, num_ranks, launcher=launcher, env=env)
     assert all(status not in (0, None) for status in done.statuses), done.output
     assert "[DDP-" in done.output, done.output
     assert "SystemExit" in done.output, done.output
