@@ -11,9 +11,11 @@ from tests.harness.ranks import train
 MODEL = 8e6  # parameters: large beside what one start differs from another
 
 
-def measured(num_parameters: float, folder: Path, steps: int, name: str) -> dict[str, float]:
+def measured(
+    num_parameters: float, folder: Path, steps: int, name: str, *more: str
+) -> dict[str, float]:
     file = folder / f"{name}.json"
-    flags = memory.flags_of(num_parameters, folder, steps=steps)
+    flags = [*memory.flags_of(num_parameters, folder, steps=steps), *more]
     train(flags, 2, env={"MEMORY_FILE": str(file)}).ok()
     return {rank: found for (_, rank), found in memory.read_peaks(file, name).items()}
 
@@ -30,6 +32,16 @@ def test_a_run_and_its_resume_need_what_the_formula_says(tmp_path: Path) -> None
             # runs differs by up to as much.
             most = 1.25 * expected + 4 * MODEL
             assert 0.75 * expected <= found_bytes <= most, (name, rank, found_bytes)
+
+
+@pytest.mark.slow
+def test_a_resumed_rank_has_at_most_the_memory_of_a_fresh_one(tmp_path: Path) -> None:
+    no_copy = ["--checkpoint_every_steps", "0"]  # for the writer: as large as a second state
+    fresh = measured(MODEL, tmp_path, 2, "fresh", *no_copy)
+    resumed = measured(MODEL, tmp_path, 4, "resume", *no_copy)
+    for rank, peak in resumed.items():
+        # A second state would be three times the weights; once is the tolerance, as above.
+        assert peak <= fresh[rank] + 1.2 * 4 * MODEL, (fresh, resumed)
 
 
 def test_the_table_adds_up_what_a_gpu_holds() -> None:

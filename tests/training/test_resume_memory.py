@@ -1,8 +1,7 @@
-"""A resume needs no more memory than a run from the start, on any rank."""
+"""How a saved state comes to the ranks; the memory of a resume: tests/ranks/test_memory.py."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,38 +13,8 @@ from hardened_ddp.checkpoint.tensors import TensorSpec
 from hardened_ddp.errors import MainRankError
 from hardened_ddp.step.progress import Progress
 from hardened_ddp.training import state
-from tests.harness.ranks import run_ranks, train
+from tests.harness.ranks import run_ranks
 from tests.ranks.test_shared_sum import rendezvous
-from tests.run_folder import last_tensors, only_run
-
-FLAGS: list[str | Path] = ["--cpu_only", "--dataset", "tests.plugins:points", "--batch_size", "8"]
-FLAGS += ["--num_workers", "0", "--eval_every", "0", "--model", "tests.plugins:Wide"]
-FLAGS += ["--lr_schedule", "constant", "--checkpoint_every_steps", "0"]
-LARGEST_MB = 40
-"""The largest tensor: a weight, and the two numbers that AdamW keeps for each element."""
-
-
-@pytest.mark.slow
-def test_a_resumed_rank_has_at_most_the_memory_of_a_fresh_one(tmp_path: Path) -> None:
-    peaks = []
-    for name, more in (("fresh", []), ("resumed", ["--resume", "newest"])):
-        notes = tmp_path / name
-        notes.mkdir()
-        argv = [*FLAGS, *more, "--output_dir", tmp_path / "runs"]
-        steps = str(2 + 2 * len(peaks))
-        args = f"{{notes: {notes}}}"
-        train([*argv, "--model_args", args, "--max_steps", steps], 2).ok()
-        peaks.append([int((notes / str(rank)).read_text(encoding="utf-8")) for rank in (0, 1)])
-    fresh, resumed = peaks
-    # A second state would be 120 MB. One tensor is the tolerance: rank 0 maps the file, tensor by
-    # tensor (pages that it shares with the file count here, too), and on either rank the peak of
-    # equal runs differs by one gradient, as the ranks happen to meet in a backward.
-    for before, after in zip(fresh, resumed, strict=True):
-        assert after <= before + 1.2 * LARGEST_MB, peaks
-    whole = [*FLAGS, "--max_steps", "4", "--output_dir", tmp_path / "whole"]
-    train(whole, 2).ok()
-    assert last_tensors(tmp_path / "runs") == last_tensors(tmp_path / "whole")
-    assert only_run(tmp_path / "runs")
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
