@@ -12,8 +12,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.util import Finalize
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -106,12 +104,10 @@ def points_slow_to_test(train: bool, size: int = 40) -> Points:
     return Points(size) if train else SlowPoints(200, 0.05)
 
 
-def points_that_stall(train: bool, index: int = 133, stall_s: float = 6.0) -> Points:
-    return SlowPoints(200, stall_s, index=index) if train else Points(17)
-
-
-def points_that_hang(train: bool, index: int, marker: str = "", size: int = 40) -> Points:
-    return SlowPoints(size, 1e6, index=index, marker=marker) if train else Points(17)
+def points_that_hang(
+    train: bool, index: int, marker: str = "", size: int = 40, pause_s: float = 1e6
+) -> Points:
+    return SlowPoints(size, pause_s, index=index, marker=marker) if train else Points(17)
 
 
 def points_with_nan(train: bool, size: int = 40) -> Points:
@@ -291,21 +287,6 @@ class Fading(Plain):
         if self.num_forwards > self.last and os.environ.get("RANK", "0") != "0":
             return hidden
         return self.second(hidden)
-
-
-class Crashing(Plain):
-    """Raises from one forward on, after its buffers have changed, on one rank only."""
-
-    def __init__(self, num_classes: int, rank: int = 0, forward_number: int = 8) -> None:
-        super().__init__(num_classes)
-        self.norm, self.forward_number = nn.BatchNorm1d(3), forward_number
-        self.is_it = int(os.environ.get("RANK", "0")) == rank
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        logits = super().forward(self.norm(inputs))
-        if self.is_it and self.num_forwards >= self.forward_number:
-            raise ValueError("a fault of this model")
-        return logits
 
 
 def paced(
@@ -575,27 +556,6 @@ class GatheringMeans(Norming):
         means = [torch.empty(()) for _ in range(dist.get_world_size())]
         dist.all_gather(means, points.mean())
         return torch.stack(means).mean()
-
-
-class Wide(nn.Module):
-    """10 million weights, 40 MB; at its end the rank notes the most memory that it had, in MB."""
-
-    def __init__(self, notes: str = "") -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(3, 5000), nn.Linear(5000, 2000), nn.Linear(2000, 2))
-        if notes:
-            Finalize(None, _note_memory, args=(Path(notes),), exitpriority=0)
-
-    def forward(self, points: torch.Tensor) -> torch.Tensor:
-        return self.layers(points)
-
-
-def _note_memory(folder: Path) -> None:
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    peak = re.search(r"VmHWM:\s+(\d+) kB", status)
-    if peak is not None:
-        note = folder / os.environ.get("RANK", "0")
-        note.write_text(str(int(peak[1]) // 1024), encoding="utf-8")
 
 
 BACKEND = "aot_eager"

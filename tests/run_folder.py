@@ -96,11 +96,11 @@ def last_step(output: Path) -> int:
     return 0
 
 
-def losses_of(run: Path) -> dict[int, float]:
-    """Give the losses of training in the metrics of a run, by step."""
+def losses_of(run: Path, name: str = "loss/train") -> dict[int, float]:
+    """Give the losses of training in the metrics of a run, or another number, by step."""
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     entries = [json.loads(line) for line in lines]
-    return {e["step"]: e["loss/train"] for e in entries if "loss/train" in e}
+    return {e["step"]: e[name] for e in entries if name in e}
 
 
 def is_past(output: Path, step: int) -> bool:

@@ -40,10 +40,10 @@ HANGING: Words = [*PLAIN, "--model", "tests.plugins:hanging", "--hang_after_s", 
 LEFT = HangError.exit_status
 
 
-def hung_in(run: Path) -> Path:
-    """Give the folder of the one hang in a run."""
-    [verdict] = (run / "hangs").glob("*/verdict.txt")
-    return verdict.parent
+def hung_in(output: Path) -> tuple[Path, str]:
+    """Give the folder of the one hang in the one run, and the verdict."""
+    [verdict] = output.glob("*/hangs/*/verdict.txt")
+    return verdict.parent, verdict.read_text(encoding="utf-8")
 
 
 def check_saved(finished: Finished, output: Path) -> None:
@@ -71,8 +71,7 @@ def test_a_rank_that_hangs_in_forward_is_named_and_the_others_save_and_leave(
     finished = train([*argv, "--output_dir", tmp_path], world_size, timeout_s=60)
     killed = -signal.SIGKILL if how == "hold" else LEFT
     assert finished.statuses == tuple(killed if r == rank else LEFT for r in range(world_size))
-    folder = hung_in(only_run(tmp_path))
-    verdict = (folder / "verdict.txt").read_text(encoding="utf-8")
+    folder, verdict = hung_in(tmp_path)
     others = [r for r in range(world_size) if r != rank]
     waiting = f"ranks {others[0]}, {others[1]} wait" if others[1:] else f"rank {others[0]} waits"
     samples = "" if how == "hold" else r" samples \[\d+, \d+\],"
@@ -92,8 +91,8 @@ def test_a_rank_that_only_one_neighbour_sees_silent_is_ended_all_the_same(tmp_pa
     argv += ["--model_args", "{rank: 2, how: hold}", "--output_dir", tmp_path]
     finished = train(argv, 3, timeout_s=30)
     assert finished.statuses == (LEFT, LEFT, -signal.SIGKILL)
-    stacks = (hung_in(only_run(tmp_path)) / "rank_2.txt").read_text(encoding="utf-8")
-    assert "tests/plugins.py" in stacks
+    folder, _ = hung_in(tmp_path)
+    assert "tests/plugins.py" in (folder / "rank_2.txt").read_text(encoding="utf-8")
     check_saved(finished, tmp_path)
 
 
@@ -107,8 +106,7 @@ def test_a_stopped_process_is_named_as_such_and_ended(tmp_path: Path) -> None:
         finished = running.wait(30)
     assert finished.statuses[victim] == -signal.SIGKILL
     assert finished.statuses[1 - victim] == LEFT
-    folder = hung_in(only_run(tmp_path))
-    verdict = (folder / "verdict.txt").read_text(encoding="utf-8")
+    folder, verdict = hung_in(tmp_path)
     assert re.match(rf"rank {victim}, step \d+, .*, \d+ s, the process is stopped", verdict)
     assert f"rank {1 - victim} waits in " in verdict
     assert "is stopped" in (folder / f"rank_{victim}.txt").read_text(encoding="utf-8")
@@ -123,8 +121,7 @@ def test_a_hang_in_the_data_names_the_sample(tmp_path: Path) -> None:
     argv = [*POINTS, *flags, "--model", "mlp", "--hang_after_s", "2", "--output_dir", tmp_path]
     finished = train(argv, 2, timeout_s=60)
     assert finished.statuses == (LEFT, LEFT)
-    folder = hung_in(only_run(tmp_path))
-    verdict = (folder / "verdict.txt").read_text(encoding="utf-8")
+    folder, verdict = hung_in(tmp_path)
     found = re.match(r"rank (\d), step (\d+), data, sample 433, \d+ s", verdict)
     assert found is not None, verdict
     assert "in __getitem__" in (folder / f"rank_{found[1]}.txt").read_text(encoding="utf-8")
@@ -180,9 +177,10 @@ def test_a_slow_start_and_a_slow_evaluation_are_no_hangs(tmp_path: Path) -> None
 
 def test_waiting_that_was_asked_for_is_no_hang(tmp_path: Path) -> None:
     """Sample 133 takes 3 s, in a step after the first ones; a hang would end the run after 1 s."""
-    argv = [*POINTS, "--dataset", "tests.plugins:points_that_stall", "--num_workers", "0"]
-    argv += ["--dataset_args", "{stall_s: 3}", "--loader_timeout_s", "60", "--epochs", "1"]
-    argv += ["--model", "mlp", "--hang_after_s", "1", "--output_dir", tmp_path]
+    argv = [*POINTS, "--dataset", "tests.plugins:points_that_hang", "--num_workers", "0"]
+    argv += ["--dataset_args", "{index: 133, size: 200, pause_s: 3}", "--epochs", "1"]
+    argv += ["--loader_timeout_s", "60", "--model", "mlp", "--hang_after_s", "1"]
+    argv += ["--output_dir", tmp_path]
     train(argv, 1, timeout_s=60).ok()
 
 

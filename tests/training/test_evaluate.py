@@ -31,7 +31,14 @@ from hardened_ddp.training.weights import example_inputs, model_tensors, rebuild
 from tests.harness.ranks import start_training, train
 from tests.marks import slow_after
 from tests.plugins import Plain, is_first_time
-from tests.run_folder import find_checkpoints, fingerprints, last_tensors, only_run, read_summary
+from tests.run_folder import (
+    find_checkpoints,
+    fingerprints,
+    last_tensors,
+    losses_of,
+    only_run,
+    read_summary,
+)
 
 
 @pytest.fixture(scope="module")
@@ -153,11 +160,6 @@ class EndsInEvaluation(Plain):
         return super().forward(inputs)
 
 
-def evaluations(run: Path, ending: str = "loss/test") -> dict[int, float]:
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line[ending] for line in lines if ending in line}
-
-
 def best_and_stop(output_dir: Path) -> dict[str, Any]:
     meta = json.loads((find_checkpoints(output_dir)[-1] / "manifest.json").read_text())["meta"]
     names = ("best_metric", "best_value", "stop_value", "num_worse", "evaluated_step")
@@ -176,10 +178,10 @@ def test_a_run_that_dies_in_an_evaluation_measures_and_stops_as_the_whole_one(
     assert -signal.SIGKILL in train(faulty, 2).statuses
     train(faulty, 2).ok()
     runs = [tmp_path / name / "run" for name in ("whole", "faulty")]
-    found = evaluations(runs[0])
+    found = losses_of(runs[0], "loss/test")
     assert [*found] == [*range(3, 3 * len(found) + 1, 3)]
     assert read_summary(runs[0])["step"] == 3 * len(found) < 300
-    assert found == evaluations(runs[1])
+    assert found == losses_of(runs[1], "loss/test")
     assert best_and_stop(tmp_path / "whole") == best_and_stop(tmp_path / "faulty")
     assert last_tensors(tmp_path / "whole") == last_tensors(tmp_path / "faulty")
 
@@ -188,7 +190,7 @@ def test_a_run_that_dies_in_an_evaluation_measures_and_stops_as_the_whole_one(
 def test_an_end_of_an_epoch_that_is_also_due_by_steps_is_measured_once(tmp_path: Path) -> None:
     argv: Words = [*POINTS, "--model", "mlp", "--epochs", "3", "--eval_every", "1"]
     output = train([*argv, "--eval_every_steps", "5", "--output_dir", tmp_path], 2).ok().outputs[0]
-    assert [*evaluations(only_run(tmp_path))] == [5, 10, 15, 20, 25, 30]
+    assert [*losses_of(only_run(tmp_path), "loss/test")] == [5, 10, 15, 20, 25, 30]
     assert output.count("done: test loss") == 6
 
 
@@ -207,7 +209,7 @@ def test_a_part_of_the_test_set_is_called_so_and_is_the_same_on_any_ranks(tmp_pa
         best = json.loads((run / "checkpoints" / "best.json").read_text())
         assert (best["metric"], summary["test_accuracy"]) == ("partial_accuracy", None)
         assert summary["test_partial_accuracy"] == best["value"]
-        losses.append(evaluations(run, "partial_loss/test")[3])
+        losses.append(losses_of(run, "partial_loss/test")[3])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 

@@ -45,7 +45,7 @@ BARE += ["--model", "tests.plugins:paced"]
 BARE += ["--num_workers", "0", "--checkpoint_every_steps", "0", "--log_interval", "1"]
 POINTS: list[str | Path] = ["--dataset", "tests.plugins:points", "--cpu_only", "--batch_size", "2"]
 POINTS += ["--log_interval", "1", "--checkpoint_every_steps", "0", "--eval_every", "0"]
-POINTS += ["--model", "tests.plugins:Crashing"]
+POINTS += ["--model", "tests.plugins:Faulty", "--model_args", "{kind: raise, rank: 0, first: 3}"]
 RETRY = PeerLostError.exit_status
 """The exit status of a rank that lost another one."""
 
@@ -86,7 +86,7 @@ def test_the_ranks_that_are_left_save_the_step_before_a_kill(
 @pytest.mark.slow
 def test_three_failures_at_one_step_end_the_restarts_and_name_the_samples(tmp_path: Path) -> None:
     argv = ["torchrun", "--standalone", "--nproc_per_node=2", "--max_restarts=6"]
-    argv += ["ddp_training.py", *map(str, POINTS), "--model_args", "{forward_number: 3}"]
+    argv += ["ddp_training.py", *map(str, POINTS)]
     completed = run_program([*argv, "--output_dir", tmp_path], timeout_s=120)
     assert completed.status != 0
     # The fourth attempt refuses, and ends torchrun itself: three restarts of six are not used up.
