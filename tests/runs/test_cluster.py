@@ -31,13 +31,13 @@ def run_doctor(
 ) -> list[Finished]:
     """Run it on one rank of each host; second: PYTHONPATH of the second one."""
     argv = [*DOCTOR, str(tmp_path), *words]
-    with start_program(argv, host=hosts.host(0), env=by_hand(0, port)) as zero:
-        if second:  # a program of its own: forked ranks have torch already
-            env = by_hand(1, port) | {"PYTHONPATH": second}
-            with start_command(hosts.on(1, *argv), env=env) as one:
-                return [zero.wait(timeout_s=60), one.wait(timeout_s=60)]
-        with start_program(argv, host=hosts.host(1), env=by_hand(1, port)) as one:
-            return [zero.wait(timeout_s=60), one.wait(timeout_s=60)]
+    env = by_hand(1, port)
+    if second:  # a program of its own: forked ranks have torch already
+        other = start_command(hosts.on(1, *argv), env=env | {"PYTHONPATH": second})
+    else:
+        other = start_program(argv, host=hosts.host(1), env=env)
+    with start_program(argv, host=hosts.host(0), env=by_hand(0, port)) as zero, other as one:
+        return [zero.wait(timeout_s=60), one.wait(timeout_s=60)]
 
 
 def line_of(report: str, name: str) -> str:

@@ -27,6 +27,7 @@ from hardened_ddp.step.step import Stepper
 from hardened_ddp.training.evaluation import evaluate
 from tests.harness.ranks import run_ranks, train
 from tests.marks import slow_after
+from tests.run_folder import only_run, read_summary
 
 CPU = torch.device("cpu")
 # Sums over samples in another order: relative to the largest entry of a gradient.
@@ -219,11 +220,11 @@ def test_broken_samples_are_named_counted_and_left_out(tmp_path: Path) -> None:
     argv = [*POINTS, "--dataset_args", "{size: 40, broken: [3, 17]}", "--continue_on_error"]
     argv += ["--epochs", "2", "--batch_size", "8", "--output_dir", str(tmp_path)]
     train(argv, 2).ok()
-    [folder] = [path for path in tmp_path.iterdir() if path.is_dir() and path.name[0] != "."]
+    folder = only_run(tmp_path)
     entries = [json.loads(line) for line in (folder / "skipped_samples.jsonl").open()]
     assert sorted(entry["index"] for entry in entries) == [3, 3, 17, 17]
     assert all("broken file" in entry["error"] for entry in entries)
-    assert json.loads((folder / "summary.json").read_text())["num_left_out"] == 4
+    assert read_summary(folder)["num_left_out"] == 4
 
 
 @pytest.mark.slow
@@ -259,5 +260,4 @@ VARIANTS = [
 def test_each_way_of_training_learns(tmp_path: Path, variant: str) -> None:
     argv = ["--cpu_only", "--epochs", "2", "--batch_size", "16", *variant.split()]
     train([*argv, "--output_dir", str(tmp_path)], 2).ok()
-    [folder] = [path for path in tmp_path.iterdir() if path.is_dir() and path.name[0] != "."]
-    assert json.loads((folder / "summary.json").read_text())["test_accuracy"] > 0.5
+    assert read_summary(only_run(tmp_path))["test_accuracy"] > 0.5
