@@ -200,9 +200,7 @@ def test_a_disk_that_stays_broken_is_an_error_and_the_newest_and_best_stay(
     assert not list(store.root.glob(".*"))
 
 
-def test_a_file_that_hits_the_limit_of_the_shell_is_an_error_that_says_so(
-    store: CheckpointStore,
-) -> None:
+def test_a_file_that_hits_the_shells_limit_is_an_error_that_says_so(store: CheckpointStore) -> None:
     for step in (1, 2):
         write_step(store, step)
 

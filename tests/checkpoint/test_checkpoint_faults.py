@@ -102,9 +102,7 @@ def test_what_a_stranger_could_have_put_there_is_rejected(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 @pytest.mark.parametrize("name", ["", "state.safetensors", "manifest.json"])
-def test_the_run_of_a_colleague_is_read_but_not_what_somebody_else_put_there(
-    store: CheckpointStore, name: str
-) -> None:
+def test_a_colleagues_run_is_read_and_no_strangers_file(store: CheckpointStore, name: str) -> None:
     path = write_step(store, 1)
     os.chown(path / name, 65534, 65534)
     assert "belongs to user 65534 and not to you (0)" in reason_of(path)
@@ -117,9 +115,7 @@ def test_the_run_of_a_colleague_is_read_but_not_what_somebody_else_put_there(
 
 
 @pytest.mark.parametrize("level", ["checkpoints", "run"])
-def test_nothing_is_written_through_a_link_that_replaced_a_folder(
-    store: CheckpointStore, tmp_path: Path, level: str
-) -> None:
+def test_no_write_goes_through_a_link(store: CheckpointStore, tmp_path: Path, level: str) -> None:
     write_step(store, 1)
     victim = store.root if level == "checkpoints" else store.root.parent
     outside = tmp_path / "outside"
@@ -260,9 +256,7 @@ def test_a_manifest_of_absurd_size_is_not_read_into_memory(store: CheckpointStor
     ],
     ids=["endless header", "no object", "more than the file", "backwards", "other tensors"],
 )
-def test_a_hostile_state_that_its_manifest_vouches_for_is_an_error(
-    store: CheckpointStore, content: bytes
-) -> None:
+def test_a_hostile_state_with_manifest_is_an_error(store: CheckpointStore, content: bytes) -> None:
     path, problem = write_step(store, 1), "missing in the checkpoint: w"
     if content:
         (path / "state.safetensors").write_bytes(content + b"\0" * 8)

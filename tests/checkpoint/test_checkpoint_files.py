@@ -88,9 +88,7 @@ def test_newer_checkpoints_of_a_course_that_was_left_are_set_aside(store: Checkp
     assert sorted(os.listdir(store.root)) == [*discarded, "step-000000001"]
 
 
-def test_what_dead_writers_left_is_removed_and_what_live_ones_write_is_not(
-    store: CheckpointStore,
-) -> None:
+def test_what_dead_writers_left_is_removed_but_not_of_live_ones(store: CheckpointStore) -> None:
     write_step(store, 1)
     here = this_process()
     parent_started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
@@ -151,9 +149,7 @@ def test_the_manifest_comes_after_the_state_and_the_name_after_both(tmp_path: Pa
     ]
 
 
-def test_a_small_file_is_whole_on_the_disk_before_it_takes_the_place_of_the_old_one(
-    tmp_path: Path,
-) -> None:
+def test_a_small_file_is_whole_on_the_disk_before_it_replaces_the_old_one(tmp_path: Path) -> None:
     calls: list[str] = []
     recording_disk(calls).replace_file(tmp_path / "best.json", b"{}")
     aside = ".best.json.new"
@@ -165,9 +161,7 @@ def test_a_small_file_is_whole_on_the_disk_before_it_takes_the_place_of_the_old_
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
-def test_a_checkpoint_follows_the_umask_and_is_never_open_to_every_writer(
-    tmp_path: Path, umask: int
-) -> None:
+def test_a_checkpoint_follows_the_umask_and_is_not_open_to_all(tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
         store = CheckpointStore(tmp_path, keep_last=1)

@@ -55,9 +55,7 @@ def num_sent(pod: Running) -> int:
 
 
 @pytest.mark.slow
-def test_pods_that_are_evicted_killed_and_updated_on_empty_disks_end_in_the_weights_of_one_run(
-    tmp_path: Path,
-) -> None:
+def test_evicted_killed_and_updated_pods_end_in_the_weights_of_one_run(tmp_path: Path) -> None:
     pods = Pods(tmp_path)
     with pods.start("one") as pod:
         pod.wait_for(lambda: num_sent(pod) > 0, timeout_s=60, what="a copy")

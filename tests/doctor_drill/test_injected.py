@@ -35,9 +35,7 @@ class Iterator:
         self._dataset = dataset
 
 
-def test_a_batch_is_found_by_content_in_a_copy_and_used_once_in_a_retried_step(
-    tmp_path: Path,
-) -> None:
+def test_a_batch_is_found_by_content_in_a_copy_and_used_once_by_a_retry(tmp_path: Path) -> None:
     made = drilled(tmp_path)
     data = TensorDataset(torch.arange(40.0).reshape(10, 4))
     iterator = Iterator(Subset(data, [9, 8, 7, 6]))
@@ -124,9 +122,7 @@ def test_an_output_is_broken_in_each_form_that_is_known() -> None:
                 tensor.sum().backward()
 
 
-def test_writes_outside_are_refused_through_links_too_and_open_descriptors_are_none(
-    tmp_path: Path,
-) -> None:
+def test_writes_outside_also_through_links_are_refused_and_descriptors_not(tmp_path: Path) -> None:
     made = drilled(tmp_path)
     (own := tmp_path / "own").mkdir()
     (own / "link").symlink_to(tmp_path)

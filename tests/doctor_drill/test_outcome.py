@@ -85,18 +85,14 @@ def test_a_start_that_continues_one_step_too_early_loses_that_step(tmp_path: Pat
 
 
 @pytest.mark.parametrize("status", [0, -15])  # of a shell, whose torchrun went on
-def test_nothing_is_lost_where_all_was_done_also_if_the_next_start_finds_that(
-    status: int, tmp_path: Path
-) -> None:
+def test_nothing_is_lost_where_all_was_done_by_either_start(status: int, tmp_path: Path) -> None:
     starts = [({"status": status}, [*WHOLE, FIRED], ""), ({"status": 0}, [], "")]
     facts = drilled(tmp_path, *starts[: 2 if status else 1], fault="term")
     assert (facts["verdict"], facts["next_start"]) == ("nothing lost", "not needed")
     assert facts["weights"] == "equal"
 
 
-def test_samples_used_twice_and_never_are_counted_and_the_first_other_step_is_named(
-    tmp_path: Path,
-) -> None:
+def test_samples_used_twice_or_never_are_counted_from_the_step_that_differs(tmp_path: Path) -> None:
     other = life("c", "x", uses={1: [1]})
     other[-1] |= {"before": BEFORE | {"the random numbers": 2}}
     more = {"finite": True}

@@ -64,9 +64,7 @@ def where(case: Case, total: int) -> list[tuple[int | None, str]]:
     return [(part.base, part.how) for part in parts_of(case, total)]
 
 
-def test_a_start_continued_where_its_first_weights_were_whatever_its_step_numbers(
-    tmp_path: Path,
-) -> None:
+def test_a_start_continued_where_its_first_weights_were_whatever_its_steps(tmp_path: Path) -> None:
     case = case_of(tmp_path, {0: life("a", "b", "c", "d")}, {0: life("c", "x", "y")})
     assert where(case, 4) == [(0, "weights"), (2, "weights")]
 
@@ -92,9 +90,7 @@ def test_weights_that_were_never_seen_are_told_as_such(tmp_path: Path) -> None:
     assert found[1] == (None, "no step")
 
 
-def test_samples_count_if_any_rank_ended_their_step_and_once_if_it_was_done_again(
-    tmp_path: Path,
-) -> None:
+def test_samples_count_if_a_rank_ended_their_step_and_once_if_done_again(tmp_path: Path) -> None:
     first, second = life("a", "b", "c", "d"), life("a", "b", "c", "d")
     dead = [*life("a", "b", "c"), {"k": "use", "n": 3, "names": [33]}]
     case = case_of(tmp_path, {0: first, 1: dead}, {0: life("d", "e"), 1: life("d", "e")})
@@ -165,9 +161,7 @@ def test_a_command_is_given_for_another_number_of_ranks(form: str) -> None:
         ({"html": "."}, ["true"], "--html"),
     ],
 )
-def test_a_mistake_is_one_error_with_json_too(
-    options: dict[str, str], program: list[str], told: str
-) -> None:
+def test_a_mistake_is_told_in_json(options: dict[str, str], program: list[str], told: str) -> None:
     output = io.StringIO()
     with pytest.raises(UsageError, match=told):
         run_drill(OPTIONS | options, program, output=output, env=os.environ)
@@ -218,9 +212,7 @@ def test_only_files_that_the_program_wrote_are_looked_at(tmp_path: Path) -> None
     assert [seen for _, seen in checkpoints_of(case)] == [str(tmp_path / "new.pt")]
 
 
-def test_a_trial_mount_that_never_ends_is_no_overlay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mount_without_end_is_no_overlay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (stuck := tmp_path / "stuck.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.setattr(command, "MOUNT_S", 0.3)
     monkeypatch.setattr(command.isolation, "__file__", str(stuck))

@@ -110,9 +110,7 @@ def test_other_weights_unequal_replicas_and_lost_samples_are_found(drills_of: Dr
     assert not verdict.passed, "a bit that flips on rank 0 is found by somebody"
 
 
-def test_weights_that_differ_by_more_than_rounding_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_beyond_rounding_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fault = find("memory-backward")
     assert fault is not None
     weights = {
@@ -163,9 +161,7 @@ class TestCommand:
             (["kill-sum", "--run_name", "x"], "--run_name: a drill sets that by itself"),
         ],
     )
-    def test_what_it_can_not_do_is_told_before_anything_is_started(
-        self, words: list[str], told: str
-    ) -> None:
+    def test_what_it_can_not_do_is_told_before_any_start(self, words: list[str], told: str) -> None:
         completed = run_command(["python", "ddp_training.py", "drill", *words], timeout_s=30)
         assert completed.status == 2
         assert told in completed.stderr
@@ -188,9 +184,7 @@ class TestCommand:
 
 
 @pytest.mark.slow
-def test_one_drill_as_it_is_typed_with_a_model_and_data_of_the_user(
-    tmp_path: Path,
-) -> None:
+def test_one_drill_as_it_is_typed_with_a_model_and_data_of_the_user(tmp_path: Path) -> None:
     argv = ["python", "ddp_training.py", "drill", "nan-once", "--cpu_only"]
     argv += ["--dataset", "tests.plugins:points", "--dataset_args", "{size: 96}"]
     argv += ["--model", "tests.plugins:FailingOnce", "--batch_size", "6", "--ranks", "2"]
@@ -205,9 +199,7 @@ def test_one_drill_as_it_is_typed_with_a_model_and_data_of_the_user(
     assert not list(tmp_path.glob("drill-*")), "a drill that passes leaves nothing"
 
 
-def test_shared_memory_that_was_there_before_a_drill_was_not_left_by_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_old_shared_memory_is_no_leftover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "SHARED_MEMORY", tmp_path)
     (tmp_path / "torch_7_1_0").touch()  # of an earlier process with the same id
     started = processes.Ranks([(["true"], {})], tmp_path / "log")
@@ -231,9 +223,7 @@ def test_a_table_is_written_in_its_place_and_leaves_the_rest(tmp_path: Path) -> 
 
 
 class TestBoard:
-    def test_a_note_is_left_once_and_a_pause_ends_when_the_drill_says_so(
-        self, tmp_path: Path
-    ) -> None:
+    def test_a_note_is_left_once_and_a_pause_ends_when_told_to(self, tmp_path: Path) -> None:
         board = Board(tmp_path)
         board.set_injections([Injection(kind="raise", phase="forward", ranks=(-1,))])
         assert board.injections() == [Injection(kind="raise", phase="forward", ranks=(-1,))]

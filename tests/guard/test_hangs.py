@@ -281,9 +281,7 @@ def test_a_phase_may_take_five_times_the_longest_and_never_less_than_the_floor()
     assert min(cold) == LONG_FACTOR * 60 * 10**9
 
 
-def test_on_a_gpu_threads_that_question_it_are_ready_before_it_can_be_stuck(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_that_ask_a_gpu_are_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "_ready", [])
     group = Group(Launch(), torch.device("cpu"))
     group.device = torch.device("cuda", 0)
@@ -292,9 +290,7 @@ def test_on_a_gpu_threads_that_question_it_are_ready_before_it_can_be_stuck(
     assert not threads._ready
 
 
-def test_a_limit_learns_neither_from_first_steps_nor_from_a_pause_of_the_job(
-    tmp_path: Path,
-) -> None:
+def test_a_limit_learns_neither_from_first_steps_nor_from_a_pause_of_a_job(tmp_path: Path) -> None:
     tracker = Tracker()
     group = Group(Launch(), torch.device("cpu"), tracker=tracker)
     watch = HangWatch(group, tmp_path, hang_after_s=60)

@@ -70,9 +70,7 @@ class TestPresets:
         machine.add_gpus(0, visible="0,1,2,3")  # a variable makes none
         assert machine.dry_run("3") == PRESETS["3"]
 
-    def test_threads_are_limited_where_torchrun_would_do_so_with_a_warning(
-        self, machine: "Machine"
-    ) -> None:
+    def test_threads_are_limited_where_torchrun_would_warn(self, machine: "Machine") -> None:
         machine.env["OMP_NUM_THREADS"] = ""
         assert machine.dry_run("2") == f"env OMP_NUM_THREADS=1 {PRESETS['2']}"
         assert machine.dry_run("6") == PRESETS["6"]

@@ -112,9 +112,7 @@ def test_a_failed_child_ends_the_others_and_shows_its_traceback(tmp_path: Path) 
         ("launch.py --hosts a --nproc_per_node 0", "needs 1 or more", ""),
     ],
 )
-def test_a_launcher_used_wrongly_says_what_is_right(
-    command: str, text: str, next_command: str
-) -> None:
+def test_a_misused_launcher_says_what_is_right(command: str, text: str, next_command: str) -> None:
     done = run_program(["python", *f"launchers/{command}".split()], timeout_s=60)
     assert done.status in (1, 2)
     assert text in done.stderr

@@ -107,9 +107,7 @@ def test_a_rank_that_hangs_is_left_after_the_timeout(
 
 
 @pytest.mark.slow
-def test_another_batch_size_on_resume_changes_the_steps_to_come_and_not_the_epochs(
-    tmp_path: Path,
-) -> None:
+def test_another_batch_size_on_resume_changes_later_steps_and_no_epochs(tmp_path: Path) -> None:
     argv = [*POINTS, "--model", "mlp", "--run_name", "run", "--ledger", "--output_dir", tmp_path]
     train([*argv, "--batch_size", "4", "--epochs", "3", "--max_steps", "5"], 2).ok()
     finished = train([*argv, "--batch_size", "5", "--epochs", "3", "--max_steps", "0"], 1).ok()

@@ -46,9 +46,7 @@ def test_a_rank_reads_the_reasons_of_others_with_one_question() -> None:
     assert inner.asked == {"compare_set": 1, "set": 1}, "one question, and that it has read them"
 
 
-def test_work_that_never_ends_is_not_waited_for_without_a_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_work_that_never_ends_is_waited_for_with_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a disk hangs: once the others have left, the launcher ends the rank at work."""
     monkeypatch.setattr("hardened_ddp.ranks.store.MOST_WAIT_S", 0.5)
     inner: Any = CountingStore()
@@ -65,9 +63,7 @@ def test_work_that_never_ends_is_not_waited_for_without_a_limit(
 
 
 @pytest.mark.parametrize("how", ["it fails", "it died", "the store died with it"])
-def test_what_one_rank_can_not_do_another_one_does(
-    how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_one_rank_can_not_do_another_does(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hardened_ddp.ranks.store.SILENT_S", 1.5)
     inner: Any = CountingStore()
     store, done = RunStore(inner), []
@@ -94,9 +90,7 @@ def _raise_once_claimed(self: Any, key: str, expected: str, value: str) -> Any:
     raise RuntimeError("Connection reset by peer")
 
 
-def test_a_rank_whose_store_is_gone_or_whose_teller_died_tells_its_error_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_store_or_teller_a_rank_tells_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hardened_ddp.ranks.store.SILENT_S", 1.5)
     told: list[int] = []
     assert do_once(RunStore(), "x", lambda: told.append(1), rank=1, world_size=1)
@@ -114,9 +108,7 @@ def test_a_rank_whose_store_is_gone_or_whose_teller_died_tells_its_error_itself(
     assert told == [1, 2, 3]
 
 
-def test_a_neighbour_that_leaves_while_reports_are_awaited_does_not_hang(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_neighbour_that_leaves_amid_reports_hangs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hardened_ddp.guard.hang_consensus.COLLECT_S", 0.3)
     store = RunStore(dist.HashStore())
     mine, other = (HangConsensus(store, rank=rank, world_size=2) for rank in (0, 1))

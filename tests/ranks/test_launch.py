@@ -80,9 +80,7 @@ def test_output_that_nobody_reads_any_more_is_no_error() -> None:
     ("imported", "status", "said"),
     [("hardened_ddp.settings.cli", -signal.SIGINT, ""), ("ddp_runs", 130, STOPPED)],
 )
-def test_ctrl_c_while_the_script_imports_gives_no_traceback(
-    imported: str, status: int, said: str
-) -> None:
+def test_ctrl_c_amid_imports_gives_no_traceback(imported: str, status: int, said: str) -> None:
     interrupt = f"""
 import builtins, os, runpy, signal, sys
 plain = builtins.__import__
@@ -101,9 +99,7 @@ runpy.run_path("ddp_training.py", run_name="__main__")
     assert (done.returncode, done.stderr) == (status, said)
 
 
-def test_a_name_server_that_does_not_answer_delays_no_verdict(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_name_server_that_is_silent_delays_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
     monkeypatch.setattr(meeting.socket, "getaddrinfo", lambda *a, **k: answers.wait(60) and [])
     monkeypatch.setattr(meeting, "_ANSWER_LIMIT_S", 0.1)

@@ -111,9 +111,7 @@ def test_a_rank_that_does_not_come_is_named(how: str, says: str, tmp_path: Path)
     assert says in run_ranks(lose_a_rank, 2, how, tmp_path / "told")[0]
 
 
-def test_a_rank_that_wrote_its_part_and_then_ended_is_not_missed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_wrote_its_part_is_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1, a child, comes between two looks at it, and is gone at the second one."""
     fd = create_memory(2)
     parent, asks = os.getpid(), tmp_path / "asks"

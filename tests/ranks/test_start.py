@@ -77,9 +77,7 @@ def test_garbage_is_looked_for_in_what_a_run_makes_and_not_in_what_was_imported(
     run_command(["python", "-c", code], timeout_s=30).ok()
 
 
-def test_settings_are_named_with_the_place_that_changed_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_name_who_changed_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("my.yaml").write_text("epochs: 3\nseed: 0\n\nbatch_size: 8\n")
     found = settings_of("--config my.yaml --cpu_only --amp auto")
@@ -102,9 +100,7 @@ def test_settings_are_named_with_the_place_that_changed_them(
     assert line.endswith(" and 2 more")
 
 
-def test_a_part_of_the_start_that_takes_long_gives_a_sign_of_life(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_long_part_of_the_start_gives_a_sign_of_life(caplog: pytest.LogCaptureFixture) -> None:
     tracker = Tracker()
     caplog.set_level(logging.INFO, logger="hardened_ddp")
     starting = StartUp(tracker, Launch(), debug=False, first_sign_s=0.02)

@@ -147,9 +147,7 @@ def test_a_store_whose_connection_broke_is_not_asked_again() -> None:
     assert len(asked) == 1
 
 
-def test_a_gap_counts_for_the_longest_that_running_explains(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_gap_counts_for_the_longest_that_work_explains(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [50.0]
     monkeypatch.setattr(threads.time, "monotonic", lambda: now[0])
     waited = AwakeTime(2.0)

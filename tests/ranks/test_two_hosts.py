@@ -80,9 +80,7 @@ def test_two_hosts_train_as_one_run_with_the_weights_of_one_host(
 
 
 @pytest.mark.slow
-def test_a_real_ssh_server_on_each_host_is_one_run_and_ends_with_it(
-    hosts: TwoHosts, tmp_path: Path
-) -> None:
+def test_over_ssh_two_hosts_are_one_run_and_end_with_it(hosts: TwoHosts, tmp_path: Path) -> None:
     if missing := [program for program in (SSHD, "ssh") if shutil.which(program) is None]:
         pytest.skip(f"not installed on this machine: {', '.join(missing)} (see .ci/run)")
     settings = make_ssh_settings(tmp_path)
@@ -154,9 +152,7 @@ def test_a_killed_agent_of_an_elastic_run_changes_nothing_but_the_speed(
 
 
 @pytest.mark.slow
-def test_a_dead_host_with_rank_0_does_not_keep_the_run_from_a_restart_on_another(
-    hosts: TwoHosts, tmp_path: Path
-) -> None:
+def test_a_dead_host_of_rank_0_keeps_no_run_from_restarts(hosts: TwoHosts, tmp_path: Path) -> None:
     output = tmp_path / "runs"
     # Without --rdzv_id: with the id that all jobs have.
     job = ["--rdzv_endpoint=node1:29702", "ddp_training.py", *ELASTIC, *PACED]

@@ -46,9 +46,7 @@ class TestReport:
         assert report.endswith("So training can run here.\n")
         assert not list(tmp_path.iterdir())
 
-    def test_a_broken_torch_is_a_line_of_the_report_and_the_rest_is_checked(
-        self, tmp_path: Path
-    ) -> None:
+    def test_a_broken_torch_is_a_line_of_the_report_beside_others(self, tmp_path: Path) -> None:
         (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: no such file')\n")
         done = run_command(
             [sys.executable, ROOT / "ddp_training.py", "doctor"],
@@ -113,17 +111,13 @@ def threaded(number: str) -> Check:
         (lambda: threaded("99999"), "warn"),
     ],
 )
-def test_a_fact_has_its_status_and_advice_unless_it_is_good(
-    check: Callable[[], Check], status: str
-) -> None:
+def test_each_fact_has_its_status_and_advice(check: Callable[[], Check], status: str) -> None:
     found = check()
     assert found.status == status
     assert bool(found.advice) == (status != "ok")
 
 
-def test_packages_that_are_missing_are_named_with_what_they_are_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_missing_packages_are_named_with_what_they_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "_FEATURES", {"no-such-package": "flying"})
     check = software.check_packages()
     assert check.status == "warn"
@@ -240,9 +234,7 @@ def test_ranks_of_the_all_reduce_that_do_not_end_are_killed_and_told_of() -> Non
 
 
 @pytest.mark.slow
-def test_the_all_reduce_names_a_wrong_interface_and_nobody_else_gets_its_port(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_all_reduce_names_its_interface_and_keeps_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = selftest._start
 
     def begin_late(rank: int, port: int, *rest: Any) -> Any:

@@ -386,9 +386,7 @@ def parted(one: Path, other: Path) -> str:
 
 
 @pytest.mark.usefixtures("forked")
-def test_that_no_weights_are_nan_is_told_by_the_last_checkpoint_if_that_is_valid(
-    small_run: Path, tmp_path: Path
-) -> None:
+def test_a_valid_checkpoint_tells_that_no_weight_is_nan(small_run: Path, tmp_path: Path) -> None:
     told = "nan in weights holds at no step: the checkpoint of step 20, the last one, has none\n"
     assert bisected(small_run, "nan in weights") == told  # nothing is replayed
     run = shutil.copytree(small_run, tmp_path / "run")
@@ -418,9 +416,7 @@ def test_runs_without_a_step_in_common_are_not_equal(small_run: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_other_ranks_threads_and_an_order_of_samples_are_named(
-    small_run: Path, tmp_path: Path
-) -> None:
+def test_other_ranks_threads_and_samples_are_named(small_run: Path, tmp_path: Path) -> None:
     seed = run_of(tmp_path / "seed", *SMALL, "--seed", "5")
     text = parted(small_run, seed)
     assert "they part at step 0: it takes other samples" in text
@@ -446,9 +442,7 @@ def test_a_fault_that_was_healed_is_no_difference(small_run: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_sample_is_named_of_which_a_byte_differs_and_a_module_of_which_a_line_does(
-    tmp_path: Path,
-) -> None:
+def test_a_sample_is_named_by_a_byte_and_a_module_by_a_line_that_differs(tmp_path: Path) -> None:
     values = random_points()
     code = "from torch import nn\ndef build(num_classes):\n    return nn.Linear(3, num_classes)\n"
     flags = ["--dataset", f"{HERE}:kept_points", "--epochs", "3", "--run_name", "run"]

@@ -291,9 +291,7 @@ def on_a_terminal(folder: Path, *, width: int, height: int) -> list[str]:
     return [line.rstrip() for line in text.strip("\n").split("\n")]
 
 
-def test_a_name_that_the_output_cannot_encode_is_escaped_and_the_first_line_is_whole(
-    tmp_path: Path,
-) -> None:
+def test_a_name_that_cannot_be_encoded_is_escaped_and_the_line_is_whole(tmp_path: Path) -> None:
     folder = tmp_path / ("gr\u00f6\u00dfe " * 25)
     write_status(folder)
     argv = [sys.executable, ROOT / "ddp_training.py", "watch", folder, "--once"]

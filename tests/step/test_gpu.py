@@ -34,9 +34,7 @@ def test_what_only_a_gpu_has_works(check: Callable[[torch.device], str]) -> None
 
 @pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
 @pytest.mark.parametrize("ranks", [[], SHARED], ids=["alone", "two ranks on one GPU"])
-def test_faults_within_steps_do_not_change_the_weights(
-    amp: str, ranks: list[str], tmp_path: Path
-) -> None:
+def test_faults_within_steps_change_no_weights(amp: str, ranks: list[str], tmp_path: Path) -> None:
     faults = {0: {8: "raise", 11: "raise in backward"}, 1: {14: "raise in backward", 17: "raise"}}
     argv = [*POINTS, *ranks, "--amp", amp, "--model", "tests.plugins:FailingOnce", "--model_args"]
     world_size = 2 if ranks else 1
@@ -48,9 +46,7 @@ def test_faults_within_steps_do_not_change_the_weights(
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_memory_that_is_really_gone_is_answered_with_smaller_micro_batches(
-    phase: str, tmp_path: Path
-) -> None:
+def test_memory_that_is_really_gone_gives_smaller_micro_batches(phase: str, tmp_path: Path) -> None:
     argv = [*POINTS, "--model", "tests.plugins:Hungry", "--model_args", f"{{phase: {phase}}}"]
     finished = train([*argv, "--output_dir", tmp_path], 1).ok()
     sizes = re.findall(r"micro-batches have (\d) samples at most", finished.outputs[0])

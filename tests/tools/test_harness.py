@@ -61,9 +61,7 @@ def test_what_fails_is_named_with_its_end_traceback_and_output() -> None:
     assert "this is rank 0" not in text
 
 
-def test_a_rank_is_watched_signalled_and_shows_its_stack_at_the_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_are_signalled_and_show_stacks_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     with start_ranks(say_and_hang, 2) as running:
         running.wait_for(lambda: "ready" in running.output(1), timeout_s=20, what="rank 1")
         running.kill(1, signal.SIGTERM)
@@ -108,9 +106,7 @@ def leave_a_child() -> None:
 
 
 @pytest.mark.slow
-def test_a_test_that_leaves_something_behind_fails_and_the_next_one_starts_clean(
-    tmp_path: Path,
-) -> None:
+def test_a_test_that_leaves_something_fails_and_the_next_one_starts_clean(tmp_path: Path) -> None:
     (tmp_path / "test_leaving.py").write_text(LEAVING)
     argv = ["python", "-m", "pytest", "-p", "tests.leftovers", f"--rootdir={tmp_path}"]
     completed = run_command([*argv, "-W", "ignore", tmp_path], timeout_s=60)

@@ -262,9 +262,7 @@ def test_only_the_main_thread_asks_the_gpu(tmp_path: Path, monkeypatch: pytest.M
     assert set(asked) == {main}
 
 
-def test_the_speed_after_a_rollback_is_that_since_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_speed_is_that_since_the_rollback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     group = Group(Launch(), torch.device("cpu"))
     status, wall_s = StatusWriter(tmp_path, group), [0.0] * len(Phase)
     monkeypatch.setattr(group.tracker, "wall_s", lambda: wall_s)
