@@ -5,6 +5,7 @@ import resource
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import cast
+from unittest import mock
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ from tests.harness.ranks import run_ranks
 from tests.launcher_environments import SRUN, TORCHRUN
 
 
+# The GPUs that it sees, its local rank and environment, and the index of its GPU.
 @pytest.mark.parametrize(
-    ("visible", "local_rank", "env", "index"),
+    "case",
     [
         (4, 2, SRUN, 2),
         (4, 2, {**SRUN, "SLURM_GPUS_PER_TASK": "1", "SLURM_GPU_BIND": "none"}, 2),
@@ -31,23 +33,23 @@ from tests.launcher_environments import SRUN, TORCHRUN
     ],
 )
 def test_a_rank_takes_a_gpu_by_what_it_sees(
-    visible: int,
-    local_rank: int,
-    env: dict[str, str],
-    index: int | None,
-    monkeypatch: pytest.MonkeyPatch,
+    case: tuple[int, int, dict[str, str], int | None],
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    visible, local_rank, env, index = case
     has_own_gpus = read_launch(env).has_own_gpus
     launch = Launch(launcher="torchrun", local_rank=local_rank, has_own_gpus=has_own_gpus)
-    if index is None:
-        with pytest.raises(LaunchError, match="has no GPU"):
-            pick_device(launch, cpu_only=False, backend="auto")
-    else:
-        picked = pick_device(launch, cpu_only=False, backend="auto")
-        assert picked == torch.device("cuda", index)
+    cuda = {
+        "is_available": lambda: True,
+        "device_count": lambda: visible,
+        "set_device": mock.Mock(),
+    }
+    with mock.patch.multiple(torch.cuda, **cuda):
+        if index is None:
+            with pytest.raises(LaunchError, match="has no GPU"):
+                pick_device(launch, cpu_only=False, backend="auto")
+        else:
+            picked = pick_device(launch, cpu_only=False, backend="auto")
+            assert picked == torch.device("cuda", index)
     assert pick_device(launch, cpu_only=True, backend="auto") == torch.device("cpu")
 
 

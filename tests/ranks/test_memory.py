@@ -11,11 +11,9 @@ from tests.harness.ranks import train
 MODEL = 8e6  # parameters: large beside what one start differs from another
 
 
-def measured(
-    num_parameters: float, folder: Path, steps: int, name: str, *more: str
-) -> dict[str, float]:
+def measured(size: float, folder: Path, steps: int, name: str, *more: str) -> dict[str, float]:
     file = folder / f"{name}.json"
-    flags = [*memory.flags_of(num_parameters, folder, steps=steps), *more]
+    flags = [*memory.flags_of(size, folder, steps=steps), *more]
     train(flags, 2, env={"MEMORY_FILE": str(file)}).ok()
     return {rank: found for (_, rank), found in memory.read_peaks(file, name).items()}
 

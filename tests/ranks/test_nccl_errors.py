@@ -4,7 +4,7 @@ The texts are those that torch puts together: its line, the code's explanation, 
 """
 
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -93,22 +93,20 @@ AT_A_START = [
 ]
 
 
-@pytest.mark.parametrize(("text", "found", "fix"), AT_A_START)
+@pytest.mark.parametrize("case", AT_A_START)
 def test_a_start_that_fails_says_what_nccl_said_last_and_explain_what_helps(
-    text: str,
-    found: str,
-    fix: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    case: tuple[str, str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(*given: Any, **named: Any) -> None:
-        raise dist.DistBackendError(text)
-
-    monkeypatch.setattr(group_module, "open_store", lambda *given: dist.HashStore())
-    monkeypatch.setattr(group_module, "rendezvous", lambda store, *given, **named: store)
-    monkeypatch.setattr(dist, "init_process_group", refuse)
-    with pytest.raises(GroupError) as caught:
+    text, found, fix = case
+    meeting = {
+        "open_store": lambda *_: dist.HashStore(),
+        "rendezvous": lambda store, *_, **__: store,
+    }
+    with (
+        mock.patch.multiple(group_module, **meeting),
+        mock.patch.object(dist, "init_process_group", side_effect=dist.DistBackendError(text)),
+        pytest.raises(GroupError) as caught,
+    ):
         open_group(Launch(world_size=2), device=CPU, backend="gloo", timeout_s=1)
     assert found in caught.value.message
     log = tmp_path / "log"

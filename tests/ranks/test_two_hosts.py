@@ -22,6 +22,7 @@ from tests.harness.ranks import (
     train,
 )
 from tests.launcher_environments import variables
+from tests.launchers.test_run_with import MPI_ENV
 from tests.marks import slow_after
 from tests.run_folder import (
     find_checkpoints,
@@ -43,11 +44,7 @@ PACED = ["--model", "tests.plugins:paced_mlp"]
 TIMEOUT_S = 8.0
 SSHD = "/usr/sbin/sshd"
 MARK = "OVER_SSH"
-MPI_ON_TWO_HOSTS = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "OMPI_MCA_oob_tcp_if_include": "10.77.0.0/24",
-}
+MPI_ON_TWO_HOSTS = MPI_ENV | {"OMPI_MCA_oob_tcp_if_include": "10.77.0.0/24"}
 
 
 def torchrun(index: int, *words: str | Path) -> list[str | Path]:
@@ -212,7 +209,7 @@ def test_a_lock_is_taken_over_from_a_dead_host_and_never_from_a_living_one(
 def test_mpirun_on_two_hosts_agrees_on_a_place_to_meet(hosts: TwoHosts, tmp_path: Path) -> None:
     if shutil.which("mpirun.openmpi") is None:
         pytest.skip("Open MPI is not installed on this machine (see .ci/run)")
-    agent = make_ssh(hosts, tmp_path / "agent", host="$1", command="${*:2}")
+    agent = make_ssh(hosts, tmp_path / "agent")
     argv = ["mpirun.openmpi", "--host", "node0,node1", "-np", "2", "--mca", "plm_rsh_agent", agent]
     argv += ["-x", "PATH", "python", "launchers/run_with_mpirun.py", "--folder", tmp_path / "meet"]
     argv += [*["ddp_training.py", *RUN], "--output_dir", tmp_path / "runs"]
@@ -279,12 +276,11 @@ def test_a_failed_rendezvous_says_what_was_tried(
     assert "[W" not in done.output, "torch's warnings bury it"
 
 
-def make_ssh(hosts: TwoHosts, path: Path, *, host: str, command: str) -> Path:
-    """Make an ssh for tests; host and command: where bash finds them among its arguments."""
-    cases = "\n".join(
-        f'node{i}) exec {shlex.join(hosts.on(i, "bash", "-c"))} "{command}" ;;' for i in (0, 1)
-    )
-    path.write_text(f'#!/bin/bash\ncase "{host}" in\n{cases}\nesac\n')
+def make_ssh(hosts: TwoHosts, path: Path) -> Path:
+    """Make a program that runs a command on a host as ssh does."""
+    on_host = [shlex.join(hosts.on(index, "bash", "-c")) for index in (0, 1)]
+    cases = "\n".join(f'node{i}) exec {words} "${{*:2}}" ;;' for i, words in enumerate(on_host))
+    path.write_text(f'#!/bin/bash\ncase "$1" in\n{cases}\nesac\n')
     path.chmod(0o755)
     return path
 

@@ -22,21 +22,20 @@ from tests.harness.ranks import Finished, run_program, start_command, start_prog
 from tests.ranks.test_two_hosts import by_hand
 from tests.two_hosts import TwoHosts
 
+PORT = 29710
 SUMS = [{"took": {}, "backend": "gloo"}]
 DOCTOR = ["python", "ddp_training.py", "doctor", "--cluster", "--output_dir"]
 
 
-def run_doctor(
-    hosts: TwoHosts, tmp_path: Path, *words: str, port: int = 29710, second: str = ""
-) -> list[Finished]:
+def run_doctor(hosts: TwoHosts, tmp_path: Path, *words: str, second: str = "") -> list[Finished]:
     """Run it on one rank of each host; second: PYTHONPATH of the second one."""
     argv = [*DOCTOR, str(tmp_path), *words]
-    env = by_hand(1, port)
+    env = by_hand(1, PORT)
     if second:  # a program of its own: forked ranks have torch already
         other = start_command(hosts.on(1, *argv), env=env | {"PYTHONPATH": second})
     else:
         other = start_program(argv, host=hosts.host(1), env=env)
-    with start_program(argv, host=hosts.host(0), env=by_hand(0, port)) as zero, other as one:
+    with start_program(argv, host=hosts.host(0), env=by_hand(0, PORT)) as zero, other as one:
         return [zero.wait(timeout_s=60), one.wait(timeout_s=60)]
 
 
@@ -112,7 +111,7 @@ def test_closed_ports_are_named_and_a_closed_master_too(hosts: TwoHosts, tmp_pat
     zero, one = run_doctor(hosts, tmp_path, "--wait", "6")
     assert (zero.status, one.status) == (1, 1)
     assert "of 2 ranks these never joined: [1]" in line_of(zero.stdout, "meeting")
-    assert "tried 10.77.0.1:29710 for 6 s" in line_of(one.stdout, "meeting")
+    assert f"tried 10.77.0.1:{PORT} for 6 s" in line_of(one.stdout, "meeting")
 
 
 def test_one_process_and_a_wrong_wait_are_mistakes(tmp_path: Path) -> None:
@@ -228,7 +227,7 @@ def test_what_breaks_on_one_rank_is_a_line_of_its_report(monkeypatch: pytest.Mon
     monkeypatch.setattr(cluster, "_measure", raising("Broken pipe\nmore"))
     output = io.StringIO()
     options = {"wait": "1", "data": "data", "output_dir": "runs"}
-    assert cluster.run_cluster(options, output=output, env=by_hand(1, 29710)) == 1
+    assert cluster.run_cluster(options, output=output, env=by_hand(1, PORT)) == 1
     assert "FAIL  meeting        the store of rank 0 is gone: Broken pipe\n" in output.getvalue()
 
 

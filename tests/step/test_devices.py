@@ -61,24 +61,23 @@ def trained(
     device: torch.device, argv: list[str], gpu: PretendedGpu | None = None
 ) -> tuple[dict[str, Any], list[list[str]]]:
     """Train some steps and evaluate; return all figures, and the waits of each step."""
+    gpu = gpu or PretendedGpu()  # one that nobody uses
     parts = parts_of([*COMMON, *argv], device=device)
     stepper = stepper_of(parts)
     windows = list(parts.train_loader.windows(0, 0))[:NUM_STEPS]
     waits = []
     for window, batches in windows:
-        if gpu is not None:
-            gpu.waits.clear()
+        gpu.waits.clear()
         stepper.train_step(window, batches)
-        waits.append([] if gpu is None else list(gpu.waits))
+        waits.append([*gpu.waits])
     totals = stepper.read_totals()
     figures: dict[str, Any] = {f"train {name}": value for name, value in totals.items()}
     figures["weights"] = {name: p.tolist() for name, p in parts.gradients.local.by_name.items()}
-    if gpu is not None:
-        gpu.waits.clear()
+    gpu.waits.clear()
     assert parts.eval_loader is not None
     found = evaluate(parts, parts.eval_loader)
     assert found is not None
-    waits.append([] if gpu is None else list(gpu.waits))
+    waits.append([*gpu.waits])
     figures |= found.figures
     task = parts.task
     task.in_detail = True

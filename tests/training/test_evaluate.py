@@ -143,16 +143,14 @@ class EndsInEvaluation(Plain):
 
     since_training = 0
 
-    def __init__(
-        self, num_classes: int, marker: str, how: str = "die", forward_number: int = 1
-    ) -> None:
+    def __init__(self, num_classes: int, marker: str, how: str = "die", at: int = 1) -> None:
         super().__init__(num_classes)
-        self.marker, self.how, self.forward_number = marker, how, forward_number
+        self.marker, self.how, self.at = marker, how, at
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         kind = type(self)
         kind.since_training = 0 if self.training else kind.since_training + 1
-        is_here = kind.since_training == self.forward_number and self.num_forwards > 8
+        is_here = kind.since_training == self.at and self.num_forwards > 8
         if is_here and os.environ.get("RANK") == "1" and is_first_time(self.marker):
             if self.how == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -317,7 +315,7 @@ def test_both_are_measured_and_the_averages_decide_and_are_exported(tmp_path: Pa
 def test_an_end_while_averages_are_measured_saves_both(how: str, tmp_path: Path) -> None:
     argv: Words = [*AVERAGED, "--epochs", "2", "--checkpoint_every_steps", "0", "--run_name", "run"]
     argv += ["--model", "tests.training.test_evaluate:EndsInEvaluation"]
-    args = f"{{how: {how}, forward_number: 2, marker: {tmp_path / 'marker'}}}"
+    args = f"{{how: {how}, at: 2, marker: {tmp_path / 'marker'}}}"
     (tmp_path / "no").touch()  # no fault
     none: Words = ["--model_args", f"{{marker: {tmp_path / 'no'}}}"]
     train([*argv, *KEPT, *none, "--output_dir", tmp_path / "whole"], 2).ok()
