@@ -38,6 +38,11 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
+def saved_step(output_dir: Path) -> int:
+    """Return the step of the newest checkpoint of the one run under output_dir."""
+    return step_of(find_checkpoints(output_dir)[-1])
+
+
 def last_tensors(output_dir: Path) -> dict[str, str]:
     """Fingerprint each tensor, of model and optimizer, in the newest checkpoint of a run."""
     return fingerprints(find_checkpoints(output_dir)[-1] / "state.safetensors")

@@ -12,14 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from hardened_ddp.checkpoint import folder
 from hardened_ddp.checkpoint import tensors as tensors_module
 from hardened_ddp.checkpoint.disk import Disk
-from hardened_ddp.checkpoint.folder import (
-    list_steps,
-    load_checkpoint,
-    read_best_step,
-    verify_checkpoint,
-)
+from hardened_ddp.checkpoint.folder import list_steps, load_checkpoint, verify_checkpoint
 from hardened_ddp.checkpoint.store import CheckpointStore, CheckpointWriter, WriteCost
 from hardened_ddp.checkpoint.tensors import HostArena
 from hardened_ddp.errors import CheckpointError
@@ -190,7 +186,7 @@ def test_a_state_of_another_shape_is_laid_out_anew(bench: Bench) -> None:
         state = {"model.w": torch.full((size,), float(step))}
         bench.save(step, state, best={"value": float(step)})
         assert_same(bench.loaded(step), state)
-    assert read_best_step(bench.store.root) == 2
+    assert folder.read_best_step(bench.store.root) == 2
 
 
 def test_the_last_save_waits_for_the_write_in_flight_and_then_writes(bench: Bench) -> None:

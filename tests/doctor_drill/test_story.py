@@ -13,15 +13,7 @@ from typing import Any
 import pytest
 
 from ddp_doctor.drill import command, isolation
-from ddp_doctor.drill.command import (
-    COLUMNS,
-    as_html,
-    line_of,
-    row_of,
-    run_drill,
-    sentences,
-    with_ranks,
-)
+from ddp_doctor.drill.command import COLUMNS, row_of, run_drill, sentences, with_ranks
 from ddp_doctor.drill.outcome import checkpoints_of, is_whole
 from ddp_doctor.drill.runs import Case, Plan
 from ddp_doctor.drill.story import parts_of, samples_of, uses_of
@@ -181,10 +173,15 @@ def test_what_was_not_measured_is_shown_as_such_and_nothing_is_markup() -> None:
     report |= {"fault_step": 3, "fault_rank": 1}
     shown = dict(zip(COLUMNS, row_of(ROW), strict=True))
     assert (shown["samples_twice"], shown["orphans"], shown["gone_s"]) == ("-", "0", "0.5")
-    assert line_of(ROW).endswith("rank and cause")
-    assert line_of(other).split() == ["nan", "not", "applicable", *["-"] * (len(COLUMNS) - 2)]
+    assert command.line_of(ROW).endswith("rank and cause")
+    assert command.line_of(other).split() == [
+        "nan",
+        "not",
+        "applicable",
+        *["-"] * (len(COLUMNS) - 2),
+    ]
     assert "kill-rank: lost 3 steps of work; not measured: samples" in sentences(report)[0]
-    page = as_html(report)
+    page = command.as_html(report)
     assert "<script>" not in page
     assert "&lt;script&gt;" in page
     assert "torchrun &lt;b&gt;" in page

@@ -21,6 +21,7 @@ from tests.run_folder import (
     only_run,
     read_summary,
     samples_by_step,
+    saved_step,
     step_of,
 )
 
@@ -49,7 +50,7 @@ def test_ten_of_ten_restarts_go_on_at_the_next_step(tmp_path: Path) -> None:
     failures = read_failures(tmp_path / "run")
     steps = [failure["step"] for failure in failures]
     assert all(now > before for before, now in zip([0, *steps], steps, strict=False))
-    assert step_of(find_checkpoints(tmp_path)[-1]) == steps[-1]
+    assert saved_step(tmp_path) == steps[-1]
     assert len({failure["error"].partition("(")[0] for failure in failures}) == 1
 
 
@@ -80,7 +81,7 @@ def test_a_stop_that_comes_while_another_rank_hangs_saves_the_last_step(tmp_path
         running.kill(1)
         finished = running.wait(10)
     assert finished.statuses == (PeerLostError.exit_status, -signal.SIGKILL)
-    saved = step_of(find_checkpoints(output)[-1])
+    saved = saved_step(output)
     assert 10 < saved < 120
     assert f"the state after step {saved} is saved" in finished.output
     train([*argv, "--resume", only_run(output)], 2).ok()
@@ -101,7 +102,7 @@ def test_a_rank_that_hangs_is_left_after_the_timeout(
         running.kill(victim)
         finished = running.wait(10)
     assert finished.statuses[1 - victim] == PeerLostError.exit_status
-    saved = step_of(find_checkpoints(tmp_path)[-1])
+    saved = saved_step(tmp_path)
     assert saved > 10
     assert f"the state after step {saved} is saved" in finished.output
 

@@ -19,7 +19,7 @@ from hardened_ddp.ranks.rendezvous import _listen
 from tests.harness.processes import HOUR_S, ROOT, clean_environment, wait_until
 from tests.harness.ranks import held_port, run_ranks, start_training
 from tests.ranks.test_shared_sum import rendezvous
-from tests.run_folder import find_checkpoints, is_past, only_run, read_summary, step_of
+from tests.run_folder import is_past, only_run, read_summary, saved_step
 
 CPU = torch.device("cpu")
 QUEUES = {"CUDA_SCALE_LAUNCH_QUEUES": "4x"}
@@ -189,7 +189,7 @@ def test_a_stop_file_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
         running.wait(60).ok()
     summary = read_summary(stop.parent)
     assert summary["status"] == "stopped"
-    assert step_of(find_checkpoints(tmp_path)[-1]) == summary["step"]
+    assert saved_step(tmp_path) == summary["step"]
     assert not stop.exists(), "the run that continues would stop at once"
 
 

@@ -33,7 +33,7 @@ from tests.run_folder import (
     ranks_of_newest_start,
     read_summary,
     samples_by_step,
-    step_of,
+    saved_step,
 )
 from tests.two_hosts import ADDRESSES, TwoHosts
 
@@ -99,7 +99,7 @@ def test_over_ssh_two_hosts_are_one_run_and_end_with_it(hosts: TwoHosts, tmp_pat
             assert not marked, "the launcher waits for the ranks of all hosts"
     summary = read_summary(only_run(tmp_path / "runs"))
     assert (summary["status"], summary["world_size"]) == ("stopped", 2)
-    assert step_of(find_checkpoints(tmp_path / "runs")[-1]) == summary["step"]
+    assert saved_step(tmp_path / "runs") == summary["step"]
 
 
 def start_elastic(hosts: TwoHosts, index: int, *words: str | Path) -> Running:

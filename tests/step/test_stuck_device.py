@@ -20,7 +20,7 @@ from hardened_ddp.step.async_device import AsyncDevice, Event, beside
 from hardened_ddp.step.progress import Progress
 from tests.harness.ranks import Finished, start_training, train
 from tests.marks import Undisturbed, slow_after
-from tests.run_folder import find_checkpoints, last_tensors, only_run, step_of
+from tests.run_folder import find_checkpoints, last_tensors, only_run, saved_step, step_of
 
 NUM_WARM_UPS = 2
 """All-reduces of DDP's warm-up, before the first step."""
@@ -85,7 +85,7 @@ def test_at_most_the_step_under_way_is_lost(
     assert {finished.statuses[rank] for rank in others} <= {75}
     num_done = len(list(notes.glob(f"sum-*-{victim}"))) - NUM_WARM_UPS
     assert num_done > 1
-    assert step_of(find_checkpoints(tmp_path / "runs")[-1]) == num_done
+    assert saved_step(tmp_path / "runs") == num_done
     assert f"the state after step {num_done} is saved" in finished.output
     env, run = plan(tmp_path / "again"), only_run(tmp_path / "runs")
     train([*argv, "--resume", run], world_size, env=env).ok()
@@ -130,7 +130,7 @@ def test_a_device_that_is_stuck_in_a_kernel_of_its_own_is_named(dump: str, tmp_p
     # Both main threads wait for the sum of the same step: the devices tell them apart.
     assert f"rank 1, step {num_done + 1}, backward, " in finished.outputs[0]
     assert f"rank 0 waits in all-reduce of step {num_done + 1}" in finished.outputs[0]
-    assert step_of(find_checkpoints(tmp_path / "runs")[-1]) == num_done
+    assert saved_step(tmp_path / "runs") == num_done
     traces = (tmp_path / "runs").glob("*/hangs/*/rank_0_nccl.json")
     found = [trace.read_text() for trace in traces]
     assert found == (['{"entries": []}'] if dump == "written" else [])

@@ -29,15 +29,7 @@ from hardened_ddp.training.survivor_save import read_failures, refuse_crash_loop
 from tests.harness.processes import is_alive, kill, wait_until
 from tests.harness.ranks import Finished, run_program, start_program, start_training, train
 from tests.marks import Undisturbed
-from tests.run_folder import (
-    find_checkpoints,
-    is_past,
-    last_step,
-    last_tensors,
-    only_run,
-    read_summary,
-    step_of,
-)
+from tests.run_folder import is_past, last_step, last_tensors, only_run, read_summary, saved_step
 
 # No checkpoint before the end: what there is after a fault was saved because of it.
 BARE: list[str | Path] = ["--cpu_only", "--batch_size", "16", "--epochs", "2", "--eval_every", "0"]
@@ -73,7 +65,7 @@ def test_the_ranks_that_are_left_save_the_step_before_a_kill(
         finished = running.wait(40)
     assert finished.statuses[victim] == -signal.SIGKILL
     assert {s for rank, s in enumerate(finished.statuses) if rank != victim} == {RETRY}
-    saved = step_of(find_checkpoints(tmp_path)[-1])
+    saved = saved_step(tmp_path)
     assert f"the state after step {saved} is saved" in finished.output
     if victim != 0:  # rank 0 writes the metrics: it knows the last step that was done
         assert saved >= last_step(tmp_path)
@@ -107,7 +99,7 @@ def test_ranks_of_a_killed_torchrun_save_and_leave(tmp_path: Path) -> None:
         wait_until(lambda: not any(map(is_alive, ranks)), 30, f"the end of {ranks}")
     summary = read_summary(only_run(tmp_path))
     assert summary["status"] == "stopped"
-    assert step_of(find_checkpoints(tmp_path)[-1]) == summary["step"]
+    assert saved_step(tmp_path) == summary["step"]
 
 
 @pytest.mark.slow
@@ -118,7 +110,7 @@ def test_the_time_limit_stops_a_run_that_can_go_on(tmp_path: Path) -> None:
     assert "time_limit: stopping at step" in completed.output
     summary = read_summary(only_run(tmp_path))
     assert summary["status"] == "stopped"
-    assert step_of(find_checkpoints(tmp_path)[-1]) == summary["step"]
+    assert saved_step(tmp_path) == summary["step"]
 
 
 @pytest.mark.parametrize(
