@@ -44,7 +44,7 @@ def every_kind() -> dict[str, Tensor]:
 
     raw = torch.randint(0, 255, (3, 5, 8), dtype=torch.uint8, generator=generator)
     kinds = {
-        f"dtype.{dtype}": raw.ne(0) if dtype is torch.bool else raw.view(dtype) for dtype in DTYPES
+        f"dtype.{kind}": raw.ne(0) if kind is torch.bool else raw.view(kind) for kind in DTYPES
     }
     tied = torch.nn.Parameter(noise(7, 3))
     wide = noise(6, 10)

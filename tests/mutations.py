@@ -74,9 +74,7 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         ("value = mix(seed, step, rank)", "value = mix(seed, step)", "steps sampler replica"),
         ("_seed_all(mix(seed, epoch, index))", "_seed_all(mix(seed, index))", "loader datasets"),
     ],
-    "ranks/process.py": [
-        (" or fields[START_FIELD] != started", "", "run_lock checkpoint_files"),
-    ],
+    "ranks/process.py": [(" or fields[START_FIELD] != started", "", "run_lock checkpoint_files")],
     "ranks/launchers_env.py": [
         ('nodelist).split(",")[0]', 'nodelist).split(",")[-1]', "launcher_environments"),
         ("int(times or 1)", "1", "launcher_environments"),
@@ -86,16 +84,12 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         ('first["token"] != me["token"]', "False", "launch gpu_choice"),
     ],
     "ranks/group.py": [
-        (
-            'getattr(errors, other.get("kind", ""), errors.MainRankError)',
-            "errors.MainRankError",
-            "launch",
-        ),
+        ('getattr(errors, other.get("kind", ""), errors.MainRankError)', "errors.MainRankError",
+         "launch"),
         ("if theirs.get(name) != value", "if theirs.get(name, value) != value", "launch"),
     ],
     "ranks/launch.py": [
-        ('env.setdefault("GLOO_SOCKET_IFNAME", "lo")', "pass", "launch launcher_environments"),
-    ],
+        ('env.setdefault("GLOO_SOCKET_IFNAME", "lo")', "pass", "launch launcher_environments")],
     "reporting/metrics.py": [
         ("number if math.isfinite(number) else None for", "number for", "reporting"),
         ("if step > 0:  # discard", "if False:  # discard", "reporting"),
@@ -132,8 +126,7 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         ('    text += b" " * (-len(text) % 8)\n', "", "checkpoint_files"),
     ],
     "checkpoint/store.py": [
-        ("not in DISK_FULL_ERRORS or not self._make_room()", "not in ()", "checkpoint_crashes"),
-    ],
+        ("not in DISK_FULL_ERRORS or not self._make_room()", "not in ()", "checkpoint_crashes")],
     "guard/hang_rules.py": [
         ("        late = [report for report in late if report.step == first]\n", "",
          "hangs -k 'verdict or blam or decide or told or late or named'"),
@@ -144,16 +137,11 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         ("if self._in_a_row[rank] < NUM_REPORTS:", "if False:", "hangs -k slow"),
     ],
     "guard/divergence.py": [
-        ("if 2 * count > len(everyone)", "if 2 * count >= len(everyone)", "numbers"),
-    ],
-    "guard/stop.py": [
-        ("(self.folder / STOP_FILE).unlink(missing_ok=True)", "pass",
-         "launch restarts test_ddp_training.py -k 'stop'"),
-    ],
-    "step/step.py": [
-        ("            seed_update(seed, step=step, device_type=parts.device.type)",
-         "            pass", "own_optimizers -k 'noisy'"),
-    ],
+        ("if 2 * count > len(everyone)", "if 2 * count >= len(everyone)", "numbers")],
+    "guard/stop.py": [("(self.folder / STOP_FILE).unlink(missing_ok=True)", "pass",
+         "launch restarts test_ddp_training.py -k 'stop'")],
+    "step/step.py": [("            seed_update(seed, step=step, device_type=parts.device.type)",
+         "            pass", "own_optimizers -k 'noisy'")],
     "model/schedule.py": [
         ('if option != "params" and not (option in base and _is_same(value, base[option]))',
          "if option == 'no option'", "own_optimizers -k 'put_back or taken_back'"),
@@ -164,28 +152,21 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         ("schedule.restore(unpack", "(unpack", "own_optimizers -k 'put_back or taken_back'"),
     ],
     "data/batches/batch.py": [
-        ("    if batch.read_part is not None:", "    if batch is None:", "collate"),
-    ],
+        ("    if batch.read_part is not None:", "    if batch is None:", "collate")],
     "model/optimizer.py": [
-        ('names = ["momentum_buffer"] if group["momentum"] else []', "names = []", "optimizer"),
-    ],
+        ('names = ["momentum_buffer"] if group["momentum"] else []', "names = []", "optimizer")],
     "gradients/sums.py": [
         ("return math.isfinite(total) or all(bool(g.isfinite().all()) for g in gradients)",
-         "return math.isfinite(total)", "numbers replica"),
-    ],
+         "return math.isfinite(total)", "numbers replica")],
     "model/checksum.py": [
         ("int(words.dot(low[: len(words)]))", "int(words.sum())", "numbers"),
         ("words.bitwise_xor_(upper.bitwise_and_(", "words.add(upper.bitwise_and_(", "numbers"),
         ("int(upper.dot(high[: len(words)]))", "int(words.dot(high[: len(words)]))", "numbers"),
     ],
     "preflight/memory_format.py": [
-        ("config.model.compile and all(", "config.model.compile and any(", "memory_format"),
-    ],
-    "model/zoo.py": [
-        ("mean_weight = first.weight.sum(dim=1, keepdim=True) / channels",
-         "mean_weight = first.weight.mean(dim=1, keepdim=True) / channels",
-         "datasets -k grey"),
-    ],
+        ("config.model.compile and all(", "config.model.compile and any(", "memory_format")],
+    "model/zoo.py": [("mean_weight = first.weight.sum(dim=1, keepdim=True) / channels",
+         "mean_weight = first.weight.mean(dim=1, keepdim=True) / channels", "datasets -k grey")],
     "ddp_runs/machine.py": [
         ("if problems:", "if False:", "doctor"),
         ("if strange:", "if False:", "doctor"),
@@ -195,22 +176,17 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         ("elif rate < _LINK_SHARE * nominal:", "elif False:", "cluster"),
         ('abs(m["ahead_s"]) > _CLOCK_S', "False", "cluster"),
     ],
-    "ddp_runs/software.py": [
-        ("if version > newest:", "if False:", "doctor"),
-    ],
+    "ddp_runs/software.py": [("if version > newest:", "if False:", "doctor")],
     "export/export.py": [
         ("and not (output.is_dir() and not any(output.iterdir()))", "", "export_formats"),
         ("hexdigest() != written:", "hexdigest() == 0:", "export_formats"),
         ("path.chmod((aside / CARD_NAME).stat().st_mode)", "pass", "export_formats"),
     ],
-    "settings/layers.py": [
-        ("0 < loop.max_steps <= optimizer.warmup_steps",
-         "0 < loop.max_steps < optimizer.warmup_steps", "settings_problems"),
-    ],
+    "settings/layers.py": [("0 < loop.max_steps <= optimizer.warmup_steps",
+         "0 < loop.max_steps < optimizer.warmup_steps", "settings_problems")],
     "settings/config.py": [
         ("value < self.high if self.is_high_open else value <= self.high", "value <= self.high",
-         "settings_problems"),
-    ],
+         "settings_problems")],
 }
 # fmt: on
 """For each file: what stands there, what takes its place, and the tests: hangs are those of

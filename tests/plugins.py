@@ -110,10 +110,6 @@ def points_that_hang(
     return SlowPoints(size, pause_s, index=index, marker=marker) if train else Points(17)
 
 
-def points_with_nan(train: bool, size: int = 40) -> Points:
-    return FaultyPoints(size, {13: "nan"}, "") if train else Points(17)
-
-
 def is_first_time(marker: str) -> bool:
     """Say whether the file marker is not there yet, and make it; always, without a name."""
     try:

@@ -25,10 +25,7 @@ def test_a_start_that_goes_back_behind_two_others_takes_both_back() -> None:
         make_start(2, {2: (2, 3)}),
     ]
     assert account.count_lost_steps(starts) == 3
-    assert [(line.step, line.ids) for line in account.kept_lines(starts)] == [
-        (1, (0, 1)),
-        (2, (2, 3)),
-    ]
+    assert [(x.step, x.ids) for x in account.kept_lines(starts)] == [(1, (0, 1)), (2, (2, 3))]
 
 
 def test_samples_too_often_and_missing_are_counted_apart() -> None:

@@ -206,11 +206,9 @@ def test_a_file_that_hits_the_shells_limit_is_an_error_that_says_so(store: Check
 
     def write_limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
-        with pytest.raises(
-            CheckpointError, match=r"File too large: \d+ bytes are needed"
-        ) as caught:
+        with pytest.raises(CheckpointError, match=r"File too large: \d+ bytes are needed") as told:
             write_step(store, 3, size=2**16)
-        assert "ulimit" in caught.value.fix
+        assert "ulimit" in told.value.fix
 
     assert run_forked(write_limited) == 0
     assert list_steps(store.root) == [2]

@@ -158,9 +158,7 @@ def test_the_image_compose_and_skypilot_start_the_command() -> None:
     assert json.loads(last.removeprefix("ENTRYPOINT ")) == ["tini", "--", "hardened-ddp"]
     build = next(part for part in parts_of(DEPLOY / "compose.yaml") if "dockerfile" in part)
     assert (DEPLOY / build["context"] / build["dockerfile"]).is_file()
-    task = {
-        name: value for part in parts_of(DEPLOY / "skypilot.yaml") for name, value in part.items()
-    }
+    task = {n: v for part in parts_of(DEPLOY / "skypilot.yaml") for n, v in part.items()}
     assert task["recover_on_exit_codes"] == [3, 75]
     assert "hardened-ddp" in task["run"]
     assert "--stop_status 3" in task["run"]
@@ -253,9 +251,7 @@ def test_skypilots_own_parser_accepts_its_file_and_no_misspelt_one(tmp_path: Pat
 def test_two_workers_of_ray_are_two_ranks_of_one_run(tmp_path: Path) -> None:
     ray = shutil.which("ray")
     if ray is None:
-        pytest.skip(
-            "there is no ray: pip install 'ray[train]' beside torch, in another environment"
-        )
+        pytest.skip("there is no ray: pip install 'ray[train]' beside torch, in another venv")
     argv = [Path(ray).with_name("python"), DEPLOY / "ray_train.py", "--workers", "2", "--"]
     argv += ["--cpu_only", "--max_steps", "4", "--num_workers", "0", "--batch_size", "10"]
     argv += ["--model", "mlp", "--dataset", "tests.plugins:points", "--no_tensorboard"]

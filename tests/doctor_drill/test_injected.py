@@ -141,10 +141,7 @@ def test_writes_outside_also_through_links_are_refused_and_descriptors_not(tmp_p
     ):
         with pytest.raises(PermissionError, match="outside"):
             made.hear(event, args)
-    assert {record["path"] for record in told(tmp_path, "outside")} == {
-        f"{tmp_path}/a",
-        f"{tmp_path}/b",
-    }
+    assert {r["path"] for r in told(tmp_path, "outside")} == {f"{tmp_path}/a", f"{tmp_path}/b"}
 
 
 def test_a_fault_comes_once_in_its_step_on_its_rank(tmp_path: Path) -> None:

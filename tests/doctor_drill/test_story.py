@@ -110,15 +110,11 @@ def test_a_file_that_was_cut_is_seen_by_its_own_format(tmp_path: Path) -> None:
     content = len(header).to_bytes(8, "little") + header + bytes(100)
     (tmp_path / "a.safetensors").write_bytes(content)
     (tmp_path / "a.bin").write_bytes(b"of nobody's format")
-    for name, was, is_now in (
-        ("pt", True, False),
-        ("safetensors", True, False),
-        ("bin", None, None),
-    ):
+    for name, was, now in (("pt", True, False), ("safetensors", True, False), ("bin", None, None)):
         path = tmp_path / f"a.{name}"
         assert is_whole(path) is was
         os.truncate(path, path.stat().st_size // 2)
-        assert is_whole(path) is is_now
+        assert is_whole(path) is now
 
 
 @pytest.mark.parametrize(

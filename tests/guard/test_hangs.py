@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hardened_ddp.errors import HangError
-from hardened_ddp.guard import hang_rules
+from hardened_ddp.guard import hang_rules as rules
 from hardened_ddp.guard.hang import HangWatch
 from hardened_ddp.guard.hang_rules import LONG_FACTOR, Report, decide, limits_ns, longest_wait_s
 from hardened_ddp.guard.slow import NUM_REPORTS, SlowRanks
@@ -221,10 +221,7 @@ def at(rank: int, step: int, phase: int, age_s: float, **others: object) -> Repo
             "rank 1 waits in agreement on a stop of step 7, 70 s",
         ),
         (
-            [
-                at(0, 7, Phase.ALL_REDUCE, 61),
-                at(1, 7, Phase.ALL_REDUCE, 61, state=hang_rules.STOPPED),
-            ],
+            [at(0, 7, Phase.ALL_REDUCE, 61), at(1, 7, Phase.ALL_REDUCE, 61, state=rules.STOPPED)],
             (),
             "rank 1, step 7, all-reduce, 61 s, the process is stopped (SIGSTOP); "
             "rank 0 waits in all-reduce of step 7",
@@ -254,7 +251,7 @@ def test_the_verdict_names_who_holds_up_the_others(
     assert (verdict and verdict.text) == text
 
 
-@pytest.mark.parametrize("state", [hang_rules.HELD, hang_rules.SILENT, "D"])
+@pytest.mark.parametrize("state", [rules.HELD, rules.SILENT, "D"])
 def test_what_keeps_a_rank_from_answering_is_said(state: str) -> None:
     verdict = decide(
         [at(0, 7, Phase.ALL_REDUCE, 9), at(1, 7, Phase.FORWARD, 9, state=state)], wait_limit_s=540

@@ -53,7 +53,8 @@ def test_the_module_that_first_gives_nan_is_named_with_rank_and_samples(
 
 
 def test_a_sample_that_is_nan_is_named(tmp_path: Path) -> None:
-    flags = ["--dataset", "tests.plugins:points_with_nan", "--no_check_inputs", *spoiled()]
+    flags = ["--dataset", "tests.plugins:faulty_points", "--no_check_inputs", *spoiled()]
+    flags += ["--dataset_args", "{size: 48, flags: '', faults: {13: nan}}"]
     finished = run(tmp_path, 2, *flags)
     assert finished.statuses == (1, 1)
     assert "samples [13]: the loss is nan; the input itself is not finite" in finished.output

@@ -132,13 +132,11 @@ def test_ranks_that_are_numbered_wrongly_are_told_at_once_on_all(
     assert all(text in messages[0] for text in texts)
 
 
-@pytest.mark.parametrize(
-    ("address", "is_four"), [("10.0.0.1", True), ("::1", False), ("node-1", True)]
-)
-def test_clients_of_an_ipv4_address_are_not_looked_up_as_ipv6(address: str, is_four: bool) -> None:
+@pytest.mark.parametrize(("address", "is_v4"), [("10.0.0.1", True), ("::1", False), ("node", True)])
+def test_clients_of_an_ipv4_address_are_not_looked_up_as_ipv6(address: str, is_v4: bool) -> None:
     launch = Launch(master_addr=address, master_port=held_port(), world_size=2, num_nodes=2)
     with socket.socket(fileno=_listen(launch)) as listener:
-        assert (listener.family == socket.AF_INET) == is_four
+        assert (listener.family == socket.AF_INET) == is_v4
 
 
 def share_values() -> tuple[object, ...]:
@@ -173,10 +171,8 @@ def test_ranks_share_values_results_and_errors_of_rank_0() -> None:
     values, total, first, answer, failure, mismatch = results[0]
     assert values == [{"rank": rank, "text": "x" * rank} for rank in range(3)]
     assert (total, first, answer) == (3.0, 5, {"from": 0})
-    assert (
-        failure
-        == "dividing failed on rank 0: ZeroDivisionError: integer division or modulo by zero"
-    )
+    error = "ZeroDivisionError: integer division or modulo by zero"
+    assert failure == f"dividing failed on rank 0: {error}"
     assert "rank 1: data is 'b', rank 0 has 'c'; rank 2: data is None, rank 0 has 'c'" in mismatch
 
 

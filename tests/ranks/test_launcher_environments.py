@@ -72,9 +72,7 @@ BAD: list[tuple[Mapping[str, str], Change, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("env", "change", "text", "command"), BAD, ids=lambda value: str(value)[:60]
-)
+@pytest.mark.parametrize(("env", "change", "text", "command"), BAD, ids=lambda v: str(v)[:60])
 def test_a_bad_environment_is_one_clear_error(
     env: Mapping[str, str], change: Change, text: str, command: str
 ) -> None:

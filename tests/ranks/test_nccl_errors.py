@@ -98,12 +98,9 @@ def test_a_start_that_fails_says_what_nccl_said_last_and_explain_what_helps(
     case: tuple[str, str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, found, fix = case
-    meeting = {
-        "open_store": lambda *_: dist.HashStore(),
-        "rendezvous": lambda store, *_, **__: store,
-    }
+    met = {"open_store": lambda *_: dist.HashStore(), "rendezvous": lambda store, *_, **__: store}
     with (
-        mock.patch.multiple(group_module, **meeting),
+        mock.patch.multiple(group_module, **met),
         mock.patch.object(dist, "init_process_group", side_effect=dist.DistBackendError(text)),
         pytest.raises(GroupError) as caught,
     ):

@@ -54,13 +54,11 @@ def sums_of_shapes(shared_memory: bool) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("world_size", slow_after(1, [3, 5]))
 def test_all_ranks_get_the_sum_in_the_same_bits(world_size: int) -> None:
-    everyone = run_ranks(sums_of_shapes, world_size, True)
-    for other in everyone[1:]:
-        for mine, its in zip(everyone[0], other, strict=True):
+    ranks = run_ranks(sums_of_shapes, world_size, True)
+    for other in ranks[1:]:
+        for mine, its in zip(ranks[0], other, strict=True):
             assert torch.equal(mine, its)
-    for shared, gloo in zip(
-        everyone[0], run_ranks(sums_of_shapes, world_size, False)[0], strict=True
-    ):
+    for shared, gloo in zip(ranks[0], run_ranks(sums_of_shapes, world_size, False)[0], strict=True):
         torch.testing.assert_close(shared, gloo)
 
 

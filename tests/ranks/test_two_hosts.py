@@ -233,9 +233,7 @@ def test_a_cut_cable_has_a_clear_verdict_on_both_hosts_within_the_timeout(
         start_program(argvs[0], host=hosts.host(0), env=by_hand(0)) as first,
         start_program(argvs[1], host=hosts.host(1), env=by_hand(1)) as second,
     ):
-        first.wait_for(
-            lambda: list(folders[0].glob("*/metrics.jsonl")), timeout_s=90, what="a step"
-        )
+        first.wait_for(lambda: [*folders[0].glob("*/metrics.jsonl")], timeout_s=90, what="a step")
         hosts.cut()
         cut_at = time.monotonic()
         done = [command.wait(timeout_s=3 * TIMEOUT_S + 20) for command in (first, second)]

@@ -426,9 +426,7 @@ def test_other_ranks_threads_and_samples_are_named(small_run: Path, tmp_path: Pa
     text = parted(small_run, threads)
     assert "they part at step 3: the same loss, another gradient" in text
     assert "machine:  threads 1 / 2" in text
-    ranks = run_of(
-        tmp_path / "ranks", *SMALL, "--global_batch_size", "4", "--batch_size", "2", ranks=2
-    )
+    ranks = run_of(tmp_path / "2", *SMALL, "--global_batch_size", "4", "--batch_size", "2", ranks=2)
     text = parted(small_run, ranks)
     assert "ranks:    world_size 1 / 2" in text
     assert "added up in another order" in text

@@ -131,10 +131,8 @@ def test_the_page_has_faults_goodput_settings_and_machines(tmp_path: Path) -> No
     assert marks.keys() == {"checkpoint", "retry", "slow"}
     [retried] = marks["retry"]["x"]
     assert retried.startswith(time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(BEGAN + 9)))
-    by_rank = {
-        trace["name"]: trace for trace in by_title["step time by rank, newest start"]["data"]
-    }
-    assert by_rank["forward"]["y"] == [10.0, 10.0]
+    ranks = {trace["name"]: trace for trace in by_title["step time by rank, newest start"]["data"]}
+    assert ranks["forward"]["y"] == [10.0, 10.0]
 
 
 def test_the_first_words_say_how_the_run_went(tmp_path: Path) -> None:
@@ -271,8 +269,6 @@ def test_the_page_of_a_run_that_failed_often_is_readable(tmp_path: Path) -> None
     settings = page.partition("<h2>Settings")[2].partition("<details>")[0]
     assert "<td>batch_size</td><td>8   (command line)</td>" in settings
     assert "(run)" not in settings  # those at their default are folded, also after a resume
-    [texts] = [
-        f["data"][0]["text"] for n, f in figures_of(page).items() if n.startswith("attempts")
-    ]
-    assert texts[0] == "1: steps 0 to 5, 3 ranks, failed or killed"
-    assert texts[-1] == "9: steps 0 to 5, 3 ranks, finished"
+    [said] = [f["data"][0]["text"] for n, f in figures_of(page).items() if n.startswith("attempts")]
+    assert said[0] == "1: steps 0 to 5, 3 ranks, failed or killed"
+    assert said[-1] == "9: steps 0 to 5, 3 ranks, finished"

@@ -257,15 +257,13 @@ def on_a_terminal(folder: Path, *, width: int, height: int) -> list[str]:
     fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
     words = [sys.executable, "-X", "importtime", ROOT / "ddp_training.py", "watch"]
     command = [*words, "--output_dir", folder, "--every", "0.2"]
-    environment = {"TERM": "xterm-256color", "LANG": "C.UTF-8", "PYTHONUTF8": "1"}
-    environment = clean_environment(environment)
+    env = {"TERM": "xterm-256color", "LANG": "C.UTF-8", "PYTHONUTF8": "1"}
+    env = clean_environment(env)
     for name in ("COLUMNS", "LINES", "NO_COLOR"):
-        environment.pop(name, None)
+        env.pop(name, None)
     with (
         (folder / "imports").open("w") as imports,
-        subprocess.Popen(
-            command, stdin=inner, stdout=inner, stderr=imports, env=environment
-        ) as process,
+        subprocess.Popen(command, stdin=inner, stdout=inner, stderr=imports, env=env) as process,
     ):
         os.close(inner)
         seen = b""
