@@ -1,6 +1,8 @@
 """The benchmarks that only print: each runs on any machine, and says what it is to say."""
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -29,3 +31,23 @@ def test_it_prints_what_it_is_to_say(words: str) -> None:
     name, *options = words.split()
     done = run_program(["python", f"benchmarks/{name}", *options], timeout_s=200).ok()
     assert re.search(SAID[words], done.stdout, re.MULTILINE)
+
+
+LOGS = {
+    "oom": ("[rank1]: torch.OutOfMemoryError: CUDA out of memory.\n", ["memory-gpu"]),
+    "wrong": ("RuntimeError: CUDA error: device-side assert triggered\n", ["memory-gpu"]),
+    "done": ("step 1 loss 0.3\nTraining finished\n", ["healthy"]),
+    "cut": ("step 1 loss 0.3\nstep 2 loss 0.2\n", ["healthy"]),
+}
+
+
+def test_what_explain_claims_is_counted_beside_the_truth(tmp_path: Path) -> None:
+    for name, (text, codes) in LOGS.items():
+        (tmp_path / f"{name}.log").write_text(text)
+        (tmp_path / f"{name}.json").write_text(json.dumps({"codes": codes}))
+    done = run_program(["python", "benchmarks/explain_calibration.py", tmp_path], timeout_s=60)
+    assert done.status == 1, done.stderr
+    assert "| certain | 2 | 1 (50%) | 95% |" in done.stdout
+    assert "| healthy | 1 | 1 (100%) | 100% |" in done.stdout
+    assert "| open | 1 |" in done.stdout
+    assert f"certain: gpu-assert for {tmp_path / 'wrong.log'}" in done.stdout
