@@ -184,9 +184,7 @@ def test_a_course_that_was_left_goes_first_when_the_disk_is_full(store: Checkpoi
 
 @pytest.mark.parametrize("call", ["write", "sync", "rename", "create", "sync_folder"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
-def test_a_disk_that_stays_broken_is_an_error_and_the_newest_and_best_stay(
-    store: CheckpointStore, call: str, number: int
-) -> None:
+def test_a_broken_disk_costs_no_checkpoint(store: CheckpointStore, call: str, number: int) -> None:
     write_step(store, 1, best={"value": 1.0})
     write_step(store, 2)
     broken = store_on(store.root, failing_disk(call, number, times=99))
@@ -248,9 +246,7 @@ def test_a_real_full_disk_keeps_the_newest_and_the_best(small_disk: Path) -> Non
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_rename_that_another_survivor_was_faster_with_or_whose_reply_is_lost_counts(
-    store: CheckpointStore, is_first: bool
-) -> None:
+def test_a_rename_of_another_or_unanswered_counts(store: CheckpointStore, is_first: bool) -> None:
     def lose(name: str, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if name != "rename":
             return call(*args)

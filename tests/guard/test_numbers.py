@@ -128,7 +128,7 @@ def test_the_checkpoint_to_go_back_to_is_kept(tmp_path: Path, undisturbed: Undis
 
 
 @pytest.mark.slow
-def test_a_rank_that_differs_gets_the_state_of_the_others(
+def test_a_rank_that_differs_gets_the_others_state(
     tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
     never = ["--checkpoint_every_steps", "0", "--check_replicas_every", "1"]

@@ -75,9 +75,7 @@ class TestPresets:
         assert machine.dry_run("2") == f"env OMP_NUM_THREADS=1 {PRESETS['2']}"
         assert machine.dry_run("6") == PRESETS["6"]
 
-    def test_the_run_is_the_process_itself_in_its_folder_and_gets_every_word_as_it_is(
-        self, copied: Path, tmp_path: Path
-    ) -> None:
+    def test_the_run_is_the_process_and_gets_each_word(self, copied: Path, tmp_path: Path) -> None:
         words = ["--run_name", "a b", "it's", "*", "$HOME", 'say "hi"', "", "new\nline", "\\"]
         argv = [copied / "launch_examples.sh", "6", *words]
         with start_command(argv, cwd=tmp_path) as command:

@@ -31,9 +31,7 @@ def wait_for_steps(running: Running, output: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_stop_in_a_pod_is_3_and_the_same_command_goes_on_to_the_same_weights(
-    tmp_path: Path,
-) -> None:
+def test_a_stop_in_a_pod_is_3_and_the_same_command_goes_on_to_equal_weights(tmp_path: Path) -> None:
     pace, log = tmp_path / "pace", tmp_path / "termination-log"
     log.touch()
     argv = [*COMMAND, "--nproc_per_node", "2"]

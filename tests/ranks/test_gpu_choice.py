@@ -32,9 +32,7 @@ from tests.launcher_environments import SRUN, TORCHRUN
         (1, 2, TORCHRUN, None),
     ],
 )
-def test_a_rank_takes_a_gpu_by_what_it_sees(
-    case: tuple[int, int, dict[str, str], int | None],
-) -> None:
+def test_a_rank_takes_a_gpu_that_it_sees(case: tuple[int, int, dict[str, str], int | None]) -> None:
     visible, local_rank, env, index = case
     has_own_gpus = read_launch(env).has_own_gpus
     launch = Launch(launcher="torchrun", local_rank=local_rank, has_own_gpus=has_own_gpus)

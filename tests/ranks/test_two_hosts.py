@@ -61,9 +61,7 @@ def by_hand(index: int, port: int = 29700, address: str = ADDRESSES[0]) -> dict[
 
 
 @pytest.mark.slow
-def test_two_hosts_train_as_one_run_with_the_weights_of_one_host(
-    hosts: TwoHosts, tmp_path: Path
-) -> None:
+def test_two_hosts_train_to_the_weights_of_one_host(hosts: TwoHosts, tmp_path: Path) -> None:
     words = [*RUN, "--output_dir", tmp_path / "two"]
     with (
         start_program(torchrun(0, *words), host=hosts.host(0)) as first,
@@ -122,9 +120,7 @@ def await_steps(running: Running, output: Path, *, num_ranks: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_agent_of_an_elastic_run_changes_nothing_but_the_speed(
-    hosts: TwoHosts, tmp_path: Path
-) -> None:
+def test_a_killed_elastic_agent_changes_only_the_speed(hosts: TwoHosts, tmp_path: Path) -> None:
     output = tmp_path / "runs"
     job = ["--rdzv_endpoint=node0:29701", "--rdzv_id=job", "ddp_training.py", *ELASTIC, *PACED]
     job += ["--timeout_s", "20", "--output_dir", str(output)]
@@ -223,9 +219,7 @@ def test_mpirun_on_two_hosts_agrees_on_a_place_to_meet(hosts: TwoHosts, tmp_path
 
 
 @pytest.mark.slow
-def test_a_cut_cable_has_a_clear_verdict_on_both_hosts_within_the_timeout(
-    hosts: TwoHosts, tmp_path: Path
-) -> None:
+def test_a_cut_cable_is_told_on_both_hosts_in_the_timeout(hosts: TwoHosts, tmp_path: Path) -> None:
     words = ["--cpu_only", "--epochs", "1000", "--log_interval", "1", "--timeout_s", str(TIMEOUT_S)]
     folders = [tmp_path / "node0", tmp_path / "node1"]
     argvs = [["python", "ddp_training.py", *words, "--output_dir", f] for f in folders]
@@ -259,9 +253,7 @@ FAILED_RENDEZVOUS = {
 
 
 @pytest.mark.parametrize("what", slow_after(1, FAILED_RENDEZVOUS))
-def test_a_failed_rendezvous_says_what_was_tried(
-    what: str, hosts: TwoHosts, tmp_path: Path
-) -> None:
+def test_a_failed_rendezvous_says_what_it_tried(what: str, hosts: TwoHosts, tmp_path: Path) -> None:
     rank, address, text = FAILED_RENDEZVOUS[what]
     env = by_hand(rank, address=address)
     argv = ["python", "ddp_training.py", "--cpu_only", "--timeout_s", "4", "--output_dir", tmp_path]

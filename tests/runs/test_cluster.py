@@ -170,9 +170,7 @@ def test_a_link_that_gives_far_less_than_it_should_is_named_even_if_all_do() -> 
     assert "where its link should give 50.0 GB/s" in judged(*hosts)["links"].detail
 
 
-def test_gpus_are_read_and_errors_get_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_are_read_and_errors_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho '0, 1980, 0, Not Active'; echo '1, 1980, 3, Active'\n")
     program.chmod(0o755)

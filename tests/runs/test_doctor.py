@@ -152,9 +152,7 @@ class TestMachine:
         ],
         ids=["v2", "v1"],
     )
-    def test_a_container_that_is_nearly_full_fails_even_on_a_large_machine(
-        self, folder: str, names: str, tmp_path: Path
-    ) -> None:
+    def test_a_nearly_full_container_fails(self, folder: str, names: str, tmp_path: Path) -> None:
         (tmp_path / folder).mkdir(exist_ok=True)
         limit, used, cached = names.split()
         for name in (limit, used):
@@ -217,9 +215,7 @@ class TestNetwork:
         assert told in check.detail
         assert f"add '127.0.0.1 {name}' to /etc/hosts" in check.advice
 
-    def test_a_name_server_that_does_not_answer_is_not_waited_for(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_silent_name_server_is_not_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(machine, "_LOOKUP_S", 0.0)
         answered = threading.Event()
         monkeypatch.setattr(machine.socket, "getaddrinfo", lambda *name: answered.wait(20))

@@ -26,11 +26,6 @@ from tests.harness.ranks import (
 WAITS = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(1000)"]
 
 
-def hang_on(rank: int) -> None:
-    if int(os.environ["RANK"]) == rank:
-        threading.Event().wait()
-
-
 def say_and_hang() -> None:
     print("ready")
     threading.Event().wait()
@@ -153,7 +148,7 @@ def test_a_held_port_is_for_those_who_are_told_it() -> None:
 def test_the_end_of_pytest_ends_the_server_and_its_ranks() -> None:
     script = (
         "import os, signal; from tests.harness import ranks; from tests.tools import test_harness;"
-        "running = ranks.start_ranks(test_harness.hang_on, 1, 0);"
+        "running = ranks.start_ranks(test_harness.say_and_hang, 1);"
         "keepers = [child.keeper for child in ranks.CHILDREN];"
         "print(*ranks.SERVER_PIDS, *keepers, *running.pids, flush=True);"
         "os.kill(os.getpid(), signal.SIGKILL)"

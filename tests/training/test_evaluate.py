@@ -164,9 +164,7 @@ def best_and_stop(output_dir: Path) -> dict[str, Any]:
     return {name: meta[name] for name in names}
 
 
-def test_a_run_that_dies_in_an_evaluation_measures_and_stops_as_the_whole_one(
-    tmp_path: Path,
-) -> None:
+def test_a_run_that_dies_in_an_evaluation_measures_and_stops_as_a_whole_one(tmp_path: Path) -> None:
     argv = [*POINTS, *STOPPING, "--model", "tests.training.test_evaluate:EndsInEvaluation"]
     argv += ["--run_name", "run", "--model_args"]
     (tmp_path / "none").touch()
