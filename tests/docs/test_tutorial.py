@@ -11,8 +11,9 @@ from ddp_runs.tools import run_tool
 from hardened_ddp.settings.cli import parse
 from tests.docs.test_docs import ELSEWHERE, typed_elsewhere
 from tests.documents import commands_of, text_of
+from tests.drills.forked import run_trainer_forked
 from tests.harness.processes import ROOT
-from tests.harness.ranks import import_in_server, run_program, run_trainer_forked
+from tests.harness.ranks import import_in_server, run_program
 
 SCRIPTS = sorted((ROOT / "examples" / "tutorial").glob("*.py"))
 LAUNCH = "torchrun --standalone --nproc_per_node=2 examples/tutorial/"

@@ -1,9 +1,9 @@
-"""Drills on forked ranks: the same as the command drill does, without an import of torch per rank.
+"""Drills and replays on forked ranks: as their commands do, without an import of torch per rank.
 
 Owns: ForkedRanks, which is to ddp_drills/runner.py what its own processes are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from ddp_drills.processes import SCRIPT, Start, await_end
 from ddp_drills.runner import Drills
 from ddp_drills.work import Work
 from tests.harness.processes import kill, list_pids, read_process
-from tests.harness.ranks import Running, start_program, start_training
+from tests.harness.ranks import Running, start_program, start_training, train
 
 
 class ForkedRanks:
@@ -73,3 +73,12 @@ def start_forked(start: Start) -> Any:  # Any: what behaves as Ranks
     env = {"MASTER_PORT": str(start.port), "MASTER_ADDR": start.host}
     started = start_training(start.flags, start.num_ranks, env=env, missing=start.missing)
     return ForkedRanks(started, start.log, by_torchrun=False)
+
+
+def run_trainer_forked(
+    argv: Sequence[str | Path], ranks: int, env: Mapping[str, str], log: Path
+) -> int:
+    """In the place of run_trainer of the command replay: its ranks need not import torch."""
+    done = train(argv, ranks, env=env, launcher="torchrun" if ranks > 1 else "none")
+    log.write_text(done.output, encoding="utf-8")
+    return max(map(int, done.statuses))

@@ -45,7 +45,7 @@ from tests.harness.processes import (
 from tests.launcher_environments import variables
 
 T = TypeVar("T")
-POLL_S = 0.005
+POLL_S = 0.01
 STACK_LIMIT_S = 2.0
 TAIL_CHARACTERS = 12_000
 ANSWER_LIMIT_S = 120.0  # imports of torch and the package, on a machine that does other things too
@@ -170,16 +170,11 @@ class Running:
                 raise RankFailure(f"all ranks ended before {what}", self._finished())
             if time.monotonic() > end:
                 self._fail(f"{limit_of(timeout_s):g} s went by without {what}")
-            time.sleep(4 * POLL_S)
+            time.sleep(POLL_S)
 
     def wait(self, timeout_s: float) -> Finished:
         """Wait for the end of all ranks. Raises RankFailure with their stacks after timeout_s."""
-        end = deadline(timeout_s)
-        while living := self.living():
-            if time.monotonic() > end:
-                names = ", ".join(map(str, living))
-                self._fail(f"rank {names} did not end in {limit_of(timeout_s):g} s")
-            time.sleep(POLL_S)
+        self.wait_for(lambda: not self.living(), timeout_s=timeout_s, what="the end of all ranks")
         return self._finished()
 
     def _fail(self, reason: str) -> None:
@@ -216,7 +211,7 @@ class Running:
         end = time.monotonic() + STACK_LIMIT_S
         while time.monotonic() < end and not all(map(_text_of, paths.values())):
             time.sleep(POLL_S)
-        time.sleep(20 * POLL_S)  # for the rest of it
+        time.sleep(10 * POLL_S)  # for the rest of it
 
     def _finished(self) -> Finished:
         ranks = range(len(self.pids))
@@ -410,15 +405,6 @@ def run_command(argv: Sequence[str | Path], *, timeout_s: float, **how: Any) -> 
     """Run a command to its end. Raises RankFailure, with its output, after timeout_s."""
     with start_command(argv, **how) as command:
         return command.wait(timeout_s=timeout_s)
-
-
-def run_trainer_forked(
-    argv: Sequence[str | Path], ranks: int, env: Mapping[str, str], log: Path
-) -> int:
-    """In the place of run_trainer of the command replay: its ranks need not import torch."""
-    done = train(argv, ranks, env=env, launcher="torchrun" if ranks > 1 else "none")
-    log.write_text(done.output, encoding="utf-8")
-    return max(map(int, done.statuses))
 
 
 def held_port() -> int:

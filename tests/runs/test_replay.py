@@ -35,7 +35,8 @@ from hardened_ddp.step.gradient import Attempt, Outcome
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
 from hardened_ddp.step.records import Records, hash_of
-from tests.harness.ranks import run_trainer_forked, train
+from tests.drills.forked import run_trainer_forked
+from tests.harness.ranks import train
 from tests.plugins import Points
 
 HERE = "tests.runs.test_replay"
