@@ -34,6 +34,7 @@ import sys
 import tempfile
 import types
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 from unittest import mock
@@ -163,16 +164,10 @@ def be_rank(channel: socket.socket, folder: Path, rank: int) -> None:
             sys.exit(importlib.import_module("ddp_training").main(job["argv"]))
         case "program":
             run_program(job["argv"], folder)
-        case _:
-            run_target(job, folder / f"result-{rank}.pickle")
-
-
-def run_target(job: Mapping[str, Any], result: Path) -> None:
-    """Call a test's function, and leave its result in a file."""
-    target: Any = importlib.import_module(job["module"])
-    for name in job["name"].split("."):
-        target = getattr(target, name)
-    result.write_bytes(pickle.dumps(target(*pickle.loads(job["arguments"]))))
+        case _:  # a test's function
+            target, arguments = pickle.loads(job["call"])
+            result = pickle.dumps(target(*arguments))
+            (folder / f"result-{rank}.pickle").write_bytes(result)
 
 
 def run_program(argv: Sequence[str], folder: Path) -> None:
@@ -183,13 +178,8 @@ def run_program(argv: Sequence[str], folder: Path) -> None:
     elif program != sys.executable and Path(program).name not in ("python", "python3"):
         raise ValueError(f"not a command of python: {argv}")
 
-    def fork_rank(  # in the place of get_subprocess_handler
-        entrypoint: str, args: Any, env: Any, stdout: Any, stderr: Any, *_: object, **__: object
-    ) -> ForkedRank:
-        return ForkedRank(args, env, (stdout, stderr), folder / PIDS_NAME)
-
     starts = "torch.distributed.elastic.multiprocessing.api.get_subprocess_handler"
-    with mock.patch(starts, fork_rank):
+    with mock.patch(starts, partial(ForkedRank, folder / PIDS_NAME)):
         if words[:2] == ["-m", "torch.distributed.run"]:
             sys.argv = ["torchrun", *words[2:]]
             importlib.import_module("torch.distributed.run").main()
@@ -223,16 +213,10 @@ def be_python(words: Sequence[str]) -> None:
 class ForkedRank:
     """A rank of a forked torchrun: what its agent has as a SubprocessHandler, and its Popen."""
 
-    def __init__(
-        self,
-        args: Sequence[str],
-        env: Mapping[str, str],
-        streams: tuple[str | None, str | None],
-        pids: Path,
-    ) -> None:
+    def __init__(self, pids: Path, *, args: Any, env: Any, stdout: Any, stderr: Any, **_: object):
         self.proc = self
         is_ready, ready = os.pipe()
-        work = (args, {**os.environ, **env}, streams, ready)
+        work = (args, {**os.environ, **env}, (stdout, stderr), ready)
         while True:
             self._process = _FORK.Process(target=_be_rank_of_torchrun, args=work)
             self._process.start()

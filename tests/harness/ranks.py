@@ -324,8 +324,7 @@ def start_ranks(
 
     target is a function at the top level of a test module.
     """
-    job = {"kind": "call", "module": target.__module__, "name": target.__qualname__}
-    job["arguments"] = pickle.dumps(args)
+    job = {"kind": "call", "call": pickle.dumps((target, args))}
     # WHY loopback: gloo would look for the address of the host's name, and may find none
     return _start_by_torchrun(
         job, world_size, {"GLOO_SOCKET_IFNAME": "lo", **(env or {})}, Path.cwd()
