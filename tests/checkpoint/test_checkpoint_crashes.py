@@ -114,7 +114,6 @@ def test_a_crash_at_any_call_leaves_the_old_or_the_new_checkpoint(
         # the next start clears up and goes on
         assert run_forked(lambda after=after: write_step(after, 5, best={"value": 0.9})) == 0
         last, rejected = find_newest(after.root)
-        assert last is not None
         assert last.step == 5
         assert rejected == []
         assert sorted(os.listdir(root)) == ["best.json", "step-000000005"]
@@ -158,8 +157,7 @@ def test_a_full_disk_costs_the_oldest_checkpoint_and_the_write_goes_on(
     full = store_on(store.root, failing_disk(call, number, after=after))
     write_step(full, 4)
     assert list_steps(store.root) == [4, 3, 1]
-    found = found_in(store)
-    assert_holds(found)
+    assert_holds(found_in(store))
 
 
 @pytest.mark.parametrize(("call", "after"), [("rename", 0), ("sync_folder", 1)])
@@ -235,8 +233,7 @@ def test_a_real_full_disk_keeps_the_newest_and_the_best(small_disk: Path) -> Non
     with pytest.raises(CheckpointError, match=r"No space left.*104\d{4} bytes are needed"):
         write_step(store, 4, size=size)
     assert list_steps(store.root) == [3, 2]
-    found = found_in(store)
-    assert_holds(found, size=size)
+    assert_holds(found_in(store), size=size)
     (small_disk / "filler").write_bytes(b"x" * 2**19)
     with pytest.raises(OSError, match="No space"):
         (small_disk / "rest").write_bytes(b"x" * 2**21)
@@ -257,7 +254,5 @@ def test_a_rename_of_another_or_unanswered_counts(store: CheckpointStore, is_fir
         raise FileNotFoundError(errno.ENOENT, "lost reply")  # as on NFS
 
     path = write_step(store_on(store.root, disk_with(lose)), 1)
-    found = verify_checkpoint(path)
-    assert isinstance(found, Found)
-    assert_holds(found)
+    assert_holds(verify_checkpoint(path))
     assert os.listdir(store.root) == [path.name]

@@ -66,7 +66,6 @@ def test_the_newest_valid_one_is_found_and_the_others_are_named(store: Checkpoin
     os.truncate(store.root / "step-000000002" / "state.safetensors", 50)
     (store.root / "step-x").mkdir()
     found, rejected = folder.find_newest(store.root)
-    assert found is not None
     assert found.step == 1
     assert [verdict.path.name for verdict in rejected] == ["step-000000003", "step-000000002"]
     assert "manifest.json is missing" in rejected[0].reason

@@ -330,6 +330,5 @@ def test_a_write_measures_how_long_the_disk_was_in_use(tmp_path: Path) -> None:
     assert writer.cost is None
     assert writer.submit(1, tensors={"weight": torch.ones(4)}, meta={})
     writer.close()
-    assert writer.cost is not None
     assert writer.cost.disk_s >= 1.0  # two files
     assert writer.cost.training_s < writer.cost.disk_s

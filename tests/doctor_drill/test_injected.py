@@ -43,7 +43,6 @@ def test_a_batch_is_found_by_content_in_a_copy_and_used_once_by_a_retry(tmp_path
         made._deliver(iterator, indices, [torch.stack([data[9 - i][0] for i in indices])])
     copy = torch.stack([data[7][0], data[6][0]]).double().clone()
     found = made._find([[copy], {}])
-    assert found is not None
     assert found["names"] == [7, 6], "the indices of the innermost dataset"
     found["step"] = 1
     assert made._find([copy]) is found, "again in the same step"

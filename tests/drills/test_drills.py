@@ -68,7 +68,6 @@ def drills_of(tmp_path_factory: pytest.TempPathFactory) -> DrillsOf:
 def test_a_fault_ends_with_its_verdict(case: tuple[str, Where], drills_of: DrillsOf) -> None:
     name, where = case
     fault = find(name)
-    assert fault is not None
     output, drills = io.StringIO(), drills_of(where)
     [verdict] = report(drills, [fault], output)
     # what the command would have said
@@ -101,7 +100,6 @@ def test_other_weights_unequal_replicas_and_lost_samples_are_found(drills_of: Dr
         name="wrong-3", text="", injections=(Injection(kind="bit", phase="update", ranks=(0,)),)
     )
     left_out = find("bad-sample-left-out")
-    assert left_out is not None
     strict = replace(left_out, name="wrong-4", keeps="same weights", leaves_out=False)
     assert "the weights differ from the undisturbed run" in drills_of(2).run(strict).problems
     exact = replace(left_out, name="wrong-5", flags=(), ends="continues")
@@ -112,7 +110,6 @@ def test_other_weights_unequal_replicas_and_lost_samples_are_found(drills_of: Dr
 
 def test_weights_beyond_rounding_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fault = find("memory-backward")
-    assert fault is not None
     weights = {
         "undisturbed": torch.ones(1000),
         "rounded": torch.ones(1000) + 1e-6,

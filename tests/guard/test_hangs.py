@@ -24,11 +24,10 @@ from hardened_ddp.training.survivor_save import read_failures
 from tests.harness.ranks import Finished, run_command, run_program, start_training, train
 from tests.run_folder import find_checkpoints, last_tensors, only_run, step_of
 
-Words = list[str | Path]
-POINTS: Words = ["--cpu_only", "--batch_size", "2", "--log_interval", "1", "--eval_every", "0"]
+POINTS = ["--cpu_only", "--batch_size", "2", "--log_interval", "1", "--eval_every", "0"]
 POINTS += ["--checkpoint_every_steps", "0", "--lr_schedule", "constant", "--epochs", "3"]
-PLAIN: Words = [*POINTS, "--dataset", "tests.plugins:points", "--num_workers", "0"]
-HANGING: Words = [*PLAIN, "--model", "tests.plugins:hanging", "--hang_after_s", "2"]
+PLAIN = [*POINTS, "--dataset", "tests.plugins:points", "--num_workers", "0"]
+HANGING = [*PLAIN, "--model", "tests.plugins:hanging", "--hang_after_s", "2"]
 LEFT = HangError.exit_status
 
 
@@ -130,7 +129,6 @@ def test_after_a_hang_torchrun_restarts_to_the_same_weights(tmp_path: Path) -> N
     done = run_program([*argv, "--output_dir", tmp_path / "hung_once"], timeout_s=90).ok()
     assert "[DDP-G05] rank 1, step" in done.output
     saved = re.search(r"the state after step (\d+) is saved", done.output)
-    assert saved is not None
     assert f"from step {saved[1]}\n" in done.output
     assert last_tensors(tmp_path / "hung_once") == last_tensors(tmp_path / "undisturbed")
     first, _ = read_attempts(only_run(tmp_path / "hung_once"))
@@ -256,7 +254,6 @@ def test_what_keeps_a_rank_from_answering_is_said(state: str) -> None:
     verdict = decide(
         [at(0, 7, Phase.ALL_REDUCE, 9), at(1, 7, Phase.FORWARD, 9, state=state)], wait_limit_s=540
     )
-    assert verdict is not None
     assert verdict.ranks == (1,)
     assert re.match(r"rank 1, step 7, forward, 9 s, [a-z].*; rank 0 waits", verdict.text)
 

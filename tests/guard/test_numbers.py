@@ -122,7 +122,6 @@ def test_the_checkpoint_to_go_back_to_is_kept(tmp_path: Path, undisturbed: Undis
     few = ["--checkpoint_every_steps", "2", "--keep_last", "1", "--check_replicas_every", "6"]
     finished = run(tmp_path / "faulty", 2, *flipping(at=17), *few).ok()
     found = re.search(r"going back to the checkpoint of step (\d+)", finished.outputs[0])
-    assert found is not None
     assert int(found[1]) <= 12  # the newest one by then: a writer that is busy leaves some out
     assert last_tensors(tmp_path / "faulty") == undisturbed(2, *flipping())
 

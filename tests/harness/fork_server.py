@@ -125,7 +125,6 @@ def keep(channel: socket.socket, folder: Path, rank: int) -> NoReturn:
     adopt_orphans()
     process = _FORK.Process(target=be_rank, args=(channel, folder, rank))
     process.start()
-    assert process.pid is not None
     with contextlib.suppress(OSError):
         channel.send(json.dumps({"keeper": os.getpid(), "pid": process.pid}).encode())
         # WHY not its sentinel: what the rank has forked holds that open, too

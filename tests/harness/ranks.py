@@ -251,7 +251,6 @@ class ForkServer:
 
     def close(self) -> None:
         """End the server, which removes its log."""
-        assert self._process.stdin is not None
         self._process.stdin.close()
         try:
             self._process.wait(CLOSE_LIMIT_S)

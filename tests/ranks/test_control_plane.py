@@ -124,7 +124,6 @@ def test_a_neighbour_that_leaves_amid_reports_hangs_nobody(monkeypatch: pytest.M
 def test_a_verdict_on_hundreds_of_ranks_stays_short() -> None:
     reports = [replace(HUNG, rank=rank) for rank in range(500)]
     verdict = decide(reports, wait_limit_s=540.0)
-    assert verdict is not None
     assert len(verdict.ranks) == 500
     assert len(verdict.text) < 600
     assert "and 492 more ranks like these" in verdict.text

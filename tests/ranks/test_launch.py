@@ -207,7 +207,6 @@ def test_a_rank_outlives_the_thread_that_started_it() -> None:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         argv = [sys.executable, "-c", ENDS_WITH_ITS_PARENT]
         rank = subprocess.Popen(argv, cwd=ROOT, env=clean_environment(), text=True, **pipes)
-        assert rank.stdout is not None
         assert rank.stdout.readline() == "ready\n"
         started.append(rank)
 

@@ -107,7 +107,6 @@ def test_a_run_is_shown_while_it_runs_when_it_died_and_when_it_finished(tmp_path
     found = re.search(rf"{re.escape(str(folder))}: dead, step (\d+)", text)
     saved = [int(path.name[5:]) for path in folder.glob("checkpoints/step-*")]
     curve = [point.step for point in read_run(folder).points]
-    assert found is not None
     assert int(found[1]) >= max([*saved, *curve])
     assert "no heartbeat since" in text
     assert f"explain {shlex.quote(str(folder))}" in text
@@ -247,7 +246,6 @@ def test_a_screen_of_any_size_has_the_current_loss_and_all_its_lines_until_the_r
     assert any("more ranks" in line for line in shown) == (num_ranks == 300)
     if width >= 80:
         curve = re.search(r"  ([▁▂▃▄▅▆▇█]{8,}) from 2.4$", loss)
-        assert curve is not None
         assert len(set(curve[1])) == 8  # on a linear scale most of it is the lowest bar
 
 

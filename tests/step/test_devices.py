@@ -74,9 +74,7 @@ def trained(
     figures: dict[str, Any] = {f"train {name}": value for name, value in totals.items()}
     figures["weights"] = {name: p.tolist() for name, p in parts.gradients.local.by_name.items()}
     gpu.waits.clear()
-    assert parts.eval_loader is not None
     found = evaluate(parts, parts.eval_loader)
-    assert found is not None
     waits.append([*gpu.waits])
     figures |= found.figures
     task = parts.task

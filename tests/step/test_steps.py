@@ -199,9 +199,7 @@ def mean_without(left_out: tuple[int, ...]) -> torch.Tensor:
 
 def count_evaluated(argv: list[str]) -> tuple[int, float, float]:
     parts = parts_of(argv)
-    assert parts.eval_loader is not None
     evaluation = evaluate(parts, parts.eval_loader)
-    assert evaluation is not None
     parts.group.close()
     return evaluation.num_samples, evaluation.figures["accuracy"], evaluation.figures["loss"]
 

@@ -211,20 +211,16 @@ def test_a_state_holds_until_the_next_update_begins(monkeypatch: pytest.MonkeyPa
     begun: Any = device._current.begun  # type: ignore[union-attr]
     begun.is_set = True
     found = device.find(0)
-    assert found is not None
     assert (found.progress.step, found.loss) == (4, 0.25)
     device.before_update()
     progress.step = 5
     device.after_update()
     before = device.find(0)
-    assert before is not None
     assert (before.progress.step, before.loss) == (4, 0.25)
     assert before.still_holds()
-    assert before.next is not None
     before.next.before.is_set = True  # type: ignore[attr-defined]
     assert not before.still_holds()
     assert device.find(0) is None  # half updated
     before.next.after.is_set = True  # type: ignore[attr-defined]
     after = device.find(0)
-    assert after is not None
     assert (after.progress.step, after.loss) == (5, 0.5)

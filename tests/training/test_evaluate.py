@@ -131,11 +131,10 @@ def test_figures_of_a_class_are_those_of_the_textbook() -> None:
     assert (third["name"], third["precision"], third["recall"], third["f1"]) == ("2", 0, None, 0)
 
 
-Words = list[str | Path]
-POINTS: Words = ["--dataset", "tests.plugins:points", "--dataset_args", "{size: 80}", "--cpu_only"]
+POINTS = ["--dataset", "tests.plugins:points", "--dataset_args", "{size: 80}", "--cpu_only"]
 POINTS += ["--num_workers", "0", "--global_batch_size", "8", "--lr_schedule", "constant"]
 POINTS += ["--eval_every", "0", "--eval_every_steps", "3", "--learning_rate", "0.1"]
-STOPPING: Words = ["--stop_when", "loss", "--patience", "2", "--epochs", "30"]
+STOPPING = ["--stop_when", "loss", "--patience", "2", "--epochs", "30"]
 
 
 class EndsInEvaluation(Plain):
@@ -168,7 +167,7 @@ def test_a_run_that_dies_in_an_evaluation_measures_and_stops_as_a_whole_one(tmp_
     argv = [*POINTS, *STOPPING, "--model", "tests.training.test_evaluate:EndsInEvaluation"]
     argv += ["--run_name", "run", "--model_args"]
     (tmp_path / "none").touch()
-    whole: Words = [*argv, f"{{marker: {tmp_path / 'none'}}}", "--output_dir", tmp_path / "whole"]
+    whole = [*argv, f"{{marker: {tmp_path / 'none'}}}", "--output_dir", tmp_path / "whole"]
     assert "stopping early after step" in train(whole, 2).ok().outputs[0]
     faulty = [*argv, f"{{marker: {tmp_path / 'marker'}}}", "--output_dir", tmp_path / "faulty"]
     assert -signal.SIGKILL in train(faulty, 2).statuses
@@ -184,14 +183,14 @@ def test_a_run_that_dies_in_an_evaluation_measures_and_stops_as_a_whole_one(tmp_
 
 @pytest.mark.slow
 def test_an_end_of_an_epoch_that_is_also_due_by_steps_is_measured_once(tmp_path: Path) -> None:
-    argv: Words = [*POINTS, "--model", "mlp", "--epochs", "3", "--eval_every", "1"]
+    argv = [*POINTS, "--model", "mlp", "--epochs", "3", "--eval_every", "1"]
     output = train([*argv, "--eval_every_steps", "5", "--output_dir", tmp_path], 2).ok().outputs[0]
     assert [*losses_of(only_run(tmp_path), "loss/test")] == [5, 10, 15, 20, 25, 30]
     assert output.count("done: test loss") == 6
 
 
 def test_a_part_of_the_test_set_is_called_so_and_is_the_same_on_any_ranks(tmp_path: Path) -> None:
-    argv: Words = [*POINTS, "--model", "mlp", "--max_steps", "3", "--eval_max_batches", "2"]
+    argv = [*POINTS, "--model", "mlp", "--max_steps", "3", "--eval_max_batches", "2"]
     argv += ["--eval_batch_size", "5"]  # 10 of 17
     losses = []
     for world_size in (1, 3):
@@ -243,9 +242,9 @@ def test_without_a_test_set_to_measure_it_a_metric_to_stop_by_is_refused(tmp_pat
     assert "has no test set to measure it" in finished.output
 
 
-AVERAGED: Words = ["--dataset", "tests.plugins:points", "--cpu_only", "--batch_size", "4"]
+AVERAGED = ["--dataset", "tests.plugins:points", "--cpu_only", "--batch_size", "4"]
 AVERAGED += ["--num_workers", "0", "--lr_schedule", "constant", "--ema", "0.9"]
-KEPT: Words = ["--checkpoint_every_steps", "1", "--keep_last", "40"]
+KEPT = ["--checkpoint_every_steps", "1", "--keep_last", "40"]
 
 
 def averages_of(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -285,7 +284,7 @@ def test_tied_weights_have_one_average_and_half_floats_none() -> None:
 
 @pytest.mark.slow
 def test_both_are_measured_and_the_averages_decide_and_are_exported(tmp_path: Path) -> None:
-    argv: Words = [*AVERAGED, "--model", "mlp", "--epochs", "3", "--output_dir", tmp_path]
+    argv = [*AVERAGED, "--model", "mlp", "--epochs", "3", "--output_dir", tmp_path]
     output = train(argv, 2).ok().outputs[0]
     assert "averages of 4 tensors (--ema, " in output
     assert output.count("; averaged weights: loss ") == 4
@@ -311,13 +310,13 @@ def test_both_are_measured_and_the_averages_decide_and_are_exported(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["die", "hang"])
 def test_an_end_while_averages_are_measured_saves_both(how: str, tmp_path: Path) -> None:
-    argv: Words = [*AVERAGED, "--epochs", "2", "--checkpoint_every_steps", "0", "--run_name", "run"]
+    argv = [*AVERAGED, "--epochs", "2", "--checkpoint_every_steps", "0", "--run_name", "run"]
     argv += ["--model", "tests.training.test_evaluate:EndsInEvaluation"]
     args = f"{{how: {how}, at: 2, marker: {tmp_path / 'marker'}}}"
     (tmp_path / "no").touch()  # no fault
-    none: Words = ["--model_args", f"{{marker: {tmp_path / 'no'}}}"]
+    none = ["--model_args", f"{{marker: {tmp_path / 'no'}}}"]
     train([*argv, *KEPT, *none, "--output_dir", tmp_path / "whole"], 2).ok()
-    faulty: Words = [*argv, "--model_args", args, "--output_dir", tmp_path / "faulty"]
+    faulty = [*argv, "--model_args", args, "--output_dir", tmp_path / "faulty"]
     with start_training([*faulty, "--stop_grace_s", "3"], 2) as running:
         running.wait_for((tmp_path / "marker").exists, timeout_s=60, what="the second evaluation")
         if how == "hang":
