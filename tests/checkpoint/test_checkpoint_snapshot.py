@@ -172,9 +172,8 @@ def test_a_write_that_fails_is_told_once_and_the_older_checkpoint_stays(bench: B
 
 
 def test_a_mistake_of_the_caller_is_raised_at_submit(bench: Bench) -> None:
-    odd: Any = {"x": object()}
     with pytest.raises(CheckpointError, match="object"):
-        bench.writer.submit(1, tensors=some_state(), meta=odd)
+        bench.writer.submit(1, tensors=some_state(), meta={"x": object()})
     with pytest.raises(CheckpointError, match=r"model\.odd"):
         bench.writer.submit(1, tensors={"model.odd": torch.eye(2).to_sparse()}, meta={})
     assert not bench.writer.is_busy

@@ -287,8 +287,7 @@ class ForkedChild:
         raw = self._channel.recv(MAX_MESSAGE_BYTES)
         if not raw:
             raise RuntimeError(f"the keeper of a rank ended\n{_log_of_server()}")
-        found: dict[str, Any] = json.loads(raw)
-        return found
+        return json.loads(raw)
 
 
 _server: tuple[bytes, str] | None = None  # address and log, perhaps of another process's
@@ -408,8 +407,7 @@ def run_command(argv: Sequence[str | Path], *, timeout_s: float, **how: Any) -> 
 def held_port() -> int:
     """Return a TCP port that stays free for who is told it, until the test ends."""
     _holders.append(hold_port())
-    port: int = _holders[-1].getsockname()[1]
-    return port
+    return _holders[-1].getsockname()[1]
 
 
 def release_ports() -> None:

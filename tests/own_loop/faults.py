@@ -134,9 +134,7 @@ def is_exact(folder: Path) -> str:
 
 def save_what_is_there() -> None:
     """Have survivors save the tensors as they lie."""
-    LastCommit.take = (  # type: ignore[method-assign]
-        lambda self, *, is_beside: {n: t.detach() for n, t in self._live.items()}
-    )
+    LastCommit.take = lambda self, *, is_beside: {n: t.detach() for n, t in self._live.items()}
 
 
 def trust_stamps() -> None:

@@ -102,9 +102,8 @@ def test_without_a_store_or_teller_a_rank_tells_its_error(monkeypatch: pytest.Mo
         def __getattr__(self, name: str) -> Any:
             raise RuntimeError("Connection reset by peer")
 
-    gone: Any = Gone()
     tell = partial(told.append, 3)
-    assert do_once(RunStore(gone), "x", tell, rank=3, world_size=3, head_start_s=9.0)
+    assert do_once(RunStore(Gone()), "x", tell, rank=3, world_size=3, head_start_s=9.0)
     assert told == [1, 2, 3]
 
 

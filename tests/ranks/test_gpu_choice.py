@@ -4,7 +4,6 @@ import os
 import resource
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import cast
 from unittest import mock
 
 import pytest
@@ -100,7 +99,7 @@ class Driver:
 def test_an_event_is_asked_for_without_the_gil_and_an_error_by_torch(
     status: int | None, is_there: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    event = cast(torch.cuda.Event, SimpleNamespace(cuda_event=0x7F00, query=lambda: "by torch"))
+    event = SimpleNamespace(cuda_event=0x7F00, query=lambda: "by torch")
     driver = None if status is None else Driver(status)
     monkeypatch.setattr(device, "_driver", lambda: driver)
     assert device.is_reached(event) == is_there

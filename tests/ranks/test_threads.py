@@ -121,8 +121,7 @@ def test_a_store_is_asked_again_only_when_it_has_answered(monkeypatch: pytest.Mo
         answered.wait()
         return b"found"
 
-    inner: Any = SimpleNamespace(compare_set=get)
-    store = RunStore(inner)
+    store = RunStore(SimpleNamespace(compare_set=get))
     for _ in range(2):
         assert not store.look_up("key")
         assert store.is_gone

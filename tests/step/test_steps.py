@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -60,7 +59,7 @@ def parts_of(argv: list[str], *, device: torch.device = CPU) -> Parts:
 def stepper_of(parts: Parts, before_update: Callable[[], None] | None = None) -> Stepper:
     """Make the object that does steps; before_update is called before the weights change."""
     saver = SimpleNamespace(reads_weights=before_update is not None, before_update=before_update)
-    return Stepper(parts, Progress(), left_out=LeftOut(parts), saver=cast(Any, saver))
+    return Stepper(parts, Progress(), left_out=LeftOut(parts), saver=saver)
 
 
 def step_gradients(argv: list[str], which: list[int]) -> list[torch.Tensor]:

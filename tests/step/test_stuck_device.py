@@ -8,7 +8,7 @@ import signal
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -50,8 +50,8 @@ def test_a_state_is_copied_on_a_stream_made_at_the_start(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "Stream", lambda *given, **named: made.append((given, named)))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     device = torch.device("cuda", 1)
-    parts: Any = SimpleNamespace(device=device, checks_one_step_late=True)
-    AsyncDevice(parts, Progress(), cast(Any, None))
+    parts = SimpleNamespace(device=device, checks_one_step_late=True)
+    AsyncDevice(parts, Progress(), None)
     assert made == [((device,), {"priority": -1})]
     with beside(device):
         assert made[1:] == made[:1]
@@ -165,7 +165,7 @@ def test_the_device_tells_what_a_rank_is_at(case: tuple[Any, ...], world_size: i
     update = last and SimpleNamespace(computed=event(last[0]), before=event(last[1]))
     parts = SimpleNamespace(group=SimpleNamespace(world_size=world_size))
     step = SimpleNamespace(computed=event(current))
-    watched = cast(AsyncDevice, SimpleNamespace(_parts=parts, _last=update, _current=step))
+    watched = SimpleNamespace(_parts=parts, _last=update, _current=step)
     alone = Phase.BACKWARD if host == Phase.ALL_REDUCE else host
     assert AsyncDevice.phase_of(watched, host) == (device if world_size == 2 else alone)
 
@@ -200,16 +200,13 @@ def test_a_state_holds_until_the_next_update_begins(monkeypatch: pytest.MonkeyPa
     weights = torch.nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.AdamW([weights], fused=True)
     group = Group(Launch(), torch.device("cpu"))
-    parts: Any = SimpleNamespace(
-        device=group.device, optimizer=optimizer, group=group, checks_one_step_late=False
-    )
-    progress, totals = Progress(step=4), SimpleNamespace(loss_sum=0.5)
-    attempt: Any = SimpleNamespace(buffers=(), totals_before=(0.25,))
-    device = AsyncDevice(parts, progress, cast(Any, totals))
-    device.begin(attempt)
+    parts = SimpleNamespace(device=group.device, optimizer=optimizer, group=group)
+    parts.checks_one_step_late = False
+    progress = Progress(step=4)
+    device = AsyncDevice(parts, progress, SimpleNamespace(loss_sum=0.5))
+    device.begin(SimpleNamespace(buffers=(), totals_before=(0.25,)))
     assert device.find(0) is None  # nothing is known to be done
-    begun: Any = device._current.begun  # type: ignore[union-attr]
-    begun.is_set = True
+    device._current.begun.is_set = True
     found = device.find(0)
     assert (found.progress.step, found.loss) == (4, 0.25)
     device.before_update()

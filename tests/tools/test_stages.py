@@ -6,7 +6,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -86,9 +85,8 @@ def test_the_first_stage_has_a_test_of_each_promise_and_a_soak_finds_its_own() -
 def pytests_words(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The arguments that pytest was called with."""
     words: list[str] = []
-    main: Callable[[list[str]], None] = words.extend
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # restored at the end; a stage removes it
-    monkeypatch.setattr(pytest, "main", lambda argv: main(argv) or 0)
+    monkeypatch.setattr(pytest, "main", lambda argv: words.extend(argv) or 0)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return words
 
