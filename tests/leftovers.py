@@ -14,8 +14,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -44,8 +44,7 @@ _OWN_VARIABLES += ("CUDA_MODULE_LOADING",)  # some versions of torch, at the fir
 _OWN_THREADS = ("_DummyThread", "TMonitor")  # C++ threads that ran Python; tqdm's one per process
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """What a test must leave as it was."""
 
     state: dict[str, object]

@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -164,13 +165,11 @@ class Net(nn.Module):
 
 
 _counts: dict[str, int] = {}
-_the_device: list[Device] = []
 
 
+@cache
 def _device() -> Device:
-    if not _the_device:
-        _the_device.append(Device())
-    return _the_device[0]
+    return Device()
 
 
 def _stay() -> None:

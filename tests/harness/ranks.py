@@ -25,9 +25,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 from hardened_ddp.ranks.launchers_env import hold_port
 from tests.harness.fork_server import ERRORS_NAME, MAX_MESSAGE_BYTES, PIDS_NAME, STACK_SIGNAL
@@ -60,8 +59,7 @@ class RankFailure(AssertionError):
         self.finished = finished
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(NamedTuple):
     """How the ranks ended, in rank order; a program is one rank."""
 
     statuses: tuple[int, ...]  # -N where signal N ended the rank

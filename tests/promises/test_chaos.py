@@ -8,8 +8,8 @@ moment within the step, or within a save, is chance. More rounds: --rounds N; an
 import json
 import random
 import signal
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from hardened_ddp.checkpoint.folder import find_newest
 from hardened_ddp.reporting.summary import finished_at
@@ -35,8 +35,7 @@ KINDS = (*SIGNALS, "kill all ranks", "stop a rank for a while", "stop a rank for
 KINDS += UNDER_TORCHRUN
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
+class Fault(NamedTuple):
     kind: str
     after_step: int
     victim: int
