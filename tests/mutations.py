@@ -80,8 +80,8 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         ("int(times or 1)", "1", "launcher_environments"),
     ],
     "ranks/rendezvous.py": [
-        ('if me["facts"] != current["facts"]', "if False", "launch gpu_choice"),
-        ('first["token"] != me["token"]', "False", "launch gpu_choice"),
+        ('if me["facts"] != current["facts"]', "if False", "launch"),
+        ('first["token"] != me["token"]', "False", "launch"),
     ],
     "ranks/group.py": [
         ('getattr(errors, other.get("kind", ""), errors.MainRankError)', "errors.MainRankError",

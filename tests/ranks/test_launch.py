@@ -1,23 +1,29 @@
-"""Who launched us, and how the ranks meet: bad environments end in one clear error."""
+"""How the ranks meet: bad environments end in one clear error. And the GPU of each of them."""
 
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 from hardened_ddp.errors import DataError, HardenedError, LaunchError, RankMismatchError
 from hardened_ddp.guard.stop import STOP_FILE
+from hardened_ddp.ranks import device
+from hardened_ddp.ranks import launch as launching
 from hardened_ddp.ranks import rendezvous as meeting
-from hardened_ddp.ranks.launch import Launch, keep_nccl_from_exiting, prepare_environment
-from hardened_ddp.ranks.rendezvous import _listen
+from hardened_ddp.ranks.launch import Launch, prepare_environment, read_launch
 from tests.harness.processes import HOUR_S, ROOT, clean_environment, wait_until
 from tests.harness.ranks import held_port, run_ranks, start_training
+from tests.launcher_environments import SRUN, TORCHRUN
 from tests.ranks.test_shared_sum import rendezvous
 from tests.run_folder import is_past, only_run, read_summary, saved_step
 
@@ -50,16 +56,16 @@ def test_a_watched_run_keeps_nccl_from_ending_ranks_that_have_not_saved() -> Non
     name, two_nodes = "TORCH_NCCL_ASYNC_ERROR_HANDLING", Launch(world_size=16, num_nodes=2)
     for given, expected in (({}, "0"), ({name: "1"}, "0"), ({name: "3"}, "3")):  # 1: by torchrun
         env: dict[str, str] = dict(given)
-        keep_nccl_from_exiting(two_nodes, env)
+        launching.keep_nccl_from_exiting(two_nodes, env)
         assert env[name] == expected
     # Whatever that says, its watchdog ends the process at an error of CUDA, and its monitor does
     # after a collective that was late by the clock.
     for end in ("RETHROW_CUDA_ERRORS", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT"):
         for given, expected in (({}, "0"), ({f"TORCH_NCCL_{end}": "1"}, "1")):
-            keep_nccl_from_exiting(two_nodes, env := dict(given))
+            launching.keep_nccl_from_exiting(two_nodes, env := dict(given))
             assert env[f"TORCH_NCCL_{end}"] == expected
     assert int(env["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"]) < 1000
-    keep_nccl_from_exiting(Launch(), alone := {})
+    launching.keep_nccl_from_exiting(Launch(), alone := {})
     assert not alone
 
 
@@ -135,7 +141,7 @@ def test_ranks_that_are_numbered_wrongly_are_told_at_once_on_all(
 @pytest.mark.parametrize(("address", "is_v4"), [("10.0.0.1", True), ("::1", False), ("node", True)])
 def test_clients_of_an_ipv4_address_are_not_looked_up_as_ipv6(address: str, is_v4: bool) -> None:
     launch = Launch(master_addr=address, master_port=held_port(), world_size=2, num_nodes=2)
-    with socket.socket(fileno=_listen(launch)) as listener:
+    with socket.socket(fileno=meeting._listen(launch)) as listener:
         assert (listener.family == socket.AF_INET) == is_v4
 
 
@@ -219,3 +225,99 @@ def test_a_rank_outlives_the_thread_that_started_it() -> None:
         answer, _ = rank.communicate("still here\n", timeout=60)
         assert answer == "still here\n"
     assert rank.returncode == 0
+
+
+# The GPUs that it sees, its local rank and environment, and the index of its GPU.
+@pytest.mark.parametrize(
+    "case",
+    [
+        (4, 2, SRUN, 2),
+        (4, 2, {**SRUN, "SLURM_GPUS_PER_TASK": "1", "SLURM_GPU_BIND": "none"}, 2),
+        (1, 2, {**SRUN, "SLURM_GPUS_PER_TASK": "1"}, 0),
+        (1, 2, {**TORCHRUN, "CUDA_VISIBLE_DEVICES": "2"}, 0),
+        (2, 3, {**TORCHRUN, "CUDA_VISIBLE_DEVICES": "6,7"}, 0),
+        (1, 2, TORCHRUN, None),
+    ],
+)
+def test_a_rank_takes_a_gpu_that_it_sees(case: tuple[int, int, dict[str, str], int | None]) -> None:
+    visible, local_rank, env, index = case
+    has_own_gpus = read_launch(env).has_own_gpus
+    launch = Launch(launcher="torchrun", local_rank=local_rank, has_own_gpus=has_own_gpus)
+    cuda = {
+        "is_available": lambda: True,
+        "device_count": lambda: visible,
+        "set_device": mock.Mock(),
+    }
+    with mock.patch.multiple(torch.cuda, **cuda):
+        if index is None:
+            with pytest.raises(LaunchError, match="has no GPU"):
+                device.pick_device(launch, cpu_only=False, backend="auto")
+        else:
+            picked = device.pick_device(launch, cpu_only=False, backend="auto")
+            assert picked == torch.device("cuda", index)
+    assert device.pick_device(launch, cpu_only=True, backend="auto") == torch.device("cpu")
+
+
+def meet_with(backends: list[str], gpus: list[str]) -> str:
+    launch = read_launch(os.environ)
+    store = meeting.open_store(launch, timedelta(seconds=20))
+    rank = launch.rank
+    try:
+        met = meeting.rendezvous(store, launch, 20.0, backend=backends[rank], gpu=gpus[rank])
+    except LaunchError as error:
+        return f"{error.message}; {error.fix}"
+    met.set(f"done/{rank}", "")
+    if launch.is_main:  # which serves the store
+        met.wait([f"done/{rank}" for rank in range(launch.world_size)])
+    return ""
+
+
+BLIND = ["rank 1 (process ", "has WORLD_SIZE=3 and backend gloo, and rank 0 (", "nvidia-smi"]
+SAME = ["rank 0 (process ", "rank 2 (process ", " both have the GPU GPU-a; ", "as it has GPUs"]
+
+
+@pytest.mark.parametrize(
+    ("backends", "gpus", "told"),
+    [
+        (["nccl", "gloo", "nccl"], ["GPU-a", "", "GPU-c"], BLIND),
+        (["nccl"] * 3, ["GPU-a", "GPU-b", "GPU-a"], SAME),
+        (["nccl"] * 2, ["GPU-a", "GPU-b"], []),
+        (["gloo"] * 2, ["", ""], []),
+    ],
+    ids=["one without", "one GPU twice", "one each", "none"],
+)
+def test_ranks_without_a_gpu_of_their_own_are_told_on_all_before_nccl_hangs(
+    backends: list[str], gpus: list[str], told: list[str]
+) -> None:
+    for text in run_ranks(meet_with, len(gpus), backends, gpus):
+        assert bool(text) == bool(told)
+        assert all(words in text for words in told)
+
+
+class Driver:
+    """CUDA's driver, as ctypes gives it."""
+
+    def __init__(self, status: int) -> None:
+        self.cuEventQuery = lambda handle: status
+
+
+@pytest.mark.parametrize(
+    ("status", "is_there"), [(0, True), (600, False), (719, "by torch"), (None, "by torch")]
+)
+def test_an_event_is_asked_for_without_the_gil_and_an_error_by_torch(
+    status: int | None, is_there: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    event = SimpleNamespace(cuda_event=0x7F00, query=lambda: "by torch")
+    driver = None if status is None else Driver(status)
+    monkeypatch.setattr(device, "_driver", lambda: driver)
+    assert device.is_reached(event) == is_there
+
+
+def open_with_few_files() -> int:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    rendezvous().close()
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def test_the_limit_of_open_files_is_raised_before_the_ranks_connect() -> None:
+    assert min(run_ranks(open_with_few_files, 2)) > 128
