@@ -122,10 +122,9 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_of(tmp_path_factory.mktemp("small"), *SMALL)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the processes of a replay forked, as those of all tests: they need not import torch."""
-
     monkeypatch.setattr(replaying, "run_trainer", run_trainer_forked)
 
 
@@ -138,7 +137,6 @@ def replayed(run: Path, step: int, **wish: object) -> tuple[SimpleNamespace, str
     return SimpleNamespace(**done), output.getvalue()
 
 
-@pytest.mark.usefixtures("forked")
 def test_a_step_is_the_same_again_and_tells_what_was_in_it(small_run: Path) -> None:
     sample = int(EpochOrder(40, 0, 1).take(28, 32)[0])  # of step 17
     done, text = replayed(small_run, 17, without=[sample, 999], open=sample)
@@ -175,7 +173,6 @@ class Dropped(nn.Sequential):
         super().__init__(nn.Linear(3, 64), nn.Dropout(0.5), nn.Linear(64, num_classes))
 
 
-@pytest.mark.usefixtures("forked")
 def test_the_losses_of_samples_are_those_of_the_step_also_with_dropout(tmp_path: Path) -> None:
     run = run_of(tmp_path, *SMALL, "--epochs", "1", "--model", f"{HERE}:Dropped")
     text = replayed(run, 3)[1]
@@ -185,7 +182,6 @@ def test_the_losses_of_samples_are_those_of_the_step_also_with_dropout(tmp_path:
     assert sum(losses) / 4 == pytest.approx(float(loss), rel=1e-4)
 
 
-@pytest.mark.usefixtures("forked")
 def test_a_step_that_was_left_out_is_shown_too(tmp_path: Path) -> None:
     run = run_of(tmp_path, *SMALL, "--continue_on_error", fault="nan 0 6 13")
     step = next(step for step, found in read_digests(run).steps.items() if found.main.left_out)
@@ -196,7 +192,6 @@ def test_a_step_that_was_left_out_is_shown_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("forked")
 def test_steps_of_a_run_with_every_fault_are_the_same_again(tmp_path: Path) -> None:
     flags = [*SMALL, "--dataset", "tests.plugins:points", "--epochs", "4"]
     flags += ["--dataset_args", "{size: 120, broken: [5, 77]}"]
@@ -224,7 +219,6 @@ def test_steps_of_a_run_with_every_fault_are_the_same_again(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("forked")
 def test_behind_a_step_that_is_not_the_same_again_nothing_is_claimed(tmp_path: Path) -> None:
     flags = [*SMALL, "--checkpoint_every_steps", "0", "--lr_schedule", "cosine"]
     run = run_of(tmp_path, *flags, "--warmup_steps", "0", fault="noise 0 9 9")
@@ -245,9 +239,7 @@ def test_behind_a_step_that_is_not_the_same_again_nothing_is_claimed(tmp_path: P
 
 
 @pytest.mark.slow
-def test_the_command_replays_with_processes_of_its_own_also_on_fewer_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_replays_with_processes_of_its_own_also_on_fewer_ranks(tmp_path: Path) -> None:
     run = run_of(tmp_path, *SMALL, "--model", "mlp", ranks=2)
     shutil.copytree(run, other := tmp_path / "whole")
     path = run / DIGESTS / "0001-rank-1.bin"  # as if this rank were killed in step 7
@@ -257,7 +249,6 @@ def test_the_command_replays_with_processes_of_its_own_also_on_fewer_ranks(
     done = train(["replay", run, "--step", "7"], launcher="none").ok()
     assert re.search(r"\d+ steps? equal bit for bit", done.output)
     assert "samples that weigh most, of 8" in done.output
-    monkeypatch.setattr(replaying, "run_trainer", run_trainer_forked)
     text = replayed(other, 7, ranks=1)[1]
     assert re.search(r"on 1 instead of 2 ranks: .*: \d steps? with the same loss up to", text)
 
@@ -276,7 +267,6 @@ GUILTY = EpochOrder(48, 0, 0).take(0, 48).tolist().index(29) // 4
 """The first step that takes the poisoned sample."""
 
 
-@pytest.mark.usefixtures("forked")
 def test_the_sample_that_makes_a_loss_large_is_found_and_proved(tmp_path: Path) -> None:
     flags = [*POISONED, "--dataset_args", "{value: -1000.0}", "--log_interval", "2"]
     run = run_of(tmp_path / ("a" * 90 + " folder with spaces"), *flags)
@@ -300,7 +290,6 @@ def test_the_sample_that_makes_a_loss_large_is_found_and_proved(tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("forked")
 def test_weights_that_became_nan_are_found_between_checkpoints(tmp_path: Path) -> None:
     flags = [*POISONED, "--dataset_args", "{value: .nan}", "--check_inputs", "false"]
     flags += ["--step_retry", "off", "--log_interval", "12", "--clip_grad_norm", "1000"]
@@ -343,7 +332,6 @@ def change(run: Path, step: int, facts: Mapping[str, object], code: str = "") ->
         path.write_bytes(json.dumps(known).encode() + b"\n" + kept)
 
 
-@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(("spoil", "error", "words"), MISUSE)
 def test_misuse_is_one_clear_error(
     spoil: Callable[[Path], object],
@@ -385,7 +373,6 @@ def parted(one: Path, other: Path) -> str:
     return text
 
 
-@pytest.mark.usefixtures("forked")
 def test_a_valid_checkpoint_tells_that_no_weight_is_nan(small_run: Path, tmp_path: Path) -> None:
     told = "nan in weights holds at no step: the checkpoint of step 20, the last one, has none\n"
     assert bisected(small_run, "nan in weights") == told  # nothing is replayed
