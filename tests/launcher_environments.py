@@ -58,3 +58,14 @@ HYDRA = variables("PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2")
 def changed(env: Mapping[str, str], change: Mapping[str, str | None]) -> dict[str, str]:
     """Give env with a change: a value of None takes the variable away."""
     return {name: value for name, value in {**env, **change}.items() if value is not None}
+
+
+def by_torchrun(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """Return what torchrun puts into the environment of a rank on its one node."""
+    # WHY the port: each start is a torchrun of its own
+    return variables(
+        f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE={world_size} LOCAL_WORLD_SIZE={world_size} "
+        f"GROUP_RANK=0 GROUP_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT={port} "
+        f"TORCHELASTIC_RESTART_COUNT=0 TORCHELASTIC_MAX_RESTARTS=3 "
+        f"TORCHELASTIC_RUN_ID=tests-{port} TORCHELASTIC_USE_AGENT_STORE=False"
+    )

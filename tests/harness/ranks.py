@@ -41,7 +41,7 @@ from tests.harness.processes import (
     read_environment,
     read_process,
 )
-from tests.launcher_environments import variables
+from tests.launcher_environments import by_torchrun
 
 T = TypeVar("T")
 POLL_S = 0.01
@@ -484,7 +484,7 @@ def _start_by_torchrun(
     job: Mapping[str, Any], world_size: int, env: Mapping[str, str], cwd: Path, missing: int = 0
 ) -> Running:
     port = held_port()
-    envs = [{**_launch(rank, world_size, port), **env} for rank in range(world_size - missing)]
+    envs = [{**by_torchrun(rank, world_size, port), **env} for rank in range(world_size - missing)]
     return _start([{**job, "env": clean_environment(each), "cwd": str(cwd)} for each in envs])
 
 
@@ -513,14 +513,3 @@ def _environment_of_program(folder: Path, extra: Mapping[str, str] | None) -> di
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     # WHY TMPDIR: torchrun leaves folders of logs behind
     return clean_environment({"PATH": path, "TMPDIR": str(folder), **(extra or {})})
-
-
-def _launch(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """Return what torchrun puts into the environment of a rank on its one node."""
-    # WHY the port: each start is a torchrun of its own
-    return variables(
-        f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE={world_size} LOCAL_WORLD_SIZE={world_size} "
-        f"GROUP_RANK=0 GROUP_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT={port} "
-        f"TORCHELASTIC_RESTART_COUNT=0 TORCHELASTIC_MAX_RESTARTS=3 "
-        f"TORCHELASTIC_RUN_ID=tests-{port} TORCHELASTIC_USE_AGENT_STORE=False"
-    )
