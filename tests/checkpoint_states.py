@@ -43,9 +43,7 @@ def every_kind() -> dict[str, Tensor]:
         return torch.randn(*shape, generator=generator)
 
     raw = torch.randint(0, 255, (3, 5, 8), dtype=torch.uint8, generator=generator)
-    kinds = {
-        f"dtype.{kind}": raw.ne(0) if kind is torch.bool else raw.view(kind) for kind in DTYPES
-    }
+    kinds = {f"dtype.{t}": raw.ne(0) if t is torch.bool else raw.view(t) for t in DTYPES}
     tied = torch.nn.Parameter(noise(7, 3))
     wide = noise(6, 10)
     return kinds | {

@@ -70,10 +70,9 @@ class TwoHosts:
             cable = [f"link add {self.interfaces[0]} netns {self.namespaces[0]} type veth"]
             cable += [f"peer name {self.interfaces[1]} netns {self.namespaces[1]}"]
             _ip(*" ".join(cable).split())
-            for index, (namespace, address) in enumerate(
-                zip(self.namespaces, ADDRESSES, strict=True)
-            ):
-                _ip("-n", namespace, "addr", "add", f"{address}/24", "dev", self.interfaces[index])
+            for index, namespace in enumerate(self.namespaces):
+                place = f"{ADDRESSES[index]}/24"
+                _ip("-n", namespace, "addr", "add", place, "dev", self.interfaces[index])
                 _ip("-n", namespace, "link", "set", "lo", "up")
                 _ip("-n", namespace, "link", "set", self.interfaces[index], "up")
         except BaseException:
@@ -101,9 +100,7 @@ class TwoHosts:
         return {
             "namespace": f"/run/netns/{self.namespaces[index]}",
             "name": name or f"node{index}",
-            "binds": {
-                target: str(self.folder / file.format(index)) for target, file in BINDS.items()
-            },
+            "binds": {to: str(self.folder / file.format(index)) for to, file in BINDS.items()},
         }
 
     def cut(self) -> None:

@@ -89,16 +89,14 @@ def test_a_drill_with_a_wrong_expectation_fails(drills_of: DrillsOf) -> None:
     assert "it finished, but should have stopped" in verdict.problems
     assert "no rank wrote: DDP-G04" in verdict.problems
     never = replace(goes_on, name="wrong-2", ends="continues", code="", injections=())
-    assert drills_of(2).run(never).problems == (
-        "the fault did not happen: does the run have enough steps?",
-    )
+    [told] = drills_of(2).run(never).problems
+    assert told == "the fault did not happen: does the run have enough steps?"
 
 
 @pytest.mark.slow
 def test_other_weights_unequal_replicas_and_lost_samples_are_found(drills_of: DrillsOf) -> None:
-    flip = Fault(
-        name="wrong-3", text="", injections=(Injection(kind="bit", phase="update", ranks=(0,)),)
-    )
+    bit = Injection(kind="bit", phase="update", ranks=(0,))
+    flip = Fault(name="wrong-3", text="", injections=(bit,))
     left_out = find("bad-sample-left-out")
     strict = replace(left_out, name="wrong-4", keeps="same weights", leaves_out=False)
     assert "the weights differ from the undisturbed run" in drills_of(2).run(strict).problems

@@ -106,11 +106,9 @@ FORMS = [
 @pytest.mark.parametrize("form", slow_after(2, FORMS), ids=str)
 def test_a_bucket_without_memory_keeps_no_other_waiting(form: tuple[int, list[str], str]) -> None:
     world_size, argv, kind = form
-    undisturbed = run_ranks(trained, world_size, argv, "")
+    whole = run_ranks(trained, world_size, argv, "")
     faulty = run_ranks(trained, world_size, argv, kind)
-    for (no_faults, _, *expected), (faults, num_buckets, *found) in zip(
-        undisturbed, faulty, strict=True
-    ):
+    for (no_faults, _, *expected), (faults, num_buckets, *found) in zip(whole, faulty, strict=True):
         assert no_faults == []
         assert faults == [*FAULTS]
         assert num_buckets >= 3

@@ -177,9 +177,7 @@ def test_waiting_that_was_asked_for_is_no_hang(tmp_path: Path) -> None:
 def test_a_slow_rank_is_named_with_its_split_of_the_step_time(tmp_path: Path) -> None:
     argv = [*PLAIN, "--model", "tests.plugins:Straggling", "--epochs", "900"]
     with start_training([*argv, "--output_dir", tmp_path], 3) as running:
-        running.wait_for(
-            lambda: "is slow" in running.output(0) or None, timeout_s=90, what="a slow rank's name"
-        )
+        running.wait_for(lambda: "is slow" in running.output(0), timeout_s=90, what="a name")
         output = running.output(0)
     assert re.search(
         r"rank 1 is slow: \d+(\.\d+)? ms of work a step beside .* ms of the others \(median\): .*"
@@ -251,9 +249,8 @@ def test_the_verdict_names_who_holds_up_the_others(
 
 @pytest.mark.parametrize("state", [rules.HELD, rules.SILENT, "D"])
 def test_what_keeps_a_rank_from_answering_is_said(state: str) -> None:
-    verdict = decide(
-        [at(0, 7, Phase.ALL_REDUCE, 9), at(1, 7, Phase.FORWARD, 9, state=state)], wait_limit_s=540
-    )
+    reports = [at(0, 7, Phase.ALL_REDUCE, 9), at(1, 7, Phase.FORWARD, 9, state=state)]
+    verdict = decide(reports, wait_limit_s=540)
     assert verdict.ranks == (1,)
     assert re.match(r"rank 1, step 7, forward, 9 s, [a-z].*; rank 0 waits", verdict.text)
 

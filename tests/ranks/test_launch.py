@@ -87,7 +87,7 @@ def test_output_that_nobody_reads_any_more_is_no_error() -> None:
     [("hardened_ddp.settings.cli", -signal.SIGINT, ""), ("ddp_runs", 130, STOPPED)],
 )
 def test_ctrl_c_amid_imports_gives_no_traceback(imported: str, status: int, said: str) -> None:
-    interrupt = f"""
+    script = f"""
 import builtins, os, runpy, signal, sys
 plain = builtins.__import__
 def interrupted(name, *rest):
@@ -99,9 +99,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.argv = ["ddp_training.py", "watch"]
 runpy.run_path("ddp_training.py", run_name="__main__")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", interrupt], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (status, said)
 
 
@@ -243,12 +241,8 @@ def test_a_rank_takes_a_gpu_that_it_sees(case: tuple[int, int, dict[str, str], i
     visible, local_rank, env, index = case
     has_own_gpus = read_launch(env).has_own_gpus
     launch = Launch(launcher="torchrun", local_rank=local_rank, has_own_gpus=has_own_gpus)
-    cuda = {
-        "is_available": lambda: True,
-        "device_count": lambda: visible,
-        "set_device": mock.Mock(),
-    }
-    with mock.patch.multiple(torch.cuda, **cuda):
+    gpu = {"is_available": lambda: True, "device_count": lambda: visible, "set_device": mock.Mock()}
+    with mock.patch.multiple(torch.cuda, **gpu):
         if index is None:
             with pytest.raises(LaunchError, match="has no GPU"):
                 device.pick_device(launch, cpu_only=False, backend="auto")

@@ -88,9 +88,7 @@ def test_over_ssh_two_hosts_are_one_run_and_end_with_it(hosts: TwoHosts, tmp_pat
         first.wait_for(lambda: "listening" in first.stderr, timeout_s=20, what="a server")
         second.wait_for(lambda: "listening" in second.stderr, timeout_s=20, what="a server")
         with start_command(hosts.on(0, *argv)) as launched:
-            launched.wait_for(
-                lambda: is_past(tmp_path / "runs", 5), timeout_s=90, what="steps of two hosts"
-            )
+            launched.wait_for(lambda: is_past(tmp_path / "runs", 5), timeout_s=90, what="steps")
             os.kill(launched.pid, signal.SIGINT)
             launched.wait(timeout_s=60)
             marked = [pid for pid in list_pids() if read_environment(pid).get(MARK)]
@@ -212,7 +210,7 @@ def test_mpirun_on_two_hosts_agrees_on_a_place_to_meet(hosts: TwoHosts, tmp_path
     done = run_command(hosts.on(0, *argv), timeout_s=150, env=MPI_ON_TWO_HOSTS).ok()
     shown = [line for line in done.stdout.splitlines() if line.startswith("host ")]
     assert shown == [
-        f"host node{rank}  rank {rank}  local rank 0  world size 2  device cpu" for rank in (0, 1)
+        f"host node{r}  rank {r}  local rank 0  world size 2  device cpu" for r in (0, 1)
     ]
     assert read_summary(only_run(tmp_path / "runs"))["world_size"] == 2
     assert not list((tmp_path / "meet").iterdir())

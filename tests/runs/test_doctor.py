@@ -73,11 +73,10 @@ class TestReport:
         output = StringIO()
         checks = [check_stars, lambda: Check("sun", "ok", "\u2600")]
         assert run_doctor(output=output, env={}, checks=checks) == 0
-        assert "  warn  stars          could not be checked: ZeroDivisionError: no stars" in (
-            output.getvalue()
-        )
-        assert "  ok    sun            \\u2600" in output.getvalue()
-        assert "2 checks: 0 FAIL, 1 warn." in output.getvalue()
+        told = output.getvalue()
+        assert "  warn  stars          could not be checked: ZeroDivisionError: no stars" in told
+        assert "  ok    sun            \\u2600" in told
+        assert "2 checks: 0 FAIL, 1 warn." in told
 
     def test_a_reader_that_stops_reading_is_no_error(self) -> None:
         read_end, write_end = os.pipe()

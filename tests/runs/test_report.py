@@ -255,11 +255,9 @@ def test_the_page_of_a_run_that_failed_often_is_readable(tmp_path: Path) -> None
     folder = make_run(tmp_path / "often")
     saved = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(re.sub("# default$", "# run", saved, flags=re.MULTILINE))
-    attempt = {"step": 5, "first_step": 0, **PARTS}
+    base = {"step": 5, "first_step": 0, **PARTS}
     times = [{"began_at": BEGAN + 2000 * n, "now": BEGAN + 2000 * n + 9} for n in range(9)]
-    attempts = [
-        {**attempt, **each, "world_size": n % 2 + 3, "restart": n} for n, each in enumerate(times)
-    ]
+    attempts = [{**base, **e, "world_size": n % 2 + 3, "restart": n} for n, e in enumerate(times)]
     (folder / "attempts.jsonl").write_text("".join(json.dumps(a) + "\n" for a in attempts))
     (folder / "failures.jsonl").write_text('{"step": 5, "is_peer": true, "error": "lost rank 1"}\n')
     page = page_of({"often": read_run(folder)}, "library")

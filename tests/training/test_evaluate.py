@@ -28,17 +28,11 @@ from hardened_ddp.task.classification import Classification
 from hardened_ddp.task.task import Metric
 from hardened_ddp.training.evaluation import why_stopped
 from hardened_ddp.training.weights import example_inputs, model_tensors, rebuild_model
+from tests import run_folder
 from tests.harness.ranks import start_training, train
 from tests.marks import slow_after
 from tests.plugins import Plain, is_first_time
-from tests.run_folder import (
-    find_checkpoints,
-    fingerprints,
-    last_tensors,
-    losses_of,
-    only_run,
-    read_summary,
-)
+from tests.run_folder import find_checkpoints, last_tensors, losses_of, only_run, read_summary
 
 
 @pytest.fixture(scope="module")
@@ -326,7 +320,8 @@ def test_an_end_while_averages_are_measured_saves_both(how: str, tmp_path: Path)
     assert "is saved; to resume" in finished.output
     at_fault = find_checkpoints(tmp_path / "faulty")[-1]
     same = tmp_path / "whole" / "run" / "checkpoints" / at_fault.name
-    assert fingerprints(at_fault / "state.safetensors") == fingerprints(same / "state.safetensors")
+    states = [folder / "state.safetensors" for folder in (at_fault, same)]
+    assert run_folder.fingerprints(states[0]) == run_folder.fingerprints(states[1])
     train([*faulty, *none], 2).ok()
     assert last_tensors(tmp_path / "faulty") == last_tensors(tmp_path / "whole")
 
