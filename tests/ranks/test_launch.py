@@ -154,6 +154,7 @@ def share_values() -> tuple[object, ...]:
         group.run_on_main(lambda: 1 // 0, what="dividing")
     except HardenedError as error:
         failure = error.message
+    refuse = mock.Mock(side_effect=DataError("no such file", fix="look for it"))
     with pytest.raises(DataError, match="reading failed on rank 0: no such file") as caught:
         group.run_on_main(refuse, what="reading")
     assert caught.value.fix == "look for it"
@@ -163,10 +164,6 @@ def share_values() -> tuple[object, ...]:
         mismatch = error.message
     group.close()
     return values, total, first, answer, failure, mismatch
-
-
-def refuse() -> None:
-    raise DataError("no such file", fix="look for it")
 
 
 def test_ranks_share_values_results_and_errors_of_rank_0() -> None:

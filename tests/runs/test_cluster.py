@@ -5,10 +5,10 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from unittest import mock
 
 import pytest
 import torch
@@ -217,23 +217,18 @@ def walk_no_further(top: Path, folder: Path) -> Iterator[tuple[str, list[str], l
 def test_what_breaks_on_one_rank_is_a_line_of_its_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_name", raising("CUDA error: ECC\nmore"))
+    lost = mock.Mock(side_effect=RuntimeError("CUDA error: ECC\nmore"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lost)
     facts = cluster._equal_facts(Path("none"), [])
     assert facts["gpus"] == "can't be used: CUDA error: ECC"
     monkeypatch.setitem(sys.modules, "psutil", None)
     assert links.interface_of("127.0.0.1") == ("unknown", 0.0)
-    monkeypatch.setattr(cluster, "_measure", raising("Broken pipe\nmore"))
+    broken = mock.Mock(side_effect=RuntimeError("Broken pipe\nmore"))
+    monkeypatch.setattr(cluster, "_measure", broken)
     output = io.StringIO()
     options = {"wait": "1", "data": "data", "output_dir": "runs"}
     assert cluster.run_cluster(options, output=output, env=by_hand(1, PORT)) == 1
     assert "FAIL  meeting        the store of rank 0 is gone: Broken pipe\n" in output.getvalue()
-
-
-def raising(text: str) -> Callable[..., NoReturn]:
-    def fail(*arguments: object) -> NoReturn:
-        raise RuntimeError(text)
-
-    return fail
 
 
 def test_a_rank_that_joined_and_tells_nothing_is_named() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -67,9 +68,7 @@ class TestReport:
         assert lines[-1].endswith("So training can't run here as it is.")
 
     def test_a_check_that_breaks_does_not_hide_the_others(self) -> None:
-        def check_stars() -> Check:
-            raise ZeroDivisionError("no stars")
-
+        check_stars = mock.Mock(side_effect=ZeroDivisionError("no stars"), __name__="check_stars")
         output = StringIO()
         checks = [check_stars, lambda: Check("sun", "ok", "\u2600")]
         assert run_doctor(output=output, env={}, checks=checks) == 0
@@ -172,14 +171,12 @@ class TestMachine:
     def test_writing_is_tried_in_the_folder_of_runs_and_leaves_nothing(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def raise_no_space(descriptor: int) -> None:
-            raise OSError(28, "No space left on device")
-
+        full = mock.Mock(side_effect=OSError(28, "No space left on device"))
         (tmp_path / "runs").mkdir()
         check = machine.check_writing(tmp_path)
         assert check.status == "ok"
         assert f"{tmp_path}/runs" in check.detail
-        monkeypatch.setattr(machine.os, "fsync", raise_no_space)
+        monkeypatch.setattr(machine.os, "fsync", full)
         for folder in (Path("/proc"), tmp_path):
             check = machine.check_writing(folder)
             assert check.status == "FAIL"

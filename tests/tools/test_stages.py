@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -58,11 +59,7 @@ def test_a_soak_ends_by_time_or_with_the_seed_of_the_first_failure(
     assert "failed after 0 good rounds" in capsys.readouterr().out
     monkeypatch.setattr(stages, "_do_round", lambda seed: 0)
     assert soak(["--for", "0.01s"]) == 0
-
-    def interrupt(seed: int) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(stages, "_do_round", interrupt)
+    monkeypatch.setattr(stages, "_do_round", mock.Mock(side_effect=KeyboardInterrupt))
     assert soak([]) == 0
     assert "0 rounds in 0 s, all good" in capsys.readouterr().out
     with pytest.raises(SystemExit):

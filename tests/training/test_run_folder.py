@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -160,14 +161,12 @@ def test_a_run_tells_its_gpus_memory_and_a_refusal_leaves_its_settings(tmp_path:
 
 
 def test_a_full_disk_keeps_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(disk: Disk, descriptor: int, data: memoryview) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    full = OSError(errno.ENOSPC, "No space left on device")
     (tmp_path / "config.yaml").write_text("epochs: 7")
     lock = RunLock.acquire(tmp_path)
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
     with RunFolder(tmp_path, store, None, lock, None, Events()) as folder:
-        monkeypatch.setattr(Disk, "write", fail)
+        monkeypatch.setattr(Disk, "write", mock.Mock(side_effect=full))
         with pytest.raises(RunFolderError, match="No space left"):
             folder.write_settings(settings_of("train"))
     assert (tmp_path / "config.yaml").read_text() == "epochs: 7"
