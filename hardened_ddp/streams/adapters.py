@@ -1,5 +1,7 @@
 """Iterable datasets of other libraries, adapted to the contract of a stream (contract.py).
 
+Of a set of the datasets library each file is a shard, and a row (image, label) where it has such
+columns, else a mapping of its columns with lists of numbers as tensors.
 A shuffle buffer is refused: its samples would be lost or repeated when a run resumes.
 A torch dataset with an attribute num_shards splits itself by get_worker_info(), as most do: it then
 sees itself as worker shard of num_shards. Without it, it is one shard, which each rank reads.
@@ -7,14 +9,17 @@ sees itself as worker shard of num_shards. Without it, it is one shard, which ea
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from hardened_ddp.data.batches.images import IMAGE_COLUMNS, LABEL_COLUMNS, pixels_of
 from hardened_ddp.data.foreign_code import describe, is_stream
 from hardened_ddp.errors import DataError
 from hardened_ddp.streams.contract import Stream, check_stream, forward
+from hardened_ddp.streams.files import NUM_SHARDS, Change, as_sample
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +86,7 @@ class HubStream:
         *,
         name: str,
         num_shards: int = 0,
-        change: Callable[[Any], Any] | None = None,
+        change: Change | None = None,
     ) -> None:
         """num_shards: at most as many; 0: all that it has. change: makes a sample of a row."""
         refuse_buffers(dataset, name)
@@ -104,6 +109,36 @@ class HubStream:
             part.load_state_dict(state)
         rows = iter(part)
         return _Reader(rows if self.change is None else map(self.change, rows), part.state_dict)
+
+
+def stream_of_rows(
+    rows: Any, name: str, *, num_shards: int, change: Change | None, image_size: int
+) -> HubStream:
+    """Return a set of the datasets library as a stream. Any: its class.
+
+    num_shards, change: as of HubStream; None: a sample has what the columns say. image_size: scale
+    images to this height and width; 0: don't scale.
+    """
+    if hasattr(rows, "to_iterable_dataset"):  # save_to_disk() wrote it
+        rows = rows.to_iterable_dataset(num_shards=max(1, min(NUM_SHARDS, len(rows))))
+    features = getattr(rows, "features", None) or {}
+    kinds = {
+        column: str(getattr(getattr(feature, "feature", None), "dtype", ""))
+        for column, feature in features.items()
+    }
+    change = change or partial(_sample_of, image_size=image_size, kinds=kinds)
+    return HubStream(rows, name=name, num_shards=num_shards, change=change)
+
+
+def _sample_of(
+    row: dict[str, Any], *, image_size: int, kinds: Mapping[str, str]
+) -> Any:  # Any: as the columns are
+    """Make a sample of a row: an image with its label, or its columns."""
+    image = next((key for key in IMAGE_COLUMNS if hasattr(row.get(key), "convert")), None)
+    label = next((key for key in LABEL_COLUMNS if key in row), None)
+    if image is not None and label is not None:
+        return pixels_of(row[image], image_size), row[label]
+    return as_sample(row, kinds)
 
 
 class _Reader:

@@ -17,6 +17,10 @@ from hardened_ddp.ranks.seeding import mix
 
 Indices = torch.Tensor | Sequence[int]
 
+# What sets of others call the columns of an image and of its label.
+IMAGE_COLUMNS = ("image", "img", "pixel_values", "images")
+LABEL_COLUMNS = ("label", "labels", "fine_label", "target")
+
 
 class MemoryImages(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Images (N, C, H, W), float or uint8, with labels (N,) int64."""

@@ -4,13 +4,11 @@ Owns loading them, and their rows: of images as (image, label), in [-1, 1], as m
 expect; of tokenised texts as a mapping, padded at their end, so that padding is neither attended to
 nor counts in the loss. A PATH is what save_to_disk() wrote, or a
 folder that load_dataset() can read; a NAME is looked up on the Hub once per node, when the data is
-prepared, and read from the library's cache after that. As a stream (--streaming), each file is a
-shard, and a row (image, label) where it has such columns, else a mapping of its columns with lists
-of numbers as tensors.
+prepared, and read from the library's cache after that. Does not own: the rows of a set that is read
+as a stream (streams/adapters.py).
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +17,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from hardened_ddp.data.batches.images import pixels_of
+from hardened_ddp.data.batches.images import IMAGE_COLUMNS, LABEL_COLUMNS, pixels_of
 from hardened_ddp.data.foreign_code import import_callable, import_extra
 from hardened_ddp.errors import DataError, HardenedError
 
@@ -27,8 +25,6 @@ if TYPE_CHECKING:  # WHY: streams are loaded only where the dataset is one
     from hardened_ddp.streams.adapters import HubStream
 
 PREFIX = "hf:"
-IMAGE_COLUMNS = ("image", "img", "pixel_values", "images")
-LABEL_COLUMNS = ("label", "labels", "fine_label", "target")
 _TEST_PARTS = ("validation", "valid", "val", "test")
 IDS, MASK, LABELS = "input_ids", "attention_mask", "labels"
 NO_LABEL = -100  # as in torch's cross-entropy
@@ -248,37 +244,16 @@ def open_hub_stream(
     image_size: scale images to this height and width. num_shards: fewer than the files are.
     transform: package.module:callable, makes a sample of a row.
     """
-    from hardened_ddp.streams.adapters import HubStream  # WHY here: only --streaming needs them
-    from hardened_ddp.streams.files import NUM_SHARDS, Change
+    from hardened_ddp.streams.adapters import stream_of_rows  # WHY here: only --streaming needs it
 
     parts = load_parts(name, subset, data_dir=data_dir, download=download, streaming=True)
     rows = choose_part(name, parts, train=train, train_part=train_part, test_part=test_part)
     if rows is None:
         return None
-    if hasattr(rows, "to_iterable_dataset"):  # save_to_disk() wrote it
-        rows = rows.to_iterable_dataset(num_shards=max(1, min(NUM_SHARDS, len(rows))))
-    features = getattr(rows, "features", None) or {}
-    kinds = {
-        column: str(getattr(getattr(feature, "feature", None), "dtype", ""))
-        for column, feature in features.items()
-    }
-    change: Change = partial(_sample_of, image_size=image_size, kinds=kinds)
+    own = None
     if transform:
-        change = import_callable(transform, setting="dataset_args transform", error=DataError)
-    stream = HubStream(rows, name=name, num_shards=num_shards, change=change)
+        own = import_callable(transform, setting="dataset_args transform", error=DataError)
+    stream = stream_of_rows(rows, name, num_shards=num_shards, change=own, image_size=image_size)
     if num_classes:
         stream.num_classes = num_classes  # type: ignore[attr-defined]  # only if there are classes
     return stream
-
-
-def _sample_of(
-    row: dict[str, Any], *, image_size: int, kinds: Mapping[str, str]
-) -> Any:  # Any: as the columns are
-    """Make a sample of a row: an image with its label, or its columns."""
-    from hardened_ddp.streams.files import as_sample
-
-    image = next((key for key in IMAGE_COLUMNS if hasattr(row.get(key), "convert")), None)
-    label = next((key for key in LABEL_COLUMNS if key in row), None)
-    if image is not None and label is not None:
-        return pixels_of(row[image], image_size), row[label]
-    return as_sample(row, kinds)
