@@ -4,6 +4,7 @@ Owns the two views. Reading in order is as fast as the stream; any other access 
 Does not own: training on a stream (shard_loader.py).
 """
 
+import itertools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,8 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from hardened_ddp.errors import ANY_FAILURE, DataError
+from hardened_ddp.ranks.seeding import keeping_random_state
+from hardened_ddp.streams.adapters import adapt
 from hardened_ddp.streams.contract import Stream, digests_of, forward, name_of, sizes_of
 from hardened_ddp.streams.planner import shard_of
 from hardened_ddp.streams.shard_reader import EndOfShard, SampleIsError, ShardReader
@@ -45,8 +48,21 @@ class StreamView(Dataset[Any]):  # Any: whatever the stream gives
     def name_of_sample(self, number: int) -> str:
         return name_of(self.stream, number)
 
-    def first_samples(self) -> Iterator[int]:
-        """Yield the number of the first sample of each shard that is not empty."""
+    def first_samples(self, most: int, name: str) -> list[int]:
+        """Return so many numbers of samples, each the first one of a shard that is not empty.
+
+        name: of the dataset. Raises DataError if all are.
+        """
+        with keeping_random_state():
+            found = list(itertools.islice(self._first_of_shards(), most))
+        if not found:
+            raise DataError(
+                f"dataset {name} has no training sample: each of its {len(self)} shards is empty",
+                fix="check its files, and what open() gives",
+            )
+        return found
+
+    def _first_of_shards(self) -> Iterator[int]:
         for shard in range(self.stream.num_shards):
             try:
                 self._reader.read(0, shard, 0, [])
@@ -113,6 +129,21 @@ class StreamInOrder(Dataset[Any]):  # Any: as above
                     log.warning("shard %d of the test part ends early: %s", shard, error)
                     return count + 1
             count += 1
+
+
+def view_of(dataset: Any, name: str) -> StreamView:  # Any: a user's
+    """Return what training sees of a dataset that is no map-style one. Raises DataError."""
+    return StreamView(adapt(dataset, name))
+
+
+def view_in_order(dataset: Any, name: str, *, evaluates: bool) -> StreamInOrder | None:
+    """Return what a test sees of a dataset that is no map-style one. Raises DataError.
+
+    None: it would have to be counted, and the run does not evaluate: it may have no end.
+    """
+    stream = adapt(dataset, name, is_resumed=False)
+    is_wanted = evaluates or bool((sizes_of(stream) >= 0).all())
+    return StreamInOrder(stream, name) if is_wanted else None
 
 
 def _read(reader: ShardReader, shard: int, index: int) -> Any:  # Any: as above

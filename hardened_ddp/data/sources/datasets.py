@@ -149,24 +149,16 @@ def build_data(
 def _open_both(
     name: str, config: DataConfig, *, evaluates: bool
 ) -> tuple[AnyDataset, AnyDataset | None]:
-    """Open both parts, streams as views.
-
-    A test part that has to be counted is left out unless the run evaluates: it may have no end.
-    """
+    """Open both parts, streams as views."""
     train, test = (_open(name, config, train=train) for train in (True, False))
     if test is not None and not facts.is_map_style(test):
-        from hardened_ddp.streams.adapters import adapt  # WHY here: only for a stream
-        from hardened_ddp.streams.contract import sizes_of
-        from hardened_ddp.streams.views import StreamInOrder
+        from hardened_ddp.streams.views import view_in_order  # WHY here: only for a stream
 
-        stream = adapt(test, config.dataset, is_resumed=False)
-        is_wanted = evaluates or bool((sizes_of(stream) >= 0).all())
-        test = StreamInOrder(stream, config.dataset) if is_wanted else None
+        test = view_in_order(test, config.dataset, evaluates=evaluates)
     if train is not None and not facts.is_map_style(train):
-        from hardened_ddp.streams.adapters import adapt
-        from hardened_ddp.streams.views import StreamView
+        from hardened_ddp.streams.views import view_of
 
-        train = StreamView(adapt(train, config.dataset))
+        train = view_of(train, config.dataset)
     if train is None or len(train) == 0:  # type: ignore[arg-type]  # map-style: it has a length
         raise DataError(f"dataset {config.dataset} has no training sample", fix="check its folder")
     if test is not None and len(test) == 0:  # type: ignore[arg-type]  # as above

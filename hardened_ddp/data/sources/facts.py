@@ -5,7 +5,6 @@ wrong one in a second, and does not change the run's random state.
 """
 
 import hashlib
-import itertools
 import json
 import logging
 import numbers
@@ -79,37 +78,27 @@ def check_opened(dataset: Any, name: str) -> None:  # Any: what a user's callabl
         raise refused(what, fix)
 
 
-def read_example(dataset: AnyDataset, name: str, collate: Collate | None = None) -> Batch:
-    """Read the first sample that can be read. Raises DataError if there is none."""
+def read_example(dataset: Any, name: str, collate: Collate | None = None) -> Batch:
+    """Read the first sample that can be read. Raises DataError if there is none.
+
+    dataset: a map-style one. Any: or a StreamView.
+    """
     errors: list[str] = []
+    is_stream = is_view_of_stream(dataset)
     try:
-        for number in _first_samples(dataset, name):
+        few = range(min(_MOST_TRIES, len(dataset)))
+        for number in dataset.first_samples(_MOST_TRIES, name) if is_stream else few:
             batch = _read(dataset, number, collate)
             if batch.num_samples:
                 return batch
             errors.append(batch.bad[0].error)
     except SampleError as error:
         raise DataError(f"dataset {name}: {error.message}", fix=error.fix) from error
-    what = "open()" if is_view_of_stream(dataset) else "dataset[0]"
+    what = "open()" if is_stream else "dataset[0]"
     raise DataError(
         f"dataset {name}: the first {len(errors)} samples can't be read: {errors[0]}",
         fix=f"make {what} give (input tensor, label), or a mapping with 'labels'",
     )
-
-
-def _first_samples(dataset: AnyDataset, name: str) -> Sequence[int]:
-    """Return the numbers of a few samples. Raises DataError if a stream has none."""
-    size = len(dataset)  # type: ignore[arg-type]  # it has a length
-    if not is_view_of_stream(dataset):
-        return range(min(_MOST_TRIES, size))
-    with keeping_random_state():
-        found = list(itertools.islice(dataset.first_samples(), _MOST_TRIES))  # type: ignore[attr-defined]
-    if not found:
-        raise DataError(
-            f"dataset {name} has no training sample: each of its {size} shards is empty",
-            fix="check its files, and what open() gives",
-        )
-    return found
 
 
 def count_outputs(dataset: AnyDataset, labels: Any, *, are_classes: bool) -> int:
