@@ -16,10 +16,8 @@ from hardened_ddp.data.batches.sampling import build_sampling
 from hardened_ddp.data.batches.workers import WorkerPlan, plan_workers
 from hardened_ddp.data.sources.datasets import TaskData
 from hardened_ddp.data.sources.facts import AnyDataset, is_in_memory, is_view_of_stream
-from hardened_ddp.errors import CheckpointMismatchError, DataError
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.settings.config import EACH_ONCE, Config, DataConfig
+from hardened_ddp.settings.config import Config, DataConfig
 
 if TYPE_CHECKING:  # WHY: streams are loaded only where the dataset is one
     from hardened_ddp.streams.shard_loader import ShardLoader
@@ -29,8 +27,6 @@ log = logging.getLogger(__name__)
 
 AnySampler: TypeAlias = "WindowSampler | ShardSampler"
 AnyLoader: TypeAlias = "TrainLoader | ShardLoader"
-
-_WINDOWS_HELD = 4  # of a stream, if parts of a batch may be collated again: step/async_device.py
 
 
 def build_sampler(
@@ -56,7 +52,10 @@ def build_sampler(
         "drop_last": settings.drop_last,
     }
     if is_view_of_stream(data.train):
-        return _build_shard_sampler(data.train, settings, launch=launch, saved=saved, how=how)
+        # WHY here: streams are loaded only where the dataset is one
+        from hardened_ddp.streams.shard_sampler import build_shard_sampler
+
+        return build_shard_sampler(data.train, settings, launch=launch, saved=saved, how=how)
     sampling = build_sampling(data.train, settings, seed=config.device.seed)
     if sampling is not None:
         # WHY: a file of weights, or the user's function, may differ on another node.
@@ -71,48 +70,6 @@ def build_sampler(
     return found
 
 
-def _build_shard_sampler(
-    view: Any,  # a StreamView
-    config: DataConfig,
-    *,
-    launch: Launch,
-    saved: Mapping[str, Any] | None,
-    how: Mapping[str, Any],
-) -> "ShardSampler":
-    from hardened_ddp.streams.shard_sampler import ShardSampler
-
-    if config.sampling != EACH_ONCE:
-        raise DataError(
-            f"--sampling {config.sampling}: {config.dataset} is a stream, which is read in its own "
-            "order",
-            fix="leave --sampling out, or give a map-style data set",
-        )
-    block = config.shuffle_block
-    sampler = ShardSampler(view.stream, **how, shuffle_block=block, digests=view.digests)
-    if config.drop_last and not sampler.declares_length:
-        raise DataError(
-            "drop_last: which samples of this stream are the last ones is known only after it was "
-            "read once",
-            fix="leave --drop_last out, or give the stream sizes, the samples of each shard",
-        )
-    if sampler.is_shared and launch.is_main:
-        log.warning(
-            "%d shards for %d ranks: each rank reads all samples and trains on its part of them; "
-            "from %d shards on, each would read only its own",
-            *(sampler.num_shards, launch.world_size, launch.world_size),
-        )
-    if saved is not None:
-        if problems := sampler.problems_with(saved.get("stream")):
-            raise CheckpointMismatchError(
-                f"the checkpoint of step {saved['step']} belongs to another run: "
-                + "; ".join(problems),
-                fix="resume with the data and the settings of that run; or start a new run: "
-                "without --resume, with another --run_name",
-            )
-        sampler.restore(saved["stream"], epoch=int(saved["epoch"]), cursor=int(saved["cursor"]))
-    return sampler
-
-
 def build_train_loader(
     data: TaskData, sampler: AnySampler, config: Config, *, group: Group, length: RunLength
 ) -> AnyLoader:
@@ -121,11 +78,14 @@ def build_train_loader(
     length: of the run; with a stream it learns the number of steps as soon as that is known.
     """
     fetcher = _build_fetcher(data.train, data, config.data, seed=sampler.seed)
-    if not isinstance(sampler, WindowSampler):
-        sampler.length = length
-        return _build_shard_loader(fetcher, sampler, config, group=group)
-    plan = _plan(fetcher, config.data, group, batch_size=sampler.batch_size)
+    size = sampler.batch_size if isinstance(sampler, WindowSampler) else sampler.shuffle_block
+    plan = _plan(fetcher, config.data, group, batch_size=size)
     pins = _pins_memory(config.data, group)
+    if not isinstance(sampler, WindowSampler):
+        from hardened_ddp.streams.shard_loader import build_shard_loader
+
+        sampler.length = length
+        return build_shard_loader(sampler, fetcher, plan, config, group, pin_memory=pins)
     return TrainLoader(sampler, BatchReader(fetcher, plan, config.data, pin_memory=pins))
 
 
@@ -151,29 +111,6 @@ def build_eval_loader(
         rank=group.launch.rank,
         world_size=group.launch.world_size,
         max_batches=0 if measures_all else config.loop.eval_max_batches,
-    )
-
-
-def _build_shard_loader(
-    of_stream: Fetcher, sampler: "ShardSampler", config: Config, *, group: Group
-) -> "ShardLoader":
-    from hardened_ddp.streams.block_reader import BlockReader
-    from hardened_ddp.streams.shard_loader import ShardLoader
-    from hardened_ddp.streams.stream_batches import HeldSamples
-
-    plan = _plan(of_stream, config.data, group, batch_size=sampler.shuffle_block)
-    num_mine = sampler.num_shards // (1 if sampler.is_shared else sampler.num_replicas)
-    plan = replace(plan, num_workers=min(plan.num_workers, num_mine))
-    checks, collate = of_stream.checks, of_stream.collate
-    held = HeldSamples(sampler.stream, num_windows=1 if collate is None else _WINDOWS_HELD)
-    blocks = BlockReader(sampler.stream, seed=sampler.seed)
-    return ShardLoader(
-        sampler,
-        BatchReader(blocks, plan, config.data, pin_memory=False),
-        Fetcher(held, seed=sampler.seed, checks=checks, collate=collate),
-        group,
-        epochs=config.loop.epochs,
-        pin_memory=_pins_memory(config.data, group),
     )
 
 

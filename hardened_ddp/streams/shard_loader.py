@@ -9,7 +9,7 @@ Does not own: the plan (planner.py), reading ahead (read_ahead.py), making batch
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ from hardened_ddp.data.batches.checks import none_readable
 from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.data.batches.loader import BatchReader
 from hardened_ddp.data.batches.sampler import Window, share_of
+from hardened_ddp.data.batches.workers import WorkerPlan
 from hardened_ddp.ranks.group import Group
+from hardened_ddp.settings.config import Config
 from hardened_ddp.streams.block_reader import BlockReader
 from hardened_ddp.streams.planner import (
     UNKNOWN,
@@ -35,9 +37,10 @@ from hardened_ddp.streams.planner import (
 from hardened_ddp.streams.read_ahead import Items, ReadAhead, items_of
 from hardened_ddp.streams.reader_states import ShardStates
 from hardened_ddp.streams.shard_sampler import ShardSampler
-from hardened_ddp.streams.stream_batches import BatchMaker, TakenStep
+from hardened_ddp.streams.stream_batches import BatchMaker, HeldSamples, TakenStep
 
 _MOST_BAD = 16  # of the first samples: then the others will hardly be better
+_WINDOWS_HELD = 4  # if parts of a batch may be collated again: step/async_device.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,3 +220,31 @@ class ShardLoader:
         can_go_on = not (after.is_over or self._tells_ends(after))
         is_next_here = can_go_on and self._read_ahead.holds(self._planner.peek(after).turns.taken)
         return TakenStep(window, items, after, is_next_here)
+
+
+def build_shard_loader(
+    sampler: ShardSampler,
+    of_stream: Fetcher,
+    plan: WorkerPlan,
+    config: Config,
+    group: Group,
+    *,
+    pin_memory: bool,
+) -> ShardLoader:
+    """Build the loader of this rank's training windows of a stream. Rank-local.
+
+    of_stream: has the checks and the collate of its batches.
+    """
+    num_mine = sampler.num_shards // (1 if sampler.is_shared else sampler.num_replicas)
+    plan = replace(plan, num_workers=min(plan.num_workers, num_mine))
+    checks, collate = of_stream.checks, of_stream.collate
+    held = HeldSamples(sampler.stream, num_windows=1 if collate is None else _WINDOWS_HELD)
+    blocks = BlockReader(sampler.stream, seed=sampler.seed)
+    return ShardLoader(
+        sampler,
+        BatchReader(blocks, plan, config.data, pin_memory=False),
+        Fetcher(held, seed=sampler.seed, checks=checks, collate=collate),
+        group,
+        epochs=config.loop.epochs,
+        pin_memory=pin_memory,
+    )

@@ -1,19 +1,26 @@
 """Which samples of a stream each step takes, with the interface of a WindowSampler.
 
 Owns where the epoch ends, as soon as that is known, and the last positions: what a checkpoint
-needs. Does not own: the plan (planner.py), reading it (shard_loader.py).
+needs; and which settings a stream can't have. Does not own: the plan (planner.py), reading it
+(shard_loader.py).
 """
 
+import logging
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from hardened_ddp.data.batches.sampler import RunLength
+from hardened_ddp.data.batches.sampler import UNKNOWN_STEPS, RunLength
+from hardened_ddp.errors import CheckpointMismatchError, ConfigError, DataError
+from hardened_ddp.ranks.launch import Launch
+from hardened_ddp.settings.config import EACH_ONCE, Config, DataConfig
 from hardened_ddp.settings.wording import listed
 from hardened_ddp.streams.contract import Stream, changes, sizes_of
 from hardened_ddp.streams.planner import StreamPosition, deal, id_of, shard_order
+
+log = logging.getLogger(__name__)
 
 _KEPT = 32  # positions that are kept: those read ahead, and the last step, which may be taken back
 
@@ -156,3 +163,78 @@ class ShardSampler:
 
     def _identity(self) -> dict[str, int]:
         return {name: getattr(self, name) for name in ("num_shards", "seed", "shuffle_block")}
+
+
+def build_shard_sampler(
+    view: Any,  # a StreamView
+    config: DataConfig,
+    *,
+    launch: Launch,
+    saved: Mapping[str, Any] | None,  # Any: the numbers of a checkpoint
+    how: Mapping[str, Any],  # Any: numbers and flags
+) -> ShardSampler:
+    """Build the sampler of a stream, where the checkpoint stands. Rank-local.
+
+    how: what each sampler is given. Raises DataError for a setting that a stream can't have, and
+    CheckpointMismatchError if it is not the stream of the checkpoint.
+    """
+    if config.sampling != EACH_ONCE:
+        raise DataError(
+            f"--sampling {config.sampling}: {config.dataset} is a stream, which is read in its own "
+            "order",
+            fix="leave --sampling out, or give a map-style data set",
+        )
+    block = config.shuffle_block
+    sampler = ShardSampler(view.stream, **how, shuffle_block=block, digests=view.digests)
+    if config.drop_last and not sampler.declares_length:
+        raise DataError(
+            "drop_last: which samples of this stream are the last ones is known only after it was "
+            "read once",
+            fix="leave --drop_last out, or give the stream sizes, the samples of each shard",
+        )
+    if sampler.is_shared and launch.is_main:
+        log.warning(
+            "%d shards for %d ranks: each rank reads all samples and trains on its part of them; "
+            "from %d shards on, each would read only its own",
+            *(sampler.num_shards, launch.world_size, launch.world_size),
+        )
+    if saved is not None:
+        if problems := sampler.problems_with(saved.get("stream")):
+            raise CheckpointMismatchError(
+                f"the checkpoint of step {saved['step']} belongs to another run: "
+                + "; ".join(problems),
+                fix="resume with the data and the settings of that run; or start a new run: "
+                "without --resume, with another --run_name",
+            )
+        sampler.restore(saved["stream"], epoch=int(saved["epoch"]), cursor=int(saved["cursor"]))
+    return sampler
+
+
+def length_of_run(
+    config: Config,
+    saved: Mapping[str, Any] | None,  # Any: the numbers of a checkpoint
+    *,
+    total: int,
+    most: int,
+) -> RunLength:
+    """Return the length of a run on a stream that does not say how many samples it has.
+
+    total: its steps, as far as they are known. most: the limit max_steps, which is then what the
+    learning rate's schedule is stretched over. A run that auto gave a constant rate keeps it, when
+    its length is known later, too. Raises ConfigError if the schedule needs a length.
+    """
+    schedule = config.optimizer.lr_schedule
+    if schedule == "auto":
+        # WHY as before: where a run continues, its rate must not jump.
+        before = None if saved is None else saved.get("lr_schedule")
+        schedule = before or ("constant" if most == UNKNOWN_STEPS else "cosine")
+        if schedule == "constant":
+            return RunLength(total, schedule=UNKNOWN_STEPS, most=most)
+    if most == UNKNOWN_STEPS and schedule != "constant":
+        raise ConfigError(
+            f"lr_schedule {schedule} needs the number of steps, and this stream does not say how "
+            "many samples it has",
+            fix="--max_steps N, or --lr_schedule constant, or give the stream sizes, the samples "
+            "of each shard",
+        )
+    return RunLength(total, schedule=most, most=most)

@@ -20,7 +20,7 @@ from hardened_ddp.data.batches.sampler import UNKNOWN_STEPS, RunLength
 from hardened_ddp.data.foreign_code import import_callable, import_extra
 from hardened_ddp.data.loader_setup import AnyLoader, AnySampler
 from hardened_ddp.data.sources.datasets import TaskData, find_source
-from hardened_ddp.errors import ConfigError, DataError, OptimizerError
+from hardened_ddp.errors import DataError, OptimizerError
 from hardened_ddp.gradients.by_ddp import sum_gradients_of
 from hardened_ddp.gradients.sums import GradientSum
 from hardened_ddp.model.average import WeightAverage
@@ -85,10 +85,8 @@ def count_steps(
 ) -> RunLength:
     """Return the optimizer steps of the whole run: those done, and those left in its epochs.
 
-    WHY not steps per epoch x epochs: the steps done may have had another size. Of a stream they may
-    be known only later: then max_steps is what the learning rate's schedule is stretched over.
-    A run that auto gave a constant rate keeps it, when its length is known later, too.
-    Raises ConfigError if the schedule needs a length that nobody knows.
+    WHY not steps per epoch x epochs: the steps done may have had another size. Raises ConfigError
+    if the schedule needs a length that nobody knows, as of some streams.
     """
     done, epoch, cursor = 0, 0, 0
     if saved is not None:
@@ -98,21 +96,9 @@ def count_steps(
     total = most if left is None else min(done + left, most)
     if sampler.declares_length:
         return RunLength(total, schedule=total, most=most)
-    schedule = config.optimizer.lr_schedule
-    if schedule == "auto":
-        # WHY as before: where a run continues, its rate must not jump.
-        before = None if saved is None else saved.get("lr_schedule")
-        schedule = before or ("constant" if most == UNKNOWN_STEPS else "cosine")
-        if schedule == "constant":
-            return RunLength(total, schedule=UNKNOWN_STEPS, most=most)
-    if most == UNKNOWN_STEPS and schedule != "constant":
-        raise ConfigError(
-            f"lr_schedule {schedule} needs the number of steps, and this stream does not say how "
-            "many samples it has",
-            fix="--max_steps N, or --lr_schedule constant, or give the stream sizes, the samples "
-            "of each shard",
-        )
-    return RunLength(total, schedule=most, most=most)
+    from hardened_ddp.streams.shard_sampler import length_of_run  # WHY here: only for a stream
+
+    return length_of_run(config, saved, total=total, most=most)
 
 
 def facts_of_rank(config: Config, dataset: str, precision: str) -> dict[str, str]:
