@@ -16,7 +16,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from hardened_ddp.data.batches.images import IMAGE_COLUMNS, LABEL_COLUMNS, pixels_of
-from hardened_ddp.data.foreign_code import describe, is_stream
+from hardened_ddp.data.foreign_code import describe, import_callable, is_stream
 from hardened_ddp.errors import DataError
 from hardened_ddp.streams.contract import Stream, check_stream, forward
 from hardened_ddp.streams.files import NUM_SHARDS, Change, as_sample
@@ -111,14 +111,32 @@ class HubStream:
         return _Reader(rows if self.change is None else map(self.change, rows), part.state_dict)
 
 
-def stream_of_rows(
-    rows: Any, name: str, *, num_shards: int, change: Change | None, image_size: int
-) -> HubStream:
-    """Return a set of the datasets library as a stream. Any: its class.
+def open_hub_stream(
+    name: str,
+    load_part: Callable[..., Any],  # Any: its arguments; a set of the datasets library
+    *,
+    train: bool,
+    data_dir: str,
+    download: bool,
+    image_size: int = 0,
+    train_part: str = "train",
+    test_part: str = "",
+    subset: str = "",
+    num_shards: int = 0,
+    num_classes: int = 0,
+    transform: str = "",
+) -> HubStream | None:
+    """Open the training or the test part as a stream; None if there is no part to test on.
 
-    num_shards, change: as of HubStream; None: a sample has what the columns say. image_size: scale
-    images to this height and width; 0: don't scale.
+    load_part: of data/sources/hub_sets.py. image_size: scale images to this height and width.
+    num_shards: fewer than the files are. transform: package.module:callable, makes a sample of a
+    row.
     """
+    part = {"train": train, "train_part": train_part, "test_part": test_part}
+    place = {"data_dir": data_dir, "download": download}
+    rows = load_part(name, subset, **part, **place, streaming=True)
+    if rows is None:
+        return None
     if hasattr(rows, "to_iterable_dataset"):  # save_to_disk() wrote it
         rows = rows.to_iterable_dataset(num_shards=max(1, min(NUM_SHARDS, len(rows))))
     features = getattr(rows, "features", None) or {}
@@ -126,8 +144,13 @@ def stream_of_rows(
         column: str(getattr(getattr(feature, "feature", None), "dtype", ""))
         for column, feature in features.items()
     }
-    change = change or partial(_sample_of, image_size=image_size, kinds=kinds)
-    return HubStream(rows, name=name, num_shards=num_shards, change=change)
+    change: Change = partial(_sample_of, image_size=image_size, kinds=kinds)
+    if transform:
+        change = import_callable(transform, setting="dataset_args transform", error=DataError)
+    stream = HubStream(rows, name=name, num_shards=num_shards, change=change)
+    if num_classes:
+        stream.num_classes = num_classes  # type: ignore[attr-defined]  # only if there are classes
+    return stream
 
 
 def _sample_of(

@@ -72,7 +72,8 @@ ONE_FOR_EACH_FIELD = {
     "streams/shard_sampler.py": {"__init__"},
     # their parameters are the keys of --dataset_args
     "data/sources/built_in.py": {"__init__"},
-    "data/sources/hub_sets.py": {"open_hub_set", "open_hub_stream"},
+    "data/sources/hub_sets.py": {"open_hub_set"},
+    "streams/adapters.py": {"open_hub_stream"},
     "streams/formats.py": {"open_files"},
     "own_loop/protect.py": {"protect"},
 }

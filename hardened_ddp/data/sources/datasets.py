@@ -33,7 +33,7 @@ from hardened_ddp.data.sources.built_in import (
 )
 from hardened_ddp.data.sources.downloads import TIMEOUT_S, fetch_dataset, is_here, locked
 from hardened_ddp.data.sources.facts import AnyDataset
-from hardened_ddp.data.sources.hub_sets import PREFIX, open_hub_set, open_hub_stream
+from hardened_ddp.data.sources.hub_sets import PREFIX, load_part, open_hub_set
 from hardened_ddp.data.sources.mix import PREFIX as MIX
 from hardened_ddp.data.sources.mix import open_mix, parts_of
 from hardened_ddp.errors import ANY_FAILURE, DataError, HardenedError
@@ -218,7 +218,11 @@ def find_source(name: str, config: DataConfig) -> Callable[..., Any]:
     """Find what to call with train=True or train=False to get a dataset. Raises DataError."""
     name = _known_name(name)
     if name.startswith(PREFIX):
-        return functools.partial(open_hub_stream if config.streaming else open_hub_set, name)
+        if not config.streaming:
+            return functools.partial(open_hub_set, name)
+        from hardened_ddp.streams.adapters import open_hub_stream
+
+        return functools.partial(open_hub_stream, name, load_part)
     if name.startswith(MIX):
         for part in parts_of(config):
             find_source(part.dataset, part)

@@ -4,13 +4,13 @@ Owns loading them, and their rows: of images as (image, label), in [-1, 1], as m
 expect; of tokenised texts as a mapping, padded at their end, so that padding is neither attended to
 nor counts in the loss. A PATH is what save_to_disk() wrote, or a
 folder that load_dataset() can read; a NAME is looked up on the Hub once per node, when the data is
-prepared, and read from the library's cache after that. Does not own: the rows of a set that is read
-as a stream (streams/adapters.py).
+prepared, and read from the library's cache after that. Does not own: sets that are read as a stream
+(streams/adapters.py).
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,11 +18,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from hardened_ddp.data.batches.images import IMAGE_COLUMNS, LABEL_COLUMNS, pixels_of
-from hardened_ddp.data.foreign_code import import_callable, import_extra
+from hardened_ddp.data.foreign_code import import_extra
 from hardened_ddp.errors import DataError, HardenedError
-
-if TYPE_CHECKING:  # WHY: streams are loaded only where the dataset is one
-    from hardened_ddp.streams.adapters import HubStream
 
 PREFIX = "hf:"
 _TEST_PARTS = ("validation", "valid", "val", "test")
@@ -132,8 +129,8 @@ def open_hub_set(
     height and width; 0: don't scale. subset: one of several sets under the same name. columns, pad,
     num_classes: of texts, see HubTokens.
     """
-    parts = load_parts(name, subset, data_dir=data_dir, download=download)
-    rows = choose_part(name, parts, train=train, train_part=train_part, test_part=test_part)
+    part: dict[str, Any] = {"train": train, "train_part": train_part, "test_part": test_part}
+    rows = load_part(name, subset, **part, data_dir=data_dir, download=download)
     if rows is None:
         return None
     is_text = not image and IDS in rows.features and not set(IMAGE_COLUMNS) & rows.features.keys()
@@ -163,10 +160,14 @@ def find_place(name: str, *, error: type[HardenedError]) -> str:
     return place
 
 
-def choose_part(
-    name: str, parts: Mapping[str, Any], *, train: bool, train_part: str, test_part: str
+def load_part(
+    name: str, subset: str, *, train: bool, train_part: str, test_part: str, **how: Any
 ) -> Any:
-    """Return the part to train or to test on; None: there is none to test on. Raises DataError."""
+    """Load the part to train or to test on; None: there is none to test on. Raises DataError.
+
+    how: as of load_parts. Any: its arguments; a part of a set of the datasets library.
+    """
+    parts = load_parts(name, subset, **how)
     wanted = [train_part] if train else [test_part] if test_part else _TEST_PARTS
     found = next((parts[key] for key in wanted if key in parts), None)
     if found is None and (train or test_part):
@@ -223,37 +224,3 @@ def _column(set_name: str, rows: Any, given: str, usual: Sequence[str]) -> str:
         f"{set_name} has no column {given or ' or '.join(usual)}; it has: {', '.join(names)}",
         fix=fix,
     )
-
-
-def open_hub_stream(
-    name: str,
-    *,
-    train: bool,
-    data_dir: str,
-    download: bool,
-    image_size: int = 0,
-    train_part: str = "train",
-    test_part: str = "",
-    subset: str = "",
-    num_shards: int = 0,
-    num_classes: int = 0,
-    transform: str = "",
-) -> "HubStream | None":
-    """Open the training or the test part as a stream; None if there is no part to test on.
-
-    image_size: scale images to this height and width. num_shards: fewer than the files are.
-    transform: package.module:callable, makes a sample of a row.
-    """
-    from hardened_ddp.streams.adapters import stream_of_rows  # WHY here: only --streaming needs it
-
-    parts = load_parts(name, subset, data_dir=data_dir, download=download, streaming=True)
-    rows = choose_part(name, parts, train=train, train_part=train_part, test_part=test_part)
-    if rows is None:
-        return None
-    own = None
-    if transform:
-        own = import_callable(transform, setting="dataset_args transform", error=DataError)
-    stream = stream_of_rows(rows, name, num_shards=num_shards, change=own, image_size=image_size)
-    if num_classes:
-        stream.num_classes = num_classes  # type: ignore[attr-defined]  # only if there are classes
-    return stream
