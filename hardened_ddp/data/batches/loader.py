@@ -159,11 +159,7 @@ class BatchReader:
         return pool.stacks() if pool is not None else {}
 
     def close(self) -> None:
-        """End the workers, and log what was not logged yet."""
-        self._end_pool()
-        self.retries.flush()
-
-    def _end_pool(self) -> None:
+        """End the workers."""
         if self._pool is not None:
             self._pool.close(is_broken=not self._is_idle)
             self._pool = None
@@ -171,7 +167,7 @@ class BatchReader:
     def _start(self, requests: Iterator[Request], *, is_single: bool = False) -> WorkerPool:
         """Start the workers on requests: those of the last epoch if they are idle, or new ones."""
         if not self._is_idle:
-            self._end_pool()
+            self.close()
         if self._pool is None:
             plan = self.level
             if is_single:
@@ -196,7 +192,7 @@ class BatchReader:
         WHY one by one, before reading in this process: a sample that crashes its reader would crash
         the rank too; one that hangs would cost a timeout at each halving.
         """
-        self._end_pool()
+        self.close()
         unanswered, before = self._unanswered, self.level
         after = replace(before, num_workers=before.num_workers // 2)
         is_again = bool(unanswered) and unanswered[0] is self._suspect
@@ -233,7 +229,7 @@ class BatchReader:
         """Go up if there was no fault for long enough; prefetched batches are read again."""
         if not self._is_quiet():
             return
-        self._end_pool()
+        self.close()
         log.warning(
             "DataLoader: no fault for %.0f s. Continuing at the same sample with %s instead of %s",
             *(self._wait_s, self._top, self.level),
@@ -268,7 +264,7 @@ class BatchReader:
                     bad.append(BadSample(index, f"{_LOST} ({lost})", self.fetcher.name_of(index)))
                     self.fetcher.pass_over(epoch, index, bad[-1].error)
             finally:
-                self._end_pool()
+                self.close()
             if len(bad) > MAX_LOST_PER_BATCH:
                 raise LoaderError(
                     f"reading samples {', '.join(b.name for b in bad)} ended or hung the "

@@ -1,13 +1,12 @@
 """Read errors of samples: which ones are transient, and how they are retried and reported.
 
 Transient is a network disk that is busy, or a connection that broke. Reads that succeeded after a
-retry are summed up in one line a minute.
+retry are summed up in one line, again whenever their number has doubled.
 Does not own: reading (fetch.py, streams/block_reader.py), workers that die (loader.py).
 """
 
 import errno
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +24,6 @@ T = TypeVar("T")
 
 # Waits before the second, third and fourth try, in which a busy disk often recovers.
 WAITS_S = (0.1, 0.5, 2.0)
-REPORT_EVERY_S = 60.0
 
 _TRANSIENT = {
     *(errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.EBUSY, errno.EAGAIN, errno.EINTR),
@@ -124,22 +122,15 @@ def file_of(dataset: Any, index: int, error: BaseException | None = None) -> str
 
 
 class RetryReport:
-    """Logs retried reads: the first at once, later ones at most once a minute."""
+    """Logs retried reads: the first at once, then whenever their number has doubled."""
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._next_at = clock, -math.inf
-        self._num_new, self._text = 0, ""
+    def __init__(self) -> None:
+        self._num_reads, self._next_at = 0, 1
 
     def note(self, troubles: Sequence[str]) -> None:
         """Add the retried errors of one batch."""
-        self._num_new += len(troubles)
-        self._text = troubles[-1]
-        if self._clock() >= self._next_at:
-            self.flush()
-
-    def flush(self) -> None:
-        """Log what was not logged yet."""
-        if self._num_new:
+        self._num_reads += len(troubles)
+        if self._num_reads >= self._next_at:
+            self._next_at = 2 * self._num_reads
             what = "the storage had errors: %d reads were retried, the last one after %s"
-            log.warning(what, self._num_new, self._text)
-            self._num_new, self._next_at = 0, self._clock() + REPORT_EVERY_S
+            log.warning(what, self._num_reads, troubles[-1])
