@@ -476,10 +476,3 @@ def test_tensors_are_copied_where_sharing_is_too_much_and_much_is_told(
     monkeypatch.setattr(worker_pool, "_SHM_MARGIN", 1e12)
     assert worker_pool.plan_sending(few, plan).copies_data
     assert not are_shared_in_a_worker()
-    monkeypatch.undo()
-    caplog.clear()
-    monkeypatch.setattr(worker_pool, "MOST_PRIVATE_BYTES", 2**21)
-    worker_pool.plan_sending(Fetcher(InMemory(), seed=0), plan)
-    assert not caplog.text
-    worker_pool.plan_sending(Fetcher(InMemory(np.zeros(30 * 2**20, np.uint8)), seed=0), plan)
-    assert "each of 2 workers takes 30 MiB of memory or more" in caplog.text

@@ -49,7 +49,6 @@ END_S = 5.0  # how long workers may take to end before they are killed
 SENDING_S = 1.0  # how long one that is to be killed may take to send what it has begun to send
 
 _SHM_MARGIN = 2.0  # of a dataset in shared memory: batches need room there, too
-MOST_PRIVATE_BYTES = 100 * 2**20  # of the dataset in one worker. More of it is worth a warning.
 # multiprocessing sends a new process at most 256 open files, its own among them.
 _MOST_SHARED_TENSORS = 200
 
@@ -394,7 +393,7 @@ def _kill(workers: Sequence[BaseProcess]) -> None:
 def plan_sending(fetcher: BatchSource, plan: WorkerPlan) -> WorkerPlan:
     """Decide how workers get the dataset of fetcher: tensors shared or copied.
 
-    No workers, with a warning, if the dataset can't be sent. Warns of memory that each one takes.
+    No workers, with a warning, if the dataset can't be sent.
     """
     if plan.start_method == "fork":
         return plan
@@ -409,15 +408,6 @@ def plan_sending(fetcher: BatchSource, plan: WorkerPlan) -> WorkerPlan:
     needed_bytes = tensor_bytes * plan.local_world_size * _SHM_MARGIN
     is_many = len(trial.tensors) > _MOST_SHARED_TENSORS
     copies_data = is_many or needed_bytes > (free_shared_memory() or 0)
-    private_bytes = trial.content.tell() + tensor_bytes * copies_data
-    if private_bytes > MOST_PRIVATE_BYTES:
-        log.warning(
-            "each of %d workers takes %.0f MiB of memory or more for the dataset, in copies. Hold "
-            "large data in a few torch tensors, which workers share, or in files that are mapped "
-            "(np.load(..., mmap_mode='r')); or take fewer workers (--num_workers)",
-            plan.num_workers,
-            private_bytes / 2**20,
-        )
     return replace(plan, copies_data=copies_data)
 
 
@@ -425,9 +415,8 @@ class SendingTrial(pickle.Pickler):
     """Pickles what one worker gets, but for the tensors."""
 
     def __init__(self) -> None:
-        self.content = io.BytesIO()
         self.tensors: dict[int, int] = {}  # bytes of each storage, by its address
-        super().__init__(self.content, protocol=pickle.HIGHEST_PROTOCOL)
+        super().__init__(io.BytesIO(), protocol=pickle.HIGHEST_PROTOCOL)
 
     def persistent_id(self, obj: Any) -> Any:
         if type(obj) is not torch.Tensor or not obj.is_cpu or obj.layout != torch.strided:
