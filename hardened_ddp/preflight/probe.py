@@ -29,16 +29,18 @@ from hardened_ddp.preflight.forward_collectives import find_collectives, watchin
 from hardened_ddp.preflight.trial import Refusal, Trial, try_on_all_ranks
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.seeding import keeping_random_state
+from hardened_ddp.reporting.log import ON_EVERY_RANK
 from hardened_ddp.settings.config import FindUnused, TaskConfig
 from hardened_ddp.settings.wording import counted, listed
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.task.build import build_task, task_that_fits
-from hardened_ddp.task.first_batch import refuse_late_buffers, saved_shapes, warn_of_unsaved
 from hardened_ddp.task.output import fix_for, fix_for_gradients
 from hardened_ddp.task.own_metrics import OwnMetrics
 from hardened_ddp.task.task import Task
 
 log = logging.getLogger(__name__)
+
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +192,39 @@ def _look_closer(trial: Trial, effects: Effects, inputs: InputEffects) -> None:
             effects.run(train, inputs, batch)
     except Exception:  # WHY broad: torch and the user's model, under a mode; it ran without
         log.debug("the trial operator by operator failed", exc_info=True)
+
+
+def saved_shapes(module: nn.Module) -> Shapes:
+    """Return the shape of each tensor that a checkpoint saves."""
+    state = module.state_dict().items()
+    return {name: tuple(part.shape) for name, part in state if isinstance(part, torch.Tensor)}
+
+
+def refuse_late_buffers(module: nn.Module, before: Shapes) -> None:
+    """Raise ModelError if a forward made a saved buffer, or changed its shape. Rank-local.
+
+    before: the shapes before it. WHY: it would not be made equal on the ranks, and the model as it
+    is built again, to resume or evaluate, could not take what was saved.
+    """
+    after = saved_shapes(module).items()
+    if found := [name for name, shape in after if before.get(name) != shape]:
+        raise ModelError(
+            f"a forward made or resized what a checkpoint saves: {', '.join(found[:8])}",
+            fix="give buffers their final shape in the constructor, or run one batch through the "
+            "model there, as the observers of quantization need; persistent=False for a cache",
+        )
+
+
+def warn_of_unsaved(own: Sequence[str]) -> None:
+    """Name the tensors that forward makes and reads again. Rank-local: the same on all ranks."""
+    if own:
+        log.warning(
+            "forward makes tensors, or changes their shape, that it reads in the next one: %s. No "
+            "checkpoint saves them, and each rank has its own: after a resume the model begins "
+            "without them. In their final shape from the constructor on, they are saved",
+            ", ".join(own[:8]),
+            extra=ON_EVERY_RANK,
+        )
 
 
 def refuse_sparse(module: nn.Module) -> None:

@@ -21,7 +21,7 @@ from hardened_ddp.model.moving_attributes import MovingAttributes
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.seeding import keeping_random_state
-from hardened_ddp.task.first_batch import check_score
+from hardened_ddp.task.build import check_score
 from hardened_ddp.task.task import Score, Task
 
 log = logging.getLogger(__name__)

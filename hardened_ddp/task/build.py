@@ -1,5 +1,6 @@
 """Building a run's task, and which one fits the labels and the output of a batch: --task auto.
 
+Also whether a score of it, which may be the user's, can be added up.
 Where labels fit two tasks, or none, it refuses: a wrong guess would train, and wrongly.
 Does not own: the first batch (preflight/probe.py).
 """
@@ -30,7 +31,7 @@ from hardened_ddp.task.own import Own
 from hardened_ddp.task.own_metrics import OwnMetrics
 from hardened_ddp.task.regression import Regression
 from hardened_ddp.task.segmentation import Segmentation
-from hardened_ddp.task.task import LOSS, LOSS_METRIC, Metric, Task
+from hardened_ddp.task.task import LOSS, LOSS_METRIC, Metric, Score, Task
 from hardened_ddp.task.tokens import IGNORED, Tokens
 
 CHOICES = TASKS[1:]
@@ -103,6 +104,51 @@ def build_task(name: str, model: nn.Module, data: TaskData, config: TaskConfig) 
     task.attach(model, name, OwnMetrics(config.metrics))
     metric_of(task, config.best_metric, setting="best_metric")  # raises if there is none
     return task
+
+
+def check_score(task: Task, score: Any) -> Score:  # Any: whatever a user's task returned
+    """Return score, or raise ModelError if it can't be added up or has no gradient.
+
+    It reads values, so it waits for the device: trials before training call it, no step does.
+    """
+    if not isinstance(score, Score):
+        raise _wrong(task, f"score() returned a {type(score).__name__}, not a Score")
+    loss, count, wanted = score.loss_sum, score.count, task.sums
+    if not _is_scalar(loss) or not isinstance(loss, torch.Tensor):
+        raise _wrong(task, f"loss_sum is not a scalar tensor but {described(loss)}")
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise _wrong(task, "loss_sum does not depend on any parameter that is trained")
+    if not _is_scalar(count) or not 0 <= float(count) < float("inf"):
+        found = f"{float(count):g}" if _is_scalar(count) else described(count)
+        raise _wrong(task, f"count is {found}, not a number from 0")
+    missing = [metric.name for metric in task.metrics if metric.name not in score.metrics]
+    has_own_sums = (type(task).sums, type(task).sums_of) != (Task.sums, Task.sums_of)
+    if missing and not has_own_sums:
+        raise _wrong(task, f"score() did not return {', '.join(missing)}")
+    for metric, value in task.sums_of(score).items():
+        name = metric.removesuffix("/count")
+        if metric not in wanted:
+            raise _wrong(task, f"sums_of() gives {name}, which is not among its sums")
+        shape = wanted[metric].shape
+        is_number = isinstance(value, torch.Tensor | int | float)
+        if not is_number or torch.as_tensor(value).shape != shape:
+            need = f"a tensor of shape {tuple(shape)}" if shape else "a number"
+            raise _wrong(task, f"its metric {name} is {described(value)}, not {need}")
+    return score
+
+
+def _wrong(task: Task, found: str) -> ModelError:
+    return ModelError(
+        f"task {type(task).__name__}: {found}",
+        fix="return Score(losses.sum(), batch.num_samples, metrics): the sum of the losses, with "
+        "its graph; what it is a mean over; of each metric the sum, or (sum, count): docs/TASKS.md",
+    )
+
+
+def _is_scalar(value: Any) -> bool:  # Any: as above
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def label_limit(task: Task) -> Limit | None:

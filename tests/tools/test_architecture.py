@@ -51,7 +51,7 @@ BUDGETS = {
     "hardened_ddp/training/*": 2_845,
     "hardened_ddp/export/*": 485,
     "hardened_ddp/model/*": 3_140,
-    "hardened_ddp/preflight/*": 945,
+    "hardened_ddp/preflight/*": 980,
     "hardened_ddp/ranks/*": 2_550,
     "hardened_ddp/guard/*": 1_245,
     "hardened_ddp/data/*": 4_540,
