@@ -16,8 +16,7 @@ from torch.nn import Parameter
 from hardened_ddp.checkpoint.tensors import plan_file
 from hardened_ddp.errors import OptimizerError
 from hardened_ddp.model.effects import Effects, has_same_bits
-from hardened_ddp.model.optimizer import build_optimizer
-from hardened_ddp.model.parameter_groups import Group, parameter_groups
+from hardened_ddp.model.optimizer import Group, build_optimizer, parameter_groups
 from hardened_ddp.model.schedule import Schedule, is_known, restore_state, save_state
 from hardened_ddp.preflight.trial import Refusal, Trial, try_on_all_ranks
 from hardened_ddp.ranks.seeding import seed_update

@@ -20,9 +20,9 @@ from hardened_ddp.model.optimizer import (
     allocate_state,
     build_optimizer,
     find_optimizer,
+    parameter_groups,
     skips_by_flag,
 )
-from hardened_ddp.model.parameter_groups import parameter_groups
 from hardened_ddp.model.precision import Precision, clip
 from hardened_ddp.model.schedule import KNOWN, PREFIX, Schedule, learning_rate, restore_state
 from hardened_ddp.settings.config import ImportPath, OptimizerConfig, OptimizerName

@@ -14,8 +14,7 @@ from torch import nn
 
 from hardened_ddp.checkpoint.folder import load_checkpoint, open_checkpoint
 from hardened_ddp.errors import OptimizerError
-from hardened_ddp.model.optimizer import build_optimizer
-from hardened_ddp.model.parameter_groups import parameter_groups
+from hardened_ddp.model.optimizer import build_optimizer, parameter_groups
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.schedule import Schedule, restore_state, save_state
 from hardened_ddp.model.state_tree import pack, unpack
