@@ -12,9 +12,8 @@ from torch.nn.functional import cross_entropy
 
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.errors import ModelError
-from hardened_ddp.task.details import name_of, shares_of
 from hardened_ddp.task.output import check_range, described_labels, logits_of, split_output
-from hardened_ddp.task.task import Figures, Metric, Score, Task, widened
+from hardened_ddp.task.task import Figures, Metric, Score, Task, name_of, shares_of, widened
 
 ACCURACY = Metric("accuracy", form=".2%")
 TOP5 = Metric("top5_accuracy", form=".2%")

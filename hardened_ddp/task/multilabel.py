@@ -12,9 +12,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.errors import ModelError
-from hardened_ddp.task.details import name_of, shares_of
 from hardened_ddp.task.output import described_labels, logits_of
-from hardened_ddp.task.task import Figures, Metric, Score, Task, widened
+from hardened_ddp.task.task import Figures, Metric, Score, Task, name_of, shares_of, widened
 
 _NEED = "(num_samples, num_labels)"
 

@@ -13,9 +13,8 @@ from torch.nn.functional import cross_entropy
 
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.errors import ModelError
-from hardened_ddp.task.details import name_of
 from hardened_ddp.task.output import check_range, described_labels, logits_of
-from hardened_ddp.task.task import Figures, Metric, Score, Task, widened
+from hardened_ddp.task.task import Figures, Metric, Score, Task, name_of, widened
 from hardened_ddp.task.tokens import IGNORED
 
 _NEED = "(num_samples, num_classes, height, width)"

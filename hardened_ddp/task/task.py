@@ -159,6 +159,20 @@ class Task:
         return {}
 
 
+def shares_of(hit: float, *, predicted: float, labelled: float) -> dict[str, float | None]:
+    """Return precision, recall and F1 of one class from its counts; None where the divisor is 0."""
+    return {
+        "precision": hit / predicted if predicted else None,
+        "recall": hit / labelled if labelled else None,
+        "f1": 2 * hit / (predicted + labelled) if predicted + labelled else None,
+    }
+
+
+def name_of(index: int, names: Sequence[str]) -> str:
+    """Return the name of a class; a model may have more outputs than there are names."""
+    return names[index] if index < len(names) else str(index)
+
+
 def with_loss(loss: float, metrics: str = "") -> str:
     """Format a loss and what comes behind it."""
     return f"loss {number_text(loss)}  {metrics}".rstrip()

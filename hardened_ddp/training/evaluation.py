@@ -50,8 +50,7 @@ from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import NEVER_FINITE, Progress
 from hardened_ddp.step.step import is_due
 from hardened_ddp.task.build import build_task, metric_of
-from hardened_ddp.task.details import report_lines
-from hardened_ddp.task.task import LOSS, Metric, Task, described, with_loss
+from hardened_ddp.task.task import LOSS, Metric, Task, described, number_text, with_loss
 from hardened_ddp.training.run_folder import share_checkpoint
 from hardened_ddp.training.state import receive
 from hardened_ddp.training.weights import MODEL_PREFIX, model_tensors, rebuild_model
@@ -60,6 +59,10 @@ log = logging.getLogger(__name__)
 
 # Begin the names of figures of a part of the test set, and of the averaged weights.
 PARTIAL, EMA = "partial_", "ema_"
+
+# Of the table that the command evaluate prints. Of more rows single ones say little, and the file
+# has all.
+MAX_ROWS, _NAME_WIDTH, _WIDTH = 20, 20, 11
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +323,29 @@ def evaluate_run(settings: Resolved, group: Group, options: Mapping[str, str]) -
         tell_report(report, metrics=metrics, table=table, place=place, output=sys.stdout)
 
     group.run_on_main(tell, what="writing the report")  # collective
+
+
+def report_lines(report: Mapping[str, Any]) -> list[str]:
+    """Format the rows that a task reports, which have equal keys, as a table if they are few."""
+    rows = report.get("classes") or report.get("rows")
+    if not rows:
+        return []
+    names = [name for name in rows[0] if name != "name"]
+    if len(rows) > MAX_ROWS:
+        return [f"{', '.join(names)} of each of {len(rows)}: in the full report"]
+    table = [["", *names]]
+    table += [[str(row["name"]), *(_shown(row[name]) for name in names)] for row in rows]
+    lines = []
+    for first, *cells in table:
+        columns = "".join(f"{cell:>{_WIDTH}}" for cell in cells)
+        lines.append(f"{first[:_NAME_WIDTH]:<{_NAME_WIDTH}}{columns}")
+    return ["", *lines]
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    return number_text(value) if isinstance(value, float) else str(value)
 
 
 def measure(

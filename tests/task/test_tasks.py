@@ -21,7 +21,6 @@ from hardened_ddp.settings.layers import resolve
 from hardened_ddp.step.gradient import Totals
 from hardened_ddp.task.build import build_task, metric_of, task_that_fits
 from hardened_ddp.task.classification import Classification
-from hardened_ddp.task.details import report_lines
 from hardened_ddp.task.multilabel import Multilabel
 from hardened_ddp.task.output import fix_for
 from hardened_ddp.task.own import Own
@@ -31,6 +30,7 @@ from hardened_ddp.task.segmentation import Segmentation
 from hardened_ddp.task.task import Metric, Task, described, with_loss
 from hardened_ddp.task.tokens import Tokens
 from hardened_ddp.training.building import check_names
+from hardened_ddp.training.evaluation import report_lines
 from tests.device_tasks import Distance
 from tests.harness.ranks import run_ranks
 from tests.ranks.test_shared_sum import rendezvous
