@@ -142,7 +142,7 @@ def build_model(
             "through it before it is returned: model(torch.zeros(1, *input_shape))",
         )
     if config.gradient_checkpointing:
-        _checkpoint_blocks(model, config.model)
+        _checkpoint_blocks(model)
     return model
 
 
@@ -233,7 +233,7 @@ def _call(build: Callable[..., Any], facts: Mapping[str, Any], config: ModelConf
     return model
 
 
-def _checkpoint_blocks(model: nn.Module, name: str) -> None:
+def _checkpoint_blocks(model: nn.Module) -> None:
     """Recompute each block's activations in backward instead of keeping them."""
     for owner in (model, getattr(model, "net", None)):  # of transformers: they know their blocks
         enable = getattr(owner, "gradient_checkpointing_enable", None)
@@ -244,12 +244,8 @@ def _checkpoint_blocks(model: nn.Module, name: str) -> None:
     blocks = [block for parent in parents for block in parent if [*block.children()]]
     blocks = [b for b in blocks or model.children() if any(True for _ in b.parameters())]
     inner = {part for block in blocks for part in [*block.modules()][1:]}
-    outermost = [block for block in blocks if block not in inner]
-    for block in outermost:
+    for block in (block for block in blocks if block not in inner):  # the outermost ones
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    log.info(
-        "gradient checkpointing: %d blocks of %s are recomputed in backward", len(outermost), name
-    )
 
 
 def _build_classifier(config: ModelConfig, *, num_classes: int, channels: int) -> nn.Module:
