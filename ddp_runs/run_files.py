@@ -19,7 +19,6 @@ from hardened_ddp.reporting.rank_status import SILENT_AFTER_S, RankStatus
 from hardened_ddp.reporting.run_json import (
     Json,
     files_in,
-    folders_in,
     is_number,
     number_of,
     read_json,
@@ -233,8 +232,10 @@ def _read_points(path: Path, problems: list[str]) -> tuple[Point, ...]:
 
 def _read_checkpoints(folder: Path, problems: list[str]) -> tuple[tuple[int, float], ...]:
     found = []
-    for path in folders_in(folder, problems):
-        match = STEP_FOLDER.fullmatch(path.name)
+    for path in files_in(folder, problems):
+        # WHY not Path.is_dir: it raises where a folder may not be read
+        is_folder = os.path.isdir(path) and not os.path.islink(path)
+        match = STEP_FOLDER.fullmatch(path.name) if is_folder else None
         why: list[str] = []
         if match and read_json(path / MANIFEST_NAME, why):
             found.append((int(match[1]), changed_at(path)))

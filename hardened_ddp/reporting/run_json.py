@@ -4,7 +4,6 @@ Nothing here raises: what can't be read is named in problems, and left out.
 """
 
 import json
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -81,10 +80,3 @@ def files_in(folder: Path, problems: list[str]) -> list[Path]:
     except OSError as error:
         problems.append(f"{folder.name}: can't be read: {error.strerror}")
         return []
-
-
-def folders_in(folder: Path, problems: list[str]) -> list[Path]:
-    """List the folders in a folder, without links to some."""
-    found = files_in(folder, problems)
-    # WHY not Path.is_dir: it raises where a folder may not be read
-    return [path for path in found if os.path.isdir(path) and not os.path.islink(path)]
