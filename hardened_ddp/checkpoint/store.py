@@ -40,12 +40,7 @@ class CheckpointStore:
     """The checkpoints under one folder. One thread of one process writes at a time."""
 
     def __init__(
-        self,
-        root: Path,
-        *,
-        keep_last: int,
-        keep_milestones: int = 0,
-        disk: Disk | None = None,
+        self, root: Path, *, keep_last: int, keep_milestones: int = 0, disk: Disk | None = None
     ) -> None:
         self.root = root
         # Called before each commit; they raise OSError or CheckpointError to prevent it. The last

@@ -86,10 +86,7 @@ class MLP(nn.Module):
         return logits
 
 
-BUILT_IN: Mapping[str, Callable[..., nn.Module]] = {
-    "simple_cnn": SimpleCNN,
-    "mlp": MLP,
-}
+BUILT_IN: Mapping[str, Callable[..., nn.Module]] = {"simple_cnn": SimpleCNN, "mlp": MLP}
 
 
 def build_model(

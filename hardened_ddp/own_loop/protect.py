@@ -68,12 +68,7 @@ from hardened_ddp.step.failure import errors_told
 from hardened_ddp.training.run import Ending
 from hardened_ddp.training.run_folder import RunFolder, open_folder, read_checkpoint
 from hardened_ddp.training.state import Contents, Saved, Saver, receive
-from hardened_ddp.training.survivor_save import (
-    Rescue,
-    is_saved_after,
-    refuse_crash_loop,
-    save_once,
-)
+from hardened_ddp.training.survivor_save import Rescue, is_saved_after, refuse_crash_loop, save_once
 
 log = logging.getLogger(__name__)
 

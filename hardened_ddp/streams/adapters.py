@@ -81,12 +81,7 @@ class HubStream:
     """A streaming dataset of Hugging Face's datasets library. Any: its class."""
 
     def __init__(
-        self,
-        dataset: Any,
-        *,
-        name: str,
-        num_shards: int = 0,
-        change: Change | None = None,
+        self, dataset: Any, *, name: str, num_shards: int = 0, change: Change | None = None
     ) -> None:
         """num_shards: at most as many; 0: all that it has. change: makes a sample of a row."""
         refuse_buffers(dataset, name)

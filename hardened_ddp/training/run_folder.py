@@ -17,13 +17,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from hardened_ddp.checkpoint.disk import (
-    Disk,
-    RunLock,
-    check_held,
-    refuse_links,
-    unusable_folder,
-)
+from hardened_ddp.checkpoint.disk import Disk, RunLock, check_held, refuse_links, unusable_folder
 from hardened_ddp.checkpoint.folder import (
     Found,
     discard_newer,

@@ -41,12 +41,7 @@ class WorkerPlan:
 
 
 def plan_workers(
-    config: DataConfig,
-    *,
-    in_memory: bool,
-    local_world_size: int,
-    uses_gpu: bool,
-    batch_bytes: int,
+    config: DataConfig, *, in_memory: bool, local_world_size: int, uses_gpu: bool, batch_bytes: int
 ) -> WorkerPlan:
     """Decide workers, prefetching and start method for this rank. Reads the machine's limits."""
     budget = max(1, cpu_budget() // local_world_size)
