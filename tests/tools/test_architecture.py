@@ -55,7 +55,7 @@ BUDGETS = {
     "hardened_ddp/ranks/*": 2_550,
     "hardened_ddp/guard/*": 1_245,
     "hardened_ddp/data/*": 4_540,
-    "hardened_ddp/streams/*": 2_440,
+    "hardened_ddp/streams/*": 2_640,
     "ddp_drills/*": 1_935,
     "launchers/*": 710,
     "tests/harness/*": 1_020,
