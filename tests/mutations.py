@@ -42,7 +42,7 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
     "data/batches/read_errors.py": [
         ("cause = cause and (cause.__cause__ or cause.__context__)", "cause = None",
          "data_faults -k 'moment or pass or transient'"),
-        ("+ REPORT_EVERY_S", "+ 0", "data_faults -k 'told or report or retries or minute'")],
+        ("2 * self._num_reads", "0", "data_faults -k doubled")],
     "data/batches/images.py": [
         ("self.images.shape[1] == 3", "True", "datasets"),
         ("2 * max_shift + 1", "2 * max_shift", "datasets")],
