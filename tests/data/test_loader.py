@@ -465,9 +465,7 @@ def test_a_dataset_of_very_many_tensors_has_a_worker(caplog: pytest.LogCaptureFi
     assert not caplog.text
 
 
-def test_tensors_are_copied_where_sharing_is_too_much_and_much_is_told(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tensors_are_copied_where_sharing_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = WorkerPlan(num_workers=2, prefetch_factor=2, start_method="forkserver")
     many = Fetcher(InMemory([torch.zeros(1) for _ in range(1000)]), seed=0)
     assert worker_pool.plan_sending(many, plan).copies_data
