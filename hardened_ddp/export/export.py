@@ -1,7 +1,7 @@
 """Export the trained model to its own folder, for use without the training.
 
-The folder holds the model in one format, config.json and a model card. It is written under a
-temporary name, read back, compared, and renamed into place.
+The folder holds the model in one format, config.json and a model card. It is
+written under a temporary name, read back, compared, and renamed into place.
 """
 
 import hashlib
@@ -17,7 +17,13 @@ from hardened_ddp.checkpoint.disk import Disk, aside_path
 from hardened_ddp.checkpoint.folder import JSON, Found, load_checkpoint, open_checkpoint
 from hardened_ddp.checkpoint.tensors import live_content
 from hardened_ddp.errors import CheckpointError
-from hardened_ddp.export.formats import CARD_NAME, HUGGINGFACE, WEIGHTS_NAME, write_model
+from hardened_ddp.export.formats import (
+    CARD_NAME,
+    HUGGINGFACE,
+    WEIGHTS_NAME,
+    how_to_load,
+    write_model,
+)
 from hardened_ddp.model.average import AVERAGE
 from hardened_ddp.model.zoo import DESCRIPTION
 from hardened_ddp.settings.commands import AVERAGED
@@ -27,6 +33,12 @@ from hardened_ddp.training.weights import MODEL_PREFIX, model_tensors
 SAFETENSORS = "safetensors"
 # What config.json takes from the checkpoint's meta; null if missing there.
 CONFIG_KEYS = (*DESCRIPTION, "dataset")
+_HOW_TO_LOAD_WEIGHTS = f"""\
+from safetensors.torch import load_file
+
+weights = load_file("{WEIGHTS_NAME}")  # names and shapes as in the model's state_dict()
+model.load_state_dict(weights)
+model.eval()"""
 
 
 def run_export(options: Mapping[str, str], *, output: TextIO) -> int:
@@ -66,7 +78,8 @@ def export_model(
         if os.path.lexists(aside):
             disk.remove(aside)
         disk.make_folder(aside)
-        card = _model_card(found, meta, form, is_averaged=is_averaged)
+        meta["weights"] = "the averages of --ema" if is_averaged else "as trained"
+        card = _model_card(found, weights=weights, meta=meta, form=form)
         disk.write_file(aside / CARD_NAME, card.encode())
         config: dict[str, JSON] = {key: meta.get(key) for key in CONFIG_KEYS}
         config |= {"step": found.step, "epoch": meta.get("epoch"), "is_averaged": is_averaged}
@@ -104,15 +117,34 @@ def _write_weights(path: Path, weights: Mapping[str, Tensor], disk: Disk) -> str
     return written
 
 
-def _model_card(found: Found, meta: Mapping[str, JSON], form: str, *, is_averaged: bool) -> str:
-    """Say what the export is of; docs/MANUAL.md says how each form is loaded."""
-    weights = "the averages of --ema" if is_averaged else "as trained"
+def _model_card(
+    found: Found, *, weights: Mapping[str, Tensor], meta: Mapping[str, JSON], form: str
+) -> str:
+    num_values = sum(tensor.numel() for tensor in weights.values())
+    size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+    keys = (*CONFIG_KEYS, "weights", "best_metric", "best_value", "epoch", "world_size", "torch")
+    told = {key: meta[key] for key in keys if key != "hub_config" and meta.get(key) is not None}
+    rows = "\n".join(f"| {key} | {json.dumps(value)} |" for key, value in told.items())
+    shape = " and have the shape (samples, *input_shape)" if meta.get("input_shape") else ""
     return f"""---
 library_name: pytorch
 ---
 
 # {meta.get("model") or "Model"}
 
-The weights of `{found.path.parent.parent.name}/{found.path.name}` (optimizer step {found.step}),
-{weights}, in the form {form}. Trained on: {meta.get("dataset")}.
+Exported from `{found.path.parent.parent.name}/{found.path.name}` (optimizer step {found.step}).
+{num_values:,} values in {len(weights)} tensors, {size_bytes:,} bytes.
+
+| setting | value |
+| --- | --- |
+{rows}
+
+## Load it
+
+```python
+{_HOW_TO_LOAD_WEIGHTS if form == SAFETENSORS else how_to_load(form, meta)}
+```
+
+Inputs are prepared as the dataset above prepares them{shape}. The
+export was read back and compared with the checkpoint before it was put in place.
 """

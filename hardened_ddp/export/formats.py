@@ -43,6 +43,28 @@ _TRACED_SAMPLES, _TRIED_SAMPLES = 2, (2, 5)  # WHY also 5: it detects a fixed ba
 
 Forward = Callable[..., Tensor]
 
+_HOW_TO_LOAD = {
+    HUGGINGFACE: """\
+from hardened_ddp.model.hub import HubModel
+
+model = HubModel.from_pretrained("FOLDER")  # with this project on PYTHONPATH
+logits = model(inputs)""",
+    PEFT: """\
+from peft import PeftModel
+
+model = PeftModel.from_pretrained(base, "FOLDER")  # base: as from_pretrained() loads it""",
+    TORCH_EXPORT: f"""\
+import torch
+
+model = torch.export.load("{TORCH_EXPORT_NAME}").module()
+logits = model(inputs)  # of text: model(tokens["input_ids"], tokens["attention_mask"])""",
+    ONNX: f"""\
+import onnxruntime
+
+session = onnxruntime.InferenceSession("{ONNX_NAME}")
+inputs = {{"inputs": inputs}}  # float32 array; of text: dict(tokens), int64 arrays
+[logits] = session.run(["logits"], inputs)""",
+}
 _PROCESSOR_NAME, _GENERATION_NAME = "preprocessor_config.json", "generation_config.json"
 _PREPARES = {
     TOKENIZER: "tokenizer.json and tokenizer_config.json",
@@ -236,6 +258,21 @@ def _write_onnx(folder: Path, model: _Logits, meta: Mapping[str, Any]) -> Forwar
         return torch.as_tensor(evaluator.run(None, dict(zip(model.names, arrays, strict=True)))[0])
 
     return run
+
+
+def how_to_load(form: str, meta: Mapping[str, Any]) -> str:
+    described = meta.get("hub_config")
+    if form != HUGGINGFACE or not described:
+        return _HOW_TO_LOAD[form]
+    kind = described["architectures"][0]
+    is_image = kind.endswith("ForImageClassification")
+    kinds = ", ".join((kind, "AutoImageProcessor" if is_image else "AutoTokenizer"))
+    inputs = "pixel_values=inputs" if is_image else '**tokenizer(text, return_tensors="pt")'
+    return f"""\
+from transformers import {kinds}  # of the folder, if the export has one
+
+model = {kind}.from_pretrained("FOLDER")
+logits = model({inputs}).logits"""
 
 
 def write_preparation(folder: Path, meta: Mapping[str, Any], *, kind: str) -> bool:
