@@ -86,10 +86,11 @@ def run_drill(
 
 def with_ranks(command: Sequence[str], old: int, change: int) -> list[str]:
     """Give a command for another number of ranks; empty if it does not name the old one."""
-    text = "\0".join([*command, ""])
     flag = rf"(\0--(?:nproc[-_]per[-_]node|num_processes)[=\0]){old}(?=\0)"
-    changed = re.sub(flag, rf"\g<1>{old + change}", text)
-    return changed.split("\0")[:-1] if changed != text else []
+    changed, found = re.subn(flag, rf"\g<1>{old + change}", "\0".join([*command, ""]))
+    # accelerate refuses --multi_gpu for one process
+    words = [w for w in changed.split("\0")[:-1] if w != "--multi_gpu" or old + change > 1]
+    return words if found else []
 
 
 def read_faults(
@@ -226,9 +227,8 @@ def check_observed(
     elif any(len(p.all("update")) != total for p in ranks):
         told, fix = "its ranks make different numbers of steps", "audit it first"
     elif plan.rank not in numbers or plan.step > total:
-        told = (
-            f"it has the ranks {numbers} and {total} steps: --rank {plan.rank} --step {plan.step}"
-        )
+        asked = f"--rank {plan.rank} --step {plan.step}"
+        told = f"it has the ranks {numbers} and {total} steps: {asked}"
         fix = "choose one of these"
     if told:
         raise UsageError(f"drill: {told}", fix=fix)
