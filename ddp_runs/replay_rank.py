@@ -32,8 +32,8 @@ from hardened_ddp.step.records import facts_of_attempt
 from hardened_ddp.training.run import Ending, Run
 from hardened_ddp.training.state import Saved, restore
 
-_MOST_MIXED = 256  # samples of a batch that are left out one by one, for what that changes
-_TRIED_ALONE = 8  # samples that weigh most
+_MOST_ALONE = 256  # samples that are left out one by one: each costs a forward and a backward
+_TRIED_ALONE = 8  # always: samples that weigh most, of which several may do it
 _STEPS_AFTER, _SHOWN = 3, 10  # steps, samples and layers that are shown
 _ROW = "  {sample:6}  {rank:4}  {loss:10.5g}  {weight:10.5g}  {norm:13.5g}  {file}"
 _OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
@@ -228,7 +228,7 @@ class Replay:
         the gradient of its batch without it. losses: of all samples; empty: it is taken alone.
         """
         parts, size = self.parts.replica.module.modules(), batch.num_samples
-        mixes = 1 < size <= _MOST_MIXED and any("BatchNorm" in type(p).__name__ for p in parts)
+        mixes = 1 < size <= _MOST_ALONE and any("BatchNorm" in type(p).__name__ for p in parts)
         row: Found = {"sample": int(batch.indices[place]), "file": "", "mixes": mixes}
         row |= dict.fromkeys(("loss", "norm", "weight"), math.nan)
         try:
@@ -354,8 +354,8 @@ def in_order(rows: Iterable[Found]) -> list[Found]:
 def blame(replay: Replay, state: Saved, suspects: Sequence[int], last: int) -> Found:
     """Find the step and the samples without which the condition does not hold.
 
-    Whole steps first, the oldest first; then samples one by one, those that weigh most; if none of
-    them alone is enough, several together. last: how far each trial runs. Collective: all ranks.
+    Whole steps first, the oldest first; then its samples, one by one; if none of them alone is
+    enough, those that weigh most together. last: how far each trial runs. Collective: all ranks.
     """
     condition = replay.condition
     assert condition is not None  # the caller has seen it hold
@@ -376,8 +376,13 @@ def blame(replay: Replay, state: Saved, suspects: Sequence[int], last: int) -> F
     found["step"] = step
     found["rows"] = replay.trial(state, step, looks=step)[-1]["rows"]  # collective
     samples = [row["sample"] for row in found["rows"]]
-    peaks = {sample: peak(step, [sample]) for sample in samples[:_TRIED_ALONE]}
-    if alone := {sample: at for sample, at in peaks.items() if at < math.inf}:
+    alone: dict[int, float] = {}
+    for place, sample in enumerate(samples[:_MOST_ALONE]):
+        if place >= _TRIED_ALONE and alone:
+            break
+        if (at := peak(step, [sample])) < math.inf:
+            alone[sample] = at
+    if alone:
         # WHY not all: next to a limit any change may do. Those that help at least half as much:
         least = (condition.worst(replay.trial(state, last)) + min(alone.values())) / 2
         gone = sorted((s for s in alone if alone[s] <= least), key=alone.__getitem__)
@@ -388,8 +393,10 @@ def blame(replay: Replay, state: Saved, suspects: Sequence[int], last: int) -> F
             fewer = [each for each in gone if each != sample]
             gone = fewer if peak(step, fewer) < math.inf else gone
     found["samples"] = gone
-    names = (" or " if alone else " and ").join(map(str, gone))
+    names = f"sample {' or '.join(map(str, gone))}"
+    if not alone:
+        names = f"samples {' and '.join(map(str, gone))}"
     found["proof"] = f"without step {step} it does not hold; it is none of its samples"
     if gone:
-        found["proof"] = f"proved: step {step} without sample {names} does not lead to it"
+        found["proof"] = f"proved: step {step} without {names} does not lead to it"
     return found

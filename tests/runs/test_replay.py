@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ddp_runs import replay as replaying
 from ddp_runs import tools
 from ddp_runs.replay import Wish, replay, run_bisect, run_diff, show
+from ddp_runs.replay_rank import Condition, Found, Gone, Replay, blame
 from ddp_runs.replay_records import differences, read_digests
 from ddp_runs.report_plots import marks_of
 from ddp_runs.run_files import read_run
@@ -35,6 +36,7 @@ from hardened_ddp.step.gradient import Attempt, Outcome
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
 from hardened_ddp.step.records import Records, hash_of
+from hardened_ddp.training.state import Saved
 from tests.drills.forked import run_trainer_forked
 from tests.harness.ranks import train
 from tests.plugins import Points
@@ -285,6 +287,26 @@ def test_the_sample_that_makes_a_loss_large_is_found_and_proved(tmp_path: Path) 
     with pytest.raises(ConfigError, match="accuracy/tested was not recorded"):
         bisected(run, "accuracy/tested > 2")
     assert "> 2 holds at no step: by 12 reports" in bisected(run, "accuracy/train > 2")
+
+
+@pytest.mark.parametrize("guilty", [[0], [9], [15], [0, 1], [3, 12]])
+def test_the_guilty_samples_are_found_wherever_they_stand_among_the_others(
+    guilty: list[int],
+) -> None:
+    def trial(_: object, last: int, at: int = -1, gone: Gone = (), looks: int = -1) -> list[Found]:
+        rows = [{"sample": number} for number in range(16)]  # of these the first weighs most
+        is_healed = at == 5 and (gone is None or {*guilty} <= {*gone})
+        hurts = {True: 1.0, False: 9.0}  # two steps later
+        return [
+            {"step": step, "rows": rows, "loss": hurts[is_healed or step < 7]}
+            for step in range(4, 1 + (last if looks < 0 else looks))
+        ]
+
+    replay = SimpleNamespace(condition=Condition.parse("loss > 3"), trial=trial)
+    found = blame(cast(Replay, replay), cast(Saved, None), range(4, 8), 11)
+    assert (found["step"], found["samples"]) == (5, guilty)
+    named = f"sample{'s' * (len(guilty) > 1)} {' and '.join(map(str, guilty))}"
+    assert found["proof"] == f"proved: step 5 without {named} does not lead to it"
 
 
 @pytest.mark.slow
