@@ -123,7 +123,9 @@ def _judge(evidence: Evidence) -> Verdict:
     is_quoted = root.is_weak and root.raised is not None and not root.raised.frames
     if root.cause is None or (is_quoted and not failed):
         return _unknown(evidence, events, total, root=root)
-    if is_closing(root) and any(ended.status != _TERMINATED for ended in failed):
+    # WHY not mpirun's own word: a launcher that was told to stop fails, too
+    told = [ended.status for ended in failed if "non-zero" not in ended.line.text]
+    if is_closing(root) and any(status != _TERMINATED for status in told):
         return _unknown(evidence, events, total)
     name_known_crash(events, evidence.events)
     name_other_process(root)

@@ -241,6 +241,11 @@ LOGS: Mapping[str, str | tuple[str, str]] = {
     "a warning of Python's that names a file: unknown of nobody":
         "/opt/x/resource_tracker.py:237: UserWarning: '/af_barrier': [Errno 2] No such file or "
         "directory: '/af_barrier'\nERROR:composer.cli.launcher:Rank 1 crashed with exit code 1.\n",
+    "what a shell says after an exception: python-keyerror of nobody":
+        joined(KEY_ERROR) + "Killed\n",
+    "a launcher that was told to stop fails, which mpirun says: stop-sigterm":
+        f"step 3\n{SIGTERM}\n{ELASTIC}SignalException: Process 11 got signal: 15\n"
+        "mpirun detected that one or more processes exited with non-zero status, thus causing\n",
     "of a failure mpirun says no more: unknown": "a non-zero exit code. Per user-direction, x\n",
     "a rank that aborts MPI: unknown of nobody":
         "step 1\nMPI_ABORT was invoked on rank 2 in communicator MPI COMMUNICATOR 5\n",
