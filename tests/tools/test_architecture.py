@@ -39,8 +39,8 @@ MAX_FUNCTION_LINES, MAX_PARAMETERS = 60, 6
 BUDGETS = {
     "ddp_training.py": 415,
     "hardened_ddp_command.py": 180,
-    "ddp_doctor/*": 12_500,
-    "ddp_runs/*": 3_570,
+    "ddp_doctor/*": 12_505,
+    "ddp_runs/*": 3_580,
     "hardened_ddp/*": 29_390,
     "hardened_ddp/gradients/*": 675,
     "hardened_ddp/settings/*": 2_120,
@@ -59,7 +59,7 @@ BUDGETS = {
     "ddp_drills/*": 1_935,
     "launchers/*": 710,
     "tests/harness/*": 1_020,
-    "tests/*": 31_610,
+    "tests/*": 31_635,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.
