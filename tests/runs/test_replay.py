@@ -539,6 +539,8 @@ def test_of_a_large_batch_the_first_bytes_are_hashed_and_no_more_is_copied() -> 
 
     wanted = hash_of([cast(Batch, batch)])
     assert wanted == zlib.crc32(plain.numpy().tobytes()[: 1 << 20])
+    column = SimpleNamespace(inputs=torch.arange(8).view(1, 8)[:, 4], targets=None)  # of one sample
+    assert hash_of([cast(Batch, column)]) == zlib.crc32(torch.tensor([4]).numpy().tobytes())
     batch.inputs = plain.to(memory_format=torch.channels_last).as_subclass(Copying)
     assert hash_of([cast(Batch, batch)] * 3) == wanted
     assert 1 << 20 <= sum(copied) <= (1 << 20) + 4 * 3 * 64 * 64 * 4
