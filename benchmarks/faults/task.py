@@ -136,7 +136,7 @@ def read_task() -> Task:
     found = parser.parse_args()
     return Task(
         output_dir=found.output_dir,
-        num_ranks=int(os.environ["WORLD_SIZE"]),
+        num_ranks=int(os.environ.get("WORLD_SIZE", "1")),
         num_epochs=found.epochs,
         num_workers=found.num_workers,
         is_stateful=found.stateful,
