@@ -54,7 +54,13 @@ class ImageClassifier(_OfHub):
         # The height and width that the model expects; None if it takes any.
         self.size = tuple(size) if isinstance(size, list | tuple) else None
         wanted = getattr(net.config, "num_channels", None) or 3
-        self.num_repeats = wanted if input_shape and input_shape[0] == 1 else 1  # of grey images
+        if len(input_shape) != 3 or input_shape[0] not in (1, wanted):
+            raise ModelError(
+                f"the model takes images with {wanted} channels, and the data has samples of shape "
+                f"{input_shape}",
+                fix="choose a dataset of grey images, or of images with as many channels",
+            )
+        self.num_repeats = wanted // input_shape[0]
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         if self.num_repeats > 1:
