@@ -55,6 +55,11 @@ class SimpleCNN(nn.Module):
                 fix="--model mlp, or one of your own: --model package.module:callable",
             )
         channels, height, width = input_shape
+        if min(height, width) < 4:
+            raise ModelError(
+                f"simple_cnn halves the image twice and needs at least 4x4, not {height}x{width}",
+                fix="choose --model mlp for images this small",
+            )
         self.conv1 = nn.Conv2d(channels, 32, 3, padding=1)
         self.conv2 = nn.Conv2d(32, 64, 3, padding=1)
         self.pool = nn.MaxPool2d(2)
@@ -187,6 +192,11 @@ def place_model(
 ) -> nn.Module:
     """Move the model to its device; convert it as config says. Rank-local."""
     if config.sync_batchnorm and world_size > 1:
+        if device.type == "cpu":
+            raise ModelError(
+                "sync_batchnorm needs a GPU on every rank: torch has no CPU version of it",
+                fix="leave --sync_batchnorm out",
+            )
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch
     if found := [n for n, part in model.named_parameters() if _is_expanded(part)]:
         raise ModelError(

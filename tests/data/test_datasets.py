@@ -517,6 +517,9 @@ def test_the_default_model_says_that_it_needs_images(shape: tuple[int, ...]) -> 
     with pytest.raises(ModelError, match="simple_cnn needs images") as caught:
         build_model(ModelConfig(), num_classes=2, input_shape=shape, task="classification")
     assert "--model mlp" in caught.value.fix
+    with pytest.raises(ModelError, match="at least 4x4, not 3x8") as caught:
+        build_model(ModelConfig(), num_classes=2, input_shape=(1, 3, 8), task="classification")
+    assert "--model mlp" in caught.value.fix
 
 
 def test_a_misspelled_name_is_answered_with_the_nearest_ones() -> None:

@@ -104,6 +104,12 @@ def test_a_parameter_whose_values_share_memory_is_refused_by_name() -> None:
     assert caught.value.fix
 
 
+def test_sync_batchnorm_without_a_gpu_says_what_to_leave_out() -> None:
+    with pytest.raises(ModelError, match="sync_batchnorm needs a GPU on every rank") as caught:
+        place_model(Net(), ModelConfig(sync_batchnorm=True), device=CPU, world_size=2)
+    assert "leave --sync_batchnorm out" in caught.value.fix
+
+
 @pytest.mark.parametrize("case", slow_after(1, [("unfrozen", 2), ("replaced", 1)]), ids=str)
 def test_a_parameter_that_becomes_trainable_in_mid_run_is_refused_by_name(
     case: tuple[str, int], tmp_path: Path
