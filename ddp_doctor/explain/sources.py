@@ -140,7 +140,8 @@ def is_run_folder(path: Path) -> bool:
 def _logs_in(folder: Path) -> list[Path]:
     """List the logs of a folder: all levels, sorted, so that two runs read the same."""
     found = []
-    for path in sorted(folder.rglob("*")):
+    # WHY not rglob: Python 3.11.2's fails at a path that can't be asked about
+    for path in sorted(Path(base, name) for base, _, names in os.walk(folder) for name in names):
         relative = path.relative_to(folder).as_posix()
         if not os.path.isfile(path) or _NOT_LOGS.search(relative):
             continue
