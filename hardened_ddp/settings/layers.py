@@ -9,7 +9,7 @@ Read next: record.py, which writes the result beside the run.
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hardened_ddp.errors import ConfigError
@@ -38,6 +38,9 @@ class Resolved:
     # The earlier run that is continued, whose saved settings were taken; None: a new one.
     run_folder: Path | None
 
+    # What config.yaml sets and the continued run has another value for: its FILE:LINE.
+    not_used: Mapping[str, str] = field(default_factory=dict)
+
 
 def resolve(request: Request, *, world_size: int = 1) -> Resolved:
     """Put the settings together. Rank-local: reads the --config file and the earlier run's.
@@ -64,7 +67,13 @@ def resolve(request: Request, *, world_size: int = 1) -> Resolved:
         fix = f"correct the above{ignored}; every setting is listed by: {own_command('--help')}"
         head = f"{count} in the settings; nothing has been started"
         raise ConfigError("\n  ".join([head, *problems]), fix=fix)
-    return Resolved(config=config, sources=merged.sources, run_folder=folder)
+    # WHY repr: as in _edited_layer
+    not_used = {
+        name: edited.sources[name]
+        for name, value in edited.values.items()
+        if merged.sources[name] == RUN and repr(merged.values[name]) != repr(value)
+    }
+    return Resolved(config=config, sources=merged.sources, run_folder=folder, not_used=not_used)
 
 
 def _defaults() -> Layer:

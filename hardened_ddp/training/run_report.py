@@ -303,6 +303,8 @@ def tell_start(settings: Resolved, parts: Parts, progress: Progress) -> None:
         parts.events.tell("restart" if is_again else "started", step=progress.step, told=lines)
         for line in lines:
             log.info("%s", line)
+        if settings.not_used:
+            log.warning("%s", not_used_line(settings))
     text = "local rank %d of %d, device %s, %d threads, dataset fingerprint %s"
     launch, fingerprint = parts.group.launch, parts.data.fingerprint[:16]
     place, num_threads = (launch.local_rank, launch.local_world_size), torch.get_num_threads()
@@ -320,6 +322,16 @@ def changed_settings(settings: Resolved) -> list[str]:
             word = word if len(word) <= _MAX_VALUE else word[: _MAX_VALUE - 3] + "..."
             groups.setdefault(place, []).append(f"{name} {word}")
     return [f"{place}: {listed(named, _MAX_NAMED)}" for place, named in groups.items()]
+
+
+def not_used_line(settings: Resolved) -> str:
+    """Say what was changed in config.yaml without effect on the run that is continued."""
+    named = [f"{name} ({place})" for name, place in settings.not_used.items()]
+    flag = f"--{next(iter(settings.not_used))} VALUE"
+    return (
+        f"not used: {listed(named, _MAX_NAMED)}: the continued run keeps its own values; "
+        f"to change one, give it as a flag: {flag}"
+    )
 
 
 def _ranks_line(parts: Parts) -> str:

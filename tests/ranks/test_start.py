@@ -11,7 +11,7 @@ import pytest
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.phase import Phase, Tracker
 from hardened_ddp.reporting.log import StartUp
-from hardened_ddp.training.run_report import changed_settings
+from hardened_ddp.training.run_report import changed_settings, not_used_line
 from tests.harness.processes import ROOT, limit_of, wait_until
 from tests.harness.ranks import run_command, train
 from tests.settings.given import settings_of
@@ -88,6 +88,9 @@ def test_settings_name_who_changed_them(tmp_path: Path, monkeypatch: pytest.Monk
         "the continued run: epochs 3",
     ]
     assert changed_settings(settings_of("")) == []
+    edited = replace(found, not_used={"seed": "config.yaml:2"})
+    assert not_used_line(edited).startswith("not used: seed (config.yaml:2): the continued run")
+    assert not_used_line(edited).endswith("give it as a flag: --seed VALUE")
     many = settings_of(
         "--seed 1 --epochs 2 --batch_size 3 --momentum 0.1 --learning_rate 1 --weight_decay 1 "
         "--max_steps 9 --warmup_steps 3 --keep_last 1 --log_interval 2 --eval_every 2 --ledger "

@@ -67,6 +67,9 @@ class TestEditedConfig:
             "momentum": "my.yaml:1",
             "learning_rate": "command line",
         }
+        assert found.not_used == {"epochs": "config.yaml:1", "batch_size": "config.yaml:2"}
+        same = settings_beside("batch_size: 8\nseed: 2\n", "--resume newest --seed 3")
+        assert not same.not_used
         config = found.config
         assert (config.device.timeout_s, config.loop.epochs, config.data.batch_size) == (3, 5, 8)
         assert (config.optimizer.momentum, config.optimizer.learning_rate) == (0.2, 0.1)

@@ -41,14 +41,14 @@ BUDGETS = {
     "hardened_ddp_command.py": 180,
     "ddp_doctor/*": 12_505,
     "ddp_runs/*": 3_580,
-    "hardened_ddp/*": 29_410,
+    "hardened_ddp/*": 29_430,
     "hardened_ddp/gradients/*": 675,
-    "hardened_ddp/settings/*": 2_120,
+    "hardened_ddp/settings/*": 2_130,
     "hardened_ddp/step/*": 2_115,
     "hardened_ddp/reporting/*": 1_810,
     "hardened_ddp/task/*": 1_475,
     "hardened_ddp/checkpoint/*": 1_795,
-    "hardened_ddp/training/*": 2_840,
+    "hardened_ddp/training/*": 2_850,
     "hardened_ddp/export/*": 485,
     "hardened_ddp/model/*": 3_115,
     "hardened_ddp/preflight/*": 980,
@@ -59,7 +59,7 @@ BUDGETS = {
     "ddp_drills/*": 1_935,
     "launchers/*": 710,
     "tests/harness/*": 1_020,
-    "tests/*": 31_655,
+    "tests/*": 31_660,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.
