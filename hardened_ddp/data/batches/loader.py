@@ -125,7 +125,13 @@ class BatchReader:
     def _read_here(self, requests: Iterator[Request]) -> Iterator[Batch]:
         for request in requests:
             self._waited_for = request
-            batch = self.fetcher[request]
+            try:
+                batch = self.fetcher[request]
+            except MemoryError as error:
+                raise LoaderError(
+                    f"out of memory while reading samples {request[1][:4].tolist()} ...: {error}",
+                    fix="lower --batch_size or --prefetch_factor, then --resume the run",
+                ) from error
             if self.pin_memory:
                 batch.pin()
             yield batch
