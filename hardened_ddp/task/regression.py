@@ -101,3 +101,12 @@ class Regression(Task):
             "mae": sum(sums["absolute_error"]) / num_numbers,
             "r2": sum(scores) / len(scores) if scores else float("nan"),
         }
+
+    def report(self, sums: Mapping[str, Any], count: float) -> dict[str, Any]:
+        """Return a row for each number of a label."""
+        single = Regression()
+        rows = []
+        for index in range(self.num_outputs):
+            own = {name: [sums[name][index]] for name in self.sums}
+            rows.append({"name": f"output {index}", **single.figures(own, count)})
+        return {"rows": rows}
