@@ -44,7 +44,7 @@ from hardened_ddp.step.records import hash_of
 
 PLAN = "HARDENED_DDP_REPLAY"  # the variable that names the plan to a rank
 # What a replay writes, and where it runs, is its own. Of each flag the last one counts.
-_OF_REPLAY = "--resume=auto --tracker=none --ledger=false --time_limit= --on_event= "
+_OF_REPLAY = "--resume=auto --tracker=none --mirror= --ledger=false --time_limit= --on_event= "
 _OF_REPLAY += "--checkpoint_every_steps=0 --checkpoint_every_epochs=0"
 
 _PARTED = {

@@ -64,6 +64,10 @@ def be_unreachable(flag: Path) -> None:
     raise OSError(errno.EIO, "input/output error")
 
 
+def need_memory(flag: Path) -> None:
+    raise MemoryError("8 GiB")
+
+
 def raise_unpicklable(flag: Path) -> None:
     class Local(Exception):
         def __init__(self, first: int, second: int) -> None:
@@ -210,14 +214,15 @@ def test_a_lock_that_a_killed_worker_holds_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("act", "told"),
+    ("act", "num_workers", "told"),
     [
-        (crash_always, "ended or hung the worker each time"),
-        (be_unreachable, r"could not be reached.*input/output error"),
+        (crash_always, 1, "ended or hung the worker each time"),
+        (be_unreachable, 1, r"could not be reached.*input/output error"),
+        (need_memory, 0, r"out of memory while reading samples \[\d+, .*8 GiB"),
     ],
 )
-def test_storage_that_is_gone_is_named(act: Act, told: str) -> None:
-    loader = make_loader(All(act), 1)
+def test_what_ends_all_reading_is_named(act: Act, num_workers: int, told: str) -> None:
+    loader = make_loader(All(act), num_workers)
     loader.sampler.batch_size = 8
     with pytest.raises(LoaderError, match=told):
         read(loader)

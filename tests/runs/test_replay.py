@@ -121,7 +121,8 @@ def run_of(tmp_path: Path, *more: str | Path, ranks: int = 1, fault: str = "") -
 
 @pytest.fixture(scope="module")
 def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_of(tmp_path_factory.mktemp("small"), *SMALL)
+    folder = tmp_path_factory.mktemp("small")
+    return run_of(folder, *SMALL, "--mirror", f"file://{folder}/mirror")
 
 
 @pytest.fixture(autouse=True)
@@ -152,6 +153,7 @@ def test_a_step_is_the_same_again_and_tells_what_was_in_it(small_run: Path) -> N
     [layers] = re.findall(r"gradient norm by layer: (.*)", text)
     assert sorted(re.findall(r"([a-z.]+) \d", layers)) == ["first", "head", "norm"]
     assert f"sample {sample}: no file" in text
+    assert [path.name for path in (small_run.parent / "mirror").iterdir()] == ["run"]  # no replay
     assert f"with and without sample {sample}, 999, in it and after it:" in text
     [loss] = re.findall(r"^step 17: loss (\S+),", text, re.MULTILINE)
     [with_it, without] = re.findall(r"^  step 17: loss (\S+) / (\S+);", text, re.MULTILINE)[0]

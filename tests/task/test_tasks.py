@@ -88,6 +88,11 @@ def test_r2_of_large_numbers_keeps_its_digits_and_of_several_is_the_mean_of_thei
     together = figures_of(Regression(num_outputs=2), [(outputs, labels)])
     each = [figures_of(Regression(), [(outputs[:, i], labels[:, i])])["r2"] for i in (0, 1)]
     assert together["r2"] == pytest.approx(sum(each) / 2)
+    rows = report_of(Regression(num_outputs=2), outputs, labels)["rows"]
+    assert [(row["name"], row["r2"]) for row in rows] == [
+        ("output 0", pytest.approx(each[0])),
+        ("output 1", pytest.approx(each[1])),
+    ]
 
 
 def test_multilabel_is_measured_per_label() -> None:
