@@ -151,6 +151,39 @@ def block_of(failures: dict[int, int], *, root: int, host: str = "node1") -> str
     )
 
 
+GOODBYE = (
+    "[W302 04:00:14.1 ProcessGroupNCCL.cpp:1250] Warning: WARNING: process group has NOT been "
+    "destroyed before we destruct ProcessGroupNCCL. On normal program exit, the application should "
+    "call destroy_process_group"
+)
+
+
+def made_of(text: str) -> tuple[str, str]:
+    """Make a log of a text of ours; give it, and the words of its @says.
+
+    PREFIX@raises LAST, or PEER: a traceback; @torchrun RANK:STATUS ... root RANK: its last block;
+    @timeouts RANK:SEQ ... of SIZE; @goodbye: what NCCL says of a rank that leaves.
+    """
+    lines, words = [], ""
+    for line in text.splitlines():
+        found = re.fullmatch(r"(.*)@(says|raises|torchrun|timeouts|goodbye)(?: (.*))?", line)
+        prefix, kind, given = found.groups("") if found else (line, "", "")
+        numbers = {int(rank): int(n) for rank, n in re.findall(r"(\d+):(-?\d+)", given)}
+        match kind:
+            case "says":
+                words = given
+            case "raises":
+                last = PEER if given == "PEER" else given
+                lines += [prefix + part for part in traceback_of(last)]
+            case "torchrun":
+                lines += block_of(numbers, root=int(given.split()[-1])).splitlines()
+            case "timeouts":
+                lines += timeouts(numbers, world_size=int(given.split()[-1])).splitlines()
+            case _:
+                lines.append(prefix + GOODBYE * (kind == "goodbye"))
+    return joined(lines), words
+
+
 def sections(name: str) -> dict[str, str]:
     """Read a file of this folder: === and the title of each text."""
     text = Path(__file__).with_name(name).read_text(encoding="utf-8")
