@@ -8,7 +8,7 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -32,8 +32,10 @@ from tests.explain.logs import (
     explain_text,
     joined,
     log_of,
+    made_of,
     of_rank,
     rank_of,
+    sections,
     timeouts,
     traceback_of,
 )
@@ -214,69 +216,22 @@ def entry(seq: int, name: str, **more: object) -> dict[str, object]:
     return {**found, "process_group": ("0", "default_pg"), **more}
 
 
-LOST, RAISED = joined(traceback_of(PEER)), joined(KEY_ERROR)
-STACK = "\\n".join(KEY_ERROR).replace('"', '\\"')
-LOST_2 = {f"rank{rank}.log": LOST for rank in (0, 1, 3)}
-TIMEOUTS = {f"rank-{rank}.log": timeouts({rank: 90}, world_size=4) for rank in (0, 1, 3)}
-RAISED_AND_LOST = [joined(of_rank(3, KEY_ERROR)), joined(of_rank(9, traceback_of(PEER)))]
-KERNEL = "[811.1] Out of memory: Killed process 4001 (python) total-vm:8kB\n"
-# fmt: off
-FILES: Mapping[str, tuple[Mapping[str, str], str]] = {
-    "torchrun's folder":
-        ({"none_abc/attempt_0/0/stderr.log": LOST, "none_abc/attempt_0/1/stderr.log": RAISED},
-         "python-keyerror of 1"),
-    "an error file of torch elastic":
-        ({
-             "attempt_0/1/error.json": (
-                 f'{{"message": {{"message": "x", "extraInfo": {{"py_callstack": "{STACK}"}}}}}}'
-             )
-         },
-         "python-keyerror of 1"),
-    "slurm's tasks": ({"4711_0.out": LOST, "4711_1.out": RAISED}, "python-keyerror of 1"),
-    "a job of an array is no rank": ({"4711_3.out": RAISED}, "python-keyerror of None"),
-    "two nodes":
-        (dict(zip(["node0.log", "node1.log"], RAISED_AND_LOST, strict=True)),
-         "python-keyerror of 3"),
-    "two names":
-        (dict(zip(["alice.log", "bob.log"], RAISED_AND_LOST, strict=True)), "python-keyerror of 3"),
-    "the kernel's messages":
-        ({"train.log": block_of({0: 1, 1: -9}, root=1), "dmesg.txt": KERNEL},
-         "memory-kernel-oom of 1"),
-    "the rank without an error was lost":
-        ({**LOST_2, "rank2.log": "step 48\nstep 49\n"}, "stop-silent of 2"),
-    "a rank that finished":
-        ({**LOST_2, "rank2.log": "step 48\nTraining finished\n"}, "lost-peer of None"),
-    "a rank whose own log is not here is not named": (TIMEOUTS, "nccl-timeout of None"),
-    "three hosts that wait": (
-        {f"host-{number}.log": text for number, text in zip("abd", TIMEOUTS.values(), strict=True)},
-        "nccl-timeout of None",
-    ),
-    "a rank that only waits":
-        ({**TIMEOUTS, "rank-2.log": "Starting with 4 processes\nstep 10 loss 2.1\n"},
-         "nccl-timeout of 2"),
-    "a run's status is no log":
-        ({
-             "logs/rank-0.log": "12:00:01 [rank 0] epoch 1/5 step 1/90  loss 2.3\n",
-             "status/rank-0.json": '{"warnings": ["torch.OutOfMemoryError: CUDA out of memory."]}',
-         },
-         "open of None"),
-}
-# fmt: on
+FOLDERS = sections("folders.txt")
+"""Of each its files, in the form of short_logs.txt, and as the last words of its title the verdict
+and the rank."""
 
 
 class TestFiles:
-    @pytest.mark.parametrize("name", FILES)
+    @pytest.mark.parametrize("name", FOLDERS)
     def test_files_of_one_job_tell_of_it_and_of_its_rank(self, name: str, tmp_path: Path) -> None:
-        files, verdict = FILES[name]
-        for place, text in files.items():
+        says, *files = re.split(r"^--- ", FOLDERS[name], flags=re.M)
+        for place, _, text in (file.partition("\n") for file in files):
             (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / place).write_text(text)
+            (tmp_path / place).write_text(made_of(text)[0])
         (tmp_path / "link.log").symlink_to("a" * 300)  # it can't be asked what it leads to
         found = explain(tmp_path)
-        assert f"{code_of(found)} of {rank_of(found)}" == verdict
-        words = {"stop-silent": "step 49", "nccl-timeout of None": "of rank 2 there is no log here"}
-        for begin, word in words.items():
-            assert not verdict.startswith(begin) or word in json.dumps(found)
+        assert f"{code_of(found)} of {rank_of(found)}" == name.rpartition(": ")[2]
+        assert made_of(says)[1] in json.dumps(found)
 
     def test_a_pipe_of_the_shell_is_read_once(self) -> None:
         reader, writer = os.pipe()
