@@ -1,24 +1,50 @@
 """Take one thing away at a time, and see whether a test notices:  python -m tests.mutate
 
-Owns a copy of the working tree, in which each entry of mutations.py is made in turn, and its tests
+Owns a copy of the working tree, in which each entry of mutations.txt is made in turn, and its tests
 are run: first those that are not slow, then, if all of them pass, the slow ones too. An entry that
 nobody notices ends the command with status 1: mend the test, or add one.
+
+An entry has a title, === FILE: ARGUMENTS OF PYTEST, the file from the root of the repository or in
+hardened_ddp/; after - the lines that stand there exactly once, after + what takes their place. They
+are parts of lines, unless a - or + alone ends them.
 """
 
 import argparse
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.harness.processes import ROOT, clean_environment
-from tests.mutations import MUTATIONS, Mutation
 
 TIMEOUT_S = 900.0
 _FAILED, _NONE_SELECTED = 1, 5  # exit statuses of pytest
+
+
+class Mutation(NamedTuple):
+    file: str
+    tests: str
+    old: str
+    new: str
+
+    def path_in(self, tree: Path) -> Path:
+        """Find the file in a working tree."""
+        path = tree / self.file
+        return path if path.exists() else tree / "hardened_ddp" / self.file
+
+
+def read_mutations() -> Iterator[Mutation]:
+    text = Path(__file__).with_name("mutations.txt").read_text(encoding="utf-8")
+    for entry in re.split(r"^=== ", text, flags=re.MULTILINE)[1:]:
+        title, *lines = entry.splitlines()
+        old, new = ("\n".join(line[1:] for line in lines if line[0] == sign) for sign in "-+")
+        file, _, tests = title.partition(": ")
+        yield Mutation(file, tests, old, new)
 
 
 def main() -> int:
@@ -26,7 +52,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="leave out the slow tests")
     parser.add_argument("words", nargs="*", help="only entries whose file or text has one of them")
     asked = parser.parse_args()
-    wanted = [m for m in MUTATIONS if any(w in f"{m.file} {m.old}" for w in asked.words or [""])]
+    words = asked.words or [""]
+    wanted = [m for m in read_mutations() if any(word in f"{m.file} {m.old}" for word in words)]
     unnoticed = 0
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
         tree = Path(folder) / "tree"

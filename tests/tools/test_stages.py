@@ -16,8 +16,7 @@ from tests.documents import promised
 from tests.harness.processes import ROOT, is_alive, list_pids, read_command_line, wait_until
 from tests.harness.ranks import run_program, start_command
 from tests.hostile import LONG, SHORT, run_hostile, shuffled
-from tests.mutate import noticed_by
-from tests.mutations import MUTATIONS, Mutation
+from tests.mutate import Mutation, noticed_by, read_mutations
 from tests.stages import run_stage, soak
 
 # Slurm looks at time limits every 30 s only, and ten faults in a hundred steps take a minute.
@@ -194,7 +193,7 @@ def test_whatever_ends_it_ends_the_processes_beside_it() -> None:
 def test_each_mutation_stands_in_the_code_once() -> None:
     gone = [
         f"{mutation.file}: {mutation.old}"
-        for mutation in MUTATIONS
+        for mutation in read_mutations()
         if mutation.path_in(ROOT).read_text(encoding="utf-8").count(mutation.old) != 1
     ]
     assert not gone
@@ -211,7 +210,7 @@ def test_what_nobody_notices_is_told_and_each_mutation_is_taken_back(tmp_path: P
     (tmp_path / "test_parity.py").write_text(test)
 
     def noticed(old: str, new: str) -> str | None:
-        return noticed_by(tmp_path, Mutation("parity.py", old, new, "test_parity.py"), quick=True)
+        return noticed_by(tmp_path, Mutation("parity.py", "test_parity.py", old, new), quick=True)
 
     assert noticed("== 1", "== 0") == "test_parity.py::test_three_is_odd"
     assert noticed("number % 2 == 1", "number % 2") is None
