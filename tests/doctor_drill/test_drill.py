@@ -1,4 +1,9 @@
-"""The command drill on real programs: what it finds, what it leaves alone, and how it ends."""
+"""The command drill on real programs: what it finds, what it leaves alone, and how it ends.
+
+Those of programs.txt: two ranks are forked from one process, so each start imports torch once. loop
+has 18 steps, saved after every fifth with all that a resumed run needs; stream is a dataset that
+can only be gone through, and divides itself among the ranks; with accelerate, 6 steps, saves none.
+"""
 
 import json
 import os
@@ -8,10 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.doctor_drill.programs import LOOP, NO_RANKS, SILENT, STREAMED, WITH_ACCELERATE
 from tests.harness.processes import ROOT
 from tests.harness.ranks import Finished, run_command
+from tests.marks import sections
 
+PROGRAMS = sections(Path(__file__).with_name("programs.txt"))
+LOOP = PROGRAMS["loop"]
+STREAMED = LOOP.replace("def train(", f"{PROGRAMS['stream']}def train(").replace(
+    "DataLoader(data, 8, sampler=sampler)", "DataLoader(Stream(data, rank), 8)"
+)
 TORCHRUN = "KeyError: 'lr'\napi.py:1] failed (exitcode: 1) rank 0\n" + "more\n" * 20
 """What torchrun says after an error is longer than what is shown."""
 
@@ -79,8 +89,8 @@ def test_a_hang_is_ended_at_its_limit_and_samples_of_a_stream_are_counted_in_a_c
 @pytest.mark.parametrize(
     ("source", "told", "patience_s"),
     [
-        (SILENT, "hung", 3),
-        (NO_RANKS, "no DDP program", 60),
+        (PROGRAMS["silent"], "hung", 3),
+        (PROGRAMS["no ranks"], "no DDP program", 60),
         (f"print({TORCHRUN!r}, flush=True); input()", "KeyError: 'lr'", 60),
     ],
 )
@@ -101,7 +111,9 @@ def test_a_program_under_accelerate_launch_is_drilled(tmp_path: Path) -> None:
         "accelerate launch --multi_gpu --num_processes=2 --num_machines=1 --main_process_port=0"
     )
     command += " --mixed_precision=no --dynamo_backend=no train.py"
-    done = run_drill(WITH_ACCELERATE, tmp_path, "--faults=exception", program=command.split())
+    done = run_drill(
+        PROGRAMS["with accelerate"], tmp_path, "--faults=exception", program=command.split()
+    )
     assert done.status == 1, done.output
     [row] = json.loads(done.stdout)["faults"]
     assert (row["next_start"], row["weights"]) == ("step 1", "equal")

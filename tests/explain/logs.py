@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_doctor.explain.command import run_explain
+from tests.marks import sections
 
 _WATCHDOG = (
     "[rank{rank}]:[E1122 08:08:33.123456789 ProcessGroupNCCL.cpp:683] [Rank {rank}] Watchdog "
@@ -184,18 +185,12 @@ def made_of(text: str) -> tuple[str, str]:
     return joined(lines), words
 
 
-def sections(name: str) -> dict[str, str]:
-    """Read a file of this folder: === and the title of each text."""
-    text = Path(__file__).with_name(name).read_text(encoding="utf-8")
-    return dict(re.findall(r"^=== (.+)\n((?:(?!=== ).*\n)+)", text, re.MULTILINE))
-
-
 _BARS = "".join(
     f"\rEpoch 1:  {i}%|###       | {i}/100 [00:0{i % 10}<00:20, 4.1it/s, loss=0.{i}]"
     for i in range(10, 99)
 )
 HEALTHY = {
-    **sections("healthy.txt"),
+    **sections(Path(__file__).with_name("healthy.txt")),
     "progress bars": _BARS + "\n",
     "bars at the end of the line": _BARS.replace("\r", "\n") + "\n",
     "error as a metric": "step 10 train_error 0.31 val_error=0.29 error: 0.30\n" * 50,

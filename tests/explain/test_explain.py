@@ -35,12 +35,11 @@ from tests.explain.logs import (
     made_of,
     of_rank,
     rank_of,
-    sections,
     timeouts,
     traceback_of,
 )
 from tests.harness.processes import ROOT, clean_environment
-from tests.marks import slow_after
+from tests.marks import sections, slow_after
 
 SPOKEN_BY_RANK = 3
 _FORMS = ("as it is", "healthy lines between", "docker", "torchrun tee", "colours", "much around")
@@ -216,7 +215,7 @@ def entry(seq: int, name: str, **more: object) -> dict[str, object]:
     return {**found, "process_group": ("0", "default_pg"), **more}
 
 
-FOLDERS = sections("folders.txt")
+FOLDERS = sections(Path(__file__).with_name("folders.txt"))
 """Of each its files, in the form of short_logs.txt, and as the last words of its title the verdict
 and the rank."""
 

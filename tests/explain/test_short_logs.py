@@ -17,11 +17,11 @@ from tests.explain.logs import (
     made_of,
     of_rank,
     rank_of,
-    sections,
     timeouts,
     traceback_of,
     with_other_size,
 )
+from tests.marks import sections
 
 KEY_ERROR = traceback_of("KeyError: 'label'")
 OTHERS_OF_1000 = [f"[rank{rank}]: step 7 | loss 2.5" for rank in range(2, 1000)]
@@ -55,7 +55,7 @@ LONG_OR_CHANGED: Mapping[str, str] = {
                ["ERROR: giving up"]),
 }
 # fmt: on
-LOGS = {**sections("short_logs.txt"), **LONG_OR_CHANGED}
+LOGS = {**sections(Path(__file__).with_name("short_logs.txt")), **LONG_OR_CHANGED}
 
 
 @pytest.mark.parametrize("name", LOGS)
