@@ -14,75 +14,20 @@ from tests.documents import commands_of, text_of
 from tests.drills.forked import run_trainer_forked
 from tests.harness.processes import ROOT
 from tests.harness.ranks import import_in_server, run_program
+from tests.marks import sections
 
 SCRIPTS = sorted((ROOT / "examples" / "tutorial").glob("*.py"))
 LAUNCH = "torchrun --standalone --nproc_per_node=2 examples/tutorial/"
-
-
 OFF, OFF_7 = "largest difference from the weights of one process: ", "that of one big batch by "
 MENDED_4 = "finished; the weights are "
-# The commands of the chapters, script and flags, and below each what it prints, as its chapter
-# says. A command that fails ends with !
-TYPED = f"""
-1_single_process.py
-    epoch 3: accuracy 9
-2_plain_ddp.py
-    epoch 3: accuracy 9
-3_samples.py --break same
-    1797 samples were used 2 times | {OFF}
-3_samples.py --break padded
-    1 samples were used 2 times | {OFF}
-3_samples.py --break short
-    1797 samples were used 1 times | {OFF}
-3_samples.py
-    1797 samples were used 1 times | {OFF}
-4_kill_and_resume.py --break
-    {MENDED_4}
-4_kill_and_resume.py --break --kill !
-    Signal 9 (SIGKILL) received
-4_kill_and_resume.py --break --resume
-    rank 0 continues at step 29 | {MENDED_4}
-4_kill_and_resume.py
-    {MENDED_4}
-4_kill_and_resume.py --kill !
-    Signal 9 (SIGKILL) received
-4_kill_and_resume.py --resume
-    rank 0 continues at step 40 | {MENDED_4}
-5_one_rank_raises.py --break !
-    rank 0 leaves out a batch: sample 777: the file is truncated | rank 1 fails after
-    Timed out waiting 8000ms
-5_one_rank_raises.py
-    rank 0 leaves out a batch: sample 777 | finished
-6_unused_parameters.py --break !
-    fails in step 1: Expected to have finished reduction in the prior iteration
-6_unused_parameters.py
-    no gradient for old_head.weight | finished
-7_out_of_memory.py --break memory !
-    DefaultCPUAllocator: can't allocate memory
-7_out_of_memory.py --break mean
-    {OFF_7} | finished
-7_out_of_memory.py
-    {OFF_7} | rank 1 has no memory for 600 samples | finished
-8_hang.py --break !
-    rank 0 fails in step 20
-8_hang.py !
-    rank 0 fails in step 20 | 8_hang.py", line 53 in <module> | line 39 in read
-"""
-RUNS: dict[int, dict[str, list[str]]] = {}  # for each chapter the commands, and what each prints
-for typed in re.split(r"\n(?! )", TYPED.strip()):
-    command, *lines = map(str.strip, typed.splitlines())
-    RUNS.setdefault(int(command[0]), {})[command] = " | ".join(lines).split(" | ")
+TYPED = sections(Path(__file__).with_name("tutorial.txt"))
+"""The commands of the chapters, script and flags, and what each prints, as its chapter says. One
+that fails ends with !"""
 
-TOLD_9 = (
-    "by step 35: python ddp_training.py replay runs/spike --step 31",
-    "loss > 5 holds first at step 19: recorded when it was done",
-    "proved: step 19 without sample 777 does not lead to it",
-    "20 steps equal bit for bit: samples, loss, all of the gradient",
-    "float32 (64,), from 0 to 1000, mean 739.3",
-    "step 19 left out sample 777",
-    "they part at step 19: the same samples, of other bytes",
-    "sample 777 differs",
-)
+TOLD_9 = TYPED.pop("the story of chapter 9").splitlines()
+RUNS: dict[int, dict[str, list[str]]] = {}  # for each chapter the commands, and what each prints
+for typed, lines in TYPED.items():
+    RUNS.setdefault(int(typed[0]), {})[typed] = lines.splitlines()
 
 
 def chapter_of(number: int) -> str:
