@@ -48,43 +48,23 @@ from tests.launchers.test_launchers import PRESETS
 from tests.launchers.test_run_with import INSPECT
 from tests.launchers.test_run_with import LAUNCHERS as RUN_WITH
 from tests.launchers.test_slurm import SBATCH, SRUN
+from tests.marks import sections
 from tests.run_folder import losses_of
 from tests.tools.test_architecture import PRODUCT, nodes_of, parts_of
 
 TYPED_TEST = "test_ddp_training.py::test_a_command_as_typed_trains_and_leaves_a_whole_run_folder"
-HF_TRAINER = "tests/docs/test_examples.py"
-HF_TRAINER += "::test_the_trainer_of_transformers_learns_on_one_process_and_with_torchrun"
 # Commands that are not run here, and the test that does run them; test_ddp_training.py, too.
-# fmt: off
 ELSEWHERE = {
-    "./launch_examples.sh test": "tests/stages.py::run_stage",  # the one under way
-    "./launch_examples.sh test --torch 2.15.0":
-        "tests/docs/test_setup.py::test_another_torch_gets_an_environment_of_its_own",
-    "python ddp_training.py export runs/lora --format peft":
-        "tests/model/test_adapters.py::test_lora_is_a_small_checkpoint_exported_alone_and_merged",
-    # it needs network; there with a server of its own, and without any
-    "python download.py --dataset mnist --model resnet18 --data_dir data":
-        "tests/data/test_download.py::test_without_network_the_command_says_what_to_do_by_hand",
-    "python examples/hf_trainer/train.py": HF_TRAINER,
-    "torchrun --standalone --nproc_per_node=2 examples/hf_trainer/train.py": HF_TRAINER,
-    **dict.fromkeys(
-        RUN_WITH, "tests/launchers/test_run_with.py::test_every_launcher_ends_in_the_same_weights"),
-    "python ddp_training.py drill all --table drills.md":
-        "tests/drills/test_drills.py::test_a_fault_ends_with_its_verdict",
-    "python ddp_training.py drill kill-forward": "tests/drills/test_drills.py"
-        "::test_one_drill_as_it_is_typed_with_a_model_and_data_of_the_user",
-    INSPECT: "tests/launchers/test_run_with.py::test_to_inspect_shows_the_ranks_and_runs_no_script",
-    SRUN: "tests/launchers/test_slurm.py"
-        "::test_srun_of_one_task_per_rank_ends_in_the_weights_of_torchrun",
-    SBATCH: "tests/launchers/test_slurm.py::test_a_submitted_job_finishes_on_two_nodes",
-    "torchrun --nnodes=1:2 --nproc_per_node=2 --max_restarts=3 --rdzv_backend=c10d --rdzv_id=job"
-    " --rdzv_endpoint=localhost:29401 ddp_training.py --run_name elastic":
-        "tests/promises/test_restarts.py"
-        "::test_a_node_that_joins_or_dies_changes_nothing_but_the_speed",
-    "torchrun --standalone --nproc_per_node=2 ddp_training.py doctor --cluster":
-        "tests/runs/test_cluster.py::test_the_ranks_of_one_host_are_one_report",
+    command: test.strip()
+    for command, test in sections(Path(__file__).with_name("elsewhere.txt")).items()
 }
-# fmt: on
+LAUNCHED = {
+    **dict.fromkeys(RUN_WITH, "run_with.py::test_every_launcher_ends_in_the_same_weights"),
+    INSPECT: "run_with.py::test_to_inspect_shows_the_ranks_and_runs_no_script",
+    SRUN: "slurm.py::test_srun_of_one_task_per_rank_ends_in_the_weights_of_torchrun",
+    SBATCH: "slurm.py::test_a_submitted_job_finishes_on_two_nodes",
+}
+ELSEWHERE |= {command: f"tests/launchers/test_{test}" for command, test in LAUNCHED.items()}
 # Run here, but not as they stand: what would take too long, or never ends, is shortened.
 INSTEAD = {
     "./launch_examples.sh 1": "./launch_examples.sh 1 --dry-run",
