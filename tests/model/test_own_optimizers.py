@@ -25,20 +25,26 @@ from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.settings.config import ImportPath, OptimizerConfig
 from hardened_ddp.task.task import Task
 from tests.harness.ranks import train
-from tests.marks import slow_after
+from tests.marks import sections, slow_after
 from tests.own_optimizers import Grouped
+from tests.settings.given import settings_of
 
 CPU = torch.device("cpu")
 OWN, SCHEDULERS = "tests.own_optimizers", "torch.optim.lr_scheduler"
+REFUSED = sections(Path(__file__).with_name("refused_optimizers.txt"))
+"""Words of the error, and settings, in which own: is OWN, or what is wrong with the groups."""
 
 
-def build(model: nn.Module | None = None, *, total_steps: int = 12, **settings: Any) -> Schedule:
-    chosen = nn.Linear(3, 2) if model is None else model
-    trial = Trial(chosen, Task(), Precision("off", CPU), Group(Launch(), CPU))
+def trial_of(model: nn.Module) -> Trial:
+    return Trial(model, Task(), Precision("off", CPU), Group(Launch(), CPU))
+
+
+def build(model: nn.Module | None = None, **settings: Any) -> Schedule:
+    trial = trial_of(nn.Linear(3, 2) if model is None else model)
     # a value with a colon is an import path
     paths = {n: ImportPath(v) for n, v in settings.items() if isinstance(v, str) and ":" in v}
     config = OptimizerConfig(**{**settings, **paths})
-    return build_schedule(trial, config, total_steps=total_steps)
+    return build_schedule(trial, config, total_steps=12)
 
 
 def rates(schedule: Schedule, num_steps: int, group: int = 0) -> list[float]:
@@ -94,46 +100,13 @@ def test_the_run_is_not_touched_by_the_trial() -> None:
     assert schedule.state() == {"is_up": False}
 
 
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"optimizer": "torch.optim:LBFGS"}, "argument: 'closure'"),
-        ({"optimizer": f"{OWN}:Raising"}, "no steps today"),
-        ({"optimizer": f"{OWN}:Forgetful"}, "keeps something outside of its state"),
-        ({"optimizer": f"{OWN}:Holding"}, "generator is a Generator: it can't be saved"),
-        ({"optimizer": f"{OWN}:Complex"}, "complex128"),
-        ({"optimizer": f"{OWN}:NotTorchs"}, "gave a NotTorchs that updates 0 parameters"),
-        ({"optimizer": f"{OWN}:Other"}, "but not the 2 that it was given"),
-        ({"optimizer": f"{OWN}:Missing"}, "can't be imported"),
-        ({"optimizer": "torch.optim:SparseAdam"}, "SparseAdam"),
-        ({"optimizer": f"{OWN}:Nesting", "optimizer_args": {"beta": 1}}, "unexpected keyword"),
-        ({"optimizer": f"{OWN}:WithoutRate"}, "no learning rate in its parameter groups"),
-        ({"lr_schedule": f"{SCHEDULERS}:ReduceLROnPlateau"}, "argument: 'metrics'"),
-        ({"lr_schedule": f"{SCHEDULERS}:StepLR"}, "step_size"),
-        ({"lr_schedule": f"{OWN}:Unsaved"}, "no attribute 'state_dict'"),
-        ({"lr_schedule": f"{OWN}:nothing"}, "no attribute 'step'"),
-        ({"lr_schedule": f"{OWN}:SavedInPart"}, "its next updates differ"),
-        ({"lr_schedule": f"{OWN}:negative"}, "gives -5.0 at step 6"),
-        ({"lr_schedule": f"{OWN}:broken"}, "ZeroDivisionError"),
-        ({"lr_schedule": f"{OWN}:no_parameters_that_tell"}, "neither a parameter step nor"),
-        ({"lr_schedule": f"{OWN}:falling", "warmup_steps": 3}, "does not take it"),
-        ({"lr_schedule": f"{OWN}:falling", "lr_schedule_args": {"powr": 2}}, "powr"),
-        ({"groups": "twice"}, "in group 1 what is in no model, or twice: a tensor of shape (8, 3)"),
-        ({"groups": "left out"}, "leaves out 2 trainable parameters: head.weight, head.bias"),
-        ({"groups": "foreign"}, "in group 0 what is in no model, or twice: a tensor of shape (7,)"),
-        ({"groups": "no params"}, "has no mapping with 'params' as group 0"),
-        ({"groups": "a mapping"}, "returned a dict"),
-        ({"groups": "misspelled"}, "has the option 'weight_decy', which AdamW does not take"),
-        ({"groups": "raises"}, "RuntimeError: no groups today"),
-    ],
-    ids=lambda value: str(value)[:60],
-)
-def test_what_cannot_be_used_is_refused_before_the_first_step(
-    settings: dict[str, Any], told: str
-) -> None:
-    model = Grouped(2, settings["groups"]) if "groups" in settings else None
+@pytest.mark.parametrize("told", REFUSED)
+def test_what_cannot_be_used_is_refused_before_the_first_step(told: str) -> None:
+    words, _, groups = REFUSED[told].strip().partition("groups: ")
+    model = Grouped(2, groups) if groups else nn.Linear(3, 2)
+    config = settings_of(words.replace("own:", f"{OWN}:")).config.optimizer
     with pytest.raises(OptimizerError) as caught:
-        build(model, **{name: value for name, value in settings.items() if name != "groups"})
+        build_schedule(trial_of(model), config, total_steps=12)
     assert told in caught.value.message
     assert caught.value.fix
 
