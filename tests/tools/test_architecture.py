@@ -7,6 +7,7 @@ would pass for ever.
 
 import ast
 import fnmatch
+import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -16,6 +17,7 @@ import pytest
 
 from tests.harness.processes import ROOT
 from tests.harness.ranks import run_command
+from tests.marks import sections
 
 LAYERS = ["errors", "settings", "ranks", "reporting", "data/foreign_code", "data/batches"]
 LAYERS += ["streams", "data/sources", "data", "task", "model", "gradients", "checkpoint", "guard"]
@@ -221,43 +223,14 @@ def find_long(name: str, tree: ast.AST, full: dict[str, str]) -> Iterator[str]:
 
 
 Rule = Callable[[str, ast.AST, dict[str, str]], Iterator[str]]
-BREAKS: dict[Rule, list[tuple[str, str]]] = {
-    find_upward_imports: [
-        ("model/zoo.py", "from hardened_ddp.step.step import Stepper"),
-        ("settings/cli.py", "import hardened_ddp.ranks.launch"),
-        ("data/batches/loader.py", "from . import sampler"),
-        ("errors.py", "import ddp_training"),
-        ("ddp_runs/doctor.py", "from ddp_drills import runner"),
-        ("reporting/rank_status.py", "from ddp_runs.run_files import read_run"),
-        ("ddp_doctor/explain/exits.py", "from hardened_ddp.errors import ConfigError"),
-        ("step/step.py", "from ddp_doctor.explain.command import run_explain"),
-    ],
-    find_foreign_acts: [
-        ("ddp_training.py", "from os import getenv as read\nread('RANK')"),
-        ("step/step.py", "import torch.distributed as dist\ndist.all_reduce(t)"),
-        ("step/step.py", "import torch\ntorch.distributed.broadcast(t, 0)"),
-        ("step/step.py", "from torch.nn.parallel import DistributedDataParallel as D\nD(m)"),
-        ("model/zoo.py", "from safetensors.torch import load_file\nload_file('x')"),
-        ("data/batches/workers.py", "import torch\ntorch.cuda.manual_seed_all(0)"),
-        ("data/batches/workers.py", "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)"),
-        ("data/batches/workers.py", "from concurrent.futures import ThreadPoolExecutor as T\nT()"),
-        ("checkpoint/store.py", "print('saved')"),
-        ("step/step.py", "import sys\nsys.exit(1)"),
-        ("guard/hang.py", "import os\nos._exit(1)"),
-    ],
-    find_private_torch: [
-        ("model/replica.py", "import torch\ntorch._C._cuda_init()"),
-        ("model/replica.py", "from torch._utils import _flatten\n_flatten(x)"),
-        ("model/replica.py", "class A:\n    def f(self):\n        return self.scaler._scale"),
-        ("model/replica.py", "def f(ddp):\n    ddp.reducer._reset_state()"),
-        ("model/replica.py", "def f(ddp):\n    ddp.parts()._reset_state()"),
-        ("model/replica.py", "import torch\n_flatten = 1\ntorch._flatten(x)"),
-    ],
-    find_long: [
-        ("a.py", "def f():\n" + "    x = 1\n" * 60),
-        ("a.py", "def f(self, a, b, c, *, d, e, f, **g): ..."),
-    ],
+RULE_BREAKERS = sections(Path(__file__).with_name("breaks_a_rule.txt"))
+BREAKS: dict[Rule, list[str]] = {
+    rule: re.split(r"^--- ", RULE_BREAKERS[rule.__name__], flags=re.MULTILINE)[1:]
+    for rule in (find_upward_imports, find_foreign_acts, find_private_torch, find_long)
 }
+BREAKS[find_long].append("a.py\ndef f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES)
+"""For each rule the name of a file, and what breaks the rule there."""
+
 RULES = pytest.mark.parametrize("rule", BREAKS, ids=lambda rule: rule.__name__.strip("_"))
 
 
@@ -270,7 +243,7 @@ def test_the_code_keeps_the_rule(rule: Rule) -> None:
 
 @RULES
 def test_a_rule_sees_what_breaks_it(rule: Rule) -> None:
-    for name, source in BREAKS[rule]:
+    for name, _, source in (text.partition("\n") for text in BREAKS[rule]):
         tree = ast.parse(source)
         assert list(rule(name, tree, full_names(tree))), source
 
@@ -336,36 +309,9 @@ def test_settings_errors_and_launch_import_no_torch() -> None:
 
 @pytest.mark.slow
 def test_importing_a_module_does_nothing() -> None:
-    code = IMPORT_ALL.replace("MODULES", repr([module_of(path) for path in PRODUCT]))
+    code = sections(Path(__file__).with_name("programs.txt"))["imports all modules"]
+    code = code.replace("MODULES", repr([module_of(path) for path in PRODUCT]))
     run_command([sys.executable, "-c", code], timeout_s=100).ok()
-
-
-IMPORT_ALL = """
-import importlib, logging, os, random, signal, sys, threading
-import numpy, torch, torch.distributed, torch.utils.data
-
-def state():
-    names = [name for name in logging.root.manager.loggerDict if name.startswith("hardened_ddp")]
-    loggers = [logging.root, *map(logging.getLogger, names)]
-    return {
-        "a log handler": [handler for logger in loggers for handler in logger.handlers],
-        "a log level": [logger.level for logger in loggers if logger.level],
-        "a thread": threading.enumerate(),
-        "the environment": dict(os.environ),
-        "a signal handler": [signal.getsignal(s) for s in signal.valid_signals()],
-        "a process group": torch.distributed.is_initialized(),
-        "CUDA": torch.cuda.is_initialized(),
-        "the random numbers": [random.getstate(), torch.initial_seed()],
-        "the number of torch's threads": torch.get_num_threads(),
-    }
-
-for module in MODULES:
-    before = state()
-    importlib.import_module(module)
-    changed = [name for name, value in state().items() if value != before[name]]
-    if changed:
-        sys.exit(f"importing {module} changes: {', '.join(changed)}")
-"""
 
 
 @cache  # WHY: several rules ask for the same files

@@ -22,7 +22,9 @@ from tests.harness.ranks import (
     run_ranks,
     start_ranks,
 )
+from tests.marks import sections
 
+PROGRAMS = sections(Path(__file__).with_name("programs.txt"))
 WAITS = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(1000)"]
 
 
@@ -68,41 +70,13 @@ def test_ranks_are_signalled_and_show_stacks_at_the_limit(monkeypatch: pytest.Mo
         assert running.wait(5).statuses == (-signal.SIGKILL, -signal.SIGTERM)
 
 
-LEAVING = """
-import os, signal, subprocess, sys, threading
-from pathlib import Path
-from tests import leftovers
-from tests.harness import processes, ranks
-from tests.tools.test_harness import WAITS, leave_a_child, say_and_hang
-processes.PATIENCE = leftovers.PATIENCE = 0.01
-def test_all():
-    os.environ["LEFT_VARIABLE"] = "1"
-    os.chdir("/")
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    threading.Thread(target=threading.Event().wait, name="left-thread", daemon=True).start()
-    Path(f"/dev/shm/torch_{os.getpid()}_left").touch()
-    subprocess.Popen(WAITS)
-    ranks.run_ranks(leave_a_child, 1)
-    ranks.start_ranks(say_and_hang, 1)
-def test_next():
-    assert "LEFT_VARIABLE" not in os.environ
-    assert os.getcwd() != "/"
-    assert not processes.descendants_of(os.getpid(), without=ranks.SERVER_PIDS)
-    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
-    assert not Path(f"/dev/shm/torch_{os.getpid()}_left").exists()
-def test_what_is_just_ending_is_no_leftover():
-    leftovers.PATIENCE = 3
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5)"])
-"""
-
-
 def leave_a_child() -> None:
     subprocess.Popen(WAITS, stdout=subprocess.DEVNULL, start_new_session=True)
 
 
 @pytest.mark.slow
 def test_a_test_that_leaves_something_fails_and_the_next_one_starts_clean(tmp_path: Path) -> None:
-    (tmp_path / "test_leaving.py").write_text(LEAVING)
+    (tmp_path / "test_leaving.py").write_text(PROGRAMS["leaves something"])
     argv = ["python", "-m", "pytest", "-p", "tests.leftovers", f"--rootdir={tmp_path}"]
     completed = run_command([*argv, "-W", "ignore", tmp_path], timeout_s=60)
     assert completed.status == 1, completed.output

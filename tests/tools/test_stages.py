@@ -16,9 +16,11 @@ from tests.documents import promised
 from tests.harness.processes import ROOT, is_alive, list_pids, read_command_line, wait_until
 from tests.harness.ranks import run_program, start_command
 from tests.hostile import LONG, SHORT, run_hostile, shuffled
+from tests.marks import sections
 from tests.mutate import Mutation, noticed_by, read_mutations
 from tests.stages import run_stage, soak
 
+PROGRAMS = sections(Path(__file__).with_name("programs.txt"))
 # Slurm looks at time limits every 30 s only, and ten faults in a hundred steps take a minute.
 NOT_AT_FIRST = ("A Slurm job that reaches its time limit", "Ten faults in a run of a hundred steps")
 
@@ -97,17 +99,6 @@ def test_the_tests_need_no_active_environment() -> None:
     assert done.returncode == 0, done.stdout
 
 
-SHOWS = """
-import os, sys
-names = ("HOME", "TMPDIR", "LANG", "LC_ALL", "COLUMNS", "CI", "USER")
-print(*(f"{name}={os.environ.get(name)}" for name in names), sep="\\n")
-print(f"uid={os.geteuid()}", f"files={os.listdir(os.environ['HOME'])}", sep="\\n")
-print("words", *sys.argv[1:], flush=True)
-open(os.path.join(os.environ["TMPDIR"], "left"), "w").close()
-sys.exit(5)
-"""
-
-
 def test_the_order_is_random_and_keeps_together_what_must_be() -> None:
     tests = [f"{file}::{number}" for file in "abcdef" for number in range(10)]
 
@@ -128,7 +119,7 @@ def test_the_order_is_random_and_keeps_together_what_must_be() -> None:
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout whose tests show what they are given."""
     for words in (["init", "--quiet"], ["add", "--all"]):
-        (tmp_path / "test_ddp_training.py").write_text(SHOWS)
+        (tmp_path / "test_ddp_training.py").write_text(PROGRAMS["shows what it is given"])
         subprocess.run(["git", *words], cwd=tmp_path, check=True, timeout=60)
     monkeypatch.setattr(hostile, "ROOT", tmp_path)
     return tmp_path
