@@ -24,7 +24,13 @@ from ddp_doctor.audit.updates import judge_updates
 from ddp_doctor.audit.weights import has_local_steps
 from tests.harness.processes import ROOT
 from tests.harness.ranks import Finished, held_port, run_command, run_program, start_command
+from tests.marks import sections
 
+PROGRAMS = sections(Path(__file__).with_name("commands.txt"))
+"""alone: one process; odd: has modules of its own, starts itself anew, closes all files, and leaves
+at once."""
+
+ALONE = PROGRAMS["alone"]
 SPAWNED = PLAIN.replace("def main():\n", "def main(rank):\n    world_size = 2\n")
 SPAWNED = SPAWNED.replace('("gloo")', '("gloo", rank=rank, world_size=world_size)')
 SPAWNED = SPAWNED.replace("    rank, world_size = dist.get_rank(), dist.get_world_size()\n", "")
@@ -33,17 +39,6 @@ SPAWNED = SPAWNED.replace(
     '    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="{port}")\n'
     "    torch.multiprocessing.spawn(main, nprocs=2)\n",
 )
-
-
-ALONE = """\
-import torch
-model = torch.nn.Linear(4, 2)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(8):
-    optimizer.zero_grad()
-    model(torch.randn(3, 4)).sum().backward()
-    optimizer.step()
-"""
 
 
 def launch(script: Path) -> list[str]:
@@ -109,29 +104,11 @@ def test_a_hang_is_ended_and_named_by_line(tmp_path: Path) -> None:
     assert any("rank 0" in fact for fact in mistakes[0]["evidence"])
 
 
-ODD = """
-import events, records
-assert (events.OWN, records.OWN) == (1, 1)
-if "again" not in sys.argv:
-    train(2)
-    os.execv(sys.executable, [sys.executable, *sys.argv, "again"])
-train(2)
-os.closerange(3, 200)
-files = [open(f"own-{i}.txt", "w") for i in range(8)]
-train(6)
-assert not any(os.path.getsize(file.name) for file in files)
-os._exit(0)
-"""
-"""Has modules of its own, starts itself anew, closes all files, and leaves at once."""
-
-
 @pytest.mark.slow
 def test_a_program_that_is_odd_gets_an_answer_and_is_left_as_it_is(tmp_path: Path) -> None:
     for module in ("events", "records"):
         (tmp_path / f"{module}.py").write_text("OWN = 1\n")
-    loop = ALONE.replace("import torch\n", "def train(num_steps):\n").replace("\n", "\n    ")
-    source = "import os, sys, torch\n" + loop.replace("range(8)", "range(num_steps)")
-    done = run_audit(source + ODD, tmp_path, launcher=["python"])
+    done = run_audit(PROGRAMS["odd"], tmp_path, launcher=["python"])
     assert done.status == 0, done.output
     assert json.loads(done.stdout) == {"verdicts": [], "healthy": True, "ranks": 1}
 

@@ -29,6 +29,7 @@ from hardened_ddp.model.zoo import build_model, check_model
 from hardened_ddp.settings.config import DataConfig, ModelConfig
 from tests.harness.processes import ROOT
 from tests.harness.ranks import run_command
+from tests.marks import sections
 
 HERE = "tests.data.test_datasets"
 
@@ -303,36 +304,12 @@ def test_a_folder_of_pictures_has_one_class_per_sub_folder(tmp_path: Path) -> No
         build_data(config("image_folder", dataset_args=arguments))
 
 
-IMPORT = """
-import logging, sys
-logging.basicConfig(level=logging.WARNING, format="WARNED %(message)s", stream=sys.stdout)
-from hardened_ddp.data.sources.datasets import build_data
-from hardened_ddp.data.foreign_code import import_torchvision
-from hardened_ddp.settings.config import DataConfig
-build_data(DataConfig())
-assert not {"sklearn", "torchvision"} & set(sys.modules), "digits need neither"
-import ddp_training, hardened_ddp.data.loader_setup
-assert not any(name.startswith("hardened_ddp.streams") for name in sys.modules), "digits are none"
-from hardened_ddp.data.foreign_code import import_callable
-from hardened_ddp.errors import ModelError
-make = import_callable("its_model:make", setting="model", error=ModelError)
-for make_one in (make, import_torchvision().models.resnet18):
-    print("FOUND", make_one(num_classes=3).fc.out_features)
-"""
-MODEL = """
-from torchvision.models import resnet18
-from torchvision.ops import nms
-
-def make(num_classes):
-    return resnet18(num_classes=num_classes)
-"""
-
-
 @pytest.mark.slow
 def test_torchvision_is_imported_whether_its_build_fits_or_not(tmp_path: Path) -> None:
-    (tmp_path / "its_model.py").write_text(MODEL)
-    env = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    done = run_command([sys.executable, "-c", IMPORT], timeout_s=90, cwd=tmp_path, env=env).ok()
+    programs = sections(Path(__file__).with_name("torchvision.txt"))
+    (tmp_path / "its_model.py").write_text(programs["model"])
+    argv, env = [sys.executable, "-c", programs["import"]], {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    done = run_command(argv, timeout_s=90, cwd=tmp_path, env=env).ok()
     assert done.stdout.count("FOUND 3") == 2
     assert "WARNED" not in done.stdout, "nothing needs to be done"
 
