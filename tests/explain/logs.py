@@ -159,27 +159,31 @@ GOODBYE = (
 )
 
 
-def made_of(text: str) -> tuple[str, str]:
-    """Make a log of a text of ours; give it, and the words of its @says.
+def made_of(text: str) -> tuple[str, list[str]]:
+    """Make a log of a text of ours; give it, and the words of each @says.
 
     PREFIX@raises LAST, or PEER: a traceback; @torchrun RANK:STATUS ... root RANK: its last block;
-    @timeouts RANK:SEQ ... of SIZE; @goodbye: what NCCL says of a rank that leaves.
+    @timeouts RANK:SEQ ... of SIZE, after LAST WORDS, if there are; @goodbye: what NCCL says of a
+    rank that leaves.
     """
-    lines, words = [], ""
+    lines: list[str] = []
+    words: list[str] = []
     for line in text.splitlines():
         found = re.fullmatch(r"(.*)@(says|raises|torchrun|timeouts|goodbye)(?: (.*))?", line)
         prefix, kind, given = found.groups("") if found else (line, "", "")
-        numbers = {int(rank): int(n) for rank, n in re.findall(r"(\d+):(-?\d+)", given)}
+        told, *last_words = given.split(", after ")
+        numbers = {int(rank): int(n) for rank, n in re.findall(r"(\d+):(-?\d+)", told)}
         match kind:
             case "says":
-                words = given
+                words.append(given)
             case "raises":
                 last = PEER if given == "PEER" else given
                 lines += [prefix + part for part in traceback_of(last)]
             case "torchrun":
                 lines += block_of(numbers, root=int(given.split()[-1])).splitlines()
             case "timeouts":
-                lines += timeouts(numbers, world_size=int(given.split()[-1])).splitlines()
+                log = timeouts(numbers, world_size=int(told.split()[-1])).splitlines()
+                lines += [*log[:2], *last_words, *log[2:]]
             case _:
                 lines.append(prefix + GOODBYE * (kind == "goodbye"))
     return joined(lines), words

@@ -8,7 +8,7 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,6 @@ from tests.explain.logs import (
     FORMS,
     HEALTHY,
     LOGS,
-    PEER,
     WITHOUT_LOG,
     Composed,
     block_of,
@@ -77,14 +76,6 @@ def waiting(calls: Sequence[Sequence[str]], *, is_told: bool) -> str:
         if is_told or "failure detected" not in line:
             lines.append(line.replace("OpType=ALLREDUCE", f"OpType={op}"))
     return "\n".join(lines) + "\n"
-
-
-AGENT = """\
-Traceback (most recent call last):
-  File "/opt/env/lib/python3.11/site-packages/torch/distributed/launcher/api.py", line 383, in run
-    error = json.load(file)
-json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)
-"""
 
 
 @pytest.mark.parametrize("form", slow_after(1, FORMS))
@@ -179,35 +170,6 @@ class TestRanks:
         found = explain_text("\n".join(silent), tmp_path)
         assert (code_of(found), rank_of(found)) == (TIMEOUT, 1)
 
-    @pytest.mark.parametrize("differs", [{2: ("BROADCAST", 4)}, {2: ("ALLREDUCE", 9)}])
-    def test_gloos_own_check_names_the_rank_that_differs(
-        self, differs: dict[int, tuple[str, int]], tmp_path: Path
-    ) -> None:
-        def running(rank: int) -> str:
-            op, size = differs.get(rank, ("ALLREDUCE", 4))
-            return (
-                f"Rank {rank} is running collective: CollectiveFingerPrint(SequenceNumber=1, "
-                f"OpType={op}, TensorShape=[{size}], TensorDtypes=Float, TensorDeviceTypes="
-                "TensorOptions(dtype=float (default), device=cpu))"
-            )
-
-        lasts = [
-            "RuntimeError: Detected mismatch between collectives on ranks. "
-            f"{running(rank)}, but {running(0 if rank == 2 else 2)}.Collectives differ"
-            for rank in range(4)
-        ]
-        text = joined(*(of_rank(rank, traceback_of(last)) for rank, last in enumerate(lasts)))
-        found = explain_text(text, tmp_path)
-        assert (code_of(found), rank_of(found)) == (MISMATCH, 2)
-        alone = joined(of_rank(1, traceback_of(lasts[1])))
-        assert rank_of(explain_text(alone, tmp_path)) is None
-
-    def test_an_error_of_torchrun_itself_comes_after_that_of_a_rank(self, tmp_path: Path) -> None:
-        """Its agent reads the error file of a rank that was killed while it wrote it."""
-        found = explain_text(AGENT + AGENT.replace("launcher/api", "nn/functional"), tmp_path)
-        assert found["evidence"][0]["line"] == 8
-        assert code_of(explain_text(AGENT, tmp_path)) == "python-jsondecodeerror"
-
 
 def entry(seq: int, name: str, **more: object) -> dict[str, object]:
     """Make a collective of a flight recorder's dump."""
@@ -230,7 +192,7 @@ class TestFiles:
         (tmp_path / "link.log").symlink_to("a" * 300)  # it can't be asked what it leads to
         found = explain(tmp_path)
         assert f"{code_of(found)} of {rank_of(found)}" == name.rpartition(": ")[2]
-        assert made_of(says)[1] in json.dumps(found)
+        assert all(word in json.dumps(found) for word in made_of(says)[1])
 
     def test_a_pipe_of_the_shell_is_read_once(self) -> None:
         reader, writer = os.pipe()
@@ -374,30 +336,6 @@ class TestFiles:
             assert "job.log: no text in it" in capsys.readouterr().err
 
 
-class TestJson:
-    @pytest.mark.parametrize(
-        "form",
-        [
-            lambda line: {"log": line + "\n", "stream": "stderr"},
-            lambda line: {"event": "line", "data": line + "\n", "pipe": "stderr"},
-            lambda line: {"textPayload": line, "severity": "ERROR"},
-            lambda line: {"jsonPayload": {"message": line}, "severity": "ERROR"},
-        ],
-    )
-    def test_each_line_is_an_object(self, form: Callable[[str], object], tmp_path: Path) -> None:
-        lines = [json.dumps(form(f"[rank3]: {line}")) for line in KEY_ERROR]
-        found = explain_text("\n".join(lines) + "\n", tmp_path)
-        assert (code_of(found), rank_of(found)) == ("python-keyerror", 3)
-        assert "train.py:37" in found["cause"]["sentence"]
-
-    def test_a_traceback_in_one_field_and_the_rank_in_another(self, tmp_path: Path) -> None:
-        entry = {"level": "ERROR", "message": "failed", "exc_info": "\n".join(KEY_ERROR), "rank": 2}
-        text = json.dumps({"level": "INFO", "message": "step 1", "rank": 2}) + "\n"
-        found = explain_text(text + json.dumps(entry) + "\n", tmp_path)
-        assert (code_of(found), rank_of(found)) == ("python-keyerror", 2)
-        assert found["evidence"][0]["line"] == 2
-
-
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_log_is_not_called_failed(name: str, tmp_path: Path) -> None:
     found = explain_text(HEALTHY[name], tmp_path)
@@ -405,71 +343,12 @@ def test_a_healthy_log_is_not_called_failed(name: str, tmp_path: Path) -> None:
     assert found["cause"] is None
 
 
-class TestWaits:
-    @pytest.mark.parametrize(
-        ("last", "activity"),
-        [
-            ("Map (num_proc=4):  47%|####      | 90000/191000 [04:41<05:02]", "prepares its data"),
-            ("Saving model checkpoint to out/checkpoint-5000", "saves"),
-            ("Evaluating:  35%|###       | 1750/5000 [29:50<55:24]", "evaluates"),
-            ("AUTOTUNE mm(8192x4096, 4096x11008)", "compiles"),
-            ("[rank 0] epoch 3 finished after 812 batches", "has finished its batches"),
-        ],
-    )
-    def test_last_words_tell_of_one_rank(self, last: str, activity: str, tmp_path: Path) -> None:
-        lines = timeouts({1: 90, 2: 90}, world_size=3).splitlines()
-        found = explain_text("\n".join([*lines[:2], last, *lines[2:]]), tmp_path)
-        assert f"one rank {activity} while the others wait" in found["cause"]["headline"]
-        assert last in found["cause"]["sentence"]
-        assert found["confidence"] == "likely"
-
-    def test_of_the_waiting_ranks_own_log_nothing_is_concluded(self, tmp_path: Path) -> None:
-        for rank in (1, 2):
-            lines = timeouts({rank: 90}, world_size=3).splitlines()
-            text = "\n".join([*lines[:2], "Saving the last epoch", *lines[2:]])
-            (tmp_path / f"rank-{rank}.log").write_text(text)
-        assert "while the others wait" not in explain(tmp_path)["cause"]["headline"]
-
-
-class TestSeveralFailures:
-    def test_the_failure_after_a_restart_is_told_with_its_remedy(self, tmp_path: Path) -> None:
-        oom = of_rank(1, traceback_of("torch.OutOfMemoryError: CUDA out of memory."))
-        failed = ["E1103 x/api.py:874] failed (exitcode: 1) local_rank: 1 (pid: 212) of binary: p"]
-        full = of_rank(0, traceback_of("OSError: [Errno 28] No space left on device"))
-        found = explain_text(joined(oom, failed, full), tmp_path)
-        assert code_of(found) == "memory-gpu"
-        assert [(one["code"], one["rank"]) for one in found["later"]] == [
-            ("checkpoint-disk-full", 0)
-        ]
-        assert "train.log:19" in found["later"][0]["text"]
-
-    def test_a_loss_that_was_nan_before_is_told_too_and_what_follows_from_a_failure_is_not(
-        self, tmp_path: Path
-    ) -> None:
-        losses = [f"{{'loss': nan, 'grad_norm': nan, 'epoch': {epoch}}}" for epoch in range(3)]
-        found = explain_text(joined(losses, KEY_ERROR), tmp_path)
-        assert code_of(found) == "python-keyerror"
-        assert [one["code"] for one in found["later"]] == ["amp-nan"]
-        overflow = traceback_of("FloatingPointError: loss is nan")
-        assert explain_text(joined(losses, overflow), tmp_path)["later"] == []
-        text = joined(of_rank(1, KEY_ERROR), of_rank(0, traceback_of(PEER)), of_rank(2, KEY_ERROR))
-        assert explain_text(text, tmp_path)["later"] == []
-
-
-class TestUnknown:
-    def test_a_message_of_the_program_is_the_headline_and_each_ranks_first_exception_is_listed(
-        self, tmp_path: Path
-    ) -> None:
-        last = "[rank0]: ValueError: heads (12) must be divisible by tensor parallel size (8)."
-        found = explain_text(f"epoch 1 step 10 loss 2.1\n{last}\n", tmp_path)
-        assert found["verdict"] == "unknown"
-        assert "divisible by tensor parallel size (8)" in found["exceptions"][0]["message"]
-        last = "acme.engine.DriftDetected: vocabulary changed"
-        lines = traceback_of(last)
-        found = explain_text(joined(of_rank(2, lines), of_rank(0, traceback_of(PEER))), tmp_path)
-        assert found["verdict"] == "unknown"
-        assert rank_of(found) == 2
-        assert [e["rank"] for e in found["exceptions"]] == [2, 0]
+def test_of_the_waiting_ranks_own_log_nothing_is_concluded(tmp_path: Path) -> None:
+    for rank in (1, 2):
+        lines = timeouts({rank: 90}, world_size=3).splitlines()
+        text = "\n".join([*lines[:2], "Saving the last epoch", *lines[2:]])
+        (tmp_path / f"rank-{rank}.log").write_text(text)
+    assert "while the others wait" not in explain(tmp_path)["cause"]["headline"]
 
 
 class TestFuzz:
