@@ -267,12 +267,3 @@ def test_a_norm_that_overflows_leaves_the_gradient_as_it_is_unless_it_is_clipped
         assert weight.grad.tolist() == [size] * 4
     clip([weight], max_norm=1.0)
     assert weight.grad.tolist() == [0.0] * 4
-
-
-def test_a_mark_is_a_copy(halves: Precision) -> None:
-    mark = halves.mark()
-    if isinstance(mark, dict):
-        mark["scale"] = 1.0
-    else:
-        mark[0].fill_(1.0)
-    assert halves.state()["scale"] == 65536.0
