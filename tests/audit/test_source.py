@@ -91,12 +91,6 @@ def test_the_command_exits_with_1_and_prints_json(tmp_path: Path) -> None:
     assert (verdict["file"], verdict["line"]) == (str(script), line)
 
 
-def test_a_healthy_source_ends_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    read(tmp_path, HEALTHY["the tutorial"])
-    assert ddp_training.main(["audit", "--source", str(tmp_path / "train.py")]) == 0
-    assert "no mistakes found" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("content", [b"def f(:\n", os.urandom(4096)])
 def test_what_is_no_python_gives_one_error(
     content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
