@@ -307,23 +307,6 @@ class TestFiles:
         for name in ("a.log.gz", "b.log", "c.log"):
             assert code_of(explain(tmp_path / name)) == "python-keyerror", name
 
-    def test_standard_input_is_read_without_torch(self) -> None:
-        code = (
-            "import sys; sys.argv = ['x', 'explain', '-', '--json']; import ddp_training\n"
-            "sys.exit(ddp_training.main() or 'torch' in sys.modules)"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=ROOT,
-            env=clean_environment(),
-            input=joined(of_rank(1, KEY_ERROR)),
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 0
-        assert '"python-keyerror"' in done.stdout
-
     def test_what_can_not_be_read(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert ddp_training.main(["explain", str(tmp_path / "none.log")]) == 2
         assert "none.log can't be read" in capsys.readouterr().err
