@@ -1,5 +1,6 @@
 """Settings: where a value comes from, and how a word becomes a value."""
 
+import ast
 import math
 import os
 import shlex
@@ -17,7 +18,14 @@ from hardened_ddp.settings.config import Config, DeviceConfig
 from hardened_ddp.settings.document import plain_value
 from hardened_ddp.settings.layers import Resolved, resolve
 from hardened_ddp.settings.schema import SETTINGS
+from tests.marks import sections
 from tests.settings.given import PROJECT, make_run, problem_of, settings_of, values_of
+
+FLAGS = sections(Path(__file__).with_name("typed_flags.txt"))
+"""Flags: the name of a setting and its value, as Python writes it."""
+
+LINES = sections(Path(__file__).with_name("typed_lines.txt"))
+LINES["model_args:\n  size: 28\n  names: [y, n]"] = "{'size': 28, 'names': ['y', 'n']}"
 
 
 def test_no_arguments_and_an_empty_file_give_the_defaults() -> None:
@@ -187,52 +195,18 @@ class TestContinuedRun:
 
 
 class TestWords:
-    @pytest.mark.parametrize(
-        ("flags", "name", "value"),
-        [
-            ("--batch-size 64", "batch_size", 64),
-            ("--num_workers auto", "num_workers", None),
-            ("--single_gpu", "single_gpu", True),
-            ("--download --no_download", "download", False),
-            ("--epochs 3 --epochs 4", "epochs", 4),
-            ("--find_unused_parameters --epochs 1", "find_unused_parameters", "on"),
-            ("--channels_last off", "channels_last", False),
-            ("--augment ON", "augment", True),
-            ("--no_find_unused_parameters", "find_unused_parameters", "off"),
-            ("--seed 9223372036854775807", "seed", 2**63 - 1),
-            ("--run_name 007", "run_name", "007"),
-            ("--run_name=", "run_name", ""),
-            ("--data_dir 'a b=c'", "data_dir", "a b=c"),
-            ("""--model_args '{"a": 18, "b": 1e-4}'""", "model_args", {"a": 18, "b": 1e-4}),
-            ("--model_args '{widths: [8, 16], bias: false, act: off}'", "model_args",
-             {"widths": [8, 16], "bias": False, "act": "off"}),
-            ("train --learning_rate 1e-4", "learning_rate", 1e-4),
-        ],
-    )  # fmt: skip
-    def test_a_flag_gives_a_typed_value(self, flags: str, name: str, value: object) -> None:
-        found = values_of(flags)[name]
+    @pytest.mark.parametrize("flags", FLAGS)
+    def test_a_flag_gives_a_typed_value(self, flags: str) -> None:
+        name, _, literal = FLAGS[flags].partition(": ")
+        found, value = values_of(flags)[name], ast.literal_eval(literal.strip())
         assert found == value
         assert type(found) is type(value)
 
-    @pytest.mark.parametrize(
-        ("line", "value"),
-        [
-            ("learning_rate: 1e-4", 1e-4),
-            ("batch_size: 0x10", 16),
-            ("batch_size: 010", 10),  # in YAML 1.1 this was 8
-            ("pin_memory: true", True),
-            ("find_unused_parameters: on", "on"),
-            ("find_unused_parameters: False", "off"),
-            ('run_name: "3"', "3"),
-            ("run_name: 1_000", "1_000"),
-            ("data_dir: 12:30", "12:30"),  # in YAML 1.1 this was 750
-            ("data_dir: 2024-01-01", "2024-01-01"),
-            ("model_args:\n  size: 28\n  names: [y, n]", {"size": 28, "names": ["y", "n"]}),
-        ],
-    )
-    def test_a_line_gives_a_typed_value(self, line: str, value: object) -> None:
+    @pytest.mark.parametrize("line", LINES)
+    def test_a_line_gives_a_typed_value(self, line: str) -> None:
         Path("my.yaml").write_text(line + "\n")
         found = values_of("--config my.yaml")[line.partition(":")[0]]
+        value = ast.literal_eval(LINES[line])
         assert found == value
         assert type(found) is type(value)
 
