@@ -4,8 +4,9 @@ composed.txt: failures that this machine can't have, made from the format string
 one for each cause without a program in failing.txt, which needs GPUs, NCCL, InfiniBand, broken
 hardware, Slurm, Kubernetes, Windows, macOS, or a package that the tests do not need. `{rank}` and
 `{other}` are numbers that a test chooses, `\\n` is the end of a line. healthy.txt: logs without a
-failure, with all that looks like one and is none. FORMS: prefixes of launchers, schedulers and
-containers, line ends, colours, healthy lines between, and logs that were cut.
+failure, with all that looks like one and is none. templates.txt: what stands in many logs. FORMS:
+prefixes of launchers, schedulers and containers, line ends, colours, healthy lines between, and
+logs that were cut.
 """
 
 import json
@@ -20,21 +21,8 @@ from typing import Any
 from ddp_doctor.explain.command import run_explain
 from tests.marks import sections
 
-_WATCHDOG = (
-    "[rank{rank}]:[E1122 08:08:33.123456789 ProcessGroupNCCL.cpp:683] [Rank {rank}] Watchdog "
-    "caught collective operation timeout: WorkNCCL(SeqNum={seq}, OpType=ALLREDUCE, "
-    "NumelIn=9801523, NumelOut=9801523, Timeout(ms)=600000) ran for 600020 milliseconds before "
-    "timing out."
-)
-_PG = (
-    "[rank{rank}]:[E1122 08:08:33.223456789 ProcessGroupNCCL.cpp:2241] [PG ID 0 PG GUID "
-    "0(default_pg) Rank {rank}]  failure detected by watchdog at work sequence id: {seq} PG "
-    "status: last enqueued work: {seq}, last completed work: {before}"
-)
-_DOWN = (
-    "[rank{rank}]:[E1122 08:08:34.023456789 ProcessGroupNCCL.cpp:743] [Rank {rank}] To avoid data "
-    "inconsistency, we are taking the entire process down."
-)
+_TEMPLATES = sections(Path(__file__).with_name("templates.txt"))
+PEER = _TEMPLATES["a lost peer"].strip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +94,7 @@ def traceback_of(last: str, *, line: int = 57) -> list[str]:
 def timeouts(seqs: dict[int, int], *, world_size: int) -> str:
     """Make the log of an NCCL timeout: the number of the collective in which each rank waits."""
     lines = [f"Starting with {world_size} processes", "epoch 1 step 10 loss 2.1"]
-    for form in (_WATCHDOG, _PG, _DOWN):
+    for form in _TEMPLATES["an NCCL timeout"].splitlines():
         lines += [form.format(rank=rank, seq=seq, before=seq - 1) for rank, seq in seqs.items()]
     return "\n".join(lines) + "\n"
 
@@ -116,47 +104,20 @@ def with_other_size(text: str, *, rank: int) -> str:
     return re.sub(rf"(\[rank{rank}\].*NumelIn=)\d+", r"\g<1>7", text)
 
 
-PEER = (
-    "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by "
-    "peer [10.0.0.7]:31245. This is typically caused by a remote worker crashing."
-)
-
-
 def block_of(failures: dict[int, int], *, root: int, host: str = "node1") -> str:
     """Make torchrun's last block: the exit status of each failed rank."""
 
     def entry(index: int, rank: int) -> str:
-        pid = 4000 + rank
-        status = failures[rank]
-        name = f"Signal {-status} (SIGKILL) received by PID {pid}" if status < 0 else (
+        pid, status = 4000 + rank, failures[rank]
+        told = f"Signal {-status} (SIGKILL) received by PID {pid}" if status < 0 else (
             "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
         )  # fmt: skip
-        return (
-            f"[{index}]:\n  time      : 2026-11-22_08:08:33\n  host      : {host}\n"
-            f"  rank      : {rank} (local_rank: {rank})\n"
-            f"  exitcode  : {status} (pid: {pid})\n  error_file: <N/A>\n  traceback : {name}\n"
-        )
+        facts = {"index": index, "host": host, "rank": rank, "status": status, "pid": pid}
+        return _TEMPLATES["a rank in torchrun's block"].format(**facts, told=told)
 
     others = "".join(entry(i + 1, rank) for i, rank in enumerate(failures) if rank != root)
-    rule = "-" * 60
-    return (
-        "Traceback (most recent call last):\n"
-        '  File "/opt/env/bin/torchrun", line 8, in <module>\n    sys.exit(main())\n'
-        '  File "/opt/env/lib/python3.11/site-packages/torch/distributed/run.py", line 936, in '
-        "main\n"
-        "    raise ChildFailedError(\n"
-        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
-        f"{'=' * 60}\ntrain.py FAILED\n{rule}\nFailures:\n"
-        f"{others or '  <NO_OTHER_FAILURES>' + chr(10)}{rule}\n"
-        f"Root Cause (first observed failure):\n{entry(0, root)}{'=' * 60}\n"
-    )
-
-
-GOODBYE = (
-    "[W302 04:00:14.1 ProcessGroupNCCL.cpp:1250] Warning: WARNING: process group has NOT been "
-    "destroyed before we destruct ProcessGroupNCCL. On normal program exit, the application should "
-    "call destroy_process_group"
-)
+    others = others or "  <NO_OTHER_FAILURES>\n"
+    return _TEMPLATES["torchrun's block"].format(others=others, root=entry(0, root))
 
 
 def made_of(text: str) -> tuple[str, list[str]]:
@@ -185,7 +146,8 @@ def made_of(text: str) -> tuple[str, list[str]]:
                 log = timeouts(numbers, world_size=int(told.split()[-1])).splitlines()
                 lines += [*log[:2], *last_words, *log[2:]]
             case _:
-                lines.append(prefix + GOODBYE * (kind == "goodbye"))
+                told = _TEMPLATES["a process group that is left"].strip() if kind else ""
+                lines.append(prefix + told)
     return joined(lines), words
 
 
@@ -207,14 +169,7 @@ ENDED = {
 """Those that say that the job ended as it should; the others only stop."""
 
 
-_TRAINING = (
-    "Epoch 3:  41%|####      | 412/1000 [01:02<01:28,  6.64it/s, loss=0.231, v_num=3]",
-    "{'loss': 0.4312, 'grad_norm': 1.7, 'learning_rate': 4.2e-05, 'epoch': 1.2}",
-    "INFO:root:step 1200 loss 0.31 val_error 0.087 tokens/s 81234",
-    "2026-11-22 08:08:30,123 - train - INFO - epoch 2 iter 120 loss 0.41 error_rate 0.11",
-    "/opt/env/lib/python3.11/site-packages/torch/x.py:12: UserWarning: This is slow",
-    "node1:211:345 [0] NCCL INFO Channel 00/02 :    0   1",
-)
+_TRAINING = _TEMPLATES["training"].splitlines()
 Form = Callable[[str], str]
 
 
