@@ -99,6 +99,19 @@ def timeouts(seqs: dict[int, int], *, world_size: int) -> str:
     return "\n".join(lines) + "\n"
 
 
+def waiting(calls: str) -> str:
+    """Make the log of an NCCL timeout of what each rank waits in: ALLREDUCE 90, BROADCAST 90.
+
+    untold as the last word: no line tells in which group.
+    """
+    *words, last = [call.split() for call in calls.split(", ")]
+    words += [last] * (last != ["untold"])
+    text = timeouts({rank: int(seq) for rank, (_, seq) in enumerate(words)}, world_size=len(words))
+    for rank, (op, _) in enumerate(words):
+        text = re.sub(rf"(\[rank{rank}\].*OpType=)ALLREDUCE", rf"\g<1>{op}", text)
+    return text if last in words else re.sub(r".*failure detected.*\n", "", text)
+
+
 def with_other_size(text: str, *, rank: int) -> str:
     """Have one rank wait in a collective of 7 elements."""
     return re.sub(rf"(\[rank{rank}\].*NumelIn=)\d+", r"\g<1>7", text)
@@ -120,17 +133,22 @@ def block_of(failures: dict[int, int], *, root: int, host: str = "node1") -> str
     return _TEMPLATES["torchrun's block"].format(others=others, root=entry(0, root))
 
 
+_MADE = "says|raises|torchrun|timeouts|waiting|goodbye"
+
+
 def made_of(text: str) -> tuple[str, list[str]]:
     """Make a log of a text of ours; give it, and the words of each @says.
 
     PREFIX@raises LAST, or PEER: a traceback; @torchrun RANK:STATUS ... root RANK: its last block;
-    @timeouts RANK:SEQ ... of SIZE, after LAST WORDS, if there are; @goodbye: what NCCL says of a
-    rank that leaves.
+    @timeouts RANK:SEQ ... of SIZE, after LAST WORDS, if there are; @waiting CALLS; @goodbye: what
+    NCCL says of a rank that leaves.
     """
     lines: list[str] = []
     words: list[str] = []
     for line in text.splitlines():
-        found = re.fullmatch(r"(.*)@(says|raises|torchrun|timeouts|goodbye)(?: (.*))?", line)
+        found = re.fullmatch(
+            r"(.*)@(says|raises|torchrun|timeouts|waiting|goodbye)(?: (.*))?", line
+        )
         prefix, kind, given = found.groups("") if found else (line, "", "")
         told, *last_words = given.split(", after ")
         numbers = {int(rank): int(n) for rank, n in re.findall(r"(\d+):(-?\d+)", told)}
@@ -145,6 +163,8 @@ def made_of(text: str) -> tuple[str, list[str]]:
             case "timeouts":
                 log = timeouts(numbers, world_size=int(told.split()[-1])).splitlines()
                 lines += [*log[:2], *last_words, *log[2:]]
+            case "waiting":
+                lines += waiting(given).splitlines()
             case _:
                 told = _TEMPLATES["a process group that is left"].strip() if kind else ""
                 lines.append(prefix + told)

@@ -8,7 +8,6 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -64,20 +63,6 @@ class TestCatalogue:
                 re.compile(phrase)
 
 
-TIMEOUT, MISMATCH = "nccl-timeout", "collective-mismatch"
-
-
-def waiting(calls: Sequence[Sequence[str]], *, is_told: bool) -> str:
-    """Make the log of an NCCL timeout: in what each rank waits, and if told in which group."""
-    text = timeouts({rank: int(seq) for rank, (_, seq) in enumerate(calls)}, world_size=len(calls))
-    lines = []
-    for line in text.splitlines():
-        op = next((op for rank, (op, _) in enumerate(calls) if f"[rank{rank}]" in line), "")
-        if is_told or "failure detected" not in line:
-            lines.append(line.replace("OpType=ALLREDUCE", f"OpType={op}"))
-    return "\n".join(lines) + "\n"
-
-
 @pytest.mark.parametrize("form", slow_after(1, FORMS))
 def test_a_cause_is_found_in_every_form_of_its_log(form: str, tmp_path: Path) -> None:
     wrong = []
@@ -122,53 +107,6 @@ def is_right(case: Composed, rank: int | None, form: str) -> bool:
     if not case.is_raised or (form == "cut at the top" and rank is None):
         return rank is None or form in ("srun on one task", "torchrun tee", "mpirun")
     return rank == (SPOKEN_BY_RANK if case.kind == "rank" else None)
-
-
-class TestRanks:
-    """Who is guilty: only what the evidence names."""
-
-    @pytest.mark.parametrize("is_told", [True, False])
-    @pytest.mark.parametrize(
-        ("calls", "code", "guilty"),
-        [
-            ("ALLREDUCE 18233, ALLREDUCE 18233, ALLGATHER 18234, ALLREDUCE 18233", TIMEOUT, 2),
-            ("ALLREDUCE 90, ALLREDUCE 91, ALLREDUCE 90, ALLREDUCE 90", TIMEOUT, 1),
-            ("ALLREDUCE 90, ALLREDUCE 90, ALLREDUCE 91, ALLREDUCE 91", TIMEOUT, None),
-            ("ALLREDUCE 90, ALLREDUCE 91", TIMEOUT, None),
-            ("ALLREDUCE 90, ALLREDUCE 91, ALLREDUCE 92, ALLREDUCE 90", TIMEOUT, None),
-            ("ALLREDUCE 90, ALLREDUCE 90, BROADCAST 90, ALLREDUCE 90", MISMATCH, 2),
-            ("ALLREDUCE 90, ALLREDUCE 90, BROADCAST 90, BROADCAST 90", MISMATCH, None),
-        ],
-    )
-    def test_of_watchdogs_the_rank_that_differs_from_most_is_named(
-        self, calls: str, code: str, guilty: int | None, is_told: bool, tmp_path: Path
-    ) -> None:
-        words = [call.split() for call in calls.split(", ")]
-        found = explain_text(waiting(words, is_told=is_told), tmp_path)
-        assert (code_of(found), rank_of(found)) == (code, guilty)
-        for op, number in words:
-            assert f"{op} number {number}" in found["cause"]["sentence"]
-
-    def test_an_operation_that_was_cut_off_is_no_other_one(self, tmp_path: Path) -> None:
-        text = waiting([["ALLREDUCE", "90"]] * 3, is_told=False)
-        found = explain_text(text[: text.rindex("EDUCE")], tmp_path)
-        assert (code_of(found), rank_of(found)) == (TIMEOUT, None)
-
-    def test_numbers_of_different_groups_are_not_compared(self, tmp_path: Path) -> None:
-        words = [["ALLREDUCE", "18233"] for _ in range(4)]
-        words[2] = ["ALLGATHER", "12"]
-        found = explain_text(waiting(words, is_told=False), tmp_path)
-        assert rank_of(found) is None
-        text = waiting(words, is_told=True).replace(
-            "PG ID 0 PG GUID 0(default_pg) Rank 2]  failure",
-            "PG ID 3 PG GUID 7(TENSOR) Rank 0]  failure",
-        )
-        own = "rank 2 in ALLGATHER number 12 of 9801523 elements, of another group"
-        assert own in explain_text(text, tmp_path)["cause"]["sentence"]
-        # rank 1 may be the one that rank 2 waits for there
-        silent = [line for line in text.splitlines() if "[rank1]" not in line]
-        found = explain_text("\n".join(silent), tmp_path)
-        assert (code_of(found), rank_of(found)) == (TIMEOUT, 1)
 
 
 def entry(seq: int, name: str, **more: object) -> dict[str, object]:

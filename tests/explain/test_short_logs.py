@@ -19,6 +19,7 @@ from tests.explain.logs import (
     rank_of,
     timeouts,
     traceback_of,
+    waiting,
     with_other_size,
 )
 from tests.marks import sections
@@ -29,6 +30,10 @@ OTHERS_OF_4 = [f"<gpu-a.{number}/12:30:07> step 7" for number in range(4)]
 SUB_GROUP = ("PG ID 0 PG GUID 0(default_pg)", "PG ID 5 PG GUID 37(TENSOR)")
 STEPS = [f"step {n}" for n in range(4)]
 OF_8 = dict.fromkeys(range(8), 808)
+OTHER_GROUP = waiting("ALLREDUCE 18233, ALLREDUCE 18233, ALLGATHER 12, ALLREDUCE 18233").replace(
+    "PG ID 0 PG GUID 0(default_pg) Rank 2]  failure", "PG ID 3 PG GUID 7(TENSOR) Rank 0]  failure"
+)
+IN_IT = "@says rank 2 in ALLGATHER number 12 of 9801523 elements, of another group"
 # fmt: off
 LONG_OR_CHANGED: Mapping[str, str] = {
     "a line of each of 1000 ranks between those of a traceback: python-keyerror of rank 1":
@@ -36,6 +41,12 @@ LONG_OR_CHANGED: Mapping[str, str] = {
     "a rank whose line was cut off: nccl-timeout of nobody":
         joined(["@says nothing is known of rank 7"],
                timeouts(OF_8, world_size=8).splitlines()[:9]),
+    "an operation that was cut off is no other one: nccl-timeout of nobody":
+        waiting("ALLREDUCE 90, ALLREDUCE 90, ALLREDUCE 90, untold").rpartition("EDUCE")[0],
+    "numbers of different groups are not compared: nccl-timeout":
+        f"{IN_IT}\n{OTHER_GROUP}",
+    "a rank that says nothing, for which one in another group may wait: nccl-timeout of rank 1":
+        joined([line for line in OTHER_GROUP.splitlines() if "[rank1]" not in line]),
     "of two ranks one has another size, and nobody knows which: collective-mismatch of nobody":
         with_other_size(timeouts({0: 90, 1: 90}, world_size=2), rank=1),
     "ranks of a sub-group are not those of the job: nccl-timeout of nobody":
