@@ -175,41 +175,6 @@ class SlurmCluster:
 
 
 def _configuration(folder: Path) -> str:
-    host = socket.gethostname().partition(".")[0]
-    ports = [held_port() for _ in range(3)]
-    return f"""
-ClusterName=tests
-SlurmctldHost={host}(127.0.0.1)
-SlurmUser=root
-SlurmdUser=root
-SlurmctldPort={ports[0]}
-AuthType=auth/munge
-CredType=cred/munge
-AuthInfo=socket={folder}/munge.sock
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool/%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.%n.pid
-SlurmctldLogFile={folder}/log/slurmctld.log
-SlurmdLogFile={folder}/log/slurmd.%n.log
-CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
-SwitchType=switch/none
-MpiDefault=none
-ReturnToService=2
-SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=1,bf_interval=1
-SlurmdParameters=config_overrides
-SlurmctldTimeout=30
-SlurmdTimeout=60
-KillWait=10
-InactiveLimit=0
-JobRequeue=1
-NodeName=127.0.0.1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4 RealMemory=500
-NodeName=127.0.0.2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4 RealMemory=500
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
-"""
+    text = Path(__file__).with_name("slurm.conf").read_text(encoding="utf-8")
+    ports = {name: held_port() for name in ("controller", "first", "second")}
+    return text.format(folder=folder, host=socket.gethostname().partition(".")[0], **ports)
