@@ -17,7 +17,7 @@ from typing import Any
 
 from ddp_doctor.audit.catalogue import CATALOGUE, Kind
 from ddp_doctor.explain.catalogue import BY_CODE, FAMILIES
-from ddp_doctor.explain.catalogue.python import BUILT_IN, OPERATION, RAISED
+from ddp_doctor.explain.catalogue.python import BUILT_IN
 from ddp_drills.fault import Fault
 from ddp_drills.faults import all_faults
 from docs.pictures.draw import write_all
@@ -27,6 +27,7 @@ from hardened_ddp.settings.record import WIDTH, yaml_word
 from hardened_ddp.settings.schema import SETTINGS, TITLES, Setting, flatten, names_of
 from hardened_ddp.settings.wording import unbroken, wrapped
 from tests.harness.processes import ROOT
+from tests.marks import sections
 
 README, TROUBLES, CONTRIBUTING = "README.md", "DDP_TROUBLESHOOTING.md", "CONTRIBUTING.md"
 GLOSSARY, READING = "docs/GLOSSARY.md", "docs/READING_ORDER.md"
@@ -51,31 +52,11 @@ GENERATED = {
 }
 """Which parts of which document are made from code or from measurements."""
 
-_CONFIG_HEAD = """\
-# Every setting of ddp_training.py, with its default.
-#
-# Change a line, and every start uses it: this file is read by default, and the first lines of a run
-# name what was changed here. A run that is continued keeps its own settings. --no_config ignores
-# this file. For settings of one project only, make a file of the lines that differ, and start with
-#   python ddp_training.py --config my.yaml
-# The command line wins over both: --batch_size 64, --augment, --no_download.
-# An unknown name, a wrong type or a value out of range stops the run before it starts.
-# auto, where a setting takes it, lets the program choose.
-"""
-
-SECTIONS = {
-    "1": ("graph-unused",),
-    "2": ("memory-worker-killed", "memory-shm", "memory-pinned", "killed-sigkill"),
-    "4": ("memory-gpu", "memory-host"),
-    "5": ("nccl-timeout", "gloo-timeout", "collective-missing", "gloo-ddp-outlives-group"),
-    "DDP-L01": ("nccl-duplicate-gpu", "gpu-ordinal"),
-    "DDP-G01": ("gloo-connect",),
-    "DDP-G02": ("graph-models-differ",),
-    "DDP-G04": ("lost-peer",),
-    "DDP-D02": ("gpu-assert",),
-    "DDP-K01": ("checkpoint-corrupt",),
-}
-"""Sections of DDP_TROUBLESHOOTING.md, and the causes of explain that each one treats."""
+_CONFIG_HEAD, *_TABLES = sections(Path(__file__).with_name("documents.txt")).values()
+_ROWS = [[line.split(": ", 1) for line in table.splitlines()] for table in _TABLES]
+SECTIONS = {section: codes.split() for section, codes in _ROWS[0]}
+IN_A_TRACEBACK = dict(_ROWS[1])
+FAULTS = {name: told.split(": ") for name, told in _ROWS[2]}
 
 _LONGEST_PHRASE = 48
 
@@ -121,17 +102,6 @@ def verdicts_table(kinds: Mapping[str, Kind]) -> str:
     return "\n".join([*lines, ""])
 
 
-IN_A_TRACEBACK = {
-    RAISED.code: "another exception, from a `raise` of the program",
-    OPERATION.code: "another exception, from a line of the program without `raise`",
-    "stop-silent": "torchrun's table: one rank failed that printed no exception; "
-    "the others lost it",
-    "lost-finished-rank": "torchrun's table: no other failure than lost connections",
-    "memory-gpu-others": "`CUDA out of memory`, with numbers that say so",
-}
-"""What the log has for a cause that is chosen by the type of an exception."""
-
-
 def spoken(phrase: str) -> str:
     """Give a phrase as the log has it: N for a number, ... for any other text."""
     text = _example(re._parser.parse(phrase))  # type: ignore[attr-defined]  # Python's own parser
@@ -162,23 +132,6 @@ def _example(tree: Iterable[Any]) -> str:  # Any: the parser's own types
             case "ANY" | "IN" | "NOT_LITERAL":
                 parts.append("...")
     return "".join(parts)
-
-
-FAULTS = {
-    "kill-rank": ("kill -9 of one rank", "kill-forward"),
-    "kill-all": ("kill -9 of everything", "kill-all"),
-    "term": ("SIGTERM", "sigterm-forward"),
-    "oom": ("one rank out of memory", "memory-backward"),
-    "nan": ("NaN on one rank", "nan-once"),
-    "hang": ("one rank hangs", "hang-forward"),
-    "full-disk": ("the disk is full", "disk-full"),
-    "kill-in-save": ("kill -9 in a save", "kill-checkpoint"),
-    "cut-checkpoint": ("checkpoint cut in half", "torn-checkpoint"),
-    "fewer-ranks": ("resume on 1 rank instead of 2", "tests/promises/test_restarts.py"),
-    "dead-worker": ("a DataLoader worker killed", "worker-kill"),
-}
-"""Faults of docs/PEERS_ON_FAULTS.md, what README.md calls them, and the drill (or test) that shows
-what this project does."""
 
 
 def faults_table() -> str:
