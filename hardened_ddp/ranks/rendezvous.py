@@ -64,7 +64,7 @@ def open_store(launch: Launch, timeout: timedelta) -> dist.Store:
         raise GroupError(
             f"rank {launch.rank} on {socket.gethostname()} tried {host}:{port} for "
             f"{timeout.total_seconds():g} s, where rank 0 of {launch.world_size} should be: "
-            f"{reason}. {own_addresses()}",
+            f"{reason}",
             fix="start rank 0 on that address, or correct it (--master_addr of torchrun, else "
             f"MASTER_ADDR); the network of this machine is looked at by: {own_command('doctor')}",
         ) from error
@@ -254,17 +254,3 @@ def why_unreachable(host: str, port: int) -> str:
     except OSError as error:  # no such name, refused, no answer, no route
         return error.strerror or str(error)
     return ""
-
-
-def own_addresses() -> str:
-    """List the addresses of this machine, by interface, so that a wrong one is obvious."""
-    import psutil  # WHY here: only a failure needs it
-
-    families = (socket.AF_INET, socket.AF_INET6)
-    found = [
-        f"{name} {entry.address.partition('%')[0]}"
-        for name, entries in psutil.net_if_addrs().items()
-        for entry in entries
-        if entry.family in families
-    ]
-    return f"This machine is {', '.join(found)}"

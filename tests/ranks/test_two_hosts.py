@@ -259,7 +259,6 @@ def test_a_failed_rendezvous_says_what_it_tried(what: str, hosts: TwoHosts, tmp_
     assert done.status == 1, done.output
     assert "[DDP-G01]" in done.output
     assert text in done.output
-    assert what == "no rank 1" or f" {ADDRESSES[rank]}" in done.output, "its own addresses"
     assert "Traceback" not in done.output
     assert "[W" not in done.output, "torch's warnings bury it"
 
