@@ -9,7 +9,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from hardened_ddp.data.batches.batch import Batch
-from hardened_ddp.task.classification import Classification
 from hardened_ddp.task.task import Metric, Score, Task
 
 LABELS: dict[str, Callable[[int], Any]] = {
@@ -157,13 +156,6 @@ class Model(nn.Module):
         return found[self.kind]
 
 
-class Undeclared(Classification):
-    """A task that gives a sum which it does not declare."""
-
-    def sums_of(self, score: Score) -> dict[str, Any]:
-        return {**super().sums_of(score), "seen": 1}
-
-
 class Wrong(Task):
     """A task of a user; kind: what is wrong with its score."""
 
@@ -188,8 +180,6 @@ class Wrong(Task):
                 return Score(losses.sum(), None, {"mae": mae})  # type: ignore[arg-type]
             case "negative count":
                 return Score(losses.sum(), -size, {"mae": mae})
-            case "rows":
-                return Score(losses.sum(), size, {"mae": losses.detach()})
         return Score(losses.sum(), size, {"mae": mae})
 
 
