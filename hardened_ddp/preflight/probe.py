@@ -34,7 +34,7 @@ from hardened_ddp.settings.config import FindUnused, TaskConfig
 from hardened_ddp.settings.wording import counted, listed
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.task.build import build_task, task_that_fits
-from hardened_ddp.task.output import fix_for, fix_for_gradients
+from hardened_ddp.task.output import fix_for
 from hardened_ddp.task.own_metrics import OwnMetrics
 from hardened_ddp.task.task import Task
 
@@ -167,9 +167,8 @@ def check_evaluation(parts: Parts) -> None:
 
     refusal = Refusal(
         what="the test set can't be evaluated",
-        fix=lambda error: (
-            (fix_for_gradients(error) or "the whole traceback is in this rank's log")
-            + "; --eval_every 0 trains without evaluations"
+        fix=lambda _: (
+            "the whole traceback is in this rank's log; --eval_every 0 trains without evaluations"
         ),
     )
     try_on_all_ranks(trial, [loader], score, refusal, evaluates=True)  # collective

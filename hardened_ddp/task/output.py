@@ -89,8 +89,6 @@ def fix_for(
     error: BaseException, inputs: Any, *, has_labels: bool = True
 ) -> str:  # Any: nested data
     """Say what to do about an error of a first forward: what it was given, and how."""
-    if fix := fix_for_gradients(error):
-        return fix
     is_named = isinstance(inputs, Mapping)
     named = inputs if is_named else {"the input": inputs}
     told = [f"{name} is {described_labels(part)}" for name, part in named.items()][:_MOST_NAMED]
@@ -109,16 +107,6 @@ def fix_for(
     if "type" in str(error) and any(part.dtype != torch.float32 for part in tensors):
         told.append("a model computes in float32 as a rule: return x.float() from the dataset")
     return "; ".join([*told, "the whole traceback is in this rank's log"])
-
-
-def fix_for_gradients(error: BaseException) -> str:
-    """Say what to do if a forward needs gradients where none are computed; else empty."""
-    if "does not require grad" not in str(error):
-        return ""
-    return (
-        "an evaluation, and the first look at the output, compute no gradients: what forward "
-        "differentiates itself (torch.autograd.grad) belongs under `with torch.enable_grad():`"
-    )
 
 
 def are_shares(labels: torch.Tensor) -> bool:
