@@ -21,7 +21,7 @@ from hardened_ddp.settings.earlier_run import NOT_INHERITED, SAVED_SETTINGS, WHI
 from hardened_ddp.settings.record import read_back, yaml_word
 from hardened_ddp.settings.schema import COMMAND_LINE, DEFAULT, RUN, SETTINGS, Layer, assemble, fit
 from hardened_ddp.settings.typed_command import own_command
-from hardened_ddp.settings.wording import advice, as_word, counted, url_problem
+from hardened_ddp.settings.wording import advice, as_word, counted
 
 LEAVE_OUT = "leave one of them out"
 
@@ -189,9 +189,6 @@ def contradictions(config: Config, world_size: int) -> Iterator[Contradiction]:
         yield ("init_from", "pretrained"), why
     if model.adapter and not model.model.startswith("hf:"):
         yield ("adapter", "model"), "adapters are for hf: models; add them in your own model's code"
-    if model.compile and world_size > 1 and config.ddp.bucket_cap_mb < 1:
-        why = "torch's compiler splits the model by DDP's buckets, and needs them to hold 1 MB"
-        yield ("compile", "bucket_cap_mb"), f"{why} at least; {LEAVE_OUT}"
     if data.streaming and not data.dataset.startswith("hf:"):
         why = "streaming is for hf:FOLDER_OR_NAME; text:GLOB, parquet:GLOB, tar:GLOB and your own"
         yield ("streaming", "dataset"), f"{why} iterable datasets are streams in any case"
@@ -199,9 +196,6 @@ def contradictions(config: Config, world_size: int) -> Iterator[Contradiction]:
     if data.samples_per_epoch and not has_length:
         why = "each sample comes once per epoch; choose a sampling, or leave it out"
         yield ("samples_per_epoch", "sampling"), why
-    is_of_files = data.dataset.startswith(("text:", "parquet:", "tar:"))
-    if is_of_files and url_problem(str(data.dataset_args.get("test", ""))):
-        yield ("dataset", "dataset_args"), "test needs files of this machine; copy them here first"
     yield from _contradictions_of_steps(config)
 
 

@@ -12,7 +12,7 @@ from time import monotonic
 
 import torch
 
-from hardened_ddp.data.batches.sampler import UNKNOWN_STEPS, WindowSampler
+from hardened_ddp.data.batches.sampler import WindowSampler
 from hardened_ddp.data.foreign_code import import_callable
 from hardened_ddp.errors import ConfigError, MissingPackageError
 from hardened_ddp.guard.slow import BACKWARD_AND_WAIT, Split
@@ -388,17 +388,10 @@ def _auto_line(parts: Parts) -> str:
         "backend": parts.group.backend,
         "num_workers": str(reader.num_workers) + (" (in memory)" if parts.data.in_memory else ""),
         "channels_last": "on" if parts.replica.inputs.channels_last else "off",
-        "lr_schedule": _lr_schedule(parts),
+        "lr_schedule": str(parts.schedule.config.lr_schedule),
         "checkpoint_every_steps": "measured",
     }
     if parts.group.world_size > 1:
         found["find_unused_parameters"] = "on" if parts.gradients.allows_unused else "off"
     chosen = [f"{name} {word}" for name, word in found.items() if values[name] in (None, "auto")]
     return "auto: " + (", ".join(chosen) or "nothing")
-
-
-def _lr_schedule(parts: Parts) -> str:
-    chosen = parts.schedule.config.lr_schedule
-    if chosen == "constant" and parts.length.most == UNKNOWN_STEPS:
-        return "constant (the number of steps is not known; with --max_steps N: cosine)"
-    return str(chosen)

@@ -155,8 +155,6 @@ class TestPlaces:
         for kind in ("text", "parquet", "tar", "hf"):
             assert "s3://" in problem_of(f"--dataset {kind}:s3://b/*")
         assert "gs://" in problem_of("report runs/a gs://b runs/c")
-        lines = problems_of("--dataset text:a/*.txt --dataset_args '{test: s3://b/*.txt}'")
-        assert "test needs files of this machine" in lines[0]
 
     def test_what_is_no_url_is_taken_and_a_run_of_an_earlier_version_continued(self) -> None:
         for place in ("./s3:/bucket/runs", "a:b", "a:/b", "/a://b", "runs", "a b"):

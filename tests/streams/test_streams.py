@@ -86,7 +86,7 @@ def test_auto_takes_the_schedule_that_the_length_allows_and_keeps_it(tmp_path: P
     done = train([*argv, tmp_path / "sizes", *arguments(says=True)], 3).ok()
     assert "lr_schedule cosine" in done.output
     done = train([*argv, tmp_path / "constant"]).ok()
-    assert "lr_schedule constant (the number of steps is not known" in done.output
+    assert "lr_schedule constant," in done.output
     again = ["--resume", only_run(tmp_path / "constant"), "--epochs", "2", "--max_steps", "99"]
     done = train([*argv, tmp_path / "constant", *again]).ok()
     assert "lr_schedule constant," in done.output
