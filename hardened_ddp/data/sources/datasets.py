@@ -7,7 +7,6 @@ Does not own: the order of samples (data/batches/sampler.py), reading them (data
 
 import contextlib
 import functools
-import importlib.util
 import inspect
 import logging
 import socket
@@ -227,13 +226,10 @@ def find_source(name: str, config: DataConfig) -> Callable[..., Any]:
         for part in parts_of(config):
             find_source(part.dataset, part)
         return functools.partial(open_mix, config, _open)
-    if (kind := name.partition(":")[0]) in STREAM_FORMATS:
+    if name.partition(":")[0] in STREAM_FORMATS:
         from hardened_ddp.streams.formats import open_files
 
         return functools.partial(open_files, name)
-    if kind == "image_folder" and ":" in name and importlib.util.find_spec(kind) is None:
-        fix = f"--dataset {kind} --dataset_args '{{root: {name.partition(':')[2]}}}'"
-        raise DataError(f"--dataset {name}: no path follows the name of this dataset", fix=fix)
     if ":" in name:
         return import_callable(name, setting="dataset", error=DataError)
     return BUILT_IN.get(name, functools.partial(open_folder, config))
