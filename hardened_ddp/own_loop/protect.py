@@ -56,7 +56,7 @@ from hardened_ddp.ranks.launch import (
 )
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.process import stat_fields
-from hardened_ddp.ranks.seeding import mix, seed_body
+from hardened_ddp.ranks.seeding import mix, seed_all
 from hardened_ddp.reporting.ending import leave_failed, settle, stop_status
 from hardened_ddp.reporting.goodput import Goodput
 from hardened_ddp.reporting.log import start_logging, stop_logging
@@ -383,8 +383,9 @@ class OwnLoop:
         self._seed_all(mix(self._seed, 1))
 
     def _seed_all(self, seed: int) -> None:
-        rank, device_type = self._group.launch.rank, self._group.device.type
-        self.rng = seed_body(seed, step=self.step, rank=rank, device_type=device_type)
+        own = mix(seed, self.step, self._group.launch.rank)
+        seed_all(own, self._group.device.type)
+        self.rng = np.random.default_rng(own)
 
     def _before_forward(self, module: nn.Module, inputs: object) -> None:
         self._streams.use()

@@ -56,14 +56,7 @@ def seed_update(seed: int, *, step: int, device_type: str) -> None:
 
     WHY: forward draws other numbers on each rank, and weights must stay equal on all.
     """
-    _seed_all(mix(seed, step), device_type)
-
-
-def seed_body(seed: int, *, step: int, rank: int, device_type: str) -> np.random.Generator:
-    """Seed all generators for a body of the user's own loop; return one of numpy's. Rank-local."""
-    own = mix(seed, step, rank)
-    _seed_all(own, device_type)
-    return np.random.default_rng(own)
+    seed_all(mix(seed, step), device_type)
 
 
 @contextmanager
@@ -80,10 +73,11 @@ def keeping_random_state() -> Iterator[None]:
 
 def seed_sample(seed: int, epoch: int, index: int) -> None:
     """Seed the generators of one sample's augmentation: torch, random, numpy. Rank-local."""
-    _seed_all(mix(seed, epoch, index))
+    seed_all(mix(seed, epoch, index))
 
 
-def _seed_all(value: int, device_type: str = "cpu") -> None:
+def seed_all(value: int, device_type: str = "cpu") -> None:
+    """Seed torch, random and numpy. Rank-local."""
     torch.default_generator.manual_seed(value)
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
