@@ -28,7 +28,7 @@ BY_FILE: dict[str, list[tuple[str, str, str]]] = {
         ("(rank < num_longer)", "(rank <= num_longer)", "sampler"),
         ("drop_last and length >= global_batch", "drop_last", "sampler"),
         ("lru_cache(maxsize=2)", "lru_cache(maxsize=1)", "sampler")],
-    "data/batches/ledger.py": [
+    "ddp_runs/ledger_check.py": [
         ("np.maximum(counts[without], 1)", "counts[without]",
          "ledger data_faults -k 'ledger or left_out'"),
         ("of_shards = done.sizes if epoch < done.epoch else done.taken", "of_shards = done.sizes",

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ddp_runs.ledger_check import Done, verify_ledger
 from ddp_training import main
 from hardened_ddp.checkpoint import store
 from hardened_ddp.checkpoint.disk import Disk
-from hardened_ddp.data.batches.ledger import Done, LedgerWriter, next_start, verify_ledger
+from hardened_ddp.data.batches.ledger import LedgerWriter, next_start
 from hardened_ddp.errors import RunFolderError
 from hardened_ddp.step.left_out import NAME as SKIPPED
 from tests.harness.ranks import run_ranks, start_training, train

@@ -42,7 +42,7 @@ BUDGETS = {
     "ddp_training.py": 415,
     "hardened_ddp_command.py": 180,
     "ddp_doctor/*": 12_505,
-    "ddp_runs/*": 3_580,
+    "ddp_runs/*": 3_740,
     "hardened_ddp/*": 29_445,
     "hardened_ddp/gradients/*": 675,
     "hardened_ddp/settings/*": 2_130,
