@@ -90,7 +90,6 @@ def protect(
     seed: int = 0,
     save_every: int | Literal["auto"] = "auto",
     keep_last: int = 3,
-    exact_resume: bool = False,
     hang_after_s: float = 60.0,
     timeout_s: float = 1800.0,
     stop_grace_s: float = 30.0,
@@ -99,9 +98,8 @@ def protect(
     """Protect the loop inside, whose state is in folder and in these objects. Collective.
 
     Loads the newest valid checkpoint into the objects, in place. save_every: commits between two
-    checkpoints. exact_resume: refuse what makes a resume on three ranks or more differ in the last
-    bits. timeout_s: how long commits wait for other ranks. The others: ddp_training.py --help.
-    Raises Stopped after a stop, and Failed, which the log explains, or the error of the body.
+    checkpoints. timeout_s: how long commits wait for other ranks. The others: ddp_training.py
+    --help. Raises Stopped after a stop, and Failed, which the log explains, or the body's error.
     """
     if _active:
         raise OwnLoopError(f"protect({str(_active[0])!r}) is not over: one at a time")
@@ -110,8 +108,6 @@ def protect(
     try:
         group = _meet(state, timeout_s=timeout_s)  # collective
         with errors_told(group):
-            if exact_resume and group.world_size > 2:
-                _refuse_other_buckets(state, group.world_size)
             last = LastCommit(Registry(state), group.device)
             every = None if save_every == "auto" else save_every
             config = RunConfig(checkpoint_every_steps=every, keep_last=keep_last)
@@ -457,17 +453,6 @@ class OwnLoop:
                 f"registered tensors are not the same after step {self.step}: {found.text}",
                 fix="wrap each model in DistributedDataParallel, copy an average from the wrapped "
                 "model, draw no initial values by the rank, and gather what is a rank's own",
-            )
-
-
-def _refuse_other_buckets(state: dict[str, Any], num_ranks: int) -> None:
-    """Raise OwnLoopError if DDP would sum a start's first gradients in other buckets than later."""
-    for name, thing in state.items():
-        is_ddp = hasattr(thing, "find_unused_parameters")
-        if is_ddp and (thing.static_graph or not thing.find_unused_parameters):
-            raise OwnLoopError(
-                f"exact_resume on {num_ranks} ranks: make {name} by "
-                "DistributedDataParallel(..., find_unused_parameters=True), without static_graph"
             )
 
 
