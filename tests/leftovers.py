@@ -20,15 +20,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.harness import ranks
-from tests.harness.processes import (
-    PATIENCE,
-    ROOT,
-    adopt_orphans,
-    descendants_of,
-    kill,
-    read_command_line,
-    read_process,
-)
+from tests.harness.processes import PATIENCE, ROOT, adopt_orphans, ask, descendants_of, kill
 
 GRACE_S = 6.0  # WHY: a DataLoader worker looks every 5 s whether its parent still lives
 POLL_S = 0.02
@@ -135,7 +127,7 @@ def _our_new_pids(before: Snapshot) -> list[int]:
     """List the new descendants of pytest and of the keepers of this test's ranks."""
     found = descendants_of(os.getpid(), *_keepers(), without=ranks.SERVER_PIDS)
     new = set(found) - before.pids
-    return sorted(pid for pid in new if not any(t in read_command_line(pid) for t in _OWN_TOOLS))
+    return sorted(pid for pid in new if not any(t in _command_of(pid) for t in _OWN_TOOLS))
 
 
 def _keepers() -> list[int]:
@@ -143,9 +135,11 @@ def _keepers() -> list[int]:
 
 
 def _describe_process(pid: int) -> str:
-    process = read_process(pid)
-    parent = process.parent if process else "gone"
-    return f"process {pid} (parent {parent}): {read_command_line(pid)[:300]}"
+    return f"process {pid} (parent {ask(pid, 'ppid')}): {_command_of(pid)[:300]}"
+
+
+def _command_of(pid: int) -> str:
+    return " ".join(ask(pid, "cmdline") or ())
 
 
 def _our_new_files(before: Snapshot) -> list[Path]:

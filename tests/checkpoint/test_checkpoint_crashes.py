@@ -26,7 +26,7 @@ from hardened_ddp.checkpoint.folder import (
 from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.errors import CheckpointError, RunFolderError
 from tests.checkpoint_states import assert_holds, disk_with, found_in, write_step
-from tests.harness.processes import run_forked
+from tests.forks import run_forked
 from tests.marks import slow_after
 
 CRASHED = 9

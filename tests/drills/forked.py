@@ -11,8 +11,8 @@ from typing import Any
 from ddp_drills.processes import SCRIPT, Start, await_end
 from ddp_drills.runner import Drills
 from ddp_drills.work import Work
-from tests.harness.processes import kill, list_pids, read_process
-from tests.harness.ranks import Running, start_program, start_training, train
+from tests.harness.processes import descendants_of, kill
+from tests.harness.ranks import CHILDREN, Running, start_program, start_training, train
 
 
 class ForkedRanks:
@@ -44,11 +44,10 @@ class ForkedRanks:
         return [f"process {pid} was left" for pid in left]
 
     def _living(self) -> list[int]:
-        """Find the processes that the ranks have started, which are in their groups."""
+        """Find the ranks and the processes that they have started."""
         if self._by_torchrun:
             return self._running.living_ranks()
-        found = (read_process(pid) for pid in list_pids())
-        return [p.pid for p in found if p and p.is_alive and p.group in self._running.pids]
+        return descendants_of(*(child.keeper for child in CHILDREN))
 
 
 def forked_drills(

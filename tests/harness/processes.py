@@ -1,27 +1,25 @@
-"""What /proc tells about processes, how to end them, and work in a fork.
+"""What is known of processes, and how to end them.
 
-What goes wrong here: a process ends while it is read. Then it reads as empty, and never raises.
+What goes wrong here: a process ends while it is asked for. Then it is gone, and nothing raises.
 """
 
 import contextlib
 import ctypes
+import glob
 import os
 import signal
-import sys
 import time
-import traceback
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, TypeVar
+
+import psutil
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
-_LAUNCHER_PREFIXES = ("MASTER_", "TORCHELASTIC", "GROUP_", "ROLE_", "SLURM_", "OMPI_", "PMI")
-_LAUNCHER_PREFIXES += ("MPI_LOCAL", "HARDENED_DDP_LAUNCHER")
-_LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PYTEST_CURRENT_TEST")
+_OF_LAUNCHERS = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ GROUP_ ROLE_ TORCHELASTIC"
+_OF_LAUNCHERS += " SLURM_ OMPI_ PMI MPI_LOCAL HARDENED_DDP_LAUNCHER PYTEST_CURRENT_TEST"
 _KILL_LIMIT_S = 10.0
-RAISED = 99
-_CAPABILITIES_OF_64_BITS = 0x20080522  # _LINUX_CAPABILITY_VERSION_3 of <linux/capability.h>
 _PR_SET_CHILD_SUBREAPER = 36  # of <linux/prctl.h>
 PATIENCE = 3
 """The limits in the tests are for an idle machine of 2 cores. So many times as long on any other:
@@ -32,19 +30,6 @@ HOUR_S = 3600.0
 
 LEAST_S = 90.0
 """The shortest limit: where 20 processes are busy, a second becomes a minute."""
-
-
-class Process(NamedTuple):
-    """One line of /proc/PID/stat, as far as it is of use here."""
-
-    pid: int
-    state: str
-    parent: int
-    group: int
-
-    @property
-    def is_alive(self) -> bool:
-        return self.state not in ("Z", "X")
 
 
 def limit_of(timeout_s: float) -> float:
@@ -68,43 +53,21 @@ def wait_until(condition: Callable[[], T | None], timeout_s: float, what: str) -
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Give os.environ without what a launcher or pytest left in it, with extra."""
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _LAUNCHER_NAMES and not name.startswith(_LAUNCHER_PREFIXES)
-    }
+    left_out = tuple(_OF_LAUNCHERS.split())
+    env = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
     return {**env, "OMP_NUM_THREADS": "1", **(extra or {})}
 
 
-def list_pids() -> frozenset[int]:
-    """List the ids of all processes."""
-    return frozenset(int(name) for name in os.listdir("/proc") if name.isdigit())
-
-
-def read_process(pid: int) -> Process | None:
-    """Read what the kernel says of a process; None if it is gone."""
-    # WHY after the last bracket: the name before it may hold blanks and brackets itself
-    fields = _read(pid, "stat").decode(errors="replace").rpartition(")")[2].split()
-    if len(fields) < 3:
-        return None
-    return Process(pid=pid, state=fields[0], parent=int(fields[1]), group=int(fields[2]))
+def ask(pid: int, what: str) -> Any:
+    """Ask psutil for the status, ppid, environ or cmdline of a process; None if it is gone."""
+    with contextlib.suppress(psutil.Error, OSError):
+        return getattr(psutil.Process(pid), what)()
+    return None
 
 
 def is_alive(pid: int) -> bool:
     """Say whether a process has not ended: one that only waits to be buried has."""
-    process = read_process(pid)
-    return process is not None and process.is_alive
-
-
-def read_environment(pid: int) -> dict[str, str]:
-    """Read the environment that a process was started with."""
-    entries = _read(pid, "environ").decode(errors="replace").split("\0")
-    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
-
-
-def read_command_line(pid: int) -> str:
-    """Read the command line of a process, with blanks between the words."""
-    return _read(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
+    return ask(pid, "status") not in (None, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
 def adopt_orphans() -> None:
@@ -120,7 +83,7 @@ def descendants_of(*roots: int, without: Collection[int] = ()) -> list[int]:
         own = [pid for pid in _children_of(waiting.pop()) if pid not in without]
         found += own
         waiting += own
-    return [pid for pid in found if (process := read_process(pid)) and process.is_alive]
+    return [pid for pid in found if is_alive(pid)]
 
 
 def kill_descendants(root: int) -> None:
@@ -138,51 +101,11 @@ def kill(pid: int, number: int = signal.SIGKILL) -> None:
         os.kill(pid, number)
 
 
-def run_forked(work: Callable[[], object]) -> int:
-    """Run work in a fork of pytest, to kill it, limit it or take its rights away.
-
-    Gives 0, RAISED, or what os._exit was called with. It must use no tensor code with threads.
-    """
-    pid = os.fork()
-    if pid == 0:
-        try:
-            if (torch := sys.modules.get("torch")) is not None:
-                # WHY: the threads of a parallel operation of the parent are not in this child,
-                # which would wait for them for ever
-                torch.set_num_threads(1)
-            work()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(RAISED)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def give_up_privileges() -> None:
-    """Have this process obey the rights of files, even as root.
-
-    WHY not as another user: nobody else may get to where pytest's temporary folders are.
-    """
-    header = (ctypes.c_uint32 * 2)(_CAPABILITIES_OF_64_BITS, 0)
-    nothing = (ctypes.c_uint32 * 6)()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.capset(header, nothing):
-        raise OSError(ctypes.get_errno(), "capset")
-
-
 def _children_of(pid: int) -> list[int]:
     """List what the threads of a process have forked, and what it has adopted."""
     # WHY not by the parents of all processes: each test asks, and there may be hundreds
-    try:
-        threads = os.listdir(f"/proc/{pid}/task")
-    except FileNotFoundError:
-        return []
-    return [int(child) for task in threads for child in _read(pid, f"task/{task}/children").split()]
-
-
-def _read(pid: int, name: str) -> bytes:
-    try:
-        with open(f"/proc/{pid}/{name}", "rb") as file:
-            return file.read()
-    except OSError:
-        return b""
+    found: list[int] = []
+    for path in glob.glob(f"/proc/{pid}/task/*/children"):
+        with contextlib.suppress(OSError), open(path) as file:
+            found += map(int, file.read().split())
+    return found

@@ -29,23 +29,14 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 from hardened_ddp.ranks.launchers_env import hold_port
-from tests.harness.fork_server import ERRORS_NAME, MAX_MESSAGE_BYTES, PIDS_NAME, STACK_SIGNAL
-from tests.harness.processes import (
-    ROOT,
-    clean_environment,
-    deadline,
-    descendants_of,
-    is_alive,
-    kill,
-    limit_of,
-    read_environment,
-    read_process,
-)
+from tests.harness import fork_server, processes
+from tests.harness.fork_server import ERRORS_NAME, MAX_MESSAGE_BYTES, PIDS_NAME
+from tests.harness.processes import ROOT, clean_environment, descendants_of, is_alive, kill
 from tests.launcher_environments import by_torchrun
 
 T = TypeVar("T")
 POLL_S = 0.01
-STACK_LIMIT_S = 2.0
+STACK_LIMIT_S = 10.0
 TAIL_CHARACTERS = 12_000
 ANSWER_LIMIT_S = 120.0  # imports of torch and the package, on a machine that does other things too
 CLOSE_LIMIT_S = 10.0
@@ -63,9 +54,8 @@ class Finished(NamedTuple):
     """How the ranks ended, in rank order; a program is one rank."""
 
     statuses: tuple[int, ...]  # -N where signal N ended the rank
-    outputs: tuple[str, ...]  # stdout of each rank, and stderr if it is no program
+    outputs: tuple[str, ...]  # stdout of each, and stderr if it is no program; then its stacks
     stderr: str  # of a program
-    stacks: tuple[str, ...]  # where each rank was that hung; else empty
     values: tuple[Any, ...]  # Any: what a test's function returned; None where it did not
 
     @property
@@ -95,7 +85,7 @@ class Finished(NamedTuple):
             status = self.statuses[rank]
             how = signal.Signals(-status).name if status < 0 else f"status {status}"
             output = (self.outputs[rank] + self.stderr)[-TAIL_CHARACTERS:]
-            texts.append(f"--- rank {rank} ended with {how}\n{self.stacks[rank]}{output}")
+            texts.append(f"--- rank {rank} ended with {how}\n{output}")
         return "\n".join(texts)
 
 
@@ -159,7 +149,7 @@ class Running:
 
         Raises RankFailure if all ranks end before, or after timeout_s.
         """
-        end = deadline(timeout_s)
+        end = processes.deadline(timeout_s)
         while True:
             has_ended = not self.living()
             if found := condition():
@@ -167,7 +157,9 @@ class Running:
             if has_ended:
                 raise RankFailure(f"all ranks ended before {what}", self._finished())
             if time.monotonic() > end:
-                self._fail(f"{limit_of(timeout_s):g} s went by without {what}")
+                self._abort()
+                reason = f"{processes.limit_of(timeout_s):g} s went by without {what}"
+                raise RankFailure(reason, self._finished())
             time.sleep(POLL_S)
 
     def wait(self, timeout_s: float) -> Finished:
@@ -175,16 +167,10 @@ class Running:
         self.wait_for(lambda: not self.living(), timeout_s=timeout_s, what="the end of all ranks")
         return self._finished()
 
-    def _fail(self, reason: str) -> None:
-        self._ask_for_stacks()
-        self.kill_all()
-        raise RankFailure(reason, self._finished())
-
     def pid_of_rank(self, rank: int) -> int | None:
         """Return the process id of a rank of this torchrun; None if it doesn't live."""
         for number, pid in self._ranks_of_torchrun():
-            process = read_process(pid)
-            if number == rank and process and process.is_alive and process.parent == self.pid:
+            if number == rank and is_alive(pid) and processes.ask(pid, "ppid") == self.pid:
                 return pid
         return None
 
@@ -197,19 +183,17 @@ class Running:
         lines = _text_of(self._folder / PIDS_NAME).splitlines()
         if lines:  # forked ones show no environment of their own
             return [(int(rank), int(pid)) for rank, pid in map(str.split, reversed(lines))]
-        found = ((read_environment(pid).get("RANK", ""), pid) for pid in descendants_of(self.pid))
-        return [(int(rank), pid) for rank, pid in found if rank]
+        found = [(processes.ask(pid, "environ") or {}, pid) for pid in descendants_of(self.pid)]
+        return [(int(env["RANK"]), pid) for env, pid in found if "RANK" in env]
 
-    def _ask_for_stacks(self) -> None:
-        """Have each living forked rank write where it is; a stopped one never will."""
-        paths = {rank: self._folder / f"stack-{rank}.txt" for rank in self.living()}
-        paths = {rank: path for rank, path in paths.items() if path.exists()}
-        for rank in paths:
-            self.kill(rank, STACK_SIGNAL)
+    def _abort(self) -> None:
+        """End all that live by a signal at which a forked rank writes its stacks, or kill them."""
+        for rank in self.living():
+            self.kill(rank, signal.SIGABRT)
         end = time.monotonic() + STACK_LIMIT_S
-        while time.monotonic() < end and not all(map(_text_of, paths.values())):
+        while self.living() and time.monotonic() < end:
             time.sleep(POLL_S)
-        time.sleep(10 * POLL_S)  # for the rest of it
+        self.kill_all()
 
     def _finished(self) -> Finished:
         ranks = range(len(self.pids))
@@ -218,7 +202,6 @@ class Running:
             tuple(status for status in self.statuses() if status is not None),
             tuple(_text_of(self._folder / f"output-{rank}.txt") for rank in ranks),
             self.stderr,
-            tuple(_text_of(self._folder / f"stack-{rank}.txt") for rank in ranks),
             tuple(pickle.loads(path.read_bytes()) if path.exists() else None for path in results),
         )
 
@@ -233,10 +216,9 @@ class ForkServer:
             listener.bind("")  # the kernel finds a name, which is no file
             listener.listen(64)
             self.address: bytes = listener.getsockname()
-            argv = [sys.executable, "-m", module]
             with self.log.open("wb") as log:
                 self._process = subprocess.Popen(
-                    [*argv, str(listener.fileno()), str(folder)],
+                    [sys.executable, "-m", module, str(listener.fileno()), str(folder)],
                     stdin=subprocess.PIPE,  # WHY: it closes at our end, however that comes
                     stdout=log,
                     stderr=log,
@@ -250,12 +232,11 @@ class ForkServer:
     def close(self) -> None:
         """End the server, which removes its log."""
         self._process.stdin.close()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(CLOSE_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-            shutil.rmtree(self.log.parent, ignore_errors=True)
+        self._process.kill()
+        self._process.wait()
+        shutil.rmtree(self.log.parent, ignore_errors=True)
 
 
 class ForkedChild:
@@ -284,11 +265,11 @@ class ForkedChild:
     def _receive(self) -> dict[str, Any]:
         raw = self._channel.recv(MAX_MESSAGE_BYTES)
         if not raw:
-            raise RuntimeError(f"the keeper of a rank ended\n{_log_of_server()}")
+            raise RuntimeError(f"the keeper of a rank ended\n{_text_of(share_server()[1])}")
         return json.loads(raw)
 
 
-_server: tuple[bytes, str] | None = None  # address and log, perhaps of another process's
+_servers: list[tuple[bytes, str]] = []  # address and log, perhaps of another process's
 SERVER_PIDS: set[int] = set()  # of the fork servers that this process started
 CHILDREN: list[ForkedChild] = []  # of the test that runs
 _folders: list[Path] = []
@@ -320,11 +301,9 @@ def start_ranks(
 
     target is a function at the top level of a test module.
     """
-    job = {"kind": "call", "call": pickle.dumps((target, args))}
     # WHY loopback: gloo would look for the address of the host's name, and may find none
-    return _start_by_torchrun(
-        job, world_size, {"GLOO_SOCKET_IFNAME": "lo", **(env or {})}, Path.cwd()
-    )
+    env = {"GLOO_SOCKET_IFNAME": "lo", **(env or {})}
+    return _start_by_torchrun(_job(target, *args), world_size, env, Path.cwd())
 
 
 def start_training(
@@ -340,12 +319,10 @@ def start_training(
 
     missing: so many of the last ranks never come.
     """
-    job = {"kind": "script", "argv": [str(word) for word in argv]}
-    if launcher == "torchrun":
-        return _start_by_torchrun(job, world_size, env or {}, cwd or ROOT, missing)
-    if world_size != 1:
-        raise ValueError(f"without a launcher there is one rank, and not {world_size}")
-    return _start([{**job, "env": clean_environment(env), "cwd": str(cwd or ROOT)}])
+    job = _job(fork_server.run_script, [str(word) for word in argv])
+    if launcher == "none":
+        return _start([{**job, "env": clean_environment(env), "cwd": str(cwd or ROOT)}])
+    return _start_by_torchrun(job, world_size, env or {}, cwd or ROOT, missing)
 
 
 def train(
@@ -365,9 +342,9 @@ def start_program(
 ) -> Running:
     """Start a command line of python or torchrun in a forked process. host: of TwoHosts."""
     folder = _new_folder()
-    job = {"kind": "program", "argv": [str(word) for word in argv], "host": host}
-    job |= {"env": _environment_of_program(folder, env), "cwd": str(cwd or ROOT)}
-    return _start([job], folder)
+    job = _job(fork_server.run_program, [str(word) for word in argv], folder)
+    job |= {"host": host, "env": _environment_of_program(folder, env), "cwd": str(cwd or ROOT)}
+    return _start([{**job, "errors": ERRORS_NAME}], folder)
 
 
 def run_program(argv: Sequence[str | Path], *, timeout_s: float, **how: Any) -> Finished:
@@ -440,30 +417,27 @@ def import_in_server(name: str) -> None:
 
 def share_server() -> tuple[bytes, str]:
     """Give address and log of the fork server, for use_server; start one if there is none."""
-    global _server
-    if _server is None:
+    if not _servers:
         started = ForkServer()
         atexit.register(started.close)
-        _server = started.address, str(started.log)
-    return _server
+        use_server(started.address, str(started.log))
+    return _servers[-1]
 
 
 def use_server(address: bytes, log: str) -> None:
-    """Have ranks forked from the server of another process."""
-    global _server
-    _server = address, log
+    """Have ranks forked from this server, perhaps of another process."""
+    _servers.append((address, log))
 
 
 @contextlib.contextmanager
 def another_server(module: str) -> Iterator[None]:
     """Have ranks forked from a server of one's own meanwhile: python -m module."""
-    global _server
-    server, before = ForkServer(module), _server
-    _server = server.address, str(server.log)
+    server = ForkServer(module)
+    use_server(server.address, str(server.log))
     try:
         yield
     finally:
-        _server = before
+        _servers.pop()
         server.close()
 
 
@@ -472,12 +446,8 @@ def _connect() -> socket.socket:
     try:
         channel.connect(share_server()[0])
     except ConnectionRefusedError as error:
-        raise RuntimeError(f"the fork server ended\n{_log_of_server()}") from error
+        raise RuntimeError(f"the fork server ended\n{_text_of(share_server()[1])}") from error
     return channel
-
-
-def _log_of_server() -> str:
-    return _text_of(Path(share_server()[1]))
 
 
 def _start_by_torchrun(
@@ -486,6 +456,11 @@ def _start_by_torchrun(
     port = held_port()
     envs = [{**by_torchrun(rank, world_size, port), **env} for rank in range(world_size - missing)]
     return _start([{**job, "env": clean_environment(each), "cwd": str(cwd)} for each in envs])
+
+
+def _job(target: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
+    # WHY pickled by itself: a rank first goes to the place where its modules are
+    return {"call": pickle.dumps((target, arguments))}
 
 
 def _start(jobs: Sequence[Mapping[str, Any]], folder: Path | None = None) -> Running:
@@ -502,10 +477,10 @@ def _new_folder() -> Path:
     return _folders[-1]
 
 
-def _text_of(path: Path) -> str:
+def _text_of(path: Path | str) -> str:
     """Return what is in a file; nothing if it is not there."""
     with contextlib.suppress(FileNotFoundError):
-        return path.read_text(encoding="utf-8", errors="replace")
+        return Path(path).read_text(encoding="utf-8", errors="replace")
     return ""
 
 

@@ -39,7 +39,8 @@ from hardened_ddp.reporting.sinks import FileSink
 from hardened_ddp.reporting.step_clock import GpuTimeline, start_clock
 from hardened_ddp.reporting.summary import finished_at, withdraw_summary, write_summary
 from hardened_ddp.training.run_report import SIGN_EVERY_S, RunReport
-from tests.harness.processes import run_forked, wait_until
+from tests.forks import run_forked
+from tests.harness.processes import wait_until
 from tests.harness.ranks import run_command
 
 log = logging.getLogger("hardened_ddp.tests")

@@ -27,14 +27,8 @@ from hardened_ddp.errors import CheckpointError, ConfigError, RunFolderError
 from hardened_ddp.guard.slow import BACKWARD_AND_WAIT
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.earlier_run import find_folder
-from tests.harness.processes import (
-    ROOT,
-    clean_environment,
-    deadline,
-    give_up_privileges,
-    run_forked,
-    wait_until,
-)
+from tests.forks import give_up_privileges, run_forked
+from tests.harness.processes import ROOT, clean_environment, deadline, wait_until
 from tests.harness.ranks import run_command, start_training, train
 from tests.marks import slow_after
 

@@ -67,7 +67,7 @@ def test_ranks_are_signalled_and_show_stacks_at_the_limit(monkeypatch: pytest.Mo
         with pytest.raises(RankFailure, match=r"0\.6 s went by without a miracle") as failure:
             running.wait_for(lambda: False, timeout_s=0.2, what="a miracle")
         assert "in say_and_hang" in str(failure.value)
-        assert running.wait(5).statuses == (-signal.SIGKILL, -signal.SIGTERM)
+        assert running.wait(5).statuses == (-signal.SIGABRT, -signal.SIGTERM)
 
 
 def leave_a_child() -> None:

@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import psutil
 import pytest
 
 from tests import hostile, stages
 from tests.documents import promised
-from tests.harness.processes import ROOT, is_alive, list_pids, read_command_line, wait_until
+from tests.harness.processes import ROOT, ask, is_alive, wait_until
 from tests.harness.ranks import run_program, start_command
 from tests.hostile import LONG, SHORT, run_hostile, shuffled
 from tests.marks import sections
@@ -134,7 +135,7 @@ def test_the_tests_get_the_conditions_and_nothing_of_them_is_left(
     monkeypatch.setenv("COLUMNS", "99")
     monkeypatch.setenv("CI", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # of the processes beside it
-    before = list_pids()
+    before = psutil.pids()
     assert run_hostile(["--seed", str(seed), "-k", "two words"]) == 5
     lines = capfd.readouterr().out.splitlines()
     again = f"./launch_examples.sh test --hostile --seed {seed} -k 'two words'"
@@ -155,7 +156,11 @@ def test_the_tests_get_the_conditions_and_nothing_of_them_is_left(
     assert f"words --shuffle={seed} -k two words" in lines
     assert not Path(shown["TMPDIR"]).exists()
     assert not Path(shown["HOME"]).parent.exists()
-    assert not [pid for pid in list_pids() - before if "tests.hostile" in read_command_line(pid)]
+    assert not [pid for pid in set(psutil.pids()).difference(before) if is_beside(pid)]
+
+
+def is_beside(pid: int) -> bool:
+    return "tests.hostile" in " ".join(ask(pid, "cmdline") or ())
 
 
 @pytest.mark.slow
@@ -171,11 +176,7 @@ def test_whatever_ends_it_ends_the_processes_beside_it() -> None:
     with start_command([sys.executable, "-c", script]) as command:
         command.wait_for(lambda: "up" in command.stdout, timeout_s=30, what="the processes")
         pids = [int(word) for word in command.stdout.split()[:2]]
-        command.wait_for(
-            lambda: all("tests.hostile" in read_command_line(pid) for pid in pids),
-            timeout_s=30,
-            what="their start",
-        )
+        command.wait_for(lambda: all(map(is_beside, pids)), timeout_s=30, what="their start")
         command.kill()
         command.wait(timeout_s=30)
     wait_until(lambda: not any(map(is_alive, pids)), 30, "the end of both")

@@ -30,7 +30,7 @@ from hardened_ddp.reporting.status_writer import StatusWriter, Work
 from hardened_ddp.training import run_report
 from hardened_ddp.training.run_folder import RunFolder, create_run_folder, find_place
 from tests.checkpoint_states import write_step
-from tests.harness.processes import give_up_privileges, run_forked
+from tests.forks import give_up_privileges, run_forked
 from tests.harness.ranks import start_training, train
 from tests.run_folder import only_run
 from tests.settings.given import make_run, problems_of, settings_of
