@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import shlex
 import socket
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,8 @@ from hardened_ddp.checkpoint.folder import list_steps
 from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.errors import CheckpointError, RunFolderError
 from hardened_ddp.ranks.process import LockHeartbeat, this_process, with_count
-from tests.harness.processes import run_forked
+from tests.forks import run_forked
+from tests.harness.processes import deadline
 
 
 def test_a_second_writer_is_refused_with_host_and_pid_of_the_first(tmp_path: Path) -> None:
@@ -67,23 +67,16 @@ def leave_lock(
 @contextmanager
 def beating(folder: Path) -> Iterator[None]:
     """Count up in the lock of a folder, as its holder does on another host."""
-    path, end = folder / LOCK_NAME, threading.Event()
-
-    def run() -> None:
-        while not end.wait(0.02):
-            body = json.loads(path.read_text())
-            body["beats"] += 1
-            aside = path.with_name("aside")
-            aside.write_text(json.dumps(body))
-            aside.rename(path)
-
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(run)
-        try:
-            yield
-        finally:
-            end.set()
-        running.result()
+    body = json.loads((folder / LOCK_NAME).read_text())
+    del body["beats"]
+    (folder / LOCK_NAME).write_bytes(with_count(json.dumps(body).encode()))
+    descriptor = os.open(folder / LOCK_NAME, os.O_RDWR)
+    heartbeat = LockHeartbeat(descriptor, every_s=0.01)
+    try:
+        yield
+    finally:
+        heartbeat.stop()
+        os.close(descriptor)
 
 
 REFUSED = 7  # an exit status
@@ -153,18 +146,14 @@ def test_a_heartbeat_keeps_a_lock_against_all_else(tmp_path: Path, mark: dict[st
 
 
 def test_a_holder_counts_up_and_its_lock_stays_readable(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
-    path.write_bytes(with_count(b'{"token": "mine"}\n'))
-    descriptor = os.open(path, os.O_RDWR)
-    heartbeat = LockHeartbeat(descriptor, every_s=0.01)
+    leave_lock(tmp_path)
     seen: set[int] = set()
-    deadline = time.monotonic() + 20
-    while len(seen) < 5 and time.monotonic() < deadline:
-        body = json.loads(path.read_bytes())
-        assert body["token"] == "mine"
-        seen.add(body["beats"])
-    heartbeat.stop()
-    os.close(descriptor)
+    with beating(tmp_path):
+        end = deadline(20)
+        while len(seen) < 5 and time.monotonic() < end:
+            body = json.loads((tmp_path / LOCK_NAME).read_bytes())
+            assert body["token"] == "theirs"
+            seen.add(body["beats"])
     assert len(seen) == 5
     assert 0 not in seen
 
