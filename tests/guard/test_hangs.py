@@ -22,6 +22,7 @@ from hardened_ddp.ranks.stacks import is_debugged
 from hardened_ddp.reporting.goodput import read_attempts
 from hardened_ddp.training.survivor_save import read_failures
 from tests.harness.ranks import Finished, run_command, run_program, start_training, train
+from tests.marks import slow_after
 from tests.run_folder import find_checkpoints, last_tensors, only_run, step_of
 
 POINTS = ["--cpu_only", "--batch_size", "2", "--log_interval", "1", "--eval_every", "0"]
@@ -46,18 +47,14 @@ def check_saved(finished: Finished, output: Path) -> None:
     assert not failure["is_peer"]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "rank", "how", "flags"),
-    [
-        (2, 1, "sleep", ()),
-        pytest.param(3, 0, "sleep", ("--no_shared_memory",), marks=pytest.mark.slow),
-        pytest.param(2, 1, "hold", (), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+HANGS = [(2, 1, "sleep"), (3, 0, "sleep", "--no_shared_memory"), (2, 1, "hold")]
+
+
+@pytest.mark.parametrize("case", slow_after(1, HANGS), ids=str)
 def test_a_rank_that_hangs_in_forward_is_named_and_the_others_save_and_leave(
-    world_size: int, rank: int, how: str, flags: tuple[str, ...], tmp_path: Path
+    case: tuple[int, int, str, *tuple[str, ...]], tmp_path: Path
 ) -> None:
+    world_size, rank, how, *flags = case
     argv = [*HANGING, *flags, "--model_args", f"{{rank: {rank}, how: {how}}}"]
     finished = train([*argv, "--output_dir", tmp_path], world_size, timeout_s=60)
     killed = -signal.SIGKILL if how == "hold" else LEFT
@@ -191,65 +188,60 @@ def at(rank: int, step: int, phase: int, age_s: float, **others: object) -> Repo
     return Report(rank, step, phase, age_s, 60.0, **others)  # type: ignore[arg-type]  # by the test
 
 
-@pytest.mark.parametrize(
-    ("reports", "missing", "text"),
-    [
-        (
-            [
-                at(0, 412, Phase.ALL_REDUCE, 62),
-                at(1, 412, Phase.DATA, 63, samples=(9912,)),
-                at(2, 412, Phase.ALL_REDUCE, 62),
-            ],
-            (),
-            "rank 1, step 412, data, sample 9912, 63 s; ranks 0, 2 wait in all-reduce of step 412",
-        ),
-        # A GPU's rank queues work of later steps before it has to wait.
-        (
-            [at(0, 414, Phase.FORWARD, 61), at(1, 412, Phase.FORWARD, 61, samples=tuple(range(9)))],
-            (),
-            "rank 1, step 412, forward, samples [0, 1, 2, 3, 4, 5, 6, 7 and 1 more], 61 s; "
-            "rank 0 is in forward of step 414",
-        ),
-        (
-            [at(0, 7, Phase.ALL_REDUCE, 61), at(1, 7, Phase.AGREEMENT, 70)],
-            (),
-            "all ranks wait for each other: rank 0 waits in all-reduce of step 7, "
-            "rank 1 waits in agreement on a stop of step 7, 70 s",
-        ),
-        (
-            [at(0, 7, Phase.ALL_REDUCE, 61), at(1, 7, Phase.ALL_REDUCE, 61, state=rules.STOPPED)],
-            (),
-            "rank 1, step 7, all-reduce, 61 s, the process is stopped (SIGSTOP); "
-            "rank 0 waits in all-reduce of step 7",
-        ),
-        # Nobody is late by itself, but the wait would soon end in a timeout.
-        (
-            [at(0, 7, Phase.ALL_REDUCE, 541), at(1, 7, Phase.EVALUATION, 5)],
-            (),
-            "rank 1, step 7, evaluation, 5 s; rank 0 waits in all-reduce of step 7",
-        ),
-        (
-            [at(0, 7, Phase.ALL_REDUCE, 541)],
-            (1,),
-            "rank 1 can't be reached: its host, its network or its process is stopped; "
-            "rank 0 waits in all-reduce of step 7",
-        ),
-        ([at(0, 7, Phase.ALL_REDUCE, 500), at(1, 7, Phase.FORWARD, 59)], (), None),
-        ([at(0, 7, Phase.ALL_REDUCE, 500)], (1,), None),
-        ([at(0, 7, Phase.ALL_REDUCE, 61), at(1, 7, Phase.ALL_REDUCE, 59)], (), None),
-    ],
-    ids=range(9),
-)
+def waits(rank: int, step: int, age_s: float, **others: object) -> Report:
+    return at(rank, step, Phase.ALL_REDUCE, age_s, **others)
+
+
+SAMPLE, SAMPLES = (9912,), tuple(range(9))
+VERDICTS: list[tuple[list[Report], str | None]] = [
+    (
+        [waits(0, 412, 62), at(1, 412, Phase.DATA, 63, samples=SAMPLE), waits(2, 412, 62)],
+        "rank 1, step 412, data, sample 9912, 63 s; ranks 0, 2 wait in all-reduce of step 412",
+    ),
+    # A GPU's rank queues work of later steps before it has to wait.
+    (
+        [at(0, 414, Phase.FORWARD, 61), at(1, 412, Phase.FORWARD, 61, samples=SAMPLES)],
+        "rank 1, step 412, forward, samples [0, 1, 2, 3, 4, 5, 6, 7 and 1 more], 61 s; "
+        "rank 0 is in forward of step 414",
+    ),
+    (
+        [waits(0, 7, 61), at(1, 7, Phase.AGREEMENT, 70)],
+        "all ranks wait for each other: rank 0 waits in all-reduce of step 7, "
+        "rank 1 waits in agreement on a stop of step 7, 70 s",
+    ),
+    (
+        [waits(0, 7, 61), waits(1, 7, 61, state=rules.STOPPED)],
+        "rank 1, step 7, all-reduce, 61 s, the process is stopped (SIGSTOP); "
+        "rank 0 waits in all-reduce of step 7",
+    ),
+    # Nobody is late by itself, but the wait would soon end in a timeout.
+    (
+        [waits(0, 7, 541), at(1, 7, Phase.EVALUATION, 5)],
+        "rank 1, step 7, evaluation, 5 s; rank 0 waits in all-reduce of step 7",
+    ),
+    (
+        [waits(0, 7, 541)],  # alone
+        "rank 1 can't be reached: its host, its network or its process is stopped; "
+        "rank 0 waits in all-reduce of step 7",
+    ),
+    ([waits(0, 7, 500), at(1, 7, Phase.FORWARD, 59)], None),
+    ([waits(0, 7, 500)], None),
+    ([waits(0, 7, 61), waits(1, 7, 59)], None),
+]
+
+
+@pytest.mark.parametrize(("reports", "text"), VERDICTS, ids=range(len(VERDICTS)))
 def test_the_verdict_names_who_holds_up_the_others(
-    reports: Sequence[Report], missing: Sequence[int], text: str | None
+    reports: Sequence[Report], text: str | None
 ) -> None:
+    missing = (1,) if len(reports) == 1 else ()
     verdict = decide(reports, wait_limit_s=540, missing=missing)
     assert (verdict and verdict.text) == text
 
 
 @pytest.mark.parametrize("state", [rules.HELD, rules.SILENT, "D"])
 def test_what_keeps_a_rank_from_answering_is_said(state: str) -> None:
-    reports = [at(0, 7, Phase.ALL_REDUCE, 9), at(1, 7, Phase.FORWARD, 9, state=state)]
+    reports = [waits(0, 7, 9), at(1, 7, Phase.FORWARD, 9, state=state)]
     verdict = decide(reports, wait_limit_s=540)
     assert verdict.ranks == (1,)
     assert re.match(r"rank 1, step 7, forward, 9 s, [a-z].*; rank 0 waits", verdict.text)

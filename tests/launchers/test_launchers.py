@@ -200,21 +200,17 @@ def executable(path: Path, script: str) -> None:
 class TestSlurmScript:
     """train.slurm with stand-ins for Slurm's programs; with a real Slurm: test_slurm.py."""
 
-    @pytest.mark.parametrize(
-        "case",
-        slow_after(
-            3,
-            [
-                (1, "stopped", 1, "not queued again"),  # it got no further in five starts
-                (0, "stopped", 0, "stopped and saved; queued again"),
-                (3, "stopped", 0, "queued 2 times already, which is the limit (MAX_REQUEUES)"),
-                (3, "stopped", 0, "stopped and saved; queued again"),  # --stop_status 3
-                (75, "failed", 0, "a rank was lost, and the others saved (status 75); queued"),
-                (0, "finished", 0, "the run is finished"),
-                (2, "failed", 2, "not queued again"),
-            ],
-        ),
+    CASES = (
+        (1, "stopped", 1, "not queued again"),  # it got no further in five starts
+        (0, "stopped", 0, "stopped and saved; queued again"),
+        (3, "stopped", 0, "queued 2 times already, which is the limit (MAX_REQUEUES)"),
+        (3, "stopped", 0, "stopped and saved; queued again"),  # --stop_status 3
+        (75, "failed", 0, "a rank was lost, and the others saved (status 75); queued"),
+        (0, "finished", 0, "the run is finished"),
+        (2, "failed", 2, "not queued again"),
     )
+
+    @pytest.mark.parametrize("case", slow_after(3, CASES))
     def test_a_job_is_queued_again_by_the_status_of_its_ranks(
         self, case: tuple[int, str, int, str], tmp_path: Path
     ) -> None:

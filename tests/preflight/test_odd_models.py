@@ -259,14 +259,11 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("size", "flags", "problem", "fix"),
-    [REFUSED[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in REFUSED[1:])],
-    ids=str,
-)
+@pytest.mark.parametrize("case", slow_after(1, REFUSED), ids=str)
 def test_a_run_in_which_a_rank_would_lack_a_forward_is_refused_before_it_trains(
-    size: int, flags: tuple[str, ...], problem: str, fix: str, tmp_path: Path
+    case: tuple[int, tuple[str, ...], str, str], tmp_path: Path
 ) -> None:
+    size, flags, problem, fix = case
     argv = [*COLLECTIVE, *flags, "--dataset_args", f"{{size: {size}}}", "--output_dir", tmp_path]
     finished = train(argv, 2)
     assert all(finished.statuses)
