@@ -43,7 +43,7 @@ from tests.documents import (
 )
 from tests.drills.forked import start_forked
 from tests.harness.processes import ROOT
-from tests.harness.ranks import run_command, run_program
+from tests.harness.ranks import held_port, run_command, run_program, start_program
 from tests.launchers.test_launchers import PRESETS
 from tests.launchers.test_run_with import INSPECT
 from tests.launchers.test_run_with import LAUNCHERS as RUN_WITH
@@ -284,6 +284,20 @@ class TestCommands:
         assert "DDP-M02" in off
         assert "passed over" in resumed
         assert "sha256" in resumed
+
+    @pytest.mark.slow
+    def test_two_nodes_find_each_other_with_the_flags_of_torchrun(self, tmp_path: Path) -> None:
+        [command] = [line for line in text_of(TROUBLES).splitlines() if "--nnodes=2" in line]
+        command = command.replace("--nproc_per_node=8", "--nproc_per_node=1")
+        command = command.replace("node0:29500", f"127.0.0.1:{held_port()}")
+        command = command.replace("/shared/runs", str(tmp_path))
+        argv = [*shlex.split(command), "--cpu_only", "--max_steps", "3"]
+        env = {"GLOO_SOCKET_IFNAME": "lo"}
+        with start_program(argv, env=env) as first, start_program(argv, env=env) as second:
+            first.wait(timeout_s=90).ok()
+            second.wait(timeout_s=90).ok()
+        [run] = tmp_path.glob("[!.]*/")
+        assert (run / "logs" / "rank-1.log").is_file()
 
 
 def error_classes() -> list[type[HardenedError]]:
