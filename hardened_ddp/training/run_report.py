@@ -290,6 +290,14 @@ def tell_start(settings: Resolved, parts: Parts, progress: Progress) -> None:
     lines = [_ranks_line(parts), _work_line(parts, progress), _auto_line(parts)]
     if changed := changed_settings(settings):
         lines.append("settings: " + "; ".join(changed))
+    run = parts.config.run
+    if run.keep_milestones:
+        size_mb = sum(p.nbytes for p in parts.replica.module.parameters()) * 3 / 1e6
+        kept = run.keep_last + run.keep_milestones + 1
+        lines.append(
+            f"checkpoints: at most {run.keep_milestones} of the whole run besides the last "
+            f"{run.keep_last} and the best, about {kept * size_mb:,.0f} MB with AdamW's state"
+        )
     if parts.group.is_main:
         is_again = progress.step or parts.group.launch.attempt
         parts.events.tell("restart" if is_again else "started", step=progress.step, told=lines)
