@@ -3,11 +3,12 @@
 Owns the choice, its arguments, and the state that is allocated before the first step; the groups
 that a model or task names in parameter_groups(), the groups without weight decay
 (--no_weight_decay), and the check that each trainable parameter is in one group, once.
-What goes wrong here: a parameter in two groups or in none.
+What goes wrong here: a parameter in two groups or in none, a model made for several optimizers.
 Does not own: the learning rate, saving its state (both: schedule.py).
 """
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from hardened_ddp.model.muon import MUON, MuonAndAdamW, split_for_muon
 from hardened_ddp.model.schedule import KNOWN, is_known
 from hardened_ddp.settings.config import ImportPath, OptimizerConfig, OptimizerName
 from hardened_ddp.task.output import described
+
+log = logging.getLogger(__name__)
 
 BUILT_IN: Mapping[OptimizerName, Callable[..., Any]] = {
     "adamw": AdamW,
@@ -48,6 +51,8 @@ def parameter_groups(
     With no_weight_decay, norms and biases of each group without a weight_decay of its own get 0.
     """
     owners = {"task": task, "model": model}
+    for what, owner in owners.items():
+        _warn_of_own(what, owner)
     groups = [{"params": [p for p in model.parameters() if p.requires_grad]}]
     for what, owner in owners.items():
         if callable(make := getattr(owner, "parameter_groups", None)):
@@ -114,6 +119,24 @@ def _without_decay(groups: Sequence[Group], model: nn.Module) -> list[Group]:
             if chosen:
                 found.append({**group, "params": chosen, **more})
     return found
+
+
+def _warn_of_own(what: str, owner: object) -> None:
+    """Say that what Lightning calls is not called here. Raises OptimizerError for a GAN."""
+    if not callable(getattr(owner, "configure_optimizers", None)):
+        return
+    # WHY: Lightning trains with several optimizers only where the model updates by itself
+    if getattr(owner, "automatic_optimization", True) is False:
+        raise OptimizerError(
+            f"the {what} updates by itself (automatic_optimization = False), as for several "
+            "optimizers. A step here is one loss, one gradient and one update",
+            fix="write a loop of your own, with protect: docs/OWN_LOOPS.md",
+        )
+    log.warning(
+        "configure_optimizers() of the %s is not used: --optimizer, --lr_schedule and "
+        "parameter_groups() say how it is trained",
+        what,
+    )
 
 
 def build_optimizer(groups: Sequence[Group], config: OptimizerConfig) -> Optimizer:

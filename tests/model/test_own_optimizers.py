@@ -1,6 +1,7 @@
 """The user's optimizer, schedule and parameter groups: resumed bit for bit, or refused at once."""
 
 import json
+import logging
 from collections import Counter, OrderedDict
 from dataclasses import replace
 from pathlib import Path
@@ -260,6 +261,18 @@ def test_norms_and_biases_decay_only_without_the_setting() -> None:
     grouped = parameter_groups(Grouped(2), config)
     found = [(len(g["params"]), g.get("weight_decay")) for g in grouped]
     assert found == [(1, None), (3, 0.0), (2, 0.3)]
+
+
+def test_a_configure_optimizers_that_is_not_used_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    gan = Grouped(2)
+    gan.configure_optimizers = lambda: None  # type: ignore[assignment]  # as Lightning's
+    with caplog.at_level(logging.WARNING):
+        build(gan)
+    assert "configure_optimizers() of the model is not used" in caplog.text
+    gan.automatic_optimization = False  # type: ignore[assignment]  # as Lightning's
+    with pytest.raises(OptimizerError, match="several optimizers") as caught:
+        build(gan)
+    assert "protect" in caught.value.fix
 
 
 # Other optimizers and schedules: test_a_state_is_put_back_into_an_optimizer_that_went_on.
