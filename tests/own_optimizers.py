@@ -194,6 +194,7 @@ class Grouped(nn.Module):
             "foreign": [{"params": [*body, *head, nn.Parameter(torch.zeros(7))]}],
             "no params": [{"parameters": body}],
             "a mapping": {"params": [*body, *head]},
+            "misspelled": [{"params": body}, {"params": head, "weight_decy": 0.3}],
         }
         if self.how not in found:
             raise RuntimeError("no groups today")

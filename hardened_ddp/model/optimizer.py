@@ -7,6 +7,7 @@ What goes wrong here: a parameter in two groups or in none, a model made for sev
 Does not own: the learning rate, saving its state (both: schedule.py).
 """
 
+import difflib
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -167,6 +168,14 @@ def build_optimizer(groups: Sequence[Group], config: OptimizerConfig) -> Optimiz
             f"parameters, but not the {len(trainable)} that it was given",
             fix="derive it from torch.optim.Optimizer, which gets its first argument",
         )
+    known = optimizer.defaults.keys() | {"params", "param_names"}
+    for option in {each for group in optimizer.param_groups for each in group} - known:
+        if near := difflib.get_close_matches(option, known, n=1, cutoff=0.8):
+            raise OptimizerError(
+                f"a parameter group has the option {option!r}, which {type(optimizer).__name__} "
+                f"does not take: did you mean {near[0]!r}?",
+                fix="correct its name in parameter_groups()",
+            )
     return optimizer
 
 
