@@ -7,6 +7,7 @@ What is queued: all-reduces, updates, events. Forward and backward run on the ho
 would run them, too, behind the update before them: so a step waits for that first.
 """
 
+import ctypes
 import json
 import os
 import queue
@@ -205,6 +206,13 @@ def do_once(*arguments: Any, head_start_s: float, **named: Any) -> bool:
     return _do_once(*arguments, head_start_s=head_start_s, **named)
 
 
+def dump() -> bytes:
+    """Give what NCCL's recorder gives; or wait with the GIL, as torch does for a stuck device."""
+    if PLAN.get("dump") == "stuck":
+        ctypes.PyDLL(None).sleep(1000)
+    return b'{"entries": []}'
+
+
 _copy_beside, _do_once = survivor_save.copy_beside, survivor_save.do_once
 survivor_save.copy_beside, survivor_save.do_once = copy_beside, do_once  # type: ignore[assignment]
 parts.ASYNC_DEVICES = (*parts.ASYNC_DEVICES, "cpu")
@@ -212,4 +220,5 @@ async_device.Event = QueuedEvent  # type: ignore[assignment, misc]
 async_device.Flag = QueuedFlag  # type: ignore[misc]
 ByDdp._send = send  # type: ignore[method-assign]
 Stepper.compute_gradient = compute_gradient  # type: ignore[method-assign]
+torch._C._distributed_c10d._dump_nccl_trace_json = dump  # type: ignore[attr-defined]
 torch.optim.AdamW.step = do_step  # type: ignore[method-assign, assignment]

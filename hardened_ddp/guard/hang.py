@@ -31,7 +31,7 @@ from hardened_ddp.guard.hang_rules import Hang, Report, decide, limits_ns, longe
 from hardened_ddp.guard.neighbours import GONE, Neighbour, find_neighbours
 from hardened_ddp.guard.slow import SlowRanks, Split
 from hardened_ddp.guard.stop import leave_at_once
-from hardened_ddp.ranks.group import Group, lost_peer
+from hardened_ddp.ranks.group import Group, lost_peer, nccl_trace
 from hardened_ddp.ranks.launch import environment, log_failure
 from hardened_ddp.ranks.phase import (
     FIRST_WAIT,
@@ -299,6 +299,10 @@ class HangWatch:
                 neighbour.kill()
             is_server = launch.is_main and not launch.agent_owns_store
             self._consensus.await_others(is_server=is_server, limit_s=_END_LIMIT_S)
+            # WHY: it keeps the GIL, and the thread that waits for NCCL may hold what it takes
+            faulthandler.dump_traceback_later(_END_LIMIT_S, exit=True)
+            if trace := nccl_trace():
+                write_text(folder / f"rank_{launch.rank}_nccl.json", trace)
         finally:
             leave_at_once(HangError.exit_status)
 

@@ -358,6 +358,13 @@ def lost_peer(error: BaseException, group: Group, *, is_dead: bool = False) -> P
     )
 
 
+def nccl_trace() -> str:
+    """Return what torch has recorded of this rank's last NCCL collectives: JSON, empty if none."""
+    record = getattr(getattr(torch, "_C", None), "_distributed_c10d", None)
+    dump = getattr(record, "_dump_nccl_trace_json", None)  # where torch is built with NCCL
+    return str(dump(), "utf-8") if dump is not None else ""
+
+
 def _await_failures(group: Group, *, is_dead: bool) -> dict[int, str]:
     """Read the peers' failures; wait a moment for a peer that is about to write its own."""
     end = time.monotonic() + LISTEN_LIMIT_S

@@ -119,17 +119,21 @@ def test_a_rank_that_waits_for_a_dead_one_saves_at_once(victim: int, tmp_path: P
     assert took_s < 15, "it waited for a signal or a limit"
 
 
-def test_a_device_that_is_stuck_in_a_kernel_of_its_own_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dump", slow_after(1, ["stuck", "written"]))
+def test_a_device_that_is_stuck_in_a_kernel_of_its_own_is_named(dump: str, tmp_path: Path) -> None:
     notes = tmp_path / "notes"
-    env = plan(notes, rank=1, phase="forward", call=11, signal="kernel")
+    env = plan(notes, rank=1, phase="forward", call=11, signal="kernel", dump=dump)
     argv = [*FLAGS, "--output_dir", tmp_path / "runs", "--hang_after_s", "1"]
     finished = train(argv, 2, env=env, timeout_s=60)
-    assert set(finished.statuses) <= {75, -signal.SIGKILL}
+    assert set(finished.statuses) <= {1 if dump == "stuck" else 75, -signal.SIGKILL}
     num_done = len(list(notes.glob("sum-*-1"))) - NUM_WARM_UPS
     # Both main threads wait for the sum of the same step: the devices tell them apart.
     assert f"rank 1, step {num_done + 1}, backward, " in finished.outputs[0]
     assert f"rank 0 waits in all-reduce of step {num_done + 1}" in finished.outputs[0]
     assert saved_step(tmp_path / "runs") == num_done
+    traces = (tmp_path / "runs").glob("*/hangs/*/rank_0_nccl.json")
+    found = [trace.read_text() for trace in traces]
+    assert found == (['{"entries": []}'] if dump == "written" else [])
 
 
 @pytest.mark.parametrize(
