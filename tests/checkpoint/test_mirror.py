@@ -25,7 +25,8 @@ from hardened_ddp.checkpoint import mirror as mirror_module
 from hardened_ddp.checkpoint.mirror import Mirror, Objects, check_mirror, fetch, open_mirror
 from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.errors import CheckpointError, ConfigError, MissingPackageError, RunFolderError
-from tests.harness.processes import deadline, run_forked
+from tests.forks import run_forked
+from tests.harness.processes import deadline
 from tests.harness.ranks import held_port, train
 from tests.run_folder import last_tensors, read_summary
 

@@ -9,10 +9,11 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hardened_ddp.checkpoint.disk import LOCK_NAME
-from tests.harness.processes import kill, list_pids, read_environment
+from tests.harness.processes import ask, kill
 from tests.harness.ranks import (
     Running,
     run_command,
@@ -91,7 +92,7 @@ def test_over_ssh_two_hosts_are_one_run_and_end_with_it(hosts: TwoHosts, tmp_pat
             launched.wait_for(lambda: is_past(tmp_path / "runs", 5), timeout_s=90, what="steps")
             os.kill(launched.pid, signal.SIGINT)
             launched.wait(timeout_s=60)
-            marked = [pid for pid in list_pids() if read_environment(pid).get(MARK)]
+            marked = [pid for pid in psutil.pids() if (ask(pid, "environ") or {}).get(MARK)]
             assert not marked, "the launcher waits for the ranks of all hosts"
     summary = read_summary(only_run(tmp_path / "runs"))
     assert (summary["status"], summary["world_size"]) == ("stopped", 2)
