@@ -159,7 +159,9 @@ class ExitReader:
             status = -getattr(signal, name, 0)
         elif words := found.get("words"):
             status = next((of for name, of in _SRUN.items() if words.startswith(name)), status)
-        ended = _exit_of(found, line, status=_signal_of(status))
+        if 129 <= status <= 159:  # a shell adds 128 to a signal's number
+            status = 128 - status
+        ended = _exit_of(found, line, status=status)
         self.exits += [replace(ended, task=task) for task in _tasks(found.get("tasks"))]
 
 
@@ -167,11 +169,6 @@ def _exit_of(found: Mapping[str, str | None], line: Line, *, status: int) -> Exi
     values = (found.get(name) for name in ("rank", "local", "pid"))
     rank, local, pid = (int(value) if value else None for value in values)
     return Exit(status, line, rank=rank, local=local, host=found.get("host"), pid=pid)
-
-
-def _signal_of(status: int) -> int:
-    """Give 137 and its like as Python does: a shell adds 128 to the signal's number."""
-    return 128 - status if 129 <= status <= 159 else status
 
 
 def _tasks(text: str | None) -> list[int | None]:

@@ -21,6 +21,7 @@ _WORDS = (
 _SAME_DIGITS = str.maketrans("0123456789", "0" * 10)
 _LONGEST_FORM = 1000
 _MAX_FORMS = 20_000
+_compiled = cache(re.compile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +70,6 @@ class Matcher:
             if not any(word in encoded for word in words):
                 words.append(encoded)
         return tuple(words)
-
-
-@cache
-def _compiled(phrase: str) -> re.Pattern[str]:
-    return re.compile(phrase)
 
 
 def literal_of(phrase: str) -> str:

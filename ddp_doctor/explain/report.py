@@ -144,11 +144,6 @@ def details_of(verdict: Verdict) -> list[str]:
     return found
 
 
-def sentence_of(verdict: Verdict) -> str:
-    """Say all of it in one paragraph."""
-    return " ".join([headline_of(verdict), *details_of(verdict)])
-
-
 def _told(event: Event) -> str:
     """Say in a line which failure another one is, where it stands, and what to do."""
     assert event.cause is not None
@@ -253,7 +248,7 @@ def _entry(answer: Answer) -> dict[str, Any]:  # Any: JSON
             "code": cause.code,
             "title": cause.title,
             "headline": headline_of(verdict),
-            "sentence": sentence_of(verdict),
+            "sentence": " ".join([headline_of(verdict), *details_of(verdict)]),
         }
         if cause is not None and verdict.kind == "explained"
         else None,

@@ -79,6 +79,7 @@ class Loaders:
         frames = list(user_frames())
         line, dataset, sampler = frames[0][0], loader.dataset, loader.sampler
         made = self._made_at.get(id(loader), line)
+        is_part = hasattr(dataset, "indices") and hasattr(dataset, "dataset")  # such as a Subset
         key = (id(dataset), made)
         number = self._known.setdefault(key, len(self._known))
         self._passes[number] = self._passes.get(number, -1) + 1
@@ -96,7 +97,7 @@ class Loaders:
             number=self._passes[number],
             size=len(dataset) if hasattr(type(dataset), "__len__") else None,
             dataset=type(dataset).__name__,
-            base=_base_of(dataset),
+            base="part" if is_part else "whole",
             sampler=type(inner).__name__,
             shuffles=_shuffles(inner),
             has_set_epoch=any(hasattr(s, "set_epoch") for s in (inner, sampler, dataset)),
@@ -180,11 +181,6 @@ def generator_states() -> list[Foreign]:
     torch = sys.modules["torch"]
     on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
     return [torch.get_rng_state(), *on_gpu]
-
-
-def _base_of(dataset: Foreign) -> str:
-    """Say whether a dataset is a part of another one, such as a Subset."""
-    return "part" if hasattr(dataset, "indices") and hasattr(dataset, "dataset") else "whole"
 
 
 def _shuffles(sampler: Foreign) -> bool | None:

@@ -131,7 +131,8 @@ class Training:
         module.register_optimizer_step_post_hook(self._recorder.guarded(self._after_step))
 
     def _note_zero(self, *args: Any, **kwargs: Any) -> None:
-        self._zero_line = user_line()
+        if self._recorder.window.is_sampled:
+            self._zero_line = user_line()
 
     def _note_planned(self, schedule: Foreign, *args: Any, **kwargs: Any) -> None:
         self._planned[schedule] = {"line": user_line(), "steps": 0, "horizon": 0}
@@ -308,8 +309,9 @@ class Training:
             self._look(tensors, window)
         if self._num_total in BY_HAND_AT:
             self._look_by_hand()
-        window.times["own_s"] += self._recorder.clock() - began
-        return self._recorder.clock()
+        now = self._recorder.clock()
+        window.times["own_s"] += now - began
+        return now
 
     def _look(self, tensors: Foreign, window: Window) -> None:
         loss = tensors if hasattr(tensors, "grad_fn") else tensors[0] if len(tensors) == 1 else None
@@ -344,7 +346,7 @@ class Training:
         if window.is_sampled and self._inside is None:
             for optimizer, known in list(self._optimizers.items()):
                 known.last_values = probe_values(parameters_of(optimizer))
-        window.times["own_s"] += self._recorder.clock() - ended
+            window.times["own_s"] += self._recorder.clock() - ended
 
     def _note_scale(self, scaler: Foreign, *args: Any) -> None:
         if scaler.is_enabled():
@@ -524,7 +526,8 @@ def is_compiling() -> bool:
 
 def makes_state() -> bool:
     """Whether torch.distributed.checkpoint steps: with rate 0, for a state that it can load."""
-    return is_called_from("distributed/checkpoint/state_dict.py")
+    module = "torch.distributed.checkpoint.state_dict"  # WHY it first: to walk the stack costs more
+    return module in sys.modules and is_called_from(module.replace(".", "/") + ".py")
 
 
 def sampling_interval(used_s: float, *, step_s: float) -> int:
