@@ -3,7 +3,7 @@
 Owns: manifest.json and its own digest, so that every change of a byte is detected; the check of a
 folder before anything in it is used (type, owner, mode, manifest, size and sha256), whose result is
 Found, or Rejected with the reason; the choice of the newest valid one, and of what to drop.
-Does not own: writing and removing (store.py).
+Does not own: writing, and removing old ones (store.py).
 What goes wrong here: the newest checkpoint can be broken; then the next older one is used. A
 manifest may contain anything, so the type of each field is checked before it is used.
 """

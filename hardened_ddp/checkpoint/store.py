@@ -37,7 +37,7 @@ _WAIT_S = 1800.0
 
 
 class CheckpointStore:
-    """The checkpoints under one folder. One thread of one process writes at a time."""
+    """The checkpoints under one folder. One thread writes at a time; of survivors, perhaps two."""
 
     def __init__(
         self, root: Path, *, keep_last: int, keep_milestones: int = 0, disk: Disk | None = None

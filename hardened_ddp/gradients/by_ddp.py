@@ -144,7 +144,7 @@ class ByDdp(GradientSum):
         remaining = range(len(self._under_way), len(self._layout))
         is_beside = self._sums_count and not self._count_rides
         if remaining and is_beside and self._total_work is None:
-            dist.all_reduce(self._total.fill_(math.nan))
+            dist.all_reduce(self._total.fill_(math.nan))  # collective
         for number in remaining:
             # WHY memory that is there: perhaps no other is left
             flat = self._flat(number)
@@ -152,10 +152,10 @@ class ByDdp(GradientSum):
                 flat = self._with_count(flat)
             elif self._sent_as is not None:
                 flat = flat.view(self._sent_as)[: flat.numel()]
-            dist.all_reduce(flat.fill_(math.nan))
+            dist.all_reduce(flat.fill_(math.nan))  # collective
         if remaining and self._finds_unused:
             # WHY ones: DDP takes the sum only for those, and each rank must see the NaN.
-            dist.all_reduce(self._ones.fill_(1))
+            dist.all_reduce(self._ones.fill_(1))  # collective
         for future in self._futures:
             future.wait()
         return bool(remaining)

@@ -1,8 +1,8 @@
 """The model on this rank: one of world_size replicas, which DDP's sum of the gradients keeps equal.
 
-Owns the buffers that a forward changes (BatchNorm statistics), which are averaged after each step,
-so that the state of any one surviving rank is complete. WHY not DDP's own buffer broadcast: it is a
-collective inside forward, where one rank's exception would leave the others waiting.
+Owns the buffers that a forward changes (BatchNorm statistics), averaged before each update (of
+integers, rank 0's count), so that the state of any one surviving rank is complete. WHY not DDP's
+own broadcast: it is a collective inside forward, where an exception leaves other ranks waiting.
 
 Evaluate and save replica.module: a DDP object must not be called on one rank alone, or it hangs.
 Does not own: the sum of the gradients (gradients/).

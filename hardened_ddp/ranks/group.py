@@ -1,7 +1,7 @@
 """The process group of a run, and the collectives over it.
 
-Every collective that is not DDP's own is here. With one rank there is no group, and each method
-returns what one rank would agree on with itself.
+All collectives are here but those that sum gradients (gradients/, shared_sum.py). With one rank
+there is no group, and each method returns what one rank would agree on with itself.
 
 All ranks reach every collective, in the same order (calls are marked # collective); work that only
 rank 0 does goes through run_on_main, so that its error reaches all ranks; values travel as JSON
@@ -78,7 +78,7 @@ class Group:
         self.is_main, self.is_local_main = launch.is_main, launch.is_local_main
         self.tracker = tracker or Tracker()
         self.store = RunStore()
-        self.control: dist.ProcessGroup | None = None
+        self.control: dist.ProcessGroup | None = None  # of gloo, for JSON and CPU tensors
         # Sums CPU tensors if all ranks are on one machine; None: gloo sums them.
         self.shared: SharedSum | None = None
         self._agreement: dist.Work | None = None  # the last one that start_max began
@@ -266,7 +266,7 @@ def open_group(
         gpu = gpu_id(device) if name == "nccl" else ""
         store = rendezvous(store, launch, timeout_s, backend=name, gpu=gpu)  # collective
         group.store = RunStore(store)
-        dist.init_process_group(
+        dist.init_process_group(  # collective
             name,
             store=store,
             rank=launch.rank,
@@ -319,7 +319,8 @@ def adopt_group(
     group.is_adopted = True
     if launch.world_size == 1:
         return group
-    group.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    timeout = timedelta(seconds=timeout_s)
+    group.control = dist.new_group(backend="gloo", timeout=timeout)  # collective
     found = group.gather_json([socket.gethostname(), uuid.uuid4().hex])  # collective
     hosts = [host for host, _ in found]
     here = [rank for rank, host in enumerate(hosts) if host == hosts[launch.rank]]

@@ -1,6 +1,6 @@
 """Who launched this process, and how it ends with its launcher.
 
-The only module that reads or sets environment variables: all others get the frozen Launch. An
+All others get the frozen Launch, or ask environment(), and read no variables themselves. An
 incomplete environment is an error: guessing rank 0 would train N separate models.
 
 Also finds the command that started this run: a variable names it, or it is that of an ancestor of

@@ -370,7 +370,7 @@ class RunConfig:
     earlier run continues that run. It can't rename the run that resume names."""
     checkpoint_every_steps: CountOrZero | None = None
     """Steps between checkpoints, besides the last one. auto: measured, so that they cost at most
-    1 % of the time and write during at most 10 % of it; the first after 10 minutes. 0: never."""
+    1 % of the time, and write during 10 % of it; the first after 10 minutes at most. 0: never."""
     checkpoint_every_epochs: CountOrZero = 0
     """Write a checkpoint every this many epochs too. 0: no."""
     keep_last: Count = 3

@@ -1,4 +1,4 @@
-"""What only a device that runs behind the host needs, such as a GPU: the host queues work, goes on.
+"""What only a device that runs behind the host needs, such as a GPU.
 
 - Whether the gradient of a step was good is read one step later, without a wait: reading a number
   waits for all work before it. A rank that failed has sent NaN (gradients/by_ddp.py). That, or a

@@ -70,7 +70,7 @@ class Outcome(Enum):
 
 @dataclass(slots=True)
 class Attempt:
-    """The current step, and what a retry needs. Not the attempt of a launcher: all of a start."""
+    """The current step, and what a retry needs. A launcher's attempt is another thing: a start."""
 
     window: Window
     batches: Sequence[Batch]
@@ -174,8 +174,8 @@ class Gradient:
         self.batch: Batch | None = None  # the current micro-batch, for a message about a hang in it
         self.writes = Writes(parts.replica)
         config = parts.config.loop
-        # WHY: a rank that fails in forward leaves the others in its collectives.
-        # A step in which a rank failed is tried again.
+        # A step in which a rank failed is tried again. WHY not with collectives in forward: a rank
+        # that fails there leaves the others in them.
         self.retries = config.step_retry == "on" and not parts.replica.collectives
         self._leaves_out = config.continue_on_error
         self._counts_samples = parts.task.counts_samples

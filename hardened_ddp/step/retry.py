@@ -7,7 +7,7 @@ random numbers and the same order of additions, so that the weights are those of
 fault.
 
 What a retry changes depends on the cause. Out of memory: smaller micro-batches, with the same
-gradient. A parameter without a gradient: find_unused_parameters is on from now. Anything else: no
+gradient. A parameter without a gradient: find_unused_parameters from now on. Anything else: no
 change; after NaN or inf, each module is searched for them (nonfinite.py); a sample that can't be
 read was retried when it was read, and is not again. If it fails again: with
 --continue_on_error the samples that fail alone are left out, or else the whole step; without it all

@@ -87,8 +87,8 @@ class Stepper:
         """Train on this rank's batches of window, and commit it. Collective: all ranks.
 
         On a GPU the next step, or confirm_last_step, may find that it has to be retried. Raises
-        SampleError, OutOfMemoryError, NonFiniteError, StepError or PeerLostError, each naming rank,
-        step, phase and samples; then nothing of the step is committed.
+        SampleError, OutOfMemoryError, NonFiniteError, UnusedParameterError, TooManyErrors,
+        StepError or PeerLostError, with rank and cause; then nothing of the step is committed.
         """
         progress = self.progress
         if (ledger := self.records.ledger) is not None:

@@ -1,7 +1,7 @@
 """The folder of a run: found or made, locked, and the checkpoint in it to start from.
 
 Owns the meaning of --resume, which rank 0 decides and all follow. A fresh start by hand makes a new
-run folder; a restart by the launcher, the same --run_name, or --resume PATH goes on in the old one,
+run folder; a restart by the launcher, the same --run_name, or --resume PATH continues the old one
 from its newest checkpoint that proves valid. What is passed over is named with its reason.
 Does not own: verification and the lock (checkpoint/), loading into the parts (state.py).
 """

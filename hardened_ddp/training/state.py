@@ -2,8 +2,8 @@
 
 Owns when a checkpoint is due, and the names inside of one: model.NAME, optimizer.PARAMETER.KEY.
 Rank 0 writes, in the background; a failed write is a warning, and older checkpoints stay. There is
-nothing of a single rank in a checkpoint, no random state and no sampler state: those follow from
-seed, step and cursor. Also whether a state fits, and how it gets from one rank to the others.
+nothing of a single rank in a checkpoint, no random state, and the sampler state of streams only:
+the rest follows from seed, step and cursor. Also whether a state fits, and how others get it.
 Does not own: how it gets to disk (checkpoint/), which checkpoint is taken (run_folder.py).
 """
 
@@ -279,7 +279,7 @@ def contents_of(parts: Parts) -> Contents:
 
 
 class Saver:
-    """Writes checkpoints of one run. On ranks other than 0 every call is cheap and does nothing."""
+    """Writes checkpoints of one run. On ranks other than 0 all but save_in_need do nothing."""
 
     def __init__(
         self, contents: Contents, store: CheckpointStore, *, group: Group, config: RunConfig
@@ -304,7 +304,7 @@ class Saver:
                 self._writer.pin_ahead(self._size_bytes)
 
     def is_time(self) -> bool:
-        """Say whether a checkpoint is due by the clock, or was when the last one was under way.
+        """Say whether a checkpoint is due by the clock, or became due while one was being written.
 
         Rank-local: False but on rank 0.
         """

@@ -3,7 +3,7 @@
 Every rank holds the whole state of the last completed step, so as long as one rank lives, nothing
 is lost: one surviving rank writes it, and a restart continues with the next step. Which one: rank 0
 if it can, else the first to claim it in the store, and the next one if it fails; the others wait
-for that. Without a store, every surviving rank, and the second one finds it there
+for that. Without a store each survivor tries; the second finds the checkpoint already written
 (checkpoint/store.py).
 A half updated state (Stepper.live) is not saved, and after some errors none is (_NOT_SAVED). Of a
 GPU that is stuck in an all-reduce, what it has finished is saved (step/async_device.py).
