@@ -72,24 +72,27 @@ gpu-assert: an index was out of range in a CUDA kernel (device-side assert)
     length against the embedding's rows. CUDA_LAUNCH_BLOCKING=1 gives the right line.
   confirm: The same batch on the CPU raises IndexError with the value.
 
-gpu-illegal-access: a CUDA kernel used an illegal address
+gpu-illegal-access: a GPU kernel used an illegal address
   /an illegal memory access was encountered/
   /CUDA error: misaligned address/
   /an illegal instruction was encountered/
   /unspecified launch failure/
   /Memory access fault by GPU node-\d+/
-  /aborting with error ?: HSA_STATUS_\w+/
+  /borting with error ?: HSA_STATUS_ERROR_(?:EXCEPTION|ILLEGAL_INSTRUCTION|INVALID_ISA|MEMORY_\w+)/
   why: A custom kernel, a wrong index, a kernel of another GPU architecture, or a bug; after it
-    every CUDA call of this process fails
-  fix: CUDA_LAUNCH_BLOCKING=1 for the right line; compute-sanitizer python train.py;
-    torch.cuda.set_device(LOCAL_RANK) if a Triton or custom kernel ran on the wrong GPU; switch off
-    custom kernels (flash-attention, apex) one by one.
+    every GPU call of this process fails
+  fix: CUDA_LAUNCH_BLOCKING=1 (AMD: AMD_SERIALIZE_KERNEL=3) for the right line; compute-sanitizer
+    (NVIDIA); torch.cuda.set_device(LOCAL_RANK); custom kernels (flash-attention, apex) off.
   confirm: dmesg shows Xid 13 or 31 for this process.
   or_else: If it moves with the node and not with the program, the GPU is broken.
 
+gpu-resources (generic): AMD's runtime ran out of a resource
+  /HSA_STATUS_ERROR_OUT_OF_RESOURCES/
+  why: Memory or queues of the GPU are used up, or the host allows no more threads
+  fix: A smaller batch; fewer processes; ulimit -u. Look: rocm-smi --showpids --showmeminfo vram.
+
 gpu-cublas (generic): cuBLAS failed
-  /CUBLAS_STATUS_(?:ALLOC_FAILED|NOT_INITIALIZED)/
-  /CUBLAS_STATUS_(?:EXECUTION_FAILED|INTERNAL_ERROR|INVALID_VALUE|NOT_SUPPORTED)/
+  /CUBLAS_STATUS_[A-R]\w+/
   why: ALLOC_FAILED and NOT_INITIALIZED: the GPU is full. The others: an index out of range in an
     earlier kernel, or shapes that do not fit
   fix: Smaller batch, or leave memory free; run the batch on the CPU, or with
