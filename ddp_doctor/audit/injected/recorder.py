@@ -28,7 +28,6 @@ FREQUENT = frozenset(("step", "batch"))
 FLUSH_S, MAX_WAITING = 0.25, 64
 """WHY: to encode a record alone takes three times as long as among others of its kind."""
 
-SOON_S = 50e-6
 TIMES = ("own_s", "wait_s", "forward_s", "backward_s", "collective_s")
 """The observer itself; waits for data; DDP's forwards; backwards; collectives of the program."""
 
@@ -206,11 +205,11 @@ class Recorder:
     def clock(self) -> float:
         """Give a time that stands still while the main thread waits for a CPU.
 
-        WHY: on a busy machine the clock on the wall shows what other programs do. Within SOON_S
-        nothing is asked again: who had to wait for a CPU waited longer.
+        WHY: on a busy machine the clock on the wall shows what other programs do. The kernel is not
+        asked again within 50 us: who had to wait for a CPU waited longer.
         """
         now = time.perf_counter()
-        if now - self._asked_at < SOON_S:
+        if now - self._asked_at < 50e-6:
             return now - self._waited_s
         self._asked_at = now
         try:
@@ -310,4 +309,4 @@ class Recorder:
     def forget(self) -> None:
         """Begin anew in a forked child: it has a file of its own."""
         self._waiting, self._lock, self._statistics = [], threading.RLock(), None
-        self.is_rank, self.is_over, self.window = False, False, Window()
+        self.is_rank, self.is_over, self.window, self._asked_at = False, False, Window(), 0.0

@@ -92,7 +92,8 @@ gpu-resources (generic): AMD's runtime ran out of a resource
   fix: A smaller batch; fewer processes; ulimit -u. Look: rocm-smi --showpids --showmeminfo vram.
 
 gpu-cublas (generic): cuBLAS failed
-  /CUBLAS_STATUS_[A-R]\w+/
+  /CUBLAS_STATUS_(?:ALLOC_FAILED|NOT_INITIALIZED)/
+  /CUBLAS_STATUS_(?:EXECUTION_FAILED|INTERNAL_ERROR|INVALID_VALUE|NOT_SUPPORTED)/
   why: ALLOC_FAILED and NOT_INITIALIZED: the GPU is full. The others: an index out of range in an
     earlier kernel, or shapes that do not fit
   fix: Smaller batch, or leave memory free; run the batch on the CPU, or with
