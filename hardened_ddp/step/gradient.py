@@ -404,8 +404,7 @@ class Totals:
         self.num_steps = 0
 
     def add(self, score: Score, num_samples: int) -> None:
-        with torch.no_grad():
-            self.loss_sum += score.loss_sum
+        self.loss_sum += score.loss_sum.detach()
         for name, value in self.task.sums_of(score).items():
             self.sums[name] += value
         if COUNT in self.sums:

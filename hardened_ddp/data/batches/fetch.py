@@ -138,14 +138,17 @@ class Fetcher:
         good: list[int] = []
         bad = BadSamples()
         told = list(troubles)
+        dataset, reading, seeds = self.dataset, self.reading, self.uses_randomness
         for index in indices.tolist():
-            self.reading[0] = index
+            reading[0] = index
             try:
                 try:
-                    sample = self._read_sample(epoch, index)
+                    if seeds:
+                        seed_sample(self.seed, epoch, index)
+                    samples.append(dataset[index])
                 except Exception as error:  # WHY broad: the user's code
-                    sample = retry_read(partial(self._read_sample, epoch, index), error, told)
-                samples.append(sample)
+                    read = partial(self._read_sample, epoch, index)
+                    samples.append(retry_read(read, error, told))
                 good.append(index)
             except BaseException as error:  # WHY broad: the user's code; see BadSamples
                 bad.add(index, error, file_of(self.dataset, index, error))
