@@ -188,7 +188,7 @@ def find_private_torch(name: str, tree: ast.AST, full: dict[str, str]) -> Iterat
     """A private name of torch can be gone in its next version: look first, with hasattr.
 
     Whose a name is that is reached through an object, nobody can read: all count that the file
-    does not make itself.
+    does not make itself. The family of torch._foreach_ is in torch's documentation.
     """
     asked = {
         argument.value
@@ -200,6 +200,7 @@ def find_private_torch(name: str, tree: ast.AST, full: dict[str, str]) -> Iterat
     own = names_made_in(tree)
     for node, act in acts_of(tree):
         private = {part for part in act.split(".")[1:] if part[0] == "_" and part[-1] != "_"}
+        private = {part for part in private if not part.startswith("_foreach_")}
         if not act.startswith("torch"):
             # An object that is not imported may be one of torch: self.scaler, or a parameter.
             is_imported = dotted(node).split(".")[0] in full
