@@ -6,43 +6,27 @@ They have no phrases: an exception's own type chooses one.
 from ddp_doctor.explain.events import Cause, Raised
 
 
-def _cause(name: str, title: str, why: str = "") -> Cause:
+def _cause(name: str, title: str, why: str) -> Cause:
     return Cause(
         code=f"python-{name.lower()}",
         title=title,
         is_generic=True,
-        why=why or title,
+        why=why,
         fix="Read the line that is named, with the values of this rank's batch.",
         confirm="Run that line in one process with the same input.",
     )
 
 
-_TEXTS = {
-    "KeyError": "a name that the code expects is not in a dictionary",
-    "IndexError": "a list or tensor is shorter than the code expects",
-    "ValueError": "a function got a value that it refuses",
-    "TypeError": "an argument has the wrong type, or their number is wrong",
-    "AttributeError": "an object is None, or of another class or version",
-    "NameError": "a variable or an import is missing on this path",
-    "UnboundLocalError": "a variable has a value on another path only",
-    "AssertionError": "the program checked something that was not so",
-    "ZeroDivisionError": "a count or a length is 0 on this rank",
-    "NotImplementedError": "the class or the device does not have this operation",
-    "RecursionError": "a function calls itself without an end",
-    "UnicodeDecodeError": "a file is binary, or not in the expected encoding",
-    "JSONDecodeError": "a file is not JSON: empty, cut off, or of another kind",
-    "StopIteration": "this rank had fewer batches than the loop took",
-    "SyntaxError": "a typing mistake, or a newer Python's syntax",
-    "IndentationError": "the indentation of the code is not consistent",
-    "OverflowError": "a number does not fit its type",
-    "FloatingPointError": "an overflow, a division by 0 or NaN",
-    "EOFError": "a file or an input is cut off, or nobody answers a prompt",
-    "PermissionError": "a path may not be used: rights, or a read-only mount",
-    "NotADirectoryError": "a file stands where a folder should be",
-    "IsADirectoryError": "a folder was given where a file should be",
-    "TimeoutError": "a service or storage is slow or gone",
+_NAMES = """
+KeyError IndexError ValueError TypeError AttributeError NameError UnboundLocalError AssertionError
+ZeroDivisionError NotImplementedError RecursionError UnicodeDecodeError JSONDecodeError EOFError
+SyntaxError IndentationError OverflowError FloatingPointError PermissionError TimeoutError
+NotADirectoryError IsADirectoryError StopIteration
+"""
+BUILT_IN = {
+    name: _cause(name, f"the program raised {name}", "Its message says what was wrong")
+    for name in _NAMES.split()
 }
-BUILT_IN = {name: _cause(name, text) for name, text in _TEXTS.items()}
 RAISED = _cause(
     "raised",
     "the program raised an exception of its own",
