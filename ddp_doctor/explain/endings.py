@@ -219,15 +219,6 @@ def _went_on(event: Event, ending: Ending, has_restarted: bool) -> bool:
     return ending.goes_on_after(number) and not is_sure
 
 
-def name_known_crash(events: Sequence[Event], all_events: Sequence[Event]) -> None:
-    """Say of crashes in native code which one it is, if the stack of one of them shows it."""
-    known = BY_CODE["gloo-detail-crash"]
-    if any(event.cause is known for event in all_events):
-        for event in events:
-            if event.cause is BY_CODE["killed-segfault"]:
-                event.cause = known
-
-
 def name_other_process(event: Event) -> None:
     """Say of a full GPU that another process holds most of it, if the message's numbers do."""
     others = [float(size) for size in _OTHER_PROCESS.findall(event.line.text)]

@@ -17,7 +17,6 @@ from ddp_doctor.explain.collector import Evidence
 from ddp_doctor.explain.endings import (
     activity_before,
     is_closing,
-    name_known_crash,
     name_other_process,
     nan_event,
     weaken_survived,
@@ -127,7 +126,6 @@ def _judge(evidence: Evidence) -> Verdict:
     told = [ended.status for ended in failed if "non-zero" not in ended.line.text]
     if is_closing(root) and any(status != _TERMINATED for status in told):
         return _unknown(evidence, events, total)
-    name_known_crash(events, evidence.events)
     name_other_process(root)
     guilty, alike = who(root, events, evidence, finding)
     verdict = Verdict(

@@ -50,7 +50,6 @@ WITHOUT_LOG = {
     ),
     **dict.fromkeys(["gloo-ddp-outlives-group", "gloo-destroy-hang"], "a race: stacks there, too"),
     "nccl-aborted": "needs NCCL and GPUs, and a second failure",
-    "gloo-detail-crash": "needs a torchrun of its own: test_short_logs.py",
     "killed-outside": "in no log: in the run folder, TestFiles",
 }
 """The causes that have neither a program nor a log here, and why."""

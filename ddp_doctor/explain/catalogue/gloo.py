@@ -125,16 +125,6 @@ gloo-destroy-hang (teardown): a process waits in the destructor of its process g
   fix: dist.barrier() before dist.destroy_process_group(), so that all ranks leave together;
     os._exit(0) after the last save, where a rank that does not answer must not hold up the others.
   confirm: py-spy dump of the other ranks: one is stopped (state T in ps) or still trains.
-
-gloo-detail-crash (advice, accuses nobody): TORCH_DISTRIBUTED_DEBUG=DETAIL crashes DDP on gloo
-  /parallel/distributed\.py\", line \d+ in _ddp_init_helper/
-  # a cause only where the process crashed: verdict.py
-  why: The process crashes in native code while DDP is made, on all ranks alike: torch 2.13 does so
-    with gloo and TORCH_DISTRIBUTED_DEBUG=DETAIL
-  fix: export TORCH_DISTRIBUTED_DEBUG=INFO (it names unused parameters, too); DETAIL with the nccl
-    backend only.
-  confirm: echo $TORCH_DISTRIBUTED_DEBUG; the crash is gone with INFO.
-  or_else: DETAIL is not set: torch and an extension of it don't fit together.
 """
 
 FAMILIES = read_families(_TEXT)
