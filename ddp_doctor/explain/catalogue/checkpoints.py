@@ -5,25 +5,16 @@ from ddp_doctor.explain.catalogue.entries import read_families
 _TEXT = r"""
 [Checkpoints]
 
-checkpoint-module-prefix: the checkpoint's names and the model's differ by the prefix `module.` of
-    DDP
-  /(?:Missing|Unexpected) key\(s\) in state_dict: .*?\"module\./
-  why: It was saved from the DDP wrapper and loaded into the bare model, or the other way round
-  fix: Save model.module.state_dict(), load into the bare model before DDP(model). An old file:
-    state = {k.removeprefix('module.'): v for k, v in state.items()}
-    (torch.nn.modules.utils.consume_prefix_in_state_dict_if_present).
+checkpoint-module-prefix: the checkpoint's names and the model's differ by a prefix: `module.` of DDP
+    or `_orig_mod.` of torch.compile
+  /(?:Missing|Unexpected) key\(s\) in state_dict: .*?\"(?:module|_orig_mod)\./
+  why: It was saved from the wrapper and loaded into the bare model, or the other way round
+  fix: Save model.module.state_dict() (of a compiled model model._orig_mod.state_dict()), load into
+    the bare model before DDP(model). An old file: state =
+    {k.removeprefix('module.').removeprefix('_orig_mod.'): v for k, v in state.items()}.
   lightning: checkpoint['state_dict'] has the names of the LightningModule: load_from_checkpoint
-  accelerate: accelerator.unwrap_model(model).state_dict()
+  accelerate: accelerator.unwrap_model(model, keep_torch_compile=False).state_dict()
   trainer: trainer.save_model() writes the names without module.
-  confirm: print(list(state)[:3]).
-
-checkpoint-compile-prefix: the checkpoint's names and the model's differ by `_orig_mod.` of
-    torch.compile
-  /(?:Missing|Unexpected) key\(s\) in state_dict: .*?\"(?:module\.)?_orig_mod\./
-  why: It was saved from the compiled model
-  fix: Save model._orig_mod.state_dict() (or keep the bare model); an old file:
-    {k.replace('_orig_mod.', ''): v for k, v in state.items()}.
-  accelerate: accelerator.unwrap_model(model, keep_torch_compile=False)
   confirm: print(list(state)[:3]).
 
 checkpoint-size: a parameter of the checkpoint has another shape than the model's
@@ -97,7 +88,6 @@ checkpoint-disk-full: the disk is full, or the quota is used up
     larger one.
   lightning: ModelCheckpoint(save_top_k=2)
   trainer: save_total_limit=2
-  confirm: df -h and df -i of that path on that node.
 
 checkpoint-write-failed (generic): a checkpoint could not be written
   /unexpected pos \d+ vs \d+/

@@ -145,7 +145,6 @@ data-storage: the storage had an error
   why: A disk or a network file system failed or was mounted anew while it was used
   fix: Check dmesg and the mount on that node; copy the data to a local disk; retry reads in
     __getitem__.
-  confirm: dmesg | grep -iE 'nfs|lustre|i/o error' on that node.
 
 data-lock: a file or database is locked by another process
   /unable to lock file/

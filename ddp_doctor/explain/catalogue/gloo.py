@@ -16,6 +16,7 @@ lost-peer (lost): the connection to another rank was lost
   /[Cc]onnection was likely closed/
   /DDP-G04\]/
   /Failed to meet rendezvous/
+  /successfully reached monitoredBarrier, but received errors while waiting for (?:send/)?recv from/
   why: The rank at the other end ended, so this message is a consequence: the cause is in that
     rank's log
   fix: Find the rank that ended first: torchrun --log-dir logs --tee 3 keeps one log per rank. No
@@ -41,13 +42,6 @@ gloo-barrier (timeout, accuses named): ranks did not reach a barrier in time
     branch
   fix: Read the end of their logs; py-spy dump them; the barrier must be reached by all ranks.
 
-gloo-barrier-rank0 (lost): rank 0 did not reach a barrier
-  /successfully reached monitoredBarrier, but received errors while waiting for (?:send/)?recv from
-    rank (?P<ranks>\d+)/
-  why: Rank 0 collects the barrier. It may have failed because another rank did not come: its own
-    log says which
-  fix: Read rank 0's log: it names the ranks that failed to pass the barrier.
-
 gloo-connect (timeout): gloo could not connect all ranks
   /gloo/transport/tcp/pair\.cc:\d+\] (?:no error|Connect timeout)/
   /Gloo connectFullMesh failed with /
@@ -70,7 +64,6 @@ gloo-interface (accuses nobody): gloo found no network interface that it can use
     address here
   fix: `ip -br addr` lists the interfaces; set GLOO_SOCKET_IFNAME, or unset it; add the host's name
     to /etc/hosts.
-  confirm: ip -br addr show NAME on that node.
 
 gloo-unsupported (accuses nobody): gloo can't do this operation or type
   /Invalid scalar type/

@@ -187,7 +187,6 @@ gpu-cuda-error (generic): a CUDA call failed
   why: CUDA reports an error of an earlier kernel at a later call, so the line in the traceback may
     be innocent
   fix: Run again with CUDA_LAUNCH_BLOCKING=1; look for an Xid in dmesg.
-  confirm: dmesg | grep -i xid.
 
 [Other accelerators, arithmetic exceptions]
 

@@ -26,17 +26,20 @@ launch-port (accuses nobody): the port of the rendezvous is taken
     | grep PORT, then kill it by its pid.
   lightning: MASTER_PORT=29511 python train.py
   accelerate: accelerate launch --main_process_port 0
-  confirm: ss -ltnp | grep PORT.
 
-launch-client-timeout (timeout): the rendezvous address could not be reached in time
+launch-client-timeout (timeout): the address of another process could not be reached
   /The client socket has (?:timed out|failed to connect to any network address)/
   /connect\(\) timed out\. Original timeout/
   /The IPv[46] network addresses of \([^,]+, \d+\) cannot be retrieved/
   /failed to connect to [\w.-]+:\d+/
+  /No route to host/
+  /Network is unreachable/
+  /errno: 113\b/
   why: The first node did not start, its name resolves to another address, or a firewall drops the
     packets; or rank 0 ended already
-  fix: On the node: getent hosts NAME and nc -zv NAME PORT; use the address of the cluster's
-    network; open the port; start all nodes within the timeout. Read rank 0's log first.
+  fix: On the node: getent hosts NAME and nc -zv NAME PORT; use the address of the cluster's network
+    (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME); open the port; start all nodes within the timeout.
+    Read rank 0's log first.
   lightning: Trainer(num_nodes=NODES), started once per node with the same MASTER_ADDR and its own
     NODE_RANK, or by srun
   accelerate: accelerate launch --main_process_ip HOST --main_process_port PORT --machine_rank I,
@@ -77,15 +80,6 @@ launch-name (accuses nobody): a host name can't be resolved
   fix: Use the address, or a name that getent hosts finds on all nodes; Slurm:
     MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1); Kubernetes: a headless
     service.
-  confirm: getent hosts NAME on that node.
-
-launch-route (timeout): a node can't be reached over the network
-  /No route to host/
-  /Network is unreachable/
-  /errno: 113\b/
-  why: A firewall that rejects, or the wrong network interface or address
-  fix: ping and nc -zv between the nodes; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; open the ports.
-  confirm: nc -zv HOST PORT.
 
 launch-no-group (accuses nobody): the process group was used before it was made
   /Default process group has not been initialized/

@@ -169,7 +169,6 @@ nccl-ib-memory: InfiniBand could not lock memory
   fix: docker run --ulimit memlock=-1 --ulimit stack=67108864; Kubernetes: capability IPC_LOCK;
     Slurm: LimitMEMLOCK=infinity for slurmd and PropagateResourceLimitsExcept=MEMLOCK. As a
     workaround: NCCL_IB_DISABLE=1.
-  confirm: `ulimit -l` in the job prints unlimited.
 
 nccl-interface: NCCL found no network interface that it can use
   /Bootstrap : no socket interface found/
