@@ -5,8 +5,8 @@ from ddp_doctor.explain.catalogue.entries import read_families
 _TEXT = r"""
 [Checkpoints]
 
-checkpoint-module-prefix: the checkpoint's names and the model's differ by a prefix: `module.` of DDP
-    or `_orig_mod.` of torch.compile
+checkpoint-module-prefix: the checkpoint's names and the model's differ by a prefix: `module.` of
+    DDP or `_orig_mod.` of torch.compile
   /(?:Missing|Unexpected) key\(s\) in state_dict: .*?\"(?:module|_orig_mod)\./
   why: It was saved from the wrapper and loaded into the bare model, or the other way round
   fix: Save model.module.state_dict() (of a compiled model model._orig_mod.state_dict()), load into
