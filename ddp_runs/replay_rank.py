@@ -10,7 +10,7 @@ import operator
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 
 from ddp_runs.replay_records import STEP_NUMBERS, largeness, side_by_side
 from hardened_ddp.checkpoint.tensors import specs_of
-from hardened_ddp.data.batches.batch import Batch, split, take
+from hardened_ddp.data.batches.batch import Batch, cut_by_length, split, take
 from hardened_ddp.data.batches.nesting import leaves, pick
 from hardened_ddp.data.batches.read_errors import file_of
 from hardened_ddp.data.batches.sampler import Window
@@ -196,12 +196,19 @@ class Replay:
         """Return loss and weight of the samples of all ranks, in order. Collective: all ranks."""
         parts, progress, rank = self.parts, self.run.progress, self.parts.group.launch.rank
         found, seed = list[Found](), parts.config.device.seed
+        devices = [] if parts.device.type == "cpu" else [parts.device]
+        batches = split(batches, progress.max_micro_batch)
+        if least := parts.replica.inputs.least_padding:  # cut as in the step
+            ignored = parts.task.ignore_index  # type: ignore[attr-defined]  # it is Tokens
+            batches = [p for batch in batches for p in cut_by_length(batch, ignored, least)]
         with untouched(parts.replica.module):
             seed_step(seed, step=progress.step, rank=rank, device_type=parts.device.type)
-            for batch in split(batches, progress.max_micro_batch):
+            for batch in batches:
                 batch = parts.replica.inputs.send(batch, parts.device)
                 losses = self._losses(batch)
-                found += [self._weigh(batch, place, losses) for place in range(batch.num_samples)]
+                # WHY: to weigh draws numbers, too; the next micro-batch draws those of the step
+                with torch.random.fork_rng(devices), untouched(parts.replica.module):
+                    found += self._weigh(batch, losses)
         for row in found:
             row |= {"rank": rank, "file": file_of(parts.data.train, row["sample"]) or row["file"]}
         all_found = parts.group.gather_json(found)  # collective
@@ -210,6 +217,7 @@ class Replay:
     def _losses(self, batch: Batch) -> list[torch.Tensor]:
         """Return the samples' losses in the forward of all, as in the step (dropout), or none."""
         task, every = self.parts.task, range(batch.num_samples)
+        batch = replace(batch, read_part=None)  # WHY: read alone, a sample is padded otherwise
         try:
             with self.parts.precision.autocast():
                 output = task.forward(self.parts.replica.module, batch)
@@ -221,37 +229,41 @@ class Replay:
         except ANY_FAILURE:  # WHY broad: of an output that can't be cut by samples, or the user's
             return []
 
-    def _weigh(self, batch: Batch, place: int, losses: Sequence[torch.Tensor]) -> Found:
-        """Give a sample its loss, and as its weight the norm of its gradient.
+    def _weigh(self, batch: Batch, losses: Sequence[torch.Tensor]) -> list[Found]:
+        """Give each sample its loss, and as its weight the norm of its gradient.
 
         Where BatchNorm lets samples depend on each other, the weight is the norm of what changes in
-        the gradient of its batch without it. losses: of all samples; empty: it is taken alone.
+        the gradient of its batch without it. losses: of all samples; empty: each is taken alone.
         """
         parts, size = self.parts.replica.module.modules(), batch.num_samples
         mixes = 1 < size <= _MOST_ALONE and any("BatchNorm" in type(p).__name__ for p in parts)
-        row: Found = {"sample": int(batch.indices[place]), "file": "", "mixes": mixes}
-        row |= dict.fromkeys(("loss", "norm", "weight"), math.nan)
-        try:
-            loss = losses[place] if losses else self._loss(take(batch, [place]))
-            row["loss"] = float(loss.detach())
-            row["norm"] = weight = self._norm(loss)
-            if mixes:
-                others = take(batch, [*range(place), *range(place + 1, size)])
-                weight = self._norm(self._loss(batch) - self._loss(others))
-            row["weight"] = weight
-        except ANY_FAILURE as error:  # WHY broad: as above
-            row["file"] = str(error).partition("\n")[0]  # if it is in none
-        return row
+        rows, of_all = list[Found](), list[torch.Tensor]()  # the gradient of all of them
+        for place, sample in enumerate(batch.indices.tolist()):
+            rows.append(row := {"sample": sample, "file": "", "mixes": mixes})
+            row |= dict.fromkeys(("loss", "norm", "weight"), math.nan)
+            try:
+                loss = losses[place] if losses else self._loss(take(batch, [place]))
+                row["loss"] = float(loss.detach())
+                row["norm"] = weight = norm(self._gradient(loss))
+                if mixes:
+                    others = take(batch, [*range(place), *range(place + 1, size)])
+                    of_all = of_all or self._gradient(self._loss(batch))
+                    pairs = zip(of_all, self._gradient(self._loss(others)), strict=True)
+                    weight = norm(one - other for one, other in pairs)
+                row["weight"] = weight
+            except ANY_FAILURE as error:  # WHY broad: as above
+                row["file"] = str(error).partition("\n")[0]  # if it is in none
+        return rows
 
     def _loss(self, batch: Batch) -> torch.Tensor:
         task = self.parts.task
         with self.parts.precision.autocast():
             return task.score(task.forward(self.parts.replica.module, batch), batch).loss_sum
 
-    def _norm(self, loss: torch.Tensor) -> float:
+    def _gradient(self, loss: torch.Tensor) -> list[torch.Tensor]:
         parameters = self.parts.gradients.local.parameters
-        found = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
-        return norm(found)
+        grads = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
+        return [*grads]
 
     def _asked(self, done: Found) -> list[str]:
         """Tell of the samples that were asked for: which the step does not have; what is in one."""

@@ -177,13 +177,26 @@ class Dropped(nn.Sequential):
         super().__init__(nn.Linear(3, 64), nn.Dropout(0.5), nn.Linear(64, num_classes))
 
 
-def test_the_losses_of_samples_are_those_of_the_step_also_with_dropout(tmp_path: Path) -> None:
-    run = run_of(tmp_path, *SMALL, "--epochs", "1", "--model", f"{HERE}:Dropped")
+RAGGED = ["--dataset", "tests.token_data:ragged", "--task", "tokens", "--model_args"]
+RAGGED += ["{dropout: 0.3, width: 512}", "--model", "tests.token_data:TinyLM"]
+RAGGED += ["--batch_size", "8", "--accumulation_steps", "1"]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [["--model", f"{HERE}:Dropped"], ["--model", f"{HERE}:Course"], RAGGED],
+    ids=["independent", "mixed by BatchNorm", "cut by length"],
+)
+def test_the_losses_of_samples_are_those_of_the_step_also_with_dropout(
+    model: list[str], tmp_path: Path
+) -> None:
+    run = run_of(tmp_path, *SMALL, "--epochs", "1", "--accumulation_steps", "2", *model)
+    log = (run / "logs" / "rank-0.log").read_text(encoding="utf-8")
+    assert ("in two parts" in log) == (model is RAGGED)
     text = replayed(run, 3)[1]
     losses = [float(text) for text in re.findall(r"^ +\d+ +0 +(\S+)", text, re.MULTILINE)]
-    [loss] = re.findall(r"^step 3: loss (\S+),", text, re.MULTILINE)
-    assert len(losses) == 4
-    assert sum(losses) / 4 == pytest.approx(float(loss), rel=1e-4)
+    assert len(losses) == 8
+    assert sum(losses) == pytest.approx(read_digests(run).steps[3].main.loss, rel=1e-4)
 
 
 def test_a_step_that_was_left_out_is_shown_too(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ BUDGETS = {
     "ddp_training.py": 415,
     "hardened_ddp_command.py": 180,
     "ddp_doctor/*": 12_440,
-    "ddp_runs/*": 3_740,
+    "ddp_runs/*": 3_750,
     "hardened_ddp/*": 29_220,
     "hardened_ddp/gradients/*": 680,
     "hardened_ddp/settings/*": 2_125,
@@ -61,7 +61,7 @@ BUDGETS = {
     "ddp_drills/*": 1_935,
     "launchers/*": 710,
     "tests/harness/*": 895,
-    "tests/*": 30_240,
+    "tests/*": 30_250,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.
