@@ -5,9 +5,12 @@ YAML 1.1 takes for truth values are quoted. config.yaml at the top is written in
 python -m tests.documents: after a change of a setting.
 """
 
+import functools
+import hashlib
 import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.document import plain_value
@@ -64,6 +67,17 @@ def agreed_settings(config: Config) -> dict[str, str]:
         for name, setting in SETTINGS.items()
         if not setting.may_differ
     }
+
+
+@functools.cache
+def code_hash() -> str:
+    """Hash this program's own source files, as they are when this process asks first."""
+    digest = hashlib.sha256()
+    root = Path(__file__).resolve().parents[1]
+    for path in [root.parent / "ddp_training.py", *sorted(root.rglob("*.py"))]:
+        if path.is_file():
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def yaml_word(value: object) -> str:

@@ -28,7 +28,7 @@ from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.ledger import DIGESTS, RECORD
 from hardened_ddp.data.batches.nesting import dense_parts, tensors_of
 from hardened_ddp.model.checksum import Checksum, combine
-from hardened_ddp.settings.record import agreed_settings
+from hardened_ddp.settings.record import agreed_settings, code_hash
 from hardened_ddp.step.gradient import Attempt, Outcome
 from hardened_ddp.step.left_out import LeftOut
 from hardened_ddp.step.parts import Parts
@@ -55,15 +55,15 @@ class Records:
         # Of the samples of each step, and of its digests. None: they are off.
         self.ledger: ledger.LedgerWriter | None = None
         self.digests: ledger.StepFile | None = None
-        self._mode = parts.config.run.digests
-        num_tensors = len(parts.gradients.local.parameters)
+        self._mode, num_tensors = parts.config.run.digests, len(parts.gradients.local.parameters)
         self._num_shares = min(_NUM_SHARES, num_tensors) if self._mode == "auto" else 1
-        self._numbers: torch.Tensor | None = None  # of the gradient
-        # Of steps whose numbers are still on a GPU; and these: the digest, and, as the bits of
-        # floats, loss, count and norm. WHY one tensor for all: small ones that outlive a step
-        # fragment the memory that it frees
+        # Of steps whose numbers may still be on a GPU; and these: the digest, and, as the bits of
+        # floats, loss, count and norm. WHY one array: small tensors that outlive a step fragment
+        # the memory that it frees. WHY numpy's on a CPU: torch takes ten times as long.
         self._rows: list[list[float]] = []
-        self._waiting = torch.zeros((_MOST_WAITING, 5), dtype=torch.int64, device=parts.device)
+        waiting = torch.zeros((_MOST_WAITING, 5), dtype=torch.int64, device=parts.device)
+        both: list[Any] = [waiting, waiting.view(torch.float64)]  # Any: of torch or numpy
+        self._waiting, self._floats = both if parts.is_async_device else [t.numpy() for t in both]
         self._began_at = self.cost_s = 0.0
         self._num_steps = 0
 
@@ -104,7 +104,7 @@ class Records:
         if self._parts.is_async_device and is_small and found:
             found = [torch.cat([each.reshape(-1) for each in found])]
         pairs = [self._checksum.of(each) for each in found]
-        self._numbers = combine(torch.stack(pairs)) if pairs else None
+        self._waiting[len(self._rows), :2] = combine(torch.stack(pairs)) if pairs else 0
         self.cost_s += time.perf_counter() - began
 
     def commit(self, attempt: Attempt) -> None:
@@ -112,26 +112,21 @@ class Records:
         began = time.perf_counter()
         self._began_at = self._began_at or began
         progress, window, is_done = self._progress, attempt.window, attempt.outcome is Outcome.DONE
+        place, is_behind = len(self._rows), self._parts.is_async_device
         rate = self._parts.optimizer.param_groups[0]["lr"]
         row: list[float] = [
             progress.step, window.epoch, progress.max_micro_batch, window.start, window.size,
             not is_done, 0, 0, hash_of(attempt.batches), 0.0, 0.0, math.nan,
             math.nan if isinstance(rate, torch.Tensor) and not rate.is_cpu else float(rate),
         ]  # fmt: skip
-        numbers, self._numbers = self._numbers if is_done else None, None  # not of a step before
-        if self._parts.is_async_device:
-            own = self._waiting[len(self._rows)]
-            own[:2] = 0 if numbers is None else numbers
-            floats = own.view(torch.float64)
-            floats[2], floats[3], floats[4] = sum(attempt.losses), attempt.count, attempt.norm
-            self._rows.append(row)
-            if len(self._rows) == len(self._waiting):
-                self._read()
-        elif self.digests is not None:  # WHY not the same way: it takes ten times as long
-            row[6:8] = [0, 0] if numbers is None else numbers.tolist()
-            loss = sum(map(float, attempt.losses))
-            row[9:12] = [loss, float(attempt.count), float(attempt.norm)]
-            self.digests.add(RECORD.pack(*row))
+        if not (is_done and self._parts.group.is_main):
+            self._waiting[place, :2] = 0
+        losses = attempt.losses if is_behind else map(float, attempt.losses)
+        self._floats[place, 2], self._floats[place, 3] = sum(losses), attempt.count
+        self._floats[place, 4] = attempt.norm
+        self._rows.append(row)
+        if not is_behind or len(self._rows) == len(self._waiting):
+            self._read()
         self.cost_s += time.perf_counter() - began
         self._num_steps += 1
 
@@ -139,8 +134,7 @@ class Records:
         """Write the records whose numbers are on a device. Waits for it."""
         rows, self._rows = self._rows, []
         if rows and self.digests is not None:
-            waiting = self._waiting[: len(rows)]
-            numbers, floats = waiting.tolist(), waiting.view(torch.float64).tolist()
+            numbers, floats = (each[: len(rows)].tolist() for each in (self._waiting, self._floats))
             for place, row in enumerate(rows):
                 row[6:8], row[9:12] = numbers[place][:2], floats[place][2:]
                 self.digests.add(RECORD.pack(*row))
@@ -199,10 +193,24 @@ def hash_of(batches: Sequence[Batch]) -> int:
 
 
 def facts_of_attempt(parts: Parts) -> dict[str, Any]:  # Any: JSON
-    """Give the facts of this start that can explain why its numbers differ from another's."""
+    """Give the facts of this start that can explain why its numbers differ from another's.
+
+    code: of modules of no installed package.
+    """
     order, is_gpu = parts.sampler.ledger_facts(), parts.device.type == "cuda"
     processor = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("model name\t: ")[2]
     processor = processor.partition("\n")[0] or platform.machine()
+    code, libraries = {"hardened_ddp": code_hash()}, {}
+    for name, module in sorted(sys.modules.items()):
+        # WHY not the attributes: a lazy module would import. And None keeps one from being imported
+        known = getattr(module, "__dict__", {})
+        path, version = Path(known.get("__file__") or ""), known.get("__version__")
+        if isinstance(version, str) and "." not in name:
+            libraries[name] = version
+        is_installed = {"site-packages", "dist-packages"}.intersection(path.parts)
+        is_users = not is_installed and name.partition(".")[0] not in _NOT_USERS
+        if is_users and path.suffix == ".py" and path.is_file():
+            code[name] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     return {
         "world_size": parts.group.world_size,
         "global_batch": parts.global_batch,
@@ -215,23 +223,6 @@ def facts_of_attempt(parts: Parts) -> dict[str, Any]:  # Any: JSON
         # 0: the samples of a step do not follow from the seed, of a stream or if they are drawn
         "num_samples": 0 if "is_drawn" in order else order.get("num_samples", 0),
         "settings": agreed_settings(parts.config),
-        **modules_in_use(),
+        "code": code,
+        "libraries": libraries,
     }
-
-
-def modules_in_use() -> dict[str, dict[str, str]]:
-    """Hash the code of modules of no installed package, and name the versions of libraries."""
-    own = sorted(Path(__file__).resolve().parents[1].rglob("*.py"))
-    code, libraries = {"hardened_ddp": b"".join(path.read_bytes() for path in own)}, {}
-    for name, module in sorted(sys.modules.items()):
-        # WHY not the attributes: a lazy module would import. And None keeps one from being imported
-        known = getattr(module, "__dict__", {})
-        path, version = Path(known.get("__file__") or ""), known.get("__version__")
-        if isinstance(version, str) and "." not in name:
-            libraries[name] = version
-        is_installed = {"site-packages", "dist-packages"}.intersection(path.parts)
-        is_users = not is_installed and name.partition(".")[0] not in _NOT_USERS
-        if is_users and path.suffix == ".py" and path.is_file():
-            code[name] = path.read_bytes()
-    hashes = {name: hashlib.sha256(raw).hexdigest()[:16] for name, raw in code.items()}
-    return {"code": hashes, "libraries": libraries}

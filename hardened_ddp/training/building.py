@@ -4,7 +4,6 @@ The model is built, given its task, tried without DDP, and wrapped in it.
 """
 
 import functools
-import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import hardened_ddp
 from hardened_ddp.checkpoint.mirror import check_mirror
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.sampler import UNKNOWN_STEPS, RunLength
@@ -36,7 +34,7 @@ from hardened_ddp.preflight.probe import choose_find_unused, choose_task, probe
 from hardened_ddp.preflight.trial import Trial
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.config import Config, ImportPath, OptimizerConfig
-from hardened_ddp.settings.record import agreed_settings
+from hardened_ddp.settings.record import agreed_settings, code_hash
 from hardened_ddp.settings.wording import counted
 from hardened_ddp.step.parts import ASYNC_DEVICES
 from hardened_ddp.task.build import check_metrics, find_task, label_limit
@@ -110,17 +108,6 @@ def facts_of_rank(config: Config, dataset: str, precision: str) -> dict[str, str
         "dataset": dataset,
         "precision": precision,  # WHY: with amp auto it depends on the GPU
     }
-
-
-@functools.cache
-def code_hash() -> str:
-    """Hash this program's own source files, as they are when this process asks first."""
-    digest = hashlib.sha256()
-    root = Path(hardened_ddp.__file__).parent
-    for path in [root.parent / "ddp_training.py", *sorted(root.rglob("*.py"))]:
-        if path.is_file():
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def check_names(config: Config) -> None:

@@ -101,7 +101,7 @@ def read_files() -> None:
     from hardened_ddp.data.sources import built_in
     from hardened_ddp.settings.cli import parse
     from hardened_ddp.settings.layers import resolve
-    from hardened_ddp.training.building import code_hash
+    from hardened_ddp.settings.record import code_hash
 
     code_hash()
     resolve(parse([], edited_file=str(ROOT / "config.yaml")))  # compiles many a pattern
