@@ -376,8 +376,8 @@ class RunConfig:
     keep_last: Count = 3
     """Checkpoints to keep, besides the best one. Older ones are removed."""
     keep_milestones: CountOrZero = 0
-    """Checkpoints to keep besides, spread over the whole run, for replay and bisect: the time
-    between two of them doubles when there would be more."""
+    """Checkpoints to keep besides, for replay and bisect, spread over a run: with N of S steps no
+    step is further behind one than 2 S / N steps and those between two saves."""
     resume: Place = "auto"
     """auto: continue run_name if it has a checkpoint. never: start a new run. newest: continue the
     run with the newest checkpoint. PATH: that run folder, or a checkpoint folder inside one."""

@@ -291,12 +291,14 @@ def tell_start(settings: Resolved, parts: Parts, progress: Progress) -> None:
     if changed := changed_settings(settings):
         lines.append("settings: " + "; ".join(changed))
     run = parts.config.run
-    if run.keep_milestones:
+    if num := run.keep_milestones:
         size_mb = sum(p.nbytes for p in parts.replica.module.parameters()) * 3 / 1e6
-        kept = run.keep_last + run.keep_milestones + 1
+        total_mb, length = (run.keep_last + num + 1) * size_mb, parts.length
+        steps = f"{2 * length.total // num + 1:,}" if length.is_known else f"2 / {num} of all"
         lines.append(
-            f"checkpoints: at most {run.keep_milestones} of the whole run besides the last "
-            f"{run.keep_last} and the best, about {kept * size_mb:,.0f} MB with AdamW's state"
+            f"checkpoints: at most {num} of the whole run besides the last {run.keep_last} and the "
+            f"best, about {total_mb:,.0f} MB with AdamW's state; no step is further behind one "
+            f"than {steps} steps and those between two saves"
         )
     if parts.group.is_main:
         is_again = progress.step or parts.group.launch.attempt

@@ -123,7 +123,8 @@ def run_of(tmp_path: Path, *more: str | Path, ranks: int = 1, fault: str = "") -
 @pytest.fixture(scope="module")
 def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("small")
-    return run_of(folder, *SMALL, "--mirror", f"file://{folder}/mirror")
+    more = ["--mirror", f"file://{folder}/mirror", "--keep_milestones", "16"]
+    return run_of(folder, *SMALL, *more)
 
 
 @pytest.fixture(autouse=True)
@@ -513,8 +514,14 @@ def test_milestones_are_spread_over_the_run_and_none_that_was_dropped_is_wanted_
         drops = choose_drops(steps, keep_last=3, protected=(), keep_milestones=8)
         steps = [step for step in steps if step not in drops]
         assert len(steps) <= 3 + 8
-    gaps = [a - b for a, b in zip(steps[2:], [*steps[3:], 0], strict=True)]
-    assert max(gaps) <= 20_000 / 4
+        farthest = max(a - b for a, b in zip(steps, [*steps[1:], 0], strict=True))
+        assert farthest <= 2 * new / 8 + 10  # as the start and --help say
+
+
+def test_the_start_tells_what_milestones_cost_and_how_far_any_step_is(small_run: Path) -> None:
+    log = (small_run / "logs" / "rank-0.log").read_text(encoding="utf-8")
+    assert re.search(r"at most 16 of the whole run besides the last 3 .* about 0 MB", log)
+    assert "no step is further behind one than 3 steps and those between two saves" in log  # of 20
 
 
 @pytest.mark.parametrize("waits", [False, True])
