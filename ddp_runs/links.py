@@ -1,7 +1,7 @@
-"""The links between hosts, by plain connections: what is reached, clocks, latency, rates.
+"""The links between hosts, by plain connections: what is reached, and how fast.
 
 Each host has a Listener, on a port that the kernel chooses, as gloo and NCCL listen; the others
-connect to it. It tells its clock, and counts what is sent to it.
+connect to it. It counts what is sent to it.
 Does not own: which host asks which other one (cluster.py).
 """
 
@@ -18,9 +18,7 @@ from hardened_ddp.ranks.threads import HelperThread
 LIMIT_S = 4.0
 """Of one connection, and of each answer."""
 
-_CLOCK, _COUNT = b"c", b"n"
 _SEND_S, _MOST_BYTES, _PIECE_BYTES = 0.5, 512 * MIB, 256 * 1024
-_CLOCK_READINGS = 9
 
 
 class Listener:
@@ -52,30 +50,10 @@ class Listener:
 def _answer(connection: socket.socket) -> None:
     with connection, contextlib.suppress(OSError):
         connection.settimeout(3 * LIMIT_S)
-        kind = connection.recv(1)
-        while kind == _CLOCK:
-            connection.sendall(struct.pack("!d", time.time()))
-            kind = connection.recv(1)
         num_bytes = 0
-        while kind == _COUNT and (piece := connection.recv(_PIECE_BYTES)):
+        while piece := connection.recv(_PIECE_BYTES):
             num_bytes += len(piece)
-        if num_bytes:
-            connection.sendall(struct.pack("!Q", num_bytes))
-
-
-def read_clock(address: str, port: int) -> tuple[float, float]:
-    """Return by how many seconds another clock is ahead, and the latency. Raises OSError."""
-    found = []
-    with socket.create_connection((address, port), timeout=LIMIT_S) as connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for _ in range(_CLOCK_READINGS):
-            asked_at, began = time.time(), time.monotonic()
-            connection.sendall(_CLOCK)
-            [there] = struct.unpack("!d", _receive(connection, 8))
-            latency_s = time.monotonic() - began
-            found.append((latency_s, there - asked_at - latency_s / 2))
-    latency_s, ahead_s = min(found)  # the least disturbed one; exact to half of the latency
-    return ahead_s, latency_s
+        connection.sendall(struct.pack("!Q", num_bytes))
 
 
 def measure_rate(address: str, port: int) -> float:
@@ -83,22 +61,15 @@ def measure_rate(address: str, port: int) -> float:
     piece, num_sent = bytes(_PIECE_BYTES), 0
     with socket.create_connection((address, port), timeout=3 * LIMIT_S) as connection:
         began = time.monotonic()
-        connection.sendall(_COUNT)
         while time.monotonic() < began + _SEND_S and num_sent < _MOST_BYTES:
             connection.sendall(piece)
             num_sent += len(piece)
         connection.shutdown(socket.SHUT_WR)
-        [arrived] = struct.unpack("!Q", _receive(connection, 8))  # WHY: much of it is in buffers
-        return float(arrived / (time.monotonic() - began))
-
-
-def _receive(connection: socket.socket, num_bytes: int) -> bytes:
-    """Read so many bytes. Raises OSError if the other side closes before."""
-    with connection.makefile("rb") as file:
-        content = file.read(num_bytes)
-    if len(content) < num_bytes:
-        raise OSError("the other host closed the connection")
-    return content
+        with connection.makefile("rb") as file:
+            told = file.read(8)  # WHY: much of what was sent may be in buffers
+        if len(told) < 8:
+            raise OSError("the other host closed the connection")
+        return float(struct.unpack("!Q", told)[0] / (time.monotonic() - began))
 
 
 def address_towards(host: str, port: int) -> str:
