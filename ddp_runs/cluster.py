@@ -30,11 +30,11 @@ from ddp_runs import doctor, links, machine, software
 from ddp_runs.machine import MIB, Check
 from hardened_ddp.errors import ConfigError, GroupError, HardenedError
 from hardened_ddp.ranks.launch import Launch, prepare_environment, read_launch
-from hardened_ddp.settings.typed_command import ROOT, own_command
+from hardened_ddp.settings.record import code_hash
+from hardened_ddp.settings.typed_command import own_command
 from hardened_ddp.settings.wording import listed
 
 Facts = dict[str, Any]  # Any: JSON
-_OURS = ("hardened_ddp", "ddp_runs", "ddp_doctor", "ddp_drills")
 _CODE, _MOST_FILES = (".py", ".yaml", ".sh"), 20_000
 # What must be equal on all hosts; of the others a difference is a warning.
 _STRICT = ("torch", "CUDA", "NCCL", "this program", "code", "data", "gpus")
@@ -189,7 +189,7 @@ def _equal_facts(data: Path, checks: Iterable[Check]) -> dict[str, str]:
         "NCCL": ".".join(map(str, nccl)),
         "packages": packages,
         "gpus": ", ".join(named) or "none",
-        "this program": ", ".join(digest(ROOT / name) for name in _OURS),
+        "this program": code_hash(),
         "code": digest(Path()),
         "data": digest(data, by_size=True),
     }
