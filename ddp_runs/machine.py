@@ -38,8 +38,6 @@ _COSTLY = {
     "PYTORCH_NO_CUDA_MEMORY_CACHING": (("1",), "each tensor is a slow allocation"),
     "CUDA_VISIBLE_DEVICES": (("", "-1"), "all GPUs are hidden"),
 }
-# Old names, now with TORCH_ before them: torch ignores them or supports them only partly.
-_RENAMED = ("NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT", "NCCL_DESYNC_DEBUG")
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,15 +170,14 @@ def check_threads(env: Mapping[str, str]) -> Check:
 
 
 def check_settings(env: Mapping[str, str]) -> Check:
-    """Check the other variables of NCCL, gloo and CUDA: old names, and values that cost much."""
+    """Check the other variables of NCCL, gloo and CUDA for values that cost much."""
     problems = [
         f"{name}={env[name]}: {cost}"
         for name, (values, cost) in _COSTLY.items()
         if name in env and env[name].upper() in values
     ]
-    problems += [f"{old} is now TORCH_{old}" for old in _RENAMED if old in env]
     if problems:
-        names = [name for name in (*_COSTLY, *_RENAMED) if any(name in text for text in problems)]
+        names = [text.partition("=")[0] for text in problems]
         advice = f"unless this is intended: unset {' '.join(names)}"
         return Check("variables", "warn", "; ".join(problems), advice)
     shown = [f"{name}={env[name]}" for name in sorted(env) if name.startswith(_FAMILIES)]

@@ -185,12 +185,11 @@ class TestMachine:
 
 
 class TestVariables:
-    def test_values_that_cost_much_and_names_of_old_are_warned_of_and_others_listed(self) -> None:
-        env = {"NCCL_P2P_DISABLE": "1", "NCCL_DEBUG": "info", "NCCL_BLOCKING_WAIT": "0"}
+    def test_values_that_cost_much_are_warned_of_and_others_listed(self) -> None:
+        env = {"NCCL_P2P_DISABLE": "1", "NCCL_DEBUG": "info"}
         check = machine.check_settings(env)
         assert check.status == "warn"
-        assert "NCCL_BLOCKING_WAIT is now TORCH_NCCL_BLOCKING_WAIT" in check.detail
-        assert check.advice.endswith(": unset NCCL_P2P_DISABLE NCCL_DEBUG NCCL_BLOCKING_WAIT")
+        assert check.advice.endswith(": unset NCCL_P2P_DISABLE NCCL_DEBUG")
         told = machine.check_settings({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}).detail
         assert "DEBUG=DETAIL: it ends DDP on gloo with a segmentation fault" in told
         env = {"NCCL_DEBUG": "WARN", "GLOO_SOCKET_IFNAME": "lo", "HOME": "/root"}
