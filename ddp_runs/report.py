@@ -19,7 +19,7 @@ from ddp_runs import report_plots
 from ddp_runs.report_plots import ACCOUNT, Figure, moment
 from ddp_runs.run_files import RunView, mirror_words, read_run
 from ddp_runs.watch import duration
-from hardened_ddp.errors import MissingPackageError, RunFolderError
+from hardened_ddp.errors import RunFolderError
 from hardened_ddp.reporting.goodput import num_attempts
 from hardened_ddp.reporting.run_json import number_of
 from hardened_ddp.reporting.sinks import write_whole
@@ -27,7 +27,6 @@ from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.earlier_run import find_folder
 from hardened_ddp.settings.record import yaml_word
 from hardened_ddp.settings.schema import flatten
-from hardened_ddp.settings.typed_command import pip_command
 from hardened_ddp.settings.wording import as_typed, counted, listed, printable
 
 _MOST_ROWS = 300
@@ -90,13 +89,15 @@ drawAll().catch((error) => {
 
 
 def run_report(options: Mapping[str, str], *, output: TextIO) -> int:
-    """Write the report and say where it is. Raises RunFolderError, MissingPackageError."""
+    """Write the report and say where it is. Raises RunFolderError."""
+    from plotly.offline import get_plotlyjs
+
     names = options["run"].splitlines()
     folders = [find_folder(name, Path(options["output_dir"])) for name in names]
     short = [folder.resolve().name for folder in folders]
     shown = [str(f) if short.count(n) > 1 else n for f, n in zip(folders, short, strict=True)]
     runs = {name: read_run(folder) for name, folder in zip(shown, folders, strict=True)}
-    page = page_of(runs, read_plotly())
+    page = page_of(runs, str(get_plotlyjs()))
     if options["output"]:
         path = Path(options["output"])
     else:
@@ -113,19 +114,6 @@ def run_report(options: Mapping[str, str], *, output: TextIO) -> int:
     size = path.stat().st_size / 1e6
     output.write(f"{as_typed(path)}: {size:.1f} MB; open it in a browser, it needs no network\n")
     return 0
-
-
-def read_plotly() -> str:
-    """Return Plotly's JavaScript, from its Python package. Raises MissingPackageError."""
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise MissingPackageError(
-            "the command report needs plotly, which is not installed",
-            # WHY not the whole file: it may be another torch that is installed
-            fix=pip_command("requirements.txt", "plotly"),
-        ) from error
-    return str(get_plotlyjs())
 
 
 def page_of(runs: Mapping[str, RunView], plotly: str) -> str:

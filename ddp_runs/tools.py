@@ -11,18 +11,25 @@ from typing import TextIO
 
 from ddp_doctor.terminal import UnreadableLogError as UnreadableInput
 from ddp_doctor.terminal import UsageError
-from hardened_ddp.errors import ConfigError, UnreadableLogError
+from hardened_ddp.errors import ConfigError, MissingPackageError, UnreadableLogError
 from hardened_ddp.ranks.launch import environment
 from hardened_ddp.reporting.sinks import printed
 from hardened_ddp.settings.cli import Request
 from hardened_ddp.settings.record import yaml_word
-from hardened_ddp.settings.typed_command import own_command
+from hardened_ddp.settings.typed_command import own_command, pip_command
 
 
 def run_tool(request: Request) -> int:
     """Run the command of request; return the exit status. Raises HardenedError."""
     try:
         return _run(request)
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if name not in ("rich", "plotly"):  # which only these commands need
+            raise
+        text = f"the command {request.command} needs {name}, which is not installed"
+        # WHY not the whole file: it may be another torch that is installed
+        raise MissingPackageError(text, fix=pip_command("requirements.txt", name)) from error
     except UnreadableInput as error:  # ddp_doctor knows nothing of our codes
         raise UnreadableLogError(error.message, fix=error.fix) from error
     except UsageError as error:

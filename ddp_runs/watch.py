@@ -22,7 +22,7 @@ from hardened_ddp.reporting.goodput import num_attempts
 from hardened_ddp.reporting.rank_status import WAITS, RankStatus
 from hardened_ddp.reporting.run_json import number_of
 from hardened_ddp.settings.earlier_run import find_folder
-from hardened_ddp.settings.typed_command import own_command, pip_command
+from hardened_ddp.settings.typed_command import own_command
 from hardened_ddp.settings.wording import as_typed, listed, printable, shown
 
 if TYPE_CHECKING:
@@ -58,14 +58,8 @@ def run_watch(options: Mapping[str, str], *, output: TextIO) -> int:
             fix=own_command("watch", "--help"),
         )
     folder = find_folder(options["run"], Path(options["output_dir"]))
-    try:
-        from rich.console import Console
-        from rich.live import Live
-    except ImportError as error:
-        raise ConfigError(
-            "the command watch draws with rich, which is not installed",
-            fix=pip_command("requirements.txt"),
-        ) from error
+    from rich.console import Console
+    from rich.live import Live
 
     run = read_run(folder)
     console = Console(file=output, width=None if output.isatty() else PLAIN_WIDTH, highlight=False)

@@ -20,6 +20,7 @@ import pytest
 from ddp_runs.report import page_of, run_report, sentences_of
 from ddp_runs.report_plots import MOST_POINTS, thinned
 from ddp_runs.run_files import read_run
+from ddp_runs.tools import run_tool
 from hardened_ddp.errors import MissingPackageError, RunFolderError
 from hardened_ddp.settings.cli import parse
 from tests.harness.processes import ROOT
@@ -243,11 +244,11 @@ def test_a_report_needs_plotly_only_and_without_it_tells_the_command_that_instal
         for module in [name, *(m for m in sys.modules if m.startswith(f"{name}."))]:
             monkeypatch.setitem(sys.modules, module, None)
     make_run(tmp_path / "first")
-    options = parse(["report", "first", "--output_dir", str(tmp_path)]).options
-    assert run_report(options, output=io.StringIO()) == 0
+    request = parse(["report", "first", "--output_dir", str(tmp_path)])
+    assert run_tool(request) == 0
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(MissingPackageError, match="needs plotly") as caught:
-        run_report(options, output=io.StringIO())
+        run_tool(request)
     assert re.search(r" -m pip install plotly==[\d.]+$", caught.value.fix)
 
 
