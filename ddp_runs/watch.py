@@ -37,6 +37,7 @@ _BARS, _PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 _CURVE_WIDTH, _SHORTEST_CURVE = 60, 8
 _TABLE_LINES, _FEWEST_ROWS, _MOST_PROBLEMS = 5, 3, 2
 _NEWEST_EVENTS = 3
+_UNITS = ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s"))
 _SPIKE, _BEFORE = 1.5, 5  # a loss so many times as large as the median of so many reports before
 _MOST_RANKS = 100_000  # a damaged file may say any number
 COLUMNS: tuple[str, ...] = ("rank", "host", "device", "step", "doing", "for", "samples/s")
@@ -334,13 +335,8 @@ def spans_decades(values: Sequence[float]) -> bool:
 def duration(seconds: float) -> str:
     """Write a time as a person reads it: 0.4s, 12s, 3m20s, 5h02m, 2d04h."""
     seconds = max(0.0, seconds)
-    if seconds < 9.95:
-        return f"{seconds:.1f}s"
     whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+    for size, name, part, of_part in _UNITS:
+        if whole >= size:
+            return f"{whole // size}{name}{whole % size // part:02d}{of_part}"
+    return f"{seconds:.1f}s" if seconds < 9.95 else f"{whole}s"
