@@ -71,29 +71,22 @@ def run_watch(options: Mapping[str, str], *, output: TextIO) -> int:
         return int(run.state in ("failed", "dead"))
     try:
         with Live(console=console, auto_refresh=False, screen=False) as live:
-            before: RunView | None = None
             while True:
                 width, height = console.size
                 bars = _PLAIN_BARS if console.options.ascii_only else _BARS
-                screen = drawn(run, before=before, width=width, height=height, bars=bars)
-                live.update(screen, refresh=True)
+                live.update(drawn(run, width=width, height=height, bars=bars), refresh=True)
                 if run.state in ("finished", "stopped"):
                     return 0
                 time.sleep(every_s)
-                before, run = run, read_run(folder)
+                run = read_run(folder)
     except KeyboardInterrupt:
         return 0
 
 
 def drawn(
-    run: RunView,
-    *,
-    before: RunView | None = None,
-    width: int,
-    height: int | None = None,
-    bars: str = _PLAIN_BARS,
+    run: RunView, *, width: int, height: int | None = None, bars: str = _PLAIN_BARS
 ) -> "Group":
-    """Draw a run with rich; before: an earlier look, since which shares of the time are counted.
+    """Draw a run with rich.
 
     width, height: of the terminal. If not all ranks fit, those that need a look come first.
     Without a height everything is drawn, as plain text.
@@ -113,8 +106,7 @@ def drawn(
         most_rows = max(_FEWEST_ROWS, height - above - len(lines) - _TABLE_LINES)
     if len(ranks) > most_rows:
         ranks = sorted(ranks, key=lambda rank: (-_worry(run, rank), rank.rank))[: most_rows - 1]
-    earlier = {rank.rank: rank for rank in (before.ranks if before else ())}
-    rows = [_row(run, rank, earlier.get(rank.rank)) for rank in ranks]
+    rows = [_row(run, rank) for rank in ranks]
     colors = [_ROW_COLORS[_worry(run, rank)] for rank in ranks]
     if len(ranks) < len(run.ranks):
         more = {"rank": "...", "doing": f"{len(run.ranks) - len(ranks)} more ranks"}
@@ -200,7 +192,7 @@ def _worry(run: RunView, rank: RankStatus) -> int:
     return int(rank.state == "running" and rank.phase_s > 10)
 
 
-def _row(run: RunView, rank: RankStatus, before: RankStatus | None) -> list[str]:
+def _row(run: RunView, rank: RankStatus) -> list[str]:
     doing, age_s = rank.phase, rank.phase_s
     if rank.state != "running":
         doing, age_s = rank.state, run.now - rank.now
@@ -215,19 +207,15 @@ def _row(run: RunView, rank: RankStatus, before: RankStatus | None) -> list[str]
         doing,
         duration(age_s),
         f"{rank.samples_per_s / max(1, rank.world_size):.0f}",
-        *_shares(rank, before),
+        *_shares(rank),
         f"{rank.rss_mib / 1024:.1f} GiB"
         + (f", GPU {rank.gpu_mib / 1024:.1f}" if rank.gpu_mib else ""),
     ]
 
 
-def _shares(rank: RankStatus, before: RankStatus | None) -> list[str]:
-    """Return the share of each part of the time since the earlier look, and that of waiting."""
+def _shares(rank: RankStatus) -> list[str]:
+    """Return the share of each part of the time since the start, and that of waiting."""
     spent = rank.at_work_s()
-    if not rank.split_s and before is not None and before.process == rank.process:
-        old = before.at_work_s()
-        newer = {name: seconds - old.get(name, 0.0) for name, seconds in spent.items()}
-        spent = newer if sum(newer.values()) > 0.2 else spent
     total = sum(spent.values())
     if total <= 0:
         return ["-"] * (len(_SHARES) + 1)
