@@ -71,9 +71,7 @@ class Done:
     cursor: int  # samples of that epoch that are done
     taken: Sequence[int] = ()  # of a stream: samples of each shard in that epoch that are done
     sizes: Sequence[int] = ()  # of a stream: samples of each shard in the epochs before
-
-    may_pause: bool = False
-    """Of a loader that is not read in each epoch."""
+    may_pause: bool = False  # of a loader that is not read in each epoch
 
 
 def verify_ledger(run: Path, done: Done) -> tuple[list[str], bool]:

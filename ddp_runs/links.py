@@ -15,9 +15,7 @@ from pathlib import Path
 from ddp_runs.machine import MIB
 from hardened_ddp.ranks.threads import HelperThread
 
-LIMIT_S = 4.0
-"""Of one connection, and of each answer."""
-
+LIMIT_S = 4.0  # of one connection, and of each answer
 _SEND_S, _MOST_BYTES, _PIECE_BYTES = 0.5, 512 * MIB, 256 * 1024
 
 

@@ -49,9 +49,7 @@ FAULTS = ("error", "hang", "rollback", "retry", "left out", "data", "slow", "sur
 class Event:
     """Something that was logged as a warning or an error, perhaps by several ranks."""
 
-    time: float
-    """Seconds since the epoch; the log's local time is read as that of this machine."""
-
+    time: float  # in seconds since the epoch: the log's local time is read as that of this machine
     kind: str
     level: str
     text: str

@@ -55,27 +55,19 @@ class RunView:
 
     folder: Path
     now: float
-    ranks: tuple[RankStatus, ...] = ()
-    """Of the newest start, by rank."""
-
+    ranks: tuple[RankStatus, ...] = ()  # of the newest start, by rank
+    # By step; of a step that was repeated, the last line of each kind counts.
     points: tuple[Point, ...] = ()
-    """By step; of a step that was repeated, the last line of each kind counts."""
-
     attempts: tuple[Json, ...] = ()
-    checkpoints: tuple[tuple[int, float], ...] = ()
-    """The step and the time of each one, oldest first."""
-
+    checkpoints: tuple[tuple[int, float], ...] = ()  # step and time of each one, oldest first
     best: Json = field(default_factory=dict)
     mirror: Json = field(default_factory=dict)
     events: tuple[Event, ...] = ()
     summary: Json = field(default_factory=dict)
     failures: tuple[Json, ...] = ()
     left_out: tuple[Json, ...] = ()
-    settings: tuple[tuple[str, str, str], ...] = ()
-    """Of each setting its name, its value as YAML, and where it came from."""
-
-    problems: tuple[str, ...] = ()
-    """Files that can't be read or believed."""
+    settings: tuple[tuple[str, str, str], ...] = ()  # name, value as YAML, where it came from
+    problems: tuple[str, ...] = ()  # files that can't be read or believed
 
     @property
     def main(self) -> RankStatus:

@@ -15,6 +15,7 @@ from hardened_ddp.errors import ConfigError, MissingPackageError, UnreadableLogE
 from hardened_ddp.ranks.launch import environment
 from hardened_ddp.reporting.sinks import printed
 from hardened_ddp.settings.cli import Request
+from hardened_ddp.settings.earlier_run import find_folder
 from hardened_ddp.settings.record import yaml_word
 from hardened_ddp.settings.typed_command import own_command, pip_command
 
@@ -74,7 +75,7 @@ def _run(request: Request) -> int:
         case "verify-ledger":
             from ddp_runs.ledger_check import check_ledger
 
-            return check_ledger(_found(request.options["run"]), output=output)
+            return check_ledger(find_folder(request.options["run"], Path("runs")), output=output)
         case "audit":
             from ddp_doctor.audit.command import run_audit
 
@@ -94,7 +95,7 @@ def _explain(request: Request, output: TextIO) -> int:
         return run_cause(code, output=output, commands=commands)
     # newest, if no file is called so, is the newest run
     logs = [
-        str(_found("")) if log == "newest" and not os.path.lexists(log) else log
+        str(find_folder("", Path("runs"))) if log == "newest" and not os.path.lexists(log) else log
         for log in request.options["log"].splitlines()
     ]
     wants_json = bool(request.options["json"])
@@ -125,12 +126,6 @@ def _settings_of(request: Request) -> list[str]:
 def as_flag(name: str, value: object) -> str:
     """Write a setting as a flag of the trainer, which takes text as it is."""
     return f"{name}={value if isinstance(value, str) else yaml_word(value)}"
-
-
-def _found(run: str) -> Path:
-    from hardened_ddp.settings.earlier_run import find_folder
-
-    return find_folder(run, Path("runs"))
 
 
 def _resume(run: Path, num_ranks: int) -> str:
