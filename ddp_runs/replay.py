@@ -1,12 +1,9 @@
 """The commands replay, bisect and diff: steps of a run again, exactly, and where two runs part.
 
 replay restores the checkpoint before the step, or begins with the seed, and starts the trainer in a
-folder of its own, on as many ranks, with the threads and settings of that time; where the run was
-resized on the way, one start follows the other. Then it compares the digests of all those steps.
-bisect finds the first step where a condition holds, from what the run recorded; by binary search
-over the checkpoints, if the condition stays once it holds; else by doing the steps again. Then it
-does the steps without some samples, also those before it: damage may show some steps later.
-diff trains nothing. What a rank does is in replay_rank.py.
+folder of its own, on as many ranks, with the threads and settings of that time. bisect takes what
+the run recorded; binary search over checkpoints, if the condition stays once it holds; else all
+steps again. diff trains nothing. What a rank does is in replay_rank.py.
 """
 
 import json
@@ -51,13 +48,11 @@ _PARTED = {
     "samples": "it takes other samples",
     "left out": "one run left it out: see skipped_samples.jsonl",
     "data": "the same samples, of other bytes",
-    "ranks": "the same samples on another number of ranks, so the same sums are added up in "
-    "another order; what a model draws, such as dropout, follows from the rank",
+    "ranks": "the same samples on other ranks: added up in another order, with other dropout",
     "loss": "the same samples, of the same bytes, give another loss",
     "gradient": "the same loss, another gradient",
 }
-_NOTHING = "nothing recorded differs: a device that is not deterministic (train both with "
-_NOTHING += "--deterministic), or what is not recorded"
+_NOTHING = "nothing recorded differs: a device that is not deterministic (see --deterministic)?"
 
 
 @dataclass(kw_only=True)
@@ -101,8 +96,8 @@ def whole(text: str, name: str) -> int:
 
 def show(done: Json, output: TextIO) -> int:
     """Print what a replay has shown; return 0 if all of it is as it was, else 1."""
-    lines = [done["verdict"], *done["lines"], f"state after it: {done['folder']}"]
-    print("\n".join(lines), file=output)
+    told = done["verdict"], *done["lines"], f"state after it: {done['folder']}"
+    print(*told, sep="\n", file=output)
     return int(bool(done["parted"]))
 
 
@@ -191,8 +186,7 @@ def _compare(digests: Digests, folder: Path, now: Json) -> Json:
         text += "the data is as it was: train and replay with --deterministic"
     elif then["world_size"] != now["world_size"]:
         text = f"on {now['world_size']} instead of {counted(then['world_size'], 'rank')}: the same "
-        text += "samples and the same mean, added up in another order: "
-        text += f"{steps} with the same loss up to rounding"
+        text += f"samples, added up in another order: {steps} with the same loss up to rounding"
     else:
         share = "all" if then["parts"] == 1 else "in each step a share"
         text = f"{steps} equal bit for bit: samples, loss, {share} of the gradient"
@@ -276,10 +270,8 @@ def run_diff(options: Mapping[str, str], *, output: TextIO) -> int:
     shared, step, what = one.parting(two)
     if not shared:
         spans = [f"{min(digests.steps)} to {max(digests.steps)}" for digests in (one, two)]
-        raise RunFolderError(
-            f"no step has digests in both runs: one has those of {spans[0]}, the other {spans[1]}",
-            fix="compare runs that did the same steps",
-        )
+        text = f"no step has digests in both runs: one has those of {', the other '.join(spans)}"
+        raise RunFolderError(text, fix="compare runs that did the same steps")
     a, b = one.facts_at(step), two.facts_at(step)
     unlike = differences(a, b)
     faults = [sum(event.kind in FAULTS for event in read_run(folder).events) for folder in folders]

@@ -60,18 +60,14 @@ class Condition:
     def parse(cls, text: str) -> "Condition":
         """Read a condition. Raises ConfigError."""
         if (match := _CONDITION.fullmatch(text.strip())) is None:
-            fix = "one of: loss > 3, grad_norm > 100, lr < 1e-5, accuracy/test < 0.5, nan in loss, "
-            fix += "nan in weights, norm(LAYER) > 9 (of its weights)"
+            fix = "as loss > 3, accuracy/test < 0.5, nan in weights, norm(LAYER) > 9 (of weights)"
             raise ConfigError(f"--when: found {text!r}, which is no condition", fix=fix)
         nan, layer, name, op, limit = match.group("nan", "layer", "name", "op", "limit")
         name = nan or name or "weights"
         return cls(name, layer or "", op or "", float(limit or 0))
 
     def holds(self, step: Found) -> bool:
-        """Return whether it holds after a step.
-
-        An error counts as NaN. NaN holds every condition that asks for large numbers.
-        """
+        """Return whether it holds after a step. NaN, as of an error, holds each for large ones."""
         if self.name not in step:
             return False
         value = math.nan if step.get("error") and not self.op else step[self.name]
@@ -108,8 +104,7 @@ class Replay:
         self.run, self.plan, self.parts = run, plan, run.parts
         self.condition = Condition.parse(plan["when"]) if plan["when"] else None
         self.before: Saved | None = None  # the state before the first step that is tried again
-        # held_at: the step where the condition held first
-        self.found: Found = {"held_at": None, "lines": []}
+        self.found: Found = {"held_at": None, "lines": []}  # where the condition held first
 
     def go(self) -> None:
         """Do the steps up to the last one of the plan. Collective: all ranks."""
@@ -211,8 +206,7 @@ class Replay:
                     found += self._weigh(batch, losses)
         for row in found:
             row |= {"rank": rank, "file": file_of(parts.data.train, row["sample"]) or row["file"]}
-        all_found = parts.group.gather_json(found)  # collective
-        return in_order(row for own in all_found for row in own)
+        return in_order(row for own in parts.group.gather_json(found) for row in own)  # collective
 
     def _losses(self, batch: Batch) -> list[torch.Tensor]:
         """Return the samples' losses in the forward of all, as in the step (dropout), or none."""
@@ -237,7 +231,7 @@ class Replay:
         """
         parts, size = self.parts.replica.module.modules(), batch.num_samples
         mixes = 1 < size <= _MOST_ALONE and any("BatchNorm" in type(p).__name__ for p in parts)
-        rows, of_all = list[Found](), list[torch.Tensor]()  # the gradient of all of them
+        rows, of_all = list[Found](), tuple[torch.Tensor, ...]()  # the gradient of all of them
         for place, sample in enumerate(batch.indices.tolist()):
             rows.append(row := {"sample": sample, "file": "", "mixes": mixes})
             row |= dict.fromkeys(("loss", "norm", "weight"), math.nan)
@@ -260,10 +254,9 @@ class Replay:
         with self.parts.precision.autocast():
             return task.score(task.forward(self.parts.replica.module, batch), batch).loss_sum
 
-    def _gradient(self, loss: torch.Tensor) -> list[torch.Tensor]:
-        parameters = self.parts.gradients.local.parameters
-        grads = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
-        return [*grads]
+    def _gradient(self, loss: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        weights = self.parts.gradients.local.parameters
+        return torch.autograd.grad(loss, weights, retain_graph=True, materialize_grads=True)
 
     def _asked(self, done: Found) -> list[str]:
         """Tell of the samples that were asked for: which the step does not have; what is in one."""
@@ -329,9 +322,8 @@ def described(part: Any) -> str:  # Any: a dataset's data
     """Describe a part of a sample in a line."""
     if not isinstance(part, torch.Tensor) or not part.numel():
         return repr(part)[:200]
-    values, kind = part.double(), str(part.dtype).removeprefix("torch.")
-    span = f"from {values.min():.4g} to {values.max():.4g}, mean {values.mean():.4g}"
-    return f"{kind} {tuple(part.shape)}, {span}"
+    low, high = part.double().aminmax()
+    return f"{part.dtype} {tuple(part.shape)}, from {low:.4g} to {high:.4g}"
 
 
 def step_lines(step: Found) -> list[str]:
@@ -405,9 +397,8 @@ def blame(replay: Replay, state: Saved, suspects: Sequence[int], last: int) -> F
             fewer = [each for each in gone if each != sample]
             gone = fewer if peak(step, fewer) < math.inf else gone
     found["samples"] = gone
-    names = f"sample {' or '.join(map(str, gone))}"
-    if not alone:
-        names = f"samples {' and '.join(map(str, gone))}"
+    texts = [*map(str, gone)]
+    names = f"sample {' or '.join(texts)}" if alone else f"samples {' and '.join(texts)}"
     found["proof"] = f"without step {step} it does not hold; it is none of its samples"
     if gone:
         found["proof"] = f"proved: step {step} without {names} does not lead to it"

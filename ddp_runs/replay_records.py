@@ -53,8 +53,8 @@ class Step:
         main, records = self.main, self.ranks.values()
         loss = sum(r.loss for r in records) / max(1.0, sum(r.num_counted for r in records))
         norm = 0.0 if main.left_out else main.norm
-        numbers = {"loss": loss, "grad_norm": norm, "lr": main.rate, "samples": main.size}
-        return {"step": main.step, **numbers}
+        known = main.step, loss, norm, main.rate, main.size
+        return dict(zip(("step", *STEP_NUMBERS, "samples"), known, strict=True))
 
     def parts_from(self, other: "Step", *, rounds: bool = False) -> str:
         """Name the first thing in which two records of a step differ; empty: they are equal.
@@ -132,10 +132,8 @@ def read_digests(run: Path, *, may_be_empty: bool = False) -> Digests:
             elif record.step in steps:
                 steps[record.step].ranks[rank] = record
     if not steps and not may_be_empty:
-        raise RunFolderError(
-            f"{run} has no digests of its steps, so nothing says whether a step is the same again",
-            fix=f"train with --digests on: {own_command('--digests', 'on')}",
-        )
+        text = f"{run} has no digests of its steps, so nothing says whether one is the same again"
+        raise RunFolderError(text, fix=f"train with {own_command('--digests', 'on')}")
     return Digests(run, steps, list(starts.values()))
 
 
