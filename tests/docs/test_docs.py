@@ -84,7 +84,7 @@ TEST_OF_OTHER_RANKS = "test_any_number_of_ranks_goes_on_with_the_same_samples_in
 HOSTS = {"docs.pytorch.org", "docs.nvidia.com", "arxiv.org"}
 """Where links of the documents may lead to, besides files of this repository."""
 OTHER_PROGRAMS = {"shm-size", "ipc", "cap-add", "pid", "logdir", "local_addr", "shutdown-timeout"}
-OTHER_PROGRAMS |= {"local_rank"}  # of old launchers
+OTHER_PROGRAMS |= {"local_rank", "shutdown_timeout"}  # of old launchers, and of a new torchrun
 OTHER_PROGRAMS |= {"ntasks", "ntasks-per-node", "gpus-per-node", "partition", "nodes", "signal"}
 OURS = {option.name for command in COMMANDS.values() for option in command.options}
 OURS |= {"config", "no_config", "help", "version", "dry-run", "width"}  # width: of a benchmark

@@ -43,7 +43,7 @@ BUDGETS = {
     "hardened_ddp_command.py": 180,
     "ddp_doctor/*": 12_440,
     "ddp_runs/*": 3_600,
-    "hardened_ddp/*": 29_215,
+    "hardened_ddp/*": 29_220,
     "hardened_ddp/gradients/*": 680,
     "hardened_ddp/settings/*": 2_140,
     "hardened_ddp/step/*": 2_105,
@@ -56,12 +56,12 @@ BUDGETS = {
     "hardened_ddp/preflight/*": 975,
     "hardened_ddp/ranks/*": 2_535,
     "hardened_ddp/guard/*": 1_245,
-    "hardened_ddp/data/*": 4_230,
+    "hardened_ddp/data/*": 4_235,
     "hardened_ddp/streams/*": 2_635,
     "ddp_drills/*": 1_935,
     "launchers/*": 710,
     "tests/harness/*": 895,
-    "tests/*": 30_265,
+    "tests/*": 30_285,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.

@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 POLL_S = 0.5  # how long a dead worker may go unnoticed while a batch is waited for
 _LONGEST_GAP_S = 4 * POLL_S  # a longer one was no wait: the process was stopped
 START_S = 60.0  # how long workers may at least take to start: a busy machine imports torch slowly
+_ANSWER_S = 10.0  # how long idle workers may take to answer that they go on
 _NUM_NOTES = 3  # of each worker: the sample being read, its pid, the descriptor of its stacks
 END_S = 5.0  # how long workers may take to end before they are killed
 SENDING_S = 1.0  # how long one that is to be killed may take to send what it has begun to send
@@ -127,13 +128,20 @@ class WorkerPool:
         assert self._loader is not None, "a closed worker pool was started"
         self._requests.source = requests
         before = set(multiprocessing.active_children())
+        if not all(worker.is_alive() for worker in self._workers):
+            raise self._explain(RuntimeError("an idle worker has ended"), is_late=False)
+        idle: Any = self._iterator  # Any: torch's iterator, whose parts are private
         try:
             with signals_of_rank_blocked():
+                if hasattr(idle, "_timeout"):  # torch waits so long for each of them to answer
+                    idle._timeout = _ANSWER_S
                 self._iterator = iter(self._loader)
         except Exception as error:  # WHY broad: processes, pipes, and pickling the user's dataset
             error.__traceback__ = None  # see receive
             raise WorkersLost(f"workers can't be started: {_summary(error)}") from None
         finally:
+            if hasattr(idle, "_timeout"):
+                idle._timeout = POLL_S
             self._workers += set(multiprocessing.active_children()) - before
 
     def receive(self) -> Batch | None:
