@@ -313,8 +313,7 @@ def norm_of_weights(module: torch.nn.Module, layer: str) -> float:
     named = dict(module.named_parameters())
     chosen = [p for name, p in named.items() if not layer or f"{name}.".startswith(f"{layer}.")]
     if not chosen:
-        fix = f"it has {', '.join([*named][:6])}"
-        raise ConfigError(f"norm({layer}): the model has no such layer", fix=fix)
+        raise ConfigError(f"norm({layer}): no such layer", fix=f"it has {listed([*named], 6)}")
     return norm(chosen)
 
 
@@ -322,8 +321,9 @@ def described(part: Any) -> str:  # Any: a dataset's data
     """Describe a part of a sample in a line."""
     if not isinstance(part, torch.Tensor) or not part.numel():
         return repr(part)[:200]
-    low, high = part.double().aminmax()
-    return f"{part.dtype} {tuple(part.shape)}, from {low:.4g} to {high:.4g}"
+    values, kind = part.double(), str(part.dtype).removeprefix("torch.")
+    span = f"from {values.min():.4g} to {values.max():.4g}, mean {values.mean():.4g}"
+    return f"{kind} {tuple(part.shape)}, {span}"
 
 
 def step_lines(step: Found) -> list[str]:
