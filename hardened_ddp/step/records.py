@@ -55,15 +55,15 @@ class Records:
         # Of the samples of each step, and of its digests. None: they are off.
         self.ledger: ledger.LedgerWriter | None = None
         self.digests: ledger.StepFile | None = None
-        self._mode, num_tensors = parts.config.run.digests, len(parts.gradients.local.parameters)
+        self._mode = parts.config.run.digests
+        num_tensors = len(parts.gradients.local.parameters)
         self._num_shares = min(_NUM_SHARES, num_tensors) if self._mode == "auto" else 1
-        # Of steps whose numbers may still be on a GPU; and these: the digest, and, as the bits of
-        # floats, loss, count and norm. WHY one array: small tensors that outlive a step fragment
-        # the memory that it frees. WHY numpy's on a CPU: torch takes ten times as long.
+        self._numbers: torch.Tensor | None = None  # of the gradient
+        # Of steps whose numbers are still on a GPU; and these: the digest, and, as the bits of
+        # floats, loss, count and norm. WHY one tensor for all: small ones that outlive a step
+        # fragment the memory that it frees
         self._rows: list[list[float]] = []
-        waiting = torch.zeros((_MOST_WAITING, 5), dtype=torch.int64, device=parts.device)
-        both: list[Any] = [waiting, waiting.view(torch.float64)]  # Any: of torch or numpy
-        self._waiting, self._floats = both if parts.is_async_device else [t.numpy() for t in both]
+        self._waiting = torch.zeros((_MOST_WAITING, 5), dtype=torch.int64, device=parts.device)
         self._began_at = self.cost_s = 0.0
         self._num_steps = 0
 
@@ -104,7 +104,7 @@ class Records:
         if self._parts.is_async_device and is_small and found:
             found = [torch.cat([each.reshape(-1) for each in found])]
         pairs = [self._checksum.of(each) for each in found]
-        self._waiting[len(self._rows), :2] = combine(torch.stack(pairs)) if pairs else 0
+        self._numbers = combine(torch.stack(pairs)) if pairs else None
         self.cost_s += time.perf_counter() - began
 
     def commit(self, attempt: Attempt) -> None:
@@ -112,21 +112,26 @@ class Records:
         began = time.perf_counter()
         self._began_at = self._began_at or began
         progress, window, is_done = self._progress, attempt.window, attempt.outcome is Outcome.DONE
-        place, is_behind = len(self._rows), self._parts.is_async_device
         rate = self._parts.optimizer.param_groups[0]["lr"]
         row: list[float] = [
             progress.step, window.epoch, progress.max_micro_batch, window.start, window.size,
             not is_done, 0, 0, hash_of(attempt.batches), 0.0, 0.0, math.nan,
             math.nan if isinstance(rate, torch.Tensor) and not rate.is_cpu else float(rate),
         ]  # fmt: skip
-        if not (is_done and self._parts.group.is_main):
-            self._waiting[place, :2] = 0
-        losses = attempt.losses if is_behind else map(float, attempt.losses)
-        self._floats[place, 2], self._floats[place, 3] = sum(losses), attempt.count
-        self._floats[place, 4] = attempt.norm
-        self._rows.append(row)
-        if not is_behind or len(self._rows) == len(self._waiting):
-            self._read()
+        numbers, self._numbers = self._numbers if is_done else None, None  # not of a step before
+        if self._parts.is_async_device:
+            own = self._waiting[len(self._rows)]
+            own[:2] = 0 if numbers is None else numbers
+            floats = own.view(torch.float64)
+            floats[2], floats[3], floats[4] = sum(attempt.losses), attempt.count, attempt.norm
+            self._rows.append(row)
+            if len(self._rows) == len(self._waiting):
+                self._read()
+        elif self.digests is not None:  # WHY not the same way: it takes ten times as long
+            row[6:8] = [0, 0] if numbers is None else numbers.tolist()
+            loss = sum(map(float, attempt.losses))
+            row[9:12] = [loss, float(attempt.count), float(attempt.norm)]
+            self.digests.add(RECORD.pack(*row))
         self.cost_s += time.perf_counter() - began
         self._num_steps += 1
 
@@ -134,7 +139,8 @@ class Records:
         """Write the records whose numbers are on a device. Waits for it."""
         rows, self._rows = self._rows, []
         if rows and self.digests is not None:
-            numbers, floats = (each[: len(rows)].tolist() for each in (self._waiting, self._floats))
+            waiting = self._waiting[: len(rows)]
+            numbers, floats = waiting.tolist(), waiting.view(torch.float64).tolist()
             for place, row in enumerate(rows):
                 row[6:8], row[9:12] = numbers[place][:2], floats[place][2:]
                 self.digests.add(RECORD.pack(*row))

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, cast
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -528,24 +527,17 @@ def test_the_start_tells_what_milestones_cost_and_how_far_any_step_is(small_run:
 def test_numbers_of_steps_wait_on_a_device_and_on_a_cpu_pass_through_no_tensor(waits: bool) -> None:
     written = list[tuple[float, ...]]()
     groups = SimpleNamespace(param_groups=[{"lr": 0.1}])
-    main = SimpleNamespace(is_main=True)
-    parts = SimpleNamespace(is_async_device=waits, optimizer=groups, group=main)
+    parts = SimpleNamespace(is_async_device=waits, optimizer=groups)
     records = Records.__new__(Records)
     records._parts, records._progress = cast(Parts, parts), Progress()
-    table = torch.zeros((3, 5), dtype=torch.int64)
-    records._rows, records._waiting = [], table if waits else table.numpy()
-    records._floats = records._waiting.view(torch.float64 if waits else np.float64)
+    records._rows, records._waiting = [], torch.zeros((3, 5), dtype=torch.int64)
     records._began_at, records.cost_s, records._num_steps = 1.0, 0.0, 0
     file = SimpleNamespace(add=lambda raw: written.append(RECORD.unpack(raw)))
     records.digests = cast(StepFile, file)
     window, pair = SimpleNamespace(epoch=0, start=0, size=4), torch.tensor([5, 2**62])
     for step, numbers in enumerate((pair, pair, None, pair)):  # so many as have room, and one
-        first, norm = torch.tensor(0.5), torch.tensor(float(step))
+        records._numbers, first, norm = numbers, torch.tensor(0.5), torch.tensor(float(step))
         attempt = SimpleNamespace(window=window, batches=[], count=4, outcome=Outcome.DONE)
-        if numbers is None:  # what the row has is of an earlier step
-            attempt.outcome = Outcome.LEFT_OUT
-        else:
-            records._waiting[len(records._rows), :2] = numbers
         attempt.losses = [first if waits else 0.5, 2.0]
         attempt.norm = norm if waits else float(step)
         with Counted() as counted:

@@ -43,10 +43,10 @@ BUDGETS = {
     "hardened_ddp_command.py": 180,
     "ddp_doctor/*": 12_440,
     "ddp_runs/*": 3_600,
-    "hardened_ddp/*": 29_220,
+    "hardened_ddp/*": 29_230,
     "hardened_ddp/gradients/*": 680,
     "hardened_ddp/settings/*": 2_140,
-    "hardened_ddp/step/*": 2_105,
+    "hardened_ddp/step/*": 2_110,
     "hardened_ddp/reporting/*": 1_810,
     "hardened_ddp/task/*": 1_460,
     "hardened_ddp/checkpoint/*": 1_785,
@@ -61,7 +61,7 @@ BUDGETS = {
     "ddp_drills/*": 1_935,
     "launchers/*": 710,
     "tests/harness/*": 895,
-    "tests/*": 30_285,
+    "tests/*": 30_280,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.
