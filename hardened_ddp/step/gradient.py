@@ -200,7 +200,8 @@ class Gradient:
         )
         bad = [sample for batch in batches for sample in batch.bad]
         if bad and not self._leaves_out:
-            return Failure("sample", f"rank {rank} can't read sample {bad[0].name}: {bad[0].error}")
+            what = f"can't read sample {bad[0].name}: {bad[0].error}"
+            return Failure("sample", f"{self.where()}, {Phase.DATA.label}: {what}")
         if bad or progress.max_micro_batch:
             batches = split(batches, progress.max_micro_batch)
         if not parts.schedule.is_constant:
@@ -224,7 +225,8 @@ class Gradient:
         if not is_enough and attempt.window.is_for_all(parts.group.world_size):
             names = [n for n, p in gradients.local.by_name.items() if p.grad is None]
             some = f"{', '.join(names[:NUM_SHOWN])} ({len(names)} in all)"
-            return Failure("unused", f"rank {rank}: no gradient came for {some}")
+            where = f"{self.where()}, {Phase.BACKWARD.label}"
+            return Failure("unused", f"{where}: no gradient came for {some}")
         return None
 
     def reduce(self, attempt: Attempt, *, on_device: bool) -> Sums | None:
