@@ -258,7 +258,7 @@ def build(settings: Resolved, group: Group, saved: Saved | None, events: Events)
     from hardened_ddp.data.loader_setup import build_eval_loader, build_sampler, build_train_loader
     from hardened_ddp.data.sources.datasets import build_data, prepare_data
     from hardened_ddp.model.precision import Precision
-    from hardened_ddp.preflight.optimizer_trial import build_schedule
+    from hardened_ddp.preflight.optimizer_trial import build_optimizer_and_schedule
     from hardened_ddp.preflight.trial import Trial
     from hardened_ddp.step.parts import Parts
     from hardened_ddp.training import building
@@ -278,7 +278,9 @@ def build(settings: Resolved, group: Group, saved: Saved | None, events: Events)
     global_batch = building.choose_global_batch(
         config, world_size=group.world_size, saved=meta, sources=settings.sources
     )
-    sampler = build_sampler(data, config, group=group, global_batch=global_batch, saved=meta)
+    sampler = build_sampler(  # collective
+        data, config, group=group, global_batch=global_batch, saved=meta
+    )
     length = building.count_steps(config, sampler, meta)
     loader = build_train_loader(data, sampler, config, group=group, length=length)
     group.tracker.begin("building the model")
@@ -288,7 +290,9 @@ def build(settings: Resolved, group: Group, saved: Saved | None, events: Events)
     trial = Trial(model, task, precision, group)
     replica, sums = build_replica(config, trial, samples, saved=meta)  # collective
     # The optimizer, and its learning rate in each step.
-    schedule = build_schedule(trial, config.optimizer, total_steps=length.schedule)  # collective
+    schedule = build_optimizer_and_schedule(  # collective
+        trial, config.optimizer, total_steps=length.schedule
+    )
     return Parts(
         config=config,
         group=group,

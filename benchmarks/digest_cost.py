@@ -92,9 +92,7 @@ def measure(work: str, num_blocks: int) -> tuple[dict[str, list[float]], dict[st
     settings = resolve(parse(argv), world_size=1)
     parts = ddp_training.build(settings, group, None, Events())  # collective
     left_out, progress = LeftOut(parts), Progress()
-    stepper = Stepper(
-        parts, progress, left_out=left_out, saver=SimpleNamespace(reads_weights=False)
-    )
+    stepper = Stepper(parts, progress, left_out=left_out, saver=SimpleNamespace(is_copying=False))
     wall_s = dict.fromkeys(FORMS, 0.0)
     blocks_s: dict[str, list[float]] = {form: [] for form in FORMS}
     with tempfile.TemporaryDirectory() as folder:

@@ -108,7 +108,7 @@ def measure(options: argparse.Namespace) -> int:
         settings = resolve(parse(argv), world_size=launch.world_size)
         parts = ddp_training.build(settings, group, None, Events())  # collective
         steppers[which] = Stepper(
-            parts, Progress(), left_out=LeftOut(parts), saver=SimpleNamespace(reads_weights=False)
+            parts, Progress(), left_out=LeftOut(parts), saver=SimpleNamespace(is_copying=False)
         )
     windows = list(itertools.islice(parts.train_loader.windows(0, 0), 8))
 

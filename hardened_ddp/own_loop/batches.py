@@ -67,7 +67,7 @@ class Stream:
     def __init__(
         self, given: DataLoader[Any], place: dict[str, int], group: Group, *, seed: int
     ) -> None:
-        """place: pass, cursor, window, size, repeat, least."""
+        """place: pass, cursor, window, size, repeat, least (samples of a last window)."""
         self.given, self.place = given, place
         self.ended_in = -1  # the epoch in which it gave its last batch
         self.ledger: LedgerWriter
@@ -79,7 +79,7 @@ class Stream:
             global_batch=place["window"],
             batch_size=2 * place["window"],  # WHY: so many on one rank, if there is only one now
             drop_last=given.drop_last,
-            least=place["least"],
+            min_last_window=place["least"],
         )
         # WHY so: all of the given one counts, and it refuses another sampler once it is made.
         # WHY a generator: else each start of a pass would draw a number of the loop's own

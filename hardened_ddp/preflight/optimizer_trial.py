@@ -25,7 +25,9 @@ from hardened_ddp.settings.config import OptimizerConfig
 _STEPS_BEFORE, _STEPS_AFTER = 3, 2
 
 
-def build_schedule(trial: Trial, config: OptimizerConfig, *, total_steps: int) -> Schedule:
+def build_optimizer_and_schedule(
+    trial: Trial, config: OptimizerConfig, *, total_steps: int
+) -> Schedule:
     """Build the optimizer of a model and its learning rate; try them if they are the user's.
 
     Collective: all ranks. The optimizer is schedule.optimizer. Raises OptimizerError.

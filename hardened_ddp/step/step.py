@@ -32,10 +32,10 @@ from hardened_ddp.step.records import Records
 from hardened_ddp.step.retry import StepRetry
 
 
-class ReadsWeights(Protocol):
-    """What may still read the weights of the last step: a checkpoint write under way."""
+class CopiesWeights(Protocol):
+    """What may still be copying the weights of the last step: a checkpoint write under way."""
 
-    reads_weights: bool
+    is_copying: bool
 
     def before_update(self) -> None:
         """Wait until the weights may change."""
@@ -66,7 +66,7 @@ class Stepper:
     """Does optimizer steps with the parts of a run."""
 
     def __init__(
-        self, parts: Parts, progress: Progress, *, left_out: LeftOut, saver: ReadsWeights
+        self, parts: Parts, progress: Progress, *, left_out: LeftOut, saver: CopiesWeights
     ) -> None:
         self.parts = parts
         self.progress = progress
@@ -179,7 +179,7 @@ class Stepper:
             parts.precision.unscale(parts.optimizer)
             norm = clip(parts.gradients.local.by_name.values(), max_norm=max_norm)
             self.gradient.totals.grad_norm = attempt.norm = norm
-        if self._saver.reads_weights:
+        if self._saver.is_copying:
             self._saver.before_update()
         self.live.is_at_boundary = False
         if self._seeds_update:
@@ -202,7 +202,7 @@ class Stepper:
 
     def _end_schedule_step(self) -> None:
         """Step the scheduler object, also after a step that was left out: it counts steps."""
-        if self._saver.reads_weights:
+        if self._saver.is_copying:
             self._saver.before_update()
         self.live.is_at_boundary = False
         if self.progress.step + 1 < self.parts.length.total:  # WHY: torch's may end with the run

@@ -71,9 +71,9 @@ class Rollback:
             can_differ = self.parts.compares_every and self.parts.gradients.tells_of_failures
             is_repaired = can_differ and self._equalize(f": {error.message}")  # collective
         else:
-            what = "what a forward has changed can't be put back"
-            at_most = self.progress.step
-            is_repaired = not error.is_undone and self._go_back(at_most=at_most, why=what)
+            why, step = "what a forward has changed can't be put back", self.progress.step
+            is_repaired = not error.is_undone
+            is_repaired = is_repaired and self._go_back(at_most=step, why=why)  # collective
         if not is_repaired:
             raise error
 
@@ -111,7 +111,7 @@ class Rollback:
         self._differed_until = step + 1
         if not self._retries or is_again:
             self._stop(found, step, "again, after they were made equal" if is_again else "")
-        if self._go_back(at_most=self._equal_at, why="the replicas differed"):
+        if self._go_back(at_most=self._equal_at, why="the replicas differed"):  # collective
             self._differed_until = step
         elif found.source is not None:
             log.warning(

@@ -286,7 +286,7 @@ class Saver:
     ) -> None:
         self.contents = contents
         # The weights are being copied from a GPU: call before_update before they change.
-        self.reads_weights = False
+        self.is_copying = False
         self._tracker = group.tracker
         self._writer = CheckpointWriter(store) if group.launch.is_main else None
         self._store = store
@@ -334,7 +334,7 @@ class Saver:
                     best=best,
                 )
                 if not self._is_wanted:
-                    self.reads_weights = self._writer.is_copying
+                    self.is_copying = self._writer.is_copying
                     self._saved_step = progress.step
             except CheckpointError as error:
                 self._warn(error)
@@ -379,7 +379,7 @@ class Saver:
         if self._writer is not None:
             with self._tracker.within(Phase.CHECKPOINT):
                 self._writer.before_update()
-        self.reads_weights = False
+        self.is_copying = False
 
     def tell_errors(self) -> None:
         """Report a write that failed. Rank-local."""

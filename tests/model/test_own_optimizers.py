@@ -18,7 +18,7 @@ from hardened_ddp.model.optimizer import build_optimizer, parameter_groups
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.schedule import Schedule, restore_state, save_state
 from hardened_ddp.model.state_tree import pack, unpack
-from hardened_ddp.preflight.optimizer_trial import build_schedule
+from hardened_ddp.preflight.optimizer_trial import build_optimizer_and_schedule
 from hardened_ddp.preflight.trial import Trial
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
@@ -44,7 +44,7 @@ def build(model: nn.Module | None = None, **settings: Any) -> Schedule:
     # a value with a colon is an import path
     paths = {n: ImportPath(v) for n, v in settings.items() if isinstance(v, str) and ":" in v}
     config = OptimizerConfig(**{**settings, **paths})
-    return build_schedule(trial, config, total_steps=12)
+    return build_optimizer_and_schedule(trial, config, total_steps=12)
 
 
 def rates(schedule: Schedule, num_steps: int, group: int = 0) -> list[float]:
@@ -106,7 +106,7 @@ def test_what_cannot_be_used_is_refused_before_the_first_step(told: str) -> None
     model = Grouped(2, groups) if groups else nn.Linear(3, 2)
     config = settings_of(words.replace("own:", f"{OWN}:")).config.optimizer
     with pytest.raises(OptimizerError) as caught:
-        build_schedule(trial_of(model), config, total_steps=12)
+        build_optimizer_and_schedule(trial_of(model), config, total_steps=12)
     assert told in caught.value.message
     assert caught.value.fix
 

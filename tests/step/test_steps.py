@@ -58,7 +58,7 @@ def parts_of(argv: list[str], *, device: torch.device = CPU) -> Parts:
 
 def stepper_of(parts: Parts, before_update: Callable[[], None] | None = None) -> Stepper:
     """Make the object that does steps; before_update is called before the weights change."""
-    saver = SimpleNamespace(reads_weights=before_update is not None, before_update=before_update)
+    saver = SimpleNamespace(is_copying=before_update is not None, before_update=before_update)
     return Stepper(parts, Progress(), left_out=LeftOut(parts), saver=saver)
 
 

@@ -181,16 +181,16 @@ class WindowSampler(DistributedSampler[Any]):
         batch_size: int,
         drop_last: bool = False,
         sampling: Sampling | None = None,
-        least: int = 0,
+        min_last_window: int = 0,
     ) -> None:
-        """sampling: the order of an epoch, if it is not each sample once. least: a last window
-        with fewer samples is joined to the one before it.
+        """sampling: the order of an epoch, if it is not each sample once. min_last_window: a last
+        window with fewer samples is joined to the one before it.
         """
         # WHY drop_last stays False for torch: it would drop other samples than we do.
         super().__init__(dataset, num_replicas=num_replicas, rank=rank, seed=seed)
         self.global_batch = global_batch
         self.batch_size = batch_size
-        self._least = least
+        self._min_last_window = min_last_window
         self.size = len(dataset)  # type: ignore[arg-type]  # map-style: it has a length
         # WHY the comparison: if there is only one short window, it is kept: an epoch needs a step.
         self.sampling = sampling
@@ -266,7 +266,7 @@ class WindowSampler(DistributedSampler[Any]):
         """Yield the windows of an epoch from cursor start on."""
         while start < self.end:
             stop = min(start + self.global_batch, self.end)
-            stop = self.end if self.end - stop < self._least else stop
+            stop = self.end if self.end - stop < self._min_last_window else stop
             yield Window(epoch, start, stop - start)
             start = stop
 
