@@ -188,12 +188,7 @@ def task_that_fits(output: Any, batch: Batch) -> tuple[str, str]:  # Any: whatev
         return name, shapes
     if loss is not None:
         return "own", f"the model returns its loss, and no other task fits: {shapes}"
-    fits = "no task"
-    if labels.numel() == logits.numel() and bool(((labels == 0) | (labels == 1)).all()):
-        fits = "multilabel and regression alike"
-    elif labels.shape == logits.shape and are_shares(labels):
-        fits = "regression, and probabilities of classes (each row adds up to 1) alike"
-    raise _undecided(f"{shapes}: they fit {fits}", output)
+    raise _undecided(f"{shapes}: they fit no task, or more than one", output)
 
 
 def _by_shape(logits: torch.Tensor, labels: torch.Tensor) -> str:

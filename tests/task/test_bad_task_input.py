@@ -51,7 +51,7 @@ def build_each(cases: list[list[str]]) -> list[list[str]]:
 
 
 FIXES = {"'pixels'": "pixels is (", "image_folder": "'{root: /x}'"}
-FIXES |= dict.fromkeys(("fit no task", "alike"), "--task classification | multilabel")
+FIXES |= {"fit no task": "--task classification | multilabel"}
 
 
 @pytest.fixture(scope="module")
