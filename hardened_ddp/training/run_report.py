@@ -282,7 +282,6 @@ def _make_trackers(config: Config, folder: Path) -> list[TrackerThread]:
 
 
 _MAX_NAMED = 12
-_MAX_VALUE = 40
 
 
 def tell_start(settings: Resolved, parts: Parts, progress: Progress) -> None:
@@ -320,9 +319,7 @@ def changed_settings(settings: Resolved) -> list[str]:
     for name, source in settings.sources.items():
         if source != DEFAULT and values[name] != SETTINGS[name].default:
             place = "the continued run" if source == RUN else source.rsplit(":", 1)[0]
-            word = yaml_word(values[name])
-            word = word if len(word) <= _MAX_VALUE else word[: _MAX_VALUE - 3] + "..."
-            groups.setdefault(place, []).append(f"{name} {word}")
+            groups.setdefault(place, []).append(f"{name} {yaml_word(values[name])}")
     return [f"{place}: {listed(named, _MAX_NAMED)}" for place, named in groups.items()]
 
 

@@ -50,7 +50,7 @@ BUDGETS = {
     "hardened_ddp/reporting/*": 1_810,
     "hardened_ddp/task/*": 1_455,
     "hardened_ddp/checkpoint/*": 1_785,
-    "hardened_ddp/training/*": 2_835,
+    "hardened_ddp/training/*": 2_830,
     "hardened_ddp/export/*": 485,
     "hardened_ddp/model/*": 3_115,
     "hardened_ddp/preflight/*": 980,
