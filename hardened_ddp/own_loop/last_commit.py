@@ -153,10 +153,6 @@ class LastCommit:
         """Give all that is not a tensor."""
         return {"step": self.step, "place": self.place, "tree": self.tree}
 
-    def volatile(self, tensors: Tensors) -> set[str]:
-        """Name all of them: nobody says when a loop writes to which."""
-        return set(tensors)
-
 
 def _stamp(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), version_of(tensor)

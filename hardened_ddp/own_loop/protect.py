@@ -178,7 +178,8 @@ class OwnLoop:
         if group.is_main:
             withdraw_summary(folder)
         self._note()
-        contents = Contents(last.tensors, last.meta, last.volatile)
+        # WHY set, so all are volatile: nobody says when a loop writes to which
+        contents = Contents(last.tensors, last.meta, volatile=set)
         self._saver = Saver(contents, store, group=group, config=config)
 
     # ---- what the user calls
