@@ -1,8 +1,8 @@
 """Copies of plain values and generators, that can be put back and written as JSON.
 
-Owns which values these are: numbers, text, None, generators of random, numpy and torch, arrays, and
-lists, tuples, dicts, sets and deques of them; and objects of the user's classes, by their
-attributes. Anything else is kept: its copy is the object itself, and in JSON it is not there.
+Owns which values these are: real numbers, text, None, generators of random, numpy and torch,
+arrays, and lists, tuples, dicts, sets and deques of them; and objects of the user's classes, by
+their attributes. Anything else is kept: its copy is the object itself, and in JSON it is not there.
 Values are put back in place: whoever else holds a list or a generator sees it too. What is read
 from JSON can only become one of these; a class is never looked up by a name in a file.
 """
@@ -31,7 +31,7 @@ _MOST_PARTS = 20_000  # Of one value. WHY a limit: a model may hold its dataset,
 _MOST_BYTES = 2**20  # of an array
 
 _KINDS: dict[type, str] = {
-    **{kind: kind.__name__ for kind in (bool, int, str, float, complex, bytes)},
+    **{kind: kind.__name__ for kind in (bool, int, str, float)},
     **{kind: kind.__name__ for kind in (list, tuple, set, frozenset, deque)},
     **dict.fromkeys((dict, OrderedDict, Counter, defaultdict), "dict"),
     type(None): "None",
@@ -104,10 +104,6 @@ def _copy(value: Any, room: list[int]) -> Copy:
             content = value.name
         case "float":
             content = value.hex()  # WHY: NaN is equal to itself, and 0.0 not to -0.0
-        case "complex":
-            content = [value.real.hex(), value.imag.hex()]
-        case "bytes":
-            content = _as_text(value)
         case "array" | "number":
             content = [value.dtype.str, list(value.shape), _as_text(value.tobytes())]
         case "list" | "tuple":
@@ -236,8 +232,6 @@ def _new_generator(state: Any) -> np.random.Generator:
 # Makes a value of its content.
 _NEW: dict[str, Callable[[Any], Any]] = {
     "float": float.fromhex,
-    "complex": lambda content: complex(*map(float.fromhex, content)),
-    "bytes": base64.b64decode,
     "number": lambda content: _array_of(content)[()],
     "array": lambda content: _array_of(content).copy(),
     "list": list,

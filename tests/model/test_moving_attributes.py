@@ -194,8 +194,8 @@ def test_a_fault_leaves_the_attributes_as_in_the_undisturbed_run(
 
 
 VALUES: list[Any] = [
-    *(None, True, 3, -(2**80), "text", b"\0\xff", 0.1, -0.0, float("nan"), float("-inf")),
-    *(1 - 2j, [1, [2.5]], (1, (None,)), {1, 2}, frozenset({"a"}), deque([1], maxlen=2)),
+    *(None, True, 3, -(2**80), "text", 0.1, -0.0, float("nan"), float("-inf")),
+    *([1, [2.5]], (1, (None,)), {1, 2}, frozenset({"a"}), deque([1], maxlen=2)),
     {"a": 1, (1, 2): [3], None: {4}},
     np.arange(6.0).reshape(2, 3),
     np.float32(0.1),
