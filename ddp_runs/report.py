@@ -20,7 +20,6 @@ from ddp_runs.report_plots import ACCOUNT, Figure, moment
 from ddp_runs.run_files import RunView, mirror_words, read_run
 from ddp_runs.watch import duration
 from hardened_ddp.errors import RunFolderError
-from hardened_ddp.reporting.goodput import num_attempts
 from hardened_ddp.reporting.run_json import number_of
 from hardened_ddp.reporting.sinks import write_whole
 from hardened_ddp.settings.config import Config
@@ -247,7 +246,7 @@ def _facts_of(run: RunView) -> dict[str, str]:
         "ranks": _ranks(run),
         "wall time": duration(account["wall"]) if account else "",
         "goodput": f"{account['goodput']:.1%}" if account else "",
-        "attempts": str(num_attempts(run.attempts)),
+        "attempts": str(len(run.attempts)),
         "faults": ", ".join(run.faults) or "none",
         "samples left out": str(len(run.left_out)),
         "checkpoints": f"{saved}; best: {run.best['step']}" if "step" in run.best else saved,

@@ -18,7 +18,6 @@ from ddp_runs.replay_records import Step, largeness, read_digests
 from ddp_runs.run_events import FAULTS
 from ddp_runs.run_files import RunView, mirror_words, read_run, resume_command
 from hardened_ddp.errors import ConfigError, RunFolderError
-from hardened_ddp.reporting.goodput import num_attempts
 from hardened_ddp.reporting.rank_status import WAITS, RankStatus
 from hardened_ddp.reporting.run_json import number_of
 from hardened_ddp.settings.earlier_run import find_folder
@@ -175,7 +174,7 @@ def _progress_words(run: RunView) -> list[str]:
     words = [f"step {step}" + (f" of {main.total_steps}" if main.total_steps else "")]
     if main.epochs and step == main.step:
         words.append(f"epoch {min(main.epoch + 1, main.epochs)} of {main.epochs}")
-    if (count := num_attempts(run.attempts)) > 1:
+    if (count := len(run.attempts)) > 1:
         words.append(f"{count} attempts")
     if run.account:
         words.append(f"goodput {run.account['goodput']:.0%}")

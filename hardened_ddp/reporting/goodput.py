@@ -96,8 +96,8 @@ class Goodput:
             for name in (*PHASES, "lost", "down")
             if account[name] / account["wall"] >= 0.005
         )
-        count = num_attempts([*self._earlier, self._line()])
-        return f"{account['wall']:.1f} s in {counted(count, 'attempt')}: {shares}"
+        attempts = counted(len(self._earlier) + 1, "attempt")
+        return f"{account['wall']:.1f} s in {attempts}: {shares}"
 
     def _line(self) -> Json:
         spent = [
@@ -127,21 +127,6 @@ def read_attempts(folder: Path, problems: list[str] | None = None) -> list[Json]
         problems.append(f"{NAME}: {counted(num_lost, 'line')} without all numbers")
     newest = {entry["began_at"]: entry for entry in whole}
     return [newest[began_at] for began_at in sorted(newest)]
-
-
-def num_attempts(attempts: Sequence[Mapping[str, Any]]) -> int:
-    """Count attempts, with those that ended before they had a folder to write to.
-
-    The count of restarts, which a launcher keeps, tells of them.
-    """
-    count, before = 0, -1
-    for attempt in attempts:
-        restart = attempt.get("restart")
-        restart = restart if type(restart) is int else 0
-        # WHY from the start if it is lower: another job
-        missing = restart - before - 1 if restart > before else 0 if restart == before else restart
-        count, before = count + 1 + missing, restart
-    return count
 
 
 def num_without_progress(attempts: Sequence[Mapping[str, Any]]) -> int:

@@ -9,7 +9,7 @@ import pytest
 
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.phase import Phase, Tracker
-from hardened_ddp.reporting.goodput import NAME, Goodput, account_of, num_attempts, read_attempts
+from hardened_ddp.reporting.goodput import NAME, Goodput, account_of, read_attempts
 from tests.harness.ranks import train
 
 PHASES = {"start_up": 2.0, "data_wait": 1.0, "training": 10.0, "evaluation": 1.0, "checkpoint": 1.0}
@@ -78,18 +78,6 @@ def test_lines_that_were_cut_off_are_passed_over(tmp_path: Path) -> None:
     attempts = read_attempts(tmp_path)
     assert [entry["step"] for entry in attempts] == [3]
     assert account_of(attempts)["wall"] > 0
-
-
-def test_attempts_that_a_launcher_counted_and_nobody_wrote_down_count() -> None:
-    def of(*restarts: int) -> int:
-        return num_attempts([{**attempt(1, first_step=0, step=3), "restart": r} for r in restarts])
-
-    assert of() == 0
-    assert of(0) == of(1) - 1 == 1
-    assert of(0, 1, 4) == 5
-    assert of(0, 1, 0) == 3  # started again by hand
-    assert of(2, 2) == 4  # went back within the attempt
-    assert num_attempts([attempt(1, first_step=0, step=3)]) == 1  # of an earlier version
 
 
 @pytest.mark.slow
