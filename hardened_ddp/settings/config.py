@@ -175,7 +175,7 @@ class DataConfig:
     hung. 0: wait as long as it takes (the other ranks wait for timeout_s)."""
     loader_quiet_s: Local[SecondsOrZero] = 300.0
     """Seconds without a fault before a loader that fell back to fewer workers has all again.
-    Doubles, up to 64 times this, if a fault follows soon. 0: never go back up."""
+    0: never."""
     check_inputs: bool = True
     """A sample with NaN or infinity in its inputs is a bad one. false: the model can handle it."""
     shuffle_block: Count = 16

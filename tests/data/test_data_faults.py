@@ -190,14 +190,12 @@ def lose(reader: BatchReader) -> None:
     assert not list(reader._recover(WorkersLost("gone")))
 
 
-def test_after_calm_the_loader_goes_up_and_the_next_calm_doubles(clock: SimpleNamespace) -> None:
+def test_after_calm_the_loader_goes_up_each_time(clock: SimpleNamespace) -> None:
     reader = make_loader(Scripted(), 4, loader_quiet_s=10.0).reader
-    for wait_s in (10, 20, 40, 80, 160, 320, 640, 640, 640, 10):
-        if wait_s == 10:
-            clock.now += 10_000  # this fault has nothing to do with those before
+    for _ in range(3):
         for num_workers in (2, 1, 0):
             lose(reader)
-            clock.now += wait_s - 1
+            clock.now += 9
             reader._go_up_if_quiet()
             assert reader.num_workers == num_workers
         clock.now += 1
@@ -226,7 +224,7 @@ def test_going_up_keeps_every_sample_in_its_place(
     assert content(batches) == undisturbed()
     assert caplog.text.count("Continuing at the same sample with 2 workers instead of") == 1
     loader.reader.level = low
-    clock.now += 201  # now the calm has to last twice as long
+    clock.now += 101
     assert content(read(loader, 1)) == undisturbed(1)
     assert loader.reader.level == plan(2)
     loader.close()

@@ -39,7 +39,6 @@ log = logging.getLogger(__name__)
 
 Requests = Callable[[], Iterator[Request]]
 MAX_LOST_PER_BATCH = 3  # with more, the cause is the storage, not the samples
-MOST_DOUBLED = 2**6  # of the required time without faults: from 5 minutes to 5 hours
 _FIRST_SAMPLES = 8  # of the test set: a wrong form shows in the first ones
 _LOST = "its worker was lost"
 
@@ -65,7 +64,7 @@ class BatchReader:
             raise_open_file_limit()
             plan = plan_sending(fetcher, plan)
         self.level = self._top = plan  # as it is now, and as it is without faults
-        self._wait_s, self._fault_at = config.loader_quiet_s, time.monotonic()
+        self._fault_at = time.monotonic()
 
     @property
     def num_workers(self) -> int:
@@ -209,9 +208,7 @@ class BatchReader:
             if any(bad.error.startswith(_LOST) for batch in batches for bad in batch.bad):
                 after = before  # the number of workers was not the cause
             unanswered.clear()
-        last_at, self._fault_at = self._fault_at, time.monotonic()
-        if self._fault_at - last_at > 2 * self._wait_s:  # it has nothing to do with those before
-            self._wait_s = self.config.loader_quiet_s
+        self._fault_at = time.monotonic()
         self.level = after
         if after != before:
             log.warning(
@@ -223,7 +220,8 @@ class BatchReader:
 
     def _is_quiet(self) -> bool:
         """Return whether all workers may come back: there was no fault for long enough."""
-        return self.level is not self._top and 0 < self._wait_s <= time.monotonic() - self._fault_at
+        passed_s = time.monotonic() - self._fault_at
+        return self.level is not self._top and 0 < self.config.loader_quiet_s <= passed_s
 
     def _go_up_if_quiet(self) -> None:
         """Go up if there was no fault for long enough; prefetched batches are read again."""
@@ -232,12 +230,9 @@ class BatchReader:
         self.close()
         log.warning(
             "DataLoader: no fault for %.0f s. Continuing at the same sample with %s instead of %s",
-            *(self._wait_s, self._top, self.level),
+            *(self.config.loader_quiet_s, self._top, self.level),
         )
-        # WHY twice: a fault that returns whenever there are more workers must not cause a restart
-        # of them every few minutes.
-        most_s = MOST_DOUBLED * self.config.loader_quiet_s
-        self.level, self._wait_s = self._top, min(2 * self._wait_s, most_s)
+        self.level = self._top
 
     def _read_singly(self, request: Request) -> Batch:
         """Read one sample after the other in a worker; a sample that kills two workers is bad.
