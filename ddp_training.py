@@ -133,10 +133,11 @@ def run_ranks(
     prepare_environment(launch, environment(), debug=debug, deterministic=config.deterministic)
     prepare_signals(launch)
     from hardened_ddp.ranks.phase import Tracker
-    from hardened_ddp.reporting.log import StartUp
+    from hardened_ddp.reporting.log import start_logging, stop_logging, watch_start
 
     tracker = Tracker()  # knows what this rank is doing, and for how long
-    start_up = StartUp(tracker, launch, debug=debug)
+    start_logging(rank=launch.rank, world_size=launch.world_size, debug=debug)
+    is_over = watch_start(tracker)  # tells what takes long until the first step
     tracker.begin("importing torch")
     # WHY here: it imports torch, which takes a second, and everything above answers without it.
     from hardened_ddp.checkpoint.disk import refuse_links
@@ -182,7 +183,8 @@ def run_ranks(
             log_failure(error)
         return leave_failed(error, launch)
     finally:
-        start_up.close()
+        is_over.set()
+        stop_logging()
 
 
 def measure(settings: Resolved, group: Group, options: Mapping[str, str]) -> int:

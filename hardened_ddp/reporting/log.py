@@ -13,7 +13,6 @@ import threading
 from pathlib import Path
 from typing import TextIO
 
-from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.phase import Phase, Tracker
 from hardened_ddp.ranks.threads import HelperThread
 from hardened_ddp.reporting.sinks import FileSink
@@ -23,9 +22,7 @@ log = logging.getLogger(__name__)
 
 # extra= of a line that every rank logs with the same words: only rank 0 prints it.
 ON_EVERY_RANK = {"on_every_rank": True}
-FIRST_SIGN_S = 2.0
-_TICK_S = 0.5
-_END_LIMIT_S = 2.0
+FIRST_SIGN_S, _LONGEST_PAUSE_S = 2.0, 30.0  # between the signs of life of a start
 
 _ROOT = logging.getLogger()
 _OURS = logging.getLogger("hardened_ddp")
@@ -173,34 +170,21 @@ def _format(formatter: logging.Formatter, record: logging.LogRecord) -> str:
         return f"{record.levelname} {record.pathname}:{record.lineno}: unreadable line ({kind})"
 
 
-class StartUp:
-    """Logging, and the signs of life, from now to close()."""
+def watch_start(tracker: Tracker, *, first_sign_s: float = FIRST_SIGN_S) -> threading.Event:
+    """Name the part of a start that takes long, until the first step, or until the event is set.
 
-    def __init__(
-        self, tracker: Tracker, launch: Launch, *, debug: bool, first_sign_s: float = FIRST_SIGN_S
-    ) -> None:
-        start_logging(rank=launch.rank, world_size=launch.world_size, debug=debug)
-        self._tracker = tracker
-        self._first_sign_s = first_sign_s
-        self._end = threading.Event()
-        self._thread = HelperThread(self._watch, name="start-up")
-        self._thread.start()
+    Again whenever its duration has doubled, or after half a minute. Returns the event.
+    """
+    end = threading.Event()
 
-    def close(self) -> None:
-        self._end.set()
-        self._thread.join(_END_LIMIT_S)
-        stop_logging()
-
-    def _watch(self) -> None:
-        seen, next_sign_s = "", 0.0
-        tick_s = min(_TICK_S, self._first_sign_s / 4)
-        while not self._end.wait(tick_s):
-            tracker = self._tracker
+    def watch() -> None:
+        age_s = 0.0
+        while not end.wait(max(first_sign_s, min(age_s, _LONGEST_PAUSE_S))):
             if tracker.num_steps > 0 or tracker.phase in (Phase.EVALUATION, Phase.CHECKPOINT):
                 return
             part, age_s = tracker.part_of_start()
-            if part != seen:
-                seen, next_sign_s = part, self._first_sign_s
-            if age_s >= next_sign_s:
+            if age_s >= first_sign_s:
                 log.info("%s: %.0f s so far", part, age_s)
-                next_sign_s = max(3 * next_sign_s, age_s + self._first_sign_s)
+
+    HelperThread(watch, name="start-up").start()
+    return end

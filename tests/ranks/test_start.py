@@ -3,14 +3,14 @@
 import logging
 import re
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.phase import Phase, Tracker
-from hardened_ddp.reporting.log import StartUp
+from hardened_ddp.reporting.log import start_logging, stop_logging, watch_start
 from hardened_ddp.training.run_report import changed_settings, not_used_line
 from tests.harness.processes import ROOT, limit_of, wait_until
 from tests.harness.ranks import run_command, train
@@ -103,7 +103,9 @@ def test_settings_name_who_changed_them(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_long_part_of_the_start_gives_a_sign_of_life(caplog: pytest.LogCaptureFixture) -> None:
     tracker = Tracker()
     caplog.set_level(logging.INFO, logger="hardened_ddp")
-    starting = StartUp(tracker, Launch(), debug=False, first_sign_s=0.02)
+    start_logging(rank=0, world_size=1)
+    is_over = watch_start(tracker, first_sign_s=0.02)
+    [thread] = [each for each in threading.enumerate() if each.name == "start-up"]
     try:
         for begin, name, part in (
             (tracker.begin, "opening the dataset", "opening the dataset: "),
@@ -113,7 +115,8 @@ def test_a_long_part_of_the_start_gives_a_sign_of_life(caplog: pytest.LogCapture
             begin(name)
             wait_until(lambda part=part: part in caplog.text, 10, part)
         tracker.end_step(1)
-        starting._thread.join(limit_of(10))
-        assert not starting._thread.is_alive(), "it ends with the first step"
+        thread.join(limit_of(10))
+        assert not thread.is_alive(), "it ends with the first step"
     finally:
-        starting.close()
+        is_over.set()
+        stop_logging()
