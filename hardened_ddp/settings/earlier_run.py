@@ -115,9 +115,11 @@ def _run_at(path: Path, output_dir: Path) -> Path:
     full = path.resolve()  # WHY: "." has no parents
     if path.is_dir() and full.parent.name == CHECKPOINTS_NAME and _is_run(full.parents[1]):
         return full.parents[1]
+    runs = sorted(str(found) for found in output_dir.glob("*") if _is_run(found))
     raise Misfit(
         f"{shown(str(path))} is neither a run folder, with {SAVED_SETTINGS} and "
-        f"{CHECKPOINTS_NAME}/, nor a checkpoint folder inside one; {_hint(path, output_dir)}"
+        f"{CHECKPOINTS_NAME}/, nor a checkpoint folder inside one; there are: "
+        + (", ".join(runs[-5:]) or "none")
     )
 
 
@@ -125,10 +127,3 @@ def _is_run(folder: Path) -> bool:
     # WHY both: the project's own folder has a config.yaml too
     is_saved = os.path.isfile(folder / SAVED_SETTINGS)  # Path's raises where it may not look
     return is_saved and os.path.isdir(folder / CHECKPOINTS_NAME)
-
-
-def _hint(path: Path, output_dir: Path) -> str:
-    """Name the newest runs beside path, and in the folder of all runs."""
-    folders = {*output_dir.glob("*"), *path.parent.glob("*")}
-    runs = sorted(str(found) for found in folders if _is_run(found))
-    return f"there are: {', '.join(runs[-5:])}" if runs else f"there is no run in {output_dir}"
