@@ -198,9 +198,6 @@ class WindowSampler(DistributedSampler[Any]):
         self.drop_last = drop_last and length >= global_batch
         # Cursor at which an epoch is done. With drop_last the short last window is behind it.
         self.end = length - (length % global_batch if self.drop_last else 0)
-
-        # The public attributes of DistributedSampler: this rank's samples, and those of all ranks.
-        self.num_samples, self.total_size = len(self), self.end
         # WHY two: workers prefetch from the next epoch while this one still ends.
         self.order = lru_cache(maxsize=2)(self._order)  # gives the order of an epoch
 
