@@ -50,9 +50,6 @@ def check_opened(dataset: Any, name: str) -> None:  # Any: what a user's callabl
     def refused(what: str, fix: str) -> DataError:
         return DataError(f"dataset {name}: {what}", fix=fix)
 
-    if isinstance(dataset, type):
-        what = f"the callable returned the class {dataset.__name__}, not an instance of it"
-        raise refused(what, "return an instance, made with its arguments")
     if isinstance(dataset, DataLoader):
         what = "the callable returned a DataLoader, whose samples are batches"
         fix = "return its dataset: the run makes the batches itself (--batch_size, --collate)"
