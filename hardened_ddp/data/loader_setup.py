@@ -1,6 +1,5 @@
 """Build the loaders of a run from its data, its settings and this machine."""
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -22,8 +21,6 @@ from hardened_ddp.settings.config import Config, DataConfig
 if TYPE_CHECKING:  # WHY: streams are loaded only where the dataset is one
     from hardened_ddp.streams.shard_loader import ShardLoader
     from hardened_ddp.streams.shard_sampler import ShardSampler
-
-log = logging.getLogger(__name__)
 
 AnySampler: TypeAlias = "WindowSampler | ShardSampler"
 AnyLoader: TypeAlias = "TrainLoader | ShardLoader"
@@ -60,14 +57,7 @@ def build_sampler(
     if sampling is not None:
         # WHY: a file of weights, or the user's function, may differ on another node.
         group.check_equal({"sampling": sampling.digest})  # collective
-    found = WindowSampler(data.train, **how, sampling=sampling)
-    if settings.drop_last and not found.drop_last and launch.is_main:
-        log.warning(
-            "drop_last: off, because all %d samples are fewer than the %d of a step: each epoch is "
-            "this one short step. A smaller --batch_size makes full ones",
-            *(found.size, global_batch),
-        )
-    return found
+    return WindowSampler(data.train, **how, sampling=sampling)
 
 
 def build_train_loader(

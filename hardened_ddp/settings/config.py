@@ -184,7 +184,7 @@ class DataConfig:
     streaming: bool = False
     """Read a Hugging Face dataset (hf:...) as a stream of its files, without a copy of them."""
     drop_last: bool = False
-    """Leave out the last samples of an epoch if they don't fill a global batch."""
+    """Leave out the last samples of an epoch if they don't fill a global batch, and others do."""
     sampling: Annotated[str, SAMPLING] = EACH_ONCE
     """Which samples an epoch has. none: each one once. balanced: each class as often as any other.
     weights:FILE: by a weight per sample, in a .npy file or as text. Or your own function (dataset,

@@ -155,12 +155,6 @@ def test_an_endless_test_stream_is_refused_if_evaluated(monkeypatch: pytest.Monk
     assert build_data(config, evaluates=False).test is None
 
 
-def test_a_drop_last_that_would_leave_no_step_is_told(tmp_path: Path) -> None:
-    argv = ["--batch_size", "64", "--drop_last", "--max_steps", "1", "--dataset_args", "{size: 24}"]
-    done = train([*command("", tmp_path), *argv], launcher="none").ok()
-    assert "drop_last: off, because all 24 samples are fewer than the 64 of a step" in done.output
-
-
 WORK = ["--cpu_only", "--no_config", "--num_workers", "0"]
 WORK += ["--model", "tests.preflight.test_odd_models:Waves"]
 WORK += ["--dataset", "tests.plugins:points", "--task", "classification", "--optimizer", "sgd"]
