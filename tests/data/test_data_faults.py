@@ -30,7 +30,7 @@ from hardened_ddp.data.batches.checks import Checks
 from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.data.batches.images import MemoryImages
 from hardened_ddp.data.batches.loader import BatchReader, TrainLoader
-from hardened_ddp.data.batches.read_errors import RetryReport, file_of
+from hardened_ddp.data.batches.read_errors import file_of
 from hardened_ddp.data.batches.worker_pool import WorkersLost
 from hardened_ddp.data.batches.workers import WorkerPlan
 from tests.data.scripted import (
@@ -275,9 +275,9 @@ def test_a_read_that_fails_for_a_moment_costs_nothing(
 def test_many_retries_are_logged_when_their_number_has_doubled(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    report = RetryReport()
+    reader = make_loader(Scripted(), 0).reader
     for number in range(100):
-        report.note([f"TimeoutError: {number}"])
+        reader.tell_retries([f"TimeoutError: {number}"])
     told = [record.getMessage().split()[4] for record in caplog.records]
     assert told == ["1", "2", "4", "8", "16", "32", "64"]
     assert caplog.records[-1].getMessage().endswith("the last one after TimeoutError: 63")

@@ -10,7 +10,7 @@ Does not own: which rank gets which samples (sampler.py), making a batch of them
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -20,7 +20,6 @@ import torch
 from hardened_ddp.data.batches.batch import BadSample, Batch, BatchSource, Request
 from hardened_ddp.data.batches.checks import none_readable
 from hardened_ddp.data.batches.fetch import Fetcher
-from hardened_ddp.data.batches.read_errors import RetryReport
 from hardened_ddp.data.batches.sampler import (
     Window,
     WindowSampler,
@@ -50,7 +49,7 @@ class BatchReader:
         self, fetcher: BatchSource, plan: WorkerPlan, config: DataConfig, *, pin_memory: bool
     ) -> None:
         self.fetcher, self.config, self.pin_memory = fetcher, config, pin_memory
-        self.retries = RetryReport()
+        self._num_retried = 0  # reads
         self._after_start: Callable[[], None] = lambda: None
         self._pool: WorkerPool | None = None
         self._is_idle = True  # the worker pool has answered all requests of the last epoch
@@ -90,7 +89,7 @@ class BatchReader:
                 for batch in read(self._requested(new)):
                     self._unanswered.popleft()
                     if batch.troubles:
-                        self.retries.note(batch.troubles)
+                        self.tell_retries(batch.troubles)
                     yield batch
                     if is_below and self._is_quiet():
                         break  # to continue with more workers
@@ -98,6 +97,13 @@ class BatchReader:
                     return
             except WorkersLost as lost:
                 yield from self._recover(lost)
+
+    def tell_retries(self, troubles: Sequence[str]) -> None:
+        """Log reads that were retried: the first, and whenever their number has doubled."""
+        before, self._num_retried = self._num_retried, self._num_retried + len(troubles)
+        if before.bit_length() < self._num_retried.bit_length():
+            what = "the storage had errors: %d reads were retried, the last one after %s"
+            log.warning(what, self._num_retried, troubles[-1])
 
     def _requested(self, new: Iterator[Request]) -> Iterator[Request]:
         """Yield the unanswered requests again, and then new ones."""

@@ -1,7 +1,6 @@
 """Read errors of samples: which ones are transient, and how they are retried and reported.
 
-Transient is a network disk that is busy, or a connection that broke. Reads that succeeded after a
-retry are summed up in one line, again whenever their number has doubled.
+Transient is a network disk that is busy, or a connection that broke.
 Does not own: reading (fetch.py, streams/block_reader.py), workers that die (loader.py).
 """
 
@@ -9,7 +8,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch.utils.data import Subset
@@ -119,18 +118,3 @@ def file_of(dataset: Any, index: int, error: BaseException | None = None) -> str
     except Exception:  # WHY broad: these lists may be anything, and this is only a hint
         log.debug("the file of sample %d is not known", index, exc_info=True)
     return ""
-
-
-class RetryReport:
-    """Logs retried reads: the first at once, then whenever their number has doubled."""
-
-    def __init__(self) -> None:
-        self._num_reads, self._next_at = 0, 1
-
-    def note(self, troubles: Sequence[str]) -> None:
-        """Add the retried errors of one batch."""
-        self._num_reads += len(troubles)
-        if self._num_reads >= self._next_at:
-            self._next_at = 2 * self._num_reads
-            what = "the storage had errors: %d reads were retried, the last one after %s"
-            log.warning(what, self._num_reads, troubles[-1])
