@@ -154,17 +154,12 @@ def account_of(attempts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         num_kept = min([attempt["step"], *later]) - attempt["first_step"]
         if num_steps > 0:
             lost += attempt["training"] * (1 - max(0, num_kept) / num_steps)
-        if index and not _is_pause(attempts[index - 1], attempt):
+        before = attempts[index - 1]
+        # Nothing was meant to run meanwhile: it ended as it should, and a person started this one.
+        is_pause = before.get("ended") in ("finished", "stopped") and not attempt.get("restart")
+        if index and not is_pause:
             down += max(0.0, attempt["began_at"] - attempts[index - 1]["now"])
     total["training"] -= lost
     wall = max(1e-9, sum(total.values()) + lost + down)
     goodput = total["training"] / wall
     return {**total, "lost": lost, "down": down, "wall": wall, "goodput": goodput}
-
-
-def _is_pause(before: Mapping[str, Any], attempt: Mapping[str, Any]) -> bool:
-    """Say whether nothing was meant to run between two attempts.
-
-    The first one ended as it should, and no launcher but a person started the second one.
-    """
-    return before.get("ended") in ("finished", "stopped") and not attempt.get("restart")

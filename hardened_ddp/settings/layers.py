@@ -116,7 +116,10 @@ def _earlier_run(chosen: Layer, *, is_named: bool) -> tuple[Path | None, Layer]:
         folder = find_run(**{name: chosen.values[name] for name in WHICH_RUN})
         if folder is None:
             return None, Layer()
-        if _names_another_run(chosen, folder):
+        name, by_command = chosen.values["run_name"], chosen.sources["resume"] == COMMAND_LINE
+        # A run_name of a file says nothing where the command line says which run is continued.
+        counts = bool(name) and not (by_command and chosen.sources["run_name"] != COMMAND_LINE)
+        if counts and name not in (folder.name, folder.resolve().name):
             told = f"{where} continues {folder}, which is another run; leave out one of them"
             where = place("run_name", chosen.sources["run_name"])
             raise Misfit(told)
@@ -127,17 +130,6 @@ def _earlier_run(chosen: Layer, *, is_named: bool) -> tuple[Path | None, Layer]:
     gone = {n for n, _, source in read_back(text) if source == DEFAULT and n not in SETTINGS}
     layer = _layer(str(folder / SAVED_SETTINGS), apart_from={*NOT_INHERITED, *gone})
     return folder, replace(layer, sources=dict.fromkeys(layer.values, RUN))
-
-
-def _names_another_run(chosen: Layer, folder: Path) -> bool:
-    """Return whether run_name is the name of another run than the one that is continued.
-
-    A run_name of a file says nothing where the command line says which run is continued.
-    """
-    name, by_command = chosen.values["run_name"], chosen.sources["resume"] == COMMAND_LINE
-    if not name or (by_command and chosen.sources["run_name"] != COMMAND_LINE):
-        return False
-    return name not in (folder.name, folder.resolve().name)
 
 
 def _layer(path: str, *, apart_from: Collection[str] = ()) -> Layer:
