@@ -97,7 +97,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if shared := getattr(config, "workerinput", {}).get("fork_server"):
-        ranks.use_server(*shared)
+        ranks.SERVERS.append(shared)
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's: in the process that shares the tests out

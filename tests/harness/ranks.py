@@ -26,20 +26,17 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self, TypeVar
+from typing import Any, Literal, NamedTuple, Self
 
 from hardened_ddp.ranks.launchers_env import hold_port
 from tests.harness import fork_server, processes
 from tests.harness.fork_server import ERRORS_NAME, MAX_MESSAGE_BYTES, PIDS_NAME
-from tests.harness.processes import ROOT, clean_environment, descendants_of, is_alive, kill
+from tests.harness.processes import ROOT, T, clean_environment, descendants_of, is_alive, kill
 from tests.launcher_environments import by_torchrun
 
-T = TypeVar("T")
 POLL_S = 0.01
-STACK_LIMIT_S = 10.0
-TAIL_CHARACTERS = 12_000
+END_LIMIT_S = 10.0  # of processes that are told to end
 ANSWER_LIMIT_S = 120.0  # imports of torch and the package, on a machine that does other things too
-CLOSE_LIMIT_S = 10.0
 
 
 class RankFailure(AssertionError):
@@ -84,7 +81,7 @@ class Finished(NamedTuple):
         for rank in ranks or range(len(self.statuses)):
             status = self.statuses[rank]
             how = signal.Signals(-status).name if status < 0 else f"status {status}"
-            output = (self.outputs[rank] + self.stderr)[-TAIL_CHARACTERS:]
+            output = (self.outputs[rank] + self.stderr)[-12_000:]
             texts.append(f"--- rank {rank} ended with {how}\n{output}")
         return "\n".join(texts)
 
@@ -190,7 +187,7 @@ class Running:
         """End all that live by a signal at which a forked rank writes its stacks, or kill them."""
         for rank in self.living():
             self.kill(rank, signal.SIGABRT)
-        end = time.monotonic() + STACK_LIMIT_S
+        end = time.monotonic() + END_LIMIT_S
         while self.living() and time.monotonic() < end:
             time.sleep(POLL_S)
         self.kill_all()
@@ -233,7 +230,7 @@ class ForkServer:
         """End the server, which removes its log."""
         self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(CLOSE_LIMIT_S)
+            self._process.wait(END_LIMIT_S)
         self._process.kill()
         self._process.wait()
         shutil.rmtree(self.log.parent, ignore_errors=True)
@@ -269,7 +266,7 @@ class ForkedChild:
         return json.loads(raw)
 
 
-_servers: list[tuple[bytes, str]] = []  # address and log, perhaps of another process's
+SERVERS: list[tuple[bytes, str]] = []  # address and log; the last one, perhaps of another process
 SERVER_PIDS: set[int] = set()  # of the fork servers that this process started
 CHILDREN: list[ForkedChild] = []  # of the test that runs
 _folders: list[Path] = []
@@ -416,28 +413,23 @@ def import_in_server(name: str) -> None:
 
 
 def share_server() -> tuple[bytes, str]:
-    """Give address and log of the fork server, for use_server; start one if there is none."""
-    if not _servers:
+    """Give address and log of the fork server, for SERVERS; start one if there is none."""
+    if not SERVERS:
         started = ForkServer()
         atexit.register(started.close)
-        use_server(started.address, str(started.log))
-    return _servers[-1]
-
-
-def use_server(address: bytes, log: str) -> None:
-    """Have ranks forked from this server, perhaps of another process."""
-    _servers.append((address, log))
+        SERVERS.append((started.address, str(started.log)))
+    return SERVERS[-1]
 
 
 @contextlib.contextmanager
 def another_server(module: str) -> Iterator[None]:
     """Have ranks forked from a server of one's own meanwhile: python -m module."""
     server = ForkServer(module)
-    use_server(server.address, str(server.log))
+    SERVERS.append((server.address, str(server.log)))
     try:
         yield
     finally:
-        _servers.pop()
+        SERVERS.pop()
         server.close()
 
 

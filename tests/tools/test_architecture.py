@@ -60,8 +60,8 @@ BUDGETS = {
     "hardened_ddp/streams/*": 2_635,
     "ddp_drills/*": 1_935,
     "launchers/*": 710,
-    "tests/harness/*": 895,
-    "tests/*": 30_260,
+    "tests/harness/*": 900,
+    "tests/*": 30_265,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.
