@@ -1,4 +1,4 @@
-"""The drills: each fault ends with its verdict, on 2 ranks and some on 3 and 4; and the command.
+"""The drills: each fault ends with its verdict, on 2 ranks and some on 1, 3 and 4; and the command.
 
 The ranks are forked here, which saves the import of torch; what the command itself does, with
 processes of its own, some tests try as it is typed.
@@ -34,13 +34,15 @@ they learn of a bad gradient one step later, as on GPUs."""
 DrillsOf = Callable[[Where], Drills]
 # The others are slow: these show each a way that a run can end.
 QUICK = ("kill-forward", "raise-loss-one", "sigterm-data", "bad-sample-left-out")
+# Workers import torch, which takes longer than the rest, and the loader of a rank is its own.
+ON_ONE_RANK = ("worker-segfault", "worker-bus", "worker-exit", "memory-data")
 ON_MORE_RANKS = ("sigterm-evaluation", "memory-forward", "other-data")
 ON_FOUR_RANKS = ("kill-sum",)
 UNDER_HOOKS = ("kill-backward", "unused-parameter")  # what is retried so: test_step_retry.py
 LATE = ("nan-repeated", "kill-forward", "kill-optimizer", "kill-sum", "sigterm-backward")
 LATE += ("raise-optimizer", "bit-flip", "bad-sample", "kill-checkpoint")
 CASES: list[tuple[str, Where]] = [(name, 2) for name in QUICK]
-CASES += [(fault.name, 2) for fault in all_faults() if fault.name not in QUICK]
+CASES += [(f.name, 1 + (f.name not in ON_ONE_RANK)) for f in all_faults() if f.name not in QUICK]
 CASES += [(name, 3) for name in ON_MORE_RANKS] + [(name, 4) for name in ON_FOUR_RANKS]
 CASES += [(name, "hooks") for name in UNDER_HOOKS] + [(name, "late") for name in LATE]
 
