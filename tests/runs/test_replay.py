@@ -143,7 +143,9 @@ def replayed(run: Path, step: int, **wish: object) -> tuple[SimpleNamespace, str
 
 def test_a_step_is_the_same_again_and_tells_what_was_in_it(small_run: Path) -> None:
     sample = int(EpochOrder(40, 0, 1).take(28, 32)[0])  # of step 17
-    done, text = replayed(small_run, 17, without=[sample, 999], open=sample)
+    done, text = replayed(small_run, 17, without=[sample, 999], open=sample, debug=True)
+    log = (small_run / "replays" / "step-17" / "replay.log").read_text(encoding="utf-8")
+    assert "Anomaly Detection has been enabled" in log
     number = 17 - done.begun_at + 1  # a writer that is busy leaves checkpoints out
     assert (done.equal, done.parted) == (number, None)
     steps = "1 step" if number == 1 else f"{number} steps"
