@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from io import StringIO
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -225,15 +226,14 @@ def test_ranks_of_the_all_reduce_that_do_not_end_are_killed_and_told_of() -> Non
 
 @pytest.mark.slow
 def test_all_reduce_names_its_interface_and_keeps_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    hold = selftest.hold_port
+    begin = selftest._start
 
-    def hold_and_try() -> socket.socket:
-        holder = hold()
+    def begin_late(rank: int, port: int, *rest: Any) -> Any:
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
-            other.bind(("127.0.0.1", holder.getsockname()[1]))  # also before rank 0 listens
-        return holder
+            other.bind(("127.0.0.1", port))  # also before rank 0 listens
+        return begin(rank, port, *rest)
 
-    monkeypatch.setattr(selftest, "hold_port", hold_and_try)
+    monkeypatch.setattr(selftest, "_start", begin_late)
     env = clean_environment({"GLOO_SOCKET_IFNAME": "nocard7"})
     check = selftest.check_all_reduce(env, limit_s=limit_of(20.0))
     assert check.status == "FAIL"
