@@ -45,9 +45,8 @@ class Check:
     """One line of the doctor's report: what was found, and what to do about it, if anything."""
 
     name: str
+    # warn: training may be slow or fail in some cases. FAIL: it can't run.
     status: Literal["ok", "warn", "FAIL"]
-    """warn: training may be slow or fail in some cases. FAIL: it can't run."""
-
     detail: str
     advice: str = ""
 

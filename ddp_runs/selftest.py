@@ -82,24 +82,13 @@ def _start(
     """Start one rank, in its own session, with the environment that torchrun would set."""
     own = {name: value for name, value in env.items() if not name.startswith(_LAUNCHERS)}
     paths = [str(_ROOT), *filter(None, [own.get("PYTHONPATH", "")])]
-    own |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "PYTHONPATH": os.pathsep.join(paths),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+    own |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+    own |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2")
+    own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    own |= {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
+    words, null, both = [sys.executable, "-m", __name__], subprocess.DEVNULL, subprocess.STDOUT
     return subprocess.Popen(
-        [sys.executable, "-m", __name__],
-        env=own,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
+        words, env=own, stdin=null, stdout=output, stderr=both, start_new_session=True
     )
 
 

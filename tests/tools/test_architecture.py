@@ -42,7 +42,7 @@ BUDGETS = {
     "ddp_training.py": 415,
     "hardened_ddp_command.py": 180,
     "ddp_doctor/*": 12_440,
-    "ddp_runs/*": 3_655,
+    "ddp_runs/*": 3_640,
     "hardened_ddp/*": 29_130,
     "hardened_ddp/gradients/*": 680,
     "hardened_ddp/settings/*": 2_125,
