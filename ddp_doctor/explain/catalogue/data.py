@@ -137,7 +137,7 @@ data-uneven (mismatch, accuses named): a rank had fewer batches than the others,
 
 data-storage: the storage had an error
   /\[Errno 5\] Input/output error/
-  /\[Errno \d+\] (?:Stale file handle|Remote I/O error|Host is down)/
+  /\[Errno \d+\] (?:Stale file handle(?!.*triton)|Remote I/O error|Host is down)/
   /Transport endpoint is not connected/
   /nfs: server \S+ not responding/
   /LustreError: /

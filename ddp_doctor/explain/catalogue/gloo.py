@@ -75,7 +75,6 @@ gloo-unsupported (accuses nobody): gloo can't do this operation or type
   why: gloo has fewer operations and types than NCCL: no AVG, no bool in some, no reduce_scatter in
     older versions
   fix: SUM and a division instead of AVG; another dtype; nccl for GPU tensors.
-  confirm: The same operation works with nccl.
 
 group-shapes: the tensors of a collective do not fit
   /Split sizes doesn't match total dim 0 size/
@@ -83,7 +82,7 @@ group-shapes: the tensors of a collective do not fit
   /Invalid function argument\. Expected parameter `\w+`/
   /(?:in|out)put tensor (?:size )?must be (?:equal to|the same size as) .*world[_ ]size/
   /output tensor must have the same type as input tensor/
-  /invalid tensor (?:size|type|layout) at index \d+/
+  /invalid tensor (?:size|type|layout) at index \d+(?!.*device=(?:mps|xpu|npu|hpu))/
   why: Size, layout or type of a list of tensors is not what the operation needs
   fix: .contiguous(); one output per rank; world_size * input size for gather.
   confirm: print shapes and strides before the call on each rank.

@@ -26,11 +26,10 @@ gpu-ecc (hardware): a GPU's memory has an error that ECC can't correct
   confirm: nvidia-smi -q -d ECC,ROW_REMAPPER.
 
 gpu-node (hardware): a link between GPUs, a GPU's firmware or the node itself failed
-  /Xid \([^)]*\): ?(?:74|144|145|149|150)\b/
+  /Xid (?:\([^)]*\): ?)?(?:61|62|74|119|120|144|145|149|150|154)\b/
   /SXid \([^)]*\)/
   /an NVLink error was detected/
   /uncorrectable NVLink error/
-  /Xid \([^)]*\): ?(?:61|62|119|120|154)\b/
   /HW (?:Thermal|Power Brake) Slowdown/
   /temperature above threshold, cpu clock throttled/
   /mce: .*(?:[Hh]ardware [Ee]rror|[Uu]ncorrected)/
@@ -98,7 +97,6 @@ gpu-cublas (generic): cuBLAS failed
     earlier kernel, or shapes that do not fit
   fix: Smaller batch, or leave memory free; run the batch on the CPU, or with
     CUDA_LAUNCH_BLOCKING=1, to see a wrong label or token.
-  confirm: nvidia-smi just before; the same batch on the CPU.
   or_else: Memory: a smaller batch works. An index: the CPU raises IndexError.
 
 gpu-cudnn: cuDNN (on AMD: MIOpen) failed
@@ -109,7 +107,6 @@ gpu-cudnn: cuDNN (on AMD: MIOpen) failed
   /miopen(?:Status\w+|::Exception)/
   why: No memory for its work space, another cuDNN in LD_LIBRARY_PATH, or an earlier error
   fix: Smaller batch; unset LD_LIBRARY_PATH; torch.backends.cudnn.benchmark=False.
-  confirm: A smaller batch works: it was memory.
 
 gpu-none: torch sees no GPU
   /ValueError: Cuda is not available\./
@@ -134,7 +131,7 @@ gpu-ordinal: a rank chose a GPU that does not exist
   why: More ranks than GPUs on this node, a global rank used as device number, or
     CUDA_VISIBLE_DEVICES hides GPUs (Slurm gives each task one)
   fix: cuda:LOCAL_RANK, not cuda:RANK; --nproc_per_node = number of GPUs; Slurm: no
-    --gpus-per-task=1 with cuda:LOCAL_RANK, or use cuda:0 then.
+    --gpus-per-task=1 with cuda:LOCAL_RANK, or use cuda:0 then. MIG: a process sees one slice only.
   lightning: Trainer(devices=N) with N at most the node's GPUs
   accelerate: accelerate launch --num_processes at most the GPUs, --gpu_ids
   confirm: print(local_rank, torch.cuda.device_count()).
@@ -192,6 +189,7 @@ gpu-cuda-error (generic): a CUDA call failed
 
 accelerator-no-backend: the process group has no backend for tensors of this device
   /No backend type associated with device type (?P<device>(?!cpu|cuda)\w+)/
+  /invalid tensor type at index \d+ \(.*device=(?P<device>(?!cpu|cuda)\w+)/
   /We detected accelerator (?P<device>\w+) on your machine\. But we don't know which/
   why: init_process_group chose, or was given, a backend that moves no {device} tensors
   fix: xpu: init_process_group('xccl'), before torch 2.8 'ccl' with oneCCL's package; hpu, npu:
@@ -231,7 +229,6 @@ killed-sigfpe (generic): a process ended by an arithmetic exception in native co
     or an extension that was given an empty tensor
   fix: pip install -U nvidia-cublas-cu12, or a newer torch; PYTHONFAULTHANDLER=1 shows the Python
     line; assert tensor.numel() before the extension.
-  confirm: The stack that PYTHONFAULTHANDLER=1 prints ends in that library.
 """
 
 FAMILIES = read_families(_TEXT, DRAIN=_DRAIN)

@@ -31,8 +31,6 @@ graph-static-changed: the graph changed although static_graph=True promises that
   why: With static_graph each step must use the same parameters the same number of times
   fix: Remove static_graph=True (or model._set_static_graph()); use find_unused_parameters=True if
     parameters are unused in some steps.
-  lightning: DDPStrategy(static_graph=False)
-  accelerate: DistributedDataParallelKwargs(static_graph=False)
   confirm: Train without static_graph: the message goes away, or names the unused parameters.
 
 graph-ready-twice: a parameter got its gradient twice in one backward
@@ -125,7 +123,6 @@ graph-checkpoint-differs: the recomputed forward differs from the first one
     counter, a cache, or autocast that is not active in backward
   fix: Make the checkpointed function depend on its arguments only; keep autocast around it;
     debug=True of checkpoint() shows both runs.
-  confirm: checkpoint(..., debug=True) prints the operations of both forwards.
 
 [Model]
 

@@ -69,7 +69,6 @@ launch-rendezvous (timeout): torchrun's rendezvous failed
     the same --rdzv_id is over already
   fix: The same --rdzv_endpoint HOST:PORT and a fresh --rdzv_id on all nodes; HOST is one of the
     nodes; its port is open; --rdzv_conf join_timeout=1200 for slow starts.
-  confirm: nc -zv HOST PORT from the other nodes.
 
 launch-name (accuses nobody): a host name can't be resolved
   /Name or service not known/
@@ -99,9 +98,7 @@ launch-group-twice (accuses nobody): the process group was made twice
   /trying to initialize the default process group twice/
   why: The program and a library (Lightning, Accelerate) both call init_process_group, or a notebook
     cell ran again
-  fix: if not dist.is_initialized(): dist.init_process_group(...)
-  lightning: no init_process_group of your own
-  accelerate: no init_process_group of your own; InitProcessGroupKwargs for its arguments
+  fix: if not dist.is_initialized(): dist.init_process_group(...); with a library none of your own.
 
 launch-spawn-guard (accuses nobody): a process was started while its module was still being imported
   /An attempt has been made to start a new process before the\s*/
@@ -129,7 +126,6 @@ launch-rank-range (accuses nobody): rank and world size contradict each other
     those of the group
   fix: Let the launcher set them: torchrun --nnodes N --nproc_per_node M.
   accelerate: --machine_rank from 0 to num_machines - 1
-  confirm: print RANK and WORLD_SIZE of each process.
 
 [Launch: frameworks, containers, settings]
 
@@ -212,11 +208,12 @@ launch-pod-pending (timeout): Kubernetes found no node for a pod, so its ranks n
 launch-pod-crash (teardown, generic): a pod ends again and again; this output does not say why
   /CrashLoopBackOff/
   /Back-off restarting failed container/
+  /BackoffLimitExceeded/
   why: Its container exits with an error, and Kubernetes starts it anew
   fix: kubectl logs POD --previous, and explain that.
   confirm: kubectl describe pod POD: Last State, Exit Code.
 
-launch-ray-actor (lost): a worker of Ray ended, and Ray does not know why
+launch-ray-actor (lost, generic): a worker of Ray ended, and Ray does not know why
   /The actor died unexpectedly before finishing this task/
   /A worker died or was killed while executing a task by an unexpected system error/
   /Worker unexpectedly exits with a connection error code \d+/

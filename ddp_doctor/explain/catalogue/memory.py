@@ -14,7 +14,7 @@ memory-gpu: the GPU ran out of memory
   /CUDA out of memory/
   /(?:torch\.|cuda\.)OutOfMemoryError/
   /CUDA error: out of memory/
-  /Cuda failure (?:2 )?'out of memory'/
+  /C(?:uda|UDA) failure (?:\d+ )?'out of memory'/
   why: Activations grow with the batch; weights, gradients and AdamW's state take about 16 bytes per
     parameter. The other ranks then wait for this one
   fix: Halve the batch and double gradient accumulation; autocast with bfloat16; activation
@@ -103,13 +103,13 @@ memory-pinned: page-locked (pinned) memory could not be allocated
   fix: pin_memory=False shows the first error; pin_memory() of a custom batch class;
     torch.cuda.set_device before the loader.
   trainer: dataloader_pin_memory=False
-  confirm: The run works with pin_memory=False.
 
 killed-sigkill (generic): a process was killed with SIGKILL
   /Signal 9 \(SIGKILL\) received by PID (?P<pid>\d+)/
   /died with <Signals\.SIGKILL: 9>/
   /line \d+: +\d+ Killed\b/
   /^Killed$/
+  /^(?:zsh: |\[\d+\] +\+? *\d+ )killed  /
   /exit (?:code|status):? *137\b/
   /returned non-zero exit status -9\b/
   why: Nothing in the process can log that. Most often the kernel or the container was out of
@@ -120,7 +120,7 @@ killed-sigkill (generic): a process was killed with SIGKILL
   or_else: Memory: dmesg names the pid. Scheduler: its accounting says TIMEOUT or PREEMPTED.
     Neither: somebody ran kill -9.
 
-killed-segfault (generic): a process crashed in native code (SIGSEGV)
+killed-segfault (generic): a process crashed in native code (SIGSEGV, or a damaged heap)
   /Signal 11 \(SIGSEGV\) received by PID (?P<pid>\d+)/
   /Fatal Python error: Segmentation fault/
   /[Ss]egmentation fault(?: +\((?:core dumped|11)\)|$|:)/
@@ -128,12 +128,15 @@ killed-segfault (generic): a process crashed in native code (SIGSEGV)
   # the second: Windows
   /returned non-zero exit status (?:-11|3221225477)\b/
   /\*\*\* SIGSEGV received at time=/
+  /\]: segfault at [0-9a-f]+ ip /
+  /(?:free|alloc|chunk|consolidate)\(\): (?:invalid|corrupted|unaligned|double free|memory corr)/
+  /double free or corruption/
+  /corrupted (?:size vs|double-linked)/
   /DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: Segmentation fault/
   why: An extension (image or video decoding, HDF5, custom CUDA, an ABI that does not fit torch) or
     a full stack
   fix: PYTHONFAULTHANDLER=1 shows the Python line; num_workers=0 shows whether it is the dataset;
     ulimit -s unlimited; reinstall the extension for this torch.
-  confirm: The stack that PYTHONFAULTHANDLER=1 prints ends in that extension.
   or_else: TORCH_DISTRIBUTED_DEBUG=DETAIL on gloo: torch 2.13 crashes on all ranks when DDP is made;
     use INFO.
 

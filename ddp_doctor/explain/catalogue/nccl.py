@@ -39,7 +39,6 @@ collective-missing (timeout, accuses named): a rank did not reach a collective t
   lightning: self.log(..., sync_dist=True) on all ranks; no collective under rank_zero_only
   accelerate: gather, wait_for_everyone and save_state on all processes, not under is_main_process
   trainer: no collective in compute_metrics or callbacks under is_world_process_zero
-  confirm: The stack of the named rank is outside of a collective.
 
 collective-mismatch (mismatch): the ranks called different collectives
   /Impossible to apply the desired operation due to inadequate shapes/
@@ -67,7 +66,7 @@ nccl-duplicate-gpu (accuses nobody): two ranks use the same GPU
   why: The processes did not choose their own device, so they all took GPU 0, or
     CUDA_VISIBLE_DEVICES is wrong, or there are more ranks than GPUs
   fix: torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before init_process_group and before any
-    .cuda(); --nproc_per_node at most the number of GPUs.
+    .cuda(); --nproc_per_node at most the number of GPUs. MIG: slices of one GPU count as one; gloo.
   lightning: Trainer(devices=N) without a torch.cuda.set_device or .cuda() of your own
   accelerate: num_processes in `accelerate config` at most the number of GPUs
   confirm: print(rank, torch.cuda.current_device(), os.environ.get('CUDA_VISIBLE_DEVICES')).
@@ -124,7 +123,6 @@ nccl-wrong-device-tensor: a tensor on the CPU was given to NCCL
     operations)
   fix: tensor.to(device) before the collective; or init_process_group('cpu:gloo,cuda:nccl') for
     both; for Python objects torch.cuda.set_device first.
-  lightning: torchmetrics: compute on the module's device
   confirm: print(tensor.device) in the line that the traceback names.
 
 nccl-store-get (timeout, accuses named): rank 0 did not announce its NCCL id
@@ -257,7 +255,6 @@ nccl-nvml (hardware): the NVIDIA driver can't be asked about its GPUs
     missing device files)
   fix: Reboot the node, or reload the driver's modules. Container: start it again; docker: --device
     /dev/nvidiactl ..., or the cgroup driver systemd fix of NVIDIA.
-  confirm: nvidia-smi in the same container fails with the same words.
 """
 
 FAMILIES = read_families(_TEXT, DEBUG=_DEBUG)

@@ -17,7 +17,6 @@ windows-dll: Windows could not load a DLL of torch or CUDA into a process
     Visual C++ runtime is missing, or another CUDA or OpenMP comes first in PATH
   fix: 1455: fewer num_workers, a larger paging file. Else the current Visual C++ Redistributable; a
     fresh environment.
-  confirm: 1455: num_workers=0 works. Else python -c 'import torch' fails alone.
 
 windows-hostname (accuses nobody): gloo on Windows or Docker Desktop took an address that can't be
     reached

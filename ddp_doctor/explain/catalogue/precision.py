@@ -93,12 +93,21 @@ compile-failed (generic): torch.compile could not compile the model
     forward.
   trainer: torch_compile=False
 
+compile-cache: processes got into each other's way in the cache of compiled kernels
+  /\[Errno (?:2|16|39|116)\] .*(?:\.triton\/|triton_|torchinductor_)/
+  why: Triton and Inductor keep kernels in a folder that all processes share; on a network file
+    system, as a home often is, one replaces or removes a file that another one reads
+  fix: TRITON_CACHE_DIR=/tmp/triton-$USER and TORCHINDUCTOR_CACHE_DIR=/tmp/inductor-$USER on each
+    node, or one folder per rank; remove the old ones; a newer triton.
+  or_else: Something removed the folder, or its disk is full.
+
 compile-compiler: no compiler was found that fits torch
   /InvalidCxxCompiler/
   /No working C\+\+ compiler found/
   /Failed to find C compiler\. Please specify via CC/
   /Cannot find a working triton installation/
   /Compiler: cl is not found/
+  /nvcc fatal +: Unsupported gpu architecture/
   /fatal error: Python\.h: No such file/
   /Installed CUDA version \S+ does not match the version torch was compiled with \S+ un/
   why: Inductor and extensions (DeepSpeed's) need a C++ compiler, Python's headers, for GPUs Triton,

@@ -9,7 +9,7 @@ stop-time-limit (killed): the scheduler ended the job at its time limit
   /CANCELLED AT \S+ DUE TO TIME LIMIT/
   /PBS: job killed: walltime/
   /TERM_RUNLIMIT/
-  /was active on the node longer than the specified deadline/
+  /was active (?:on the node )?longer than (?:the )?specified deadline/
   why: The job ran longer than it asked for
   fix: Save checkpoints and resume: sbatch --time=..., --signal=B:USR1@300 with a handler that
     saves, --requeue.
@@ -32,6 +32,7 @@ stop-node-failed (hardware, accuses nobody): a node of the job failed
   /Node failure on /
   /NodeNotReady/
   /Node is not ready/
+  /because its node has died/
   why: The scheduler lost contact with the node: it crashed, was rebooted, or is cut off
   fix: Start again without it: sbatch --exclude=NODE; report it.
   confirm: sinfo -R or kubectl describe node.
