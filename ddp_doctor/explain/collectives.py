@@ -108,8 +108,8 @@ class Collectives:
         """What each rank called, by number."""
 
         self.num_leaving = 0
-        self.ranks_of_files: set[int] = set()
-        """The ranks that have a log of their own."""
+        self.ranks_heard: set[int] = set()
+        """The ranks that have a log of their own, or lines among those of others."""
 
     def take(self, line: Line) -> None:
         """Note what a line says."""
@@ -272,7 +272,9 @@ class Collectives:
         text = f"{_told(works)}; {_ranks(named)} reported no wait"
         if named == missing and elsewhere:
             text = f"{_told(works)}; {_told(elsewhere)}, of another group"
-        elif not self._is_heard(named, works) or 2 * len(named) >= size:
+        elif not (self._is_heard(named, works) and 2 * len(named) < size) and not (
+            set(named) <= self.ranks_heard
+        ):
             text = f"{_told(works)}; of {_ranks(named)} there is no log here"
             named = []
         is_sure = world_size is not None
@@ -284,7 +286,7 @@ class Collectives:
         for work in works:
             speakers.setdefault(work.line.file, set()).add(work.rank)
         is_file_of_one = len(speakers) > 1 and all(len(of) == 1 for of in speakers.values())
-        return not is_file_of_one or set(ranks) <= self.ranks_of_files
+        return not is_file_of_one or set(ranks) <= self.ranks_heard
 
 
 def _odd_ones(

@@ -163,6 +163,9 @@ class Collector:
         self._seen: dict[tuple[object, ...], Event] = {}
         self._order = 0
         self._spawned: int | None = None
+        self._header: Line | None = None
+        """The newest header of a traceback that something stands before."""
+
         self._tail = 0
         self._idle_lines = 0
         self.before_traceback = (0, b"")
@@ -181,11 +184,12 @@ class Collector:
     def start_file(self, source: Source, habits: Habits) -> None:
         """Begin with another file."""
         self._source, self._habits = source, habits
-        self._spawned, self._tail, self.before_traceback = None, 0, (0, b"")
+        self._spawned, self._header, self._tail = None, None, 0
+        self.before_traceback = (0, b"")
         if source.rank is not None:
             self.evidence.rank_of_file[source.name] = source.rank
-        own = (source.rank, source.local, source.task)
-        self.evidence.collectives.ranks_of_files |= {rank for rank in own if rank is not None}
+        own = (source.rank, source.local, source.task, *habits.ranks)
+        self.evidence.collectives.ranks_heard |= {rank for rank in own if rank is not None}
 
     def end_file(self) -> None:
         """Give up what is still open: the log was cut off there."""
@@ -199,18 +203,34 @@ class Collector:
 
     def take(self, raw: str, number: int) -> None:
         """Take one line of the file."""
+        of: Source | Line = self._source
         for part in lines_of(raw):
-            self._take_line(part, number)
+            of = self._parse(part, number, of)
+            if habits := with_lead(self._habits, self._header, of.text):
+                self._learn(habits)
+                of = self._parse(part, number, self._source)
+            self._take_line(of)
+            self._header = of if of.before else self._header
 
-    def _take_line(self, raw: str, number: int) -> None:
+    def _parse(self, raw: str, number: int, of: Source | Line) -> Line:
+        """Read a line of a file, or one that was a part of another line."""
         line = parse_line(raw, file=self._source.name, number=number, habits=self._habits)
-        if line.lead and "Traceback (most" in line.text and self._habits.lead is None:
-            self._habits = with_lead(self._habits, line.lead)
-            line = parse_line(raw, file=self._source.name, number=number, habits=self._habits)
-        source = self._source
-        line.rank = source.rank if line.rank is None else line.rank
-        line.local = source.local if line.local is None else line.local
-        line.task = source.task if line.task is None else line.task
+        line.rank = of.rank if line.rank is None else line.rank
+        line.local = of.local if line.local is None else line.local
+        line.task = of.task if line.task is None else line.task
+        line.host = line.host or of.host
+        return line
+
+    def _learn(self, habits: Habits) -> None:
+        """Read the newest traceback's header again, with a prefix that was not known there."""
+        assert self._header is not None
+        self._streams.pop(self._header.stream, None)
+        self._open.discard(self._header.stream)
+        self._habits = habits
+        self._take_line(self._parse(self._header.raw, self._header.number, self._source))
+        self._header = None
+
+    def _take_line(self, line: Line) -> None:
         self._order += 1
         self._tail -= self._tail > 0
         self._idle_lines += 1

@@ -122,7 +122,10 @@ class Line:
     """Position in all that was read."""
 
     lead: str = ""
-    """A prefix that is not known, but stands before a traceback, without the time in it."""
+    """A prefix that only this file has, without the time in it."""
+
+    before: str = ""
+    """What stands in the line before a traceback's header: a message, or such a prefix."""
 
     @property
     def stream(self) -> tuple[object, ...]:

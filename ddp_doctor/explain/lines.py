@@ -27,7 +27,6 @@ _PREFIXES = (
     re.compile(r"(?:RANK|rank|Rank)[ _=]?(?P<rank>\d+)(?:\[\d+\])?(?:\[\w+\])?[:|]+ ?"),
     re.compile(r"\[\d+,(?:mpirank:)?(?P<rank>\d+)(?:,[\w-]+)?\]<std(?:err|out|diag)>: ?"),
     re.compile(r"(?:[0-9a-f]{8} )?\[rank=(?P<rank>\d+)\] \|\| ?"),
-    re.compile(r"\(\w+\[rank=(?P<rank>\d+)\] pid=\d+(?:, ip=[\w.:]+)?\) ?"),
     # ranks on their node
     re.compile(r"\[(?:default|trainer|worker)(?P<local>\d+)\]: ?"),
     re.compile(r"\[(?P<local>\d{1,3})\]:(?=\[rank|Traceback|  File| ?\w+Error)"),
@@ -49,7 +48,10 @@ _PREFIXES = (
     # hosts: of NCCL, Kubernetes, Ray, docker compose
     re.compile(r"(?P<host>[\w.-]+):\d+:\d+ \[-?\d+\] (?=\S+ ?\S* NCCL |NCCL |[\w/]+\.\w+:\d+)"),
     re.compile(r"\[pod/(?P<host>[\w.-]+)/[\w.-]+\] ?"),
-    re.compile(r"\(\w+ pid=\d+(?:, ip=(?P<host>[\w.:]+))?\) ?"),
+    re.compile(
+        r"\([\w.-]+(?:\[rank=(?P<rank>\d+)\])?(?:, rank=(?P<task>\d+))?,? pid=\d+"
+        r"(?:, ip=(?P<host>[\w.:]+))?\) ?"
+    ),
     re.compile(r"(?P<host>[a-z][\w.]*[-_]\d+) +\| "),
 )
 _LABEL = re.compile(r" *(?P<task>\d{1,5}): ?")
@@ -57,13 +59,21 @@ _NAMED_HOST = re.compile(r"(?P<host>[a-zA-Z][\w-]*\d[\w.-]*): ?")
 _WORDS_BEHIND = re.compile(r"Traceback \(most|  File \"|\[rank|\[E|[\w.]+(?:Error|Exception): ")
 _LATE_RANK = re.compile(r"[^'\"]*?(\[rank\d+\]:.*)")
 _TIMES = re.compile(r"\d+(?:[:.,]\d+)+")
-_NO_LEAD = re.compile(r"[\"'%{]|it/s|[Ee]xception|[Ee]rror|^[^\w\[(<]*$")
-"""What stands before a traceback, and is a progress bar or a message."""
+_FRAME_BEHIND = re.compile(r"(.{1,80}?) {2}File \"")
+_FLAT = re.compile(
+    r"Traceback \(most recent call last\):?\s*(?P<end>(?:\\+r)?\\+n|#012|\|)?\s*(?=File)"
+)
+"""A traceback whose lines a logger has put in one, and what stands for an end of line there."""
 
+_FLAT_ENDS = re.compile(
+    r"(?<!:) (?=File \"|(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit): )"
+)
 _BAR = re.compile(r"\d+%\||\d(?:\.\d+)?(?:it/s|s/it)")
 _PANEL = re.compile(r"^[│┃|]\s(.*?)\s*[│┃|]$")
 _MAX_PREFIXES = 8
 _MAX_UNKNOWN_PREFIX = 80
+_MAX_LEADS = 4000
+_SPEAKER = re.compile(r"(?i)\[rank ?[:=]? ?(\d{1,6})\]")
 _ENOUGH = 0.6
 """Share of a file's lines that must have a doubtful prefix."""
 
@@ -88,7 +98,10 @@ class Habits:
     """pdsh and DeepSpeed: the host before each line."""
 
     lead: re.Pattern[str] | None = None
-    """A prefix that is not known, as it stood before a traceback."""
+    """Prefixes that are not known, as they stood before tracebacks."""
+
+    ranks: frozenset[int] = frozenset()
+    """Those that wrote some of its lines."""
 
 
 def habits_of(sample: str) -> Habits:
@@ -96,7 +109,8 @@ def habits_of(sample: str) -> Habits:
     lines = [_DATED.sub("", line, count=1) for line in clean(sample).splitlines() if line.strip()]
     need = max(2, _ENOUGH * len(lines))
     num_labels, num_hosts = (sum(map(bool, map(p.match, lines))) for p in (_LABEL, _NAMED_HOST))
-    return Habits(has_labels=num_labels >= need, has_hosts=num_hosts >= need)
+    ranks = frozenset(map(int, _SPEAKER.findall(sample)))
+    return Habits(has_labels=num_labels >= need, has_hosts=num_hosts >= need, ranks=ranks)
 
 
 def clean(text: str) -> str:
@@ -130,10 +144,14 @@ def _peel(line: Line, habits: Habits) -> str | None:
     return _peel_doubtful(line, habits)
 
 
-def with_lead(habits: Habits, lead: str) -> Habits:
-    """Learn a prefix that stood before a traceback: all its lines have it, with other numbers."""
-    pattern = re.sub(r"\d+", r"\\d+", re.escape(lead))
-    return replace(habits, lead=re.compile(pattern))
+def with_lead(habits: Habits, header: Line | None, text: str) -> Habits | None:
+    """Learn a prefix, with other numbers, that a traceback's header and a line of it begin with."""
+    frame = _FRAME_BEHIND.match(text) if header is not None else None
+    known = habits.lead.pattern + "|" if habits.lead is not None else ""
+    if header is None or frame is None or len(known) > _MAX_LEADS:
+        return None
+    lead = re.sub(r"\d+", r"\\d+", re.escape(frame[1]))
+    return replace(habits, lead=re.compile(known + lead)) if re.match(lead, header.before) else None
 
 
 def _peel_doubtful(line: Line, habits: Habits) -> str | None:
@@ -169,9 +187,7 @@ def _cut_bar(line: Line) -> None:
     text = line.text
     if "Traceback (most" in text and not text.startswith(("Traceback", "Original", "  ", "\u256d")):
         cut = text.index("Traceback (most")
-        if cut <= _MAX_UNKNOWN_PREFIX and not _NO_LEAD.search(text[:cut]):
-            line.lead = text[:cut]
-        line.text = text[cut:]
+        line.before, line.text = text[:cut], text[cut:]
     elif "[rank" in text and line.rank is None:
         late = _LATE_RANK.match(text)
         if late and (_BAR.search(text) or len(text) - len(late[1]) < _MAX_UNKNOWN_PREFIX):
@@ -181,7 +197,22 @@ def _cut_bar(line: Line) -> None:
 
 
 def lines_of(raw: str) -> list[str]:
-    """Give the lines of text in a line that is a JSON object or a part of one, or the line."""
+    """Give the lines of text in a line: of a JSON object, or of a traceback in one line."""
+    return [line for text in _texts_of(raw) for line in _unfolded(text)]
+
+
+def _unfolded(text: str) -> list[str]:
+    flat = _FLAT.search(text) if "Traceback (most" in text else None
+    if flat is None:
+        return [text]
+    if flat["end"]:
+        text = text.replace(flat["end"], "\n").replace('\\"', '"')
+    else:
+        text = text[: flat.end()] + "\n" + _FLAT_ENDS.sub("\n", text[flat.end() :])
+    return [line.strip() for line in text.splitlines()]
+
+
+def _texts_of(raw: str) -> list[str]:
     member = _MEMBER.match(raw) if raw.lstrip()[:1] == '"' else None
     if member and member["name"] in (None, *_MESSAGES, *_EXCEPTIONS):
         with suppress(ValueError):  # quotes of something else

@@ -20,7 +20,7 @@ from ddp_doctor.explain.run_story import ENDED_WELL, Story, lines_of
 from ddp_doctor.explain.verdict import CERTAIN, LIKELY, UNKNOWN, Verdict
 
 _WIDTH = 100
-_MAX_TEXT = 240
+_MAX_TEXT, _MAX_REMEDY = 240, 1000
 _MAX_HEADLINE = 140
 _MOST_RANKS = 8  # named in the first line
 _STEP = re.compile(r"\bstep \d+\b")
@@ -140,7 +140,9 @@ def details_of(verdict: Verdict) -> list[str]:
             why = f"NCCL says: {said[1]}. {why}"
         found.append(why)
     if root.raised is not None and root.tier == Tier.EXCEPTION:
-        found.append(f"Raised: {_raised(root.raised)}")
+        # WHY: of what no entry knows the message itself may say what to do
+        is_known = root.cause is not None and not root.cause.is_of_type
+        found.append(f"Raised: {_raised(root.raised, _MAX_TEXT if is_known else _MAX_REMEDY)}")
     return found
 
 
@@ -176,17 +178,17 @@ def _subject(verdict: Verdict) -> str:
     return "The job"
 
 
-def _raised(raised: Raised) -> str:
+def _raised(raised: Raised, most: int = _MAX_TEXT) -> str:
     text = raised.name or "an exception"
     text = f"{raised.name}: {raised.headline}" if raised.headline else text
     frame = raised.own_frame
     place = f" at {raised.where}" if raised.where else ""
     inside = f" in {frame.function}" if frame and frame.function else ""
-    return _shortened(text) + place + inside
+    return _shortened(text, most) + place + inside
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + " ..."
+def _shortened(text: str, most: int = _MAX_TEXT) -> str:
+    return text if len(text) <= most else text[:most] + " ..."
 
 
 def _unknown_headline(verdict: Verdict) -> str:

@@ -50,6 +50,7 @@ class Source:
     rank: int | None = None
     local: int | None = None
     task: int | None = None
+    host: str | None = None
     kind: str = "log"
     """log; or what a run of ours wrote: status of a rank; verdict or stack of a hang."""
 
@@ -177,8 +178,8 @@ def _source(path: Path) -> Source:
         stack = _STACK.match(path.name)
         worker = (stack["worker"] or "") if stack else ""
         kind = "stack" if stack else "verdict" if path.name == "verdict.txt" else kind
-    own = {"rank": rank, "local": local, "task": task}
-    return Source(name=str(path), path=path, kind=kind, worker=worker, **own)
+    of = Source(name=str(path), path=path, kind=kind, worker=worker)
+    return replace(of, rank=rank, local=local, task=task)
 
 
 def _without_lone_task(sources: list[Source]) -> list[Source]:

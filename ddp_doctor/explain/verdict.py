@@ -487,6 +487,9 @@ def who(
         host = root.host or next(iter(hosts), None)
         if root.kind == "exit" and not evidence.exits.exits:
             return Guilty(root.rank, host, LIKELY, "all others say that they lost a rank"), ()
+        is_alone = not evidence.exits.exits and {e.rank for e in evidence.events} == {root.rank}
+        if is_alone and root.kind == "exception" and not evidence.rank_of_file:
+            return Guilty(root.rank, host, UNKNOWN, "of other ranks there is no word here"), ()
         return Guilty(root.rank, host, CERTAIN, "its own line says the rank"), ()
     return _by_process(root, evidence), ()
 
@@ -528,4 +531,6 @@ def _by_process(root: Event, evidence: Evidence) -> Guilty | None:
     if len(own) == 1 and is_blamed and root.count == 1 and root.tier == Tier.EXCEPTION:
         [only] = own.values()
         return Guilty(only.rank, only.host, LIKELY, "no other process failed")
-    return Guilty(None, root.host, LIKELY, "its own line says the host") if root.host else None
+    if root.host is None or (root.tier > Tier.KILLED and len(evidence.hosts) < 2):
+        return None  # WHY: who only posted a traceback is not guilty
+    return Guilty(None, root.host, LIKELY, "its own line says the host")
