@@ -297,6 +297,9 @@ class Collector:
         match = matches[0] if matches else None
         tier = match.cause.tier if match else Tier.EXCEPTION
         cause = match.cause if match else cause_of_type(raised)
+        last = raised.frames[-1].file if raised.frames else ""
+        if cause is BY_CODE["graph-shapes"] and "/optim/" in last:
+            cause = BY_CODE["checkpoint-optimizer"]
         # CalledProcessError is all that some launchers say of a process that a signal ended
         is_killed = raised.name == "CalledProcessError" and match is not None
         if _is_of_launcher(raised) and not is_killed:

@@ -70,7 +70,7 @@ checkpoint-corrupt: the checkpoint file is incomplete or damaged
   confirm: ls -l and sha256sum of the file on all nodes; head -c 100 for git-lfs.
 
 checkpoint-many-writers: several ranks wrote the same file or folder
-  /\[Errno 17\] File exists:/
+  /\[Errno 17\] File exists: (?!'\/\w+'$)/
   /\[Errno 39\] Directory not empty/
   why: Each rank runs the saving code; they meet at the same path
   fix: if dist.get_rank() == 0: torch.save(...), then dist.barrier(); os.makedirs(path,
@@ -78,7 +78,7 @@ checkpoint-many-writers: several ranks wrote the same file or folder
   lightning: trainer.save_checkpoint on all ranks (it writes on rank 0)
   accelerate: accelerator.save(...), or if accelerator.is_main_process
   trainer: if trainer.is_world_process_zero()
-  confirm: The call that saves is not under `if rank == 0`.
+  or_else: It is left over from an earlier run: then it is there before the start, too.
 
 checkpoint-disk-full: the disk is full, or the quota is used up
   /No space left on device/
@@ -114,7 +114,6 @@ checkpoint-optimizer: the optimizer's state does not fit its parameters
   lightning: fit(ckpt_path=...) needs the same optimizers; load_from_checkpoint takes the weights
     alone
   trainer: train() without resume_from_checkpoint, on a model of from_pretrained(CHECKPOINT)
-  confirm: Compare len(group['params']) of both.
 
 checkpoint-sharded (accuses named): a distributed checkpoint is incomplete or of another layout
   /CheckpointException ranks:(?:dict_keys\(\[(?P<ranks>[\d, ]+)\]\))?/

@@ -73,7 +73,6 @@ data-label-type: the labels have the wrong type for the loss
   /Found dtype Long but expected Float/
   why: cross_entropy needs int64 class numbers; BCE and MSE need floats
   fix: labels.long() for cross_entropy; labels.float() for BCEWithLogitsLoss and MSE.
-  confirm: print(labels.dtype).
 
 data-target-shape: the labels do not have the shape that the loss needs
   /Expected input batch_size \(\d+\) to match target batch_size \(\d+\)/
@@ -121,7 +120,6 @@ data-empty: the dataset or this rank's part of it is empty
   /Found no valid file for the classes/
   why: A wrong path, a filter that keeps nothing, or fewer samples than ranks
   fix: print(len(dataset)) on each rank before the loader is made.
-  confirm: ls of the folder on the node of this rank.
 
 data-uneven (mismatch, accuses named): a rank had fewer batches than the others, and Join ended all
     of them

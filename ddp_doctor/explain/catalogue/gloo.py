@@ -85,7 +85,6 @@ group-shapes: the tensors of a collective do not fit
   /invalid tensor (?:size|type|layout) at index \d+(?!.*device=(?:mps|xpu|npu|hpu))/
   why: Size, layout or type of a list of tensors is not what the operation needs
   fix: .contiguous(); one output per rank; world_size * input size for gather.
-  confirm: print shapes and strides before the call on each rank.
 
 group-rank: a collective was given a rank that is not in its group
   /(?:Group rank|Global rank) \d+ is not part of group/

@@ -165,7 +165,6 @@ gpu-busy: the GPU is used by another process that does not share it
   why: Compute mode exclusive and another process on it, or one that was left over
   fix: nvidia-smi lists processes: kill those left over by pid; nvidia-smi -c DEFAULT; one process
     per GPU.
-  confirm: nvidia-smi -q -d COMPUTE.
 
 gpu-fork: CUDA was used in a forked process
   /Cannot re-initialize CUDA in forked subprocess/

@@ -197,8 +197,10 @@ launch-container (accuses nobody): the container did not start, or has no GPU
     the device plugin and resources.limits nvidia.com/gpu; check mounts.
   confirm: docker run --rm --gpus all IMAGE nvidia-smi.
 
-launch-pod-pending (timeout): Kubernetes found no node for a pod, so its ranks never start
+launch-pod-pending (generic, accuses nobody): the cluster found no node for a process, so it waits
   /\d+/\d+ nodes are available: (?P<what>.+)/
+  /No available node types can fulfill (?P<what>.+)/
+  /FailedScheduling .*pod group is not ready, (?P<what>.+)/
   why: {what}
   fix: Ask for what the nodes have (GPUs, memory, taints, selectors), use gang scheduling (Kueue,
     Volcano), so that all pods of a job start or none; a longer rendezvous timeout if nodes are
