@@ -44,7 +44,7 @@ TORCHRUN_OPTIONS = (
     *("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "monitor_interval", "start_method"),
     *("event_log_handler", "role", "log_dir", "redirects", "tee", "local_ranks_filter"),
     *("duplicate_stdout_filters", "duplicate_stderr_filters", "local_addr", "logs_specs"),
-    *("numa_binding", "signals_to_handle", "shutdown_timeout"),
+    *("numa_binding", "signals_to_handle", "shutdown_timeout", "log_line_prefix_template"),
 )
 
 
