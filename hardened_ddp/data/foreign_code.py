@@ -8,6 +8,7 @@ and classifiers need none of them: it is enough to declare the two that the impo
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import logging
 import os
 import traceback
@@ -66,6 +67,11 @@ def import_callable(path: str, *, setting: str, error: type[HardenedError]) -> C
     found = getattr(module, name)
     if not callable(found):
         raise refused(f"is of type {type(found).__name__}, not a class or function", _FIX)
+    try:
+        inspect.signature(found)
+    except (ValueError, TypeError) as unknown:  # some of those written in C
+        what = "has no signature, so its arguments are unknown"
+        raise refused(what, "name your own function that calls it") from unknown
     return found  # type: ignore[no-any-return]  # callable() proves what getattr can't
 
 

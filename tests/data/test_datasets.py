@@ -432,6 +432,7 @@ MISTAKES = {
     "./bad:good": "is no import path",
     "tests.data.test_datasets:": "is no import path",
     "tests.data.test_datasets:NUMBER": "is of type int, not a class or function",
+    "builtins:dict": "has no signature",
 }
 
 
