@@ -376,8 +376,8 @@ class RunConfig:
     keep_last: Count = 3
     """Checkpoints to keep, besides the best one. Older ones are removed."""
     keep_milestones: CountOrZero = 0
-    """Checkpoints to keep besides, for replay and bisect, spread over a run: with N of S steps no
-    step is further behind one than 2 S / N steps and those between two saves."""
+    """Checkpoints to keep besides, for replay and bisect, spread over a run of S steps: each step
+    is at most 2 S / keep_milestones steps, plus the time between two saves, behind one of them."""
     resume: Place = "auto"
     """auto: continue run_name if it has a checkpoint. never: start a new run. newest: continue the
     run with the newest checkpoint. PATH: that run folder, or a checkpoint folder inside one."""

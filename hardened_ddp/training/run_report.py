@@ -296,8 +296,8 @@ def tell_start(settings: Resolved, parts: Parts, progress: Progress) -> None:
         steps = f"{2 * length.total // num + 1:,}" if length.is_known else f"2 / {num} of all"
         lines.append(
             f"checkpoints: at most {num} of the whole run besides the last {run.keep_last} and the "
-            f"best, about {total_mb:,.0f} MB with AdamW's state; no step is further behind one "
-            f"than {steps} steps and those between two saves"
+            f"best, about {total_mb:,.0f} MB with AdamW's state; each step is at most {steps} "
+            "steps, plus the time between two saves, behind one of them"
         )
     if parts.group.is_main:
         is_again = progress.step or parts.group.launch.attempt

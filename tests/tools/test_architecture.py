@@ -43,7 +43,7 @@ BUDGETS = {
     "hardened_ddp_command.py": 180,
     "ddp_doctor/*": 12_500,
     "ddp_runs/*": 3_640,
-    "hardened_ddp/*": 29_130,
+    "hardened_ddp/*": 29_135,
     "hardened_ddp/gradients/*": 680,
     "hardened_ddp/settings/*": 2_125,
     "hardened_ddp/step/*": 2_110,
@@ -56,12 +56,12 @@ BUDGETS = {
     "hardened_ddp/preflight/*": 980,
     "hardened_ddp/ranks/*": 2_535,
     "hardened_ddp/guard/*": 1_245,
-    "hardened_ddp/data/*": 4_200,
+    "hardened_ddp/data/*": 4_205,
     "hardened_ddp/streams/*": 2_635,
     "ddp_drills/*": 1_935,
     "launchers/*": 710,
     "tests/harness/*": 900,
-    "tests/*": 30_270,
+    "tests/*": 30_275,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.

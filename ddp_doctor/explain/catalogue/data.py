@@ -161,9 +161,9 @@ data-hub: a download failed
   /LocalEntryNotFoundError/
   /OfflineModeIsEnabled/
   /HTTP Error \d+: /
-  /Max retries exceeded with url/
+  /(?:Error: |host='(?!localhost|0\.|10\.|127\.|192\.168\.)[^']*'.*)Max retries exceeded with url/
   /urlopen error/
-  /(?:4\d\d|5\d\d) (?:Client|Server) Error/
+  /[45]\d\d (?:Client|Server) Error(?!.*//(?:localhost|0\.|10\.|127\.|192\.168\.))/
   /GatedRepoError/
   /trying to access a gated repo/
   why: The node has no route to the internet, a token is missing, or many ranks asked at once
