@@ -143,7 +143,7 @@ class Fetcher:
             reading[0] = index
             try:
                 try:
-                    if seeds:
+                    if seeds:  # as _read_sample does, without a call for each sample
                         seed_sample(self.seed, epoch, index)
                     samples.append(dataset[index])
                 except Exception as error:  # WHY broad: the user's code
