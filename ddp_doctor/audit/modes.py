@@ -179,8 +179,7 @@ def _not_joined(one: Pass, ranks: Ranks, why: str) -> Verdict:
 def _judge_pass(
     parts: list[Pass], joining: list[Record], ranks: Ranks, *, is_over: bool
 ) -> Iterator[Verdict]:
-    one = parts[0]
-    size = one.about["size"]
+    one, size = parts[0], parts[0].about["size"]
     # WHY keys: index 3 of a Subset is another sample on each rank
     is_part = any(p.about["base"] == "part" for p in parts)
     sets = [set(p.keys) if is_part or not p.indices else set(p.indices) for p in parts]
@@ -196,7 +195,7 @@ def _judge_pass(
     # WHY: gather_for_metrics, and what a framework calls, drops what is there twice
     own = [record for record in joining if record["via"] in _JOINING]
     gathers = [record for record in own if "gather" in record["via"]]
-    is_cut = any(drops_padding(record["line"].rpartition(":")[0]) for record in gathers)
+    is_cut = any(drops_padding(record["line"], size) for record in gathers)
     if is_padded and own and not is_cut and not one.about["drop_last"]:
         is_prepared = bool(gathers) and one.about["sampler"] != "DistributedSampler"
         yield Verdict(

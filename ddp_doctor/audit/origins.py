@@ -96,17 +96,13 @@ def _lines(file: str, is_it: Callable[[ast.AST], bool]) -> list[str]:
     return [f"{file}:{node.lineno}" for node in nodes]
 
 
-def _first(file: str, is_it: Callable[[ast.AST], bool]) -> str:
-    return next(iter(_lines(file, is_it)), "")
-
-
 def _sets(node: ast.AST, attribute: str) -> bool:
     return isinstance(node, ast.Assign) and any(last_name(t) == attribute for t in node.targets)
 
 
 def set_line(file: str, attribute: str) -> str:
     """Give the first line that sets an attribute."""
-    return _first(file, lambda n: _sets(n, attribute))
+    return next(iter(_lines(file, lambda n: _sets(n, attribute))), "")
 
 
 def unfreezing_line(file: str) -> str:
@@ -134,7 +130,7 @@ def call_line(files: Iterable[str], names: Set[str]) -> str:
     def is_it(node: ast.AST) -> bool:
         return isinstance(node, ast.Call) and bool(names & {called(node), ast.unparse(node.func)})
 
-    return next(filter(None, (_first(file, is_it) for file in files)), "")
+    return next((line for file in files for line in _lines(file, is_it)), "")
 
 
 def noise_line(file: str) -> str:
@@ -165,12 +161,18 @@ def forward_cut_line(file: str) -> str:
     return f"{file}:{cuts.pop()}" if len(cuts) == 1 else ""
 
 
-def drops_padding(file: str) -> bool:
-    """Whether a file seems to cut gathered results to their number: read generously."""
+def drops_padding(gathered: str, size: int) -> bool:
+    """Whether what a line gathers seems to be cut to size, or put in by index: read generously."""
+    file, number = _lines_of(gathered)
     for node in nodes_of(file):
-        upper = node.upper if isinstance(node, ast.Slice) and node.lower is None else None
-        is_cut = upper is not None and not isinstance(upper, ast.Constant | ast.UnaryOp)
-        if is_cut or any(word in last_name(node).lower() for word in _DROPS):
+        is_cut = any(word in last_name(node).lower() for word in _DROPS)
+        match node:
+            case ast.Slice(lower=None, upper=ast.expr() as end):
+                is_plain = isinstance(end, ast.Constant | ast.UnaryOp)
+                is_cut = not is_plain or ast.unparse(end) == str(size)
+            case ast.Subscript(ctx=ast.Store(), slice=ast.Name()):
+                is_cut = node.lineno > number
+        if is_cut:
             return True
     return False
 

@@ -165,8 +165,7 @@ def _pairs(by_rank: dict[int, Pass], ranks: Ranks) -> Iterator[Verdict]:
 
 def _pair(a: int, x: Pass, b: int, y: Pass, ranks: Ranks) -> Iterator[Verdict]:
     by_index = _are_same_set(x, y)
-    mine: Sequence[object] = x.indices if by_index else x.keys
-    yours: Sequence[object] = y.indices if by_index else y.keys
+    mine, yours = (p.indices if by_index else p.keys for p in (x, y))
     number = min(len(mine), len(yours))
     if number < FEWEST:
         return

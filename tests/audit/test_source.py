@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import ddp_training
+from ddp_doctor.audit.origins import drops_padding
 from ddp_doctor.audit.source_rules import RULES, Script, read_script
 from ddp_doctor.audit.verdict import Verdict, as_json
 from tests.harness.ranks import run_command
@@ -55,6 +56,16 @@ def test_each_rule_has_a_planted_mistake_and_none_accuses_our_own_programs() -> 
 def test_a_healthy_source_is_not_accused(name: str, tmp_path: Path) -> None:
     verdicts, _ = read(tmp_path, HEALTHY[name])
     assert verdicts == []
+
+
+@pytest.mark.parametrize("line", ["p[:101]", "p[:len(d)]", "all_p[i] = p", "np.unique(i)"])
+def test_gathered_results_that_are_cut_or_put_in_by_index_count_none_twice(
+    line: str, tmp_path: Path
+) -> None:
+    text = "all_p[i] = p[:50]\ndist.all_gather(p, q)\nall_p['x'] = p[:-1]\n"
+    for number, whole in enumerate([text, text + line]):
+        (path := tmp_path / f"train_{number}.py").write_text(whole)
+        assert drops_padding(f"{path}:2", 101) is bool(number)
 
 
 @pytest.mark.slow
