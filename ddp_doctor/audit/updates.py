@@ -286,12 +286,8 @@ def _reading(rank: Rank, step: Record) -> tuple[int, float] | None:
     """Give the number of batches of a step, and the factor of each; None if it is not sure."""
     kinds = {kind for _, kind in step["factors"]}
     values = {round(value / step["amp_scale"], 7) for value, _ in step["factors"]}
-    if (
-        len(kinds) != 1
-        or not kinds <= {"mean", "reduced"}
-        or len(values) != 1
-        or not are_alternatives(list(step["backward_lines"]))
-    ):
+    is_one = len(kinds) == len(values) == 1 and kinds <= {"mean", "reduced"}
+    if not is_one or not are_alternatives(list(step["backward_lines"])):
         return None
     number = step["backwards"]["all"]
     if number > 1 and not _is_split(step, number):
