@@ -31,7 +31,8 @@ _ERROR_LINE = re.compile(
     r"^(?:\S+: )?(?:fatal|FATAL|[Ee]rror|ERROR|CRITICAL|E:|Fatal error)\b[ :\]]"
     r"|^[\w.]+ (?:ERROR|CRITICAL|FATAL)\b"
     r"|^(?:srun|slurmstepd|sbatch|mpirun|docker|\w+\.py): (?:fatal|error)"
-    r"|\bExecuteUserScriptError:|Reporting training FAILURE|Failed - Training job failed"
+    r"|\bKilling subprocess \d|\bExecuteUserScriptError:|Reporting training FAILURE"
+    r"|Failed - Training job failed"
 )
 _RETRIED = re.compile(r"\b[Rr]etry(?:ing)?\b(?! count)|^.{,200}\bWARNING\b")
 """What a program says when it goes on; far behind, torch's advice has this word, too."""
@@ -300,6 +301,8 @@ class Collector:
         last = raised.frames[-1].file if raised.frames else ""
         if cause is BY_CODE["graph-shapes"] and "/optim/" in last:
             cause = BY_CODE["checkpoint-optimizer"]
+        if cause is BY_CODE["checkpoint-disk-full"] and "multiprocessing/" in last:
+            cause = BY_CODE["memory-shm"]  # its locks and queues are files there
         # CalledProcessError is all that some launchers say of a process that a signal ended
         is_killed = raised.name == "CalledProcessError" and match is not None
         if _is_of_launcher(raised) and not is_killed:

@@ -78,6 +78,9 @@ class Ending:
     nan: int = 0
     """The last line, if the loss is NaN in all of the last ones."""
 
+    nan_since: int = 0
+    """The first line of them."""
+
     nan_text: str = ""
     last: int = 0
     last_text: str = ""
@@ -100,7 +103,7 @@ def ending_of(tail: str, num_lines: int) -> Ending:
     lines = tail.rstrip("\n").split("\n")
     ending = Ending(last=num_lines, last_text=lines[-1].rpartition("\r")[2].strip())
     newest: dict[str, tuple[float, int]] = {}
-    nans: list[bool] = []
+    nans: list[tuple[int, bool]] = []
     for number, line in enumerate(lines, start=num_lines - len(lines) + 1):
         if _SUCCESS.search(line) or (newest and _DONE.match(line)):  # not: a file is read
             ending.success = number
@@ -109,10 +112,12 @@ def ending_of(tail: str, num_lines: int) -> Ending:
         for part in line.split("\r"):
             _note_progress(part, number, newest, ending)
             if losses := list(_LOSS.finditer(part)):
-                nans.append(any(loss["nan"] for loss in losses))
+                nans.append((number, any(loss["nan"] for loss in losses)))
                 ending.nan, ending.nan_text = number, part.strip()
-    if len(nans) < _ENOUGH_NAN or not all(nans[-_ENOUGH_NAN:]):
+    if len(nans) < _ENOUGH_NAN or not all(is_nan for _, is_nan in nans[-_ENOUGH_NAN:]):
         ending.nan, ending.nan_text = 0, ""
+    else:
+        ending.nan_since = nans[-_ENOUGH_NAN][0]
     return ending
 
 
@@ -219,13 +224,15 @@ def _went_on(event: Event, ending: Ending, has_restarted: bool) -> bool:
     return ending.goes_on_after(number) and not is_sure
 
 
-def name_other_process(event: Event) -> None:
-    """Say of a full GPU that another process holds most of it, if the message's numbers do."""
+def read_numbers(event: Event) -> None:
+    """Tell by a message's numbers that others fill the GPU, or that too many ranks joined."""
     others = [float(size) for size in _OTHER_PROCESS.findall(event.line.text)]
     own = _OWN_PROCESS.search(event.line.text)
     if event.cause is BY_CODE["memory-gpu"] and own and sum(others) > float(own[1]):
         event.cause = BY_CODE["memory-gpu-others"]
         event.fields = {"others": f"{sum(others):.1f}", "own": own[1]}
+    if int(event.fields.get("here", 0)) > int(event.fields.get("all", 0)):
+        event.cause = BY_CODE["launch-ranks-too-many"]
 
 
 def is_closing(event: Event) -> bool:

@@ -17,8 +17,8 @@ from ddp_doctor.explain.collector import Evidence
 from ddp_doctor.explain.endings import (
     activity_before,
     is_closing,
-    name_other_process,
     nan_event,
+    read_numbers,
     weaken_survived,
     without_restarted,
 )
@@ -95,8 +95,20 @@ def judge(evidence: Evidence) -> Verdict:
         if not evidence.ends_well:
             verdict.kind = "open"
     elif nan is not None and verdict.root and "nan" not in verdict.root.line.text.lower():
+        if _was_over(verdict.root, evidence):
+            earlier = [verdict.root] * (verdict.cause is not None)
+            return Verdict("explained", nan, evidence=[nan.line], later=earlier)
         verdict.later.append(nan)
     return verdict
+
+
+def _was_over(root: Event, evidence: Evidence) -> bool:
+    """Whether training went on after a failure, until its loss was NaN."""
+    file, ends = root.line.file, [ended.line for ended in evidence.exits.exits if ended.status]
+    if file not in evidence.endings or any(line.file != file for line in ends):
+        return False
+    last = max(root.again, *(line.number for line in (root.line, *ends)))
+    return last < evidence.endings[file].nan_since
 
 
 def _judge(evidence: Evidence) -> Verdict:
@@ -126,7 +138,7 @@ def _judge(evidence: Evidence) -> Verdict:
     told = [ended.status for ended in failed if "non-zero" not in ended.line.text]
     if is_closing(root) and any(status != _TERMINATED for status in told):
         return _unknown(evidence, events, total)
-    name_other_process(root)
+    read_numbers(root)
     guilty, alike = who(root, events, evidence, finding)
     verdict = Verdict(
         kind="explained",
@@ -236,6 +248,7 @@ def _exit_event(ended: Exit, cause: Cause) -> Event:
 def _root(events: Sequence[Event], evidence: Evidence) -> Event | None:
     """Take the first event of the lowest tier."""
     found = _without_aftermath([event for event in events if event.tier < Tier.LAUNCHER])
+    found = _without_reworded(found)
     if not found:
         return None
     times = {bool(event.line.time) for event in found if event.tier == Tier.EXCEPTION}
@@ -252,6 +265,16 @@ def _root(events: Sequence[Event], evidence: Evidence) -> Event | None:
     own = [event for event in own if [event.rank] == ends]
     is_of_other = root.tier == Tier.EXCEPTION and root.rank is not None and [root.rank] != ends
     return min(own, key=place) if own and is_of_other else root
+
+
+def _without_reworded(events: Sequence[Event]) -> list[Event]:
+    """Drop what no entry knows, as a queue's Empty, if what was raised because of it has one."""
+    reworded = {
+        id(event.chained)
+        for event in events
+        if event.chained is not None and event.cause is not None and not event.cause.is_of_type
+    }
+    return [event for event in events if event.cause is not None or id(event) not in reworded]
 
 
 def _order(event: Event, by_time: bool, *, has_own: bool) -> tuple[object, ...]:

@@ -140,14 +140,13 @@ def made_of(text: str) -> tuple[str, list[str]]:
 
     PREFIX@raises LAST, or PEER: a traceback; @torchrun RANK:STATUS ... root RANK: its last block;
     @timeouts RANK:SEQ ... of SIZE, after LAST WORDS, if there are; @waiting CALLS; @goodbye: what
-    NCCL says of a rank that leaves.
+    NCCL says of a rank that leaves; PREFIX@objects JSON: a traceback whose lines stand for %s.
     """
     lines: list[str] = []
     words: list[str] = []
     for line in text.splitlines():
-        found = re.fullmatch(
-            r"(.*)@(says|raises|torchrun|timeouts|waiting|goodbye)(?: (.*))?", line
-        )
+        kinds = "says|raises|objects|torchrun|timeouts|waiting|goodbye"
+        found = re.fullmatch(rf"(.*)@({kinds})(?: (.*))?", line)
         prefix, kind, given = found.groups("") if found else (line, "", "")
         told, *last_words = given.split(", after ")
         numbers = {int(rank): int(n) for rank, n in re.findall(r"(\d+):(-?\d+)", told)}
@@ -157,6 +156,9 @@ def made_of(text: str) -> tuple[str, list[str]]:
             case "raises":
                 last = PEER if given == "PEER" else given
                 lines += [prefix + part for part in traceback_of(last)]
+            case "objects":
+                raised = traceback_of("KeyError: 'label'")
+                lines += [given.replace("%s", json.dumps(prefix + part)[1:-1]) for part in raised]
             case "torchrun":
                 lines += block_of(numbers, root=int(given.split()[-1])).splitlines()
             case "timeouts":

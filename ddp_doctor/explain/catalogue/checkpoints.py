@@ -39,8 +39,7 @@ checkpoint-weights-only (generic): the checkpoint holds more than weights, which
   why: weights_only=True is the default since torch 2.6; the file has objects of classes that are
     not allowed (numpy scalars, argparse.Namespace, a whole model)
   fix: Save plain dicts, tensors and numbers. A file that you made yourself:
-    torch.serialization.add_safe_globals([Class]), or weights_only=False; never for files of
-    strangers.
+    torch.serialization.add_safe_globals([Class]), or weights_only=False; never for others' files.
   lightning: load_from_checkpoint(..., weights_only=False) for own files
   confirm: The class named after `Unsupported global`.
 
@@ -49,8 +48,7 @@ checkpoint-device: the checkpoint's tensors go to a device where they can't be u
   /RNG state must be a torch\.ByteTensor/
   why: torch.load puts tensors where they were (another GPU number, or a GPU at all), or
     map_location='cuda' moved the random state, too, which belongs on the CPU
-  fix: torch.load(path, map_location='cpu'), then model.load_state_dict; it also keeps all ranks
-    from loading to GPU 0.
+  fix: torch.load(path, map_location='cpu'), then load_state_dict; else all ranks fill GPU 0.
 
 checkpoint-corrupt: the checkpoint file is incomplete or damaged
   /PytorchStreamReader failed (?:reading|locating|finding)/
@@ -65,8 +63,7 @@ checkpoint-corrupt: the checkpoint file is incomplete or damaged
     operand \d+|invalid load key|Memo value not found|unpickling stack)/
   why: The job was killed while it wrote, several ranks wrote the same file, the disk was full, or
     it is a git-lfs pointer and no file
-  fix: Use the checkpoint before it. Let only rank 0 write; write to a temporary name, then
-    os.replace; git lfs pull.
+  fix: Use the one before it. Rank 0 alone writes, to another name, then os.replace; git lfs pull.
   confirm: ls -l and sha256sum of the file on all nodes; head -c 100 for git-lfs.
 
 checkpoint-many-writers: several ranks wrote the same file or folder
@@ -81,11 +78,10 @@ checkpoint-many-writers: several ranks wrote the same file or folder
   or_else: It is left over from an earlier run: then it is there before the start, too.
 
 checkpoint-disk-full: the disk is full, or the quota is used up
-  /No space left on device/
+  /No space left on device(?!\. +joblib)/
   /Disk quota exceeded/
   why: Nothing more can be written there
-  fix: df -h, df -i and quota -s; keep fewer checkpoints; another disk; TMPDIR and HF_HOME on a
-    larger one.
+  fix: df -h, df -i and quota -s; keep fewer checkpoints; TMPDIR and HF_HOME on a larger disk.
   lightning: ModelCheckpoint(save_top_k=2)
   trainer: save_total_limit=2
 
@@ -111,8 +107,7 @@ checkpoint-optimizer: the optimizer's state does not fit its parameters
   /param 'initial_lr' is not specified in param_groups/
   why: Parameters were frozen, added or grouped in another way than when it was saved
   fix: Freeze and group before the optimizer is made, as in the first run; or load the weights only.
-  lightning: fit(ckpt_path=...) needs the same optimizers; load_from_checkpoint takes the weights
-    alone
+  lightning: fit(ckpt_path=...) needs the same optimizers; load_from_checkpoint: weights alone
   trainer: train() without resume_from_checkpoint, on a model of from_pretrained(CHECKPOINT)
 
 checkpoint-sharded (accuses named): a distributed checkpoint is incomplete or of another layout

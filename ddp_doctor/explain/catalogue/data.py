@@ -17,18 +17,15 @@ data-worker-exited (generic): a DataLoader worker ended
 data-worker-timeout: a DataLoader worker did not deliver in time
   /DataLoader timed out after [\d.]+ seconds/
   why: Storage hangs, a lock was held at the fork, or a sample takes longer than the timeout
-  fix: multiprocessing_context='spawn' or 'forkserver'; cv2.setNumThreads(0); a longer timeout=;
-    check the disk.
+  fix: multiprocessing_context='spawn' or 'forkserver'; cv2.setNumThreads(0); a longer timeout=.
   confirm: py-spy dump of the worker shows where it waits.
 
 data-open-files: too many open files
   /Too many open files/
   /received \d+ items of ancdata/
   /Please increase the limit using `ulimit -n`/
-  why: Each batch under way from a worker is an open file, and so is each file that a dataset keeps
-    open
-  fix: ulimit -n 65536; torch.multiprocessing.set_sharing_strategy('file_system'); close files in
-    __getitem__.
+  why: Each batch under way from a worker is an open file, and each that a dataset keeps open
+  fix: ulimit -n 65536; torch.multiprocessing.set_sharing_strategy('file_system'); close files.
   confirm: ls /proc/PID/fd | wc -l against ulimit -n.
 
 data-pickle: an object can't be pickled
@@ -48,8 +45,7 @@ data-collate: the samples of a batch have different shapes or types
   /Trying to resize storage that is not resizable/
   /default_collate: batch must contain tensors/
   /Unable to create tensor, you should probably activate truncation and/or padding/
-  why: default_collate stacks: it needs equal shapes. One sample is an outlier, or texts are not
-    padded
+  why: default_collate stacks: it needs equal shapes. A sample is an outlier, or texts lack padding
   fix: A collate_fn that pads (torch.nn.utils.rnn.pad_sequence), or a transform that resizes all;
     images: .convert('RGB').
   trainer: DataCollatorWithPadding(tokenizer)
@@ -87,8 +83,7 @@ data-missing-file (generic): a file is not there
   /No such file or directory:/
   /FileNotFoundError: /
   /Couldn't find (?:file|a dataset script) at /
-  why: The path does not exist on this node, or another rank has not written it yet, or has removed
-    it
+  why: The path is not on this node, or another rank has not written it yet, or has removed it
   fix: Same paths on all nodes (a shared disk, or a copy on each); rank 0 writes, then
     dist.barrier(), then the others read; os.makedirs(..., exist_ok=True).
   lightning: prepare_data() for downloads (one process), setup() for reading
@@ -134,15 +129,14 @@ data-uneven (mismatch, accuses named): a rank had fewer batches than the others,
 [Storage and downloads]
 
 data-storage: the storage had an error
-  /\[Errno 5\] Input/output error/
+  /(?:\[Errno 5\]|failed with) Input/output error/
   /\[Errno \d+\] (?:Stale file handle(?!.*triton)|Remote I/O error|Host is down)/
   /Transport endpoint is not connected/
   /nfs: server \S+ not responding/
   /LustreError: /
   /blk_update_request: I/O error/
   why: A disk or a network file system failed or was mounted anew while it was used
-  fix: Check dmesg and the mount on that node; copy the data to a local disk; retry reads in
-    __getitem__.
+  fix: Check dmesg and the mount on that node; copy the data to a local disk; retry reads.
 
 data-lock: a file or database is locked by another process
   /unable to lock file/

@@ -17,8 +17,7 @@ lost-peer (lost): the connection to another rank was lost
   /DDP-G04\]/
   /Failed to meet rendezvous/
   /successfully reached monitoredBarrier, but received errors while waiting for (?:send/)?recv from/
-  why: The rank at the other end ended, so this message is a consequence: the cause is in that
-    rank's log
+  why: The rank at the other end ended, so this is a consequence: its log has the cause
   fix: Find the rank that ended first: torchrun --log-dir logs --tee 3 keeps one log per rank. No
     message there: it was killed (memory, scheduler).
 
@@ -27,8 +26,7 @@ gloo-timeout (timeout): a collective of gloo did not finish in time
   /Operation timed out!/
   /wait timeout after \d+ms, keys: /
   /Socket Timeout/
-  why: The ranks that print this wait for one that did not come: it hangs, is slow, took another
-    branch, or has fewer batches
+  why: These ranks wait for one that hangs, is slow, took another branch, or has fewer batches
   fix: py-spy dump each rank while it hangs. Equal numbers of batches per rank, no collective under
     `if rank == 0`; init_process_group(timeout=...) if one rank is slow.
   lightning: DDPStrategy(timeout=timedelta(hours=1))
@@ -60,8 +58,7 @@ gloo-interface (accuses nobody): gloo found no network interface that it can use
   /interface or hostname can't be empty/
   /[Uu]nable to resolve hostname to a \(local\) address/
   /makeDeviceFor(?:Hostname|Interface)\(\): unsupported gloo device/
-  why: GLOO_SOCKET_IFNAME names an interface that this node does not have, or its host name has no
-    address here
+  why: GLOO_SOCKET_IFNAME names an interface that this node lacks, or its host name has no address
   fix: `ip -br addr` lists the interfaces; set GLOO_SOCKET_IFNAME, or unset it; add the host's name
     to /etc/hosts.
 
@@ -72,8 +69,7 @@ gloo-unsupported (accuses nobody): gloo can't do this operation or type
   /does not support (?:reduce_scatter|alltoall\w*|_reduce_scatter_base)/
   /argument \w+ not supported for the selected backend gloo/
   /Cannot use ReduceOp\.\w+ with Gloo/
-  why: gloo has fewer operations and types than NCCL: no AVG, no bool in some, no reduce_scatter in
-    older versions
+  why: gloo has fewer operations and types than NCCL: no AVG, in some no bool
   fix: SUM and a division instead of AVG; another dtype; nccl for GPU tensors.
 
 group-shapes: the tensors of a collective do not fit

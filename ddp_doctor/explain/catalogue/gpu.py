@@ -49,6 +49,15 @@ gpu-xid-program (generic): a kernel of the program made the GPU fault
     GPU, too: %DRAIN%
   confirm: The same sample fails on another GPU: it is the program.
 
+gpu-hang (generic): the GPU hung, and its driver reset it
+  /HW Exception by GPU node-\d+ .*Hang/
+  /Xid \([^)]*\): ?(?:8|109)\b/
+  /amdgpu.* ring \S+ timeout/
+  why: A kernel did not end, or the GPU's own processor did not answer: the program (a loop without
+    end, an extension), the driver's or the GPU's firmware, or heat and power
+  fix: A newer driver and firmware; extensions off. If other programs hang on it, too: %DRAIN%
+  confirm: dmesg -T | grep -iE 'amdgpu|xid'; the same step again on another GPU: it is the program.
+
 gpu-fabric-manager (hardware): the fabric manager of NVSwitch is not ready
   /Error 802: system not yet initialized/
   /CUDA error: system not yet initialized/
@@ -153,8 +162,7 @@ gpu-arch: torch has no kernels for this GPU
   /is not compatible with the current PyTorch installation/
   /CUDA error: invalid device function/
   /CUDA capability sm_\d+/
-  why: This build of torch, or an extension, was not compiled for the GPU's architecture: it is
-    newer or too old
+  why: This build of torch, or an extension, was not compiled for this architecture, new or old
   fix: Install a newer torch (new GPU) or an older one (old GPU); build extensions with
     TORCH_CUDA_ARCH_LIST of this GPU.
   confirm: torch.cuda.get_arch_list() against torch.cuda.get_device_capability().
@@ -163,8 +171,7 @@ gpu-busy: the GPU is used by another process that does not share it
   /all CUDA-capable devices are busy or unavailable/
   /CUDA error: (?:device|out of memory).*(?:busy|exclusive)/
   why: Compute mode exclusive and another process on it, or one that was left over
-  fix: nvidia-smi lists processes: kill those left over by pid; nvidia-smi -c DEFAULT; one process
-    per GPU.
+  fix: nvidia-smi lists processes: kill those left over by pid; nvidia-smi -c DEFAULT.
 
 gpu-fork: CUDA was used in a forked process
   /Cannot re-initialize CUDA in forked subprocess/
@@ -180,8 +187,7 @@ gpu-fork: CUDA was used in a forked process
 
 gpu-cuda-error (generic): a CUDA call failed
   /CUDA error: [a-zA-Z][^\n]+/
-  why: CUDA reports an error of an earlier kernel at a later call, so the line in the traceback may
-    be innocent
+  why: CUDA tells of an earlier kernel's error at a later call: the line named may be innocent
   fix: Run again with CUDA_LAUNCH_BLOCKING=1; look for an Xid in dmesg.
 
 [Other accelerators, arithmetic exceptions]
@@ -203,8 +209,7 @@ accelerator-collectives (generic): the device's own library of collectives faile
   /\w+ isn't implemented on backend \[\w+\]/
   /what\(\): +Collective call returned error/
   why: oneCCL (Intel), HCCL (Ascend, Gaudi) could not start or finish a collective: its build does
-    not fit torch, it finds no network provider, or processes of an earlier job still hold the
-    devices
+    not fit torch, it finds no network, or an earlier job's processes hold the devices
   fix: The versions of torch and of the vendor's plug-in belong together; end processes that are
     left over; oneCCL: start with mpirun, or set FI_PROVIDER=tcp and FI_PROVIDER_PATH; HCCL: wait 10
     s after an earlier job.

@@ -71,8 +71,7 @@ graph-backward-twice: backward went through the same graph twice
 
 graph-no-grad: the loss has no graph
   /element \d+ of tensors does not require grad and does not have a grad_fn/
-  why: Forward ran under no_grad, its output was detached or turned into numbers, or all parameters
-    are frozen
+  why: It ran under no_grad, was detached or turned into numbers, or all parameters are frozen
   fix: Look for torch.no_grad(), .detach(), .item(), .data, torch.tensor(loss) between the model and
     the loss; with reentrant checkpointing and frozen inputs use use_reentrant=False or
     model.enable_input_require_grads().
@@ -133,8 +132,7 @@ graph-device-mixed: tensors of one operation are on different devices
   /module must have its parameters and buffers on device/
   /Expected tensor for argument #\d+ '\w+' to have the same device as tensor for/
   /Input and (?:parameter|hidden) tensors are not at the same device/
-  why: A batch, a buffer or a new tensor was not moved to this rank's GPU, or to cuda:0 instead of
-    cuda:LOCAL_RANK
+  why: A batch, a buffer or a new tensor was not moved to this rank's GPU, or all are on cuda:0
   fix: device = torch.device('cuda', int(os.environ['LOCAL_RANK'])); torch.cuda.set_device(device)
     before anything else; .to(device) for model and batch; register_buffer for constants;
     device=x.device for new tensors in forward.
@@ -191,8 +189,7 @@ graph-inference-mode: a tensor of inference mode is used in training
   /Inplace update to inference tensor outside InferenceMode/
   /Cannot set version_counter for inference tensor/
   why: Weights, buffers or cached inputs were made under torch.inference_mode()
-  fix: torch.no_grad() instead of torch.inference_mode() where the tensor is made; or x = x.clone()
-    outside of it.
+  fix: torch.no_grad(), not inference_mode(), where x is made; or x = x.clone() outside of it.
   lightning: Trainer(inference_mode=False)
   confirm: print(x.is_inference()) for the tensors in the line of the traceback.
 

@@ -12,8 +12,7 @@ launch-environment (accuses nobody): the variables of a launcher are missing
     other names than torch reads
   fix: torchrun --standalone --nproc_per_node=2 train.py. srun: RANK=$SLURM_PROCID
     LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS and MASTER_ADDR, MASTER_PORT.
-  lightning: Trainer(devices=N, strategy="ddp") starts the ranks itself when the script is started
-    by python
+  lightning: Trainer(devices=N, strategy="ddp") starts the ranks itself, from python
   accelerate: accelerate launch train.py
   confirm: env | grep -E 'RANK|WORLD|MASTER' in the process.
 
@@ -38,8 +37,7 @@ launch-client-timeout (timeout): the address of another process could not be rea
   why: The first node did not start, its name resolves to another address, or a firewall drops the
     packets; or rank 0 ended already
   fix: On the node: getent hosts NAME and nc -zv NAME PORT; use the address of the cluster's network
-    (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME); open the port; start all nodes within the timeout.
-    Read rank 0's log first.
+    (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME); open the port; Read rank 0's log first.
   lightning: Trainer(num_nodes=NODES), started once per node with the same MASTER_ADDR and its own
     NODE_RANK, or by srun
   accelerate: accelerate launch --main_process_ip HOST --main_process_port PORT --machine_rank I,
@@ -52,14 +50,19 @@ launch-ranks-missing (timeout): not all ranks joined the rendezvous
   /Timed out initializing process group in store based barrier on rank:
     \d+.*\(world_size=(?P<all>\d+), (?:worker_count|num_workers_joined)=(?P<here>\d+)/
   /RuntimeError: Wait timeout/
-  why: Some ranks ended before, were started late, or never; or world_size is larger than the number
-    of processes
+  why: Some ranks ended before, were started late, or never; or world_size is more than there are
   fix: Look for the ranks without this message: their logs have the cause. Check --nnodes and
     --nproc_per_node on each node; Slurm: srun --ntasks (SLURM_NTASKS) is the world size.
   lightning: Trainer(num_nodes=NODES) on every node, devices equal everywhere
   accelerate: --num_machines, --num_processes (of all machines together) and another --machine_rank
     on each
   confirm: Count the processes: pgrep -fc train.py on each node.
+
+launch-ranks-too-many (timeout): more processes joined than there are ranks
+  why: Two jobs, or a job and its restart, share a store; or each task of srun starts all ranks
+  fix: Another port or --rdzv_id for each job; end what is left over; remove the file of a
+    FileStore; srun: one task per node for torchrun or mp.spawn, one per GPU without them.
+  confirm: pgrep -fa python on each node.
 
 launch-rendezvous (timeout): torchrun's rendezvous failed
   /RendezvousTimeoutError/
@@ -96,8 +99,7 @@ launch-init-method (accuses nobody): this torch does not know the init_method
 
 launch-group-twice (accuses nobody): the process group was made twice
   /trying to initialize the default process group twice/
-  why: The program and a library (Lightning, Accelerate) both call init_process_group, or a notebook
-    cell ran again
+  why: The program and a library (Lightning, Accelerate) both make it, or a notebook cell ran again
   fix: if not dist.is_initialized(): dist.init_process_group(...); with a library none of your own.
 
 launch-spawn-guard (accuses nobody): a process was started while its module was still being imported
@@ -122,8 +124,7 @@ launch-rank-range (accuses nobody): rank and world size contradict each other
   /(?:rank|Rank) \d+ .*(?:must be|is not|out of).*world[_ ]size/
   /[Ii]nvalid rank \d+, rank should be in the interval/
   /world_size \(\d+\) (?:is not equal to|does not match)/
-  why: RANK and WORLD_SIZE were set by hand, or num_replicas and rank given to the sampler are not
-    those of the group
+  why: RANK and WORLD_SIZE were set by hand, or the sampler's num_replicas and rank are others
   fix: Let the launcher set them: torchrun --nnodes N --nproc_per_node M.
   accelerate: --machine_rank from 0 to num_machines - 1
 
@@ -191,8 +192,7 @@ launch-container (accuses nobody): the container did not start, or has no GPU
   /OCI runtime (?:create|exec) failed: /
   /(?:Create|Run)Container(?:Config)?Error/
   /\[ERROR\] (?:pyxis|enroot|runc)[^:]*:/
-  why: The container runtime does not know the GPU (no NVIDIA container toolkit), or a mount, an
-    image or a right is missing
+  why: There is no NVIDIA container toolkit, or a mount, an image or a right is missing
   fix: Install nvidia-container-toolkit, nvidia-ctk runtime configure, restart docker; Kubernetes:
     the device plugin and resources.limits nvidia.com/gpu; check mounts.
   confirm: docker run --rm --gpus all IMAGE nvidia-smi.
@@ -203,8 +203,7 @@ launch-pod-pending (generic, accuses nobody): the cluster found no node for a pr
   /FailedScheduling .*pod group is not ready, (?P<what>.+)/
   why: {what}
   fix: Ask for what the nodes have (GPUs, memory, taints, selectors), use gang scheduling (Kueue,
-    Volcano), so that all pods of a job start or none; a longer rendezvous timeout if nodes are
-    still to come.
+    Volcano), so that all pods of a job start or none; a longer rendezvous timeout.
   confirm: kubectl describe pod POD; kubectl describe nodes | grep -A8 Allocated.
 
 launch-pod-crash (teardown, generic): a pod ends again and again; this output does not say why
@@ -227,8 +226,7 @@ launch-ray-actor (lost, generic): a worker of Ray ended, and Ray does not know w
 
 launch-lightning (generic, accuses nobody): Lightning refused its settings
   /MisconfigurationException: /
-  why: Arguments of the Trainer, of the model's hooks or of the environment contradict each other;
-    the message says which
+  why: Arguments of the Trainer, of the model's hooks or of the environment contradict each other
   fix: Change what the message names.
   lightning: Trainer(accelerator, devices, num_nodes, strategy) must be what the launcher started
 """

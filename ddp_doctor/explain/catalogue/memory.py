@@ -11,7 +11,7 @@ _TEXT = r"""
 [Memory]
 
 memory-gpu: the GPU ran out of memory
-  /CUDA out of memory/
+  /(?:CUDA|MPS backend) out of memory/
   /(?:torch\.|cuda\.)OutOfMemoryError/
   /CUDA error: out of memory/
   /C(?:uda|UDA) failure (?:\d+ )?'out of memory'/
@@ -29,8 +29,7 @@ memory-gpu: the GPU ran out of memory
   confirm: torch.cuda.memory_summary(); nvidia-smi for other processes on that GPU.
 
 memory-gpu-others: other processes hold most of this GPU's memory
-  why: They have {others} GiB, and this process {own} GiB: another job, a process left over, or
-    several ranks on one GPU
+  why: They have {others} GiB, and this process {own} GiB: another job or rank, or one left over
   fix: nvidia-smi shows them: end what is left over (kill PID), or choose another GPU with
     CUDA_VISIBLE_DEVICES. If they are ranks of this job: torch.cuda.set_device(LOCAL_RANK).
   confirm: nvidia-smi --query-compute-apps=pid,used_memory --format=csv.
@@ -42,8 +41,7 @@ memory-kernel-oom (killed): the kernel killed a process because the node or the 
   /oom-kill:constraint=/
   /invoked oom-killer/
   /oom_reaper: reaped process (?P<pid>\d+)/
-  why: Host memory was full; the kernel chose the largest process and sent SIGKILL, so it could not
-    log anything
+  why: Host memory was full; the kernel sent SIGKILL to the largest process, which logged nothing
   fix: %HOST%
   confirm: dmesg -T | grep -i 'killed process'; memory.events of the cgroup.
 
@@ -115,8 +113,7 @@ killed-sigkill (generic): a process was killed with SIGKILL
   why: Nothing in the process can log that. Most often the kernel or the container was out of
     memory; else the scheduler, or a person
   fix: If it was memory: %HOST%
-  confirm: dmesg -T | grep -i 'killed process'; grep oom_kill /sys/fs/cgroup/memory.events; sacct or
-    kubectl describe pod.
+  confirm: dmesg -T | grep -i 'killed process'; the cgroup's memory.events; sacct; kubectl describe.
   or_else: Memory: dmesg names the pid. Scheduler: its accounting says TIMEOUT or PREEMPTED.
     Neither: somebody ran kill -9.
 
@@ -133,8 +130,7 @@ killed-segfault (generic): a process crashed in native code (SIGSEGV, or a damag
   /double free or corruption/
   /corrupted (?:size vs|double-linked)/
   /DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: Segmentation fault/
-  why: An extension (image or video decoding, HDF5, custom CUDA, an ABI that does not fit torch) or
-    a full stack
+  why: An extension (image or video decoding, HDF5, custom CUDA, another ABI) or a full stack
   fix: PYTHONFAULTHANDLER=1 shows the Python line; num_workers=0 shows whether it is the dataset;
     ulimit -s unlimited; reinstall the extension for this torch.
   or_else: TORCH_DISTRIBUTED_DEBUG=DETAIL on gloo: torch 2.13 crashes on all ranks when DDP is made;
@@ -146,8 +142,7 @@ killed-bus (generic): a process got a bus error (SIGBUS)
   /Bus error(?: +\((?:core dumped|7)\)|: nonexistent)/
   /died with <Signals\.SIGBUS/
   why: /dev/shm is full, or a memory-mapped file was cut or lies on a disk that failed
-  fix: Raise shared memory (--shm-size=8g); copy memory-mapped data to a local disk; do not write
-    files that others map.
+  fix: Raise shared memory (--shm-size=8g); copy memory-mapped data to a local disk.
   confirm: df -h /dev/shm and the dataset's disk.
 
 killed-sigill (generic): a process executed an instruction that this CPU does not have (SIGILL)

@@ -32,8 +32,7 @@ collective-missing (timeout, accuses named): a rank did not reach a collective t
   /\[(?P<ranks>\d+(?:, ?\d+)*)\] finished collective #\d+.*but didn't join collective #\d+/
   /\[(?P<ranks>\d+(?:, ?\d+)*)\] didn't (?:join|enter) collective/
   /[Mm]issing ranks: \[?(?P<ranks>\d+(?:, ?\d+)*)/
-  why: The report of the ranks' last collectives names it: it crashed, hangs, is slow, or took
-    another branch
+  why: The report of the ranks' last collectives names it: it crashed, hangs, is slow, or branched
   fix: Look at the log and the stack (py-spy dump) of the named rank. No collective under `if rank
     == 0`, equal numbers of batches per rank.
   lightning: self.log(..., sync_dist=True) on all ranks; no collective under rank_zero_only
@@ -49,8 +48,7 @@ collective-mismatch (mismatch): the ranks called different collectives
   /op\.preamble\.length <= op\.nbytes/
   /Some ranks called different collectives/
   why: At one point one rank ran another operation, or the same one with another size or type: a
-    collective under a condition that differs, unequal batches, or tensors of unequal length in
-    all_gather
+    collective under a condition that differs, unequal batches, or sizes in all_gather
   fix: Take collectives out of conditions that differ between ranks; pad tensors to one length
     before all_gather (gather the lengths first); same order of calls everywhere.
   lightning: self.log(..., sync_dist=True) on all ranks or on none
@@ -77,28 +75,26 @@ nccl-remote-error (lost): NCCL lost the connection to another rank
   /socketProgress.*(?:closed|reset)/
   /NCCL error: remote process exited or there was a network error/
   /socketPollConnect.*(?:ECONNREFUSED|refused)/
+  /Socket recv failed while polling for opId/
   /Call to recv from .* failed : Connection (?:reset|timed out)/
   why: A rank that this one talks to ended, or the network between them failed
   fix: Look at the log of the other ranks: the first that ended is the cause. If none ended: the
     network (NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME, cables, switch).
-  confirm: torchrun's last block, dmesg and the scheduler's accounting (sacct, kubectl describe) of
-    the other nodes.
+  confirm: torchrun's last block; dmesg, sacct or kubectl describe of the other nodes.
 
 nccl-version (mismatch): the ranks use different versions of NCCL
   /[Mm]ismatched NCCL version detected/
   /NCCL version mismatch/
   why: Nodes have other wheels of torch, or LD_LIBRARY_PATH or LD_PRELOAD puts another libnccl first
-    on one of them
   fix: Same image or environment on all nodes; unset LD_LIBRARY_PATH; compare python -c 'import
     torch; print(torch.__version__, torch.cuda.nccl.version())'.
   confirm: NCCL_DEBUG=VERSION prints it on each rank.
 
-nccl-shm (accuses nobody): NCCL found no room in /dev/shm
+nccl-shm (accuses nobody): NCCL could not use /dev/shm
   /Error while (?:creating|attaching to) shared memory segment /
   /Error: failed to extend /dev/shm/nccl\S+ to \d+ bytes/
   /Call to posix_fallocate failed : No space left on device/
-  why: NCCL passes data between GPUs of one node through shared memory; a container has 64 MB of it
-    by default
+  why: NCCL passes data between GPUs of one node in shared memory; containers have 64 MB by default
   fix: docker run --shm-size=8g or --ipc=host; Kubernetes: an emptyDir with medium Memory mounted at
     /dev/shm; remove stale /dev/shm/nccl-* files; or NCCL_SHM_DISABLE=1 (slower).
   confirm: df -h /dev/shm.
@@ -173,8 +169,7 @@ nccl-interface: NCCL found no network interface that it can use
   /NET/Socket : no (?:usable )?interface/
   /NCCL_SOCKET_IFNAME (?:set by|does not match).*/
   /unable to find (?:any )?(?:suitable|matching) (?:network|interface)/
-  why: NCCL_SOCKET_IFNAME names an interface that this node does not have, or only the loopback
-    interface is up
+  why: NCCL_SOCKET_IFNAME names an interface that this node does not have, or only loopback is up
   fix: `ip -br addr` on each node; NCCL_SOCKET_IFNAME=eth0 (or ^docker,lo), the same for
     GLOO_SOCKET_IFNAME; or unset both.
   confirm: NCCL_DEBUG=INFO prints the interface that it uses.
@@ -194,7 +189,7 @@ nccl-connect (lost): NCCL could not connect to another rank
 
 nccl-cuda-error (generic): a CUDA call inside NCCL failed
   /ncclUnhandledCudaError: Call to CUDA function failed/
-  /NCCL error in: .*unhandled cuda error/
+  /NCCL (?:error in: |failure ).*unhandled cuda error/
   /NCCL WARN Cuda failure (?:\d+ )?'?[a-zA-Z]/
   why: CUDA reported an error in a call of NCCL: most often no memory left for its buffers, or an
     earlier error of a kernel of the model
@@ -207,8 +202,7 @@ nccl-system-error (lost, generic, accuses nobody): a system call inside NCCL fai
   /unhandled system error/
   /NCCL WARN Call to \w+ (?:returned|failed)/
   /NCCL WARN NET/OFI .*(?:Couldn't|Creating|completed with error|RC: -\d+|failed: )/
-  why: A socket, a file of shared memory or a plug-in failed; the line `Last error` or the first
-    NCCL WARN says which
+  why: A socket, shared memory or a plug-in failed; `Last error` or the first NCCL WARN says which
   fix: Network: NCCL_SOCKET_IFNAME, NCCL_IB_DISABLE=1 as a trial. Shared memory: --shm-size. Limits:
     ulimit -l unlimited, ulimit -n 65536. AWS (NET/OFI): a security group with all traffic from and
     to itself; FI_PROVIDER=efa, or tcp without EFA.
@@ -227,8 +221,7 @@ nccl-invalid-usage (generic, accuses nobody): NCCL was used in a way that it doe
   /ncclInvalidArgument: Invalid value for an argument/
   /NCCL error in: .*invalid (?:usage|argument)/
   why: Most often two ranks have the same GPU, or ranks disagree on number, type or root
-  fix: torch.cuda.set_device(LOCAL_RANK) before init_process_group; one rank per GPU; no MIG slice
-    twice.
+  fix: torch.cuda.set_device(LOCAL_RANK) before init_process_group; one rank per GPU or MIG slice.
   confirm: %DEBUG%
 
 nccl-aborted (teardown): NCCL's communicator was aborted
@@ -244,15 +237,13 @@ nccl-p2p (accuses nobody): direct access between GPUs does not work on this mach
   /PCI ACS is enabled/
   /peer access is not supported between these two devices/
   why: PCIe's access control (ACS), the IOMMU, a virtual machine, or too many peers block it
-  fix: NCCL_P2P_DISABLE=1 as a workaround; then disable ACS and the IOMMU in the BIOS, or set
-    NCCL_P2P_LEVEL.
+  fix: NCCL_P2P_DISABLE=1 as a workaround; then disable ACS and the IOMMU in the BIOS.
   confirm: nvidia-smi topo -p2p r; the job works with NCCL_P2P_DISABLE=1.
 
 nccl-nvml (hardware): the NVIDIA driver can't be asked about its GPUs
   /nvml(?:Init|DeviceGet)\w*\(?\)? failed/
   /Failed to initialize NVML: /
-  why: The driver was updated without a reboot, or the container lost its GPUs (systemd reload,
-    missing device files)
+  why: The driver was updated without a reboot, or the container lost its GPUs (systemd reload)
   fix: Reboot the node, or reload the driver's modules. Container: start it again; docker: --device
     /dev/nvidiactl ..., or the cgroup driver systemd fix of NVIDIA.
 """

@@ -15,8 +15,7 @@ windows-dll: Windows could not load a DLL of torch or CUDA into a process
   /DLL load failed while importing /
   why: 1455: each worker loads torch's DLLs anew, and Windows reserves memory for them. Else the
     Visual C++ runtime is missing, or another CUDA or OpenMP comes first in PATH
-  fix: 1455: fewer num_workers, a larger paging file. Else the current Visual C++ Redistributable; a
-    fresh environment.
+  fix: 1455: fewer num_workers, a larger paging file. Else the current Visual C++ Redistributable.
 
 windows-hostname (accuses nobody): gloo on Windows or Docker Desktop took an address that can't be
     reached
@@ -24,8 +23,7 @@ windows-hostname (accuses nobody): gloo on Windows or Docker Desktop took an add
   /\[WinError 10049\]/
   /The requested address is not valid in its context/
   why: The host's name resolves to an entry that Docker Desktop wrote to the hosts file
-  fix: MASTER_ADDR=127.0.0.1; remove the entry from the hosts file; set GLOO_SOCKET_IFNAME to the
-    interface.
+  fix: MASTER_ADDR=127.0.0.1; remove the entry from the hosts file; set GLOO_SOCKET_IFNAME.
   confirm: ping HOSTNAME gives 127.0.0.1.
 
 openmp-twice: two OpenMP runtimes were loaded
@@ -46,8 +44,7 @@ openmp-threads: the process could not start a thread
   fix: OMP_NUM_THREADS=1; fewer workers; ulimit -u; --pids-limit of the container.
   confirm: cat /sys/fs/cgroup/pids.max; ps -eLf | wc -l.
 
-macos-mps: the Apple GPU lacks this operation, or memory
-  /MPS backend out of memory/
+macos-mps: the Apple GPU lacks this operation or type
   /The operator '[^']+' is not currently implemented for the MPS device/
   /Cannot convert a MPS Tensor to float64/
   /MPS\w+\.mm:\d+: failed assertion/

@@ -69,8 +69,7 @@ amp-nan: loss or gradient is NaN or infinite
   /[Gg]radients? (?:are|is) [Nn]a[Nn]/
   /Current loss scale already at minimum/
   /ValueError: Input contains (?:NaN|infinity)/
-  why: The learning rate is too high, float16 overflowed, or a sample has NaN, a log of 0 or a
-    division by 0
+  why: The learning rate is too high, float16 overflowed, or a sample has NaN, log(0) or 1/0
   fix: Clip gradients, warm up, lower the learning rate, bfloat16 instead of float16; assert
     torch.isfinite(x).all() on inputs; eps in log and sqrt.
   lightning: Trainer(gradient_clip_val=1.0, precision='bf16-mixed', detect_anomaly=True)
@@ -89,8 +88,7 @@ compile-failed (generic): torch.compile could not compile the model
   why: It can't trace or compile this code; the lines below the exception's name say why
   fix: Train without torch.compile first; TORCHDYNAMO_VERBOSE=1;
     torch._dynamo.config.optimize_ddp=False for operators in DDP's buckets; @torch.compiler.disable
-    on the part that fails; fullgraph=False, and no .item(), print or side effects of Python in
-    forward.
+    on the part that fails; fullgraph=False, and no .item() or print in forward.
   trainer: torch_compile=False
 
 compile-cache: processes got into each other's way in the cache of compiled kernels

@@ -11,8 +11,7 @@ stop-time-limit (killed): the scheduler ended the job at its time limit
   /TERM_RUNLIMIT/
   /was active (?:on the node )?longer than (?:the )?specified deadline/
   why: The job ran longer than it asked for
-  fix: Save checkpoints and resume: sbatch --time=..., --signal=B:USR1@300 with a handler that
-    saves, --requeue.
+  fix: Save checkpoints and resume: sbatch --time=..., --signal=B:USR1@300 (a handler), --requeue.
   lightning: SLURMEnvironment(auto_requeue=True)
   trainer: save_steps, then train(resume_from_checkpoint=True)
   confirm: sacct -j JOB --format=State,Elapsed,Timelimit.
@@ -78,7 +77,7 @@ stop-sigterm (teardown): it was told to stop (SIGTERM)
 stop-interrupt (teardown): the job was stopped by hand (Ctrl-C)
   /KeyboardInterrupt/
   /got signal: 2\b/
-  /[Rr]eceived (?:Signals\.)?SIGINT death signal/
+  /[Rr]eceived (?:(?:Signals\.)?SIGINT|2) death signal/
   why: SIGINT was sent: Ctrl-C in the terminal, or the scheduler
   fix: Start it again.
 
