@@ -36,11 +36,9 @@ def _train_mode(rank: Rank) -> Iterator[Verdict]:
     for record in (*rank.all("mode"), *rank.all("quiet")):
         of = tuple(record["of"]) if record["of"] else None
         is_quiet = record["k"] == "quiet" or not record["has_grad"]
-        if of is None:
-            # No loader: DDP's own forward without gradients is an evaluation.
-            is_evaluation = record["k"] == "quiet" and bool(rank.all("step"))
-        else:
-            is_evaluation = bool(trained) and of not in trained and (is_quiet or of in ended)
+        is_apart = bool(trained) and of not in trained and (is_quiet or of in ended)
+        # Without a loader DDP's own forward without gradients is an evaluation.
+        is_evaluation = is_apart if of else record["k"] == "quiet" and bool(rank.all("step"))
         if is_evaluation:
             op = record.get("op", "the model")
             yield Verdict(

@@ -60,8 +60,7 @@ def _zeroing(steps: Sequence[Record]) -> Iterator[Verdict]:
     if all(step["num_zero"] == 0 for step in later):
         yield Verdict(
             code="gradients-not-zeroed",
-            sentence="the gradients are never set to zero: every step adds to those of all steps "
-            "before",
+            sentence="the gradients are never set to zero: every step adds to those of all before",
             place=step["backward_line"] or step["line"],
             evidence=(
                 f"at every backward of {len(later)} steps looked at, the gradients of the step "
@@ -70,8 +69,7 @@ def _zeroing(steps: Sequence[Record]) -> Iterator[Verdict]:
             ),
         )
     elif all(
-        step["num_looks"] > 1
-        and step["num_zero"] == step["num_looks"]
+        1 < step["num_looks"] == step["num_zero"]
         and _is_split(step, step["num_looks"])
         and len(step["backward_lines"]) == 1
         for step in later
@@ -104,6 +102,7 @@ def _schedules(rank: Rank, ranks: Ranks) -> Iterator[Verdict]:
         elif (
             abs(planned * ranks.world_size - made) <= min(slack, 0.2 * made)
             and made >= ranks.world_size * rank.step_count - slack
+            and not _falls_after(planned / ranks.world_size, rank)
         ):
             code, whose = "schedule-too-short", "and is stepped once for each rank"
             places = ["" if ranks.have_framework else plan["step_line"]]
@@ -117,6 +116,13 @@ def _schedules(rank: Rank, ranks: Ranks) -> Iterator[Verdict]:
             seen_at=plan["step_line"],
             evidence=(f"{rank.step_count} optimizer steps in {passes} epochs",),
         )
+
+
+def _falls_after(step: float, rank: Rank) -> bool:
+    """Whether the learning rate goes on to fall after a step: its plan does not end there."""
+    last = rank.all("step")[-1]
+    rates = [s["lr"][0] for s in rank.all("step") if s["o"] == last["o"] and s["n"] > step]
+    return min(rates, default=0) > 0 and rates != sorted(rates)
 
 
 def _still(
@@ -225,8 +231,7 @@ def _clipping(ranks: Ranks) -> Iterator[Verdict]:
 def _are_averaged_later(ranks: Ranks, clip: Record) -> bool:
     """Whether the ranks had equal gradients at the steps that followed a clipping."""
     mine, yours = (rank.steps("g") for rank in list(ranks)[:2])
-    keys = {(int(o), n) for o, n in clip["next_steps"].items()}
-    found = keys & mine.keys() & yours.keys()
+    found = {(int(o), n) for o, n in clip["next_steps"].items()} & mine.keys() & yours.keys()
     return bool(found) and all(mine[key]["g"] == yours[key]["g"] for key in found)
 
 
