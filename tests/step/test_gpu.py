@@ -1,16 +1,14 @@
-"""Faults within steps on a real GPU: memory that is really gone, 16-bit training, a shared GPU."""
+"""Faults within steps on a real GPU: memory that is really gone, 16-bit training, a shared GPU.
+
+The checks and the faults that only a GPU has: benchmarks/gpu_report.py, which runs these, too.
+"""
 
 import re
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.gpu import runs
-from benchmarks.gpu.checks import CHECKS
-from benchmarks.gpu.row import PASS, Row
 from tests.harness.ranks import train
 from tests.run_folder import last_tensors, only_run
 
@@ -23,13 +21,7 @@ pytestmark = [
 POINTS = ["--dataset", "tests.plugins:points", "--dataset_args", "{size: 48}", "--batch_size", "8"]
 POINTS += ["--epochs", "3", "--log_interval", "1", "--eval_every", "0", "--num_workers", "0"]
 POINTS += ["--deterministic"]
-RUN_LIMIT_S = 120.0
 SHARED = ["--backend", "gloo"]  # two ranks on one GPU, which NCCL refuses
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_what_only_a_gpu_has_works(check: Callable[[torch.device], str]) -> None:
-    check(torch.device("cuda"))
 
 
 @pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
@@ -53,16 +45,3 @@ def test_memory_that_is_really_gone_gives_smaller_micro_batches(phase: str, tmp_
     # four may not fit: what the trial before the first step has freed may lie around a workspace
     assert sizes in (["4"], ["4", "2"])
     assert only_run(tmp_path)
-
-
-@pytest.mark.parametrize("size_gb", [1, 10])
-def test_a_survivor_saves_a_large_state(size_gb: float, tmp_path: Path) -> None:
-    ends_at = time.monotonic() + RUN_LIMIT_S
-    row = runs.survivor_save(tmp_path, size_gb=size_gb, dry=False, ends_at=ends_at)
-    assert row.verdict == PASS, row
-
-
-@pytest.mark.parametrize("cause", [runs.assert_on_device, runs.memory_gone_in_the_hook])
-def test_a_fault_that_only_a_gpu_has(cause: Callable[..., Row], tmp_path: Path) -> None:
-    row = cause(tmp_path, dry=False, ends_at=time.monotonic() + RUN_LIMIT_S)
-    assert row.verdict == PASS, row
