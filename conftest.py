@@ -35,10 +35,10 @@ __all__ = ["leaves_nothing_behind"]
 # make (fixtures of the module: a cluster, an environment, undisturbed runs), the file stays whole.
 # So do all other files, since several processes would import what only one of them needs.
 _LONG = """
-slurm drill drills mirror ddp_training examples explain reproducers recipes command two_hosts
-restarts docs programs numbers stuck_device setup survivor_save fault_plans step_path equal_weights
-tutorial run_with chaos next_commands effects moving_attributes step_retry steps hangs compile
-streams stages gpu_report trackers own_optimizers ledger data_faults loader user_exits odd_models
+slurm drill drills mirror own_loops ddp_training examples explain reproducers recipes command
+two_hosts restarts docs programs numbers stuck_device setup survivor_save fault_plans step_path
+equal_weights tutorial run_with chaos next_commands effects step_retry steps hangs replica streams
+stages gpu_report hub_text trackers own_optimizers ledger data_faults user_exits odd_models
 """
 LONG = [f"test_{name}.py" for name in _LONG.split()]
 # But of these, which would take minutes one after the other, each function is for itself.

@@ -100,8 +100,8 @@ def paced_points(train: bool, pace: str) -> Points:
     return SlowPoints(400, 0.02, pace=pace) if train else Points(17)
 
 
-def points_slow_to_test(train: bool, size: int = 40) -> Points:
-    return Points(size) if train else SlowPoints(200, 0.05)
+def points_slow_to_test(train: bool, pace: str) -> Points:
+    return Points(40) if train else SlowPoints(200, 0.5, pace=pace)
 
 
 def points_that_hang(

@@ -5,7 +5,7 @@
     python test_ddp_training.py --hostile [--seed N]    the first under what new machines do
     python test_ddp_training.py --soak [--for 30m] [--seed N]
                                                    random faults, again and again, until Ctrl-C
-    python test_ddp_training.py tests/data/test_loader.py -x    these tests, slow ones too
+    python test_ddp_training.py tests/data/test_data_faults.py -x    these tests, slow ones too
 
 All other arguments are pytest's. Owns: the choice of a stage, and the rounds of a soak.
 Does not own: which tests are slow (their marks), what runs side by side (conftest.py), and what

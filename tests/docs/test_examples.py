@@ -70,7 +70,7 @@ def test_an_example_learns_what_it_says(example: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_example_comes_through_a_kill_to_the_undisturbed_weights(tmp_path: Path) -> None:
-    """mixup, whose task draws numbers; other kinds: test_what_people_train.py, test_streams.py."""
+    """mixup, whose task draws numbers; other kinds: test_fault_plans.py, test_streams.py."""
     import_in_server("sklearn.datasets")
     config = config_of("mixup")
     flags = [f"--config={EXAMPLES / 'mixup' / 'config.yaml'}", f"--data_dir={tmp_path / 'data'}"]

@@ -16,7 +16,7 @@ from hardened_ddp.settings.wording import TORCHRUN_OPTIONS, TORCHRUN_SWITCHES
 from hardened_ddp_command import check_numbers, is_for_ranks, split_words, start_ranks
 from tests.harness.processes import ROOT
 from tests.harness.ranks import run_command
-from tests.launcher_environments import TORCHRUN
+from tests.launcher_environments import environment_of
 
 
 def test_torchruns_options_are_split_from_our_own() -> None:
@@ -84,7 +84,7 @@ def test_commands_are_written_as_the_program_was_started(
     assert own_command("explain", "a b") == f"{shlex.quote(str(command))} explain 'a b'"
     monkeypatch.setenv("PATH", str(command.parent))
     assert own_command("doctor") == "hardened-ddp doctor"
-    words = command_words("torchrun", 4, env=TORCHRUN)
+    words = command_words("torchrun", 4, env=environment_of("TORCHRUN"))
     assert words == (str(command), "--nproc_per_node=4")
     assert command_words("slurm", 2, env={})[-1] == str(command)
     monkeypatch.setattr(typed_command, "ROOT", tmp_path)  # without requirements files

@@ -8,7 +8,7 @@ import pytest
 
 from tests.harness.processes import ROOT
 from tests.harness.ranks import run_command, run_program
-from tests.own_loop.test_kinds_of_loops import check_launched
+from tests.own_loop.test_own_loops import check_launched
 from tests.run_folder import find_checkpoints, last_tensors, only_run, read_summary
 from tests.settings.test_next_commands import command_after
 from tests.slurm_cluster import SlurmCluster, why_not

@@ -1,4 +1,4 @@
-"""Texts of Hugging Face's libraries: models of transformers, sets that save_to_disk() wrote.
+"""Models and data sets of the Hugging Face libraries: texts, then images.
 
 All are small and made here: no network is used.
 """
@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset
@@ -18,8 +19,8 @@ from hardened_ddp.data.foreign_code import import_extra
 from hardened_ddp.data.sources.datasets import build_data
 from hardened_ddp.errors import DataError, ModelError
 from hardened_ddp.export.export import export_model
-from hardened_ddp.export.formats import write_model, write_preparation
-from hardened_ddp.model.huggingface import TextModel, build_from_config
+from hardened_ddp.export.formats import how_to_load, write_model, write_preparation
+from hardened_ddp.model.huggingface import ImageClassifier, TextModel, build_from_config
 from hardened_ddp.model.zoo import build_model
 from hardened_ddp.settings.config import DataConfig, ModelConfig
 from hardened_ddp.training.weights import model_tensors, rebuild_model
@@ -210,7 +211,7 @@ def test_an_image_processor_scales_as_the_training_did(tmp_path: Path) -> None:
 
 
 def check_exports(run: Path, folder: Path) -> None:
-    """Load an export of a run as its users do, and compare the logits; and read the cards."""
+    """Load an export of a run as its users do, compare the logits, and read its card."""
     tensors, meta = load_checkpoint(open_checkpoint(run, prefer_best=True))
     model = rebuild_model(model_tensors(tensors, meta), meta)
     wanted = model(input_ids=IDS)["logits"]
@@ -219,9 +220,6 @@ def check_exports(run: Path, folder: Path) -> None:
     assert torch.equal(gpt2.from_pretrained(whole).eval()(input_ids=IDS).logits, wanted)
     card = (whole / "README.md").read_text(encoding="utf-8")
     assert "from transformers import GPT2LMHeadModel" in card
-    program = export_model(run, output=folder / "program", form="torch_export")
-    card = (program / "README.md").read_text(encoding="utf-8")
-    assert 'model(tokens["input_ids"], tokens["attention_mask"])' in card
 
 
 @pytest.mark.slow
@@ -244,6 +242,7 @@ def test_text_exports_take_padded_texts_of_any_length(name: str, form: str, tmp_
     else:
         write_model(tmp_path, form, model.state_dict(), meta)
         found = torch.export.load(tmp_path / "model.pt2").module()(ids, mask).detach()
+        assert 'model(tokens["input_ids"], tokens["attention_mask"])' in how_to_load(form, meta)
     assert torch.allclose(torch.as_tensor(found), wanted, rtol=1e-4, atol=1e-5)
 
 
@@ -357,3 +356,119 @@ def test_a_set_of_other_columns_is_told_with_those_that_it_has(tmp_path: Path) -
         opened(folder)
     assert "of a text: its tokens in a column input_ids" in caught.value.fix
     assert "download" not in f"{caught.value.message} {caught.value.fix}"
+
+
+EXTRAS = "needs requirements-extras.txt"
+
+
+@pytest.fixture(scope="module")
+def vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small ViT for 3 classes of RGB pictures, 16x16, as save_pretrained() leaves it."""
+    pytest.importorskip("transformers", reason=EXTRAS)
+    transformers = import_extra("transformers", what="this test")
+    sizes = {"image_size": 16, "patch_size": 8, "hidden_size": 16, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "intermediate_size": 16, "num_labels": 3}
+    config = transformers.ViTConfig(**sizes)
+    folder = tmp_path_factory.mktemp("hub") / "vit"
+    transformers.ViTForImageClassification(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Grey pictures of two classes, dark and bright, as save_to_disk() leaves them."""
+    datasets: Any = pytest.importorskip("datasets", reason=EXTRAS)
+    from PIL import Image
+
+    def part(size: int) -> Any:
+        images = [Image.fromarray(np.full((8, 8), 200 * (i % 2), np.uint8)) for i in range(size)]
+        features = datasets.Features(
+            {"image": datasets.Image(), "label": datasets.ClassLabel(names=["dark", "bright"])}
+        )
+        columns = {"image": images, "label": [i % 2 for i in range(size)]}
+        return datasets.Dataset.from_dict(columns, features=features)
+
+    folder = tmp_path_factory.mktemp("sets") / "pictures"
+    datasets.DatasetDict({"train": part(40), "test": part(10)}).save_to_disk(folder)
+    return folder
+
+
+def load(folder: Path, *, input_shape: tuple[int, ...] = (3, 16, 16), **args: Any) -> Any:
+    config = ModelConfig(model=f"hf:{folder}", model_args=args)
+    return build_model(config, num_classes=10, input_shape=input_shape)
+
+
+@pytest.mark.slow
+def test_the_body_is_loaded_and_the_head_fits_the_classes(vit: Path) -> None:
+    model = load(vit)
+    auto = import_extra("transformers", what="this test").AutoModelForImageClassification
+    saved = auto.from_pretrained(vit, local_files_only=True).state_dict()
+    for name, tensor in model.net.state_dict().items():
+        if name.startswith("classifier"):
+            assert tensor.shape[0] == 10
+        else:
+            assert torch.equal(tensor, saved[name]), name
+    # small grey images are shown as the model knows them
+    model = load(vit, input_shape=(1, 8, 8)).eval()
+    grey = torch.rand(2, 1, 8, 8)
+    large = torch.nn.functional.interpolate(grey, (16, 16), mode="bilinear", antialias=True)
+    with torch.no_grad():
+        wanted = model.net(pixel_values=large.repeat(1, 3, 1, 1)).logits
+        assert torch.equal(model(grey), wanted)
+    assert wanted.shape == (2, 10)
+
+
+@pytest.mark.slow
+def test_what_is_no_fitting_classifier_is_one_error(vit: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="3 channels, and the data has samples of shape"):
+        load(vit, input_shape=(4, 16, 16))
+    with pytest.raises(ModelError, match=r"do not fit the model: .* would be new"):
+        load(vit, image_size=32)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match="can't be loaded: ValueError"):
+        load(tmp_path)
+    # nor is a pickle read
+    (tmp_path / "config.json").write_bytes((vit / "config.json").read_bytes())
+    torch.save({"classifier.weight": torch.ones(3, 16)}, tmp_path / "pytorch_model.bin")
+    model = load(tmp_path)  # from random weights, with a warning
+    assert isinstance(model, ImageClassifier)
+
+
+@pytest.mark.slow
+def test_two_ranks_fine_tune_a_folder_and_export(vit: Path, pictures: Path, tmp_path: Path) -> None:
+    for module in ("transformers.models.vit.modeling_vit", "datasets"):
+        import_in_server(module)
+    runs = tmp_path / "runs"
+    argv = ["--cpu_only", "--model", f"hf:{vit}", "--dataset", f"hf:{pictures}", "--epochs", "3"]
+    argv += ["--batch_size", "4", "--output_dir", str(runs)]
+    done = train([*argv, "--gradient_checkpointing"], 2).ok()
+    assert "(10 samples)" in done.output
+    run = only_run(runs)
+    report = tmp_path / "report.json"
+    train(["evaluate", str(run), "--cpu_only", "--output", str(report)], 2).ok()
+    assert json.loads(report.read_text())["num_samples"] == 10
+    folder = export_model(run, output=tmp_path / "out", form="huggingface")
+    auto = import_extra("transformers", what="this test").AutoModelForImageClassification
+    model = auto.from_pretrained(folder, local_files_only=True)
+    assert model.config.id2label == {0: "dark", 1: "bright"}
+
+
+def test_an_image_set_gives_images_labels_and_names(pictures: Path) -> None:
+    data = build_data(DataConfig(dataset=f"hf:{pictures}"))
+    assert (len(data.train), len(data.test)) == (40, 10)  # type: ignore[arg-type]
+    assert data.class_names == ("dark", "bright")
+    assert data.input_shape == (1, 8, 8)
+    image, label = data.train[1]
+    assert label == 1
+    assert torch.allclose(image, torch.full((1, 8, 8), 200 / 127.5 - 1))
+    scaled = build_data(DataConfig(dataset=f"hf:{pictures}", dataset_args={"image_size": 4}))
+    assert scaled.input_shape == (1, 4, 4)
+
+
+def test_wrong_columns_and_parts_are_told_with_the_right_ones(pictures: Path) -> None:
+    for arguments, told in (
+        ({"image": "picture"}, "no column picture; it has: image, label"),
+        ({"train_part": "tarin"}, "no part 'tarin'; it has: train, test"),
+    ):
+        with pytest.raises(DataError, match=told):
+            build_data(DataConfig(dataset=f"hf:{pictures}", dataset_args=arguments))

@@ -20,9 +20,11 @@ from hardened_ddp.own_loop import last_commit
 from hardened_ddp.own_loop.last_commit import LastCommit
 from tests.harness.processes import ROOT
 from tests.harness.ranks import Finished, start_ranks
+from tests.marks import sections
 from tests.run_folder import find_checkpoints, fingerprints, only_run, step_of
 
 EXAMPLES = ROOT / "examples" / "own_loops"
+PROGRAMS = sections(Path(__file__).with_name("programs.txt"))
 SMALL = ("epochs(5) -> epochs(2)", "steps(40) -> steps(12)")
 EVERY_RANK = -1
 _done: list["Fault"] = []

@@ -1,8 +1,12 @@
-"""Own loops under protect: after any fault the same command ends in the undisturbed run's bits."""
+"""Own loops under protect: after any fault the same command ends in the undisturbed run's bits.
+
+The examples first; then loops of other kinds, and ranks that others start.
+"""
 
 import difflib
 import random
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -16,14 +20,29 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from hardened_ddp.errors import HangError, OwnLoopError, PeerLostError
 from hardened_ddp.own_loop.batches import Seeded
 from tests.harness.processes import ROOT
-from tests.harness.ranks import Finished, run_program
-from tests.marks import slow_after
+from tests.harness.ranks import Finished, held_port, run_command, run_program
+from tests.launchers.test_run_with import MPI_ENV
+from tests.marks import sections, slow_after
 from tests.own_loop import faults
-from tests.own_loop.faults import Fault, body_of, checkpoints_of, launch, state_of, text_of
+from tests.own_loop.faults import (
+    PROGRAMS,
+    Fault,
+    body_of,
+    checkpoints_of,
+    is_exact,
+    launch,
+    line_of,
+    run_folder,
+    state_of,
+    text_of,
+)
 
 LOOPS = ("gan", "sam", "average", "ppo", "two_sets")
 KILLED, LEFT, MISUSED = -9, PeerLostError.exit_status, OwnLoopError.exit_status
 STEP = 5  # of a fault: of the first epoch, and after the bodies in which all is copied
+_PART = "torch.utils.data.Subset(data, range(100 + 90 * epoch))"
+_OWN = f"run.batches(DataLoader({_PART}, 10), name=f'data{{epoch}}')"
+OWN_LOADERS = (f"run.batches(loader) -> {_OWN}",)
 HIDDEN = "w.add_(c) -> w.data.add_(c)", "w.sub_(c) -> w.data.sub_(c)"
 State = tuple[Any, ...]
 
@@ -147,8 +166,11 @@ def test_a_stop_on_any_rank_stops_all_at_one_commit(
 
 
 @pytest.mark.slow
-def test_an_exception_in_the_body_costs_no_commit(undisturbed: Callable[..., State]) -> None:
-    text = text_of("sam")
+@pytest.mark.parametrize("changes", [(), OWN_LOADERS], ids=["one loader", "one for each epoch"])
+def test_an_exception_in_the_body_costs_no_commit(
+    changes: tuple[str, ...], undisturbed: Callable[..., State]
+) -> None:
+    text = text_of("sam", *changes)
     fault = Fault(act="raise", line=body_of(text)[1])
     finished = costs_nothing(text, fault, STEP, undisturbed(text))
     assert finished.statuses == (LEFT, 1), finished.describe()
@@ -226,15 +248,6 @@ def test_what_follows_an_epoch_is_done_once_and_saved(undisturbed: Callable[...,
 
 
 @pytest.mark.slow
-def test_each_epoch_may_have_a_loader_of_its_own(undisturbed: Callable[..., State]) -> None:
-    part = "torch.utils.data.Subset(data, range(100 + 90 * epoch))"
-    own = f"run.batches(DataLoader({part}, 10), name=f'data{{epoch}}')"
-    text = text_of("sam", f"run.batches(loader) -> {own}")
-    at_end = Fault(act="raise", line=body_of(text)[-1] + 1)
-    costs_nothing(text, at_end, STEP, undisturbed(text))
-
-
-@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_and_costs_no_commit(undisturbed: Callable[..., State]) -> None:
     text = text_of("gan", "protect( -> protect(hang_after_s=2.0, folder=")
     fault = Fault(act="hang", line=faults.line_of(text, "loss_G = "))
@@ -258,34 +271,13 @@ def test_a_collective_that_one_rank_calls_alone_is_one_error_and_costs_no_commit
     assert checkpoints_of(Path())[-1] in (5, 6)  # the other rank may have finished the body
 
 
-WEIGHTED = "torch.utils.data.WeightedRandomSampler([1.0] * 60, 60)"
-STREAM = "type('S', (torch.utils.data.IterableDataset,), {'__iter__': iter})()"
-DRAW, NOISE = ".random.default_rng(dist.get_rank())", "[torch.ones(2) * dist.get_rank()]"
-LEAVE = "run.commit()\n            if run.step == 3 and dist.get_rank():\n                break"
-MISTAKES = {
-    "no registered model": "model=model,  -> ",
-    "not registered itself": ", opt=opt -> ",
-    "put it in a dict": "opt=opt -> opt=opt, best=0.0",
-    "can't be saved without pickle": "opt=opt -> opt=opt, log={'seen': {1}}",
-    "was written after the last commit": "run.commit() -> pass",
-    "end each body with run.commit()": "run.commit() -> break",
-    "no object": "model=model, opt=opt -> ",
-    "its sampler (WeightedRandomSampler) is not used": f"few, 10) -> few, 10, sampler={WEIGHTED})",
-    "an IterableDataset has no place": f"DataLoader(few, 10) -> DataLoader({STREAM}, 10)",
-    "is not over: one at a time": "run.commit() -> protect('runs/b', m=model).__enter__()",
-    "all of epoch 0 was given": "run.epochs(2) -> range(2)",
-    "commit 2 has no batch of run.batches": "run.commit() -> run.commit(); run.commit()",
-    "end each body with run.commit(), before a run.poll()": "run.commit() -> run.poll()",
-    "two loaders have this name": "batches(unlabeled) -> batches(unlabeled, name='labeled')",
-    "the ranks differ at commit 1: in": f"opt=opt) -> opt=opt, draw=__import__('numpy'){DRAW})",
-    "the ranks differ at commit N: in": f"run.commit() -> {LEAVE}",
-    "rank 1 differs from rank 0 in noise": f"opt=opt) -> opt=opt, noise={NOISE})",
-}
+MISTAKES = sections(Path(__file__).with_name("mistakes.txt"))
+"""Words of the error, and the change of an example that is the mistake: OLD -> NEW."""
 
 
 @pytest.mark.parametrize("text", slow_after(1, MISTAKES))
 def test_a_mistake_is_one_error_that_says_what_to_do(text: str) -> None:
-    finished = launch(text_of("two_sets", MISTAKES[text]), 2)
+    finished = launch(text_of("two_sets", MISTAKES[text].removesuffix("\n")), 2)
     assert set(finished.statuses) <= {MISUSED, LEFT}, finished.describe()
     assert MISUSED in finished.statuses
     # N: how soon it is noticed depends on the pace
@@ -294,22 +286,9 @@ def test_a_mistake_is_one_error_that_says_what_to_do(text: str) -> None:
     assert "Traceback" not in finished.output
 
 
-TWICE = """
-import torch
-from hardened_ddp import protect
-for start in range(2):
-    a, b = torch.ones(2), [torch.zeros(2)]
-    with protect("runs/a", **{"net": b, "net.a": a}) as run:
-        print("resumed:", run.step, a.tolist(), b[0].tolist(), run._saver._size_bytes)
-        for _ in run.steps(1):
-            a += 1
-            b[0] -= 1
-            run.commit()
-"""
-
-
 def test_names_may_have_dots_and_half_a_launchers_environment_is_one_error(tmp_path: Path) -> None:
-    argv, env = [sys.executable, "-c", TWICE], {"PYTHONPATH": str(ROOT)}
+    argv = [sys.executable, "-c", faults.PROGRAMS["twice in one process"]]
+    env = {"PYTHONPATH": str(ROOT)}
     done = run_program(argv, timeout_s=60, cwd=tmp_path, env=env).ok()
     assert "resumed: 1 [2.0, 2.0] [-1.0, -1.0] 16" in done.output  # bytes: how often it is saved
     done = run_program(argv, timeout_s=60, cwd=tmp_path, env={**env, "RANK": "0"})
@@ -390,3 +369,91 @@ def test_a_sample_draws_the_same_numbers_in_any_batch_also_of_a_subset(depth: in
     together = torch.cat(seeded(dataset, [3, 1, 2, 5]))
     assert torch.equal(together, torch.cat(seeded(Noise(), [3], [1, 2], [5])))
     assert len(together.unique()) == 4
+
+
+DIES_AT = 5
+SCALED = (
+    "1e-2) -> 1e-2)\nscaler = torch.amp.GradScaler('cpu', init_scale=256.0, growth_interval=3)",
+    "loss.backward() -> scaler.scale(loss).backward()",
+    "opt.step() -> scaler.step(opt); scaler.update()",
+    "opt=opt -> opt=opt, scaler=scaler",
+)
+HEAD, *_REST = PROGRAMS.values()
+CLOSURE, TEACHER, LOOP = (HEAD + program for program in _REST[:3])
+KINDS = {
+    "a GradScaler": "scaler.step",
+    "LBFGS and a closure": "a line to die at",
+    "a teacher that forward moves": "loss.backward()",
+}
+DIES = f"""import os
+            if run.step == {DIES_AT} and dist.get_rank() == 1 and os.path.exists("die"):
+                os.unlink("die")
+                os.kill(os.getpid(), 9)
+            """
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_is_killed_in_a_loop_of_this_kind_costs_no_commit(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = text_of("two_sets", *SCALED), CLOSURE, TEACHER
+    text = dict(zip(KINDS, texts, strict=True))[kind]
+    finished = launch(text, fault=Fault(act="kill", line=line_of(text, KINDS[kind])))
+    assert finished.statuses == (PeerLostError.exit_status, -9), finished.describe()
+    assert checkpoints_of(Path())[-1] in (DIES_AT, DIES_AT + 1)  # the other may have finished it
+    launch(text).ok()
+    assert is_exact(Path()) == ""
+    found = state_of(Path())
+    (tmp_path / "whole").mkdir()
+    monkeypatch.chdir(tmp_path / "whole")
+    launch(text).ok()
+    assert state_of(Path()) == found
+
+
+def check_launched(
+    tmp_path: Path, *argv: str, env: dict[str, str] | None = None, text: str = LOOP
+) -> str:
+    """Run a loop, whose rank 1 dies, and again; it ends in the state of forked ranks.
+
+    Returns what the first start has told. A torchrun is forked, but for the first one of LOOP.
+    """
+    (tmp_path / "loop.py").write_text(text, encoding="utf-8")
+    (tmp_path / "die").touch()
+    env = {**(env or {}), "PYTHONPATH": str(ROOT)}
+    how: dict[str, Any] = {"timeout_s": 90, "cwd": tmp_path, "env": env}
+    again = run_program if argv[0] == "torchrun" else run_command
+    first = (run_command if text == LOOP else again)(argv, **how)
+    assert first.status
+    assert checkpoints_of(tmp_path) == [DIES_AT], first.describe()
+    resumed = again(argv, **how).ok()
+    assert f"resuming {run_folder(tmp_path)} from step {DIES_AT}" in resumed.output
+    found = state_of(tmp_path)
+    shutil.rmtree(tmp_path / "runs")
+    loop, main, _ = text.partition("if __name__")
+    launch(loop + ("loop()" if main else "")).ok()
+    assert state_of(Path()) == found
+    return first.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", ["of protect", "of the program"])
+def test_under_torchrun_the_same_command_continues_after_a_kill(group: str, tmp_path: Path) -> None:
+    argv = ["torchrun", "--standalone", "--nproc_per_node=2", "loop.py"]
+    text = LOOP if group == "of protect" else text_of("gan", f"loss_G =  -> {DIES}loss_G = ")
+    told = check_launched(tmp_path, *argv, text=text)
+    assert text != LOOP or f"to resume: {' '.join(argv)}" in told
+
+
+@pytest.mark.slow
+def test_under_mpirun_a_rank_that_is_killed_costs_no_commit(tmp_path: Path) -> None:
+    """Where protect makes the process group."""
+    if shutil.which("mpirun") is None:
+        pytest.skip("mpirun is not installed on this machine (see .ci/run)")
+    check_launched(tmp_path, "mpirun", "-np", "2", sys.executable, "loop.py", env=MPI_ENV)
+
+
+@pytest.mark.slow
+def test_under_spawn_a_rank_that_is_killed_costs_no_commit(tmp_path: Path) -> None:
+    """Where the process group is the program's, and no environment says who is who."""
+    check_launched(tmp_path, sys.executable, "loop.py", "spawn", str(held_port()))

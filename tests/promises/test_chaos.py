@@ -74,10 +74,6 @@ class Watch:
         assert found or not self.has_seen_one, "no valid checkpoint any more"
         self.has_seen_one = found is not None
 
-    def is_finished(self) -> bool:
-        """Say whether the run came to its end."""
-        return finished_at(self.checkpoints.parent) is not None
-
     def is_past(self, step: int) -> bool:
         """Say whether step was done, by the newest line of the metrics."""
         self.look()
@@ -104,7 +100,7 @@ def test_faults_at_random_moments_end_in_the_weights_of_the_undisturbed_run(
         disturb = disturb_torchrun if fault.kind in UNDER_TORCHRUN else disturb_ranks
         disturb(argv, world_size, fault, watch)
         watch.look()
-        if watch.is_finished():
+        if finished_at(tmp_path / "run") is not None:
             break  # the fault did not end it
     run(tmp_path, world_size).ok()
     folder = only_run(tmp_path)

@@ -123,7 +123,8 @@ def test_another_batch_size_on_resume_changes_later_steps_and_no_epochs(tmp_path
 @pytest.mark.slow
 def test_a_last_evaluation_that_was_cut_short_is_done_by_the_next_start(tmp_path: Path) -> None:
     argv = [*EVALUATED, "--epochs", "1", "--checkpoint_every_steps", "5", "--run_name", "run"]
-    argv += ["--ledger", "--output_dir", tmp_path]
+    argv += ["--ledger", "--output_dir", tmp_path, "--dataset_args", f"{{pace: {tmp_path}/pace}}"]
+    (tmp_path / "pace").touch()
     # Of an earlier course of the run: it must not speak for this one.
     (tmp_path / "run").mkdir()
     write_summary(tmp_path / "run", {"status": "finished", "step": 5})
@@ -132,6 +133,7 @@ def test_a_last_evaluation_that_was_cut_short_is_done_by_the_next_start(tmp_path
         for rank in (0, 1):
             running.kill(rank)
         running.wait(20)
+    (tmp_path / "pace").unlink()
     assert finished_at(tmp_path / "run") is None
     assert [step_of(path) for path in find_checkpoints(tmp_path)] == [5]
     resumed = train(argv, 2).ok()
@@ -147,13 +149,15 @@ def test_a_last_evaluation_that_was_cut_short_is_done_by_the_next_start(tmp_path
 @pytest.mark.slow
 def test_a_run_whose_last_save_fails_is_not_finished(tmp_path: Path) -> None:
     argv = [*EVALUATED, "--epochs", "1", "--checkpoint_every_steps", "0", "--run_name", "run"]
-    argv += ["--output_dir", tmp_path]
+    argv += ["--output_dir", tmp_path, "--dataset_args", f"{{pace: {tmp_path}/pace}}"]
+    (tmp_path / "pace").touch()
     checkpoints = tmp_path / "run" / "checkpoints"
     with start_training(argv, 1) as running:
         running.wait_for(lambda: "step 10/10" in running.output(0), timeout_s=60, what="the steps")
         if checkpoints.exists():
             shutil.rmtree(checkpoints)
         checkpoints.write_text("in the way")
+        (tmp_path / "pace").unlink()
         finished = running.wait(30)
     assert finished.statuses == (CheckpointError.exit_status,)
     assert "[DDP-K01]" in finished.output

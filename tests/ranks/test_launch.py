@@ -1,12 +1,15 @@
-"""How the ranks meet: bad environments end in one clear error. And the GPU of each of them."""
+"""How the ranks meet, or end in one clear error; the GPU of each of them; what a start says."""
 
+import logging
 import os
+import re
 import resource
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,13 +24,19 @@ from hardened_ddp.ranks import device
 from hardened_ddp.ranks import launch as launching
 from hardened_ddp.ranks import rendezvous as meeting
 from hardened_ddp.ranks.launch import Launch, prepare_environment, read_launch
-from tests.harness.processes import HOUR_S, ROOT, clean_environment, wait_until
-from tests.harness.ranks import held_port, run_ranks, start_training
-from tests.launcher_environments import SRUN, TORCHRUN
+from hardened_ddp.ranks.phase import Phase, Tracker
+from hardened_ddp.reporting.log import start_logging, stop_logging, watch_start
+from hardened_ddp.training.run_report import changed_settings, not_used_line
+from tests.harness.processes import HOUR_S, ROOT, clean_environment, limit_of, wait_until
+from tests.harness.ranks import held_port, run_command, run_ranks, start_training, train
+from tests.launcher_environments import environment_of
+from tests.marks import sections
 from tests.ranks.test_shared_sum import rendezvous
 from tests.run_folder import is_past, only_run, read_summary, saved_step
+from tests.settings.given import settings_of
 
 CPU = torch.device("cpu")
+PROGRAMS = sections(Path(__file__).with_name("programs.txt"))
 QUEUES = {"CUDA_SCALE_LAUNCH_QUEUES": "4x"}
 STOPPED = "ddp_training.py: stopped by Ctrl-C; there was nothing to save\n"
 
@@ -87,18 +96,7 @@ def test_output_that_nobody_reads_any_more_is_no_error() -> None:
     [("hardened_ddp.settings.cli", -signal.SIGINT, ""), ("ddp_runs", 130, STOPPED)],
 )
 def test_ctrl_c_amid_imports_gives_no_traceback(imported: str, status: int, said: str) -> None:
-    script = f"""
-import builtins, os, runpy, signal, sys
-plain = builtins.__import__
-def interrupted(name, *rest):
-    if name.startswith({imported!r}):
-        os.kill(os.getpid(), signal.SIGINT)
-    return plain(name, *rest)
-builtins.__import__ = interrupted
-signal.signal(signal.SIGINT, signal.default_int_handler)
-sys.argv = ["ddp_training.py", "watch"]
-runpy.run_path("ddp_training.py", run_name="__main__")
-"""
+    script = PROGRAMS["Ctrl-C amid imports"].replace("IMPORTED", imported)
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (status, said)
 
@@ -190,23 +188,13 @@ def test_a_stop_file_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     assert not stop.exists(), "the run that continues would stop at once"
 
 
-ENDS_WITH_ITS_PARENT = """
-import sys
-from hardened_ddp.ranks.launch import Launch, end_with_launcher
-end_with_launcher(Launch(launcher="torchrun"))
-print("ready", flush=True)
-for line in sys.stdin:
-    print(line.strip(), flush=True)
-"""
-
-
 def test_a_rank_outlives_the_thread_that_started_it() -> None:
     """A thread pool, Ray or a notebook starts ranks from threads that end at once."""
     started: list[subprocess.Popen[str]] = []
 
     def launch() -> None:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        argv = [sys.executable, "-c", ENDS_WITH_ITS_PARENT]
+        argv = [sys.executable, "-c", PROGRAMS["a rank that ends with its parent"]]
         rank = subprocess.Popen(argv, cwd=ROOT, env=clean_environment(), text=True, **pipes)
         assert rank.stdout.readline() == "ready\n"
         started.append(rank)
@@ -226,17 +214,17 @@ def test_a_rank_outlives_the_thread_that_started_it() -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        (4, 2, SRUN, 2),
-        (4, 2, {**SRUN, "SLURM_GPUS_PER_TASK": "1", "SLURM_GPU_BIND": "none"}, 2),
-        (1, 2, {**SRUN, "SLURM_GPUS_PER_TASK": "1"}, 0),
-        (1, 2, {**TORCHRUN, "CUDA_VISIBLE_DEVICES": "2"}, 0),
-        (2, 3, {**TORCHRUN, "CUDA_VISIBLE_DEVICES": "6,7"}, 0),
-        (1, 2, TORCHRUN, None),
+        (4, 2, "SRUN", 2),
+        (4, 2, "SRUN SLURM_GPUS_PER_TASK=1 SLURM_GPU_BIND=none", 2),
+        (1, 2, "SRUN SLURM_GPUS_PER_TASK=1", 0),
+        (1, 2, "TORCHRUN CUDA_VISIBLE_DEVICES=2", 0),
+        (2, 3, "TORCHRUN CUDA_VISIBLE_DEVICES=6,7", 0),
+        (1, 2, "TORCHRUN", None),
     ],
 )
-def test_a_rank_takes_a_gpu_that_it_sees(case: tuple[int, int, dict[str, str], int | None]) -> None:
+def test_a_rank_takes_a_gpu_that_it_sees(case: tuple[int, int, str, int | None]) -> None:
     visible, local_rank, env, index = case
-    has_own_gpus = read_launch(env).has_own_gpus
+    has_own_gpus = read_launch(environment_of(env)).has_own_gpus
     launch = Launch(launcher="torchrun", local_rank=local_rank, has_own_gpus=has_own_gpus)
     gpu = {"is_available": lambda: True, "device_count": lambda: visible, "set_device": mock.Mock()}
     with mock.patch.multiple(torch.cuda, **gpu):
@@ -312,3 +300,90 @@ def open_with_few_files() -> int:
 
 def test_the_limit_of_open_files_is_raised_before_the_ranks_connect() -> None:
     assert min(run_ranks(open_with_few_files, 2)) > 128
+
+
+def test_a_start_says_what_runs_and_debug_what_each_rank_does(tmp_path: Path) -> None:
+    argv = ["--cpu_only", "--max_steps", "3", "--epochs", "1", "--log_interval", "2", "--debug"]
+    finished = train([*argv, "--output_dir", tmp_path, "--run_name", "r"], 2).ok()
+    [main, other] = finished.outputs
+    lines = [line.partition("] ")[2] for line in main.splitlines()]
+    at = next(n for n, line in enumerate(lines) if line.startswith("2 ranks, started by torchrun:"))
+    assert "CPU, backend gloo" in lines[at]
+    assert "model simple_cnn: 53,002 parameters; dataset digits: 1,437 samples" in lines[at + 1]
+    assert lines[at + 1].endswith("64 per step = 2 x 32; 3 steps")
+    assert "task classification" in lines[at + 2]
+    assert lines[at + 3].startswith("settings: command line: cpu_only true, epochs 1, max_steps 3")
+    assert at + 3 < next(n for n, line in enumerate(lines) if line.startswith("epoch 1/1 step 2/3"))
+    assert any(line.startswith("step 3 done: test loss") for line in lines)
+    assert "2 ranks, started by" not in other
+    for rank, output in enumerate(finished.outputs):
+        written = (tmp_path / "r" / "logs" / f"rank-{rank}.log").read_text(encoding="utf-8")
+        for text in (output, written):
+            assert "start: building the model: " in text
+            assert f"local rank {rank} of 2, device cpu" in text
+
+
+@pytest.mark.parametrize(
+    "words", [["ddp_training.py", "--cpu_only"], ["launchers/run_with_python.py", "--nproc", "2"]]
+)
+def test_without_the_environment_the_next_command_is_told(words: list[str], tmp_path: Path) -> None:
+    text = "raise ModuleNotFoundError('No module named torch', name='torch')\n"
+    (tmp_path / "torch.py").write_text(text)
+    script = ROOT / words[0]
+    env = {"PYTHONPATH": str(tmp_path)}
+    done = run_command([sys.executable, script, *words[1:]], timeout_s=60, cwd=tmp_path, env=env)
+    assert done.status == 2
+    assert f"{sys.executable} has no package torch" in done.stderr
+    assert re.search(rf"source '?{re.escape(str(ROOT))}/\.venv/bin/activate", done.stderr)
+    assert "Traceback" not in done.output
+
+
+def test_garbage_is_looked_for_in_what_a_run_makes_and_not_in_what_was_imported() -> None:
+    """In a process of its own: the objects of this one must stay as they are."""
+    code = sections(Path(__file__).with_name("programs.txt"))["garbage"]
+    run_command(["python", "-c", code], timeout_s=30).ok()
+
+
+def test_settings_name_who_changed_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.yaml").write_text("epochs: 3\nseed: 0\n\nbatch_size: 8\n")
+    found = settings_of("--config my.yaml --cpu_only --amp auto")
+    sources = {**found.sources, "epochs": "run"}
+    assert changed_settings(replace(found, sources=sources)) == [
+        "command line: cpu_only true",
+        "my.yaml: batch_size 8",
+        "the continued run: epochs 3",
+    ]
+    assert changed_settings(settings_of("")) == []
+    edited = replace(found, not_used={"seed": "config.yaml:2"})
+    assert not_used_line(edited).startswith("not used: seed (config.yaml:2): the continued run")
+    assert not_used_line(edited).endswith("give it as a flag: --seed VALUE")
+    many = settings_of(
+        "--seed 1 --epochs 2 --batch_size 3 --momentum 0.1 --learning_rate 1 --weight_decay 1 "
+        "--max_steps 9 --warmup_steps 3 --keep_last 1 --log_interval 2 --eval_every 2 --ledger "
+        "--drop_last --augment"
+    )
+    [line] = changed_settings(many)
+    assert line.endswith(" and 2 more")
+
+
+def test_a_long_part_of_the_start_gives_a_sign_of_life(caplog: pytest.LogCaptureFixture) -> None:
+    tracker = Tracker()
+    caplog.set_level(logging.INFO, logger="hardened_ddp")
+    start_logging(rank=0, world_size=1)
+    is_over = watch_start(tracker, first_sign_s=0.02)
+    [thread] = [each for each in threading.enumerate() if each.name == "start-up"]
+    try:
+        for begin, name, part in (
+            (tracker.begin, "opening the dataset", "opening the dataset: "),
+            (tracker.enter, Phase.FORWARD, "the first step, forward: "),
+            (tracker.enter, Phase.ALL_REDUCE, "the first step, forward, waiting for other ranks: "),
+        ):
+            begin(name)
+            wait_until(lambda part=part: part in caplog.text, 10, part)
+        tracker.end_step(1)
+        thread.join(limit_of(10))
+        assert not thread.is_alive(), "it ends with the first step"
+    finally:
+        is_over.set()
+        stop_logging()

@@ -22,9 +22,9 @@ from tests.harness.ranks import (
     start_program,
     train,
 )
-from tests.launcher_environments import variables
+from tests.launcher_environments import environment_of
 from tests.launchers.test_run_with import MPI_ENV
-from tests.marks import slow_after
+from tests.marks import sections, slow_after
 from tests.run_folder import (
     find_checkpoints,
     is_past,
@@ -38,6 +38,7 @@ from tests.run_folder import (
 )
 from tests.two_hosts import ADDRESSES, TwoHosts
 
+PROGRAMS = sections(Path(__file__).with_name("programs.txt"))
 RUN = ["--cpu_only", "--epochs", "2", "--batch_size", "64"]
 ELASTIC = ["--cpu_only", "--batch_size", "12", "--epochs", "1000", "--num_workers", "0", "--ledger"]
 ELASTIC += ["--lr_schedule", "constant", "--log_interval", "1", "--eval_every", "0"]
@@ -58,7 +59,7 @@ def torchrun(index: int, *words: str | Path) -> list[str | Path]:
 def by_hand(index: int, port: int = 29700, address: str = ADDRESSES[0]) -> dict[str, str]:
     """Give the environment of one rank without an agent: then rank 0 itself serves the store."""
     words = f"RANK={index} LOCAL_RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=1 MASTER_ADDR={address}"
-    return variables(f"{words} MASTER_PORT={port}")
+    return environment_of(f"{words} MASTER_PORT={port}")
 
 
 @pytest.mark.slow
@@ -163,18 +164,6 @@ def test_a_dead_host_of_rank_0_keeps_no_run_from_restarts(hosts: TwoHosts, tmp_p
     assert read_summary(only_run(output))["status"] == "stopped"
 
 
-HOLD = """
-import sys, time
-from contextlib import closing
-from pathlib import Path
-from hardened_ddp.checkpoint.disk import RunLock
-with closing(RunLock.acquire(Path(sys.argv[1]), jobs=sys.argv[2:], silent_after_s=7.0)):
-    print("has the lock", flush=True)
-    if "stay" in sys.argv:
-        time.sleep(600)
-"""
-
-
 @pytest.mark.parametrize(
     ("name", "job"),
     [("node0", "of-nobody-else"), ("node1", "shared")],
@@ -184,7 +173,7 @@ with closing(RunLock.acquire(Path(sys.argv[1]), jobs=sys.argv[2:], silent_after_
 def test_a_lock_is_taken_over_from_a_dead_host_and_never_from_a_living_one(
     name: str, job: str, hosts: TwoHosts, tmp_path: Path
 ) -> None:
-    hold = ["python", "-c", HOLD, tmp_path]
+    hold = ["python", "-c", PROGRAMS["hold a lock"], tmp_path]
     second, host = [*hold, job], hosts.host(1, name=name)
     with start_program([*hold, "shared", "stay"], host=hosts.host(0)) as first:
         first.wait_for(lambda: "has the lock" in first.stdout, timeout_s=60, what="the lock")
@@ -280,18 +269,7 @@ def make_ssh_settings(folder: Path) -> Path:
         subprocess.run(argv, check=True, timeout=20)
     Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # the server insists on it
     # WHY no StrictModes: it would refuse keys below a folder that all may write to, such as /tmp
-    served = f"""Port 2222
-        HostKey {folder}/host_key
-        AuthorizedKeysFile {folder}/user_key.pub
-        StrictModes no
-        PidFile none
-        PermitRootLogin yes"""
-    (folder / "sshd_config").write_text(served)
-    asked = f"""Port 2222
-        User root
-        IdentityFile {folder}/user_key
-        UserKnownHostsFile {folder}/known_hosts
-        StrictHostKeyChecking accept-new
-        LogLevel ERROR"""
-    (folder / "ssh_config").write_text(asked)
+    for name in ("sshd", "ssh"):
+        text = PROGRAMS[f"settings of {name}"].replace("FOLDER", str(folder))
+        (folder / f"{name}_config").write_text(text)
     return folder / "ssh_config"

@@ -103,7 +103,7 @@ class LeavingSchedule(torch.optim.lr_scheduler.LambdaLR):
 
 
 HERE = "tests.ranks.test_user_exits"
-WORKER = ["--num_workers", "1", "--dataset"]
+WORKER = ["--num_workers", "1", "--multiprocessing_context", "fork", "--dataset"]
 TASK, OPTIMIZER = ["--task", f"{HERE}:Own"], ["--optimizer", f"{HERE}:Leaving"]
 PLACES = {
     **dict.fromkeys(("forward", "sample", "dataset", "model", "first forward", "backward"), ()),

@@ -36,7 +36,7 @@ from tests.harness.ranks import (
     start_command,
     start_program,
 )
-from tests.launcher_environments import AGENT, OPEN_MPI, SRUN, TORCHRUN
+from tests.launcher_environments import environment_of
 from tests.run_folder import only_run, read_summary
 
 PYTHON = sys.executable
@@ -190,20 +190,20 @@ def test_a_command_fits_where_the_user_is(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_command_that_no_ancestor_shows_is_composed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", [str(SCRIPT)])
     monkeypatch.setattr("os.getppid", lambda: 2**22 + 1)  # it has ended
-    nodes = {**AGENT, "GROUP_RANK": "1", "MASTER_ADDR": "gpu1"}
-    two = {**TORCHRUN, "WORLD_SIZE": "2"}
+    nodes = "AGENT GROUP_RANK=1 MASTER_ADDR=gpu1"
     sbatch = {"HARDENED_DDP_LAUNCHER_COMMAND": "env 'A=a b' sbatch train.slurm"}
     srun = "srun --ntasks=4 --nodes=2 --ntasks-per-node=2 --partition=a "
     starts = {
-        "--standalone --nproc_per_node=2 ": two,
+        "--standalone --nproc_per_node=2 ": "TORCHRUN WORLD_SIZE=2",
         "--nnodes=2 --node_rank=1 --master_addr=gpu1 --master_port=29500 --nproc_per_node=2": nodes,
-        "env PET_NNODES=2 ": {**nodes, "PET_NNODES": "2"},
-        srun: {**SRUN, "SLURM_JOB_PARTITION": "a"},
-        "mpirun -np 2 ": OPEN_MPI,
-        "run_with_python.py --nproc 2 ": {**two, "HARDENED_DDP_LAUNCHER": "spawn"},
-        "env 'A=a b' sbatch train.slurm --resume x": {**SRUN, **sbatch},
+        "env PET_NNODES=2 ": f"{nodes} PET_NNODES=2",
+        srun: "SRUN SLURM_JOB_PARTITION=a",
+        "mpirun -np 2 ": "OPEN_MPI",
+        "run_with_python.py --nproc 2 ": "TORCHRUN WORLD_SIZE=2 HARDENED_DDP_LAUNCHER=spawn",
+        "env 'A=a b' sbatch train.slurm --resume x": "SRUN",
     }
-    for words, env in starts.items():
+    for words, names in starts.items():
+        env = environment_of(names) | (sbatch if "sbatch" in words else {})
         command = read_launch(env).command("--resume", "x")
         assert words in command.replace("py' ", "py ")  # the project may be in a path with a space
         assert ("   # on each of the 2 nodes" in command) == ("nnodes" in words.lower())

@@ -30,7 +30,7 @@ from tests.step.test_steps import parts_of, stepper_of
 NUM_STEPS = 3
 COMMON = ["--no_shared_memory", "--num_workers", "0", "--batch_size", "4", "--eval_batch_size", "5"]
 COMMON += ["--log_interval", f"{NUM_STEPS}", "--amp", "off", "--channels_last", "off"]
-HERE = "tests.device_tasks"
+HERE = "tests.token_data"
 POINTS = ["--dataset", "tests.plugins:points"]
 SLOPES = ["--dataset", "tests.token_data:slopes", "--model", "mlp"]
 PICTURES = ["--dataset", f"{HERE}:pictures"]

@@ -1,17 +1,23 @@
-"""One optimizer step, for real: what gradient comes of its samples, however ranks share them."""
+"""One optimizer step, for real: what gradient comes of its samples or of the labels that count."""
 
+import importlib
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 import ddp_training
 from hardened_ddp.errors import StepError
+from hardened_ddp.gradients.by_ddp import ByDdp
 from hardened_ddp.ranks.group import open_group
 from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.ranks.seeding import seed_step
@@ -19,6 +25,7 @@ from hardened_ddp.reporting.events import Events
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.layers import resolve
 from hardened_ddp.step.failure import Failure
+from hardened_ddp.step.gradient import Outcome
 from hardened_ddp.step.left_out import LeftOut
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
@@ -29,8 +36,6 @@ from tests.marks import slow_after
 from tests.run_folder import only_run, read_summary
 
 CPU = torch.device("cpu")
-# Sums over samples in another order: relative to the largest entry of a gradient.
-TOLERANCE = 2e-6
 POINTS = ["--dataset", "tests.plugins:points", "--model", "mlp", "--cpu_only"]
 POINTS += ["--log_interval", "1"]
 
@@ -82,8 +87,11 @@ def step_gradients(argv: list[str], which: list[int]) -> list[torch.Tensor]:
     return found
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert (found - expected).abs().max() <= TOLERANCE * expected.abs().max()
+def assert_close(of_ranks: Any, wanted: list[torch.Tensor], tolerance: float = 2e-6) -> None:
+    """Compare gradients of each rank: sums in another order, relative to the largest entry."""
+    for gradients in of_ranks:
+        for found, expected in zip(gradients, wanted, strict=True):
+            assert (found - expected).abs().max() <= tolerance * expected.abs().max()
 
 
 def how_summed(flags: list[str]) -> tuple[str, list[str]]:
@@ -117,9 +125,7 @@ def test_with_debug_ranks_on_one_cpu_use_ddp_too(flags: list[str], how: str, cal
         [
             (3, ["--batch_size", "4"]),
             (3, ["--batch_size", "2", "--accumulation_steps", "2", "--no_shared_memory"]),
-            (2, ["--batch_size", "2", "--accumulation_steps", "3", "--continue_on_error"]),
             (2, ["--batch_size", "6", "--continue_on_error", "--no_shared_memory"]),
-            (1, ["--batch_size", "4", "--accumulation_steps", "3"]),
         ],
     ),
     ids=str,
@@ -130,9 +136,7 @@ def test_any_sharing_gives_the_gradient_of_one_big_batch(shared: tuple[int, list
     which = [0, 2, 3]
     [alone] = run_ranks(step_gradients, 1, [*data, "--batch_size", "12"], which)
     world_size, how = shared
-    for gradients in run_ranks(step_gradients, world_size, [*data, *how], which):
-        for found, expected in zip(gradients, alone, strict=True):
-            assert_close(found, expected)
+    assert_close(run_ranks(step_gradients, world_size, [*data, *how], which), alone)
 
 
 def fail_for_good() -> None:
@@ -178,12 +182,10 @@ def test_an_error_after_which_nothing_can_be_undone_names_rank_step_and_samples(
 def test_samples_left_out_leave_the_mean_over_the_others() -> None:
     """Broken samples 3 and 7: the gradient is that of the step without them."""
     broken = [*POINTS, "--dataset_args", "{size: 12, broken: [3, 7]}", "--continue_on_error"]
-    [alone] = run_ranks(step_gradients, 1, [*broken, "--batch_size", "12"], [0])
-    pair = run_ranks(step_gradients, 2, [*broken, "--batch_size", "6"], [0])
-    [expected] = run_ranks(mean_without, 1, (3, 7))
-    assert_close(alone[0], expected)
-    for gradients in pair:
-        assert_close(gradients[0], expected)
+    expected = run_ranks(mean_without, 1, (3, 7))
+    for world_size, size in ((1, "12"), (2, "6")):
+        found = run_ranks(step_gradients, world_size, [*broken, "--batch_size", size], [0])
+        assert_close(found, expected)
 
 
 def mean_without(left_out: tuple[int, ...]) -> torch.Tensor:
@@ -258,3 +260,166 @@ def test_each_way_of_training_learns(tmp_path: Path, variant: str) -> None:
     argv = ["--cpu_only", "--epochs", "2", "--batch_size", "16", *variant.split()]
     train([*argv, "--output_dir", str(tmp_path)], 2).ok()
     assert read_summary(only_run(tmp_path))["test_accuracy"] > 0.5
+
+
+DATA = ["--dataset", "tests.token_data:sequences", "--model", "tests.token_data:TinyLM"]
+# Windows of 12 of 40 sequences: the last one has 4.
+SIZE, WINDOW = 40, 12
+
+
+def arguments(double: bool, *more: str) -> list[str]:
+    kind = str(double).lower()
+    data = [*DATA, "--dataset_args", f"{{size: {SIZE}, silent: [3, 4, 8, 9, 15, 22, 30]}}"]
+    return [*data, "--model_args", f"{{double: {kind}}}", "--task", "tokens", *more]
+
+
+def whole_batch_gradients(argv: list[str], which: list[int], shift: int) -> list[torch.Tensor]:
+    """Give the gradients of plain torch: one mean over all labels of a window."""
+    parts = parts_of([*argv, "--batch_size", str(WINDOW)])
+    order = parts.sampler.order(0)
+    found = []
+    for number in which:
+        first = number * WINDOW
+        indices = order.take(first, min(first + WINDOW, SIZE)).tolist()
+        samples = [parts.data.train[index] for index in indices]
+        ids = torch.stack([sample["ids"] for sample in samples])
+        labels = torch.stack([sample["labels"] for sample in samples])
+        module = parts.replica.module
+        logits = module.head(module.mix(module.embed(ids)).tanh())
+        outputs = logits[:, : logits.shape[1] - shift].flatten(0, 1)
+        cross_entropy(outputs, labels[:, shift:].flatten()).backward()
+        found.append(torch.cat([p.grad.flatten() for p in module.parameters()]).clone())
+        module.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize(
+    "shared",
+    slow_after(
+        2,
+        [
+            (2, True, ["--batch_size", "3", "--accumulation_steps", "2"]),
+            (3, True, ["--batch_size", "2", "--accumulation_steps", "2", "--no_shared_memory"]),
+            (1, True, ["--batch_size", "4", "--accumulation_steps", "3"]),
+            (2, True, ["--batch_size", "6", "--no_shared_memory", "--step_retry", "off"]),
+            (4, False, ["--batch_size", "3", "--continue_on_error"]),
+            (3, False, ["--batch_size", "4", "--no_shared_memory", "--find_unused_parameters=on"]),
+        ],
+    ),
+    ids=str,
+)
+def test_any_sharing_gives_the_mean_of_counted_tokens(shared: tuple[int, bool, list[str]]) -> None:
+    world_size, double, how = shared
+    which = [0, 1, 3]
+    argv = arguments(double)
+    [wanted] = run_ranks(whole_batch_gradients, 1, argv, which, 0)
+    found = run_ranks(step_gradients, world_size, [*argv, *how], which)
+    assert_close(found, wanted, 1e-12 if double else 1e-6)
+
+
+@pytest.mark.parametrize(
+    "case",
+    slow_after(
+        1,
+        [
+            ("tokens", "loss logits", 1, ["--no_shared_memory"]),
+            ("own", "loss logits", 1, ["--no_shared_memory"]),
+            ("own", "loss", 0, []),
+        ],
+    ),
+    ids=str,
+)
+def test_labels_are_counted_as_the_model_uses_them(case: tuple[str, str, int, list[str]]) -> None:
+    task, names, shift, how = case
+    argv = arguments(True, *how)
+    argv[argv.index("tests.token_data:TinyLM")] = "tests.token_data:OwnLM"
+    argv[argv.index("{double: true}")] = f"{{double: true, shift: {shift}, names: {names}}}"
+    argv[argv.index("tokens")] = task
+    [wanted] = run_ranks(whole_batch_gradients, 1, argv, [0, 2], shift)
+    # OwnLM's loss in fp64; task own multiplies it in the same precision
+    found = run_ranks(step_gradients, 2, [*argv, "--batch_size", "6"], [0, 2])
+    assert_close(found, wanted, 1e-12)
+
+
+def weights_after(argv: list[str], number: int) -> tuple[bool, str, float]:
+    """Do one step with AdamW and weight decay, whose window has no label that counts."""
+    if "late" in argv:
+        importlib.import_module("tests.late_looks")
+    parts = parts_of([word for word in argv if word != "late"])
+    stepper = stepper_of(parts)
+    windows = list(parts.train_loader.windows(0, 0))
+    for group in parts.optimizer.param_groups:
+        group["weight_decay"] = 0.1
+    stepper.train_step(*windows[0])
+    stepper.confirm_last_step()
+    before = {name: tensor.clone() for name, tensor in parts.replica.module.state_dict().items()}
+    for batch in windows[number][1]:
+        batch.targets.fill_(-100)
+    outcome = stepper.train_step(*windows[number])
+    stepper.confirm_last_step()
+    now = parts.replica.module.state_dict()
+    loss = stepper.read_totals()["loss"]
+    parts.group.close()
+    assert stepper.progress.step == 2
+    return all(torch.equal(before[name], now[name]) for name in now), outcome.value, loss
+
+
+@pytest.mark.parametrize(
+    "how", slow_after(1, [["--no_shared_memory"], [], ["--no_shared_memory", "late"]]), ids=str
+)
+def test_a_step_without_any_label_that_counts_moves_nothing(how: list[str]) -> None:
+    argv = arguments(False, "--batch_size", str(WINDOW // 2), *how)
+    for is_same, outcome, loss in run_ranks(weights_after, 2, argv, 1):
+        assert is_same
+        assert outcome == Outcome.EMPTY.value or "late" in how
+        assert 0 < loss < 10
+
+
+def total_of_counts(dtype: torch.dtype, sent_as: torch.dtype | None) -> tuple[float, int]:
+    """Send 5003 and 5004 with the gradients of two ranks; return what each reads, and the sums."""
+    launch, cpu = read_launch(os.environ), torch.device("cpu")
+    group = open_group(launch, device=cpu, backend="gloo", timeout_s=30, shared_memory=False)
+    ddp = DistributedDataParallel(torch.nn.Linear(4, 3).to(dtype))
+    sums = ByDdp(ddp, group, sent_as=sent_as, counts=True)
+    sums.note_count(5003.0 + group.launch.rank)
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sent:
+        ddp(torch.ones(2, 4, dtype=dtype)).sum().backward()
+        found = float(sums._total_count())
+    group.close()
+    return found, sent.call_count
+
+
+SENT = [(torch.float32, None, 1), (torch.float32, torch.float16, 2), (torch.float16, None, 2)]
+
+
+@pytest.mark.parametrize("types", slow_after(1, SENT), ids=str)
+def test_the_count_is_exact_and_costs_no_sum_of_its_own_but_beside_gradients_of_16_bits(
+    types: tuple[torch.dtype, torch.dtype | None, int],
+) -> None:
+    *sent, num_sums = types
+    assert run_ranks(total_of_counts, 2, *sent) == [(10007.0, num_sums)] * 2
+
+
+@pytest.mark.parametrize("how", [["--accumulation_steps", "2"], ["--batch_size", "2"]], ids=str)
+def test_metrics_are_of_the_reported_steps(how: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    argmax = torch.Tensor.argmax
+    monkeypatch.setattr(torch.Tensor, "argmax", lambda *a, **k: calls.append(a) or argmax(*a, **k))
+    parts = parts_of([*arguments(False), "--log_interval", "4", "--batch_size", "6", *how])
+    stepper = stepper_of(parts)
+    for number, (window, batches) in enumerate(parts.train_loader.windows(0, 0), start=1):
+        calls.clear()
+        ids = torch.cat([batch.inputs["ids"] for batch in batches])
+        labels = torch.cat([batch.targets for batch in batches])
+        with torch.no_grad():
+            predicted = argmax(parts.replica.module(ids), dim=-1)
+        stepper.train_step(window, batches)
+        is_reported = number % 4 == 0 or window.stop == SIZE
+        assert len(calls) == (len(batches) if is_reported else 0), number
+        is_right = (predicted == labels)[labels != -100]
+        if is_reported and len(is_right):
+            found = stepper.read_totals()["token_accuracy"]
+            assert found == pytest.approx(float(is_right.float().mean()))
+    stepper.train_step(*next(iter(parts.train_loader.windows(1, 0))))
+    assert "token_accuracy" not in stepper.read_totals()  # a stop between two reports
+    parts.close()
