@@ -358,13 +358,9 @@ def test_a_set_of_other_columns_is_told_with_those_that_it_has(tmp_path: Path) -
     assert "download" not in f"{caught.value.message} {caught.value.fix}"
 
 
-EXTRAS = "needs requirements-extras.txt"
-
-
 @pytest.fixture(scope="module")
 def vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small ViT for 3 classes of RGB pictures, 16x16, as save_pretrained() leaves it."""
-    pytest.importorskip("transformers", reason=EXTRAS)
     transformers = import_extra("transformers", what="this test")
     sizes = {"image_size": 16, "patch_size": 8, "hidden_size": 16, "num_hidden_layers": 1}
     sizes |= {"num_attention_heads": 2, "intermediate_size": 16, "num_labels": 3}
@@ -377,7 +373,7 @@ def vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Grey pictures of two classes, dark and bright, as save_to_disk() leaves them."""
-    datasets: Any = pytest.importorskip("datasets", reason=EXTRAS)
+    datasets: Any = pytest.importorskip("datasets", reason="needs requirements-extras.txt")
     from PIL import Image
 
     def part(size: int) -> Any:
