@@ -188,7 +188,7 @@ def _compare(digests: Digests, folder: Path, now: Json) -> Json:
         text = f"on {now['world_size']} instead of {counted(then['world_size'], 'rank')}: the same "
         text += f"samples, added up in another order: {steps} with the same loss up to rounding"
     else:
-        share = "all" if then["parts"] == 1 else "in each step a share"
+        share = "all" if then["settings"]["--digests"] == '"on"' else "in each step a share"
         text = f"{steps} equal bit for bit: samples, loss, {share} of the gradient"
     unlike = differences(then, now)
     if names := unlike["machine"] + unlike["data"]:
@@ -280,7 +280,7 @@ def run_diff(options: Mapping[str, str], *, output: TextIO) -> int:
     if not what:
         lines.append(f"equal in all {counted(len(shared), 'step')} that both have")
     else:
-        orders = [(facts["settings"].get("--seed"), facts["num_samples"]) for facts in (a, b)]
+        orders = [(facts["settings"].get("--seed"), facts.get("num_samples")) for facts in (a, b)]
         if what == "data" and orders[0] != orders[1]:  # a place in another order
             what = "samples"
         named = name_samples(one, two, step) if what == "data" else []
@@ -297,7 +297,7 @@ def run_diff(options: Mapping[str, str], *, output: TextIO) -> int:
 def name_samples(one: Digests, two: Digests, step: int) -> list[str]:
     """Name the samples of a step whose bytes differ, by reading them from both datasets again."""
     facts, window = one.facts_at(step), one.steps[step].main
-    if not facts["num_samples"]:
+    if "is_drawn" in facts or "num_samples" not in facts:
         return ["which sample it is, is not known: its order does not follow from the seed"]
     order = EpochOrder(facts["num_samples"], int(facts["settings"]["--seed"]), window.epoch)
     taken = order.take(window.start, window.start + window.size).tolist()

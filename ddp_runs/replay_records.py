@@ -22,8 +22,6 @@ from hardened_ddp.settings.typed_command import own_command
 
 # What is known of each step; other names of a condition are those of metrics.jsonl.
 STEP_NUMBERS = ("loss", "grad_norm", "lr")
-# The facts of the machine: with others of them the same sums may be rounded otherwise.
-_MACHINE = ("python", "device", "kernels", "threads")
 
 # Settings that change no weight: what is written and watched, and how long is waited. WHY not told:
 # one that differs would pass for the reason why two runs part.
@@ -32,7 +30,7 @@ _HARMLESS |= {"hang_after_s", "debug", "metrics", "best_metric", "max_errors", *
 
 # What a rank has left of a step: the fields of RECORD, which says more of each.
 Record = namedtuple(
-    "Record", "step epoch limit start size left_out low high batches loss num_counted norm rate"
+    "Record", "step epoch limit start size left_out batches low high loss num_counted norm rate"
 )
 
 
@@ -120,9 +118,12 @@ def read_digests(run: Path, *, may_be_empty: bool = False) -> Digests:
             continue  # it was killed before its first step
         if rank == 0:
             try:
-                starts[number] = facts = dict(json.loads(head))
+                facts = dict(json.loads(head))
             except ValueError as error:
                 raise RunFolderError(f"{path} is not a file of digests: {error}") from error
+            if facts.get("schema") != 2:  # an earlier version's, with other records
+                continue
+            starts[number] = facts
             # what earlier starts did from here on is done again
             steps = {step: left for step, left in steps.items() if step < facts["step"]}
         for fields in RECORD.iter_unpack(raw[: len(raw) - len(raw) % RECORD.size]):
@@ -153,19 +154,17 @@ def side_by_side(ones: Iterable[Json], others: Iterable[Json]) -> list[str]:
 
 
 def differences(one: Json, two: Json) -> dict[str, list[str]]:
-    """Say how far two starts differ: in settings that can change a number, code, data and so on.
-
-    Of libraries: in those that both have imported.
-    """
+    """Say how far two starts differ; in libraries: in those that both have imported."""
     a, b = one["settings"], two["settings"]
-    old, new = one.get("libraries", {}), two.get("libraries", {})
+    old, new = one["libraries"], two["libraries"]
     libraries = differing(old, new, sorted(old.keys() & new.keys()))
     code, other = one["code"], two["code"]
     return {
         "settings": differing(a, b, [name for name in {**a, **b} if name[2:] not in _HARMLESS]),
         "code": [name for name in {**code, **other} if code.get(name) != other.get(name)],
         "data": [] if one["data"] == two["data"] else ["another dataset, by its fingerprint"],
-        "machine": differing(one, two, _MACHINE) + libraries,
+        # with others of these the same sums may be rounded otherwise
+        "machine": differing(one, two, ["device", "threads"]) + libraries,
         "ranks": differing(one, two, ["world_size"]),
     }
 

@@ -135,24 +135,18 @@ def read_best_step(root: Path) -> int | None:
 
 
 def choose_drops(
-    steps: Sequence[int],
-    *,
-    keep_last: int,
-    protected: Collection[int | None],
-    keep_milestones: int = 0,
+    steps: Sequence[int], *, keep_last: int, protected: Collection[int | None], milestones: int = 0
 ) -> list[int]:
     """Return which of the steps, newest first, to drop: not among the newest, not protected.
 
     Nor the first one of each of so many equal spans of the run. WHY a span grows by doubling: the
     first of two spans is the first of both, so what was dropped is never wanted again.
     """
-    span, first = 1, dict[int, int]()
-    while steps and steps[0] // span >= keep_milestones > 0:
+    span = 1
+    while steps and steps[0] // span >= milestones > 0:
         span *= 2
-    for step in sorted(steps) if keep_milestones else ():
-        first.setdefault(step // span, step)
-    kept = {*protected, *first.values()}
-    return [step for step in steps[keep_last:] if step not in kept]
+    first = {step // span: step for step in steps} if milestones else {}
+    return [s for s in steps[keep_last:] if s not in protected and s != first.get(s // span)]
 
 
 def discard_newer(root: Path, step: int) -> list[Path]:

@@ -39,16 +39,14 @@ _WAIT_S = 1800.0
 class CheckpointStore:
     """The checkpoints under one folder. One thread writes at a time; of survivors, perhaps two."""
 
-    def __init__(
-        self, root: Path, *, keep_last: int, keep_milestones: int = 0, disk: Disk | None = None
-    ) -> None:
+    def __init__(self, root: Path, *, keep_last: int, disk: Disk | None = None) -> None:
         self.root = root
         # Called before each commit; they raise OSError or CheckpointError to prevent it. The last
         # is the check that the lock is still held: others are inserted before it.
         self.before_commit: list[Callable[[], None]] = []
         # Called with the folder of each checkpoint that was written, in the thread that did.
         self.after_write: list[Callable[[Path], None]] = []
-        self._keep_last, self._keep_milestones = keep_last, keep_milestones
+        self._keep_last, self.milestones = keep_last, 0  # and how many are kept of the whole run
         self._disk = Disk() if disk is None else disk
         self._kept_step: int | None = None
 
@@ -157,24 +155,22 @@ class CheckpointStore:
         self._disk.sync_folder(self.root)
 
     def _prune(self, *, written: int) -> None:
-        for step in self._drops(written, self._keep_last, self._keep_milestones):
+        for step in self._drops(written, keep_last=self._keep_last, milestones=self.milestones):
             path = self.root / folder.step_folder_name(step)
             try:
                 self._disk.drop_folder(path)
             except OSError as error:
                 log.warning("%s, an old checkpoint, can't be removed: %s", path, error)
 
-    def _drops(self, newest: int | None, keep_last: int = 0, keep_milestones: int = 0) -> list[int]:
+    def _drops(self, newest: int | None, **kept: int) -> list[int]:
         """Return the steps to drop, newest first: not this one, the best, or a rollback's."""
         protected = (newest, folder.read_best_step(self.root), self._kept_step)
         steps = folder.list_steps(self.root)
-        return folder.choose_drops(
-            steps, keep_last=keep_last, protected=protected, keep_milestones=keep_milestones
-        )
+        return folder.choose_drops(steps, protected=protected, **kept)
 
     def _make_room(self) -> bool:
         newest, _ = folder.find_newest(self.root)
-        drops = self._drops(newest.step if newest else None)
+        drops = self._drops(newest.step if newest else None, keep_last=0)
         candidates = sorted(p for p in self.root.iterdir() if p.name.startswith(folder.DISCARDED))
         candidates += [self.root / folder.step_folder_name(step) for step in reversed(drops)]
         if not candidates:

@@ -8,14 +8,14 @@ word is lost. WHY two sums, of which one is of the upper bits: the highest bit, 
 times any odd factor is the highest bit, so in one sum two changed signs would cancel.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 
-import numpy as np
 import torch
 
 _BYTES = 8  # of a word
 # In words. On the CPU: what fits a core's cache beside the factors; on a GPU: few kernels, and
-# 24 MiB of tables. With another size a checksum is another one.
+# 24 MiB of factors and sums. With another size a checksum is another one.
 _PIECE = {"cpu": 1 << 15, "cuda": 1 << 20}
 # Those of SplitMix64, as in ranks/seeding.py, of which _FIRST and _SECOND mix the bits.
 _STEP, _FIRST, _SECOND = (
@@ -26,65 +26,39 @@ _UPPER = 31
 
 
 @torch.no_grad()
+def checksum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the two numbers of tensors of one device, (2,) int64, on it; nobody waits for it."""
+    sums = list[torch.Tensor]()
+    for tensor in tensors:
+        size = _PIECE["cpu" if tensor.is_cpu else "cuda"]
+        low, high = _factors(2 * size, tensor.device).view(2, size)
+        space = torch.empty_like(low)
+        for words in _words(tensor, size):
+            upper = torch.bitwise_right_shift(words, _UPPER, out=space[: len(words)])
+            for part, row in ((upper, high[: len(words)]), (words, low[: len(words)])):
+                if part.is_cpu:
+                    sums.append(part.dot(row))
+                else:  # CUDA has no dot of integers
+                    sums.append(torch.mul(part, row, out=space[: len(words)]).sum())
+    if len(sums) == 2:  # as a rule
+        return torch.stack(sums)
+    return combine(torch.stack(sums).view(-1, 2)) if sums else torch.zeros(2, dtype=torch.int64)
+
+
 def checksums(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return two numbers for each tensor, (len(tensors), 2) int64, on their device."""
-    tools = {device: Checksum(device) for device in {t.device for t in tensors.values()}}
-    found = [tools[tensor.device].of(tensor) for tensor in tensors.values()]
+    found = [checksum([tensor]) for tensor in tensors.values()]
     devices = [pair.device for pair in found if not pair.is_cpu]
     return torch.stack([pair.to(devices[0]) if devices else pair for pair in found])
 
 
+@torch.no_grad()
 def combine(pairs: torch.Tensor) -> torch.Tensor:
     """Combine all pairs into one, of shape (2,)."""
     return pairs.mul(_factors(2 * len(pairs), pairs.device).view(-1, 2)).sum(dim=0)
 
 
-class Checksum:
-    """Checksums of tensors of one device. Keeps its tables, for one who asks in each step."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._piece = _PIECE["cpu" if device.type == "cpu" else "cuda"]
-        self._factors = _factors(2 * self._piece, device).view(2, self._piece)
-        self._space = torch.empty_like(self._factors[0])
-        if device.type == "cpu":
-            self._host = [table.numpy() for table in (*self._factors, self._space)]
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the two numbers of a tensor, on its device, which nobody waits for."""
-        if tensor.is_cpu:
-            return torch.tensor(self.read(tensor))
-        pairs = [self._on_device(piece) for piece in _words(tensor, self._piece)]
-        if len(pairs) > 1:
-            return combine(torch.stack(pairs))
-        return pairs[0] if pairs else self._space.new_zeros(2)
-
-    def read(self, tensor: torch.Tensor) -> list[int]:
-        """Return the two numbers of a tensor of the CPU."""
-        # WHY numpy: a step has time for ten calls of numpy, but not for as many of torch
-        low, high, space = self._host
-        raw = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
-        size, found = _BYTES * self._piece, []
-        for start in range(0, len(raw), size):
-            piece = raw[start : start + size]
-            if missing := -len(piece) % _BYTES:
-                piece = np.concatenate([piece, np.zeros(missing, np.uint8)])
-            words = piece.view(np.int64)
-            upper = np.right_shift(words, _UPPER, out=space[: len(words)])
-            found.append([int(upper.dot(high[: len(words)])), int(words.dot(low[: len(words)]))])
-        if len(found) > 1:
-            found = [combine(torch.tensor(found)).tolist()]
-        return found[0] if found else [0, 0]
-
-    def _on_device(self, words: torch.Tensor) -> torch.Tensor:
-        space = self._space[: len(words)]
-        upper = torch.bitwise_right_shift(words, _UPPER, out=space)
-        sums = []
-        for part, row in ((upper, self._factors[1]), (words, self._factors[0])):
-            # WHY not dot: CUDA has none of integers
-            sums.append(torch.mul(part, row[: len(part)], out=space).sum())
-        return torch.stack(sums)
-
-
+@cache  # in each step the same few; on a GPU 16 MiB
 def _factors(size: int, device: torch.device) -> torch.Tensor:
     """Hash the numbers below size to odd ones."""
     words = torch.arange(1, size + 1, device=device).mul_(_STEP)

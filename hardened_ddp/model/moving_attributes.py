@@ -249,7 +249,7 @@ def _owners_in(model: nn.Module, prefix: str) -> dict[str, object]:
 def _assigned(cls: Any) -> frozenset[str]:  # Any: mypy takes a type for no key
     """Name the attributes that methods of a class assign, but for its constructor."""
     # WHY no others: a model of a library would pay for it in each step
-    own = [vars(base).items() for base in cls.__mro__ if is_users(base)]
+    own = [vars(base).items() for base in cls.__mro__ if is_users(base.__module__)]
     waiting: list[Any] = [part for parts in own for name, part in parts if name != "__init__"]
     found: set[str] = set()
     while waiting:

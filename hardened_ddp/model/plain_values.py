@@ -16,7 +16,6 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,7 +42,7 @@ _KINDS: dict[type, str] = {
 _AS_THEY_ARE = ("None", "bool", "int", "str")
 _IN_PLACE = ("list", "deque", "set", "dict", "object", "array", *GENERATORS)
 _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
-_FOREIGN = ("torch", "numpy", "hardened_ddp")
+_NOT_USERS = {*sys.stdlib_module_names, "torch", "numpy", "hardened_ddp"}
 
 
 @dataclass(slots=True)
@@ -72,16 +71,16 @@ def kind_of(value: Any) -> str:
             return kind
     is_opaque = isinstance(value, nn.Module | torch.Tensor | type) or not has_attributes(value)
     found: Any = type(value)  # Any: mypy takes a type for no key
-    return "kept" if is_opaque or not is_users(found) else "object"
+    return "kept" if is_opaque or not is_users(found.__module__) else "object"
 
 
 @cache
-def is_users(cls: type) -> bool:
-    """Return whether a class is of the user's own code: not of an installed package."""
-    name = cls.__module__
-    file = getattr(sys.modules.get(name), "__file__", None) or ""
-    is_installed = {"site-packages", "dist-packages"}.intersection(Path(file).parts)
-    return not is_installed and name.partition(".")[0] not in {*sys.stdlib_module_names, *_FOREIGN}
+def is_users(name: str) -> bool:
+    """Return whether a module is of the user's own code: not of an installed package."""
+    # WHY not its attributes: a lazy module would import
+    file = getattr(sys.modules.get(name), "__dict__", {}).get("__file__")
+    is_installed = {"site-packages", "dist-packages"}.intersection(str(file).split("/"))
+    return not is_installed and name.partition(".")[0] not in _NOT_USERS
 
 
 def copy_of(value: Any) -> Copy:

@@ -402,9 +402,8 @@ class RunConfig:
     """Record the samples of each step, 4 bytes per sample. verify-ledger then proves that each
     epoch used every sample exactly once."""
     digests: Literal["auto", "on", "off"] = "auto"
-    """Leave a digest of each step: replay and bisect then do steps again exactly, and diff says
-    where two runs part. auto: of a sixteenth of the gradient in each step, and not where that takes
-    more than 1.5 % of a step. on: of all of it, whatever it costs."""
+    """Leave a digest of each step, for replay, bisect and diff. auto: of a sixteenth of the
+    gradient in each step, and not where that takes more than 1.5 % of a step. on: of all of it."""
 
 
 def _section(kind: Callable[[], T], title: str) -> T:

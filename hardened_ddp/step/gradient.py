@@ -97,9 +97,7 @@ class Attempt:
     # What counts in this rank's samples, such as valid tokens. On the device.
     count: float | torch.Tensor = 0.0
     losses: list[torch.Tensor] = field(default_factory=list)  # of this rank's micro-batches
-
-    # Of the gradient, before it was clipped; NaN: nobody asked for it.
-    norm: float | torch.Tensor = math.nan
+    norm: float | torch.Tensor = math.nan  # of the gradient, before it was clipped; NaN: not known
 
 
 class Writes:

@@ -171,8 +171,6 @@ class Stepper:
     def _update(self, attempt: Attempt) -> None:
         """Unscale, clip, update the weights. Every rank has the same gradients."""
         parts = self.parts
-        if self.records.digests is not None and parts.group.is_main:
-            self.records.digest()
         max_norm = parts.config.optimizer.clip_grad_norm
         is_at_interval = is_due(self.progress.step + 1, parts.config.loop.log_interval)
         if max_norm > 0 or is_at_interval:

@@ -167,8 +167,8 @@ def _open(group: Group, find: Callable[[], tuple[Path, Choose, str]], run: RunCo
     folder = Path(name)
     environment()[RUN] = name
     add_log_file(folder / "logs", rank=group.launch.rank)
-    last, milestones = run.keep_last, run.keep_milestones
-    store = CheckpointStore(folder / CHECKPOINTS_NAME, keep_last=last, keep_milestones=milestones)
+    store = CheckpointStore(folder / CHECKPOINTS_NAME, keep_last=run.keep_last)
+    store.milestones = run.keep_milestones
     # who saves proves by the lock's token that the run is still ours
     store.before_commit.append(partial(check_held, folder, token))
     mirror = Mirror(url, folder, claim, run.keep_last) if claim else None

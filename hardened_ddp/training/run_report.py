@@ -289,16 +289,11 @@ def tell_start(settings: Resolved, parts: Parts, progress: Progress) -> None:
     lines = [_ranks_line(parts), _work_line(parts, progress), _auto_line(parts)]
     if changed := changed_settings(settings):
         lines.append("settings: " + "; ".join(changed))
-    run = parts.config.run
-    if num := run.keep_milestones:
-        size_mb = sum(p.nbytes for p in parts.replica.module.parameters()) * 3 / 1e6
-        total_mb, length = (run.keep_last + num + 1) * size_mb, parts.length
+    if num := parts.config.run.keep_milestones:
+        length, size = parts.length, sum(p.nbytes for p in parts.replica.module.parameters())
         steps = f"{2 * length.total // num + 1:,}" if length.is_known else f"2 / {num} of all"
-        lines.append(
-            f"checkpoints: at most {num} of the whole run besides the last {run.keep_last} and the "
-            f"best, about {total_mb:,.0f} MB with AdamW's state; each step is at most {steps} "
-            "steps, plus the time between two saves, behind one of them"
-        )
+        text = f"{num} milestones, {3e-6 * num * size:,.0f} MB with AdamW; each step is at most"
+        lines.append(f"{text} {steps} steps, plus the time between two saves, behind one")
     if parts.group.is_main:
         is_again = progress.step or parts.group.launch.attempt
         parts.events.tell("restart" if is_again else "started", step=progress.step, told=lines)

@@ -17,7 +17,6 @@ from typing import Any, Literal, cast
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_runs import replay as replaying
 from ddp_runs import tools
@@ -28,11 +27,14 @@ from ddp_runs.report_plots import marks_of
 from ddp_runs.run_files import read_run
 from hardened_ddp.checkpoint.folder import choose_drops
 from hardened_ddp.data.batches.batch import Batch
-from hardened_ddp.data.batches.ledger import DIGESTS, RECORD, StepFile
-from hardened_ddp.data.batches.sampler import EpochOrder
+from hardened_ddp.data.batches.ledger import DIGESTS, RECORD, LedgerWriter
+from hardened_ddp.data.batches.sampler import EpochOrder, Window
 from hardened_ddp.errors import ConfigError, HardenedError, RunFolderError
+from hardened_ddp.model.checksum import checksum
 from hardened_ddp.settings.cli import parse
+from hardened_ddp.step import records as recording
 from hardened_ddp.step.gradient import Attempt, Outcome
+from hardened_ddp.step.left_out import LeftOut
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
 from hardened_ddp.step.records import Records, hash_of
@@ -161,16 +163,6 @@ def test_a_step_is_the_same_again_and_tells_what_was_in_it(small_run: Path) -> N
     [loss] = re.findall(r"^step 17: loss (\S+),", text, re.MULTILINE)
     [with_it, without] = re.findall(r"^  step 17: loss (\S+) / (\S+);", text, re.MULTILINE)[0]
     assert with_it == loss != without
-
-
-class Counted(TorchDispatchMode):
-    """Counts operations of tensors."""
-
-    number = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.number += 1
-        return func(*args, **(kwargs or {}))
 
 
 class Dropped(nn.Sequential):
@@ -365,7 +357,7 @@ def change(run: Path, step: int, facts: Mapping[str, object], code: str = "") ->
         if code:
             known["code"][code] = "0"
         rows = [list(RECORD.unpack_from(raw, at)) for at in range(0, len(raw), RECORD.size)]
-        rows[step][6] += 1
+        rows[step][7] += 1
         kept = b"".join(RECORD.pack(*row) for row in rows if row[0] >= known["step"])
         path.write_bytes(json.dumps(known).encode() + b"\n" + kept)
 
@@ -495,12 +487,13 @@ def test_a_sample_is_named_by_a_byte_and_a_module_by_a_line_that_differs(tmp_pat
 
 def test_the_last_start_counts_and_a_record_that_is_cut_off_does_not(tmp_path: Path) -> None:
     (tmp_path / DIGESTS).mkdir()
-    for start, first, steps in ((1, 0, range(6)), (2, 3, range(3, 5))):
-        head = json.dumps({"step": first, "world_size": 1}).encode() + b"\n"
+    for start, first, steps in ((1, 0, range(6)), (2, 3, range(3, 5)), (3, 0, range(9))):
+        schema = 1 if start == 3 else 2  # an earlier version had other records
+        head = json.dumps({"schema": schema, "step": first, "world_size": 1}).encode() + b"\n"
         raw = b"".join(
-            RECORD.pack(s, 0, 0, 0, 8, 0, start, 0, 0, 1.0, 8.0, 0.0, 0.1) for s in steps
+            RECORD.pack(s, 0, 0, 0, 8, 0, 0, start, 0, 1.0, 8.0, 0.0, 0.1) for s in steps
         )
-        raw += RECORD.pack(5, 0, 0, 0, 8, 0, 9, 0, 0, 1.0, 8.0, 0.0, 0.1)[:-1]
+        raw += RECORD.pack(5, 0, 0, 0, 8, 0, 0, 9, 0, 1.0, 8.0, 0.0, 0.1)[:-1]
         (tmp_path / DIGESTS / f"{start:04d}-rank-0.bin").write_bytes(head + raw)
     digests = read_digests(tmp_path)
     assert {number: step.main.low for number, step in digests.steps.items()} == {
@@ -512,7 +505,7 @@ def test_milestones_are_spread_over_the_run_and_none_that_was_dropped_is_wanted_
     steps: list[int] = []
     for new in range(10, 20_000, 10):
         steps = [new, *steps]
-        drops = choose_drops(steps, keep_last=3, protected=(), keep_milestones=8)
+        drops = choose_drops(steps, keep_last=3, protected=(), milestones=8)
         steps = [step for step in steps if step not in drops]
         assert len(steps) <= 3 + 8
         farthest = max(a - b for a, b in zip(steps, [*steps[1:], 0], strict=True))
@@ -521,34 +514,37 @@ def test_milestones_are_spread_over_the_run_and_none_that_was_dropped_is_wanted_
 
 def test_the_start_tells_what_milestones_cost_and_how_far_any_step_is(small_run: Path) -> None:
     log = (small_run / "logs" / "rank-0.log").read_text(encoding="utf-8")
-    assert re.search(r"at most 16 of the whole run besides the last 3 .* about 0 MB", log)
+    assert "16 milestones, 0 MB with AdamW; each step" in log
     assert "at most 3 steps, plus the time between two saves, behind one" in log  # 20 steps
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_numbers_of_steps_wait_on_a_device_and_on_a_cpu_pass_through_no_tensor(waits: bool) -> None:
+def test_records_of_a_gpu_wait_for_a_report_and_those_of_a_cpu_do_not(
+    waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written = list[tuple[float, ...]]()
-    groups = SimpleNamespace(param_groups=[{"lr": 0.1}])
-    parts = SimpleNamespace(is_async_device=waits, optimizer=groups)
-    records = Records.__new__(Records)
-    records._parts, records._progress = cast(Parts, parts), Progress()
-    records._rows, records._waiting = [], torch.zeros((3, 5), dtype=torch.int64)
-    records._began_at, records.cost_s, records._num_steps = 1.0, 0.0, 0
+    monkeypatch.setattr(recording, "_MOST_WAITING", 3)
+    weight, rate = nn.Parameter(torch.ones(3)), torch.tensor(0.5)
+    weight.grad = torch.ones(3)
+    known = {"config": SimpleNamespace(run=SimpleNamespace(digests="on")), "is_async_device": waits}
+    known["gradients"] = SimpleNamespace(local=SimpleNamespace(parameters=[weight]))
+    known |= {"optimizer": SimpleNamespace(param_groups=[{"lr": rate}])}
+    parts = SimpleNamespace(**known, group=SimpleNamespace(is_main=True))
+    records = Records(cast(Parts, parts), progress := Progress(), cast(LeftOut, None))
     file = SimpleNamespace(add=lambda raw: written.append(RECORD.unpack(raw)))
-    records.digests = cast(StepFile, file)
-    window, pair = SimpleNamespace(epoch=0, start=0, size=4), torch.tensor([5, 2**62])
-    for step, numbers in enumerate((pair, pair, None, pair)):  # so many as have room, and one
-        records._numbers, first, norm = numbers, torch.tensor(0.5), torch.tensor(float(step))
-        attempt = SimpleNamespace(window=window, batches=[], count=4, outcome=Outcome.DONE)
-        attempt.losses = [first if waits else 0.5, 2.0]
-        attempt.norm = norm if waits else float(step)
-        with Counted() as counted:
-            records.commit(cast(Attempt, attempt))
-        assert waits or counted.number == 0  # ten would take ten times as long as the rest
-    assert len(written) == (3 if waits else 4)  # the last one waits for a report
-    records._read()
-    assert [row[6:8] for row in written] == [(5, 2**62), (5, 2**62), (0, 0), (5, 2**62)]
-    assert [row[9:12] for row in written] == [(2.5, 4.0, step) for step in (0.0, 1.0, 2.0, 3.0)]
+    records.digests = cast(LedgerWriter, file)
+    for step, outcome in enumerate((Outcome.DONE, Outcome.DONE, Outcome.EMPTY, Outcome.DONE)):
+        progress.step = step
+        attempt = SimpleNamespace(window=Window(0, 0, 4), batches=[], count=4, outcome=outcome)
+        attempt.losses, attempt.norm = [torch.tensor(0.5), torch.tensor(2.0)], torch.tensor(step)
+        records.commit(cast(Attempt, attempt))
+        rate += 0.25  # in place, as a schedule does with the tensor of an optimizer on a GPU
+    assert len(written) == (3 if waits else 4)  # so many as have room; the last waits for a report
+    records._write()
+    pair = tuple(checksum([weight.grad]).tolist())
+    assert [row[7:9] for row in written] == [pair, pair, (0, 0), pair]
+    numbers = [(2.5, 4.0, step, 0.5 + step / 4) for step in (0.0, 1.0, 2.0, 3.0)]
+    assert [row[9:] for row in written] == numbers
 
 
 def test_of_a_large_batch_the_first_bytes_are_hashed_and_no_more_is_copied() -> None:

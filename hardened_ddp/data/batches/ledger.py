@@ -18,50 +18,62 @@ import logging
 import os
 import re
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from hardened_ddp.reporting.run_json import Json
 from hardened_ddp.reporting.sinks import FileSink
 
 log = logging.getLogger(__name__)
 
-FOLDER = "ledger"
-# The folder of the digests, whose files have such names too: see step/records.py.
-DIGESTS = "digests"
+FOLDER, DIGESTS = "ledger", "digests"  # of a run; step/records.py has the latter
 
-# Step, epoch, most samples of a micro-batch (0: no limit), where the window starts, its samples
-# over all ranks, 1 if it was left out; two numbers of the gradient and one of this rank's batches;
-# this rank's loss and what counts in it, the gradient's norm (NaN: not computed), the rate.
+# Of a digest: step, epoch, most samples of a micro-batch (0: no limit), where the window starts,
+# its samples over all ranks, 1 if it was left out; a number of this rank's batches, two of the
+# gradient; this rank's loss, what counts in it, the gradient's norm (NaN: not computed), the rate.
 RECORD = struct.Struct("<QIIQIIqqqdddd")
 _NAME = re.compile(r"(\d{4,})-rank-(\d+)\.bin")
 HEAD = struct.Struct("<QII")
 _KEEP_BYTES = 64 * 2**20  # of a rank's ledger, in memory while its disk is full
 
 
-def next_start(run: Path, folders: Sequence[str] = (FOLDER,)) -> int:
-    """Return the number for the files of a new start. On one rank only. Raises OSError.
-
-    folders: of the run, in which files have such names.
-    """
-    for folder in folders:
-        (run / folder).mkdir(exist_ok=True)
-    return 1 + max((file[0] for folder in folders for file in list_files(run, folder)), default=0)
+def next_start(run: Path) -> int:
+    """Return the number for the files of a new start. On one rank only. Raises OSError."""
+    return 1 + max((number for number, _, _ in list_files(run, "*")), default=0)
 
 
-class StepFile:
-    """A file of one start and rank: a line of facts, then records. No disk error is raised."""
+class LedgerWriter:
+    """Writes the samples that this rank trains on in each step. Disk errors never stop training."""
 
     def __init__(
-        self, run: Path, folder: str, *, start: int, rank: int, head: Mapping[str, Any]
+        self, run: Path, *, start: int, rank: int, step: int, facts: Json, name: str = FOLDER
     ) -> None:
-        path = run / folder / f"{start:04d}-rank-{rank}.bin"
-        self.start, self._run, self._folder = start, run, folder
+        """facts: num_samples and epoch_end, the cursor at which an epoch is done; num_shards of a
+        stream. name: of the folder.
+        """
+        self.start, self._run, self._name = start, run, name
+        # On one rank: gives the samples of an epoch where they are drawn.
+        self.order_of: Callable[[int], npt.NDArray[Any]] | None = None
+        self._ordered = -1
+        self._dtype = "<u4" if facts.get("num_samples", 2**32) < 2**32 else "<u8"
+        path = run / name / f"{start:04d}-rank-{rank}.bin"
         self._sink: FileSink | None = FileSink(path, keep_bytes=_KEEP_BYTES, has_lines=False)
+        head = {"schema": 1, "step": step, "dtype": self._dtype, **facts}
         self.add(json.dumps(head).encode() + b"\n")
+
+    def bring(self, step: int, epoch: int, indices: Sequence[npt.NDArray[Any]]) -> None:
+        """Write the samples of this rank's micro-batches, before the step. Rank-local."""
+        if not indices:
+            return
+        if self.order_of is not None and epoch != self._ordered:
+            self._ordered = epoch
+            self._write_order(epoch, self.order_of(epoch))
+        ids = np.concatenate(indices).astype(self._dtype)
+        self.add(HEAD.pack(step, epoch, len(ids)) + ids.tobytes())
 
     def add(self, record: bytes) -> None:
         """Write a record, and those before it that could not be written yet."""
@@ -71,52 +83,20 @@ class StepFile:
         was_failing = self._sink.is_failing
         # WHY each at once: what the kernel has survives the end of this process.
         if not self._sink.flush() and not was_failing:
-            why = self._folder, self._sink.error
+            why = self._name, self._sink.error
             log.warning("the %s can't be written, and is kept in memory until it can: %s", *why)
 
     def files(self) -> list[Path]:
         """List the files of all ranks of this start. Any thread."""
-        found = list_files(self._run, self._folder)
+        found = list_files(self._run, self._name)
         return [path for number, _, path in found if number == self.start]
 
     def close(self) -> None:
         """Close the file. A second call does nothing."""
         if self._sink is not None and not self._sink.close():
-            lost = self._sink.num_lost, self._folder
+            lost = self._sink.num_lost, self._name
             log.warning("%d records of the %s could not be written, and will be missed", *lost)
         self._sink = None
-
-
-class LedgerWriter(StepFile):
-    """Writes the samples that this rank trains on in each step."""
-
-    def __init__(
-        self,
-        run: Path,
-        *,
-        start: int,
-        rank: int,
-        step: int,
-        facts: dict[str, int],
-        order_of: Callable[[int], npt.NDArray[Any]] | None = None,
-    ) -> None:
-        """facts: num_samples and epoch_end, the cursor at which an epoch is done; num_shards of a
-        stream. order_of: on one rank, gives the samples of an epoch where they are drawn.
-        """
-        self._order_of, self._ordered = order_of, -1
-        self._dtype = "<u4" if facts.get("num_samples", 2**32) < 2**32 else "<u8"
-        head = {"schema": 1, "step": step, "dtype": self._dtype, **facts}
-        super().__init__(run, FOLDER, start=start, rank=rank, head=head)
-
-    def bring(self, step: int, epoch: int, indices: Sequence[npt.NDArray[Any]]) -> None:
-        """Write the samples of this rank's micro-batches, before the step. Rank-local."""
-        if not indices:
-            return
-        if self._order_of is not None and epoch != self._ordered:
-            self._ordered = epoch
-            self._write_order(epoch, self._order_of(epoch))
-        ids = np.concatenate(indices).astype(self._dtype)
-        self.add(HEAD.pack(step, epoch, len(ids)) + ids.tobytes())
 
     def _write_order(self, epoch: int, order: npt.NDArray[Any]) -> None:
         path = order_path(self._run, epoch)
@@ -136,5 +116,5 @@ def order_path(run: Path, epoch: int) -> Path:
 
 def list_files(run: Path, folder: str = FOLDER) -> list[tuple[int, int, Path]]:
     """List start, rank and path of all files, in order."""
-    found = [(_NAME.fullmatch(path.name), path) for path in (run / folder).glob("*.bin")]
+    found = [(_NAME.fullmatch(path.name), path) for path in run.glob(f"{folder}/*.bin")]
     return sorted((int(match[1]), int(match[2]), path) for match, path in found if match)
