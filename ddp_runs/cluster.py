@@ -322,10 +322,8 @@ def judge(hosts: Sequence[Facts], measured: Sequence[Facts], sums: Sequence[Fact
         checks.append(Check("ports", "FAIL", "; ".join(shown), advice))
     else:
         checks.append(Check("ports", "ok", f"each of {len(hosts)} hosts reaches each other one"))
-    late = [
-        f"{m['host']} by {m['ahead_s']:+.1f} s" for m in measured if abs(m["ahead_s"]) > _CLOCK_S
-    ]
-    if late:
+    ahead = {m["host"]: m["ahead_s"] for m in measured}
+    if late := [f"{host} by {s:+.1f} s" for host, s in ahead.items() if abs(s) > _CLOCK_S]:
         advice = "start a time service there (chronyd): logs and locks are compared by time"
         detail = f"differs from {hosts[0]['host']}: {', '.join(late)}"
         checks.append(Check("clocks", "warn", detail, advice))

@@ -8,6 +8,7 @@ the report.
 import contextlib
 import platform
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -32,18 +33,19 @@ def run_doctor(
 def report(checks: Iterable[Check], output: TextIO, *, title: str) -> int:
     """Print each check when it is done; return 0 if nothing FAILs, else 1."""
     done: list[Check] = []
+    say = partial(print, file=output, flush=True)
     # WHY: a reader of only the first lines (doctor | head) closes the pipe; that is not an error.
     with contextlib.suppress(BrokenPipeError):
-        _say(output, title)
+        say(title)
         for check in checks:
             done.append(check)
-            _say(output, f"  {check.status:<4}  {check.name:<{_NAME_WIDTH}}  {check.detail}")
+            say(f"  {check.status:<4}  {check.name:<{_NAME_WIDTH}}  {check.detail}")
             if check.advice:
-                _say(output, f"        {'':<{_NAME_WIDTH}}  do: {check.advice}")
+                say(f"        {'':<{_NAME_WIDTH}}  do: {check.advice}")
         num_failed = sum(check.status == "FAIL" for check in done)
         num_warned = sum(check.status == "warn" for check in done)
         verdict = "training can't run here as it is" if num_failed else "training can run here"
-        _say(output, f"{len(done)} checks: {num_failed} FAIL, {num_warned} warn. So {verdict}.")
+        say(f"{len(done)} checks: {num_failed} FAIL, {num_warned} warn. So {verdict}.")
     return int(any(check.status == "FAIL" for check in done))
 
 
@@ -73,9 +75,3 @@ def guarded(check: Callable[[], Check]) -> Check:
     except Exception as error:  # WHY broad: one check that breaks must not hide the others
         name = getattr(check, "__name__", "check").removeprefix("check_")
         return Check(name, "warn", f"could not be checked: {type(error).__name__}: {error}")
-
-
-def _say(output: TextIO, line: str) -> None:
-    """Print a line as ASCII, at once."""
-    output.write(line.encode("ascii", "backslashreplace").decode("ascii") + "\n")
-    output.flush()

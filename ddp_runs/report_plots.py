@@ -17,9 +17,8 @@ from hardened_ddp.settings.wording import counted
 
 Figure = dict[str, Any]  # Any: JSON
 
+# Of a curve. A longer one keeps the first, the lowest, the highest and the last of each part.
 MOST_POINTS = 1500
-"""Of a curve. A longer one keeps the first, the lowest, the highest and the last of each part."""
-
 COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2")
 _PARTS = {
     "data": "#ff7f0e",
@@ -38,7 +37,7 @@ ACCOUNT = {
     "lost": ("steps that were done twice", "#d62728"),
     "down": ("being down between attempts", "#7f7f7f"),
 }
-SYMBOLS = {
+SYMBOLS = {  # what happened to a run, with its mark and its color
     "checkpoint": ("line-ns-open", "#8c564b"),
     "failure": ("x", "#d62728"),
     "restart": ("triangle-right", "#1f77b4"),
@@ -54,12 +53,9 @@ SYMBOLS = {
     "resize": ("diamond-wide", "#17becf"),
     "stop": ("square", "#1f77b4"),
 }
-"""What happened to a run, with its mark and its color."""
-
+# What has a step, the gravest first.
 _ON_CURVES: tuple[str, ...] = ("failure", "hang", "spike", "rollback", "retry", "left out", "data")
 _ON_CURVES += ("survivor save", "restart")
-"""What has a step, the gravest first."""
-
 _MOST_MARKS = 400
 _MEMORY = ("memory/rss_mib", "memory/gpu_peak_mib", "memory/gpu_reserved_mib")
 _SCALED = ("loss", "perplexity", "gradient norm")
@@ -82,9 +78,8 @@ def curve_plots(runs: Mapping[str, RunView]) -> list[Figure]:
 
 def _curves(runs: Mapping[str, RunView], title: str, names: Mapping[str, str]) -> Figure:
     """Plot curves of the same kind, a color for each run and a dash for each name, and faults."""
-    traces = []
+    traces, seen = list[Figure](), list[float]()
     dashes = ("solid", "dot", "dash", "dashdot")
-    seen: list[float] = []
     for index, (label, run) in enumerate(runs.items()):
         for number, (name, short) in enumerate(names.items()):
             steps, values = thinned(*run.curve(name))
@@ -105,7 +100,7 @@ def _curves(runs: Mapping[str, RunView], title: str, names: Mapping[str, str]) -
             )
         if name := next((name for name in names if run.curve(name)[0]), ""):
             traces += _marks_on_curve(run, name, label if len(runs) > 1 else "")
-    layout: Figure = {"xaxis": titled("step"), "yaxis": {}}
+    layout: Figure = {"xaxis": {"title": {"text": "step"}}, "yaxis": {}}
     if title in _SCALED and seen and min(seen) > 0:
         layout["yaxis"] = {"type": "log" if spans_decades(seen) else "linear"}
     return {"title": title, "data": traces, "layout": layout}
@@ -182,7 +177,7 @@ def rank_plot(run: RunView) -> Figure:
         values = [round(1000 * parts.get(name, 0.0), 4) for parts in times.values()]
         bar = {"type": "bar", "name": name, "x": labels, "y": values, "marker": {"color": color}}
         traces += [bar] if any(values) else []
-    layout = {"barmode": "stack", "yaxis": titled("ms per step")}
+    layout = {"barmode": "stack", "yaxis": {"title": {"text": "ms per step"}}}
     return {"title": "step time by rank, newest start", "data": traces, "layout": layout}
 
 
@@ -208,10 +203,6 @@ def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], l
         kept |= {numbers[0], by_value[0], by_value[-1], numbers[-1]}
     chosen = sorted(kept)
     return [steps[i] for i in chosen], [values[i] for i in chosen]
-
-
-def titled(text: str) -> dict[str, Any]:  # Any: JSON
-    return {"title": {"text": text}}
 
 
 def attempts_plot(run: RunView) -> Figure:

@@ -19,9 +19,7 @@ _LINE = re.compile(
 _STEP = re.compile(r"\bstep (\d+)")
 _FILE = re.compile(r"rank-(\d+)\.log")
 _SAME_EVENT_S = 5.0
-_ADVICE = "why: "
-"""How a line begins that follows an error, and is no further one."""
-
+_ADVICE = "why: "  # how a line begins that follows an error, and is no further one
 _MAX_BYTES = 4 * 2**20
 _MAX_TEXT = 400
 
@@ -41,8 +39,8 @@ _KINDS = (
     ("hardened_ddp.training.state", "checkpoint"),
     ("hardened_ddp.training.run_folder", "checkpoint"),
 )
+# Kinds that tell of something that went wrong, the gravest first.
 FAULTS = ("error", "hang", "rollback", "retry", "left out", "data", "slow", "survivor save")
-"""Kinds that tell of something that went wrong, the gravest first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

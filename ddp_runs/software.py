@@ -22,9 +22,8 @@ from hardened_ddp.settings.typed_command import (
     shell_command,
 )
 
+# The oldest and the newest that it is made for: tests were run with each end.
 PYTHONS, TORCHES = ((3, 11), (3, 13)), ((2, 11), (2, 15))
-"""The oldest and the newest that it is made for: tests were run with each end."""
-
 _DRIVER = Path("/proc/driver/nvidia/version")
 _DEVICES = Path("/dev")
 _LEAST_FREE_SHARE = 0.5
@@ -66,10 +65,9 @@ def judge_torch(version: str) -> Check:
 def _judge(
     name: str, detail: str, version: tuple[int, ...], tried: Sequence[tuple[int, int]], fix: str
 ) -> Check:
-    oldest, newest = tried
-    if version < oldest:
-        return Check(name, "FAIL", f"{detail} is older than {'.'.join(map(str, oldest))}", fix)
-    if version > newest:
+    if version < tried[0]:
+        return Check(name, "FAIL", f"{detail} is older than {'.'.join(map(str, tried[0]))}", fix)
+    if version > tried[1]:
         return Check(name, "warn", detail, f"this version is not tested: if it fails: {fix}")
     return Check(name, "ok", detail)
 

@@ -74,7 +74,7 @@ class TestReport:
         assert run_doctor(output=output, env={}, checks=checks) == 0
         told = output.getvalue()
         assert "  warn  stars          could not be checked: ZeroDivisionError: no stars" in told
-        assert "  ok    sun            \\u2600" in told
+        assert "  ok    sun            \u2600" in told
         assert "2 checks: 0 FAIL, 1 warn." in told
 
     def test_a_reader_that_stops_reading_is_no_error(self) -> None:
