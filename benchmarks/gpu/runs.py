@@ -263,7 +263,8 @@ def _argv(folder: Path, *, dry: bool, model: str, ranks: int = 1) -> list[str | 
     argv += [_SCRIPT, "--no_config"]
     # WHY gloo: NCCL refuses two ranks on one GPU
     on_gpu = ["--backend", "gloo"] if ranks > 1 else ["--single_gpu"]
-    argv += ["--cpu_only", "--no_shared_memory"] if dry else on_gpu
+    # WHY no workers: each run of them imports torch once more
+    argv += ["--cpu_only", "--no_shared_memory", "--num_workers", "0"] if dry else on_gpu
     argv += ["--dataset", "synthetic", "--dataset_args", "{num_samples: 512, image_size: 16}"]
     # WHY the rate: these models are deep and wide, and with the default of it some of them diverge
     argv += ["--batch_size", "8", "--learning_rate", "1e-6", "--eval_every", "0"]

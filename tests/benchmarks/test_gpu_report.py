@@ -115,7 +115,8 @@ def test_a_dry_run_of_all_parts_finds_all_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its commands and their ranks are forked here, which saves each the import of torch."""
-    import_in_server("sklearn.datasets")  # of the digits
+    for name in ("sklearn.datasets", "torchvision"):  # of the digits, and ResNet-50
+        import_in_server(name)
     monkeypatch.setenv(row.MARK, "")  # the report sets it for what it starts
     monkeypatch.setattr(
         drills, "prepare", lambda work, folder, env: Drills(work, folder, start_forked)
