@@ -106,10 +106,11 @@ def measure(arguments: argparse.Namespace, *, is_ddp: bool) -> float:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         arguments.port = holder.getsockname()[1]
         result = Path(folder) / "seconds"
-        torch.multiprocessing.spawn(
+        torch.multiprocessing.start_processes(
             run_ddp_rank if is_ddp else run_one_process,
             args=(arguments, result),
             nprocs=arguments.ranks if is_ddp else 1,
+            start_method="spawn" if arguments.has_gpus else "fork",  # CUDA can't be forked
         )
         return arguments.batch_size * arguments.steps / float(result.read_text())
 
