@@ -22,7 +22,6 @@ import pytest
 from tests.harness.processes import ROOT, kill
 from tests.harness.ranks import (
     Finished,
-    Running,
     held_port,
     run_command,
     run_program,
@@ -188,16 +187,13 @@ def test_torchrun_restarts_after_a_killed_worker_to_the_same_weights(
     assert last_tensors(tmp_path) == undisturbed(2)
 
 
-@pytest.mark.parametrize(
-    "case", slow_after(1, [(start_program, signal.SIGTERM), (start_command, signal.SIGINT)])
-)
+@pytest.mark.parametrize("number", slow_after(1, [signal.SIGTERM, signal.SIGINT]))
 def test_a_signal_to_torchrun_saves_a_checkpoint_and_leaves_no_worker(
-    case: tuple[Callable[..., Running], signal.Signals], tmp_path: Path
+    number: signal.Signals, tmp_path: Path
 ) -> None:
-    start, number = case
     argv = ["torchrun", "--nproc_per_node=2", "ddp_training.py", "--epochs", "1000"]
     argv += ["--checkpoint_every_steps", "10"]
-    with start([*argv, "--output_dir", tmp_path]) as command:
+    with start_program([*argv, "--output_dir", tmp_path]) as command:
         command.wait_for(lambda: find_checkpoints(tmp_path), timeout_s=60, what="a checkpoint")
         command.kill(0, number)
         command.wait(timeout_s=40)  # its status is torchrun's own: always 1 after a signal

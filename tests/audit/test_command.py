@@ -39,6 +39,8 @@ SPAWNED = SPAWNED.replace(
     '    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="{port}")\n'
     "    torch.multiprocessing.spawn(main, nprocs=2)\n",
 )
+FORKED = SPAWNED.replace("spawn(main, ", 'start_processes(main, start_method="fork", ')
+FORKED = FORKED.replace("import torch\n", "import torch, torch._dynamo\n")  # not in each rank
 
 
 def launch(script: Path) -> list[str]:
@@ -94,8 +96,9 @@ def test_of_ranks_that_spawn_starts_text_names_line_evidence_and_fix(tmp_path: P
 @pytest.mark.slow
 def test_a_hang_is_ended_and_named_by_line(tmp_path: Path) -> None:
     barrier = "        if rank == 0:\n            dist.barrier()  # here\n"
-    source = PLAIN.replace("        scheduler.step()\n", "        scheduler.step()\n" + barrier)
-    done = run_audit(source, tmp_path, "--hang_after", "6")
+    source = FORKED.replace("{port}", str(held_port()))
+    source = source.replace("        scheduler.step()\n", "        scheduler.step()\n" + barrier)
+    done = run_audit(source, tmp_path, "--hang_after", "6", launcher=["python"])
     assert done.status == 1, done.output
     mistakes = [v for v in json.loads(done.stdout)["verdicts"] if v["severity"] != "advice"]
     assert len(mistakes) == 1, done.stdout

@@ -35,7 +35,7 @@ DrillsOf = Callable[[Where], Drills]
 # The others are slow: these show each a way that a run can end.
 QUICK = ("kill-forward", "raise-loss-one", "sigterm-data", "bad-sample-left-out")
 # Workers import torch, which takes longer than the rest, and the loader of a rank is its own.
-ON_ONE_RANK = ("worker-segfault", "worker-bus", "worker-exit", "memory-data")
+ON_ONE_RANK = ("worker-segfault", "worker-bus", "worker-exit", "worker-hang", "memory-data")
 ON_MORE_RANKS = ("sigterm-evaluation", "memory-forward", "other-data")
 ON_FOUR_RANKS = ("kill-sum",)
 UNDER_HOOKS = ("kill-backward", "unused-parameter")  # what is retried so: test_step_retry.py

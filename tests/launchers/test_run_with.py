@@ -63,8 +63,7 @@ def test_every_launcher_ends_in_the_same_weights(
 ) -> None:
     needs(command.split()[0])
     argv = [*command.split(), *SMALL, "--output_dir", tmp_path]
-    is_torchrun = command.startswith("torchrun")
-    run = run_program if is_torchrun else partial(run_command, env=MPI_ENV)
+    run = partial(run_command, env=MPI_ENV) if command.startswith("mpirun") else run_program
     done = run(argv, timeout_s=LIMIT_S).ok()
     if "launchers/" in command:
         host, lines = os.uname().nodename, done.stdout.splitlines()
@@ -91,7 +90,7 @@ def test_a_failed_child_ends_the_others_and_shows_its_traceback(tmp_path: Path) 
     script = tmp_path / "broken.py"
     script.write_text(BROKEN)
     argv = ["python", "launchers/run_with_python.py", "--nproc", "2", "--no_lesson", script]
-    done = run_command(argv, timeout_s=150)
+    done = run_program(argv, timeout_s=150)
     assert done.status == 1
     assert "rank 1 failed" in done.stderr
     assert "ValueError: a fault of rank 1" in done.stderr
