@@ -121,6 +121,24 @@ def test_an_output_is_broken_in_each_form_that_is_known() -> None:
                 tensor.sum().backward()
 
 
+def test_nan_of_a_forward_reaches_the_weights_and_is_recorded(tmp_path: Path) -> None:
+    class Model(torch.nn.Linear):
+        """As DDP, whose forward is replaced."""
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return super().forward(inputs)
+
+    made, model = drilled(tmp_path, fault="nan"), Model(2, 1)
+    made._patch_ddp(SimpleNamespace(DistributedDataParallel=Model))
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.register_step_pre_hook(made._before_step)
+    optimizer.register_step_post_hook(made._after_step)
+    for _ in range(3):
+        model(torch.ones(2)).backward()
+        optimizer.step()
+    assert [update["finite"] for update in told(tmp_path, "update")] == [True, True, False]
+
+
 def test_writes_outside_also_through_links_are_refused_and_descriptors_not(tmp_path: Path) -> None:
     made = drilled(tmp_path)
     (own := tmp_path / "own").mkdir()

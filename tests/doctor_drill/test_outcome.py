@@ -36,7 +36,7 @@ class Played(Case):
 
 def finished(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     more = {"finite": True, "before": BEFORE}
-    return [record | more if record["k"] == "update" else record for record in records]
+    return [more | record if record["k"] == "update" else record for record in records]
 
 
 def reference_of(folder: Path) -> Reference:
@@ -106,6 +106,14 @@ def test_what_differs_between_undisturbed_runs_is_not_measured(tmp_path: Path) -
     facts = drilled(tmp_path, KILLED, FROM_STEP_2, weights=None, samples=None)
     assert facts["lost"] == ["1 steps of work"], "steps are found by weights all the same"
     assert facts["not_measured"] == ["samples", "weights"]
+
+
+def test_weights_that_became_nan_are_lost(tmp_path: Path) -> None:
+    records = life("a", "b", "x", "y")
+    records[-1]["finite"] = False
+    facts = drilled(tmp_path, ({"status": 0}, [*records, FIRED], "loss: nan"), fault="nan")
+    assert (facts["weights"], facts["log_names"]) == ("not finite", "cause")
+    assert "the weights are NaN" in facts["lost"]
 
 
 def test_samples_that_contradict_equal_weights_are_not_measured(tmp_path: Path) -> None:
