@@ -25,10 +25,11 @@ SHOWN |= {"setting": "nesterov: true", "metric": '"confidence/test"'}
 WRITTEN = ("runs/*/config.yaml", "runs/*/metrics.jsonl")
 GUARDS = ["tests/docs/test_docs.py", "tests/tools/test_architecture.py"]
 GUARDS += ["tests/explain/test_explain.py::TestCatalogue"]
-CHECKS = ("python -m tests.documents", "ruff format --check .", "ruff check .", "mypy")
+CHECKS = ("python -m tests.documents", "ruff format --check .", "ruff check .")
 # WHY not the budgets of code and documents: a patch of a recipe is an example, not a feature.
 _PYTEST = "python -m pytest -q -p no:cacheprovider -m 'not slow' -k 'not budget and not 250_kb'"
 CHECKS += (f"{_PYTEST} {' '.join(GUARDS)}",)
+CHANGED = re.compile(r"^\+\+\+ b/(.*\.py)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,5 +107,6 @@ def test_what_recipes_add_can_be_used_and_passes_the_checks(tree: Path) -> None:
     known = ROOT / ".mypy_cache"  # `make check` has made it: mypy reads torch again without it
     if known.exists():
         shutil.copytree(known, tree / known.name)
-    for command in CHECKS[1:]:
+    changed = {path for recipe in RECIPES for path in CHANGED.findall(recipe.patch)}
+    for command in (*CHECKS[1:], f"mypy {' '.join(sorted(changed))}"):
         run(command, tree)
