@@ -345,6 +345,8 @@ def run_documented(command: str, folder: Path, *, max_steps: int) -> str:
     is_script = "ddp_training.py" in words and is_forked
     if is_script and max_steps and not {*COMMANDS, "--help"} & {*words}:
         command += f" --max_steps {max_steps}"
+        if words[0] == "torchrun" and "--num_workers" not in words:
+            command += " --num_workers 0"  # WHY: the workers of each rank import torch anew
     command = command.replace("launchers/", f"{ROOT}/launchers/")
     for name in ("ddp_training.py", "launch_examples.sh", "setup.sh"):
         command = re.sub(rf"(\./)?\b{re.escape(name)}", str(ROOT / name), command)

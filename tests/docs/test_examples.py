@@ -49,6 +49,7 @@ def test_an_example_learns_what_it_says(example: str, tmp_path: Path) -> None:
         import_in_server("sklearn.datasets")
     argv: list[str | Path] = ["--config", EXAMPLES / example / "config.yaml", "--cpu_only"]
     argv += ["--output_dir", tmp_path / "runs", "--data_dir", tmp_path / "data", "--ledger"]
+    argv += ["--num_workers", "0"]  # WHY: those of each rank import torch anew
     train(argv, 2, timeout_s=600).ok()
     run = only_run(tmp_path / "runs")
     name, bound, is_above = LEARNS[example]
