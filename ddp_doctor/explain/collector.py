@@ -37,7 +37,7 @@ _ERROR_LINE = re.compile(
 _RETRIED = re.compile(r"\b[Rr]etry(?:ing)?\b(?! count)|^.{,200}\bWARNING\b")
 """What a program says when it goes on; far behind, torch's advice has this word, too."""
 
-_WARNS = re.compile(r"\[W\d{0,4} [^\]]*\.cpp:\d+\]")
+WARNS = re.compile(r"\[W\d{0,4} [^\]]*\.cpp:\d+\]")
 _WARNING = re.compile(r"\.py:\d+: \w*Warning: ")
 """Of Python's warnings: what only may have a cause is none there."""
 
@@ -301,8 +301,10 @@ class Collector:
         last = raised.frames[-1].file if raised.frames else ""
         if cause is BY_CODE["graph-shapes"] and "/optim/" in last:
             cause = BY_CODE["checkpoint-optimizer"]
-        if cause is BY_CODE["checkpoint-disk-full"] and "multiprocessing/" in last:
-            cause = BY_CODE["memory-shm"]  # its locks and queues are files there
+        if cause is not None and "multiprocessing" in last:
+            # WHY: its locks are files in /dev/shm, and it sends pickles to its processes
+            others = {"checkpoint-disk-full": "memory-shm", "checkpoint-corrupt": "data-pickle"}
+            cause = BY_CODE[others.get(cause.code, cause.code)]
         # CalledProcessError is all that some launchers say of a process that a signal ended
         is_killed = raised.name == "CalledProcessError" and match is not None
         if _is_of_launcher(raised) and not is_killed:
@@ -348,7 +350,7 @@ class Collector:
         if is_note or (cause.is_generic and _WARNING.search(line.raw)):
             return
         # a store or a peer is gone: at the end of a good run, too
-        is_end = cause.tier == Tier.LOST and _WARNS.search(line.raw) is not None
+        is_end = cause.tier == Tier.LOST and WARNS.search(line.raw) is not None
         is_goodbye = cause.code == "lost-finished-rank"  # a cause only if others lose this rank
         event = Event(
             kind="message",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from ddp_doctor.explain.catalogue import BY_CODE
 from ddp_doctor.explain.catalogue.python import BUILT_IN
 from ddp_doctor.explain.collectives import Finding
-from ddp_doctor.explain.collector import Evidence
+from ddp_doctor.explain.collector import WARNS, Evidence
 from ddp_doctor.explain.endings import (
     activity_before,
     is_closing,
@@ -283,10 +283,11 @@ def _order(event: Event, by_time: bool, *, has_own: bool) -> tuple[object, ...]:
     is_general = event.cause is None or event.cause.is_generic
     # Explicit lists of ranks first; a process that raised before one that was only seen to end.
     names_none = not event.ranks and event.tier in (Tier.TIMEOUT, Tier.LOST)
+    is_note = is_general or has_own or WARNS.search(event.line.raw) is not None
     return (
         tier,
         names_none,
-        event.kind == "exit" or (event.kind == "message" and (is_general or has_own)),
+        event.kind == "exit" or (event.kind == "message" and is_note),
         is_general and not (by_time and event.kind == "exception"),
         event.began.time if by_time else "",
         event.began.order,

@@ -18,8 +18,8 @@ checkpoint-module-prefix: the checkpoint's names and the model's differ by a pre
   confirm: print(list(state)[:3]).
 
 checkpoint-size: a parameter of the checkpoint has another shape than the model's
-  /size mismatch for [\w.]+: copying a param with shape torch\.Size\(.*?\) from checkpoint, the
-    shape in current model is torch\.Size\(.*?\)/
+  /size mismatch for [\w.]+: copying a param with shape torch\.Size\((?!\[0\]).*?\) from
+    checkpoint, the shape in current model is torch\.Size\((?!\[0\]).*?\)/
   why: Another number of classes, another vocabulary or another width
   fix: Build the model with the arguments of the checkpoint; for a new head: drop its names from the
     state and load with strict=False.
@@ -94,7 +94,7 @@ checkpoint-write-failed (generic): a checkpoint could not be written
   or_else: Several ranks write the same file: the call is not under `if rank == 0`.
 
 checkpoint-permission: a path can't be written or read
-  /\[Errno 13\] Permission denied:/
+  /^(?!.*(?:matplotlib|mkdir -p failed)).*\[Errno 13\] Permission denied:/
   /\[Errno 30\] Read-only file system:/
   /Parent directory \S+ does not exist/
   why: Rights, a read-only mount, or a folder that is missing on this node
@@ -116,11 +116,13 @@ checkpoint-sharded (accuses named): a distributed checkpoint is incomplete or of
   /global metadata read failed/
   /Missing key in checkpoint state_dict: /
   /used a DP world size of \d+ but the current world size is \d+/
+  /with shape torch\.Size\(\[0\]\) from checkpoint/
+  /Size mismatch between saved torch\.Size/
   why: A rank failed while saving, files of a node are not on the shared disk, the model has other
-    names, or another number of ranks saved it
-  fix: All ranks write to one shared folder; load with the same model, and DeepSpeed's ZeRO on as
-    many ranks (or convert it by ds_to_universal.py); torch.distributed.checkpoint.format_utils
-    converts to one file.
+    names, another number of ranks saved it, or one saved its part alone
+  fix: All ranks write to one shared folder; load with the same model and sharding. Whole weights:
+    torch.distributed.checkpoint.format_utils; DeepSpeed: zero_to_fp32.py, ds_to_universal.py for
+    another number of ranks, stage3_gather_16bit_weights_on_model_save.
   confirm: ls of the folder on all nodes: .metadata and one file per rank.
 """
 

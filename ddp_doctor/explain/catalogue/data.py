@@ -51,7 +51,7 @@ data-collate: the samples of a batch have different shapes or types
   trainer: DataCollatorWithPadding(tokenizer)
   confirm: print({dataset[i][0].shape for i in range(1000)}).
 
-data-target-range: a label is out of range
+data-target-range: a label or index is out of range
   /Target -?\d+ is out of bounds/
   /index -?\d+ is out of bounds for dimension \d+ with size \d+/
   /IndexError: index out of range in self/
@@ -96,7 +96,7 @@ data-bad-image: a file of the dataset is broken
   /image file is truncated/
   /Unable to (?:synchronously )?open (?:file|object).*(?:truncated|signature not found)/
   /Parquet magic bytes not found/
-  /ArrowInvalid: /
+  /ArrowInvalid: .*(?:[Cc]orrupt|[Tt]runcated|[Uu]nexpected|parse error|[Nn]ot an? Arrow)/
   why: A download or a copy was cut off, or the file is of another kind
   fix: Fetch the file again; check all once: for i in range(len(dataset)): dataset[i].
 

@@ -6,8 +6,7 @@ _TEXT = r"""
 [gloo and connections]
 
 lost-peer (lost): the connection to another rank was lost
-  /Connection reset by peer/
-  /Connection closed by peer/
+  /Connection (?:reset|closed) by peer/
   /Broken pipe/
   /(?:recvValue|sendBytes|recvBytes|recvVector) failed on SocketImpl/
   /[Ff]ailed to recv, got 0 bytes/

@@ -30,11 +30,10 @@ gpu-node (hardware): a link between GPUs, a GPU's firmware or the node itself fa
   /SXid \([^)]*\)/
   /an NVLink error was detected/
   /uncorrectable NVLink error/
-  /HW (?:Thermal|Power Brake) Slowdown/
-  /temperature above threshold, cpu clock throttled/
-  /mce: .*(?:[Hh]ardware [Ee]rror|[Uu]ncorrected)/
+  /HW (?:Thermal|Power Brake) Slowdown(?! *:? *Not)/
   /EDAC .* UE /
-  /\[Hardware Error\]: /
+  /mce: .*(?:[Ff]atal|[Uu]ncorrect|Machine Check.* Bank \d+: [abef])/
+  /\[Hardware Error\]: .*(?:[Ff]atal|[Uu]ncorrect)/
   why: The driver or the kernel reports errors of the hardware: of an NVLink or NVSwitch link, of
     the GPU's system processor (GSP), of the host's memory or CPU, heat or power
   fix: %DRAIN% GSP: a newer driver, or NVreg_EnableGpuFirmware=0.
@@ -59,8 +58,7 @@ gpu-hang (generic): the GPU hung, and its driver reset it
   confirm: dmesg -T | grep -iE 'amdgpu|xid'; the same step again on another GPU: it is the program.
 
 gpu-fabric-manager (hardware): the fabric manager of NVSwitch is not ready
-  /Error 802: system not yet initialized/
-  /CUDA error: system not yet initialized/
+  /(?:Error 802|CUDA error): system not yet initialized/
   /cudaErrorSystemNotReady/
   /Failed to bind NVLink SHARP \(NVLS\) Multicast memory/
   /transport/nvls\.cc:\d+ NCCL WARN/
@@ -108,11 +106,10 @@ gpu-cublas (generic): cuBLAS failed
     CUDA_LAUNCH_BLOCKING=1, to see a wrong label or token.
   or_else: Memory: a smaller batch works. An index: the CPU raises IndexError.
 
-gpu-cudnn: cuDNN (on AMD: MIOpen) failed
+gpu-cudnn (generic): cuDNN (on AMD: MIOpen) failed
   /cuDNN error: CUDNN_STATUS_\w+/
   /Unable to find a valid cuDNN algorithm/
-  /GET was unable to find an engine to execute this computation/
-  /FIND was unable to find an engine/
+  /(?:GET|FIND) was unable to find an engine/
   /miopen(?:Status\w+|::Exception)/
   why: No memory for its work space, another cuDNN in LD_LIBRARY_PATH, or an earlier error
   fix: Smaller batch; unset LD_LIBRARY_PATH; torch.backends.cudnn.benchmark=False.

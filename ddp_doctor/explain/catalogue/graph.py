@@ -206,10 +206,11 @@ fsdp-requires-grad: FSDP was given frozen and trained parameters in one unit
 
 fsdp-whole-weights: whole weights were copied into a sharded model
   /aten\.copy_\.default: got mixed torch\.Tensor and DTensor/
-  why: A plain state dict was loaded after fully_shard or parallelize_module had made DTensors
+  /the shape in current model is torch\.Size\(\[0\]\)/
+  why: A plain state dict was loaded after fully_shard, tensor parallel or ZeRO 3 had made parts
   fix: torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state,
-    options=StateDictOptions(full_state_dict=True)); or load before the model is sharded.
-  confirm: isinstance(next(model.parameters()), torch.distributed.tensor.DTensor)
+    options=StateDictOptions(full_state_dict=True)); or load before the model is sharded. ZeRO 3:
+    in deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0).
 
 fsdp-past-wrapper: sharded weights were used without the FSDP unit that gathers them
   /got mixed torch\.Tensor and DTensor/

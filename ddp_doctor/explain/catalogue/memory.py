@@ -36,8 +36,7 @@ memory-gpu-others: other processes hold most of this GPU's memory
 
 memory-kernel-oom (killed): the kernel killed a process because the node or the container was out of
     memory
-  /Out of memory: Killed process (?P<pid>\d+) \([^)]+\)/
-  /Memory cgroup out of memory: Kill(?:ed)? process (?P<pid>\d+)/
+  /[Oo]ut of memory: Kill(?:ed)? process (?P<pid>\d+)/
   /oom-kill:constraint=/
   /invoked oom-killer/
   /oom_reaper: reaped process (?P<pid>\d+)/
@@ -93,7 +92,7 @@ memory-shm: shared memory (/dev/shm) is full
   trainer: dataloader_num_workers=0 as a workaround
   confirm: df -h /dev/shm while it runs.
 
-memory-pinned: page-locked (pinned) memory could not be allocated
+memory-pinned (generic): a batch could not be pinned
   /Pin memory thread exited unexpectedly/
   /CUDA error: .*cudaHostAlloc/
   /Caught \w+ in pin memory thread/

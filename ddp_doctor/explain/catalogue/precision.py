@@ -33,11 +33,10 @@ amp-fp16-weights: the model's weights are float16 and the scaler can't unscale t
   trainer: load the model in float32 with fp16=True; or bf16=True
   confirm: print({p.dtype for p in model.parameters()}).
 
-amp-dtype: two tensors have different float types
+amp-dtype: a tensor has the wrong float type
   /expected (?:m1 and m2 to have the same dtype|scalar type (?:Half|BFloat16|Float) but found)/
   /mat1 and mat2 must have the same dtype, but got \w+ and /
   /Input type \([\w.]+\) and bias type \([\w.]+\) should be the same/
-  /\"\w+\" not implemented for '(?:Half|BFloat16)'/
   /FlashAttention only supports? fp16 and bf16 data type/
   why: One part runs outside of autocast, or was cast by hand
   fix: with torch.autocast(device.type, dtype=torch.bfloat16): around forward and loss; no .half()
@@ -49,8 +48,9 @@ amp-unsupported: this device does not support the float type that was asked for
   /Your setup doesn't support bf16/gpu/
   /bf16 mixed precision requires PyTorch/
   /User specified an unsupported autocast device_type/
-  why: bfloat16 needs an Ampere GPU or newer
-  fix: float16 with a GradScaler, or float32.
+  /\"\w+\" not implemented for '(?:Half|BFloat16)'/
+  why: bfloat16 needs an Ampere GPU or newer; a CPU lacks some operations of float16
+  fix: float16 with a GradScaler, or float32; the model on the GPU before .half().
   lightning: Trainer(precision='16-mixed')
   accelerate: Accelerator(mixed_precision='fp16')
   trainer: fp16=True instead of bf16=True

@@ -54,8 +54,7 @@ stop-evicted (killed): Kubernetes evicted the pod
 
 stop-sighup (killed): the terminal was closed (SIGHUP)
   /got signal: 1\b/
-  /[Rr]eceived (?:Signals\.)?SIGHUP/
-  /Received 1 death signal/
+  /[Rr]eceived (?:(?:Signals\.)?SIGHUP|1 death signal)/
   why: The ssh session or terminal that torchrun was started in ended; nohup does not help, because
     torchrun handles SIGHUP itself
   fix: Start it in tmux or screen, or with setsid, or as a job of a scheduler.
@@ -116,7 +115,7 @@ launch-slurm-step (accuses nobody): Slurm or mpirun could not start the processe
 launch-command (accuses nobody): the command or a file of it was not found
   /can't open file '?[^':]+'?: \[Errno 2\]/
   /executable file not found in \$PATH/
-  /command not found/
+  /(?:torchrun|python[\d.]*|deepspeed|accelerate|srun|mpirun|mpiexec|docker): .*not found/
   /ErrImagePull/
   /ImagePullBackOff/
   why: The environment is not active in the job, or a path is not the same on this node
