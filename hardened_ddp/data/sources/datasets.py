@@ -102,7 +102,7 @@ def build_data(
     """
     name = _known_name(config.dataset)
     train, test = _open_both(name, config, evaluates=evaluates)
-    facts.check_classes(train, test, config.dataset)
+    facts.check_classes((train, test), config.dataset)
     if config.augment and isinstance(train, MemoryImages):
         train = train.augmented()
     elif config.augment and name != "image_folder":

@@ -8,7 +8,8 @@ import hashlib
 import json
 import logging
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -121,17 +122,17 @@ def label_size(labels: Any) -> int:
     return labels[0].numel() if has_rows else 1
 
 
-def check_classes(train: AnyDataset, test: AnyDataset | None, name: str) -> None:
-    """Raise DataError if both parts name their classes and the names differ."""
-    names = [getattr(part, "classes", None) for part in (train, test)]
-    if names[0] is None or names[1] is None or list(names[0]) == list(names[1]):
-        return
-    differing = ", ".join(sorted(map(str, set(names[0]) ^ set(names[1])))[:5])
-    raise DataError(
-        f"dataset {name}: training and test part have different classes "
-        f"({differing or 'in another order'}), so that one label would mean two things",
-        fix="give both the same classes in the same order (of folders: the same sub-folders)",
-    )
+def check_classes(parts: Iterable[AnyDataset | None], name: str) -> None:
+    """Raise DataError if parts of a dataset name their classes and the names differ."""
+    found = (getattr(part, "classes", None) for part in parts)
+    for first, other in pairwise([list(map(str, names)) for names in found if names is not None]):
+        if first != other:
+            differing = ", ".join(sorted(set(first) ^ set(other))[:5]) or "in another order"
+            raise DataError(
+                f"dataset {name}: two of its parts (training, test, or of a mix) have different "
+                f"classes ({differing}), so that one label would mean two things",
+                fix="give all the same classes in the same order (of folders: the same folders)",
+            )
 
 
 def check_labels(

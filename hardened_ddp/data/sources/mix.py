@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset
 
 from hardened_ddp.data.batches.sampling import Samples, counts_by_weight
-from hardened_ddp.data.sources.facts import is_in_memory, is_map_style
+from hardened_ddp.data.sources.facts import check_classes, is_in_memory, is_map_style
 from hardened_ddp.errors import DataError
 from hardened_ddp.settings.config import DataConfig
 
@@ -94,12 +94,7 @@ def open_mix(
             "dataset mix: a part is a stream, or has no training samples",
             fix="mix map-style data sets; a stream can mix others in its own open()",
         )
-    names = [list(map(str, part.classes)) for part in parts if hasattr(part, "classes")]
-    if any(others != names[0] for others in names):
-        raise DataError(
-            "dataset mix: the parts have different classes, so one label would mean two things",
-            fix="give all parts the same classes in the same order",
-        )
+    check_classes(parts, config.dataset)
     shares = [float(w) for w in weights] or [float(len(part)) for part in parts]  # type: ignore[arg-type]  # map-style
     is_share = all(0 < share < math.inf for share in shares)
     if len(shares) != len(settings) or not is_share or ends not in _ENDS:
