@@ -6,9 +6,9 @@ your own: from hardened_ddp import protect (docs/OWN_LOOPS.md)."""
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hardened_ddp.own_loop.protect import Failed, Stopped, protect
+    from hardened_ddp.own_loop.protect import Stopped, protect
 
-__all__ = ["Failed", "Stopped", "protect"]
+__all__ = ["Stopped", "protect"]
 
 
 def __getattr__(name: str) -> Any:  # Any: what the module has

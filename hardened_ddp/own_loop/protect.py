@@ -79,10 +79,6 @@ class Stopped(SystemExit):
     """A stop was asked for: the state is saved. WHY SystemExit: no line after the loop may run."""
 
 
-class Failed(SystemExit):
-    """An error that the log explains ended the loop: its status says what kind."""
-
-
 @contextmanager
 def protect(
     folder: str | Path,
@@ -99,7 +95,7 @@ def protect(
 
     Loads the newest valid checkpoint into the objects, in place. save_every: commits between two
     checkpoints. timeout_s: how long commits wait for other ranks. The others: ddp_training.py
-    --help. Raises Stopped after a stop, and Failed, which the log explains, or the body's error.
+    --help. Raises Stopped after a stop, the body's error, or SystemExit if the log explains it.
     """
     if _active:
         raise OwnLoopError(f"protect({str(_active[0])!r}) is not over: one at a time")
@@ -131,7 +127,7 @@ def protect(
             raise
         if group is None:
             log_failure(error)
-        raise Failed(settle(code, environment())) from error
+        raise SystemExit(settle(code, environment())) from error
     finally:
         _active.clear()
         if group is not None:
