@@ -87,18 +87,11 @@ class Stream:
         self.loader = DataLoader.__new__(DataLoader)
         vars(self.loader).update(vars(given) | own | {"batch_sampler": self, "_iterator": None})
 
-    def windows(self) -> Iterator[Window]:
-        """Yield the windows from its place on to the end of the pass."""
-        return self.sampler.windows_of(self.place["pass"], self.place["cursor"])
-
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         """Yield this rank's share of each window: as the batch_sampler of the loader."""
-        for window in self.windows():
-            yield [(window.epoch, index) for index in self.share(window).tolist()]
-
-    def share(self, window: Window) -> torch.Tensor:
-        [found] = self.sampler.micro_batches(window)
-        return found
+        for window in self.sampler.windows_of(self.place["pass"], self.place["cursor"]):
+            [share] = self.sampler.micro_batches(window)
+            yield [(window.epoch, index) for index in share.tolist()]
 
 
 class Streams:
@@ -134,10 +127,7 @@ class Streams:
         self._unused.clear()
         for place in self._places.values():
             if not place["repeat"]:
-                self._rewind(place)
-
-    def _rewind(self, place: dict[str, int]) -> None:
-        place |= {"pass": 0 if place["repeat"] else self.epoch, "cursor": 0}
+                place |= {"pass": self.epoch, "cursor": 0}
 
     def batches(
         self, given: DataLoader[Any], name: str, repeat: bool, begin: Callable[[], int]
@@ -155,7 +145,7 @@ class Streams:
                     return
                 place |= {"pass": place["pass"] + 1, "cursor": 0}
             read = iter(stream.loader)
-            for window in stream.windows():
+            for window in sampler.windows_of(place["pass"], place["cursor"]):
                 tracker.enter(Phase.DATA)
                 step = begin()
                 with keeping_random_state():  # WHY: without workers each sample seeds them
@@ -176,7 +166,8 @@ class Streams:
         for name in [each for each in self._unused if not names or each in names]:
             (step, window), stream = self._unused.pop(name), self._streams[name]
             stream.place["cursor"] = window.stop
-            stream.ledger.bring(step, window.epoch, [stream.share(window).numpy()])
+            shares = stream.sampler.micro_batches(window)
+            stream.ledger.bring(step, window.epoch, [share.numpy() for share in shares])
 
     def sync(self) -> None:
         """Have the ledgers of all ranks on the disk. Raises OSError. Any thread."""
@@ -202,12 +193,10 @@ class Streams:
         window = given.batch_size * ranks
         place = {"window": window, "size": size, "repeat": int(repeat)}
         place["least"] = min(_MOST_RANKS_LATER * ranks, window)
-        self._rewind(place)
+        place |= {"pass": 0 if repeat else self.epoch, "cursor": 0}
         place = self._places.setdefault(name, place)
         if (place["size"], place["repeat"]) != (size, int(repeat)):
-            saved = (
-                f"the checkpoint was at a place in {place['size']} samples, now there are {size}"
-            )
+            saved = f"the checkpoint was at a place in {place['size']} samples, this has {size}"
             _refuse(name, f"{saved}: give the same data, and the same repeat; or another folder")
         stream = Stream(given, place, self._group, seed=mix(self._seed, zlib.crc32(name.encode())))
         rest = stream.sampler.end % place["window"]

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from hardened_ddp.errors import OwnLoopError
 from hardened_ddp.model.effects import has_same_bits
 from hardened_ddp.model.reach import version_of
 from hardened_ddp.model.state_tree import Tree
@@ -98,11 +99,8 @@ class LastCommit:
         names = self._copies.keys() - self.written() - self._buffers - self._needed
         return {n for n in names if not has_same_bits(self._copies[n], self._live[n])}
 
-    def before_update(self, optimizer: Optimizer) -> bool:
-        """Note that an optimizer writes its tensors now.
-
-        Returns whether some of them are registered, and it is not.
-        """
+    def before_update(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer writes its tensors now. Raises OwnLoopError if it is unknown."""
         if not self._updated:  # forward may have written, too, before backward lost a rank
             self.before_forward()
         self._await_device()
@@ -111,7 +109,11 @@ class LastCommit:
             found = {n for n, tensor in self._live.items() if id(tensor) in params}
             own = [f"{n}." for n, each in self.registry.optimizers.items() if each is optimizer]
             self._updated |= found | {n for n in self._live if n.startswith(tuple(own))}
-            return bool(found) and not own
+        if found and not own:
+            raise OwnLoopError(
+                f"{type(optimizer).__name__} updates a registered model and is not registered "
+                "itself: give it to protect by a name, also if it is inside of another optimizer"
+            )
 
     def digest(self) -> int:
         """Return a number of what must be alike on all ranks: step, place, numbers, names."""

@@ -287,7 +287,16 @@ class OwnLoop:
             raise
         finally:
             self._status.close_as(self.ending)
-            self._close()
+            for hook in self._hooks:
+                hook.remove()
+            self._saver.close()
+            self._streams.close()
+            ended = "" if self.ending is Ending.FAILED else str(self.ending)
+            self._goodput.note(self.step, is_last=True, ended=ended)
+            if group.is_main:
+                write_summary(self._run.folder, {"status": str(self.ending), "step": self.step})
+                if ended:
+                    log.info("%s at step %d: %s", ended, self.step, self._run.folder)
 
     def _refuse_written(self) -> None:
         if written := self._last.written():
@@ -295,19 +304,6 @@ class OwnLoop:
                 f"{min(written)} was written after the last commit, and would be lost",
                 fix="end each body with run.commit(), before a run.poll()",
             )
-
-    def _close(self) -> None:
-        """Finish the last write; say how the loop ended. Rank-local."""
-        for hook in self._hooks:
-            hook.remove()
-        self._saver.close()
-        self._streams.close()
-        ended = "" if self.ending is Ending.FAILED else str(self.ending)
-        self._goodput.note(self.step, is_last=True, ended=ended)
-        if self._group.is_main:
-            write_summary(self._run.folder, {"status": str(self.ending), "step": self.step})
-            if ended:
-                log.info("%s at step %d: %s", ended, self.step, self._run.folder)
 
     def save_in_need(self, error: Exception | None = None, gone: Sequence[int] = ()) -> None:
         """Save beside a main thread that waits for another rank; the process ends after it."""
@@ -388,11 +384,7 @@ class OwnLoop:
 
     def _before_update(self, optimizer: Optimizer, *_: object) -> None:
         self._sync_buffers()  # collective; WHY here: after the last update none is, but commit's
-        if self._last.before_update(optimizer):
-            raise OwnLoopError(
-                f"{type(optimizer).__name__} updates a registered model and is not registered "
-                "itself: give it to protect by a name, also if it is inside of another optimizer"
-            )
+        self._last.before_update(optimizer)
 
     @torch.no_grad()
     def _sync_buffers(self) -> None:
