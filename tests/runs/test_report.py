@@ -97,8 +97,8 @@ def test_every_plot_is_drawn_without_a_network_and_without_an_error(tmp_path: Pa
     page = tmp_path / "report.html"
     options = parse(["report", *names, "--output", str(page)]).options
     assert run_report(options, output=output) == 0
-    assert "MB; open it in a browser" in output.getvalue()
-    assert page.stat().st_size < 8_000_000  # of which Plotly has 4.8
+    assert "report.html: 2.0 MB; open it in a browser" in output.getvalue()
+    assert page.stat().st_size < 5_000_000
     document, said = drawn_in_a_browser(page)
     assert not said
     places = re.findall(r'class="plot[^"]*" id="(plot-\d+)"', page.read_text())
@@ -151,11 +151,11 @@ def test_the_first_words_say_how_the_run_went(tmp_path: Path) -> None:
     assert page.index('<p class="verdict finished"><b>Finished at step 200') < page.index("<table")
     ranks = tuple(replace(rank, state="running", now=1.0) for rank in run.ranks)
     dead = replace(run, ranks=ranks, best={"step": 80, "metric": "accuracy/test", "value": 0.9})
-    assert sentences_of(dead)[0].startswith("Dead at step 200")
+    assert sentences_of(dead)[0].startswith("Ended without a word at step 200")
     assert "best accuracy 0.9 at step 80" in sentences_of(dead)[1]
     assert sentences_of(replace(run, ranks=(), attempts=(), points=(), events=(), left_out=(),
                                 problems=(), summary={}, checkpoints=())) == [
-        "Unknown at step 0"]  # fmt: skip
+        "Not known how it ended, at step 0"]  # fmt: skip
 
 
 def test_a_loss_that_falls_by_decades_is_on_a_log_scale(tmp_path: Path) -> None:
