@@ -37,7 +37,7 @@ launch-client-timeout (timeout): the address of another process could not be rea
   why: The first node did not start, its name resolves to another address, or a firewall drops the
     packets; or rank 0 ended already
   fix: On the node: getent hosts NAME and nc -zv NAME PORT; use the address of the cluster's network
-    (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME); open the port; Read rank 0's log first.
+    (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME); open the port; read rank 0's log first.
   lightning: Trainer(num_nodes=NODES), started once per node with the same MASTER_ADDR and its own
     NODE_RANK, or by srun
   accelerate: accelerate launch --main_process_ip HOST --main_process_port PORT --machine_rank I,
