@@ -385,8 +385,7 @@ def _judge_sums(sums: Sequence[Facts], *, is_open: bool) -> Check:
     name = "all-reduce"
     if not is_open:
         return Check(name, "warn", "not tried: see ports", "open the ports, then try again")
-    failed = [each for each in sums if "error" in each]
-    if failed:
+    if failed := [each for each in sums if "error" in each]:
         detail = f"{failed[0]['host']}: {failed[0]['error']}"
         return Check(name, "FAIL", detail, "see the checks above first")
     share = 2 * (len(sums) - 1) / len(sums)

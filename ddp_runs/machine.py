@@ -140,8 +140,7 @@ def check_hostname(name: str | None = None, *, is_told: bool = False) -> Check:
     found = sorted({str(answer[4][0]) for answer in answers})
     of_interfaces = [each for entries in psutil.net_if_addrs().values() for each in entries]
     own = {each.address.partition("%")[0] for each in of_interfaces}
-    strange = [address for address in found if address not in own and address[:4] != "127."]
-    if strange:
+    if strange := [address for address in found if address not in own and address[:4] != "127."]:
         detail = f"{name} is {', '.join(strange)}, which is not an address of this machine"
         return Check("hostname", "warn", detail, advice)
     detail = f"{name} is {', '.join(found)}"

@@ -31,11 +31,9 @@ from hardened_ddp.settings.wording import as_typed, counted, listed, printable
 _MOST_ROWS = 300
 _GOOD_SHARE = 0.7
 _NOT_TRAINING = [name for name in ACCOUNT if name != "training"]
-_STATES = {
-    "finished": "Finished",
+_STATES = {  # how a verdict begins; of others with the state's own name
     "stopped": "Stopped as it was told to, and saved,",
     "running": "Still running,",
-    "failed": "Failed",
     "dead": "Ended without a word",
     "unknown": "Not known how it ended,",
 }
@@ -58,14 +56,12 @@ th { background: #f5f5f5; } tr.other td { background: #fff6e5; }
 .verdict.stopped, .verdict.running { border-color: #1f77b4; background: #f0f5fa; }
 """
 _SCRIPT = """
-async function unpacked(text) {
-  const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-  return await new Response(stream).text();
-}
 async function drawAll() {
+  const packed = atob(document.getElementById("plotly").textContent.trim());
+  const bytes = Uint8Array.from(packed, (c) => c.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
   const library = document.createElement("script");
-  library.textContent = await unpacked(document.getElementById("plotly").textContent.trim());
+  library.textContent = await new Response(stream).text();
   document.head.append(library);
   const figures = JSON.parse(document.getElementById("figures").textContent);
   for (const figure of figures) {
@@ -97,10 +93,8 @@ def run_report(options: Mapping[str, str], *, output: TextIO) -> int:
     shown = [str(f) if short.count(n) > 1 else n for f, n in zip(folders, short, strict=True)]
     runs = {name: read_run(folder) for name, folder in zip(shown, folders, strict=True)}
     page = page_of(runs, str(get_plotlyjs()))
-    if options["output"]:
-        path = Path(options["output"])
-    else:
-        path = (folders[0] if len(folders) == 1 else Path(options["output_dir"])) / "report.html"
+    place = folders[0] if len(folders) == 1 else Path(options["output_dir"])
+    path = Path(options["output"] or place / "report.html")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # WHY not resolved: what /dev/stdout leads to is no path if it is a pipe
@@ -120,8 +114,7 @@ def page_of(runs: Mapping[str, RunView], plotly: str) -> str:
 
     runs: by the name that the page shows; plotly: the library's JavaScript.
     """
-    figures: list[Figure] = []
-    title = f"Training report: {', '.join(runs)}"
+    figures, title = list[Figure](), f"Training report: {', '.join(runs)}"
     body = [
         f"<h1>{_text(title)}</h1>",
         f'<p class="quiet">made {moment(time.time())[:19]} UTC by the command report'
@@ -137,14 +130,13 @@ def page_of(runs: Mapping[str, RunView], plotly: str) -> str:
         body.append(_one_run(name, run, figures))
     body.append(_settings(runs))
     packed = base64.b64encode(gzip.compress(plotly.encode(), 9, mtime=0)).decode()
-    drawable = [figure for figure in figures if figure["data"]]
     return "\n".join(
         [
             '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">',
             f"<title>{_text(title)}</title><style>{_STYLE}</style></head><body>",
             *body,
             f'<script type="text/plain" id="plotly">{packed}</script>',
-            f'<script type="application/json" id="figures">{_json(drawable)}</script>',
+            f'<script type="application/json" id="figures">{_json(figures)}</script>',
             f"<script>{_SCRIPT}</script></body></html>\n",
         ]
     )
@@ -169,7 +161,7 @@ def _verdict(name: str, run: RunView) -> str:
 def sentences_of(run: RunView) -> list[str]:
     """Say whether it finished, how it went, what it survived and lost, and what is unusual."""
     account, total = run.account, run.main.total_steps
-    head = f"{_STATES[run.state]} at step {run.step:,}"
+    head = f"{_STATES.get(run.state, run.state.capitalize())} at step {run.step:,}"
     head += f" of {total:,}" if total else ""
     head += f" after {duration(account['wall'])}" if account else ""
     return [part for part in (head, _went(run), _survived(run), _unusual(run)) if part]
@@ -216,15 +208,12 @@ def _unusual(run: RunView) -> str:
         share = account[largest] / account["wall"]
         found.append(f"goodput is {account['goodput']:.0%}: {ACCOUNT[largest][0]} took {share:.0%}")
     steps, losses = run.curve("loss/train")
-    bad = [step for step, loss in zip(steps, losses, strict=True) if loss != loss]
-    if bad:
+    if bad := [step for step, loss in zip(steps, losses, strict=True) if loss != loss]:
         found.append(f"the loss is NaN at step {bad[0]}")
     if num_slow := sum(event.kind == "slow" for event in run.events):
         found.append(f"{counted(num_slow, 'warning')} of a slow rank")
     if run.problems:
-        found.append(
-            f"{counted(len(run.problems), 'file')} of its folder can't be read or believed"
-        )
+        found.append(f"{counted(len(run.problems), 'file')} that can't be read or believed")
     return f"Unusual: {'; '.join(found)}" if found else ""
 
 

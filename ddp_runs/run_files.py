@@ -88,8 +88,7 @@ class RunView:
     @property
     def state(self) -> str:
         """running, finished, stopped, failed, dead, or unknown if nothing was written yet."""
-        running = [rank for rank in self.ranks if rank.state == "running"]
-        if running:
+        if running := [rank for rank in self.ranks if rank.state == "running"]:
             return "dead" if all(rank.is_silent(self.now) for rank in running) else "running"
         own = {rank.state for rank in self.ranks}
         told = self.summary.get("status")
@@ -128,8 +127,7 @@ class RunView:
 
 def mirror_words(run: RunView) -> str:
     """Say what the newest start has sent to its mirror; empty if it has none."""
-    told = run.mirror
-    if not told:
+    if not (told := run.mirror):
         return ""
     sent, failed = (int(number_of(told, name)) for name in ("num_sent", "num_failed"))
     newest = f", the newest of step {number_of(told, 'sent_step'):.0f}" if sent else ""
@@ -143,9 +141,8 @@ def resume_command(run: RunView) -> str:
     if told.command:
         return told.command
     is_known = told.launcher in get_args(LauncherName)  # WHY: anybody may have written it
-    launcher = cast(
-        LauncherName, told.launcher if is_known else "torchrun" if told.world_size > 1 else "none"
-    )
+    otherwise = "torchrun" if told.world_size > 1 else "none"
+    launcher = cast(LauncherName, told.launcher if is_known else otherwise)
     if told.num_nodes > 1 and launcher != "slurm":
         where = shell_command(run.folder)
         return f"as before on all {told.num_nodes} nodes, with --resume {where}"

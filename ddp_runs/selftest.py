@@ -44,8 +44,7 @@ def check_all_reduce(env: Mapping[str, str], *, limit_s: float = _LIMIT_S) -> Ch
                     process.wait()
         said = [_last_line(output) for output in outputs]
     took_s = time.monotonic() - start
-    failed = [rank for rank, status in enumerate(statuses) if status]
-    if failed:
+    if failed := [rank for rank, status in enumerate(statuses) if status]:
         why = said[failed[0]] or f"ended with status {statuses[failed[0]]} and printed nothing"
         advice = "see the checks above first: torch, variables"
         return Check("all-reduce", "FAIL", f"rank {failed[0]} of 2: {why}", advice)

@@ -136,8 +136,7 @@ def _try_gpus(found: str) -> Check:
     """Add two numbers on each GPU, to find broken GPUs and kernels for other architectures."""
     import torch
 
-    names: list[str] = []
-    busy: list[str] = []
+    names, busy = list[str](), list[str]()
     for index in range(torch.cuda.device_count()):
         try:
             torch.ones(2, device=f"cuda:{index}").sum().item()

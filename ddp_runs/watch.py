@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, TextIO
@@ -249,8 +250,7 @@ def _lines(run: RunView, bars: str, width: int) -> list[str]:
     lines = []
     known = {rank.rank for rank in run.ranks}
     world_size = max((rank.world_size for rank in run.ranks), default=0)
-    missing = [n for n in range(min(world_size, _MOST_RANKS)) if n not in known]
-    if missing:
+    if missing := [n for n in range(min(world_size, _MOST_RANKS)) if n not in known]:
         yet = " yet" if run.state == "running" else ""
         lines.append(f"missing     no status{yet} of {ranks_of(missing)}")
     steps, losses = run.curve("loss/train")
@@ -282,9 +282,8 @@ def _lines(run: RunView, bars: str, width: int) -> list[str]:
     for event in run.events[-_NEWEST_EVENTS:]:
         lines.append(f"{event.level.lower():<11} {ranks_of(event.ranks)}: {event.text}")
     counts = Counter(event.kind for event in run.events)
-    others = [f"{n} x {kind}" for kind, n in counts.items() if kind not in FAULTS]
     lines.append(f"faults      {', '.join(run.faults) or 'none'}")
-    if others:
+    if others := [f"{n} x {kind}" for kind, n in counts.items() if kind not in FAULTS]:
         lines.append(f"also        {', '.join(others)}")
     return lines
 
@@ -300,9 +299,8 @@ def sparkline(values: Sequence[float], bars: str, *, width: int = _CURVE_WIDTH) 
     By the logarithm, if the values are positive and differ by more than a decade.
     """
     width = min(width, len(values))
-    parts = [
-        values[i * len(values) // width : (i + 1) * len(values) // width] for i in range(width)
-    ]
+    ends = [i * len(values) // width for i in range(width + 1)]
+    parts = [values[start:end] for start, end in pairwise(ends)]
     means = [sum(part) / len(part) for part in parts]
     finite = [mean for mean in means if math.isfinite(mean)] or [0.0]
     if spans_decades(finite):

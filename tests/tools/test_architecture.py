@@ -42,7 +42,7 @@ BUDGETS = {
     "ddp_training.py": 415,
     "hardened_ddp_command.py": 180,
     "ddp_doctor/*": 12_500,
-    "ddp_runs/*": 3_620,
+    "ddp_runs/*": 3_600,
     "hardened_ddp/*": 28_970,
     "hardened_ddp/gradients/*": 680,
     "hardened_ddp/settings/*": 2_125,
