@@ -67,8 +67,7 @@ class Step:
             is_near = math.isclose(*losses, rel_tol=1e-3, abs_tol=1e-3)
             unlike |= {"ranks": not rounds, "loss": not is_near}
         else:
-            both = self.ranks.keys() & other.ranks.keys()
-            pairs = [(self.ranks[rank], other.ranks[rank]) for rank in both]
+            pairs = [(self.ranks[r], other.ranks[r]) for r in self.ranks.keys() & other.ranks]
             unlike["data"] = any(a.batches != b.batches for a, b in pairs)
             unlike["loss"] = any(repr(a.loss) != repr(b.loss) for a, b in pairs)  # NaN, too
             unlike["gradient"] = (one.low, one.high) != (two.low, two.high)
@@ -148,6 +147,8 @@ def side_by_side(ones: Iterable[Json], others: Iterable[Json]) -> list[str]:
     lines = []
     for one, other in zip(ones, others, strict=False):  # an error may end one of them
         shared = [n for n in (*STEP_NUMBERS, "samples") if n in one and n in other]
+        if math.isfinite(one["loss"]):  # then it is only not known, as nobody asked for it
+            shared = [n for n in shared if not math.isnan(one[n])]
         told = "; ".join(f"{name} {one[name]:.6g} / {other[name]:.6g}" for name in shared)
         lines.append(f"  step {one['step']}: {told}  {other.get('error', '')}".rstrip())
     return lines

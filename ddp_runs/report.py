@@ -168,8 +168,7 @@ def sentences_of(run: RunView) -> list[str]:
 
 
 def _went(run: RunView) -> str:
-    words = []
-    _, losses = run.curve("loss/train")
+    words, (_, losses) = list[str](), run.curve("loss/train")
     if len(losses) > 1:
         went = "fell" if losses[-1] < losses[0] else "rose" if losses[-1] > losses[0] else "stayed"
         words.append(f"the loss {went} from {losses[0]:.4g} to {losses[-1]:.4g}")

@@ -13,7 +13,7 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ddp_runs.replay_records import Step, largeness, read_digests
 from ddp_runs.run_events import FAULTS
@@ -114,10 +114,8 @@ def drawn(
         colors.append("")
     table = _table(rows, colors, width=width, is_plain=height is None)
     head[0].highlight_words([f": {run.state}"], _COLORS.get(run.state, "bold red"))
-    below = [Text(_as_line(line)) for line in lines]
-    if height is not None:
-        for text in below:
-            text.no_wrap, text.overflow = True, "ellipsis"
+    cut: Mapping[str, Any] = {} if height is None else {"no_wrap": True, "overflow": "ellipsis"}
+    below = [Text(_as_line(line), **cut) for line in lines]
     return Group(*head, *([table] if ranks else []), *below)
 
 
