@@ -120,11 +120,11 @@ def read_digests(run: Path, *, may_be_empty: bool = False) -> Digests:
                 facts = dict(json.loads(head))
             except ValueError as error:
                 raise RunFolderError(f"{path} is not a file of digests: {error}") from error
+            # what earlier starts did from here on is done again
+            steps = {step: left for step, left in steps.items() if step < facts["step"]}
             if facts.get("schema") != 2:  # an earlier version's, with other records
                 continue
             starts[number] = facts
-            # what earlier starts did from here on is done again
-            steps = {step: left for step, left in steps.items() if step < facts["step"]}
         for fields in RECORD.iter_unpack(raw[: len(raw) - len(raw) % RECORD.size]):
             record = Record(*fields)
             if rank == 0:

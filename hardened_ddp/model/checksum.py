@@ -72,7 +72,8 @@ def _factors(size: int, device: torch.device) -> torch.Tensor:
 
 def _words(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
     """View a tensor's bits as integers of 8 bytes, in pieces of size; the last is filled up."""
-    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    flat = tensor.detach().contiguous()  # of one element it may keep a stride of 4
+    raw = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
     for piece in torch.split(raw, _BYTES * size):
         if missing := -len(piece) % _BYTES:
             piece = torch.cat([piece, piece.new_zeros(missing)])

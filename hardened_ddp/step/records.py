@@ -67,17 +67,16 @@ class Records:
             self.digests = new(facts=facts_of_attempt(parts) if group.is_main else {}, name=DIGESTS)
 
     def commit(self, attempt: Attempt) -> None:
-        """Record a step, before progress counts it. Rank-local; waits for no GPU."""
+        """Record a step, before its update. Rank-local; waits for a GPU once in 4096 steps."""
         began = time.perf_counter()
         self._began_at = self._began_at or began
         parts, progress, window = self._parts, self._progress, attempt.window
         left_out, num = attempt.outcome is not Outcome.DONE, self._shares
         share = [] if left_out else self._gradients[progress.step % num :: num]
         digest = checksum([each.grad for each in share if each.grad is not None])
-        loss = sum(each.double() for each in attempt.losses)
         rate = 1.0 * parts.optimizer.param_groups[0]["lr"]  # a copy: a tensor is changed in place
         known = progress.step, window.epoch, progress.max_micro_batch, window.start, window.size
-        numbers = loss, attempt.count, attempt.norm, rate
+        numbers = sum(each.double() for each in attempt.losses), attempt.count, attempt.norm, rate
         self._waiting.append(((*known, left_out, hash_of(attempt.batches)), digest, numbers))
         if not parts.is_async_device or len(self._waiting) == _MOST_WAITING:
             self._write()

@@ -152,7 +152,7 @@ class Stepper:
                     self._update(attempt)
                     self.last_good = self.progress.step
                     self.retry.given_up.clear()
-                if self.records.digests is not None:
+                elif self.records.digests is not None:
                     self.records.commit(attempt)
                 if self.parts.schedule.has_state:
                     self._end_schedule_step()
@@ -177,6 +177,8 @@ class Stepper:
             parts.precision.unscale(parts.optimizer)
             norm = clip(parts.gradients.local.by_name.values(), max_norm=max_norm)
             self.gradient.totals.grad_norm = attempt.norm = norm
+        if self.records.digests is not None:
+            self.records.commit(attempt)  # WHY here: an optimizer may change or free gradients
         if self._saver.is_copying:
             self._saver.before_update()
         self.live.is_at_boundary = False

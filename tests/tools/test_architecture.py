@@ -46,7 +46,7 @@ BUDGETS = {
     "hardened_ddp/*": 28_970,
     "hardened_ddp/gradients/*": 680,
     "hardened_ddp/settings/*": 2_125,
-    "hardened_ddp/step/*": 2_030,
+    "hardened_ddp/step/*": 2_035,
     "hardened_ddp/reporting/*": 1_775,
     "hardened_ddp/task/*": 1_455,
     "hardened_ddp/checkpoint/*": 1_775,

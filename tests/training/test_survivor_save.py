@@ -48,7 +48,7 @@ def run(output: Path, world_size: int, *flags: str) -> Finished:
 
 @pytest.mark.parametrize(
     ("world_size", "victim", "flags"),
-    [(2, 1, ()), pytest.param(3, 1, ("--no_shared_memory",), marks=pytest.mark.slow)],
+    [(2, 1, ()), pytest.param(3, 0, ("--no_shared_memory",), marks=pytest.mark.slow)],
     ids=str,
 )
 def test_the_ranks_that_are_left_save_the_step_before_a_kill(
