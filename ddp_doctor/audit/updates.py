@@ -122,7 +122,7 @@ def _falls_after(step: float, rank: Rank) -> bool:
     """Whether the learning rate goes on to fall after a step: its plan does not end there."""
     last = rank.all("step")[-1]
     rates = [s["lr"][0] for s in rank.all("step") if s["o"] == last["o"] and s["n"] > step]
-    return min(rates, default=0) > 0 and rates != sorted(rates)
+    return rates == sorted(rates, reverse=True) and rates[:1] > rates[-1:] > [0]
 
 
 def _still(

@@ -31,7 +31,8 @@ def judge_weights(ranks: Ranks) -> Iterator[Verdict]:
         return
     first, *others = ranks
     for other in others:
-        is_apart = ranks.are_apart(first, other)
+        meets = any(c["in_own_forward"] and c["via"] == c["op"] for c in first.all("collective"))
+        is_apart = ranks.are_apart(first, other) or (meets and not first.all("ddp"))
         for verdict in (*_first_difference(first, other, ranks), *_by_hand(first, other)):
             yield replace(verdict, softened=verdict.softened or is_apart)
         yield from _buffers(first, other)

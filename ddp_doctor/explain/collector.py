@@ -301,7 +301,7 @@ class Collector:
         last = raised.frames[-1].file if raised.frames else ""
         if cause is BY_CODE["graph-shapes"] and "/optim/" in last:
             cause = BY_CODE["checkpoint-optimizer"]
-        if cause is not None and "multiprocessing" in last:
+        if cause is not None and re.search(r"[/\\]multiprocessing[/\\]", last):
             # WHY: its locks are files in /dev/shm, and it sends pickles to its processes
             others = {"checkpoint-disk-full": "memory-shm", "checkpoint-corrupt": "data-pickle"}
             cause = BY_CODE[others.get(cause.code, cause.code)]

@@ -86,7 +86,7 @@ class Collectives:
             of=self.owner_of(first) if has_shape and self._num_records <= MAX_OWNED else "",
             line=frames[0][0],
             via=frames[0][2],
-            in_forward=any(inner in ("_wrapped_call_impl", "apply") for *_, inner in frames),
+            in_own_forward=any(n in ("_wrapped_call_impl", "apply") for *_, n in frames[1:]),
         )
 
     def _note_init(self, *args: Foreign) -> None:

@@ -94,7 +94,7 @@ checkpoint-write-failed (generic): a checkpoint could not be written
   or_else: Several ranks write the same file: the call is not under `if rank == 0`.
 
 checkpoint-permission: a path can't be written or read
-  /^(?!.*(?:matplotlib|mkdir -p failed)).*\[Errno 13\] Permission denied:/
+  /^(?!.*mkdir -p failed).*\[Errno 13\] Permission denied:/
   /\[Errno 30\] Read-only file system:/
   /Parent directory \S+ does not exist/
   why: Rights, a read-only mount, or a folder that is missing on this node

@@ -95,8 +95,8 @@ data-bad-image: a file of the dataset is broken
   /cannot identify image file /
   /image file is truncated/
   /Unable to (?:synchronously )?open (?:file|object).*(?:truncated|signature not found)/
-  /Parquet magic bytes not found/
-  /ArrowInvalid: .*(?:[Cc]orrupt|[Tt]runcated|[Uu]nexpected|parse error|[Nn]ot an? Arrow)/
+  /Parquet (?:magic bytes not found|file size is)/
+  /ArrowInvalid: .*(?:orrupt|runcated|[Uu]nexpected|parse error|schema message|[Nn]ot an? Arrow)/
   why: A download or a copy was cut off, or the file is of another kind
   fix: Fetch the file again; check all once: for i in range(len(dataset)): dataset[i].
 

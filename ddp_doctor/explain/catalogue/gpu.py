@@ -30,7 +30,7 @@ gpu-node (hardware): a link between GPUs, a GPU's firmware or the node itself fa
   /SXid \([^)]*\)/
   /an NVLink error was detected/
   /uncorrectable NVLink error/
-  /HW (?:Thermal|Power Brake) Slowdown(?! *:? *Not)/
+  /HW (?:Thermal|Power Brake) Slowdown(?! *:? *(?:Not|N\/A|0\b))/
   /EDAC .* UE /
   /mce: .*(?:[Ff]atal|[Uu]ncorrect|Machine Check.* Bank \d+: [abef])/
   /\[Hardware Error\]: .*(?:[Ff]atal|[Uu]ncorrect)/

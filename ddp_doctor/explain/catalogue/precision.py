@@ -48,7 +48,7 @@ amp-unsupported: this device does not support the float type that was asked for
   /Your setup doesn't support bf16/gpu/
   /bf16 mixed precision requires PyTorch/
   /User specified an unsupported autocast device_type/
-  /\"\w+\" not implemented for '(?:Half|BFloat16)'/
+  /\"(?!\w*cuda)\w+\" not implemented for '(?:Half|BFloat16)'/
   why: bfloat16 needs an Ampere GPU or newer; a CPU lacks some operations of float16
   fix: float16 with a GradScaler, or float32; the model on the GPU before .half().
   lightning: Trainer(precision='16-mixed')

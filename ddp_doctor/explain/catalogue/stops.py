@@ -115,7 +115,8 @@ launch-slurm-step (accuses nobody): Slurm or mpirun could not start the processe
 launch-command (accuses nobody): the command or a file of it was not found
   /can't open file '?[^':]+'?: \[Errno 2\]/
   /executable file not found in \$PATH/
-  /(?:torchrun|python[\d.]*|deepspeed|accelerate|srun|mpirun|mpiexec|docker): .*not found/
+  /(?:torchrun|python[\d.]*|deepspeed|accelerate|srun|mpirun|mpiexec|docker|apptainer): .*not found/
+  /command not found: (?:torchrun|python|deepspeed|accelerate|srun|mpirun|apptainer|conda|uv)/
   /ErrImagePull/
   /ImagePullBackOff/
   why: The environment is not active in the job, or a path is not the same on this node
