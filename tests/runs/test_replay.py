@@ -485,6 +485,19 @@ def test_a_sample_is_named_by_a_byte_and_a_module_by_a_line_that_differs(tmp_pat
     assert any("yaml" in text for text in differences(one.starts[-1], two.starts[-1])["machine"])
 
 
+class Freeing(torch.optim.SGD):
+    """Needs no gradient any more when it has used it."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.zero_grad()
+
+
+def test_a_gradient_is_recorded_as_the_update_gets_it(tmp_path: Path) -> None:
+    run = run_of(tmp_path, *SMALL, "--optimizer", f"{__name__}:Freeing")
+    assert all(step.main.low and step.main.high for step in read_digests(run).steps.values())
+
+
 def test_the_last_start_counts_and_a_record_that_is_cut_off_does_not(tmp_path: Path) -> None:
     (tmp_path / DIGESTS).mkdir()
     for start, first, steps in ((1, 0, range(6)), (2, 3, range(3, 5)), (3, 4, range(4, 9))):
