@@ -112,12 +112,13 @@ class Ranks:
     def are_apart(self, first: Rank, other: Rank) -> bool:
         """Whether two ranks train models of their own on purpose, or parts of one.
 
-        Then no DDP object is common to them, and no sampler splits the data over all ranks.
+        Then no sampler splits the data over all ranks; parts meet within the user's own forward.
         """
         trained = first.trained_passes()
         split = [p for p in first.all("pass") if p["replicas"] == self.world_size]
         is_split = any((p["loader"], p["number"]) in trained for p in split)
-        return self.smaller_group(first, other) is not None and not is_split
+        meets = not first.all("ddp") and any(c["in_own_forward"] for c in first.all("collective"))
+        return not is_split and (meets or self.smaller_group(first, other) is not None)
 
     @property
     def are_sharded(self) -> bool:

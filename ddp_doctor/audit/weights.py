@@ -31,8 +31,7 @@ def judge_weights(ranks: Ranks) -> Iterator[Verdict]:
         return
     first, *others = ranks
     for other in others:
-        meets = any(c["in_own_forward"] and c["via"] == c["op"] for c in first.all("collective"))
-        is_apart = ranks.are_apart(first, other) or (meets and not first.all("ddp"))
+        is_apart = ranks.are_apart(first, other)
         for verdict in (*_first_difference(first, other, ranks), *_by_hand(first, other)):
             yield replace(verdict, softened=verdict.softened or is_apart)
         yield from _buffers(first, other)
