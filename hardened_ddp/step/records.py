@@ -1,7 +1,7 @@
 """What a run leaves of each step: its samples (the ledger), and a digest that tells it from others.
 
 A file of digests, as of the ledger, is of a rank and a start: a line of JSON, on rank 0 the facts
-that explain differences, then a RECORD of each step that was committed, of which the last counts.
+that explain differences, then a RECORD of each step, just before its update; the last one counts.
 The gradient is summed over ranks, and clipped. WHY a share of it in each step: all of it takes some
 percent of a step; a wrong gradient makes wrong weights, which show in each later share.
 """

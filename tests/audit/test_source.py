@@ -62,7 +62,7 @@ def test_a_healthy_source_is_not_accused(name: str, tmp_path: Path) -> None:
 def test_gathered_results_that_are_cut_or_put_in_by_index_count_none_twice(
     line: str, tmp_path: Path
 ) -> None:
-    text = "all_p[i] = p[:50]\ndist.all_gather(p, q)\nall_p['x'] = p[:-1]\n"
+    text = "all_p[i] = p[:50]\ndist.all_gather(p, q)\nall_p['x'] = p[:-1]\nh[epoch] = p\n"
     for number, whole in enumerate([text, text + line]):
         (path := tmp_path / f"train_{number}.py").write_text(whole)
         assert drops_padding(f"{path}:2", 101) is bool(number)

@@ -158,6 +158,13 @@ def test_without_a_state_to_take_all_ranks_stop_and_doubtful_ones_are_set_aside(
     assert not find_checkpoints(tmp_path)
 
 
+def test_a_tensor_of_one_element_may_have_any_stride() -> None:
+    strange = torch.empty_strided((1,), (4,)).fill_(2.0)
+    assert (
+        checksums({"bias": strange}).tolist() == checksums({"bias": torch.tensor([2.0])}).tolist()
+    )
+
+
 def test_every_bit_counts_in_a_checksum() -> None:
     tensors = {
         "weight": torch.randn(70_000),
