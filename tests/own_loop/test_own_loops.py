@@ -134,16 +134,21 @@ def test_a_rank_that_is_killed_between_two_updates_costs_no_commit(
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["what is there", "stamps alone"])
 def test_other_rules_of_what_a_survivor_saves_give_other_bits(
-    rule: str, undisturbed: Callable[..., State]
+    rule: str, undisturbed: Callable[..., State], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The controls: without the rule the tests above would see it."""
     changes = HIDDEN if rule == "stamps alone" else ()
     text = text_of("sam", *changes)
     line = faults.line_of(text, "loss = ")
     before = faults.save_what_is_there if rule == "what is there" else faults.trust_stamps
-    launch(text, fault=Fault(act="kill", line=line + 1, step=STEP), before=before)
-    launch(text, before=before).ok()
-    assert state_of(Path()) != undisturbed(text)
+    for attempt in range(5):  # WHY: in its first all-reduce yet, rank 0 has not written the weights
+        (folder := tmp_path / str(attempt)).mkdir()
+        monkeypatch.chdir(folder)
+        launch(text, fault=Fault(act="kill", line=line + 1, step=STEP), before=before)
+        launch(text, before=before).ok()
+        if state_of(Path()) != undisturbed(text):
+            return
+    pytest.fail("the survivor saved the right bits without the rule")
 
 
 @pytest.mark.slow

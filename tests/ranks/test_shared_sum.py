@@ -77,12 +77,8 @@ def sum_with_changing_pace() -> float:
 
 
 def test_a_fast_rank_never_overwrites_what_a_slow_one_still_reads() -> None:
-    before = set(Path("/dev/shm").iterdir())
     expected = sum(number * (1 + 2 + 3) for number in range(200))
     assert run_ranks(sum_with_changing_pace, 3) == [expected] * 3
-    new = set(Path("/dev/shm").iterdir()) - before
-    # Semaphores of Python's multiprocessing are those of other tests at this time.
-    assert [path for path in new if not path.name.startswith("sem.mp-")] == []
 
 
 def lose_a_rank(how: str, told: Path) -> str:
