@@ -24,8 +24,8 @@ from ddp_doctor.explain.sources import Source
 from ddp_doctor.explain.tracebacks import Assembler, Found
 
 _LOOSE = re.compile(
-    r"(?:E +)?(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Timeout)): "
-    r"(?P<message>.+)"
+    r"(?:E +)?(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Timeout)):"
+    r"(?: (?P<message>.*)|$)"
 )
 _ERROR_LINE = re.compile(
     r"^(?:\S+: )?(?:fatal|FATAL|[Ee]rror|ERROR|CRITICAL|E:|Fatal error)\b[ :\]]"
@@ -36,6 +36,11 @@ _ERROR_LINE = re.compile(
 )
 _RETRIED = re.compile(r"\b[Rr]etry(?:ing)?\b(?! count)|^.{,200}\bWARNING\b")
 """What a program says when it goes on; far behind, torch's advice has this word, too."""
+
+_OTHER_PROGRAM = re.compile(
+    r"(?:/\S*/)?(?:cp|mv|rm|ln|mkdir|touch|tee|tar|unzip|rsync|scp|ssh|wget|curl|git[\w-]*): "
+)
+"""What a job's script calls beside the training, and goes on after it."""
 
 WARNS = re.compile(r"\[W\d{0,4} [^\]]*\.cpp:\d+\]")
 _WARNING = re.compile(r"\.py:\d+: \w*Warning: ")
@@ -95,6 +100,9 @@ class Evidence:
     error_line: Line | None = None
     """The last line that a program calls an error, and that no entry of the catalogue knows."""
 
+    failure: Line | None = None
+    """The last line in which a launcher says that it failed, or that is an exception's alone."""
+
     next_step: str = ""
     """What our own run said to type next."""
 
@@ -103,9 +111,10 @@ class Evidence:
     @property
     def ends_well(self) -> bool:
         """Whether a file ends with words of success: no training and no error comes after them."""
-        last = self.error_line
-        errors = {last.file: last.number} if last is not None else {}
-        return any(e.is_good(errors.get(name, 0)) for name, e in self.endings.items())
+        errors = dict.fromkeys(self.endings, 0)
+        for line in filter(None, (self.error_line, self.failure)):
+            errors[line.file] = max(errors.get(line.file, 0), line.number)
+        return any(e.is_good(errors[name]) for name, e in self.endings.items())
 
     @property
     def ends_with_error(self) -> bool:
@@ -309,6 +318,7 @@ class Collector:
         is_killed = raised.name == "CalledProcessError" and match is not None
         if _is_of_launcher(raised) and not is_killed:
             tier, cause = Tier.LAUNCHER, None
+            self.evidence.failure = line
         newest = reversed(self.evidence.events[-8:])
         before = next((e for e in newest if raised.before and e.raised is raised.before), None)
         if before is not None and raised.link == "inner" and before.tier == Tier.EXCEPTION:
@@ -361,7 +371,7 @@ class Collector:
             ranks=_named(match),
             host=line.host,
             fields=match.fields,
-            is_weak=is_end or _RETRIED.search(line.raw) is not None,
+            is_weak=bool(is_end or _RETRIED.search(line.raw) or _OTHER_PROGRAM.match(line.text)),
         )
         self._keep(event, (_named(match), event.is_weak))
 
@@ -369,8 +379,9 @@ class Collector:
         """An exception's last line alone, or a line that a program calls an error."""
         loose = _LOOSE.match(line.text)
         if loose and not line.text.endswith("Warning"):
-            raised = Raised(type=loose["type"], message=loose["message"].strip())
+            raised = Raised(type=loose["type"], message=(loose["message"] or "").strip())
             self._add_exception(Found(raised, line, is_weak=True), [])
+            self.evidence.failure = line
         elif _ERROR_LINE.search(line.text) and "distributed.elastic" not in line.text:
             self.evidence.error_line = line
 

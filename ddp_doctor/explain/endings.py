@@ -43,8 +43,13 @@ _IS_SEVERE = re.compile(r"\[[EF]\d{0,4} ")
 _UNCAUGHT = re.compile(r"\[rank\d+\]: ")
 """torch's except hook: it runs for what nobody caught."""
 
-_OTHER_PROCESS = re.compile(r"Process \d+ has ([\d.]+) GiB memory in use")
-_OWN_PROCESS = re.compile(r"this process has ([\d.]+) [GM]iB memory in use")
+_SIZE = r"[\d.]+ [GM]iB"
+_GPU_SIZES = (
+    rf"capacity of (?P<all>{_SIZE}) of which (?P<free>{_SIZE}) is .*process has (?P<own>{_SIZE})",
+    rf"(?P<all>{_SIZE}) total capacity;.* (?P<free>{_SIZE}) free; (?P<own>{_SIZE}) reserved",
+)
+"""What the GPU has, what is free, and what this process uses, as new and old versions print it."""
+
 _ENOUGH_NAN = 3
 
 _LAST_LINES = 3
@@ -226,13 +231,19 @@ def _went_on(event: Event, ending: Ending, has_restarted: bool) -> bool:
 
 def read_numbers(event: Event) -> None:
     """Tell by a message's numbers that others fill the GPU, or that too many ranks joined."""
-    others = [float(size) for size in _OTHER_PROCESS.findall(event.line.text)]
-    own = _OWN_PROCESS.search(event.line.text)
-    if event.cause is BY_CODE["memory-gpu"] and own and sum(others) > float(own[1]):
-        event.cause = BY_CODE["memory-gpu-others"]
-        event.fields = {"others": f"{sum(others):.1f}", "own": own[1]}
+    sizes = [found for form in _GPU_SIZES if (found := re.search(form, event.line.text))]
+    if event.cause is BY_CODE["memory-gpu"] and sizes:
+        total, free, own = (_gib(sizes[0][name]) for name in ("all", "free", "own"))
+        if (others := total - free - own) > own:
+            event.cause = BY_CODE["memory-gpu-others"]
+            event.fields = {"others": f"{others:.1f}", "own": f"{own:.1f}"}
     if int(event.fields.get("here", 0)) > int(event.fields.get("all", 0)):
         event.cause = BY_CODE["launch-ranks-too-many"]
+
+
+def _gib(size: str) -> float:
+    number, unit = size.split()
+    return float(number) / (1 if unit == "GiB" else 1024)
 
 
 def is_closing(event: Event) -> bool:

@@ -256,9 +256,14 @@ def _root(events: Sequence[Event], evidence: Evidence) -> Event | None:
     # WHY these types: no rank raises one because another has failed, and what a program prints
     # before may be a note that it goes on from
     own = [e for e in found if e.cause in BUILT_IN.values() and not e.is_weak]
+    has_own = bool(own) or any(
+        e.kind == "exception" and e.cause is not None and not (e.is_weak or e.cause.is_generic)
+        for e in found
+        if e.tier == Tier.EXCEPTION
+    )
 
     def place(event: Event) -> tuple[object, ...]:
-        return _order(event, by_time, has_own=bool(own))
+        return _order(event, by_time, has_own=has_own)
 
     root = min(found, key=place)
     ends = [e.rank for e in evidence.exits.exits if "failed (exitcode" in e.line.text]
@@ -268,13 +273,21 @@ def _root(events: Sequence[Event], evidence: Evidence) -> Event | None:
 
 
 def _without_reworded(events: Sequence[Event]) -> list[Event]:
-    """Drop what no entry knows, as a queue's Empty, if what was raised because of it has one."""
-    reworded = {
-        id(event.chained)
-        for event in events
-        if event.chained is not None and event.cause is not None and not event.cause.is_of_type
-    }
-    return [event for event in events if event.cause is not None or id(event) not in reworded]
+    """Drop what led to an exception that has an entry, if itself has none, as a queue's Empty.
+
+    And what a library looked up in vain, as in its cache, before it failed otherwise.
+    """
+    reworded = set()
+    for event in events:
+        before = event.chained
+        if before is None or before.raised is None or event.cause is None:
+            continue
+        was_lookup = before.cause is None or (
+            before.cause.is_of_type and before.raised.catcher == 2 and event.tier <= before.tier
+        )
+        if was_lookup and not event.cause.is_of_type:
+            reworded.add(id(before))
+    return [event for event in events if id(event) not in reworded]
 
 
 def _order(event: Event, by_time: bool, *, has_own: bool) -> tuple[object, ...]:
@@ -415,6 +428,7 @@ def silent_ends(events: Sequence[Event], evidence: Evidence) -> list[Event]:
     if len(silent) == 1:
         return [_exit_event(silent[0], _SILENT)]
     is_one_node = evidence.num_nodes == 1 and all(e.rank == e.local for e in table)
+    is_one_node &= evidence.exits.closed <= {e.pid for e in table}  # others had not ended yet
     if failed and not silent and is_one_node and len(speakers) == len(lost) == len(table):
         return [Event(kind="message", tier=Tier.MISMATCH, line=first, cause=_FINISHED)]
     return []

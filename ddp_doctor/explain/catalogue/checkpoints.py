@@ -15,14 +15,12 @@ checkpoint-module-prefix: the checkpoint's names and the model's differ by a pre
   lightning: checkpoint['state_dict'] has the names of the LightningModule: load_from_checkpoint
   accelerate: accelerator.unwrap_model(model, keep_torch_compile=False).state_dict()
   trainer: trainer.save_model() writes the names without module.
-  confirm: print(list(state)[:3]).
 
 checkpoint-size: a parameter of the checkpoint has another shape than the model's
   /size mismatch for [\w.]+: copying a param with shape torch\.Size\((?!\[0\]).*?\) from
     checkpoint, the shape in current model is torch\.Size\((?!\[0\]).*?\)/
   why: Another number of classes, another vocabulary or another width
-  fix: Build the model with the arguments of the checkpoint; for a new head: drop its names from the
-    state and load with strict=False.
+  fix: The arguments of the checkpoint; for a new head drop its names and load with strict=False.
   trainer: from_pretrained(..., ignore_mismatched_sizes=True)
 
 checkpoint-keys (generic): the checkpoint belongs to another model
@@ -31,8 +29,7 @@ checkpoint-keys (generic): the checkpoint belongs to another model
   why: Names of parameters in the file and in the model differ
   fix: Compare set(state) and set(model.state_dict()); strict=False only if meant.
 
-checkpoint-weights-only (generic): the checkpoint holds more than weights, which torch.load refuses
-    since 2.6
+checkpoint-weights-only (generic): torch.load refuses what is more than weights, since 2.6
   # generic: a damaged file comes first
   /Weights only load failed/
   /WeightsUnpickler error/
@@ -41,7 +38,6 @@ checkpoint-weights-only (generic): the checkpoint holds more than weights, which
   fix: Save plain dicts, tensors and numbers. A file that you made yourself:
     torch.serialization.add_safe_globals([Class]), or weights_only=False; never for others' files.
   lightning: load_from_checkpoint(..., weights_only=False) for own files
-  confirm: The class named after `Unsupported global`.
 
 checkpoint-device: the checkpoint's tensors go to a device where they can't be used
   /Attempting to deserialize object on (?:a )?CUDA device/
@@ -70,8 +66,7 @@ checkpoint-many-writers: several ranks wrote the same file or folder
   /\[Errno 17\] File exists: (?!'\/\w+'$)/
   /\[Errno 39\] Directory not empty/
   why: Each rank runs the saving code; they meet at the same path
-  fix: if dist.get_rank() == 0: torch.save(...), then dist.barrier(); os.makedirs(path,
-    exist_ok=True).
+  fix: if rank == 0: torch.save(...), then dist.barrier(); os.makedirs(path, exist_ok=True).
   lightning: trainer.save_checkpoint on all ranks (it writes on rank 0)
   accelerate: accelerator.save(...), or if accelerator.is_main_process
   trainer: if trainer.is_world_process_zero()

@@ -46,8 +46,7 @@ data-collate: the samples of a batch have different shapes or types
   /default_collate: batch must contain tensors/
   /Unable to create tensor, you should probably activate truncation and/or padding/
   why: default_collate stacks: it needs equal shapes. A sample is an outlier, or texts lack padding
-  fix: A collate_fn that pads (torch.nn.utils.rnn.pad_sequence), or a transform that resizes all;
-    images: .convert('RGB').
+  fix: A collate_fn that pads (rnn.pad_sequence), a transform that resizes all; .convert('RGB').
   trainer: DataCollatorWithPadding(tokenizer)
   confirm: print({dataset[i][0].shape for i in range(1000)}).
 
@@ -75,8 +74,7 @@ data-target-shape: the labels do not have the shape that the loss needs
   /Target size \(torch\.Size\(.*\)\) must be the same as input size/
   /0D or 1D target tensor expected, multi-target not supported/
   why: Output and labels of one batch differ in number or dimensions
-  fix: cross_entropy: logits (N, C), labels (N); sequences: logits.flatten(0, 1), labels.flatten();
-    BCE: labels.unsqueeze(1).
+  fix: cross_entropy: (N, C) and (N), so logits.flatten(0, 1), labels.flatten(); BCE: .unsqueeze(1).
   confirm: print(logits.shape, labels.shape) before the loss.
 
 data-missing-file (generic): a file is not there
@@ -89,7 +87,6 @@ data-missing-file (generic): a file is not there
   lightning: prepare_data() for downloads (one process), setup() for reading
   accelerate: with accelerator.main_process_first(): ...
   trainer: with training_args.main_process_first(): ...
-  confirm: ls of that path on the node of this rank.
 
 data-bad-image: a file of the dataset is broken
   /cannot identify image file /
@@ -116,15 +113,13 @@ data-empty: the dataset or this rank's part of it is empty
   why: A wrong path, a filter that keeps nothing, or fewer samples than ranks
   fix: print(len(dataset)) on each rank before the loader is made.
 
-data-uneven (mismatch, accuses named): a rank had fewer batches than the others, and Join ended all
-    of them
+data-uneven (mismatch, accuses named): a rank had fewer batches, and Join ended all of them
   # WHY mismatch: who says only the second one is another rank
   /Rank (?P<ranks>\d+) exhausted all inputs/
   /Detected at least one rank that exhausted inputs/
   why: model.join(throw_on_early_termination=True) raises on all ranks once one has no more batches
   fix: DistributedSampler(drop_last=True), or equal parts of an iterable dataset; or model.join()
     without that argument, which lets the others go on.
-  confirm: print(len(loader)) on each rank.
 
 [Storage and downloads]
 

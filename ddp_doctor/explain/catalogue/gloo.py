@@ -35,8 +35,7 @@ gloo-timeout (timeout): a collective of gloo did not finish in time
 
 gloo-barrier (timeout, accuses named): ranks did not reach a barrier in time
   /Ranks? (?P<ranks>\d+(?:, ?\d+)*) failed to pass monitoredBarrier in \d+ ms/
-  why: The named ranks did not reach the barrier: they crashed, hang, are slow, or took another
-    branch
+  why: The named ranks did not reach it: they crashed, hang, are slow, or took another branch
   fix: Read the end of their logs; py-spy dump them; the barrier must be reached by all ranks.
 
 gloo-connect (timeout): gloo could not connect all ranks
@@ -47,8 +46,7 @@ gloo-connect (timeout): gloo could not connect all ranks
   /connect \[[^\]]+\]: (?:Connection refused|No route to host|Connection timed out)/
   why: gloo announces the address of the host's own name. If /etc/hosts maps it to 127.0.1.1, or it
     belongs to another network, the others can't connect; or a rank ended
-  fix: GLOO_SOCKET_IFNAME=eth0 (the cluster's interface) on all nodes; one line for the node in
-    /etc/hosts with its real address.
+  fix: GLOO_SOCKET_IFNAME=eth0 (the cluster's) on all nodes; the node's real address in /etc/hosts.
   confirm: getent hosts $(hostname) gives an address that the other nodes can reach.
 
 gloo-interface (accuses nobody): gloo found no network interface that it can use
@@ -58,8 +56,7 @@ gloo-interface (accuses nobody): gloo found no network interface that it can use
   /[Uu]nable to resolve hostname to a \(local\) address/
   /makeDeviceFor(?:Hostname|Interface)\(\): unsupported gloo device/
   why: GLOO_SOCKET_IFNAME names an interface that this node lacks, or its host name has no address
-  fix: `ip -br addr` lists the interfaces; set GLOO_SOCKET_IFNAME, or unset it; add the host's name
-    to /etc/hosts.
+  fix: `ip -br addr` lists them; set or unset GLOO_SOCKET_IFNAME; the host's name in /etc/hosts.
 
 gloo-unsupported (accuses nobody): gloo can't do this operation or type
   /Invalid scalar type/
@@ -90,8 +87,7 @@ group-rank: a collective was given a rank that is not in its group
     (group_src= for the rank in the group).
   confirm: print(dist.get_process_group_ranks(group)).
 
-gloo-ddp-outlives-group (timeout): DDP was the last to hold the process group, and its end waits for
-    ever
+gloo-ddp-outlives-group (timeout): DDP was the last to hold the process group, and waits for ever
   /c10d::Reducer::~Reducer/
   why: The program has finished: the DDP model is freed after destroy_process_group(). Its
     destructor waits for a thread of gloo and keeps the GIL, which that thread needs in order to

@@ -160,8 +160,7 @@ gpu-arch: torch has no kernels for this GPU
   /CUDA error: invalid device function/
   /CUDA capability sm_\d+/
   why: This build of torch, or an extension, was not compiled for this architecture, new or old
-  fix: Install a newer torch (new GPU) or an older one (old GPU); build extensions with
-    TORCH_CUDA_ARCH_LIST of this GPU.
+  fix: A newer torch (new GPU) or an older one; extensions with TORCH_CUDA_ARCH_LIST of this GPU.
   confirm: torch.cuda.get_arch_list() against torch.cuda.get_device_capability().
 
 gpu-busy: the GPU is used by another process that does not share it

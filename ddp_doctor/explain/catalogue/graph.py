@@ -21,8 +21,7 @@ graph-unused (accuses speaker): parameters of the model got no gradient in the l
   accelerate:
     Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
   trainer: TrainingArguments(ddp_find_unused_parameters=True)
-  confirm: After loss.backward() print [n for n, p in model.named_parameters() if p.requires_grad
-    and p.grad is None].
+  confirm: After backward: [n for n, p in model.named_parameters() if p.grad is None].
 
 graph-static-changed: the graph changed although static_graph=True promises that it does not
   /This error indicates that your training graph has changed in this iteration/
@@ -83,23 +82,18 @@ graph-no-grad: the loss has no graph
 graph-nothing-to-train: DDP was given a module without a parameter to train
   /DistributedDataParallel is not needed when a module doesn't have any parameters? that/
   why: All parameters are frozen (requires_grad=False), or the module has none
-  fix: Wrap only the modules that are trained; freeze after deciding what is trained, and do not
-    wrap frozen teachers or encoders.
-  confirm: print(sum(p.requires_grad for p in model.parameters())).
+  fix: Wrap only the modules that are trained: no frozen teachers or encoders.
 
-graph-wrapped-attribute (accuses nobody): an attribute of the model was asked of the wrapper around
-    it
+graph-wrapped-attribute (accuses nobody): an attribute of the model was asked of its wrapper
   /'(?P<what>DistributedDataParallel|DataParallel|FullyShardedDataParallel)' object has no
     attribute/
   why: {what} has the model in its attribute module, and passes on its forward only
   fix: model.module.NAME, or keep the bare model beside the wrapped one.
   accelerate: accelerator.unwrap_model(model).NAME
-  confirm: type(model) in the line before.
 
 graph-no-answer (lost): another rank gave no answer when DDP compared the models
   /has inconsistent 0 params/
-  why: A count of 0 is no model: the exchange of the counts failed. That rank ended, or data does
-    not get from GPU to GPU
+  why: A count of 0 is no model: that rank ended, or data does not get from GPU to GPU
   fix: Read that rank's log first; else NCCL_DEBUG=INFO, and try NCCL_P2P_DISABLE=1.
   confirm: torchrun with an all_reduce of one number in place of the training.
 
@@ -138,7 +132,6 @@ graph-device-mixed: tensors of one operation are on different devices
     device=x.device for new tensors in forward.
   lightning: use self.device in the module and register_buffer
   accelerate: use accelerator.device, and accelerator.prepare the loader
-  confirm: Print the device of each argument in the line that the traceback names.
 
 graph-ddp-device: DDP was given devices that do not fit its module
   /DistributedDataParallel device_ids and output_device arguments only work with/
@@ -149,13 +142,11 @@ graph-ddp-device: DDP was given devices that do not fit its module
     process per GPU: device_ids has one element.
   lightning: no .to() or .cuda() of your own: Trainer(accelerator=..., devices=N) places the model
   accelerate: accelerator.prepare(model) places and wraps it; no DDP(...) of your own
-  confirm: print({p.device for p in model.parameters()}).
 
 graph-lazy: DDP was given parameters that are not initialized
   /Modules with uninitialized parameters can't be used with `DistributedDataParallel`/
   why: A lazy module (LazyLinear, LazyConv) gets its shape in its first forward
   fix: Run one forward on a sample batch before DDP(model), the same on all ranks.
-  confirm: Look for nn.Lazy in the model.
 
 graph-batchnorm-single: BatchNorm in training got one value per channel
   /Expected more than 1 value per channel when training, got input size/
@@ -202,7 +193,6 @@ fsdp-requires-grad: FSDP was given frozen and trained parameters in one unit
   lightning: FSDPStrategy(use_orig_params=True)
   accelerate: fsdp_use_orig_params: true in the config
   trainer: fsdp_config={"use_orig_params": True}; PEFT: peft.utils.other.fsdp_auto_wrap_policy
-  confirm: print({p.requires_grad for p in module.parameters()}) of each unit.
 
 fsdp-whole-weights: whole weights were copied into a sharded model
   /aten\.copy_\.default: got mixed torch\.Tensor and DTensor/

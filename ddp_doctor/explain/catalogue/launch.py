@@ -8,8 +8,7 @@ _TEXT = r"""
 launch-environment (accuses nobody): the variables of a launcher are missing
   /environment variable \w+ expected, but not set/
   /KeyError: '(?:LOCAL_RANK|RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|LOCAL_WORLD_SIZE)'/
-  why: The script was started with python, not with a launcher, or the launcher (srun, mpirun) sets
-    other names than torch reads
+  why: It was started by python, or by a launcher (srun, mpirun) with other names than torch's
   fix: torchrun --standalone --nproc_per_node=2 train.py. srun: RANK=$SLURM_PROCID
     LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS and MASTER_ADDR, MASTER_PORT.
   lightning: Trainer(devices=N, strategy="ddp") starts the ranks itself, from python
@@ -34,14 +33,12 @@ launch-client-timeout (timeout): the address of another process could not be rea
   /No route to host/
   /Network is unreachable/
   /errno: 113\b/
-  why: The first node did not start, its name resolves to another address, or a firewall drops the
-    packets; or rank 0 ended already
+  why: The first node did not start or has another address, a firewall, or rank 0 ended already
   fix: On the node: getent hosts NAME and nc -zv NAME PORT; use the address of the cluster's network
     (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME); open the port; read rank 0's log first.
   lightning: Trainer(num_nodes=NODES), started once per node with the same MASTER_ADDR and its own
     NODE_RANK, or by srun
-  accelerate: accelerate launch --main_process_ip HOST --main_process_port PORT --machine_rank I,
-    another I on each machine
+  accelerate: accelerate launch --main_process_ip HOST --main_process_port PORT --machine_rank I
   confirm: nc -zv HOST PORT from the node that prints it, while rank 0 waits.
   or_else: `Operation not permitted`: a sandbox or a container forbids sockets.
 
@@ -54,22 +51,19 @@ launch-ranks-missing (timeout): not all ranks joined the rendezvous
   fix: Look for the ranks without this message: their logs have the cause. Check --nnodes and
     --nproc_per_node on each node; Slurm: srun --ntasks (SLURM_NTASKS) is the world size.
   lightning: Trainer(num_nodes=NODES) on every node, devices equal everywhere
-  accelerate: --num_machines, --num_processes (of all machines together) and another --machine_rank
-    on each
+  accelerate: --num_machines, --num_processes (of all together), and on each its --machine_rank
   confirm: Count the processes: pgrep -fc train.py on each node.
 
 launch-ranks-too-many (timeout): more processes joined than there are ranks
   why: Two jobs, or a job and its restart, share a store; or each task of srun starts all ranks
   fix: Another port or --rdzv_id for each job; end what is left over; remove the file of a
     FileStore; srun: one task per node for torchrun or mp.spawn, one per GPU without them.
-  confirm: pgrep -fa python on each node.
 
 launch-rendezvous (timeout): torchrun's rendezvous failed
   /RendezvousTimeoutError/
   /Rendezvous(?:Connection|Closed|State)Error/
   /The connection to the C10d store has failed/
-  why: Fewer nodes than --nnodes came within the timeout, the endpoint is wrong, or another job with
-    the same --rdzv_id is over already
+  why: Fewer nodes than --nnodes came in time, a wrong endpoint, or the --rdzv_id of an ended job
   fix: The same --rdzv_endpoint HOST:PORT and a fresh --rdzv_id on all nodes; HOST is one of the
     nodes; its port is open; --rdzv_conf join_timeout=1200 for slow starts.
 
@@ -80,15 +74,13 @@ launch-name (accuses nobody): a host name can't be resolved
   /getaddrinfo failed/
   why: MASTER_ADDR or the endpoint is a name that this node's DNS or /etc/hosts does not have
   fix: Use the address, or a name that getent hosts finds on all nodes; Slurm:
-    MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1); Kubernetes: a headless
-    service.
+    MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1); a headless service.
 
 launch-no-group (accuses nobody): the process group was used before it was made
   /Default process group has not been initialized/
   why: DDP, DistributedSampler or a collective ran before init_process_group, or after
     destroy_process_group, or in a process without a group
-  fix: torch.distributed.init_process_group() first in main(); in code that runs in one process,
-    too: if dist.is_initialized().
+  fix: dist.init_process_group() first in main(); else, in one process: if dist.is_initialized().
   lightning: no torch.distributed call before fit(); in hooks self.trainer.strategy.barrier()
   accelerate: make the Accelerator() first
 
@@ -102,11 +94,18 @@ launch-group-twice (accuses nobody): the process group was made twice
   why: The program and a library (Lightning, Accelerate) both make it, or a notebook cell ran again
   fix: if not dist.is_initialized(): dist.init_process_group(...); with a library none of your own.
 
-launch-spawn-guard (accuses nobody): a process was started while its module was still being imported
+launch-spawn-guard (accuses nobody): a process was started while its module was being imported
   /An attempt has been made to start a new process before the\s*/
   /current process has finished its bootstrapping phase/
   why: spawn imports the script again in each process: code outside of functions runs there, too
   fix: if __name__ == '__main__': main() at the end of the script.
+
+launch-torch-version: the code is for another version of torch
+  /No module named 'torch\.(?:_six|utils\.ffi)'/
+  /cannot import name '\w+' from 'torch[.']/
+  why: What it imports was removed from torch, or came to it later
+  fix: The version of torch that the code's requirements name; or newer code.
+  confirm: python -c 'import torch; print(torch.__version__)' on the node of this rank.
 
 launch-import: a package is missing or does not fit
   /ModuleNotFoundError: No module named '[^']+'/
@@ -114,8 +113,7 @@ launch-import: a package is missing or does not fit
   /operator torchvision::nms does not exist/
   /undefined symbol: /
   /version `GLIBC\w*_[\d.]+' not found/
-  why: This node or this Python has other packages than the one where it worked, or a binary package
-    was built for another torch
+  why: This Python has other packages than where it worked, or one that was built for another torch
   fix: Same environment on all nodes; reinstall the package for this torch; torchrun of the same
     environment: python -m torch.distributed.run.
   confirm: python -c 'import NAME' on the node of this rank.
@@ -137,16 +135,14 @@ launch-local-rank-flag (accuses nobody): the script does not know the launcher's
   fix: Start with torchrun and read os.environ['LOCAL_RANK']; or parser.add_argument('--local-rank',
     '--local_rank', type=int).
 
-launch-arguments (generic, accuses nobody): the command line has an argument that the script does
-    not know
+launch-arguments (generic, accuses nobody): the script does not know an argument of its command
   /error: unrecognized arguments: /
   /error: (?:the following arguments are required: |argument \S+: (?:invalid|expected) )/
   /ValueError: Some specified arguments are not used by the HfArgumentParser/
   why: A flag is misspelled, or a flag of the launcher stands behind the script's name
   fix: Flags of torchrun come before the script's name, those of the script after it.
 
-launch-devices (accuses nobody): the launcher's number of processes is not the one that the program
-    was told
+launch-devices (accuses nobody): the number of processes is not what the program was told
   /You set `devices=[^`]+` in Lightning, but the number of tasks per node/
   /You set `num_nodes=[^`]+` in Lightning, but the number of nodes/
   /You set `--ntasks=\d+` in your SLURM bash script/

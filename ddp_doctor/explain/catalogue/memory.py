@@ -34,8 +34,7 @@ memory-gpu-others: other processes hold most of this GPU's memory
     CUDA_VISIBLE_DEVICES. If they are ranks of this job: torch.cuda.set_device(LOCAL_RANK).
   confirm: nvidia-smi --query-compute-apps=pid,used_memory --format=csv.
 
-memory-kernel-oom (killed): the kernel killed a process because the node or the container was out of
-    memory
+memory-kernel-oom (killed): the kernel killed a process: out of memory
   /[Oo]ut of memory: Kill(?:ed)? process (?P<pid>\d+)/
   /oom-kill:constraint=/
   /invoked oom-killer/
@@ -62,8 +61,7 @@ memory-pod-oom (killed): the container was killed for memory (OOMKilled)
   fix: Raise resources.limits.memory; an emptyDir of medium Memory (/dev/shm) counts, too. %HOST%
   confirm: kubectl describe pod: Last State: Terminated, Reason: OOMKilled, Exit Code: 137.
 
-memory-worker-killed (killed, accuses speaker): a DataLoader worker was killed, most likely for lack
-    of memory
+memory-worker-killed (killed, accuses speaker): a DataLoader worker was killed, likely for memory
   /DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: Killed/
   why: The kernel or the container ran out of memory and killed the worker with SIGKILL
   fix: %HOST%
@@ -132,8 +130,7 @@ killed-segfault (generic): a process crashed in native code (SIGSEGV, or a damag
   why: An extension (image or video decoding, HDF5, custom CUDA, another ABI) or a full stack
   fix: PYTHONFAULTHANDLER=1 shows the Python line; num_workers=0 shows whether it is the dataset;
     ulimit -s unlimited; reinstall the extension for this torch.
-  or_else: TORCH_DISTRIBUTED_DEBUG=DETAIL on gloo: torch 2.13 crashes on all ranks when DDP is made;
-    use INFO.
+  or_else: TORCH_DISTRIBUTED_DEBUG=DETAIL on gloo crashes torch 2.13 when DDP is made; use INFO.
 
 killed-bus (generic): a process got a bus error (SIGBUS)
   /Signal 7 \(SIGBUS\) received by PID (?P<pid>\d+)/

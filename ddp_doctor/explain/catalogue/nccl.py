@@ -10,7 +10,6 @@ nccl-timeout (timeout): a collective of NCCL did not finish in time
   /Watchdog caught collective operation timeout: WorkNCCL\(/
   /Work WorkNCCL\(.* timed out in blocking wait/
   /Timeout at NCCL work: \d+, last enqueued NCCL work/
-  /Some NCCL operations have failed or timed out/
   /Timeout at collective: \w+, #\d+/
   /Received a dump signal due to a collective timeout from +(?:this local )?rank/
   why: The ranks that print this wait; the cause is on a rank that did not reach the collective: it
@@ -27,8 +26,7 @@ nccl-timeout (timeout): a collective of NCCL did not finish in time
   or_else: All ranks time out at the very first collective: then it is the network or peer-to-peer
     access between GPUs (NCCL_DEBUG=INFO; try NCCL_P2P_DISABLE=1).
 
-collective-missing (timeout, accuses named): a rank did not reach a collective that the others wait
-    in
+collective-missing (timeout, accuses named): a rank did not reach a collective of the others
   /\[(?P<ranks>\d+(?:, ?\d+)*)\] finished collective #\d+.*but didn't join collective #\d+/
   /\[(?P<ranks>\d+(?:, ?\d+)*)\] didn't (?:join|enter) collective/
   /[Mm]issing ranks: \[?(?P<ranks>\d+(?:, ?\d+)*)/
@@ -52,8 +50,7 @@ collective-mismatch (mismatch): the ranks called different collectives
   fix: Take collectives out of conditions that differ between ranks; pad tensors to one length
     before all_gather (gather the lengths first); same order of calls everywhere.
   lightning: self.log(..., sync_dist=True) on all ranks or on none
-  accelerate: accelerator.pad_across_processes before accelerator.gather; gather_for_metrics for
-    evaluation
+  accelerate: accelerator.pad_across_processes before gather; gather_for_metrics for evaluation
   trainer: eval_accumulation_steps, and a compute_metrics that gives the same shape
   confirm: Run again on nccl with TORCH_DISTRIBUTED_DEBUG=DETAIL: it names operation and shape on
     both ranks before the hang (on gloo it crashes torch 2.13).
@@ -115,8 +112,7 @@ nccl-missing (accuses nobody): NCCL was asked for on a torch or a machine withou
 nccl-wrong-device-tensor: a tensor on the CPU was given to NCCL
   /No backend type associated with device type (?:cpu|cuda)/
   /Tensors must be CUDA and dense/
-  why: A process group of NCCL moves GPU tensors only (and one of gloo no others than CPU's in some
-    operations)
+  why: A group of NCCL moves GPU tensors only, and one of gloo in some operations only the CPU's
   fix: tensor.to(device) before the collective; or init_process_group('cpu:gloo,cuda:nccl') for
     both; for Python objects torch.cuda.set_device first.
   confirm: print(tensor.device) in the line that the traceback names.
@@ -157,21 +153,29 @@ nccl-ib-retry (hardware, accuses nobody): an InfiniBand or RoCE connection faile
   confirm: ib_write_bw between the two nodes over the named port; symbol errors in perfquery.
   or_else: If the peer's log ends with a crash, the crash is the cause, not the link.
 
+nccl-ib-gpu-memory: InfiniBand could not register GPU memory
+  /Call to ibv_reg_(?:dmabuf_)?mr\w* failed with error (?:Bad address|Invalid arg)/
+  why: GPUDirect RDMA does not work: nvidia_peermem is not loaded, or the driver has no dma-buf
+  fix: modprobe nvidia_peermem on each node, a driver that fits the kernel; NCCL_NET_GDR_LEVEL=LOC
+    sends by way of the host's memory.
+  confirm: lsmod | grep peermem on that node.
+
 nccl-ib-memory: InfiniBand could not lock memory
-  /Call to ibv_(?:reg_mr|reg_mr_iova2|create_qp|create_cq|alloc_pd)\w* failed/
+  /Call to ibv_(?:reg_mr|create_qp|create_cq|alloc_pd)\w* failed(?! with error (?!Cannot))/
   why: The limit of locked memory is too low (ulimit -l), in a container or under Slurm
   fix: docker run --ulimit memlock=-1 --ulimit stack=67108864; Kubernetes: capability IPC_LOCK;
-    Slurm: LimitMEMLOCK=infinity for slurmd and PropagateResourceLimitsExcept=MEMLOCK. As a
-    workaround: NCCL_IB_DISABLE=1.
+    Slurm: LimitMEMLOCK=infinity for slurmd, PropagateResourceLimitsExcept=MEMLOCK.
 
 nccl-interface: NCCL found no network interface that it can use
   /Bootstrap : no socket interface found/
   /NET/Socket : no (?:usable )?interface/
   /NCCL_SOCKET_IFNAME (?:set by|does not match).*/
   /unable to find (?:any )?(?:suitable|matching) (?:network|interface)/
-  why: NCCL_SOCKET_IFNAME names an interface that this node does not have, or only loopback is up
+  /Failed to initialize any NET plugin/
+  why: NCCL_SOCKET_IFNAME names an interface that this node does not have, NCCL_NET or
+    NCCL_NET_PLUGIN a plugin, or only loopback is up
   fix: `ip -br addr` on each node; NCCL_SOCKET_IFNAME=eth0 (or ^docker,lo), the same for
-    GLOO_SOCKET_IFNAME; or unset both.
+    GLOO_SOCKET_IFNAME; or unset them.
   confirm: NCCL_DEBUG=INFO prints the interface that it uses.
 
 nccl-connect (lost): NCCL could not connect to another rank
@@ -179,10 +183,11 @@ nccl-connect (lost): NCCL could not connect to another rank
   /Call to connect returned (?:Connection refused|No route to host|Connection timed out)/
   /socketPollConnect: .*(?:timeout|timed out|No route|exceeded)/
   /connect to [\d.]+<\d+> returned/
+  /Unresponsive receiver \(reachable by EFA device but handshake failed\)/
   why: The address that the other rank announced can't be reached: a firewall between the nodes, an
     interface of docker or of another network, or the other rank ended
   fix: NCCL_SOCKET_IFNAME=the interface of the cluster's network; open all ports between the nodes;
-    containers: --network=host.
+    containers: --network=host; EFA: a security group that lets all traffic to itself in and out.
   confirm: nc -zv PEER PORT from this node; the peer's address is not of docker0.
 
 [NCCL: general words and set-up]
@@ -242,6 +247,7 @@ nccl-p2p (accuses nobody): direct access between GPUs does not work on this mach
 
 nccl-nvml (hardware): the NVIDIA driver can't be asked about its GPUs
   /nvml(?:Init|DeviceGet)\w*\(?\)? failed/
+  /undefined symbol: nvml\w+/
   /Failed to initialize NVML: /
   why: The driver was updated without a reboot, or the container lost its GPUs (systemd reload)
   fix: Reboot the node, or reload the driver's modules. Container: start it again; docker: --device

@@ -17,20 +17,17 @@ windows-dll: Windows could not load a DLL of torch or CUDA into a process
     Visual C++ runtime is missing, or another CUDA or OpenMP comes first in PATH
   fix: 1455: fewer num_workers, a larger paging file. Else the current Visual C++ Redistributable.
 
-windows-hostname (accuses nobody): gloo on Windows or Docker Desktop took an address that can't be
-    reached
+windows-hostname (accuses nobody): gloo on Windows took an address that can't be reached
   /kubernetes\.docker\.internal/
   /\[WinError 10049\]/
   /The requested address is not valid in its context/
   why: The host's name resolves to an entry that Docker Desktop wrote to the hosts file
   fix: MASTER_ADDR=127.0.0.1; remove the entry from the hosts file; set GLOO_SOCKET_IFNAME.
-  confirm: ping HOSTNAME gives 127.0.0.1.
 
 openmp-twice: two OpenMP runtimes were loaded
   /OMP: Error #15: Initializing lib\w+/
   why: numpy or another package brings a second libiomp5 or libomp
   fix: Install all from one channel (pip or conda); KMP_DUPLICATE_LIB_OK=TRUE as a workaround.
-  confirm: conda list | grep -iE 'omp|mkl'.
 
 openmp-threads: the process could not start a thread
   /libgomp: Thread creation failed: /
@@ -39,8 +36,7 @@ openmp-threads: the process could not start a thread
   /pthread_create failed/
   /(?:fork|clone|[Tt]hread\w*|BlockingIOError)\b(?!.*Accept failed).*Resource temporarily
     unavailable/
-  why: The limit of processes (ulimit -u, pids of the container) is reached: ranks x workers x
-    OpenMP threads
+  why: Ranks x workers x OpenMP threads reached the limit (ulimit -u, pids of the container)
   fix: OMP_NUM_THREADS=1; fewer workers; ulimit -u; --pids-limit of the container.
   confirm: cat /sys/fs/cgroup/pids.max; ps -eLf | wc -l.
 
@@ -59,7 +55,6 @@ tracker-login: a tracking service refuses this job, or can't be reached
   fix: WANDB_MODE=offline or wandb login; start trackers on rank 0 only.
   lightning: WandbLogger logs on rank 0 by itself
   trainer: report_to='none'
-  confirm: wandb login --verify on the node.
 """
 
 FAMILIES = read_families(_TEXT)

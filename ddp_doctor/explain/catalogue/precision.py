@@ -8,10 +8,8 @@ _TEXT = r"""
 amp-unscale-twice: gradients were unscaled twice in one step
   /unscale_\(\) has already been called on this optimizer since the last update/
   /unscale_\(\) is being called after step/
-  why: scaler.unscale_(optimizer) ran twice before scaler.update(), often because clipping runs in
-    each micro-step of accumulation
-  fix: Per optimizer step once: scaler.unscale_(opt); clip_grad_norm_; scaler.step(opt);
-    scaler.update().
+  why: scaler.unscale_(optimizer) ran twice before scaler.update(): clipping in each micro-step
+  fix: Once per step: scaler.unscale_(opt); clip_grad_norm_; scaler.step(opt); scaler.update().
   lightning: Trainer(gradient_clip_val=1.0) instead of a clipping of your own
   accelerate: accelerator.clip_grad_norm_ only if accelerator.sync_gradients
   trainer: TrainingArguments(max_grad_norm=1.0) instead of a clipping of your own

@@ -24,7 +24,6 @@ stop-preempted (killed): the scheduler took the node back (preemption)
   fix: Handle SIGTERM: save, exit 0; sbatch --requeue; restartPolicy: OnFailure.
   lightning: SLURMEnvironment(auto_requeue=True)
   trainer: save_steps, then train(resume_from_checkpoint=True)
-  confirm: sacct -j JOB --format=State says PREEMPTED.
 
 stop-node-failed (hardware, accuses nobody): a node of the job failed
   /CANCELLED AT \S+ DUE TO NODE FAILURE/
@@ -55,10 +54,8 @@ stop-evicted (killed): Kubernetes evicted the pod
 stop-sighup (killed): the terminal was closed (SIGHUP)
   /got signal: 1\b/
   /[Rr]eceived (?:(?:Signals\.)?SIGHUP|1 death signal)/
-  why: The ssh session or terminal that torchrun was started in ended; nohup does not help, because
-    torchrun handles SIGHUP itself
+  why: torchrun's ssh session or terminal ended; nohup does not help, since it handles SIGHUP itself
   fix: Start it in tmux or screen, or with setsid, or as a job of a scheduler.
-  confirm: It ended when the connection did: last, journalctl -u ssh.
 
 stop-sigterm (teardown): it was told to stop (SIGTERM)
   /got signal: 15\b/
@@ -87,8 +84,7 @@ stop-aborted (teardown, generic, accuses speaker): a process aborted (SIGABRT)
   /Fatal Python error: Aborted/
   /terminate called (?:after throwing an instance of '[^']+'|without an active)/
   /Aborted +\(core dumped\)/
-  why: C++ code ended the process: NCCL's watchdog after a timeout, or an exception that nothing
-    caught. Its message stands before
+  why: C++ code ended it: NCCL's watchdog after a timeout, or an exception that nothing caught
   fix: Read what stands before it on the same rank: what() has the reason.
 
 launch-slurm-step (accuses nobody): Slurm or mpirun could not start the processes
