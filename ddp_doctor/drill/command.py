@@ -53,13 +53,8 @@ def run_drill(
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the finally is reached
         try:
             reference = observe_undisturbed(plan, program, report)
-            print(
-                *summary(report),
-                line_of(dict(zip(COLUMNS, COLUMNS, strict=True))),
-                sep="\n",
-                file=shown,
-                flush=True,
-            )
+            header = line_of(dict(zip(COLUMNS, COLUMNS, strict=True)))
+            print(*summary(report), header, sep="\n", file=shown, flush=True)
             for name, fault in [(f"{f}-{n}", f) for n in range(plan.repeats) for f in faults]:
                 words, drill = again, Drill(Case(plan, name, fault), reference)
                 if fault in OTHER_RANKS:

@@ -5,6 +5,7 @@ a kill loses none. Errors stay in here, but for those of the fault, and for thos
 a signal raised while a hook ran: torch's does, when a DataLoader worker has died.
 """
 
+import contextlib
 import ctypes
 import functools
 import json
@@ -251,9 +252,10 @@ class Drilled:
                 self._refuse_outside(args[0])
 
     def _note_read(self, name: Foreign) -> None:
-        path = os.path.abspath(os.fsdecode(name))
-        if path.endswith(CHECKPOINTS) and path.startswith(self.roots):
-            self.emit("read", path=path)
+        """Tell that the file that was cut is read, also by a link or without a known suffix."""
+        with contextlib.suppress(OSError):
+            if self.plan["torn"] and os.path.samefile(name, self.plan["torn"]):
+                self.emit("read")
 
     def _refuse_outside(self, name: Foreign) -> None:
         """Refuse a write: nothing of the user's changes, and no run sees files of another one."""

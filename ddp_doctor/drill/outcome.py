@@ -69,7 +69,6 @@ class Drill:
         self.facts: Facts = {"fault": case.fault, "verdict": "not applicable", "lost": self.lost}
         self.facts |= {"not_measured": self.unknown, "notes": self.notes}
         self.fault: Facts = {}
-        self.torn = ""
 
     def run(self, command: Sequence[str], again: Sequence[str]) -> Facts:
         """Start the command, and once more if it did not come to its end."""
@@ -118,7 +117,7 @@ class Drill:
         if self.reference.can_judge_files:
             facts["files_whole"] = sum(whole is True for _, whole in found)
             facts["files_broken"] = len(broken)
-        told = "cut by the drill" if self.torn else "broken"
+        told = "cut by the drill" if self.case.torn else "broken"
         self.notes += [f"{told}: {', '.join(broken)}"] if broken else []
 
     def _judge_steps(self, parts: Sequence[Part], went_on: bool, is_again: bool) -> None:
@@ -171,10 +170,9 @@ class Drill:
             sizes = [path.stat().st_size for path, _ in files_of(case)]
             if CUT_BYTES not in sizes and not self.facts["files_broken"]:
                 self.unknown.append("whether a write was cut")
-        reads = [r["path"] for p in case.processes() if p.start for r in p.all("read")]
-        if self.torn and self.torn not in reads:
+        if case.torn and not any(p.all("read") for p in case.processes()):
             self.unknown.append("the cut file was never read")
-        lines = case.log(len(case.starts) - 1 if self.torn else 0).splitlines()
+        lines = case.log(len(case.starts) - 1 if case.torn else 0).splitlines()
         text = "\n".join(line for line in lines if line not in self.reference.lines)
         named = rf"\b(local_)?rank[ :=]*{rank}\b|\[rank{rank}\]|\bprocess {rank}\b"
         found = ["rank"] if case.fault not in NO_CULPRIT and re.search(named, text, re.I) else []
@@ -190,9 +188,9 @@ class Drill:
             beside = [f for f in found if f[2].parent == newest[2].parent]
             largest = max((f for f in beside if f[0] > newest[0] - WITHIN_S), key=lambda f: f[1])
             # otherwise it may be an earlier checkpoint in the same folder
-            _, size, path, self.torn = largest if largest[1] > LARGER * newest[1] else newest
+            _, size, path, self.case.torn = largest if largest[1] > LARGER * newest[1] else newest
             os.truncate(path, size // 2)
-        return self.torn
+        return self.case.torn
 
 
 def has_failed(case: Case, number: int) -> bool:

@@ -81,6 +81,8 @@ class Case:
     fault: str = ""
     starts: list[Facts] = field(default_factory=list)
     made_at: float = field(default_factory=time.time)
+    torn: str = ""
+    """The file that the drill has cut."""
 
     def __post_init__(self) -> None:
         for name in ("tmp", *(f"upper{number}" for number in range(len(self.plan.folders)))):
@@ -184,7 +186,7 @@ class Case:
         rank = plan.saver if self.fault in ("full-disk", "kill-in-save") else plan.rank
         order = {"fault": self.fault, "rank": rank, "step": plan.step, "point": plan.point}
         order |= {"records": f"{self.home}/records{len(self.starts)}", "mark": f"{self.home}/fired"}
-        order |= {"folders": [*self.folders, str(self.home)]}
+        order |= {"folders": [*self.folders, str(self.home)], "torn": self.torn}
         return {k: v for k, v in env.items() if not k.startswith(_OF_LAUNCHERS)} | {
             "HARDENED_DDP_DRILL": json.dumps(order),
             "PYTHONPATH": os.pathsep.join(filter(None, [str(INJECTED), env.get("PYTHONPATH")])),

@@ -17,7 +17,7 @@ from ddp_doctor.drill.injected import Drilled, _broken, _digest
 def drilled(folder: Path, **plan: Any) -> Drilled:
     (folder / "records").mkdir(parents=True)
     order = {"records": f"{folder}/records", "mark": f"{folder}/fired", "rank": 1, "step": 3}
-    order |= {"fault": "", "point": "forward", "folders": [f"{folder}/own"]} | plan
+    order |= {"fault": "", "point": "forward", "folders": [f"{folder}/own"], "torn": ""} | plan
     made = Drilled(order)
     made.rank = 1
     return made
@@ -159,6 +159,19 @@ def test_writes_outside_also_through_links_are_refused_and_descriptors_not(tmp_p
         with pytest.raises(PermissionError, match="outside"):
             made.hear(event, args)
     assert {r["path"] for r in told(tmp_path, "outside")} == {f"{tmp_path}/a", f"{tmp_path}/b"}
+
+
+def test_the_file_that_was_cut_is_read_by_any_of_its_names(tmp_path: Path) -> None:
+    made = drilled(tmp_path, torn=str(tmp_path / "epoch-3"))
+    (tmp_path / "epoch-3").write_bytes(b"half")
+    (tmp_path / "latest.pt").symlink_to("epoch-3")
+    os.link(tmp_path / "epoch-3", tmp_path / "best.pt")
+    for name in ("none.pt", "records", ""):
+        made.hear("open", (f"{tmp_path}/{name}", "rb", 0))
+    assert told(tmp_path, "read") == []
+    for number, name in enumerate(("epoch-3", "latest.pt", "best.pt"), start=1):
+        made.hear("open", (str(tmp_path / name).encode(), "rb", 0))
+        assert len(told(tmp_path, "read")) == number, name
 
 
 def test_a_fault_comes_once_in_its_step_on_its_rank(tmp_path: Path) -> None:

@@ -144,11 +144,10 @@ def test_a_fault_that_did_not_come_or_missed_the_output_says_nothing(tmp_path: P
 def test_a_cut_checkpoint_that_nobody_read_proves_nothing(is_read: bool, tmp_path: Path) -> None:
     plan = Plan([str(tmp_path)], tmp_path / "work", {}, hang_after_s=1, rank=1, step=3)
     case = Played(plan, "case", "cut-checkpoint")
-    seen = str(tmp_path / "last.pt")
     with zipfile.ZipFile(case.home / "upper0/last.pt", "w") as archive:
         archive.writestr("data/0", os.urandom(5000))
     os.utime(case.home / "upper0/last.pt", (case.made_at + 1, case.made_at + 1))
-    read = [{"k": "read", "path": seen}] * is_read
+    read = [{"k": "read"}] * is_read
     case.scripts = [
         ({"status": -9}, finished(KILLED[1]), ""),
         ({"status": 0}, finished([*read, *WHOLE]), "skipped: last.pt is truncated"),
