@@ -65,11 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def own_command(name: str, *arguments: str | Path) -> str:
     """Type a command: of this program by its name, else of the trainer."""
-    words = (
-        shlex.split(name)
-        if arguments[:1] in (("explain",), ("audit",))
-        else ["python", "ddp_training.py"]
-    )
+    is_own = arguments[:1] in (("explain",), ("audit",))
+    words = shlex.split(name) if is_own else ["python", "ddp_training.py"]
     return shlex.join([*words, *map(str, arguments)])
 
 

@@ -93,8 +93,8 @@ def read_faults(
 ) -> tuple[list[str], list[str]]:
     """Give the faults, and the command of the next start. Raises UsageError."""
     faults = [word.strip() for word in (options["faults"] or ",".join(FAULTS)).split(",")]
-    problems = [f"--faults: no fault is called {f!r}" for f in faults if f not in FAULTS]
-    problems += [f"known: {', '.join(FAULTS)}"] if problems else []
+    unknown = [fault for fault in faults if fault not in FAULTS]
+    problems = [f"--faults: found {unknown}, known: {', '.join(FAULTS)}"] if unknown else []
     try:
         again = shlex.split(options["again"]) or list(program)
     except ValueError as error:
@@ -211,9 +211,8 @@ def check_observed(
         # WHY: what torchrun says after it hides what the ranks said
         ends = [i for i, line in enumerate(lines, 1) if "] failed (exitcode" in line]
         tail = lines[: ends[0] if ends else None][-SHOWN_LINES:]
-        told = f"undisturbed, it ended with status {start['status']}"
-        told = f"undisturbed, it was ended: {start['why']}" if start["why"] else told
-        told = "\n  ".join([f"{told}; the end of its log:", *tail])
+        how = start["why"] or f"status {start['status']}"
+        told = "\n  ".join([f"undisturbed: {how}; the end of its log:", *tail])
     elif len(ranks) < 2 or len(ranks) < ranks[0].world:
         told = f"no DDP program, or not to be observed: {len(ranks)} ranks made steps of an "
         told += "optimizer of torch"

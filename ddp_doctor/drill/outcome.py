@@ -38,6 +38,7 @@ NO_CULPRIT = ("term", "cut-checkpoint")
 NEEDS = {"dead-worker": "no DataLoader worker was busy", "cut-checkpoint": "no checkpoint file"}
 NEEDS |= dict.fromkeys(OF_OUTPUT, "no forward of DDP was seen")
 NEEDS |= dict.fromkeys(SAVE_FAULTS, "nothing was saved from there on")
+OTHER_HEADER = (AttributeError, TypeError)  # it is JSON, and of another form
 WITHIN_S, LARGER = 2.0, 1.2
 """Files of one checkpoint are written within so long; the one to cut is so much larger."""
 
@@ -88,6 +89,11 @@ class Drill:
         if is_again and ((second := case.start(again))["why"] or has_failed(case, 1)):
             how = second["why"] or f"status {second['status']}"
             (self.unknown if how == SLOW else self.lost).append(f"the next start: {how}")
+        if refused := [r["path"] for p in case.processes() for r in p.all("outside")]:
+            self.lost.clear()  # WHY: that may be what was to save its work
+            self.unknown.append(f"all: it was refused to write {refused[0]}: give --also FOLDER")
+            facts["verdict"] = "not measured"
+            return facts
         parts = parts_of(case, total)
         if made == total and len(parts) > 1 and parts[-1].how == "no step" and not self.lost:
             parts, is_again = parts[:-1], False  # all was done before, as that start found
@@ -97,8 +103,8 @@ class Drill:
         self._judge_result(parts, story.uses_of(case, parts) if is_whole_run else {})
         self._judge_log()
         self.unknown += [r["what"] for p in case.processes() for r in p.all("missed")]
-        verdict = "not measured" if self.unknown else "nothing lost"
-        facts["verdict"] = "lost" if self.lost else verdict
+        facts["verdict"] = "not measured" if self.unknown else "nothing lost"
+        facts["verdict"] = "lost" if self.lost else facts["verdict"]
         return facts
 
     def _judge_end(self, first: Facts) -> None:
@@ -229,8 +235,6 @@ def is_whole(path: Path) -> bool | None:
                 parts = json.loads(file.read(length))
                 ends = [v["data_offsets"][1] for k, v in parts.items() if k != "__metadata__"]
                 return file.tell() + max(ends, default=0) == size
-        except (zipfile.BadZipFile, LookupError, ValueError, OSError, EOFError):
-            return False
-        except (AttributeError, TypeError):  # its header is JSON, and of another form
+        except (zipfile.BadZipFile, LookupError, ValueError, OSError, EOFError, *OTHER_HEADER):
             return False
     return None if head else False
