@@ -100,9 +100,9 @@ class Drilled:
         if optimizer not in self._optimizers:
             self._optimizers[optimizer] = self._num_optimizers
             self._num_optimizers += 1
-            self.emit("first", o=self._optimizers[optimizer], w=_digest(parameters))
         states = [sorted(optimizer.state.get(p, {}).items(), key=str) for p in parameters]
         self._before = {
+            "the weights": _digest(parameters),
             "the optimizer's state": _digest([v for state in states for _, v in state]),
             "the learning rate": [float(group.get("lr", 0)) for group in optimizer.param_groups],
             "the random numbers": zlib.crc32(bytes(torch.get_rng_state().tolist())),

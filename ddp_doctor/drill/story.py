@@ -28,12 +28,15 @@ class Part:
 
 
 def marks_of(process: Process, base: int) -> list[tuple[int, str, int]]:
-    """Give optimizer, weights, and after how many steps of the whole run it had them."""
-    now = {record["o"]: record["w"] for record in process.all("first")}
-    found = []
+    """Give optimizer, weights, and after how many steps of the whole run it had them.
+
+    A program may change them between two steps, as one that clamps them does.
+    """
+    found, now = [], dict[int, str]()
     for record in process.all("update"):
-        found.append((record["o"], now[record["o"]], base + record["n"] - 1))
-        now[record["o"]] = record["w"]
+        number, before = record["o"], record["before"]["the weights"]
+        found += [(number, w, base + record["n"] - 1) for w in {now.get(number, before), before}]
+        now[number] = record["w"]
     end = base + len(process.all("update"))
     return found + [(number, weights, end) for number, weights in now.items()]
 
@@ -47,10 +50,10 @@ def parts_of(case: Case, total: int) -> list[Part]:
     parts: list[Part] = []
     known: list[tuple[int, str, int]] = []
     for process in [p for p in case.processes() if p.rank == 0]:
-        first, made = next(iter(process.all("first")), None), len(process.all("update"))
+        first, made = next(iter(process.all("update")), None), len(process.all("update"))
         part = Part(process)
         if parts:
-            begun = None if first is None else (first["o"], first["w"])
+            begun = None if first is None else (first["o"], first["before"]["the weights"])
             places = sorted(place for *mark, place in known if tuple(mark) == begun)
             # a step with learning rate 0 changes nothing: then there are two places
             fitting = [place for place in places if place + made == total]

@@ -35,8 +35,10 @@ class Played(Case):
 
 
 def finished(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    more = {"finite": True, "before": BEFORE}
-    return [more | record if record["k"] == "update" else record for record in records]
+    def more(record: dict[str, Any]) -> dict[str, Any]:
+        return {"finite": True} | record | {"before": BEFORE | record["before"]}
+
+    return [more(record) if record["k"] == "update" else record for record in records]
 
 
 def reference_of(folder: Path) -> Reference:
@@ -94,9 +96,8 @@ def test_nothing_is_lost_where_all_was_done_by_either_start(status: int, tmp_pat
 
 def test_samples_used_twice_or_never_are_counted_from_the_step_that_differs(tmp_path: Path) -> None:
     other = life("c", "x", uses={1: [1]})
-    other[-1] |= {"before": BEFORE | {"the random numbers": 2}}
-    more = {"finite": True}
-    facts = drilled(tmp_path, KILLED, ({"status": 0}, [other[0], other[1], other[2] | more], ""))
+    other[-1]["before"] |= {"the random numbers": 2}
+    facts = drilled(tmp_path, KILLED, ({"status": 0}, other, ""))
     assert (facts["samples_twice"], facts["samples_never"]) == (1, 1)
     assert facts["weights"] == "differ"
     assert "step 3 is the first that differs" in facts["notes"][0]
@@ -138,6 +139,14 @@ def test_a_fault_that_did_not_come_or_missed_the_output_says_nothing(tmp_path: P
     facts = drilled(tmp_path / "3", ({"status": 0}, [*WHOLE, FIRED, missed], ""), fault="nan")
     assert facts["not_measured"] == ["no tensor that is known"]
     assert facts["verdict"] == "not measured"
+
+
+def test_a_program_that_was_refused_to_save_in_its_need_is_not_accused(tmp_path: Path) -> None:
+    refused = {"k": "outside", "path": "/scratch/emergency.pt"}
+    killed = (*KILLED[:1], [*KILLED[1], refused], "drill: /scratch/emergency.pt is outside")
+    facts = drilled(tmp_path, killed, ({"status": 1}, [], ""), fault="term")
+    assert (facts["verdict"], facts["lost"], facts.get("steps_lost")) == ("not measured", [], None)
+    assert "/scratch/emergency.pt" in facts["not_measured"][0]
 
 
 @pytest.mark.parametrize("is_read", [True, False])

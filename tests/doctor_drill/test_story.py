@@ -45,10 +45,11 @@ def write_records(case: Case, rank: int, records: list[dict[str, Any]], *, world
 
 def life(*weights: str, uses: dict[int, list[int]] | None = None) -> list[dict[str, Any]]:
     """Give the records of a process that went through these weights."""
-    records: list[dict[str, Any]] = [{"k": "first", "o": 0, "w": weights[0]}]
+    records: list[dict[str, Any]] = []
     for number, weight in enumerate(weights[1:], start=1):
         records += [{"k": "use", "n": number, "names": (uses or {}).get(number, [number])}]
-        records += [{"k": "update", "n": number, "o": 0, "w": weight}]
+        before = {"the weights": weights[number - 1]}
+        records += [{"k": "update", "n": number, "o": 0, "w": weight, "before": before}]
     return records
 
 
@@ -73,6 +74,13 @@ def test_a_start_on_one_rank_without_a_process_group_goes_on_where_it_began(tmp_
 def test_of_two_steps_with_the_same_weights_the_number_of_steps_decides(tmp_path: Path) -> None:
     warm_up = life("a", "a", "a", "b")  # learning rate 0
     assert where(case_of(tmp_path, {0: warm_up}, {0: life("a", "a", "b", "c")}), 4)[1][0] == 1
+
+
+def test_weights_that_are_changed_between_two_steps_are_known(tmp_path: Path) -> None:
+    clamped = life("a", "b", "c", "d")
+    clamped[-1]["before"] = {"the weights": "c within limits"}
+    found = where(case_of(tmp_path, {0: clamped}, {0: life("c within limits", "x")}), 9)
+    assert found[1] == (2, "weights")
 
 
 def test_weights_that_were_never_seen_are_told_as_such(tmp_path: Path) -> None:
