@@ -32,7 +32,8 @@ _ERROR_LINE = re.compile(
     r"|^[\w.]+ (?:ERROR|CRITICAL|FATAL)\b"
     r"|^(?:srun|slurmstepd|sbatch|mpirun|docker|\w+\.py): (?:fatal|error)"
     r"|\bKilling subprocess \d|\bExecuteUserScriptError:|Reporting training FAILURE"
-    r"|Failed - Training job failed"
+    r"|Failed - Training job failed|UnexpectedAdmissionError|FailedMount"
+    r"|= +BAD TERMINATION"
 )
 _RETRIED = re.compile(r"\b[Rr]etry(?:ing)?\b(?! count)|^.{,200}\bWARNING\b")
 """What a program says when it goes on; far behind, torch's advice has this word, too."""

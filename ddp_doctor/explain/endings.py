@@ -53,6 +53,9 @@ _GPU_SIZES = (
 _ENOUGH_NAN = 3
 
 _LAST_LINES = 3
+_IS_OVER = re.compile(r"(?i)\bwarn|100%|\b(?:done|took|completed|success\w*)\b|ed in \d")
+"""What was done before the wait, and not during it."""
+
 _ACTIVITIES = {
     "prepares its data": r"\b(?:Map|Filter|Grouping texts|Generating \w+ split)\b.*:.*\d+[ %]"
     r"|[Tt]okeni[sz]ing|[Pp]re-?processing",
@@ -130,6 +133,8 @@ def activity_before(text: str) -> tuple[str, str]:
     """Say what the program did before its ranks waited in vain, and quote its line; or nothing."""
     lines = [line.rpartition("\r")[2].strip() for line in text.splitlines() if line.strip()]
     for line in reversed(lines[-_LAST_LINES:]):
+        if _IS_OVER.search(line):
+            continue
         for what, phrase in _ACTIVITIES.items():
             if re.search(phrase, line):
                 return what, line

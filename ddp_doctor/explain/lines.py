@@ -103,6 +103,9 @@ class Habits:
     ranks: frozenset[int] = frozenset()
     """Those that wrote some of its lines."""
 
+    indent: int = 0
+    """Blanks before each line: it was pasted from somewhere."""
+
 
 def habits_of(sample: str) -> Habits:
     """Look at a part of a file."""
@@ -110,7 +113,9 @@ def habits_of(sample: str) -> Habits:
     need = max(2, _ENOUGH * len(lines))
     num_labels, num_hosts = (sum(map(bool, map(p.match, lines))) for p in (_LABEL, _NAMED_HOST))
     ranks = frozenset(map(int, _SPEAKER.findall(sample)))
-    return Habits(has_labels=num_labels >= need, has_hosts=num_hosts >= need, ranks=ranks)
+    indent = min((len(line) - len(line.lstrip(" ")) for line in lines), default=0)
+    labels, hosts = num_labels >= need, num_hosts >= need
+    return Habits(has_labels=labels, has_hosts=hosts, ranks=ranks, indent=indent)
 
 
 def clean(text: str) -> str:
@@ -123,6 +128,7 @@ def clean(text: str) -> str:
 def parse_line(raw: str, *, file: str, number: int, habits: Habits) -> Line:
     """Take the prefixes off a line and keep what they say."""
     text = clean(raw).rstrip()
+    text = text[habits.indent :] if text[: habits.indent].isspace() else text
     line = Line(file=file, number=number, text=text, raw=text.strip())
     for _ in range(_MAX_PREFIXES):
         rest = _peel(line, habits)

@@ -273,20 +273,17 @@ def _root(events: Sequence[Event], evidence: Evidence) -> Event | None:
 
 
 def _without_reworded(events: Sequence[Event]) -> list[Event]:
-    """Drop what led to an exception that has an entry, if itself has none, as a queue's Empty.
+    """Drop what no entry knows, as a queue's Empty, if what was raised because of it has one.
 
     And what a library looked up in vain, as in its cache, before it failed otherwise.
     """
     reworded = set()
     for event in events:
         before = event.chained
-        if before is None or before.raised is None or event.cause is None:
-            continue
-        was_lookup = before.cause is None or (
-            before.cause.is_of_type and before.raised.catcher == 2 and event.tier <= before.tier
-        )
-        if was_lookup and not event.cause.is_of_type:
-            reworded.add(id(before))
+        if before is not None and event.cause is not None and not event.cause.is_of_type:
+            was_lookup = before.raised is not None and before.raised.catcher == 2
+            if before.cause is None or (before.cause.is_of_type and was_lookup):
+                reworded.add(id(before))
     return [event for event in events if id(event) not in reworded]
 
 

@@ -73,7 +73,7 @@ checkpoint-many-writers: several ranks wrote the same file or folder
   or_else: It is left over from an earlier run: then it is there before the start, too.
 
 checkpoint-disk-full: the disk is full, or the quota is used up
-  /No space left on device(?!\. +joblib)/
+  /^(?!.*file <.*torch_).*No space left on device(?!\. +joblib)/
   /Disk quota exceeded/
   why: Nothing more can be written there
   fix: df -h, df -i and quota -s; keep fewer checkpoints; TMPDIR and HF_HOME on a larger disk.
@@ -94,7 +94,6 @@ checkpoint-permission: a path can't be written or read
   /Parent directory \S+ does not exist/
   why: Rights, a read-only mount, or a folder that is missing on this node
   fix: ls -ld of the folder as the job's user on that node; mkdir -p; another path.
-  confirm: touch PATH/x on that node.
 
 checkpoint-optimizer: the optimizer's state does not fit its parameters
   /loaded state dict contains a parameter group that doesn't match the size/
@@ -118,7 +117,6 @@ checkpoint-sharded (accuses named): a distributed checkpoint is incomplete or of
   fix: All ranks write to one shared folder; load with the same model and sharding. Whole weights:
     torch.distributed.checkpoint.format_utils; DeepSpeed: zero_to_fp32.py, ds_to_universal.py for
     another number of ranks, stage3_gather_16bit_weights_on_model_save.
-  confirm: ls of the folder on all nodes: .metadata and one file per rank.
 """
 
 FAMILIES = read_families(_TEXT)

@@ -26,7 +26,6 @@ data-open-files: too many open files
   /Please increase the limit using `ulimit -n`/
   why: Each batch under way from a worker is an open file, and each that a dataset keeps open
   fix: ulimit -n 65536; torch.multiprocessing.set_sharing_strategy('file_system'); close files.
-  confirm: ls /proc/PID/fd | wc -l against ulimit -n.
 
 data-pickle: an object can't be pickled
   /Can't (?:pickle (?:<|local )|get (?:local )?(?:object|attribute))/
@@ -36,7 +35,6 @@ data-pickle: an object can't be pickled
   fix: Define functions at the top of a module; functools.partial instead of lambda; open files
     lazily in __getitem__ and leave them out in __getstate__.
   lightning: strategy='ddp' instead of 'ddp_spawn'
-  confirm: pickle.dumps(dataset) in one process fails with the same words.
 
 data-collate: the samples of a batch have different shapes or types
   /stack expects each tensor to be equal size, but got \[[^\]]*\] at entry \d+ and \[[^\]]*\] at
@@ -161,7 +159,6 @@ data-hub: a download failed
   lightning: download in prepare_data(), which runs on one rank first
   accelerate: with accelerator.main_process_first(): load_dataset(...)
   trainer: with training_args.main_process_first(): load_dataset(...)
-  confirm: curl of that address on the node.
 """
 
 FAMILIES = read_families(_TEXT)

@@ -85,17 +85,15 @@ group-rank: a collective was given a rank that is not in its group
   why: src, dst or root is a global rank; or new_group was called by some ranks only
   fix: Every rank calls new_group in the same order, also those not in it; src is the global rank
     (group_src= for the rank in the group).
-  confirm: print(dist.get_process_group_ranks(group)).
 
-gloo-ddp-outlives-group (timeout): DDP was the last to hold the process group, and waits for ever
+gloo-ddp-outlives-group (timeout): DDP's end waits for ever for its group
   /c10d::Reducer::~Reducer/
   why: The program has finished: the DDP model is freed after destroy_process_group(). Its
     destructor waits for a thread of gloo and keeps the GIL, which that thread needs in order to
     free a tensor of its last collective
   fix: del model (the DDP wrapper) before dist.destroy_process_group(); or train in a function of
     its own, and destroy the group after it has returned.
-  confirm: py-spy dump --native: the main thread is in std::thread::join, a thread of gloo in
-    gil_scoped_acquire.
+  confirm: py-spy dump --native: the main thread is in std::thread::join.
 
 gloo-destroy-hang (teardown): a process waits in the destructor of its process group
   /distributed_c10d\.py\", line \d+ in (?:_?destroy_process_group|_shutdown_backend)/

@@ -140,7 +140,6 @@ gpu-ordinal: a rank chose a GPU that does not exist
     --gpus-per-task=1 with cuda:LOCAL_RANK, or use cuda:0 then. MIG: a process sees one slice only.
   lightning: Trainer(devices=N) with N at most the node's GPUs
   accelerate: accelerate launch --num_processes at most the GPUs, --gpu_ids
-  confirm: print(local_rank, torch.cuda.device_count()).
 
 [GPU software]
 
@@ -152,7 +151,6 @@ gpu-driver-old: the driver is older than torch's CUDA needs
   why: torch brings its own CUDA, which needs a driver of at least a certain version
   fix: Update the driver, or install torch for an older CUDA (the selector on pytorch.org);
     containers: an image for the host's driver.
-  confirm: nvidia-smi shows the highest CUDA version that the driver supports.
 
 gpu-arch: torch has no kernels for this GPU
   /no kernel image is available for execution on the device/
@@ -195,7 +193,6 @@ accelerator-no-backend: the process group has no backend for tensors of this dev
   why: init_process_group chose, or was given, a backend that moves no {device} tensors
   fix: xpu: init_process_group('xccl'), before torch 2.8 'ccl' with oneCCL's package; hpu, npu:
     'hccl' with the vendor's plug-in. mps has none: train on the CPU with gloo.
-  confirm: print(torch.distributed.get_backend(), tensor.device) before the collective.
 
 accelerator-collectives (generic): the device's own library of collectives failed
   /oneCCL: /

@@ -77,7 +77,6 @@ graph-no-grad: the loss has no graph
   lightning: training_step returns the loss itself, not loss.item() or loss.detach()
   trainer: with PEFT and gradient_checkpointing: gradient_checkpointing_kwargs={'use_reentrant':
     False}
-  confirm: print(loss.requires_grad, loss.grad_fn) before backward.
 
 graph-nothing-to-train: DDP was given a module without a parameter to train
   /DistributedDataParallel is not needed when a module doesn't have any parameters? that/
@@ -91,7 +90,7 @@ graph-wrapped-attribute (accuses nobody): an attribute of the model was asked of
   fix: model.module.NAME, or keep the bare model beside the wrapped one.
   accelerate: accelerator.unwrap_model(model).NAME
 
-graph-no-answer (lost): another rank gave no answer when DDP compared the models
+graph-no-answer (lost): a rank gave no answer when DDP compared models
   /has inconsistent 0 params/
   why: A count of 0 is no model: that rank ended, or data does not get from GPU to GPU
   fix: Read that rank's log first; else NCCL_DEBUG=INFO, and try NCCL_P2P_DISABLE=1.
@@ -173,7 +172,6 @@ graph-shapes (generic): the shapes of two tensors do not fit
   why: The model got an input of another shape than it was built for
   fix: Print the batch's shape before the line that the traceback names; the last batch of an epoch
     is smaller (drop_last=True, or no fixed batch size in view()).
-  confirm: Run that one batch through the model in one process.
 
 graph-inference-mode: a tensor of inference mode is used in training
   /Inference tensors cannot be saved for backward/
@@ -182,7 +180,6 @@ graph-inference-mode: a tensor of inference mode is used in training
   why: Weights, buffers or cached inputs were made under torch.inference_mode()
   fix: torch.no_grad(), not inference_mode(), where x is made; or x = x.clone() outside of it.
   lightning: Trainer(inference_mode=False)
-  confirm: print(x.is_inference()) for the tensors in the line of the traceback.
 
 fsdp-requires-grad: FSDP was given frozen and trained parameters in one unit
   /Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`/
@@ -202,7 +199,7 @@ fsdp-whole-weights: whole weights were copied into a sharded model
     options=StateDictOptions(full_state_dict=True)); or load before the model is sharded. ZeRO 3:
     in deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0).
 
-fsdp-past-wrapper: sharded weights were used without the FSDP unit that gathers them
+fsdp-past-wrapper: sharded weights were used past their FSDP unit
   /got mixed torch\.Tensor and DTensor/
   /'weight' must be 2-D/
   /weight should have at least three dimensions/

@@ -13,7 +13,6 @@ launch-environment (accuses nobody): the variables of a launcher are missing
     LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS and MASTER_ADDR, MASTER_PORT.
   lightning: Trainer(devices=N, strategy="ddp") starts the ranks itself, from python
   accelerate: accelerate launch train.py
-  confirm: env | grep -E 'RANK|WORLD|MASTER' in the process.
 
 launch-port (accuses nobody): the port of the rendezvous is taken
   /EADDRINUSE/
@@ -36,8 +35,7 @@ launch-client-timeout (timeout): the address of another process could not be rea
   why: The first node did not start or has another address, a firewall, or rank 0 ended already
   fix: On the node: getent hosts NAME and nc -zv NAME PORT; use the address of the cluster's network
     (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME); open the port; read rank 0's log first.
-  lightning: Trainer(num_nodes=NODES), started once per node with the same MASTER_ADDR and its own
-    NODE_RANK, or by srun
+  lightning: Trainer(num_nodes=NODES), by srun, or once per node with MASTER_ADDR and NODE_RANK
   accelerate: accelerate launch --main_process_ip HOST --main_process_port PORT --machine_rank I
   confirm: nc -zv HOST PORT from the node that prints it, while rank 0 waits.
   or_else: `Operation not permitted`: a sandbox or a container forbids sockets.
@@ -52,7 +50,6 @@ launch-ranks-missing (timeout): not all ranks joined the rendezvous
     --nproc_per_node on each node; Slurm: srun --ntasks (SLURM_NTASKS) is the world size.
   lightning: Trainer(num_nodes=NODES) on every node, devices equal everywhere
   accelerate: --num_machines, --num_processes (of all together), and on each its --machine_rank
-  confirm: Count the processes: pgrep -fc train.py on each node.
 
 launch-ranks-too-many (timeout): more processes joined than there are ranks
   why: Two jobs, or a job and its restart, share a store; or each task of srun starts all ranks
@@ -68,8 +65,8 @@ launch-rendezvous (timeout): torchrun's rendezvous failed
     nodes; its port is open; --rdzv_conf join_timeout=1200 for slow starts.
 
 launch-name (accuses nobody): a host name can't be resolved
-  /Name or service not known/
-  /Temporary failure in name resolution/
+  /^(?!.*HTTPS?Connection).*Name or service not known/
+  /^(?!.*HTTPS?Connection).*Temporary failure in name resolution/
   /nodename nor servname provided, or not known/
   /getaddrinfo failed/
   why: MASTER_ADDR or the endpoint is a name that this node's DNS or /etc/hosts does not have
@@ -94,7 +91,7 @@ launch-group-twice (accuses nobody): the process group was made twice
   why: The program and a library (Lightning, Accelerate) both make it, or a notebook cell ran again
   fix: if not dist.is_initialized(): dist.init_process_group(...); with a library none of your own.
 
-launch-spawn-guard (accuses nobody): a process was started while its module was being imported
+launch-spawn-guard (accuses nobody): a process was started amid an import
   /An attempt has been made to start a new process before the\s*/
   /current process has finished its bootstrapping phase/
   why: spawn imports the script again in each process: code outside of functions runs there, too
@@ -105,7 +102,6 @@ launch-torch-version: the code is for another version of torch
   /cannot import name '\w+' from 'torch[.']/
   why: What it imports was removed from torch, or came to it later
   fix: The version of torch that the code's requirements name; or newer code.
-  confirm: python -c 'import torch; print(torch.__version__)' on the node of this rank.
 
 launch-import: a package is missing or does not fit
   /ModuleNotFoundError: No module named '[^']+'/
@@ -116,7 +112,6 @@ launch-import: a package is missing or does not fit
   why: This Python has other packages than where it worked, or one that was built for another torch
   fix: Same environment on all nodes; reinstall the package for this torch; torchrun of the same
     environment: python -m torch.distributed.run.
-  confirm: python -c 'import NAME' on the node of this rank.
 
 launch-rank-range (accuses nobody): rank and world size contradict each other
   /(?:rank|Rank) \d+ .*(?:must be|is not|out of).*world[_ ]size/
@@ -132,8 +127,7 @@ launch-local-rank-flag (accuses nobody): the script does not know the launcher's
   /unrecognized arguments: .*--local[-_]rank/
   /--local[-_]rank.*(?:unrecognized|no such option|not recognized)/
   why: torch.distributed.launch gives --local-rank (with a dash since torch 2) to the script
-  fix: Start with torchrun and read os.environ['LOCAL_RANK']; or parser.add_argument('--local-rank',
-    '--local_rank', type=int).
+  fix: torchrun and os.environ['LOCAL_RANK']; or add_argument('--local-rank', '--local_rank').
 
 launch-arguments (generic, accuses nobody): the script does not know an argument of its command
   /error: unrecognized arguments: /
@@ -186,14 +180,21 @@ launch-container (accuses nobody): the container did not start, or has no GPU
   /could not select device driver .* with capabilities/
   /nvidia-container-cli: /
   /OCI runtime (?:create|exec) failed: /
+  /pyxis: container start failed/
   /(?:Create|Run)Container(?:Config)?Error/
   /\[ERROR\] (?:pyxis|enroot|runc)[^:]*:/
   why: There is no NVIDIA container toolkit, or a mount, an image or a right is missing
   fix: Install nvidia-container-toolkit, nvidia-ctk runtime configure, restart docker; Kubernetes:
     the device plugin and resources.limits nvidia.com/gpu; check mounts.
-  confirm: docker run --rm --gpus all IMAGE nvidia-smi.
 
-launch-pod-pending (generic, accuses nobody): the cluster found no node for a process, so it waits
+launch-image (accuses nobody): an image could not be pulled
+  /ErrImagePull/
+  /ImagePullBackOff/
+  /Back-off pulling image/
+  why: The registry does not have it under this name, or lets this pod not read it
+  fix: Name and tag; imagePullSecrets. kubectl describe pod POD shows what the registry said.
+
+launch-pod-pending (generic, accuses nobody): no node for a process, so it waits
   /\d+/\d+ nodes are available: (?P<what>.+)/
   /No available node types can fulfill (?P<what>.+)/
   /FailedScheduling .*pod group is not ready, (?P<what>.+)/
@@ -202,7 +203,7 @@ launch-pod-pending (generic, accuses nobody): the cluster found no node for a pr
     Volcano), so that all pods of a job start or none; a longer rendezvous timeout.
   confirm: kubectl describe pod POD; kubectl describe nodes | grep -A8 Allocated.
 
-launch-pod-crash (teardown, generic): a pod ends again and again; this output does not say why
+launch-pod-crash (teardown, generic): a pod ends again and again
   /CrashLoopBackOff/
   /Back-off restarting failed container/
   /BackoffLimitExceeded/

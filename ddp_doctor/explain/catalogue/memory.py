@@ -11,7 +11,8 @@ _TEXT = r"""
 [Memory]
 
 memory-gpu: the GPU ran out of memory
-  /(?:CUDA|MPS backend) out of memory/
+  /(?:CUDA|[MNHX]PU|MPS backend) out of memory/
+  /RESOURCE_EXHAUSTED: .*(?:[Oo]ut of memory|OOM|hbm)/
   /(?:torch\.|cuda\.)OutOfMemoryError/
   /CUDA error: out of memory/
   /C(?:uda|UDA) failure (?:\d+ )?'out of memory'/
@@ -19,11 +20,9 @@ memory-gpu: the GPU ran out of memory
     parameter. The other ranks then wait for this one
   fix: Halve the batch and double gradient accumulation; autocast with bfloat16; activation
     checkpointing; map_location='cpu' when loading; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
-    against fragmentation. If only GPU 0 is full: torch.cuda.set_device(LOCAL_RANK), no .cuda() on
-    GPU 0 by all ranks.
+    against fragmentation. If only GPU 0 is full: torch.cuda.set_device(LOCAL_RANK).
   lightning: Trainer(accumulate_grad_batches=2, precision='bf16-mixed')
-  accelerate: Accelerator(gradient_accumulation_steps=2, mixed_precision='bf16');
-    find_executable_batch_size
+  accelerate: Accelerator(gradient_accumulation_steps=2, mixed_precision='bf16')
   trainer: TrainingArguments(per_device_train_batch_size=..., gradient_accumulation_steps=...,
     gradient_checkpointing=True, auto_find_batch_size=True)
   confirm: torch.cuda.memory_summary(); nvidia-smi for other processes on that GPU.
@@ -43,7 +42,7 @@ memory-kernel-oom (killed): the kernel killed a process: out of memory
   fix: %HOST%
   confirm: dmesg -T | grep -i 'killed process'; memory.events of the cgroup.
 
-memory-slurm-oom (killed): the scheduler killed the job's processes for memory
+memory-slurm-oom (killed): the scheduler killed processes for memory
   /Detected \d+ oom[-_]kill event/
   /Exceeded (?:job|step) memory limit/
   /task [\d,-]+: Out Of Memory/
@@ -80,7 +79,8 @@ memory-host: the host refused memory
 
 memory-shm: shared memory (/dev/shm) is full
   /unable to allocate shared memory\(shm\) for file/
-  /unable to open shared memory object/
+  /unable to open shared memory object(?!.*(?:Too many open|Permission))/
+  /unable to write to file <.*torch_/
   /DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: Bus error/
   /unable to mmap \d+ bytes from file <.*torch_/
   why: Workers hand their batches over through /dev/shm; a container has 64 MB by default
@@ -88,7 +88,6 @@ memory-shm: shared memory (/dev/shm) is full
     fewer workers or a smaller prefetch_factor;
     torch.multiprocessing.set_sharing_strategy('file_system').
   trainer: dataloader_num_workers=0 as a workaround
-  confirm: df -h /dev/shm while it runs.
 
 memory-pinned (generic): a batch could not be pinned
   /Pin memory thread exited unexpectedly/

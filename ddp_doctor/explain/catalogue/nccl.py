@@ -26,7 +26,7 @@ nccl-timeout (timeout): a collective of NCCL did not finish in time
   or_else: All ranks time out at the very first collective: then it is the network or peer-to-peer
     access between GPUs (NCCL_DEBUG=INFO; try NCCL_P2P_DISABLE=1).
 
-collective-missing (timeout, accuses named): a rank did not reach a collective of the others
+collective-missing (timeout, accuses named): a rank did not reach a collective
   /\[(?P<ranks>\d+(?:, ?\d+)*)\] finished collective #\d+.*but didn't join collective #\d+/
   /\[(?P<ranks>\d+(?:, ?\d+)*)\] didn't (?:join|enter) collective/
   /[Mm]issing ranks: \[?(?P<ranks>\d+(?:, ?\d+)*)/
@@ -156,8 +156,7 @@ nccl-ib-retry (hardware, accuses nobody): an InfiniBand or RoCE connection faile
 nccl-ib-gpu-memory: InfiniBand could not register GPU memory
   /Call to ibv_reg_(?:dmabuf_)?mr\w* failed with error (?:Bad address|Invalid arg)/
   why: GPUDirect RDMA does not work: nvidia_peermem is not loaded, or the driver has no dma-buf
-  fix: modprobe nvidia_peermem on each node, a driver that fits the kernel; NCCL_NET_GDR_LEVEL=LOC
-    sends by way of the host's memory.
+  fix: modprobe nvidia_peermem on each node; NCCL_NET_GDR_LEVEL=LOC goes by the host's memory.
   confirm: lsmod | grep peermem on that node.
 
 nccl-ib-memory: InfiniBand could not lock memory
@@ -174,8 +173,7 @@ nccl-interface: NCCL found no network interface that it can use
   /Failed to initialize any NET plugin/
   why: NCCL_SOCKET_IFNAME names an interface that this node does not have, NCCL_NET or
     NCCL_NET_PLUGIN a plugin, or only loopback is up
-  fix: `ip -br addr` on each node; NCCL_SOCKET_IFNAME=eth0 (or ^docker,lo), the same for
-    GLOO_SOCKET_IFNAME; or unset them.
+  fix: `ip -br addr` on each node; NCCL_SOCKET_IFNAME=eth0 (or ^docker,lo); or unset them.
   confirm: NCCL_DEBUG=INFO prints the interface that it uses.
 
 nccl-connect (lost): NCCL could not connect to another rank

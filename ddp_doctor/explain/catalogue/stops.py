@@ -17,7 +17,7 @@ stop-time-limit (killed): the scheduler ended the job at its time limit
   confirm: sacct -j JOB --format=State,Elapsed,Timelimit.
 
 stop-preempted (killed): the scheduler took the node back (preemption)
-  /CANCELLED AT \S+ DUE TO PREEMPTION/
+  /CANCELLED AT \S+ DUE TO (?:PREEMPTION|JOB REQUEUE)/
   /[Pp]reempted in order to admit/
   /reempted by (?:a )?pod/
   why: A job of higher priority, or the cloud, took the machine
@@ -33,10 +33,9 @@ stop-node-failed (hardware, accuses nobody): a node of the job failed
   /because its node has died/
   why: The scheduler lost contact with the node: it crashed, was rebooted, or is cut off
   fix: Start again without it: sbatch --exclude=NODE; report it.
-  confirm: sinfo -R or kubectl describe node.
 
 stop-cancelled (teardown): the job was cancelled
-  /(?:JOB|STEP) \S+ ON \S+ CANCELLED AT [\dT:-]+ (?:\*\*\*|DUE TO (?:SIGNAL|TASK))/
+  /(?:JOB|STEP) \S+ ON \S+ CANCELLED AT [\dT:-]+ (?:\*\*\*|DUE [Tt][Oo] (?:SIGNAL|TASK))/
   why: Somebody ran scancel, or one task failed and srun ended the others
   fix: Look for the first failed task; srun --kill-on-bad-exit=1 prints it first.
   confirm: sacct -j JOB --format=JobID,State,ExitCode: CANCELLED by UID is a person.
@@ -49,7 +48,6 @@ stop-evicted (killed): Kubernetes evicted the pod
   why: The node ran out of memory, disk or was drained
   fix: Set resources.requests to what is used (ephemeral-storage, too); write checkpoints to a
     volume, not to the container's disk.
-  confirm: kubectl describe pod and kubectl get events.
 
 stop-sighup (killed): the terminal was closed (SIGHUP)
   /got signal: 1\b/
@@ -67,8 +65,6 @@ stop-sigterm (teardown): it was told to stop (SIGTERM)
     the scheduler or a person ended the job
   fix: Look for the first failure before it. If there is none: sacct, kubectl describe pod, or the
     cloud's events; handle SIGTERM to save a checkpoint.
-  lightning: SLURMEnvironment(auto_requeue=True)
-  trainer: save_steps, then train(resume_from_checkpoint=True)
 
 stop-interrupt (teardown): the job was stopped by hand (Ctrl-C)
   /KeyboardInterrupt/
@@ -86,6 +82,12 @@ stop-aborted (teardown, generic, accuses speaker): a process aborted (SIGABRT)
   /Aborted +\(core dumped\)/
   why: C++ code ended it: NCCL's watchdog after a timeout, or an exception that nothing caught
   fix: Read what stands before it on the same rank: what() has the reason.
+
+mpi-error (generic): a call of MPI failed
+  /\[(?P<what>[\w.-]+:\d+)\] \*\*\* An error occurred in MPI_/
+  /Abort\(\d+\)(?: on node \d+)? \(rank (?P<ranks>\d+) in comm/
+  why: The library says after it which call, and why; or the program called MPI_Abort itself
+  fix: Read the lines below it; GPU memory needs an MPI that is built for it.
 
 launch-slurm-step (accuses nobody): Slurm or mpirun could not start the processes
   /srun: error: Unable to (?:create step|confirm allocation|allocate resources)[^:]*: /
@@ -113,8 +115,6 @@ launch-command (accuses nobody): the command or a file of it was not found
   /executable file not found in \$PATH/
   /(?:torchrun|python[\d.]*|deepspeed|accelerate|srun|mpirun|mpiexec|docker|apptainer): .*not found/
   /command not found: (?:torchrun|python|deepspeed|accelerate|srun|mpirun|apptainer|conda|uv)/
-  /ErrImagePull/
-  /ImagePullBackOff/
   why: The environment is not active in the job, or a path is not the same on this node
   fix: Activate the environment in the job's script; absolute paths; which torchrun.
 
@@ -124,7 +124,6 @@ stop-silent: a rank ended without an exception, and the others lost it
     printed, output that went elsewhere; or, if no launcher tells its status, it was killed
   fix: Read what it printed last; search the program for sys.exit, os._exit and broad except
     clauses; raise instead of exiting; dmesg -T | grep -i 'killed process' on its node.
-  confirm: python -X faulthandler -u; a breakpoint in sys.exit.
 
 lost-finished-rank (mismatch, generic): a rank had finished while others still waited for it
   # Alone these are warnings that nearly each program gives at its end: see silent_ends.
