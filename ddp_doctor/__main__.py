@@ -79,12 +79,8 @@ def _parser(name: str) -> argparse.ArgumentParser:
     explain.add_argument("--json", action="store_true", help="write JSON instead of text")
     audit = commands.add_parser("audit", help="what is silently wrong in a program or a source")
     audit.add_argument("--steps", default="50", help="optimizer steps to observe per rank")
-    audit.add_argument(
-        "--hang_after", default="20", help="seconds without progress that count as a hang"
-    )
-    audit.add_argument(
-        "--source", default="", help="Python file to read; without a program nothing is run"
-    )
+    audit.add_argument("--hang_after", default="20", help="seconds without progress: a hang")
+    audit.add_argument("--source", default="", help="Python file to read; alone, nothing is run")
     audit.add_argument("--json", action="store_true", help="write JSON instead of text")
     audit.add_argument("program", nargs="*", help="the command to observe, after --")
     drill = commands.add_parser("drill", help="what faults cost a program: steps, samples, weights")

@@ -218,6 +218,8 @@ def check_observed(
         told += "optimizer of torch"
         told += "".join(f"; {r['what']}" for p in case.processes() for r in p.all("error")[:1])
         fix = "start two ranks or more, without python -I or -E"
+    elif len([p for p in case.processes() if p.all("update")]) > len(ranks):
+        told, fix = "a rank trains in several processes, one after the other", "drill one training"
     elif any(len(p.all("update")) != total for p in ranks):
         told, fix = "its ranks make different numbers of steps", "audit it first"
     elif plan.rank not in numbers or plan.step > total:

@@ -119,10 +119,9 @@ class Drill:
             self.notes.append(f"orphans: {'; '.join(orphans)}")
         found = [(seen, is_whole(path)) for path, seen in checkpoints_of(self.case)]
         broken = [os.path.relpath(p, self.case.folders[0]) for p, whole in found if whole is False]
-        facts |= {"files_whole": None, "files_broken": None}
-        if self.reference.can_judge_files:
-            facts["files_whole"] = sum(whole is True for _, whole in found)
-            facts["files_broken"] = len(broken)
+        can_judge, num_whole = self.reference.can_judge_files, sum(w is True for _, w in found)
+        facts |= {"files_whole": num_whole if can_judge else None}
+        facts |= {"files_broken": len(broken) if can_judge else None}
         told = "cut by the drill" if self.case.torn else "broken"
         self.notes += [f"{told}: {', '.join(broken)}"] if broken else []
 

@@ -203,6 +203,10 @@ class Case:
             start, pid = int(path.parent.name.removeprefix("records")), int(path.stem[1:])
             if records := list(parsed(path.read_bytes())):
                 found.append(Process(start, pid, records))
+        trained = {(process.start, process.rank) for process in found if process.all("update")}
+        for process in found:  # a check before the training, or an evaluation after it, is no life
+            if (process.start, process.rank) in trained and not process.all("update"):
+                process.rank = None
         return sorted(found, key=lambda process: (process.start, process.records[0]["t"]))
 
 

@@ -1,6 +1,7 @@
 """What the records of drilled processes mean, and what is read from the command line and files."""
 
 import io
+import itertools
 import json
 import os
 import shutil
@@ -69,6 +70,25 @@ def test_a_start_on_one_rank_without_a_process_group_goes_on_where_it_began(tmp_
     parts = parts_of(case, 3)
     assert [(part.base, part.end) for part in parts] == [(0, 2), (2, 3)]
     assert samples_of(uses_of(case, parts)) == {1: 3, 2: 2}
+
+
+def test_a_check_before_the_training_and_an_evaluation_after_it_are_no_lives(
+    tmp_path: Path,
+) -> None:
+    rest = {0: life("b", "c", uses={1: [2]}), 1: life("b", "c", uses={1: [2]})}
+    case = case_of(tmp_path, {0: life("a", "b", "c"), 1: life("a", "b", "c")}, rest)
+    for start, rank, place in itertools.product((0, 1), (0, 1), (-0.5, 0.5)):
+        told = {"k": "group", "rank": rank, "world": 2, "t": start + place}
+        path = case.home / f"records{start}/p{rank + 3 + int(2 * place)}7.jsonl"
+        path.write_text(json.dumps(told) + "\n")
+    parts = parts_of(case, 2)
+    assert [(part.base, part.how) for part in parts] == [(0, "weights"), (1, "weights")]
+    assert samples_of(uses_of(case, parts)) == {1: 2, 2: 2}
+    shutil.copy(case.home / "records1/p1.jsonl", case.home / "records0/p5.jsonl")
+    case.starts[0] |= {"status": 0, "why": ""}
+    ranks = [process for process in case.processes() if process.rank is not None][:2]
+    with pytest.raises(UsageError, match="several processes"):
+        command.check_observed(case, ranks, case.plan, ["./run.sh"])
 
 
 def test_of_two_steps_with_the_same_weights_the_number_of_steps_decides(tmp_path: Path) -> None:
