@@ -24,7 +24,7 @@ from typing import TextIO, cast
 from ddp_doctor.drill import isolation
 from ddp_doctor.drill.outcome import FAULTS, Drill, Reference, checkpoints_of, has_failed, is_whole
 from ddp_doctor.drill.runs import OTHER_RANKS, Case, Facts, Plan, Process, keep_logs, kill_all
-from ddp_doctor.drill.story import Part, last_weights, marks_of, samples_of, uses_of
+from ddp_doctor.drill.story import Part, last_weights, samples_of, uses_of
 from ddp_doctor.terminal import PrintableOutput, UsageError
 
 LOST, UNSEEN, SHOWN_LINES = 1, 2, 15
@@ -185,7 +185,6 @@ def observe_undisturbed(plan: Plan, program: Sequence[str], report: Facts) -> Re
     return Reference(
         start=cases[0].starts[0],
         lines=set(cases[0].log(0).splitlines()),
-        marks=set(marks_of(ranks[0], 0)),
         total=total,
         weights=weights[0] if weights[0] == weights[1] else None,
         samples=samples[0] if samples[0] == samples[1] else None,

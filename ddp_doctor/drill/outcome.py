@@ -15,7 +15,7 @@ from pathlib import Path
 from ddp_doctor.drill import story
 from ddp_doctor.drill.injected import CHECKPOINTS, CUT_BYTES, OF_OUTPUT, SAVE_FAULTS
 from ddp_doctor.drill.runs import KILLS_ALL, OTHER_RANKS, SLOW, Case, Facts
-from ddp_doctor.drill.story import Part, Samples, Uses, last_weights, marks_of, parts_of
+from ddp_doctor.drill.story import Part, Samples, Uses, last_weights, parts_of
 
 ABORT = "terminate called without an active exception"
 _TORN = r"corrupt|truncat|central directory|failed (finding|reading)|\bEOF|incomplete|checksum"
@@ -51,7 +51,6 @@ class Reference:
     lines: set[str]
     """Of its log: a banner that names every rank names no culprit."""
 
-    marks: set[tuple[int, str, int]]
     total: int
     weights: Facts | None
     samples: Samples | None
@@ -154,8 +153,9 @@ class Drill:
                 facts |= {"samples_twice": twice, "samples_never": never}
                 if never or twice > padded:
                     self.lost.append(f"samples: {twice} twice, {never} never")
-        before = {mark for p in parts[:1] for mark in marks_of(p.process, 0)}
-        has_drifted = any(mark[2] < self.fault["n"] for mark in before - reference.marks)
+        before = [r for p in parts[:1] for r in p.process.all("update") if r["n"] < self.fault["n"]]
+        known = {n: update["w"] for (rank, n), (update, _) in reference.uses.items() if not rank}
+        has_drifted = any(r["w"] != known.get(r["n"]) for r in before)
         if any(not r["finite"] for p in parts[-1:] for r in p.process.all("update")[-1:]):
             facts["weights"] = "not finite"
             self.lost.append("the weights are NaN")

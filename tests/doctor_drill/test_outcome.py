@@ -12,7 +12,7 @@ import pytest
 
 from ddp_doctor.drill.outcome import Drill, Reference
 from ddp_doctor.drill.runs import Case, Facts, Plan
-from ddp_doctor.drill.story import marks_of, parts_of, samples_of, uses_of
+from ddp_doctor.drill.story import parts_of, samples_of, uses_of
 from tests.doctor_drill.test_story import case_of, life, write_records
 
 WHOLE = life("a", "b", "c", "d")
@@ -43,12 +43,10 @@ def finished(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def reference_of(folder: Path) -> Reference:
     case = case_of(folder / "reference", {0: finished(WHOLE)})
-    parts = parts_of(case, 3)
-    uses = uses_of(case, parts)
+    uses = uses_of(case, parts_of(case, 3))
     return Reference(
         start=ENDED,
         lines={"rank 1 of 2 is ready"},
-        marks=set(marks_of(parts[0].process, 0)),
         total=3,
         weights={"0 0": "d"},
         samples=samples_of(uses),
@@ -101,6 +99,24 @@ def test_samples_used_twice_or_never_are_counted_from_the_step_that_differs(tmp_
     assert (facts["samples_twice"], facts["samples_never"]) == (1, 1)
     assert facts["weights"] == "differ"
     assert "step 3 is the first that differs" in facts["notes"][0]
+
+
+def test_weights_are_compared_where_two_optimizers_take_turns(tmp_path: Path) -> None:
+    def turn(number: int, optimizer: int, before: str, after: str) -> list[dict[str, Any]]:
+        update = {"k": "update", "n": number, "o": optimizer, "w": after}
+        use = {"k": "use", "n": number, "names": [number]}
+        return [use, update | {"before": {"the weights": before}}]
+
+    turns = [*turn(1, 0, "d0", "d1"), *turn(2, 1, "g0", "g1")]
+    turns += [*turn(3, 0, "d1", "d2"), *turn(4, 1, "g1", "g2")]
+    whole = case_of(tmp_path / "turns", {0: finished(turns)})
+    uses = uses_of(whole, parts_of(whole, 4))
+    rest = [*turn(1, 0, "d1", "d2"), *turn(2, 1, "g1", "g2")]
+    starts = [({"status": 1}, [*turns[:4], FIRED], ""), ({"status": 0}, rest, "")]
+    weights = {"0 0": "d2", "0 1": "g2"}
+    facts = drilled(tmp_path, *starts, total=4, uses=uses, weights=weights, samples=None)
+    assert (facts["lost"], facts["next_start"]) == ([], "step 3")
+    assert facts["weights"] == "equal"
 
 
 def test_what_differs_between_undisturbed_runs_is_not_measured(tmp_path: Path) -> None:
