@@ -43,7 +43,7 @@ class Drilled:
         self._hooks: list[Foreign] = []
         self._inside: Foreign = None
         self._before: dict[str, Foreign] = {}
-        self._has_forward = self._is_armed = False
+        self._has_forward = self._is_armed = self._is_saving = False
         self._batches: list[dict[str, Foreign]] = []
         """What loaders gave out: content, names of its samples, the step that used it."""
 
@@ -96,7 +96,7 @@ class Drilled:
         if is_compiling() or makes_state() or self._inside not in (None, optimizer):
             return  # a step inside a step: only the outer one counts
         self._inside, parameters = optimizer, parameters_of(optimizer)
-        self._limit(False)
+        self._limit(self._is_armed and self._is_saving)  # in another thread
         if optimizer not in self._optimizers:
             self._optimizers[optimizer] = self._num_optimizers
             self._num_optimizers += 1
@@ -203,16 +203,17 @@ class Drilled:
             if path is not None:  # WHY: it writes from C++ or Rust, which Python does not see
                 self._refuse_outside(path)
             self._begin_save(path)
+            self._is_saving = path is not None
             try:
                 return original(data, *args, **kwargs)
             finally:
                 if path is not None:  # a buffer goes to its file later, before the next step
+                    self._is_saving = False
                     self._limit(False)
 
         setattr(module, name, save)
         if hasattr(module, "load_file"):
-            note = self._note_read
-            self.recorder.wrap(module, "load_file", before=lambda f, *args, **kwargs: note(f))
+            self.recorder.wrap(module, "load_file", before=lambda f, *a, **k: self._note_read(f))
 
     def _begin_save(self, path: str | None) -> None:
         self.emit("save", path=path, n=self.num_steps)

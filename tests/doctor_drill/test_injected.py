@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.utils.data import Subset, TensorDataset
 
-from ddp_doctor.drill.injected import Drilled, _broken, _digest
+from ddp_doctor.drill.injected import CUT_BYTES, Drilled, _broken, _digest
 
 
 def drilled(folder: Path, **plan: Any) -> Drilled:
@@ -95,6 +96,23 @@ def test_the_step_by_which_a_checkpoint_makes_the_optimizers_state_is_none(tmp_p
     model(torch.ones(2)).backward()
     optimizer.step()
     assert made.num_steps == 1
+
+
+def test_a_thread_that_saves_keeps_the_limit_during_steps_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[int] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit[0]))
+    made, parameter = drilled(tmp_path, fault="full-disk"), torch.zeros(1, requires_grad=True)
+    made.num_steps, optimizer = 2, torch.optim.SGD([parameter])
+
+    def write(data: int, path: str) -> None:
+        made._before_step(optimizer)  # as the main thread does meanwhile
+        assert limits == [CUT_BYTES]
+
+    made._patch_save(module := SimpleNamespace(save=write), "save")
+    module.save(0, str(tmp_path / "own/a.pt"))
+    assert limits[-1] != CUT_BYTES, "and no longer"
 
 
 def test_any_bit_changes_the_digest_of_weights() -> None:
