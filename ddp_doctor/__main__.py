@@ -81,15 +81,14 @@ def _parser(name: str) -> argparse.ArgumentParser:
     audit.add_argument("--steps", default="50", help="optimizer steps to observe per rank")
     audit.add_argument("--hang_after", default="20", help="seconds without progress: a hang")
     audit.add_argument("--source", default="", help="Python file to read; alone, nothing is run")
-    audit.add_argument("--json", action="store_true", help="write JSON instead of text")
-    audit.add_argument("program", nargs="*", help="the command to observe, after --")
     drill = commands.add_parser("drill", help="what faults cost a program: steps, samples, weights")
     for option, text in DRILL_OPTIONS.items():
         drill.add_argument(f"--{option}", default="", help=text)
     drill.add_argument("--also", action="append", default=[], help="another folder it writes to")
     drill.add_argument("--copy", action="store_true", help="copy the folder: no overlay mount")
-    drill.add_argument("--json", action="store_true", help="write JSON instead of text")
-    drill.add_argument("program", nargs="*", help="the command to drill, after --")
+    for command, verb in ((audit, "observe"), (drill, "drill")):
+        command.add_argument("--json", action="store_true", help="write JSON instead of text")
+        command.add_argument("program", nargs="*", help=f"the command to {verb}, after --")
     return parser
 
 

@@ -94,8 +94,9 @@ class Drill:
             facts["verdict"] = "not measured"
             return facts
         parts = parts_of(case, total)
-        if made == total and len(parts) > 1 and parts[-1].how == "no step" and not self.lost:
-            parts, is_again = parts[:-1], False  # all was done before, as that start found
+        has_idled = is_again and (len(parts) == 1 or parts[-1].how == "no step")
+        if made == total and has_idled and not self.lost:
+            parts, is_again = parts[:1], False  # all was done before, as that start found
         went_on = bool(parts) and parts[-1].base is not None and len(parts) > is_again
         self._judge_steps(parts, went_on, is_again)
         is_whole_run = went_on and (self.is_resized or parts[-1].end == total)
@@ -118,9 +119,9 @@ class Drill:
             self.notes.append(f"orphans: {'; '.join(orphans)}")
         found = [(seen, is_whole(path)) for path, seen in checkpoints_of(self.case)]
         broken = [os.path.relpath(p, self.case.folders[0]) for p, whole in found if whole is False]
-        can_judge, num_whole = self.reference.can_judge_files, sum(w is True for _, w in found)
-        facts |= {"files_whole": num_whole if can_judge else None}
-        facts |= {"files_broken": len(broken) if can_judge else None}
+        counts = (sum(whole is True for _, whole in found), len(broken))
+        known = counts if self.reference.can_judge_files else (None, None)
+        facts |= dict(zip(("files_whole", "files_broken"), known, strict=True))
         told = "cut by the drill" if self.case.torn else "broken"
         self.notes += [f"{told}: {', '.join(broken)}"] if broken else []
 
@@ -137,7 +138,9 @@ class Drill:
         if went_on and parts[-1].end != total and not self.is_resized:
             more, told = parts[-1].end - total, f"ended at step {parts[-1].end} of {total}"
             self.lost.append(f"made {more} steps again" if more > 0 else told)
-        if not went_on and not self.lost:
+        if told == "no step" and self.case.starts[-1]["status"] == 0 and not went_on:
+            self.lost.append("the next start: no step")
+        elif not went_on and not self.lost:
             self.unknown.append("where it continued")
 
     def _judge_result(self, parts: Sequence[Part], uses: Uses) -> None:
@@ -229,11 +232,9 @@ def is_whole(path: Path) -> bool | None:
                 return zipfile.ZipFile(file).testzip() is None
             if path.suffix == ".safetensors":
                 length, size = int.from_bytes(head, "little"), path.stat().st_size
-                if length > size:  # WHY first: a damaged length may be more than all memory
-                    return False
-                parts = json.loads(file.read(length))
+                parts = json.loads(file.read(min(length, size)))  # a damaged length is of any size
                 ends = [v["data_offsets"][1] for k, v in parts.items() if k != "__metadata__"]
-                return file.tell() + max(ends, default=0) == size
+                return 8 + length + max(ends, default=0) == size
         except (zipfile.BadZipFile, LookupError, ValueError, OSError, EOFError, *OTHER_HEADER):
             return False
     return None if head else False

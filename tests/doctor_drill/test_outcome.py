@@ -24,11 +24,12 @@ ENDED = {"why": "", "wall_s": 1.0, "gone_s": 0.5, "silent_s": 0.1, "orphans": []
 class Played(Case):
     """A case whose starts do what the test says."""
 
-    scripts: list[tuple[Facts, list[dict[str, Any]], str]] = field(default_factory=list)
+    scripts: list[tuple[Facts, list[dict[str, Any]] | None, str]] = field(default_factory=list)
 
     def start(self, command: Sequence[str]) -> Facts:
         facts, records, log = self.scripts[len(self.starts)]
-        write_records(self, 0, records)
+        if records is not None:
+            write_records(self, 0, records)
         (self.home / f"log{len(self.starts)}").write_text(log)
         self.starts.append(ENDED | facts)
         return self.starts[-1]
@@ -57,14 +58,14 @@ def reference_of(folder: Path) -> Reference:
 
 def drilled(
     folder: Path,
-    *starts: tuple[Facts, list[dict[str, Any]], str],
+    *starts: tuple[Facts, list[dict[str, Any]] | None, str],
     fault: str = "kill-rank",
     **reference: Any,
 ) -> Facts:
     """Drill a program whose starts are given: what they ended with, told, and printed."""
     plan = Plan([str(folder)], folder / "work", {}, hang_after_s=1, rank=1, step=3)
     case = Played(plan, "case", fault)
-    case.scripts = [(e, finished(records), log) for e, records, log in starts]
+    case.scripts = [(end, told and finished(told), log) for end, told, log in starts]
     return Drill(case, replace(reference_of(folder), **reference)).run(["a"], ["a"])
 
 
@@ -85,11 +86,17 @@ def test_a_start_that_continues_one_step_too_early_loses_that_step(tmp_path: Pat
 
 
 @pytest.mark.parametrize("status", [0, -15])  # of a shell, whose torchrun went on
-def test_nothing_is_lost_where_all_was_done_by_either_start(status: int, tmp_path: Path) -> None:
-    starts = [({"status": status}, [*WHOLE, FIRED], ""), ({"status": 0}, [], "")]
+@pytest.mark.parametrize("has_group", [True, False])
+def test_nothing_is_lost_where_all_was_done_by_either_start(
+    has_group: bool, status: int, tmp_path: Path
+) -> None:
+    begun = [] if has_group else None
+    starts = [({"status": status}, [*WHOLE, FIRED], ""), ({"status": 0}, begun, "")]
     facts = drilled(tmp_path, *starts[: 2 if status else 1], fault="term")
     assert (facts["verdict"], facts["next_start"]) == ("nothing lost", "not needed")
     assert facts["weights"] == "equal"
+    lost = drilled(tmp_path / "2", KILLED, starts[1])
+    assert lost["lost"] == ["the next start: no step"], "a shell hides that it failed"
 
 
 def test_samples_used_twice_or_never_are_counted_from_the_step_that_differs(tmp_path: Path) -> None:
