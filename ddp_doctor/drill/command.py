@@ -81,7 +81,7 @@ def run_drill(
 
 def with_ranks(command: Sequence[str], old: int, change: int) -> list[str]:
     """Give a command for another number of ranks; empty if it does not name the old one."""
-    flag = rf"(\0--(?:nproc[-_]per[-_]node|num_processes)[=\0]){old}(?=\0)"
+    flag = rf"(\0--(?:nproc[-_]per[-_]node|num[-_]processes)[=\0]){old}(?=\0)"
     changed, found = re.subn(flag, rf"\g<1>{old + change}", "\0".join([*command, ""]))
     # accelerate refuses --multi_gpu for one process
     words = [w for w in changed.split("\0")[:-1] if w != "--multi_gpu" or old + change > 1]
@@ -130,7 +130,7 @@ def make_plan(options: Mapping[str, str], env: Mapping[str, str]) -> Plan:
     # WHY: an overlay of a folder alone would hide what is mounted in it
     points = sorted({line.split()[4].replace("\\040", " ") for line in text.splitlines()})
     folders += [p for p in points if p.startswith(inside) and p not in folders]
-    places = [tempfile.gettempdir(), "/var/tmp", "/dev/shm"]
+    places = [os.path.realpath(tempfile.gettempdir()), "/var/tmp", "/dev/shm"]
     place = next(place for place in places if not f"{place}/".startswith(inside))
     work = Path(tempfile.mkdtemp(prefix="drill-", dir=place))
     plan = Plan(folders, work, env, numbers["hang_after"], numbers["rank"], numbers["step"])

@@ -151,7 +151,7 @@ def test_a_damaged_header_is_a_broken_file_and_no_error(tmp_path: Path) -> None:
         assert is_whole(tmp_path / "a.safetensors") is False
 
 
-@pytest.mark.parametrize("form", ["--nproc_per_node=2", "--nproc-per-node 2", "--num_processes 2"])
+@pytest.mark.parametrize("form", ["--nproc_per_node=2", "--nproc-per-node 2", "--num-processes 2"])
 def test_a_command_is_given_for_another_number_of_ranks(form: str) -> None:
     words = ["torchrun", *form.split(), "train.py", "--num_processes_of_mine=7"]
     assert " ".join(with_ranks(words, 2, 1)) == " ".join(words).replace("2", "3")
@@ -232,10 +232,13 @@ def test_only_files_that_the_program_wrote_are_looked_at(tmp_path: Path) -> None
 def test_a_mount_without_end_is_no_overlay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (stuck := tmp_path / "stuck.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.setattr(command, "MOUNT_S", 0.3)
+    (tmp_path / "link").symlink_to(tmp_path)
+    monkeypatch.setattr(command.tempfile, "tempdir", f"{tmp_path}/link")
     monkeypatch.setattr(command.isolation, "__file__", str(stuck))
     options = dict.fromkeys(NAMES, "") | {"usage": "--help"}
     plan = command.make_plan(options, {})
     assert not plan.has_overlay
+    assert plan.work.parent == tmp_path, "a program's file is compared with it by its real path"
     shutil.rmtree(plan.work)
     with pytest.raises(UsageError, match=r"overlay mounts: .*timed out after 0\.3 seconds"):
         command.make_plan(options | {"also": str(tmp_path)}, {})
