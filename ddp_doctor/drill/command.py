@@ -72,10 +72,10 @@ def run_drill(
         if wants_json:
             print(json.dumps({"error": error.message, "next": error.fix}), file=output)
         raise
-    if options["html"]:
-        Path(options["html"]).write_text(as_html(report), encoding="utf-8")
     told = json.dumps(report, indent=1) if wants_json else "\n".join(["", *sentences(report)])
     print(told, file=output)
+    if options["html"]:
+        Path(options["html"]).write_text(as_html(report), encoding="utf-8")
     return LOST if "lost" in verdicts else UNSEEN if "not measured" in verdicts else 0
 
 
@@ -101,7 +101,7 @@ def read_faults(
         again, problems = ["true"], [f"--again: {error}: {options['again']}"]
     for words in (program, again):
         if not words or shutil.which(words[0], path=env.get("PATH")) is None:
-            problems.append(f"no such command: {words[0]}" if words else "no command was given")
+            problems.append(f"can't be executed: {words[0]}" if words else "no command was given")
     page = Path(options["html"]).absolute()
     if options["html"] and (page.is_dir() or not os.access(page.parent, os.W_OK)):
         problems.append(f"--html: {page}: it is a folder, or there is none to write it to")
