@@ -37,7 +37,7 @@ FAULTS = {  # and the words by which a log would name the cause; none: nobody is
 NO_CULPRIT = ("term", "cut-checkpoint")
 NEEDS = {"dead-worker": "no DataLoader worker was busy", "cut-checkpoint": "no checkpoint file"}
 NEEDS |= dict.fromkeys(OF_OUTPUT, "no forward of DDP was seen")
-NEEDS |= dict.fromkeys(SAVE_FAULTS, "nothing was saved from there on")
+NEEDS |= dict.fromkeys(SAVE_FAULTS, "no rank itself saved anything from there on")
 OTHER_HEADER = (AttributeError, TypeError)  # it is JSON, and of another form
 WITHIN_S, LARGER = 2.0, 1.2
 """Files of one checkpoint are written within so long; the one to cut is so much larger."""
