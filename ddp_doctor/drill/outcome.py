@@ -119,9 +119,8 @@ class Drill:
             self.notes.append(f"orphans: {'; '.join(orphans)}")
         found = [(seen, is_whole(path)) for path, seen in checkpoints_of(self.case)]
         broken = [os.path.relpath(p, self.case.folders[0]) for p, whole in found if whole is False]
-        counts = (sum(whole is True for _, whole in found), len(broken))
-        known = counts if self.reference.can_judge_files else (None, None)
-        facts |= dict(zip(("files_whole", "files_broken"), known, strict=True))
+        can, num_whole = self.reference.can_judge_files or None, sum(w is True for _, w in found)
+        facts |= {"files_whole": can and num_whole, "files_broken": can and len(broken)}
         told = "cut by the drill" if self.case.torn else "broken"
         self.notes += [f"{told}: {', '.join(broken)}"] if broken else []
 
@@ -229,7 +228,8 @@ def is_whole(path: Path) -> bool | None:
         head = file.read(8)
         try:
             if head[:2] == b"PK":  # torch's format, with a checksum of each part
-                return zipfile.ZipFile(file).testzip() is None
+                file.seek(-22, os.SEEK_END)  # of several in one file, as DCP writes, the last
+                return file.read(4) == b"PK\5\6" and zipfile.ZipFile(file).testzip() is None
             if path.suffix == ".safetensors":
                 length, size = int.from_bytes(head, "little"), path.stat().st_size
                 parts = json.loads(file.read(min(length, size)))  # a damaged length is of any size

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ddp_doctor.drill import command, isolation
 from ddp_doctor.drill.command import COLUMNS, row_of, run_drill, sentences, with_ranks
@@ -149,6 +150,16 @@ def test_a_damaged_header_is_a_broken_file_and_no_error(tmp_path: Path) -> None:
     for content in (b"\xff" * 100, b"\0" * 6 + b"\xff\x0f{}", b"\2" + b"\0" * 7 + b"[]"):
         (tmp_path / "a.safetensors").write_bytes(content)
         assert is_whole(tmp_path / "a.safetensors") is False
+
+
+def test_a_file_of_several_parts_that_was_cut_behind_one_of_them_is_broken(tmp_path: Path) -> None:
+    for _ in range(2):  # as torch.distributed.checkpoint writes them
+        torch.save(torch.zeros(300), part := io.BytesIO())
+        with (path := tmp_path / "0_0.distcp").open("ab") as file:
+            file.write(part.getvalue())
+    assert is_whole(path) is True
+    os.truncate(path, path.stat().st_size * 2 // 3)
+    assert is_whole(path) is False
 
 
 @pytest.mark.parametrize("form", ["--nproc_per_node=2", "--nproc-per-node 2", "--num-processes 2"])
