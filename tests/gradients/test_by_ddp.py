@@ -31,7 +31,7 @@ from tests.step.test_steps import parts_of, stepper_of
 
 TOKENS = ["--dataset", "tests.token_data:sequences", "--dataset_args", "{size: 132}"]
 TOKENS += ["--model", "tests.token_data:TinyLM", "--task", "tokens", "--no_shared_memory"]
-TOKENS += ["--batch_size", "4", "--bucket_cap_mb", "1e-4"]
+TOKENS += ["--batch_size", "4", "--bucket_cap_mb", "1e-4", "--num_workers", "0"]
 POINTS = ["--dataset", "tests.plugins:points", "--dataset_args", "{size: 144}", "--model", "mlp"]
 POINTS += ["--no_shared_memory", "--batch_size", "4", "--bucket_cap_mb", "1e-4"]
 # By step: the rank without memory, and before which of what it launches. The buckets of the steps

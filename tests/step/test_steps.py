@@ -263,6 +263,7 @@ def test_each_way_of_training_learns(tmp_path: Path, variant: str) -> None:
 
 
 DATA = ["--dataset", "tests.token_data:sequences", "--model", "tests.token_data:TinyLM"]
+DATA += ["--num_workers", "0"]
 # Windows of 12 of 40 sequences: the last one has 4.
 SIZE, WINDOW = 40, 12
 
