@@ -115,10 +115,17 @@ class Streams:
         return max((place["window"] for place in self._places.values()), default=0)
 
     def place(self) -> dict[str, Any]:  # Any: JSON
-        return {"epoch": self.epoch, "streams": copy.deepcopy(self._places)}
+        streams = copy.deepcopy(self._places)
+        return {"epoch": self.epoch, "seed": self._seed, "streams": streams}
 
     def begin(self, step: int, place: dict[str, Any]) -> None:  # Any: JSON
-        """Go to the place of a checkpoint."""
+        """Go to the place of a checkpoint. Raises OwnLoopError if it has another order."""
+        if (before := place.get("seed", self._seed)) != self._seed:
+            raise OwnLoopError(
+                f"the checkpoint's samples were shuffled with seed={before}, and protect is given "
+                f"seed={self._seed}: some would be taken twice, and others never",
+                fix="give protect the same seed, or another folder",
+            )
         self._first_step, self.epoch = step, place["epoch"]
         self._places = copy.deepcopy(place["streams"])
 

@@ -303,7 +303,7 @@ def test_names_may_have_dots_and_half_a_launchers_environment_is_one_error(tmp_p
 
 
 @pytest.mark.slow
-def test_other_names_on_resume_are_refused_and_nothing_is_loaded() -> None:
+def test_other_names_or_another_seed_on_resume_are_refused_and_nothing_is_loaded() -> None:
     text = text_of("ppo", "steps(12) -> steps(4)")
     launch(f"{text}dist.barrier()\n").ok()  # the program's own process group lives on
     finished = launch(text.replace("critic=critic, ", "").replace("opt=opt", "best=[1], opt=opt"))
@@ -311,6 +311,9 @@ def test_other_names_on_resume_are_refused_and_nothing_is_loaded() -> None:
     assert "[DDP-C02] opt updates 4 tensors of no registered model" in finished.output
     finished = launch(text.replace("opt=opt", "other=[1], opt=opt"))
     assert "the checkpoint has actor, critic, opt, and protect is given" in finished.output
+    finished = launch(text.replace("opt=opt", "opt=opt, seed=7"))
+    assert set(finished.statuses) == {MISUSED}
+    assert "were shuffled with seed=0, and protect is given seed=7" in finished.output
 
 
 @pytest.mark.slow
