@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
@@ -346,8 +347,14 @@ class OwnLoop:
         """See each forward and update from now on."""
         modules = (thing for thing in state.values() if isinstance(thing, nn.Module))
         self._hooks = [m.register_forward_pre_hook(self._before_forward) for m in modules]
+        # WHY: once layers are unfrozen, a loop wraps its model in DDP again
+        self._hooks.append(register_module_module_registration_hook(self._watch_wrapped))
         # WHY of all optimizers: one that wraps another, or was not registered, shows too
         self._hooks.append(register_optimizer_step_pre_hook(self._before_update))
+
+    def _watch_wrapped(self, by: nn.Module, name: str, module: nn.Module | None) -> None:
+        if self._registry.is_wrapped(module, by):
+            self._hooks.append(by.register_forward_pre_hook(self._before_forward))
 
     def _begin_body(self) -> int:
         """Seed the generators if a body begins; return its step."""

@@ -64,6 +64,10 @@ class Registry:
         """Return the buffers of all modules by id, in one order on all ranks."""
         return {id(b): b for module in self.modules.values() for b in module.buffers()}
 
+    def is_wrapped(self, module: nn.Module | None, by: nn.Module) -> bool:
+        inner = getattr(module, "_orig_mod", module)  # what torch.compile was given
+        return isinstance(by, DistributedDataParallel) and inner in self.modules.values()
+
     def load(self, name: str, tree: Tree, tensors: Mapping[str, torch.Tensor]) -> None:
         """Put the state of one object into it. Raises CheckpointMismatchError if it can't."""
         thing, state, now = self.things[name], unpack(tree, tensors), Tensors()

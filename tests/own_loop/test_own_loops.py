@@ -125,7 +125,8 @@ def test_a_rank_that_is_killed_anywhere_costs_no_commit(
 def test_a_rank_that_is_killed_between_two_updates_costs_no_commit(
     undisturbed: Callable[..., State],
 ) -> None:
-    text = text_of("gan", "epochs(2) -> epochs(1)")
+    again = "as run: -> as run:\n    G, D = DDP(G.module), DDP(D.module)"  # as for unfrozen layers
+    text = text_of("gan", "epochs(2) -> epochs(1)", again)
     kill = Fault(act="kill", line=faults.line_of(text, "loss_G = "))
     finished = costs_nothing(text, kill, STEP, undisturbed(text))
     assert sorted(finished.statuses) == [KILLED, LEFT], finished.describe()
