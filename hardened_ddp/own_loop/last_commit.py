@@ -88,6 +88,15 @@ class LastCommit:
         changed = {n for n, tensor in self._live.items() if _stamp(tensor) != self._stamps[n]}
         return (changed | self._updated) - self._buffers
 
+    def changed(self) -> set[str]:
+        """Name what was written and, where a copy tells, is not as it was. Rank-local."""
+        copies = self._copies  # WHY compared: DDP writes what it wraps, as it is
+        return {
+            n
+            for n in self.written()
+            if n not in copies or not has_same_bits(copies[n], self._live[n])
+        }
+
     def before_forward(self) -> None:
         """Learn what has to be copied at commits: the next all-reduce may lose a rank."""
         self._needed |= self.written() | self._unseen()

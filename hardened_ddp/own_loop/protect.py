@@ -191,7 +191,7 @@ class OwnLoop:
                 self._refuse_written()
             # WHY of all: one rank alone would wait in a commit until the timeout
             elif self.epoch == count and any(
-                self._group.gather_json(bool(self._last.written()))  # collective
+                self._group.gather_json(bool(self._last.changed()))  # collective
             ):
                 self._sync_buffers()  # collective
                 self._check_alike()  # collective
@@ -300,7 +300,7 @@ class OwnLoop:
                     log.info("%s at step %d: %s", ended, self.step, self._run.folder)
 
     def _refuse_written(self) -> None:
-        if written := self._last.written():
+        if written := self._last.changed():
             raise OwnLoopError(
                 f"{min(written)} was written after the last commit, and would be lost",
                 fix="end each body with run.commit(), before a run.poll()",

@@ -232,6 +232,7 @@ def with_average(condition: str = "True") -> str:
         "sam",
         "with protect -> average = torch.optim.swa_utils.AveragedModel(model.module)\nwith protect",
         "opt=opt -> opt=opt, average=average",
+        "as run: -> as run:\n    model = DDP(model.module)",  # it writes the weights, as they are
     )
     return after_epoch(text, f"if {condition}: average.update_parameters(model.module)")
 
