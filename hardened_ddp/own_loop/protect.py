@@ -346,7 +346,9 @@ class OwnLoop:
     def watch_forwards(self, state: dict[str, Any]) -> None:
         """See each forward and update from now on."""
         modules = (thing for thing in state.values() if isinstance(thing, nn.Module))
-        self._hooks = [m.register_forward_pre_hook(self._before_forward) for m in modules]
+        # WHY: torch.compile of a registered module would compile the hook, too
+        self._on_forward = torch.compiler.disable(self._before_forward)  # type: ignore[no-untyped-call]
+        self._hooks = [m.register_forward_pre_hook(self._on_forward) for m in modules]
         # WHY: once layers are unfrozen, a loop wraps its model in DDP again
         self._hooks.append(register_module_module_registration_hook(self._watch_wrapped))
         # WHY of all optimizers: one that wraps another, or was not registered, shows too
@@ -354,7 +356,7 @@ class OwnLoop:
 
     def _watch_wrapped(self, by: nn.Module, name: str, module: nn.Module | None) -> None:
         if self._registry.is_wrapped(module, by):
-            self._hooks.append(by.register_forward_pre_hook(self._before_forward))
+            self._hooks.append(by.register_forward_pre_hook(self._on_forward))
 
     def _begin_body(self) -> int:
         """Seed the generators if a body begins; return its step."""

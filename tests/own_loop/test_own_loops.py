@@ -385,6 +385,8 @@ DIES_AT = 5
 SCALED = (
     "1e-2) -> 1e-2)\nscaler = torch.amp.GradScaler('cpu', init_scale=256.0, growth_interval=3)",
     "loss.backward() -> scaler.scale(loss).backward()",
+    "guess = model( -> guess = compiled(",
+    "with protect -> compiled = torch.compile(model, backend='eager')\nwith protect",
     "opt.step() -> scaler.step(opt); scaler.update()",
     "opt=opt -> opt=opt, scaler=scaler",
 )
