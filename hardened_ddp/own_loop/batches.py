@@ -10,6 +10,7 @@ rank may complete the body in which this one dies.
 """
 
 import copy
+import logging
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,6 +34,8 @@ from hardened_ddp.errors import OwnLoopError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.seeding import keeping_random_state, mix, seed_sample
+
+log = logging.getLogger(__name__)
 
 FOLDER = "data"  # of a run folder: a ledger for each loader
 
@@ -198,13 +201,19 @@ class Streams:
         assert given.batch_size is not None
         size, ranks = len(given.dataset), self._group.world_size  # type: ignore[arg-type]
         window = given.batch_size * ranks
-        place = {"window": window, "size": size, "repeat": int(repeat)}
+        place = {"window": window, "size": size, "repeat": int(repeat), "batch": given.batch_size}
         place["least"] = min(_MOST_RANKS_LATER * ranks, window)
         place |= {"pass": 0 if repeat else self.epoch, "cursor": 0}
         place = self._places.setdefault(name, place)
         if (place["size"], place["repeat"]) != (size, int(repeat)):
             saved = f"the checkpoint was at a place in {place['size']} samples, this has {size}"
             _refuse(name, f"{saved}: give the same data, and the same repeat; or another folder")
+        if place.get("batch", given.batch_size) != given.batch_size:
+            log.warning(
+                "run.batches, name=%r: batch_size %d is not used: all ranks together get %d "
+                "samples at a time, as when this run began; another one needs another folder",
+                *(name, given.batch_size, place["window"]),
+            )
         stream = Stream(given, place, self._group, seed=mix(self._seed, zlib.crc32(name.encode())))
         rest = stream.sampler.end % place["window"]
         fewest = rest if rest >= place["least"] else min(place["window"], stream.sampler.end)

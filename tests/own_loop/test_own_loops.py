@@ -164,7 +164,8 @@ def test_a_stop_on_any_rank_stops_all_at_one_commit(
     assert finished.statuses == (0, 0), finished.describe()
     assert "SIGTERM: stopping at step" in finished.outputs[0]
     assert checkpoints_of(Path())[-1] < truth[0]["step"]
-    launch(text, world_size).ok()
+    resumed = launch(text.replace("(data, 50)", "(data, 70)"), world_size).ok()
+    assert ("batch_size 70 is not used: all" in resumed.outputs[0]) == (name == "gan")
     assert faults.is_exact(Path()) == ""
     meta, tensors = state_of(Path())
     assert (meta["step"], meta["place"]) == (truth[0]["step"], truth[0]["place"])
