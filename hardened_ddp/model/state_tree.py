@@ -59,7 +59,8 @@ def pack(
         f"{name} is a {kind.__name__}{keys}: it can't be saved without pickle, so a resumed run "
         "would differ",
         fix="keep it as tensors, arrays, numbers or text, in dicts, lists and tuples; or give its "
-        "object the methods state_dict and load_state_dict that return and take such",
+        "object the methods state_dict and load_state_dict that return and take such (to protect, "
+        "each object with these is given by a name of its own: G=G, D=D)",
     )
 
 

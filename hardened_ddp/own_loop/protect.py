@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
@@ -105,6 +106,11 @@ def protect(
     try:
         group = _meet(state, timeout_s=timeout_s)  # collective
         with errors_told(group):
+            _check_numbers(
+                {"seed": seed, "save_every": 0 if save_every == "auto" else save_every}
+                | {"keep_last": keep_last, "hang_after_s": hang_after_s}
+                | {"timeout_s": timeout_s, "stop_grace_s": stop_grace_s}
+            )
             last = LastCommit(Registry(state), group.device)
             every = None if save_every == "auto" else save_every
             config = RunConfig(checkpoint_every_steps=every, keep_last=keep_last)
@@ -183,6 +189,7 @@ class OwnLoop:
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs that are left, from 0; the first one may be half done."""
+        _check_numbers({"run.epochs": count})
         self._num_epochs = count
         while self.epoch < count:
             yield self.epoch
@@ -209,6 +216,7 @@ class OwnLoop:
 
     def steps(self, count: int) -> Iterator[int]:
         """Yield the steps that are left of count, for a loop that makes its data by itself."""
+        _check_numbers({"run.steps": count})
         self._num_steps = count
         while self.step < count:
             before = self.step
@@ -450,8 +458,16 @@ class OwnLoop:
             raise RankMismatchError(
                 f"registered tensors are not the same after step {self.step}: {found.text}",
                 fix="wrap each model in DistributedDataParallel, copy an average from the wrapped "
-                "model, draw no initial values by the rank, and gather what is a rank's own",
+                "model, draw no initial values by the rank, gather what is a rank's own, and call "
+                "a model on one rank alone after its eval() only",
             )
+
+
+def _check_numbers(given: dict[str, Any]) -> None:  # Any: the user's
+    """Raise OwnLoopError for what is no number, such as text of a command line."""
+    for name, value in given.items():
+        if not isinstance(value, Real):
+            raise OwnLoopError(f"{name} was given {value!r:.40}, and needs a number")
 
 
 def _meet(state: dict[str, Any], *, timeout_s: float) -> Group:
