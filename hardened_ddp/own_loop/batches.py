@@ -140,11 +140,15 @@ class Streams:
                 place |= {"pass": self.epoch, "cursor": 0}
 
     def batches(
-        self, given: DataLoader[Any], name: str, repeat: bool, begin: Callable[[], int]
+        self, given: DataLoader[Any], name: str, repeat: bool, begin: Callable[[bool], int]
     ) -> Iterator[Any]:  # Any: what the user's collate_fn returns
-        """Yield this rank's share of each window. begin: called before each; returns the step."""
+        """Yield this rank's share of each window. begin: called before each; returns the step.
+
+        It is told whether one was yielded before: what the loop did since then is not done again.
+        """
         stream = self._open(given, name, repeat=repeat)
         tracker, place, sampler = self._group.tracker, stream.place, stream.sampler
+        again = False
         while True:
             if place["cursor"] >= sampler.end:
                 if stream.ended_in == self.epoch:
@@ -157,7 +161,7 @@ class Streams:
             read = iter(stream.loader)
             for window in sampler.windows_of(place["pass"], place["cursor"]):
                 tracker.enter(Phase.DATA)
-                step = begin()
+                step, again = begin(again), True
                 with keeping_random_state():  # WHY: without workers each sample seeds them
                     batch = next(read)
                 tracker.enter(Phase.FORWARD)

@@ -97,6 +97,16 @@ class LastCommit:
             if n not in copies or not has_same_bits(copies[n], self._live[n])
         }
 
+    def altered(self) -> str:
+        """Name an object that is not as at the commit, in a body that is inspected. Rank-local."""
+        if not self._is_inspected:
+            return ""
+        tree, tensors = self.registry.pack()
+        names = {n for n in tree if repr(tree[n]) != repr(self.tree[n])}  # WHY text: NaN
+        copies = {n: t for n, t in self._copies.items() if n not in self._buffers}
+        names |= {n for n in copies if n in tensors and not has_same_bits(copies[n], tensors[n])}
+        return min(names, default="")
+
     def before_forward(self) -> None:
         """Learn what has to be copied at commits: the next all-reduce may lose a rank."""
         self._needed |= self.written() | self._unseen()

@@ -218,9 +218,10 @@ class OwnLoop:
         """Yield the steps that are left of count, for a loop that makes its data by itself."""
         _check_numbers({"run.steps": count})
         self._num_steps = count
+        first = self.step
         while self.step < count:
             before = self.step
-            yield self._begin_body()
+            yield self._begin_body(before != first)
             if self.step == before:
                 raise OwnLoopError("a body of run.steps ended without run.commit()")
 
@@ -314,6 +315,14 @@ class OwnLoop:
                 fix="end each body with run.commit(), before a run.poll()",
             )
 
+    def _refuse_altered(self) -> None:
+        if name := self._last.altered():
+            raise OwnLoopError(
+                f"{name} was written between commit {self.step} and the next body: a start that "
+                "continues there would not do it",
+                fix="write all that is registered before run.commit(), such as schedule.step()",
+            )
+
     def save_in_need(self, error: Exception | None = None, gone: Sequence[int] = ()) -> None:
         """Save beside a main thread that waits for another rank; the process ends after it."""
         # WHY no release: whoever saves first ends the process
@@ -366,10 +375,12 @@ class OwnLoop:
         if self._registry.is_wrapped(module, by):
             self._hooks.append(by.register_forward_pre_hook(self._on_forward))
 
-    def _begin_body(self) -> int:
-        """Seed the generators if a body begins; return its step."""
+    def _begin_body(self, again: bool) -> int:
+        """Seed the generators if a body begins; return its step. again: in the same for loop."""
         if not self._is_in_body:
             self._is_in_body = True
+            if again and self._last.place["epoch"] == self.epoch:
+                self._refuse_altered()
             self._status.attach(
                 Work(
                     global_batch=self._streams.global_batch,

@@ -43,7 +43,7 @@ BUDGETS = {
     "hardened_ddp_command.py": 180,
     "ddp_doctor/*": 12_500,
     "ddp_runs/*": 3_600,
-    "hardened_ddp/*": 29_025,
+    "hardened_ddp/*": 29_050,
     "hardened_ddp/gradients/*": 680,
     "hardened_ddp/settings/*": 2_125,
     "hardened_ddp/step/*": 2_035,
