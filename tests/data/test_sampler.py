@@ -31,6 +31,7 @@ from hardened_ddp.data.sources.datasets import build_data
 from hardened_ddp.data.sources.mix import Mix
 from hardened_ddp.errors import DataError
 from hardened_ddp.settings.config import DataConfig
+from tests.data.scripted import make_loader
 from tests.harness.ranks import train
 from tests.run_folder import only_run
 
@@ -245,8 +246,10 @@ def test_without_replacement_each_class_has_as_many_as_the_rarest() -> None:
     assert set(epochs[0]) != set(epochs[1])
     with pytest.raises(DataError, match="an epoch has 30 at most"):
         sampling_of("balanced", replacement=False, samples_per_epoch=31)
-    half = Subset(rare(), range(50, 100))
-    assert sampling_of("balanced", half, replacement=False).length == 30
+    assert sampling_of("balanced", Subset(rare(), range(50, 100)), replacement=False).length == 30
+    loader = make_loader(rare(), rank=9, world_size=10)  # its first samples are beyond 3
+    loader.sampler.sampling, loader.sampler.end = sampling_of("balanced", samples_per_epoch=3), 3
+    assert loader.sample_batches(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("form", ["txt", "npy"])

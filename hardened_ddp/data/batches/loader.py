@@ -318,8 +318,8 @@ class TrainLoader:
         """
         sampler, found = self.sampler, []
         for number in range(8):
-            first = 2 * (sampler.rank + number * sampler.num_replicas) % sampler.size
-            indices = sampler.order(0).take(first, min(first + 2, sampler.size))
+            first = 2 * (sampler.rank + number * sampler.num_replicas) % sampler.end
+            indices = sampler.order(0).take(first, min(first + 2, sampler.end))
             batch = self._fetcher[(0, indices)]
             if batch.num_samples:
                 found.append(self._fetcher.with_parts(batch, 0).to(device))
