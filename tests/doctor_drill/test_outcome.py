@@ -126,10 +126,15 @@ def test_weights_are_compared_where_two_optimizers_take_turns(tmp_path: Path) ->
     assert facts["weights"] == "equal"
 
 
-def test_what_differs_between_undisturbed_runs_is_not_measured(tmp_path: Path) -> None:
+def test_what_differs_undisturbed_or_contradicts_equal_weights_is_not_measured(
+    tmp_path: Path,
+) -> None:
     facts = drilled(tmp_path, KILLED, FROM_STEP_2, weights=None, samples=None)
     assert facts["lost"] == ["1 steps of work"], "steps are found by weights all the same"
     assert facts["not_measured"] == ["samples", "weights"]
+    facts = drilled(tmp_path / "2", KILLED, FROM_STEP_2, samples=Counter([7, 8, 9]))
+    assert (facts["weights"], facts["samples_twice"]) == ("equal", None)
+    assert facts["not_measured"] == ["samples"]
 
 
 def test_weights_that_became_nan_are_lost(tmp_path: Path) -> None:
@@ -138,12 +143,6 @@ def test_weights_that_became_nan_are_lost(tmp_path: Path) -> None:
     facts = drilled(tmp_path, ({"status": 0}, [*records, FIRED], "loss: nan"), fault="nan")
     assert (facts["weights"], facts["log_names"]) == ("not finite", "cause")
     assert "the weights are NaN" in facts["lost"]
-
-
-def test_samples_that_contradict_equal_weights_are_not_measured(tmp_path: Path) -> None:
-    facts = drilled(tmp_path, KILLED, FROM_STEP_2, samples=Counter([7, 8, 9]))
-    assert (facts["weights"], facts["samples_twice"]) == ("equal", None)
-    assert facts["not_measured"] == ["samples"]
 
 
 def test_a_run_that_hung_or_does_not_start_again_lost_something(tmp_path: Path) -> None:

@@ -21,11 +21,12 @@ from ddp_doctor.drill.runs import Case, Plan
 from ddp_doctor.drill.story import parts_of, samples_of, uses_of
 from ddp_doctor.terminal import UsageError
 
+Records = list[dict[str, Any]]
 NAMES = ("faults", "step", "rank", "again", "also", "repeat", "hang_after", "copy", "html")
 OPTIONS = dict.fromkeys(NAMES, "") | {"usage": "drill --help", "json": "true"}
 
 
-def case_of(folder: Path, *starts: dict[int, list[dict[str, Any]]], status: int = 1) -> Case:
+def case_of(folder: Path, *starts: dict[int, Records], status: int = 1) -> Case:
     """Write the records of starts, by rank, as the processes do."""
     work = folder / "work"
     case = Case(Plan([str(folder)], work, {}, hang_after_s=1, rank=1, step=1), "case")
@@ -36,7 +37,7 @@ def case_of(folder: Path, *starts: dict[int, list[dict[str, Any]]], status: int 
     return case
 
 
-def write_records(case: Case, rank: int, records: list[dict[str, Any]], *, world: int = 2) -> None:
+def write_records(case: Case, rank: int, records: Records, *, world: int = 2) -> None:
     """Write what a rank of the next start tells; world 0: it has no process group."""
     number, group = len(case.starts), {"k": "group", "rank": rank, "world": world}
     lines = [r | {"t": number + i / 1e3} for i, r in enumerate([group] * (world > 0) + records)]
@@ -45,9 +46,9 @@ def write_records(case: Case, rank: int, records: list[dict[str, Any]], *, world
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def life(*weights: str, uses: dict[int, list[int]] | None = None) -> list[dict[str, Any]]:
+def life(*weights: str, uses: dict[int, list[int]] | None = None) -> Records:
     """Give the records of a process that went through these weights."""
-    records: list[dict[str, Any]] = []
+    records: Records = []
     for number, weight in enumerate(weights[1:], start=1):
         records += [{"k": "use", "n": number, "names": (uses or {}).get(number, [number])}]
         before = {"the weights": weights[number - 1]}
@@ -55,13 +56,25 @@ def life(*weights: str, uses: dict[int, list[int]] | None = None) -> list[dict[s
     return records
 
 
-def where(case: Case, total: int) -> list[tuple[int | None, str]]:
-    return [(part.base, part.how) for part in parts_of(case, total)]
+CLAMPED = life("a", "b", "c", "d")
+CLAMPED[-1]["before"] = {"the weights": "c within limits"}
 
 
-def test_a_start_continued_where_its_first_weights_were_whatever_its_steps(tmp_path: Path) -> None:
-    case = case_of(tmp_path, {0: life("a", "b", "c", "d")}, {0: life("c", "x", "y")})
-    assert where(case, 4) == [(0, "weights"), (2, "weights")]
+@pytest.mark.parametrize(
+    ("first", "second", "total", "base", "how"),
+    [
+        (life("a", "b", "c", "d"), life("c", "x", "y"), 4, 2, "weights"),  # whatever its steps
+        (life("a", "a", "a", "b"), life("a", "a", "b", "c"), 4, 1, "weights"),  # learning rate 0
+        (CLAMPED, life("c within limits", "x"), 9, 2, "weights"),  # changed between two steps
+        (life("a", "b", "c"), life("z", "y", "x"), 3, 1, "number of steps"),
+        (life("a", "b"), [], 3, None, "no step"),
+    ],
+)
+def test_a_start_continued_where_its_first_weights_were(
+    first: Records, second: Records, total: int, base: int | None, how: str, tmp_path: Path
+) -> None:
+    parts = parts_of(case_of(tmp_path, {0: first}, {0: second}), total)
+    assert [(part.base, part.how) for part in parts] == [(0, "weights"), (base, how)]
 
 
 def test_a_start_on_one_rank_without_a_process_group_goes_on_where_it_began(tmp_path: Path) -> None:
@@ -90,25 +103,6 @@ def test_a_check_before_the_training_and_an_evaluation_after_it_are_no_lives(
     ranks = [process for process in case.processes() if process.rank is not None][:2]
     with pytest.raises(UsageError, match="several processes"):
         command.check_observed(case, ranks, case.plan, ["./run.sh"])
-
-
-def test_of_two_steps_with_the_same_weights_the_number_of_steps_decides(tmp_path: Path) -> None:
-    warm_up = life("a", "a", "a", "b")  # learning rate 0
-    assert where(case_of(tmp_path, {0: warm_up}, {0: life("a", "a", "b", "c")}), 4)[1][0] == 1
-
-
-def test_weights_that_are_changed_between_two_steps_are_known(tmp_path: Path) -> None:
-    clamped = life("a", "b", "c", "d")
-    clamped[-1]["before"] = {"the weights": "c within limits"}
-    found = where(case_of(tmp_path, {0: clamped}, {0: life("c within limits", "x")}), 9)
-    assert found[1] == (2, "weights")
-
-
-def test_weights_that_were_never_seen_are_told_as_such(tmp_path: Path) -> None:
-    found = where(case_of(tmp_path / "1", {0: life("a", "b", "c")}, {0: life("z", "y", "x")}), 3)
-    assert found[1] == (1, "number of steps")
-    found = where(case_of(tmp_path / "2", {0: life("a", "b")}, {0: []}), 3)
-    assert found[1] == (None, "no step")
 
 
 def test_samples_count_if_a_rank_ended_their_step_and_once_if_done_again(tmp_path: Path) -> None:
@@ -144,9 +138,6 @@ def test_a_file_that_was_cut_is_seen_by_its_own_format(tmp_path: Path) -> None:
         assert is_whole(path) is was
         os.truncate(path, path.stat().st_size // 2)
         assert is_whole(path) is now
-
-
-def test_a_damaged_header_is_a_broken_file_and_no_error(tmp_path: Path) -> None:
     for content in (b"\xff" * 100, b"\0" * 6 + b"\xff\x0f{}", b"\2" + b"\0" * 7 + b"[]"):
         (tmp_path / "a.safetensors").write_bytes(content)
         assert is_whole(tmp_path / "a.safetensors") is False
