@@ -189,7 +189,7 @@ def observe_undisturbed(plan: Plan, program: Sequence[str], report: Facts) -> Re
         weights=weights[0] if weights[0] == weights[1] else None,
         samples=samples[0] if samples[0] == samples[1] else None,
         uses=uses[0],
-        can_judge_files=all(is_whole(path) is not False for path, _ in checkpoints_of(cases[0])),
+        can_judge_files=all(is_whole(path) for path, _ in checkpoints_of(cases[0])),
     )
 
 

@@ -24,7 +24,7 @@ from ddp_doctor.audit.injected.observer import PatchingFinder
 from ddp_doctor.audit.injected.recorder import Foreign, Recorder
 from ddp_doctor.audit.injected.training import is_compiling, makes_state, parameters_of
 
-CHECKPOINTS = (".pt", ".pth", ".ckpt", ".safetensors", ".bin", ".tar", ".pkl", ".distcp")
+CHECKPOINTS = (".pt", ".pth", ".ckpt", ".safetensors", ".bin", ".tar", ".pkl", ".pickle", ".distcp")
 OF_OUTPUT = ("nan", "oom")  # given by what forward returns
 SAVE_FAULTS, CUT_BYTES = ("full-disk", "kill-in-save"), 521  # a size that no program chooses
 CACHES, KEPT_BATCHES = {".cache", ".config", ".triton", "__pycache__"}, 64
@@ -199,7 +199,7 @@ class Drilled:
         @functools.wraps(original)
         def save(data: Foreign, *args: Foreign, **kwargs: Foreign) -> Foreign:
             file = args[0] if args else kwargs.get("f", kwargs.get("filename"))
-            path = os.path.abspath(file) if isinstance(file, str | os.PathLike) else None
+            path = os.path.realpath(file) if isinstance(file, str | os.PathLike) else None
             if path is not None:  # WHY: it writes from C++ or Rust, which Python does not see
                 self._refuse_outside(path)
             self._begin_save(path)
@@ -242,7 +242,7 @@ class Drilled:
                 self._note_read(args[0])
                 return
             self._refuse_outside(args[0])
-            path = os.path.abspath(os.fsdecode(args[0]))
+            path = os.path.realpath(os.fsdecode(args[0]))
             if path.endswith(CHECKPOINTS) and not self._is_armed:
                 self._begin_save(path)
         elif event in ("os.rename", "os.link", "os.symlink"):

@@ -162,6 +162,9 @@ def test_writes_outside_also_through_links_are_refused_and_descriptors_not(tmp_p
     (own := tmp_path / "own").mkdir()
     (own / "link").symlink_to(tmp_path)
     made.hear("open", (str(own / "a"), "w", 0))
+    (own / "latest").symlink_to("epoch3.pickle")
+    made.hear("open", (str(own / "latest"), "w", 0))
+    assert [save["path"] for save in told(tmp_path, "save")] == [f"{own}/epoch3.pickle"]
     made.hear("open", (str(tmp_path / "a"), "r", 0))
     made.hear("open", (str(tmp_path / "a"), None, os.O_RDONLY))
     made.hear("open", ("/proc/self/fd/1", "w", 0))
