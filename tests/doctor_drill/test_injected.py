@@ -98,9 +98,7 @@ def test_the_step_by_which_a_checkpoint_makes_the_optimizers_state_is_none(tmp_p
     assert made.num_steps == 1
 
 
-def test_a_thread_that_saves_keeps_the_limit_during_steps_of_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_saving_thread_stays_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[int] = []
     monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit[0]))
     made, parameter = drilled(tmp_path, fault="full-disk"), torch.zeros(1, requires_grad=True)

@@ -85,12 +85,9 @@ def test_a_start_that_continues_one_step_too_early_loses_that_step(tmp_path: Pat
     assert drilled(tmp_path / "2", told, FROM_STEP_2)["log_names"] == "rank and cause"
 
 
+@pytest.mark.parametrize("begun", [[], None])
 @pytest.mark.parametrize("status", [0, -15])  # of a shell, whose torchrun went on
-@pytest.mark.parametrize("has_group", [True, False])
-def test_nothing_is_lost_where_all_was_done_by_either_start(
-    has_group: bool, status: int, tmp_path: Path
-) -> None:
-    begun = [] if has_group else None
+def test_nothing_is_lost_where_all_was_done(status: int, begun: Any, tmp_path: Path) -> None:
     starts = [({"status": status}, [*WHOLE, FIRED], ""), ({"status": 0}, begun, "")]
     facts = drilled(tmp_path, *starts[: 2 if status else 1], fault="term")
     assert (facts["verdict"], facts["next_start"]) == ("nothing lost", "not needed")
@@ -109,26 +106,23 @@ def test_samples_used_twice_or_never_are_counted_from_the_step_that_differs(tmp_
 
 
 def test_weights_are_compared_where_two_optimizers_take_turns(tmp_path: Path) -> None:
-    def turn(number: int, optimizer: int, before: str, after: str) -> list[dict[str, Any]]:
-        update = {"k": "update", "n": number, "o": optimizer, "w": after}
-        use = {"k": "use", "n": number, "names": [number]}
-        return [use, update | {"before": {"the weights": before}}]
+    def turns(*steps: str) -> list[dict[str, Any]]:
+        pairs = enumerate((step.split() for step in steps), start=1)
+        return [
+            {"k": "update", "n": n, "o": n % 2, "w": after, "before": {"the weights": before}}
+            for n, (before, after) in pairs
+        ]
 
-    turns = [*turn(1, 0, "d0", "d1"), *turn(2, 1, "g0", "g1")]
-    turns += [*turn(3, 0, "d1", "d2"), *turn(4, 1, "g1", "g2")]
-    whole = case_of(tmp_path / "turns", {0: finished(turns)})
-    uses = uses_of(whole, parts_of(whole, 4))
-    rest = [*turn(1, 0, "d1", "d2"), *turn(2, 1, "g1", "g2")]
-    starts = [({"status": 1}, [*turns[:4], FIRED], ""), ({"status": 0}, rest, "")]
-    weights = {"0 0": "d2", "0 1": "g2"}
+    case = case_of(tmp_path / "2", {0: finished(turns("d0 d1", "g0 g1", "d1 d2", "g1 g2"))})
+    uses, weights = uses_of(case, parts_of(case, 4)), {"0 1": "d2", "0 0": "g2"}
+    starts = [({"status": 1}, [*turns("d0 d1", "g0 g1"), FIRED], "")]
+    starts += [({"status": 0}, turns("d1 d2", "g1 g2"), "")]
     facts = drilled(tmp_path, *starts, total=4, uses=uses, weights=weights, samples=None)
     assert (facts["lost"], facts["next_start"]) == ([], "step 3")
     assert facts["weights"] == "equal"
 
 
-def test_what_differs_undisturbed_or_contradicts_equal_weights_is_not_measured(
-    tmp_path: Path,
-) -> None:
+def test_what_differs_undisturbed_or_contradicts_weights_is_unknown(tmp_path: Path) -> None:
     facts = drilled(tmp_path, KILLED, FROM_STEP_2, weights=None, samples=None)
     assert facts["lost"] == ["1 steps of work"], "steps are found by weights all the same"
     assert facts["not_measured"] == ["samples", "weights"]

@@ -86,9 +86,7 @@ def test_a_start_on_one_rank_without_a_process_group_goes_on_where_it_began(tmp_
     assert samples_of(uses_of(case, parts)) == {1: 3, 2: 2}
 
 
-def test_a_check_before_the_training_and_an_evaluation_after_it_are_no_lives(
-    tmp_path: Path,
-) -> None:
+def test_a_check_before_and_an_evaluation_after_training_are_no_lives(tmp_path: Path) -> None:
     rest = {0: life("b", "c", uses={1: [2]}), 1: life("b", "c", uses={1: [2]})}
     case = case_of(tmp_path, {0: life("a", "b", "c"), 1: life("a", "b", "c")}, rest)
     for start, rank, place in itertools.product((0, 1), (0, 1), (-0.5, 0.5)):
