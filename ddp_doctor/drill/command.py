@@ -157,7 +157,7 @@ def observe_undisturbed(plan: Plan, program: Sequence[str], report: Facts) -> Re
     for case in cases:
         case.start(program)
         ranks = {p.rank: p for p in case.processes() if p.rank is not None and p.all("update")}
-        check_observed(case, list(ranks.values()), plan, program)
+        check_observed(case, list(ranks.values()), program)
         uses.append(uses_of(case, [Part(ranks[0])]))
     total = len(ranks[0].all("update"))
     if len({max(step for _, step in some) for some in uses}) > 1:
@@ -193,9 +193,7 @@ def observe_undisturbed(plan: Plan, program: Sequence[str], report: Facts) -> Re
     )
 
 
-def check_observed(
-    case: Case, ranks: Sequence[Process], plan: Plan, program: Sequence[str]
-) -> None:
+def check_observed(case: Case, ranks: Sequence[Process], program: Sequence[str]) -> None:
     """Check that all ranks trained to the end and were seen. Raises UsageError."""
     start, fix, told = case.starts[0], "run it without the drill first", ""
     outside = sorted({r["path"] for p in case.processes() for r in p.all("outside")})
@@ -221,8 +219,8 @@ def check_observed(
         told, fix = "a rank trains in several processes, one after the other", "drill one training"
     elif any(len(p.all("update")) != total for p in ranks):
         told, fix = "its ranks make different numbers of steps", "audit it first"
-    elif plan.rank not in numbers or plan.step > total:
-        asked = f"--rank {plan.rank} --step {plan.step}"
+    elif case.plan.rank not in numbers or case.plan.step > total:
+        asked = f"--rank {case.plan.rank} --step {case.plan.step}"
         told = f"it has the ranks {numbers} and {total} steps: {asked}"
         fix = "choose one of these"
     if told:

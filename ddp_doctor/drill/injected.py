@@ -247,6 +247,8 @@ class Drilled:
                 self._begin_save(path)
         elif event in ("os.rename", "os.link", "os.symlink"):
             self._refuse_outside(args[1])
+            old, new = (os.path.realpath(os.fsdecode(name)) for name in args[:2])
+            self.emit("moved", old=old, new=new)
         elif event in ("os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"):
             is_there = event == "os.mkdir" and os.path.isdir(args[0])
             if args[-1] in (-1, None) and not is_there:

@@ -90,7 +90,7 @@ class Drill:
             (self.unknown if how == SLOW else self.lost).append(f"the next start: {how}")
         if refused := [r["path"] for p in case.processes() for r in p.all("outside")]:
             self.lost.clear()  # WHY: that may be what was to save its work
-            self.unknown.append(f"all: it was refused to write {refused[0]}: give --also FOLDER")
+            self.unknown.append(f"all: a write to {refused[0]} was refused (--also FOLDER)")
             facts["verdict"] = "not measured"
             return facts
         parts = parts_of(case, total)
@@ -219,6 +219,8 @@ def files_of(case: Case) -> list[tuple[Path, str]]:
 def checkpoints_of(case: Case) -> list[tuple[Path, str]]:
     """Find what was saved, or is named like a checkpoint."""
     saved = {r["path"] for p in case.processes() for r in p.all("save")}
+    for old, new in [(r["old"], r["new"]) for p in case.processes() for r in p.all("moved")]:
+        saved |= {new + path[len(old) :] for path in saved if f"{path}/".startswith(f"{old}/")}
     return [f for f in files_of(case) if f[1] in saved or f[1].endswith(CHECKPOINTS)]
 
 

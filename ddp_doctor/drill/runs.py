@@ -190,8 +190,7 @@ class Case:
         return {k: v for k, v in env.items() if not k.startswith(_OF_LAUNCHERS)} | {
             "HARDENED_DDP_DRILL": json.dumps(order),
             "PYTHONPATH": os.pathsep.join(filter(None, [str(INJECTED), env.get("PYTHONPATH")])),
-            "PYTHONUNBUFFERED": "1",
-            "PYTHONDONTWRITEBYTECODE": "1",
+            **dict.fromkeys(("PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"), "1"),
             "TMPDIR": f"{self.home}/tmp",
             "WANDB_MODE": "offline",
         }

@@ -108,8 +108,7 @@ def samples_of(uses: Uses) -> Samples | None:
 
 def last_weights(case: Case) -> Facts:
     """Give the last weights of each rank and optimizer."""
-    ranks = [process for process in case.processes() if process.rank is not None]
-    return {f"{p.rank} {r['o']}": r["w"] for p in ranks for r in p.all("update")}
+    return {f"{p.rank} {r['o']}": r["w"] for p in case.processes() for r in p.all("update")}
 
 
 def why_different(uses: Uses, reference: Uses) -> str:

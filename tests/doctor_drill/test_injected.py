@@ -163,6 +163,8 @@ def test_writes_outside_also_through_links_are_refused_and_descriptors_not(tmp_p
     (own / "latest").symlink_to("epoch3.pickle")
     made.hear("open", (str(own / "latest"), "w", 0))
     assert [save["path"] for save in told(tmp_path, "save")] == [f"{own}/epoch3.pickle"]
+    made.hear("os.rename", (str(own / "latest"), bytes(own / "b"), -1, -1))
+    assert told(tmp_path, "moved")[0]["new"] == f"{own}/b"
     made.hear("open", (str(tmp_path / "a"), "r", 0))
     made.hear("open", (str(tmp_path / "a"), None, os.O_RDONLY))
     made.hear("open", ("/proc/self/fd/1", "w", 0))

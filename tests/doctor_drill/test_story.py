@@ -100,7 +100,7 @@ def test_a_check_before_and_an_evaluation_after_training_are_no_lives(tmp_path: 
     case.starts[0] |= {"status": 0, "why": ""}
     ranks = [process for process in case.processes() if process.rank is not None][:2]
     with pytest.raises(UsageError, match="several processes"):
-        command.check_observed(case, ranks, case.plan, ["./run.sh"])
+        command.check_observed(case, ranks, ["./run.sh"])
 
 
 def test_samples_count_if_a_rank_ended_their_step_and_once_if_done_again(tmp_path: Path) -> None:
@@ -219,14 +219,18 @@ def test_what_an_overlay_leaves_can_be_removed_by_its_user(tmp_path: Path) -> No
 
 
 def test_only_files_that_the_program_wrote_are_looked_at(tmp_path: Path) -> None:
-    case = case_of(tmp_path, {0: life("a", "b")})
-    upper = case.home / "upper0"
-    for name in ("old.pt", "new.pt", "new.txt"):
+    moved = {"k": "moved", "old": f"{tmp_path}/part", "new": f"{tmp_path}/last"}
+    saves = [{"k": "save", "path": f"{tmp_path}/part/state"}, moved]
+    case = case_of(tmp_path, {0: [*life("a", "b"), *saves]})
+    (upper := case.home / "upper0").joinpath("last").mkdir()
+    for name in ("old.pt", "new.pt", "new.txt", "last/state"):
         (upper / name).write_bytes(b"x")
     os.utime(upper / "old.pt", (1, 1))  # as a copy of the user's has it
-    os.utime(upper / "new.pt", (case.made_at + 1, case.made_at + 1))
+    for name in ("new.pt", "last/state"):
+        os.utime(upper / name, (case.made_at + 1, case.made_at + 1))
     (case.home / "tmp" / "later").mkdir()
-    assert [seen for _, seen in checkpoints_of(case)] == [str(tmp_path / "new.pt")]
+    found = {seen for _, seen in checkpoints_of(case)}
+    assert found == {f"{tmp_path}/new.pt", f"{tmp_path}/last/state"}
 
 
 def test_a_mount_without_end_is_no_overlay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
