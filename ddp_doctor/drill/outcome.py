@@ -28,7 +28,7 @@ FAULTS = {  # and the words by which a log would name the cause; none: nobody is
     "nan": r"\bnan\b|non-?finite|\binf\b",
     "hang": r"timed? ?out|\bhang|\bhung|\bstuck|unresponsive|no progress",
     "dead-worker": "DataLoader worker",
-    "full-disk": r"File too large|No space|Errno 2[78]|failed writing|unexpected pos",
+    "full-disk": r"File too large|No space|Errno 2[78]|failed writing|unexpected pos|iostream",
     "kill-in-save": r"SIGXFSZ|signal 25|code *:? *-25",
     "cut-checkpoint": _TORN + r"|deserializing|unexpected (end|pos)|sha256",
     "fewer-ranks": "",

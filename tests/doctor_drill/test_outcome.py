@@ -157,6 +157,13 @@ def test_a_fault_that_did_not_come_or_missed_the_output_says_nothing(tmp_path: P
     assert facts["verdict"] == "not measured"
 
 
+def test_a_write_was_cut_if_the_log_has_what_torch_says_of_it(tmp_path: Path) -> None:
+    starts = [({"status": 0}, [*WHOLE, FIRED], "RuntimeError: basic_ios::clear: iostream error")]
+    assert drilled(tmp_path, *starts, fault="full-disk")["verdict"] == "nothing lost"
+    silent = drilled(tmp_path / "2", (*starts[0][:2], ""), fault="full-disk")
+    assert silent["not_measured"] == ["whether a write was cut"]
+
+
 def test_a_program_that_was_refused_to_save_in_its_need_is_not_accused(tmp_path: Path) -> None:
     refused = {"k": "outside", "path": "/scratch/emergency.pt"}
     killed = (*KILLED[:1], [*KILLED[1], refused], "drill: /scratch/emergency.pt is outside")
