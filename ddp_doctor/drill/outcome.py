@@ -108,20 +108,20 @@ class Drill:
         return facts
 
     def _judge_end(self, first: Facts) -> None:
-        facts, why, orphans = self.facts, first["why"], first["orphans"]
+        case, facts, why, orphans = self.case, self.facts, first["why"], first["orphans"]
         facts |= {"status": first["status"], "ended": why or f"status {first['status']}"}
-        is_seen = not why and self.case.fault not in KILLS_ALL
+        is_seen = not why and case.fault not in KILLS_ALL
         facts |= {"gone_s": first["gone_s"], "orphans": len(orphans) if is_seen else None}
         self.lost += ["hung"] if why == "hung" else []
         self.unknown += ["it still made steps at the limit"] if why == SLOW else []
         if len(orphans) > len(self.reference.start["orphans"]):  # a helper may always stay
             self.lost.append(f"{len(orphans)} orphans")
             self.notes.append(f"orphans: {'; '.join(orphans)}")
-        found = [(seen, is_whole(path)) for path, seen in checkpoints_of(self.case)]
-        broken = [os.path.relpath(p, self.case.folders[0]) for p, whole in found if whole is False]
+        found = [(seen, seen != case.torn and is_whole(p)) for p, seen in checkpoints_of(case)]
+        broken = [os.path.relpath(p, case.folders[0]) for p, whole in found if whole is False]
         can, num_whole = self.reference.can_judge_files or None, sum(w is True for _, w in found)
         facts |= {"files_whole": can and num_whole, "files_broken": can and len(broken)}
-        told = "cut by the drill" if self.case.torn else "broken"
+        told = "cut by the drill" if case.torn else "broken"
         self.notes += [f"{told}: {', '.join(broken)}"] if broken else []
 
     def _judge_steps(self, parts: Sequence[Part], went_on: bool, is_again: bool) -> None:
