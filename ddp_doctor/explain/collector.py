@@ -35,7 +35,7 @@ _ERROR_LINE = re.compile(
     r"|Failed - Training job failed|UnexpectedAdmissionError|FailedMount"
     r"|= +BAD TERMINATION"
 )
-_RETRIED = re.compile(r"\b[Rr]etry(?:ing)?\b(?! count)|^.{,200}\bWARNING\b")
+_RETRIED = re.compile(r"\b[Rr]etry(?:ing)?\b(?! count)|^(?!.* death signal).{,200}\bWARNING\b")
 """What a program says when it goes on; far behind, torch's advice has this word, too."""
 
 _OTHER_PROGRAM = re.compile(
@@ -314,7 +314,10 @@ class Collector:
         if cause is not None and re.search(r"[/\\]multiprocessing[/\\]", last):
             # WHY: its locks are files in /dev/shm, and it sends pickles to its processes
             others = {"checkpoint-disk-full": "memory-shm", "checkpoint-corrupt": "data-pickle"}
+            others["data-missing-file"] = "data-worker-exited"  # where it listened
             cause = BY_CODE[others.get(cause.code, cause.code)]
+        if cause is BY_CODE["checkpoint-corrupt"] and last.endswith("distributed_c10d.py"):
+            cause = None  # what a collective of objects brought was no pickle
         # CalledProcessError is all that some launchers say of a process that a signal ended
         is_killed = raised.name == "CalledProcessError" and match is not None
         if _is_of_launcher(raised) and not is_killed:
@@ -345,7 +348,7 @@ class Collector:
         if event is None or event.tier == Tier.LAUNCHER:
             return
         match = matches[0]
-        if match.cause.tier in (Tier.TEARDOWN, Tier.ADVICE):
+        if match.cause.tier in (Tier.TEARDOWN, Tier.ADVICE) or WARNS.search(line.raw):
             return
         known = event.cause
         is_guess = known is None or known.is_of_type
@@ -421,6 +424,8 @@ class Collector:
 def _is_of_launcher(raised: Raised) -> bool:
     """Whether a launcher says with it how a process ended; mp.spawn of old had no type for it."""
     is_of_spawn = raised.message.startswith("process ") and " terminated with " in raised.message
+    if raised.name == "CalledProcessError" and raised.frames:  # the program may start others, too
+        return any("launch" in frame.file for frame in raised.frames)
     return raised.name in _LAUNCHER_TYPES or is_of_spawn
 
 

@@ -230,7 +230,8 @@ def _went_on(event: Event, ending: Ending, has_restarted: bool) -> bool:
         return False
     if event.code in _STOPS:
         return ending.saved > number
-    is_sure = event.tier in (Tier.TIMEOUT, Tier.MISMATCH) or _IS_SEVERE.search(event.line.raw)
+    is_sure = event.tier in (Tier.TIMEOUT, Tier.MISMATCH) and "[W" not in event.line.raw
+    is_sure |= _IS_SEVERE.search(event.line.raw) is not None
     return ending.goes_on_after(number) and not is_sure
 
 

@@ -194,6 +194,8 @@ def _cut_bar(line: Line) -> None:
     if "Traceback (most" in text and not text.startswith(("Traceback", "Original", "  ", "\u256d")):
         cut = text.index("Traceback (most")
         line.before, line.text = text[:cut], text[cut:]
+    elif text.endswith("]Killed"):
+        line.text = "Killed"
     elif "[rank" in text and line.rank is None:
         late = _LATE_RANK.match(text)
         if late and (_BAR.search(text) or len(text) - len(late[1]) < _MAX_UNKNOWN_PREFIX):

@@ -38,7 +38,7 @@ _TYPE_END = re.compile(
 _CAMEL = re.compile(r"_?[A-Z][a-z]+(?:[A-Z][A-Za-z]*)*$|_?[A-Z]{2,}[a-z]+\w*$")
 _DIRECT = "The above exception was the direct cause of the following exception"
 _HANDLING = "During handling of the above exception, another exception occurred"
-_WEAK_MARKS = ("Exception ignored in", "Exception in thread", "--- Logging error ---")
+_WEAK_MARKS = ("Exception ignored in", "Exception in thread", "_run_exitfuncs", "--- Logging error")
 _MAX_LINES = 400
 """A traceback that has no end within so many lines of its stream was cut off."""
 

@@ -73,7 +73,6 @@ data-target-shape: the labels do not have the shape that the loss needs
   /0D or 1D target tensor expected, multi-target not supported/
   why: Output and labels of one batch differ in number or dimensions
   fix: cross_entropy: (N, C) and (N), so logits.flatten(0, 1), labels.flatten(); BCE: .unsqueeze(1).
-  confirm: print(logits.shape, labels.shape) before the loss.
 
 data-missing-file (generic): a file is not there
   /No such file or directory:/

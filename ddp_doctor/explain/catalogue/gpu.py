@@ -177,7 +177,6 @@ gpu-fork: CUDA was used in a forked process
     torchrun; nothing of CUDA before the fork.
   lightning: strategy='ddp' instead of 'ddp_notebook' or 'ddp_fork'
   accelerate: notebook_launcher before any .cuda()
-  confirm: The traceback is in a worker; torch.cuda.is_initialized() before the fork.
 
 gpu-cuda-error (generic): a CUDA call failed
   /CUDA error: [a-zA-Z][^\n]+/
@@ -215,7 +214,6 @@ accelerator-timeout (timeout): a collective of HCCL did not finish in time
   why: The rank that prints it waits for another one, which failed before, hangs, or is slow
   fix: Read the other ranks' logs first (ASCEND_GLOBAL_LOG_LEVEL=1; plog in ~/ascend/log); only if
     one is slow: HCCL_EXEC_TIMEOUT, HCCL_CONNECT_TIMEOUT.
-  confirm: The rank whose plog has another error, or none of this kind.
 
 killed-sigfpe (generic): a process ended by an arithmetic exception in native code (SIGFPE)
   /Signal 8 \(SIGFPE\) received by PID (?P<pid>\d+)/

@@ -30,7 +30,6 @@ graph-static-changed: the graph changed although static_graph=True promises that
   why: With static_graph each step must use the same parameters the same number of times
   fix: Remove static_graph=True (or model._set_static_graph()); use find_unused_parameters=True if
     parameters are unused in some steps.
-  confirm: Train without static_graph: the message goes away, or names the unused parameters.
 
 graph-ready-twice: a parameter got its gradient twice in one backward
   /Expected to mark a variable ready only once/
@@ -44,7 +43,6 @@ graph-ready-twice: a parameter got its gradient twice in one backward
   accelerate: DistributedDataParallelKwargs(static_graph=True)
   trainer: TrainingArguments(gradient_checkpointing_kwargs={'use_reentrant': False},
     ddp_find_unused_parameters=False)
-  confirm: TORCH_DISTRIBUTED_DEBUG=INFO names the parameter.
 
 graph-inplace: a tensor that backward needs was changed in place
   /has been modified by an inplace operation/
@@ -152,7 +150,6 @@ graph-batchnorm-single: BatchNorm in training got one value per channel
   why: The last batch of this rank has one sample, and its spatial size is 1
   fix: DataLoader(..., drop_last=True), a larger batch, or GroupNorm.
   trainer: TrainingArguments(dataloader_drop_last=True)
-  confirm: len(dataset) per rank modulo the batch size is 1.
 
 graph-syncbn: SyncBatchNorm was used where it can't work
   /SyncBatchNorm expected input tensor to be on (?:a )?GPU/

@@ -147,7 +147,6 @@ launch-devices (accuses nobody): the number of processes is not what the program
   lightning: #SBATCH --ntasks-per-node=N (not --ntasks) with Trainer(devices=N, num_nodes=NODES),
     started by srun; in an interactive shell of Slurm: SLURM_JOB_NAME=bash python train.py
   accelerate: accelerate launch --num_processes (of all nodes) --num_machines
-  confirm: env | grep -E 'SLURM_NTASKS|SLURM_NNODES|WORLD_SIZE' in a task.
 
 launch-notebook (accuses nobody): a notebook can't start the processes like this
   /is not compatible with an interactive environment/
@@ -174,7 +173,6 @@ launch-config (accuses nobody): settings were refused: a key or a value is wrong
     have; the lines below the message name it
   fix: Correct the key or the line that is named; hydra: +key=value adds a new one;
     HYDRA_FULL_ERROR=1 shows the stack.
-  confirm: python -c 'import sys, yaml; yaml.safe_load(open(sys.argv[1]))' FILE.
 
 launch-container (accuses nobody): the container did not start, or has no GPU
   /could not select device driver .* with capabilities/
@@ -209,7 +207,6 @@ launch-pod-crash (teardown, generic): a pod ends again and again
   /BackoffLimitExceeded/
   why: Its container exits with an error, and Kubernetes starts it anew
   fix: kubectl logs POD --previous, and explain that.
-  confirm: kubectl describe pod POD: Last State, Exit Code.
 
 launch-ray-actor (lost, generic): a worker of Ray ended, and Ray does not know why
   /The actor died unexpectedly before finishing this task/

@@ -58,7 +58,6 @@ memory-pod-oom (killed): the container was killed for memory (OOMKilled)
   /[Cc]ontainer .*(?:exceeded|exceeds) (?:its )?memory limit/
   why: All processes of the pod together used more than resources.limits.memory
   fix: Raise resources.limits.memory; an emptyDir of medium Memory (/dev/shm) counts, too. %HOST%
-  confirm: kubectl describe pod: Last State: Terminated, Reason: OOMKilled, Exit Code: 137.
 
 memory-worker-killed (killed, accuses speaker): a DataLoader worker was killed, likely for memory
   /DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: Killed/
@@ -138,7 +137,6 @@ killed-bus (generic): a process got a bus error (SIGBUS)
   /died with <Signals\.SIGBUS/
   why: /dev/shm is full, or a memory-mapped file was cut or lies on a disk that failed
   fix: Raise shared memory (--shm-size=8g); copy memory-mapped data to a local disk.
-  confirm: df -h /dev/shm and the dataset's disk.
 
 killed-sigill (generic): a process executed an instruction that this CPU does not have (SIGILL)
   /Signal 4 \(SIGILL\) received by PID (?P<pid>\d+)/

@@ -135,7 +135,6 @@ nccl-heartbeat (timeout): NCCL's watchdog thread got stuck
     driver, or a communicator being aborted
   fix: Look for an Xid in dmesg and for an earlier timeout in the log;
     TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=1800 if it was only slow.
-  confirm: nvidia-smi hangs or shows an error on that node.
 
 [NCCL: network]
 
@@ -174,7 +173,6 @@ nccl-interface: NCCL found no network interface that it can use
   why: NCCL_SOCKET_IFNAME names an interface that this node does not have, NCCL_NET or
     NCCL_NET_PLUGIN a plugin, or only loopback is up
   fix: `ip -br addr` on each node; NCCL_SOCKET_IFNAME=eth0 (or ^docker,lo); or unset them.
-  confirm: NCCL_DEBUG=INFO prints the interface that it uses.
 
 nccl-connect (lost): NCCL could not connect to another rank
   /Connect to \S+<\d+> failed/

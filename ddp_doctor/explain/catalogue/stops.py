@@ -57,7 +57,7 @@ stop-sighup (killed): the terminal was closed (SIGHUP)
 
 stop-sigterm (teardown): it was told to stop (SIGTERM)
   /got signal: 15\b/
-  /Received (?:Signals\.)?SIGTERM/
+  /Received (?:(?:Signals\.)?SIGTERM|15 death signal)/
   /Signal 15 \(SIGTERM\) received by PID (?P<pid>\d+)/
   /Sending process (?P<pid>\d+) closing signal (?:Signals\.)?SIGTERM/
   /Closing process \d+ via signal SIGTERM/
@@ -108,7 +108,6 @@ launch-slurm-step (accuses nobody): Slurm or mpirun could not start the processe
   fix: Compare #SBATCH lines with sinfo -o '%P %G %c %m'; srun needs the same --gres and
     --cpus-per-task. mpirun: slots= in the host list, --oversubscribe, --allow-run-as-root in
     containers, ssh without password between nodes; srun --mpi=pmix.
-  confirm: srun --pty hostname, or mpirun -np N hostname, with the same options.
 
 launch-command (accuses nobody): the command or a file of it was not found
   /can't open file '?[^':]+'?: \[Errno 2\]/
