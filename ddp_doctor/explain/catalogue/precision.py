@@ -97,7 +97,7 @@ compile-cache: processes got into each other's way in the cache of compiled kern
     node, or one folder per rank; remove the old ones; a newer triton.
   or_else: Something removed the folder, or its disk is full.
 
-compile-compiler: no compiler was found that fits torch, or an extension did not compile
+compile-compiler: no compiler that fits torch, or an extension failed
   /Error building extension '\w+'/
   /InvalidCxxCompiler/
   /No working C\+\+ compiler found/
