@@ -96,7 +96,7 @@ class Drill:
         parts = parts_of(case, total)
         has_idled = is_again and (len(parts) == 1 or parts[-1].how == "no step")
         if made == total and has_idled and not self.lost:
-            parts, is_again = parts[:1], False  # all was done before, as that start found
+            parts, is_again = [p for p in parts if p.how != "no step"], False  # all was done before
         went_on = bool(parts) and parts[-1].base is not None and len(parts) > is_again
         self._judge_steps(parts, went_on, is_again)
         is_whole_run = went_on and (self.is_resized or parts[-1].end == total)
@@ -137,10 +137,10 @@ class Drill:
         if went_on and parts[-1].end != total and not self.is_resized:
             more, told = parts[-1].end - total, f"ended at step {parts[-1].end} of {total}"
             self.lost.append(f"made {more} steps again" if more > 0 else told)
-        if told == "no step" and self.case.starts[-1]["status"] == 0 and not went_on:
-            self.lost.append("the next start: no step")
-        elif not went_on and not self.lost:
-            self.unknown.append("where it continued")
+        if not went_on and not self.lost:
+            is_idle = is_again and told.endswith("no step") and not self.unknown
+            self.lost += ["the next start: no step"] if is_idle else []
+            self.unknown += [] if is_idle else ["where it continued"]
 
     def _judge_result(self, parts: Sequence[Part], uses: Uses) -> None:
         """Compare samples and weights. uses: empty if it did not come to its end."""

@@ -171,6 +171,18 @@ def test_a_program_that_was_refused_to_save_in_its_need_is_not_accused(tmp_path:
     assert "/scratch/emergency.pt" in facts["not_measured"][0]
 
 
+def test_a_start_that_finds_all_done_keeps_what_the_launcher_restarted(tmp_path: Path) -> None:
+    plan = Plan([str(tmp_path)], tmp_path / "work", {}, hang_after_s=1, rank=1, step=3)
+    case = Played(plan, "case", "kill-rank")
+    case.scripts = [({"status": 1}, finished(KILLED[1]), ""), ({"status": 0}, [], "")]
+    write_records(case, 6, finished(FROM_STEP_2[1]), at_s=0.5)
+    path = case.home / "records0/p7.jsonl"
+    path.write_text(path.read_text().replace('"rank": 6', '"rank": 0'))
+    facts = Drill(case, reference_of(tmp_path)).run(["a"], ["a"])
+    assert (facts["lost"], facts["weights"]) == (["1 steps of work"], "equal")
+    assert facts["next_start"] == "launcher: step 2"
+
+
 @pytest.mark.parametrize("is_read", [True, False])
 def test_a_cut_checkpoint_that_nobody_read_proves_nothing(is_read: bool, tmp_path: Path) -> None:
     plan = Plan([str(tmp_path)], tmp_path / "work", {}, hang_after_s=1, rank=1, step=3)

@@ -37,10 +37,14 @@ def case_of(folder: Path, *starts: dict[int, Records], status: int = 1) -> Case:
     return case
 
 
-def write_records(case: Case, rank: int, records: Records, *, world: int = 2) -> None:
+def write_records(
+    case: Case, rank: int, records: Records, *, world: int = 2, at_s: float = 0
+) -> None:
     """Write what a rank of the next start tells; world 0: it has no process group."""
     number, group = len(case.starts), {"k": "group", "rank": rank, "world": world}
-    lines = [r | {"t": number + i / 1e3} for i, r in enumerate([group] * (world > 0) + records)]
+    lines = [
+        r | {"t": number + at_s + i / 1e3} for i, r in enumerate([group] * (world > 0) + records)
+    ]
     path = case.home / f"records{number}/p{rank + 1}.jsonl"
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
