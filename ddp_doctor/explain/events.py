@@ -188,8 +188,9 @@ class Raised:
 
     @property
     def headline(self) -> str:
-        """The first line of its message."""
-        return self.message.partition("\n")[0]
+        """The first line of its message, with the second if that says what was raised."""
+        first, _, rest = self.message.partition("\n")
+        return f"{first} {rest}".partition("\n")[0] if first.endswith(" raised:") else first
 
     @property
     def whole(self) -> str:
