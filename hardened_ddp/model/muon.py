@@ -78,8 +78,8 @@ def split_for_muon(
     chosen = {name for name in matrices if id(named[name]) not in ids}
     for which, change in ((MUON, chosen.update), (ADAMW, chosen.difference_update)):
         given = arguments.get(which, ())
-        for pattern in [given] if isinstance(given, str) else given:
-            if not (found := filter_names(named, pattern)):
+        for pattern in given if isinstance(given, list | tuple) else [given]:
+            if not (found := filter_names(named, str(pattern))):
                 raise _wrong(f"{which} has {pattern!r}, which no parameter is called", named)
             change(found)
     if not chosen or chosen - matrices:
