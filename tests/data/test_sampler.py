@@ -185,12 +185,12 @@ def rare(num: int = 100) -> TensorDataset:
     return TensorDataset(torch.arange(num, dtype=torch.float32), torch.tensor(CLASSES[:num]))
 
 
-def dark(train: bool) -> Dataset[Any]:
+def dark(train: bool, num_tests: int = 10) -> Dataset[Any] | None:
     """Give digits of which all pixels are 0: with digits, a data set of the same shape."""
-    images = torch.zeros(50 if train else 10, 1, 8, 8)
+    images = torch.zeros(50 if train else num_tests, 1, 8, 8)
     data = TensorDataset(images, torch.arange(len(images)) % 10)
     data.num_classes = 10  # type: ignore[attr-defined]
-    return data
+    return data if len(data) else None
 
 
 def every_third(dataset: Any, *, seed: int, epoch: int) -> Any:
@@ -329,9 +329,10 @@ def test_an_epoch_of_a_mix_ends_as_its_rule_says(ends: str, length: int, counts:
 
 
 def test_a_mix_has_the_classes_and_tests_of_its_parts_by_weight_and_refuses_others() -> None:
-    arguments = {"weights": [3, 1], "ends": "first"}
     name = "mix:digits,tests.data.test_sampler:dark"
-    data = build_data(DataConfig(dataset=name, dataset_args=arguments))
+    part = build_data(DataConfig(dataset=name, dataset_args={"args": [{}, {"num_tests": 0}]}))
+    assert len(part.test) == 360  # type: ignore[arg-type]
+    data = build_data(DataConfig(dataset=name, dataset_args={"weights": [3, 1], "ends": "first"}))
     assert (data.num_classes, len(data.train), len(data.test)) == (10, 1487, 370)  # type: ignore[arg-type]
     assert float(data.train[1436][0].sum()) > 0 == float(data.train[1437][0].sum())
     wrong = [

@@ -56,7 +56,7 @@ BUDGETS = {
     "hardened_ddp/preflight/*": 980,
     "hardened_ddp/ranks/*": 2_535,
     "hardened_ddp/guard/*": 1_245,
-    "hardened_ddp/data/*": 4_180,
+    "hardened_ddp/data/*": 4_185,
     "hardened_ddp/streams/*": 2_635,
     "ddp_drills/*": 1_935,
     "launchers/*": 710,

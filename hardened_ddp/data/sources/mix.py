@@ -97,7 +97,8 @@ def open_mix(
     check_classes(parts, config.dataset)
     shares = [float(w) for w in weights] or [float(len(part)) for part in parts]  # type: ignore[arg-type]  # map-style
     is_share = all(0 < share < math.inf for share in shares)
-    if len(shares) != len(settings) or not is_share or ends not in _ENDS:
+    # WHY of training: a part may have no samples to test
+    if train and (len(shares) != len(settings) or not is_share or ends not in _ENDS):
         raise DataError(
             f"dataset mix: weights {list(weights)}, ends {ends!r}",
             fix=f"a weight above 0 for each part; ends: {', '.join(_ENDS)}",
