@@ -24,25 +24,21 @@ def judge_endings(ranks: Ranks, *, hung: bool, status: int | None = None) -> Ite
     differing = list(_collectives(ranks, hung=hung, failed=bool(failures)))
     yield from differing
     for rank, end in own[:1]:
+        told = f"rank {rank.number} fails: {end['error'].splitlines()[0][:200]}"
+        seen, is_echo = f"after {rank.step_count} optimizer steps", bool(differing)
         yield Verdict(
-            code="exception",
-            sentence=f"rank {rank.number} fails: {end['error'].splitlines()[0][:200]}",
-            place=end["line"],
-            evidence=(f"after {rank.step_count} optimizer steps",),
-            softened=bool(differing),
+            code="exception", sentence=told, place=end["line"], evidence=(seen,), softened=is_echo
         )
     if failures and not own and not differing:
         yield from _left_alone(ranks, *failures[0])
     lost = [rank for rank in ranks if rank.last("exit") is None]
     if status and lost and not failures and not hung:
         steps = lost[0].all("step")
-        yield Verdict(
-            code="exception",
-            sentence=f"rank {lost[0].number} ends without an exception, as a process does that is "
-            f"killed; the program's exit status is {status}",
-            place=steps[-1]["line"] if steps else "",
-            evidence=(f"after {lost[0].step_count} optimizer steps",),
-        )
+        told = f"rank {lost[0].number} ends without an exception, as a process does that is killed"
+        told += f"; the program's exit status is {status}"
+        place = steps[-1]["line"] if steps else ""
+        seen = f"after {lost[0].step_count} optimizer steps"
+        yield Verdict(code="exception", sentence=told, place=place, evidence=(seen,))
     if hung and not differing:
         yield from _hang(ranks)
     yield from _shared_files(ranks)
@@ -56,16 +52,10 @@ def _left_alone(ranks: Ranks, rank: Rank, end: Record) -> Iterator[Verdict]:
     others = [other for other in ranks if other is not rank]
     has_finished = bool(others) and all(other.ended_well for other in others)
     if has_finished and {other.step_count for other in others} == {rank.step_count}:
-        yield Verdict(
-            code="collectives-differ",
-            sentence=f"rank {rank.number} alone calls a collective, or a forward of DDP, which has "
-            "collectives of its own: the others have come to their end",
-            place=end["line"],
-            evidence=(
-                end["error"].splitlines()[0][:200],
-                f"all ranks made {rank.step_count} steps",
-            ),
-        )
+        told = f"rank {rank.number} alone calls a collective, or a forward of DDP, which has "
+        told += "collectives of its own: the others have come to their end"
+        facts = (end["error"].splitlines()[0][:200], f"all ranks made {rank.step_count} steps")
+        yield Verdict(code="collectives-differ", sentence=told, place=end["line"], evidence=facts)
 
 
 def _collectives(ranks: Ranks, *, hung: bool, failed: bool) -> Iterator[Verdict]:
@@ -108,7 +98,7 @@ def _differing(ranks: Ranks, place: int, calls: dict[int, Record | None]) -> Ver
     code, why = "hang", "one rank does not come to a collective in which others wait"
     if not late:
         code, why = "collectives-differ", "the ranks do not call the same collectives: the "
-        why += f"{_ordinal(place + 1)} one differs"
+        why += f"one with number {place + 1} differs"
     return Verdict(
         code=code, sentence=why, place=(late or [fewest])[0]["line"], evidence=tuple(told)
     )
@@ -128,12 +118,9 @@ def _hang(ranks: Ranks) -> Iterator[Verdict]:
         why = "the ranks wait at different lines"
     else:
         why = "all ranks wait at one line"
-    yield Verdict(
-        code="hang",
-        sentence=f"the program makes no progress: {why}",
-        place=(busy or stalls)[0]["line"],
-        evidence=tuple(f"rank {rank.number} {_stands(rank)}" for rank in ranks),
-    )
+    told, place = f"the program makes no progress: {why}", (busy or stalls)[0]["line"]
+    facts = tuple(f"rank {rank.number} {_stands(rank)}" for rank in ranks)
+    yield Verdict(code="hang", sentence=told, place=place, evidence=facts)
 
 
 def _stands(rank: Rank) -> str:
@@ -157,19 +144,10 @@ def _shared_files(ranks: Ranks) -> Iterator[Verdict]:
     for (_, path), by_rank in writers.items():
         if len(by_rank) > 1:
             first = by_rank[min(by_rank)]
-            yield Verdict(
-                code="same-file",
-                sentence=f"{len(by_rank)} ranks write one file: {shown_path(path)}",
-                place=first["line"],
-                evidence=(f"ranks {', '.join(map(str, sorted(by_rank)))}",),
-            )
+            told = f"{len(by_rank)} ranks write one file: {shown_path(path)}"
+            seen = f"ranks {', '.join(map(str, sorted(by_rank)))}"
+            yield Verdict(code="same-file", sentence=told, place=first["line"], evidence=(seen,))
 
 
 def _shown(place: str) -> str:
     return shown_path(place) if place else "a line of a library"
-
-
-def _ordinal(number: int) -> str:
-    endings = {1: "st", 2: "nd", 3: "rd"}
-    is_teen = number % 100 in (11, 12, 13)
-    return f"{number}{'th' if is_teen else endings.get(number % 10, 'th')}"

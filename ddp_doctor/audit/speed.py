@@ -63,13 +63,10 @@ def judge_speed(ranks: Ranks) -> Iterator[Verdict]:
     first = times[ranks.first.number]
     about = next(iter(ranks.first.all("pass")), None)
     if first and about and (share := first["wait_s"] / first["wall_s"]) > MUCH:
-        yield Verdict(
-            code="slow-data",
-            sentence=f"{share:.0%} of a step is spent waiting for data, with "
-            f"num_workers={about['workers']}",
-            place=about["made"],
-            evidence=(f"{first['wait_s']:.1f} of {first['wall_s']:.1f} ms",),
-        )
+        told = f"{share:.0%} of a step is spent waiting for data, "
+        told += f"with num_workers={about['workers']}"
+        seen = f"{first['wait_s']:.1f} of {first['wall_s']:.1f} ms"
+        yield Verdict(code="slow-data", sentence=told, place=about["made"], evidence=(seen,))
     for wrap in ranks.first.all("ddp"):
         yield from _ddp(ranks.first, wrap, first)
 
@@ -112,12 +109,11 @@ def _ddp(rank: Rank, wrap: Record, times: dict[str, float]) -> Iterator[Verdict]
     unused = any(g is None for step in steps for g in step["g"])
     is_plain = is_only and len(steps) > 3 and len(rank.all("optimizer")) == 1
     if wrap["find_unused"] and is_plain and not unused:
+        told = "find_unused_parameters=True searches the graph in every step, and every parameter "
+        told += "had a gradient"
+        seen = f"{len(steps)} steps looked at"
         yield Verdict(
-            code="find-unused-needless",
-            sentence="find_unused_parameters=True searches the graph in every step, and every "
-            "parameter had a gradient",
-            place=wrap["line"],
-            evidence=(f"{len(steps)} steps looked at",),
+            code="find-unused-needless", sentence=told, place=wrap["line"], evidence=(seen,)
         )
     needless = [
         s
@@ -129,13 +125,11 @@ def _ddp(rank: Rank, wrap: Record, times: dict[str, float]) -> Iterator[Verdict]
     ]
     late = [s for s in steps[1:] if s["backwards"].get("late")]
     if late:
-        yield Verdict(
-            code="no-sync-without-effect",
-            sentence="no_sync() covers the backward only: DDP decides in the forward, so all "
-            "gradients are averaged all the same",
-            place=late[0]["backward_line"],
-            evidence=(f"{late[0]['backwards']['late']} backwards of a step",),
-        )
+        told = "no_sync() covers the backward only: DDP decides in the forward, so all gradients "
+        told += "are averaged all the same"
+        seen = f"{late[0]['backwards']['late']} backwards of a step"
+        place = late[0]["backward_line"]
+        yield Verdict(code="no-sync-without-effect", sentence=told, place=place, evidence=(seen,))
     elif is_only and len(needless) > 2:
         number = needless[0]["backwards"]["sync"]
         share = times["backward_s"] / times["wall_s"] if times else 0.0

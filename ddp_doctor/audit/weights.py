@@ -19,13 +19,11 @@ MAX_NAMED = 3
 def judge_weights(ranks: Ranks) -> Iterator[Verdict]:
     """Yield what makes the ranks' models differ: the first cause for each pair of ranks."""
     if len(ranks) > 1 and not any(rank.all("init") for rank in ranks):
-        yield Verdict(
-            code="no-process-group",
-            sentence=f"{len(ranks)} processes train, but none called init_process_group: each "
-            "trains a model of its own",
-            place=next((o["line"] for o in ranks.first.all("optimizer")), ""),
-            evidence=(f"ranks seen: {sorted(ranks.by_number)}",),
-        )
+        told = f"{len(ranks)} processes train, but none called init_process_group: each trains a "
+        told += "model of its own"
+        seen = f"ranks seen: {sorted(ranks.by_number)}"
+        place = next((o["line"] for o in ranks.first.all("optimizer")), "")
+        yield Verdict(code="no-process-group", sentence=told, place=place, evidence=(seen,))
         return
     if ranks.are_sharded:
         return
@@ -57,12 +55,9 @@ def _first_difference(first: Rank, other: Rank, ranks: Ranks) -> Iterator[Verdic
         starts = [_trained(optimizer, a, made["first"]) for made in (optimizer, there)]
         if step == 1 and (seen := _which(optimizer, *starts)):
             place, why = _unequal_start(first, other, optimizer, there, ranks)
-            yield Verdict(
-                code="weights-differ",
-                sentence=f"the weights differ between ranks before the first step: {why}",
-                place=place or optimizer["line"],
-                evidence=(f"{who}, before step 1: {seen}",),
-            )
+            told = f"the weights differ between ranks before the first step: {why}"
+            place, seen = place or optimizer["line"], f"{who}, before step 1: {seen}"
+            yield Verdict(code="weights-differ", sentence=told, place=place, evidence=(seen,))
             return
         if a["lr"] != b["lr"]:
             schedulers = [_only_on_one(first, other, "schedule")]
@@ -102,13 +97,11 @@ def _never_steps(first: Rank, other: Rank) -> Iterator[Verdict]:
         looks, steps = idle.all("by_hand"), [s for s in busy.all("step") if "w" in s]
         is_still = len(looks) > 1 and looks[0]["w"] == looks[-1]["w"]
         if is_still and not idle.step_count and steps and steps[0]["w"] != steps[-1]["w"]:
-            yield Verdict(
-                code="weights-differ",
-                sentence=f"rank {idle.number} never steps its optimizer: its weights stay as they "
-                f"were, and rank {busy.number} trains on",
-                place=steps[0]["line"],
-                evidence=(f"equal after {looks[0]['n']} and {looks[-1]['n']} backwards",),
-            )
+            told = f"rank {idle.number} never steps its optimizer: its weights stay as they were, "
+            told += f"and rank {busy.number} trains on"
+            seen = f"equal after {looks[0]['n']} and {looks[-1]['n']} backwards"
+            place = steps[0]["line"]
+            yield Verdict(code="weights-differ", sentence=told, place=place, evidence=(seen,))
 
 
 def _trained(optimizer: Record, step: Record, weights: Sequence[object]) -> list[object]:
@@ -249,15 +242,10 @@ def _by_hand(first: Rank, other: Rank) -> Iterator[Verdict]:
     for a, b in zip(first.all("by_hand"), other.all("by_hand"), strict=False):
         differ = [n for n, x, y in zip(a["names"], a["w"], b["w"], strict=False) if x != y]
         if a["names"] == b["names"] and differ:
-            yield Verdict(
-                code="weights-differ",
-                sentence="the weights differ between ranks; no optimizer of torch moves them",
-                place=a["line"],
-                evidence=(
-                    f"after {a['n']} backwards {len(differ)} of {len(a['w'])} tensors differ, "
-                    f"first {differ[0]}",
-                ),
-            )
+            told = "the weights differ between ranks; no optimizer of torch moves them"
+            seen = f"after {a['n']} backwards {len(differ)} of {len(a['w'])} tensors differ, first "
+            seen += differ[0]
+            yield Verdict(code="weights-differ", sentence=told, place=a["line"], evidence=(seen,))
             return
 
 
@@ -269,16 +257,11 @@ def _buffers(first: Rank, other: Rank) -> Iterator[Verdict]:
         if differ:
             wrap = next(d for d in first.all("ddp") if not d["broadcasts"])
             is_norm = all("running_" in name for name in differ)
-            what = "the statistics of BatchNorm differ" if is_norm else f"{differ[0]} differs"
-            yield Verdict(
-                code="buffers-differ",
-                sentence=f"{what} between ranks: each rank evaluates, and saves, another model",
-                place=wrap["line"],
-                evidence=(
-                    f"step {key[1]}: {len(differ)} of {len(mine)} buffers, first {differ[0]}; "
-                    "DDP was made with broadcast_buffers=False",
-                ),
-            )
+            told = "the statistics of BatchNorm differ" if is_norm else f"{differ[0]} differs"
+            told += " between ranks: each rank evaluates, and saves, another model"
+            seen = f"step {key[1]}: {len(differ)} of {len(mine)} buffers, first {differ[0]}"
+            facts = (seen, "DDP was made with broadcast_buffers=False")
+            yield Verdict(code="buffers-differ", sentence=told, place=wrap["line"], evidence=facts)
             return
 
 
