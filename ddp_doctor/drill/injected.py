@@ -22,7 +22,7 @@ from ddp_doctor.audit.injected.fingerprints import UNREADABLE, fingerprints, lea
 from ddp_doctor.audit.injected.loaders import Loaders
 from ddp_doctor.audit.injected.observer import PatchingFinder
 from ddp_doctor.audit.injected.recorder import Foreign, Recorder
-from ddp_doctor.audit.injected.training import is_compiling, makes_state, parameters_of
+from ddp_doctor.audit.injected.training import makes_state, parameters_of
 
 CHECKPOINTS = (".pt", ".pth", ".ckpt", ".safetensors", ".bin", ".tar", ".pkl", ".pickle", ".distcp")
 OF_OUTPUT = ("nan", "oom")  # given by what forward returns
@@ -93,7 +93,7 @@ class Drilled:
     def _before_step(self, optimizer: Foreign, *args: Any) -> None:
         import torch
 
-        if is_compiling() or makes_state() or self._inside not in (None, optimizer):
+        if makes_state() or self._inside not in (None, optimizer):
             return  # a step inside a step: only the outer one counts
         self._inside, parameters = optimizer, parameters_of(optimizer)
         self._limit(self._is_armed and self._is_saving)  # in another thread
@@ -111,7 +111,7 @@ class Drilled:
     def _after_step(self, optimizer: Foreign, *args: Any) -> None:
         import torch
 
-        if is_compiling() or self._inside is not optimizer:
+        if self._inside is not optimizer:
             return
         self._inside, parameters = None, parameters_of(optimizer)
         self.num_steps += 1
@@ -164,7 +164,7 @@ class Drilled:
         def note(model: Foreign, args: Foreign, kwargs: Foreign, output: Foreign) -> None:
             import torch
 
-            if torch.is_grad_enabled() and not is_compiling():
+            if torch.is_grad_enabled():
                 self._use(self._find([args, kwargs]))
 
         if os.environ.get("WORLD_SIZE", "1") == "1":
@@ -178,7 +178,8 @@ class Drilled:
         def forward(model: Foreign, *args: Foreign, **kwargs: Foreign) -> Foreign:
             import torch
 
-            if is_compiling() or not torch.is_grad_enabled():  # an evaluation trains nothing
+            # WHY no global name: the compiler would import this module for it
+            if torch.compiler.is_compiling() or not torch.is_grad_enabled():
                 return original(model, *args, **kwargs)
             self._has_forward, batch = True, find([args, kwargs])
             kind = self._strike() if self.plan["point"] == "forward" else ""

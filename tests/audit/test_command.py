@@ -27,8 +27,8 @@ from tests.harness.ranks import Finished, held_port, run_command, run_program, s
 from tests.marks import sections
 
 PROGRAMS = sections(Path(__file__).with_name("commands.txt"))
-"""alone: one process; odd: has modules of its own, starts itself anew, closes all files, and leaves
-at once."""
+"""alone: one process; odd: has modules of its own, is scripted and compiled, starts itself anew,
+closes all files, and leaves at once."""
 
 ALONE = PROGRAMS["alone"]
 SPAWNED = PLAIN.replace("def main():\n", "def main(rank):\n    world_size = 2\n")

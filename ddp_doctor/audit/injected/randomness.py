@@ -70,7 +70,7 @@ class Randomness:
         """Record a layer in train mode: the first of each pass."""
         torch = sys.modules["torch"]
         key = (name, self._loaders.current, bool(torch.is_grad_enabled()))
-        if key in self._seen or not self._recorder.is_rank or torch.compiler.is_compiling():
+        if key in self._seen or not self._recorder.is_rank:
             return
         self._seen.add(key)
         if not is_called_from("swa_utils.py"):  # it gathers statistics for averaged weights

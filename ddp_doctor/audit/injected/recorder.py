@@ -19,7 +19,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 
 Foreign = Any  # Any: an object of the observed program, or of its torch
@@ -241,11 +241,18 @@ class Recorder:
         return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
     def guarded(self, function: Callable[..., Foreign]) -> Callable[..., Foreign]:
-        """Give a function that records an exception of its own instead of raising it."""
+        """Give a function that records an exception of its own instead of raising it.
+
+        Code that torch.compile traces gets nothing of it. WHY no global name before that question:
+        the compiler would import this module for it, by a name that the program does not know.
+        """
+        torch = sys.modules.get("torch")
 
         @functools.wraps(function)
         def call(*args: Foreign, **kwargs: Foreign) -> Foreign:
             try:
+                if torch is not None and torch.compiler.is_compiling():
+                    return None
                 return function(*args, **kwargs)
             except Exception as error:
                 if self._is_of_signal(error):
@@ -299,11 +306,13 @@ class Recorder:
                 last(token, result, *args[:1])
             return result
 
-        code = getattr(original, "__code__", None)
         call: Foreign = patched
-        if code is not None:
-            # WHY: torch.compile decides by the file whether it looks into a function.
-            call.__code__ = call.__code__.replace(co_filename=code.co_filename, co_name=name)
+        if code := getattr(original, "__code__", None):
+            # WHY: torch.compile decides by the file whether it looks into a function, and looks for
+            # global names, as TorchScript does, in those of torch's module
+            code = call.__code__.replace(co_filename=code.co_filename, co_name=name)
+            call = FunctionType(code, original.__globals__, name, None, call.__closure__)
+            functools.update_wrapper(call, original)
         setattr(owner, name, call)
 
     def forget(self) -> None:

@@ -157,7 +157,7 @@ class Training:
         self._held |= {id(p) for p in parameters_of(optimizer)}
 
     def _before_step(self, optimizer: Foreign, args: Foreign, kwargs: Foreign) -> None:
-        if is_compiling() or makes_state():
+        if makes_state():
             return
         began, window = self._recorder.clock(), self._recorder.window
         if self._inside is not None and self._inside is not optimizer:
@@ -198,7 +198,7 @@ class Training:
         )
 
     def _after_step(self, optimizer: Foreign, args: Foreign, kwargs: Foreign) -> None:
-        if is_compiling() or self._inside is not optimizer:
+        if self._inside is not optimizer:
             return
         self._inside = None
         if (known := self._optimizers.get(optimizer)) is None:
@@ -515,13 +515,6 @@ def ratio(before: list[float] | None, after: list[float]) -> float | None:
 def is_sharded(parameter: Foreign) -> bool:
     names = {base.__name__ for base in type(parameter).__mro__}
     return bool(names & {"DTensor", "FlatParameter"})
-
-
-def is_compiling() -> bool:
-    """Whether torch.compile traces the current line: then nothing is looked at."""
-    import torch
-
-    return bool(torch.compiler.is_compiling())
 
 
 def makes_state() -> bool:
