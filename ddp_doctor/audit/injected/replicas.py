@@ -102,6 +102,14 @@ class Replicas:
             known |= {id(p) for p in parameters} & replica.trainable
         return known
 
+    def leave_out_some(self) -> bool:
+        """Whether DDP was told to leave parameters to the program: each rank may have its own."""
+        return any(
+            parameter.requires_grad and name in getattr(ddp, "parameters_to_ignore", ())
+            for ddp in self.living()
+            for name, parameter in ddp.module.named_parameters()
+        )
+
     def count_backward(self) -> dict[str, int]:
         """Say what the DDP objects will do in the backward that begins."""
         counts = {"sync": 0, "bypass": 0, "no_sync": 0, "late": 0}

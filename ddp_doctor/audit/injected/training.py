@@ -192,7 +192,8 @@ class Training:
             in_ddp=[int(id(p) in averaged) for p in parameters],
             trainable=[int(p.requires_grad) for p in parameters],
             is_sharded=any(is_sharded(p) for p in parameters)
-            or any(n in sys.modules for n in _SHARDING),
+            or any(n in sys.modules for n in _SHARDING)
+            or self._replicas.leave_out_some(),
             first=known.first,
             frameworks=[name for name in _FRAMEWORKS if name in sys.modules],
         )
@@ -513,8 +514,9 @@ def ratio(before: list[float] | None, after: list[float]) -> float | None:
 
 
 def is_sharded(parameter: Foreign) -> bool:
-    names = {base.__name__ for base in type(parameter).__mro__}
-    return bool(names & {"DTensor", "FlatParameter"})
+    """Whether each rank has another part of it: under FSDP, whose parameters look plain, too."""
+    is_part = hasattr(parameter, "_fsdp_flattened") or hasattr(parameter, "_is_flat_param")
+    return is_part or "DTensor" in {base.__name__ for base in type(parameter).__mro__}
 
 
 def makes_state() -> bool:
