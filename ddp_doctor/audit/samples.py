@@ -235,13 +235,12 @@ def _repeated(by_rank: dict[int, Pass]) -> Iterator[Verdict]:
     counts = Counter(Counter(one.keys).values())
     num_distinct = sum(counts.values())
     if counts[workers] + counts[workers - 1] > SAME * num_distinct and counts[1] < num_distinct / 2:
+        told = f"each sample comes {workers} times: every one of the {workers} workers reads the "
+        told += "whole dataset"
+        place, line = place_of(one.about), one.about["line"]
+        seen = f"{num_distinct} different samples among {len(one.keys)}"
         yield Verdict(
-            code="samples-repeated",
-            sentence=f"each sample comes {workers} times: every one of the {workers} workers reads "
-            "the whole dataset",
-            place=place_of(one.about),
-            seen_at=one.about["line"],
-            evidence=(f"{num_distinct} different samples among {len(one.keys)}",),
+            code="samples-repeated", sentence=told, place=place, seen_at=line, evidence=(seen,)
         )
 
 
@@ -284,14 +283,12 @@ def _uneven(by_rank: dict[int, Pass], ranks: Ranks) -> Iterator[Verdict]:
     if len(by_rank) < 2 or joins or not ended or min(ended) >= max(counts.values()):
         return
     about = next(iter(by_rank.values())).about
-    told = ", ".join(f"rank {number}: {count}" for number, count in counts.items())
+    told = "the ranks have other numbers of batches in one epoch: who has more waits for ever in "
+    told += "its next all-reduce"
+    seen = ", ".join(f"rank {number}: {count}" for number, count in counts.items())
+    seen, place = f"batches in pass {about['number']}: {seen}", place_of(about)
     yield Verdict(
-        code="uneven-steps",
-        sentence="the ranks have other numbers of batches in one epoch: who has more waits for "
-        "ever in its next all-reduce",
-        place=place_of(about),
-        seen_at=about["line"],
-        evidence=(f"batches in pass {about['number']}: {told}",),
+        code="uneven-steps", sentence=told, place=place, seen_at=about["line"], evidence=(seen,)
     )
 
 

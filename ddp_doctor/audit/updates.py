@@ -58,16 +58,13 @@ def _zeroing(steps: Sequence[Record]) -> Iterator[Verdict]:
         return
     step = later[0]
     if all(step["num_zero"] == 0 for step in later):
-        yield Verdict(
-            code="gradients-not-zeroed",
-            sentence="the gradients are never set to zero: every step adds to those of all before",
-            place=step["backward_line"] or step["line"],
-            evidence=(
-                f"at every backward of {len(later)} steps looked at, the gradients of the step "
-                "before were still there",
-                f"step: {step['line']}",
-            ),
+        told = "the gradients are never set to zero: every step adds to those of all before"
+        seen = (
+            f"at every backward of {len(later)} steps looked at, the gradients of the step before "
         )
+        facts = (f"{seen}were still there", f"step: {step['line']}")
+        place = step["backward_line"] or step["line"]
+        yield Verdict(code="gradients-not-zeroed", sentence=told, place=place, evidence=facts)
     elif all(
         1 < step["num_looks"] == step["num_zero"]
         and _is_split(step, step["num_looks"])
@@ -164,12 +161,9 @@ def _still(
         )
     if stuck:
         rates = sorted({rate for look in looks for i, rate in look["still"] if i in stuck})
-        yield Verdict(
-            code="parameter-never-moves",
-            sentence=f"{_named(optimizer, sorted(stuck))} get gradients, but never change",
-            place=optimizer["line"],
-            evidence=(f"learning rate {', '.join(map(str, rates))}",),
-        )
+        told = f"{_named(optimizer, sorted(stuck))} get gradients, but never change"
+        place, seen = optimizer["line"], f"learning rate {', '.join(map(str, rates))}"
+        yield Verdict(code="parameter-never-moves", sentence=told, place=place, evidence=(seen,))
 
 
 def _named(optimizer: Record, indices: Sequence[int]) -> str:
@@ -202,13 +196,13 @@ def _clipping(ranks: Ranks) -> Iterator[Verdict]:
     clips = [(rank, clip) for rank in ranks for clip in rank.all("clip")]
     scaled = [clip for _, clip in clips if clip["is_scaled"]]
     if len(scaled) >= ENOUGH:
-        yield Verdict(
-            code="clipped-before-unscale",
-            sentence="gradients are clipped while they are multiplied by the loss scale: the limit "
-            "is too small by that factor",
-            place=scaled[0]["line"],
-            evidence=(f"loss scale {scaled[0]['scale']:g}, and unscale_ was not called before",),
+        told = (
+            "gradients are clipped while they are multiplied by the loss scale: the limit is too "
         )
+        told += "small by that factor"
+        place = scaled[0]["line"]
+        seen = f"loss scale {scaled[0]['scale']:g}, and unscale_ was not called before"
+        yield Verdict(code="clipped-before-unscale", sentence=told, place=place, evidence=(seen,))
     if ranks.are_sharded or len(ranks) < 2:
         return
     mine, yours = (rank.by_step("clip") for rank in list(ranks)[:2])
@@ -219,12 +213,12 @@ def _clipping(ranks: Ranks) -> Iterator[Verdict]:
         if a["g"] != b["g"] and _are_averaged_later(ranks, a)
     ]
     if len(differing) >= ENOUGH:
+        told = "gradients are clipped on each rank before they are averaged: what is left depends "
+        told += "on how the batch is split"
+        place = differing[0]["line"]
+        seen = "the gradients differ between ranks at the clipping, and not at the step"
         yield Verdict(
-            code="clipped-before-all-reduce",
-            sentence="gradients are clipped on each rank before they are averaged: what is left "
-            "depends on how the batch is split",
-            place=differing[0]["line"],
-            evidence=("the gradients differ between ranks at the clipping, and not at the step",),
+            code="clipped-before-all-reduce", sentence=told, place=place, evidence=(seen,)
         )
 
 
@@ -258,12 +252,8 @@ def judge_scale(
             evidence=(seen,),
         )
     elif parts > 1 and _is(whole, 1 / parts) and (line := scaling_line(near, ())):
-        yield Verdict(
-            code="divided-twice",
-            sentence=f"the loss is divided by the {parts} batches of a step twice",
-            place=line,
-            evidence=(seen,),
-        )
+        told = f"the loss is divided by the {parts} batches of a step twice"
+        yield Verdict(code="divided-twice", sentence=told, place=line, evidence=(seen,))
     elif world > 1 and (_is(whole, world) or _is(whole, 1 / world)):
         if _shares_outputs(rank) or not any(s["backwards"].get("sync") for s in steps):
             return
@@ -352,12 +342,10 @@ def judge_by_hand(rank: Rank, ranks: Ranks) -> Iterator[Verdict]:
     is_large = _is(whole, world)
     if is_large or _is(whole, 1 / world):
         how = "added up over the ranks, and not divided" if is_large else "divided twice"
-        yield Verdict(
-            code="scaled-by-world-size" if is_large else "divided-twice",
-            sentence=f"the gradients are {how} by the {world} ranks",
-            place=line if is_large else scaling_line(line, _WORLD) or line,
-            evidence=(seen,),
-        )
+        code = "scaled-by-world-size" if is_large else "divided-twice"
+        told = f"the gradients are {how} by the {world} ranks"
+        place = line if is_large else scaling_line(line, _WORLD) or line
+        yield Verdict(code=code, sentence=told, place=place, evidence=(seen,))
 
 
 def _share_of_sum(step: Record, others: Sequence[Record]) -> float | None:
