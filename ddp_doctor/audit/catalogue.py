@@ -55,6 +55,8 @@ clipped-before-unscale: scaled gradients are clipped
     scaler.unscale_(optimizer) before clip_grad_norm_
 clipped-before-all-reduce: each rank clips its own gradients
     clip once per step, after the last backward, which averages
+clipped-after-step: gradients are clipped when the step is done
+    clip between the last backward and optimizer.step()
 evaluation-in-train-mode: dropout or BatchNorm is in train mode in an evaluation
     model.eval() before it, model.train() afterwards
 train-mode-lost: the model trains on in the mode of evaluation

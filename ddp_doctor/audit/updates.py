@@ -203,6 +203,12 @@ def _clipping(ranks: Ranks) -> Iterator[Verdict]:
         place = scaled[0]["line"]
         seen = f"loss scale {scaled[0]['scale']:g}, and unscale_ was not called before"
         yield Verdict(code="clipped-before-unscale", sentence=told, place=place, evidence=(seen,))
+    late = [clip for _, clip in clips if not clip["num_backwards"]]
+    if len(late) >= ENOUGH and len(late) == len(clips):
+        told = "gradients are clipped once the optimizer has used them: no step is limited"
+        place = late[0]["line"]
+        seen = "no backward runs between the optimizer's step and the clipping"
+        yield Verdict(code="clipped-after-step", sentence=told, place=place, evidence=(seen,))
     if ranks.are_sharded or len(ranks) < 2:
         return
     mine, yours = (rank.by_step("clip") for rank in list(ranks)[:2])

@@ -301,7 +301,7 @@ def rank_with(number: int, sampled: list[int]) -> Rank:
     rank = Rank(number, process)
     for step in sampled:
         rank.add({"k": "clip", "line": "train.py:9", "next_steps": {"0": step}, "g": [step],
-                  "is_scaled": False})  # fmt: skip
+                  "is_scaled": False, "num_backwards": 1})  # fmt: skip
         rank.add({"k": "step", "o": 0, "n": step, "g": [7]})
     return rank
 

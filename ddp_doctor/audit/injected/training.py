@@ -47,6 +47,9 @@ _PASSES_ON = tuple(
 )
 _REDUCES = ("LossBackward", "CrossEntropyWithLogits", "BinaryCrossEntropy", "KlDiv")
 MAX_RECORDS = 40
+UNLIMITED = 1e6
+"""A limit for gradients that clips none: the norm is only asked for."""
+
 FEW_DRAWS = 4
 """Random numbers: so few are a decision, which ranks may share; more are noise."""
 
@@ -358,16 +361,19 @@ class Training:
     def _note_unscaled(self, scaler: Foreign, *args: Any, **kwargs: Any) -> None:
         self._is_scaled = False
 
-    def _note_clip(self, *args: Any, **kwargs: Any) -> None:
-        # WHY not the arguments: parameters() is a generator, which can be read only once
-        if not self._recorder.window.is_sampled or self._num_clips >= MAX_RECORDS:
+    def _note_clip(self, parameters: Foreign, *args: Any, **kwargs: Any) -> None:
+        # WHY not the parameters: they may be a generator, which can be read only once
+        measures = (*args, kwargs.get("max_norm", 0))[0] >= UNLIMITED
+        if measures or not self._recorder.window.is_sampled or self._num_clips >= MAX_RECORDS:
             return
         self._num_clips += 1
+        optimizers = list(self._optimizers.values())
         self._recorder.emit(
             "clip",
             is_scaled=self._is_scaled and self._amp_scale != 1.0,
             scale=self._amp_scale,
-            next_steps={o.number: o.num_steps + 1 for o in self._optimizers.values()},
+            next_steps={o.number: o.num_steps + 1 for o in optimizers},
+            num_backwards=max((o.num_backwards for o in optimizers if o.num_steps), default=1),
             g=fingerprints([p.grad for p in self._parameters()]),
             line=user_line(),
         )
