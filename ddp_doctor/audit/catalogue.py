@@ -98,7 +98,7 @@ same-noise: all ranks draw the same random numbers in training
 same-augmentation: all ranks augment with the same random numbers
     torch.manual_seed(seed + rank) before the DataLoader starts; seed numpy and random, too
 evaluation-not-joined: a metric covers one rank's share of the data
-    dist.all_reduce sums and counts, then divide
+    dist.all_reduce sums and counts, then divide; in Lightning self.log(..., sync_dist=True)
 evaluation-padded: some samples are evaluated twice
     Subset(dataset, range(rank, len(dataset), world_size)) for evaluation: no padding; with
     Accelerate gather_for_metrics instead of gather; or cut what is gathered to len(dataset)

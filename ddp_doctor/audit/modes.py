@@ -28,6 +28,7 @@ def judge_modes(ranks: Ranks) -> Iterator[Verdict]:
         yield from _noise(ranks)
         yield from _augmentations(ranks)
         yield from _evaluation(ranks)
+        yield from _picking(ranks)
 
 
 def _train_mode(rank: Rank) -> Iterator[Verdict]:
@@ -172,6 +173,22 @@ def _not_joined(one: Pass, ranks: Ranks, why: str) -> Verdict:
         evidence=(f"no reduce or gather follows the loop, which ends at line {loop}",),
         softened=not one.about["by_user"],  # the loop of a framework
     )
+
+
+def _picking(ranks: Ranks) -> Iterator[Verdict]:
+    """Yield a metric that each rank has of its own share, and that Lightning picks by."""
+    first, other, *_ = ranks
+    pairs = list(zip(first.all("metric"), other.all("metric"), strict=False))
+    differing = [(a, b) for a, b in pairs if a["value"] != b["value"]]
+    if len(differing) >= ENOUGH and all(a["line"] == b["line"] for a, b in pairs):
+        mine, yours = differing[0]
+        told = (
+            f"each rank logs {mine['name']} of its own share without sync_dist=True, and the best "
+        )
+        told += "checkpoint, or the end, is chosen by it"
+        seen = f"rank {first.number}: {mine['value']}, rank {other.number}: {yours['value']}"
+        place = mine["line"]
+        yield Verdict(code="evaluation-not-joined", sentence=told, place=place, evidence=(seen,))
 
 
 def _judge_pass(

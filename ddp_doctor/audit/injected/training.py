@@ -106,14 +106,16 @@ class Training:
         self._schedules: list[dict[str, Foreign]] = []
         self._weights_before: list[Foreign] = []
         self._amp_scale, self._is_scaled = 1.0, False
-        self._num_clips = 0
+        self._num_clips = self._num_metrics = 0
 
     def hooks(self) -> list[Hook]:
         """Say what is observed beside the steps: of a schedule, those planned and made."""
         optimizer, schedules = "torch.optim.optimizer", "torch.optim.lr_scheduler"
         scaler, clipping = "torch.amp.grad_scaler", "torch.nn.utils.clip_grad"
         load = self._recorder.line_as("load_optimizer")
+        lightning = ("lightning.pytorch.core.module", "pytorch_lightning.core.module")
         return [
+            *(Hook(name, "LightningModule.log", self._note_metric) for name in lightning),
             Hook(optimizer, "Optimizer.__init__", after=self._note_made),
             Hook(optimizer, "Optimizer.zero_grad", self._note_zero),
             Hook(optimizer, "Optimizer.load_state_dict", load),
@@ -377,6 +379,18 @@ class Training:
             g=fingerprints([p.grad for p in self._parameters()]),
             line=user_line(),
         )
+
+    def _note_metric(
+        self, module: Foreign, name: str, value: Foreign, *args: Any, **kwargs: Any
+    ) -> None:
+        """Record what Lightning is told in an evaluation, and picks a checkpoint or the end by."""
+        joins = (*args[6:7], kwargs.get("sync_dist"), kwargs.get("rank_zero_only"))
+        is_picked = any(getattr(c, "monitor", None) == name for c in module.trainer.callbacks)
+        is_own = not any(joins) and not hasattr(value, "compute")  # torchmetrics join themselves
+        if is_picked and is_own and module.trainer.validating and self._num_metrics < MAX_RECORDS:
+            self._num_metrics += 1
+            text = f"{float(value):.6g}"
+            self._recorder.emit("metric", line=user_line(), name=name, value=text)
 
     def _parameters(self) -> list[Foreign]:
         return [p for optimizer in list(self._optimizers) for p in parameters_of(optimizer)]
