@@ -41,13 +41,12 @@ def _train_mode(rank: Rank) -> Iterator[Verdict]:
         # Without a loader DDP's own forward without gradients is an evaluation.
         is_evaluation = is_apart if of else record["k"] == "quiet" and bool(rank.all("step"))
         if is_evaluation:
-            op = record.get("op", "the model")
+            op, line = record.get("op", "the model"), record["line"]
+            told = f"{op} is in train mode in an evaluation: the metric is that of another, noisy "
+            told += "model" + (", and its statistics change" if op == "batch_norm" else "")
+            seen = "no step of training uses the batches of this loop"
             yield Verdict(
-                code="evaluation-in-train-mode",
-                sentence=f"{op} is in train mode in an evaluation: the metric is that of another, "
-                "noisy model" + (", and its statistics change" if op == "batch_norm" else ""),
-                place=record["line"],
-                evidence=("no step of training uses the batches of this loop",),
+                code="evaluation-in-train-mode", sentence=told, place=line, evidence=(seen,)
             )
             return
 

@@ -144,12 +144,11 @@ def _still(
     }
     is_other = unused and not any(optimizer["in_ddp"][i] for i in unused) and rank.all("ddp")
     if len(unused) == len(every) and is_other:
+        told = "the optimizer holds the parameters of another model than the one that DDP trains: "
+        told += "it was made before the model was replaced"
+        place, seen = optimizer["line"], f"none of its {len(unused)} parameters ever has a gradient"
         yield Verdict(
-            code="parameter-not-in-optimizer",
-            sentence="the optimizer holds the parameters of another model than the one that DDP "
-            "trains: it was made before the model was replaced",
-            place=optimizer["line"],
-            evidence=(f"none of its {len(unused)} parameters ever has a gradient",),
+            code="parameter-not-in-optimizer", sentence=told, place=place, evidence=(seen,)
         )
     elif unused:
         yield Verdict(
@@ -180,16 +179,12 @@ def _orphans(rank: Rank) -> Iterator[Verdict]:
     if names and optimizer:
         more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
         num_stale = sum(not is_in_ddp for is_in_ddp in optimizer["in_ddp"])
-        yield Verdict(
-            code="parameter-not-in-optimizer",
-            sentence=f"{', '.join(names[:MAX_NAMED])}{more}: trainable, but in no optimizer, so "
-            "never updated",
-            place=optimizer["line"],
-            evidence=(
-                f"{len(names)} parameters of the DDP model are in no optimizer",
-                f"the optimizer has {num_stale} that DDP's model does not have",
-            )[: 1 + bool(num_stale)],
-        )
+        told = f"{', '.join(names[:MAX_NAMED])}{more}: trainable, but in no optimizer, so never "
+        told += "updated"
+        facts = [f"{len(names)} parameters of the DDP model are in no optimizer"]
+        facts += [f"the optimizer has {num_stale} that DDP's model does not have"] * bool(num_stale)
+        place, code = optimizer["line"], "parameter-not-in-optimizer"
+        yield Verdict(code=code, sentence=told, place=place, evidence=tuple(facts))
 
 
 def _clipping(ranks: Ranks) -> Iterator[Verdict]:
