@@ -15,7 +15,8 @@ LOST = [True, False, False]
 """Modes of steps in a row: one step alone may be meant so."""
 
 _JOINING = frozenset(("all_reduce", "reduce", "all_gather", "gather", "all_gather_object")).union(
-    ("gather_object", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor")
+    ("gather_object", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"),
+    ("all_gather_single", "reduce_scatter_single"),
 )
 
 
@@ -150,7 +151,9 @@ def _evaluation(ranks: Ranks) -> Iterator[Verdict]:
         joining = [
             record
             for record in first.all("collective")
-            if one.about["t"] <= record["t"] <= until and record["op"] in _JOINING
+            if one.about["t"] <= record["t"] <= until
+            # WHY via: FSDP calls those of a single tensor in its forward
+            and record["op" if "_single" not in record["op"] else "via"] in _JOINING
         ]
         is_over = first.ended_well or until < float("inf")
         if len(others) == len(ranks):

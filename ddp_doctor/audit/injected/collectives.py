@@ -18,12 +18,10 @@ OPERATIONS = (
     *("all_reduce", "broadcast", "reduce", "gather", "scatter", "reduce_scatter", "barrier"),
     *("all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "monitored_barrier"),
     *("all_to_all", "all_to_all_single", "all_gather_object", "gather_object"),
-    *("broadcast_object_list", "scatter_object_list"),
+    *("broadcast_object_list", "scatter_object_list", "all_gather_single", "reduce_scatter_single"),
 )
 MAX_RECORDS = 5000
-MAX_OWNED = 200
-"""Calls: later ones are of the same kinds."""
-
+MAX_OWNED = 200  # calls: later ones are of the same kinds
 POLL_S = 0.5
 IDLE_SHARE = 0.3
 """Of the time that a process waits for others: it uses less CPU than that."""
@@ -86,7 +84,9 @@ class Collectives:
             of=self.owner_of(first) if has_shape and self._num_records <= MAX_OWNED else "",
             line=frames[0][0],
             via=frames[0][2],
-            in_own_forward=any(n in ("_wrapped_call_impl", "apply") for *_, n in frames[1:]),
+            # WHY via: in that forward a layer of a library may call them, such as FSDP's
+            in_own_forward=frames[0][2] in OPERATIONS
+            and any(n in ("_wrapped_call_impl", "apply") for *_, n in frames[1:]),
         )
 
     def _note_init(self, *args: Foreign) -> None:

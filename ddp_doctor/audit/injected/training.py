@@ -47,9 +47,7 @@ _PASSES_ON = tuple(
 )
 _REDUCES = ("LossBackward", "CrossEntropyWithLogits", "BinaryCrossEntropy", "KlDiv")
 MAX_RECORDS = 40
-UNLIMITED = 1e6
-"""A limit for gradients that clips none: the norm is only asked for."""
-
+UNLIMITED = 1e6  # a limit that clips no gradient: the norm is only asked for
 FEW_DRAWS = 4
 """Random numbers: so few are a decision, which ranks may share; more are noise."""
 
