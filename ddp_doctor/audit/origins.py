@@ -164,12 +164,14 @@ def forward_cut_line(file: str) -> str:
 def drops_padding(gathered: str, size: int) -> bool:
     """Whether what a line gathers seems to be cut to size, or put in by index: read generously."""
     file, number = _lines_of(gathered)
+    around = [n for n in nodes_of(file) if isinstance(n, ast.FunctionDef) and has_line([n], number)]
     for node in nodes_of(file):
         is_cut = any(word in last_name(node).lower() for word in _DROPS)
         match node:
             case ast.Slice(lower=None, upper=ast.expr() as end):
                 is_plain = isinstance(end, ast.Constant | ast.UnaryOp)
-                is_cut = not is_plain or ast.unparse(end) == str(size)
+                is_before = end.lineno < number and has_line(around, end.lineno)
+                is_cut = not is_before and (not is_plain or ast.unparse(end) == str(size))
             case ast.Subscript(ctx=ast.Store(), slice=ast.Name(id=name)) if node.lineno > number:
                 is_cut = "epoch" not in name and "step" not in name
         if is_cut:

@@ -66,6 +66,8 @@ def test_gathered_results_that_are_cut_or_put_in_by_index_count_none_twice(
     for number, whole in enumerate([text, text + line]):
         (path := tmp_path / f"train_{number}.py").write_text(whole)
         assert drops_padding(f"{path}:2", 101) is bool(number)
+    (path := tmp_path / "epoch.py").write_text("def f(p, q, n):\n    p[:n]\n    gather(p, q)\n")
+    assert not drops_padding(f"{path}:3", 101)
 
 
 @pytest.mark.slow
