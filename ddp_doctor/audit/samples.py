@@ -255,7 +255,9 @@ def _order(by_rank: dict[int, Pass], following: dict[int, Pass]) -> Iterator[Ver
     is_long = length >= max(FEWEST, min(3 * one.batch_size, len(mine)))
     if not is_long or mine[:length] != yours[:length] or len(set(mine)) <= length / 2:
         return
-    if not about["shuffles"] or (not about["has_set_epoch"] and about["base"] == "part"):
+    is_in_order = bool(one.indices) and one.indices == sorted(one.indices)
+    is_own = not about["has_set_epoch"] and about["base"] == "part"
+    if is_in_order or is_own or not about["shuffles"]:
         return
     other_call = next(filter(None, map(epoch_line, about["lines"])), "")
     why = "set_epoch(epoch) is not called"

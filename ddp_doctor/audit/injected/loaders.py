@@ -86,7 +86,8 @@ class Loaders:
         notes = iterator.__dict__.setdefault(_ATTRIBUTE, {"indices": []})
         notes.update(of=(number, self._passes[number]), num_batches=0)
         batch_sampler = getattr(loader, "batch_sampler", None)
-        inner = getattr(batch_sampler, "sampler", sampler)
+        own = batch_sampler if hasattr(batch_sampler, "epoch") else sampler
+        inner = getattr(batch_sampler, "sampler", own)
         replicas = getattr(inner, "num_replicas", getattr(batch_sampler, "num_processes", None))
         sharded = getattr(getattr(batch_sampler, "batch_sampler", None), "sampler", None)
         if replicas and sharded is not None and hasattr(sharded, "num_replicas"):  # by Accelerate
@@ -187,4 +188,5 @@ def _shuffles(sampler: Foreign) -> bool | None:
     """Whether a sampler gives another order each time; None: nobody can tell."""
     if hasattr(sampler, "shuffle"):
         return bool(sampler.shuffle)
-    return {"SequentialSampler": False, "RandomSampler": True}.get(type(sampler).__name__)
+    known = {"SequentialSampler": False, "RandomSampler": True}
+    return known.get(type(sampler).__name__, True if hasattr(sampler, "epoch") else None)
