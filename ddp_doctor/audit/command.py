@@ -30,19 +30,16 @@ HEALTHY, MISTAKES, UNSEEN = 0, 1, 2
 
 # Cause -> what it leads to.
 FOLLOWS = {
-    "no-process-group": ("weights-differ", "gradients-not-averaged", "evaluation-not-joined"),
-    "gradients-not-averaged": ("weights-differ", "buffers-differ", "learning-rates-differ"),
-    "weights-differ": ("gradients-not-averaged",),
-    "learning-rates-differ": ("weights-differ",),
-    "uneven-steps": ("collectives-differ", "hang", "exception"),
-    "collectives-differ": ("hang", "exception", "uneven-steps"),
-    "same-samples": (
-        *("samples-overlap", "same-augmentation", "same-dropout", "same-noise"),
-        "schedule-too-short",
-    ),
-    "samples-overlap": ("schedule-too-short",),
-    "exception": ("hang",),
-    "gradients-not-zeroed": ("accumulation-not-divided",),
+    "no-process-group": "weights-differ gradients-not-averaged evaluation-not-joined",
+    "gradients-not-averaged": "weights-differ buffers-differ learning-rates-differ",
+    "weights-differ": "gradients-not-averaged",
+    "learning-rates-differ": "weights-differ",
+    "uneven-steps": "collectives-differ hang exception",
+    "collectives-differ": "hang exception uneven-steps",
+    "same-samples": "samples-overlap same-augmentation same-dropout same-noise schedule-too-short",
+    "samples-overlap": "schedule-too-short evaluation-not-joined",
+    "exception": "hang",
+    "gradients-not-zeroed": "accumulation-not-divided",
 }
 
 ENOUGH_STEPS = 4
@@ -178,7 +175,7 @@ def judge(
     effects: set[str] = set()
     for code in FOLLOWS:
         if code in causes - effects:
-            effects |= set(FOLLOWS[code]) & causes
+            effects |= set(FOLLOWS[code].split()) & causes
     return [replace(v, softened=v.softened or v.code in effects) for v in found.values()]
 
 

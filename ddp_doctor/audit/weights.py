@@ -62,13 +62,11 @@ def _first_difference(first: Rank, other: Rank, ranks: Ranks) -> Iterator[Verdic
         if a["lr"] != b["lr"]:
             schedulers = [_only_on_one(first, other, "schedule")]
             schedulers += [r["line"] for rank in (first, other) for r in rank.all("schedule")]
-            yield Verdict(
-                code="learning-rates-differ",
-                sentence=f"the learning rate differs between ranks at step {step}",
-                place=next(filter(None, schedulers if step > 1 else ()), optimizer["line"]),
-                seen_at=a["line"],
-                evidence=(f"rank {first.number}: {a['lr']}, rank {other.number}: {b['lr']}",),
-            )
+            place = next(filter(None, schedulers if step > 1 else ()), optimizer["line"])
+            told, line = f"the learning rate differs between ranks at step {step}", a["line"]
+            rates = (f"rank {first.number}: {a['lr']}, rank {other.number}: {b['lr']}",)
+            code = "learning-rates-differ"
+            yield Verdict(code=code, sentence=told, place=place, seen_at=line, evidence=rates)
             return
         if "g" not in a or "g" not in b:
             continue
