@@ -311,6 +311,8 @@ class Collector:
         last = raised.frames[-1].file if raised.frames else ""
         if cause is BY_CODE["graph-shapes"] and "/optim/" in last:
             cause = BY_CODE["checkpoint-optimizer"]
+        if cause is BY_CODE["data-missing-file"] and last.endswith("subprocess.py"):
+            cause = BY_CODE["launch-command"]
         if cause is not None and re.search(r"[/\\]multiprocessing[/\\]", last):
             # WHY: its locks are files in /dev/shm, and it sends pickles to its processes
             others = {"checkpoint-disk-full": "memory-shm", "checkpoint-corrupt": "data-pickle"}

@@ -50,7 +50,8 @@ class Matcher:
     def find(self, text: str) -> list[Match]:
         """List what matches: the lowest tier first, and in it the specific causes."""
         found: dict[str, Match] = {}
-        text = text.replace("HIP ", "CUDA ")  # AMD's words for the same failures
+        # AMD's words for the same failures, and the driver's
+        text = text.replace("HIP ", "CUDA ").replace("CUDA driver error", "CUDA error")
         is_long = len(text) > _LONGEST_FORM
         form = text.translate(_SAME_DIGITS)
         for literal in self._literals if is_long else self._literals_like(form):

@@ -122,7 +122,7 @@ gpu-none: torch sees no GPU
   /Torch not compiled with CUDA enabled/
   /No supported gpu backend found!/
   /CUDA unknown error - this may be due to an incorrectly set up environment/
-  why: A CPU build of torch, no driver (or one in a bad state), no GPU given to this job or
+  why: A build of torch without CUDA, no driver (or one in a bad state), no GPU given to this job or
     container, or CUDA_VISIBLE_DEVICES is empty or was changed inside of the program
   fix: nvidia-smi in the same shell; pip install torch with CUDA; docker run --gpus all; Slurm:
     --gres=gpu:N (and for srun, too); unset CUDA_VISIBLE_DEVICES.

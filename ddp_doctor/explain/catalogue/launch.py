@@ -129,11 +129,11 @@ launch-local-rank-flag (accuses nobody): the script does not know the launcher's
   why: torch.distributed.launch gives --local-rank (with a dash since torch 2) to the script
   fix: torchrun and os.environ['LOCAL_RANK']; or add_argument('--local-rank', '--local_rank').
 
-launch-arguments (generic, accuses nobody): the script does not know an argument of its command
+launch-arguments (generic, accuses nobody): the script refuses the arguments of its command
   /error: unrecognized arguments: /
   /error: (?:the following arguments are required: |argument \S+: (?:invalid|expected) )/
   /ValueError: Some specified arguments are not used by the HfArgumentParser/
-  why: A flag is misspelled, or a flag of the launcher stands behind the script's name
+  why: A flag is misspelled or missing, or one of the launcher stands behind the script's name
   fix: Flags of torchrun come before the script's name, those of the script after it.
 
 launch-devices (accuses nobody): the number of processes is not what the program was told

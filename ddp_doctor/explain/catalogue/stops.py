@@ -8,6 +8,7 @@ _TEXT = r"""
 stop-time-limit (killed): the scheduler ended the job at its time limit
   /CANCELLED AT \S+ DUE TO TIME LIMIT/
   /job (?:killed: walltime|exceeded wallclock limit)/
+  /exceeded its time limit and its allocation has been revoked/
   /TERM_RUNLIMIT/
   /was active (?:on the node )?longer than (?:the )?specified deadline/
   why: The job ran longer than it asked for
