@@ -262,8 +262,9 @@ def find_hard_coded_device(script: Script) -> Found:
         if not isinstance(node, ast.Call) or not node.args:
             continue
         name, first = ast.unparse(node.func), node.args[0]
-        if isinstance(first, ast.IfExp) and "is_available" in ast.unparse(first.test):
-            first = first.body
+        if isinstance(first, ast.IfExp) and isinstance(first.orelse, ast.Constant):
+            is_plain = isinstance(first.test, ast.Call) and "is_available" in ast.unparse(first)
+            first = first.body if is_plain else first
         value = first.value if isinstance(first, ast.Constant) else None
         is_index = type(value) is int and last_name(node.func) in ("cuda", "set_device")
         is_named = isinstance(value, str) and value.startswith(("cuda:", "xpu:", "npu:"))

@@ -23,9 +23,9 @@ from ddp_doctor.explain.run_folder import LastStatus, RankStack
 from ddp_doctor.explain.sources import Source
 from ddp_doctor.explain.tracebacks import Assembler, Found
 
-_LOOSE = re.compile(
-    r"(?:E +)?(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Timeout)):"
-    r"(?: (?P<message>.*)|$)"
+LOOSE = re.compile(
+    r"(?:E +)?(?P<type>(?:\w+\.)*(?:[A-Z]\w*(?:Error|Exception|Interrupt|Timeout)|gaierror)"
+    r"):(?: (?P<message>.*)|$)"
 )
 _ERROR_LINE = re.compile(
     r"^(?:\S+: )?(?:fatal|FATAL|[Ee]rror|ERROR|CRITICAL|E:|Fatal error)\b[ :\]]"
@@ -35,13 +35,11 @@ _ERROR_LINE = re.compile(
     r"|Failed - Training job failed|UnexpectedAdmissionError|FailedMount"
     r"|= +BAD TERMINATION"
 )
-_RETRIED = re.compile(r"\b[Rr]etry(?:ing)?\b(?! count)|^(?!.* death signal).{,200}\bWARNING\b")
-"""What a program says when it goes on; far behind, torch's advice has this word, too."""
-
-_OTHER_PROGRAM = re.compile(
-    r"(?:/\S*/)?(?:cp|mv|rm|ln|mkdir|touch|tee|tar|unzip|rsync|scp|ssh|wget|curl|git[\w-]*): "
+_RETRIED = re.compile(
+    r"\b[Rr]etry(?:ing)?\b(?! count)|^(?!.* death signal).{,200}\bWARNING\b"
+    r"|Couldn't connect to the Hub"
 )
-"""What a job's script calls beside the training, and goes on after it."""
+"""What a program says when it goes on; far behind, torch's advice has this word, too."""
 
 WARNS = re.compile(r"\[W\d{0,4} [^\]]*\.cpp:\d+\]")
 _WARNING = re.compile(r"\.py:\d+: \w*Warning: ")
@@ -53,6 +51,7 @@ _LAUNCHER_TYPES = (
     *("ChildFailedError", "CalledProcessError"),
     *("ProcessRaisedException", "ProcessExitedException"),
 )
+_LAUNCHES = re.compile(r"launch|torchrun|torch\.distributed|deepspeed|mpirun|srun")
 _MAX_EVENTS = 4000
 _MAX_STREAMS = 4096
 _MAX_IDLE_LINES = 4096
@@ -102,7 +101,7 @@ class Evidence:
     """The last line that a program calls an error, and that no entry of the catalogue knows."""
 
     failure: Line | None = None
-    """The last line in which a launcher says that it failed, or that is an exception's alone."""
+    """The last line in which a launcher says that it failed, or a rank's exception alone."""
 
     next_step: str = ""
     """What our own run said to type next."""
@@ -316,7 +315,8 @@ class Collector:
         if cause is not None and re.search(r"[/\\]multiprocessing[/\\]", last):
             # WHY: its locks are files in /dev/shm, and it sends pickles to its processes
             others = {"checkpoint-disk-full": "memory-shm", "checkpoint-corrupt": "data-pickle"}
-            others["data-missing-file"] = "data-worker-exited"  # where it listened
+            if last.endswith("connection.py") and any("torch" in f.file for f in raised.frames):
+                others["data-missing-file"] = "data-worker-exited"  # where it listened
             cause = BY_CODE[others.get(cause.code, cause.code)]
         if cause is BY_CODE["checkpoint-corrupt"] and last.endswith("distributed_c10d.py"):
             cause = None  # what a collective of objects brought was no pickle
@@ -377,17 +377,18 @@ class Collector:
             ranks=_named(match),
             host=line.host,
             fields=match.fields,
-            is_weak=bool(is_end or _RETRIED.search(line.raw) or _OTHER_PROGRAM.match(line.text)),
+            is_weak=is_end or _RETRIED.search(line.raw) is not None,
         )
         self._keep(event, (_named(match), event.is_weak))
 
     def _take_loose(self, line: Line) -> None:
         """An exception's last line alone, or a line that a program calls an error."""
-        loose = _LOOSE.match(line.text)
+        loose = LOOSE.match(line.text)
         if loose and not line.text.endswith("Warning"):
             raised = Raised(type=loose["type"], message=(loose["message"] or "").strip())
             self._add_exception(Found(raised, line, is_weak=True), [])
-            self.evidence.failure = line
+            if line.rank is not None:
+                self.evidence.failure = line
         elif _ERROR_LINE.search(line.text) and "distributed.elastic" not in line.text:
             self.evidence.error_line = line
 
@@ -427,7 +428,8 @@ def _is_of_launcher(raised: Raised) -> bool:
     """Whether a launcher says with it how a process ended; mp.spawn of old had no type for it."""
     is_of_spawn = raised.message.startswith("process ") and " terminated with " in raised.message
     if raised.name == "CalledProcessError" and raised.frames:  # the program may start others, too
-        return any("launch" in frame.file for frame in raised.frames)
+        started = [raised.headline, *(frame.file for frame in raised.frames)]
+        return any(_LAUNCHES.search(text) for text in started)
     return raised.name in _LAUNCHER_TYPES or is_of_spawn
 
 

@@ -40,10 +40,15 @@ _LOSS = re.compile(
 _IS_SEVERE = re.compile(r"\[[EF]\d{0,4} ")
 """The level of glog that c10d's watchdog uses for what ends the process."""
 
+_OTHER_PROGRAM = re.compile(
+    r"(?:/\S*/)?(?:cp|mv|rm|ln|mkdir|touch|tee|tar|unzip|rsync|wget|curl|pip|git[\w-]*): "
+)
+"""What a job's script calls beside the training, and goes on after it."""
+
 _UNCAUGHT = re.compile(r"\[rank\d+\]: ")
 """torch's except hook: it runs for what nobody caught."""
 
-_SIZE = r"[\d.]+ [GM]iB"
+_SIZE = r"[\d.]+ (?:[GMK]iB|bytes)"
 _GPU_SIZES = (
     rf"capacity of (?P<all>{_SIZE}) of which (?P<free>{_SIZE}) is .*process has (?P<own>{_SIZE})",
     rf"(?P<all>{_SIZE}) total capacity;.* (?P<free>{_SIZE}) free; (?P<own>{_SIZE}) reserved",
@@ -53,9 +58,10 @@ _GPU_SIZES = (
 _ENOUGH_NAN = 3
 
 _LAST_LINES = 3
-_IS_OVER = re.compile(r"(?i)\bwarn|100%|\b(?:done|took|completed|success\w*)\b|ed in \d")
+_IS_OVER = re.compile(r"(?i)\bwarn|100%|\b(?:done|took|completed|successfully)\b|ed in \d")
 """What was done before the wait, and not during it."""
 
+FINISHED = "has finished its batches"
 _ACTIVITIES = {
     "prepares its data": r"\b(?:Map|Filter|Grouping texts|Generating \w+ split)\b.*:.*\d+[ %]"
     r"|[Tt]okeni[sz]ing|[Pp]re-?processing",
@@ -65,7 +71,7 @@ _ACTIVITIES = {
     "compiles": r"AUTOTUNE|[Cc]ompiling\b|torch\._(?:inductor|dynamo)|max_autotune",
     "downloads or loads": r"Loading (?:checkpoint shards|weights|the? ?model)|Fetching \d+ files"
     r"|[Dd]ownloading\b",
-    "has finished its batches": r"finished after \d+|max_(?:epochs|steps)=\d+. reached"
+    FINISHED: r"finished after \d+|max_(?:epochs|steps)=\d+. reached"
     r"|[Ee]poch \d+\S* (?:is )?(?:done|finished|complete)",
 }
 """What a rank does alone while others wait, and how programs say so."""
@@ -133,10 +139,8 @@ def activity_before(text: str) -> tuple[str, str]:
     """Say what the program did before its ranks waited in vain, and quote its line; or nothing."""
     lines = [line.rpartition("\r")[2].strip() for line in text.splitlines() if line.strip()]
     for line in reversed(lines[-_LAST_LINES:]):
-        if _IS_OVER.search(line):
-            continue
         for what, phrase in _ACTIVITIES.items():
-            if re.search(phrase, line):
+            if re.search(phrase, line) and (what == FINISHED or not _IS_OVER.search(line)):
                 return what, line
     return "", ""
 
@@ -228,6 +232,8 @@ def _went_on(event: Event, ending: Ending, has_restarted: bool) -> bool:
         return has_restarted or not _UNCAUGHT.search(event.line.raw)
     if event.kind != "message":
         return False
+    if _OTHER_PROGRAM.match(event.line.text):
+        return ending.last - number > _LAST_LINES
     if event.code in _STOPS:
         return ending.saved > number
     is_sure = event.tier in (Tier.TIMEOUT, Tier.MISMATCH) and "[W" not in event.line.raw
@@ -249,7 +255,7 @@ def read_numbers(event: Event) -> None:
 
 def _gib(size: str) -> float:
     number, unit = size.split()
-    return float(number) / (1 if unit == "GiB" else 1024)
+    return float(number) / {"GiB": 1, "MiB": 2**10, "KiB": 2**20, "bytes": 2**30}[unit]
 
 
 def is_closing(event: Event) -> bool:

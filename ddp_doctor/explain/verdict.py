@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from ddp_doctor.explain.catalogue import BY_CODE
 from ddp_doctor.explain.catalogue.python import BUILT_IN
 from ddp_doctor.explain.collectives import Finding
-from ddp_doctor.explain.collector import WARNS, Evidence
+from ddp_doctor.explain.collector import LOOSE, WARNS, Evidence
 from ddp_doctor.explain.endings import (
     activity_before,
     is_closing,
@@ -256,14 +256,13 @@ def _root(events: Sequence[Event], evidence: Evidence) -> Event | None:
     # WHY these types: no rank raises one because another has failed, and what a program prints
     # before may be a note that it goes on from
     own = [e for e in found if e.cause in BUILT_IN.values() and not e.is_weak]
-    has_own = bool(own) or any(
-        e.kind == "exception" and e.cause is not None and not (e.is_weak or e.cause.is_generic)
-        for e in found
-        if e.tier == Tier.EXCEPTION
-    )
+    raised = [e for e in found if e.kind == "exception" and e.tier == Tier.EXCEPTION]
+    is_known = any(not (e.is_weak or e.cause is None or e.cause.is_generic) for e in raised)
 
     def place(event: Event) -> tuple[object, ...]:
-        return _order(event, by_time, has_own=has_own)
+        # WHY of its form: what only prints another exception has got over that one
+        is_printed = is_known and LOOSE.match(event.line.text) is not None
+        return _order(event, by_time, has_own=bool(own) or is_printed)
 
     root = min(found, key=place)
     ends = [e.rank for e in evidence.exits.exits if "failed (exitcode" in e.line.text]

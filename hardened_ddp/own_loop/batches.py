@@ -212,7 +212,7 @@ class Streams:
         if (place["size"], place["repeat"]) != (size, int(repeat)):
             saved = f"the checkpoint was at a place in {place['size']} samples, this has {size}"
             _refuse(name, f"{saved}: give the same data, and the same repeat; or another folder")
-        if place.get("batch", given.batch_size) != given.batch_size:
+        if place.get("batch", given.batch_size) != given.batch_size and place["window"] != window:
             log.warning(
                 "run.batches, name=%r: batch_size %d is not used: all ranks together get %d "
                 "samples at a time, as when this run began; another one needs another folder",

@@ -93,6 +93,8 @@ def test_nothing_is_lost_where_all_was_done(status: int, begun: Any, tmp_path: P
     assert facts["weights"] == "equal"
     lost = drilled(tmp_path / "2", KILLED, starts[1])
     assert lost["lost"] == ["the next start: no step"], "a shell hides that it failed"
+    skips = ({"status": 0}, *KILLED[1:])  # a batch of NaN, and so it makes a step less
+    assert drilled(tmp_path / "3", skips, starts[1], fault="nan")["verdict"] == "not measured"
 
 
 def test_samples_used_twice_or_never_are_counted_from_the_step_that_differs(tmp_path: Path) -> None:

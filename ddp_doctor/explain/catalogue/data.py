@@ -46,7 +46,6 @@ data-collate: the samples of a batch have different shapes or types
   why: default_collate stacks: it needs equal shapes. A sample is an outlier, or texts lack padding
   fix: A collate_fn that pads (rnn.pad_sequence), a transform that resizes all; .convert('RGB').
   trainer: DataCollatorWithPadding(tokenizer)
-  confirm: print({dataset[i][0].shape for i in range(1000)}).
 
 data-target-range: a label or index is out of range
   /Target -?\d+ is out of bounds/

@@ -206,7 +206,6 @@ fsdp-past-wrapper: sharded weights were used past their FSDP unit
   fix: Call the outermost wrapped module's forward; register_fsdp_forward_method for another method
     (fully_shard); modules that share weights belong to one unit; with
     FSDP.summon_full_params(model): for evaluation or generate().
-  confirm: The first line of the program in the traceback calls a submodule.
   or_else: The line is outside of forward (a mask, an average, a clip of the norm): a plain tensor
     met a sharded one; distribute_tensor(...) it, or take .full_tensor() of the other.
 """

@@ -189,7 +189,7 @@ launch-image (accuses nobody): an image could not be pulled
   /ErrImagePull/
   /ImagePullBackOff/
   /Back-off pulling image/
-  why: The registry does not have it under this name, or lets this pod not read it
+  why: The registry does not have it under this name, or does not let this pod read it
   fix: Name and tag; imagePullSecrets. kubectl describe pod POD shows what the registry said.
 
 launch-pod-pending (generic, accuses nobody): no node for a process, so it waits

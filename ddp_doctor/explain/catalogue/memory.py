@@ -74,7 +74,6 @@ memory-host: the host refused memory
   /\bMemoryError\b/
   why: The process asked for more than there is, or than ulimit -v or the container allows
   fix: %HOST%
-  confirm: free -g and ulimit -v at that moment; how large is the allocation in the message?
 
 memory-shm: shared memory (/dev/shm) is full
   /unable to allocate shared memory\(shm\) for file/

@@ -159,7 +159,7 @@ nccl-ib-gpu-memory: InfiniBand could not register GPU memory
   confirm: lsmod | grep peermem on that node.
 
 nccl-ib-memory: InfiniBand could not lock memory
-  /Call to ibv_(?:reg_mr|create_qp|create_cq|alloc_pd)\w* failed(?! with error (?!Cannot))/
+  /Call to ibv_(?:reg_mr(?!.* (?:Bad addr|Invalid))|create_[cq][pq]|alloc_pd)\w* failed/
   why: The limit of locked memory is too low (ulimit -l), in a container or under Slurm
   fix: docker run --ulimit memlock=-1 --ulimit stack=67108864; Kubernetes: capability IPC_LOCK;
     Slurm: LimitMEMLOCK=infinity for slurmd, PropagateResourceLimitsExcept=MEMLOCK.

@@ -29,7 +29,6 @@ amp-fp16-weights: the model's weights are float16 and the scaler can't unscale t
   lightning: precision='16-mixed', not '16-true'
   accelerate: load the model in float32 and give Accelerator(mixed_precision='fp16')
   trainer: load the model in float32 with fp16=True; or bf16=True
-  confirm: print({p.dtype for p in model.parameters()}).
 
 amp-dtype: a tensor has the wrong float type
   /expected (?:m1 and m2 to have the same dtype|scalar type (?:Half|BFloat16|Float) but found)/
@@ -39,7 +38,6 @@ amp-dtype: a tensor has the wrong float type
   why: One part runs outside of autocast, or was cast by hand
   fix: with torch.autocast(device.type, dtype=torch.bfloat16): around forward and loss; no .half()
     beside it; .to(weight.dtype) where it is needed.
-  confirm: print the dtypes in the line that the traceback names.
 
 amp-unsupported: this device does not support the float type that was asked for
   /Current CUDA Device does not support bfloat16/
@@ -52,7 +50,6 @@ amp-unsupported: this device does not support the float type that was asked for
   lightning: Trainer(precision='16-mixed')
   accelerate: Accelerator(mixed_precision='fp16')
   trainer: fp16=True instead of bf16=True
-  confirm: torch.cuda.is_bf16_supported().
 
 amp-nan: loss or gradient is NaN or infinite
   # WHY three: "loss is " alone stands in each line of many programs
@@ -111,7 +108,6 @@ compile-compiler: no compiler that fits torch, or an extension failed
     and the CUDA toolkit that torch was built with
   fix: apt install build-essential python3-dev; pip install triton (triton-windows); CUDA_HOME=the
     toolkit of torch.version.cuda; or torch.compile off.
-  confirm: c++ --version and python -c 'import triton' on the node.
 """
 
 FAMILIES = read_families(_TEXT)
