@@ -48,7 +48,7 @@ _OTHER_PROGRAM = re.compile(
 _UNCAUGHT = re.compile(r"\[rank\d+\]: ")
 """torch's except hook: it runs for what nobody caught."""
 
-_SIZE = r"[\d.]+ (?:[GMK]iB|bytes)"
+_SIZE = r"\d+(?:\.\d+)? (?:[GMK]iB|bytes)"
 _GPU_SIZES = (
     rf"capacity of (?P<all>{_SIZE}) of which (?P<free>{_SIZE}) is .*process has (?P<own>{_SIZE})",
     rf"(?P<all>{_SIZE}) total capacity;.* (?P<free>{_SIZE}) free; (?P<own>{_SIZE}) reserved",

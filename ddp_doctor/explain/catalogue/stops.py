@@ -87,7 +87,7 @@ stop-aborted (teardown, generic, accuses speaker): a process aborted (SIGABRT)
 mpi-error (generic): a call of MPI failed
   /\[(?P<what>[\w.-]+:\d+)\] \*\*\* An error occurred in MPI_/
   /Abort\(\d+\)(?: on node \d+)? \(rank (?P<ranks>\d+) in comm \d+\): (?!application)/
-  why: The library says after it which call, and why; or the program called MPI_Abort itself
+  why: The library says after it which call, and why
   fix: Read the lines below it; GPU tensors need a CUDA-aware MPI.
 
 launch-slurm-step (accuses nobody): Slurm or mpirun could not start the processes
