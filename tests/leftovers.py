@@ -97,8 +97,11 @@ def find_leftovers(before: Snapshot, *, grace_s: float = GRACE_S) -> list[str]:
 
 def clear_away(before: Snapshot) -> None:
     """Undo what can be undone, so that the next test starts clean."""
-    for pid in _our_new_pids(before):
-        kill(pid)
+    end = time.monotonic() + PATIENCE * GRACE_S
+    while (pids := _our_new_pids(before)) and time.monotonic() < end:
+        for pid in pids:
+            kill(pid)
+        time.sleep(POLL_S)  # WHY: a killed process takes a moment to go
     for path in _our_new_files(before):
         if path.parent == SHM:
             path.unlink(missing_ok=True)
