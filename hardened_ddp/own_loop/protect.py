@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,6 +64,8 @@ from hardened_ddp.reporting.log import start_logging, stop_logging
 from hardened_ddp.reporting.status_writer import StatusWriter, Work
 from hardened_ddp.reporting.summary import withdraw_summary, write_summary
 from hardened_ddp.settings.config import RunConfig
+from hardened_ddp.settings.document import Misfit
+from hardened_ddp.settings.schema import SETTINGS, fit
 from hardened_ddp.settings.typed_command import SCRIPT
 from hardened_ddp.step.failure import errors_told
 from hardened_ddp.training.run import Ending
@@ -75,6 +76,8 @@ from hardened_ddp.training.survivor_save import Rescue, is_saved_after, refuse_c
 log = logging.getLogger(__name__)
 
 _active: list[Path] = []
+# Arguments whose settings have other names.
+_ALIASES = {"save_every": "checkpoint_every_steps", "count": "max_steps"}
 
 
 class Stopped(SystemExit):
@@ -106,11 +109,8 @@ def protect(
     try:
         group = _meet(state, timeout_s=timeout_s)  # collective
         with errors_told(group):
-            _check_numbers(
-                {"seed": seed, "save_every": 0 if save_every == "auto" else save_every}
-                | {"keep_last": keep_last, "hang_after_s": hang_after_s}
-                | {"timeout_s": timeout_s, "stop_grace_s": stop_grace_s}
-            )
+            _check(seed=seed, save_every=save_every, keep_last=keep_last)
+            _check(hang_after_s=hang_after_s, timeout_s=timeout_s, stop_grace_s=stop_grace_s)
             last = LastCommit(Registry(state), group.device)
             every = None if save_every == "auto" else save_every
             config = RunConfig(checkpoint_every_steps=every, keep_last=keep_last)
@@ -189,7 +189,7 @@ class OwnLoop:
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs that are left, from 0; the first one may be half done."""
-        _check_numbers({"run.epochs": count})
+        _check(count=count)
         self._num_epochs = count
         while self.epoch < count:
             yield self.epoch
@@ -216,7 +216,7 @@ class OwnLoop:
 
     def steps(self, count: int) -> Iterator[int]:
         """Yield the steps that are left of count, for a loop that makes its data by itself."""
-        _check_numbers({"run.steps": count})
+        _check(count=count)
         self._num_steps = count
         first = self.step
         while self.step < count:
@@ -474,11 +474,13 @@ class OwnLoop:
             )
 
 
-def _check_numbers(given: dict[str, Any]) -> None:  # Any: the user's
-    """Raise OwnLoopError for what is no number, such as text of a command line."""
+def _check(**given: Any) -> None:  # Any: the user's
+    """Raise OwnLoopError for what the setting that this argument stands for would not take."""
     for name, value in given.items():
-        if not isinstance(value, Real):
-            raise OwnLoopError(f"{name} was given {value!r:.40}, and needs a number")
+        try:
+            fit(SETTINGS[_ALIASES.get(name, name)], value)
+        except Misfit as misfit:
+            raise OwnLoopError(f"{name}: {misfit}") from None
 
 
 def _meet(state: dict[str, Any], *, timeout_s: float) -> Group:

@@ -200,6 +200,8 @@ def _contradictions_of_steps(config: Config) -> Iterator[Contradiction]:
     if optimizer.lr_schedule_args and not isinstance(optimizer.lr_schedule, ImportPath):
         why = "a built-in schedule takes no arguments; leave them out, or choose lr_schedule"
         yield ("lr_schedule", "lr_schedule_args"), f"{why} package.module:callable"
+    if optimizer.ema_every > 1 and not optimizer.ema:
+        yield ("ema_every", "ema"), "nothing is averaged; add --ema 0.999"
     run = config.run
     if run.mirror and not run.run_name and run.resume in ("auto", "never"):
         why = "a start on an empty machine looks there for the run by its name; add --run_name"

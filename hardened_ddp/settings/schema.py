@@ -154,7 +154,7 @@ def fit(setting: Setting, value: Any) -> Any:  # Any: from YAML; to the type of 
     if setting.type is float and type(value) is int:
         value = float(str(value))  # WHY str: of 400 digits it is infinite, and no OverflowError
     if (kind := type(value)) is not setting.type:
-        found = f"{shown(value)} ({_FOUND_WORDS.get(kind, '')})"
+        found = f"{shown(value)} ({_FOUND_WORDS.get(kind, kind.__name__)})"
         raise Misfit(f"found {found}, needs {needs(setting)}")
     is_path = setting.takes_path and ":" in value
     if setting.choices and not is_path:

@@ -39,11 +39,11 @@ MAX_FUNCTION_LINES, MAX_PARAMETERS = 60, 6
 # A file ends where its subject ends; a package has room for so many lines in all. A feature that
 # needs more takes it from what docs/PROMISES.md does not name.
 BUDGETS = {
-    "ddp_training.py": 415,
+    "ddp_training.py": 410,
     "hardened_ddp_command.py": 180,
     "ddp_doctor/*": 12_500,
     "ddp_runs/*": 3_600,
-    "hardened_ddp/*": 29_050,
+    "hardened_ddp/*": 29_055,
     "hardened_ddp/gradients/*": 680,
     "hardened_ddp/settings/*": 2_125,
     "hardened_ddp/step/*": 2_035,
@@ -59,7 +59,7 @@ BUDGETS = {
     "hardened_ddp/data/*": 4_185,
     "hardened_ddp/streams/*": 2_635,
     "ddp_drills/*": 1_935,
-    "launchers/*": 710,
+    "launchers/*": 670,
     "tests/harness/*": 900,
     "tests/*": 29_745,
 }
