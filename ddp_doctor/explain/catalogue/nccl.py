@@ -160,6 +160,7 @@ nccl-ib-gpu-memory: InfiniBand could not register GPU memory
 
 nccl-ib-memory: InfiniBand could not lock memory
   /Call to ibv_(?:reg_mr(?!.* (?:Bad addr|Invalid))|create_[cq][pq]|alloc_pd)\w* failed/
+  /Please set max locked memory/
   why: The limit of locked memory is too low (ulimit -l), in a container or under Slurm
   fix: docker run --ulimit memlock=-1 --ulimit stack=67108864; Kubernetes: capability IPC_LOCK;
     Slurm: LimitMEMLOCK=infinity for slurmd, PropagateResourceLimitsExcept=MEMLOCK.

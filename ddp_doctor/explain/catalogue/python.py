@@ -12,7 +12,7 @@ def _cause(name: str, title: str, why: str) -> Cause:
         title=title,
         is_generic=True,
         why=why,
-        fix="Read the line that is named, with the values of this rank's batch.",
+        fix="Read the line that is named; if it works on data, with this rank's batch.",
         confirm="Run that line in one process with the same input.",
     )
 
