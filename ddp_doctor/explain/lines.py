@@ -49,7 +49,7 @@ _PREFIXES = (
     re.compile(r"(?P<host>[\w.-]+):\d+:\d+ \[-?\d+\] (?=\S+ ?\S* NCCL |NCCL |[\w/]+\.\w+:\d+)"),
     re.compile(r"\[pod/(?P<host>[\w.-]+)/[\w.-]+\] ?"),
     re.compile(
-        r"\([\w.-]+(?:\[rank=(?P<rank>\d+)\])?(?:, rank=(?P<task>\d+))?,? pid=\d+"
+        r"\([\w.-]+(?:\[rank=(?P<rank>\d+)\])?(?:,? rank=(?P<task>\d+))?,? pid=\d+"
         r"(?:, ip=(?P<host>[\w.:]+))?\) ?"
     ),
     re.compile(r"(?P<host>[a-z][\w.]*[-_]\d+) +\| "),

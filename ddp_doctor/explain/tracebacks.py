@@ -170,9 +170,10 @@ class Assembler:
         match = _LAST.match(text.removeprefix("  ") if is_in_block else text)
         if not match or not self._is_type(match["type"], match["message"]):
             return None
+        stated = self.source if self.source.startswith("assert ") else ""
         raised = Raised(
             type=match["type"],
-            message=(match["message"] or "").strip(),
+            message=(match["message"] or "").strip() or stated,
             frames=list(self.frames),
             before=self.before if self.link else None,
             link=self.link,

@@ -122,8 +122,9 @@ def _judge(evidence: Evidence) -> Verdict:
     events = _with_inferred(evidence, finding)
     total = sum(event.count for event in evidence.events)
     if not events and not failed:
-        ends_badly = evidence.ends_with_error and not evidence.ends_well
-        return Verdict(kind="unknown" if ends_badly else "healthy")
+        if evidence.ends_with_error and not evidence.ends_well:
+            return _unknown(evidence, events, total)
+        return Verdict(kind="healthy")
     root = _root(events, evidence)
     if root is None or (root.is_weak and not failed and evidence.goes_well(root.line)):
         if (root is not None or evidence.ends_well) and not failed:

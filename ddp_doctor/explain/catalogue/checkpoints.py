@@ -21,7 +21,7 @@ checkpoint-size: a parameter of the checkpoint has another shape than the model'
     checkpoint, the shape in current model is torch\.Size\((?!\[0\]).*?\)/
   why: Another number of classes, another vocabulary or another width
   fix: The arguments of the checkpoint; for a new head drop its names and load with strict=False.
-  trainer: from_pretrained(..., ignore_mismatched_sizes=True)
+  trainer: for a new head alone: from_pretrained(..., ignore_mismatched_sizes=True)
 
 checkpoint-keys (generic): the checkpoint belongs to another model
   /Error\(s\) in loading state_dict for /
@@ -62,14 +62,15 @@ checkpoint-corrupt: the checkpoint file is incomplete or damaged
   fix: Use the one before it. Rank 0 alone writes, to another name, then os.replace; git lfs pull.
   confirm: ls -l and sha256sum of the file on all nodes; head -c 100 for git-lfs.
 
-checkpoint-many-writers: several ranks wrote the same file or folder
+checkpoint-many-writers: several ranks wrote, renamed or removed the same file or folder
   /\[Errno 17\] File exists: (?!'\/\w+'$)/
   /\[Errno 39\] Directory not empty/
+  /No such file or directory: '[^']+' -> '/
   why: Each rank runs the saving code; they meet at the same path
   fix: if rank == 0: torch.save(...), then dist.barrier(); os.makedirs(path, exist_ok=True).
   lightning: trainer.save_checkpoint on all ranks (it writes on rank 0)
   accelerate: accelerator.save(...), or if accelerator.is_main_process
-  trainer: if trainer.is_world_process_zero()
+  trainer: if trainer.is_world_process_zero(); of its own tmp-checkpoint: another transformers
   or_else: It is left over from an earlier run: then it is there before the start, too.
 
 checkpoint-disk-full: the disk is full, or the quota is used up
@@ -85,7 +86,6 @@ checkpoint-write-failed (generic): a checkpoint could not be written
   /PytorchStreamWriter failed writing file \S+: file write failed/
   why: Most often the disk is full, or the quota is used up
   fix: df -h, df -i and quota -s; keep fewer checkpoints; write on rank 0 only.
-  confirm: df -h of that path on that node; the log may have `No space left` further down.
   or_else: Several ranks write the same file: the call is not under `if rank == 0`.
 
 checkpoint-permission: a path can't be written or read

@@ -25,6 +25,7 @@ gloo-timeout (timeout): a collective of gloo did not finish in time
   /Operation timed out!/
   /wait timeout after \d+ms, keys: /
   /Socket Timeout/
+  /waitForInput: .*timed out after \d+ms/
   why: These ranks wait for one that hangs, is slow, took another branch, or has fewer batches
   fix: py-spy dump each rank while it hangs. Equal numbers of batches per rank, no collective under
     `if rank == 0`; init_process_group(timeout=...) if one rank is slow.

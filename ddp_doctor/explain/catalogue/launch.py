@@ -60,6 +60,7 @@ launch-rendezvous (timeout): torchrun's rendezvous failed
   /RendezvousTimeoutError/
   /Rendezvous(?:Connection|Closed|State)Error/
   /The connection to the C10d store has failed/
+  /Stop_waiting response is expected/
   why: Fewer nodes than --nnodes came in time, a wrong endpoint, or the --rdzv_id of an ended job
   fix: The same --rdzv_endpoint HOST:PORT and a fresh --rdzv_id on all nodes; HOST is one of the
     nodes; its port is open; --rdzv_conf join_timeout=1200 for slow starts.

@@ -25,13 +25,11 @@ memory-gpu: the GPU ran out of memory
   accelerate: Accelerator(gradient_accumulation_steps=2, mixed_precision='bf16')
   trainer: TrainingArguments(per_device_train_batch_size=..., gradient_accumulation_steps=...,
     gradient_checkpointing=True, auto_find_batch_size=True)
-  confirm: torch.cuda.memory_summary(); nvidia-smi for other processes on that GPU.
 
 memory-gpu-others: other processes hold most of this GPU's memory
   why: They have {others} GiB, and this process {own} GiB: another job or rank, or one left over
   fix: nvidia-smi shows them: end what is left over (kill PID), or choose another GPU with
     CUDA_VISIBLE_DEVICES. If they are ranks of this job: torch.cuda.set_device(LOCAL_RANK).
-  confirm: nvidia-smi --query-compute-apps=pid,used_memory --format=csv.
 
 memory-kernel-oom (killed): the kernel killed a process: out of memory
   /[Oo]ut of memory: Kill(?:ed)? process (?P<pid>\d+)/
@@ -64,7 +62,6 @@ memory-worker-killed (killed, accuses speaker): a DataLoader worker was killed, 
   why: The kernel or the container ran out of memory and killed the worker with SIGKILL
   fix: %HOST%
   trainer: dataloader_num_workers=2, dataloader_prefetch_factor=2
-  confirm: dmesg | grep -i oom; grep oom_kill /sys/fs/cgroup/memory.events.
 
 memory-host: the host refused memory
   /(?:DefaultCPUAllocator: can't|not enough memory: you tried to) allocate/
@@ -81,6 +78,7 @@ memory-shm: shared memory (/dev/shm) is full
   /unable to write to file <.*torch_/
   /DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: Bus error/
   /unable to mmap \d+ bytes from file <.*torch_/
+  /[Uu]nexpected bus error encountered in worker/
   why: Workers hand their batches over through /dev/shm; a container has 64 MB by default
   fix: docker run --shm-size=8g or --ipc=host; Kubernetes: emptyDir with medium Memory at /dev/shm;
     fewer workers or a smaller prefetch_factor;
@@ -107,8 +105,7 @@ killed-sigkill (generic): a process was killed with SIGKILL
   why: Nothing in the process can log that. Most often the kernel or the container was out of
     memory; else the scheduler, or a person
   fix: If it was memory: %HOST%
-  confirm: dmesg -T | grep -i 'killed process'; the cgroup's memory.events; sacct; kubectl describe.
-  or_else: Memory: dmesg names the pid. Scheduler: its accounting says TIMEOUT or PREEMPTED.
+  or_else: Memory: dmesg -T names the pid. Scheduler: its accounting says TIMEOUT or PREEMPTED.
     Neither: somebody ran kill -9.
 
 killed-segfault (generic): a process crashed in native code (SIGSEGV, or a damaged heap)

@@ -82,10 +82,10 @@ nccl-remote-error (lost): NCCL lost the connection to another rank
 nccl-version (mismatch): the ranks use different versions of NCCL
   /[Mm]ismatched NCCL version detected/
   /NCCL version mismatch/
+  /Invalid config \w+ attribute value -2147483648/
   why: Nodes have other wheels of torch, or LD_LIBRARY_PATH or LD_PRELOAD puts another libnccl first
   fix: Same image or environment on all nodes; unset LD_LIBRARY_PATH; compare python -c 'import
     torch; print(torch.__version__, torch.cuda.nccl.version())'.
-  confirm: NCCL_DEBUG=VERSION prints it on each rank.
 
 nccl-shm (accuses nobody): NCCL could not use /dev/shm
   /Error while (?:creating|attaching to) shared memory segment /
@@ -94,7 +94,6 @@ nccl-shm (accuses nobody): NCCL could not use /dev/shm
   why: NCCL passes data between GPUs of one node in shared memory; containers have 64 MB by default
   fix: docker run --shm-size=8g or --ipc=host; Kubernetes: an emptyDir with medium Memory mounted at
     /dev/shm; remove stale /dev/shm/nccl-* files; or NCCL_SHM_DISABLE=1 (slower).
-  confirm: df -h /dev/shm.
 
 nccl-missing (accuses nobody): NCCL was asked for on a torch or a machine without it
   /Distributed package doesn't have NCCL built in/
@@ -149,14 +148,12 @@ nccl-ib-retry (hardware, accuses nobody): an InfiniBand or RoCE connection faile
   fix: ibstat and perfquery on both nodes; exclude the link: NCCL_IB_HCA=^mlx5_2; RoCE:
     NCCL_IB_GID_INDEX=3; network that fails only briefly: NCCL_IB_TIMEOUT=22 NCCL_IB_RETRY_CNT=13.
     As a workaround: NCCL_IB_DISABLE=1.
-  confirm: ib_write_bw between the two nodes over the named port; symbol errors in perfquery.
   or_else: If the peer's log ends with a crash, the crash is the cause, not the link.
 
 nccl-ib-gpu-memory: InfiniBand could not register GPU memory
   /Call to ibv_reg_(?:dmabuf_)?mr\w* failed with error (?:Bad address|Invalid arg)/
   why: GPUDirect RDMA does not work: nvidia_peermem is not loaded, or the driver has no dma-buf
   fix: modprobe nvidia_peermem on each node; NCCL_NET_GDR_LEVEL=LOC goes by the host's memory.
-  confirm: lsmod | grep peermem on that node.
 
 nccl-ib-memory: InfiniBand could not lock memory
   /Call to ibv_(?:reg_mr(?!.* (?:Bad addr|Invalid))|create_[cq][pq]|alloc_pd)\w* failed/

@@ -38,7 +38,6 @@ openmp-threads: the process could not start a thread
     unavailable/
   why: Ranks x workers x OpenMP threads reached the limit (ulimit -u, pids of the container)
   fix: OMP_NUM_THREADS=1; fewer workers; ulimit -u; --pids-limit of the container.
-  confirm: cat /sys/fs/cgroup/pids.max; ps -eLf | wc -l.
 
 macos-mps: the Apple GPU lacks this operation or type
   /The operator '[^']+' is not currently implemented for the MPS device/

@@ -56,6 +56,8 @@ amp-nan: loss or gradient is NaN or infinite
   /[Ll]oss is nan/
   /[Ll]oss is NaN/
   /[Ll]oss is inf/
+  /[Ll]oss became (?:infinite|NaN)/
+  /grad_scale is too small/
   /found (?:NaN|Inf) in (?:local )?(?:forward |backward )?(?P<what>loss|grad)/
   /(?:nan|NaN|inf)\b.*[Ss]topping training/
   /Function '(?P<name>\w+)' returned nan values in its \d+th output/
@@ -102,7 +104,7 @@ compile-compiler: no compiler that fits torch, or an extension failed
   /Cannot find a working triton installation/
   /Compiler: cl is not found/
   /nvcc fatal +: Unsupported gpu architecture/
-  /fatal error: Python\.h: No such file/
+  /fatal error: [\w.\/-]+\.h\w*: No such file/
   /Installed CUDA version \S+ does not match the version torch was compiled with \S+ un/
   why: Inductor and extensions (DeepSpeed's) need a C++ compiler, Python's headers, for GPUs Triton,
     and the CUDA toolkit that torch was built with

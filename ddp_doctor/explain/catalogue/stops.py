@@ -15,13 +15,13 @@ stop-time-limit (killed): the scheduler ended the job at its time limit
   fix: Save checkpoints and resume: sbatch --time=..., --signal=B:USR1@300 (a handler), --requeue.
   lightning: SLURMEnvironment(auto_requeue=True)
   trainer: save_steps, then train(resume_from_checkpoint=True)
-  confirm: sacct -j JOB --format=State,Elapsed,Timelimit.
 
-stop-preempted (killed): the scheduler took the node back (preemption)
+stop-preempted (killed): the scheduler took the node back, or the job was queued again
   /CANCELLED AT \S+ DUE TO (?:PREEMPTION|JOB REQUEUE)/
   /[Pp]reempted in order to admit/
   /reempted by (?:a )?pod/
-  why: A job of higher priority, or the cloud, took the machine
+  why: A job of higher priority, or the cloud, took the machine; REQUEUE alone may also be scontrol
+    requeue of its own, before its time limit (submitit, Lightning)
   fix: Handle SIGTERM: save, exit 0; sbatch --requeue; restartPolicy: OnFailure.
   lightning: SLURMEnvironment(auto_requeue=True)
   trainer: save_steps, then train(resume_from_checkpoint=True)
