@@ -43,7 +43,7 @@ from tests.documents import (
 )
 from tests.drills.forked import start_forked
 from tests.harness.processes import ROOT
-from tests.harness.ranks import held_port, run_command, run_program, start_program
+from tests.harness.ranks import run_command, run_program
 from tests.launchers.test_launchers import PRESETS
 from tests.launchers.test_run_with import INSPECT
 from tests.launchers.test_run_with import LAUNCHERS as RUN_WITH

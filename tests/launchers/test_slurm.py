@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.processes import ROOT
-from tests.harness.ranks import run_command, run_program
+from tests.harness.ranks import run_command, train
 from tests.own_loop.test_own_loops import check_launched
 from tests.run_folder import find_checkpoints, last_tensors, only_run, read_summary
 from tests.settings.test_next_commands import command_after
@@ -19,7 +19,6 @@ pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
 ]
 SMALL = ["--cpu_only", "--model", "mlp", "--num_workers", "0"]
-RUN = [*SMALL, "--epochs", "2"]
 # As the README has them.
 SRUN = "srun --ntasks=2 python ddp_training.py --epochs 2"
 SBATCH = "sbatch --nodes=2 --ntasks-per-node=1 train.slurm --epochs 2"
@@ -34,27 +33,20 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
         yield started
 
 
-@pytest.fixture(scope="module")
-def by_torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The tensors that a plain torchrun of the same run ends in."""
-    output = tmp_path_factory.mktemp("torchrun")
-    argv = ["torchrun", "--nproc_per_node=2", "ddp_training.py", *RUN, "--output_dir", output]
-    run_program(argv, timeout_s=120).ok()
-    return last_tensors(output)
-
-
 def test_srun_of_one_task_per_rank_ends_in_the_weights_of_torchrun(
-    cluster: SlurmCluster, by_torchrun: dict[str, str], tmp_path: Path
+    cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     argv = SRUN.replace("srun", "srun --nodes=1").split()
-    done = cluster.run(*argv, *SMALL, "--output_dir", tmp_path, timeout_s=120).ok()
-    first = read_summary(only_run(tmp_path))
+    runs, whole = tmp_path / "runs", tmp_path / "torchrun"
+    done = cluster.run(*argv, *SMALL, "--output_dir", runs, timeout_s=120).ok()
+    first = read_summary(only_run(runs))
     assert first["world_size"] == 2
-    assert last_tensors(tmp_path) == by_torchrun
+    train([*SMALL, "--epochs", "2", "--output_dir", whole], 2).ok()
+    assert last_tensors(runs) == last_tensors(whole)
     resume = command_after(done.output, "resume: ")
     assert resume.startswith("srun --ntasks=2 ")
     cluster.run("bash", "-c", f"{resume} --epochs 3", timeout_s=120).ok()
-    again = read_summary(only_run(tmp_path))
+    again = read_summary(only_run(runs))
     assert again["world_size"] == 2
     assert again["step"] > first["step"]
 
@@ -66,22 +58,7 @@ def test_a_loop_of_ones_own_under_srun_loses_no_commit(
     check_launched(tmp_path, "srun", "--ntasks=2", sys.executable, "loop.py", env=cluster.env)
 
 
-def test_a_submitted_job_finishes_on_two_nodes(
-    cluster: SlurmCluster, by_torchrun: dict[str, str], tmp_path: Path
-) -> None:
-    argv = [*SBATCH.split()[1:], *SMALL]
-    job, output = cluster.submit(argv, env={"OUTPUT_DIR": str(tmp_path)})
-    state = cluster.wait_for_state(job, "COMPLETED", "FAILED", timeout_s=JOB_LIMIT_S, output=output)
-    text = output.read_text()
-    assert state == "COMPLETED", text
-    assert "restart 0 of at most 20: 2 ranks on 2 nodes" in text
-    assert "head node 127.0.0.1" in text
-    assert "train.slurm: the run is finished" in text
-    assert only_run(tmp_path).name == f"slurm-{job}"
-    assert last_tensors(tmp_path) == by_torchrun
-
-
-def test_before_the_time_limit_the_job_saves_and_is_queued_again_and_loses_nothing(
+def test_a_job_at_its_time_limit_saves_and_is_queued_again_and_loses_nothing(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     # As long as the file is there, a sample takes its time: the job then meets its limit.
@@ -92,12 +69,14 @@ def test_before_the_time_limit_the_job_saves_and_is_queued_again_and_loses_nothi
     run = ["--cpu_only", "--num_workers", "0", "--batch_size", "10", "--epochs", "40"]
     run += ["--model", "mlp", "--dataset", "tests.plugins:paced_points"]
     run += ["--dataset_args", f"{{pace: {pace}}}"]
-    argv = ["--time=10", "--signal=USR1@50", "train.slurm", *run]
+    argv = ["--time=10", "--signal=USR1@50", *SBATCH.split()[1:], *run]
     job, output = cluster.submit(argv, env={"OUTPUT_DIR": str(tmp_path / "requeued")})
     wait_for_steps(cluster, job, output, tmp_path / "requeued")
     cluster.end_in(job, minutes=2)
     cluster.wait_for_state(job, "PENDING", "FAILED", timeout_s=JOB_LIMIT_S, output=output)
     text = output.read_text()
+    assert "restart 0 of at most 20: 2 ranks on 2 nodes" in text
+    assert "head node 127.0.0.1" in text
     assert "SIGUSR1: stopping" in text, text
     assert "stopped and saved; queued again" in text, text
     stopped_at = read_summary(only_run(tmp_path / "requeued"))
@@ -109,9 +88,10 @@ def test_before_the_time_limit_the_job_saves_and_is_queued_again_and_loses_nothi
     text = output.read_text()
     assert state == "COMPLETED", text
     assert "restart 1 of at most 20" in text
+    assert "train.slurm: the run is finished" in text
+    assert only_run(tmp_path / "requeued").name == f"slurm-{job}"
     assert f"resuming {only_run(tmp_path / 'requeued')} from step {stopped_at['step']}" in text
-    argv = ["torchrun", "--nproc_per_node=2", "ddp_training.py", *run]
-    run_program([*argv, "--output_dir", tmp_path / "whole"], timeout_s=120).ok()
+    train([*run, "--output_dir", tmp_path / "whole"], 2).ok()
     assert last_tensors(tmp_path / "requeued") == last_tensors(tmp_path / "whole")
 
 
