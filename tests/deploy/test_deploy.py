@@ -16,6 +16,7 @@ import yaml
 
 from hardened_ddp.settings.schema import SETTINGS
 from hardened_ddp_command import split_words
+from tests.documents import TROUBLES, text_of
 from tests.harness.processes import ROOT
 from tests.harness.ranks import held_port, run_command, start_program
 from tests.run_folder import only_run, read_summary
@@ -177,6 +178,8 @@ def commands_of(name: str, tmp_path: Path, port: int) -> list[tuple[list[str], d
     if name == "compose":
         services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
         nodes = [services[node]["command"] for node in ("node0", "node1")]
+        [told] = [line for line in text_of(TROUBLES).splitlines() if "--nnodes=2" in line]
+        assert {w for w in nodes[0] if w.startswith(("--nnodes", "--rdzv"))} < {*told.split()}
         return [([w.replace("node0:29500", f"127.0.0.1:{port}") for w in n], {}) for n in nodes]
     if name == "skypilot":
         return [sky_command(node, tmp_path, port) for node in (0, 1)]

@@ -62,7 +62,7 @@ LAUNCHED = {
     **dict.fromkeys(RUN_WITH, "run_with.py::test_every_launcher_ends_in_the_same_weights"),
     INSPECT: "run_with.py::test_to_inspect_shows_the_ranks_and_runs_no_script",
     SRUN: "slurm.py::test_srun_of_one_task_per_rank_ends_in_the_weights_of_torchrun",
-    SBATCH: "slurm.py::test_a_submitted_job_finishes_on_two_nodes",
+    SBATCH: "slurm.py::test_a_job_at_its_time_limit_saves_and_is_queued_again_and_loses_nothing",
 }
 ELSEWHERE |= {command: f"tests/launchers/test_{test}" for command, test in LAUNCHED.items()}
 # Run here, but not as they stand: what would take too long, or never ends, is shortened.
@@ -284,20 +284,6 @@ class TestCommands:
         assert "DDP-M02" in off
         assert "passed over" in resumed
         assert "sha256" in resumed
-
-    @pytest.mark.slow
-    def test_two_nodes_find_each_other_with_the_flags_of_torchrun(self, tmp_path: Path) -> None:
-        [command] = [line for line in text_of(TROUBLES).splitlines() if "--nnodes=2" in line]
-        command = command.replace("--nproc_per_node=8", "--nproc_per_node=1")
-        command = command.replace("node0:29500", f"127.0.0.1:{held_port()}")
-        command = command.replace("/shared/runs", str(tmp_path))
-        argv = [*shlex.split(command), "--cpu_only", "--max_steps", "3"]
-        env = {"GLOO_SOCKET_IFNAME": "lo"}
-        with start_program(argv, env=env) as first, start_program(argv, env=env) as second:
-            first.wait(timeout_s=90).ok()
-            second.wait(timeout_s=90).ok()
-        [run] = tmp_path.glob("[!.]*/")
-        assert (run / "logs" / "rank-1.log").is_file()
 
 
 def error_classes() -> list[type[HardenedError]]:
