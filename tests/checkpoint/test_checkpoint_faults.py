@@ -23,15 +23,6 @@ import torch
 
 from hardened_ddp.checkpoint import folder
 from hardened_ddp.checkpoint.disk import RunLock
-from hardened_ddp.checkpoint.folder import (
-    Found,
-    Rejected,
-    discard_newer,
-    find_newest,
-    list_steps,
-    read_best_step,
-    verify_checkpoint,
-)
 from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.errors import CheckpointError, RunFolderError
 from tests.checkpoint_states import assert_holds, disk_with, found_in, reason_of, write_step
@@ -327,7 +318,7 @@ def test_a_crash_at_any_call_leaves_the_old_or_the_new_checkpoint(
     template = tmp_path / "template" / "checkpoints"
     prepare(template)
     before = CheckpointStore(template, keep_last=1)
-    old, old_best = find_newest(before.root)[0], read_best_step(before.root)
+    old, old_best = folder.find_newest(before.root)[0], folder.read_best_step(before.root)
     outcomes = set()
     for dies_at in range(1, 200):
         root = tmp_path / f"run-{dies_at}" / "checkpoints"
@@ -336,21 +327,24 @@ def test_a_crash_at_any_call_leaves_the_old_or_the_new_checkpoint(
         dying = CheckpointStore(root, keep_last=1, disk=disk)
         status = run_forked(lambda dying=dying: write_step(dying, 4, best={"value": 0.7}))
         after = CheckpointStore(root, keep_last=1)
-        found, _ = find_newest(after.root)
-        verdicts = [verify_checkpoint(root / f"step-{step:09d}") for step in list_steps(after.root)]
-        num_broken = sum(isinstance(verdict, Rejected) for verdict in verdicts)
+        found, _ = folder.find_newest(after.root)
+        verdicts = [
+            folder.verify_checkpoint(root / f"step-{step:09d}")
+            for step in folder.list_steps(after.root)
+        ]
+        num_broken = sum(isinstance(verdict, folder.Rejected) for verdict in verdicts)
         assert num_broken <= (prepare is prepare_broken), "half of one is left"
         if found is not None:
             assert_holds(found)
         outcomes.add(found.step if found else None)
         assert found is not None or old is None
-        best = read_best_step(after.root)
+        best = folder.read_best_step(after.root)
         assert best in {old_best, 4, None} - ({None} if old_best else set())
         if best is not None:
-            assert isinstance(verify_checkpoint(root / f"step-{best:09d}"), Found)
+            assert isinstance(folder.verify_checkpoint(root / f"step-{best:09d}"), folder.Found)
         # the next start clears up and goes on
         assert run_forked(lambda after=after: write_step(after, 5, best={"value": 0.9})) == 0
-        last, rejected = find_newest(after.root)
+        last, rejected = folder.find_newest(after.root)
         assert last.step == 5
         assert rejected == []
         assert sorted(os.listdir(root)) == ["best.json", "step-000000005"]
@@ -393,7 +387,7 @@ def test_a_full_disk_costs_the_oldest_checkpoint_and_the_write_goes_on(
         write_step(store, step, best={"value": 1.0} if step == 1 else None)
     full = store_on(store.root, failing_disk(call, number, after=after))
     write_step(full, 4)
-    assert list_steps(store.root) == [4, 3, 1]
+    assert folder.list_steps(store.root) == [4, 3, 1]
     assert_holds(found_in(store))
 
 
@@ -404,16 +398,16 @@ def test_a_disk_that_is_full_for_the_name_costs_no_checkpoint(
     write_step(store, 1)
     with pytest.raises(CheckpointError, match="No space left"):
         write_step(store_on(store.root, failing_disk(call, errno.ENOSPC, after=after)), 2)
-    assert list_steps(store.root) == [2, 1][call == "rename" :]
+    assert folder.list_steps(store.root) == [2, 1][call == "rename" :]
     assert not caplog.records
 
 
 def test_a_course_that_was_left_goes_first_when_the_disk_is_full(store: CheckpointStore) -> None:
     for step in (1, 2, 3):
         write_step(store, step)
-    discard_newer(store.root, 2)
+    folder.discard_newer(store.root, 2)
     write_step(store_on(store.root, failing_disk("write", errno.ENOSPC)), 3)
-    assert list_steps(store.root) == [3, 2, 1]
+    assert folder.list_steps(store.root) == [3, 2, 1]
     assert not list(store.root.glob("discarded*"))
 
 
@@ -427,7 +421,7 @@ def test_a_broken_disk_costs_no_checkpoint(store: CheckpointStore, call: str, nu
         write_step(broken, 3)
     if number == errno.ENOSPC:
         assert caught.match(r"\d{4} bytes are needed")
-    assert list_steps(store.root)[-2:] == [2, 1]
+    assert folder.list_steps(store.root)[-2:] == [2, 1]
     found_in(store)
     write_step(store, 4)
     assert not list(store.root.glob(".*"))
@@ -444,7 +438,7 @@ def test_a_file_that_hits_the_shells_limit_is_an_error_that_says_so(store: Check
         assert "ulimit" in told.value.fix
 
     assert run_forked(write_limited) == 0
-    assert list_steps(store.root) == [2]
+    assert folder.list_steps(store.root) == [2]
     assert not list(store.root.glob(".*"))
 
 
@@ -465,11 +459,11 @@ def test_a_real_full_disk_keeps_the_newest_and_the_best(small_disk: Path) -> Non
     size = 2**18  # float32: 1 MiB
     for step in (1, 2, 3):
         write_step(store, step, size=size)
-    assert list_steps(store.root) == [3, 2]
+    assert folder.list_steps(store.root) == [3, 2]
     store.mark_best(2, {"value": 0.5})
     with pytest.raises(CheckpointError, match=r"No space left.*104\d{4} bytes are needed"):
         write_step(store, 4, size=size)
-    assert list_steps(store.root) == [3, 2]
+    assert folder.list_steps(store.root) == [3, 2]
     assert_holds(found_in(store), size=size)
     (small_disk / "filler").write_bytes(b"x" * 2**19)
     with pytest.raises(OSError, match="No space"):
@@ -491,5 +485,5 @@ def test_a_rename_of_another_or_unanswered_counts(store: CheckpointStore, is_fir
         raise FileNotFoundError(errno.ENOENT, "lost reply")  # as on NFS
 
     path = write_step(store_on(store.root, disk_with(lose)), 1)
-    assert_holds(verify_checkpoint(path))
+    assert_holds(folder.verify_checkpoint(path))
     assert os.listdir(store.root) == [path.name]
