@@ -83,18 +83,11 @@ class ReplacedTeacher(ZeroTeacher):
             its.data = its.data * 0.9 + mine.data * 0.1
 
 
-class ZeroedTarget(ZeroTeacher):
-    """A target network that is copied now and then."""
-
-    every = 4
-
-    @torch.no_grad()
-    def change(self, inputs: torch.Tensor) -> None:
-        self.its().load_state_dict(self.body.state_dict())
-
-
 class DataTarget(ZeroTeacher):
-    """The same through .data; if no trial sees it, only the values tell."""
+    """A target network that is copied now and then, through .data.
+
+    If no trial sees it, only the values tell.
+    """
 
     every = 2
 
@@ -116,7 +109,10 @@ class HiddenTarget(HiddenTeacher):
     """The same, copied now and then."""
 
     every = 7
-    change = ZeroedTarget.change
+
+    @torch.no_grad()
+    def change(self, inputs: torch.Tensor) -> None:
+        self.its().load_state_dict(self.body.state_dict())
 
 
 class Shadow:
@@ -214,7 +210,7 @@ class Together(nn.Module):
         return torch.stack([part(inputs) for part in self.parts]).mean(dim=0)
 
 
-MOVING = [ZeroTeacher, Together, ZeroedTarget, DataTarget, HiddenTarget]
+MOVING = [ZeroTeacher, Together, DataTarget, HiddenTarget]
 
 
 class Normalising(nn.Module):
