@@ -158,13 +158,6 @@ def test_without_a_state_to_take_all_ranks_stop_and_doubtful_ones_are_set_aside(
     assert not find_checkpoints(tmp_path)
 
 
-def test_a_tensor_of_one_element_may_have_any_stride() -> None:
-    strange = torch.empty_strided((1,), (4,)).fill_(2.0)
-    assert (
-        checksums({"bias": strange}).tolist() == checksums({"bias": torch.tensor([2.0])}).tolist()
-    )
-
-
 def test_every_bit_counts_in_a_checksum() -> None:
     tensors = {
         "weight": torch.randn(70_000),
@@ -221,8 +214,9 @@ def test_the_factors_of_a_checksum_are_made_in_little_memory() -> None:
 
 def test_a_part_of_another_tensor_has_the_checksum_of_its_copy() -> None:
     flat = torch.randn(90_001)
-    for part in (flat[1:], flat[3:70_000], flat[5:6], flat[:0], flat[:80_000].view(200, 400).t()):
-        assert torch.equal(checksums({"": part}), checksums({"": part.contiguous().clone()}))
+    parts = [flat[1:], flat[3:70_000], flat[5:6], flat[:0], flat[:80_000].view(200, 400).t()]
+    for part in (*parts, torch.empty_strided((1,), (4,)).fill_(2.0)):
+        assert torch.equal(checksums({"": part}), checksums({"": torch.tensor(part.tolist())}))
 
 
 def test_the_verdict_names_the_ranks_that_differ_from_most() -> None:
