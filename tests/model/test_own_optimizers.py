@@ -286,7 +286,6 @@ def test_a_configure_optimizers_that_is_not_used_is_told(caplog: pytest.LogCaptu
 # Other optimizers and schedules: test_a_state_is_put_back_into_an_optimizer_that_went_on.
 RUNS = {
     "nesting": ["--optimizer", f"{OWN}:Nesting", "--lr_schedule", f"{OWN}:falling"],
-    "adaptive": ["--optimizer", f"{OWN}:Adaptive", "--lr_schedule", f"{OWN}:Bouncing"],
     "noisy": ["--optimizer", f"{OWN}:Noisy", "--lr_schedule", f"{SCHEDULERS}:OneCycleLR"],
 }
 

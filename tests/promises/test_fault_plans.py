@@ -182,7 +182,7 @@ def test_faults_and_kills_do_not_change_the_weights(case: tuple[str, bool], tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["balanced", "balanced once", "own sampling", "mix", "tokens"])
+@pytest.mark.parametrize("name", ["balanced", "own sampling", "mix", "tokens"])
 def test_other_numbers_of_ranks_take_the_same_samples(name: str, tmp_path: Path) -> None:
     flags = ["--cpu_only", "--num_workers=0", "--ledger", "--model=mlp", "--run_name=run"]
     flags += ["--global_batch_size=48", "--lr_schedule=constant", "--epochs=100", *FEATURES[name]]
