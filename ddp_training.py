@@ -75,7 +75,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hardened_ddp")
 
-TRAINER = ("train", "evaluate", "export")  # no other command needs more than ddp_runs
+TRAINER = ("train", "evaluate", "export")  # the other commands need no trainer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -385,7 +385,7 @@ def finish_epoch(run: Run) -> None:
         progress.reopen_epoch(parts.sampler.end)  # the next start evaluates again
         return
     if progress.epoch in run.saver.due_epochs and not is_saved:
-        run.saver.save(progress)
+        run.save()
     if stops_early(parts, progress) and progress.step < parts.length.total:
         run.rollback.compare_or_roll_back()  # collective: the comparison at the end
 

@@ -1,8 +1,9 @@
 """The checkpoints of one run: complete or absent, and written while training continues.
 
 Owns: CheckpointStore, which writes and removes the folders step-000000123 of a run, as .partial-...
-first, the manifest last (a crash leaves that, or .dropped-...); CheckpointWriter, its thread (one,
-one checkpoint in flight), and its copies of live tensors. Who writes holds the lock.
+first, the manifest last (what a crash leaves, such a one or .dropped-..., no reader takes, and the
+next write removes); CheckpointWriter, its thread (one, one checkpoint in flight), and its copies of
+live tensors. Who writes holds the lock.
 Its submit copies the state, so that training may change it. From a GPU it is copied on a side
 stream, beside the next forward and backward; before_update makes the update wait for that.
 What goes wrong here: a crash between any two calls, a full disk; and with a GPU a change without

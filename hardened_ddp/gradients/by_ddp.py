@@ -1,7 +1,8 @@
 """DDP's hooks: gradients are sent bucket by bucket, while backward still runs.
 
-A step in which some rank has no sample, and each retry, keep their gradients on the rank, and add
-them up once backward is over, in the order of the buckets: so the weights are bitwise the same.
+A step in which some rank has no sample, each retry, and each step under --continue_on_error keep
+their gradients on the rank, and add them up once backward is over, in the order of the buckets: so
+the weights are bitwise the same.
 
 Our communication hook (_send) records the order and the content of the buckets, so that a rank
 whose forward or backward failed can still take part in the remaining all-reduces: it sends NaN.

@@ -3,11 +3,11 @@
 GradientSum itself is that of one rank. AfterBackward adds up once backward is over, through shared
 memory: for CPU ranks of one machine. ByDdp (by_ddp.py) has DDP's hooks send while backward still
 runs. A step never asks which one it has. In each of them the sums themselves tell all ranks that
-one failed. Only ByDdp._read sends more, on a GPU whose flag can't be read one step later.
+one failed. ByDdp sends more where it adds up after backward, and on a GPU without a late flag.
 WHY not by DDP's hooks on one machine: these overlap sending with backward, which gains nothing
 where every core computes, and shared memory (ranks/shared_sum.py) is many times as fast. There a
-mark of each rank that failed is added up with the gradients: one that has no sample, or failed,
-takes part with zeros.
+mark of each rank that failed is added up with the gradients: one that has no sample takes part with
+zeros.
 """
 
 import math

@@ -2,7 +2,7 @@
 
 Owns both, and the order unscale -> clip -> step -> update.
 bf16 has the range of fp32 and needs no scaler; fp16 does. The scaler skips a step whose gradients
-overflowed: all ranks see the same averaged gradients, so all ranks skip it without communication.
+overflowed: all ranks see the same sums, so all ranks skip it without communication.
 """
 
 import contextlib

@@ -56,7 +56,7 @@ class LastCommit:
         self._needed: set[str] = set()  # bodies write them before a forward: they are copied
         # Written by an optimizer since the commit, which a fused one does without a version.
         self._updated: set[str] = set()
-        self._is_whole = self._is_inspected = False
+        self._is_whole = self.is_inspected = False
 
     @torch.no_grad()
     def note(self, step: int, place: Json) -> None:
@@ -71,8 +71,8 @@ class LastCommit:
             buffers = self.registry.buffers()
             self._buffers = {name for name, t in self._live.items() if id(t) in buffers}
             count, self.num_bodies = self.num_bodies, self.num_bodies + 1
-            self._is_inspected = count < NUM_FIRST or count % INSPECTED_EVERY == 0
-            names = self._live.keys() if self._is_inspected else self._needed | self._buffers
+            self.is_inspected = count < NUM_FIRST or count % INSPECTED_EVERY == 0
+            names = self._live.keys() if self.is_inspected else self._needed | self._buffers
             self._copies.clear()  # WHY first: its memory serves again
             self._copies = {name: t.clone() for name, t in self._live.items() if name in names}
             self._stamps = {name: _stamp(tensor) for name, tensor in self._live.items()}
@@ -99,7 +99,7 @@ class LastCommit:
 
     def altered(self) -> str:
         """Name an object that is not as at the commit, in a body that is inspected. Rank-local."""
-        if not self._is_inspected:
+        if not self.is_inspected:
             return ""
         tree, tensors = self.registry.pack()
         names = {n for n in tree if repr(tree[n]) != repr(self.tree[n])}  # WHY text: NaN
@@ -113,7 +113,7 @@ class LastCommit:
 
     def _unseen(self) -> set[str]:
         """Name what was written since the commit without a stamp, in a body that is inspected."""
-        if not self._is_inspected:
+        if not self.is_inspected:
             return set()
         names = self._copies.keys() - self.written() - self._buffers - self._needed
         return {n for n in names if not has_same_bits(self._copies[n], self._live[n])}

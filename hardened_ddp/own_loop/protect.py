@@ -36,6 +36,7 @@ from hardened_ddp.errors import (
     CheckpointMismatchError,
     HardenedError,
     LaunchError,
+    NonFiniteError,
     OwnLoopError,
     RankMismatchError,
 )
@@ -249,7 +250,10 @@ class OwnLoop:
         self._vote()  # collective
         self._goodput.note(self.step)
         self._saver.tell_errors()
-        if self.step in self._saver.due_steps or self._saver.is_time():
+        is_due = self.step in self._saver.due_steps
+        if is_due or self._last.is_inspected:
+            self._refuse_nan()  # WHY then: it is the same on all ranks
+        if is_due or (self._saver.is_time() and not self._registry.not_finite()):
             self._saver.save(self._last)
 
     def poll(self) -> None:
@@ -283,6 +287,7 @@ class OwnLoop:
                 self._refuse_written()
                 group.check_equal({"the number of commits": str(self.step)})  # collective
                 ending = Ending.FINISHED
+            self._refuse_nan()
             if self.step:
                 self._saver.save_last(self._last)
             self._stop.finish()  # collective
@@ -313,6 +318,15 @@ class OwnLoop:
             raise OwnLoopError(
                 f"{min(written)} was written after the last commit, and would be lost",
                 fix="end each body with run.commit(), before a run.poll()",
+            )
+
+    def _refuse_nan(self) -> None:
+        if name := self._registry.not_finite():
+            raise NonFiniteError(
+                f"{name} is NaN or infinite after commit {self.step}: it is not saved, and the "
+                "last checkpoint stands",
+                fix="lower the learning rate, clip gradients, look for NaN in the data; the same "
+                "command continues from that checkpoint",
             )
 
     def _refuse_altered(self) -> None:

@@ -9,7 +9,7 @@ fault.
 What a retry changes depends on the cause. Out of memory: smaller micro-batches, with the same
 gradient. A parameter without a gradient: find_unused_parameters from now on. Anything else: no
 change; after NaN or inf, each module is searched for them (nonfinite.py); a sample that can't be
-read was retried when it was read, and is not again. If it fails again: with
+read was retried when it was read, and is not again. If the step fails again: with
 --continue_on_error the samples that fail alone are left out, or else the whole step; without it all
 ranks stop with that one cause.
 

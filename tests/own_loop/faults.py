@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_runs.ledger_check import check_ledger
+from hardened_ddp.guard import stop
 from hardened_ddp.own_loop import last_commit
 from hardened_ddp.own_loop.last_commit import LastCommit
 from tests.harness.processes import ROOT
@@ -71,6 +72,8 @@ def run_loop(text: str, fault: Fault | None, before: Callable[[], None] | None) 
     """Be a rank that runs a program."""
     if before is not None:
         before()
+    if fault is not None and fault.act == "stop":
+        stop.MAX_INTERVAL = 1  # WHY: a loop as short as these ends before ranks look for a stop
     content: dict[str, Any] = {"__name__": "__main__"}  # Any: a module's
     if fault is not None and fault.rank in (int(os.environ["RANK"]), EVERY_RANK):
         lines = text.splitlines()

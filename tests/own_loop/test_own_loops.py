@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from hardened_ddp.errors import HangError, OwnLoopError, PeerLostError
+from hardened_ddp.errors import HangError, NonFiniteError, OwnLoopError, PeerLostError
 from hardened_ddp.own_loop.batches import Seeded
 from tests.harness.processes import ROOT
 from tests.harness.ranks import Finished, held_port, run_command, run_program
@@ -289,6 +289,17 @@ def test_a_mistake_is_one_error_that_says_what_to_do(text: str) -> None:
     pattern = re.escape(text).replace(r"commit\ N", r"commit\ \d+")
     assert re.search(pattern, finished.output)
     assert "Traceback" not in finished.output
+
+
+@pytest.mark.slow
+def test_weights_that_became_nan_replace_no_checkpoint() -> None:
+    spoil = "if run.step == 3: [p.data.fill_(torch.nan) for p in model.parameters()]"
+    text = text_of("two_sets", "protect( -> protect(save_every=2, folder=")
+    finished = launch(text.replace("run.commit()", f"{spoil}\n            run.commit()"))
+    assert finished.statuses == (NonFiniteError.exit_status,) * 2, finished.describe()
+    assert finished.output.count("is NaN or infinite after commit 4: it is not saved") == 1
+    assert "Traceback" not in finished.output
+    assert checkpoints_of(Path()) == [2]
 
 
 def test_names_may_have_dots_and_half_a_launchers_environment_is_one_error(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from hardened_ddp.step.step import Stepper
 from hardened_ddp.training.evaluation import evaluate
 from tests.harness.ranks import run_ranks, train
 from tests.marks import slow_after
-from tests.run_folder import only_run, read_summary
+from tests.run_folder import find_checkpoints, only_run, read_summary, step_of
 
 CPU = torch.device("cpu")
 POINTS = ["--dataset", "tests.plugins:points", "--model", "mlp", "--cpu_only"]
@@ -238,10 +238,13 @@ def test_more_errors_than_allowed_stop_all_ranks_with_the_reason(tmp_path: Path)
 
 
 def test_a_step_with_nan_is_left_out_under_continue_on_error(tmp_path: Path) -> None:
-    argv = [*POINTS, "--model", "tests.plugins:Faulty", "--model_args", "{first: 9}"]
+    argv = [*POINTS, "--model", "tests.plugins:Faulty", "--model_args", "{first: 6}"]
     argv += ["--continue_on_error", "--batch_size", "4", "--epochs", "2", "--rollback_after", "0"]
+    argv += ["--checkpoint_every_epochs", "1", "--checkpoint_every_steps", "3"]
     finished = train([*argv, "--eval_every", "0", "--output_dir", str(tmp_path)], 2).ok()
     assert "left out the whole step" in finished.output
+    # of weights that may be the cause only the last one
+    assert [step_of(path) for path in find_checkpoints(tmp_path)] == [3, 10]
 
 
 VARIANTS = [
