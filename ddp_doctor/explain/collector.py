@@ -33,7 +33,7 @@ _ERROR_LINE = re.compile(
     r"|^(?:srun|slurmstepd|sbatch|mpirun|docker|\w+\.py): (?:fatal|error)"
     r"|\bKilling subprocess \d|\bExecuteUserScriptError:|Reporting training FAILURE"
     r"|Failed - Training job failed|UnexpectedAdmissionError|FailedMount"
-    r"|= +BAD TERMINATION"
+    r"|= +BAD TERMINATION|\bUCX +(?:ERROR|FATAL) "
 )
 _RETRIED = re.compile(
     r"\b[Rr]etry(?:ing)?\b(?! count)|^(?!.* death signal).{,200}\bWARNING\b"

@@ -54,7 +54,7 @@ _PREFIXES = (
     ),
     re.compile(r"(?P<host>[a-z][\w.]*[-_]\d+) +\| "),
 )
-_LABEL = re.compile(r" *(?P<task>\d{1,5}): ?")
+_LABEL = re.compile(r" *(?P<task>\d{1,5}):(?!\d\d:\d\d-) ?")  # a date of oneCCL is no rank
 _NAMED_HOST = re.compile(r"(?P<host>[a-zA-Z][\w-]*\d[\w.-]*): ?")
 _WORDS_BEHIND = re.compile(r"Traceback \(most|  File \"|\[rank|\[E|[\w.]+(?:Error|Exception): ")
 _LATE_RANK = re.compile(r"[^'\"]*?(\[rank\d+\]:.*)")

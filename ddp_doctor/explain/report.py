@@ -205,7 +205,8 @@ def _unknown_headline(verdict: Verdict) -> str:
         return (
             f"A process failed ({how}), and this log does not say why: its own output is not in it."
         )
-    return "Something failed, and this log does not say what."
+    told = verdict.evidence[0].text if verdict.evidence else "This log does not say what."
+    return f"Something failed. {told:.120}"
 
 
 def confidence_of(verdict: Verdict) -> tuple[str, str]:

@@ -20,7 +20,7 @@ lost-peer (lost): the connection to another rank was lost
   fix: Find the rank that ended first: torchrun --log-dir logs --tee 3 keeps one log per rank. No
     message there: it was killed (memory, scheduler).
 
-gloo-timeout (timeout): a collective of gloo did not finish in time
+gloo-timeout (timeout): a wait for ranks, in gloo or the store, took too long
   /Timed out waiting \d+ms for (?:recv|send) operation to complete/
   /Operation timed out!/
   /wait timeout after \d+ms, keys: /
@@ -32,7 +32,7 @@ gloo-timeout (timeout): a collective of gloo did not finish in time
   lightning: DDPStrategy(timeout=timedelta(hours=1))
   accelerate: InitProcessGroupKwargs(timeout=...)
   trainer: TrainingArguments(ddp_timeout=...)
-  confirm: dist.monitored_barrier() in its place names the ranks that are missing.
+  confirm: dist.monitored_barrier() (gloo) in its place names the ranks that are missing.
 
 gloo-barrier (timeout, accuses named): ranks did not reach a barrier in time
   /Ranks? (?P<ranks>\d+(?:, ?\d+)*) failed to pass monitoredBarrier in \d+ ms/

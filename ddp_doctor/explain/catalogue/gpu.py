@@ -46,7 +46,6 @@ gpu-xid-program (generic): a kernel of the program made the GPU fault
     that ended with kernels under way. Rarely it is the GPU
   fix: CUDA_LAUNCH_BLOCKING=1 and compute-sanitizer find the kernel. If other programs fail on this
     GPU, too: %DRAIN%
-  confirm: The same sample fails on another GPU: it is the program.
 
 gpu-hang (generic): the GPU hung, and its driver reset it
   /HW Exception by GPU node-\d+ .*Hang/

@@ -63,7 +63,6 @@ graph-backward-twice: backward went through the same graph twice
   why: The loss of an earlier step is still part of this one, or backward was called twice
   fix: Detach what is kept between steps (hidden = hidden.detach(), total += loss.item()); add
     losses and call backward once; retain_graph=True only if two backwards are meant.
-  confirm: One step after a restart works, the second fails: state is kept between steps.
 
 graph-no-grad: the loss has no graph
   /element \d+ of tensors does not require grad and does not have a grad_fn/

@@ -19,8 +19,8 @@ launch-port (accuses nobody): the port of the rendezvous is taken
   /[Aa]ddress already in use/
   /The server socket has failed to (?:bind|listen)/
   why: Another job on this node, or a process left over from an earlier one, listens there
-  fix: torchrun --standalone (takes a free port), or another --master_port; find the owner: ss -ltnp
-    | grep PORT, then kill it by its pid.
+  fix: torchrun --standalone (takes a free port), or another --master_port above 1024; `ss -ltnp |
+    grep PORT` names the owner: end it if it is left over. Ranks that share a RANK all open it.
   lightning: MASTER_PORT=29511 python train.py
   accelerate: accelerate launch --main_process_port 0
 

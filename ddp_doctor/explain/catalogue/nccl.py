@@ -114,7 +114,6 @@ nccl-wrong-device-tensor: a tensor on the CPU was given to NCCL
   why: A group of NCCL moves GPU tensors only, and one of gloo in some operations only the CPU's
   fix: tensor.to(device) before the collective; or init_process_group('cpu:gloo,cuda:nccl') for
     both; for Python objects torch.cuda.set_device first.
-  confirm: print(tensor.device) in the line that the traceback names.
 
 nccl-store-get (timeout, accuses named): rank 0 did not announce its NCCL id
   /is setting up NCCL communicator and retrieving ncclUniqueId from \[(?P<ranks>\d+)\]/
@@ -143,6 +142,7 @@ nccl-ib-retry (hardware, accuses nobody): an InfiniBand or RoCE connection faile
   /Call to ibv_modify_qp failed/
   /IBV_WC_(?:RNR_)?RETRY_EXC_ERR/
   /transport retry counter exceeded/
+  /Failed to modify QP to RTR/
   why: A message was not acknowledged after all retries (status 12): a broken cable, port or switch,
     a wrong GID index on RoCE, or the other node died
   fix: ibstat and perfquery on both nodes; exclude the link: NCCL_IB_HCA=^mlx5_2; RoCE:
@@ -233,6 +233,7 @@ nccl-aborted (teardown): NCCL's communicator was aborted
 nccl-p2p (accuses nobody): direct access between GPUs does not work on this machine
   /peer mapping resources exhausted/
   /P2P is disabled between NVLINK connected GPUs/
+  /transport\/p2p\.cc:\d+ NCCL WARN Cuda failure(?!.*(?:ordinal|out of mem))/
   /PCI ACS is enabled/
   /peer access is not supported between these two devices/
   why: PCIe's access control (ACS), the IOMMU, a virtual machine, or too many peers block it

@@ -20,7 +20,6 @@ amp-no-inf-checks: the scaler found no gradient to check
     holds other parameters than the model
   fix: scaler.scale(loss).backward() before scaler.step; make the optimizer after the model was
     moved and wrapped; skip the step if there was no backward.
-  confirm: print(any(p.grad is not None for g in opt.param_groups for p in g['params'])).
 
 amp-fp16-weights: the model's weights are float16 and the scaler can't unscale their gradients
   /Attempting to unscale (?:BF16|FP16) gradients/
