@@ -1,4 +1,7 @@
-"""The status of a run that really runs under hardened-ddp; of launchers: test_next_commands.py."""
+"""The status of a run that really runs under hardened-ddp; of launchers: test_next_commands.py.
+
+That a run which was stopped in a pod goes on to the same weights: tests/deploy/test_pod_life.py.
+"""
 
 import json
 import os
@@ -8,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from hardened_ddp.reporting.ending import MOST_STARTS
-from tests.harness.ranks import Running, run_program, start_program
-from tests.run_folder import last_tensors, only_run, read_summary
+from tests.harness.ranks import run_program, start_program
+from tests.run_folder import only_run
 
 COMMAND = ["python", "-m", "hardened_ddp_command"]  # forked; as typed: tests/new_user.sh
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
@@ -25,39 +28,14 @@ def run_words(pace: Path, output: Path) -> list[str]:
     return [*words, "--run_name", "r", "--output_dir", str(output)]
 
 
-def wait_for_steps(running: Running, output: Path) -> None:
-    metrics = output / "r" / "metrics.jsonl"
-    running.wait_for(metrics.exists, timeout_s=60, what="a step")
-
-
-@pytest.mark.slow
-def test_a_stop_in_a_pod_is_3_and_the_same_command_goes_on_to_equal_weights(tmp_path: Path) -> None:
-    pace, log = tmp_path / "pace", tmp_path / "termination-log"
-    log.touch()
-    argv = [*COMMAND, "--nproc_per_node", "2"]
-    words = run_words(pace, tmp_path / "stopped")
-    env = POD | {"HARDENED_DDP_TERMINATION_LOG": str(log)}
-    with start_program([*argv, *words], env=env) as running:
-        wait_for_steps(running, tmp_path / "stopped")
-        running.kill(number=signal.SIGTERM)
-        finished = running.wait(LIMIT_S)
-    assert finished.status == 3, finished.describe()
-    assert 0 < read_summary(only_run(tmp_path / "stopped"))["step"] < 30
-    pace.unlink()
-    run_program([*argv, *words], env=env, timeout_s=LIMIT_S).ok()
-    assert log.read_bytes() == b""
-    whole = [*words[:-1], str(tmp_path / "whole")]
-    run_program([*argv, *whole], timeout_s=LIMIT_S).ok()
-    assert last_tensors(tmp_path / "stopped") == last_tensors(tmp_path / "whole")
-
-
 def test_a_lost_rank_is_75_with_its_reason_in_the_termination_log(tmp_path: Path) -> None:
     log = tmp_path / "termination-log"
     log.touch()
     words = run_words(tmp_path / "pace", tmp_path / "runs")
     env = POD | {"HARDENED_DDP_TERMINATION_LOG": str(log)}
     with start_program([*COMMAND, "--nproc_per_node=2", *words], env=env) as running:
-        wait_for_steps(running, tmp_path / "runs")
+        metrics = tmp_path / "runs" / "r" / "metrics.jsonl"
+        running.wait_for(metrics.exists, timeout_s=60, what="a step")
         pid = running.pid_of_rank(1)
         os.kill(pid, signal.SIGKILL)
         finished = running.wait(LIMIT_S)
@@ -70,7 +48,11 @@ def test_a_lost_rank_is_75_with_its_reason_in_the_termination_log(tmp_path: Path
 @pytest.mark.slow
 def test_starts_without_progress_end_with_1_at_the_limit(tmp_path: Path) -> None:
     words = [*COMMAND, *run_words(tmp_path / "pace", tmp_path / "runs"), "--time_limit", "1s"]
-    assert run_program(words, env=POD, timeout_s=LIMIT_S).status == 3
+    log = tmp_path / "termination-log"
+    log.touch()
+    env = POD | {"HARDENED_DDP_TERMINATION_LOG": str(log)}
+    assert run_program(words, env=env, timeout_s=LIMIT_S).status == 3
+    assert log.read_bytes() == b"", "a stop is no error"
     attempts = only_run(tmp_path / "runs") / "attempts.jsonl"
     first = json.loads(attempts.read_text().splitlines()[-1])
     assert first["step"] == 0
