@@ -10,15 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hardened_ddp.checkpoint import folder
 from hardened_ddp.checkpoint.disk import Disk
-from hardened_ddp.checkpoint.folder import (
-    Best,
-    Found,
-    Rejected,
-    find_newest,
-    load_checkpoint,
-    verify_checkpoint,
-)
 from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.checkpoint.tensors import specs_of
 
@@ -91,16 +84,16 @@ def small_state(step: int, *, size: int = 300) -> dict[str, Tensor]:
 
 
 def write_step(
-    store: CheckpointStore, step: int, *, size: int = 300, best: Best | None = None
+    store: CheckpointStore, step: int, *, size: int = 300, best: folder.Best | None = None
 ) -> Path:
     """Write the small state of a step."""
     state = small_state(step, size=size)
     return store.write(step, tensors=state, meta={"step": step}, best=best)
 
 
-def found_in(store: CheckpointStore) -> Found:
+def found_in(store: CheckpointStore) -> folder.Found:
     """Find the newest checkpoint, which must be there and valid."""
-    found, rejected = find_newest(store.root)
+    found, rejected = folder.find_newest(store.root)
     assert found is not None, rejected
     assert rejected == []
     return found
@@ -108,14 +101,14 @@ def found_in(store: CheckpointStore) -> Found:
 
 def reason_of(path: Path) -> str:
     """Say why a checkpoint, which must not be valid, is rejected."""
-    rejected = verify_checkpoint(path)
-    assert isinstance(rejected, Rejected)
+    rejected = folder.verify_checkpoint(path)
+    assert isinstance(rejected, folder.Rejected)
     return rejected.reason
 
 
-def assert_holds(found: Found, *, size: int = 300) -> None:
+def assert_holds(found: folder.Found, *, size: int = 300) -> None:
     """Compare a checkpoint with the small state of its step."""
-    tensors, meta = load_checkpoint(found)
+    tensors, meta = folder.load_checkpoint(found)
     assert_same(tensors, small_state(found.step, size=size))
     assert meta == {"step": found.step}
 

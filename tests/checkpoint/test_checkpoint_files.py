@@ -16,14 +16,8 @@ from hardened_ddp.checkpoint.store import CheckpointStore, CheckpointWriter
 from hardened_ddp.checkpoint.tensors import differences, plan_file, specs_of
 from hardened_ddp.errors import CheckpointError
 from hardened_ddp.ranks.process import this_process
-from tests.checkpoint_states import (
-    assert_same,
-    disk_with,
-    every_kind,
-    found_in,
-    small_state,
-    write_step,
-)
+from tests import checkpoint_states
+from tests.checkpoint_states import assert_same, every_kind, found_in, small_state, write_step
 
 
 def test_the_newest_and_the_best_are_kept(store: CheckpointStore) -> None:
@@ -125,7 +119,7 @@ def recording_disk(calls: list[str]) -> Any:
         calls.append(f"{name} {target.split('-step')[0]}")
         return result
 
-    return disk_with(around)
+    return checkpoint_states.disk_with(around)
 
 
 def test_the_manifest_comes_after_the_state_and_the_name_after_both(tmp_path: Path) -> None:

@@ -43,21 +43,8 @@ from hardened_ddp.errors import LoaderError
 from hardened_ddp.ranks.threads import call_within
 from hardened_ddp.settings.config import DataConfig
 from hardened_ddp.streams.block_reader import BlockReader
-from tests.data.scripted import (
-    MARKED,
-    SIZE,
-    WAYS_TO_READ,
-    Act,
-    Listed,
-    Scripted,
-    Whole,
-    bad_numbers,
-    content,
-    die_once,
-    make_loader,
-    numbers,
-    read,
-)
+from tests.data import scripted
+from tests.data.scripted import MARKED, SIZE, Scripted, content, make_loader, numbers, read
 from tests.harness.processes import HOUR_S, is_alive, wait_until
 from tests.harness.ranks import run_ranks, train
 from tests.marks import slow_after
@@ -94,7 +81,7 @@ def test_after_a_bus_error_batches_come_through_pipes(
     assert loader.reader.level == plan(1, shares_memory=False, copies_data=True)
     loader.close()
     assert content(batches) == undisturbed()
-    assert bad_numbers(batches) == []
+    assert scripted.bad_numbers(batches) == []
     assert "SIGBUS" in caplog.text
     assert "with 1 worker through pipes instead of 1 worker" in caplog.text
 
@@ -248,7 +235,7 @@ def test_going_up_keeps_every_sample_in_its_place(
 # Storage that fails for a moment.
 
 
-def transient(error: Exception) -> Act:
+def transient(error: Exception) -> scripted.Act:
     """Make an act that fails twice, whoever calls it."""
 
     def act(flag: Path) -> None:
@@ -269,7 +256,7 @@ def _wrapped() -> Exception:
 PASSING: dict[str, Exception] = {"wrapped": _wrapped(), "timeout": TimeoutError("no answer")}
 
 
-@pytest.mark.parametrize("way", WAYS_TO_READ)
+@pytest.mark.parametrize("way", scripted.WAYS_TO_READ)
 @pytest.mark.parametrize("name", slow_after(1, PASSING))
 def test_a_read_that_fails_for_a_moment_costs_nothing(
     name: str, way: tuple[type[Scripted], int], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -278,7 +265,7 @@ def test_a_read_that_fails_for_a_moment_costs_nothing(
     loader = make_loader(kind(transient(PASSING[name]), tmp_path / "tries"), num_workers)
     batches = read(loader)
     loader.close()
-    assert bad_numbers(batches) == []
+    assert scripted.bad_numbers(batches) == []
     # With the same random numbers, of the samples read after it too.
     expected = read(make_loader(kind()))
     assert [batch.indices.tolist() for batch in batches] == [b.indices.tolist() for b in expected]
@@ -412,7 +399,7 @@ def test_without_the_flag_one_bad_sample_stops_all_ranks_with_that_cause(
 def die_once_when_all_else_is_read(flag: Path) -> None:
     if not flag.exists():
         time.sleep(0.5)  # WHY: until what this worker sent before has been received
-        die_once(flag)
+        scripted.die_once(flag)
 
 
 def crash_always(flag: Path) -> None:
@@ -453,7 +440,9 @@ def no_worker_is_left() -> Iterator[None]:
     assert not left
 
 
-@pytest.mark.parametrize("dataset", [Scripted(), Whole(), Listed()], ids=["one", "whole", "listed"])
+@pytest.mark.parametrize(
+    "dataset", [Scripted(), scripted.Whole(), scripted.Listed()], ids=["one", "whole", "listed"]
+)
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 def test_a_batch_is_the_same_whoever_reads_it(dataset: Scripted, num_workers: int) -> None:
     loader = make_loader(dataset, num_workers)
@@ -508,7 +497,7 @@ def test_workers_serve_epoch_after_epoch_and_breaks_between(is_lasting: bool) ->
 
 def test_a_worker_that_ends_costs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # WHY an hour: that is when torch itself would notice
-    for number, act in enumerate((die_once, die_once_when_all_else_is_read)):
+    for number, act in enumerate((scripted.die_once, die_once_when_all_else_is_read)):
         caplog.clear()
         num_workers = 2 - number
         dataset = Scripted(act, tmp_path / str(number))
@@ -517,7 +506,7 @@ def test_a_worker_that_ends_costs_nothing(tmp_path: Path, caplog: pytest.LogCapt
         assert content(batches) == content(read(make_loader(Scripted())))
         assert content(read(loader, 1)) == content(read(make_loader(Scripted()), 1))
         loader.close()
-        assert bad_numbers(batches) == []
+        assert scripted.bad_numbers(batches) == []
         assert "ended with SIGKILL" in caplog.text
         assert caplog.text.count("No sample is lost") == 1
         fewer = ("1 worker instead of 2 workers", "no workers instead of 1 worker")[number]
@@ -547,12 +536,12 @@ def test_idle_workers_may_answer_late_and_a_dead_one_is_told_at_once(
     [(crash_always, 2, HOUR_S, "ended with SIGKILL"), (hang_always, 1, 1.0, "no batch in 1 s")],
 )
 def test_a_sample_that_ends_or_hangs_its_reader_is_named_and_the_rank_lives(
-    act: Act, num_workers: int, timeout_s: float, told: str
+    act: scripted.Act, num_workers: int, timeout_s: float, told: str
 ) -> None:
     loader = make_loader(Scripted(act), num_workers, loader_timeout_s=timeout_s)
     batches = read(loader)
     loader.close()
-    assert bad_numbers(batches) == [MARKED]
+    assert scripted.bad_numbers(batches) == [MARKED]
     assert told in next(bad.error for batch in batches for bad in batch.bad)
     expected = content(read(make_loader(Scripted())))
     del expected[MARKED]
@@ -597,7 +586,7 @@ def test_a_lock_that_a_killed_worker_holds_is_not_waited_for() -> None:
         (need_memory, 0, r"out of memory while reading samples \[\d+, .*8 GiB"),
     ],
 )
-def test_what_ends_all_reading_is_named(act: Act, num_workers: int, told: str) -> None:
+def test_what_ends_all_reading_is_named(act: scripted.Act, num_workers: int, told: str) -> None:
     loader = make_loader(All(act), num_workers)
     loader.sampler.batch_size = 8
     with pytest.raises(LoaderError, match=told):
@@ -609,12 +598,14 @@ BAD = {raise_unpicklable: "Local: (1, 2)", ask_to_exit: "SystemExit"}
 
 
 @pytest.mark.parametrize("act", BAD)
-@pytest.mark.parametrize(("kind", "num_workers"), WAYS_TO_READ)
-def test_a_bad_sample_costs_itself_only(act: Act, kind: type[Scripted], num_workers: int) -> None:
+@pytest.mark.parametrize(("kind", "num_workers"), scripted.WAYS_TO_READ)
+def test_a_bad_sample_costs_itself_only(
+    act: scripted.Act, kind: type[Scripted], num_workers: int
+) -> None:
     loader = make_loader(kind(act), num_workers)
     batches = read(loader)
     loader.close()
-    assert bad_numbers(batches) == [MARKED]
+    assert scripted.bad_numbers(batches) == [MARKED]
     assert BAD[act] in next(bad.error for batch in batches for bad in batch.bad)
     expected = content(read(make_loader(Scripted())))
     del expected[MARKED]
@@ -639,7 +630,7 @@ def test_what_will_not_change_is_not_waited_for(error: OSError, num_tries: int) 
         attempts.append(1)
         raise error
 
-    assert bad_numbers(read(make_loader(Scripted(fail)))) == [MARKED]
+    assert scripted.bad_numbers(read(make_loader(Scripted(fail)))) == [MARKED]
     assert len(attempts) == num_tries
 
 

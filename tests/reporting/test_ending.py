@@ -15,16 +15,8 @@ import ddp_training
 from hardened_ddp.errors import PeerLostError, SampleError, StepError
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.phase import Phase, Tracker
-from hardened_ddp.reporting.ending import (
-    MOST_STARTS,
-    RECORD,
-    RUN,
-    read_endings,
-    settle,
-    stop_status,
-    write_error_file,
-    write_termination_log,
-)
+from hardened_ddp.reporting import ending
+from hardened_ddp.reporting.ending import MOST_STARTS, RECORD, RUN, read_endings, settle
 from hardened_ddp.reporting.goodput import (
     NAME,
     Goodput,
@@ -71,8 +63,8 @@ def test_a_stop_is_3_in_a_pod_or_as_asked_and_no_progress_is_1(tmp_path: Path) -
     assert [settle(status, env) for status in (0, 1, 2, 3, 75)] == [0, 1, 2, 3, 75]
     attempts(tmp_path, (0, 5), *[(5, 5)] * MOST_STARTS)
     assert [settle(status, env) for status in (0, 1, 2, 3, 75)] == [0, 1, 2, 1, 1]
-    assert (stop_status(None, {}), stop_status(None, POD)) == (0, 3)
-    assert (stop_status(0, POD), stop_status(3, {})) == (0, 3)
+    assert (ending.stop_status(None, {}), ending.stop_status(None, POD)) == (0, 3)
+    assert (ending.stop_status(0, POD), ending.stop_status(3, {})) == (0, 3)
 
 
 def test_a_stopped_rank_of_torchrun_is_0(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -104,8 +96,8 @@ def test_the_last_attempt_counts_and_of_its_errors_that_of_the_cause(tmp_path: P
     settle(75, env)
     env |= {"TORCHELASTIC_RESTART_COUNT": "1"}
     settle(0, env)
-    write_error_file(PeerLostError("rank 1 is gone"), env)
-    write_error_file(SampleError("sample 7 is broken"), env)
+    ending.write_error_file(PeerLostError("rank 1 is gone"), env)
+    ending.write_error_file(SampleError("sample 7 is broken"), env)
     status, error = read_endings(tmp_path / "endings.jsonl")
     assert status == 0
     assert "sample 7" in error
@@ -114,12 +106,12 @@ def test_the_last_attempt_counts_and_of_its_errors_that_of_the_cause(tmp_path: P
 def test_the_termination_log_of_a_pod_has_the_error_and_fits(tmp_path: Path) -> None:
     path = tmp_path / "termination-log"
     env = {"HARDENED_DDP_TERMINATION_LOG": str(path)}
-    write_termination_log("x", POD | env)
+    ending.write_termination_log("x", POD | env)
     assert not path.exists()  # the kubelet makes it; nobody else's file is made
     path.touch()
-    write_termination_log("x", env)
+    ending.write_termination_log("x", env)
     assert path.read_bytes() == b""
-    write_error_file(SampleError("y" * 9000), POD | env)
+    ending.write_error_file(SampleError("y" * 9000), POD | env)
     assert path.read_bytes().startswith(b"SampleError: [DDP-D02] yyy")
     assert len(path.read_bytes()) == 4000
 
@@ -132,13 +124,15 @@ def env(tmp_path: Path) -> dict[str, str]:
 
 def test_the_cause_alone_writes_torchruns_error_file(env: dict[str, str]) -> None:
     path = Path(env["TORCHELASTIC_ERROR_FILE"])
-    write_error_file(PeerLostError("rank 0 lost another rank"), env)
+    ending.write_error_file(PeerLostError("rank 0 lost another rank"), env)
     assert not path.exists()
-    write_error_file(StepError("rank 1, step 4", fix="look at its log"), env)
+    ending.write_error_file(StepError("rank 1, step 4", fix="look at its log"), env)
     info = json.loads(path.read_text())["message"]["extraInfo"]
     assert info["py_callstack"] == "StepError: [DDP-S01] rank 1, step 4\n  next: look at its log"
     assert int(info["timestamp"]) > 0
-    write_error_file(StepError("x"), {"TORCHELASTIC_ERROR_FILE": "/no/x.json"})  # does not raise
+    ending.write_error_file(
+        StepError("x"), {"TORCHELASTIC_ERROR_FILE": "/no/x.json"}
+    )  # does not raise
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

@@ -26,15 +26,10 @@ import torch
 
 from hardened_ddp.ranks import phase as phase_module
 from hardened_ddp.ranks.phase import Phase, Tracker
+from hardened_ddp.reporting import log as log_module
 from hardened_ddp.reporting import metrics as metrics_module
 from hardened_ddp.reporting import sinks, step_clock
-from hardened_ddp.reporting.log import (
-    ON_EVERY_RANK,
-    ConsoleHandler,
-    add_log_file,
-    start_logging,
-    stop_logging,
-)
+from hardened_ddp.reporting.log import ConsoleHandler, add_log_file, start_logging, stop_logging
 from hardened_ddp.reporting.metrics import MetricsLog
 from hardened_ddp.reporting.resources import ResourceMonitor, read_rss_mib
 from hardened_ddp.reporting.sinks import FileSink
@@ -72,7 +67,7 @@ class TestConsole:
             log.debug("hidden")
             log.info("loss 0.5")
             log.warning("disk slow")
-            log.warning("retrying step 3", extra=ON_EVERY_RANK)
+            log.warning("retrying step 3", extra=log_module.ON_EVERY_RANK)
             logging.getLogger("py.warnings").warning("FutureWarning: old name")
             stop_logging()
             said = (tmp_path / f"rank-{rank}.log").read_text()

@@ -12,8 +12,6 @@ from hardened_ddp.settings.layers import Resolved, resolve
 from hardened_ddp.settings.record import dump
 from hardened_ddp.settings.schema import flatten
 
-PROJECT = Path(__file__).resolve().parents[2]
-
 
 def settings_of(command: str, *, world_size: int = 1) -> Resolved:
     return resolve(parse(shlex.split(command)), world_size=world_size)

@@ -18,24 +18,12 @@ import pytest
 
 from ddp_drills.faults import all_faults
 from hardened_ddp.ranks.launch import read_launch
-from hardened_ddp.settings.typed_command import (
-    SCRIPT,
-    StartCommand,
-    own_command,
-    pip_command,
-    shell_command,
-)
+from hardened_ddp.settings import typed_command
+from hardened_ddp.settings.typed_command import SCRIPT, StartCommand, own_command
 from hardened_ddp.training.survivor_save import read_failures
+from tests.harness import ranks
 from tests.harness.processes import ROOT
-from tests.harness.ranks import (
-    Finished,
-    Running,
-    held_port,
-    run_command,
-    run_program,
-    start_command,
-    start_program,
-)
+from tests.harness.ranks import held_port, run_command, run_program, start_command, start_program
 from tests.launcher_environments import environment_of
 from tests.run_folder import only_run, read_summary
 
@@ -62,11 +50,11 @@ class Shell:
     def __init__(self, folder: Path) -> None:
         self.folder, self.env = folder, {"PATH": SYSTEM_PATH}
 
-    def run(self, *words: str | Path, **variables: str) -> Finished:
+    def run(self, *words: str | Path, **variables: str) -> ranks.Finished:
         env = self.env | variables
         return run_command(words, timeout_s=LIMIT_S, cwd=self.folder, env=env)
 
-    def paste(self, command: str, **variables: str) -> Finished:
+    def paste(self, command: str, **variables: str) -> ranks.Finished:
         """Run a printed command in bash; one of this Python is forked, which saves its imports."""
         words, env = shlex.split(command), self.env | variables
         if words[0] not in (PYTHON, TORCHRUN_HERE) or re.search(r"launchers/|[|&;<>]", command):
@@ -172,10 +160,12 @@ def test_a_command_fits_where_the_user_is(tmp_path: Path, monkeypatch: pytest.Mo
     assert noted.typed() == "srun x   # on each node"
     monkeypatch.setenv("PATH", "/nowhere")  # in a new shell no environment is active
     assert own_command("doctor") == f"'my env/bin/python' {script} doctor"
-    assert pip_command("requirements.txt").startswith("'my env/bin/python' -m pip install -r ")
+    assert typed_command.pip_command("requirements.txt").startswith(
+        "'my env/bin/python' -m pip install -r "
+    )
     monkeypatch.chdir(own)
     assert own_command("doctor") == f"./python {script} doctor"
-    assert shell_command("rm", Path("-r")) == "rm ./-r"
+    assert typed_command.shell_command("rm", Path("-r")) == "rm ./-r"
     # A run is continued in its own folder: there are its data, and the user's modules.
     elsewhere = StartCommand((str(own / "python"), "x.py"), str(tmp_path)).typed("--a", Path("b"))
     home = shlex.quote(str(tmp_path))
@@ -292,7 +282,7 @@ def test_a_port_that_is_taken_is_left_by_the_command_that_is_named(shell: Shell)
     assert "2 ranks" in done.output
 
 
-def in_pods(start: Callable[..., Running], shell: Shell, words: Sequence[str | Path]) -> str:
+def in_pods(start: Callable[..., ranks.Running], shell: Shell, words: Sequence[str | Path]) -> str:
     """Run one process for each of two pods of an operator, which says nothing of local ranks."""
     given = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held_port())}
     given |= {"GLOO_SOCKET_IFNAME": "lo", **shell.env}

@@ -29,16 +29,10 @@ from hardened_ddp.settings.record import agreed_settings, dump, read_back
 from hardened_ddp.settings.schema import SETTINGS, TITLES, assemble, flatten
 from hardened_ddp.settings.wording import OTHER_NAMES
 from tests.documents import template
+from tests.harness.processes import ROOT
 from tests.marks import sections
-from tests.settings.given import (
-    PROJECT,
-    make_run,
-    problem_of,
-    problems_in,
-    problems_of,
-    settings_of,
-    values_of,
-)
+from tests.settings import given
+from tests.settings.given import make_run, problem_of, problems_in, problems_of, settings_of
 
 FLAGS = sections(Path(__file__).with_name("typed_flags.txt"))
 """Flags: the name of a setting and its value, as Python writes it."""
@@ -57,7 +51,7 @@ def test_no_arguments_and_an_empty_file_give_the_defaults() -> None:
         Path("my.yaml").write_text(text)
         assert settings_of("--config my.yaml").config == Config()
     Path("my.yaml").write_text("epochs: 2\n", encoding="utf-8-sig")  # a byte order mark is no text
-    assert values_of("--config my.yaml")["epochs"] == 2
+    assert given.values_of("--config my.yaml")["epochs"] == 2
 
 
 def settings_beside(text: str, command: str = "") -> Resolved:
@@ -76,7 +70,7 @@ class TestEditedConfig:
     """config.yaml beside the script: every start uses what was changed in it."""
 
     def test_as_it_is_shipped_it_changes_nothing_and_is_no_source(self) -> None:
-        found = settings_beside((PROJECT / "config.yaml").read_text(encoding="utf-8"))
+        found = settings_beside((ROOT / "config.yaml").read_text(encoding="utf-8"))
         assert found.config == Config()
         assert set(found.sources.values()) == {"default"}
         assert resolve(parse([], edited_file="none.yaml")).config == Config()
@@ -115,8 +109,8 @@ class TestEditedConfig:
         assert "config.yaml" not in str(error_beside("epochs: 5\n", "--epochs 0"))
 
     def test_the_script_reads_the_one_beside_it_from_any_folder(self) -> None:
-        shutil.copy(PROJECT / "ddp_training.py", "ddp_training.py")
-        Path("hardened_ddp").symlink_to(PROJECT / "hardened_ddp")
+        shutil.copy(ROOT / "ddp_training.py", "ddp_training.py")
+        Path("hardened_ddp").symlink_to(ROOT / "hardened_ddp")
         Path("config.yaml").write_text("epochs: 3\n\nepoch: 4\n")
         Path("elsewhere").mkdir()
         words = [sys.executable, "../ddp_training.py", "--seed", "x"]
@@ -217,14 +211,14 @@ class TestWords:
     @pytest.mark.parametrize("flags", FLAGS)
     def test_a_flag_gives_a_typed_value(self, flags: str) -> None:
         name, _, literal = FLAGS[flags].partition(": ")
-        found, value = values_of(flags)[name], ast.literal_eval(literal.strip())
+        found, value = given.values_of(flags)[name], ast.literal_eval(literal.strip())
         assert found == value
         assert type(found) is type(value)
 
     @pytest.mark.parametrize("line", LINES)
     def test_a_line_gives_a_typed_value(self, line: str) -> None:
         Path("my.yaml").write_text(line + "\n")
-        found = values_of("--config my.yaml")[line.partition(":")[0]]
+        found = given.values_of("--config my.yaml")[line.partition(":")[0]]
         value = ast.literal_eval(LINES[line])
         assert found == value
         assert type(found) is type(value)
@@ -378,9 +372,9 @@ class TestPlaces:
 
     def test_what_is_no_url_is_taken_and_a_run_of_an_earlier_version_continued(self) -> None:
         for place in ("./s3:/bucket/runs", "a:b", "a:/b", "/a://b", "runs", "a b"):
-            assert values_of("--output_dir '" + place + "'")["output_dir"] == place
-        given = values_of("--dataset m:f --dataset_args '{url: s3://b, test: s3://c}'")
-        assert given["dataset_args"]["url"] == "s3://b"
+            assert given.values_of("--output_dir '" + place + "'")["output_dir"] == place
+        found = given.values_of("--dataset m:f --dataset_args '{url: s3://b, test: s3://c}'")
+        assert found["dataset_args"]["url"] == "s3://b"
         run = make_run("a")
         saved = run / "config.yaml"
         text = saved.read_text(encoding="utf-8")
@@ -428,7 +422,7 @@ class TestRecord:
             assert differs is not setting.may_differ, name
 
     def test_config_yaml_has_every_setting_with_its_default(self) -> None:
-        path = PROJECT / "config.yaml"
+        path = ROOT / "config.yaml"
         text = path.read_text(encoding="utf-8")
         assert text == template(), "python -m tests.documents writes it as it is shipped"
         assert [entry.key for entry in read_text(text)] == list(SETTINGS)
@@ -554,5 +548,5 @@ class TestAnything:
 def test_titles_do_not_depend_on_docstrings() -> None:
     code = "from hardened_ddp.settings.schema import TITLES; print(*TITLES.values(), sep='|')"
     command = [sys.executable, "-OO", "-c", code]
-    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "|".join(TITLES.values())
