@@ -36,6 +36,7 @@ from tests.run_folder import (
     samples_by_step,
     saved_step,
 )
+from tests.settings.test_next_commands import command_after
 from tests.two_hosts import ADDRESSES, TwoHosts
 
 PROGRAMS = sections(Path(__file__).with_name("programs.txt"))
@@ -77,12 +78,15 @@ def test_two_hosts_train_to_the_weights_of_one_host(hosts: TwoHosts, tmp_path: P
 
 
 @pytest.mark.slow
-def test_over_ssh_two_hosts_are_one_run_and_end_with_it(hosts: TwoHosts, tmp_path: Path) -> None:
+def test_over_ssh_two_hosts_are_one_run_that_its_command_resumes(
+    hosts: TwoHosts, tmp_path: Path
+) -> None:
     if missing := [program for program in (SSHD, "ssh") if shutil.which(program) is None]:
         pytest.skip(f"not installed on this machine: {', '.join(missing)} (see .ci/run)")
     settings = make_ssh_settings(tmp_path)
     serve = [SSHD, "-D", "-e", "-f", settings.with_name("sshd_config")]
     words = ["--cpu_only", "--epochs", "1000", "--log_interval", "1", "--time_limit", "120s"]
+    words += ["--stop_status", "3"]
     argv = ["python", "launchers/launch.py", "--hosts", "node0,node1", "--nproc_per_node", "1"]
     argv += ["--ssh", f"ssh -F {settings}", "--env", f"TMPDIR={tmp_path}", "--env", f"{MARK}=1"]
     argv += ["ddp_training.py", *words, "--output_dir", str(tmp_path / "runs")]
@@ -92,12 +96,17 @@ def test_over_ssh_two_hosts_are_one_run_and_end_with_it(hosts: TwoHosts, tmp_pat
         with start_command(hosts.on(0, *argv)) as launched:
             launched.wait_for(lambda: is_past(tmp_path / "runs", 5), timeout_s=90, what="steps")
             os.kill(launched.pid, signal.SIGINT)
-            launched.wait(timeout_s=60)
+            stopped = launched.wait(timeout_s=60)
             marked = [pid for pid in psutil.pids() if (ask(pid, "environ") or {}).get(MARK)]
             assert not marked, "the launcher waits for the ranks of all hosts"
-    summary = read_summary(only_run(tmp_path / "runs"))
-    assert (summary["status"], summary["world_size"]) == ("stopped", 2)
-    assert saved_step(tmp_path / "runs") == summary["step"]
+        summary = read_summary(only_run(tmp_path / "runs"))
+        assert (summary["status"], summary["world_size"]) == ("stopped", 2)
+        assert stopped.status == 3, "as the ranks noted"
+        assert saved_step(tmp_path / "runs") == summary["step"]
+        resume = f"{command_after(stopped.output, 'resume: ')} --max_steps {summary['step'] + 2}"
+        run_command(hosts.on(0, "bash", "-c", resume), timeout_s=90).ok()
+    again = read_summary(only_run(tmp_path / "runs"))
+    assert (again["step"], again["world_size"]) == (summary["step"] + 2, 2)
 
 
 def start_elastic(hosts: TwoHosts, index: int, *words: str | Path) -> Running:
