@@ -118,6 +118,9 @@ def _join(rank: int, num_ranks: int) -> None:
 
     store = dist.FileStore("group", num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=_TIMEOUT)
+    # WHY: a rank that raises at once would leave while another one still connects to it
+    store.set(f"connected-{rank}", "")
+    store.wait([f"connected-{other}" for other in range(num_ranks)])
 
 
 def main(folder: Path, names: list[str]) -> None:
