@@ -68,7 +68,7 @@ def test_what_forward_moves_is_that_of_the_undisturbed_run_after_any_fault(
     faults = ["raise-backward-one", "kill-forward"]
     if model is moving.Together:  # and gradients are sent within backward
         flags = ("--no_shared_memory", "--accumulation_steps=2")
-        faults += ["nan-once", "kill-sum"]
+        faults += ["nan-once", "kill-sum", "kill-backward", "raise-forward-all"]
     told = check(tmp_path, work_of(model, *flags), *faults)
     if model is moving.Together:
         assert "can't be put back" not in told, "one of its parts would hide the others"
