@@ -403,6 +403,11 @@ KINDS = {
     "LBFGS and a closure": "a line to die at",
     "a teacher that forward moves": "loss.backward()",
 }
+DIES = f"""import os
+            if run.step == {STEP} and dist.get_rank() == 1 and os.path.exists("die"):
+                os.unlink("die")
+                os.kill(os.getpid(), 9)
+            """
 
 
 @pytest.mark.slow
@@ -417,32 +422,38 @@ def test_a_rank_that_is_killed_in_a_loop_of_this_kind_costs_no_commit(
     restart(text, undisturbed(text))
 
 
-def check_launched(tmp_path: Path, *argv: str, env: dict[str, str] | None = None) -> str:
-    """Run LOOP, whose rank 1 dies, and again; it ends in the state of forked ranks.
+def check_launched(
+    tmp_path: Path, *argv: str, env: dict[str, str] | None = None, text: str = LOOP
+) -> str:
+    """Run a loop, whose rank 1 dies, and again; it ends in the state of forked ranks.
 
-    Returns what the first start has told. The second torchrun is forked.
+    Returns what the first start has told. A torchrun is forked, but for the first one of LOOP.
     """
-    (tmp_path / "loop.py").write_text(LOOP, encoding="utf-8")
+    (tmp_path / "loop.py").write_text(text, encoding="utf-8")
     (tmp_path / "die").touch()
     env = {**(env or {}), "PYTHONPATH": str(ROOT)}
     how: dict[str, Any] = {"timeout_s": 90, "cwd": tmp_path, "env": env}
     again = run_program if argv[0] == "torchrun" else run_command
-    first = run_command(argv, **how)
+    first = (run_command if text == LOOP else again)(argv, **how)
     assert first.status
     assert checkpoints_of(tmp_path) == [STEP], first.describe()
     resumed = again(argv, **how).ok()
     assert f"resuming {run_folder(tmp_path)} from step {STEP}" in resumed.output
     found = state_of(tmp_path)
     shutil.rmtree(tmp_path / "runs")
-    launch(LOOP.partition("if __name__")[0] + "loop()").ok()
+    loop, main, _ = text.partition("if __name__")
+    launch(loop + ("loop()" if main else "")).ok()
     assert state_of(Path()) == found
     return first.stderr
 
 
 @pytest.mark.slow
-def test_under_torchrun_the_same_command_continues_after_a_kill(tmp_path: Path) -> None:
+@pytest.mark.parametrize("group", ["of protect", "of the program"])
+def test_under_torchrun_the_same_command_continues_after_a_kill(group: str, tmp_path: Path) -> None:
     argv = ["torchrun", "--standalone", "--nproc_per_node=2", "loop.py"]
-    assert f"to resume: {' '.join(argv)}" in check_launched(tmp_path, *argv)
+    text = LOOP if group == "of protect" else text_of("gan", f"loss_G =  -> {DIES}loss_G = ")
+    told = check_launched(tmp_path, *argv, text=text)
+    assert text != LOOP or f"to resume: {' '.join(argv)}" in told
 
 
 @pytest.mark.slow
