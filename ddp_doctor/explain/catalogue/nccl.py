@@ -7,7 +7,7 @@ _TEXT = r"""
 [NCCL: timeouts and connections]
 
 nccl-timeout (timeout): a collective of NCCL did not finish in time
-  /Watchdog caught collective operation timeout: WorkNCCL\(/
+  /Watchdog caught collective operation timeout: *(?:WorkNCCL\(|$)/
   /Work WorkNCCL\(.* timed out in blocking wait/
   /Timeout at NCCL work: \d+, last enqueued NCCL work/
   /Timeout at collective: \w+, #\d+/
