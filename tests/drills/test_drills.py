@@ -28,8 +28,8 @@ from tests.harness.ranks import run_command, run_program
 from tests.marks import slow_after
 
 Where = int | str
-"""How many ranks; hooks: 2 ranks, whose gradients the hooks of DDP average; late: the same, but
-they learn of a bad gradient one step later, as on GPUs."""
+"""How many ranks; late: 2 ranks, whose gradients the hooks of DDP average, and which learn of a bad
+gradient one step later, as on GPUs."""
 
 DrillsOf = Callable[[Where], Drills]
 # The others are slow: these show each a way that a run can end.
@@ -38,13 +38,13 @@ QUICK = ("kill-forward", "raise-loss-one", "sigterm-data", "bad-sample-left-out"
 ON_ONE_RANK = ("worker-segfault", "worker-bus", "worker-exit", "worker-hang", "memory-data")
 ON_MORE_RANKS = ("sigterm-evaluation", "memory-forward", "other-data")
 ON_FOUR_RANKS = ("kill-sum",)
-UNDER_HOOKS = ("kill-backward", "unused-parameter")  # what is retried so: test_step_retry.py
-LATE = ("nan-repeated", "kill-forward", "kill-optimizer", "kill-sum", "sigterm-backward")
-LATE += ("raise-optimizer", "bit-flip", "bad-sample", "kill-checkpoint")
+# A kill in forward, and a signal, come so in test_fault_plans.py.
+LATE = ("nan-repeated", "kill-optimizer", "kill-sum", "raise-optimizer", "bit-flip", "bad-sample")
+LATE += ("kill-checkpoint",)
 CASES: list[tuple[str, Where]] = [(name, 2) for name in QUICK]
 CASES += [(f.name, 1 + (f.name not in ON_ONE_RANK)) for f in all_faults() if f.name not in QUICK]
 CASES += [(name, 3) for name in ON_MORE_RANKS] + [(name, 4) for name in ON_FOUR_RANKS]
-CASES += [(name, "hooks") for name in UNDER_HOOKS] + [(name, "late") for name in LATE]
+CASES += [(name, "late") for name in LATE]
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +56,7 @@ def drills_of(tmp_path_factory: pytest.TempPathFactory) -> DrillsOf:
         folder = tmp_path_factory.mktemp("drills")
         if isinstance(where, int):
             return forked_drills(folder, num_ranks=where)
-        model = {"model": "tests.late_looks:mlp"} if where == "late" else {}
-        return forked_drills(folder, flags=["--no_shared_memory"], **model)
+        return forked_drills(folder, flags=["--no_shared_memory"], model="tests.late_looks:mlp")
 
     return drills
 
