@@ -21,6 +21,7 @@ from hardened_ddp.errors import HardenedError
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.commands import COMMANDS
 from hardened_ddp.settings.schema import SETTINGS
+from hardened_ddp.settings.wording import TORCHRUN_OPTIONS, TORCHRUN_SWITCHES
 from tests.documents import (
     AUDIT,
     CONTRIBUTING,
@@ -216,13 +217,7 @@ class TestAllDocuments:
 
     @pytest.mark.parametrize("document", DOCUMENTS)
     def test_a_flag_that_is_named_exists(self, document: str) -> None:
-        from torch.distributed.run import get_args_parser
-
-        torchrun = {
-            flag.lstrip("-")
-            for action in get_args_parser()._actions
-            for flag in action.option_strings
-        }
+        torchrun = {*TORCHRUN_OPTIONS, *TORCHRUN_SWITCHES}
         known = {*SETTINGS, *(f"no_{name}" for name in SETTINGS), *OURS, *OTHER_PROGRAMS, *torchrun}
         words = prose_of(document) + "\n".join(commands_of(document))
         for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", words):
