@@ -101,10 +101,13 @@ def slow_begins() -> None:
     Slow.waits, Slow.release, Slow.got = threading.Event(), threading.Event(), []
 
 
-def test_a_tracker_gets_what_metrics_jsonl_gets_and_a_broken_one_is_left(tmp_path: Path) -> None:
-    kinds = ("Greedy", "Broken", "Recorder")
+def test_trackers_and_a_metrics_file_get_what_metrics_jsonl_gets_and_a_broken_one_is_left(
+    tmp_path: Path,
+) -> None:
+    kinds, file = ("Greedy", "Broken", "Recorder"), tmp_path / "ddp.prom"
     names = ", ".join(f"tests.reporting.test_trackers:{kind}" for kind in kinds)
-    finished = train([*ARGV, "--output_dir", tmp_path, "--tracker", names], 2).ok()
+    argv = [*ARGV, "--output_dir", tmp_path, "--tracker", names, "--metrics_file", file]
+    finished = train(argv, 2).ok()
     said = "tracker tests.reporting.test_trackers:Broken failed, training continues without it"
     assert finished.output.count(said) == 1
     assert "no route to host" in finished.output
@@ -121,6 +124,14 @@ def test_a_tracker_gets_what_metrics_jsonl_gets_and_a_broken_one_is_left(tmp_pat
     ]
     assert not (folder / "tensorboard").exists()
     assert "TensorBoard:" not in finished.output
+    lines = file.read_text().splitlines()
+    values = {line.split("{")[0]: line for line in lines if not line.startswith("#")}
+    assert values["ddp_training_step"] == 'ddp_training_step{run="r"} 4'
+    assert {"ddp_training_loss_train", "ddp_training_accuracy_test"} <= values.keys()
+    form = r'ddp_training_\w+\{run="r"\} (NaN|[+-]?Inf|-?[0-9.e+-]+)'  # no timestamp behind
+    assert all(re.fullmatch(form, line) for line in values.values())
+    assert len(lines) == 2 * len(values)
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [file.name]
 
 
 def test_without_a_package_that_can_be_imported_a_run_goes_on_without_tensorboard(
@@ -202,20 +213,6 @@ def test_a_run_folder_keeps_one_run_of_a_tracker(name: str, tmp_path: Path) -> N
         found = store.execute("select run_uuid, key, step from metrics").fetchall()
     assert {row[0] for row in found} == {run_id}
     assert {2, 4, 6} <= {step for _, key, step in found if key == "loss/train"}
-
-
-def test_the_metrics_file_is_whole_and_has_the_newest_values_of_all_kinds(tmp_path: Path) -> None:
-    path = tmp_path / "ddp.prom"
-    argv = [*ARGV, "--output_dir", tmp_path, "--metrics_file", path]
-    train(argv, 2).ok()
-    lines = path.read_text().splitlines()
-    values = {line.split("{")[0]: line for line in lines if not line.startswith("#")}
-    assert values["ddp_training_step"] == 'ddp_training_step{run="r"} 4'
-    assert {"ddp_training_loss_train", "ddp_training_accuracy_test"} <= values.keys()
-    form = r'ddp_training_\w+\{run="r"\} (NaN|[+-]?Inf|-?[0-9.e+-]+)'  # no timestamp behind
-    assert all(re.fullmatch(form, line) for line in values.values())
-    assert len(lines) == 2 * len(values)
-    assert [p.name for p in tmp_path.iterdir() if p.is_file()] == ["ddp.prom"]
 
 
 def test_a_metrics_file_that_cannot_be_written_stops_nothing_and_is_written_again(
