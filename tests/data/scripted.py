@@ -84,11 +84,17 @@ def make_stream(
     collate: Collate | None = None,
     **settings: Any,
 ) -> BatchReader:
-    plan = WorkerPlan(num_workers=num_workers, prefetch_factor=2, start_method=start_method)
     fetcher = Fetcher(dataset, seed=1, checks=checks, collate=collate)
-    stream = BatchReader(fetcher, plan, DataConfig(**settings), pin_memory=False)
-    stream.call_after_start(give_back_sigchld)
-    return stream
+    return make_reader(fetcher, num_workers, start_method, **settings)
+
+
+def make_reader(
+    source: Any, num_workers: int = 0, start_method: str = "fork", **settings: Any
+) -> BatchReader:
+    plan = WorkerPlan(num_workers=num_workers, prefetch_factor=2, start_method=start_method)
+    reader = BatchReader(source, plan, DataConfig(**settings), pin_memory=False)
+    reader.call_after_start(give_back_sigchld)
+    return reader
 
 
 def make_loader(

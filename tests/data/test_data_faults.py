@@ -803,8 +803,7 @@ class Held:
 
 def read_by_a_worker(source: BatchSource) -> Batch:
     """Read ten samples, twice; fail if the worker was given up."""
-    plan = WorkerPlan(num_workers=1, prefetch_factor=2, start_method="forkserver")
-    stream = BatchReader(source, plan, DataConfig(), pin_memory=False)
+    stream = scripted.make_reader(source, 1, "forkserver")
     [_, batch] = list(stream.batches(lambda: iter([(0, torch.arange(10))] * 2)))
     stream.close()
     assert stream.num_workers == 1

@@ -13,16 +13,13 @@ import torch
 
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.fetch import Fetcher
-from hardened_ddp.data.batches.loader import BatchReader
 from hardened_ddp.data.batches.sampler import UNKNOWN_STEPS, RunLength, Window
-from hardened_ddp.data.batches.workers import WorkerPlan
-from hardened_ddp.settings.config import DataConfig
 from hardened_ddp.streams.block_reader import BlockReader
 from hardened_ddp.streams.planner import StreamPosition
 from hardened_ddp.streams.shard_loader import ShardLoader
 from hardened_ddp.streams.shard_sampler import ShardSampler
 from hardened_ddp.streams.stream_batches import HeldSamples
-from tests.data.scripted import give_back_sigchld
+from tests.data.scripted import make_reader
 from tests.plugins import Points
 
 
@@ -128,13 +125,6 @@ class Meeting:
         self.tensors.clear()
 
 
-def block_stream(stream: Any, num_workers: int = 0, **settings: Any) -> BatchReader:
-    plan = WorkerPlan(num_workers=num_workers, prefetch_factor=2, start_method="fork")
-    made = BatchReader(BlockReader(stream, seed=1), plan, DataConfig(**settings), pin_memory=False)
-    made.call_after_start(give_back_sigchld)
-    return made
-
-
 def shard_loader(
     stream: Any,
     *,
@@ -150,7 +140,7 @@ def shard_loader(
     sampler.length = RunLength(UNKNOWN_STEPS, UNKNOWN_STEPS)
     return ShardLoader(
         sampler,
-        block_stream(stream, num_workers),
+        make_reader(BlockReader(stream, seed=1), num_workers),
         Fetcher(HeldSamples(stream), seed=1),
         group or Meeting(world_size),
         epochs=epochs,
