@@ -147,16 +147,10 @@ class SlurmCluster:
         program = shutil.which(argv[0], path=PATH)
         assert program is not None
         with (self.folder / "log" / f"{argv[0]}-{len(self._daemons)}.out").open("wb") as output:
-            self._daemons.append(
-                subprocess.Popen(
-                    [program, *argv[1:]],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    env=clean_environment({**self.env, "PATH": PATH}),
-                    start_new_session=True,
-                )
-            )
+            how = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+            env = clean_environment({**self.env, "PATH": PATH})
+            argv = (program, *argv[1:])
+            self._daemons.append(subprocess.Popen(argv, env=env, start_new_session=True, **how))
 
     def _idle_nodes(self) -> int:
         found = self._run("sinfo", "-h", "-N", "-o", "%N %t").stdout.splitlines()
