@@ -64,14 +64,21 @@ class PaddedRows(Rows):
         return pad(samples)
 
 
+class Files(list[Any]):
+    """Samples in memory, each as if it came from a file."""
+
+    samples = ((__file__, 0),) * 4
+
+
 def test_samples_that_all_differ_are_not_bad_but_need_a_collate() -> None:
     fetcher = Fetcher(Rows(), seed=0)
     with pytest.raises(SampleError, match="can't be made into a batch") as caught:
         fetcher[(0, torch.arange(4))]
     assert "--collate" in caught.value.fix
-    most = [(torch.zeros(3), 0)] * 3 + [(torch.zeros(4), 0)]
+    most = Files([(torch.zeros(3), 0)] * 3 + [(torch.zeros(4), 0)])
     batch = Fetcher(most, seed=0)[(0, torch.arange(4))]
-    assert [(bad.index, "set --collate" in bad.error) for bad in batch.bad] == [(3, True)]
+    assert [bad.name for bad in batch.bad] == [f"3 ({__file__})"]
+    assert "set --collate" in batch.bad[0].error
 
 
 @pytest.mark.parametrize(("collate", "num_workers"), [(pad, 0), (join, 1)])

@@ -164,6 +164,10 @@ class Fetcher:
 
     def _checked(self, batch: Batch, epoch: int) -> Batch:
         """Move the samples that the model can't take to bad, and make labels int64."""
+        if any(not bad.file for bad in batch.bad):  # of another shape: collate knows no file
+            files = [bad.file or file_of(self.dataset, bad.index) for bad in batch.bad]
+            named = zip(batch.bad, files, strict=True)
+            batch.bad = tuple(replace(bad, file=file) for bad, file in named)
         if wrong := self._find_wrong(batch, epoch):
             numbers = batch.indices.tolist()
             bad = tuple(
