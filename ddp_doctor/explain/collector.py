@@ -312,7 +312,8 @@ class Collector:
             cause = BY_CODE["checkpoint-optimizer"]
         if cause is BY_CODE["data-missing-file"] and last.endswith("subprocess.py"):
             cause = BY_CODE["launch-command"]
-        elif cause is BY_CODE["data-missing-file"] and "rmtree" in raised.frames[-1].function:
+        removes = last.endswith("shutil.py") and "rmtree" in raised.frames[-1].function
+        if removes and cause is BY_CODE["data-missing-file"]:
             cause = BY_CODE["checkpoint-many-writers"]
         if cause is not None and re.search(r"[/\\]multiprocessing[/\\]", last):
             # WHY: its locks are files in /dev/shm, and it sends pickles to its processes
