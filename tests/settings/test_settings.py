@@ -508,9 +508,12 @@ class TestAnything:
 
     @pytest.mark.slow
     def test_a_value_of_any_setting_fits_or_is_told(self) -> None:
+        # a file's words become values by the type of a setting: one of each type is enough
+        kinds = {(s.type, s.has_auto, bool(s.choices), s.shape): n for n, s in SETTINGS.items()}
         for name, word in itertools.product(SETTINGS, self.WORDS):
             self.check_argv([f"--{name}={word}"])
-            self.check_file(f"{name}: {word}\n")
+            if name in kinds.values():
+                self.check_file(f"{name}: {word}\n")
 
     @pytest.mark.slow
     def test_any_words_in_any_order_fit_or_are_told(self) -> None:
