@@ -17,15 +17,9 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from ddp_runs.ledger_check import check_ledger
+from hardened_ddp.data.batches import sampler as sampler_module
 from hardened_ddp.data.batches.permutation import permute
-from hardened_ddp.data.batches.sampler import (
-    MAX_KEPT_ORDER,
-    EpochOrder,
-    Window,
-    WindowSampler,
-    share_of,
-    split_evenly,
-)
+from hardened_ddp.data.batches.sampler import EpochOrder, WindowSampler, share_of, split_evenly
 from hardened_ddp.data.batches.sampling import Samples, Sampling, build_sampling, counts_by_weight
 from hardened_ddp.data.sources.datasets import build_data
 from hardened_ddp.data.sources.mix import Mix
@@ -35,7 +29,7 @@ from tests.data.scripted import make_loader
 from tests.harness.ranks import train
 from tests.run_folder import only_run
 
-LARGE = MAX_KEPT_ORDER + 4099  # odd, and a keyed permutation
+LARGE = sampler_module.MAX_KEPT_ORDER + 4099  # odd, and a keyed permutation
 
 
 def make_sampler(size: int, *, world_size: int = 1, **how: Any) -> WindowSampler:
@@ -143,7 +137,7 @@ def test_drop_last_leaves_out_the_short_last_window_only() -> None:
     assert [window.size for window in sampler.windows()] == [8] * 7
     assert (sampler.num_windows, sampler.end) == (7, 56)
     # From a cursor that no window begins at, the windows still end where the epoch ends.
-    assert list(sampler.windows(50)) == [Window(0, 50, 6)]
+    assert list(sampler.windows(50)) == [sampler_module.Window(0, 50, 6)]
     alone = make_sampler(5, drop_last=True)  # the only window is kept
     assert [window.size for window in alone.windows()] == [5]
 
@@ -156,7 +150,7 @@ def test_two_epochs_can_be_read_at_the_same_time() -> None:
     assert sampler.order(0) is first  # workers read ahead while an epoch ends
 
 
-@pytest.mark.parametrize("size", [1, 6000, 8193, MAX_KEPT_ORDER, LARGE])
+@pytest.mark.parametrize("size", [1, 6000, 8193, sampler_module.MAX_KEPT_ORDER, LARGE])
 @pytest.mark.parametrize(("world_size", "drop_last"), [(64, False), (4096, True)])
 def test_of_many_each_rank_takes_its_share(size: int, world_size: int, drop_last: bool) -> None:
     global_batch = 32 * world_size

@@ -112,10 +112,6 @@ def test_a_restart_by_torchrun_or_slurm_is_recognised_and_keeps_the_name_of_its_
         ("10.0.0.[8-9]", "10.0.0.8"),
     ],
 )
-def test_the_first_host_of_a_list_is_found(nodelist: str, host: str) -> None:
+def test_the_first_host_and_the_tasks_of_a_list_are_found(nodelist: str, host: str) -> None:
     assert first_host(nodelist) == host
-
-
-def test_a_list_of_tasks_is_spelled_out() -> None:
-    assert tasks_of("2(x3),1") == [2, 2, 2, 1]
-    assert tasks_of("8") == [8]
+    assert (tasks_of("2(x3),1"), tasks_of("8")) == ([2, 2, 2, 1], [8])

@@ -13,15 +13,9 @@ import psutil
 import pytest
 
 from hardened_ddp.checkpoint.disk import LOCK_NAME
+from tests.harness import ranks
 from tests.harness.processes import ask, kill
-from tests.harness.ranks import (
-    Running,
-    run_command,
-    run_program,
-    start_command,
-    start_program,
-    train,
-)
+from tests.harness.ranks import run_command, run_program, start_command, start_program, train
 from tests.launcher_environments import environment_of
 from tests.launchers.test_run_with import MPI_ENV
 from tests.marks import sections, slow_after
@@ -109,7 +103,7 @@ def test_over_ssh_two_hosts_are_one_run_that_its_command_resumes(
     assert (again["step"], again["world_size"]) == (summary["step"] + 2, 2)
 
 
-def start_elastic(hosts: TwoHosts, index: int, *words: str | Path) -> Running:
+def start_elastic(hosts: TwoHosts, index: int, *words: str | Path) -> ranks.Running:
     """Start the torchrun of one host, in a run of one or two; words: of torchrun and the script."""
     argv = ["torchrun", "--nnodes=1:2", "--nproc_per_node=1", "--max_restarts=3"]
     # WHY 10 s: if the agents came together too late, each would begin a run folder of its own
@@ -120,7 +114,7 @@ def start_elastic(hosts: TwoHosts, index: int, *words: str | Path) -> Running:
     return start_program([*argv, *words], host=hosts.host(index), env=env)
 
 
-def await_steps(running: Running, output: Path, *, num_ranks: int) -> None:
+def await_steps(running: ranks.Running, output: Path, *, num_ranks: int) -> None:
     running.wait_for(
         lambda: ranks_of_newest_start(output) == num_ranks, timeout_s=120, what=f"{num_ranks} ranks"
     )

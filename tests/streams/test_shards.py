@@ -31,16 +31,8 @@ from hardened_ddp.streams.block_reader import BlockReader, pack, unpack
 from hardened_ddp.streams.files import FileStream
 from hardened_ddp.streams.formats import TextFormat
 from hardened_ddp.streams.read_ahead import items_of
-from tests.streams.stream_programs import (
-    Rows,
-    StatefulRows,
-    all_ids,
-    ids_of,
-    merged,
-    read_epoch,
-    read_whole,
-    shard_loader,
-)
+from tests.streams import stream_programs as programs
+from tests.streams.stream_programs import Rows, StatefulRows, merged, read_epoch, shard_loader
 
 RAGGED = [5, 0, 13, 8, 1, 21, 7]
 SEEDS = range(100)
@@ -130,7 +122,7 @@ def test_a_run_that_goes_on_elsewhere_takes_the_same_samples(seed: int) -> None:
     begun = read_epoch(make, 2, most=1, **how)
     how["global_batch"] = 11
     rest = read_epoch(make, 3, facts=begun[0][-1][2], **how)
-    assert sorted(itertools.chain(*merged(begun), *merged(rest))) == all_ids(lengths)
+    assert sorted(itertools.chain(*merged(begun), *merged(rest))) == programs.all_ids(lengths)
 
 
 def test_samples_are_what_their_numbers_say_and_shuffled_in_blocks() -> None:
@@ -139,7 +131,7 @@ def test_samples_are_what_their_numbers_say_and_shuffled_in_blocks() -> None:
         for batch in batches:
             shards, indices = batch.indices % len(RAGGED), batch.indices // len(RAGGED)
             assert torch.equal(batch.inputs.view(-1), (shards * 1000 + indices).float())
-    order = [number // 7 for step in ids_of(steps) for number in step if number % 7 == 5]
+    order = [number // 7 for step in programs.ids_of(steps) for number in step if number % 7 == 5]
     assert order != sorted(order)
     assert [sorted(order[i : i + 4]) for i in range(0, 21, 4)] == [
         list(range(i, min(21, i + 4))) for i in range(0, 21, 4)
@@ -191,7 +183,7 @@ def test_the_rest_of_a_shard_behind_an_error_ends_where_its_size_says(shuffle_bl
     [steps] = read_epoch(lambda: Raising(lengths, says=lengths), 1, shuffle_block=shuffle_block)
     bad = [sample.index for _, batches, _ in steps for batch in batches for sample in batch.bad]
     assert sorted(bad) == [1 + 3 * index for index in range(5, 12)]
-    assert sorted(itertools.chain(bad, *ids_of(steps))) == all_ids(lengths)
+    assert sorted(itertools.chain(bad, *programs.ids_of(steps))) == programs.all_ids(lengths)
 
 
 @pytest.mark.parametrize("at_once", [1, 16])
@@ -209,7 +201,7 @@ def test_steps_before_a_bad_batch_are_done(at_once: int, monkeypatch: pytest.Mon
 
     monkeypatch.setattr("hardened_ddp.streams.stream_batches._AT_ONCE", at_once)
     how = {"global_batch": 1, "shuffle_block": 16}
-    order = list(itertools.chain(*ids_of(read_epoch(lambda: Rows([16]), 1, **how)[0])))
+    order = list(itertools.chain(*programs.ids_of(read_epoch(lambda: Rows([16]), 1, **how)[0])))
     loader = shard_loader(Rows([16], says=[16]), **how)
     monkeypatch.setattr(Fetcher, "assemble", failing)
     with pytest.raises(SampleError, match="fits no batch"):
@@ -477,7 +469,7 @@ class Splitting(Rows):
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("splits", [False, True])
 def test_user_code_sees_no_worker_or_its_shard(num_workers: int, splits: bool) -> None:
-    found = read_whole(shard_loader(Splitting(splits=splits), num_workers=num_workers))
+    found = programs.read_whole(shard_loader(Splitting(splits=splits), num_workers=num_workers))
     rows = torch.cat([batch.inputs for batch in found]).tolist()
     shards = torch.cat([batch.indices for batch in found]) % 2
     assert len(rows) == 24
@@ -515,7 +507,9 @@ class Deadly(StatefulRows):
 
 @pytest.mark.parametrize("always", [False, True])
 def test_a_sample_that_kills_its_worker_costs_itself_at_most(always: bool, tmp_path: Path) -> None:
-    found = read_whole(shard_loader(Deadly(tmp_path / "flag", always=always), num_workers=1))
+    found = programs.read_whole(
+        shard_loader(Deadly(tmp_path / "flag", always=always), num_workers=1)
+    )
     good = [int(index) for batch in found for index in batch.indices]
     bad = [sample for batch in found for sample in batch.bad]
     assert (tmp_path / "flag").exists()
