@@ -23,7 +23,7 @@ from tests.harness.processes import clean_environment, deadline, limit_of
 from tests.harness.ranks import Finished, held_port, run_command
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "srun")
-POLL_S = 0.2
+POLL_S, JOB_LIMIT_S = 0.2, 200.0
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 
@@ -61,11 +61,11 @@ class SlurmCluster:
                 *("--foreground", "--force", f"--key-file={key}", f"--socket={socket_path}"),
                 *(f"--pid-file={self.folder}/munged.pid", f"--seed-file={self.folder}/seed"),
             )
-            self._wait(socket_path.exists, what="munged")
+            self.wait_until(socket_path.exists, what="munged")
             self._start("slurmctld", "-D")
             for node in ("127.0.0.1", "127.0.0.2"):
                 self._start("slurmd", "-D", "-N", node)
-            self._wait(lambda: self._idle_nodes() == 2, what="two idle nodes")
+            self.wait_until(lambda: self._idle_nodes() == 2, what="two idle nodes")
         except BaseException:
             self.__exit__()
             raise
@@ -76,7 +76,9 @@ class SlurmCluster:
             self._run("scancel", "--signal=KILL", "--full", "--state=running", "--user=root")
             self._run("scancel", "--user=root")
             with contextlib.suppress(AssertionError):  # the daemons end in any case
-                self._wait(lambda: not self._run("squeue", "-h").stdout, what="no jobs")
+                self.wait_until(
+                    lambda: not self._run("squeue", "-h").stdout, what="no jobs", timeout_s=30
+                )
         for daemon in reversed(self._daemons):
             daemon.terminate()
         for daemon in reversed(self._daemons):
@@ -99,31 +101,20 @@ class SlurmCluster:
         text = self._run("scontrol", "show", "job", job).ok().stdout
         return dict(re.findall(r"(\w+)=(\S*)", text))
 
-    def wait_for_state(self, job: str, *states: str, timeout_s: float, output: Path) -> str:
+    def wait_for_state(self, job: str, *states: str) -> str:
         """Wait until a job is in one of these states, and return which."""
         self.wait_until(
             lambda: self.show(job)["JobState"] in states,
             what=f"job {job} {' or '.join(states)}",
-            output=output,
-            timeout_s=timeout_s,
+            timeout_s=JOB_LIMIT_S,
         )
         return self.show(job)["JobState"]
-
-    def wait_until(
-        self, condition: Callable[[], bool], *, what: str, output: Path, timeout_s: float = 90
-    ) -> None:
-        """Wait until something is true of a job. Raises AssertionError with its output."""
-        try:
-            self._wait(condition, timeout_s=timeout_s, what=what)
-        except AssertionError as error:
-            text = output.read_text(errors="replace") if output.exists() else "no output"
-            raise AssertionError(f"{error}\n{text[-6000:]}") from None
 
     def start_now(self, job: str, *, minutes: int) -> None:
         """Start a requeued job without the usual wait, with another time limit."""
         # WHY both: the nodes still end the last start; and a node refuses to start a job in the
         # second in which it was told that this job has ended.
-        self._wait(lambda: self._idle_nodes() == 2, what="two idle nodes")
+        self.wait_until(lambda: self._idle_nodes() == 2, what="two idle nodes")
         change = ["StartTime=now+2", f"TimeLimit={minutes}"]
         self._run("scontrol", "update", f"JobId={job}", *change).ok()
 
@@ -156,15 +147,17 @@ class SlurmCluster:
         found = self._run("sinfo", "-h", "-N", "-o", "%N %t").stdout.splitlines()
         return sum(line.endswith(" idle") for line in found)
 
-    def _wait(self, condition: Callable[[], bool], *, what: str, timeout_s: float = 30) -> None:
+    def wait_until(
+        self, condition: Callable[[], bool], *, what: str, timeout_s: float = 90
+    ) -> None:
+        """Wait until something is true. Raises AssertionError with what daemons and jobs said."""
         end = deadline(timeout_s)
         while not condition():
             if time.monotonic() > end:
-                logs = [f"{p.name}:\n{p.read_text()[-1500:]}" for p in self.folder.glob("log/*")]
-                text = "\n".join(logs)
-                raise AssertionError(
-                    f"after {limit_of(timeout_s):g} s still without {what}\n{text}"
-                )
+                paths = [*self.folder.glob("log/*"), *self.folder.glob("job-*.log")]
+                logs = [f"{p.name}:\n{p.read_text(errors='replace')[-3000:]}" for p in paths]
+                told = "\n".join([f"after {limit_of(timeout_s):g} s still without {what}", *logs])
+                raise AssertionError(told)
             time.sleep(POLL_S)
 
 
