@@ -29,17 +29,18 @@ from tests.harness.ranks import train
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": "0", "RANK": "0"}
 Capture = pytest.CaptureFixture[str]
-PHASES = dict.fromkeys(("start_up", "data_wait", "training", "evaluation", "checkpoint"), 0.1)
+SPENT = {"start_up": 2.0, "data_wait": 1.0, "training": 10.0, "evaluation": 1.0, "checkpoint": 1.0}
 
 
-def attempts(folder: Path, *steps: tuple[int, int]) -> None:
+def attempt(began_at: float, *, first_step: int, step: int) -> dict[str, float]:
+    times = {"began_at": began_at, "now": began_at + sum(SPENT.values()), **SPENT}
+    return {**times, "first_step": first_step, "step": step}
+
+
+def write_attempts(folder: Path, *steps: tuple[int, int]) -> None:
     """Write the attempts of a run: the first and the last step of each."""
-    lines = [
-        {"began_at": float(i), "now": i + 0.5, "first_step": first, "step": last, **PHASES}
-        for i, (first, last) in enumerate(steps)
-    ]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (folder / "attempts.jsonl").write_text(text)
+    lines = [attempt(20.0 * i, first_step=a, step=b) for i, (a, b) in enumerate(steps)]
+    (folder / NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 @pytest.mark.parametrize(
@@ -59,9 +60,9 @@ def test_starts_that_got_no_further_are_counted(steps: list[tuple[int, int]], co
 
 def test_a_stop_is_3_in_a_pod_or_as_asked_and_no_progress_is_1(tmp_path: Path) -> None:
     env = {RUN: str(tmp_path)}
-    attempts(tmp_path, (0, 5), *[(5, 5)] * (MOST_STARTS - 1))
+    write_attempts(tmp_path, (0, 5), *[(5, 5)] * (MOST_STARTS - 1))
     assert [settle(status, env) for status in (0, 1, 2, 3, 75)] == [0, 1, 2, 3, 75]
-    attempts(tmp_path, (0, 5), *[(5, 5)] * MOST_STARTS)
+    write_attempts(tmp_path, (0, 5), *[(5, 5)] * MOST_STARTS)
     assert [settle(status, env) for status in (0, 1, 2, 3, 75)] == [0, 1, 2, 1, 1]
     assert (ending.stop_status(None, {}), ending.stop_status(None, POD)) == (0, 3)
     assert (ending.stop_status(0, POD), ending.stop_status(3, {})) == (0, 3)
@@ -147,14 +148,6 @@ def test_a_mistake_in_the_settings_is_printed_once_per_node(
     assert ddp_training.main(["--bach_size", "3"]) == 2
     assert ("bach_size" in capsys.readouterr().err) == (rank == "0")
     assert "DDP-C01" in Path(env["TORCHELASTIC_ERROR_FILE"]).read_text()
-
-
-SPENT = {"start_up": 2.0, "data_wait": 1.0, "training": 10.0, "evaluation": 1.0, "checkpoint": 1.0}
-
-
-def attempt(began_at: float, *, first_step: int, step: int) -> dict[str, float]:
-    times = {"began_at": began_at, "now": began_at + sum(SPENT.values()), **SPENT}
-    return {**times, "first_step": first_step, "step": step}
 
 
 def test_steps_done_twice_are_lost_and_the_time_between_attempts_is_down() -> None:
