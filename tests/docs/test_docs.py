@@ -22,26 +22,8 @@ from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.commands import COMMANDS
 from hardened_ddp.settings.schema import SETTINGS
 from hardened_ddp.settings.wording import TORCHRUN_OPTIONS, TORCHRUN_SWITCHES
-from tests.documents import (
-    AUDIT,
-    CONTRIBUTING,
-    DOCUMENTS,
-    FAULTS,
-    GENERATED,
-    MANUAL,
-    OWN_TRAINING,
-    READING,
-    README,
-    TROUBLES,
-    anchors_of,
-    commands_of,
-    has_function,
-    promised,
-    prose_of,
-    rendered,
-    table_rows,
-    text_of,
-)
+from tests import documents
+from tests.documents import DOCUMENTS, READING, README, TROUBLES, commands_of, table_rows, text_of
 from tests.drills.forked import start_forked
 from tests.harness.processes import ROOT
 from tests.harness.ranks import run_command, run_program
@@ -128,32 +110,34 @@ class TestErrorCodes:
 
 class TestReadme:
     @pytest.mark.parametrize(
-        ("document", "kind"), [(name, kind) for name, kinds in GENERATED.items() for kind in kinds]
+        ("document", "kind"),
+        [(d, kind) for d, kinds in documents.GENERATED.items() for kind in kinds],
     )
     def test_a_generated_part_is_up_to_date(self, document: str, kind: str) -> None:
-        old, new = text_of(document), rendered(text_of(document), only=kind)
+        old, new = text_of(document), documents.rendered(text_of(document), only=kind)
         assert f"<!-- {kind}" in old
         assert old == new, "write it anew with: python -m tests.documents"
 
     def test_a_promise_is_kept_and_a_command_is_run_by_a_test_that_exists(self) -> None:
-        promises = promised()
+        promises = documents.promised()
         assert len(promises) >= 10
         for promise, tests in promises.items():
             assert tests
             for test in tests:
-                assert has_function(test), f"{test} does not exist: {promise}"
-        assert set() < set(commands_of(AUDIT)) <= set(commands_of(README))  # which are run below
+                assert documents.has_function(test), f"{test} does not exist: {promise}"
+        # they are run below
+        assert set() < set(commands_of(documents.AUDIT)) <= set(commands_of(README))
         for test in (TYPED_TEST, *ELSEWHERE.values()):
-            assert has_function(test), test
+            assert documents.has_function(test), test
 
     def test_a_drill_shows_what_the_table_of_faults_says_of_this_project(self) -> None:
         rows = table_rows(README, cells=7)[2:]
-        assert len(rows) == len(FAULTS)
+        assert len(rows) == len(documents.FAULTS)
         for row in rows:
             ours, name = row[-2], row[-1].strip("`")
             fault = find(name)
             if fault is None:
-                assert has_function(f"{name}::{TEST_OF_OTHER_RANKS}"), row
+                assert documents.has_function(f"{name}::{TEST_OF_OTHER_RANKS}"), row
                 continue
             assert (fault.ends == "continues") == ours.startswith("continues, nothing lost"), row
             assert fault.ends == "continues" or fault.keeps == "same weights", row
@@ -185,7 +169,7 @@ def test_what_a_newcomer_reads_first_is_short_and_all_together_has_at_most_250_k
     assert len(text_of(README)) <= 16_000
     assert len(text_of(README).splitlines()) <= 280
     assert text_of(README).splitlines().index("## Your own model and data") < 80
-    assert len(text_of(CONTRIBUTING)) <= 10_000
+    assert len(text_of(documents.CONTRIBUTING)) <= 10_000
     patterns = ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "examples/**/*.md")
     pages = {page for pattern in patterns for page in ROOT.glob(pattern)}
     sizes = {str(page.relative_to(ROOT)): page.stat().st_size for page in pages}
@@ -195,21 +179,21 @@ def test_what_a_newcomer_reads_first_is_short_and_all_together_has_at_most_250_k
 class TestAllDocuments:
     @pytest.mark.parametrize("document", DOCUMENTS)
     def test_a_link_leads_somewhere(self, document: str) -> None:
-        for target in re.findall(r"\]\(([^)]+)\)", prose_of(document)):
+        for target in re.findall(r"\]\(([^)]+)\)", documents.prose_of(document)):
             name, _, anchor = target.partition("#")
             path = (ROOT / document).parent / name if name else ROOT / document
             if name.startswith("https:"):
                 continue
             assert path.exists(), target
             if anchor:
-                assert anchor in anchors_of(path.read_text(encoding="utf-8")), target
+                assert anchor in documents.anchors_of(path.read_text(encoding="utf-8")), target
 
     @pytest.mark.parametrize("document", DOCUMENTS)
     def test_a_file_that_is_named_exists(self, document: str) -> None:
         made_by_a_run = {"manifest.json", "summary.json", "best.json", "my.yaml"}
         made_by_a_run |= {"verdict.txt", "rank_1.txt", "rank_1_worker_4711.txt"}
         for name in re.findall(
-            r"`((?:[\w.]+/)*[\w.]+\.(?:py|sh|yaml|txt|md))`", prose_of(document)
+            r"`((?:[\w.]+/)*[\w.]+\.(?:py|sh|yaml|txt|md))`", documents.prose_of(document)
         ):
             is_made = name in made_by_a_run or f"Save this as `{name}`" in text_of(document)
             places = (ROOT / name, ROOT / "hardened_ddp" / name)
@@ -219,7 +203,7 @@ class TestAllDocuments:
     def test_a_flag_that_is_named_exists(self, document: str) -> None:
         torchrun = {*TORCHRUN_OPTIONS, *TORCHRUN_SWITCHES}
         known = {*SETTINGS, *(f"no_{name}" for name in SETTINGS), *OURS, *OTHER_PROGRAMS, *torchrun}
-        words = prose_of(document) + "\n".join(commands_of(document))
+        words = documents.prose_of(document) + "\n".join(commands_of(document))
         for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", words):
             assert flag in known, flag
 
@@ -231,19 +215,23 @@ class TestAllDocuments:
         assert hosts <= HOSTS, "a link to a page that nobody here reads"
         assert not re.search(r"/(?:work|home|root|tmp)/|pypi|index-url", text)
         assert not re.search(r"#\d{3,}", text), "an issue's number says nothing to a reader"
-        lines = [line for line in prose_of(document).splitlines() if not line.startswith("|")]
+        lines = [
+            line for line in documents.prose_of(document).splitlines() if not line.startswith("|")
+        ]
         assert not [line for line in lines if len(line) > 100 and "](http" not in line]
 
 
 class TestCommands:
     @pytest.mark.slow
     @pytest.mark.timeout(1200)  # some thirty commands, each with a limit of its own
-    @pytest.mark.parametrize("document", [README, MANUAL, TROUBLES, OWN_TRAINING])
+    @pytest.mark.parametrize(
+        "document", [README, documents.MANUAL, TROUBLES, documents.OWN_TRAINING]
+    )
     def test_the_commands_of_a_document_run_in_their_order(
         self, document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         write_examples(document, tmp_path, monkeypatch)
-        if document in (TROUBLES, MANUAL):  # they speak of a run that there is already
+        if document in (TROUBLES, documents.MANUAL):  # they speak of a run that there is already
             run_documented("python ddp_training.py --run_name first", tmp_path, max_steps=1)
         elsewhere = {*typed_elsewhere(), *ELSEWHERE}
         elsewhere |= set() if document == README else set(commands_of(README))

@@ -13,23 +13,14 @@ import psutil
 import pytest
 
 from hardened_ddp.checkpoint.disk import LOCK_NAME
+from tests import run_folder
 from tests.harness import ranks
 from tests.harness.processes import ask, kill
 from tests.harness.ranks import run_command, run_program, start_command, start_program, train
 from tests.launcher_environments import environment_of
 from tests.launchers.test_run_with import MPI_ENV
 from tests.marks import sections, slow_after
-from tests.run_folder import (
-    find_checkpoints,
-    is_past,
-    last_step,
-    last_tensors,
-    only_run,
-    ranks_of_newest_start,
-    read_summary,
-    samples_by_step,
-    saved_step,
-)
+from tests.run_folder import is_past, last_tensors, only_run, read_summary, samples_by_step
 from tests.settings.test_next_commands import command_after
 from tests.two_hosts import ADDRESSES, TwoHosts
 
@@ -96,7 +87,7 @@ def test_over_ssh_two_hosts_are_one_run_that_its_command_resumes(
         summary = read_summary(only_run(tmp_path / "runs"))
         assert (summary["status"], summary["world_size"]) == ("stopped", 2)
         assert stopped.status == 3, "as the ranks noted"
-        assert saved_step(tmp_path / "runs") == summary["step"]
+        assert run_folder.saved_step(tmp_path / "runs") == summary["step"]
         resume = f"{command_after(stopped.output, 'resume: ')} --max_steps {summary['step'] + 2}"
         run_command(hosts.on(0, "bash", "-c", resume), timeout_s=90).ok()
     again = read_summary(only_run(tmp_path / "runs"))
@@ -116,9 +107,11 @@ def start_elastic(hosts: TwoHosts, index: int, *words: str | Path) -> ranks.Runn
 
 def await_steps(running: ranks.Running, output: Path, *, num_ranks: int) -> None:
     running.wait_for(
-        lambda: ranks_of_newest_start(output) == num_ranks, timeout_s=120, what=f"{num_ranks} ranks"
+        lambda: run_folder.ranks_of_newest_start(output) == num_ranks,
+        timeout_s=120,
+        what=f"{num_ranks} ranks",
     )
-    begin = last_step(output)
+    begin = run_folder.last_step(output)
     running.wait_for(lambda: is_past(output, begin + 5), timeout_s=60, what="their steps")
 
 
@@ -214,7 +207,7 @@ def test_a_cut_cable_is_told_on_both_hosts_in_the_timeout(hosts: TwoHosts, tmp_p
         assert "its host, its network or its process is stopped" in completed.output
         assert f"rank {rank} waits in all-reduce of step" in completed.output
         assert "Traceback" not in completed.output
-    assert find_checkpoints(folders[0])
+    assert run_folder.find_checkpoints(folders[0])
 
 
 WHERE = "where rank 0 of 2 should be"

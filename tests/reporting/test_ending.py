@@ -15,15 +15,9 @@ import ddp_training
 from hardened_ddp.errors import PeerLostError, SampleError, StepError
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.phase import Phase, Tracker
-from hardened_ddp.reporting import ending
+from hardened_ddp.reporting import ending, goodput
 from hardened_ddp.reporting.ending import MOST_STARTS, RECORD, RUN, read_endings, settle
-from hardened_ddp.reporting.goodput import (
-    NAME,
-    Goodput,
-    account_of,
-    num_without_progress,
-    read_attempts,
-)
+from hardened_ddp.reporting.goodput import NAME, Goodput, account_of, read_attempts
 from tests.harness.ranks import train
 
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
@@ -55,7 +49,7 @@ def write_attempts(folder: Path, *steps: tuple[int, int]) -> None:
 )
 def test_starts_that_got_no_further_are_counted(steps: list[tuple[int, int]], count: int) -> None:
     found = [{"first_step": first, "step": last} for first, last in steps]
-    assert num_without_progress(found) == count
+    assert goodput.num_without_progress(found) == count
 
 
 def test_a_stop_is_3_in_a_pod_or_as_asked_and_no_progress_is_1(tmp_path: Path) -> None:
