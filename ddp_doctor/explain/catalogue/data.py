@@ -138,7 +138,6 @@ data-lock: a file or database is locked by another process
   fix: Open it read-only, and in each worker itself, after the fork: h5py
     HDF5_USE_FILE_LOCKING=FALSE with mode 'r', lmdb.open(..., readonly=True, lock=False); let rank 0
     write, then barrier; remove stale .lock files.
-  confirm: lsof or fuser of the file on that node; mount shows nolock for NFS.
 
 data-hub: a download failed
   /We couldn't connect to '[^']+'/

@@ -88,7 +88,6 @@ gpu-illegal-access: a GPU kernel used an illegal address
     every GPU call of this process fails
   fix: CUDA_LAUNCH_BLOCKING=1 (AMD: AMD_SERIALIZE_KERNEL=3) for the right line; compute-sanitizer
     (NVIDIA); torch.cuda.set_device(LOCAL_RANK); custom kernels (flash-attention, apex) off.
-  confirm: dmesg shows Xid 13 or 31 for this process.
   or_else: If it moves with the node and not with the program, the GPU is broken.
 
 gpu-resources (generic): AMD's runtime ran out of a resource

@@ -101,7 +101,6 @@ graph-models-differ (mismatch): the ranks do not have the same model
     other data (number of classes, vocabulary), or another checkout
   fix: Build the model from what all ranks share: compute vocabulary and number of classes on rank 0
     and broadcast_object_list it; same code and files on each node.
-  confirm: print(rank, [tuple(p.shape) for p in model.parameters()]) before DDP(model).
 
 graph-checkpoint-differs: the recomputed forward differs from the first one
   /torch\.utils\.checkpoint: (?:A different number of tensors was saved|Recomputed values for the

@@ -140,7 +140,6 @@ killed-sigill (generic): a process executed an instruction that this CPU does no
   /died with <Signals\.SIGILL/
   why: A package was built for a newer CPU (AVX-512) than that of this node
   fix: Install it on the oldest node, or build without -march=native.
-  confirm: lscpu on this node and on one that works: compare the flags.
 
 memory-ray (killed): Ray killed a worker because its node ran low on memory
   /killed due to memory pressure \(OOM\)/

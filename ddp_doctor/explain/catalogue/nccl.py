@@ -106,7 +106,6 @@ nccl-missing (accuses nobody): NCCL was asked for on a torch or a machine withou
   lightning: DDPStrategy(process_group_backend='gloo')
   accelerate: accelerate launch --cpu
   trainer: TrainingArguments(ddp_backend='gloo')
-  confirm: python -c 'import torch; print(torch.__version__, torch.cuda.is_available())'.
 
 nccl-wrong-device-tensor: a tensor on the CPU was given to NCCL
   /No backend type associated with device type (?:cpu|cuda)/

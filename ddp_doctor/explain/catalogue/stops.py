@@ -32,7 +32,9 @@ stop-node-failed (hardware, accuses nobody): a node of the job failed
   /NodeNotReady/
   /Node is not ready/
   /because its node has died/
-  why: The scheduler lost contact with the node: it crashed, was rebooted, or is cut off
+  /RTE has lost communication with a remote daemon/
+  why: The scheduler lost contact with the node: it crashed, was rebooted, is cut off, or was
+    preempted (the lines around say so)
   fix: Start again without it: sbatch --exclude=NODE; report it.
 
 stop-cancelled (teardown): the job was cancelled
@@ -101,14 +103,15 @@ launch-slurm-step (accuses nobody): Slurm or mpirun could not start the processe
   /PMI2_Init failed/
   /OPAL ERROR: .*PMI/
   /not built with .*PMI support/
-  /RTE (?:was unable to|does not know how to|has lost communication)/
+  /RTE (?:was unable to|does not know how to)/
   /mpirun has detected an attempt to run as root/
   /Host key verification failed/
   why: The request does not fit the cluster, the allocation or the host list, the node does not have
     the program, or MPI and Slurm do not fit
   fix: Compare #SBATCH lines with sinfo -o '%P %G %c %m'; srun needs the same --gres and
     --cpus-per-task. mpirun: slots= in the host list, --oversubscribe, --allow-run-as-root in
-    containers, ssh without password between nodes; srun --mpi=pmix.
+    containers, ssh without password between nodes; srun --mpi=pmix. `Invalid job credential`: the
+    same munge key, time and slurm.conf on all nodes.
 
 launch-command (accuses nobody): the command or a file of it was not found
   /can't open file '?[^':]+'?: \[Errno 2\]/
