@@ -35,7 +35,7 @@ _ERROR_LINE = re.compile(
     r"|Failed - Training job failed|UnexpectedAdmissionError|FailedMount"
     r"|= +BAD TERMINATION|\bUCX +(?:ERROR|FATAL) |^(?:.{,40}: )?[EF] \S+\.cc:\d+\]|Check failed: "
     r"|\b(?:condition \[ ?\w+ ?\]|OP_REQUIRES|Non-OK-status:?) failed|^Exception in device="
-    r"|failed with \w+ error|, runtime result = \d{5,}|No PMIx server was reachable|fabric is not avail"
+    r"|failed with \w+ error|, runtime result = \d{5,}|No PMIx server was reachable|fabric is not"
 )
 _RETRIED = re.compile(
     r"\b[Rr]etry(?:ing)?\b(?! count)|^(?!.* death signal).{,200}\bWARNING\b"
