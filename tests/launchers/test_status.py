@@ -48,6 +48,9 @@ def test_a_lost_rank_is_75_with_its_reason_in_the_termination_log(tmp_path: Path
 @pytest.mark.slow
 def test_starts_without_progress_end_with_1_at_the_limit(tmp_path: Path) -> None:
     words = [*COMMAND, *run_words(tmp_path / "pace", tmp_path / "runs"), "--time_limit", "1s"]
+    # WHY: its trial alone takes longer than the limit, however fast the machine is
+    words[words.index("mlp")] = "tests.plugins:paced_mlp"
+    words += ["--model_args", "{pause_s: 0.5}"]
     log = tmp_path / "termination-log"
     log.touch()
     env = POD | {"HARDENED_DDP_TERMINATION_LOG": str(log)}
