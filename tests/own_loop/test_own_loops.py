@@ -1,15 +1,23 @@
 """Own loops under protect: after any fault the same command ends in the undisturbed run's bits.
 
-The examples first; then loops of other kinds, and ranks that others start.
+The examples first, on forked ranks; then loops of other kinds, and ranks that others start. A loop
+is the text of an example, and a fault happens before a line of it, in a step, on a rank.
 """
 
+import ast
 import difflib
+import io
+import json
+import os
 import random
 import re
 import shutil
+import signal
 import sys
+import threading
 from collections.abc import Callable
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +25,22 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
+from ddp_runs.ledger_check import check_ledger
 from hardened_ddp.errors import HangError, NonFiniteError, OwnLoopError, PeerLostError
+from hardened_ddp.guard import stop
+from hardened_ddp.own_loop import last_commit
 from hardened_ddp.own_loop.batches import Seeded
+from hardened_ddp.own_loop.last_commit import LastCommit
 from tests.harness.processes import ROOT
-from tests.harness.ranks import Finished, held_port, run_command, run_program
+from tests.harness.ranks import Finished, held_port, run_command, run_program, start_ranks
 from tests.launchers.test_run_with import MPI_ENV
 from tests.marks import sections, slow_after
-from tests.own_loop import faults
-from tests.own_loop.faults import (
-    PROGRAMS,
-    Fault,
-    body_of,
-    checkpoints_of,
-    launch,
-    line_of,
-    run_folder,
-    state_of,
-    text_of,
-)
+from tests.run_folder import find_checkpoints, fingerprints, only_run, step_of
 
+EXAMPLES = ROOT / "examples" / "own_loops"
+PROGRAMS = sections(Path(__file__).with_name("programs.txt"))
+SMALL = ("epochs(5) -> epochs(2)", "steps(40) -> steps(12)")
+EVERY_RANK = -1
 LOOPS = ("gan", "sam", "average", "ppo", "two_sets")
 KILLED, LEFT, MISUSED = -9, PeerLostError.exit_status, OwnLoopError.exit_status
 STEP = 5  # of a fault: of the first epoch, and after the bodies in which all is copied
@@ -43,6 +48,115 @@ _PART = "torch.utils.data.Subset(data, range(100 + 90 * epoch))"
 _OWN = f"run.batches(loader) -> run.batches(DataLoader({_PART}, 10), name=f'data{{epoch}}')"
 HIDDEN = "w.add_(c) -> w.data.add_(c)", "w.sub_(c) -> w.data.sub_(c)"
 State = tuple[Any, ...]
+_done: list["Fault"] = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What happens to one rank."""
+
+    act: str
+    """kill, stop (SIGTERM), raise, or hang."""
+
+    rank: int = 1
+    step: int = 5
+    line: int = 0
+    after_s: float = 0.0
+
+
+def text_of(name: str, *changes: str) -> str:
+    """Return an example, made short; changes: what to replace, as OLD -> NEW."""
+    text = (EXAMPLES / "protected" / f"{name}.py").read_text(encoding="utf-8")
+    for change in (*SMALL, *changes):
+        old, new = change.split(" -> ")
+        assert old in text or change in SMALL, old
+        text = text.replace(old, new)
+    return text
+
+
+def body_of(text: str) -> list[int]:
+    """Return where the statements of the body begin, to its commit."""
+    loops = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.For)]
+    loop = max((node for node in loops if "run." in ast.unparse(node.iter)), key=lambda n: n.lineno)
+    inner = (node for node in ast.walk(loop) if isinstance(node, ast.stmt) and node is not loop)
+    lines = sorted({node.lineno for node in inner})
+    return [line for line in lines if line <= line_of(text, "run.commit()")]
+
+
+def line_of(text: str, part: str) -> int:
+    """Return the number of the first line that holds part."""
+    return next(n for n, line in enumerate(text.splitlines(), 1) if part in line)
+
+
+def run_loop(text: str, fault: Fault | None, before: Callable[[], None] | None) -> None:
+    """Be a rank that runs a program."""
+    if before is not None:
+        before()
+    if fault is not None and fault.act == "stop":
+        stop.MAX_INTERVAL = 1  # WHY: a loop as short as these ends before ranks look for a stop
+    content: dict[str, Any] = {"__name__": "__main__"}  # Any: a module's
+    if fault is not None and fault.rank in (int(os.environ["RANK"]), EVERY_RANK):
+        lines = text.splitlines()
+        line = lines[fault.line - 1]
+        lines.insert(fault.line - 1, line[: len(line) - len(line.lstrip())] + "fault(run.step)")
+        text, content["fault"] = "\n".join(lines), partial(_act, fault)
+    exec(compile(text, "own_loop.py", "exec"), content)
+
+
+def _act(fault: Fault, step: int) -> None:
+    if step != fault.step or _done:
+        return
+    _done.append(fault)
+    if fault.after_s:
+        threading.Timer(fault.after_s, _do, (fault.act,)).start()
+    else:
+        _do(fault.act)
+
+
+def _do(act: str) -> None:
+    if act == "raise":
+        raise ValueError("a mistake of the user's own")
+    if act == "hang":
+        threading.Event().wait()
+    os.kill(os.getpid(), signal.SIGTERM if act == "stop" else signal.SIGKILL)
+
+
+def launch(
+    text: str, world_size: int = 2, *, fault: Fault | None = None, before: Any = None
+) -> Finished:
+    """Run a program on ranks in the working folder, to its end. Does not raise if one fails."""
+    with start_ranks(run_loop, world_size, text, fault, before) as running:
+        return running.wait(60.0)
+
+
+def state_of(folder: Path) -> tuple[Any, ...]:  # Any: JSON
+    """Return all of the newest checkpoint: step, place, numbers, tensors."""
+    newest = find_checkpoints(folder / "runs")[-1]
+    meta = json.loads((newest / "manifest.json").read_text(encoding="utf-8"))["meta"]
+    return meta, fingerprints(newest / "state.safetensors")
+
+
+def checkpoints_of(folder: Path) -> list[int]:
+    """List the steps of the checkpoints, oldest first."""
+    return [step_of(path) for path in find_checkpoints(folder / "runs")]
+
+
+def is_exact(folder: Path) -> str:
+    """Return what the ledgers say if a sample was not taken exactly once; else nothing."""
+    run, output = only_run(folder / "runs"), io.StringIO()
+    has_ledger = (run / "data").is_dir()
+    return output.getvalue() if has_ledger and check_ledger(run, output=output) else ""
+
+
+def save_what_is_there() -> None:
+    """Have survivors save the tensors as they lie."""
+    LastCommit.take = lambda self, *, is_beside: {n: t.detach() for n, t in self._live.items()}
+
+
+def trust_stamps() -> None:
+    """Have no tensor copied and compared: what changes no stamp counts as unwritten."""
+    LastCommit.before_forward = lambda self: None  # type: ignore[method-assign]
+    last_commit.NUM_FIRST, last_commit.INSPECTED_EVERY = 0, 10**9
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +173,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., State
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(folder := tmp_path_factory.mktemp("undisturbed"))
             launch(text, world_size).ok()
-            assert faults.is_exact(folder) == ""
+            assert is_exact(folder) == ""
             return state_of(folder)
 
     return state
@@ -69,7 +183,7 @@ def restart(text: str, truth: State, world_size: int = 2) -> None:
     """Run it again to its end, with the bits and the samples of the undisturbed run."""
     launch(text, world_size).ok()
     assert state_of(Path()) == truth
-    assert faults.is_exact(Path()) == ""
+    assert is_exact(Path()) == ""
 
 
 def costs_nothing(text: str, fault: Fault, saved: int, truth: State) -> Finished:
@@ -125,7 +239,7 @@ def test_a_rank_that_is_killed_between_two_updates_costs_no_commit(
 ) -> None:
     again = "as run: -> as run:\n    G, D = DDP(G.module), DDP(D.module)"  # as for unfrozen layers
     text = text_of("gan", "epochs(2) -> epochs(1)", again)
-    kill = Fault(act="kill", line=faults.line_of(text, "loss_G = "))
+    kill = Fault(act="kill", line=line_of(text, "loss_G = "))
     finished = costs_nothing(text, kill, STEP, undisturbed(text))
     assert sorted(finished.statuses) == [KILLED, LEFT], finished.describe()
 
@@ -138,8 +252,8 @@ def test_other_rules_of_what_a_survivor_saves_give_other_bits(
     """The controls: without the rule the tests above would see it."""
     changes = HIDDEN if rule == "stamps alone" else ()
     text = text_of("sam", *changes)
-    line = faults.line_of(text, "loss = ")
-    before = faults.save_what_is_there if rule == "what is there" else faults.trust_stamps
+    line = line_of(text, "loss = ")
+    before = save_what_is_there if rule == "what is there" else trust_stamps
     for attempt in range(5):  # WHY: in its first all-reduce yet, rank 0 has not written the weights
         (folder := tmp_path / str(attempt)).mkdir()
         monkeypatch.chdir(folder)
@@ -163,7 +277,7 @@ def test_a_stop_on_any_rank_stops_all_at_one_commit(
     assert checkpoints_of(Path())[-1] < truth[0]["step"]
     resumed = launch(text.replace("(data, 50)", "(data, 70)"), world_size).ok()
     assert ("batch_size 70 is not used: all" in resumed.outputs[0]) == (name == "gan")
-    assert faults.is_exact(Path()) == ""
+    assert is_exact(Path()) == ""
     meta, tensors = state_of(Path())
     assert (meta["step"], meta["place"]) == (truth[0]["step"], truth[0]["place"])
     assert world_size != 2 or (meta, tensors) == truth
@@ -184,7 +298,7 @@ def test_an_exception_in_the_body_costs_no_commit(
 @pytest.mark.slow
 def test_if_all_are_killed_the_last_checkpoint_stands(undisturbed: Callable[..., State]) -> None:
     text = text_of("ppo", "protect( -> protect(save_every=3, folder=")
-    kill = Fault(act="kill", rank=faults.EVERY_RANK, step=8, line=body_of(text)[-1])
+    kill = Fault(act="kill", rank=EVERY_RANK, step=8, line=body_of(text)[-1])
     costs_nothing(text, kill, 6, undisturbed(text_of("ppo")))
 
 
@@ -198,7 +312,7 @@ def test_an_evaluation_after_the_epoch_costs_no_sample_that_zip_took_too_many(
     text = text_of("two_sets")
     launch(after_epoch(text, evaluation)).ok()
     assert state_of(Path()) == undisturbed(text)
-    assert faults.is_exact(Path()) == ""
+    assert is_exact(Path()) == ""
 
 
 @pytest.mark.slow
@@ -255,7 +369,7 @@ def test_what_follows_an_epoch_is_done_once_and_saved(undisturbed: Callable[...,
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_named_and_costs_no_commit(undisturbed: Callable[..., State]) -> None:
     text = text_of("gan", "protect( -> protect(hang_after_s=2.0, folder=")
-    fault = Fault(act="hang", line=faults.line_of(text, "loss_G = "))
+    fault = Fault(act="hang", line=line_of(text, "loss_G = "))
     finished = costs_nothing(text, fault, STEP, undisturbed(text_of("gan")))
     assert finished.statuses == (HangError.exit_status,) * 2, finished.describe()
     assert f"rank 1, step {STEP}, forward" in finished.output
@@ -303,7 +417,7 @@ def test_weights_that_became_nan_replace_no_checkpoint() -> None:
 
 
 def test_names_may_have_dots_and_half_a_launchers_environment_is_one_error(tmp_path: Path) -> None:
-    argv = [sys.executable, "-c", faults.PROGRAMS["twice in one process"]]
+    argv = [sys.executable, "-c", PROGRAMS["twice in one process"]]
     env = {"PYTHONPATH": str(ROOT)}
     done = run_program(argv, timeout_s=60, cwd=tmp_path, env=env).ok()
     assert "resumed: 1 [2.0, 2.0] [-1.0, -1.0] 16" in done.output  # bytes: how often it is saved
@@ -331,7 +445,7 @@ def test_an_evaluation_draws_the_same_after_a_resume(undisturbed: Callable[..., 
     seen = "opt=opt -> opt=opt, seen=seen", "with protect -> seen = {}\nwith protect"
     evaluation = ("drawn = torch.rand(()) + run.rng.random()", "dist.all_reduce(drawn)")
     text = after_epoch(text_of("two_sets", *seen), *evaluation, "seen[epoch] = drawn.item()")
-    fault = Fault(act="raise", step=10, line=faults.line_of(text, "dist.all_reduce"))
+    fault = Fault(act="raise", step=10, line=line_of(text, "dist.all_reduce"))
     costs_nothing(text, fault, 10, undisturbed(text))
 
 
@@ -339,7 +453,7 @@ def test_an_evaluation_draws_the_same_after_a_resume(undisturbed: Callable[..., 
 @pytest.mark.parametrize("name", LOOPS)
 def test_an_example_runs_without_protect_too_and_few_lines_differ(name: str) -> None:
     plain, protected = (
-        (faults.EXAMPLES / kind / f"{name}.py").read_text(encoding="utf-8")
+        (EXAMPLES / kind / f"{name}.py").read_text(encoding="utf-8")
         for kind in ("plain", "protected")
     )
     launch(plain).ok()
@@ -422,9 +536,7 @@ def test_a_rank_that_is_killed_in_a_loop_of_this_kind_costs_no_commit(
     restart(text, undisturbed(text))
 
 
-def check_launched(
-    tmp_path: Path, *argv: str, env: dict[str, str] | None = None, text: str = LOOP
-) -> str:
+def check_launched(tmp_path: Path, *argv: str, env: Any = None, text: str = LOOP) -> str:
     """Run a loop, whose rank 1 dies, and again; it ends in the state of forked ranks.
 
     Returns what the first start has told. A torchrun is forked, but for the first one of LOOP.
@@ -438,7 +550,7 @@ def check_launched(
     assert first.status
     assert checkpoints_of(tmp_path) == [STEP], first.describe()
     resumed = again(argv, **how).ok()
-    assert f"resuming {run_folder(tmp_path)} from step {STEP}" in resumed.output
+    assert f"resuming {only_run(tmp_path / 'runs')} from step {STEP}" in resumed.output
     found = state_of(tmp_path)
     shutil.rmtree(tmp_path / "runs")
     loop, main, _ = text.partition("if __name__")
