@@ -19,24 +19,13 @@ from torch import nn
 
 from hardened_ddp.checkpoint.folder import load_checkpoint, open_checkpoint
 from hardened_ddp.errors import OptimizerError
+from hardened_ddp.model import optimizer as optimizers
 from hardened_ddp.model import precision
+from hardened_ddp.model import schedule as schedules
 from hardened_ddp.model.muon import BY_MUON, MuonAndAdamW
-from hardened_ddp.model.optimizer import (
-    allocate_state,
-    build_optimizer,
-    find_optimizer,
-    parameter_groups,
-    skips_by_flag,
-)
+from hardened_ddp.model.optimizer import build_optimizer, parameter_groups
 from hardened_ddp.model.precision import Precision, clip
-from hardened_ddp.model.schedule import (
-    KNOWN,
-    PREFIX,
-    Schedule,
-    learning_rate,
-    restore_state,
-    save_state,
-)
+from hardened_ddp.model.schedule import Schedule, restore_state
 from hardened_ddp.model.state_tree import pack, unpack
 from hardened_ddp.preflight.optimizer_trial import build_optimizer_and_schedule
 from hardened_ddp.preflight.trial import Trial
@@ -216,7 +205,7 @@ def test_a_state_is_put_back_into_an_optimizer_that_went_on(name: str, scheduler
         return [parameter.detach().clone() for parameter in names.values()]
 
     before = go_on(0, 4)
-    tensors, rest = save_state(schedule, names)
+    tensors, rest = schedules.save_state(schedule, names)
     kept = {key: tensor.clone() for key, tensor in tensors.items()}
     rest = json.loads(json.dumps(rest))
     expected = go_on(4, 7)
@@ -324,13 +313,14 @@ def test_a_resumed_run_and_one_with_a_fault_have_the_same_weights_bit_for_bit(
 
 OPTIMIZERS = get_args(OptimizerName)
 # Those whose state is made before the first step.
-FUSED = [n for n in OPTIMIZERS if find_optimizer(OptimizerConfig(optimizer=n))[0] in KNOWN]
+FOUND = {n: optimizers.find_optimizer(OptimizerConfig(optimizer=n))[0] for n in OPTIMIZERS}
+FUSED = [name for name, found in FOUND.items() if found in schedules.KNOWN]
 
 
 def curve(schedule: str, *, warmup_steps: int = 0) -> list[float]:
     config = OptimizerConfig(warmup_steps=warmup_steps)
     config = replace(config, lr_schedule=schedule)  # type: ignore[arg-type]  # a choice
-    return [learning_rate(config, 1.0, step=step, total_steps=12) for step in range(12)]
+    return [schedules.learning_rate(config, 1.0, step=n, total_steps=12) for n in range(12)]
 
 
 def test_the_schedules_are_the_known_ones() -> None:
@@ -353,7 +343,7 @@ def test_the_first_step_takes_the_state_allocated_for_it(name: Any, args: dict[s
         optimizer = build_optimizer([{"params": [weight]}], config)
         before = {}
         if is_allocated:
-            allocate_state(optimizer)
+            optimizers.allocate_state(optimizer)
             before = dict(optimizer.state[weight])
         for _ in range(2):
             weight.grad = torch.tensor([0.5, -2.0])
@@ -387,21 +377,15 @@ class OtherAdamW(torch.optim.AdamW):
 
 def test_only_known_ones_get_state_ahead_and_fused_ones_are_trusted_to_skip_a_step() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
-    assert all(
-        skips_by_flag(build_optimizer([{"params": [weight]}], OptimizerConfig(optimizer=name)))
-        for name in FUSED
-    )
     own = ImportPath("tests.model.test_own_optimizers:OtherAdamW")
-    for optimizer, args in (
-        (own, {"fused": True}),
-        ("adamw", {"fused": False}),
-        ("adamw", {"foreach": True}),
-        (ImportPath("torch.optim:RAdam"), {}),
-    ):
+    others = [(own, {"fused": True}), ("adamw", {"fused": False}), ("adamw", {"foreach": True})]
+    others += [(ImportPath("torch.optim:RAdam"), {})]
+    for optimizer, args in [*((name, {}) for name in FUSED), *others]:
         config = OptimizerConfig(optimizer=optimizer, optimizer_args=args)
-        assert not skips_by_flag(build_optimizer([{"params": [weight]}], config)), optimizer
+        skips = optimizers.skips_by_flag(build_optimizer([{"params": [weight]}], config))
+        assert skips == ((optimizer, args) not in others), optimizer
     other = torch.optim.RMSprop([weight])
-    allocate_state(other)
+    optimizers.allocate_state(other)
     assert not other.state
 
 
@@ -418,7 +402,7 @@ def test_the_step_count_of_a_parameter_of_one_number_stays_where_the_optimizer_k
     scale = torch.nn.Parameter(torch.empty((), device="meta"))  # in place of a GPU
     optimizer = torch.optim.AdamW([scale], fused=False)
     schedule = Schedule(optimizer, OptimizerConfig(), total_steps=9)
-    saved = {f"{PREFIX}scale.{key}": torch.tensor(3.0) for key in ("step", "exp_avg")}
+    saved = {f"{schedules.PREFIX}scale.{key}": torch.tensor(3.0) for key in ("step", "exp_avg")}
     restore_state(schedule, {"scale": scale}, saved, {})
     devices = {key: value.device.type for key, value in optimizer.state[scale].items()}
     assert devices == {"step": "cpu", "exp_avg": "meta"}

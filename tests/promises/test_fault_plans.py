@@ -60,23 +60,15 @@ def plan_of(seed: int) -> Plan:
 def fault_of(seed: int) -> Fault:
     """Make one fault of a plan."""
     plan = plan_of(seed)
-    injections = [
-        Injection(
-            kind=KINDS[kind][0],
-            phase=phase,
-            step=step,
-            ranks=(rank,),
-            victim=rank,
-            signal=RESTARTS.get(kind, 0),
-        )
-        for rank, step, phase, kind in plan
-    ]
+    injections = []
+    for rank, step, phase, kind in plan:
+        how: dict[str, Any] = {"kind": KINDS[kind][0], "signal": RESTARTS.get(kind, 0)}
+        injections += [Injection(step=step, ranks=(rank,), victim=rank, phase=phase, **how)]
+    told = (f"{kind} on rank {rank} in {phase} of step {s}" for rank, s, phase, kind in plan)
     has_split = any(kind == "memory" for *_, kind in plan)
     return Fault(
         name=f"plan-{seed}",
-        text="; ".join(
-            f"{kind} on rank {rank} in {phase} of step {s}" for rank, s, phase, kind in plan
-        ),
+        text="; ".join(told),
         injections=tuple(injections),
         ends="several starts",
         keeps="equal replicas" if has_split else "same weights",
@@ -125,17 +117,12 @@ UPDATES = ("ema and muon", "ema every and evaluations")
 
 # What they train, if it is not mlp on the digits.
 WORKS: dict[str, dict[str, Any]] = {
-    "mix": {
-        "dataset": "mix:digits,tests.data.test_sampler:dark",
-        "dataset_args": {"weights": [3, 1], "ends": "all"},
-    },
-    "tokens": {
-        "dataset": "tests.token_data:ragged",
-        "model": "tests.token_data:TinyLM",
-        "model_args": {"dropout": 0.2},
-    },
+    "mix": {"dataset": "mix:digits,tests.data.test_sampler:dark"},
+    "tokens": {"dataset": "tests.token_data:ragged", "model": "tests.token_data:TinyLM"},
     "regression": {"dataset": "tests.token_data:slopes"},
 }
+WORKS["mix"]["dataset_args"] = {"weights": [3, 1], "ends": "all"}
+WORKS["tokens"]["model_args"] = {"dropout": 0.2}
 
 
 def drills_of(name: str, folder: Path, *, is_late: bool) -> Drills:
@@ -149,22 +136,16 @@ def random_faults(name: str) -> tuple[Injection, ...]:
     """Draw a fault inside of a step, a NaN, a stop and a kill, at steps that name decides."""
     chance = random.Random(name)
     steps = sorted(chance.sample(range(2, NUM_FEATURE_STEPS - 1, 3), 4))
+    killed = {"signal": signal.SIGKILL}
     kinds = [
         {"kind": "raise", "phase": chance.choice(["forward", "backward"])},
         {"kind": "nan", "phase": "loss"},
         {"kind": "pause", "phase": "forward", "signal": signal.SIGTERM},
-        {
-            "kind": "pause",
-            "phase": chance.choice(["forward", "optimizer"]),
-            "signal": signal.SIGKILL,
-        },
+        {"kind": "pause", "phase": chance.choice(["forward", "optimizer"]), **killed},
     ]
     chance.shuffle(kinds)
-    found = []
-    for step, kind in zip(steps, kinds, strict=True):
-        rank = chance.randrange(2)
-        found.append(Injection(step=step, ranks=(rank,), victim=rank, **kind))
-    return tuple(found)
+    drawn = [(step, chance.randrange(2), kind) for step, kind in zip(steps, kinds, strict=True)]
+    return tuple(Injection(step=s, ranks=(r,), victim=r, **kind) for s, r, kind in drawn)
 
 
 CASES = [(name, False) for name in FEATURES] + [(name, True) for name in UPDATES]

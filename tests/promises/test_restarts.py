@@ -9,20 +9,18 @@ import pytest
 from hardened_ddp.errors import CheckpointError, PeerLostError
 from hardened_ddp.reporting.summary import finished_at, write_summary
 from hardened_ddp.training.survivor_save import read_failures
+from tests import run_folder
 from tests.harness.processes import kill
 from tests.harness.ranks import held_port, run_program, start_program, start_training, train
 from tests.marks import slow_after
 from tests.ranks.test_two_hosts import await_steps
 from tests.run_folder import (
-    find_checkpoints,
     is_past,
     last_tensors,
-    losses_of,
     only_run,
     read_summary,
     samples_by_step,
     saved_step,
-    step_of,
 )
 
 POINTS: list[str | Path] = ["--dataset", "tests.plugins:points", "--cpu_only", "--batch_size", "2"]
@@ -129,13 +127,15 @@ def test_a_last_evaluation_that_was_cut_short_is_done_by_the_next_start(tmp_path
     (tmp_path / "run").mkdir()
     write_summary(tmp_path / "run", {"status": "finished", "step": 5})
     with start_training(argv, 2) as running:
-        running.wait_for(lambda: bool(find_checkpoints(tmp_path)), timeout_s=60, what="a save")
+        running.wait_for(
+            lambda: bool(run_folder.find_checkpoints(tmp_path)), timeout_s=60, what="a save"
+        )
         for rank in (0, 1):
             running.kill(rank)
         running.wait(20)
     (tmp_path / "pace").unlink()
     assert finished_at(tmp_path / "run") is None
-    assert [step_of(path) for path in find_checkpoints(tmp_path)] == [5]
+    assert [*map(run_folder.step_of, run_folder.find_checkpoints(tmp_path))] == [5]
     resumed = train(argv, 2).ok()
     assert "epoch 1 done" in resumed.outputs[0]
     summary = read_summary(tmp_path / "run")
@@ -178,7 +178,7 @@ def test_any_number_of_ranks_goes_on_with_the_same_samples_in_each_step(tmp_path
     alone_run, run = tmp_path / "alone" / "run", tmp_path / "changing" / "run"
     assert samples_by_step(run) == samples_by_step(alone_run)
     assert len(samples_by_step(run)) == 60
-    losses, expected = losses_of(run), losses_of(alone_run)
+    losses, expected = map(run_folder.losses_of, (run, alone_run))
     assert losses.keys() == expected.keys()
     # The same sums in another order of additions, fed back over 60 steps.
     assert all(losses[step] == pytest.approx(expected[step], abs=2e-3) for step in expected)
