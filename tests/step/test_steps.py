@@ -33,6 +33,7 @@ from hardened_ddp.step.step import Stepper
 from hardened_ddp.training.evaluation import evaluate
 from tests.harness.ranks import run_ranks, train
 from tests.marks import slow_after
+from tests.ranks.test_shared_sum import rendezvous
 from tests.run_folder import find_checkpoints, only_run, read_summary, step_of
 
 CPU = torch.device("cpu")
@@ -118,18 +119,14 @@ def test_with_debug_ranks_on_one_cpu_use_ddp_too(flags: list[str], how: str, cal
     assert run_ranks(how_summed, 2, flags) == [(how, [called])] * 2
 
 
-@pytest.mark.parametrize(
-    "shared",
-    slow_after(
-        1,
-        [
-            (3, ["--batch_size", "4"]),
-            (3, ["--batch_size", "2", "--accumulation_steps", "2", "--no_shared_memory"]),
-            (2, ["--batch_size", "6", "--continue_on_error", "--no_shared_memory"]),
-        ],
-    ),
-    ids=str,
-)
+SHARED = [
+    (3, ["--batch_size", "4"]),
+    (3, ["--batch_size", "2", "--accumulation_steps", "2", "--no_shared_memory"]),
+    (2, ["--batch_size", "6", "--continue_on_error", "--no_shared_memory"]),
+]
+
+
+@pytest.mark.parametrize("shared", slow_after(1, SHARED), ids=str)
 def test_any_sharing_gives_the_gradient_of_one_big_batch(shared: tuple[int, list[str]]) -> None:
     # 37 samples in steps of 12: the last has 1 sample, so all ranks but one have none.
     data = ["--dataset", "tests.plugins:points", "--dataset_args", "{size: 37}", "--model", "mlp"]
@@ -191,10 +188,8 @@ def test_samples_left_out_leave_the_mean_over_the_others() -> None:
 def mean_without(left_out: tuple[int, ...]) -> torch.Tensor:
     parts = parts_of([*POINTS, "--dataset_args", "{size: 12}", "--batch_size", "12"])
     kept = [index for index in range(12) if index not in left_out]
-    samples = [parts.data.train[index] for index in kept]
-    logits = parts.replica.module(torch.stack([point for point, _ in samples]))
-    targets = torch.tensor([label for _, label in samples])
-    torch.nn.functional.cross_entropy(logits, targets).backward()
+    points, labels = zip(*(parts.data.train[index] for index in kept), strict=True)
+    cross_entropy(parts.replica.module(torch.stack(points)), torch.tensor(labels)).backward()
     return torch.cat([p.grad.flatten() for p in parts.replica.module.parameters()])
 
 
@@ -286,8 +281,7 @@ def whole_batch_gradients(argv: list[str], which: list[int], shift: int) -> list
         first = number * WINDOW
         indices = order.take(first, min(first + WINDOW, SIZE)).tolist()
         samples = [parts.data.train[index] for index in indices]
-        ids = torch.stack([sample["ids"] for sample in samples])
-        labels = torch.stack([sample["labels"] for sample in samples])
+        ids, labels = (torch.stack([s[name] for s in samples]) for name in ("ids", "labels"))
         module = parts.replica.module
         logits = module.head(module.mix(module.embed(ids)).tanh())
         outputs = logits[:, : logits.shape[1] - shift].flatten(0, 1)
@@ -297,21 +291,17 @@ def whole_batch_gradients(argv: list[str], which: list[int], shift: int) -> list
     return found
 
 
-@pytest.mark.parametrize(
-    "shared",
-    slow_after(
-        2,
-        [
-            (2, True, ["--batch_size", "3", "--accumulation_steps", "2"]),
-            (3, True, ["--batch_size", "2", "--accumulation_steps", "2", "--no_shared_memory"]),
-            (1, True, ["--batch_size", "4", "--accumulation_steps", "3"]),
-            (2, True, ["--batch_size", "6", "--no_shared_memory", "--step_retry", "off"]),
-            (4, False, ["--batch_size", "3", "--continue_on_error"]),
-            (3, False, ["--batch_size", "4", "--no_shared_memory", "--find_unused_parameters=on"]),
-        ],
-    ),
-    ids=str,
-)
+OF_TOKENS = [
+    (2, True, ["--batch_size", "3", "--accumulation_steps", "2"]),
+    (3, True, ["--batch_size", "2", "--accumulation_steps", "2", "--no_shared_memory"]),
+    (1, True, ["--batch_size", "4", "--accumulation_steps", "3"]),
+    (2, True, ["--batch_size", "6", "--no_shared_memory", "--step_retry", "off"]),
+    (4, False, ["--batch_size", "3", "--continue_on_error"]),
+    (3, False, ["--batch_size", "4", "--no_shared_memory", "--find_unused_parameters=on"]),
+]
+
+
+@pytest.mark.parametrize("shared", slow_after(2, OF_TOKENS), ids=str)
 def test_any_sharing_gives_the_mean_of_counted_tokens(shared: tuple[int, bool, list[str]]) -> None:
     world_size, double, how = shared
     which = [0, 1, 3]
@@ -321,18 +311,11 @@ def test_any_sharing_gives_the_mean_of_counted_tokens(shared: tuple[int, bool, l
     assert_close(found, wanted, 1e-12 if double else 1e-6)
 
 
-@pytest.mark.parametrize(
-    "case",
-    slow_after(
-        1,
-        [
-            ("tokens", "loss logits", 1, ["--no_shared_memory"]),
-            ("own", "loss logits", 1, ["--no_shared_memory"]),
-            ("own", "loss", 0, []),
-        ],
-    ),
-    ids=str,
-)
+USES = [(task, "loss logits", 1, ["--no_shared_memory"]) for task in ("tokens", "own")]
+USES += [("own", "loss", 0, [])]
+
+
+@pytest.mark.parametrize("case", slow_after(1, USES), ids=str)
 def test_labels_are_counted_as_the_model_uses_them(case: tuple[str, str, int, list[str]]) -> None:
     task, names, shift, how = case
     argv = arguments(True, *how)
@@ -381,8 +364,7 @@ def test_a_step_without_any_label_that_counts_moves_nothing(how: list[str]) -> N
 
 def total_of_counts(dtype: torch.dtype, sent_as: torch.dtype | None) -> tuple[float, int]:
     """Send 5003 and 5004 with the gradients of two ranks; return what each reads, and the sums."""
-    launch, cpu = read_launch(os.environ), torch.device("cpu")
-    group = open_group(launch, device=cpu, backend="gloo", timeout_s=30, shared_memory=False)
+    group = rendezvous(shared_memory=False)
     ddp = DistributedDataParallel(torch.nn.Linear(4, 3).to(dtype))
     sums = ByDdp(ddp, group, sent_as=sent_as, counts=True)
     sums.note_count(5003.0 + group.launch.rank)
@@ -397,9 +379,7 @@ SENT = [(torch.float32, None, 1), (torch.float32, torch.float16, 2), (torch.floa
 
 
 @pytest.mark.parametrize("types", slow_after(1, SENT), ids=str)
-def test_the_count_is_exact_and_costs_no_sum_of_its_own_but_beside_gradients_of_16_bits(
-    types: tuple[torch.dtype, torch.dtype | None, int],
-) -> None:
+def test_the_count_is_exact_and_costs_no_sum_of_its_own_but_beside_16_bits(types: Any) -> None:
     *sent, num_sums = types
     assert run_ranks(total_of_counts, 2, *sent) == [(10007.0, num_sums)] * 2
 
