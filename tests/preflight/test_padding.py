@@ -33,6 +33,7 @@ from tests.step.test_steps import parts_of, stepper_of
 from tests.token_data import Ragged, TinyLM, pad
 
 CPU = torch.device("cpu")
+PLAIN, ALONE = Config(), Group(Launch(), CPU)
 HERE = ("all_reduce in mine.py:1",)
 
 
@@ -140,6 +141,8 @@ class Mixed(TinyLM):
     def __init__(self, kind: str) -> None:
         super().__init__(dropout=0.0 if "training" in kind else 0.1)
         self.kind = kind
+        if kind == "counts calls":
+            self.num_calls = 0
         self.recurrent = nn.GRU(8, 8, batch_first=True) if kind == "recurrent" else None
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -152,21 +155,11 @@ class Mixed(TinyLM):
             hidden = hidden - hidden.mean(dim=0, keepdim=True)
         if self.kind == "raises" and len(ids) == 1:
             raise ValueError("one sample is no batch")
+        if self.kind == "counts calls":
+            self.num_calls += 1
         if self.recurrent is not None:
             hidden = self.recurrent(hidden)[0]
         return self.head(self.drop(self.mix(hidden).tanh()))
-
-
-class Counting(TinyLM):
-    """Its forward counts calls in an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return super().forward(ids)
 
 
 def packed(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -186,21 +179,14 @@ class Aged(TinyLM):
 
 
 def chosen(
-    model: nn.Module,
-    *,
-    config: Config | None = None,
-    collate: Any = pad,
-    saved: dict[str, Any] | None = None,
-    task: Task | None = None,
-    **found: Any,
+    model: nn.Module, config: Config = PLAIN, collate: Any = pad, saved: Any = None, **found: Any
 ) -> int:
     fetcher = Fetcher(Ragged(8), seed=0, collate=collate)
     samples = [fetcher[(0, torch.arange(i, i + 2))] for i in (0, 2)]
-    task = task or Tokens()
+    task = found.pop("task", Tokens())
     task.attach(model, "tokens")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    trial = Trial(model, task, Precision("off", CPU), Group(Launch(), CPU))
-    config = config or Config()
+    trial = Trial(model, task, Precision("off", CPU), ALONE)
     least = choose_least_padding(trial, samples, Findings(**found), config=config, saved=saved)
     assert all(module.training for module in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -214,7 +200,7 @@ def test_small_models_need_more_padding_and_a_resumed_run_cuts_as_it_began() -> 
     assert chosen(TinyLM(), saved={}) == 0  # a checkpoint of a version without
 
 
-KINDS = ["padding", "end", "samples", "samples in training", "recurrent", "raises"]
+KINDS = ["padding", "end", "samples", "samples in training", "recurrent", "raises", "counts calls"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -228,7 +214,6 @@ def test_nothing_is_cut_in_other_cases() -> None:
     assert chosen(Aged(), collate=with_ages) == 0
     assert chosen(TinyLM(), moving_buffers=("norm.running_mean",)) == 0
     assert chosen(TinyLM(), own_tensors=("cache",)) == 0
-    assert chosen(Counting()) == 0
     for calls in (ForwardCollectives(HERE), ForwardCollectives(in_evaluation=HERE)):
         assert chosen(TinyLM(), collectives=calls) == 0
     assert chosen(TinyLM(), collectives=NO_COLLECTIVES, task=Task()) == 0
@@ -252,9 +237,6 @@ def test_a_run_in_two_parts_cut_and_retried_ends_with_the_same_weights(tmp_path:
     assert halfway != last_tensors(tmp_path / "cut") == last_tensors(tmp_path / "whole")
 
 
-PLAIN, ALONE = Config(), Group(Launch(), CPU)
-
-
 class Net(nn.Module):
     """A convolution with a BatchNorm. needs: what needs the usual order of memory."""
 
@@ -275,11 +257,7 @@ class Net(nn.Module):
 
 
 def choose(
-    model: nn.Module,
-    config: Config = PLAIN,
-    *,
-    began_with: bool | None = None,
-    group: Group = ALONE,
+    model: nn.Module, config: Config = PLAIN, began_with: Any = None, group: Group = ALONE
 ) -> bool:
     batch = Batch(torch.randn(2, 3, 6, 6), torch.tensor([0, 2]), torch.arange(2))
     random = torch.get_rng_state()
