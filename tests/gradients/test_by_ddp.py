@@ -194,24 +194,15 @@ def test_gradients_that_stay_local_take_no_memory_beside_the_buckets() -> None:
 
 
 def test_ddp_does_not_look_for_inputs_to_move_to_the_gpu() -> None:
-    model, made = torch.nn.Linear(2, 2), []
-
-    class Made:
-        reducer = None
-        find_unused_parameters = False
-
-        def __init__(self, module: Any, device_ids: Any = None, **named: Any) -> None:
-            self.module = module
-            made.append(device_ids)
-
-        def register_comm_hook(self, state: None, hook: Any) -> None:
-            pass
-
+    model = torch.nn.Linear(2, 2)
+    ddp = mock.Mock(module=model, reducer=None, find_unused_parameters=False)
     config = resolve(parse(["--step_retry", "off"]), world_size=2).config
     group: Any = SimpleNamespace(world_size=2, device=torch.device("meta"), shared=None)
-    with mock.patch("hardened_ddp.gradients.by_ddp.DistributedDataParallel", Made):
+    name = "hardened_ddp.gradients.by_ddp.DistributedDataParallel"
+    with mock.patch(name, return_value=ddp) as made:
         sum_gradients_of(model, group, config, finds_unused=False)
-    assert made == [None]
+    [(given, named)] = made.call_args_list
+    assert (given, named.get("device_ids")) == ((model,), None)
 
 
 @pytest.mark.parametrize(

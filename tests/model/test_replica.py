@@ -55,16 +55,12 @@ def look_at(model: nn.Module, group: Group) -> Findings:
     return probe(Trial(model, task, Precision("off", CPU), group), samples)
 
 
-def do_backward(
-    sums: GradientSum, inputs: torch.Tensor | None, *, keeps_local: bool = False
-) -> None:
+def do_backward(sums: GradientSum, inputs: torch.Tensor, *, keeps_local: bool = False) -> None:
     """Compute and add up the gradients of one step of two samples. Collective: all ranks."""
     window = Window(epoch=0, start=0, size=2)
     sums.begin(window, keeps_local=keeps_local)
-    if inputs is not None:
-        with sums.around(is_last=True):
-            loss = sums.call(inputs).sum()
-            loss.backward()
+    with sums.around(is_last=True):
+        sums.call(inputs).sum().backward()
     mine = Marks(has_failed=False, num_samples=1, count=0.0)
     assert sums.finish(mine, window=window, on_device=False) is not None  # collective
 
@@ -107,8 +103,7 @@ def train_branching(shared_memory: bool) -> list[float]:
     group = rendezvous(shared_memory=shared_memory)
     torch.manual_seed(0)
     model = Branching(uses_second=group.launch.rank == 0)
-    findings = look_at(model, group)
-    on = choose_find_unused("auto", findings)
+    on = choose_find_unused("auto", look_at(model, group))
     sums = sum_gradients_of(model, group, Config(), finds_unused=on)
     for _ in range(3):
         do_backward(sums, torch.ones(2, 4))  # collective
@@ -240,21 +235,15 @@ def test_without_a_private_name_of_the_reducer_an_error_ends_the_attempt(missing
     assert not sums._are_old
 
 
-class Every(nn.Module):
-    """Has buffers of all kinds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("of_single", torch.zeros(3, 2))
-        self.register_buffer("of_half", torch.zeros(4, dtype=torch.bfloat16))
-        self.register_buffer("of_double", torch.zeros(2, dtype=torch.float64))
-        self.register_buffer("of_count", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("of_negative", torch.zeros(2, dtype=torch.int32))
-        self.register_buffer("of_flag", torch.zeros(2, dtype=torch.bool))
-        self.register_buffer("of_wave", torch.zeros(2, dtype=torch.complex64))
-
-
-NAMES = ["of_single", "of_half", "of_double", "of_count", "of_negative", "of_flag", "of_wave"]
+BUFFERS = {
+    "of_single": torch.zeros(3, 2),
+    "of_half": torch.zeros(4, dtype=torch.bfloat16),
+    "of_double": torch.zeros(2, dtype=torch.float64),
+    "of_count": torch.zeros((), dtype=torch.int64),
+    "of_negative": torch.zeros(2, dtype=torch.int32),
+    "of_flag": torch.zeros(2, dtype=torch.bool),
+    "of_wave": torch.zeros(2, dtype=torch.complex64),
+}
 
 
 class Teacher(nn.Module):
@@ -270,17 +259,17 @@ def made_equal() -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Make buffers and moving parameters that differ between the ranks equal; return both."""
     group, big = rendezvous(), 2**62 + 12345  # no float holds it
     rank = group.launch.rank
-    module = Every()
+    module = nn.Module()
     values = [1.5 + rank, 0.5 * rank, 1e-20 + rank, big + rank, -7 - rank, rank == 0]
-    for name, value in zip(NAMES, [*values, complex(rank, -rank)], strict=True):
-        getattr(module, name).fill_(value)
-    buffers = MovingBuffers(module, NAMES)
+    for name, value in zip(BUFFERS, [*values, complex(rank, -rank)], strict=True):
+        module.register_buffer(name, BUFFERS[name].fill_(value))
+    buffers = MovingBuffers(module, [*BUFFERS])
     buffers.equalize(group)  # collective
     torch.manual_seed(rank)
     teacher = Teacher()
     MovingBuffers(teacher, ["teacher.weight", "teacher.bias"]).equalize(group)  # collective
     group.close()
-    return [t.clone() for t in map(buffers._now, NAMES)], teacher.teacher.state_dict()
+    return [t.clone() for t in map(buffers._now, BUFFERS)], teacher.teacher.state_dict()
 
 
 def test_floats_become_the_mean_and_integers_and_parameters_those_of_rank_0_bit_for_bit() -> None:
@@ -290,14 +279,9 @@ def test_floats_become_the_mean_and_integers_and_parameters_those_of_rank_0_bit_
     for buffers, parameters in [(first, weights), *others]:
         assert all(map(torch.equal, buffers, first))
         assert all(torch.equal(parameters[name], expected[name]) for name in expected)
-    single, half, double, count, negative, flag, wave = first
-    assert single.tolist() == [[3.0, 3.0]] * 3
-    assert half.tolist() == [0.75] * 4
-    assert double.tolist() == [1.5, 1.5]
-    assert count.item() == 2**62 + 12345
-    assert negative.tolist() == [-7, -7]
-    assert flag.tolist() == [True, True]
-    assert wave.tolist() == [complex(1.5, -1.5)] * 2
+    floats, others = [[[3.0, 3.0]] * 3, [0.75] * 4, [1.5, 1.5]], [2**62 + 12345, [-7] * 2]
+    wanted = [*floats, *others, [True, True], [complex(1.5, -1.5)] * 2]
+    assert [buffer.tolist() for buffer in first] == wanted
 
 
 def test_copies_of_buffers_take_no_kernel_for_each() -> None:

@@ -21,13 +21,15 @@ from hardened_ddp.checkpoint.tensors import TensorSpec
 from hardened_ddp.data.foreign_code import import_extra
 from hardened_ddp.errors import CheckpointError, CheckpointMismatchError, MainRankError
 from hardened_ddp.export.export import export_model
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.step.progress import Progress
 from hardened_ddp.training import state
 from hardened_ddp.training.weights import fit_weights, load_initial_weights, read_weights
 from tests.harness.ranks import run_ranks, train
 from tests.ranks.test_shared_sum import rendezvous
 
-HERE = Path("weights")
+CPU = torch.device("cpu")
 
 
 class Net(nn.Module):
@@ -43,34 +45,23 @@ class Tied(nn.Module):
         self.head.weight = self.words.weight
 
 
-class Wrapper(nn.Module):
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-
-class Alone:
-    """A group of one rank."""
-
-    def run_on_main(self, work: Any, *, what: str) -> Any:
-        return work()
+def wrapped(net: nn.Module) -> nn.Module:
+    return nn.ModuleDict({"net": net})
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: torch.randn_like(tensor) for name, tensor in model.state_dict().items()}
 
 
-def fit(
-    found: dict[str, torch.Tensor], model: nn.Module
-) -> tuple[dict[str, torch.Tensor], list[str]]:
-    return fit_weights(found, model, HERE)
+def fit(found: dict[str, torch.Tensor], model: nn.Module) -> tuple[dict[str, Any], list[str]]:
+    return fit_weights(found, model, Path("weights"))
 
 
 def test_weights_that_fit_are_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     found, model = weights(Net()), Net()
     save_file(found, tmp_path / "w.safetensors")
     with caplog.at_level(logging.INFO):
-        load_initial_weights(model, str(tmp_path / "w.safetensors"), Alone())  # type: ignore[arg-type]
+        load_initial_weights(model, str(tmp_path / "w.safetensors"), Group(Launch(), CPU))
     assert all(torch.equal(tensor, found[name]) for name, tensor in model.state_dict().items())
     assert "4 of 4 tensors, 100.0% of values" in caplog.text
     assert len(caplog.records) == 1
@@ -97,7 +88,7 @@ def test_names_of_a_wrapper_are_dropped_or_added(prefix: str) -> None:
     fitting, [told] = fit({prefix + name: tensor for name, tensor in found.items()}, Net())
     assert fitting.keys() == found.keys()
     assert told.endswith(f" (its names: {prefix!r} dropped, '' put before)")
-    fitting, _ = fit(found, Wrapper(Wrapper(Net())))
+    fitting, _ = fit(found, wrapped(wrapped(Net())))
     assert fitting.keys() == {f"net.net.{name}" for name in found}
 
 
@@ -149,7 +140,7 @@ def test_a_folder_of_hugging_face_is_understood_also_in_shards(tmp_path: Path) -
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
     other = transformers.BertForSequenceClassification(config)
     for name in ("one", "shards"):
-        _, [told] = fit(read_weights(tmp_path / name), Wrapper(other))
+        _, [told] = fit(read_weights(tmp_path / name), wrapped(other))
         assert "100.0% of values (its names: '' dropped, 'net.' put before)" in told
 
 
@@ -199,8 +190,7 @@ def test_weights_of_another_model_are_an_error_that_names_both() -> None:
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 def test_a_state_goes_over_nccl_if_it_can(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
-    sent: dict[str, torch.device] = {}
+    gpu, sent = torch.device("cuda", 0), dict[str, torch.device]()
 
     def receive(group: object, saved: object, names: list[str], device: torch.device) -> Any:
         sent.update(dict.fromkeys(names, device))
@@ -216,8 +206,8 @@ def test_a_state_goes_over_nccl_if_it_can(backend: str, monkeypatch: pytest.Monk
     specs = {name: SimpleNamespace(shape=shape) for name, shape in shapes.items()}
     meta = asdict(Progress(step=7)) | {"stream": None, "optimizer_state": {}}
     assert state.restore(parts, mock.Mock(specs=specs, meta=meta)).step == 7
-    large = gpu if backend == "nccl" else cpu
-    assert list(sent.values()) == [large, large, cpu], "step counts stay on the host"
+    large = gpu if backend == "nccl" else CPU
+    assert list(sent.values()) == [large, large, CPU], "step counts stay on the host"
 
 
 NAMES = [f"model.{number}" for number in range(5)]
@@ -225,7 +215,6 @@ NAMES = [f"model.{number}" for number in range(5)]
 
 def received(fails_at: int) -> tuple[list[float], int, str]:
     """Receive a state in chunks of one tensor; return it, the ranks' votes, and the error."""
-    cpu = torch.device("cpu")
     group = rendezvous()
     votes, gather = [], group.gather_json
 
@@ -245,7 +234,7 @@ def received(fails_at: int) -> tuple[list[float], int, str]:
     group.gather_json = count  # type: ignore[method-assign]
     with mock.patch.object(state, "_CHUNK_BYTES", 1):
         try:
-            found = state.receive(group, saved, NAMES, cpu)
+            found = state.receive(group, saved, NAMES, CPU)
         except MainRankError as raised:
             error = raised.message
     group.close()

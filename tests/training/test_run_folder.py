@@ -302,12 +302,10 @@ def test_a_second_writer_is_refused_with_host_and_pid_of_the_first(tmp_path: Pat
     RunLock.acquire(tmp_path).close()
 
 
-def leave_lock(
-    folder: Path, *, jobs: Sequence[str] = (), restart: int = 0, beats: int = 7, **mark: Any
-) -> None:
+def leave_lock(folder: Path, *, jobs: Sequence[str] = (), beats: int = 7, **mark: Any) -> None:
     """Leave the lock of a process like this one, but for what is given."""
     body = {"mark": asdict(this_process()) | mark, "token": "theirs"}
-    body |= {"jobs": list(jobs), "restart": restart, "beats": beats}
+    body |= {"jobs": list(jobs), "restart": 0, "beats": beats}
     (folder / LOCK_NAME).write_text(json.dumps(body))
 
 
