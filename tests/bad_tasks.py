@@ -36,7 +36,7 @@ INPUTS: dict[str, Callable[[int], Any]] = {
 class Table(Dataset[Any]):
     """Twelve samples whose inputs and labels are of those kinds; num_classes if it is given."""
 
-    def __init__(self, label: str, inputs: str, num_classes: int | None) -> None:
+    def __init__(self, label: str, inputs: str = "row", num_classes: int | None = None) -> None:
         self.label, self.inputs = LABELS[label], INPUTS[inputs]
         if num_classes is not None:
             self.num_classes = num_classes
@@ -49,21 +49,15 @@ class Table(Dataset[Any]):
         return inputs if inputs is None else (inputs, self.label(index))
 
 
-def table(
-    train: bool,
-    label: str = "class",
-    inputs: str = "row",
-    num_classes: int | None = None,
-    test_label: str = "",
-) -> Table:
-    return Table(label if train else test_label or label, inputs, num_classes)
+def table(train: bool, label: str = "class", test_label: str = "", **more: Any) -> Table:
+    return Table(label if train else test_label or label, **more)
 
 
 class Sized(Table):
     """The table, with a length and classes that are of no right type."""
 
     def __init__(self, length: Any, classes: Any) -> None:
-        super().__init__("class", "row", None)
+        super().__init__("class")
         self.length, self.classes = length, classes
 
     def __len__(self) -> int:

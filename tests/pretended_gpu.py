@@ -13,7 +13,7 @@ Which tensors are on it is known by their memory. What it can't show is in docs/
 import contextlib
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -104,13 +104,8 @@ class PretendedGpu(TorchDispatchMode):
                 break
         self.waits.append(f"{what} at {where}")
 
-    def __torch_dispatch__(
-        self,
-        func: Any,  # Any: torch's own signature
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    # Any: torch's own signature
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -163,13 +158,7 @@ class _Arguments(TorchFunctionMode):
         super().__init__()
         self._gpu = gpu
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         gpu, kwargs = self._gpu, dict(kwargs or {})
         name = getattr(func, "__name__", "")
         tensor = args[0] if args and isinstance(args[0], torch.Tensor) else None
@@ -204,9 +193,7 @@ class _Arguments(TorchFunctionMode):
             gpu.wait(name)
         return gpu.take(func(*args, **kwargs))
 
-    def _move(
-        self, name: str, tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> torch.Tensor:
+    def _move(self, name: str, tensor: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
         """Do what Tensor.to, cpu or cuda do."""
         gpu, is_here = self._gpu, self._gpu.has(tensor)
         ends = [_device_of(leaf) for leaf in (*args, *kwargs.values())]

@@ -3,7 +3,7 @@
 import re
 import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -231,9 +231,7 @@ VERDICTS: list[tuple[list[Report], str | None]] = [
 
 
 @pytest.mark.parametrize(("reports", "text"), VERDICTS, ids=range(len(VERDICTS)))
-def test_the_verdict_names_who_holds_up_the_others(
-    reports: Sequence[Report], text: str | None
-) -> None:
+def test_the_verdict_names_who_holds_up_the_others(reports: list[Report], text: str | None) -> None:
     missing = (1,) if len(reports) == 1 else ()
     verdict = decide(reports, wait_limit_s=540, missing=missing)
     assert (verdict and verdict.text) == text

@@ -294,9 +294,7 @@ def built(*argv: str) -> Task:
     return build_task(config.task.task, model, build_data(config.data), config.task)
 
 
-def test_an_impossible_metric_is_told_before_ranks_meet_and_one_that_some_data_have_passes() -> (
-    None
-):
+def test_an_impossible_metric_is_told_before_ranks_meet_and_one_of_some_data_passes() -> None:
     def check(*argv: str) -> None:
         check_names(resolve(parse(["--cpu_only", *argv]), world_size=1).config)
 
