@@ -45,9 +45,7 @@ LOGS = [Composed(*line.replace("\\n", "\n").split(" ", 2)) for line in _LINES]
 
 WITHOUT_LOG = {
     **dict.fromkeys(["nccl-timeout", "collective-missing"], "timeouts() makes its logs"),
-    **dict.fromkeys(
-        ["stop-silent", "lost-finished-rank"], "in torchrun's table: test_short_logs.py"
-    ),
+    **dict.fromkeys(["stop-silent", "lost-finished-rank"], "in torchrun's table: short_logs.txt"),
     **dict.fromkeys(["gloo-ddp-outlives-group", "gloo-destroy-hang"], "a race: stacks there, too"),
     "nccl-aborted": "needs NCCL and GPUs, and a second failure",
     "killed-outside": "in no log: in the run folder, TestFiles",
@@ -59,11 +57,7 @@ def log_of(case: Composed, *, rank: int, other: int) -> str:
     """Make a log: a few healthy lines, then the failure."""
     text = case.text.format(rank=rank, other=other)
     lines = [f"epoch 1 step {step} loss 1.{step} lr 3e-4" for step in range(8)]
-    if case.is_raised:
-        lines += [f"[rank{rank}]: {line}" for line in traceback_of(text)]
-    else:
-        lines += text.splitlines()
-    return "\n".join(lines) + "\n"
+    return joined(lines, of_rank(rank, traceback_of(text)) if case.is_raised else [text])
 
 
 def of_rank(rank: int, lines: list[str]) -> list[str]:
@@ -95,7 +89,7 @@ def timeouts(seqs: dict[int, int], *, world_size: int) -> str:
     lines = [f"Starting with {world_size} processes", "epoch 1 step 10 loss 2.1"]
     for form in _TEMPLATES["an NCCL timeout"].splitlines():
         lines += [form.format(rank=rank, seq=seq, before=seq - 1) for rank, seq in seqs.items()]
-    return "\n".join(lines) + "\n"
+    return joined(lines)
 
 
 def waiting(calls: str) -> str:
@@ -130,9 +124,6 @@ def block_of(failures: dict[int, int], *, root: int, host: str = "node1") -> str
     others = "".join(entry(i + 1, rank) for i, rank in enumerate(failures) if rank != root)
     others = others or "  <NO_OTHER_FAILURES>\n"
     return _TEMPLATES["torchrun's block"].format(others=others, root=entry(0, root))
-
-
-_MADE = "says|raises|torchrun|timeouts|waiting|goodbye"
 
 
 def made_of(text: str) -> tuple[str, list[str]]:
@@ -196,7 +187,7 @@ Form = Callable[[str], str]
 
 def each_line(form: Form) -> Form:
     """Change every line."""
-    return lambda text: "\n".join(form(line) for line in text.splitlines()) + "\n"
+    return lambda text: joined([form(line) for line in text.splitlines()])
 
 
 def with_healthy_lines(text: str) -> str:
@@ -207,20 +198,20 @@ def with_healthy_lines(text: str) -> str:
         lines.append(line)
         if chance.random() < 0.3:
             lines.append(chance.choice(_TRAINING))
-    return "\n".join(lines) + "\n"
+    return joined(lines)
 
 
 def with_much_around(text: str) -> str:
     """Put hundreds of lines of training output before and after."""
-    many = "\n".join(_TRAINING * 40)
-    return f"{many}\n{text}{many}\n"
+    many = joined(_TRAINING * 40)
+    return f"{many}{text}{many}"
 
 
 def cut_top(text: str) -> str:
     """Lose the first lines, up to the second one of the traceback."""
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if "Traceback" in line), 4)
-    return "\n".join(lines[start + 1 :]) + "\n"
+    return joined(lines[start + 1 :])
 
 
 def cut_end(text: str) -> str:
@@ -258,10 +249,9 @@ def explain(*logs: Path) -> dict[str, Any]:
     return found
 
 
-def explain_text(text: str, folder: Path, name: str = "train.log") -> dict[str, Any]:
+def explain_text(text: str, folder: Path) -> dict[str, Any]:
     """Explain a text as a file."""
-    log = folder / name
-    log.write_text(text, encoding="utf-8")
+    (log := folder / "train.log").write_text(text, encoding="utf-8")
     return explain(log)
 
 

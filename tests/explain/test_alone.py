@@ -36,14 +36,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
     """Run it with the standard library only: -S leaves site-packages out."""
-    return subprocess.run(
-        [sys.executable, "-S", "-m", "ddp_doctor", *words],
-        cwd=folder,
-        env={"PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    argv = [sys.executable, "-S", "-m", "ddp_doctor", *words]
+    how = {"capture_output": True, "text": True, "timeout": 60}
+    return subprocess.run(argv, cwd=folder, env={"PATH": "/usr/bin:/bin"}, **how)
 
 
 @pytest.mark.parametrize(

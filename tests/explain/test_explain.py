@@ -1,4 +1,8 @@
-"""explain on composed and real logs: causes, timeouts, forms, files, healthy logs, and no logs."""
+"""explain on composed, real and short logs: causes, forms, files, healthy logs, and no logs.
+
+The short ones are in short_logs.txt: after the title of each stand the verdict and, if that
+matters, of whom. What logs.made_of() fills in begins with @; @says has words of the answer.
+"""
 
 import gzip
 import json
@@ -16,32 +20,14 @@ import ddp_training
 from ddp_doctor.explain.catalogue import BY_CODE, CAUSES
 from ddp_doctor.explain.matching import Matcher, literal_of
 from ddp_doctor.explain.reader import Search
-from tests.explain import reproducers
-from tests.explain.logs import (
-    ENDED,
-    FORMS,
-    HEALTHY,
-    LOGS,
-    WITHOUT_LOG,
-    Composed,
-    block_of,
-    code_of,
-    explain,
-    explain_text,
-    joined,
-    log_of,
-    made_of,
-    of_rank,
-    rank_of,
-    timeouts,
-    traceback_of,
-)
+from tests.explain import logs, reproducers
+from tests.explain.logs import FORMS, code_of, explain, explain_text, joined, rank_of, timeouts
 from tests.harness.processes import ROOT, clean_environment
 from tests.marks import sections, slow_after
 
 SPOKEN_BY_RANK = 3
 _FORMS = ("as it is", "healthy lines between", "docker", "torchrun tee", "colours", "much around")
-KEY_ERROR = traceback_of("KeyError: 'label'")
+KEY_ERROR = logs.traceback_of("KeyError: 'label'")
 
 
 class TestCatalogue:
@@ -50,12 +36,12 @@ class TestCatalogue:
         assert len(others) >= 150
         assert len({cause.code for cause in CAUSES}) == len(CAUSES)
         programs = reproducers.load().values()
-        shown = {case.code for case in (*programs, *LOGS)}
-        assert {cause.code for cause in others} - shown == WITHOUT_LOG.keys()
+        shown = {case.code for case in (*programs, *logs.LOGS)}
+        assert {cause.code for cause in others} - shown == logs.WITHOUT_LOG.keys()
 
     def test_every_phrase_compiles_and_the_first_search_finds_its_lines(self) -> None:
         search = Search(Matcher(CAUSES).words())
-        for case in LOGS:
+        for case in logs.LOGS:
             assert search.line_starts(case.text.encode()), case.code
         for cause in CAUSES:
             for phrase in cause.phrases:
@@ -68,8 +54,8 @@ def test_a_cause_is_found_in_every_form_of_its_log(form: str, tmp_path: Path) ->
     wrong = []
     # Each log as it is, and in every third of the other forms.
     place = [*FORMS].index(form)
-    for case in LOGS[place % 3 :: 3] if place else LOGS:
-        found = explain_text(FORMS[form](log_of(case, rank=SPOKEN_BY_RANK, other=5)), tmp_path)
+    for case in logs.LOGS[place % 3 :: 3] if place else logs.LOGS:
+        found = explain_text(FORMS[form](logs.log_of(case, rank=SPOKEN_BY_RANK, other=5)), tmp_path)
         rank = rank_of(found)
         if code_of(found) != case.code or not is_right(case, rank, form):
             wrong.append(f"{case.code}: {code_of(found)}, rank {rank}")
@@ -101,7 +87,7 @@ def test_a_real_log_is_explained_in_every_form_and_no_wrong_rank_is_named(tmp_pa
     assert len(changed) <= 0.05 * len(cases) * len(_FORMS), changed
 
 
-def is_right(case: Composed, rank: int | None, form: str) -> bool:
+def is_right(case: logs.Composed, rank: int | None, form: str) -> bool:
     if case.code == "nccl-store-get":
         return rank == 0
     if not case.is_raised or (form == "cut at the top" and rank is None):
@@ -126,11 +112,11 @@ class TestFiles:
         says, *files = re.split(r"^--- ", FOLDERS[name], flags=re.M)
         for place, _, text in (file.partition("\n") for file in files):
             (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / place).write_text(made_of(text)[0])
+            (tmp_path / place).write_text(logs.made_of(text)[0])
         (tmp_path / "link.log").symlink_to("a" * 300)  # it can't be asked what it leads to
         found = explain(tmp_path)
         assert f"{code_of(found)} of {rank_of(found)}" == name.rpartition(": ")[2]
-        assert all(word in json.dumps(found) for word in made_of(says)[1])
+        assert all(word in json.dumps(found) for word in logs.made_of(says)[1])
 
     def test_a_pipe_of_the_shell_is_read_once(self) -> None:
         reader, writer = os.pipe()
@@ -206,10 +192,68 @@ class TestFiles:
             assert "job.log: no text in it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", HEALTHY)
+OTHERS_OF_1000 = [f"[rank{rank}]: step 7 | loss 2.5" for rank in range(2, 1000)]
+OTHERS_OF_4 = [f"<gpu-a.{number}/12:30:07> step 7" for number in range(4)]
+SUB_GROUP = ("PG ID 0 PG GUID 0(default_pg)", "PG ID 5 PG GUID 37(TENSOR)")
+STEPS = [f"step {n}" for n in range(4)]
+OF_8 = dict.fromkeys(range(8), 808)
+OTHER_GROUP = logs.waiting(
+    "ALLREDUCE 18233, ALLREDUCE 18233, ALLGATHER 12, ALLREDUCE 18233"
+).replace(
+    "PG ID 0 PG GUID 0(default_pg) Rank 2]  failure", "PG ID 3 PG GUID 7(TENSOR) Rank 0]  failure"
+)
+IN_IT = "@says rank 2 in ALLGATHER number 12 of 9801523 elements, of another group"
+# fmt: off
+LONG_OR_CHANGED = {
+    "a line of each of 1000 ranks between those of a traceback: python-keyerror of rank 1":
+        joined(*([line, *OTHERS_OF_1000] for line in logs.of_rank(1, KEY_ERROR))),
+    "a rank whose line was cut off: nccl-timeout of nobody":
+        joined(["@says nothing is known of rank 7"],
+               timeouts(OF_8, world_size=8).splitlines()[:9]),
+    "an operation that was cut off is no other one: nccl-timeout of nobody":
+        logs.waiting("ALLREDUCE 90, ALLREDUCE 90, ALLREDUCE 90, untold").rpartition("EDUCE")[0],
+    "numbers of different groups are not compared: nccl-timeout":
+        f"{IN_IT}\n{OTHER_GROUP}",
+    "a rank that says nothing, for which one in another group may wait: nccl-timeout of rank 1":
+        joined([line for line in OTHER_GROUP.splitlines() if "[rank1]" not in line]),
+    "of two ranks one has another size, and nobody knows which: collective-mismatch of nobody":
+        logs.with_other_size(timeouts({0: 90, 1: 90}, world_size=2), rank=1),
+    "ranks of a sub-group are not those of the job: nccl-timeout of nobody":
+        timeouts({0: 90, 1: 90, 3: 90}, world_size=8).replace(*SUB_GROUP),
+    "a rank that may be in no such sub-group: nccl-timeout of nobody":
+        timeouts({0: 90, 1: 90, 2: 90}, world_size=4).replace(*SUB_GROUP),
+    "a prefix that nobody knows, with numbers that are no rank: python-keyerror of nobody":
+        joined(["@says train.py:37"],
+               *([f"<gpu-a.3/12:30:05> {line}", *OTHERS_OF_4] for line in KEY_ERROR)),
+    "what was logged, long before the exception that ended it: python-valueerror of nobody":
+        joined(logs.traceback_of("requests.ConnectionError: Max retries exceeded with url: /a"),
+               STEPS, logs.traceback_of("ValueError: the mask and the input differ in length"),
+               80 * [60 * "="]),
+    "of many error lines the last one counts, after words of success, too: unknown":
+        joined(["{'train_runtime': 12.1}", ""],
+               *([f"ERROR: could not upload part {n}", f"step {n}"] for n in range(40)),
+               ["ERROR: giving up"]),
+}
+# fmt: on
+ANSWER = ("guilty", "cause", "evidence", "later", "exceptions", "confidence")
+SHORT_LOGS = {**sections(Path(__file__).with_name("short_logs.txt")), **LONG_OR_CHANGED}
+
+
+@pytest.mark.parametrize("name", SHORT_LOGS)
+def test_the_cause_and_the_rank_at_fault(name: str, tmp_path: Path) -> None:
+    text, words = logs.made_of(SHORT_LOGS[name])
+    found = explain_text(text, tmp_path)
+    rank = rank_of(found)
+    whose = "nobody" if rank is None else f"rank {rank}"
+    assert name.rpartition(": ")[2] in (code_of(found), f"{code_of(found)} of {whose}")
+    answer = json.dumps({part: found[part] for part in ANSWER})
+    assert not [word for word in words if word not in answer]
+
+
+@pytest.mark.parametrize("name", logs.HEALTHY)
 def test_a_healthy_log_is_not_called_failed(name: str, tmp_path: Path) -> None:
-    found = explain_text(HEALTHY[name], tmp_path)
-    assert found["verdict"] == ("healthy" if name in ENDED else "open")
+    found = explain_text(logs.HEALTHY[name], tmp_path)
+    assert found["verdict"] == ("healthy" if name in logs.ENDED else "open")
     assert found["cause"] is None
 
 
@@ -225,8 +269,8 @@ class TestFuzz:
     @pytest.mark.parametrize("seed", slow_after(1, range(2)))
     def test_random_bytes_never_raise(self, seed: int, tmp_path: Path) -> None:
         chance = random.Random(seed)
-        text = joined(of_rank(1, KEY_ERROR)) + timeouts({0: 1, 1: 2}, world_size=2)
-        data = bytearray((text + block_of({1: -9}, root=1)).encode() * 4)
+        text = joined(logs.of_rank(1, KEY_ERROR)) + timeouts({0: 1, 1: 2}, world_size=2)
+        data = bytearray((text + logs.block_of({1: -9}, root=1)).encode() * 4)
         for _ in range(400):
             data[chance.randrange(len(data))] = chance.randrange(256)
         for _ in range(20):
@@ -240,7 +284,7 @@ class TestFuzz:
         log = tmp_path / "large.log"
         line = b"epoch 3 step 123 | loss 2.345 | lr 3e-4 | grad_norm 1.2 | tokens/s 123456\n"
         half = line * (10_000_000 // len(line))
-        raised = joined(of_rank(1, KEY_ERROR)).encode()
+        raised = joined(logs.of_rank(1, KEY_ERROR)).encode()
         log.write_bytes(half + b"x" * 10_000_000 + b"\n" + raised + half)
         found = explain(log)
         assert (code_of(found), rank_of(found)) == ("python-keyerror", 1)

@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
 
@@ -41,8 +40,10 @@ def make_run(folder: Path, *, is_finished: bool, shift_s: float = 0.0) -> Path:
     """Write a run that was killed in its first attempt, and hung in its second."""
     begins = [BEGAN, BEGAN + 60, BEGAN + 120][: 2 + is_finished]
     steps = [(0, 20), (20, 40), (40, 90)]
-    for name in ("logs", "status", f"hangs/{_moment(BEGAN + 80 + shift_s)}-step-40"):
-        (folder / name).mkdir(parents=True)
+    moment = time.strftime("%Y%m%d-%H%M%S", time.localtime(BEGAN + 80 + shift_s))
+    hang = folder / "hangs" / f"{moment}-step-40"
+    for path in (folder / "logs", folder / "status", hang):
+        path.mkdir(parents=True)
     attempts = []
     for number, began in enumerate(begins):
         first, step = steps[number]
@@ -51,7 +52,6 @@ def make_run(folder: Path, *, is_finished: bool, shift_s: float = 0.0) -> Path:
     (folder / "attempts.jsonl").write_text("".join(json.dumps(a) + "\n" for a in attempts))
     failures = [{"step": 20, "error": KILLED}, {"step": 40, "error": HUNG}]
     (folder / "failures.jsonl").write_text("".join(json.dumps(f) + "\n" for f in failures))
-    [hang] = (folder / "hangs").iterdir()
     (hang / "verdict.txt").write_text(HUNG + "\n")
     (hang / "rank_1.txt").write_text("did not answer\n")
     said = [f"ERROR x: [DDP-G04] {KILLED}", f"ERROR x: [DDP-G05] {HUNG}", "INFO x: done"]
@@ -65,10 +65,6 @@ def make_run(folder: Path, *, is_finished: bool, shift_s: float = 0.0) -> Path:
     if is_finished:
         (folder / "summary.json").write_text('{"status": "finished", "step": 90}')
     return folder
-
-
-def _moment(seconds: float) -> str:
-    return time.strftime("%Y%m%d-%H%M%S", time.localtime(seconds))
 
 
 def told(*paths: Path, status: int = 0) -> str:
@@ -199,20 +195,14 @@ class TestSeveral:
         assert "bert.log" in text.splitlines()[3]
 
 
-def commands() -> Iterator[tuple[str, str]]:
-    for code, steps in STEPS.items():
-        for _, command in steps:
-            yield code, command
-
-
 class TestSteps:
     def test_every_error_of_ours_has_steps(self) -> None:
         codes = {e.code for e in vars(errors).values() if hasattr(e, "exit_status")}
         assert codes <= STEPS.keys()
         assert all(any(command for _, command in steps) for steps in STEPS.values())
 
-    @pytest.mark.parametrize(("code", "command"), [*commands()])
-    def test_a_step_has_settings_and_commands_that_exist(self, code: str, command: str) -> None:
+    @pytest.mark.parametrize("command", [c for steps in STEPS.values() for _, c in steps])
+    def test_a_step_has_settings_and_commands_that_exist(self, command: str) -> None:
         words = {"run": "runs/x", "log": "x.log", "stack": "x.txt"}
         words["again"] = "python ddp_training.py --resume runs/x"
         typed = shlex.split(command.format_map(words))
