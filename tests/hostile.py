@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
-from types import FrameType
 from typing import NamedTuple, TypeVar
 
 from tests.harness.processes import ROOT, adopt_orphans, kill_descendants
@@ -85,7 +84,7 @@ def run_hostile(argv: Sequence[str]) -> int:
     conditions = draw(given.seed)
     again = shlex.join([*AGAIN.split(), "--seed", str(given.seed), *words])
     began_at = time.monotonic()
-    before = signal.signal(signal.SIGTERM, _leave)
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         with contextlib.ExitStack() as stack:
             place = stack.enter_context(_make_place(conditions))
@@ -232,15 +231,6 @@ def _helper(name: str) -> Iterator[int]:
         process.wait()
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)
-
-
-def stay_busy() -> None:
-    while True:
-        pass
-
-
 def take_ports() -> None:
     """Listen on NUM_PORTS ports that the kernel chooses, and free the oldest one for each new."""
     taken: list[socket.socket] = []
@@ -251,13 +241,11 @@ def take_ports() -> None:
         time.sleep(1 / _PORTS_PER_SECOND)
 
 
-def _end_with(parent: int) -> None:
-    """Have the kernel end this process with its parent, however that ends."""
-    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit()
-
-
 if __name__ == "__main__":
-    _end_with(int(sys.argv[2]))
-    {"busy": stay_busy, "ports": take_ports}[sys.argv[1]]()
+    # the kernel ends this process with its parent, however that ends
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    if os.getppid() != int(sys.argv[2]):
+        sys.exit()
+    while sys.argv[1] == "busy":
+        pass
+    take_ports()

@@ -85,7 +85,10 @@ def find_leftovers(before: Snapshot, *, grace_s: float = GRACE_S) -> list[str]:
         if now.get(name) != before.state.get(name)
     ]
     while ending := [
-        *map(_describe_process, _our_new_pids(before)),
+        *(
+            f"process {p} (parent {ask(p, 'ppid')}): {_command_of(p)[:300]}"
+            for p in _our_new_pids(before)
+        ),
         *(f"file {path}" for path in _our_new_files(before)),
         *_new_threads(before),
     ]:
@@ -128,17 +131,10 @@ def _read_state() -> dict[str, object]:
 
 def _our_new_pids(before: Snapshot) -> list[int]:
     """List the new descendants of pytest and of the keepers of this test's ranks."""
-    found = descendants_of(os.getpid(), *_keepers(), without=ranks.SERVER_PIDS)
+    keepers = [child.keeper for child in ranks.CHILDREN]
+    found = descendants_of(os.getpid(), *keepers, without=ranks.SERVER_PIDS)
     new = set(found) - before.pids
     return sorted(pid for pid in new if not any(t in _command_of(pid) for t in _OWN_TOOLS))
-
-
-def _keepers() -> list[int]:
-    return [child.keeper for child in ranks.CHILDREN]
-
-
-def _describe_process(pid: int) -> str:
-    return f"process {pid} (parent {ask(pid, 'ppid')}): {_command_of(pid)[:300]}"
 
 
 def _command_of(pid: int) -> str:
@@ -154,7 +150,8 @@ def _our_new_files(before: Snapshot) -> list[Path]:
     if not new:  # WHY first: looking for processes takes time
         return []
     pids_of_ranks = [child.pid for child in ranks.CHILDREN]  # also of those that ended
-    pids = {os.getpid(), *pids_of_ranks, *descendants_of(os.getpid(), *_keepers())}
+    keepers = [child.keeper for child in ranks.CHILDREN]
+    pids = {os.getpid(), *pids_of_ranks, *descendants_of(os.getpid(), *keepers)}
     ours = tuple(f"torch_{pid}_" for pid in pids)
     return sorted(path for path in new if path.parent != SHM or path.name.startswith(ours))
 

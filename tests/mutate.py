@@ -69,15 +69,9 @@ def main() -> int:
 
 def copy_tree(source: Path, target: Path) -> None:
     """Copy what git knows of a working tree, as it is now."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=source,
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    for name in filter(None, listed.stdout.split("\0")):
+    argv = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.check_output(argv, cwd=source, text=True, timeout=180)
+    for name in filter(None, listed.split("\0")):
         if (source / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source / name, target / name)
@@ -102,14 +96,8 @@ def noticed_by(tree: Path, mutation: Mutation, *, quick: bool = False) -> str | 
 def failing_test(tree: Path, arguments: Sequence[str]) -> str:
     """Run pytest in tree; give the first test that fails, or nothing."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments]
-    done = subprocess.run(
-        command,
-        cwd=tree,
-        env=clean_environment(),
-        timeout=TIMEOUT_S,
-        capture_output=True,
-        text=True,
-    )
+    how = {"timeout": TIMEOUT_S, "capture_output": True, "text": True}
+    done = subprocess.run(command, cwd=tree, env=clean_environment(), **how)
     if done.returncode in (0, _NONE_SELECTED):
         return ""
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]

@@ -11,17 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import processes
+from tests.harness import processes, ranks
 from tests.harness.processes import ROOT, is_alive, wait_until
-from tests.harness.ranks import (
-    RankFailure,
-    held_port,
-    release_ports,
-    run_command,
-    run_program,
-    run_ranks,
-    start_ranks,
-)
+from tests.harness.ranks import RankFailure, run_command
 from tests.marks import sections
 
 PROGRAMS = sections(Path(__file__).with_name("programs.txt"))
@@ -47,7 +39,7 @@ def fail_die_or_hang() -> str:
 
 def test_what_fails_is_named_with_its_end_traceback_and_output() -> None:
     with pytest.raises(RankFailure, match="rank 1, 2, 3 failed") as failure:
-        run_ranks(fail_die_or_hang, 4, timeout_s=30)
+        ranks.run_ranks(fail_die_or_hang, 4, timeout_s=30)
     finished, text = failure.value.finished, str(failure.value)
     assert finished.statuses == (0, 1, -signal.SIGKILL, 7)
     assert finished.values == ("survived", None, None, None)
@@ -59,7 +51,7 @@ def test_what_fails_is_named_with_its_end_traceback_and_output() -> None:
 
 
 def test_ranks_are_signalled_and_show_stacks_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    with start_ranks(say_and_hang, 2) as running:
+    with ranks.start_ranks(say_and_hang, 2) as running:
         running.wait_for(lambda: "ready" in running.output(1), timeout_s=20, what="rank 1")
         running.kill(1, signal.SIGTERM)
         running.wait_for(lambda: running.living() == [0], timeout_s=20, what="the end of rank 1")
@@ -99,13 +91,13 @@ def test_a_forked_program_has_its_own_modules_folder_and_output(tmp_path: Path) 
         "sys.exit('its last words')\n"
     )
     argv = ["python", "-u", tmp_path / "script.py", "word"]
-    done = run_program(argv, timeout_s=30, cwd=tmp_path)
+    done = ranks.run_program(argv, timeout_s=30, cwd=tmp_path)
     assert done.stdout == f"{tmp_path / 'hardened_ddp.py'} word {tmp_path} True\n", done.output
     assert (done.stderr, done.status) == ("its last words\n", 1)
 
 
 def test_a_held_port_is_for_those_who_are_told_it() -> None:
-    port = held_port()
+    port = ranks.held_port()
     with socket.socket() as other, pytest.raises(OSError, match="already in use"):
         other.bind(("127.0.0.1", port))
     with pytest.raises(ConnectionRefusedError):
@@ -113,7 +105,7 @@ def test_a_held_port_is_for_those_who_are_told_it() -> None:
     for address in ("127.0.0.1", ""):  # again and again, as ranks that restart
         with socket.create_server((address, port)):
             socket.create_connection(("127.0.0.1", port), timeout=10).close()
-    release_ports()
+    ranks.release_ports()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=10)
 
