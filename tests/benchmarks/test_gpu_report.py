@@ -5,9 +5,10 @@ import io
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -122,21 +123,15 @@ def test_a_dry_run_of_all_parts_finds_all_good(
         drills, "prepare", lambda work, folder, env: Drills(work, folder, start_forked)
     )
 
-    def run_in_fork(
-        command: Sequence[str | Path],
-        *,
-        limit_s: float,
-        env: Mapping[str, str] | None = None,
-        cwd: Path = row.ROOT,
-    ) -> row.Done:
+    def run_in_fork(command: Sequence[str | Path], *, limit_s: float, **how: Any) -> row.Done:
         if command[0] != "python":
-            return row.run(command, limit_s=limit_s, env=env, cwd=cwd)
+            return row.run(command, limit_s=limit_s, **how)
         if "benchmarks.gpu.drills" in command:
             with monkeypatch.context() as patch:
                 patch.setattr(sys, "argv", [str(word) for word in command[2:]])
                 with contextlib.redirect_stdout(io.StringIO()) as output:
                     return row.Done(drills.main(), output.getvalue())
-        done = run_program(command, timeout_s=limit_s, env=env, cwd=cwd)
+        done = run_program(command, timeout_s=limit_s, **how)
         return row.Done(done.status, done.output)
 
     for module in (gpu_report, runs, speed):
