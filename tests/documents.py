@@ -30,14 +30,11 @@ from tests.marks import sections
 
 README, TROUBLES, CONTRIBUTING = "README.md", "DDP_TROUBLESHOOTING.md", "CONTRIBUTING.md"
 GLOSSARY, READING = "docs/GLOSSARY.md", "docs/READING_ORDER.md"
-CAUSES = "docs/CAUSES.md"
 CONCEPTS, DRILLS = "docs/CONCEPTS.md", "docs/DRILLS.md"
-OWN_TRAINING = "docs/OWN_TRAINING.md"
+OWN_TRAINING, CAUSES = "docs/OWN_TRAINING.md", "docs/CAUSES.md"
 AUDIT, MANUAL = "docs/AUDIT.md", "docs/MANUAL.md"
-PROMISES = "docs/PROMISES.md"
-TASKS, STREAMS = "docs/TASKS.md", "docs/STREAMS.md"
-WHERE = "docs/WHERE_IT_RUNS.md"
-PEERS = "docs/PEERS_ON_FAULTS.md"
+TASKS, STREAMS, PROMISES = "docs/TASKS.md", "docs/STREAMS.md", "docs/PROMISES.md"
+WHERE, PEERS = "docs/WHERE_IT_RUNS.md", "docs/PEERS_ON_FAULTS.md"
 DOCUMENTS = (
     *(README, TROUBLES, CONTRIBUTING, GLOSSARY, READING, CONCEPTS, DRILLS, AUDIT, OWN_TRAINING),
     *(MANUAL, PROMISES, TASKS, STREAMS, WHERE),
@@ -75,7 +72,7 @@ def causes_table() -> str:
         for cause in causes:
             if cause in BUILT_IN.values():
                 continue
-            said = IN_A_TRACEBACK.get(cause.code) or f"`{shortened(spoken(cause.phrases[0]))}`"
+            said = IN_A_TRACEBACK.get(cause.code) or f"`{spoken(cause.phrases[0])}`"
             section = f", [{sections[cause.code]}]" if cause.code in sections else ""
             cells = (said, f"{cause.title} ({cause.code}{section})")
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
@@ -87,13 +84,6 @@ def causes_table() -> str:
     return "\n".join([*lines, ""])
 
 
-def shortened(phrase: str) -> str:
-    """Cut a long message after a word."""
-    if len(phrase) <= _LONGEST_PHRASE:
-        return phrase
-    return phrase[:_LONGEST_PHRASE].rpartition(" ")[0]
-
-
 def verdicts_table(kinds: Mapping[str, Kind]) -> str:
     """Write verdicts of audit: each code with its severity and its meaning."""
     lines = ["| code | severity | what it means |", "| --- | --- | --- |"]
@@ -102,10 +92,11 @@ def verdicts_table(kinds: Mapping[str, Kind]) -> str:
 
 
 def spoken(phrase: str) -> str:
-    """Give a phrase as the log has it: N for a number, ... for any other text."""
+    """Give a phrase as the log has it: N for a number, ... for other text; cut after a word."""
     text = _example(re._parser.parse(phrase))  # type: ignore[attr-defined]  # Python's own parser
     text = re.sub(rf"{_NUMBER}(?:[., x]*{_NUMBER})*", "N", text)
-    return re.sub(r"\.{4,}", "...", text).strip().replace("`", "'")
+    text = re.sub(r"\.{4,}", "...", text).strip().replace("`", "'")
+    return text if len(text) <= _LONGEST_PHRASE else text[:_LONGEST_PHRASE].rpartition(" ")[0]
 
 
 _NUMBER = "\0"
@@ -194,21 +185,15 @@ def rendered(document: str, *, only: str = "") -> str:
                 return match[0]
             text = path.read_text(encoding="utf-8").strip()
             # what the epochs between the first and the last one say is the same again
-            text = re.sub(
-                r"(?:^\S+ epoch [2-4](?:/5| done).*\n)+", "...\n", text, flags=re.MULTILINE
-            )
-            text = re.sub(r"(?:^\S+ trying the model .*\n)+", "...\n", text, flags=re.MULTILINE)
+            for same in ("epoch [2-4](?:/5| done)", "trying the model "):
+                text = re.sub(rf"(?:^\S+ {same}.*\n)+", "...\n", text, flags=re.MULTILINE)
             made = f"```text\n{text}\n```\n"
         else:
             made = f"\n{makers[what]()}\n"
         return f"<!-- {what} -->\n{made}<!-- end -->"
 
-    return re.sub(
-        r"<!-- ((?:generated|capture): [^>]+?) -->\n.*?<!-- end -->",
-        part,
-        document,
-        flags=re.DOTALL,
-    )
+    places = r"<!-- ((?:generated|capture): [^>]+?) -->\n.*?<!-- end -->"
+    return re.sub(places, part, document, flags=re.DOTALL)
 
 
 def text_of(document: str) -> str:

@@ -44,8 +44,7 @@ FORKED = FORKED.replace("import torch\n", "import torch, torch._dynamo\n")  # no
 
 
 def launch(script: Path) -> list[str]:
-    port = held_port()
-    return ["torchrun", "--nproc_per_node=2", f"--master_port={port}", str(script)]
+    return ["torchrun", "--nproc_per_node=2", f"--master_port={held_port()}", str(script)]
 
 
 def run_audit(
@@ -55,8 +54,8 @@ def run_audit(
     script = folder / "train.py"
     script.write_text(source)
     command = [*launcher, str(script)] if launcher else launch(script)
-    report = ["--json"] if wants_json else []
-    argv = ["python", ROOT / "ddp_training.py", "audit", *report, *options, "--", *command]
+    options = (*["--json"] * wants_json, *options)
+    argv = ["python", ROOT / "ddp_training.py", "audit", *options, "--", *command]
     return run_command(argv, timeout_s=90, cwd=folder)
 
 
@@ -297,8 +296,7 @@ LOST = "RuntimeError: Connection closed by peer [127.0.0.1]:13215"
 
 def rank_with(number: int, sampled: list[int]) -> Rank:
     """Make a rank that clips averaged gradients in each sampled step."""
-    process: Record = {"world": "2", "rank": str(number)}
-    rank = Rank(number, process)
+    rank = Rank(number, {"world": "2", "rank": str(number)})
     for step in sampled:
         rank.add({"k": "clip", "line": "train.py:9", "next_steps": {"0": step}, "g": [step],
                   "is_scaled": False, "num_backwards": 1})  # fmt: skip

@@ -7,7 +7,6 @@ What is planted stands before the comment `# here`.
 import importlib.util
 import json
 import os
-import re
 from pathlib import Path
 
 import pytest
@@ -17,16 +16,18 @@ from ddp_doctor.audit.origins import drops_padding
 from ddp_doctor.audit.source_rules import RULES, Script, read_script
 from ddp_doctor.audit.verdict import Verdict, as_json
 from tests.harness.ranks import run_command
+from tests.marks import sections
 
-HEAD, *_SOURCES = re.split(
-    r"^=== ", Path(__file__).with_name("sources.txt").read_text(encoding="utf-8"), flags=re.M
+SOURCES = Path(__file__).with_name("sources.txt")
+HEAD = SOURCES.read_text(encoding="utf-8").partition("=== ")[0]
+MISTAKES, HEALTHY = (
+    {
+        title.removeprefix(k): text
+        for title, text in sections(SOURCES).items()
+        if title.startswith(k)
+    }
+    for k in ("mistake: ", "healthy: ")
 )
-MISTAKES: dict[str, str] = {}
-HEALTHY: dict[str, str] = {}
-for _source in _SOURCES:
-    _title, _, _text = _source.partition("\n")
-    _kind, _, _name = _title.partition(": ")
-    (MISTAKES if _kind == "mistake" else HEALTHY)[_name] = _text
 
 
 def read(folder: Path, source: str) -> tuple[list[Verdict], int]:

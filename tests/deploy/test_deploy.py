@@ -254,8 +254,7 @@ def test_two_workers_of_ray_are_two_ranks_of_one_run(tmp_path: Path) -> None:
     if ray is None:
         pytest.skip("there is no ray: pip install 'ray[train]' beside torch, in another venv")
     argv = [Path(ray).with_name("python"), DEPLOY / "ray_train.py", "--workers", "2", "--"]
-    argv += ["--cpu_only", "--max_steps", "4", "--num_workers", "0", "--batch_size", "10"]
-    argv += ["--model", "mlp", "--dataset", "tests.plugins:points", "--no_tensorboard"]
+    argv += [*POINTS, "--cpu_only", "--max_steps", "4", "--batch_size", "10", "--no_tensorboard"]
     argv += ["--run_name", "r", "--output_dir", tmp_path / "runs"]
     env = {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "RAY_USAGE_STATS_ENABLED": "0"}
     run_command(argv, env=env, timeout_s=120).ok()

@@ -17,13 +17,14 @@ from tests.doctor_drill.test_story import case_of, life, write_records
 WHOLE = life("a", "b", "c", "d")
 BEFORE = {"the optimizer's state": "1", "the learning rate": [0.1], "the random numbers": 1}
 ENDED = {"why": "", "wall_s": 1.0, "gone_s": 0.5, "silent_s": 0.1, "orphans": []}
+Start = tuple[Facts, list[dict[str, Any]] | None, str]
 
 
 @dataclass
 class Played(Case):
     """A case whose starts do what the test says."""
 
-    scripts: list[tuple[Facts, list[dict[str, Any]] | None, str]] = field(default_factory=list)
+    scripts: list[Start] = field(default_factory=list)
 
     def start(self, command: Sequence[str]) -> Facts:
         facts, records, log = self.scripts[len(self.starts)]
@@ -55,16 +56,15 @@ def reference_of(folder: Path) -> Reference:
     )
 
 
-def drilled(
-    folder: Path,
-    *starts: tuple[Facts, list[dict[str, Any]] | None, str],
-    fault: str = "kill-rank",
-    **reference: Any,
-) -> Facts:
-    """Drill a program whose starts are given: what they ended with, told, and printed."""
+def played(folder: Path, *starts: Start, fault: str = "kill-rank") -> Played:
+    """Make a case whose starts are given: what they ended with, told, and printed."""
     plan = Plan([str(folder)], folder / "work", {}, hang_after_s=1, rank=1, step=3)
-    case = Played(plan, "case", fault)
-    case.scripts = [(end, told and finished(told), log) for end, told, log in starts]
+    scripts = [(end, told and finished(told), log) for end, told, log in starts]
+    return Played(plan, "case", fault, scripts=scripts)
+
+
+def drilled(folder: Path, *starts: Start, fault: str = "kill-rank", **reference: Any) -> Facts:
+    case = played(folder, *starts, fault=fault)
     return Drill(case, replace(reference_of(folder), **reference)).run(["a"], ["a"])
 
 
@@ -174,9 +174,7 @@ def test_a_program_that_was_refused_to_save_in_its_need_is_not_accused(tmp_path:
 
 
 def test_a_start_that_finds_all_done_keeps_what_the_launcher_restarted(tmp_path: Path) -> None:
-    plan = Plan([str(tmp_path)], tmp_path / "work", {}, hang_after_s=1, rank=1, step=3)
-    case = Played(plan, "case", "kill-rank")
-    case.scripts = [({"status": 1}, finished(KILLED[1]), ""), ({"status": 0}, [], "")]
+    case = played(tmp_path, ({"status": 1}, KILLED[1], ""), ({"status": 0}, [], ""))
     write_records(case, 6, finished(FROM_STEP_2[1]), at_s=0.5)
     path = case.home / "records0/p7.jsonl"
     path.write_text(path.read_text().replace('"rank": 6', '"rank": 0'))
@@ -187,15 +185,10 @@ def test_a_start_that_finds_all_done_keeps_what_the_launcher_restarted(tmp_path:
 
 @pytest.mark.parametrize("is_read", [True, False])
 def test_a_cut_checkpoint_that_nobody_read_proves_nothing(is_read: bool, tmp_path: Path) -> None:
-    plan = Plan([str(tmp_path)], tmp_path / "work", {}, hang_after_s=1, rank=1, step=3)
-    case = Played(plan, "case", "cut-checkpoint")
+    second = ({"status": 0}, [*[{"k": "read"}] * is_read, *WHOLE], "skipped: last.pt is truncated")
+    case = played(tmp_path, ({"status": -9}, KILLED[1], ""), second, fault="cut-checkpoint")
     (case.home / "upper0/last.pt").write_bytes(b"of nobody's format" * 300)
     os.utime(case.home / "upper0/last.pt", (case.made_at + 1, case.made_at + 1))
-    read = [{"k": "read"}] * is_read
-    case.scripts = [
-        ({"status": -9}, finished(KILLED[1]), ""),
-        ({"status": 0}, finished([*read, *WHOLE]), "skipped: last.pt is truncated"),
-    ]
     facts = Drill(case, reference_of(tmp_path)).run(["a"], ["a"])
     assert (case.home / "upper0/last.pt").stat().st_size < 3000
     assert (facts["files_whole"], facts["files_broken"]) == (0, 1)

@@ -51,15 +51,10 @@ class ForkedRanks:
 
 
 def forked_drills(
-    folder: Path,
-    *,
-    num_ranks: int = 2,
-    flags: Sequence[str] = (),
-    model: str = "mlp",
-    work: Work | None = None,
+    folder: Path, *, work: Work | None = None, flags: Sequence[str] = (), **facts: Any
 ) -> Drills:
-    """Prepare drills in folder, of work or of that model."""
-    work = work or Work(num_ranks=num_ranks, model=model)
+    """Prepare drills in folder, of work or of one with these facts."""
+    work = work or Work(**facts)
     return Drills(replace(work, flags=(*work.flags, "--cpu_only", *flags)), folder, start_forked)
 
 
