@@ -68,17 +68,22 @@ def stepper_of(parts: Parts, before_update: Callable[[], None] | None = None) ->
     return Stepper(parts, Progress(), left_out=LeftOut(parts), saver=saver)
 
 
-def step_gradients(argv: list[str], which: list[int]) -> list[torch.Tensor]:
-    """Give the gradient of some steps of epoch 0, all at the initial weights."""
-    parts = parts_of(argv)
+def keeping_gradients(parts: Parts) -> tuple[Stepper, list[torch.Tensor]]:
+    """Make a stepper that leaves the weights as they are; and a list, which gets its gradients."""
     found: list[torch.Tensor] = []
 
     def keep() -> None:
         gradients = [p.grad for p in parts.gradients.local.by_name.values() if p.grad is not None]
         found.append(torch.cat([gradient.flatten() for gradient in gradients]).clone())
 
-    stepper = stepper_of(parts, keep)
-    parts.optimizer.step = lambda: None  # type: ignore[assignment]  # the weights stay
+    parts.optimizer.step = lambda: None  # type: ignore[assignment]
+    return stepper_of(parts, keep), found
+
+
+def step_gradients(argv: list[str], which: list[int]) -> list[torch.Tensor]:
+    """Give the gradient of some steps of epoch 0, all at the initial weights."""
+    parts = parts_of(argv)
+    stepper, found = keeping_gradients(parts)
     windows = list(parts.train_loader.windows(0, 0))
     for number in which:
         window, batches = windows[number]
@@ -99,22 +104,18 @@ def how_summed(flags: list[str]) -> tuple[str, list[str]]:
     """Do a step; say how gradients are summed, and what is called for a forward."""
     parts = parts_of([*POINTS, "--batch_size", "4", *flags])
     called: list[str] = []
-    note = lambda module, *_: called.append(type(module).__name__)  # noqa: E731
-    parts.gradients.call.register_forward_hook(note)
+    parts.gradients.call.register_forward_hook(lambda m, *_: called.append(type(m).__name__))
     stepper_of(parts).train_step(*next(iter(parts.train_loader.windows(0, 0))))
     parts.close()
     parts.group.close()
     return parts.gradients.how, called
 
 
-@pytest.mark.parametrize(
-    ("flags", "how", "called"),
-    [
-        ([], "summed through shared memory after backward (--no_shared_memory: by DDP)", "MLP"),
-        (["--debug"], "summed by DDP during backward", "DistributedDataParallel"),
-    ],
-    ids=["default", "debug"],
-)
+SUMS = [([], "summed through shared memory after backward (--no_shared_memory: by DDP)", "MLP")]
+SUMS += [(["--debug"], "summed by DDP during backward", "DistributedDataParallel")]
+
+
+@pytest.mark.parametrize(("flags", "how", "called"), SUMS, ids=["default", "debug"])
 def test_with_debug_ranks_on_one_cpu_use_ddp_too(flags: list[str], how: str, called: str) -> None:
     assert run_ranks(how_summed, 2, flags) == [(how, [called])] * 2
 
