@@ -99,10 +99,8 @@ def test_r2_of_large_numbers_keeps_its_digits_and_of_several_is_the_mean_of_thei
     each = [figures_of(Regression(), [(outputs[:, i], labels[:, i])])["r2"] for i in (0, 1)]
     assert together["r2"] == pytest.approx(sum(each) / 2)
     rows = report_of(Regression(num_outputs=2), outputs, labels)["rows"]
-    assert [(row["name"], row["r2"]) for row in rows] == [
-        ("output 0", pytest.approx(each[0])),
-        ("output 1", pytest.approx(each[1])),
-    ]
+    assert [row["name"] for row in rows] == ["output 0", "output 1"]
+    assert [row["r2"] for row in rows] == pytest.approx(each)
 
 
 def test_multilabel_is_measured_per_label() -> None:
@@ -460,25 +458,14 @@ def test_a_loss_that_comes_anyway_is_not_asked_for(of: str, factor: float, asked
     assert bool(resumed.labels_name) == asked
 
 
-def test_logits_are_worth_their_summed_loss_and_the_correct_ones_are_counted() -> None:
-    logits, labels = torch.tensor([[2.0, 0, 0], [0, 1, 3], [0, 5, 1]]), torch.tensor([0, 1, 1])
-    score = Classification(num_classes=3).score(logits, batch_of(labels))
-    assert torch.equal(score.loss_sum, functional.cross_entropy(logits, labels, reduction="sum"))
-    assert (score.count, int(score.metrics["correct"])) == (3, 2)
-
-
 def test_the_mean_loss_of_a_model_itself_becomes_a_sum() -> None:
-    class WithLoss(nn.Module):
-        def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"loss": labels.float().mean(), "logits": inputs}
-
-    model, task = WithLoss(), Classification(num_classes=3)
+    model, task = nn.Module(), Classification(num_classes=3)
+    model.forward = lambda inputs, labels: {"loss": labels.float().mean(), "logits": inputs}
     task.attach(model)
     logits = torch.tensor([[2.0, 1.0, 0.0], [0.0, 3.0, 1.0], [1.0, 0.5, 0.0]])
     batch = batch_of(torch.tensor([0, 1, 2]), logits)
     score = task.score(task.forward(model, batch), batch)
-    assert float(score.loss_sum) == 3.0
-    assert int(score.metrics["correct"]) == 2
+    assert (float(score.loss_sum), score.count, int(score.metrics["correct"])) == (3.0, 3, 2)
 
 
 def test_totals_add_up_the_sums_of_any_task_and_go_back_to_a_mark() -> None:
