@@ -39,7 +39,7 @@ FAILS_AT = 8  # the forward in which a drill's fault happens, from 1
 
 def work_of(model: type, *flags: str, **arguments: Any) -> Work:
     return Work(
-        model=f"tests.moving_models:{model.__name__}",
+        model=f"{model.__module__}:{model.__name__}",
         model_args=arguments,
         dataset="tests.plugins:points",
         dataset_args={"size": 360},
@@ -201,9 +201,8 @@ def test_what_moves_is_put_back_and_loaded_into_a_model_built_anew(way: str) -> 
     write, expected = WAYS[way]
     model = Writing(lambda m: None)
     model.plain, model.held["a"][0] = torch.randn(4), torch.randn(4)
-    torch.nn.init.normal_(model.layer.bias)
-    torch.nn.init.normal_(model.buffer)
-    torch.nn.init.normal_(model.frozen)
+    for tensor in (model.layer.bias, model.buffer, model.frozen):
+        torch.nn.init.normal_(tensor)
     buffers = MovingBuffers(model, sorted(expected | STATISTICS))
     copies = buffers.copies()
     saved = {name: tensor.clone() for name, tensor in buffers.to_save().items()}
@@ -401,13 +400,9 @@ class Together(Mixed):
 def test_a_fault_leaves_the_attributes_as_in_the_undisturbed_run(
     model: type[nn.Module], tmp_path: Path
 ) -> None:
-    work = Work(
-        model=f"tests.model.test_effects:{model.__name__}",
-        dataset="tests.plugins:points",
-        # seven windows of 12 samples, and one of a single sample: one rank has none
-        dataset_args={"size": 85},
-        flags=("--batch_size=6", "--num_workers=0", "--max_steps=15", "--eval_every=1"),
-    )
+    # seven windows of 12 samples, and one of a single sample: one rank has none
+    work = work_of(model, "--batch_size=6", "--max_steps=15", "--eval_every=1")
+    work = replace(work, dataset_args={"size": 85})
     check(tmp_path, work, "raise-backward-one", "kill-forward")
 
 

@@ -71,14 +71,12 @@ def use_a_part_only_without_ddp() -> bool:
     sums = sum_gradients_of(model, group, Config(), finds_unused=True)
     do_backward(sums, torch.ones(2, 4), keeps_local=True)  # collective
     assert model.second.weight.grad is not None
-    for parameter in model.parameters():
-        parameter.grad = None
+    model.zero_grad()
     model.uses_second = False
     do_backward(sums, torch.ones(2, 4))  # collective
-    has_gradient = model.second.weight.grad is not None
     sums.release()
     group.close()
-    return has_gradient
+    return model.second.weight.grad is not None
 
 
 def test_a_part_that_was_used_in_a_step_without_ddp_may_be_unused_in_the_next() -> None:
@@ -246,13 +244,9 @@ BUFFERS = {
 }
 
 
-class Teacher(nn.Module):
-    """Has a frozen copy of its layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.teacher = nn.Linear(3, 2), nn.Linear(3, 2)
-        self.teacher.requires_grad_(False)
+def with_teacher() -> nn.ModuleDict:
+    """Give a layer with a frozen one of its form."""
+    return nn.ModuleDict({"layer": nn.Linear(3, 2), "of": nn.Linear(3, 2).requires_grad_(False)})
 
 
 def made_equal() -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
@@ -266,16 +260,16 @@ def made_equal() -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     buffers = MovingBuffers(module, [*BUFFERS])
     buffers.equalize(group)  # collective
     torch.manual_seed(rank)
-    teacher = Teacher()
-    MovingBuffers(teacher, ["teacher.weight", "teacher.bias"]).equalize(group)  # collective
+    teacher = with_teacher()
+    MovingBuffers(teacher, ["of.weight", "of.bias"]).equalize(group)  # collective
     group.close()
-    return [t.clone() for t in map(buffers._now, BUFFERS)], teacher.teacher.state_dict()
+    return [t.clone() for t in map(buffers._now, BUFFERS)], teacher["of"].state_dict()
 
 
 def test_floats_become_the_mean_and_integers_and_parameters_those_of_rank_0_bit_for_bit() -> None:
     (first, weights), *others = run_ranks(made_equal, 4)
     torch.manual_seed(0)
-    expected = Teacher().teacher.state_dict()
+    expected = with_teacher()["of"].state_dict()
     for buffers, parameters in [(first, weights), *others]:
         assert all(map(torch.equal, buffers, first))
         assert all(torch.equal(parameters[name], expected[name]) for name in expected)
@@ -306,15 +300,11 @@ def compare_still(values: list[float]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("values", "found"),
-    [
-        ([1.0, 2.0], ["mine"]),
-        ([1.0, 1.0], []),
-        ([1.0, 2.0, 3.0], ["mine"]),
-        ([1.0, 1.0, 3.0], []),  # a flipped bit of rank 2: the replicas differ, nothing moves
-    ],
-)
+VALUES = [([1.0, 2.0], ["mine"]), ([1.0, 1.0], []), ([1.0, 2.0, 3.0], ["mine"])]
+VALUES += [([1.0, 1.0, 3.0], [])]  # a flipped bit of rank 2: the replicas differ, nothing moves
+
+
+@pytest.mark.parametrize(("values", "found"), VALUES)
 def test_a_moving_buffer_differs_on_several_ranks(values: list[float], found: list[str]) -> None:
     assert run_ranks(compare_still, len(values), values) == [found] * len(values)
 
@@ -354,14 +344,11 @@ def test_an_epoch_compiles_for_training_for_its_last_batch_and_for_the_test(tmp_
     assert len(found) <= 3  # for training, its last batch of another size, and the test
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--find_unused_parameters", "on", "--step_retry", "off", "--comm_hook", "fp16"],
-        ["--model_args", "{spare: true}", "--no_gradient_as_bucket_view"],
-    ],
-    ids=" ".join,
-)
+WAYS = [["--find_unused_parameters", "on", "--step_retry", "off", "--comm_hook", "fp16"]]
+WAYS += [["--model_args", "{spare: true}", "--no_gradient_as_bucket_view"]]
+
+
+@pytest.mark.parametrize("flags", WAYS, ids=" ".join)
 @pytest.mark.usefixtures("the_compiler_is_imported_once")
 @pytest.mark.slow
 def test_compiled_it_trains_as_plain_whatever_ddp_does(flags: list[str], tmp_path: Path) -> None:

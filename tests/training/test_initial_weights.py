@@ -32,21 +32,12 @@ from tests.ranks.test_shared_sum import rendezvous
 CPU = torch.device("cpu")
 
 
-class Net(nn.Module):
-    def __init__(self, outputs: int = 2) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(3, 4), nn.Linear(4, outputs)
+def net(outputs: int = 2) -> nn.Module:
+    return nn.ModuleDict({"body": nn.Linear(3, 4), "head": nn.Linear(4, outputs)})
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
-        self.head.weight = self.words.weight
-
-
-def wrapped(net: nn.Module) -> nn.Module:
-    return nn.ModuleDict({"net": net})
+def wrapped(module: nn.Module) -> nn.Module:
+    return nn.ModuleDict({"net": module})
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -58,7 +49,7 @@ def fit(found: dict[str, torch.Tensor], model: nn.Module) -> tuple[dict[str, Any
 
 
 def test_weights_that_fit_are_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    found, model = weights(Net()), Net()
+    found, model = weights(net()), net()
     save_file(found, tmp_path / "w.safetensors")
     with caplog.at_level(logging.INFO):
         load_initial_weights(model, str(tmp_path / "w.safetensors"), Group(Launch(), CPU))
@@ -68,10 +59,10 @@ def test_weights_that_fit_are_loaded(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 
 def test_what_does_not_fit_is_named() -> None:
-    found = weights(Net(7)) | {"extra.scale": torch.zeros(2)}
+    found = weights(net(7)) | {"extra.scale": torch.zeros(2)}
     del found["body.bias"]
     found["body.weight"] = found["body.weight"].half()
-    fitting, lines = fit(found, Net())
+    fitting, lines = fit(found, net())
     assert list(fitting) == ["body.weight"]
     assert lines[0].startswith("--init_from weights: 1 of 4 tensors, 46.2% of values")
     assert lines[1:] == [
@@ -84,24 +75,26 @@ def test_what_does_not_fit_is_named() -> None:
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "net."])
 def test_names_of_a_wrapper_are_dropped_or_added(prefix: str) -> None:
-    found = weights(Net())
-    fitting, [told] = fit({prefix + name: tensor for name, tensor in found.items()}, Net())
+    found = weights(net())
+    fitting, [told] = fit({prefix + name: tensor for name, tensor in found.items()}, net())
     assert fitting.keys() == found.keys()
     assert told.endswith(f" (its names: {prefix!r} dropped, '' put before)")
-    fitting, _ = fit(found, wrapped(wrapped(Net())))
+    fitting, _ = fit(found, wrapped(wrapped(net())))
     assert fitting.keys() == {f"net.net.{name}" for name in found}
 
 
 def test_a_head_beside_the_named_part_is_found_too() -> None:
-    model = nn.ModuleDict({"bert": Net(), "classifier": nn.Linear(2, 2)})
-    found = weights(Net()) | {"classifier.weight": torch.ones(2, 2)}
+    model = nn.ModuleDict({"bert": net(), "classifier": nn.Linear(2, 2)})
+    found = weights(net()) | {"classifier.weight": torch.ones(2, 2)}
     fitting, lines = fit(found, model)
     assert {"bert.body.weight", "bert.head.bias"} <= fitting.keys()
     assert lines[-1] == " in the file, and not in the model: classifier.weight"
 
 
 def test_tied_weights_need_one_name() -> None:
-    _, told = fit({"words.weight": torch.ones(5, 3)}, Tied())
+    model = nn.ModuleDict({"words": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False)})
+    model["head"].weight = model["words"].weight
+    _, told = fit({"words.weight": torch.ones(5, 3)}, model)
     assert told == ["--init_from weights: 1 of 1 tensors, 100.0% of values"]
 
 
@@ -134,9 +127,9 @@ def test_a_folder_of_hugging_face_is_understood_also_in_shards(tmp_path: Path) -
         vocab_size=20, hidden_size=8, num_hidden_layers=2, num_attention_heads=2,
         intermediate_size=8, max_position_embeddings=16, num_labels=3,
     )  # fmt: skip
-    net = transformers.BertForSequenceClassification(config)
-    net.save_pretrained(tmp_path / "one")
-    net.save_pretrained(tmp_path / "shards", max_shard_size="3KB")
+    bert = transformers.BertForSequenceClassification(config)
+    bert.save_pretrained(tmp_path / "one")
+    bert.save_pretrained(tmp_path / "shards", max_shard_size="3KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
     other = transformers.BertForSequenceClassification(config)
     for name in ("one", "shards"):
@@ -181,11 +174,11 @@ def test_a_path_that_is_not_there_or_a_pickle_is_told(tmp_path: Path) -> None:
 
 def test_weights_of_another_model_are_an_error_that_names_both() -> None:
     with pytest.raises(CheckpointMismatchError) as caught:
-        fit({"conv.weight": torch.zeros(2)}, Net())
+        fit({"conv.weight": torch.zeros(2)}, net())
     assert "conv.weight" in caught.value.message
     assert "body.weight" in caught.value.message
     with pytest.raises(CheckpointMismatchError, match="weight is 9x9 float32"):
-        fit({"body.weight": torch.zeros(9, 9)}, Net())
+        fit({"body.weight": torch.zeros(9, 9)}, net())
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])

@@ -327,7 +327,6 @@ def beating(folder: Path) -> Iterator[None]:
 REFUSED = 7  # an exit status
 DEAD_PID = 2**22 + 1  # above the highest that the kernel gives
 
-
 OF_JOB = {"jobs": ["42", "agent", "agent2"], "host": "node7", "boot": "another"}
 OF_JOB |= {"machine": "another"}
 
