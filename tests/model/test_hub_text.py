@@ -55,24 +55,22 @@ def build(model: str, task: str, *, num_classes: int = 0) -> Any:
 
 IDS = torch.arange(2 * LENGTH).view(2, LENGTH) % VOCABULARY
 
+HEADS = [
+    ("GPT2LMHeadModel", "tokens", 0, (2, LENGTH, VOCABULARY)),
+    ("GPT2LMHeadModel", "auto", 0, (2, LENGTH, VOCABULARY)),
+    ("LlamaForCausalLM", "tokens", 0, (2, LENGTH, VOCABULARY)),
+    ("BertForMaskedLM", "tokens", 0, (2, LENGTH, VOCABULARY)),
+    ("BertForTokenClassification", "tokens", 5, (2, LENGTH, 5)),
+    ("BertModel", "tokens", 5, (2, LENGTH, 5)),
+    ("BertForSequenceClassification", "auto", 4, (2, 4)),
+    ("BertForMaskedLM", "classification", 4, (2, 4)),
+]
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "task", "num_classes", "shape"),
-    [
-        ("GPT2LMHeadModel", "tokens", 0, (2, LENGTH, VOCABULARY)),
-        ("GPT2LMHeadModel", "auto", 0, (2, LENGTH, VOCABULARY)),
-        ("LlamaForCausalLM", "tokens", 0, (2, LENGTH, VOCABULARY)),
-        ("BertForMaskedLM", "tokens", 0, (2, LENGTH, VOCABULARY)),
-        ("BertForTokenClassification", "tokens", 5, (2, LENGTH, 5)),
-        ("BertModel", "tokens", 5, (2, LENGTH, 5)),
-        ("BertForSequenceClassification", "auto", 4, (2, 4)),
-        ("BertForMaskedLM", "classification", 4, (2, 4)),
-    ],
-)
-def test_the_head_is_that_of_the_task(
-    name: str, task: str, num_classes: int, shape: tuple[int, ...], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("head", HEADS, ids=str)
+def test_the_head_is_that_of_the_task(head: tuple[str, str, int, Any], tmp_path: Path) -> None:
+    name, task, num_classes, shape = head
     model = build(saved(tmp_path, name), task, num_classes=num_classes)
     assert isinstance(model, TextModel)
     assert model(input_ids=IDS)["logits"].shape == shape
@@ -123,15 +121,12 @@ def write_export(model: str, task: str, folder: Path, *, num_classes: int = 0) -
     write_model(folder, "huggingface", net.state_dict(), json.loads(json.dumps(meta)))
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        ("GPT2LMHeadModel", "tokens", 0, True),
-        ("LlamaForCausalLM", "tokens", 0, False),
-        ("BertForMaskedLM", "tokens", 0, True),
-        ("BertForSequenceClassification", "classification", 2, False),
-    ],
-)
+EXPORTED = [("GPT2LMHeadModel", "tokens", 0, True), ("LlamaForCausalLM", "tokens", 0, False)]
+EXPORTED += [("BertForMaskedLM", "tokens", 0, True)]
+EXPORTED += [("BertForSequenceClassification", "classification", 2, False)]
+
+
+@pytest.mark.parametrize("case", EXPORTED)
 def test_an_export_has_what_the_model_came_with_and_no_other_setting(
     case: tuple[str, str, int, bool], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -234,13 +229,12 @@ def test_text_exports_take_padded_texts_of_any_length(name: str, form: str, tmp_
     ids, mask = torch.arange(33).view(3, 11) % VOCABULARY, torch.ones(3, 11, dtype=torch.int64)
     mask[1, 4:] = 0
     wanted = model(input_ids=ids, attention_mask=mask)["logits"]
+    write_model(tmp_path, form, model.state_dict(), meta)
     if form == "onnx":
         evaluator = pytest.importorskip("onnx.reference").ReferenceEvaluator
-        write_model(tmp_path, form, model.state_dict(), meta)
         tokens = {"input_ids": ids.numpy(), "attention_mask": mask.numpy()}
         [found] = evaluator(str(tmp_path / "model.onnx")).run(["logits"], tokens)
     else:
-        write_model(tmp_path, form, model.state_dict(), meta)
         found = torch.export.load(tmp_path / "model.pt2").module()(ids, mask).detach()
         assert 'model(tokens["input_ids"], tokens["attention_mask"])' in how_to_load(form, meta)
     assert torch.allclose(torch.as_tensor(found), wanted, rtol=1e-4, atol=1e-5)

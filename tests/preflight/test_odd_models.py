@@ -216,7 +216,6 @@ NORMING, GATHERING = ("--model", "tests.plugins:Norming"), ("--model", "tests.pl
 SUMMING = ("--model", "tests.plugins:Summing")
 COMPILED = ("--compile", "--model", "tests.plugins:NormingTestsCompiled")
 
-
 UNEVEN = [("allreduce", NORMING), ("allreduce", (*NORMING, "--no_shared_memory"))]
 UNEVEN += [("allgather", ("--model", "tests.plugins:GatheringMeans"))]
 

@@ -49,10 +49,8 @@ def plan_of(seed: int) -> tuple[int, list[Fault]]:
     chance.shuffle(kinds)
     last = NUM_STEPS[world_size] - 40
     steps = sorted(chance.randrange(5, last) for _ in kinds)
-    return world_size, [
-        Fault(kind, step, chance.randrange(world_size))
-        for kind, step in zip(kinds, steps, strict=True)
-    ]
+    drawn = zip(kinds, steps, strict=True)
+    return world_size, [Fault(kind, step, chance.randrange(world_size)) for kind, step in drawn]
 
 
 class Watch:

@@ -48,11 +48,10 @@ def plan_of(seed: int) -> Plan:
     steps = sorted(chance.sample(range(2, NUM_STEPS // 4 - 1), NUM_FAULTS))
     once = ["kill a worker", "SIGKILL", "SIGTERM"]
     often = ["raise", "raise in the loss", "NaN", *(["memory"] if seed % 2 else [])]
-    kinds = once + often + [chance.choice(often) for _ in range(NUM_FAULTS)]
-    kinds = kinds[:NUM_FAULTS]
+    kinds = [*once, *often, *(chance.choice(often) for _ in range(NUM_FAULTS))][:NUM_FAULTS]
     chance.shuffle(kinds)
     return [
-        (chance.randrange(NUM_RANKS), 4 * step, _phase_of(kind, chance), kind)
+        (chance.randrange(NUM_RANKS), 4 * step, chance.choice(KINDS[kind][1]), kind)
         for step, kind in zip(steps, kinds, strict=True)
     ]
 
@@ -91,10 +90,6 @@ def test_ten_faults_in_a_hundred_steps_do_not_change_the_weights(
     assert not verdict.problems, drills.output_of(fault)
     board = drills.folder / fault.name / "board"
     assert len(list(board.glob("injected-*"))) == NUM_FAULTS
-
-
-def _phase_of(kind: str, chance: random.Random) -> str:
-    return chance.choice(KINDS[kind][1])
 
 
 NUM_FEATURE_STEPS = 27
