@@ -33,7 +33,7 @@ _ERROR_LINE = re.compile(
     r"|^(?:srun|slurmstepd|sbatch|mpirun|docker|\w+\.py): (?:fatal|error)"
     r"|\bKilling subprocess \d|\bExecuteUserScriptError:|Reporting training FAILURE"
     r"|Failed - Training job failed|UnexpectedAdmissionError|FailedMount"
-    r"|= +BAD TERMINATION|\bUCX +(?:ERROR|FATAL) |^(?:.{,40}: )?[EF] \S+\.cc:\d+\]|Check failed: "
+    r"|= +BAD TERMINATION|^(?:.{,40}: )?[EF] \S+\.cc:\d+\]|Check failed: "
     r"|\b(?:condition \[ ?\w+ ?\]|OP_REQUIRES|Non-OK-status:?) failed|^Exception in device="
     r"|failed with \w+ error|, runtime result = \d{5,}|No PMIx server was reachable|fabric is not"
 )
@@ -314,7 +314,8 @@ class Collector:
             cause = BY_CODE["checkpoint-optimizer"]
         if cause is BY_CODE["data-missing-file"] and last.endswith("subprocess.py"):
             cause = BY_CODE["launch-command"]
-        removes = last.endswith("shutil.py") and "rmtree" in raised.frames[-1].function
+        # below the top: another rank removes the same folder
+        removes = last.endswith("shutil.py") and raised.frames[-1].function.startswith("_rmtree")
         if removes and cause is BY_CODE["data-missing-file"]:
             cause = BY_CODE["checkpoint-many-writers"]
         if cause is not None and re.search(r"[/\\]multiprocessing[/\\]", last):

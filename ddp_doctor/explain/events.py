@@ -174,6 +174,9 @@ class Raised:
     is_whole: bool = False
     """The header of its traceback is in the log, so that the first frame is the first one."""
 
+    stated: str = ""
+    """The program's line, if it is an assertion."""
+
     @property
     def catcher(self) -> int:
         """Who caught it, as its traceback begins there: 0 nobody, 1 the program, 2 a library."""
@@ -190,7 +193,8 @@ class Raised:
     def headline(self) -> str:
         """The first line of its message, with the second if that says what was raised."""
         first, _, rest = self.message.partition("\n")
-        return f"{first} {rest}".partition("\n")[0] if first.endswith(" raised:") else first
+        first = f"{first} {rest}".partition("\n")[0] if first.endswith(" raised:") else first
+        return first or self.stated
 
     @property
     def whole(self) -> str:

@@ -206,7 +206,7 @@ def _unknown_headline(verdict: Verdict) -> str:
             f"A process failed ({how}), and this log does not say why: its own output is not in it."
         )
     told = verdict.evidence[0].text if verdict.evidence else "This log does not say what."
-    return f"Something failed. {told:.120}"
+    return f"Something failed. {_shortened(told.strip(), 120)}"
 
 
 def confidence_of(verdict: Verdict) -> tuple[str, str]:

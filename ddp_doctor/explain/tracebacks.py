@@ -170,15 +170,15 @@ class Assembler:
         match = _LAST.match(text.removeprefix("  ") if is_in_block else text)
         if not match or not self._is_type(match["type"], match["message"]):
             return None
-        stated = self.source if self.source.startswith("assert ") else ""
         raised = Raised(
             type=match["type"],
-            message=(match["message"] or "").strip() or stated,
+            message=(match["message"] or "").strip(),
             frames=list(self.frames),
             before=self.before if self.link else None,
             link=self.link,
             has_raise=not self.source or self.source.startswith(("raise", "assert")),
             is_whole=self.has_header and self.num_open == 1,
+            stated=self.source if match["type"] == "AssertionError" else "",
         )
         found = Found(raised, line, is_weak=self.is_weak)
         self.num_open -= 1

@@ -65,7 +65,7 @@ checkpoint-corrupt: the checkpoint file is incomplete or damaged
 checkpoint-many-writers: several ranks wrote, renamed or removed the same file or folder
   /\[Errno 17\] File exists: (?!'\/\w+'$)/
   /\[Errno 39\] Directory not empty/
-  /No such file or directory: '[^']+' -> '/
+  /No such file or directory: '[^']*(?:checkpoint|ckpt|tmp-)[^']*' -> '/
   why: Each rank runs the saving code; they meet at the same path
   fix: if rank == 0: torch.save(...), then dist.barrier(); os.makedirs(path, exist_ok=True).
   lightning: trainer.save_checkpoint on all ranks (it writes on rank 0)

@@ -12,7 +12,6 @@ data-worker-exited (generic): a DataLoader worker ended
   fix: num_workers=0 shows the error in the main process; open files and databases in __getitem__,
     not in __init__; multiprocessing_context='spawn'.
   trainer: dataloader_num_workers=0 shows the worker's own error
-  confirm: dmesg for OOM; PYTHONFAULTHANDLER=1 for a crash.
 
 data-worker-timeout: a DataLoader worker did not deliver in time
   /DataLoader timed out after [\d.]+ seconds/

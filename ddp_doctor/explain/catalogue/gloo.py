@@ -26,6 +26,7 @@ gloo-timeout (timeout): a wait for ranks, in gloo or the store, took too long
   /wait timeout after \d+ms, keys: /
   /Socket Timeout/
   /waitForInput: .*timed out after \d+ms/
+  /Stop_waiting response is expected/
   why: These ranks wait for one that hangs, is slow, took another branch, or has fewer batches
   fix: py-spy dump each rank while it hangs. Equal numbers of batches per rank, no collective under
     `if rank == 0`; init_process_group(timeout=...) if one rank is slow.
@@ -94,7 +95,6 @@ gloo-ddp-outlives-group (timeout): DDP's end waits for ever for its group
     free a tensor of its last collective
   fix: del model (the DDP wrapper) before dist.destroy_process_group(); or train in a function of
     its own, and destroy the group after it has returned.
-  confirm: py-spy dump --native: the main thread is in std::thread::join.
 
 gloo-destroy-hang (teardown): a process waits in the destructor of its process group
   /distributed_c10d\.py\", line \d+ in (?:_?destroy_process_group|_shutdown_backend)/

@@ -16,7 +16,6 @@ gpu-fell-off (hardware): a GPU fell off the bus (Xid 79)
   /GPU is lost\.  ?Reboot the system/
   why: The driver lost the GPU on PCIe: power, heat, a bad slot or a dying card
   fix: %DRAIN%
-  confirm: dmesg | grep -i xid; nvidia-smi does not list it.
 
 gpu-ecc (hardware): a GPU's memory has an error that ECC can't correct
   /Xid \([^)]*\): ?(?:48|63|64|94|95|140)\b/
@@ -126,7 +125,6 @@ gpu-none: torch sees no GPU
     --gres=gpu:N (and for srun, too); unset CUDA_VISIBLE_DEVICES.
   lightning: Trainer(accelerator='auto')
   accelerate: accelerate launch --cpu for the CPU
-  confirm: python -c 'import torch; print(torch.version.cuda, torch.cuda.device_count())'.
 
 gpu-ordinal: a rank chose a GPU that does not exist
   /(?:CUDA error:|Cuda failure \d+) '?invalid device ordinal/
@@ -157,7 +155,6 @@ gpu-arch: torch has no kernels for this GPU
   /CUDA capability sm_\d+/
   why: This build of torch, or an extension, was not compiled for this architecture, new or old
   fix: A newer torch (new GPU) or an older one; extensions with TORCH_CUDA_ARCH_LIST of this GPU.
-  confirm: torch.cuda.get_arch_list() against torch.cuda.get_device_capability().
 
 gpu-busy: the GPU is used by another process that does not share it
   /all CUDA-capable devices are busy or unavailable/

@@ -6,7 +6,8 @@ _TEXT = r"""
 [Graph: what DDP expects of forward and backward]
 
 graph-unused (accuses speaker): parameters of the model got no gradient in the last backward
-  /Expected to have finished reduction in the prior iteration before(?!.* training graph has)/
+  /Expected to have finished reduction in the prior iteration before starting a new one\. This error
+    indicates that your module has parameters/
   /[Pp]arameter indices which did not receive grad for rank (?P<ranks>\d+): [\d ]+/
   /[Pp]arameters which did not receive grad for rank (?P<ranks>\d+): /
   /parameters (?:in this model |that )were not used in producing the loss returned by training_step/

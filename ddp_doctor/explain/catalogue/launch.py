@@ -20,7 +20,7 @@ launch-port (accuses nobody): the port of the rendezvous is taken
   /The server socket has failed to (?:bind|listen)/
   why: Another job on this node, or a process left over from an earlier one, listens there
   fix: torchrun --standalone (takes a free port), or another --master_port above 1024; `ss -ltnp |
-    grep PORT` names the owner: end it if it is left over. Ranks that share a RANK all open it.
+    grep PORT` names the owner: end it if it is left over. Each process with RANK=0 opens it.
   lightning: MASTER_PORT=29511 python train.py
   accelerate: accelerate launch --main_process_port 0
 
@@ -60,7 +60,6 @@ launch-rendezvous (timeout): torchrun's rendezvous failed
   /RendezvousTimeoutError/
   /Rendezvous(?:Connection|Closed|State)Error/
   /The connection to the C10d store has failed/
-  /Stop_waiting response is expected/
   why: Fewer nodes than --nnodes came in time, a wrong endpoint, or the --rdzv_id of an ended job
   fix: The same --rdzv_endpoint HOST:PORT and a fresh --rdzv_id on all nodes; HOST is one of the
     nodes; its port is open; --rdzv_conf join_timeout=1200 for slow starts.

@@ -147,7 +147,6 @@ memory-ray (killed): Ray killed a worker because its node ran low on memory
   /exceeds the memory usage threshold of/
   why: All processes of the node together crossed Ray's memory threshold
   fix: RAY_memory_usage_threshold=0.98 only if it is close. %HOST%
-  confirm: ray logs raylet.out -ip HOST | grep -i memory.
 """
 
 FAMILIES = read_families(_TEXT, HOST=_HOST)

@@ -232,7 +232,7 @@ nccl-aborted (teardown): NCCL's communicator was aborted
 nccl-p2p (accuses nobody): direct access between GPUs does not work on this machine
   /peer mapping resources exhausted/
   /P2P is disabled between NVLINK connected GPUs/
-  /transport\/p2p\.cc:\d+ NCCL WARN Cuda failure(?!.*(?:ordinal|out of mem))/
+  /transport\/p2p\.cc:\d+ NCCL WARN Cuda failure(?: \d+)? '(?:invalid arg|mapping of buf)/
   /PCI ACS is enabled/
   /peer access is not supported between these two devices/
   why: PCIe's access control (ACS), the IOMMU, a virtual machine, or too many peers block it

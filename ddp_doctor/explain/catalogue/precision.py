@@ -103,7 +103,7 @@ compile-compiler: no compiler that fits torch, or an extension failed
   /Cannot find a working triton installation/
   /Compiler: cl is not found/
   /nvcc fatal +: Unsupported gpu architecture/
-  /fatal error: [\w.\/-]+\.h\w*: No such file/
+  /fatal error: (?:Python|cuda\w*)\.h: No such file/
   /Installed CUDA version \S+ does not match the version torch was compiled with \S+ un/
   why: Inductor and extensions (DeepSpeed's) need a C++ compiler, Python's headers, for GPUs Triton,
     and the CUDA toolkit that torch was built with

@@ -20,8 +20,8 @@ stop-preempted (killed): the scheduler took the node back, or the job was queued
   /CANCELLED AT \S+ DUE TO (?:PREEMPTION|JOB REQUEUE)/
   /[Pp]reempted in order to admit/
   /reempted by (?:a )?pod/
-  why: A job of higher priority, or the cloud, took the machine; REQUEUE alone may also be scontrol
-    requeue of its own, before its time limit (submitit, Lightning)
+  why: A job of higher priority, or the cloud, took the machine; JOB REQUEUE may also be the job's
+    own `scontrol requeue` before its time limit (submitit, Lightning)
   fix: Handle SIGTERM: save, exit 0; sbatch --requeue; restartPolicy: OnFailure.
   lightning: SLURMEnvironment(auto_requeue=True)
   trainer: save_steps, then train(resume_from_checkpoint=True)
