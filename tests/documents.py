@@ -238,8 +238,8 @@ def has_function(test: str) -> bool:
     """Say whether FILE::NAME or FILE::CLASS::NAME is a function."""
     file, *classes, name = test.split("::")
     text = text_of(file) if (ROOT / file).is_file() else ""
-    wanted = [rf"^{'    ' * len(classes)}def {name}\(", *(rf"^class {c}\b" for c in classes)]
-    return all(re.search(pattern, text, re.MULTILINE) for pattern in wanted)
+    within = "".join(rf"^class {c}\b(?:(?!^\S).|\n)*?" for c in classes)  # up to the next one
+    return bool(re.search(rf"{within}^ {{{4 * len(classes)}}}def {name}\(", text, re.MULTILINE))
 
 
 def commands_of(document: str) -> Iterator[str]:

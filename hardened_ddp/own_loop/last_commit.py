@@ -107,6 +107,18 @@ class LastCommit:
         names |= {n for n in copies if n in tensors and not has_same_bits(copies[n], tensors[n])}
         return min(names, default="")
 
+    def spoiled(self, tensors: Tensors | None = None) -> str:
+        """Name a trained parameter that is NaN, of these tensors or now. It waits for the device.
+
+        WHY not what is infinite: a mask may be.
+        """
+        for name, live in self._live.items():
+            value = live if tensors is None else tensors[name]
+            # of one byte: torch can't tell
+            if live.requires_grad and value.element_size() > 1 and value.isnan().any():
+                return name
+        return ""
+
     def before_forward(self) -> None:
         """Learn what has to be copied at commits: the next all-reduce may lose a rank."""
         self._needed |= self.written() | self._unseen()

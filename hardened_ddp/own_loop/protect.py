@@ -78,7 +78,8 @@ log = logging.getLogger(__name__)
 
 _active: list[Path] = []
 # Arguments whose settings have other names.
-_ALIASES = {"save_every": "checkpoint_every_steps", "count": "max_steps"}
+_ALIASES = {"save_every": "checkpoint_every_steps"}
+_ALIASES |= dict.fromkeys(("run.epochs", "run.steps"), "max_steps")
 
 
 class Stopped(SystemExit):
@@ -112,8 +113,9 @@ def protect(
         with errors_told(group):
             _check(seed=seed, save_every=save_every, keep_last=keep_last)
             _check(hang_after_s=hang_after_s, timeout_s=timeout_s, stop_grace_s=stop_grace_s)
+            seed, keep_last = int(seed), int(keep_last)  # they are written as JSON
             last = LastCommit(Registry(state), group.device)
-            every = None if save_every == "auto" else save_every
+            every = None if save_every == "auto" else int(save_every)
             config = RunConfig(checkpoint_every_steps=every, keep_last=keep_last)
             with (
                 StopRequest(group, digest=last.digest) as stop,
@@ -190,7 +192,7 @@ class OwnLoop:
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs that are left, from 0; the first one may be half done."""
-        _check(count=count)
+        _check(**{"run.epochs": count})
         self._num_epochs = count
         while self.epoch < count:
             yield self.epoch
@@ -217,7 +219,7 @@ class OwnLoop:
 
     def steps(self, count: int) -> Iterator[int]:
         """Yield the steps that are left of count, for a loop that makes its data by itself."""
-        _check(count=count)
+        _check(**{"run.steps": count})
         self._num_steps = count
         first = self.step
         while self.step < count:
@@ -253,7 +255,7 @@ class OwnLoop:
         is_due = self.step in self._saver.due_steps
         if is_due or self._last.is_inspected:
             self._refuse_nan()  # WHY then: it is the same on all ranks
-        if is_due or (self._saver.is_time() and not self._registry.not_finite()):
+        if is_due or (self._saver.is_time() and not self._last.spoiled()):
             self._saver.save(self._last)
 
     def poll(self) -> None:
@@ -321,12 +323,11 @@ class OwnLoop:
             )
 
     def _refuse_nan(self) -> None:
-        if name := self._registry.not_finite():
+        if name := self._last.spoiled():
             raise NonFiniteError(
-                f"{name} is NaN or infinite after commit {self.step}: it is not saved, and the "
-                "last checkpoint stands",
+                f"{name} is NaN after commit {self.step}: it is not saved",
                 fix="lower the learning rate, clip gradients, look for NaN in the data; the same "
-                "command continues from that checkpoint",
+                "command continues from the last checkpoint, if there is one",
             )
 
     def _refuse_altered(self) -> None:
@@ -352,8 +353,9 @@ class OwnLoop:
 
         def find() -> Rescue:
             tensors = last.take(is_beside=is_beside)
-            write = partial(self._saver.save_in_need, last, tensors=tensors)
-            return where if tensors is None else Rescue(last.step, write)
+            if tensors is None or last.spoiled(tensors):
+                return where
+            return Rescue(last.step, partial(self._saver.save_in_need, last, tensors=tensors))
 
         save_once(self._group, self._run.folder, find, where=where, error=error, gone=gone)
 
@@ -492,7 +494,8 @@ def _check(**given: Any) -> None:  # Any: the user's
     """Raise OwnLoopError for what the setting that this argument stands for would not take."""
     for name, value in given.items():
         try:
-            fit(SETTINGS[_ALIASES.get(name, name)], value)
+            plain = value.item() if isinstance(value, np.generic) else value
+            fit(SETTINGS[_ALIASES.get(name, name)], plain)
         except Misfit as misfit:
             raise OwnLoopError(f"{name}: {misfit}") from None
 

@@ -64,14 +64,6 @@ class Registry:
         """Return the buffers of all modules by id, in one order on all ranks."""
         return {id(b): b for module in self.modules.values() for b in module.buffers()}
 
-    def not_finite(self) -> str:
-        """Name a trained parameter that has NaN or an infinite number. It waits for the device."""
-        for name, module in self.modules.items():
-            for inner, parameter in module.named_parameters():
-                if parameter.requires_grad and not parameter.detach().isfinite().all():
-                    return f"{name}.{inner}"
-        return ""
-
     def is_wrapped(self, module: nn.Module | None, by: nn.Module) -> bool:
         inner = getattr(module, "_orig_mod", module)  # what torch.compile was given
         return isinstance(by, DistributedDataParallel) and inner in self.modules.values()

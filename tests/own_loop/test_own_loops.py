@@ -26,7 +26,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from ddp_runs.ledger_check import check_ledger
-from hardened_ddp.errors import HangError, NonFiniteError, OwnLoopError, PeerLostError
+from hardened_ddp.errors import HangError, OwnLoopError, PeerLostError
 from hardened_ddp.guard import stop
 from hardened_ddp.own_loop import last_commit
 from hardened_ddp.own_loop.batches import Seeded
@@ -405,15 +405,32 @@ def test_a_mistake_is_one_error_that_says_what_to_do(text: str) -> None:
     assert "Traceback" not in finished.output
 
 
+_RAISES = "if not loss.isfinite(): raise ValueError"
+
+
 @pytest.mark.slow
-def test_weights_that_became_nan_replace_no_checkpoint() -> None:
-    spoil = "if run.step == 3: [p.data.fill_(torch.nan) for p in model.parameters()]"
-    text = text_of("two_sets", "protect( -> protect(save_every=2, folder=")
-    finished = launch(text.replace("run.commit()", f"{spoil}\n            run.commit()"))
-    assert finished.statuses == (NonFiniteError.exit_status,) * 2, finished.describe()
-    assert finished.output.count("is NaN or infinite after commit 4: it is not saved") == 1
-    assert "Traceback" not in finished.output
-    assert checkpoints_of(Path()) == [2]
+@pytest.mark.parametrize(
+    ("save_every", "step", "more", "told", "saved"),
+    [
+        ("2", 3, "", "NaN after commit 4: it is not saved", [2]),
+        ("'auto'", 0, "", "NaN after commit 1: it is not saved", []),
+        ("0", 15, "", "NaN after commit 20: it is not saved", []),
+        ("3", 4, _RAISES, "ValueError", [3]),
+    ],
+    ids=["due", "looked at", "at the end", "seen by the loop"],
+)
+def test_weights_that_became_nan_replace_no_checkpoint(
+    save_every: str, step: int, more: str, told: str, saved: list[int]
+) -> None:
+    spoil = f"if run.step == {step}: [p.data.fill_(torch.nan) for p in model.parameters()]"
+    seed = "seed=__import__('numpy').int64(0), "  # as a program may have computed it
+    text = text_of("two_sets", f"protect( -> protect(save_every={save_every}, {seed}folder=")
+    finished = launch(
+        text.replace("run.commit()", f"{more}\n            {spoil}\n            run.commit()")
+    )
+    assert 0 not in finished.statuses, finished.describe()
+    assert told in finished.output
+    assert checkpoints_of(Path()) == saved
 
 
 def test_names_may_have_dots_and_half_a_launchers_environment_is_one_error(tmp_path: Path) -> None:
