@@ -54,27 +54,22 @@ class PretendedGpu(TorchDispatchMode):
     @contextlib.contextmanager
     def on(self) -> Iterator["PretendedGpu"]:
         """Let this process have the device, and let its tensors say where they are."""
-        device = property(lambda tensor: GPU if self.has(tensor) else CPU)
-        cuda = {
-            "Event": lambda *_, **__: _Event(self),
-            "Stream": lambda *_, **__: None,
-            "stream": lambda stream: contextlib.nullcontext(),
-            "manual_seed": lambda seed: None,
-            "is_bf16_supported": lambda **_: True,
-            "amp.common.amp_definitely_not_available": lambda: False,
+        stand_ins = {
+            "Tensor.device": property(lambda tensor: GPU if self.has(tensor) else CPU),
+            "Tensor.is_cuda": property(self.has),
+            "Tensor.is_cpu": property(lambda tensor: not self.has(tensor)),
+            "cuda.Event": lambda *_, **__: _Event(self),
+            "cuda.Stream": lambda *_, **__: None,
+            "cuda.stream": lambda stream: contextlib.nullcontext(),
+            "cuda.manual_seed": lambda seed: None,
+            "cuda.is_bf16_supported": lambda **_: True,
+            "cuda.amp.common.amp_definitely_not_available": lambda: False,
+            "autocast": _autocast,
+            "_C._group_tensors_by_device_and_dtype": _grouped,
         }
         with contextlib.ExitStack() as stack:
-            for name, value in (
-                ("device", device),
-                ("is_cuda", property(self.has)),
-                ("is_cpu", property(lambda tensor: not self.has(tensor))),
-            ):
-                stack.enter_context(mock.patch.object(torch.Tensor, name, value))
-            for name, stand_in in cuda.items():
-                stack.enter_context(mock.patch(f"torch.cuda.{name}", stand_in))
-            stack.enter_context(mock.patch("torch.autocast", _autocast))
-            groups = "torch._C._group_tensors_by_device_and_dtype"
-            stack.enter_context(mock.patch(groups, _grouped))
+            for name, stand_in in stand_ins.items():
+                stack.enter_context(mock.patch(f"torch.{name}", stand_in))
             stack.enter_context(_Arguments(self))
             yield stack.enter_context(self)
 
@@ -173,12 +168,8 @@ class _Arguments(TorchFunctionMode):
             gpu.wait(name)
         if name in ("to", "cpu", "cuda") and tensor is not None:
             return self._move(name, tensor, args[1:], kwargs)
-        if (
-            name == "where"
-            and tensor is not None
-            and not tensor.is_cuda
-            and any(isinstance(part, torch.Tensor) and gpu.has(part) for part in args[1:])
-        ):
+        choices = [p for p in args[1:] if isinstance(p, torch.Tensor)] if name == "where" else []
+        if tensor is not None and not tensor.is_cuda and any(map(gpu.has, choices)):
             gpu.wait("where by a condition on the host")
         wanted = [_device_of(leaf) for leaf in tree_leaves((args, kwargs))]
         only_names_it = func is torch.device or name == "_parse_to"  # the arguments of Module.to

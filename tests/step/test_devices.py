@@ -36,13 +36,12 @@ SLOPES = ["--dataset", "tests.token_data:slopes", "--model", "mlp"]
 PICTURES = ["--dataset", f"{HERE}:pictures"]
 SEQUENCES = ["--dataset", "tests.token_data:sequences"]
 OWN_LM = [*SEQUENCES, "--model", "tests.token_data:OwnLM", "--model_args", "{shift: 1}"]
-MAPS = ["--dataset", f"{HERE}:maps"]
 SUM = ["--metrics", "{total: tests.task.test_tasks:Sum}"]
 TASKS = {
     "classification": [*POINTS, *SUM, "--model", "mlp"],
     "pictures and top 5": [*PICTURES, "--model", f"{HERE}:net"],
     "multilabel": ["--dataset", f"{HERE}:tagged", "--model", "mlp"],
-    "segmentation": [*MAPS, "--model", f"{HERE}:pixels"],
+    "segmentation": ["--dataset", f"{HERE}:maps", "--model", f"{HERE}:pixels"],
     "regression": SLOPES,
     "tokens": [*SEQUENCES, "--task", "tokens", "--model", "tests.token_data:TinyLM"],
     "tokens, shifted by the model": [*OWN_LM, "--task", "tokens"],
@@ -110,21 +109,14 @@ def test_a_task_trains_and_is_measured_on_a_gpu_as_on_the_cpu(task: str) -> None
     assert len(evaluation) == 1 + ("--metrics" in TASKS[task]), evaluation
 
 
-WRONG = {
-    "ids": [*TASKS["tokens"], "--dataset_args"],
-    "labels": [*TASKS["tokens"], "--dataset_args"],
-    "labels of pixels": [*MAPS, "--model", f"{HERE}:pixels", "--dataset_args"],
-}
-
-
 def wrong(kind: str, samples: list[int]) -> list[str]:
     """Give the flags of a run in which samples have a number out of range."""
-    of = "maps" if "pixels" in kind else "sequences"
+    of, task = ("maps", "segmentation") if "pixels" in kind else ("sequences", "tokens")
     given = f"{{of: {of}, {kind.split()[0]}: {samples}}}"
-    return [*WRONG[kind], given, "--dataset", f"{HERE}:wrong"]
+    return [*TASKS[task], "--dataset_args", given, "--dataset", f"{HERE}:wrong"]
 
 
-@pytest.mark.parametrize("kind", slow_after(1, WRONG))
+@pytest.mark.parametrize("kind", slow_after(1, ["ids", "labels", "labels of pixels"]))
 def test_a_number_out_of_range_is_left_out_by_name_on_a_gpu_as_on_the_cpu(kind: str) -> None:
     parts = parts_of([*COMMON, *wrong(kind, [])])
     order = parts.sampler.next_ids(0, 0) + parts.sampler.next_ids(0, 4)
