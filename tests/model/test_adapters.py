@@ -24,7 +24,7 @@ from hardened_ddp.export.formats import write_model
 from hardened_ddp.model.huggingface import build_from_config
 from hardened_ddp.training.weights import model_tensors, rebuild_model
 from tests.harness.ranks import import_in_server, train
-from tests.model.test_hub_text import Sentences
+from tests.model.test_hub_text import Sentences, saved
 from tests.plugins import is_first_time
 from tests.run_folder import find_checkpoints, last_tensors, only_run, samples_by_step
 
@@ -108,14 +108,6 @@ def test_frozen_weights_of_no_file_are_saved_as_before(tmp_path: Path) -> None:
     assert "model.base.weight" in last_tensors(tmp_path)
 
 
-def gpt2(folder: Path) -> None:
-    transformers = import_extra("transformers", what="this test")
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 400, "n_positions": 32, "n_embd": 128, "n_layer": 4, "n_head": 4}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
-    model.save_pretrained(folder / "gpt2")
-
-
 def sentences(train: bool, board: str = "", fails_at: int = 0, dies_at: int = 0) -> Sentences:
     """Give the data; and to rank 1, in the forward of a step, an exception, and of one a SIGKILL.
 
@@ -142,14 +134,14 @@ def sentences(train: bool, board: str = "", fails_at: int = 0, dies_at: int = 0)
     return Sentences()
 
 
-NUM_STEPS = 9
+NUM_STEPS, GPT2 = 9, "GPT2LMHeadModel"
 LORA: Words = ["--adapter", "{r: 1, target_modules: [c_attn]}"]
 
 
 def text_run(base: Path, output: Path, *, num_steps: int = NUM_STEPS, **faults: Any) -> Words:
-    model = f"hf:{base / 'gpt2'}"
-    if not (base / "gpt2").is_dir():
-        gpt2(base)
+    model = f"hf:{base / GPT2}"
+    if not (base / GPT2).is_dir():
+        saved(base, GPT2, vocab_size=400, n_embd=128, n_layer=4, n_head=4)
     words: Words = [*PLAIN, "--dataset", "tests.model.test_adapters:sentences", "--task", "tokens"]
     words += ["--model", model, "--run_name", "run", "--global_batch_size", "8"]
     words += ["--optimizer", "adamw", "--dataset_args", json.dumps(faults)]
@@ -215,7 +207,6 @@ def test_an_export_of_adapters_leaves_out_no_new_head(tmp_path: Path, has_old_he
 def test_lora_is_a_small_checkpoint_exported_alone_and_merged(lora: Path, tmp_path: Path) -> None:
     train(text_run(lora, tmp_path / "full", num_steps=3), 2).ok()
     shutil.copytree(lora, tmp_path, dirs_exist_ok=True)
-    model = f"hf:{lora / 'gpt2'}"
     newest = [find_checkpoints(tmp_path / name)[-1] for name in ("lora", "full")]
     small, full = ((path / "state.safetensors").stat().st_size for path in newest)
     assert small < 0.02 * full
@@ -226,7 +217,7 @@ def test_lora_is_a_small_checkpoint_exported_alone_and_merged(lora: Path, tmp_pa
     assert (alone / "adapter_model.safetensors").stat().st_size < 0.05 * full
     transformers, peft = (import_extra(n, what="this test") for n in ("transformers", "peft"))
     ids = torch.arange(12).view(2, 6)
-    base = transformers.GPT2LMHeadModel.from_pretrained(model.removeprefix("hf:"))
+    base = transformers.GPT2LMHeadModel.from_pretrained(lora / GPT2)
     before = base(ids).logits.detach()
     with_adapter = peft.PeftModel.from_pretrained(base, alone).eval()(ids).logits
     whole = transformers.GPT2LMHeadModel.from_pretrained(merged).eval()(ids).logits

@@ -44,7 +44,7 @@ def saved(folder: Path, name: str, **more: Any) -> str:
     torch.manual_seed(0)
     kinds = {"GPT2": GPT2, "Bert": BERT, "Llama": LLAMA}
     base, values = next((b, v) for b, v in kinds.items() if name.startswith(b))
-    config = getattr(transformers, f"{base}Config")(**values, **more)
+    config = getattr(transformers, f"{base}Config")(**{**values, **more})
     getattr(transformers, name)(config).save_pretrained(folder / name)
     return f"hf:{folder / name}"
 
