@@ -14,14 +14,7 @@ from tests.gradients.test_by_ddp import NewMemory
 from tests.harness.ranks import train
 from tests.marks import Undisturbed, slow_after
 from tests.run_folder import find_checkpoints, last_tensors, only_run, read_summary, step_of
-
-POINTS: list[str | Path] = ["--dataset", "tests.plugins:points", "--cpu_only", "--batch_size", "4"]
-POINTS += ["--dataset_args", "{size: 48}", "--epochs", "4", "--log_interval", "1"]
-POINTS += ["--eval_every", "0", "--num_workers", "0"]
-
-
-def run(output: Path, world_size: int, *flags: str | Path) -> Any:
-    return train([*POINTS, "--output_dir", output, *flags], world_size)
+from tests.step.test_step_retry import run
 
 
 def spoiled(**arguments: Any) -> list[str]:

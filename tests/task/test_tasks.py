@@ -514,8 +514,7 @@ def build_each(cases: list[list[str]]) -> list[list[str]]:
         try:
             with contextlib.redirect_stderr(output):
                 settings = resolve(parse([*COMMON, *words]), world_size=1)
-                group = Group(Launch(), torch.device("cpu"))
-                parts = ddp_training.build(settings, group, None, Events())
+                parts = ddp_training.build(settings, ALONE, None, Events())
                 check_evaluation(parts)
                 if parts.config.loop.stop_when:
                     check_stop_when(parts)
