@@ -34,11 +34,9 @@ ALONE = PROGRAMS["alone"]
 SPAWNED = PLAIN.replace("def main():\n", "def main(rank):\n    world_size = 2\n")
 SPAWNED = SPAWNED.replace('("gloo")', '("gloo", rank=rank, world_size=world_size)')
 SPAWNED = SPAWNED.replace("    rank, world_size = dist.get_rank(), dist.get_world_size()\n", "")
-SPAWNED = SPAWNED.replace(
-    "    main()\n",
-    '    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="{port}")\n'
-    "    torch.multiprocessing.spawn(main, nprocs=2)\n",
-)
+START = '    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="{port}")\n'
+START += "    torch.multiprocessing.spawn(main, nprocs=2)\n"
+SPAWNED = SPAWNED.replace("    main()\n", START)
 FORKED = SPAWNED.replace("spawn(main, ", 'start_processes(main, start_method="fork", ')
 FORKED = FORKED.replace("import torch\n", "import torch, torch._dynamo\n")  # not in each rank
 

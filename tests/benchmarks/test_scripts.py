@@ -67,11 +67,8 @@ def make_start(run: int, steps: dict[int, tuple[int, ...]], *, at: float = 0.0) 
 
 
 def test_a_start_that_goes_back_behind_two_others_takes_both_back() -> None:
-    starts = [
-        make_start(0, {1: (0, 1), 2: (2, 3)}),
-        make_start(1, {3: (0, 1), 4: (2, 3)}),
-        make_start(2, {2: (2, 3)}),
-    ]
+    steps = [{1: (0, 1), 2: (2, 3)}, {3: (0, 1), 4: (2, 3)}, {2: (2, 3)}]
+    starts = [make_start(run, done) for run, done in enumerate(steps)]
     assert account.count_lost_steps(starts) == 3
     assert [(x.step, x.ids) for x in account.kept_lines(starts)] == [(1, (0, 1)), (2, (2, 3))]
 

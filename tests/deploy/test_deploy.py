@@ -102,19 +102,16 @@ def test_the_types_of_the_operators_keep_each_field() -> None:
 @EACH
 def test_each_status_is_told_apart(path: Path) -> None:
     rules = [rule for part in parts_of(path) for rule in part.get("rules", [])]
-    by_code = {
-        code: rule["action"]
-        for rule in rules
-        for code in rule.get("onExitCodes", {}).get("values", [])
-    }
+    told = [(r["onExitCodes"]["values"], r["action"]) for r in rules if "onExitCodes" in r]
+    by_code = {code: action for codes, action in told for code in codes}
     again = "Ignore" if path.stem == "job" else "FailJob"  # a JobSet tells them by the message
     assert by_code == ({} if path.stem == "pytorchjob" else {2: "FailJob", 3: again, 75: again})
     named = [rule for rule in rules if "name" in rule]
     assert all(_RULE_NAME.fullmatch(rule["name"]) for rule in named)
     sets = {rule["action"]: rule["onJobFailureMessagePatterns"] for rule in named}
-    told = {"FailJobSet": ["exit code 2 "]}
-    told["RestartJobSetAndIgnoreMaxRestarts"] = ["exit code (3|75) "]
-    assert sets == (told if path.stem in ("jobset", "trainjob") else {})
+    wanted = {"FailJobSet": ["exit code 2 "]}
+    wanted["RestartJobSetAndIgnoreMaxRestarts"] = ["exit code (3|75) "]
+    assert sets == (wanted if path.stem in ("jobset", "trainjob") else {})
 
 
 def test_the_wrapper_of_a_pytorchjob_maps_statuses_and_passes_sigterm_on(tmp_path: Path) -> None:

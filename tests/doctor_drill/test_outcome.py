@@ -45,15 +45,9 @@ def finished(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def reference_of(folder: Path) -> Reference:
     case = case_of(folder / "reference", {0: finished(WHOLE)})
     uses = uses_of(case, parts_of(case, 3))
-    return Reference(
-        start=ENDED,
-        lines={"rank 1 of 2 is ready"},
-        total=3,
-        weights={"0 0": "d"},
-        samples=samples_of(uses),
-        uses=uses,
-        can_judge_files=True,
-    )
+    facts = {"total": 3, "weights": {"0 0": "d"}, "samples": samples_of(uses), "uses": uses}
+    lines = {"rank 1 of 2 is ready"}
+    return Reference(start=ENDED, lines=lines, can_judge_files=True, **facts)
 
 
 def played(folder: Path, *starts: Start, fault: str = "kill-rank") -> Played:

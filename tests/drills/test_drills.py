@@ -78,13 +78,9 @@ def test_a_fault_ends_with_its_verdict(case: tuple[str, Where], drills_of: Drill
 @pytest.mark.slow
 def test_a_drill_with_a_wrong_expectation_fails(drills_of: DrillsOf) -> None:
     """One that goes on is expected to stop, with words that nobody says, and the other way."""
-    goes_on = Fault(
-        name="wrong-1",
-        text="nothing at all",
-        ends="stops",
-        code="DDP-G04",
-        injections=(Injection(kind="sleep", phase="forward"),),
-    )
+    sleep = Injection(kind="sleep", phase="forward")
+    facts = {"text": "nothing at all", "ends": "stops", "code": "DDP-G04", "injections": (sleep,)}
+    goes_on = Fault(name="wrong-1", **facts)
     verdict = drills_of(2).run(goes_on)
     assert not verdict.passed
     assert "it finished, but should have stopped" in verdict.problems
@@ -109,11 +105,8 @@ def test_other_weights_unequal_replicas_and_lost_samples_are_found(drills_of: Dr
 
 def test_weights_beyond_rounding_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fault = find("memory-backward")
-    weights = {
-        "undisturbed": torch.ones(1000),
-        "rounded": torch.ones(1000) + 1e-6,
-        "one wrong gradient": torch.ones(1000) + 3e-3,
-    }
+    ones = torch.ones(1000)
+    weights = {"undisturbed": ones, "rounded": ones + 1e-6, "one wrong gradient": ones + 3e-3}
     monkeypatch.setattr(Record, "parameters", lambda run: {"w": weights[run.folder.name]})
     runs = {}
     for name in weights:

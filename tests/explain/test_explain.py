@@ -132,10 +132,8 @@ class TestFiles:
         self, newest: tuple[int, ...], guilty: int | None, tmp_path: Path
     ) -> None:
         for rank, last in enumerate(newest):
-            entries = [
-                entry(seq, "nccl:all_reduce", state="completed" if seq < 7 else "started")
-                for seq in range(3, last + 1)
-            ]
+            states = {seq: "completed" if seq < 7 else "started" for seq in range(3, last + 1)}
+            entries = [entry(seq, "nccl:all_reduce", state=state) for seq, state in states.items()]
             dump = {"version": "2.10", "entries": entries}
             (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(dump))
         found = explain(tmp_path)

@@ -1,25 +1,33 @@
-"""explain on run folders of ours, attempt by attempt, and on folders with several jobs."""
+"""explain on run folders of ours and of several jobs; and ddp_doctor without the repository."""
 
 import json
-import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 import time
 from io import StringIO
 from pathlib import Path
 
 import pytest
 
-from ddp_doctor.explain.catalogue.own import STEPS
-from ddp_doctor.explain.command import run_explain
+from ddp_doctor.explain.catalogue import CAUSES
+from ddp_doctor.explain.catalogue.own import STEPS, TITLES
+from ddp_doctor.explain.command import run_cause, run_explain
+from ddp_doctor.explain.run_folder import WAITS
+from ddp_doctor.terminal import printable
 from hardened_ddp import errors
+from hardened_ddp.ranks.phase import FIRST_WAIT, Phase
+from hardened_ddp.settings import wording
 from hardened_ddp.settings.cli import parse
-from tests.explain.logs import block_of, code_of, explain, rank_of, traceback_of
+from tests.explain.logs import block_of, code_of, explain, joined, rank_of, traceback_of
+from tests.harness.processes import ROOT
 
 BEGAN = 1_795_445_299.0
 KILLED = "rank 0 lost another rank (rank 1 left). It left no error message: it was killed"
 HUNG = "rank 1, step 40, data, 61 s; rank 0 waits in all-reduce of step 40"
-KEY_ERROR = "\n".join(traceback_of("KeyError: 'label'")) + "\n"
+KEY_ERROR = joined(traceback_of("KeyError: 'label'"))
 
 
 def clock(seconds: float) -> str:
@@ -187,9 +195,8 @@ class TestSeveral:
 
     def test_files_that_each_tell_of_a_whole_job_are_several_jobs(self, tmp_path: Path) -> None:
         (tmp_path / "bert.log").write_text(KEY_ERROR + block_of({1: 1}, root=1))
-        (tmp_path / "vit.log").write_text(
-            "\n".join(traceback_of("ValueError: x is 3")) + "\n" + block_of({1: 1}, root=1)
-        )
+        raised = joined(traceback_of("ValueError: x is 3"))
+        (tmp_path / "vit.log").write_text(raised + block_of({1: 1}, root=1))
         text = told(tmp_path)
         assert text.startswith("2 jobs, 2 with a failure.")
         assert "bert.log" in text.splitlines()[3]
@@ -209,4 +216,82 @@ class TestSteps:
         if "ddp_training.py" in typed and "--help" not in typed:
             parse(typed[typed.index("ddp_training.py") + 1 :])
         if typed[:1] == ["python"]:
-            assert os.path.exists(Path(__file__).parents[2] / typed[1])
+            assert (ROOT / typed[1]).exists()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that has ddp_doctor, and nothing else of the repository."""
+    folder = tmp_path_factory.mktemp("alone")
+    shutil.copytree(ROOT / "ddp_doctor", folder / "ddp_doctor")
+    return folder
+
+
+def run(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    """Run it with the standard library only: -S leaves site-packages out."""
+    argv = [sys.executable, "-S", "-m", "ddp_doctor", *words]
+    how = {"capture_output": True, "text": True, "timeout": 60}
+    return subprocess.run(argv, cwd=folder, env={"PATH": "/usr/bin:/bin"}, **how)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("explain job.log --json", '"memory-gpu"'),
+        ("explain --cause graph-unused", "find_unused_parameters=True"),
+        ("audit --source train.py", "no mistakes found"),
+    ],
+)
+def test_it_works_alone_with_the_standard_library(words: str, told: str, alone: Path) -> None:
+    (alone / "job.log").write_text(
+        joined(traceback_of("torch.OutOfMemoryError: CUDA out of memory"))
+    )
+    (alone / "train.py").write_text("import torch\n")
+    done = run(alone, *words.split())
+    assert done.returncode == 0, done.stderr
+    assert told in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("explain", ""),
+        ("explain --cause graph-unusd", "graph-unusd"),
+        ("audit", "next: python -m ddp_doctor audit"),
+        ("audit --source missing.py", "can't be read"),
+        ("audit -- no-such-program train.py", "no-such-program can't be started"),
+    ],
+)
+def test_a_mistake_is_one_message_and_status_2(words: str, told: str, alone: Path) -> None:
+    done = run(alone, *words.split())
+    assert done.returncode == 2
+    assert done.stderr.startswith("ddp_doctor: error: ")
+    assert told in done.stderr
+    assert "next: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_it_knows_every_code_of_the_trainer_and_the_phases_in_which_a_rank_waits() -> None:
+    classes = [value for value in vars(errors).values() if isinstance(value, type)]
+    ours = [cls for cls in classes if issubclass(cls, errors.HardenedError)]
+    first = {cls.code: (cls.__doc__ or "").splitlines()[0].rstrip(".") for cls in ours}
+    assert {code: text[0].lower() + text[1:] for code, text in first.items()} == TITLES
+    assert {phase.label for phase in Phase if phase >= FIRST_WAIT} == WAITS
+
+
+def test_text_that_steers_a_terminal_is_escaped_as_the_trainer_does() -> None:
+    text = "".join(map(chr, range(0x2100))) + "a\r\nb"
+    assert printable(text) == wording.printable(text)
+    assert "\x1b" not in printable(text)
+
+
+def test_every_cause_is_printed_in_full_by_its_code() -> None:
+    for cause in CAUSES:
+        output = StringIO()
+        assert run_cause(cause.code, output=output) == 0
+        words = " ".join(output.getvalue().split())
+        steps = [text.removesuffix(":") for text, _ in STEPS.get(cause.code, ())]
+        fixes = steps or (cause.fix, cause.lightning)
+        parts = (cause.title, *fixes, cause.confirm, cause.or_else)
+        assert [part for part in parts if " ".join(part.split()) not in words] == [], cause.code
+        assert all(phrase in output.getvalue() for phrase in cause.phrases), cause.code

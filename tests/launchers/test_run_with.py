@@ -20,12 +20,8 @@ SMALL = ["--cpu_only", "--model", "mlp", "--num_workers", "0"]
 RUN = ["ddp_training.py", *SMALL, "--epochs", "2"]
 LIMIT_S = 150
 # WHY: mpirun refuses root and more ranks than cores; and its own sockets stay on loopback.
-MPI_ENV = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    "OMPI_MCA_oob_tcp_if_include": "lo",
-}
+MPI_ENV = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+MPI_ENV |= {"OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_oob_tcp_if_include": "lo"}
 # As the README has them.
 INSPECT = "torchrun --nproc_per_node=2 launchers/run_with_torchrun.py --inspect"
 LAUNCHERS = (
@@ -43,12 +39,6 @@ time.sleep(100)
 """
 
 
-def needs(program: str) -> None:
-    """Skip the test where a program is not installed."""
-    if program.startswith("mpirun") and shutil.which(program) is None:
-        pytest.skip(f"{program} is not installed on this machine (see .ci/run)")
-
-
 @pytest.fixture(scope="module")
 def by_torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The tensors that a torchrun of the script ends in; its ranks are forked."""
@@ -61,9 +51,11 @@ def by_torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_every_launcher_ends_in_the_same_weights(
     command: str, by_torchrun: dict[str, str], tmp_path: Path
 ) -> None:
-    needs(command.split()[0])
+    program = command.split()[0]
+    if program.startswith("mpirun") and shutil.which(program) is None:
+        pytest.skip(f"{program} is not installed on this machine (see .ci/run)")
     argv = [*command.split(), *SMALL, "--output_dir", tmp_path]
-    run = partial(run_command, env=MPI_ENV) if command.startswith("mpirun") else run_program
+    run = partial(run_command, env=MPI_ENV) if program.startswith("mpirun") else run_program
     done = run(argv, timeout_s=LIMIT_S).ok()
     if "launchers/" in command:
         host, lines = os.uname().nodename, done.stdout.splitlines()

@@ -190,13 +190,9 @@ def find_private_torch(name: str, tree: ast.AST, full: dict[str, str]) -> Iterat
     Whose a name is that is reached through an object, nobody can read: all count that the file
     does not make itself. The family of torch._foreach_ is in torch's documentation.
     """
-    asked = {
-        argument.value
-        for node in nodes_of(tree)
-        if isinstance(node, ast.Call) and dotted(node.func) in ("hasattr", "getattr")
-        for argument in node.args
-        if isinstance(argument, ast.Constant)
-    }
+    calls = [node for node in nodes_of(tree) if isinstance(node, ast.Call)]
+    given = [arg for c in calls if dotted(c.func) in ("hasattr", "getattr") for arg in c.args]
+    asked = {argument.value for argument in given if isinstance(argument, ast.Constant)}
     own = names_made_in(tree)
     for node, act in acts_of(tree):
         private = {part for part in act.split(".")[1:] if part[0] == "_" and part[-1] != "_"}
