@@ -9,12 +9,11 @@ Does not own: whether what they say is true (test_docs.py).
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ddp_doctor.audit.catalogue import CATALOGUE, Kind
+from ddp_doctor.audit.catalogue import CATALOGUE
 from ddp_doctor.explain.catalogue import BY_CODE, FAMILIES
 from ddp_doctor.explain.catalogue.python import BUILT_IN
 from ddp_drills.fault import Fault
@@ -84,10 +83,12 @@ def causes_table() -> str:
     return "\n".join([*lines, ""])
 
 
-def verdicts_table(kinds: Mapping[str, Kind]) -> str:
+def verdicts_table() -> str:
     """Write verdicts of audit: each code with its severity and its meaning."""
     lines = ["| code | severity | what it means |", "| --- | --- | --- |"]
-    lines += [f"| `{code}` | {kind.severity} | {kind.meaning} |" for code, kind in kinds.items()]
+    lines += [
+        f"| `{code}` | {kind.severity} | {kind.meaning} |" for code, kind in CATALOGUE.items()
+    ]
     return "\n".join([*lines, ""])
 
 
@@ -172,7 +173,7 @@ def rendered(document: str, *, only: str = "") -> str:
         "generated: causes": causes_table,
         "generated: drills": drills_tables,
         "generated: faults": faults_table,
-        "generated: verdicts": partial(verdicts_table, CATALOGUE),
+        "generated: verdicts": verdicts_table,
     }
 
     def part(match: re.Match[str]) -> str:

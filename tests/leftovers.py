@@ -65,14 +65,9 @@ def leaves_nothing_behind() -> Iterator[None]:
 
 def take_snapshot() -> Snapshot:
     """Note what is there now."""
-    return Snapshot(
-        state=_read_state(),
-        environment=dict(os.environ),
-        folder=os.getcwd(),
-        pids=frozenset(descendants_of(os.getpid(), without=ranks.SERVER_PIDS)),
-        threads=frozenset(id(thread) for thread in threading.enumerate()),
-        files=frozenset(_list_files()),
-    )
+    pids = frozenset(descendants_of(os.getpid(), without=ranks.SERVER_PIDS))
+    threads, files = frozenset(map(id, threading.enumerate())), frozenset(_list_files())
+    return Snapshot(_read_state(), dict(os.environ), os.getcwd(), pids, threads, files)
 
 
 def find_leftovers(before: Snapshot, *, grace_s: float = GRACE_S) -> list[str]:

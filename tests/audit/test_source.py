@@ -20,14 +20,9 @@ from tests.marks import sections
 
 SOURCES = Path(__file__).with_name("sources.txt")
 HEAD = SOURCES.read_text(encoding="utf-8").partition("=== ")[0]
-MISTAKES, HEALTHY = (
-    {
-        title.removeprefix(k): text
-        for title, text in sections(SOURCES).items()
-        if title.startswith(k)
-    }
-    for k in ("mistake: ", "healthy: ")
-)
+TITLED = [(*title.split(": ", 1), text) for title, text in sections(SOURCES).items()]
+MISTAKES = {name: text for kind, name, text in TITLED if kind == "mistake"}
+HEALTHY = {name: text for kind, name, text in TITLED if kind == "healthy"}
 
 
 def read(folder: Path, source: str) -> tuple[list[Verdict], int]:
@@ -60,9 +55,7 @@ def test_a_healthy_source_is_not_accused(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["p[:101]", "p[:len(d)]", "all_p[i] = p", "np.unique(i)"])
-def test_gathered_results_that_are_cut_or_put_in_by_index_count_none_twice(
-    line: str, tmp_path: Path
-) -> None:
+def test_gathered_results_cut_or_put_by_index_count_none_twice(line: str, tmp_path: Path) -> None:
     text = "all_p[i] = p[:50]\ndist.all_gather(p, q)\nall_p['x'] = p[:-1]\nh[epoch] = p\n"
     for number, whole in enumerate([text, text + line]):
         (path := tmp_path / f"train_{number}.py").write_text(whole)

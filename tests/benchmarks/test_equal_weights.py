@@ -72,11 +72,8 @@ def test_the_same_code_is_equal_and_other_numbers_are_different(
         assert equal_weights.main() == 0
         assert "  equal\n1 of 1 runs are equal\n" in capsys.readouterr().out
         with (copy / "hardened_ddp" / "model" / "schedule.py").open("a", encoding="utf-8") as file:
-            file.write(
-                "\n\n_rate = learning_rate\n\n\n"
-                "def learning_rate(*given, **facts):\n"
-                "    return _rate(*given, **facts) * 1.000001\n"
-            )
+            file.write("\n\n_rate = learning_rate\n\n\ndef learning_rate(*given, **facts):\n")
+            file.write("    return _rate(*given, **facts) * 1.000001\n")
         assert equal_weights.main() == 1
     said = capsys.readouterr().out
     assert "  DIFFERENT: model." in said

@@ -80,12 +80,11 @@ def test_samples_too_often_and_missing_are_counted_apart() -> None:
 
 def test_lines_of_both_ranks_are_read_and_a_cut_one_is_left_out(tmp_path: Path) -> None:
     for rank in (0, 1):
-        lines = [
-            json.dumps({"step": step, "time": step, "finite": step < 2, "ids": ids[rank]})
-            for step, ids in enumerate(EPOCH, start=1)
-        ]
-        text = "\n".join(lines) + '\n{"step": 3, "ti'
-        (tmp_path / f"steps-0-0-rank-{rank}.jsonl").write_text(text, encoding="ascii")
+        with (tmp_path / f"steps-0-0-rank-{rank}.jsonl").open("w", encoding="ascii") as file:
+            for step, ids in enumerate(EPOCH, start=1):
+                facts = {"step": step, "time": step, "finite": step < 2, "ids": ids[rank]}
+                file.write(json.dumps(facts) + "\n")
+            file.write('{"step": 3, "ti')
     (tmp_path / "steps-1-0-rank-0.jsonl").touch()  # a start that did no step
     [start] = account.read_starts(tmp_path)
     assert (start.first, start.last, len(start.lines)) == (1, 2, 4)

@@ -40,9 +40,7 @@ def run_drill(source: str, folder: Path, *options: str, program: Sequence[str] =
 
 
 @pytest.mark.slow
-def test_what_faults_cost_a_program_that_saves_every_fifth_step_where_it_may(
-    tmp_path: Path,
-) -> None:
+def test_what_faults_cost_a_program_that_saves_every_fifth_step(tmp_path: Path) -> None:
     (own := tmp_path / "own").mkdir()
     (outside := tmp_path / "outside").mkdir()
     source = LOOP.replace('os.path.abspath("last.pt")', f'"{outside}/last.pt"')
@@ -69,7 +67,7 @@ def test_what_faults_cost_a_program_that_saves_every_fifth_step_where_it_may(
 
 
 @pytest.mark.slow
-def test_a_hang_is_ended_at_its_limit_and_samples_of_a_stream_are_counted_in_a_copy(
+def test_a_hang_ends_at_its_limit_and_a_streams_samples_are_counted_in_a_copy(
     tmp_path: Path,
 ) -> None:
     done = run_drill(STREAMED, tmp_path, "--faults=hang", "--hang_after=20", "--step=13", "--copy")

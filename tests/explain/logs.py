@@ -35,10 +35,6 @@ class Composed:
 
     text: str
 
-    @property
-    def is_raised(self) -> bool:
-        return self.kind != "line"
-
 
 _LINES = Path(__file__).with_name("composed.txt").read_text(encoding="utf-8").splitlines()
 LOGS = [Composed(*line.replace("\\n", "\n").split(" ", 2)) for line in _LINES]
@@ -57,7 +53,7 @@ def log_of(case: Composed, *, rank: int, other: int) -> str:
     """Make a log: a few healthy lines, then the failure."""
     text = case.text.format(rank=rank, other=other)
     lines = [f"epoch 1 step {step} loss 1.{step} lr 3e-4" for step in range(8)]
-    return joined(lines, of_rank(rank, traceback_of(text)) if case.is_raised else [text])
+    return joined(lines, of_rank(rank, traceback_of(text)) if case.kind != "line" else [text])
 
 
 def of_rank(rank: int, lines: list[str]) -> list[str]:

@@ -27,10 +27,7 @@ PRESETS = {
     "10": "python ddp_training.py doctor",
     "test": "python test_ddp_training.py",
 }
-SHOW = """
-import json, os, sys
-print(json.dumps([os.getpid(), os.getcwd(), os.environ.get("RANK"), sys.argv[1:]]))
-"""
+SHOW = "import json, os, sys; print(json.dumps([os.getpid(), os.getcwd(), sys.argv[1:]]))\n"
 
 
 class TestPresets:
@@ -80,14 +77,14 @@ class TestPresets:
         argv = [copied / "launch_examples.sh", "6", *words]
         with start_command(argv, cwd=tmp_path) as command:
             done = command.wait(timeout_s=30).ok()
-            pid, folder, _, given = json.loads(done.stdout)
+            pid, folder, given = json.loads(done.stdout)
             assert pid == command.pid  # so a signal to the script reaches the run
         assert Path(folder) == copied
         assert given == ["--cpu_only", "--batch_size", "8", "--epochs", "2", *words]
         assert done.stderr == ""  # the set-up is silent where it has nothing to do
         shown = run_command([*argv, "--dry-run"], timeout_s=20, cwd=tmp_path).ok().stdout
         typed = run_command(["bash", "-c", shown], timeout_s=20, cwd=tmp_path).ok()
-        assert [json.loads(typed.stdout)[index] for index in (1, 3)] == [folder, given]
+        assert json.loads(typed.stdout)[1:] == [folder, given]
 
     def test_a_link_to_the_script_works_from_anywhere(self, copied: Path, tmp_path: Path) -> None:
         (tmp_path / "train").symlink_to(copied / "launch_examples.sh")

@@ -94,9 +94,7 @@ def test_a_job_at_its_time_limit_saves_and_is_queued_again_and_loses_nothing(
     assert last_tensors(tmp_path / "requeued") == last_tensors(tmp_path / "whole")
 
 
-def test_a_cancelled_job_saves_and_is_not_queued_again(
-    cluster: SlurmCluster, tmp_path: Path
-) -> None:
+def test_a_cancelled_job_saves_and_is_not_requeued(cluster: SlurmCluster, tmp_path: Path) -> None:
     argv = ["train.slurm", *SMALL, "--epochs", "1000", "--log_interval", "1"]
     job, _ = cluster.submit(argv, env={"OUTPUT_DIR": str(tmp_path)})
     wait_for_steps(cluster, job, tmp_path)
