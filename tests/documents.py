@@ -53,7 +53,7 @@ SECTIONS = {section: codes.split() for section, codes in _ROWS[0]}
 IN_A_TRACEBACK = dict(_ROWS[1])
 FAULTS = {name: told.split(": ") for name, told in _ROWS[2]}
 
-_LONGEST_PHRASE = 48
+_LONGEST_PHRASE, _NUMBER = 48, "\0"
 
 
 def causes_table() -> str:
@@ -98,9 +98,6 @@ def spoken(phrase: str) -> str:
     text = re.sub(rf"{_NUMBER}(?:[., x]*{_NUMBER})*", "N", text)
     text = re.sub(r"\.{4,}", "...", text).strip().replace("`", "'")
     return text if len(text) <= _LONGEST_PHRASE else text[:_LONGEST_PHRASE].rpartition(" ")[0]
-
-
-_NUMBER = "\0"
 
 
 def _example(tree: Iterable[Any]) -> str:  # Any: the parser's own types

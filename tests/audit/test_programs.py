@@ -16,8 +16,6 @@ from tests.audit.observed_server import run_observed
 from tests.audit.programs import HEALTHY, LOOP, MISTAKES, WRAP, plain
 from tests.harness.ranks import another_server, run_ranks
 
-LIMIT_S = 40
-
 
 @pytest.fixture(scope="module", autouse=True)
 def observed() -> Iterator[None]:
@@ -35,7 +33,7 @@ def audit(case: Case, folder: Path) -> tuple[Ranks, list[Verdict]]:
     records.mkdir()
     script = folder / "train.py"
     script.write_text(case.source())
-    run_ranks(run_observed, 2, script, records, timeout_s=LIMIT_S)
+    run_ranks(run_observed, 2, script, records, timeout_s=40)
     ranks = read_ranks(records)
     assert len(ranks) == 2
     assert not [e for rank in ranks for e in rank.all("error")]

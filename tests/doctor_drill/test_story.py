@@ -243,10 +243,9 @@ def test_a_mount_without_end_is_no_overlay(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "link").symlink_to(tmp_path)
     monkeypatch.setattr(command.tempfile, "tempdir", f"{tmp_path}/link")
     monkeypatch.setattr(command.isolation, "__file__", str(stuck))
-    options = dict.fromkeys(NAMES, "") | {"usage": "--help"}
-    plan = command.make_plan(options, {})
+    plan = command.make_plan(OPTIONS, {})
     assert not plan.has_overlay
     assert plan.work.parent == tmp_path, "a program's file is compared with it by its real path"
     shutil.rmtree(plan.work)
     with pytest.raises(UsageError, match=r"overlay mounts: .*timed out after 0\.3 seconds"):
-        command.make_plan(options | {"also": str(tmp_path)}, {})
+        command.make_plan(OPTIONS | {"also": str(tmp_path)}, {})

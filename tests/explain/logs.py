@@ -176,7 +176,6 @@ ENDED = {
 }
 """Those that say that the job ended as it should; the others only stop."""
 
-
 _TRAINING = _TEMPLATES["training"].splitlines()
 Form = Callable[[str], str]
 

@@ -208,7 +208,7 @@ class TestSteps:
         assert codes <= STEPS.keys()
         assert all(any(command for _, command in steps) for steps in STEPS.values())
 
-    @pytest.mark.parametrize("command", [c for steps in STEPS.values() for _, c in steps])
+    @pytest.mark.parametrize("command", sorted({c for steps in STEPS.values() for _, c in steps}))
     def test_a_step_has_settings_and_commands_that_exist(self, command: str) -> None:
         words = {"run": "runs/x", "log": "x.log", "stack": "x.txt"}
         words["again"] = "python ddp_training.py --resume runs/x"
