@@ -233,9 +233,8 @@ def test_skypilots_own_parser_accepts_its_file_and_no_misspelt_one(tmp_path: Pat
     sky = shutil.which("sky")
     if sky is None:
         pytest.skip("there is no sky: pip install skypilot, in an environment of its own")
-    misspelt = tmp_path / "misspelt.yaml"
     text = (DEPLOY / "skypilot.yaml").read_text()
-    misspelt.write_text(text.replace("job_recovery", "job_recover"))
+    (misspelt := tmp_path / "misspelt.yaml").write_text(text.replace("job_recovery", "job_recover"))
     code = "import sys, sky; sky.Task.from_yaml(sys.argv[1])"
     argv = [Path(sky).with_name("python"), "-c", code]
     env = {"HOME": str(tmp_path), "PYTHONPATH": ""}

@@ -195,11 +195,9 @@ OTHERS_OF_4 = [f"<gpu-a.{number}/12:30:07> step 7" for number in range(4)]
 SUB_GROUP = ("PG ID 0 PG GUID 0(default_pg)", "PG ID 5 PG GUID 37(TENSOR)")
 STEPS = [f"step {n}" for n in range(4)]
 OF_8 = dict.fromkeys(range(8), 808)
-OTHER_GROUP = logs.waiting(
-    "ALLREDUCE 18233, ALLREDUCE 18233, ALLGATHER 12, ALLREDUCE 18233"
-).replace(
-    "PG ID 0 PG GUID 0(default_pg) Rank 2]  failure", "PG ID 3 PG GUID 7(TENSOR) Rank 0]  failure"
-)
+ITS_PLACE = "PG ID 3 PG GUID 7(TENSOR) Rank 0]  failure"
+OTHER_GROUP = logs.waiting("ALLREDUCE 18233, ALLREDUCE 18233, ALLGATHER 12, ALLREDUCE 18233")
+OTHER_GROUP = OTHER_GROUP.replace("PG ID 0 PG GUID 0(default_pg) Rank 2]  failure", ITS_PLACE)
 IN_IT = "@says rank 2 in ALLGATHER number 12 of 9801523 elements, of another group"
 # fmt: off
 LONG_OR_CHANGED = {

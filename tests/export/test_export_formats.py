@@ -191,8 +191,7 @@ def test_an_export_that_differs_from_the_checkpoint_is_not_made(
 
 
 def test_an_export_says_why_it_cannot_be_made(trained_run: Path, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    output.mkdir()
+    (output := tmp_path / "out").mkdir()
     export_model(trained_run, output=output)  # it is empty
     with pytest.raises(CheckpointError, match="an export would mix with its content"):
         export_model(trained_run, output=output)

@@ -222,8 +222,7 @@ class TestSlurmScript:
         env |= {"SLURM_JOB_NODELIST": "a", "SLURM_JOB_NUM_NODES": "1"}
         if "MAX_REQUEUES" in said:
             env |= {"SLURM_RESTART_COUNT": "2", "MAX_REQUEUES": "2"}
-        argv = ["bash", ROOT / "train.slurm"]
-        done = run_command(argv, env=env, timeout_s=30)
+        done = run_command(["bash", ROOT / "train.slurm"], env=env, timeout_s=30)
         assert done.status == status, done.output
         assert said in done.stderr
         is_queued = said.endswith((" queued", "; queued again"))
