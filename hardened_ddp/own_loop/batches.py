@@ -65,7 +65,7 @@ class Seeded(Dataset[Any]):  # Any: whatever a sample is
 
 
 class Stream:
-    """A loader that reads in our order what the given one would read in its own."""
+    """A loader that reads in our order what the given one would in its own; no iterable dataset."""
 
     def __init__(
         self, given: DataLoader[Any], place: dict[str, int], group: Group, *, seed: int

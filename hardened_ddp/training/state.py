@@ -292,7 +292,7 @@ class Saver:
         self._store = store
         self._saved_step = self._needed_step = -1
         self._in_need = threading.Lock()
-        # A checkpoint is due after these steps and epochs; or else when is_time says so.
+        # Due after these epochs, and after these steps or, without those, when is_time says so.
         self.due_steps = _multiples_of(config.checkpoint_every_steps)
         self.due_epochs = _multiples_of(config.checkpoint_every_epochs)
         self._is_auto = config.checkpoint_every_steps is None
