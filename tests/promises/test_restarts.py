@@ -207,12 +207,13 @@ def test_a_node_that_joins_or_dies_changes_nothing_but_the_speed(tmp_path: Path)
             # at once with its rank, as a node that loses power
             for pid in (second.pid, *second.living_ranks()):
                 kill(pid)
+            told = second.stderr  # which agent has rank 0 depends on their process ids
         await_steps(first, output, num_ranks=1)
         first.kill(0, signal.SIGTERM)
         completed = first.wait(timeout_s=60)
     run = only_run(output)
     # WHY not always 2: on a busy machine the agents may need one round more to agree who is there
-    assert completed.output.count("resuming") in (2, 3)
+    assert (completed.output + told).count("resuming") in (2, 3)
     summary = read_summary(run)
     assert summary["status"] == "stopped"
     alone = [*STEADY, "--batch_size", "24", "--model", "mlp", "--epochs", "1000"]
