@@ -45,7 +45,7 @@ class LeftOut:
         here = {"step": progress.step, "epoch": progress.epoch, **self._start}
         mine = []
         for bad in (bad for batch in batches for bad in batch.bad):
-            # one that failed in the model, or its loader, has none yet
+            # one that failed in the model has none yet
             file = bad.file or file_of(self.parts.data.train, bad.index)
             mine.append({**here, "index": bad.index, "file": file, "error": bad.error})
         if failure:

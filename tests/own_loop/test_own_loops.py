@@ -31,6 +31,7 @@ from hardened_ddp.guard import stop
 from hardened_ddp.own_loop import last_commit
 from hardened_ddp.own_loop.batches import Seeded
 from hardened_ddp.own_loop.last_commit import LastCommit
+from hardened_ddp.training.state import Saver
 from tests.harness.processes import ROOT
 from tests.harness.ranks import Finished, held_port, run_command, run_program, start_ranks
 from tests.launchers.test_run_with import MPI_ENV
@@ -431,6 +432,18 @@ def test_weights_that_became_nan_replace_no_checkpoint(
     assert 0 not in finished.statuses, finished.describe()
     assert told in finished.output
     assert checkpoints_of(Path()) == saved
+
+
+def save_by_the_clock() -> None:
+    Saver.is_time = lambda self: self._writer is not None  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+def test_weights_that_are_nan_when_the_clock_asks_for_a_save_are_not_saved() -> None:
+    spoil = "if run.step == 4: [p.data.fill_(torch.nan) for p in model.parameters()]"
+    text = text_of("two_sets").replace("run.commit()", f"{spoil}\n            run.commit()")
+    launch(text, before=save_by_the_clock)
+    assert 0 < checkpoints_of(Path())[-1] <= 4
 
 
 def test_names_may_have_dots_and_half_a_launchers_environment_is_one_error(tmp_path: Path) -> None:
