@@ -51,6 +51,8 @@ _WHY = {
     "missing": "What that rank did then is in its own log: data, a save, a crash, another branch.",
     "all": "All ranks are in it, so none is missing: data does not get from GPU to GPU "
     "(interface, firewall, peer-to-peer access, shared memory), or a GPU is stuck.",
+    "heard": "No rank that prints is missing. If there is no other, data does not get from GPU to "
+    "GPU, or a GPU is stuck; else the one that prints nothing crashed, hangs or branched.",
     "first": "It is the first one, so nothing was exchanged yet: a rank did not come so far "
     "(reading data, building the model, compiling), or the GPUs can't reach each other.",
     "some": "The ranks that print this wait for one that did not come: it crashed, hangs, is slow "
@@ -95,7 +97,10 @@ class Finding:
             return _WHY[self.kind]
         if self.is_sure:
             return _WHY["all"]
-        return _WHY["first" if all(work.seq <= 1 for work in self.works) else "some"]
+        if all(work.seq <= 1 for work in self.works):
+            return _WHY["first"]
+        heard = [work.rank for work in self.works]
+        return _WHY["heard" if heard == list(range(max(2, len(heard)))) else "some"]
 
 
 class Collectives:

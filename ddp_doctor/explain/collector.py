@@ -38,8 +38,8 @@ _ERROR_LINE = re.compile(
     r"|failed with \w+ error|, runtime result = \d{5,}|No PMIx server was reachable|fabric is not"
 )
 _RETRIED = re.compile(
-    r"\b[Rr]etry(?:ing)?\b(?! count)|^(?!.* death signal).{,200}\bWARNING\b"
-    r"|Couldn't connect to the Hub"
+    r"\b[Rr]etry(?:ing)?\b(?! count)|Couldn't connect to the Hub"
+    r"|^(?!.* (?:death signal|subset of ranks|closing signal \S*SIGHUP)).{,200}\bWARNING\b"
 )
 """What a program says when it goes on; far behind, torch's advice has this word, too."""
 
@@ -275,7 +275,8 @@ class Collector:
         if found:
             self._add_exception(found, self._matcher.find(found.raised.whole))
             return
-        if line.raw.startswith(_BOX) or (assembler.num_open and text[:1].isspace()):
+        is_source = assembler.num_open and text[:1].isspace() and "what(): " not in text
+        if line.raw.startswith(_BOX) or is_source:
             return
         matches = self._matcher.find(text)
         if matches and was_message is not None and assembler.in_message is was_message:
@@ -432,6 +433,8 @@ class Collector:
 
 def _is_of_launcher(raised: Raised) -> bool:
     """Whether a launcher says with it how a process ended; mp.spawn of old had no type for it."""
+    if not raised.type:  # cut off
+        return raised.is_of_launcher
     is_of_spawn = raised.message.startswith("process ") and " terminated with " in raised.message
     if raised.name == "CalledProcessError" and raised.frames:  # the program may start others, too
         started = [raised.headline, *(frame.file for frame in raised.frames)]

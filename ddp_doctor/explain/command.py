@@ -31,14 +31,8 @@ from ddp_doctor.terminal import UnreadableLogError, UsageError
 _FACTS = (
     *(b"orld_size", b"WORLD_SIZE", b"MEMBER: ", b"nnodes", b"nranks", b"nqueued"),
     *(b"exits with return code", b"terminated with code", b"FATAL", b"CRITICAL", b"Killing s"),
-    *(
-        b"BAD TERMINATION",
-        b"exited with code",
-        b" global rank ",
-        b"MPI_ABORT",
-        b"Starting with ",
-        b"start: starting",
-    ),
+    *(b"BAD TERMINATION", b"exited with code", b" global rank ", b"MPI_ABORT", b"Starting with "),
+    *(b"start: starting", b"Container rank "),
 )
 _MOST_STACK_BYTES = 4 * 1024 * 1024
 _LETTER = re.compile(rb"[A-Za-z0-9]")

@@ -40,6 +40,7 @@ _LOSS = re.compile(
 _IS_SEVERE = re.compile(r"\[[EF]\d{0,4} ")
 """The level of glog that c10d's watchdog uses for what ends the process."""
 
+_WARNS = re.compile(r"\[W|\bWARNING\b")
 _OTHER_PROGRAM = re.compile(
     r"(?:/\S*/)?(?:cp|mv|rm|ln|mkdir|touch|tee|tar|unzip|rsync|wget|curl|pip|git[\w-]*): "
 )
@@ -236,7 +237,7 @@ def _went_on(event: Event, ending: Ending, has_restarted: bool) -> bool:
         return ending.last - number > _LAST_LINES
     if event.code in _STOPS:
         return ending.saved > number
-    is_sure = event.tier in (Tier.TIMEOUT, Tier.MISMATCH) and "[W" not in event.line.raw
+    is_sure = event.tier in (Tier.TIMEOUT, Tier.MISMATCH) and not _WARNS.search(event.line.raw)
     is_sure |= _IS_SEVERE.search(event.line.raw) is not None
     return ending.goes_on_after(number) and not is_sure
 

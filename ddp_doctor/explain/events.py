@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 _ENTRIES = {"<module>", "_wrap", "_bootstrap", "_worker_loop", "_run_module_as_main", ""}
+_OF_TORCHRUN = ("distributed/launcher/api.py", "torch/distributed/run.py")
 _ENTRY_FILES = ("elastic/multiprocessing/errors/__init__.py", "multiprocessing/process.py")
 
 
@@ -209,7 +210,7 @@ class Raised:
     @property
     def is_of_launcher(self) -> bool:
         """Whether torchrun itself raised it: the ranks may have failed before, for a cause."""
-        return any(frame.file.endswith("distributed/launcher/api.py") for frame in self.frames)
+        return any(frame.file.endswith(_OF_TORCHRUN) for frame in self.frames)
 
     @property
     def own_frame(self) -> Frame | None:

@@ -33,6 +33,7 @@ _SINGLE = tuple(
         r"\bPod: (?P<host>[\w.-]+) exited with code (?P<status>\d+)",
         r"(?:exits with return code =|Process finished with exit code) (?P<status>-?\d+)",
         r"MPI_ABORT was invoked on rank (?P<rank>\d+)|non-zero (?:exit code\. Per|status, thus)",
+        r"Container rank (?P<rank>\d+) status failed .*\] code (?P<status>-?\d+) log",
         r"Child process with PID (?P<pid>\d+) terminated with code (?P<status>-?\d+)",
     )
 )

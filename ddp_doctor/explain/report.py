@@ -273,14 +273,9 @@ def _entry(answer: Answer) -> dict[str, Any]:  # Any: JSON
         "echoes": verdict.num_echoes,
         "confidence": confidence_of(verdict)[0] if verdict.kind == "explained" else None,
         "exceptions": [
-            {
-                "rank": e.rank,
-                "type": e.raised.type,
-                "message": e.raised.message,
-                "at": e.raised.where,
-            }
+            {"rank": e.rank, "type": raised.type, "message": raised.message, "at": raised.where}
             for e in verdict.first_exceptions
-            if e.raised is not None
+            if (raised := e.raised) is not None
         ],
         "run": asdict(story) if story is not None else None,
     }

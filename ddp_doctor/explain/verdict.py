@@ -27,16 +27,10 @@ from ddp_doctor.explain.exits import Exit
 from ddp_doctor.explain.run_folder import HUNG, events_of_folder, newest_stacks
 
 _OF_SIGNAL = {
-    -9: "killed-sigkill",
-    -11: "killed-segfault",
-    -8: "killed-sigfpe",
-    -7: "killed-bus",
-    -4: "killed-sigill",
-    -6: "stop-aborted",
-    -15: "stop-sigterm",
-    -2: "stop-interrupt",
+    -9: "killed-sigkill", -11: "killed-segfault", -8: "killed-sigfpe", -7: "killed-bus",
+    -4: "killed-sigill", -6: "stop-aborted", -15: "stop-sigterm", -2: "stop-interrupt",
     -1: "stop-sighup",
-}
+}  # fmt: skip
 _SILENT, _FINISHED = BY_CODE["stop-silent"], BY_CODE["lost-finished-rank"]
 _FORCED, _TERMINATED = -9, -15
 _WEAK = Tier.TEARDOWN + 0.5
@@ -566,6 +560,8 @@ def _by_process(root: Event, evidence: Evidence) -> Guilty | None:
     if len(own) == 1 and is_blamed and root.count == 1 and root.tier == Tier.EXCEPTION:
         [only] = own.values()
         return Guilty(only.rank, only.host, LIKELY, "no other process failed")
-    if root.host is None or (root.tier > Tier.KILLED and len(evidence.hosts) < 2):
+    hosts = {event.host for event in evidence.events if event.cause is root.cause}
+    is_alone = len(hosts) == 1 and (root.tier <= Tier.KILLED or len(evidence.hosts) > 1)
+    if root.host is None or not is_alone:
         return None  # WHY: who only posted a traceback is not guilty
     return Guilty(None, root.host, LIKELY, "its own line says the host")

@@ -77,9 +77,8 @@ checkpoint-disk-full: the disk is full, or the quota is used up
   /^(?!.*file <.*torch_).*No space left on device(?!\. +joblib)/
   /Disk quota exceeded/
   why: Nothing more can be written there
-  fix: df -h, df -i and quota -s; keep fewer checkpoints; TMPDIR and HF_HOME on a larger disk.
-  lightning: ModelCheckpoint(save_top_k=2)
-  trainer: save_total_limit=2
+  fix: df -h, df -i and quota -s; keep fewer checkpoints (ModelCheckpoint(save_top_k=2),
+    save_total_limit=2 of Trainer); TMPDIR and HF_HOME on a larger disk.
 
 checkpoint-write-failed (generic): a checkpoint could not be written
   /unexpected pos \d+ vs \d+/

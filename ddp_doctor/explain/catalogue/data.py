@@ -11,7 +11,6 @@ data-worker-exited (generic): a DataLoader worker ended
   why: Native code in the dataset crashed, the worker called exit, or it was killed
   fix: num_workers=0 shows the error in the main process; open files and databases in __getitem__,
     not in __init__; multiprocessing_context='spawn'.
-  trainer: dataloader_num_workers=0 shows the worker's own error
 
 data-worker-timeout: a DataLoader worker did not deliver in time
   /DataLoader timed out after [\d.]+ seconds/
@@ -97,9 +96,8 @@ data-sampler (accuses nobody): sampler and shuffle were both given
   /DataLoader with IterableDataset: expected unspecified (?:shuffle|sampler)/
   why: DistributedSampler shuffles by itself; an IterableDataset takes no sampler
   fix: DataLoader(dataset, sampler=DistributedSampler(dataset, shuffle=True)), without shuffle=, and
-    sampler.set_epoch(epoch). Iterable: split inside __iter__ by rank and worker.
-  lightning: leave the sampler to Lightning (use_distributed_sampler=True)
-  accelerate: leave the sampler to accelerator.prepare
+    sampler.set_epoch(epoch), if no framework puts one in (Lightning and accelerator.prepare do).
+    Iterable: split inside __iter__ by rank and worker.
 
 data-empty: the dataset or this rank's part of it is empty
   /num_samples should be a positive integer value, but got num_samples=0/

@@ -10,11 +10,11 @@ _DRAIN = (
 _TEXT = r"""
 [GPU faults]
 
-gpu-fell-off (hardware): a GPU fell off the bus (Xid 79)
+gpu-fell-off (hardware): a GPU fell off the bus
   /GPU has fallen off the bus/
   /Unable to determine the device handle for (?:GPU|gpu).*(?:lost|Unknown)/
   /GPU is lost\.  ?Reboot the system/
-  why: The driver lost the GPU on PCIe: power, heat, a bad slot or a dying card
+  why: The driver lost the GPU on PCIe (Xid 79): power, heat, a bad slot or a dying card
   fix: %DRAIN%
 
 gpu-ecc (hardware): a GPU's memory has an error that ECC can't correct
@@ -74,7 +74,6 @@ gpu-assert: an index was out of range in a CUDA kernel (device-side assert)
     line of Python is a later one, because kernels run asynchronously
   fix: Check on the CPU: assert 0 <= labels.min() and labels.max() < num_classes; the tokenizer's
     length against the embedding's rows. CUDA_LAUNCH_BLOCKING=1 gives the right line.
-  confirm: The same batch on the CPU raises IndexError with the value.
 
 gpu-illegal-access: a GPU kernel used an illegal address
   /an illegal memory access was encountered/
@@ -101,7 +100,6 @@ gpu-cublas (generic): cuBLAS failed
     earlier kernel, or shapes that do not fit
   fix: Smaller batch, or leave memory free; run the batch on the CPU, or with
     CUDA_LAUNCH_BLOCKING=1, to see a wrong label or token.
-  or_else: Memory: a smaller batch works. An index: the CPU raises IndexError.
 
 gpu-cudnn (generic): cuDNN (on AMD: MIOpen) failed
   /cuDNN error: CUDNN_STATUS_\w+/
@@ -123,8 +121,6 @@ gpu-none: torch sees no GPU
     container, or CUDA_VISIBLE_DEVICES is empty or was changed inside of the program
   fix: nvidia-smi in the same shell; pip install torch with CUDA; docker run --gpus all; Slurm:
     --gres=gpu:N (and for srun, too); unset CUDA_VISIBLE_DEVICES.
-  lightning: Trainer(accelerator='auto')
-  accelerate: accelerate launch --cpu for the CPU
 
 gpu-ordinal: a rank chose a GPU that does not exist
   /(?:CUDA error:|Cuda failure \d+) '?invalid device ordinal/
@@ -134,8 +130,6 @@ gpu-ordinal: a rank chose a GPU that does not exist
     CUDA_VISIBLE_DEVICES hides GPUs (Slurm gives each task one)
   fix: cuda:LOCAL_RANK, not cuda:RANK; --nproc_per_node = number of GPUs; Slurm: no
     --gpus-per-task=1 with cuda:LOCAL_RANK, or use cuda:0 then. MIG: a process sees one slice only.
-  lightning: Trainer(devices=N) with N at most the node's GPUs
-  accelerate: accelerate launch --num_processes at most the GPUs, --gpu_ids
 
 [GPU software]
 
@@ -198,17 +192,27 @@ accelerator-collectives (generic): the device's own library of collectives faile
   why: oneCCL (Intel), HCCL (Ascend, Gaudi) could not start or finish a collective: its build does
     not fit torch, it finds no network, or an earlier job's processes hold the devices
   fix: The versions of torch and of the vendor's plug-in belong together; end processes that are
-    left over; oneCCL: start with mpirun, or set FI_PROVIDER=tcp and FI_PROVIDER_PATH; HCCL: wait 10
-    s after an earlier job.
+    left over; oneCCL: start with mpirun, or FI_PROVIDER=tcp; HCCL: wait 10 s after an earlier job.
   confirm: Its debug log: CCL_LOG_LEVEL=info, ASCEND_GLOBAL_LOG_LEVEL=1, LOG_LEVEL_ALL_HCL=1.
 
-accelerator-timeout (timeout): a collective of HCCL did not finish in time
+accelerator-timeout (timeout): work of an NPU, as a collective, did not finish in time
+  /execute failed, reason=\[(?:\w+ )*timeout\]/
   /EI000[26]: /
   /Hccl\w+, error code is/
   /hccl fftsplus task timeout/
   why: The rank that prints it waits for another one, which failed before, hangs, or is slow
   fix: Read the other ranks' logs first (ASCEND_GLOBAL_LOG_LEVEL=1; plog in ~/ascend/log); only if
     one is slow: HCCL_EXEC_TIMEOUT, HCCL_CONNECT_TIMEOUT.
+
+jax-task-missing (timeout, accuses named): a process of JAX or TensorFlow is missing
+  /\/task:(?P<ranks>\d+) (?:heartbeat timeout|unexpectedly tried to connect)/
+  /Barrier timed out\. (?:Barrier_i|I)d: /
+  /JAX distributed service detected fatal errors/
+  /Stopping coordination service as cluster registration failed/
+  why: The coordination service waits for it: it crashed, was preempted, was started again, or
+    never; `Timed out task names` lists those that did not come
+  fix: Read its own log first. jax.distributed.initialize: as many processes as num_processes, each
+    with its process_id, and never in a process that a data loader starts.
 
 killed-sigfpe (generic): a process ended by an arithmetic exception in native code (SIGFPE)
   /Signal 8 \(SIGFPE\) received by PID (?P<pid>\d+)/

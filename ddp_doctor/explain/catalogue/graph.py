@@ -18,8 +18,7 @@ graph-unused (accuses speaker): parameters of the model got no gradient in the l
     DistributedDataParallel(model, find_unused_parameters=True). If an output is not part of the
     loss: return only what the loss uses.
   lightning: Trainer(strategy="ddp_find_unused_parameters_true")
-  accelerate:
-    Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
+  accelerate: kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]
   trainer: TrainingArguments(ddp_find_unused_parameters=True)
   confirm: After backward: [n for n, p in model.named_parameters() if p.grad is None].
 
@@ -72,8 +71,7 @@ graph-no-grad: the loss has no graph
     the loss; with reentrant checkpointing and frozen inputs use use_reentrant=False or
     model.enable_input_require_grads().
   lightning: training_step returns the loss itself, not loss.item() or loss.detach()
-  trainer: with PEFT and gradient_checkpointing: gradient_checkpointing_kwargs={'use_reentrant':
-    False}
+  trainer: PEFT: gradient_checkpointing_kwargs={'use_reentrant': False}
 
 graph-nothing-to-train: DDP was given a module without a parameter to train
   /DistributedDataParallel is not needed when a module doesn't have any parameters? that/
@@ -147,7 +145,6 @@ graph-batchnorm-single: BatchNorm in training got one value per channel
   /Expected more than 1 value per channel when training, got input size/
   why: The last batch of this rank has one sample, and its spatial size is 1
   fix: DataLoader(..., drop_last=True), a larger batch, or GroupNorm.
-  trainer: TrainingArguments(dataloader_drop_last=True)
 
 graph-syncbn: SyncBatchNorm was used where it can't work
   /SyncBatchNorm expected input tensor to be on (?:a )?GPU/
@@ -155,7 +152,6 @@ graph-syncbn: SyncBatchNorm was used where it can't work
   why: SyncBatchNorm needs GPU tensors and a process group
   fix: Convert only when training on GPUs: if device.type == 'cuda': model =
     nn.SyncBatchNorm.convert_sync_batchnorm(model).
-  lightning: Trainer(sync_batchnorm=True) only with accelerator='gpu'
 
 graph-shapes (generic): the shapes of two tensors do not fit
   /mat1 and mat2 shapes cannot be multiplied \([\dx]+ and [\dx]+\)/
@@ -176,12 +172,14 @@ graph-inference-mode: a tensor of inference mode is used in training
   fix: torch.no_grad(), not inference_mode(), where x is made; or x = x.clone() outside of it.
   lightning: Trainer(inference_mode=False)
 
-fsdp-requires-grad: FSDP was given frozen and trained parameters in one unit
+fsdp-requires-grad: parameters of an FSDP unit differ in dtype or requires_grad
+  /Must flatten tensors with uniform dtype but got/
   /Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`/
   /`FlatParameter` requires uniform `requires_grad`/
-  why: FSDP joins the parameters of a unit to one: all of them, or none, can have gradients
+  why: FSDP joins the parameters of a unit to one: of one dtype, all with gradients or none
   fix: FullyShardedDataParallel(model, use_orig_params=True), or fully_shard of torch 2.6; or wrap
-    frozen and trained modules (LoRA) as units of their own.
+    frozen and trained modules (LoRA) as units of their own. dtype: model.to(torch.bfloat16) before
+    it is sharded; QLoRA: bnb_4bit_quant_storage is the dtype of the others.
   lightning: FSDPStrategy(use_orig_params=True)
   accelerate: fsdp_use_orig_params: true in the config
   trainer: fsdp_config={"use_orig_params": True}; PEFT: peft.utils.other.fsdp_auto_wrap_policy

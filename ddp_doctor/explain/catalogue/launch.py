@@ -37,7 +37,6 @@ launch-client-timeout (timeout): the address of another process could not be rea
     (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME); open the port; read rank 0's log first.
   lightning: Trainer(num_nodes=NODES), by srun, or once per node with MASTER_ADDR and NODE_RANK
   accelerate: accelerate launch --main_process_ip HOST --main_process_port PORT --machine_rank I
-  confirm: nc -zv HOST PORT from the node that prints it, while rank 0 waits.
   or_else: `Operation not permitted`: a sandbox or a container forbids sockets.
 
 launch-ranks-missing (timeout): not all ranks joined the rendezvous
@@ -65,13 +64,24 @@ launch-rendezvous (timeout): torchrun's rendezvous failed
     nodes; its port is open; --rdzv_conf join_timeout=1200 for slow starts.
 
 launch-name (accuses nobody): a host name can't be resolved
-  /^(?!.*HTTPS?Connection).*Name or service not known/
-  /^(?!.*HTTPS?Connection).*Temporary failure in name resolution/
-  /nodename nor servname provided, or not known/
+  /^(?!.*HTTPS?Connection|.*ssh: ).*Name or service not known/
+  /^(?!.*HTTPS?Connection|.*ssh: ).*Temporary failure in name resolution/
+  /^(?!.*ssh: ).*nodename nor servname provided, or not known/
   /getaddrinfo failed/
   why: MASTER_ADDR or the endpoint is a name that this node's DNS or /etc/hosts does not have
   fix: Use the address, or a name that getent hosts finds on all nodes; Slurm:
     MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1); a headless service.
+
+launch-ssh (accuses nobody): a host could not be reached by ssh
+  /ssh: (?:Could not resolve hostname|connect to host) /
+  /Command '\[?'?ssh\b.* returned non-zero exit status 255/
+  /ssh exited with exit code 255/
+  /Host key verification failed/
+  /Permission denied \(publickey/
+  why: deepspeed, mpirun and others start processes by ssh: a line of the host file names no host,
+    or is empty (ssh takes the command for the name), there is no key, or sshd has another port
+  fix: `ssh HOST hostname` must work without a password from the first node, for each line of the
+    host file. One node needs no host file; torchrun on each node needs no ssh.
 
 launch-no-group (accuses nobody): the process group was used before it was made
   /Default process group has not been initialized/
@@ -79,7 +89,6 @@ launch-no-group (accuses nobody): the process group was used before it was made
     destroy_process_group, or in a process without a group
   fix: dist.init_process_group() first in main(); else, in one process: if dist.is_initialized().
   lightning: no torch.distributed call before fit(); in hooks self.trainer.strategy.barrier()
-  accelerate: make the Accelerator() first
 
 launch-init-method (accuses nobody): this torch does not know the init_method
   /No rendezvous handler for \S*:/
@@ -116,6 +125,7 @@ launch-import: a package is missing or does not fit
 launch-rank-range (accuses nobody): rank and world size contradict each other
   /(?:rank|Rank) \d+ .*(?:must be|is not|out of).*world[_ ]size/
   /[Ii]nvalid rank \d+, rank should be in the interval/
+  /Invalid rank requested : \d+\/\d+/
   /world_size \(\d+\) (?:is not equal to|does not match)/
   why: RANK and WORLD_SIZE were set by hand, or the sampler's num_replicas and rank are others
   fix: Let the launcher set them: torchrun --nnodes N --nproc_per_node M.
@@ -148,6 +158,12 @@ launch-devices (accuses nobody): the number of processes is not what the program
     started by srun; in an interactive shell of Slurm: SLURM_JOB_NAME=bash python train.py
   accelerate: accelerate launch --num_processes (of all nodes) --num_machines
 
+launch-batch-size (accuses nobody): DeepSpeed's batch sizes do not fit the ranks
+  /train_batch_size is not equal to micro_batch_per_gpu/
+  why: train_batch_size must be micro batch x accumulation x ranks (the numbers in the message): one
+    of them is wrong, or there are fewer ranks than planned (1: started without a launcher)
+  fix: Leave one of the three out, or "auto" (Accelerate, Trainer); deepspeed or torchrun starts it.
+
 launch-notebook (accuses nobody): a notebook can't start the processes like this
   /is not compatible with an interactive environment/
   /To (?:launch|train) .*(?:from|on) your notebook/
@@ -175,6 +191,9 @@ launch-config (accuses nobody): settings were refused: a key or a value is wrong
     HYDRA_FULL_ERROR=1 shows the stack.
 
 launch-container (accuses nobody): the container did not start, or has no GPU
+  /ErrImagePull/
+  /ImagePullBackOff/
+  /Back-off pulling image/
   /could not select device driver .* with capabilities/
   /nvidia-container-cli: /
   /OCI runtime (?:create|exec) failed: /
@@ -183,14 +202,8 @@ launch-container (accuses nobody): the container did not start, or has no GPU
   /\[ERROR\] (?:pyxis|enroot|runc)[^:]*:/
   why: There is no NVIDIA container toolkit, or a mount, an image or a right is missing
   fix: Install nvidia-container-toolkit, nvidia-ctk runtime configure, restart docker; Kubernetes:
-    the device plugin and resources.limits nvidia.com/gpu; check mounts.
-
-launch-image (accuses nobody): an image could not be pulled
-  /ErrImagePull/
-  /ImagePullBackOff/
-  /Back-off pulling image/
-  why: The registry does not have it under this name, or does not let this pod read it
-  fix: Name and tag; imagePullSecrets. kubectl describe pod POD shows what the registry said.
+    the device plugin and resources.limits nvidia.com/gpu; check mounts. An image: name and tag,
+    imagePullSecrets; kubectl describe pod POD shows what the registry said.
 
 launch-pod-pending (generic, accuses nobody): no node for a process, so it waits
   /\d+/\d+ nodes are available: (?P<what>.+)/
@@ -221,8 +234,7 @@ launch-ray-actor (lost, generic): a worker of Ray ended, and Ray does not know w
 launch-lightning (generic, accuses nobody): Lightning refused its settings
   /MisconfigurationException: /
   why: Arguments of the Trainer, of the model's hooks or of the environment contradict each other
-  fix: Change what the message names.
-  lightning: Trainer(accelerator, devices, num_nodes, strategy) must be what the launcher started
+  fix: Change what it names; accelerator, devices and num_nodes must be what the launcher started.
 """
 
 FAMILIES = read_families(_TEXT)

@@ -12,7 +12,7 @@ _TEXT = r"""
 
 memory-gpu: the GPU ran out of memory
   /(?:CUDA|[MNHX]PU|MPS backend) out of memory/
-  /RESOURCE_EXHAUSTED: .*(?:[Oo]ut of memory|OOM|hbm)/
+  /RESOURCE_EXHAUSTED: .*(?:[Oo]ut of memory|OOM|hbm|Attempting to (?:reserve|allocate))/
   /(?:torch\.|cuda\.)OutOfMemoryError/
   /CUDA error: out of memory/
   /C(?:uda|UDA) failure (?:\d+ )?'out of memory'/
@@ -23,8 +23,7 @@ memory-gpu: the GPU ran out of memory
     against fragmentation. If only GPU 0 is full: torch.cuda.set_device(LOCAL_RANK).
   lightning: Trainer(accumulate_grad_batches=2, precision='bf16-mixed')
   accelerate: Accelerator(gradient_accumulation_steps=2, mixed_precision='bf16')
-  trainer: TrainingArguments(per_device_train_batch_size=..., gradient_accumulation_steps=...,
-    gradient_checkpointing=True, auto_find_batch_size=True)
+  trainer: gradient_accumulation_steps, gradient_checkpointing=True, auto_find_batch_size=True
 
 memory-gpu-others: other processes hold most of this GPU's memory
   why: They have {others} GiB, and this process {own} GiB: another job or rank, or one left over
@@ -61,7 +60,6 @@ memory-worker-killed (killed, accuses speaker): a DataLoader worker was killed, 
   /DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: Killed/
   why: The kernel or the container ran out of memory and killed the worker with SIGKILL
   fix: %HOST%
-  trainer: dataloader_num_workers=2, dataloader_prefetch_factor=2
 
 memory-host: the host refused memory
   /(?:DefaultCPUAllocator: can't|not enough memory: you tried to) allocate/
@@ -83,7 +81,6 @@ memory-shm: shared memory (/dev/shm) is full
   fix: docker run --shm-size=8g or --ipc=host; Kubernetes: emptyDir with medium Memory at /dev/shm;
     fewer workers or a smaller prefetch_factor;
     torch.multiprocessing.set_sharing_strategy('file_system').
-  trainer: dataloader_num_workers=0 as a workaround
 
 memory-pinned (generic): a batch could not be pinned
   /Pin memory thread exited unexpectedly/
@@ -92,7 +89,6 @@ memory-pinned (generic): a batch could not be pinned
   why: The thread that pins batches died: an error in a custom batch, no memory, or the GPU was gone
   fix: pin_memory=False shows the first error; pin_memory() of a custom batch class;
     torch.cuda.set_device before the loader.
-  trainer: dataloader_pin_memory=False
 
 killed-sigkill (generic): a process was killed with SIGKILL
   /Signal 9 \(SIGKILL\) received by PID (?P<pid>\d+)/

@@ -30,6 +30,7 @@ collective-missing (timeout, accuses named): a rank did not reach a collective
   /\[(?P<ranks>\d+(?:, ?\d+)*)\] finished collective #\d+.*but didn't join collective #\d+/
   /\[(?P<ranks>\d+(?:, ?\d+)*)\] didn't (?:join|enter) collective/
   /[Mm]issing ranks: \[?(?P<ranks>\d+(?:, ?\d+)*)/
+  /submitted to be reduced, gathered or broadcasted by subset of ranks/
   why: The report of the ranks' last collectives names it: it crashed, hangs, is slow, or branched
   fix: Look at the log and the stack (py-spy dump) of the named rank. No collective under `if rank
     == 0`, equal numbers of batches per rank.
@@ -51,7 +52,6 @@ collective-mismatch (mismatch): the ranks called different collectives
     before all_gather (gather the lengths first); same order of calls everywhere.
   lightning: self.log(..., sync_dist=True) on all ranks or on none
   accelerate: accelerator.pad_across_processes before gather; gather_for_metrics for evaluation
-  trainer: eval_accumulation_steps, and a compute_metrics that gives the same shape
   confirm: Run again on nccl with TORCH_DISTRIBUTED_DEBUG=DETAIL: it names operation and shape on
     both ranks before the hang (on gloo it crashes torch 2.13).
 
@@ -63,8 +63,6 @@ nccl-duplicate-gpu (accuses nobody): two ranks use the same GPU
   fix: torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before init_process_group and before any
     .cuda(); --nproc_per_node at most the number of GPUs. MIG: slices of one GPU count as one; gloo.
   lightning: Trainer(devices=N) without a torch.cuda.set_device or .cuda() of your own
-  accelerate: num_processes in `accelerate config` at most the number of GPUs
-  confirm: print(rank, torch.cuda.current_device(), os.environ.get('CUDA_VISIBLE_DEVICES')).
 
 nccl-remote-error (lost): NCCL lost the connection to another rank
   /ncclRemoteError: A call failed possibly due to a network error or a remote process/
@@ -77,7 +75,6 @@ nccl-remote-error (lost): NCCL lost the connection to another rank
   why: A rank that this one talks to ended, or the network between them failed
   fix: Look at the log of the other ranks: the first that ended is the cause. If none ended: the
     network (NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME, cables, switch).
-  confirm: torchrun's last block; dmesg, sacct or kubectl describe of the other nodes.
 
 nccl-version (mismatch): the ranks use different versions of NCCL
   /[Mm]ismatched NCCL version detected/
@@ -122,8 +119,6 @@ nccl-store-get (timeout, accuses named): rank 0 did not announce its NCCL id
   fix: Read the log of the named rank: it crashed, or it does work alone before its first collective
     (download, preprocessing, a prompt of wandb). A longer wait: init_process_group(timeout=...).
   lightning: downloads in prepare_data(); DDPStrategy(timeout=timedelta(hours=1))
-  accelerate: InitProcessGroupKwargs(timeout=...)
-  trainer: TrainingArguments(ddp_timeout=...)
 
 nccl-heartbeat (timeout): NCCL's watchdog thread got stuck
   /[Hh]eartbeat monitor timed out/
@@ -136,23 +131,26 @@ nccl-heartbeat (timeout): NCCL's watchdog thread got stuck
 [NCCL: network]
 
 nccl-ib-retry (hardware, accuses nobody): an InfiniBand or RoCE connection failed
-  /Got completion from peer \S+ with (?:status=|error )\d+/
+  /Got completion from peer \S+ with (?:status=|error )(?!4\b|10\b)\d+/
   /NET/IB ?: .*(?:local catastrophic|Got async (?:error )?event|device fatal)/
   /Call to ibv_modify_qp failed/
   /IBV_WC_(?:RNR_)?RETRY_EXC_ERR/
   /transport retry counter exceeded/
   /Failed to modify QP to RTR/
-  why: A message was not acknowledged after all retries (status 12): a broken cable, port or switch,
-    a wrong GID index on RoCE, or the other node died
+  why: A broken cable, port or switch, a wrong GID index on RoCE, or the other node died: after all
+    retries there was no answer (status 12; 5 only follows from another failure)
   fix: ibstat and perfquery on both nodes; exclude the link: NCCL_IB_HCA=^mlx5_2; RoCE:
     NCCL_IB_GID_INDEX=3; network that fails only briefly: NCCL_IB_TIMEOUT=22 NCCL_IB_RETRY_CNT=13.
     As a workaround: NCCL_IB_DISABLE=1.
   or_else: If the peer's log ends with a crash, the crash is the cause, not the link.
 
-nccl-ib-gpu-memory: InfiniBand could not register GPU memory
+nccl-ib-gpu-memory (accuses nobody): InfiniBand could not use the memory of a GPU
+  /Got completion from peer \S+ with (?:status=|error )(?:4|10)\b/
   /Call to ibv_reg_(?:dmabuf_)?mr\w* failed with error (?:Bad address|Invalid arg)/
-  why: GPUDirect RDMA does not work: nvidia_peermem is not loaded, or the driver has no dma-buf
+  why: GPUDirect RDMA does not work: nvidia_peermem is not loaded, the driver has no dma-buf, or the
+    IOMMU or ACS is on
   fix: modprobe nvidia_peermem on each node; NCCL_NET_GDR_LEVEL=LOC goes by the host's memory.
+  or_else: It fails with NCCL_NET_GDR_LEVEL=LOC, too: the adapter's driver or firmware.
 
 nccl-ib-memory: InfiniBand could not lock memory
   /Call to ibv_(?:reg_mr(?!.* (?:Bad addr|Invalid))|create_[cq][pq]|alloc_pd)\w* failed/
@@ -160,6 +158,7 @@ nccl-ib-memory: InfiniBand could not lock memory
   why: The limit of locked memory is too low (ulimit -l), in a container or under Slurm
   fix: docker run --ulimit memlock=-1 --ulimit stack=67108864; Kubernetes: capability IPC_LOCK;
     Slurm: LimitMEMLOCK=infinity for slurmd, PropagateResourceLimitsExcept=MEMLOCK.
+  or_else: `ulimit -l` in the job says unlimited: the adapter's own limits, or its driver.
 
 nccl-interface: NCCL found no network interface that it can use
   /Bootstrap : no socket interface found/
@@ -167,6 +166,7 @@ nccl-interface: NCCL found no network interface that it can use
   /NCCL_SOCKET_IFNAME (?:set by|does not match).*/
   /unable to find (?:any )?(?:suitable|matching) (?:network|interface)/
   /Failed to initialize any NET plugin/
+  /ncclSocketInit: connecting to address .* neither AF_INET/
   why: NCCL_SOCKET_IFNAME names an interface that this node does not have, NCCL_NET or
     NCCL_NET_PLUGIN a plugin, or only loopback is up
   fix: `ip -br addr` on each node; NCCL_SOCKET_IFNAME=eth0 (or ^docker,lo); or unset them.

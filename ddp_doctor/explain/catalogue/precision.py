@@ -70,8 +70,7 @@ amp-nan: loss or gradient is NaN or infinite
     torch.isfinite(x).all() on inputs; eps in log and sqrt.
   lightning: Trainer(gradient_clip_val=1.0, precision='bf16-mixed', detect_anomaly=True)
   accelerate: accelerator.clip_grad_norm_; Accelerator(mixed_precision='bf16')
-  trainer: TrainingArguments(bf16=True, max_grad_norm=1.0, warmup_ratio=0.1,
-    logging_nan_inf_filter=False)
+  trainer: TrainingArguments(bf16=True, max_grad_norm=1.0, logging_nan_inf_filter=False)
   confirm: torch.autograd.set_detect_anomaly(True) names the function.
 
 compile-failed (generic): torch.compile could not compile the model
@@ -85,7 +84,6 @@ compile-failed (generic): torch.compile could not compile the model
   fix: Train without torch.compile first; TORCHDYNAMO_VERBOSE=1;
     torch._dynamo.config.optimize_ddp=False for operators in DDP's buckets; @torch.compiler.disable
     on the part that fails; fullgraph=False, and no .item() or print in forward.
-  trainer: torch_compile=False
 
 compile-cache: processes got into each other's way in the cache of compiled kernels
   /\[Errno (?:2|16|39|116)\] .*(?:\.triton\/|triton_|torchinductor_)/
@@ -95,8 +93,9 @@ compile-cache: processes got into each other's way in the cache of compiled kern
     node, or one folder per rank; remove the old ones; a newer triton.
   or_else: Something removed the folder, or its disk is full.
 
-compile-compiler: no compiler that fits torch, or an extension failed
+compile-compiler: no compiler that fits torch, or it failed
   /Error building extension '\w+'/
+  /CalledProcessError: Command '\['\S*(?:cc|clang|\+\+)'/
   /InvalidCxxCompiler/
   /No working C\+\+ compiler found/
   /Failed to find C compiler\. Please specify via CC/

@@ -23,8 +23,6 @@ stop-preempted (killed): the scheduler took the node back, or the job was queued
   why: A job of higher priority, or the cloud, took the machine; JOB REQUEUE may also be the job's
     own `scontrol requeue` before its time limit (submitit, Lightning)
   fix: Handle SIGTERM: save, exit 0; sbatch --requeue; restartPolicy: OnFailure.
-  lightning: SLURMEnvironment(auto_requeue=True)
-  trainer: save_steps, then train(resume_from_checkpoint=True)
 
 stop-node-failed (hardware, accuses nobody): a node of the job failed
   /CANCELLED AT \S+ DUE TO NODE FAILURE/
@@ -55,6 +53,7 @@ stop-evicted (killed): Kubernetes evicted the pod
 stop-sighup (killed): the terminal was closed (SIGHUP)
   /got signal: 1\b/
   /[Rr]eceived (?:(?:Signals\.)?SIGHUP|1 death signal)/
+  /closing signal (?:Signals\.)?SIGHUP/
   why: torchrun's ssh session or terminal ended; nohup does not help, since it handles SIGHUP itself
   fix: Start it in tmux or screen, or with setsid, or as a job of a scheduler.
 
@@ -105,13 +104,12 @@ launch-slurm-step (accuses nobody): Slurm or mpirun could not start the processe
   /not built with .*PMI support/
   /RTE (?:was unable to|does not know how to)/
   /mpirun has detected an attempt to run as root/
-  /Host key verification failed/
   why: The request does not fit the cluster, the allocation or the host list, the node does not have
     the program, or MPI and Slurm do not fit
   fix: Compare #SBATCH lines with sinfo -o '%P %G %c %m'; srun needs the same --gres and
     --cpus-per-task. mpirun: slots= in the host list, --oversubscribe, --allow-run-as-root in
-    containers, ssh without password between nodes; srun --mpi=pmix. `Invalid job credential`: the
-    same munge key, time and slurm.conf on all nodes.
+    containers; srun --mpi=pmix. `Invalid job credential`: the same munge key, time and slurm.conf
+    on all nodes.
 
 launch-command (accuses nobody): the command or a file of it was not found
   /can't open file '?[^':]+'?: \[Errno 2\]/
