@@ -134,7 +134,8 @@ class TestTable:
         for fault in all_faults():
             assert fault.name in completed.stdout
         assert "| torch\n" not in completed.stderr.replace("  ", "")
-        assert completed.stdout.splitlines() == list_faults()
+        told = "\n".join(list_faults()).replace("python3 ", "python ")  # as pytest was started
+        assert completed.stdout.splitlines() == told.splitlines()
 
 
 class TestCommand:
