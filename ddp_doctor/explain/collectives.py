@@ -209,7 +209,7 @@ class Collectives:
             if rank not in by_rank and max(seqs) != _NO_SEQ and enqueued < max(seqs)
         )
         if lagging:
-            text = f"{_ranks(lagging)} had not started the collective that the others wait in"
+            text = f"{ranks_of(lagging)} had not started the collective that the others wait in"
             num_known = len(by_rank) + len(lagging)
             # WHY: of the ranks that say nothing, others may be behind, too
             is_whole = num_known == (world_size or max(*by_rank, *lagging) + 1)
@@ -269,18 +269,18 @@ class Collectives:
         if not missing:
             return None
         if self.num_leaving == 0:  # it may be cut off, and other ranks may have spoken below
-            text = f"{_told(works)}; nothing is known of {_ranks(missing)}"
+            text = f"{_told(works)}; nothing is known of {ranks_of(missing)}"
             return Finding("missing", (), text, tuple(works))
         elsewhere = [w for w in self._works.values() if w.rank in missing and w.line.rank == w.rank]
         # WHY first those without a record: the others may wait for them in a smaller group
         named = [rank for rank in missing if rank not in {w.rank for w in elsewhere}] or missing
-        text = f"{_told(works)}; {_ranks(named)} reported no wait"
+        text = f"{_told(works)}; {ranks_of(named)} reported no wait"
         if named == missing and elsewhere:
             text = f"{_told(works)}; {_told(elsewhere)}, of another group"
         elif not (self._is_heard(named, works) and 2 * len(named) < size) and not (
             set(named) <= self.ranks_heard
         ):
-            text = f"{_told(works)}; of {_ranks(named)} there is no log here"
+            text = f"{_told(works)}; of {ranks_of(named)} there is no log here"
             named = []
         is_sure = world_size is not None
         return Finding("missing", tuple(named), text, tuple(works), is_sure=is_sure)
@@ -315,12 +315,12 @@ def _told(works: Sequence[Work]) -> str:
     for (seq, op, numel), ranks in sorted(places.items(), key=lambda item: (len(item[1]), item[1])):
         number = f" number {seq}" if seq != _NO_SEQ else ""
         size = f" of {numel} elements" if numel else ""
-        parts.append(f"{_ranks(ranks)} in {op}{number}{size}")
+        parts.append(f"{ranks_of(ranks)} in {op}{number}{size}")
     more = f"; {len(parts) - _MOST_PLACES} more" if len(parts) > _MOST_PLACES else ""
     return "; ".join(parts[:_MOST_PLACES]) + more
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def ranks_of(ranks: Sequence[int]) -> str:
     names = ", ".join(map(str, ranks[:_MOST_NAMED]))
     if len(ranks) > _MOST_NAMED:
         names += f" and {len(ranks) - _MOST_NAMED} more"

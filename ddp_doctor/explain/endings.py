@@ -62,6 +62,8 @@ _LAST_LINES = 3
 _IS_OVER = re.compile(r"(?i)\bwarn|100%|\b(?:done|took|completed|successfully)\b|ed in \d")
 """What was done before the wait, and not during it."""
 
+_OF_TRACEBACK = re.compile(r"(?:\[[^\]]+\]: ?)?(?:  File \"|    |Traceback \()")
+
 FINISHED = "has finished its batches"
 _ACTIVITIES = {
     "prepares its data": r"\b(?:Map|Filter|Grouping texts|Generating \w+ split)\b.*:.*\d+[ %]"
@@ -138,7 +140,8 @@ def ending_of(tail: str, num_lines: int) -> Ending:
 
 def activity_before(text: str) -> tuple[str, str]:
     """Say what the program did before its ranks waited in vain, and quote its line; or nothing."""
-    lines = [line.rpartition("\r")[2].strip() for line in text.splitlines() if line.strip()]
+    own = [line for line in text.splitlines() if line.strip() and not _OF_TRACEBACK.match(line)]
+    lines = [line.rpartition("\r")[2].strip() for line in own]
     for line in reversed(lines[-_LAST_LINES:]):
         for what, phrase in _ACTIVITIES.items():
             if re.search(phrase, line) and (what == FINISHED or not _IS_OVER.search(line)):

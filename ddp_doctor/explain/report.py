@@ -168,7 +168,8 @@ def _as_sentence(why: str, fields: Mapping[str, str]) -> str:
 def _subject(verdict: Verdict) -> str:
     guilty = verdict.guilty
     if guilty is not None and guilty.rank is not None:
-        return f"Rank {guilty.rank}" + (f" on {guilty.host}" if guilty.host else "")
+        host = guilty.host if guilty.host != "localhost" else None
+        return f"Rank {guilty.rank}" + (f" on {host}" if host else "")
     if guilty is not None and guilty.host:
         return f"Host {guilty.host}"
     if verdict.ranks_alike:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from ddp_doctor.explain.catalogue import BY_CODE
 from ddp_doctor.explain.catalogue.python import BUILT_IN
-from ddp_doctor.explain.collectives import Finding
+from ddp_doctor.explain.collectives import Finding, ranks_of
 from ddp_doctor.explain.collector import LOOSE, WARNS, Evidence
 from ddp_doctor.explain.endings import (
     activity_before,
@@ -112,7 +112,7 @@ def _judge(evidence: Evidence) -> Verdict:
     evidence.exits.exits = exits
     failed = [ended for ended in exits if ended.status != 0]
     weaken_survived(evidence.events, evidence.endings, restarted=restarted, failed=failed)
-    finding = evidence.collectives.analyse(world_size=evidence.world_size)
+    finding = evidence.collectives.analyse(world_size=evidence.world_size) or _unheard(evidence)
     events = _with_inferred(evidence, finding)
     total = sum(event.count for event in evidence.events)
     if not events and not failed:
@@ -152,6 +152,19 @@ def _judge(evidence: Evidence) -> Verdict:
         verdict.activity = activity_before(evidence.before_wait or "")
     verdict.num_echoes = max(0, total - len(verdict.evidence))
     return verdict
+
+
+def _unheard(evidence: Evidence) -> Finding | None:
+    """Say which ranks of torchrun's table wrote nothing, if most raised that they wait in vain."""
+    table = {ended.rank: ended.status for ended in evidence.exits.exits if ended.from_block}
+    raised = [e for e in evidence.events if e.kind == "exception" and e.tier < Tier.LAUNCHER]
+    waiting = sorted({e.rank for e in raised if e.rank is not None and e.tier == Tier.TIMEOUT})
+    silent = sorted(set(range(len(table))) - {e.rank for e in raised})
+    is_whole = set(table) == {*waiting, *silent} and all(table[r] == _TERMINATED for r in silent)
+    if not silent or not is_whole or 2 * len(waiting) <= len(table):
+        return None
+    text = f"{ranks_of(waiting)} waited in vain; {ranks_of(silent)} reported no wait"
+    return Finding("missing", (), text, (), is_sure=True)
 
 
 def _with_inferred(evidence: Evidence, finding: Finding | None) -> list[Event]:
@@ -341,19 +354,19 @@ def _support(
 
 
 def _later_failures(root: Event, events: Sequence[Event], evidence: Evidence) -> list[Event]:
-    """List failures of their own: after a restart, or what another rank surely raised by itself."""
+    """List failures of their own: of other attempts, or what another rank surely raised itself."""
     order = root.line.order
     ends = [e.line.order for e in evidence.exits.exits if "failed (exitcode" in e.line.text]
-    restart = min((end for end in ends if end > order), default=math.inf)
+    restart = min((end for end in ends if end >= order), default=math.inf)
     found: dict[str, Event] = {}
     for event in sorted(events, key=lambda event: event.line.order):
-        cause = event.cause
-        if cause is None or cause is root.cause or event.raised is None or event.is_weak:
+        cause, place = event.cause, event.line.order
+        if cause is None or cause is root.cause or event.is_weak or event.tier > Tier.EXCEPTION:
             continue
         is_sure = not (cause.is_generic or cause.or_else or cause.is_of_type)
         is_of_other = None not in (root.rank, event.rank) and event.rank != root.rank
-        is_own = event.line.order > restart or (is_sure and is_of_other)
-        if is_own and event.line.order > order and event.tier <= Tier.EXCEPTION:
+        is_own = place > restart or (is_sure and is_of_other and place > order)
+        if is_own if event.raised is not None else place < order and place in ends:
             found.setdefault(cause.code, event)
     return list(found.values())[:3]
 

@@ -60,7 +60,6 @@ checkpoint-corrupt: the checkpoint file is incomplete or damaged
   why: The job was killed while it wrote, several ranks wrote the same file, the disk was full, or
     it is a git-lfs pointer and no file
   fix: Use the one before it. Rank 0 alone writes, to another name, then os.replace; git lfs pull.
-  confirm: ls -l and sha256sum of the file on all nodes; head -c 100 for git-lfs.
 
 checkpoint-many-writers: several ranks wrote, renamed or removed the same file or folder
   /\[Errno 17\] File exists: (?!'\/\w+'$)/

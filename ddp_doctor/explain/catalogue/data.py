@@ -53,7 +53,6 @@ data-target-range: a label or index is out of range
   fix: Labels from 0 to num_classes - 1; ignore_index for padding;
     model.resize_token_embeddings(len(tokenizer)).
   trainer: from_pretrained(..., num_labels=N)
-  confirm: print(min, max) of all labels, and the model's last dimension.
 
 data-label-type: the labels have the wrong type for the loss
   /expected scalar type Long but found \w+/
@@ -151,8 +150,6 @@ data-hub: a download failed
   fix: Download once on a machine with network, then HF_HUB_OFFLINE=1 and a shared HF_HOME; only
     rank 0 downloads, the others wait at a barrier; HF_TOKEN for gated repositories.
   lightning: download in prepare_data(), which runs on one rank first
-  accelerate: with accelerator.main_process_first(): load_dataset(...)
-  trainer: with training_args.main_process_first(): load_dataset(...)
 """
 
 FAMILIES = read_families(_TEXT)

@@ -30,8 +30,6 @@ gloo-timeout (timeout): a wait for ranks, in gloo or the store, took too long
   why: These ranks wait for one that hangs, is slow, took another branch, or has fewer batches
   fix: py-spy dump each rank while it hangs. Equal numbers of batches per rank, no collective under
     `if rank == 0`; init_process_group(timeout=...) if one rank is slow.
-  lightning: DDPStrategy(timeout=timedelta(hours=1))
-  accelerate: InitProcessGroupKwargs(timeout=...)
   trainer: TrainingArguments(ddp_timeout=...)
   confirm: dist.monitored_barrier() (gloo) in its place names the ranks that are missing.
 
@@ -105,7 +103,6 @@ gloo-destroy-hang (teardown): a process waits in the destructor of its process g
     rank that has stopped, or still trains
   fix: dist.barrier() before dist.destroy_process_group(), so that all ranks leave together;
     os._exit(0) after the last save, where a rank that does not answer must not hold up the others.
-  confirm: py-spy dump of the other ranks: one is stopped (state T in ps) or still trains.
 """
 
 FAMILIES = read_families(_TEXT)

@@ -65,7 +65,6 @@ gpu-fabric-manager (hardware): the fabric manager of NVSwitch is not ready
     GPUs are not initialized (CUDA error 802), or have no multicast memory (NVLS)
   fix: systemctl restart nvidia-fabricmanager; install the version of the driver; reboot after a
     driver update. Only NVLS fails: NCCL_NVLS_ENABLE=0 as a workaround.
-  confirm: systemctl status nvidia-fabricmanager; nvidia-smi -q | grep -A2 Fabric.
 
 gpu-assert: an index was out of range in a CUDA kernel (device-side assert)
   /device-side assert triggered/
@@ -112,6 +111,7 @@ gpu-cudnn (generic): cuDNN (on AMD: MIOpen) failed
 gpu-none: torch sees no GPU
   /ValueError: Cuda is not available\./
   /No CUDA GPUs are available/
+  /Cannot access accelerator device when none is available/
   /no CUDA-capable device is detected/
   /Found no NVIDIA driver on your system/
   /Torch not compiled with CUDA enabled/
@@ -165,7 +165,6 @@ gpu-fork: CUDA was used in a forked process
   fix: Keep the dataset on the CPU; or DataLoader(multiprocessing_context='spawn'), mp.spawn,
     torchrun; nothing of CUDA before the fork.
   lightning: strategy='ddp' instead of 'ddp_notebook' or 'ddp_fork'
-  accelerate: notebook_launcher before any .cuda()
 
 gpu-cuda-error (generic): a CUDA call failed
   /CUDA error: [a-zA-Z][^\n]+/

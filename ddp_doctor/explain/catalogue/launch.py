@@ -129,7 +129,6 @@ launch-rank-range (accuses nobody): rank and world size contradict each other
   /world_size \(\d+\) (?:is not equal to|does not match)/
   why: RANK and WORLD_SIZE were set by hand, or the sampler's num_replicas and rank are others
   fix: Let the launcher set them: torchrun --nnodes N --nproc_per_node M.
-  accelerate: --machine_rank from 0 to num_machines - 1
 
 [Launch: frameworks, containers, settings]
 

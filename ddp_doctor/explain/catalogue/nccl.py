@@ -181,7 +181,6 @@ nccl-connect (lost): NCCL could not connect to another rank
     interface of docker or of another network, or the other rank ended
   fix: NCCL_SOCKET_IFNAME=the interface of the cluster's network; open all ports between the nodes;
     containers: --network=host; EFA: a security group that lets all traffic to itself in and out.
-  confirm: nc -zv PEER PORT from this node; the peer's address is not of docker0.
 
 [NCCL: general words and set-up]
 

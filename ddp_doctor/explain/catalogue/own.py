@@ -126,9 +126,7 @@ KILLED_OUTSIDE = Cause(
     "process can log its own SIGKILL",
     fix="If it was memory: fewer workers, a smaller prefetch_factor, more memory for the job; if "
     "it was the scheduler: a longer time limit, or checkpoints and --requeue.",
-    confirm="On its host: dmesg -T | grep -i 'killed process' names the pid: the kernel, for "
-    "memory. sacct -j JOB or kubectl describe pod says why: the scheduler. torchrun's last block "
-    "says exitcode -9 and neither of them anything: somebody's kill -9. If the process still runs: "
-    "it hangs (py-spy dump), or its network is cut",
+    confirm="On its host: dmesg -T | grep -i 'killed process' (memory); sacct -j JOB or kubectl "
+    "describe pod (the scheduler); neither: somebody's kill -9. If it still runs: py-spy dump",
 )
 CAUSES = (KILLED_OUTSIDE, *(_cause(code, title) for code, title in TITLES.items()))

@@ -10,9 +10,7 @@ amp-unscale-twice: gradients were unscaled twice in one step
   /unscale_\(\) is being called after step/
   why: scaler.unscale_(optimizer) ran twice before scaler.update(): clipping in each micro-step
   fix: Once per step: scaler.unscale_(opt); clip_grad_norm_; scaler.step(opt); scaler.update().
-  lightning: Trainer(gradient_clip_val=1.0) instead of a clipping of your own
   accelerate: accelerator.clip_grad_norm_ only if accelerator.sync_gradients
-  trainer: TrainingArguments(max_grad_norm=1.0) instead of a clipping of your own
 
 amp-no-inf-checks: the scaler found no gradient to check
   /No inf checks were recorded for this optimizer/
@@ -26,7 +24,6 @@ amp-fp16-weights: the model's weights are float16 and the scaler can't unscale t
   why: With a GradScaler weights stay float32; autocast makes the copies
   fix: No model.half(); load with torch_dtype=float32; or bfloat16 without a scaler.
   lightning: precision='16-mixed', not '16-true'
-  accelerate: load the model in float32 and give Accelerator(mixed_precision='fp16')
   trainer: load the model in float32 with fp16=True; or bf16=True
 
 amp-dtype: a tensor has the wrong float type
@@ -47,7 +44,6 @@ amp-unsupported: this device does not support the float type that was asked for
   why: bfloat16 needs an Ampere GPU or newer; a CPU lacks some operations of float16
   fix: float16 with a GradScaler, or float32; the model on the GPU before .half().
   lightning: Trainer(precision='16-mixed')
-  accelerate: Accelerator(mixed_precision='fp16')
   trainer: fp16=True instead of bf16=True
 
 amp-nan: loss or gradient is NaN or infinite

@@ -137,7 +137,6 @@ lost-finished-rank (mismatch, generic): a rank had finished while others still w
   lightning: use_distributed_sampler=True; limit_train_batches for iterable datasets
   accelerate: accelerator.prepare(loader); accelerator.join_uneven_inputs([model])
   trainer: TrainingArguments(dataloader_drop_last=True)
-  confirm: print(rank, len(loader)) on each rank, and a print after the loop.
 """
 
 FAMILIES = read_families(_TEXT)
