@@ -21,6 +21,7 @@ _WORDS = (
 _SAME_DIGITS = str.maketrans("0123456789", "0" * 10)
 _LONGEST_FORM = 1000
 _MAX_FORMS = 20_000
+_OLD_FORM = re.compile(r"cuda runtime error \(\d+\) : ")
 _compiled = cache(re.compile)
 
 
@@ -50,8 +51,10 @@ class Matcher:
     def find(self, text: str) -> list[Match]:
         """List what matches: the lowest tier first, and in it the specific causes."""
         found: dict[str, Match] = {}
-        # AMD's words for the same failures, and the driver's
+        # AMD's words for the same failures, the driver's
         text = text.replace("HIP ", "CUDA ").replace("CUDA driver error", "CUDA error")
+        if "cuda runtime error" in text:  # torch 1
+            text = _OLD_FORM.sub("CUDA error: ", text)
         is_long = len(text) > _LONGEST_FORM
         form = text.translate(_SAME_DIGITS)
         for literal in self._literals if is_long else self._literals_like(form):

@@ -14,7 +14,6 @@ checkpoint-module-prefix: the checkpoint's names and the model's differ by a pre
     {k.removeprefix('module.').removeprefix('_orig_mod.'): v for k, v in state.items()}.
   lightning: checkpoint['state_dict'] has the names of the LightningModule: load_from_checkpoint
   accelerate: accelerator.unwrap_model(model, keep_torch_compile=False).state_dict()
-  trainer: trainer.save_model() writes the names without module.
 
 checkpoint-size: a parameter of the checkpoint has another shape than the model's
   /size mismatch for [\w.]+: copying a param with shape torch\.Size\((?!\[0\]).*?\) from
@@ -37,7 +36,6 @@ checkpoint-weights-only (generic): torch.load refuses what is more than weights,
     not allowed (numpy scalars, argparse.Namespace, a whole model)
   fix: Save plain dicts, tensors and numbers. A file that you made yourself:
     torch.serialization.add_safe_globals([Class]), or weights_only=False; never for others' files.
-  lightning: load_from_checkpoint(..., weights_only=False) for own files
 
 checkpoint-device: the checkpoint's tensors go to a device where they can't be used
   /Attempting to deserialize object on (?:a )?CUDA device/

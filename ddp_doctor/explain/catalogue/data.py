@@ -16,7 +16,6 @@ data-worker-timeout: a DataLoader worker did not deliver in time
   /DataLoader timed out after [\d.]+ seconds/
   why: Storage hangs, a lock was held at the fork, or a sample takes longer than the timeout
   fix: multiprocessing_context='spawn' or 'forkserver'; cv2.setNumThreads(0); a longer timeout=.
-  confirm: py-spy dump of the worker shows where it waits.
 
 data-open-files: too many open files
   /Too many open files/
@@ -79,7 +78,6 @@ data-missing-file (generic): a file is not there
     dist.barrier(), then the others read; os.makedirs(..., exist_ok=True).
   lightning: prepare_data() for downloads (one process), setup() for reading
   accelerate: with accelerator.main_process_first(): ...
-  trainer: with training_args.main_process_first(): ...
 
 data-bad-image: a file of the dataset is broken
   /cannot identify image file /
@@ -124,6 +122,7 @@ data-storage: the storage had an error
   /blk_update_request: I/O error/
   why: A disk or a network file system failed or was mounted anew while it was used
   fix: Check dmesg and the mount on that node; copy the data to a local disk; retry reads.
+  or_else: It is full (df -h, quota -s): some file systems say it like this.
 
 data-lock: a file or database is locked by another process
   /unable to lock file/

@@ -88,9 +88,8 @@ group-rank: a collective was given a rank that is not in its group
 
 gloo-ddp-outlives-group (timeout): DDP's end waits for ever for its group
   /c10d::Reducer::~Reducer/
-  why: The program has finished: the DDP model is freed after destroy_process_group(). Its
-    destructor waits for a thread of gloo and keeps the GIL, which that thread needs in order to
-    free a tensor of its last collective
+  why: The DDP model is freed after destroy_process_group(): its destructor waits for a thread of
+    gloo and keeps the GIL, which that thread needs to free a tensor
   fix: del model (the DDP wrapper) before dist.destroy_process_group(); or train in a function of
     its own, and destroy the group after it has returned.
 

@@ -13,7 +13,7 @@ _TEXT = r"""
 gpu-fell-off (hardware): a GPU fell off the bus
   /GPU has fallen off the bus/
   /Unable to determine the device handle for (?:GPU|gpu).*(?:lost|Unknown)/
-  /GPU is lost\.  ?Reboot the system/
+  /GPU is lost/
   why: The driver lost the GPU on PCIe (Xid 79): power, heat, a bad slot or a dying card
   fix: %DRAIN%
 
@@ -22,7 +22,6 @@ gpu-ecc (hardware): a GPU's memory has an error that ECC can't correct
   /uncorrectable ECC error encountered/
   why: Memory of the GPU is damaged; a row must be remapped, which needs a reset
   fix: %DRAIN%
-  confirm: nvidia-smi -q -d ECC,ROW_REMAPPER.
 
 gpu-node (hardware): a link between GPUs, a GPU's firmware or the node itself failed
   /Xid (?:\([^)]*\): ?)?(?:61|62|74|119|120|144|145|149|150|154)\b/
@@ -53,7 +52,6 @@ gpu-hang (generic): the GPU hung, and its driver reset it
   why: A kernel did not end, or the GPU's own processor did not answer: the program (a loop without
     end, an extension), the driver's or the GPU's firmware, or heat and power
   fix: A newer driver and firmware; extensions off. If other programs hang on it, too: %DRAIN%
-  confirm: dmesg -T | grep -iE 'amdgpu|xid'; the same step again on another GPU: it is the program.
 
 gpu-fabric-manager (hardware): the fabric manager of NVSwitch is not ready
   /(?:Error 802|CUDA error): system not yet initialized/
@@ -87,11 +85,6 @@ gpu-illegal-access: a GPU kernel used an illegal address
     (NVIDIA); torch.cuda.set_device(LOCAL_RANK); custom kernels (flash-attention, apex) off.
   or_else: If it moves with the node and not with the program, the GPU is broken.
 
-gpu-resources (generic): AMD's runtime ran out of a resource
-  /HSA_STATUS_ERROR_OUT_OF_RESOURCES/
-  why: Memory or queues of the GPU are used up, or the host allows no more threads
-  fix: A smaller batch; fewer processes; ulimit -u. Look: rocm-smi --showpids --showmeminfo vram.
-
 gpu-cublas (generic): cuBLAS failed
   /CUBLAS_STATUS_(?:ALLOC_FAILED|NOT_INITIALIZED)/
   /CUBLAS_STATUS_(?:EXECUTION_FAILED|INTERNAL_ERROR|INVALID_VALUE|NOT_SUPPORTED)/
@@ -116,6 +109,7 @@ gpu-none: torch sees no GPU
   /Found no NVIDIA driver on your system/
   /Torch not compiled with CUDA enabled/
   /No supported gpu backend found!/
+  /your machine only has: \[\]/
   /CUDA unknown error - this may be due to an incorrectly set up environment/
   why: A build of torch without CUDA, no driver (or one in a bad state), no GPU given to this job or
     container, or CUDA_VISIBLE_DEVICES is empty or was changed inside of the program
@@ -151,10 +145,11 @@ gpu-arch: torch has no kernels for this GPU
   fix: A newer torch (new GPU) or an older one; extensions with TORCH_CUDA_ARCH_LIST of this GPU.
 
 gpu-busy: the GPU is used by another process that does not share it
-  /all CUDA-capable devices are busy or unavailable/
+  /CUDA-capable device(?:s|\(s\)) (?:is\/)?are busy or unavailable/
   /CUDA error: (?:device|out of memory).*(?:busy|exclusive)/
   why: Compute mode exclusive and another process on it, or one that was left over
-  fix: nvidia-smi lists processes: kill those left over by pid; nvidia-smi -c DEFAULT.
+  fix: nvidia-smi lists processes: kill those left over by pid; nvidia-smi -c DEFAULT;
+    map_location='cpu' in torch.load.
 
 gpu-fork: CUDA was used in a forked process
   /Cannot re-initialize CUDA in forked subprocess/
@@ -192,7 +187,6 @@ accelerator-collectives (generic): the device's own library of collectives faile
     not fit torch, it finds no network, or an earlier job's processes hold the devices
   fix: The versions of torch and of the vendor's plug-in belong together; end processes that are
     left over; oneCCL: start with mpirun, or FI_PROVIDER=tcp; HCCL: wait 10 s after an earlier job.
-  confirm: Its debug log: CCL_LOG_LEVEL=info, ASCEND_GLOBAL_LOG_LEVEL=1, LOG_LEVEL_ALL_HCL=1.
 
 accelerator-timeout (timeout): work of an NPU, as a collective, did not finish in time
   /execute failed, reason=\[(?:\w+ )*timeout\]/

@@ -20,7 +20,6 @@ graph-unused (accuses speaker): parameters of the model got no gradient in the l
   lightning: Trainer(strategy="ddp_find_unused_parameters_true")
   accelerate: kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]
   trainer: TrainingArguments(ddp_find_unused_parameters=True)
-  confirm: After backward: [n for n, p in model.named_parameters() if p.grad is None].
 
 graph-static-changed: the graph changed although static_graph=True promises that it does not
   /This error indicates that your training graph has changed in this iteration/
@@ -39,7 +38,6 @@ graph-ready-twice: a parameter got its gradient twice in one backward
     DistributedDataParallel(model, static_graph=True) if the graph is the same in each step; do one
     forward per backward, and drop find_unused_parameters=True if no parameter is unused.
   lightning: DDPStrategy(static_graph=True)
-  accelerate: DistributedDataParallelKwargs(static_graph=True)
   trainer: TrainingArguments(gradient_checkpointing_kwargs={'use_reentrant': False},
     ddp_find_unused_parameters=False)
 
@@ -134,7 +132,6 @@ graph-ddp-device: DDP was given devices that do not fit its module
   fix: GPU: model.to(local_rank), DDP(model, device_ids=[local_rank]). CPU or gloo: DDP(model). One
     process per GPU: device_ids has one element.
   lightning: no .to() or .cuda() of your own: Trainer(accelerator=..., devices=N) places the model
-  accelerate: accelerator.prepare(model) places and wraps it; no DDP(...) of your own
 
 graph-lazy: DDP was given parameters that are not initialized
   /Modules with uninitialized parameters can't be used with `DistributedDataParallel`/
@@ -170,7 +167,6 @@ graph-inference-mode: a tensor of inference mode is used in training
   /Cannot set version_counter for inference tensor/
   why: Weights, buffers or cached inputs were made under torch.inference_mode()
   fix: torch.no_grad(), not inference_mode(), where x is made; or x = x.clone() outside of it.
-  lightning: Trainer(inference_mode=False)
 
 fsdp-requires-grad: parameters of an FSDP unit differ in dtype or requires_grad
   /Must flatten tensors with uniform dtype but got/
@@ -180,7 +176,6 @@ fsdp-requires-grad: parameters of an FSDP unit differ in dtype or requires_grad
   fix: FullyShardedDataParallel(model, use_orig_params=True), or fully_shard of torch 2.6; or wrap
     frozen and trained modules (LoRA) as units of their own. dtype: model.to(torch.bfloat16) before
     it is sharded; QLoRA: bnb_4bit_quant_storage is the dtype of the others.
-  lightning: FSDPStrategy(use_orig_params=True)
   accelerate: fsdp_use_orig_params: true in the config
   trainer: fsdp_config={"use_orig_params": True}; PEFT: peft.utils.other.fsdp_auto_wrap_policy
 

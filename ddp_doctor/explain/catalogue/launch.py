@@ -21,7 +21,6 @@ launch-port (accuses nobody): the port of the rendezvous is taken
   why: Another job on this node, or a process left over from an earlier one, listens there
   fix: torchrun --standalone (takes a free port), or another --master_port above 1024; `ss -ltnp |
     grep PORT` names the owner: end it if it is left over. Each process with RANK=0 opens it.
-  lightning: MASTER_PORT=29511 python train.py
   accelerate: accelerate launch --main_process_port 0
 
 launch-client-timeout (timeout): the address of another process could not be reached
@@ -37,7 +36,8 @@ launch-client-timeout (timeout): the address of another process could not be rea
     (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME); open the port; read rank 0's log first.
   lightning: Trainer(num_nodes=NODES), by srun, or once per node with MASTER_ADDR and NODE_RANK
   accelerate: accelerate launch --main_process_ip HOST --main_process_port PORT --machine_rank I
-  or_else: `Operation not permitted`: a sandbox or a container forbids sockets.
+  or_else: `Operation not permitted`: a sandbox or a container forbids sockets. An address 0.x.y.z:
+    a host name of digits alone is taken for a number; use the host's IP.
 
 launch-ranks-missing (timeout): not all ranks joined the rendezvous
   /Timed out after \d+ seconds waiting for clients\.(?: (?P<here>\d+)/(?P<all>\d+) clients joined)?/
@@ -47,7 +47,6 @@ launch-ranks-missing (timeout): not all ranks joined the rendezvous
   why: Some ranks ended before, were started late, or never; or world_size is more than there are
   fix: Look for the ranks without this message: their logs have the cause. Check --nnodes and
     --nproc_per_node on each node; Slurm: srun --ntasks (SLURM_NTASKS) is the world size.
-  lightning: Trainer(num_nodes=NODES) on every node, devices equal everywhere
   accelerate: --num_machines, --num_processes (of all together), and on each its --machine_rank
 
 launch-ranks-too-many (timeout): more processes joined than there are ranks
@@ -59,7 +58,8 @@ launch-rendezvous (timeout): torchrun's rendezvous failed
   /RendezvousTimeoutError/
   /Rendezvous(?:Connection|Closed|State)Error/
   /The connection to the C10d store has failed/
-  why: Fewer nodes than --nnodes came in time, a wrong endpoint, or the --rdzv_id of an ended job
+  why: Fewer nodes than --nnodes came in time, a wrong endpoint, or the --rdzv_id of an ended job;
+    amid the training the node of the endpoint ended: its log has the cause
   fix: The same --rdzv_endpoint HOST:PORT and a fresh --rdzv_id on all nodes; HOST is one of the
     nodes; its port is open; --rdzv_conf join_timeout=1200 for slow starts.
 
@@ -68,7 +68,9 @@ launch-name (accuses nobody): a host name can't be resolved
   /^(?!.*HTTPS?Connection|.*ssh: ).*Temporary failure in name resolution/
   /^(?!.*ssh: ).*nodename nor servname provided, or not known/
   /getaddrinfo failed/
-  why: MASTER_ADDR or the endpoint is a name that this node's DNS or /etc/hosts does not have
+  /nslookup: can't resolve/
+  why: This node's DNS or /etc/hosts does not have it: MASTER_ADDR, the endpoint, or a server that
+    the program asks for a download, on a node without network
   fix: Use the address, or a name that getent hosts finds on all nodes; Slurm:
     MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1); a headless service.
 
@@ -155,7 +157,6 @@ launch-devices (accuses nobody): the number of processes is not what the program
     the same number; --nodes is the number of nodes.
   lightning: #SBATCH --ntasks-per-node=N (not --ntasks) with Trainer(devices=N, num_nodes=NODES),
     started by srun; in an interactive shell of Slurm: SLURM_JOB_NAME=bash python train.py
-  accelerate: accelerate launch --num_processes (of all nodes) --num_machines
 
 launch-batch-size (accuses nobody): DeepSpeed's batch sizes do not fit the ranks
   /train_batch_size is not equal to micro_batch_per_gpu/
@@ -189,7 +190,7 @@ launch-config (accuses nobody): settings were refused: a key or a value is wrong
   fix: Correct the key or the line that is named; hydra: +key=value adds a new one;
     HYDRA_FULL_ERROR=1 shows the stack.
 
-launch-container (accuses nobody): the container did not start, or has no GPU
+launch-container (generic, accuses nobody): the container did not start, or has no GPU
   /ErrImagePull/
   /ImagePullBackOff/
   /Back-off pulling image/
@@ -211,7 +212,6 @@ launch-pod-pending (generic, accuses nobody): no node for a process, so it waits
   why: {what}
   fix: Ask for what the nodes have (GPUs, memory, taints, selectors), use gang scheduling (Kueue,
     Volcano), so that all pods of a job start or none; a longer rendezvous timeout.
-  confirm: kubectl describe pod POD; kubectl describe nodes | grep -A8 Allocated.
 
 launch-pod-crash (teardown, generic): a pod ends again and again
   /CrashLoopBackOff/
@@ -228,7 +228,6 @@ launch-ray-actor (lost, generic): a worker of Ray ended, and Ray does not know w
     the worker itself wrote is in its own log
   fix: Read worker-*-PID.err of that pid in /tmp/ray/session_latest/logs on its node, with explain;
     memory: fewer workers per node, or more memory per worker.
-  confirm: dmesg -T | grep -i 'killed process' on the node; ray logs raylet.out -ip HOST.
 
 launch-lightning (generic, accuses nobody): Lightning refused its settings
   /MisconfigurationException: /

@@ -14,16 +14,22 @@ memory-gpu: the GPU ran out of memory
   /(?:CUDA|[MNHX]PU|MPS backend) out of memory/
   /RESOURCE_EXHAUSTED: .*(?:[Oo]ut of memory|OOM|hbm|Attempting to (?:reserve|allocate))/
   /(?:torch\.|cuda\.)OutOfMemoryError/
-  /CUDA error: out of memory/
-  /C(?:uda|UDA) failure (?:\d+ )?'out of memory'/
-  why: Activations grow with the batch; weights, gradients and AdamW's state take about 16 bytes per
-    parameter. The other ranks then wait for this one
+  why: Activations grow with the batch; weights, gradients, AdamW's state take 16 bytes a parameter
   fix: Halve the batch and double gradient accumulation; autocast with bfloat16; activation
     checkpointing; map_location='cpu' when loading; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
     against fragmentation. If only GPU 0 is full: torch.cuda.set_device(LOCAL_RANK).
   lightning: Trainer(accumulate_grad_batches=2, precision='bf16-mixed')
   accelerate: Accelerator(gradient_accumulation_steps=2, mixed_precision='bf16')
   trainer: gradient_accumulation_steps, gradient_checkpointing=True, auto_find_batch_size=True
+
+memory-gpu-driver: the GPU had no memory left for CUDA or NCCL
+  /CUDA error: out of memory/
+  /C(?:uda|UDA) failure (?:\d+ )?'out of memory'/
+  /HSA_STATUS_ERROR_OUT_OF_RESOURCES/
+  why: The driver or NCCL asked, not torch's allocator, which may hold all that is left; or other
+    processes fill the GPU: one left over, or ranks that all use GPU 0
+  fix: nvidia-smi (rocm-smi --showpids) lists them; torch.cuda.set_device(LOCAL_RANK) before all
+    else; torch.load with map_location='cpu'; leave 1 GB free by a smaller batch.
 
 memory-gpu-others: other processes hold most of this GPU's memory
   why: They have {others} GiB, and this process {own} GiB: another job or rank, or one left over
@@ -72,7 +78,7 @@ memory-host: the host refused memory
 
 memory-shm: shared memory (/dev/shm) is full
   /unable to allocate shared memory\(shm\) for file/
-  /unable to open shared memory object(?!.*(?:Too many open|Permission))/
+  /unable to open shared memory object .*No space/
   /unable to write to file <.*torch_/
   /DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: Bus error/
   /unable to mmap \d+ bytes from file <.*torch_/

@@ -46,11 +46,11 @@ collective-mismatch (mismatch): the ranks called different collectives
   /Received data size doesn't match expected size\. Is there a distributed collective mismatch/
   /op\.preamble\.length <= op\.nbytes/
   /Some ranks called different collectives/
+  /Mismatched collective detected/
   why: At one point one rank ran another operation, or the same one with another size or type: a
     collective under a condition that differs, unequal batches, or sizes in all_gather
   fix: Take collectives out of conditions that differ between ranks; pad tensors to one length
     before all_gather (gather the lengths first); same order of calls everywhere.
-  lightning: self.log(..., sync_dist=True) on all ranks or on none
   accelerate: accelerator.pad_across_processes before gather; gather_for_metrics for evaluation
   confirm: Run again on nccl with TORCH_DISTRIBUTED_DEBUG=DETAIL: it names operation and shape on
     both ranks before the hang (on gloo it crashes torch 2.13).
@@ -133,16 +133,21 @@ nccl-heartbeat (timeout): NCCL's watchdog thread got stuck
 nccl-ib-retry (hardware, accuses nobody): an InfiniBand or RoCE connection failed
   /Got completion from peer \S+ with (?:status=|error )(?!4\b|10\b)\d+/
   /NET/IB ?: .*(?:local catastrophic|Got async (?:error )?event|device fatal)/
-  /Call to ibv_modify_qp failed/
   /IBV_WC_(?:RNR_)?RETRY_EXC_ERR/
   /transport retry counter exceeded/
-  /Failed to modify QP to RTR/
   why: A broken cable, port or switch, a wrong GID index on RoCE, or the other node died: after all
     retries there was no answer (status 12; 5 only follows from another failure)
   fix: ibstat and perfquery on both nodes; exclude the link: NCCL_IB_HCA=^mlx5_2; RoCE:
     NCCL_IB_GID_INDEX=3; network that fails only briefly: NCCL_IB_TIMEOUT=22 NCCL_IB_RETRY_CNT=13.
     As a workaround: NCCL_IB_DISABLE=1.
   or_else: If the peer's log ends with a crash, the crash is the cause, not the link.
+
+nccl-ib-queue (generic, accuses nobody): InfiniBand or RoCE could not set up a queue to a peer
+  /Call to ibv_modify_qp failed/
+  /Failed to modify QP to RTR/
+  why: The GID index is not that of the network (RoCE), the container has not the network of the
+    adapter, or the peer can't be reached over it
+  fix: show_gids; NCCL_IB_GID_INDEX=3; docker --network=host; NCCL_IB_HCA=adapters of one network.
 
 nccl-ib-gpu-memory (accuses nobody): InfiniBand could not use the memory of a GPU
   /Got completion from peer \S+ with (?:status=|error )(?:4|10)\b/

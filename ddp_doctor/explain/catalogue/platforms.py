@@ -52,7 +52,6 @@ tracker-login: a tracking service refuses this job, or can't be reached
   /wandb\.errors\.(?:\w+\.)*(?:CommError|AuthenticationError|Error: Couldn't communicate)/
   why: wandb (or another tracker) has no key on this node, or no network
   fix: WANDB_MODE=offline or wandb login; start trackers on rank 0 only.
-  lightning: WandbLogger logs on rank 0 by itself
   trainer: report_to='none'
 """
 

@@ -60,6 +60,7 @@ amp-nan: loss or gradient is NaN or infinite
   /Minimum loss scale reached/
   /[Gg]radients? (?:are|is) [Nn]a[Nn]/
   /Current loss scale already at minimum/
+  /reducing loss scale to (?:0\.0|\d(?:\.\d+)?e-)/
   /ValueError: Input contains (?:NaN|infinity)/
   why: The learning rate is too high, float16 overflowed, or a sample has NaN, log(0) or 1/0
   fix: Clip gradients, warm up, lower the learning rate, bfloat16 instead of float16; assert

@@ -91,7 +91,7 @@ mpi-error (generic): a call of MPI failed
   why: The library says after it which call, and why
   fix: Read the lines below it; GPU tensors need a CUDA-aware MPI.
 
-launch-slurm-step (accuses nobody): Slurm or mpirun could not start the processes
+launch-slurm-step (generic, accuses nobody): Slurm or mpirun could not start the processes
   /srun: error: Unable to (?:create step|confirm allocation|allocate resources)[^:]*: /
   /Batch job submission failed: /
   /Task launch for StepId=\S+ failed on node [^:]+: /
@@ -117,7 +117,8 @@ launch-command (accuses nobody): the command or a file of it was not found
   /(?:torchrun|python[\d.]*|deepspeed|accelerate|srun|mpirun|mpiexec|docker|apptainer): .*not found/
   /command not found: (?:torchrun|python|deepspeed|accelerate|srun|mpirun|apptainer|conda|uv)/
   why: The environment is not active in the job, or a path is not the same on this node
-  fix: Activate the environment in the job's script; absolute paths; which torchrun.
+  fix: Activate the environment in the job's script; absolute paths; which torchrun; a module is
+    started as torchrun -m package.module.
 
 stop-silent: a rank ended without an exception, and the others lost it
   # No message tells this one and the next: who ended does, and what the others lost.
