@@ -53,6 +53,10 @@ _LAUNCHER_TYPES = (
     *("ChildFailedError", "CalledProcessError"),
     *("ProcessRaisedException", "ProcessExitedException"),
 )
+_OF_WEIGHTS = {
+    *("from_pretrained", "load_state_dict", "state_dict", "_apply", "full_tensor", "torch_load"),
+    *("load", "load_checkpoint", "save_model", "save_checkpoint", "save_pretrained"),
+}
 _LAUNCHES = re.compile(r"launch|torchrun|torch\.distributed|deepspeed|mpirun|srun")
 _MAX_EVENTS = 4000
 _MAX_STREAMS = 4096
@@ -313,6 +317,13 @@ class Collector:
         last = raised.frames[-1].file if raised.frames else ""
         if cause is BY_CODE["graph-shapes"] and "/optim/" in last:
             cause = BY_CODE["checkpoint-optimizer"]
+        functions = {frame.function for frame in raised.frames}
+        if (
+            cause is BY_CODE["memory-gpu"]
+            and functions & _OF_WEIGHTS
+            and "forward" not in functions
+        ):
+            cause = BY_CODE["memory-gpu-weights"]
         if cause is BY_CODE["data-missing-file"] and last.endswith("subprocess.py"):
             cause = BY_CODE["launch-command"]
         # below the top: another rank removes the same folder

@@ -16,8 +16,8 @@ checkpoint-module-prefix: the checkpoint's names and the model's differ by a pre
   accelerate: accelerator.unwrap_model(model, keep_torch_compile=False).state_dict()
 
 checkpoint-size: a parameter of the checkpoint has another shape than the model's
-  /size mismatch for [\w.]+: copying a param with shape torch\.Size\((?!\[0\]).*?\) from
-    checkpoint, the shape in current model is torch\.Size\((?!\[0\]).*?\)/
+  /size mismatch for [\w.]+: copying a param with shape torch\.Size\((?!\[0[],]).*?\) from
+    checkpoint, the shape in current model is torch\.Size\((?!\[0[],]).*?\)/
   why: Another number of classes, another vocabulary or another width
   fix: The arguments of the checkpoint; for a new head drop its names and load with strict=False.
   trainer: for a new head alone: from_pretrained(..., ignore_mismatched_sizes=True)
@@ -64,8 +64,8 @@ checkpoint-many-writers: several ranks wrote, renamed or removed the same file o
   /\[Errno 39\] Directory not empty/
   /No such file or directory: '[^']*(?:checkpoint|ckpt|tmp-)[^']*' -> '/
   why: Each rank runs the saving code; they meet at the same path
-  fix: if rank == 0: torch.save(...), then dist.barrier(); os.makedirs(path, exist_ok=True).
-  lightning: trainer.save_checkpoint on all ranks (it writes on rank 0)
+  fix: if rank == 0: torch.save(...), then dist.barrier(); os.makedirs(path, exist_ok=True). A cache
+    of datasets: one process makes it first (main_process_first of Trainer and Accelerate).
   accelerate: accelerator.save(...), or if accelerator.is_main_process
   trainer: if trainer.is_world_process_zero(); of its own tmp-checkpoint: another transformers
   or_else: It is left over from an earlier run: then it is there before the start, too.

@@ -7,7 +7,7 @@ _TEXT = r"""
 
 data-worker-exited (generic): a DataLoader worker ended
   /DataLoader worker \(pid\(s\) [\d, ]+\) exited unexpectedly/
-  /DataLoader worker \(pid (?P<pid>\d+)\) (?:is killed by signal: \w+|exited)/
+  /DataLoader worker \(pid (?P<pid>\d+)\) (?:is killed by signal: (?!Term)\w+|exited)/
   why: Native code in the dataset crashed, the worker called exit, or it was killed
   fix: num_workers=0 shows the error in the main process; open files and databases in __getitem__,
     not in __init__; multiprocessing_context='spawn'.
@@ -31,7 +31,6 @@ data-pickle: an object can't be pickled
     model its hooks: lambdas, local functions, open files and locks can't be pickled
   fix: Define functions at the top of a module; functools.partial instead of lambda; open files
     lazily in __getitem__ and leave them out in __getstate__.
-  lightning: strategy='ddp' instead of 'ddp_spawn'
 
 data-collate: the samples of a batch have different shapes or types
   /stack expects each tensor to be equal size, but got \[[^\]]*\] at entry \d+ and \[[^\]]*\] at

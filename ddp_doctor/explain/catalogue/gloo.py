@@ -47,7 +47,6 @@ gloo-connect (timeout): gloo could not connect all ranks
   why: gloo announces the address of the host's own name. If /etc/hosts maps it to 127.0.1.1, or it
     belongs to another network, the others can't connect; or a rank ended
   fix: GLOO_SOCKET_IFNAME=eth0 (the cluster's) on all nodes; the node's real address in /etc/hosts.
-  confirm: getent hosts $(hostname) gives an address that the other nodes can reach.
 
 gloo-interface (accuses nobody): gloo found no network interface that it can use
   /Unable to find address for: /

@@ -186,7 +186,8 @@ accelerator-collectives (generic): the device's own library of collectives faile
   why: oneCCL (Intel), HCCL (Ascend, Gaudi) could not start or finish a collective: its build does
     not fit torch, it finds no network, or an earlier job's processes hold the devices
   fix: The versions of torch and of the vendor's plug-in belong together; end processes that are
-    left over; oneCCL: start with mpirun, or FI_PROVIDER=tcp; HCCL: wait 10 s after an earlier job.
+    left over; oneCCL: start with mpirun, or CCL_PROCESS_LAUNCHER=none with CCL_LOCAL_RANK and
+    CCL_LOCAL_SIZE; or FI_PROVIDER=tcp. HCCL: wait 10 s after an earlier job.
 
 accelerator-timeout (timeout): work of an NPU, as a collective, did not finish in time
   /execute failed, reason=\[(?:\w+ )*timeout\]/

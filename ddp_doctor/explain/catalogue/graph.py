@@ -71,11 +71,6 @@ graph-no-grad: the loss has no graph
   lightning: training_step returns the loss itself, not loss.item() or loss.detach()
   trainer: PEFT: gradient_checkpointing_kwargs={'use_reentrant': False}
 
-graph-nothing-to-train: DDP was given a module without a parameter to train
-  /DistributedDataParallel is not needed when a module doesn't have any parameters? that/
-  why: All parameters are frozen (requires_grad=False), or the module has none
-  fix: Wrap only the modules that are trained: no frozen teachers or encoders.
-
 graph-wrapped-attribute (accuses nobody): an attribute of the model was asked of its wrapper
   /'(?P<what>DistributedDataParallel|DataParallel|FullyShardedDataParallel)' object has no
     attribute/
@@ -84,14 +79,15 @@ graph-wrapped-attribute (accuses nobody): an attribute of the model was asked of
   accelerate: accelerator.unwrap_model(model).NAME
 
 graph-no-answer (lost): a rank gave no answer when DDP compared models
-  /has inconsistent 0 params/
-  why: A count of 0 is no model: that rank ended, or data does not get from GPU to GPU
+  /has inconsistent (?:0|\d{8,}) params/
+  why: A count of 0, or of many millions, is no model's: that rank ended, was in another collective,
+    or data does not get from GPU to GPU
   fix: Read that rank's log first; else NCCL_DEBUG=INFO, and try NCCL_P2P_DISABLE=1.
   confirm: torchrun with an all_reduce of one number in place of the training.
 
 graph-models-differ (mismatch): the ranks do not have the same model
   /DDP expects same model across all ranks, but Rank \d+ has \d+ params(?!, while rank \d+ has
-    inconsistent 0 params)/
+    inconsistent (?:0|\d{8,}) params)/
   /params\[\d+\] in this process with sizes .* appears not to match/
   /\[\d+\]: params\[\d+\] in this process with sizes/
   why: The ranks built models with another number or another shape of parameters: other arguments,
@@ -133,11 +129,6 @@ graph-ddp-device: DDP was given devices that do not fit its module
     process per GPU: device_ids has one element.
   lightning: no .to() or .cuda() of your own: Trainer(accelerator=..., devices=N) places the model
 
-graph-lazy: DDP was given parameters that are not initialized
-  /Modules with uninitialized parameters can't be used with `DistributedDataParallel`/
-  why: A lazy module (LazyLinear, LazyConv) gets its shape in its first forward
-  fix: Run one forward on a sample batch before DDP(model), the same on all ranks.
-
 graph-batchnorm-single: BatchNorm in training got one value per channel
   /Expected more than 1 value per channel when training, got input size/
   why: The last batch of this rank has one sample, and its spatial size is 1
@@ -160,13 +151,6 @@ graph-shapes (generic): the shapes of two tensors do not fit
   why: The model got an input of another shape than it was built for
   fix: Print the batch's shape before the line that the traceback names; the last batch of an epoch
     is smaller (drop_last=True, or no fixed batch size in view()).
-
-graph-inference-mode: a tensor of inference mode is used in training
-  /Inference tensors cannot be saved for backward/
-  /Inplace update to inference tensor outside InferenceMode/
-  /Cannot set version_counter for inference tensor/
-  why: Weights, buffers or cached inputs were made under torch.inference_mode()
-  fix: torch.no_grad(), not inference_mode(), where x is made; or x = x.clone() outside of it.
 
 fsdp-requires-grad: parameters of an FSDP unit differ in dtype or requires_grad
   /Must flatten tensors with uniform dtype but got/

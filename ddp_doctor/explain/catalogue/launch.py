@@ -59,7 +59,7 @@ launch-rendezvous (timeout): torchrun's rendezvous failed
   /Rendezvous(?:Connection|Closed|State)Error/
   /The connection to the C10d store has failed/
   why: Fewer nodes than --nnodes came in time, a wrong endpoint, or the --rdzv_id of an ended job;
-    amid the training the node of the endpoint ended: its log has the cause
+    closed, or lost amid the training: another node ended first, and its log has the cause
   fix: The same --rdzv_endpoint HOST:PORT and a fresh --rdzv_id on all nodes; HOST is one of the
     nodes; its port is open; --rdzv_conf join_timeout=1200 for slow starts.
 
@@ -120,7 +120,8 @@ launch-import: a package is missing or does not fit
   /operator torchvision::nms does not exist/
   /undefined symbol: /
   /version `GLIBC\w*_[\d.]+' not found/
-  why: This Python has other packages than where it worked, or one that was built for another torch
+  why: This Python has other packages than where it worked, one that was built for another torch, or
+    another version of a library (NCCL, cuDNN) comes first: two nvidia packages, LD_LIBRARY_PATH
   fix: Same environment on all nodes; reinstall the package for this torch; torchrun of the same
     environment: python -m torch.distributed.run.
 

@@ -11,7 +11,7 @@ _TEXT = r"""
 [Memory]
 
 memory-gpu: the GPU ran out of memory
-  /(?:CUDA|[MNHX]PU|MPS backend) out of memory/
+  /^(?!.*Failed to clone\(\))(?:.|\n)*(?:CUDA|[MNHX]PU|MPS backend) out of memory/
   /RESOURCE_EXHAUSTED: .*(?:[Oo]ut of memory|OOM|hbm|Attempting to (?:reserve|allocate))/
   /(?:torch\.|cuda\.)OutOfMemoryError/
   why: Activations grow with the batch; weights, gradients, AdamW's state take 16 bytes a parameter
@@ -21,6 +21,13 @@ memory-gpu: the GPU ran out of memory
   lightning: Trainer(accumulate_grad_batches=2, precision='bf16-mixed')
   accelerate: Accelerator(gradient_accumulation_steps=2, mixed_precision='bf16')
   trainer: gradient_accumulation_steps, gradient_checkpointing=True, auto_find_batch_size=True
+
+memory-gpu-weights: the GPU ran out of memory while weights were loaded, moved or saved
+  /Failed to clone\(\) tensor with name/
+  why: Each rank holds, or gathers, all weights of the model, or a second copy of them
+  fix: Load on the CPU (map_location='cpu', low_cpu_mem_usage), then shard (FSDP, ZeRO 3) or
+    quantise; each rank on its own GPU (set_device). Save sharded, or whole weights on rank 0 and
+    the CPU: StateDictOptions(full_state_dict=True, cpu_offload=True). Look at what was being saved.
 
 memory-gpu-driver: the GPU had no memory left for CUDA or NCCL
   /CUDA error: out of memory/

@@ -241,7 +241,6 @@ nccl-p2p (accuses nobody): direct access between GPUs does not work on this mach
   /peer access is not supported between these two devices/
   why: PCIe's access control (ACS), the IOMMU, a virtual machine, or too many peers block it
   fix: NCCL_P2P_DISABLE=1 as a workaround; then disable ACS and the IOMMU in the BIOS.
-  confirm: nvidia-smi topo -p2p r; the job works with NCCL_P2P_DISABLE=1.
 
 nccl-nvml (hardware): the NVIDIA driver can't be asked about its GPUs
   /nvml(?:Init|DeviceGet)\w*\(?\)? failed/

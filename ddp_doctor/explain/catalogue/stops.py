@@ -14,7 +14,6 @@ stop-time-limit (killed): the scheduler ended the job at its time limit
   why: The job ran longer than it asked for
   fix: Save checkpoints and resume: sbatch --time=..., --signal=B:USR1@300 (a handler), --requeue.
   lightning: SLURMEnvironment(auto_requeue=True)
-  trainer: save_steps, then train(resume_from_checkpoint=True)
 
 stop-preempted (killed): the scheduler took the node back, or the job was queued again
   /CANCELLED AT \S+ DUE TO (?:PREEMPTION|JOB REQUEUE)/
@@ -63,6 +62,7 @@ stop-sigterm (teardown): it was told to stop (SIGTERM)
   /Signal 15 \(SIGTERM\) received by PID (?P<pid>\d+)/
   /Sending process (?P<pid>\d+) closing signal (?:Signals\.)?SIGTERM/
   /Closing process \d+ via signal SIGTERM/
+  /DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: Terminated/
   why: The launcher ends the other ranks like this after one failed; without any failure before it,
     the scheduler or a person ended the job
   fix: Look for the first failure before it. If there is none: sacct, kubectl describe pod, or the
