@@ -41,8 +41,7 @@ LOGS = [Composed(*line.replace("\\n", "\n").split(" ", 2)) for line in _LINES]
 
 WITHOUT_LOG = {
     **dict.fromkeys(["nccl-timeout", "collective-missing"], "timeouts() makes its logs"),
-    **dict.fromkeys(["stop-silent", "lost-finished-rank"], "in torchrun's table: short_logs.txt"),
-    "memory-gpu-weights": "told by its traceback: short_logs.txt",
+    **dict.fromkeys(["stop-silent", "lost-finished-rank", "memory-gpu-weights"], "short_logs.txt"),
     **dict.fromkeys(["gloo-ddp-outlives-group", "gloo-destroy-hang"], "a race: stacks there, too"),
     "nccl-aborted": "needs NCCL and GPUs, and a second failure",
     "killed-outside": "in no log: in the run folder, TestFiles",

@@ -23,7 +23,7 @@ lost-peer (lost): the connection to another rank was lost
 gloo-timeout (timeout): a wait for ranks, in gloo or the store, took too long
   /Timed out waiting \d+ms for (?:recv|send) operation to complete/
   /Operation timed out!/
-  /wait timeout after \d+ms, keys: /
+  /wait timeout after \d+ms, keys: (?!\/default_pg\/0\/\/cpu\/\/0\/)/
   /Socket Timeout/
   /waitForInput: .*timed out after \d+ms/
   /Stop_waiting response is expected/

@@ -164,7 +164,7 @@ fsdp-requires-grad: parameters of an FSDP unit differ in dtype or requires_grad
   trainer: fsdp_config={"use_orig_params": True}; PEFT: peft.utils.other.fsdp_auto_wrap_policy
 
 fsdp-whole-weights: whole weights were copied into a sharded model
-  /aten\.copy_\.default: got mixed torch\.Tensor and DTensor/
+  /aten\.copy_\.default:? got mixed torch\.Tensor and DTensor/
   /the shape in current model is torch\.Size\(\[0\]\)/
   why: A plain state dict was loaded after fully_shard, tensor parallel or ZeRO 3 had made parts
   fix: torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state,

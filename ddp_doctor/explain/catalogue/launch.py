@@ -21,11 +21,11 @@ launch-port (accuses nobody): the port of the rendezvous is taken
   why: Another job on this node, or a process left over from an earlier one, listens there
   fix: torchrun --standalone (takes a free port), or another --master_port above 1024; `ss -ltnp |
     grep PORT` names the owner: end it if it is left over. Each process with RANK=0 opens it.
-  accelerate: accelerate launch --main_process_port 0
 
 launch-client-timeout (timeout): the address of another process could not be reached
   /The client socket has (?:timed out|failed to connect to any network address)/
   /connect\(\) timed out\. Original timeout/
+  /Ping failed, invalid value returned from server/
   /The IPv[46] network addresses of \([^,]+, \d+\) cannot be retrieved/
   /failed to connect to [\w.-]+:\d+/
   /No route to host/
@@ -44,6 +44,7 @@ launch-ranks-missing (timeout): not all ranks joined the rendezvous
   /Timed out initializing process group in store based barrier on rank:
     \d+.*\(world_size=(?P<all>\d+), (?:worker_count|num_workers_joined)=(?P<here>\d+)/
   /RuntimeError: Wait timeout/
+  /wait timeout after \d+ms, keys: \/default_pg\/0\/\/cpu\/\/0\//
   why: Some ranks ended before, were started late, or never; or world_size is more than there are
   fix: Look for the ranks without this message: their logs have the cause. Check --nnodes and
     --nproc_per_node on each node; Slurm: srun --ntasks (SLURM_NTASKS) is the world size.

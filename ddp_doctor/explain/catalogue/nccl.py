@@ -51,7 +51,6 @@ collective-mismatch (mismatch): the ranks called different collectives
     collective under a condition that differs, unequal batches, or sizes in all_gather
   fix: Take collectives out of conditions that differ between ranks; pad tensors to one length
     before all_gather (gather the lengths first); same order of calls everywhere.
-  accelerate: accelerator.pad_across_processes before gather; gather_for_metrics for evaluation
   confirm: Run again on nccl with TORCH_DISTRIBUTED_DEBUG=DETAIL: it names operation and shape on
     both ranks before the hang (on gloo it crashes torch 2.13).
 
