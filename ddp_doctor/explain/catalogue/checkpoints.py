@@ -94,10 +94,8 @@ checkpoint-permission: a path can't be written or read
 checkpoint-optimizer: the optimizer's state does not fit its parameters
   /loaded state dict contains a parameter group that doesn't match the size/
   /loaded state dict has a different number of parameter groups/
-  /param 'initial_lr' is not specified in param_groups/
   why: Parameters were frozen, added or grouped in another way than when it was saved
   fix: Freeze and group before the optimizer is made, as in the first run; or load the weights only.
-  lightning: fit(ckpt_path=...) needs the same optimizers; load_from_checkpoint: weights alone
   trainer: train() without resume_from_checkpoint, on a model of from_pretrained(CHECKPOINT)
 
 checkpoint-sharded (accuses named): a distributed checkpoint is incomplete or of another layout
@@ -113,6 +111,7 @@ checkpoint-sharded (accuses named): a distributed checkpoint is incomplete or of
   fix: All ranks write to one shared folder; load with the same model and sharding. Whole weights:
     torch.distributed.checkpoint.format_utils; DeepSpeed: zero_to_fp32.py, ds_to_universal.py for
     another number of ranks, stage3_gather_16bit_weights_on_model_save.
+  or_else: The traceback within it names another failure, as a full disk.
 """
 
 FAMILIES = read_families(_TEXT)

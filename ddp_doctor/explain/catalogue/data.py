@@ -25,12 +25,18 @@ data-open-files: too many open files
   fix: ulimit -n 65536; torch.multiprocessing.set_sharing_strategy('file_system'); close files.
 
 data-pickle: an object can't be pickled
-  /Can't (?:pickle (?:<|local )|get (?:local )?(?:object|attribute))/
+  /Can't (?:pickle (?:<|local )|get local (?:object|attribute))/
   /[Cc](?:annot|an't) pickle '?[^'\n]+'? object/
   why: spawn sends the dataset, collate_fn and arguments to a new process, and torch.save of a whole
     model its hooks: lambdas, local functions, open files and locks can't be pickled
   fix: Define functions at the top of a module; functools.partial instead of lambda; open files
     lazily in __getitem__ and leave them out in __getstate__.
+
+data-unpickle (generic): a class or function that a pickle names is not there
+  /Can't get attribute '[^']+' on </
+  why: It was defined in __main__ of another script, in a notebook, or was renamed or moved
+  fix: Define it in a module that both import; save state_dict(), not a whole model; with spawned
+    workers and notebooks: in a .py file.
 
 data-collate: the samples of a batch have different shapes or types
   /stack expects each tensor to be equal size, but got \[[^\]]*\] at entry \d+ and \[[^\]]*\] at
@@ -45,14 +51,13 @@ data-collate: the samples of a batch have different shapes or types
 
 data-target-range: a label or index is out of range
   /Target -?\d+ is out of bounds/
-  /index -?\d+ is out of bounds for dimension \d+ with size \d+/
   /IndexError: index out of range in self/
   why: A label >= the number of classes (or < 0), or a token id >= the size of the embedding
   fix: Labels from 0 to num_classes - 1; ignore_index for padding;
     model.resize_token_embeddings(len(tokenizer)).
   trainer: from_pretrained(..., num_labels=N)
 
-data-label-type: the labels have the wrong type for the loss
+data-label-type (generic): the labels have the wrong type for the loss
   /expected scalar type Long but found \w+/
   /expected target dtype to be Long/
   /\"nll_loss\w*\" not implemented for '\w+'/
@@ -133,7 +138,7 @@ data-lock: a file or database is locked by another process
     HDF5_USE_FILE_LOCKING=FALSE with mode 'r', lmdb.open(..., readonly=True, lock=False); let rank 0
     write, then barrier; remove stale .lock files.
 
-data-hub: a download failed
+data-hub: a server (a hub, a storage) refused, or could not be reached
   /We couldn't connect to '[^']+'/
   /outgoing traffic has been disabled/
   /LocalEntryNotFoundError/

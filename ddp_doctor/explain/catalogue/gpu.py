@@ -61,8 +61,8 @@ gpu-fabric-manager (hardware): the fabric manager of NVSwitch is not ready
   /NVLS.*(?:Cuda failure|not supported|failed)/
   why: On NVSwitch machines nvidia-fabricmanager must run, in the driver's version; without it the
     GPUs are not initialized (CUDA error 802), or have no multicast memory (NVLS)
-  fix: systemctl restart nvidia-fabricmanager; install the version of the driver; reboot after a
-    driver update. Only NVLS fails: NCCL_NVLS_ENABLE=0 as a workaround.
+  fix: systemctl restart nvidia-fabricmanager, in the driver's version; reboot after an update.
+  or_else: Only NVLS fails: NCCL_NVLS_ENABLE=0 as a workaround.
 
 gpu-assert: an index was out of range in a CUDA kernel (device-side assert)
   /device-side assert triggered/
@@ -159,7 +159,6 @@ gpu-fork: CUDA was used in a forked process
     dataset) or in processes started by hand
   fix: Keep the dataset on the CPU; or DataLoader(multiprocessing_context='spawn'), mp.spawn,
     torchrun; nothing of CUDA before the fork.
-  lightning: strategy='ddp' instead of 'ddp_notebook' or 'ddp_fork'
 
 gpu-cuda-error (generic): a CUDA call failed
   /CUDA error: [a-zA-Z][^\n]+/

@@ -68,8 +68,6 @@ graph-no-grad: the loss has no graph
   fix: Look for torch.no_grad(), .detach(), .item(), .data, torch.tensor(loss) between the model and
     the loss; with reentrant checkpointing and frozen inputs use use_reentrant=False or
     model.enable_input_require_grads().
-  lightning: training_step returns the loss itself, not loss.item() or loss.detach()
-  trainer: PEFT: gradient_checkpointing_kwargs={'use_reentrant': False}
 
 graph-wrapped-attribute (accuses nobody): an attribute of the model was asked of its wrapper
   /'(?P<what>DistributedDataParallel|DataParallel|FullyShardedDataParallel)' object has no

@@ -91,7 +91,6 @@ launch-no-group (accuses nobody): the process group was used before it was made
   why: DDP, DistributedSampler or a collective ran before init_process_group, or after
     destroy_process_group, or in a process without a group
   fix: dist.init_process_group() first in main(); else, in one process: if dist.is_initialized().
-  lightning: no torch.distributed call before fit(); in hooks self.trainer.strategy.barrier()
 
 launch-init-method (accuses nobody): this torch does not know the init_method
   /No rendezvous handler for \S*:/
@@ -125,6 +124,8 @@ launch-import: a package is missing or does not fit
     another version of a library (NCCL, cuDNN) comes first: two nvidia packages, LD_LIBRARY_PATH
   fix: Same environment on all nodes; reinstall the package for this torch; torchrun of the same
     environment: python -m torch.distributed.run.
+  or_else: It is a module of your own: start it in its folder, or set PYTHONPATH; or a file of yours
+    has the name of a package.
 
 launch-rank-range (accuses nobody): rank and world size contradict each other
   /(?:rank|Rank) \d+ .*(?:must be|is not|out of).*world[_ ]size/
@@ -177,7 +178,6 @@ launch-notebook (accuses nobody): a notebook can't start the processes like this
   fix: Move the training into a file and start it with !torchrun --nproc_per_node=N train.py; or
     restart the kernel and touch CUDA inside of the started function only.
   lightning: Trainer(strategy="ddp_notebook") after a restart of the kernel
-  accelerate: notebook_launcher(train, args, num_processes=N) with the Accelerator made in train
 
 launch-config (accuses nobody): settings were refused: a key or a value is wrong
   /yaml\.(?:scanner|parser|composer|constructor)\.\w+Error/

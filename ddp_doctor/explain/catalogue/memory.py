@@ -19,7 +19,6 @@ memory-gpu: the GPU ran out of memory
     checkpointing; map_location='cpu' when loading; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
     against fragmentation. If only GPU 0 is full: torch.cuda.set_device(LOCAL_RANK).
   lightning: Trainer(accumulate_grad_batches=2, precision='bf16-mixed')
-  accelerate: Accelerator(gradient_accumulation_steps=2, mixed_precision='bf16')
   trainer: gradient_accumulation_steps, gradient_checkpointing=True, auto_find_batch_size=True
 
 memory-gpu-weights: the GPU ran out of memory while weights were loaded, moved or saved

@@ -240,8 +240,9 @@ nccl-p2p (accuses nobody): direct access between GPUs does not work on this mach
   /peer access is not supported between these two devices/
   why: PCIe's access control (ACS), the IOMMU, a virtual machine, or too many peers block it
   fix: NCCL_P2P_DISABLE=1 as a workaround; then disable ACS and the IOMMU in the BIOS.
+  or_else: It changes nothing: the lines of NCCL before it name another failure.
 
-nccl-nvml (hardware): the NVIDIA driver can't be asked about its GPUs
+nccl-nvml (hardware, generic): the NVIDIA driver can't be asked about its GPUs
   /nvml(?:Init|DeviceGet)\w*\(?\)? failed/
   /undefined symbol: nvml\w+/
   /Failed to initialize NVML: /

@@ -24,7 +24,6 @@ amp-fp16-weights: the model's weights are float16 and the scaler can't unscale t
   why: With a GradScaler weights stay float32; autocast makes the copies
   fix: No model.half(); load with torch_dtype=float32; or bfloat16 without a scaler.
   lightning: precision='16-mixed', not '16-true'
-  trainer: load the model in float32 with fp16=True; or bf16=True
 
 amp-dtype: a tensor has the wrong float type
   /expected (?:m1 and m2 to have the same dtype|scalar type (?:Half|BFloat16|Float) but found)/
@@ -43,7 +42,6 @@ amp-unsupported: this device does not support the float type that was asked for
   /\"(?!\w*cuda)\w+\" not implemented for '(?:Half|BFloat16)'/
   why: bfloat16 needs an Ampere GPU or newer; a CPU lacks some operations of float16
   fix: float16 with a GradScaler, or float32; the model on the GPU before .half().
-  lightning: Trainer(precision='16-mixed')
   trainer: fp16=True instead of bf16=True
 
 amp-nan: loss or gradient is NaN or infinite
@@ -105,6 +103,7 @@ compile-compiler: no compiler that fits torch, or it failed
     and the CUDA toolkit that torch was built with
   fix: apt install build-essential python3-dev; pip install triton (triton-windows); CUDA_HOME=the
     toolkit of torch.version.cuda; or torch.compile off.
+  or_else: The compiler's own error stands above.
 """
 
 FAMILIES = read_families(_TEXT)
