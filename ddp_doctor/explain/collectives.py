@@ -97,10 +97,10 @@ class Finding:
             return _WHY[self.kind]
         if self.is_sure:
             return _WHY["all"]
-        if all(work.seq <= 1 for work in self.works):
-            return _WHY["first"]
         heard = [work.rank for work in self.works]
-        return _WHY["heard" if heard == list(range(max(2, len(heard)))) else "some"]
+        if heard == list(range(max(2, len(heard)))):
+            return _WHY["heard"]
+        return _WHY["first" if all(work.seq <= 1 for work in self.works) else "some"]
 
 
 class Collectives:

@@ -193,7 +193,7 @@ class Raised:
     @property
     def headline(self) -> str:
         """The first line of its message, with the second if that says what was raised."""
-        first, _, rest = self.message.partition("\n")
+        first, _, rest = self.message.lstrip("" if self.stated else None).partition("\n")
         first = f"{first} {rest}".partition("\n")[0] if first.endswith(" raised:") else first
         return first or self.stated
 

@@ -96,7 +96,6 @@ checkpoint-optimizer: the optimizer's state does not fit its parameters
   /loaded state dict has a different number of parameter groups/
   why: Parameters were frozen, added or grouped in another way than when it was saved
   fix: Freeze and group before the optimizer is made, as in the first run; or load the weights only.
-  trainer: train() without resume_from_checkpoint, on a model of from_pretrained(CHECKPOINT)
 
 checkpoint-sharded (accuses named): a distributed checkpoint is incomplete or of another layout
   /CheckpointException ranks:(?:dict_keys\(\[(?P<ranks>[\d, ]+)\]\))?/

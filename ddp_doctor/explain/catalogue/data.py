@@ -47,7 +47,6 @@ data-collate: the samples of a batch have different shapes or types
   /Unable to create tensor, you should probably activate truncation and/or padding/
   why: default_collate stacks: it needs equal shapes. A sample is an outlier, or texts lack padding
   fix: A collate_fn that pads (rnn.pad_sequence), a transform that resizes all; .convert('RGB').
-  trainer: DataCollatorWithPadding(tokenizer)
 
 data-target-range: a label or index is out of range
   /Target -?\d+ is out of bounds/
@@ -81,7 +80,6 @@ data-missing-file (generic): a file is not there
   fix: Same paths on all nodes (a shared disk, or a copy on each); rank 0 writes, then
     dist.barrier(), then the others read; os.makedirs(..., exist_ok=True).
   lightning: prepare_data() for downloads (one process), setup() for reading
-  accelerate: with accelerator.main_process_first(): ...
 
 data-bad-image: a file of the dataset is broken
   /cannot identify image file /

@@ -120,6 +120,7 @@ gpu-ordinal: a rank chose a GPU that does not exist
   /(?:CUDA error:|Cuda failure \d+) '?invalid device ordinal/
   /cudaErrorInvalidDevice/
   /You requested gpu: \[.*\]/
+  /your machine only has: \[\d/
   why: More ranks than GPUs on this node, a global rank used as device number, or
     CUDA_VISIBLE_DEVICES hides GPUs (Slurm gives each task one)
   fix: cuda:LOCAL_RANK, not cuda:RANK; --nproc_per_node = number of GPUs; Slurm: no
@@ -201,6 +202,8 @@ jax-task-missing (timeout, accuses named): a process of JAX or TensorFlow is mis
   /\/task:(?P<ranks>\d+) (?:heartbeat timeout|unexpectedly tried to connect)/
   /Barrier timed out\. (?:Barrier_i|I)d: /
   /JAX distributed service detected fatal errors/
+  /Coordination service agent in error status: /
+  /WatchTasksAsync failed for task \d/
   /Stopping coordination service as cluster registration failed/
   why: The coordination service waits for it: it crashed, was preempted, was started again, or
     never; `Timed out task names` lists those that did not come

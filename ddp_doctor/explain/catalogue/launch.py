@@ -35,7 +35,6 @@ launch-client-timeout (timeout): the address of another process could not be rea
   fix: On the node: getent hosts NAME and nc -zv NAME PORT; use the address of the cluster's network
     (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME); open the port; read rank 0's log first.
   lightning: Trainer(num_nodes=NODES), by srun, or once per node with MASTER_ADDR and NODE_RANK
-  accelerate: accelerate launch --main_process_ip HOST --main_process_port PORT --machine_rank I
   or_else: `Operation not permitted`: a sandbox or a container forbids sockets. An address 0.x.y.z:
     a host name of digits alone is taken for a number; use the host's IP.
 

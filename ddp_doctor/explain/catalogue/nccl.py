@@ -36,7 +36,6 @@ collective-missing (timeout, accuses named): a rank did not reach a collective
     == 0`, equal numbers of batches per rank.
   lightning: self.log(..., sync_dist=True) on all ranks; no collective under rank_zero_only
   accelerate: gather, wait_for_everyone and save_state on all processes, not under is_main_process
-  trainer: no collective in compute_metrics or callbacks under is_world_process_zero
 
 collective-mismatch (mismatch): the ranks called different collectives
   /Impossible to apply the desired operation due to inadequate shapes/

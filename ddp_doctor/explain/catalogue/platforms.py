@@ -48,7 +48,7 @@ macos-mps: the Apple GPU lacks this operation or type
 
 tracker-login: a tracking service refuses this job, or can't be reached
   /wandb\.errors\.(?:\w+\.)*UsageError: api_key not configured/
-  /wandb: ERROR .*(?:API key|api_key|[Pp]ermission|[Uu]nauthorized|[Nn]etwork|[Cc]onnect|40[13])/
+  /wandb: ERROR (?i:.*(?:api.key|permission|unauthorized|network|connect|communicat|40[13]))/
   /wandb\.errors\.(?:\w+\.)*(?:CommError|AuthenticationError|Error: Couldn't communicate)/
   why: wandb (or another tracker) has no key on this node, or no network
   fix: WANDB_MODE=offline or wandb login; start trackers on rank 0 only.
