@@ -317,12 +317,9 @@ class Collector:
         last = raised.frames[-1].file if raised.frames else ""
         if cause is BY_CODE["graph-shapes"] and "/optim/" in last:
             cause = BY_CODE["checkpoint-optimizer"]
-        functions = {frame.function for frame in raised.frames}
-        if (
-            cause is BY_CODE["memory-gpu"]
-            and functions & _OF_WEIGHTS
-            and "forward" not in functions
-        ):
+        functions = {f.function for f in raised.frames if f.is_library or f.function == "forward"}
+        loads = "forward" not in functions and not functions.isdisjoint(_OF_WEIGHTS)
+        if cause is BY_CODE["memory-gpu"] and loads:
             cause = BY_CODE["memory-gpu-weights"]
         if cause is BY_CODE["data-missing-file"] and last.endswith("subprocess.py"):
             cause = BY_CODE["launch-command"]

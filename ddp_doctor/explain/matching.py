@@ -51,9 +51,9 @@ class Matcher:
     def find(self, text: str) -> list[Match]:
         """List what matches: the lowest tier first, and in it the specific causes."""
         found: dict[str, Match] = {}
-        # AMD's words for the same failures, the driver's
+        # AMD's words for the same failures, the driver's, and those of torch 1
         text = text.replace("HIP ", "CUDA ").replace("CUDA driver error", "CUDA error")
-        if "cuda runtime error" in text:  # torch 1
+        if "cuda runtime error" in text:
             text = _OLD_FORM.sub("CUDA error: ", text)
         is_long = len(text) > _LONGEST_FORM
         form = text.translate(_SAME_DIGITS)
