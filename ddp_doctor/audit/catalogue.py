@@ -83,11 +83,11 @@ divided-twice: the gradients are divided once too often
 scaled-by-world-size: the gradients are multiplied by the world size
     drop the factor: DDP's average is that of the whole batch; after an all-reduce of your own
     divide by the world size
-schedule-too-long: the learning rate's schedule is planned for the steps of all ranks
-    plan with len(loader) of the loader that is divided: epochs * len(train_loader)
-schedule-too-short: the learning rate's schedule is stepped once for each rank
-    one scheduler.step() per optimizer step; a schedule that Accelerate prepares steps num_processes
-    times, so plan it before the loader is prepared, or do not prepare it
+schedule-too-long: the learning rate's schedule is planned for too many steps
+    plan epochs * len(train_loader) of the divided loader, and scheduler.step() after each of them
+schedule-too-short: the learning rate's schedule is planned for too few steps
+    one scheduler.step() per planned step: for each batch, or epoch; what Accelerate prepares steps
+    num_processes times, so plan it before the loader is prepared, or do not prepare it
 parameter-never-moves: a parameter stays as it was made
     use it in the loss (is there a detach too many?), give it a learning rate, or set
     requires_grad=False

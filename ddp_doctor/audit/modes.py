@@ -184,10 +184,8 @@ def _picking(ranks: Ranks) -> Iterator[Verdict]:
     differing = [(a, b) for a, b in pairs if a["value"] != b["value"]]
     if len(differing) >= ENOUGH and all(a["line"] == b["line"] for a, b in pairs):
         mine, yours = differing[0]
-        told = (
-            f"each rank logs {mine['name']} of its own share without sync_dist=True, and the best "
-        )
-        told += "checkpoint, or the end, is chosen by it"
+        told = f"each rank logs {mine['name']} of its own share without sync_dist=True, and the "
+        told += "best checkpoint, or the end, is chosen by it"
         seen = f"rank {first.number}: {mine['value']}, rank {other.number}: {yours['value']}"
         place = mine["line"]
         yield Verdict(code="evaluation-not-joined", sentence=told, place=place, evidence=(seen,))

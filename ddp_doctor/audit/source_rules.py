@@ -157,11 +157,8 @@ def find_bypass(script: Script) -> Found:
             continue
         calls = [ast.unparse(n.func) for n in ast.walk(scope) if isinstance(n, ast.Call)]
         if model not in calls and _reaches_backward(call, scope):
-            yield (
-                call,
-                f"{model}.module(...) is called in training: DDP's forward does not run, so the "
-                "gradients are not averaged and every rank trains a model of its own",
-            )
+            told = f"{model}.module(...) is called in training: DDP's forward does not run, so "
+            yield call, told + "no gradients are averaged, and every rank trains a model of its own"
 
 
 def _reaches_backward(call: ast.Call, scope: ast.AST) -> bool:
@@ -196,11 +193,8 @@ def find_missing_set_epoch(script: Script) -> Found:
         is_eval = any(word in words for word in ("val", "test", "eval", "dev", "pred"))
         # WHY True only: a name or an expression may be False when it runs
         if not is_eval and (shuffle is None or ast.unparse(shuffle) == "True"):
-            yield (
-                call,
-                "this DistributedSampler shuffles, but set_epoch is called nowhere in the file: "
-                "all epochs have the same order",
-            )
+            told = "this DistributedSampler shuffles, but set_epoch is called nowhere in the file: "
+            yield call, told + "all epochs have the same order"
 
 
 def _is_epoch_loop(node: ast.AST) -> bool:
@@ -291,11 +285,8 @@ def find_one_rank_collective(script: Script) -> Found:
             alone = _one_rank_branch(script, call)
             is_theirs = _is_torchs(script, call, name) and not has_group
             if is_theirs and alone and not _has_partner(script, call, name):
-                yield (
-                    call,
-                    f"{ast.unparse(call.func)} is called under `if {ast.unparse(alone.test)}` "
-                    "only: that rank waits for the others, which never come",
-                )
+                told = f"{ast.unparse(call.func)} is called under `if {ast.unparse(alone.test)}` "
+                yield call, told + "only: that rank waits for the others, which never come"
 
 
 def _is_torchs(script: Script, call: ast.Call, name: str) -> bool:
@@ -337,11 +328,8 @@ def find_one_rank_forward(script: Script) -> Found:
         alone = _one_rank_branch(script, node)
         others = [called(n) for part in (alone.orelse if alone else []) for n in ast.walk(part)]
         if alone and called(node) not in others and not script.is_without_grad(node):
-            yield (
-                node,
-                f"{ast.unparse(node.func)}(...) is DDP's forward, and runs under `if "
-                f"{ast.unparse(alone.test)}` only: it waits for the other ranks",
-            )
+            told = f"{ast.unparse(node.func)}(...) is DDP's forward, and runs under `if "
+            yield node, f"{told}{ast.unparse(alone.test)}` only: it waits for the other ranks"
 
 
 def last_name(node: ast.AST) -> str:

@@ -59,9 +59,7 @@ def _zeroing(steps: Sequence[Record]) -> Iterator[Verdict]:
     step = later[0]
     if all(step["num_zero"] == 0 for step in later):
         told = "the gradients are never set to zero: every step adds to those of all before"
-        seen = (
-            f"at every backward of {len(later)} steps looked at, the gradients of the step before "
-        )
+        seen = f"at every backward of {len(later)} steps looked at, the gradients of the last one "
         facts = (f"{seen}were still there", f"step: {step['line']}")
         place = step["backward_line"] or step["line"]
         yield Verdict(code="gradients-not-zeroed", sentence=told, place=place, evidence=facts)
@@ -86,12 +84,16 @@ def _schedules(rank: Rank, ranks: Ranks) -> Iterator[Verdict]:
     plans = (rank.last("schedules") or {"all": []})["all"]
     passes = len(rank.trained_passes()) if plans else 0
     for plan in plans if rank.ended_well and ranks.world_size > 1 else ():
-        made, planned = plan["steps"], plan["horizon"]
+        made, planned, places = plan["steps"], plan["horizon"], [plan["step_line"]]
         # WHY passes: an epoch has a rounded number of steps
         slack = ranks.world_size * (1 + passes)
         if made <= 2 * max(1, passes):
-            continue  # a schedule of epochs
-        if abs(planned - made * ranks.world_size) <= min(slack, 0.2 * planned):
+            if planned != rank.step_count or planned < 4 * made:
+                continue  # a schedule of epochs
+            code, whose = "schedule-too-long", "those of the optimizer, is stepped once an epoch"
+        elif planned == passes > 1 and made == rank.step_count and _has_ended(planned, rank):
+            code, whose = "schedule-too-short", "as many as epochs, is stepped at each batch"
+        elif abs(planned - made * ranks.world_size) <= min(slack, 0.2 * planned):
             if is_planned_by_loader(plan["line"]):
                 continue  # it is divided, and the run has stopped early
             code, whose = "schedule-too-long", "those of the undivided data"
@@ -113,6 +115,12 @@ def _schedules(rank: Rank, ranks: Ranks) -> Iterator[Verdict]:
             seen_at=plan["step_line"],
             evidence=(f"{rank.step_count} optimizer steps in {passes} epochs",),
         )
+
+
+def _has_ended(step: int, rank: Rank) -> bool:
+    """Whether the learning rate is down at a step: no warm-up is planned to end there."""
+    rates = [s["lr"][0] for s in rank.all("step") if s["n"] <= step + 1]
+    return bool(rates[-1] < 0.1 * max(rates))
 
 
 def _falls_after(step: float, rank: Rank) -> bool:
@@ -191,10 +199,8 @@ def _clipping(ranks: Ranks) -> Iterator[Verdict]:
     clips = [(rank, clip) for rank in ranks for clip in rank.all("clip")]
     scaled = [clip for _, clip in clips if clip["is_scaled"]]
     if len(scaled) >= ENOUGH:
-        told = (
-            "gradients are clipped while they are multiplied by the loss scale: the limit is too "
-        )
-        told += "small by that factor"
+        told = "gradients are clipped while they are multiplied by the loss scale: the limit is "
+        told += "too small by that factor"
         place = scaled[0]["line"]
         seen = f"loss scale {scaled[0]['scale']:g}, and unscale_ was not called before"
         yield Verdict(code="clipped-before-unscale", sentence=told, place=place, evidence=(seen,))
