@@ -125,7 +125,8 @@ def _unequal_start(
     if wrap := first.last("ddp"):
         changed = change_line(wrap["line"], optimizer["line"])
         return changed, "they were changed after DDP made them equal"
-    return "", "other seeds or files, and no DistributedDataParallel that makes them equal"
+    why = "other seeds or files, and no DistributedDataParallel that makes them equal"
+    return made_line(optimizer["line"]), why
 
 
 def _not_averaged(
