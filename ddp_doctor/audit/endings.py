@@ -7,6 +7,7 @@ it leads to. Also files that several ranks write.
 from collections import defaultdict
 from collections.abc import Iterator
 
+from ddp_doctor.audit.origins import leaving_line
 from ddp_doctor.audit.records import Rank, Ranks, Record
 from ddp_doctor.audit.verdict import Verdict, shown_path
 
@@ -32,7 +33,7 @@ def judge_endings(ranks: Ranks, *, hung: bool, status: int | None = None) -> Ite
     if failures and not own and not differing:
         yield from _left_alone(ranks, *failures[0])
     lost = [rank for rank in ranks if rank.last("exit") is None]
-    if status and lost and not failures and not hung:
+    if status and lost and not own and not differing and not hung:
         steps = lost[0].all("step")
         told = f"rank {lost[0].number} ends without an exception, as a process does that is killed"
         told += f"; the program's exit status is {status}"
@@ -54,8 +55,10 @@ def _left_alone(ranks: Ranks, rank: Rank, end: Record) -> Iterator[Verdict]:
     if has_finished and {other.step_count for other in others} == {rank.step_count}:
         told = f"rank {rank.number} alone calls a collective, or a forward of DDP, which has "
         told += "collectives of its own: the others have come to their end"
-        facts = (end["error"].splitlines()[0][:200], f"all ranks made {rank.step_count} steps")
-        yield Verdict(code="collectives-differ", sentence=told, place=end["line"], evidence=facts)
+        seen = f"at {_shown(end['line'])}: {end['error'].splitlines()[0][:200]}"
+        facts = (seen, f"all ranks made {rank.step_count} steps")
+        place = leaving_line(end.get("lines", ())) or end["line"]
+        yield Verdict(code="collectives-differ", sentence=told, place=place, evidence=facts)
 
 
 def _collectives(ranks: Ranks, *, hung: bool, failed: bool) -> Iterator[Verdict]:
@@ -108,9 +111,11 @@ def _hang(ranks: Ranks) -> Iterator[Verdict]:
     stalls = [stall for rank in ranks if (stall := rank.last("stall"))]
     busy = [stall for stall in stalls if not stall["waits"]]
     ended = [rank.number for rank in ranks if rank.last("exit")]
+    calls = [*ranks.first.all("collective")[-1:], {"line": ""}]
     if not stalls:
-        return
-    if ended:
+        why = "native code keeps Python from running, as torch does at the end if DDP is the last "
+        why += "that holds a process group: del model before destroy_process_group()"
+    elif ended:
         why = f"rank {ended[0]} has ended, and the others wait for it"
     elif busy:
         why = "one rank does not come, and the others wait for it"
@@ -118,7 +123,7 @@ def _hang(ranks: Ranks) -> Iterator[Verdict]:
         why = "the ranks wait at different lines"
     else:
         why = "all ranks wait at one line"
-    told, place = f"the program makes no progress: {why}", (busy or stalls)[0]["line"]
+    told, place = f"the program makes no progress: {why}", (busy or stalls or calls)[0]["line"]
     facts = tuple(f"rank {rank.number} {_stands(rank)}" for rank in ranks)
     yield Verdict(code="hang", sentence=told, place=place, evidence=facts)
 

@@ -41,6 +41,18 @@ def loop_line(lines: Sequence[str]) -> str:
     return ""
 
 
+def leaving_line(lines: Sequence[str]) -> str:
+    """Give the only way out of the loops around a call stack: there ranks may part."""
+    found = {
+        f"{_lines_of(place)[0]}:{node.lineno}"
+        for place in lines
+        for loop in _loops_around(place)
+        for node in ast.walk(loop)
+        if isinstance(node, ast.Break | ast.Return)
+    }
+    return found.pop() if len(found) == 1 else ""
+
+
 def epoch_line(place: str) -> str:
     """Give the call of set_epoch() in the loops around a line."""
     loops = _loops_around(place)

@@ -7,7 +7,6 @@ because it hangs: all ranks make no progress, and one of them waits for others.
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -108,8 +107,11 @@ def hangs(ranks: Sequence[Follower], now: float, patience_s: float, *, num_known
     """
     stuck = [rank for rank in ranks if rank.stalls]
     mute = [r for r in ranks if not r.stalls and now - r.heard_at > SURE_AFTER * patience_s]
-    if not stuck or len(stuck) + len(mute) < len(ranks):
+    if len(stuck) + len(mute) < len(ranks):
         return False
+    if not stuck:  # the watch for stalls is mute, too: native code keeps Python from running
+        long_s = BUSY_STALLS * patience_s
+        return bool(mute) and all(r.is_watched and now - r.heard_at > long_s for r in mute)
     newest = [rank.stalls[-1] for rank in stuck]
     if num_known < max(rank.local_world_size for rank in stuck):
         # The others may still import; after a long time they count as lost.
@@ -118,19 +120,15 @@ def hangs(ranks: Sequence[Follower], now: float, patience_s: float, *, num_known
         return True
     # WHY again and again: one rank may import, compile or evaluate while the others wait for it
     is_still = all(_is_still(rank) for rank in stuck)
-    return is_still and (any(record["waits"] for record in newest) or len(rank_lines(newest)) == 1)
+    is_one_line = len({record["line"] for record in newest}) == 1
+    return is_still and (is_one_line or any(record["waits"] for record in newest))
 
 
 def _is_still(rank: Follower) -> bool:
     """Whether a rank stands at one line for long: longer, if it uses the CPU there."""
     number = IDLE_STALLS if rank.stalls[-1]["is_idle"] else BUSY_STALLS
     newest = rank.stalls[-number:]
-    return len(newest) == number and len(rank_lines(newest)) == 1
-
-
-def rank_lines(records: Sequence[Mapping[str, object]]) -> set[object]:
-    """Collect the lines at which ranks stand."""
-    return {record["line"] for record in records}
+    return len(newest) == number and len({stall["line"] for stall in newest}) == 1
 
 
 def _end(process: "subprocess.Popen[bytes]", folder: Path) -> None:
@@ -157,8 +155,4 @@ def _living(folder: Path) -> list[int]:
         with suppress(OSError):  # it ended, or is somebody else's
             if mark in entry.read_bytes().split(b"\0"):
                 found.append(int(entry.parent.name))
-    for path in folder.glob("p*.jsonl") if sys.platform != "linux" else ():
-        with suppress(OSError):  # it ended
-            os.kill(pid := int(path.stem.removeprefix("p")), 0)
-            found.append(pid)
     return found

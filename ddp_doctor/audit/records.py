@@ -224,7 +224,7 @@ class Follower:
     def __init__(self, path: Path) -> None:
         self._path, self._place = path, 0
         self.num_steps = self.num_passes = 0
-        self.is_rank = self.has_ended = False
+        self.is_rank = self.is_watched = self.has_ended = False
         self.local_world_size = 1
         """Ranks on this host, as the launcher says; those of other hosts are not seen here."""
 
@@ -243,6 +243,7 @@ class Follower:
             kind = record["k"]
             self.heard_at = now
             self.is_rank = self.is_rank or kind in _OF_RANKS
+            self.is_watched = self.is_watched or kind == "init"
             if kind == "process" and str(record.get("local_world") or "").isdigit():
                 self.local_world_size = int(record["local_world"])
             if kind in ("step", "by_hand"):

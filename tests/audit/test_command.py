@@ -287,8 +287,14 @@ class TestRecorder:
             file.write(stall * BUSY_STALLS)
         follower.follow(2.0)
         assert hangs([follower], 3.0, 1.0, num_known=1)
+        path.write_text('{"k": "init"}\n')
+        mute = Follower(path)  # as when DDP's end waits in native code, with the GIL
+        mute.follow(1.0)
+        assert not hangs([mute], 8.0, 1.0, num_known=1)
+        assert hangs([mute], 9.5, 1.0, num_known=1)
 
 
+STOPS = "for epoch in range(9):\n    train(epoch)\n    if stops_early():\n        break\n"
 LOST = "RuntimeError: Connection closed by peer [127.0.0.1]:13215"
 
 
@@ -326,7 +332,7 @@ def ended(number: int, *, steps: int, error: str = "") -> Rank:
 
 
 def codes_of(*ranks: Rank) -> list[tuple[str, int]]:
-    verdicts = judge_endings(Ranks({rank.number: rank for rank in ranks}), hung=False)
+    verdicts = judge_endings(Ranks({rank.number: rank for rank in ranks}), hung=False, status=1)
     return [(verdict.code, verdict.line) for verdict in verdicts]
 
 
@@ -337,3 +343,13 @@ def test_a_lost_connection_is_an_echo_unless_the_others_had_finished() -> None:
     assert codes_of(alone, failed) == [("exception", 63)]
     finished, alone = ended(1, steps=48), ended(0, steps=48, error=LOST)
     assert codes_of(alone, finished) == [("collectives-differ", 63)]
+    aborted = Rank(1, {"world": "2", "rank": "1"})
+    aborted.add({"k": "step", "o": 0, "n": 48, "line": "/x/train.py:60"})
+    assert codes_of(alone, aborted) == [("exception", 60)]
+
+
+def test_the_only_way_out_of_the_loop_is_where_one_rank_ended_early(tmp_path: Path) -> None:
+    (path := tmp_path / "train.py").write_text(STOPS)
+    alone, finished = ended(0, steps=48, error=LOST), ended(1, steps=48)
+    alone.all("exit")[0]["lines"] = [f"{path}:2", "/x/train.py:63"]
+    assert codes_of(alone, finished) == [("collectives-differ", 4)]

@@ -8,6 +8,7 @@ import atexit
 import os
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.abc import MetaPathFinder
@@ -83,14 +84,8 @@ class Files:
 
     def hooks(self) -> list[Hook]:
         """Say what is observed: these open their files in C++ or Rust, where no event is sent."""
-
-        def note(data: Foreign, file: Foreign, *args: Foreign, **kwargs: Foreign) -> None:
-            self._note(file)
-
-        return [
-            Hook("torch.serialization", "save", note),
-            Hook("safetensors.torch", "save_file", note),
-        ]
+        names = (("torch.serialization", "save"), ("safetensors.torch", "save_file"))
+        return [Hook(*name, lambda data, file, *a, **k: self._note(file)) for name in names]
 
     def _hear(self, args: Foreign) -> None:
         path, mode, flags = args
@@ -154,10 +149,12 @@ class Observer:
         self.files.flush()
         recorder.emit("schedules", all=self.training.schedules())
         error = getattr(sys, "last_value", None)
+        lines = _passed_by(error)
         recorder.emit(
             "exit",
             error=f"{type(error).__name__}: {error}"[:400] if error is not None else "",
-            line=_raised_at(error),
+            line=lines[-1],
+            lines=lines,
             code=code if isinstance(code, int) else None,
         )
 
@@ -167,14 +164,11 @@ class Observer:
             part.forget()
 
 
-def _raised_at(error: BaseException | None) -> str:
-    """Give the innermost line of the user's that an exception passed."""
-    found, traceback = "", getattr(error, "__traceback__", None)
-    while traceback is not None:
-        name = traceback.tb_frame.f_code.co_filename
-        found = found if is_library(name) else f"{name}:{traceback.tb_lineno}"
-        traceback = traceback.tb_next
-    return found
+def _passed_by(error: BaseException | None) -> list[str]:
+    """Give the lines of the user's that an exception passed, the innermost last; or [""]."""
+    frames = traceback.walk_tb(getattr(error, "__traceback__", None))
+    own = [(frame.f_code.co_filename, line) for frame, line in frames]
+    return [f"{name}:{line}" for name, line in own if not is_library(name)] or [""]
 
 
 def start(folder: str) -> Observer:
