@@ -56,6 +56,9 @@ _GPU_SIZES = (
 )
 """What the GPU has, what is free, and what this process uses, as new and old versions print it."""
 
+_PREFIX = r"\(s\) in state_dict: \"(?:module\.|_orig_mod\.)*"
+_SAME_NAME = re.compile(rf'Missing key{_PREFIX}([^"]+)".*\s*Unexpected key{_PREFIX}\1"')
+
 _ENOUGH_NAN = 3
 
 _LAST_LINES = 3
@@ -253,6 +256,9 @@ def read_numbers(event: Event) -> None:
         if (others := total - free - own) > own:
             event.cause = BY_CODE["memory-gpu-others"]
             event.fields = {"others": f"{others:.1f}", "own": f"{own:.1f}"}
+    said = event.raised.message if event.raised is not None else ""
+    if event.code == "checkpoint-module-prefix" and not _SAME_NAME.search(said):
+        event.cause = BY_CODE["checkpoint-keys"]  # both names have it: it is another model
     if int(event.fields.get("here", 0)) > int(event.fields.get("all", 0)):
         event.cause = BY_CODE["launch-ranks-too-many"]
 

@@ -44,7 +44,7 @@ checkpoint-device: the checkpoint's tensors go to a device where they can't be u
     map_location='cuda' moved the random state, too, which belongs on the CPU
   fix: torch.load(path, map_location='cpu'), then load_state_dict; else all ranks fill GPU 0.
 
-checkpoint-corrupt: the checkpoint file is incomplete or damaged
+checkpoint-corrupt: a file is incomplete, damaged or of another kind
   /PytorchStreamReader failed (?:reading|locating|finding)/
   /failed finding central directory/
   /(?:storage has wrong size:|unexpected EOF,) expected \d+ (?:got|more bytes)/
@@ -56,8 +56,9 @@ checkpoint-corrupt: the checkpoint file is incomplete or damaged
   /WeightsUnpickler error: (?:\w+Error: )?(?:pickle data was truncated|unexpected|Unsupported
     operand \d+|invalid load key|Memo value not found|unpickling stack)/
   why: The job was killed while it wrote, several ranks wrote the same file, the disk was full, or
-    it is a git-lfs pointer and no file
-  fix: Use the one before it. Rank 0 alone writes, to another name, then os.replace; git lfs pull.
+    a download was cut off or brought a page or a git-lfs pointer
+  fix: Use the one before it, or download it again (git lfs pull). Rank 0 alone writes, to another
+    name, then os.replace. No constants.pkl in it: torch.load(), not torch.jit.load().
 
 checkpoint-many-writers: several ranks wrote, renamed or removed the same file or folder
   /\[Errno 17\] File exists: (?!'\/\w+'$)/
@@ -66,15 +67,14 @@ checkpoint-many-writers: several ranks wrote, renamed or removed the same file o
   why: Each rank runs the saving code; they meet at the same path
   fix: if rank == 0: torch.save(...), then dist.barrier(); os.makedirs(path, exist_ok=True). A cache
     of datasets: one process makes it first (main_process_first of Trainer and Accelerate).
-  accelerate: accelerator.save(...), or if accelerator.is_main_process
   trainer: if trainer.is_world_process_zero(); of its own tmp-checkpoint: another transformers
   or_else: It is left over from an earlier run: then it is there before the start, too.
 
-checkpoint-disk-full: the disk is full, or the quota is used up
+checkpoint-disk-full: a disk or /dev/shm is full, or the quota is used up
   /^(?!.*file <.*torch_).*No space left on device(?!\. +joblib)/
   /Disk quota exceeded/
   why: Nothing more can be written there
-  fix: df -h, df -i and quota -s; keep fewer checkpoints (ModelCheckpoint(save_top_k=2),
+  fix: df -h, df -i and quota -s show which; keep fewer checkpoints (ModelCheckpoint(save_top_k=2),
     save_total_limit=2 of Trainer); TMPDIR and HF_HOME on a larger disk.
 
 checkpoint-write-failed (generic): a checkpoint could not be written

@@ -51,9 +51,10 @@ data-collate: the samples of a batch have different shapes or types
 data-target-range: a label or index is out of range
   /Target -?\d+ is out of bounds/
   /IndexError: index out of range in self/
-  why: A label >= the number of classes (or < 0), or a token id >= the size of the embedding
+  why: A label >= the number of classes (or < 0), a token id >= the size of the embedding, or a
+    sequence longer than the model's positions
   fix: Labels from 0 to num_classes - 1; ignore_index for padding;
-    model.resize_token_embeddings(len(tokenizer)).
+    model.resize_token_embeddings(len(tokenizer)); truncation to max_position_embeddings.
   trainer: from_pretrained(..., num_labels=N)
 
 data-label-type (generic): the labels have the wrong type for the loss
@@ -90,7 +91,7 @@ data-bad-image: a file of the dataset is broken
   why: A download or a copy was cut off, or the file is of another kind
   fix: Fetch the file again; check all once: for i in range(len(dataset)): dataset[i].
 
-data-sampler (accuses nobody): sampler and shuffle were both given
+data-sampler (accuses nobody): sampler or shuffle was given where the loader takes none
   /sampler option is mutually exclusive with shuffle/
   /DataLoader with IterableDataset: expected unspecified (?:shuffle|sampler)/
   why: DistributedSampler shuffles by itself; an IterableDataset takes no sampler
@@ -118,7 +119,7 @@ data-uneven (mismatch, accuses named): a rank had fewer batches, and Join ended 
 data-storage: the storage had an error
   /(?:\[Errno 5\]|failed with) Input/output error/
   /\[Errno \d+\] (?:Stale file handle(?!.*triton)|Remote I/O error|Host is down)/
-  /Transport endpoint is not connected/
+  /^(?!.*(?:gloo|ocket)).*Transport endpoint is not connected/
   /nfs: server \S+ not responding/
   /LustreError: /
   /blk_update_request: I/O error/
@@ -147,10 +148,10 @@ data-hub: a server (a hub, a storage) refused, or could not be reached
   /[45]\d\d (?:Client|Server) Error(?!.*//(?:localhost|0\.|10\.|127\.|192\.168\.))/
   /GatedRepoError/
   /trying to access a gated repo/
-  why: The node has no route to the internet, a token is missing, or many ranks asked at once
+  why: The node has no route to the internet, a token is missing, a name is wrong (404), or many
+    ranks asked at once
   fix: Download once on a machine with network, then HF_HUB_OFFLINE=1 and a shared HF_HOME; only
     rank 0 downloads, the others wait at a barrier; HF_TOKEN for gated repositories.
-  lightning: download in prepare_data(), which runs on one rank first
 """
 
 FAMILIES = read_families(_TEXT)

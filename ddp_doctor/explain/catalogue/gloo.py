@@ -30,7 +30,6 @@ gloo-timeout (timeout): a wait for ranks, in gloo or the store, took too long
   why: These ranks wait for one that hangs, is slow, took another branch, or has fewer batches
   fix: py-spy dump each rank while it hangs. Equal numbers of batches per rank, no collective under
     `if rank == 0`; init_process_group(timeout=...) if one rank is slow.
-  trainer: TrainingArguments(ddp_timeout=...)
   confirm: dist.monitored_barrier() (gloo) in its place names the ranks that are missing.
 
 gloo-barrier (timeout, accuses named): ranks did not reach a barrier in time

@@ -25,7 +25,7 @@ gpu-ecc (hardware): a GPU's memory has an error that ECC can't correct
 
 gpu-node (hardware): a link between GPUs, a GPU's firmware or the node itself failed
   /Xid (?:\([^)]*\): ?)?(?:61|62|74|119|120|144|145|149|150|154)\b/
-  /SXid \([^)]*\)/
+  /SXid \([^)]*\)(?!.*Non-fatal)/
   /an NVLink error was detected/
   /uncorrectable NVLink error/
   /HW (?:Thermal|Power Brake) Slowdown(?! *:? *(?:Not|N\/A|0\b))/
@@ -35,7 +35,6 @@ gpu-node (hardware): a link between GPUs, a GPU's firmware or the node itself fa
   why: The driver or the kernel reports errors of the hardware: of an NVLink or NVSwitch link, of
     the GPU's system processor (GSP), of the host's memory or CPU, heat or power
   fix: %DRAIN% GSP: a newer driver, or NVreg_EnableGpuFirmware=0.
-  confirm: dmesg | grep -iE 'xid|hardware error'; nvidia-smi nvlink -e; ipmitool sel list.
 
 gpu-xid-program (generic): a kernel of the program made the GPU fault
   /Xid \([^)]*\): ?(?:13|31|43|45|68|69)\b/
@@ -64,11 +63,11 @@ gpu-fabric-manager (hardware): the fabric manager of NVSwitch is not ready
   fix: systemctl restart nvidia-fabricmanager, in the driver's version; reboot after an update.
   or_else: Only NVLS fails: NCCL_NVLS_ENABLE=0 as a workaround.
 
-gpu-assert: an index was out of range in a CUDA kernel (device-side assert)
+gpu-assert: a CUDA kernel's check failed, most often of an index (device-side assert)
   /device-side assert triggered/
   /thread: \[\d+,\d+,\d+\] Assertion `[^`]+` failed/
-  why: Most often a label >= the number of classes or below 0, or a token id >= the vocabulary. The
-    line of Python is a later one, because kernels run asynchronously
+  why: Most often a label >= the number of classes or below 0, or a token id >= the vocabulary; BCE:
+    a value outside of 0 to 1; multinomial: NaN. The line of Python is a later one
   fix: Check on the CPU: assert 0 <= labels.min() and labels.max() < num_classes; the tokenizer's
     length against the embedding's rows. CUDA_LAUNCH_BLOCKING=1 gives the right line.
 
@@ -128,16 +127,16 @@ gpu-ordinal: a rank chose a GPU that does not exist
 
 [GPU software]
 
-gpu-driver-old: the driver is older than torch's CUDA needs
+gpu-driver-old: the driver does not fit torch's CUDA: mostly too old
   /CUDA driver version is insufficient for CUDA runtime version/
   /The NVIDIA driver on your system is too old/
   /forward compatibility was attempted on non supported HW/
   /the provided PTX was compiled with an unsupported toolchain/
   why: torch brings its own CUDA, which needs a driver of at least a certain version
   fix: Update the driver, or install torch for an older CUDA (the selector on pytorch.org);
-    containers: an image for the host's driver.
+    containers: an image for the host's driver. Error 804: no cuda-compat libraries; or reboot.
 
-gpu-arch: torch has no kernels for this GPU
+gpu-arch: torch or an extension has no kernels for this GPU
   /no kernel image is available for execution on the device/
   /is not compatible with the current PyTorch installation/
   /CUDA error: invalid device function/
@@ -145,17 +144,16 @@ gpu-arch: torch has no kernels for this GPU
   why: This build of torch, or an extension, was not compiled for this architecture, new or old
   fix: A newer torch (new GPU) or an older one; extensions with TORCH_CUDA_ARCH_LIST of this GPU.
 
-gpu-busy: the GPU is used by another process that does not share it
+gpu-busy: the GPU takes no new work: in use, or in a bad state
   /CUDA-capable device(?:s|\(s\)) (?:is\/)?are busy or unavailable/
   /CUDA error: (?:device|out of memory).*(?:busy|exclusive)/
-  why: Compute mode exclusive and another process on it, or one that was left over
+  why: Compute mode exclusive and another process on it, one left over, or a driver that fails
   fix: nvidia-smi lists processes: kill those left over by pid; nvidia-smi -c DEFAULT;
-    map_location='cpu' in torch.load.
+    map_location='cpu' in torch.load. No process there: start the container again, or reboot.
 
 gpu-fork: CUDA was used in a forked process
   /Cannot re-initialize CUDA in forked subprocess/
   /To launch a multi-GPU training from your notebook, you need to avoid running/
-  /CUDA error: initialization error/
   why: The parent used CUDA before it forked: in a DataLoader worker (tensors on the GPU in the
     dataset) or in processes started by hand
   fix: Keep the dataset on the CPU; or DataLoader(multiprocessing_context='spawn'), mp.spawn,
@@ -163,7 +161,8 @@ gpu-fork: CUDA was used in a forked process
 
 gpu-cuda-error (generic): a CUDA call failed
   /CUDA error: [a-zA-Z][^\n]+/
-  why: CUDA tells of an earlier kernel's error at a later call: the line named may be innocent
+  why: It is told at a later call: the line named may be innocent. `initialization error`: CUDA was
+    used before a fork, or the driver or a GPU of it is in a bad state
   fix: Run again with CUDA_LAUNCH_BLOCKING=1; look for an Xid in dmesg.
 
 [Other accelerators, arithmetic exceptions]

@@ -37,7 +37,6 @@ graph-ready-twice: a parameter got its gradient twice in one backward
   fix: torch.utils.checkpoint.checkpoint(..., use_reentrant=False); or
     DistributedDataParallel(model, static_graph=True) if the graph is the same in each step; do one
     forward per backward, and drop find_unused_parameters=True if no parameter is unused.
-  lightning: DDPStrategy(static_graph=True)
   trainer: TrainingArguments(gradient_checkpointing_kwargs={'use_reentrant': False},
     ddp_find_unused_parameters=False)
 
@@ -49,7 +48,6 @@ graph-inplace: a tensor that backward needs was changed in place
     broadcast_buffers=False), or put both inputs in one forward, or SyncBatchNorm. Otherwise replace
     x += y by x = x + y and ReLU(inplace=True) by ReLU().
   lightning: DDPStrategy(broadcast_buffers=False)
-  accelerate: DistributedDataParallelKwargs(broadcast_buffers=False)
   trainer: TrainingArguments(ddp_broadcast_buffers=False)
   confirm: torch.autograd.set_detect_anomaly(True) prints the forward line. If one process without
     DDP does not fail, it is the buffers.
@@ -81,22 +79,22 @@ graph-no-answer (lost): a rank gave no answer when DDP compared models
   why: A count of 0, or of many millions, is no model's: that rank ended, was in another collective,
     or data does not get from GPU to GPU
   fix: Read that rank's log first; else NCCL_DEBUG=INFO, and try NCCL_P2P_DISABLE=1.
-  confirm: torchrun with an all_reduce of one number in place of the training.
 
-graph-models-differ (mismatch): the ranks do not have the same model
+graph-models-differ (mismatch): the ranks' models differ in parameters or their layout
   /DDP expects same model across all ranks, but Rank \d+ has \d+ params(?!, while rank \d+ has
     inconsistent (?:0|\d{8,}) params)/
   /params\[\d+\] in this process with sizes .* appears not to match/
   /\[\d+\]: params\[\d+\] in this process with sizes/
   why: The ranks built models with another number or another shape of parameters: other arguments,
-    other data (number of classes, vocabulary), or another checkout
+    other data (number of classes, vocabulary), or another checkout. `strides`: another layout only
   fix: Build the model from what all ranks share: compute vocabulary and number of classes on rank 0
-    and broadcast_object_list it; same code and files on each node.
+    and broadcast_object_list it; same code and files on each node. `strides`: p.data =
+    p.data.contiguous() for each parameter before DDP(model).
 
 graph-checkpoint-differs: the recomputed forward differs from the first one
   /torch\.utils\.checkpoint: (?:A different number of tensors was saved|Recomputed values for the
     following tensors have different metadata)/
-  /torch\.utils\.checkpoint: (?:Unpack is being triggered|trying to save more tensors)/
+  /torch\.utils\.checkpoint: trying to save more tensors/
   why: Code under checkpoint() does something else the second time: randomness outside of torch, a
     counter, a cache, or autocast that is not active in backward
   fix: Make the checkpointed function depend on its arguments only; keep autocast around it;
@@ -115,7 +113,6 @@ graph-device-mixed: tensors of one operation are on different devices
   fix: device = torch.device('cuda', int(os.environ['LOCAL_RANK'])); torch.cuda.set_device(device)
     before anything else; .to(device) for model and batch; register_buffer for constants;
     device=x.device for new tensors in forward.
-  lightning: use self.device in the module and register_buffer
   accelerate: use accelerator.device, and accelerator.prepare the loader
 
 graph-ddp-device: DDP was given devices that do not fit its module
@@ -125,11 +122,10 @@ graph-ddp-device: DDP was given devices that do not fit its module
   why: device_ids is for a module on one GPU. A CPU module, or one over several GPUs, takes none
   fix: GPU: model.to(local_rank), DDP(model, device_ids=[local_rank]). CPU or gloo: DDP(model). One
     process per GPU: device_ids has one element.
-  lightning: no .to() or .cuda() of your own: Trainer(accelerator=..., devices=N) places the model
 
 graph-batchnorm-single: BatchNorm in training got one value per channel
   /Expected more than 1 value per channel when training, got input size/
-  why: The last batch of this rank has one sample, and its spatial size is 1
+  why: A batch of this rank, often the last, has one sample, and its spatial size is 1
   fix: DataLoader(..., drop_last=True), a larger batch, or GroupNorm.
 
 graph-syncbn: SyncBatchNorm was used where it can't work

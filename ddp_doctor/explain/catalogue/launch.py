@@ -14,13 +14,19 @@ launch-environment (accuses nobody): the variables of a launcher are missing
   lightning: Trainer(devices=N, strategy="ddp") starts the ranks itself, from python
   accelerate: accelerate launch train.py
 
-launch-port (accuses nobody): the port of the rendezvous is taken
+launch-port (accuses nobody): a port is taken
   /EADDRINUSE/
   /[Aa]ddress already in use/
-  /The server socket has failed to (?:bind|listen)/
-  why: Another job on this node, or a process left over from an earlier one, listens there
+  why: Most often that of the rendezvous: another job on this node, or a process left over, listens
+    there; or each rank starts the same server (a debugger, TensorBoard)
   fix: torchrun --standalone (takes a free port), or another --master_port above 1024; `ss -ltnp |
     grep PORT` names the owner: end it if it is left over. Each process with RANK=0 opens it.
+
+launch-port-refused (generic, accuses nobody): the port of the rendezvous can't be opened
+  /The server socket has failed to (?:bind|listen)(?!.*errno: 97\b)/
+  why: `Permission denied`: it is below 1024, or Windows reserves it; `Cannot assign`: the address
+    is not of this node
+  fix: --master_port from 1024 to 65535; the address of the node that has rank 0.
 
 launch-client-timeout (timeout): the address of another process could not be reached
   /The client socket has (?:timed out|failed to connect to any network address)/
@@ -182,10 +188,10 @@ launch-config (accuses nobody): settings were refused: a key or a value is wrong
   /yaml\.(?:scanner|parser|composer|constructor)\.\w+Error/
   /Could not override '[^']+'/
   /Key '[^']+' is not in struct/
-  /(?:hydra|omegaconf)\.errors\.\w+/
+  /(?:hydra|omegaconf)\.errors\.(?!Inst)\w+/
   /MissingMandatoryValue: /
   /TOMLDecodeError: /
-  /\d+ validation errors? for \w+/
+  /\d+ validation errors? for \w*(?:Config|Arg|Param|Setting|Option)/
   why: A typing mistake, an indentation, or a key or value that this version of the program does not
     have; the lines below the message name it
   fix: Correct the key or the line that is named; hydra: +key=value adds a new one;

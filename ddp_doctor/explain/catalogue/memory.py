@@ -49,7 +49,6 @@ memory-kernel-oom (killed): the kernel killed a process: out of memory
   /oom_reaper: reaped process (?P<pid>\d+)/
   why: Host memory was full; the kernel sent SIGKILL to the largest process, which logged nothing
   fix: %HOST%
-  confirm: dmesg -T | grep -i 'killed process'; memory.events of the cgroup.
 
 memory-slurm-oom (killed): the scheduler killed processes for memory
   /Detected \d+ oom[-_]kill event/
@@ -75,19 +74,20 @@ memory-worker-killed (killed, accuses speaker): a DataLoader worker was killed, 
 
 memory-host: the host refused memory
   /(?:DefaultCPUAllocator: can't|not enough memory: you tried to) allocate/
-  /\[Errno 12\] Cannot allocate memory/
+  /(?:\[Errno 12\]|from file <.*>:) Cannot allocate memory/
   /Unable to allocate [\d.]+ [KMGT]iB for an array/
   /std::bad_alloc/
   /\bMemoryError\b/
-  why: The process asked for more than there is, or than ulimit -v or the container allows
+  why: The process asked for more than there is, or than ulimit -v, the container or, for very many
+    small files, vm.max_map_count allows; a size beyond all reason: a wrong shape, a damaged file
   fix: %HOST%
 
 memory-shm: shared memory (/dev/shm) is full
   /unable to allocate shared memory\(shm\) for file/
   /unable to open shared memory object .*No space/
-  /unable to write to file <.*torch_/
+  /unable to write to file <\/?torch_/
   /DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: Bus error/
-  /unable to mmap \d+ bytes from file <.*torch_/
+  /unable to mmap \d+ bytes from file <\/?torch_[^>]*>(?!.*Cannot allocate)/
   /[Uu]nexpected bus error encountered in worker/
   why: Workers hand their batches over through /dev/shm; a container has 64 MB by default
   fix: docker run --shm-size=8g or --ipc=host; Kubernetes: emptyDir with medium Memory at /dev/shm;

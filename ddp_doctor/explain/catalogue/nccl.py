@@ -60,7 +60,6 @@ nccl-duplicate-gpu (accuses nobody): two ranks use the same GPU
     CUDA_VISIBLE_DEVICES is wrong, or there are more ranks than GPUs
   fix: torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before init_process_group and before any
     .cuda(); --nproc_per_node at most the number of GPUs. MIG: slices of one GPU count as one; gloo.
-  lightning: Trainer(devices=N) without a torch.cuda.set_device or .cuda() of your own
 
 nccl-remote-error (lost): NCCL lost the connection to another rank
   /ncclRemoteError: A call failed possibly due to a network error or a remote process/
@@ -102,7 +101,7 @@ nccl-missing (accuses nobody): NCCL was asked for on a torch or a machine withou
   accelerate: accelerate launch --cpu
   trainer: TrainingArguments(ddp_backend='gloo')
 
-nccl-wrong-device-tensor: a tensor on the CPU was given to NCCL
+nccl-wrong-device-tensor: a collective got a tensor on the wrong device
   /No backend type associated with device type (?:cpu|cuda)/
   /Tensors must be CUDA and dense/
   why: A group of NCCL moves GPU tensors only, and one of gloo in some operations only the CPU's
@@ -166,7 +165,7 @@ nccl-ib-memory: InfiniBand could not lock memory
 nccl-interface: NCCL found no network interface that it can use
   /Bootstrap : no socket interface found/
   /NET/Socket : no (?:usable )?interface/
-  /NCCL_SOCKET_IFNAME (?:set by|does not match).*/
+  /NCCL_SOCKET_IFNAME does not match/
   /unable to find (?:any )?(?:suitable|matching) (?:network|interface)/
   /Failed to initialize any NET plugin/
   /ncclSocketInit: connecting to address .* neither AF_INET/

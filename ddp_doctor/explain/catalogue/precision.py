@@ -25,16 +25,16 @@ amp-fp16-weights: the model's weights are float16 and the scaler can't unscale t
   fix: No model.half(); load with torch_dtype=float32; or bfloat16 without a scaler.
   lightning: precision='16-mixed', not '16-true'
 
-amp-dtype: a tensor has the wrong float type
+amp-dtype: a tensor has the wrong type
   /expected (?:m1 and m2 to have the same dtype|scalar type (?:Half|BFloat16|Float) but found)/
   /mat1 and mat2 must have the same dtype, but got \w+ and /
   /Input type \([\w.]+\) and bias type \([\w.]+\) should be the same/
   /FlashAttention only supports? fp16 and bf16 data type/
-  why: One part runs outside of autocast, or was cast by hand
+  why: One part runs outside of autocast, was cast by hand, or comes from numpy (float64, integers)
   fix: with torch.autocast(device.type, dtype=torch.bfloat16): around forward and loss; no .half()
-    beside it; .to(weight.dtype) where it is needed.
+    beside it; .to(weight.dtype) where it is needed; .float() for what numpy made.
 
-amp-unsupported: this device does not support the float type that was asked for
+amp-unsupported: this device or operation does not support the float type that was asked for
   /Current CUDA Device does not support bfloat16/
   /Your setup doesn't support bf16/gpu/
   /bf16 mixed precision requires PyTorch/
@@ -42,13 +42,12 @@ amp-unsupported: this device does not support the float type that was asked for
   /\"(?!\w*cuda)\w+\" not implemented for '(?:Half|BFloat16)'/
   why: bfloat16 needs an Ampere GPU or newer; a CPU lacks some operations of float16
   fix: float16 with a GradScaler, or float32; the model on the GPU before .half().
-  trainer: fp16=True instead of bf16=True
 
 amp-nan: loss or gradient is NaN or infinite
   # WHY three: "loss is " alone stands in each line of many programs
   /[Ll]oss is nan/
   /[Ll]oss is NaN/
-  /[Ll]oss is inf/
+  /[Ll]oss is inf(?:inite|inity)?\b/
   /[Ll]oss became (?:infinite|NaN)/
   /grad_scale is too small/
   /found (?:NaN|Inf) in (?:local )?(?:forward |backward )?(?P<what>loss|grad)/
@@ -59,14 +58,12 @@ amp-nan: loss or gradient is NaN or infinite
   /[Gg]radients? (?:are|is) [Nn]a[Nn]/
   /Current loss scale already at minimum/
   /reducing loss scale to (?:0\.0|\d(?:\.\d+)?e-)/
-  /ValueError: Input contains (?:NaN|infinity)/
-  why: The learning rate is too high, float16 overflowed, or a sample has NaN, log(0) or 1/0
+  why: Most often the learning rate is too high, float16 overflowed, a sample or a loaded weight has
+    NaN, log(0) or 1/0, or a mask leaves a softmax nothing
   fix: Clip gradients, warm up, lower the learning rate, bfloat16 instead of float16; assert
-    torch.isfinite(x).all() on inputs; eps in log and sqrt.
+    torch.isfinite(x).all() on inputs; set_detect_anomaly(True) shows where; eps in log and sqrt.
   lightning: Trainer(gradient_clip_val=1.0, precision='bf16-mixed', detect_anomaly=True)
-  accelerate: accelerator.clip_grad_norm_; Accelerator(mixed_precision='bf16')
   trainer: TrainingArguments(bf16=True, max_grad_norm=1.0, logging_nan_inf_filter=False)
-  confirm: torch.autograd.set_detect_anomaly(True) names the function.
 
 compile-failed (generic): torch.compile could not compile the model
   /BackendCompilerFailed: /

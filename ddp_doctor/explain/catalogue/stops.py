@@ -114,7 +114,8 @@ launch-slurm-step (generic, accuses nobody): Slurm or mpirun could not start the
 launch-command (accuses nobody): the command or a file of it was not found
   /can't open file '?[^':]+'?: \[Errno 2\]/
   /executable file not found in \$PATH/
-  /(?:torchrun|python[\d.]*|deepspeed|accelerate|srun|mpirun|mpiexec|docker|apptainer): .*not found/
+  /(?:torchrun|python[\d.]*|deepspeed|accelerate|srun|mpirun|mpiexec|docker|apptainer): (?:command
+    )?not found/
   /command not found: (?:torchrun|python|deepspeed|accelerate|srun|mpirun|apptainer|conda|uv)/
   why: The environment is not active in the job, or a path is not the same on this node
   fix: Activate the environment in the job's script; absolute paths; which torchrun; a module is
