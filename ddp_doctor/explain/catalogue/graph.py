@@ -109,10 +109,10 @@ graph-device-mixed: tensors of one operation are on different devices
   /module must have its parameters and buffers on device/
   /Expected tensor for argument #\d+ '\w+' to have the same device as tensor for/
   /Input and (?:parameter|hidden) tensors are not at the same device/
-  why: A batch, a buffer or a new tensor was not moved to this rank's GPU, or all are on cuda:0
+  why: A batch, buffer or new tensor is not on this rank's GPU, or device_map spread the model
   fix: device = torch.device('cuda', int(os.environ['LOCAL_RANK'])); torch.cuda.set_device(device)
     before anything else; .to(device) for model and batch; register_buffer for constants;
-    device=x.device for new tensors in forward.
+    device=x.device for new tensors in forward; no device_map='auto' in DDP.
   accelerate: use accelerator.device, and accelerator.prepare the loader
 
 graph-ddp-device: DDP was given devices that do not fit its module

@@ -18,7 +18,6 @@ memory-gpu: the GPU ran out of memory
   fix: Halve the batch and double gradient accumulation; autocast with bfloat16; activation
     checkpointing; map_location='cpu' when loading; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
     against fragmentation. If only GPU 0 is full: torch.cuda.set_device(LOCAL_RANK).
-  lightning: Trainer(accumulate_grad_batches=2, precision='bf16-mixed')
   trainer: gradient_accumulation_steps, gradient_checkpointing=True, auto_find_batch_size=True
 
 memory-gpu-weights: the GPU ran out of memory while weights were loaded, moved or saved
@@ -77,7 +76,7 @@ memory-host: the host refused memory
   /(?:\[Errno 12\]|from file <.*>:) Cannot allocate memory/
   /Unable to allocate [\d.]+ [KMGT]iB for an array/
   /std::bad_alloc/
-  /\bMemoryError\b/
+  /\bMemoryError(?::|$| in DataLoader)/
   why: The process asked for more than there is, or than ulimit -v, the container or, for very many
     small files, vm.max_map_count allows; a size beyond all reason: a wrong shape, a damaged file
   fix: %HOST%

@@ -23,6 +23,7 @@ windows-hostname (accuses nobody): gloo on Windows took an address that can't be
   /The requested address is not valid in its context/
   why: The host's name resolves to an entry that Docker Desktop wrote to the hosts file
   fix: MASTER_ADDR=127.0.0.1; remove the entry from the hosts file; set GLOO_SOCKET_IFNAME.
+  or_else: Training began after it: then it is a warning, and what ended the job is another failure.
 
 openmp-twice: two OpenMP runtimes were loaded
   /OMP: Error #15: Initializing lib\w+/
@@ -35,7 +36,7 @@ openmp-threads: the process could not start a thread
   /can't start new thread/
   /pthread_create failed/
   /(?:fork|clone|[Tt]hread\w*|BlockingIOError)\b(?!.*Accept failed).*Resource temporarily
-    unavailable/
+    unavailable(?!: ')/
   why: Ranks x workers x OpenMP threads reached the limit (ulimit -u, pids of the container)
   fix: OMP_NUM_THREADS=1; fewer workers; ulimit -u; --pids-limit of the container.
 

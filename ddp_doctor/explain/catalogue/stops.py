@@ -42,9 +42,9 @@ stop-cancelled (teardown): the job was cancelled
 
 stop-evicted (killed): Kubernetes evicted the pod
   /The node (?:was low on resource: [\w-]+|had condition: \[\w+)/
-  /Pod .* (?:was )?[Ee]victed/
+  /Pod (?:\S+ )?(?:was )?[Ee]victed/
   /Usage of EmptyDir volume \"[^\"]+\" exceeds the limit/
-  /TaintManagerEviction/
+  /TaintManagerEviction(?!.*Cancelling)/
   why: The node ran out of memory, disk or was drained
   fix: Set resources.requests to what is used (ephemeral-storage, too); write checkpoints to a
     volume, not to the container's disk.
