@@ -93,9 +93,10 @@ launch-ssh (accuses nobody): a host could not be reached by ssh
 
 launch-no-group (accuses nobody): the process group was used before it was made
   /Default process group has not been initialized/
-  why: DDP, DistributedSampler or a collective ran before init_process_group, or after
-    destroy_process_group, or in a process without a group
-  fix: dist.init_process_group() first in main(); else, in one process: if dist.is_initialized().
+  why: DDP, SyncBatchNorm, a sampler or a collective ran before init_process_group, after
+    destroy_process_group, or in one process alone, which has no group
+  fix: dist.init_process_group() first in main(), and torchrun for one GPU, too; or in one process
+    BatchNorm for SyncBatchNorm, and collectives only if dist.is_initialized().
 
 launch-init-method (accuses nobody): this torch does not know the init_method
   /No rendezvous handler for \S*:/

@@ -52,8 +52,7 @@ tracker-login: a tracking service refuses this job, or can't be reached
   /wandb: ERROR (?i:.*(?:api.key|permission|unauthorized|network|connect|communicat|40[13]))/
   /wandb\.errors\.(?:\w+\.)*(?:CommError|AuthenticationError|Error: Couldn't communicate)/
   why: wandb (or another tracker) has no key on this node, or no network
-  fix: WANDB_MODE=offline or wandb login; start trackers on rank 0 only.
-  trainer: report_to='none'
+  fix: WANDB_MODE=offline or wandb login; start trackers on rank 0 only; Trainer: report_to='none'.
 """
 
 FAMILIES = read_families(_TEXT)
