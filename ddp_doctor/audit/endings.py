@@ -22,7 +22,8 @@ def judge_endings(ranks: Ranks, *, hung: bool, status: int | None = None) -> Ite
     """
     failures = [(rank, end) for rank in ranks if (end := rank.last("exit")) and end["error"]]
     own = [(r, e) for r, e in failures if not any(word in e["error"] for word in _ECHOES)]
-    differing = list(_collectives(ranks, hung=hung, failed=bool(failures)))
+    crashed = bool(status and failures and not own)
+    differing = list(_collectives(ranks, hung=hung, failed=bool(failures), crashed=crashed))
     yield from differing
     for rank, end in own[:1]:
         told = f"rank {rank.number} fails: {end['error'].splitlines()[0][:200]}"
@@ -61,7 +62,7 @@ def _left_alone(ranks: Ranks, rank: Rank, end: Record) -> Iterator[Verdict]:
         yield Verdict(code="collectives-differ", sentence=told, place=place, evidence=facts)
 
 
-def _collectives(ranks: Ranks, *, hung: bool, failed: bool) -> Iterator[Verdict]:
+def _collectives(ranks: Ranks, *, hung: bool, failed: bool, crashed: bool) -> Iterator[Verdict]:
     by_group: dict[str, dict[int, list[Record]]] = defaultdict(dict)
     for rank in ranks:
         for record in rank.all("collective"):
@@ -79,7 +80,11 @@ def _collectives(ranks: Ranks, *, hung: bool, failed: bool) -> Iterator[Verdict]
             missing = [number for number, call in at_place.items() if call is None]
             is_sure = len(kinds) > 1 or hung or failed or everybody_ended
             has_failed = not hung and not all(ranks.by_number[n].ended_well for n in missing)
-            if missing and (has_failed or not is_sure):
+            called = [ranks.by_number[n] for n, call in at_place.items() if call]
+            # WHY: gloo aborts a rank whose collective meets another one; the others have gone on
+            is_abort = crashed and not any(rank.last("exit") for rank in called)
+            is_abort &= all(ranks.by_number[n].step_count >= called[0].step_count for n in missing)
+            if missing and not is_abort and (has_failed or not is_sure):
                 break
             if missing or len(kinds) > 1:
                 yield _differing(ranks, place, at_place)
@@ -111,7 +116,6 @@ def _hang(ranks: Ranks) -> Iterator[Verdict]:
     stalls = [stall for rank in ranks if (stall := rank.last("stall"))]
     busy = [stall for stall in stalls if not stall["waits"]]
     ended = [rank.number for rank in ranks if rank.last("exit")]
-    calls = [*ranks.first.all("collective")[-1:], {"line": ""}]
     if not stalls:
         why = "native code keeps Python from running, as torch does at the end if DDP is the last "
         why += "that holds a process group: del model before destroy_process_group()"
@@ -123,7 +127,7 @@ def _hang(ranks: Ranks) -> Iterator[Verdict]:
         why = "the ranks wait at different lines"
     else:
         why = "all ranks wait at one line"
-    told, place = f"the program makes no progress: {why}", (busy or stalls or calls)[0]["line"]
+    told, place = f"the program makes no progress: {why}", [*busy, *stalls, {"line": ""}][0]["line"]
     facts = tuple(f"rank {rank.number} {_stands(rank)}" for rank in ranks)
     yield Verdict(code="hang", sentence=told, place=place, evidence=facts)
 

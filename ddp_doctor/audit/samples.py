@@ -235,8 +235,7 @@ def _repeated(by_rank: dict[int, Pass]) -> Iterator[Verdict]:
     counts = Counter(Counter(one.keys).values())
     num_distinct = sum(counts.values())
     if counts[workers] + counts[workers - 1] > SAME * num_distinct and counts[1] < num_distinct / 2:
-        told = f"each sample comes {workers} times: every one of the {workers} workers reads the "
-        told += "whole dataset"
+        told = f"each sample comes {workers} times: each of the {workers} workers reads all of them"
         place, line = place_of(one.about), one.about["line"]
         seen = f"{num_distinct} different samples among {len(one.keys)}"
         yield Verdict(
@@ -285,8 +284,7 @@ def _uneven(by_rank: dict[int, Pass], ranks: Ranks) -> Iterator[Verdict]:
     if len(by_rank) < 2 or joins or not ended or min(ended) >= max(counts.values()):
         return
     about = next(iter(by_rank.values())).about
-    told = "the ranks have other numbers of batches in one epoch: who has more waits for ever in "
-    told += "its next all-reduce"
+    told = "the ranks have other numbers of batches in an epoch: who has more waits for the others"
     seen = ", ".join(f"rank {number}: {count}" for number, count in counts.items())
     seen, place = f"batches in pass {about['number']}: {seen}", place_of(about)
     yield Verdict(

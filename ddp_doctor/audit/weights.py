@@ -80,9 +80,7 @@ def _first_difference(first: Rank, other: Rank, ranks: Ranks) -> Iterator[Verdic
                 sentence=f"the weights differ between ranks from step {step} on, though the "
                 "gradients were equal: the optimizer's state, or a change of the weights on one "
                 "rank, differs",
-                place=_only_on_one(first, other, "load")
-                or _only_on_one(first, other, "load_optimizer")
-                or a["line"],
+                place=_only_on_one(first, other, "load", "load_optimizer") or a["line"],
                 evidence=(f"{who}: {seen}",),
             )
             return
@@ -125,8 +123,7 @@ def _unequal_start(
     if wrap := first.last("ddp"):
         changed = change_line(wrap["line"], optimizer["line"])
         return changed, "they were changed after DDP made them equal"
-    why = "other seeds or files, and no DistributedDataParallel that makes them equal"
-    return made_line(optimizer["line"]), why
+    return made_line(optimizer["line"]), "other seeds or files, and no DDP that makes them equal"
 
 
 def _not_averaged(
@@ -242,8 +239,7 @@ def _by_hand(first: Rank, other: Rank) -> Iterator[Verdict]:
         differ = [n for n, x, y in zip(a["names"], a["w"], b["w"], strict=False) if x != y]
         if a["names"] == b["names"] and differ:
             told = "the weights differ between ranks; no optimizer of torch moves them"
-            seen = f"after {a['n']} backwards {len(differ)} of {len(a['w'])} tensors differ, first "
-            seen += differ[0]
+            seen = f"after {a['n']} backwards {len(differ)} of {len(a['w'])} differ, as {differ[0]}"
             yield Verdict(code="weights-differ", sentence=told, place=a["line"], evidence=(seen,))
             return
 
@@ -278,9 +274,9 @@ def name_of(optimizer: Record, index: int) -> str:
     return name or f"parameter {index} ({optimizer['shapes'][index] or 'a number'})"
 
 
-def _only_on_one(first: Rank, other: Rank, kind: str) -> str:
+def _only_on_one(first: Rank, other: Rank, *kinds: str) -> str:
     """Give the line of a kind of record that one of two ranks has, and the other has not."""
-    mine, yours = ({r["line"] for r in rank.all(kind)} for rank in (first, other))
+    mine, yours = ({r["line"] for k in kinds for r in rank.all(k)} for rank in (first, other))
     return next(iter(sorted(mine ^ yours)), "")
 
 

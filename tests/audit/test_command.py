@@ -346,6 +346,9 @@ def test_a_lost_connection_is_an_echo_unless_the_others_had_finished() -> None:
     aborted = Rank(1, {"world": "2", "rank": "1"})
     aborted.add({"k": "step", "o": 0, "n": 48, "line": "/x/train.py:60"})
     assert codes_of(alone, aborted) == [("exception", 60)]
+    call: Record = {"k": "collective", "group": "world", "ranks": [], "op": "reduce", "what": ""}
+    aborted.add(call | {"line": "/x/train.py:9"})
+    assert codes_of(alone, aborted) == [("collectives-differ", 9)]
 
 
 def test_the_only_way_out_of_the_loop_is_where_one_rank_ended_early(tmp_path: Path) -> None:
