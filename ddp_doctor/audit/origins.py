@@ -42,14 +42,11 @@ def loop_line(lines: Sequence[str]) -> str:
 
 
 def leaving_line(lines: Sequence[str]) -> str:
-    """Give the only way out of the loops around a call stack: there ranks may part."""
-    found = {
-        f"{_lines_of(place)[0]}:{node.lineno}"
-        for place in lines
-        for loop in _loops_around(place)
-        for node in ast.walk(loop)
-        if isinstance(node, ast.Break | ast.Return)
-    }
+    """Give the only way out of the loops around a call stack, or else the only `continue`."""
+    loops = [(_lines_of(place)[0], loop) for place in lines for loop in _loops_around(place)]
+    nodes = [(f"{file}:{getattr(n, 'lineno', 0)}", n) for file, at in loops for n in ast.walk(at)]
+    breaks = {line for line, node in nodes if isinstance(node, ast.Break | ast.Return)}
+    found = breaks or {line for line, node in nodes if isinstance(node, ast.Continue)}
     return found.pop() if len(found) == 1 else ""
 
 

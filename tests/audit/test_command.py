@@ -351,8 +351,9 @@ def test_a_lost_connection_is_an_echo_unless_the_others_had_finished() -> None:
     assert codes_of(alone, aborted) == [("collectives-differ", 9)]
 
 
-def test_the_only_way_out_of_the_loop_is_where_one_rank_ended_early(tmp_path: Path) -> None:
-    (path := tmp_path / "train.py").write_text(STOPS)
+@pytest.mark.parametrize("word", ["break", "continue"])
+def test_the_only_way_out_of_a_loop_is_where_ranks_parted(word: str, tmp_path: Path) -> None:
+    (path := tmp_path / "train.py").write_text(STOPS.replace("break", word))
     alone, finished = ended(0, steps=48, error=LOST), ended(1, steps=48)
     alone.all("exit")[0]["lines"] = [f"{path}:2", "/x/train.py:63"]
     assert codes_of(alone, finished) == [("collectives-differ", 4)]
