@@ -181,18 +181,20 @@ def _reaches_backward(call: ast.Call, scope: ast.AST) -> bool:
 
 def find_missing_set_epoch(script: Script) -> Found:
     """Yield shuffling DistributedSamplers of a training that never calls set_epoch."""
-    trains = any(True for _ in script.calls("backward"))
-    if "set_epoch" in script.text or not trains or script.imports_any(FRAMEWORKS):
+    constants = {node.value for node in script.nodes if isinstance(node, ast.Constant)}
+    words = constants.union(map(last_name, script.nodes))  # and no comments
+    if "set_epoch" in words or "backward" not in words or script.imports_any(FRAMEWORKS):
         return
     if not any(map(_is_epoch_loop, script.nodes)):
         return
     for call in script.calls("DistributedSampler"):
         shuffle = next((k.value for k in call.keywords if k.arg == "shuffle"), None)
         statement = next((n for n in script.above(call) if isinstance(n, ast.stmt)), None)
-        words = ast.unparse(statement).lower() if statement else ""
-        is_eval = any(word in words for word in ("val", "test", "eval", "dev", "pred"))
+        text = ast.unparse(statement).lower() if statement else ""
+        is_eval = any(word in text for word in ("val", "test", "eval", "dev", "pred"))
+        is_new = "seed=" in text and any(isinstance(n, LOOPS) for n in script.above(call))
         # WHY True only: a name or an expression may be False when it runs
-        if not is_eval and (shuffle is None or ast.unparse(shuffle) == "True"):
+        if not (is_eval or is_new) and (shuffle is None or ast.unparse(shuffle) == "True"):
             told = "this DistributedSampler shuffles, but set_epoch is called nowhere in the file: "
             yield call, told + "all epochs have the same order"
 
