@@ -117,6 +117,8 @@ def start_ranks(env: Mapping[str, str], start: Start) -> Ranks:
     script = [str(SCRIPT), *start.flags]
     own = {name: value for name, value in env.items() if not name.startswith(OF_LAUNCHERS)}
     own["OMP_NUM_THREADS"] = "1"
+    if start.outside == "full disk":  # WHY: Python would keep a .pyc that the limit cuts
+        own["PYTHONDONTWRITEBYTECODE"] = "1"
     if start.outside.startswith("torchrun"):
         words = ["--standalone", f"--nproc_per_node={start.num_ranks}", "--max_restarts=3"]
         command = [sys.executable, "-m", "torch.distributed.run", *words, *script]

@@ -12,6 +12,7 @@ import resource
 import shutil
 import struct
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
@@ -432,6 +433,7 @@ def test_a_file_that_hits_the_shells_limit_is_an_error_that_says_so(store: Check
         write_step(store, step)
 
     def write_limited() -> None:
+        sys.dont_write_bytecode = True  # else it is cut, too
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
         with pytest.raises(CheckpointError, match=r"File too large: \d+ bytes are needed") as told:
             write_step(store, 3, size=2**16)

@@ -103,6 +103,7 @@ def check_many(limit: str) -> str:
     match limit:
         case "file size":
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            sys.dont_write_bytecode = True  # else it is cut, too
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         case "open files":
             used = len(os.listdir("/proc/self/fd"))

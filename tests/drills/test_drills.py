@@ -238,3 +238,14 @@ def test_a_fault_in_backward_hits_whether_the_task_takes_the_loss_or_the_logits(
     assert [id(tensor) for tensor in tensors_of({"logits": logits, "loss": None})] == [id(logits)]
     assert [id(tensor) for tensor in tensors_of({"loss": loss})] == [id(loss)]
     assert tensors_of(logits.detach()) == []
+
+
+def test_a_full_disk_cuts_no_compiled_file_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[dict[str, str]] = []
+    monkeypatch.setattr(processes, "Ranks", lambda started, log: told.append(started[0][1]))
+    for outside in ("full disk", ""):
+        start = processes.Start(flags=[], log=Path(), num_ranks=1, port=1, outside=outside)
+        processes.start_ranks({}, start)
+    assert [env.get("PYTHONDONTWRITEBYTECODE") for env in told] == ["1", None]
