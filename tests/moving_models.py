@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 WIDTH = 5
 
@@ -62,17 +61,6 @@ class ZeroTeacher(Base):
 
     def shift(self, inputs: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.its()(inputs))
-
-
-class AfterUpdates(ZeroTeacher):
-    """The teacher follows in a hook of the optimizer, after its step."""
-
-    def build(self) -> None:
-        super().build()
-        register_optimizer_step_post_hook(lambda *_: self.change(torch.empty(0)))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.tanh(self.body(inputs)) + self.shift(inputs))
 
 
 class ReplacedTeacher(ZeroTeacher):

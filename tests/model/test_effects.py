@@ -75,14 +75,6 @@ def test_what_forward_moves_is_that_of_the_undisturbed_run_after_any_fault(
 
 
 @pytest.mark.slow
-def test_what_a_hook_of_the_optimizer_moves_costs_no_step(tmp_path: Path) -> None:
-    work = work_of(moving.AfterUpdates)
-    told = check(tmp_path, work, "raise-backward-one", "nan-once", "kill-forward")
-    assert "can't be put back" not in told
-    assert "for the first time" not in told
-
-
-@pytest.mark.slow
 def test_a_step_whose_changes_nobody_can_put_back_is_left_for_a_checkpoint(tmp_path: Path) -> None:
     work = work_of(moving.DataTarget, every=FAILS_AT)
     says = {"says": ("what a forward has changed can't be put back: going back",)}

@@ -153,6 +153,24 @@ def save_what_is_there() -> None:
     LastCommit.take = lambda self, *, is_beside: {n: t.detach() for n, t in self._live.items()}
 
 
+def save_by_stamps() -> None:
+    """Have a survivor save live tensors whose pointer and version are as at the commit."""
+    note, stamps = LastCommit.note, dict[str, tuple[int, int]]()
+
+    def stamp_of(tensor: torch.Tensor) -> tuple[int, int]:
+        return tensor.data_ptr(), tensor._version
+
+    def note_both(self: LastCommit, step: int, place: Any) -> None:
+        note(self, step, place)
+        stamps.update({n: stamp_of(t) for n, t in self._live.items()})
+
+    def take(self: LastCommit, *, is_beside: bool) -> dict[str, torch.Tensor]:
+        live = {n: t.detach() for n, t in self._live.items() if stamp_of(t) == stamps[n]}
+        return {**self._copies, **live}
+
+    LastCommit.note, LastCommit.take = note_both, take  # type: ignore[method-assign]
+
+
 @pytest.fixture(autouse=True)
 def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -235,18 +253,19 @@ def test_a_rank_that_is_killed_between_two_updates_costs_no_commit(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("before", [save_what_is_there, save_by_stamps])
 def test_other_rules_of_what_a_survivor_saves_give_other_bits(
-    undisturbed: Callable[..., State], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    before: Any, undisturbed: Callable[..., State], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: without the copy the tests above would see it."""
-    text = text_of("sam")
+    """The controls: without the copy the tests above would see it."""
+    text = text_of("sam", *HIDDEN)
     line = line_of(text, "loss = ")
     for attempt in range(5):  # WHY: in its first all-reduce yet, rank 0 has not written the weights
         (folder := tmp_path / str(attempt)).mkdir()
         monkeypatch.chdir(folder)
         kill = Fault(act="kill", line=line + 1, step=STEP)
-        launch(text, fault=kill, before=save_what_is_there)
-        launch(text, before=save_what_is_there).ok()
+        launch(text, fault=kill, before=before)
+        launch(text, before=before).ok()
         if state_of(Path()) != undisturbed(text):
             return
     pytest.fail("the survivor saved the right bits without the rule")
