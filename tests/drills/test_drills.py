@@ -240,9 +240,7 @@ def test_a_fault_in_backward_hits_whether_the_task_takes_the_loss_or_the_logits(
     assert tensors_of(logits.detach()) == []
 
 
-def test_a_full_disk_cuts_no_compiled_file_of_the_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_full_disk_cuts_no_compiled_file_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[dict[str, str]] = []
     monkeypatch.setattr(processes, "Ranks", lambda started, log: told.append(started[0][1]))
     for outside in ("full disk", ""):
