@@ -41,6 +41,15 @@ class Registry:
                     f"{name}={thing!r:.40}: protect can't set your variable on resume",
                     fix="put it in a dict, or give its class state_dict and load_state_dict",
                 )
+        for name, module in self.modules.items():
+            kinds = (kind for each in module.modules() for kind in type(each).__mro__)
+            # WHY by its module: fully_shard makes a class for each module that it is given
+            if any(kind.__module__.startswith("torch.distributed.fsdp") for kind in kinds):
+                raise OwnLoopError(
+                    f"{name} is wrapped by FSDP: protect needs all of each tensor on each rank",
+                    fix="wrap it in DistributedDataParallel, or save it by "
+                    "torch.distributed.checkpoint without protect",
+                )
         if not things:
             raise OwnLoopError("protect was given no object: nothing would be saved")
         known = {id(tensor) for tensor in self.pack()[1].values()}
