@@ -60,9 +60,9 @@ class LastCommit:
                 self._copies[name] = copy.copy_(tensor)
             self._is_whole = True
 
-    def written(self) -> set[str]:
-        """Name the tensors that are not as at the commit. Rank-local."""
-        return self._differing(self._live)
+    def written(self) -> str:
+        """Name a tensor that is not as at the commit. Rank-local."""
+        return min(self._differing(self._live), default="")
 
     def altered(self) -> str:
         """Name an object, number or tensor that is not as at the commit. Rank-local."""

@@ -200,7 +200,7 @@ class OwnLoop:
             yield self.epoch
             self._streams.end_epoch()
             if not self.step:
-                self._refuse_written()
+                self._refuse_written(self._last.written())
             # WHY of all: one rank alone would wait in a commit until the timeout
             elif self.epoch == count and any(
                 self._group.gather_json(bool(self._last.written()))  # collective
@@ -287,7 +287,7 @@ class OwnLoop:
         try:
             with suppress(Stopped):
                 yield
-                self._refuse_written()
+                self._refuse_written(self._last.written())
                 group.check_equal({"the number of commits": str(self.step)})  # collective
                 ending = Ending.FINISHED
             self._refuse_nan()
@@ -316,11 +316,13 @@ class OwnLoop:
                 if ended:
                     log.info("%s at step %d: %s", ended, self.step, self._run.folder)
 
-    def _refuse_written(self) -> None:
-        if written := self._last.written():
+    def _refuse_written(self, name: str) -> None:
+        """name: of what is not as at the last commit; empty: all is."""
+        if name:
             raise OwnLoopError(
-                f"{min(written)} was written after the last commit, and would be lost",
-                fix="end each body with run.commit()",
+                f"{name} was written after commit {self.step}, and would be lost",
+                fix="end each body with run.commit(), and write all that is registered before it, "
+                "such as schedule.step()",
             )
 
     def _refuse_nan(self) -> None:
@@ -329,14 +331,6 @@ class OwnLoop:
                 f"{name} is NaN after commit {self.step}: it is not saved",
                 fix="lower the learning rate, clip gradients, look for NaN in the data; the same "
                 "command continues from the last checkpoint, if there is one",
-            )
-
-    def _refuse_altered(self) -> None:
-        if name := self._last.altered():
-            raise OwnLoopError(
-                f"{name} was written between commit {self.step} and the next body: a start that "
-                "continues there would not do it",
-                fix="write all that is registered before run.commit(), such as schedule.step()",
             )
 
     def save_in_need(self, error: Exception | None = None, gone: Sequence[int] = ()) -> None:
@@ -398,7 +392,7 @@ class OwnLoop:
         if not self._is_in_body:
             self._is_in_body = True
             if again and self._last.place["epoch"] == self.epoch and self._is_inspected():
-                self._refuse_altered()
+                self._refuse_written(self._last.altered())
             self._status.attach(
                 Work(
                     global_batch=self._streams.global_batch,
