@@ -256,7 +256,10 @@ def read_numbers(event: Event) -> None:
         if (others := total - free - own) > own:
             event.cause = BY_CODE["memory-gpu-others"]
             event.fields = {"others": f"{others:.1f}", "own": f"{own:.1f}"}
-    said = event.raised.message if event.raised is not None else ""
+    said = event.raised.message if event.raised is not None else event.line.text
+    asked = re.search(rf"(?s)Tried to allocate ({_SIZE}).*?({_SIZE}) (?:is )?free", said)
+    if event.cause is BY_CODE["memory-gpu"] and asked and 4 * _gib(asked[1]) < _gib(asked[2]):
+        event.cause = BY_CODE["memory-gpu-driver"]
     if event.code == "checkpoint-module-prefix" and not _SAME_NAME.search(said):
         event.cause = BY_CODE["checkpoint-keys"]  # both names have it: it is another model
     if int(event.fields.get("here", 0)) > int(event.fields.get("all", 0)):

@@ -75,7 +75,6 @@ gpu-illegal-access: a GPU kernel used an illegal address
   /an illegal memory access was encountered/
   /CUDA error: misaligned address/
   /an illegal instruction was encountered/
-  /unspecified launch failure/
   /Memory access fault by GPU node-\d+/
   /borting with error ?: HSA_STATUS_ERROR_(?:EXCEPTION|ILLEGAL_INSTRUCTION|INVALID_ISA|MEMORY_\w+)/
   why: A custom kernel, a wrong index, a kernel of another GPU architecture, or a bug; after it
@@ -97,6 +96,7 @@ gpu-cudnn (generic): cuDNN (on AMD: MIOpen) failed
   /Unable to find a valid cuDNN algorithm/
   /(?:GET|FIND) was unable to find an engine/
   /miopen(?:Status\w+|::Exception)/
+  /MIOpen Error: /
   why: No memory for its work space, another cuDNN in LD_LIBRARY_PATH, or an earlier error
   fix: Smaller batch; unset LD_LIBRARY_PATH; torch.backends.cudnn.benchmark=False.
 
@@ -179,7 +179,7 @@ accelerator-collectives (generic): the device's own library of collectives faile
   /oneCCL: /
   /\|CCL_ERROR\| /
   /HCCL (?:function )?error in/
-  /EJ0001: /
+  /EJ000[13]\b/
   /\w+ isn't implemented on backend \[\w+\]/
   /what\(\): +Collective call returned error/
   why: oneCCL (Intel), HCCL (Ascend, Gaudi) could not start or finish a collective: its build does

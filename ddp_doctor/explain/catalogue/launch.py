@@ -19,8 +19,8 @@ launch-port (accuses nobody): a port is taken
   /[Aa]ddress already in use/
   why: Most often that of the rendezvous: another job on this node, or a process left over, listens
     there; or each rank starts the same server (a debugger, TensorBoard)
-  fix: torchrun --standalone (takes a free port), or another --master_port above 1024; `ss -ltnp |
-    grep PORT` names the owner: end it if it is left over. Each process with RANK=0 opens it.
+  fix: Another --master_port above 1024, on one node torchrun --standalone; `ss -ltnp | grep PORT`
+    names the owner: end it if it is left over. srun: one launcher per node, since each opens it.
 
 launch-port-refused (generic, accuses nobody): the port of the rendezvous can't be opened
   /The server socket has failed to (?:bind|listen)(?!.*errno: 97\b)/
@@ -41,8 +41,8 @@ launch-client-timeout (timeout): the address of another process could not be rea
   fix: On the node: getent hosts NAME and nc -zv NAME PORT; use the address of the cluster's network
     (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME); open the port; read rank 0's log first.
   lightning: Trainer(num_nodes=NODES), by srun, or once per node with MASTER_ADDR and NODE_RANK
-  or_else: `Operation not permitted`: a sandbox or a container forbids sockets. An address 0.x.y.z:
-    a host name of digits alone is taken for a number; use the host's IP.
+  or_else: `Operation not permitted`: a sandbox forbids sockets. 0.x.y.z: a host name of digits
+    alone; use its IP. 127.0.0.1: the process with the store has ended, or has not begun.
 
 launch-ranks-missing (timeout): not all ranks joined the rendezvous
   /Timed out after \d+ seconds waiting for clients\.(?: (?P<here>\d+)/(?P<all>\d+) clients joined)?/
@@ -102,11 +102,6 @@ launch-init-method (accuses nobody): this torch does not know the init_method
   /No rendezvous handler for \S*:/
   why: Known are env://, tcp://HOST:PORT and file:///PATH; torch 1.7 for Windows knows file:// only
   fix: init_process_group(backend) alone, which is env://, started by torchrun; or a newer torch.
-
-launch-group-twice (accuses nobody): the process group was made twice
-  /trying to initialize the default process group twice/
-  why: The program and a library (Lightning, Accelerate) both make it, or a notebook cell ran again
-  fix: if not dist.is_initialized(): dist.init_process_group(...); with a library none of your own.
 
 launch-spawn-guard (accuses nobody): a process was started amid an import
   /An attempt has been made to start a new process before the\s*/

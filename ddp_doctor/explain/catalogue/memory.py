@@ -27,7 +27,7 @@ memory-gpu-weights: the GPU ran out of memory while weights were loaded, moved o
     quantise; each rank on its own GPU (set_device). Save sharded, or whole weights on rank 0 and
     the CPU: StateDictOptions(full_state_dict=True, cpu_offload=True). Look at what was being saved.
 
-memory-gpu-driver: the GPU had no memory left for CUDA or NCCL
+memory-gpu-driver: the GPU's driver gave no memory, to CUDA, NCCL or torch
   /CUDA error: out of memory/
   /C(?:uda|UDA) failure (?:\d+ )?'out of memory'/
   /HSA_STATUS_ERROR_OUT_OF_RESOURCES/
@@ -35,6 +35,7 @@ memory-gpu-driver: the GPU had no memory left for CUDA or NCCL
     processes fill the GPU: one left over, or ranks that all use GPU 0
   fix: nvidia-smi (rocm-smi --showpids) lists them; torch.cuda.set_device(LOCAL_RANK) before all
     else; torch.load with map_location='cpu'; leave 1 GB free by a smaller batch.
+  or_else: If much is free: a limit of this process (MIG, vGPU, WSL), or the driver.
 
 memory-gpu-others: other processes hold most of this GPU's memory
   why: They have {others} GiB, and this process {own} GiB: another job or rank, or one left over
@@ -122,7 +123,7 @@ killed-segfault (generic): a process crashed in native code (SIGSEGV, or a damag
   /died with <Signals\.SIGSEGV/
   # the second: Windows
   /returned non-zero exit status (?:-11|3221225477)\b/
-  /\*\*\* SIGSEGV received at time=/
+  /\*\*\* SIGSEGV (?:\(@\w+\) )?received /
   /\]: segfault at [0-9a-f]+ ip /
   /(?:free|alloc|chunk|consolidate)\(\): (?:invalid|corrupted|unaligned|double free|memory corr)/
   /double free or corruption/

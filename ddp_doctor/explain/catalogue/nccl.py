@@ -237,14 +237,14 @@ nccl-p2p (accuses nobody): direct access between GPUs does not work on this mach
   /PCI ACS is enabled/
   /peer access is not supported between these two devices/
   why: PCIe's access control (ACS), the IOMMU, a virtual machine, or too many peers block it
-  fix: NCCL_P2P_DISABLE=1 as a workaround; then disable ACS and the IOMMU in the BIOS.
+  fix: NCCL_P2P_DISABLE=1 (shm.cc: NCCL_SHM_DISABLE=1, too); then no ACS and IOMMU in the BIOS.
   or_else: It changes nothing: the lines of NCCL before it name another failure.
 
 nccl-nvml (hardware, generic): the NVIDIA driver can't be asked about its GPUs
   /nvml(?:Init|DeviceGet)\w*\(?\)? failed/
   /undefined symbol: nvml\w+/
   /Failed to initialize NVML: /
-  why: The driver was updated without a reboot, or the container lost its GPUs (systemd reload)
+  why: The driver was updated without a reboot, is too old, or the container lost its GPUs
   fix: Reboot the node, or reload the driver's modules. Container: start it again; docker: --device
     /dev/nvidiactl ..., or the cgroup driver systemd fix of NVIDIA.
 """

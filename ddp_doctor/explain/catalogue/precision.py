@@ -23,7 +23,6 @@ amp-fp16-weights: the model's weights are float16 and the scaler can't unscale t
   /Attempting to unscale (?:BF16|FP16) gradients/
   why: With a GradScaler weights stay float32; autocast makes the copies
   fix: No model.half(); load with torch_dtype=float32; or bfloat16 without a scaler.
-  lightning: precision='16-mixed', not '16-true'
 
 amp-dtype: a tensor has the wrong type
   /expected (?:m1 and m2 to have the same dtype|scalar type (?:Half|BFloat16|Float) but found)/
@@ -94,13 +93,14 @@ compile-compiler: no compiler that fits torch, or it failed
   /Cannot find a working triton installation/
   /Compiler: cl is not found/
   /nvcc fatal +: Unsupported gpu architecture/
+  /unsupported GNU version! gcc versions later than/
   /fatal error: (?:Python|cuda\w*)\.h: No such file/
   /Installed CUDA version \S+ does not match the version torch was compiled with \S+ un/
   why: Inductor and extensions (DeepSpeed's) need a C++ compiler, Python's headers, for GPUs Triton,
     and the CUDA toolkit that torch was built with
   fix: apt install build-essential python3-dev; pip install triton (triton-windows); CUDA_HOME=the
     toolkit of torch.version.cuda; or torch.compile off.
-  or_else: The compiler's own error stands above.
+  or_else: The compiler's own error stands above; of a gcc that is too new: CC and CXX of an older.
 """
 
 FAMILIES = read_families(_TEXT)

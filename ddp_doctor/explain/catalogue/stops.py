@@ -62,6 +62,7 @@ stop-sigterm (teardown): it was told to stop (SIGTERM)
   /Signal 15 \(SIGTERM\) received by PID (?P<pid>\d+)/
   /Sending process (?P<pid>\d+) closing signal (?:Signals\.)?SIGTERM/
   /Closing process \d+ via signal SIGTERM/
+  /^(?:\S+: line \d+: +\d+ )?Terminated\b/
   /DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: Terminated/
   why: The launcher ends the other ranks like this after one failed; without any failure before it,
     the scheduler or a person ended the job
@@ -78,7 +79,7 @@ stop-interrupt (teardown): the job was stopped by hand (Ctrl-C)
 stop-aborted (teardown, generic, accuses speaker): a process aborted (SIGABRT)
   /Signal 6 \(SIGABRT\) received by PID (?P<pid>\d+)/
   /died with <Signals\.SIGABRT/
-  /\*\*\* SIGABRT received at time=/
+  /\*\*\* SIGABRT (?:\(@\w+\) )?received /
   /Fatal Python error: Aborted/
   /terminate called (?:after throwing an instance of '[^']+'|without an active)/
   /Aborted +\(core dumped\)/
@@ -94,10 +95,11 @@ mpi-error (generic): a call of MPI failed
 launch-slurm-step (generic, accuses nobody): Slurm or mpirun could not start the processes
   /srun: error: Unable to (?:create step|confirm allocation|allocate resources)[^:]*: /
   /Batch job submission failed: /
-  /Task launch for StepId=\S+ failed on node [^:]+: /
+  /Task launch for \S+ failed on node [^:]+: /
+  /CPU binding outside of job step allocation/
   /(?:srun|sbatch): error: .*(?:[Ii]nvalid|not available|More processors requested|Requested node
     configuration).*/
-  /execve\(\): \S+: /
+  /execve\(\): \S+: (?!No such)/
   /There are not enough slots available in the system to satisfy/
   /PMI2_Init failed/
   /OPAL ERROR: .*PMI/
@@ -108,12 +110,13 @@ launch-slurm-step (generic, accuses nobody): Slurm or mpirun could not start the
     the program, or MPI and Slurm do not fit
   fix: Compare #SBATCH lines with sinfo -o '%P %G %c %m'; srun needs the same --gres and
     --cpus-per-task. mpirun: slots= in the host list, --oversubscribe, --allow-run-as-root in
-    containers; srun --mpi=pmix. `Invalid job credential`: the same munge key, time and slurm.conf
+    containers; srun --mpi=pmix. `job credential`: the same munge key, time and slurm.conf
     on all nodes.
 
 launch-command (accuses nobody): the command or a file of it was not found
   /can't open file '?[^':]+'?: \[Errno 2\]/
   /executable file not found in \$PATH/
+  /execve\(\): \S+: No such file/
   /(?:torchrun|python[\d.]*|deepspeed|accelerate|srun|mpirun|mpiexec|docker|apptainer): (?:command
     )?not found/
   /command not found: (?:torchrun|python|deepspeed|accelerate|srun|mpirun|apptainer|conda|uv)/
