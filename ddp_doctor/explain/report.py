@@ -205,10 +205,10 @@ def _unknown_headline(verdict: Verdict) -> str:
         how = f"signal {-ended.status}" if ended.status < 0 else f"exit status {ended.status}"
         who = f"rank {ended.rank}" if ended.rank is not None else ended.host
         how = f"{who}, {how}" if who else how
-        said = [e.text.strip() for e in verdict.evidence if e.order < ended.line.order]
-        if not said or said[0].endswith("Container failed !!!") or "Killing sub" in said[0]:
+        before = [e.text.strip() for e in verdict.evidence if e.order < ended.line.order]
+        if not before or before[0].endswith("Container failed !!!") or "Killing sub" in before[0]:
             return f"A process failed ({how}); this log does not say why: its output is not in it."
-        return f"A process failed ({how}). {_shortened(said[0], 90)}"
+        return f"A process failed ({how}). {_shortened(before[0], 90)}"
     told = verdict.evidence[0].text if verdict.evidence else "This log does not say what."
     return f"Something failed. {_shortened(told.strip(), 120)}"
 
