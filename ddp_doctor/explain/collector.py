@@ -56,6 +56,7 @@ _LAUNCHER_TYPES = (
 _OF_WEIGHTS = {
     *("from_pretrained", "load_state_dict", "state_dict", "_apply", "full_tensor", "torch_load"),
     *("load", "load_checkpoint", "save_model", "save_checkpoint", "save_pretrained"),
+    "_configure_optimizer",  # of DeepSpeed
 }
 _LAUNCHES = re.compile(r"launch|torchrun|torch\.distributed|deepspeed|mpirun|srun")
 _MAX_EVENTS = 4000
@@ -315,9 +316,10 @@ class Collector:
         tier = match.cause.tier if match else Tier.EXCEPTION
         cause = match.cause if match else cause_of_type(raised)
         last = raised.frames[-1].file if raised.frames else ""
-        if cause is BY_CODE["graph-shapes"] and "/optim/" in last:
-            cause = BY_CODE["checkpoint-optimizer"]
         functions = {f.function for f in raised.frames if f.is_library or f.function == "forward"}
+        if cause is BY_CODE["graph-shapes"] and "forward" not in functions:
+            steps = any("/optim/" in frame.file for frame in raised.frames)
+            cause = BY_CODE["checkpoint-optimizer"] if steps else cause
         loads = "forward" not in functions and not functions.isdisjoint(_OF_WEIGHTS)
         if cause is BY_CODE["memory-gpu"] and loads:
             cause = BY_CODE["memory-gpu-weights"]

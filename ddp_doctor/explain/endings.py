@@ -14,6 +14,7 @@ from ddp_doctor.explain.exits import Exit
 _SUCCESS = re.compile(
     r"(?i)\b(?:training (?:is |has )?(?:complete|finished|done|successful)|finished training"
     r"|max_(?:epochs|steps)=\d+` reached|train_runtime|successfully finished"
+    r"|worker group finished"
     r"|completed successfully|finished: \d+ steps|exit code 0|all done|job succeeded"
     r"|exits successfully|exiting gracefully|state(?:=|: )COMPLETED)|finish\.\.\. \(success\)"
     r"|训练(?:完成|结束)|学習(?:完了|終了)|학습 ?완료"

@@ -233,7 +233,8 @@ def _exit_events(evidence: Evidence) -> list[Event]:
             is_srun = "srun: error" in ended.line.text and ended.status == _FORCED
             event = _exit_event(ended, BY_CODE[code])
             is_told = others_failed or min(stops, default=math.inf) < ended.line.order
-            if (is_srun and is_told) or ended.pid in closed:
+            is_closed = ended.pid in closed and ended.status in (_FORCED, _TERMINATED)
+            if (is_srun and is_told) or is_closed:
                 event.tier = Tier.TEARDOWN
             elif closed and ended.from_block and ended.status == _TERMINATED:
                 event.tier = Tier.KILLED  # not by torchrun
@@ -531,7 +532,7 @@ def who(
             return Guilty(root.rank, host, LIKELY, "all others say that they lost a rank"), ()
         is_alone = not evidence.exits.exits and {e.rank for e in evidence.events} == {root.rank}
         if is_alone and root.kind == "exception" and not evidence.rank_of_file:
-            return Guilty(root.rank, host, UNKNOWN, "of other ranks there is no word here"), ()
+            return Guilty(root.rank, host, UNKNOWN, "no failure of another rank is in this log"), ()
         return Guilty(root.rank, host, CERTAIN, "its own line says the rank"), ()
     return _by_process(root, evidence), ()
 

@@ -134,15 +134,15 @@ def test_after_a_hang_torchrun_restarts_to_the_same_weights(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_job_that_is_stopped_as_a_whole_and_goes_on_did_not_hang(tmp_path: Path) -> None:
-    argv = [*PLAIN, "--epochs", "9", "--max_steps", "60", "--hang_after_s", "3"]
-    argv += ["--timeout_s", "6", "--model", "tests.plugins:paced_mlp"]
+    argv = [*PLAIN, "--epochs", "9", "--max_steps", "60", "--hang_after_s", "6"]
+    argv += ["--timeout_s", "7", "--model", "tests.plugins:paced_mlp"]
     argv += ["--model_args", "{pause_s: 0.05}"]
     with start_training([*argv, "--output_dir", tmp_path], 2) as running:
         running.wait_for(lambda: "step 20/" in running.output(0), timeout_s=60, what="20 steps")
         running.kill(1, signal.SIGSTOP)
         threading.Event().wait(0.3)  # rank 0 now waits for it in a sum
         running.kill(0, signal.SIGSTOP)
-        threading.Event().wait(7)  # the pause itself is what is tested: longer than any limit
+        threading.Event().wait(8)  # the pause itself is what is tested: longer than any limit
         running.kill(0, signal.SIGCONT)  # first, so that it finds that rank 1 is not there
         threading.Event().wait(0.3)
         running.kill(1, signal.SIGCONT)

@@ -80,7 +80,6 @@ data-missing-file (generic): a file is not there
   why: The path is not on this node, or another rank has not written it yet, or has removed it
   fix: Same paths on all nodes (a shared disk, or a copy on each); rank 0 writes, then
     dist.barrier(), then the others read; os.makedirs(..., exist_ok=True).
-  lightning: prepare_data() for downloads (one process), setup() for reading
 
 data-bad-image: a file of the dataset is broken
   /cannot identify image file /

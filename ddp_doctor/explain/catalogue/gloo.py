@@ -55,6 +55,7 @@ gloo-interface (accuses nobody): gloo found no network interface that it can use
   /makeDeviceFor(?:Hostname|Interface)\(\): unsupported gloo device/
   why: GLOO_SOCKET_IFNAME names an interface that this node lacks, or its host name has no address
   fix: `ip -br addr` lists them; set or unset GLOO_SOCKET_IFNAME; the host's name in /etc/hosts.
+  or_else: On Windows: gloo of this build of torch does not work there; take another.
 
 gloo-unsupported (accuses nobody): gloo can't do this operation or type
   /Invalid scalar type/

@@ -48,6 +48,7 @@ gpu-hang (generic): the GPU hung, and its driver reset it
   /HW Exception by GPU node-\d+ .*Hang/
   /Xid \([^)]*\): ?(?:8|109)\b/
   /amdgpu.* ring \S+ timeout/
+  /the launch timed out and was terminated/
   why: A kernel did not end, or the GPU's own processor did not answer: the program (a loop without
     end, an extension), the driver's or the GPU's firmware, or heat and power
   fix: A newer driver and firmware; extensions off. If other programs hang on it, too: %DRAIN%

@@ -47,7 +47,6 @@ graph-inplace: a tensor that backward needs was changed in place
   fix: If forward runs twice per step (GAN, siamese, contrastive): DistributedDataParallel(model,
     broadcast_buffers=False), or put both inputs in one forward, or SyncBatchNorm. Otherwise replace
     x += y by x = x + y and ReLU(inplace=True) by ReLU().
-  lightning: DDPStrategy(broadcast_buffers=False)
   trainer: TrainingArguments(ddp_broadcast_buffers=False)
   confirm: torch.autograd.set_detect_anomaly(True) prints the forward line. If one process without
     DDP does not fail, it is the buffers.
@@ -148,6 +147,7 @@ graph-shapes (generic): the shapes of two tensors do not fit
 
 fsdp-requires-grad: parameters of an FSDP unit differ in dtype or requires_grad
   /Must flatten tensors with uniform dtype but got/
+  /Cannot flatten integer dtype tensors/
   /Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`/
   /`FlatParameter` requires uniform `requires_grad`/
   why: FSDP joins the parameters of a unit to one: of one dtype, all with gradients or none

@@ -11,7 +11,6 @@ launch-environment (accuses nobody): the variables of a launcher are missing
   why: It was started by python, or by a launcher (srun, mpirun) with other names than torch's
   fix: torchrun --standalone --nproc_per_node=2 train.py. srun: RANK=$SLURM_PROCID
     LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS and MASTER_ADDR, MASTER_PORT.
-  lightning: Trainer(devices=N, strategy="ddp") starts the ranks itself, from python
   accelerate: accelerate launch train.py
 
 launch-port (accuses nobody): a port is taken
@@ -159,8 +158,7 @@ launch-devices (accuses nobody): the number of processes is not what the program
   why: Each process asks for other devices or nodes than the launcher started processes for
   fix: One process per GPU: --ntasks-per-node, --nproc_per_node and the program's own setting are
     the same number; --nodes is the number of nodes.
-  lightning: #SBATCH --ntasks-per-node=N (not --ntasks) with Trainer(devices=N, num_nodes=NODES),
-    started by srun; in an interactive shell of Slurm: SLURM_JOB_NAME=bash python train.py
+  lightning: #SBATCH --ntasks-per-node=N (not --ntasks), Trainer(devices=N, num_nodes=NODES), srun
 
 launch-batch-size (accuses nobody): DeepSpeed's batch sizes do not fit the ranks
   /train_batch_size is not equal to micro_batch_per_gpu/

@@ -97,9 +97,6 @@ nccl-missing (accuses nobody): NCCL was asked for on a torch or a machine withou
   why: This torch is a CPU build (or one for Windows or macOS), or no GPU is visible
   fix: backend = 'nccl' if torch.cuda.is_available() else 'gloo'. With a GPU: install torch with
     CUDA, and check nvidia-smi and CUDA_VISIBLE_DEVICES.
-  lightning: DDPStrategy(process_group_backend='gloo')
-  accelerate: accelerate launch --cpu
-  trainer: TrainingArguments(ddp_backend='gloo')
 
 nccl-wrong-device-tensor: a collective got a tensor on the wrong device
   /No backend type associated with device type (?:cpu|cuda)/

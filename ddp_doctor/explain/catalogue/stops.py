@@ -13,7 +13,6 @@ stop-time-limit (killed): the scheduler ended the job at its time limit
   /was active (?:on the node )?longer than (?:the )?specified deadline/
   why: The job ran longer than it asked for
   fix: Save checkpoints and resume: sbatch --time=..., --signal=B:USR1@300 (a handler), --requeue.
-  lightning: SLURMEnvironment(auto_requeue=True)
 
 stop-preempted (killed): the scheduler took the node back, or the job was queued again
   /CANCELLED AT \S+ DUE TO (?:PREEMPTION|JOB REQUEUE)/
@@ -88,7 +87,8 @@ stop-aborted (teardown, generic, accuses speaker): a process aborted (SIGABRT)
 
 mpi-error (generic): a call of MPI failed
   /\[(?P<what>[\w.-]+:\d+)\] \*\*\* An error occurred in MPI_/
-  /Abort\(\d+\)(?: on node \d+)? \(rank (?P<ranks>\d+) in comm \d+\): (?!application)/
+  # WHY not 0: without PMI each process takes itself for it
+  /Abort\(\d+\)(?: on node \d+)? \(rank (?:0|(?P<ranks>\d+)) in comm \d+\): (?!application)/
   why: The library says after it which call, and why
   fix: Read the lines below it; GPU tensors need a CUDA-aware MPI.
 
@@ -141,7 +141,6 @@ lost-finished-rank (mismatch, generic): a rank had finished while others still w
     break, return or sys.exit(0) that one rank alone takes.
   lightning: use_distributed_sampler=True; limit_train_batches for iterable datasets
   accelerate: accelerator.prepare(loader); accelerator.join_uneven_inputs([model])
-  trainer: TrainingArguments(dataloader_drop_last=True)
 """
 
 FAMILIES = read_families(_TEXT)
