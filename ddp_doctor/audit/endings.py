@@ -117,8 +117,10 @@ def _hang(ranks: Ranks) -> Iterator[Verdict]:
     busy = [stall for stall in stalls if not stall["waits"]]
     ended = [rank.number for rank in ranks if rank.last("exit")]
     if not stalls:
-        why = "native code keeps Python from running, as torch does at the end if DDP is the last "
-        why += "that holds a process group: del model before destroy_process_group()"
+        why = (
+            "native code keeps Python from running, and waits. At the end it may be DDP, if it is "
+        )
+        why += "the last that holds its group: del model before destroy_process_group()"
     elif ended:
         why = f"rank {ended[0]} has ended, and the others wait for it"
     elif busy:

@@ -44,10 +44,18 @@ def loop_line(lines: Sequence[str]) -> str:
 def leaving_line(lines: Sequence[str]) -> str:
     """Give the only way out of the loops around a call stack, or else the only `continue`."""
     loops = [(_lines_of(place)[0], loop) for place in lines for loop in _loops_around(place)]
-    nodes = [(f"{file}:{getattr(n, 'lineno', 0)}", n) for file, at in loops for n in ast.walk(at)]
+    nodes = [(f"{file}:{getattr(n, 'lineno', 0)}", n) for file, at in loops for n in _own(at.body)]
     breaks = {line for line, node in nodes if isinstance(node, ast.Break | ast.Return)}
     found = breaks or {line for line, node in nodes if isinstance(node, ast.Continue)}
     return found.pop() if len(found) == 1 else ""
+
+
+def _own(statements: Sequence[ast.AST]) -> Iterator[ast.AST]:
+    """Walk a loop's body, but for loops and functions in it: their ends are not the loop's."""
+    for node in statements:
+        if not isinstance(node, ast.For | ast.While | ast.FunctionDef | ast.Lambda | ast.ClassDef):
+            yield node
+            yield from _own(list(ast.iter_child_nodes(node)))
 
 
 def epoch_line(place: str) -> str:

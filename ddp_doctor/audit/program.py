@@ -110,7 +110,7 @@ def hangs(ranks: Sequence[Follower], now: float, patience_s: float, *, num_known
     if len(stuck) + len(mute) < len(ranks):
         return False
     if not stuck:  # the watch for stalls is mute, too: native code keeps Python from running
-        long_s = BUSY_STALLS * patience_s
+        long_s = 3 * BUSY_STALLS * patience_s  # WHY: a call in C, such as json.loads, may do so
         return bool(mute) and all(r.is_watched and now - r.heard_at > long_s for r in mute)
     newest = [rank.stalls[-1] for rank in stuck]
     if num_known < max(rank.local_world_size for rank in stuck):

@@ -88,7 +88,8 @@ def _schedules(rank: Rank, ranks: Ranks) -> Iterator[Verdict]:
         # WHY passes: an epoch has a rounded number of steps
         slack = ranks.world_size * (1 + passes)
         if made <= 2 * max(1, passes):
-            if planned != rank.step_count or planned < 4 * made:
+            is_of_steps = planned == rank.step_count and is_planned_by_loader(plan["line"])
+            if not is_of_steps or planned < 4 * made:
                 continue  # a schedule of epochs
             code, whose = "schedule-too-long", "those of the optimizer, is stepped once an epoch"
         elif planned == passes > 1 and made == rank.step_count and _has_ended(planned, rank):
@@ -119,8 +120,10 @@ def _schedules(rank: Rank, ranks: Ranks) -> Iterator[Verdict]:
 
 def _has_ended(step: int, rank: Rank) -> bool:
     """Whether the learning rate is down at a step: no warm-up is planned to end there."""
-    rates = [s["lr"][0] for s in rank.all("step") if s["n"] <= step + 1]
-    return bool(rates[-1] < 0.1 * max(rates))
+    steps = rank.all("step")
+    # WHY one optimizer: more than one have schedules and rates of their own
+    rates = [s["lr"][0] for s in steps if s["n"] <= step + 1 and len(s["lr"]) == 1]
+    return len({s["o"] for s in steps}) == 1 and bool(rates) and rates[-1] < 0.1 * max(rates)
 
 
 def _falls_after(step: float, rank: Rank) -> bool:

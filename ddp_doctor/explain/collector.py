@@ -316,7 +316,8 @@ class Collector:
         tier = match.cause.tier if match else Tier.EXCEPTION
         cause = match.cause if match else cause_of_type(raised)
         last = raised.frames[-1].file if raised.frames else ""
-        functions = {f.function for f in raised.frames if f.is_library or f.function == "forward"}
+        files = [f for f in raised.frames if "/_inductor/" not in f.file]  # which loads kernels
+        functions = {f.function for f in files if f.is_library or f.function == "forward"}
         if cause is BY_CODE["graph-shapes"] and "forward" not in functions:
             steps = any("/optim/" in frame.file for frame in raised.frames)
             cause = BY_CODE["checkpoint-optimizer"] if steps else cause

@@ -57,8 +57,8 @@ _GPU_SIZES = (
 )
 """What the GPU has, what is free, and what this process uses, as new and old versions print it."""
 
-_PREFIX = r"\(s\) in state_dict: \"(?:module\.|_orig_mod\.)*"
-_SAME_NAME = re.compile(rf'Missing key{_PREFIX}([^"]+)".*\s*Unexpected key{_PREFIX}\1"')
+_KEYS = re.compile(r"(?:Missing|Unexpected) key\(s\) in state_dict: (.*)")
+_WRAPPER = re.compile(r"\b(?:module|_orig_mod)\.")
 
 _ENOUGH_NAN = 3
 
@@ -258,11 +258,14 @@ def read_numbers(event: Event) -> None:
             event.cause = BY_CODE["memory-gpu-others"]
             event.fields = {"others": f"{others:.1f}", "own": f"{own:.1f}"}
     said = event.raised.message if event.raised is not None else event.line.text
-    asked = re.search(rf"(?s)Tried to allocate ({_SIZE}).*?({_SIZE}) (?:is )?free", said)
-    if event.cause is BY_CODE["memory-gpu"] and asked and 4 * _gib(asked[1]) < _gib(asked[2]):
+    asked = re.search(rf"(?s)Tried to allocate ({_SIZE}).{{,200}}?({_SIZE}) (?:is )?free", said)
+    is_refused = asked and _gib(asked[2]) > max(1.0, 4 * _gib(asked[1])) and " allowed" not in said
+    if event.cause is BY_CODE["memory-gpu"] and is_refused:
         event.cause = BY_CODE["memory-gpu-driver"]
-    if event.code == "checkpoint-module-prefix" and not _SAME_NAME.search(said):
-        event.cause = BY_CODE["checkpoint-keys"]  # both names have it: it is another model
+    keys = [_WRAPPER.sub("", names).split('"')[1::2] for names in _KEYS.findall(said)]
+    is_same = len(keys) == 2 and not set(keys[0]).isdisjoint(keys[1])
+    if event.code == "checkpoint-module-prefix" and keys and not is_same:
+        event.cause = BY_CODE["checkpoint-keys"]  # without it the names differ, too
     if int(event.fields.get("here", 0)) > int(event.fields.get("all", 0)):
         event.cause = BY_CODE["launch-ranks-too-many"]
 

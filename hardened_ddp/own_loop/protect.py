@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
@@ -43,7 +44,7 @@ from hardened_ddp.guard.divergence import compare_replicas
 from hardened_ddp.guard.hang import HangWatch, Subject
 from hardened_ddp.guard.stop import LastResort, StopRequest
 from hardened_ddp.own_loop.batches import Streams
-from hardened_ddp.own_loop.last_commit import LastCommit
+from hardened_ddp.own_loop.last_commit import NUM_FIRST, LastCommit
 from hardened_ddp.own_loop.registry import Registry
 from hardened_ddp.ranks.group import Group, adopt_group, open_group, place_in_group
 from hardened_ddp.ranks.launch import (
@@ -74,9 +75,6 @@ from hardened_ddp.training.state import Contents, Saved, Saver, receive
 from hardened_ddp.training.survivor_save import Rescue, is_saved_after, refuse_crash_loop, save_once
 
 log = logging.getLogger(__name__)
-
-# Commits that are inspected: the first ones of each start, then one of some.
-NUM_FIRST, INSPECTED_EVERY = 2, 64
 
 _active: list[Path] = []
 # Arguments whose settings have other names.
@@ -167,7 +165,7 @@ class OwnLoop:
         self.rng = np.random.default_rng(seed)  # of this rank, new in each body and after it
         self.ending = Ending.FAILED
         self._num_epochs = self._num_steps = 0
-        self._is_in_body = False
+        self._is_in_body = self._has_forward = False
         self._main_thread, self._ending = threading.get_ident(), threading.Lock()
         group, folder, store = self._group, self._run.folder, self._run.store
         self._streams = Streams(group, folder, seed=seed)  # collective
@@ -186,7 +184,7 @@ class OwnLoop:
         if group.is_main:
             withdraw_summary(folder)
         self._note()
-        # WHY set, so all are volatile: the next commit writes to them
+        # WHY set, so all are volatile: nobody says when a loop writes to which
         contents = Contents(last.tensors, last.meta, volatile=set)
         self._saver = Saver(contents, store, group=group, config=config)
 
@@ -200,10 +198,10 @@ class OwnLoop:
             yield self.epoch
             self._streams.end_epoch()
             if not self.step:
-                self._refuse_written(self._last.written())
+                self._refuse_written()
             # WHY of all: one rank alone would wait in a commit until the timeout
             elif self.epoch == count and any(
-                self._group.gather_json(bool(self._last.written()))  # collective
+                self._group.gather_json(bool(self._last.changed()))  # collective
             ):
                 self._sync_buffers()  # collective
                 self._check_alike()  # collective
@@ -255,16 +253,17 @@ class OwnLoop:
         self._goodput.note(self.step)
         self._saver.tell_errors()
         is_due = self.step in self._saver.due_steps
-        if is_due or self._is_inspected():
+        if is_due or self._last.is_inspected:
             self._refuse_nan()  # WHY then: it is the same on all ranks
         if is_due or (self._saver.is_time() and not self._last.spoiled()):
             self._saver.save(self._last)
 
     def poll(self) -> None:
-        """Stop if any rank was asked to, in a long evaluation or body. Collective.
+        """Stop if any rank was asked to, in a long evaluation after a commit. Collective.
 
-        Raises Stopped; the next start does again what follows the last commit.
+        Raises Stopped; the next start evaluates again.
         """
+        self._refuse_written()
         self._group.tracker.enter(self._group.tracker.phase)  # a sign of life
         self._vote()  # collective
 
@@ -287,7 +286,7 @@ class OwnLoop:
         try:
             with suppress(Stopped):
                 yield
-                self._refuse_written(self._last.written())
+                self._refuse_written()
                 group.check_equal({"the number of commits": str(self.step)})  # collective
                 ending = Ending.FINISHED
             self._refuse_nan()
@@ -316,13 +315,11 @@ class OwnLoop:
                 if ended:
                     log.info("%s at step %d: %s", ended, self.step, self._run.folder)
 
-    def _refuse_written(self, name: str) -> None:
-        """name: of what is not as at the last commit; empty: all is."""
-        if name:
+    def _refuse_written(self) -> None:
+        if written := self._last.changed():
             raise OwnLoopError(
-                f"{name} was written after commit {self.step}, and would be lost",
-                fix="end each body with run.commit(), and write all that is registered before it, "
-                "such as schedule.step()",
+                f"{min(written)} was written after the last commit, and would be lost",
+                fix="end each body with run.commit(), before a run.poll()",
             )
 
     def _refuse_nan(self) -> None:
@@ -331,6 +328,14 @@ class OwnLoop:
                 f"{name} is NaN after commit {self.step}: it is not saved",
                 fix="lower the learning rate, clip gradients, look for NaN in the data; the same "
                 "command continues from the last checkpoint, if there is one",
+            )
+
+    def _refuse_altered(self) -> None:
+        if name := self._last.altered():
+            raise OwnLoopError(
+                f"{name} was written between commit {self.step} and the next body: a start that "
+                "continues there would not do it",
+                fix="write all that is registered before run.commit(), such as schedule.step()",
             )
 
     def save_in_need(self, error: Exception | None = None, gone: Sequence[int] = ()) -> None:
@@ -375,24 +380,23 @@ class OwnLoop:
         """See each forward and update from now on."""
         modules = (thing for thing in state.values() if isinstance(thing, nn.Module))
         # WHY: torch.compile of a registered module would compile the hook, too
-        self._on_forward = torch.compiler.disable(lambda *_: self._streams.use())  # type: ignore[no-untyped-call]
+        self._on_forward = torch.compiler.disable(self._before_forward)  # type: ignore[no-untyped-call]
         self._hooks = [m.register_forward_pre_hook(self._on_forward) for m in modules]
+        # WHY: once layers are unfrozen, a loop wraps its model in DDP again
         self._hooks.append(register_module_module_registration_hook(self._watch_wrapped))
         # WHY of all optimizers: one that wraps another, or was not registered, shows too
-        self._hooks.append(register_optimizer_step_pre_hook(self._registry.check_update))
+        self._hooks.append(register_optimizer_step_pre_hook(self._before_update))
 
     def _watch_wrapped(self, by: nn.Module, name: str, module: nn.Module | None) -> None:
-        # WHY: once layers are unfrozen, a loop wraps its model in DDP again
-        inner = getattr(module, "_orig_mod", module)  # what torch.compile was given
-        if inner in self._registry.modules.values():
+        if self._registry.is_wrapped(module, by):
             self._hooks.append(by.register_forward_pre_hook(self._on_forward))
 
     def _begin_body(self, again: bool) -> int:
         """Seed the generators if a body begins; return its step. again: in the same for loop."""
         if not self._is_in_body:
             self._is_in_body = True
-            if again and self._last.place["epoch"] == self.epoch and self._is_inspected():
-                self._refuse_written(self._last.altered())
+            if again and self._last.place["epoch"] == self.epoch:
+                self._refuse_altered()
             self._status.attach(
                 Work(
                     global_batch=self._streams.global_batch,
@@ -405,9 +409,6 @@ class OwnLoop:
             self._seed_all(self._seed)
         return self.step
 
-    def _is_inspected(self) -> bool:
-        return self.step <= self._first_step + NUM_FIRST or self.step % INSPECTED_EVERY == 0
-
     def _note(self) -> None:
         self._last.note(self.step, self._streams.place())
         self._is_in_body = False
@@ -419,10 +420,21 @@ class OwnLoop:
         seed_all(own, self._group.device.type)
         self.rng = np.random.default_rng(own)
 
+    def _before_forward(self, module: nn.Module, inputs: object) -> None:
+        self._streams.use()
+        self._has_forward |= module.training
+        if torch.is_grad_enabled():
+            self._last.before_forward()
+
+    def _before_update(self, optimizer: Optimizer, *_: object) -> None:
+        self._sync_buffers()  # collective; WHY here: after the last update none is, but commit's
+        self._last.before_update(optimizer)
+
     @torch.no_grad()
     def _sync_buffers(self) -> None:
         """Give all ranks rank 0's buffers, which forward changes by each rank's own samples."""
-        buffers = list(self._registry.buffers().values())
+        buffers = list(self._registry.buffers().values()) if self._has_forward else []
+        self._has_forward = False
         if not buffers or self._group.world_size == 1:
             return
         # WHY data: a backward that is still to come refuses a buffer of another version

@@ -73,16 +73,9 @@ class Registry:
         """Return the buffers of all modules by id, in one order on all ranks."""
         return {id(b): b for module in self.modules.values() for b in module.buffers()}
 
-    def check_update(self, optimizer: Optimizer, *_: object) -> None:
-        """Raise OwnLoopError if it updates what is registered, and is not registered itself."""
-        if any(optimizer is each for each in self.optimizers.values()):
-            return
-        known = {id(tensor) for tensor in self.pack()[1].values()}
-        if any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
-            raise OwnLoopError(
-                f"{type(optimizer).__name__} updates a registered model and is not registered "
-                "itself: give it to protect by a name, also if it is inside of another optimizer"
-            )
+    def is_wrapped(self, module: nn.Module | None, by: nn.Module) -> bool:
+        inner = getattr(module, "_orig_mod", module)  # what torch.compile was given
+        return isinstance(by, DistributedDataParallel) and inner in self.modules.values()
 
     def load(self, name: str, tree: Tree, tensors: Mapping[str, torch.Tensor]) -> None:
         """Put the state of one object into it. Raises CheckpointMismatchError if it can't."""

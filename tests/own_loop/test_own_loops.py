@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from ddp_runs.ledger_check import check_ledger
 from hardened_ddp.errors import HangError, OwnLoopError, PeerLostError
 from hardened_ddp.guard import stop
+from hardened_ddp.own_loop import last_commit
 from hardened_ddp.own_loop.batches import Seeded
 from hardened_ddp.own_loop.last_commit import LastCommit
 from hardened_ddp.training.state import Saver
@@ -153,22 +154,10 @@ def save_what_is_there() -> None:
     LastCommit.take = lambda self, *, is_beside: {n: t.detach() for n, t in self._live.items()}
 
 
-def save_by_stamps() -> None:
-    """Have a survivor save live tensors whose pointer and version are as at the commit."""
-    note, stamps = LastCommit.note, dict[str, tuple[int, int]]()
-
-    def stamp_of(tensor: torch.Tensor) -> tuple[int, int]:
-        return tensor.data_ptr(), tensor._version
-
-    def note_both(self: LastCommit, step: int, place: Any) -> None:
-        note(self, step, place)
-        stamps.update({n: stamp_of(t) for n, t in self._live.items()})
-
-    def take(self: LastCommit, *, is_beside: bool) -> dict[str, torch.Tensor]:
-        live = {n: t.detach() for n, t in self._live.items() if stamp_of(t) == stamps[n]}
-        return {**self._copies, **live}
-
-    LastCommit.note, LastCommit.take = note_both, take  # type: ignore[method-assign]
+def trust_stamps() -> None:
+    """Have no tensor copied and compared: what changes no stamp counts as unwritten."""
+    LastCommit.before_forward = lambda self: None  # type: ignore[method-assign]
+    last_commit.NUM_FIRST, last_commit.INSPECTED_EVERY = 0, 10**9
 
 
 @pytest.fixture(autouse=True)
@@ -237,6 +226,10 @@ def test_a_rank_that_is_killed_anywhere_costs_no_commit(
     truth = undisturbed(text)
     finished = launch(text, fault=kill)
     assert sorted(finished.statuses) == [KILLED, LEFT], finished.describe()
+    if name == "average" and not checkpoints_of(Path()):
+        # its all-reduce between update and commit fails: nothing is saved, the last one stands
+        restart(text, truth)
+        return
     saved = checkpoints_of(Path())[-1]  # WHY one more: the other rank may have finished its body
     assert saved in (kill.step, kill.step + 1) or kill.after_s
     restart(text, truth)
@@ -253,18 +246,19 @@ def test_a_rank_that_is_killed_between_two_updates_costs_no_commit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("before", [save_what_is_there, save_by_stamps])
+@pytest.mark.parametrize("rule", ["what is there", "stamps alone"])
 def test_other_rules_of_what_a_survivor_saves_give_other_bits(
-    before: Any, undisturbed: Callable[..., State], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rule: str, undisturbed: Callable[..., State], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The controls: without the copy the tests above would see it."""
-    text = text_of("sam", *HIDDEN)
+    """The controls: without the rule the tests above would see it."""
+    changes = HIDDEN if rule == "stamps alone" else ()
+    text = text_of("sam", *changes)
     line = line_of(text, "loss = ")
+    before = save_what_is_there if rule == "what is there" else trust_stamps
     for attempt in range(5):  # WHY: in its first all-reduce yet, rank 0 has not written the weights
         (folder := tmp_path / str(attempt)).mkdir()
         monkeypatch.chdir(folder)
-        kill = Fault(act="kill", line=line + 1, step=STEP)
-        launch(text, fault=kill, before=before)
+        launch(text, fault=Fault(act="kill", line=line + 1, step=STEP), before=before)
         launch(text, before=before).ok()
         if state_of(Path()) != undisturbed(text):
             return

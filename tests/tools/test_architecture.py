@@ -44,7 +44,7 @@ BUDGETS = {
     "hardened_ddp_command.py": 180,
     "ddp_doctor/*": 12_500,
     "ddp_runs/*": 3_600,
-    "hardened_ddp/*": 29_025,
+    "hardened_ddp/*": 29_100,
     "hardened_ddp/gradients/*": 680,
     "hardened_ddp/settings/*": 2_125,
     "hardened_ddp/step/*": 2_035,
@@ -62,7 +62,7 @@ BUDGETS = {
     "ddp_drills/*": 1_935,
     "launchers/*": 670,
     "tests/harness/*": 900,
-    "tests/*": 28_995,
+    "tests/*": 28_990,
 }
 # So many modules of less than SMALL_LINES have only one importer, into which such a module belongs
 # unless its docstring says why not. This number only falls.

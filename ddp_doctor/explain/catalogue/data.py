@@ -20,6 +20,7 @@ data-worker-timeout: a DataLoader worker did not deliver in time
 data-open-files: too many open files
   /Too many open files/
   /received \d+ items of ancdata/
+  /unable to open shared memory object <\S+ in read-write mode$/
   /Please increase the limit using `ulimit -n`/
   why: Each batch under way from a worker is an open file, and each that a dataset keeps open
   fix: ulimit -n 65536; torch.multiprocessing.set_sharing_strategy('file_system'); close files.
@@ -31,12 +32,6 @@ data-pickle: an object can't be pickled
     model its hooks: lambdas, local functions, open files and locks can't be pickled
   fix: Define functions at the top of a module; functools.partial instead of lambda; open files
     lazily in __getitem__ and leave them out in __getstate__.
-
-data-unpickle (generic): a class or function that a pickle names is not there
-  /Can't get attribute '[^']+' on </
-  why: It was defined in __main__ of another script, in a notebook, or was renamed or moved
-  fix: Define it in a module that both import; save state_dict(), not a whole model; with spawned
-    workers and notebooks: in a .py file.
 
 data-collate: the samples of a batch have different shapes or types
   /stack expects each tensor to be equal size, but got \[[^\]]*\] at entry \d+ and \[[^\]]*\] at

@@ -13,7 +13,7 @@ _TEXT = r"""
 gpu-fell-off (hardware): a GPU fell off the bus
   /GPU has fallen off the bus/
   /Unable to determine the device handle for (?:GPU|gpu).*(?:lost|Unknown)/
-  /GPU is lost/
+  /GPU is lost(?:\.|$)/
   why: The driver lost the GPU on PCIe (Xid 79): power, heat, a bad slot or a dying card
   fix: %DRAIN%
 

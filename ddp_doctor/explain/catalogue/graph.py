@@ -127,13 +127,6 @@ graph-batchnorm-single: BatchNorm in training got one value per channel
   why: A batch of this rank, often the last, has one sample, and its spatial size is 1
   fix: DataLoader(..., drop_last=True), a larger batch, or GroupNorm.
 
-graph-syncbn: SyncBatchNorm was used where it can't work
-  /SyncBatchNorm expected input tensor to be on (?:a )?GPU/
-  /SyncBatchNorm is only supported within torch\.nn\.parallel\.DistributedDataParallel/
-  why: SyncBatchNorm needs GPU tensors and a process group
-  fix: Convert only when training on GPUs: if device.type == 'cuda': model =
-    nn.SyncBatchNorm.convert_sync_batchnorm(model).
-
 graph-shapes (generic): the shapes of two tensors do not fit
   /mat1 and mat2 shapes cannot be multiplied \([\dx]+ and [\dx]+\)/
   /The size of tensor a \(\d+\) must match the size of tensor b \(\d+\)/
@@ -159,7 +152,7 @@ fsdp-requires-grad: parameters of an FSDP unit differ in dtype or requires_grad
 
 fsdp-whole-weights: whole weights were copied into a sharded model
   /aten\.copy_\.default:? got mixed torch\.Tensor and DTensor/
-  /the shape in current model is torch\.Size\(\[0\]\)/
+  /the shape in current model is torch\.Size\(\[0[],]/
   why: A plain state dict was loaded after fully_shard, tensor parallel or ZeRO 3 had made parts
   fix: torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state,
     options=StateDictOptions(full_state_dict=True)); or load before the model is sharded. ZeRO 3:

@@ -80,7 +80,7 @@ launch-name (accuses nobody): a host name can't be resolved
     MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1); a headless service.
 
 launch-ssh (accuses nobody): a host could not be reached by ssh
-  /ssh: (?:Could not resolve hostname|connect to host) /
+  /ssh: (?:Could not resolve hostname|connect to host) (?!git|\S*(?:hub|lab)\.com)/
   /Command '\[?'?ssh\b.* returned non-zero exit status 255/
   /ssh exited with exit code 255/
   /Host key verification failed/
@@ -89,6 +89,7 @@ launch-ssh (accuses nobody): a host could not be reached by ssh
     or is empty (ssh takes the command for the name), there is no key, or sshd has another port
   fix: `ssh HOST hostname` must work without a password from the first node, for each line of the
     host file. One node needs no host file; torchrun on each node needs no ssh.
+  or_else: It is of git, scp or rsync in the job's script, and no launcher's.
 
 launch-no-group (accuses nobody): the process group was used before it was made
   /Default process group has not been initialized/
@@ -185,7 +186,7 @@ launch-config (accuses nobody): settings were refused: a key or a value is wrong
   /(?:hydra|omegaconf)\.errors\.(?!Inst)\w+/
   /MissingMandatoryValue: /
   /TOMLDecodeError: /
-  /\d+ validation errors? for \w*(?:Config|Arg|Param|Setting|Option)/
+  /\b\d{1,6} validation errors? for \w*(?:Config|Arg|Param|Setting|Option)/
   why: A typing mistake, an indentation, or a key or value that this version of the program does not
     have; the lines below the message name it
   fix: Correct the key or the line that is named; hydra: +key=value adds a new one;

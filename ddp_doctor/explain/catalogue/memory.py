@@ -31,7 +31,7 @@ memory-gpu-driver: the GPU's driver gave no memory, to CUDA, NCCL or torch
   /CUDA error: out of memory/
   /C(?:uda|UDA) failure (?:\d+ )?'out of memory'/
   /HSA_STATUS_ERROR_OUT_OF_RESOURCES/
-  why: The driver or NCCL asked, not torch's allocator, which may hold all that is left; or other
+  why: Torch's allocator may hold all that is left, so that CUDA or NCCL get none; or other
     processes fill the GPU: one left over, or ranks that all use GPU 0
   fix: nvidia-smi (rocm-smi --showpids) lists them; torch.cuda.set_device(LOCAL_RANK) before all
     else; torch.load with map_location='cpu'; leave 1 GB free by a smaller batch.

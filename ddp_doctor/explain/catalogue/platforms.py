@@ -25,11 +25,6 @@ windows-hostname (accuses nobody): gloo on Windows took an address that can't be
   fix: MASTER_ADDR=127.0.0.1; remove the entry from the hosts file; set GLOO_SOCKET_IFNAME.
   or_else: Training began after it: then it is a warning, and what ended the job is another failure.
 
-openmp-twice: two OpenMP runtimes were loaded
-  /OMP: Error #15: Initializing lib\w+/
-  why: numpy or another package brings a second libiomp5 or libomp
-  fix: Install all from one channel (pip or conda); KMP_DUPLICATE_LIB_OK=TRUE as a workaround.
-
 openmp-threads: the process could not start a thread
   /libgomp: Thread creation failed: /
   /OMP: Error #34: System unable to allocate necessary resources for OMP thread/

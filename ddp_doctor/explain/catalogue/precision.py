@@ -5,13 +5,6 @@ from ddp_doctor.explain.catalogue.entries import read_families
 _TEXT = r"""
 [Mixed precision and torch.compile]
 
-amp-unscale-twice: gradients were unscaled twice in one step
-  /unscale_\(\) has already been called on this optimizer since the last update/
-  /unscale_\(\) is being called after step/
-  why: scaler.unscale_(optimizer) ran twice before scaler.update(): clipping in each micro-step
-  fix: Once per step: scaler.unscale_(opt); clip_grad_norm_; scaler.step(opt); scaler.update().
-  accelerate: accelerator.clip_grad_norm_ only if accelerator.sync_gradients
-
 amp-no-inf-checks: the scaler found no gradient to check
   /No inf checks were recorded for this optimizer/
   why: No parameter of this optimizer has a gradient: backward was not called, or the optimizer

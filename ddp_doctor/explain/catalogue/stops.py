@@ -61,7 +61,7 @@ stop-sigterm (teardown): it was told to stop (SIGTERM)
   /Signal 15 \(SIGTERM\) received by PID (?P<pid>\d+)/
   /Sending process (?P<pid>\d+) closing signal (?:Signals\.)?SIGTERM/
   /Closing process \d+ via signal SIGTERM/
-  /^(?:\S+: line \d+: +\d+ )?Terminated\b/
+  /^(?:\S+: line \d+: +\d+ )?Terminated(?: {2,}.*)?$/
   /DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: Terminated/
   why: The launcher ends the other ranks like this after one failed; without any failure before it,
     the scheduler or a person ended the job
