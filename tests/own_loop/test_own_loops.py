@@ -541,11 +541,12 @@ SCALED = (
     "opt=opt -> opt=opt, scaler=scaler",
 )
 HEAD, *_REST = PROGRAMS.values()
-CLOSURE, TEACHER, LOOP = (HEAD + program for program in _REST[:3])
+CLOSURE, TEACHER, AVERAGE, LOOP = (HEAD + program for program in _REST[:4])
 KINDS = {
     "a GradScaler": "scaler.step",
     "LBFGS and a closure": "a line to die at",
     "a teacher that forward moves": "loss.backward()",
+    "an average of buffers, too": "(model(points)",
 }
 DIES = f"""import os
             if run.step == {STEP} and dist.get_rank() == 1 and os.path.exists("die"):
@@ -559,7 +560,8 @@ DIES = f"""import os
 def test_a_rank_that_is_killed_in_a_loop_of_this_kind_costs_no_commit(
     kind: str, undisturbed: Callable[..., State]
 ) -> None:
-    text = dict(zip(KINDS, (text_of("two_sets", *SCALED), CLOSURE, TEACHER), strict=True))[kind]
+    texts = text_of("two_sets", *SCALED), CLOSURE, TEACHER, AVERAGE
+    text = dict(zip(KINDS, texts, strict=True))[kind]
     finished = launch(text, fault=Fault(act="kill", line=line_of(text, KINDS[kind])))
     assert finished.statuses == (PeerLostError.exit_status, -9), finished.describe()
     assert checkpoints_of(Path())[-1] in (STEP, STEP + 1)  # the other may have finished it
