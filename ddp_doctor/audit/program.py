@@ -7,6 +7,7 @@ because it hangs: all ranks make no progress, and one of them waits for others.
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -155,4 +156,8 @@ def _living(folder: Path) -> list[int]:
         with suppress(OSError):  # it ended, or is somebody else's
             if mark in entry.read_bytes().split(b"\0"):
                 found.append(int(entry.parent.name))
+    for path in folder.glob("p*.jsonl") if sys.platform != "linux" else ():
+        with suppress(OSError):  # it ended
+            os.kill(pid := int(path.stem.removeprefix("p")), 0)
+            found.append(pid)
     return found
