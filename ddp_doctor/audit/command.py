@@ -73,13 +73,9 @@ def _run(
         return _report(read, wants_json, output, seen=f"{source} was read, not run")
     num_steps, patience_s = (_positive(options, name) for name in ("steps", "hang_after"))
     with tempfile.TemporaryDirectory(prefix="audit-") as folder:
+        shown = sys.stderr if wants_json else None  # the report alone is on stdout
         ending = run_program(
-            program,
-            Path(folder),
-            num_steps=num_steps,
-            patience_s=patience_s,
-            env=env,
-            stdout=sys.stderr if wants_json else None,  # the report alone is on stdout
+            program, Path(folder), num_steps=num_steps, patience_s=patience_s, env=env, stdout=shown
         )
         ranks = read_ranks(Path(folder))
     return _report_program(ranks, ending, options, output)

@@ -28,9 +28,7 @@ def judge_endings(ranks: Ranks, *, hung: bool, status: int | None = None) -> Ite
     for rank, end in own[:1]:
         told = f"rank {rank.number} fails: {end['error'].splitlines()[0][:200]}"
         seen, is_echo = f"after {rank.step_count} optimizer steps", bool(differing)
-        yield Verdict(
-            code="exception", sentence=told, place=end["line"], evidence=(seen,), softened=is_echo
-        )
+        yield Verdict("exception", told, end["line"], evidence=(seen,), softened=is_echo)
     if failures and not own and not differing:
         yield from _left_alone(ranks, *failures[0])
     lost = [rank for rank in ranks if rank.last("exit") is None]
@@ -40,7 +38,7 @@ def judge_endings(ranks: Ranks, *, hung: bool, status: int | None = None) -> Ite
         told += f"; the program's exit status is {status}"
         place = steps[-1]["line"] if steps else ""
         seen = f"after {lost[0].step_count} optimizer steps"
-        yield Verdict(code="exception", sentence=told, place=place, evidence=(seen,))
+        yield Verdict("exception", told, place, evidence=(seen,))
     if hung and not differing:
         yield from _hang(ranks)
     yield from _shared_files(ranks)
@@ -59,7 +57,7 @@ def _left_alone(ranks: Ranks, rank: Rank, end: Record) -> Iterator[Verdict]:
         seen = f"at {_shown(end['line'])}: {end['error'].splitlines()[0][:200]}"
         facts = (seen, f"all ranks made {rank.step_count} steps")
         place = leaving_line(end.get("lines", ())) or end["line"]
-        yield Verdict(code="collectives-differ", sentence=told, place=place, evidence=facts)
+        yield Verdict("collectives-differ", told, place, evidence=facts)
 
 
 def _collectives(ranks: Ranks, *, hung: bool, failed: bool, crashed: bool) -> Iterator[Verdict]:
@@ -107,9 +105,7 @@ def _differing(ranks: Ranks, place: int, calls: dict[int, Record | None]) -> Ver
     if not late:
         code, why = "collectives-differ", "the ranks do not call the same collectives: the "
         why += f"one with number {place + 1} differs"
-    return Verdict(
-        code=code, sentence=why, place=(late or [fewest])[0]["line"], evidence=tuple(told)
-    )
+    return Verdict(code, why, (late or [fewest])[0]["line"], evidence=tuple(told))
 
 
 def _hang(ranks: Ranks) -> Iterator[Verdict]:
@@ -117,10 +113,8 @@ def _hang(ranks: Ranks) -> Iterator[Verdict]:
     busy = [stall for stall in stalls if not stall["waits"]]
     ended = [rank.number for rank in ranks if rank.last("exit")]
     if not stalls:
-        why = (
-            "native code keeps Python from running, and waits. At the end it may be DDP, if it is "
-        )
-        why += "the last that holds its group: del model before destroy_process_group()"
+        why = "native code keeps Python from running, and waits. At the end it may be DDP, if it "
+        why += "is the last that holds its group: del model before destroy_process_group()"
     elif ended:
         why = f"rank {ended[0]} has ended, and the others wait for it"
     elif busy:
@@ -131,7 +125,7 @@ def _hang(ranks: Ranks) -> Iterator[Verdict]:
         why = "all ranks wait at one line"
     told, place = f"the program makes no progress: {why}", [*busy, *stalls, {"line": ""}][0]["line"]
     facts = tuple(f"rank {rank.number} {_stands(rank)}" for rank in ranks)
-    yield Verdict(code="hang", sentence=told, place=place, evidence=facts)
+    yield Verdict("hang", told, place, evidence=facts)
 
 
 def _stands(rank: Rank) -> str:
@@ -154,10 +148,9 @@ def _shared_files(ranks: Ranks) -> Iterator[Verdict]:
             writers[key].setdefault(rank.number, record)
     for (_, path), by_rank in writers.items():
         if len(by_rank) > 1:
-            first = by_rank[min(by_rank)]
             told = f"{len(by_rank)} ranks write one file: {shown_path(path)}"
             seen = f"ranks {', '.join(map(str, sorted(by_rank)))}"
-            yield Verdict(code="same-file", sentence=told, place=first["line"], evidence=(seen,))
+            yield Verdict("same-file", told, by_rank[min(by_rank)]["line"], evidence=(seen,))
 
 
 def _shown(place: str) -> str:

@@ -42,13 +42,11 @@ def _train_mode(rank: Rank) -> Iterator[Verdict]:
         # Without a loader DDP's own forward without gradients is an evaluation.
         is_evaluation = is_apart if of else record["k"] == "quiet" and bool(rank.all("step"))
         if is_evaluation:
-            op, line = record.get("op", "the model"), record["line"]
+            op = record.get("op", "the model")
             told = f"{op} is in train mode in an evaluation: the metric is that of another, noisy "
             told += "model" + (", and its statistics change" if op == "batch_norm" else "")
             seen = "no step of training uses the batches of this loop"
-            yield Verdict(
-                code="evaluation-in-train-mode", sentence=told, place=line, evidence=(seen,)
-            )
+            yield Verdict("evaluation-in-train-mode", told, record["line"], evidence=(seen,))
             return
 
 
@@ -59,15 +57,12 @@ def _lost_mode(rank: Rank) -> Iterator[Verdict]:
         modes = [step["trains"] for step in steps]
         lost = next((i for i in range(1, len(modes) - 1) if modes[i - 1 : i + 2] == LOST), None)
         if lost is not None and (place := steps[lost]["eval_line"]):
-            yield Verdict(
-                code="train-mode-lost",
-                sentence=f"from step {steps[lost]['n']} on the model trains in the mode of "
-                "evaluation: dropout is off, and BatchNorm's statistics stand still; model.train() "
-                "is missing after this eval()",
-                place=place,
-                seen_at=steps[lost]["backward_line"],
-                evidence=(f"{sum(modes)} of {len(modes)} steps trained in train mode",),
-            )
+            told = f"from step {steps[lost]['n']} on the model trains in the mode of evaluation: "
+            told += "dropout is off, and BatchNorm's statistics stand still; model.train() is "
+            told += "missing after this eval()"
+            line = steps[lost]["backward_line"]
+            seen = f"{sum(modes)} of {len(modes)} steps trained in train mode"
+            yield Verdict("train-mode-lost", told, place, seen_at=line, evidence=(seen,))
             return
 
 
@@ -81,19 +76,15 @@ def _noise(ranks: Ranks) -> Iterator[Verdict]:
     noise = next(filter(None, map(noise_line, ranks.files)), "")
     masks = [m["line"] for m in ranks.first.all("mode") if m["op"] == "dropout" and m["has_grad"]]
     line = masks[0] if masks else noise
-    yield Verdict(
-        code="same-dropout" if masks else "same-noise",
-        sentence=f"all ranks draw the same {'dropout masks' if masks else 'random numbers'} in a "
-        "step: their random generators are in the same state",
-        place=seed_line(seed["lines"]) if seed else line,
-        seen_at=line,
-        evidence=(
-            f"in {len(common)} of {len(common)} steps looked at",
-            f"seed {seed['value']} on all ranks" if seed else "no line of the program sets a seed",
-        ),
-        # Frameworks, and programs without a seed, have masks so; then it is nobody's slip.
-        softened=ranks.have_framework or (seed is None and (bool(masks) or not noise)),
-    )
+    code, what = ("same-dropout", "dropout masks") if masks else ("same-noise", "random numbers")
+    told = f"all ranks draw the same {what} in a step: their random generators are in the same "
+    told += "state"
+    place = seed_line(seed["lines"]) if seed else line
+    seen = f"in {len(common)} of {len(common)} steps looked at"
+    why = f"seed {seed['value']} on all ranks" if seed else "no line of the program sets a seed"
+    # Frameworks, and programs without a seed, have masks so; then it is nobody's slip.
+    softened = ranks.have_framework or (seed is None and (bool(masks) or not noise))
+    yield Verdict(code, told, place, seen_at=line, evidence=(seen, why), softened=softened)
 
 
 def _augmentations(ranks: Ranks) -> Iterator[Verdict]:
@@ -116,17 +107,14 @@ def _augmentations(ranks: Ranks) -> Iterator[Verdict]:
     calls |= {"np.random.seed", "numpy.random.seed"} if "numpy" in generators else set()
     line = "" if "torch" in generators else call_line(ranks.files, calls)
     line = line or (seed_line(seed["lines"]) if seed else "")
+    told = "all ranks draw the same random numbers for their samples: the n-th sample of each rank "
+    told += "is augmented alike"
+    place = line or first["line"] or (about["made"] if about else "")
+    seen = f"{len(same)} states of {', '.join(generators)} are equal when samples are read"
+    facts = (seen, f"seed: {line}" if line else "no line of the program sets a seed")
+    softened = not line or ranks.have_framework
     yield Verdict(
-        code="same-augmentation",
-        sentence="all ranks draw the same random numbers for their samples: the n-th sample of "
-        "each rank is augmented alike",
-        place=line or first["line"] or (about["made"] if about else ""),
-        seen_at=first["line"],
-        evidence=(
-            f"{len(same)} states of {', '.join(generators)} are equal when samples are read",
-            f"seed: {line}" if line else "no line of the program sets a seed",
-        ),
-        softened=not line or ranks.have_framework,
+        "same-augmentation", told, place, seen_at=first["line"], evidence=facts, softened=softened
     )
 
 
@@ -165,12 +153,13 @@ def _evaluation(ranks: Ranks) -> Iterator[Verdict]:
 
 
 def _not_joined(one: Pass, ranks: Ranks, why: str) -> Verdict:
+    told = f"{why}: a metric that one rank prints, or that picks the best checkpoint, covers "
+    told += f"1/{ranks.world_size} of the data"
     loop = last_line(one.about["line"]).rpartition(":")[2]
     return Verdict(
-        code="evaluation-not-joined",
-        sentence=f"{why}: a metric that one rank prints, or that picks the best checkpoint, covers "
-        f"1/{ranks.world_size} of the data",
-        place=one.about["line"],
+        "evaluation-not-joined",
+        told,
+        one.about["line"],
         seen_at=one.about["made"],
         evidence=(f"no reduce or gather follows the loop, which ends at line {loop}",),
         softened=not one.about["by_user"],  # the loop of a framework
@@ -187,8 +176,7 @@ def _picking(ranks: Ranks) -> Iterator[Verdict]:
         told = f"each rank logs {mine['name']} of its own share without sync_dist=True, and the "
         told += "best checkpoint, or the end, is chosen by it"
         seen = f"rank {first.number}: {mine['value']}, rank {other.number}: {yours['value']}"
-        place = mine["line"]
-        yield Verdict(code="evaluation-not-joined", sentence=told, place=place, evidence=(seen,))
+        yield Verdict("evaluation-not-joined", told, mine["line"], evidence=(seen,))
 
 
 def _judge_pass(
@@ -198,10 +186,8 @@ def _judge_pass(
     # WHY keys: index 3 of a Subset is another sample on each rank
     is_part = any(p.about["base"] == "part" for p in parts)
     sets = [set(p.keys) if is_part or not p.indices else set(p.indices) for p in parts]
-    if not all(sets):
-        return
-    if len(sets[0] & sets[1]) >= 0.5 * len(sets[0]):
-        return  # it is not split
+    if not all(sets) or len(sets[0] & sets[1]) >= 0.5 * len(sets[0]):
+        return  # it is not known, or not split
     if not joining and is_over:
         why = "each rank evaluates its own share, and nothing joins the results"
         yield _not_joined(one, ranks, why)
@@ -213,11 +199,8 @@ def _judge_pass(
     is_cut = any(drops_padding(record["line"], size) for record in gathers)
     if is_padded and own and not is_cut and not one.about["drop_last"]:
         is_prepared = bool(gathers) and one.about["sampler"] != "DistributedSampler"
-        yield Verdict(
-            code="evaluation-padded",
-            sentence=f"{total - size} of {size} samples are evaluated twice: the sampler "
-            "fills up the last batches, and what joins the ranks' results counts them again",
-            place=gathers[0]["line"] if is_prepared else place_of(one.about),
-            seen_at=own[0]["line"],
-            evidence=(f"{total} samples evaluated, {size} in the dataset",),
-        )
+        told = f"{total - size} of {size} samples are evaluated twice: the sampler fills up the "
+        told += "last batches, and what joins the ranks' results counts them again"
+        place = gathers[0]["line"] if is_prepared else place_of(one.about)
+        line, seen = own[0]["line"], f"{total} samples evaluated, {size} in the dataset"
+        yield Verdict("evaluation-padded", told, place, seen_at=line, evidence=(seen,))

@@ -67,10 +67,8 @@ def run_program(
     try:
         process = subprocess.Popen(program, env=env, stdout=stdout, start_new_session=True)
     except OSError as error:
-        raise UsageError(
-            f"audit: {program[0]} can't be started: {error.strerror}",
-            fix="after -- give a command that runs without the audit",
-        ) from error
+        told = f"audit: {program[0]} can't be started: {error.strerror}"
+        raise UsageError(told, fix="after -- give a command that runs without the audit") from error
     try:
         return _watch(process, folder, num_steps, patience_s)
     except KeyboardInterrupt:  # who waits has seen enough: what was seen is judged

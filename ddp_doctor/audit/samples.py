@@ -146,15 +146,13 @@ def _other_data(passes: Sequence[dict[int, Pass]], ranks: Ranks) -> Iterator[Ver
         own, others = set(mine.values()), set(yours.values())
         is_shared = len(own & others) > 0.05 * len(own)
         split = call_line(ranks.files, {"random_split", "train_test_split"}) if is_shared else ""
-        yield Verdict(
-            code="samples-overlap" if is_shared else "samples-missing",
-            sentence="the sampler splits over the ranks what is other data on each of them: "
-            + ("some samples come twice, and others never" if is_shared else "it is split twice")
-            + f", and each rank leaves out {ranks.world_size - 1}/{ranks.world_size} of its own",
-            place=split or place_of(about),
-            seen_at=about["line"],
-            evidence=(f"{len(both)} indices were read on two ranks, and gave other samples",),
-        )
+        code = "samples-overlap" if is_shared else "samples-missing"
+        told = "the sampler splits over the ranks what is other data on each of them: "
+        told += "some samples come twice, and others never" if is_shared else "it is split twice"
+        told += f", and each rank leaves out {ranks.world_size - 1}/{ranks.world_size} of its own"
+        seen = f"{len(both)} indices were read on two ranks, and gave other samples"
+        place, line = split or place_of(about), about["line"]
+        yield Verdict(code, told, place, seen_at=line, evidence=(seen,))
 
 
 def _pairs(by_rank: dict[int, Pass], ranks: Ranks) -> Iterator[Verdict]:
@@ -177,14 +175,11 @@ def _pair(a: int, x: Pass, b: int, y: Pass, ranks: Ranks) -> Iterator[Verdict]:
     repeats = 1 - len(own) / len(mine)
     where = f"pass {x.about['number']}, sampler {x.about['sampler']}"
     if is_equal and is_varied and len(own) >= min(FEWEST, number):
-        yield Verdict(
-            code="same-samples",
-            sentence=f"ranks {a} and {b} train on the same samples in the same order: "
-            f"{ranks.world_size} ranks do the work of one",
-            place=place_of(x.about),
-            seen_at=x.about["line"],
-            evidence=(f"{number} samples compared ({where})",),
-        )
+        told = f"ranks {a} and {b} train on the same samples in the same order: "
+        told += f"{ranks.world_size} ranks do the work of one"
+        place, line = place_of(x.about), x.about["line"]
+        seen = f"{number} samples compared ({where})"
+        yield Verdict("same-samples", told, place, seen_at=line, evidence=(seen,))
         return
     chance = 0.5 * len(own) * len(theirs) / max(x.about["size"] or 0, len(own | theirs))
     # WHY the batch: a sampler pads its last one
@@ -193,14 +188,11 @@ def _pair(a: int, x: Pass, b: int, y: Pass, ranks: Ranks) -> Iterator[Verdict]:
     )
     replaces = repeats > 0.05 or "Weighted" in x.about["sampler"]
     if is_much and is_varied and not replaces:
-        yield Verdict(
-            code="samples-overlap",
-            sentence=f"ranks {a} and {b} share samples within one epoch: the loader is not split "
-            "over the ranks",
-            place=place_of(x.about),
-            seen_at=x.about["line"],
-            evidence=(f"{both} of {min(len(own), len(theirs))} samples are shared ({where})",),
-        )
+        told = f"ranks {a} and {b} share samples within one epoch: the loader is not split over "
+        told += "the ranks"
+        place, line = place_of(x.about), x.about["line"]
+        seen = f"{both} of {min(len(own), len(theirs))} samples are shared ({where})"
+        yield Verdict("samples-overlap", told, place, seen_at=line, evidence=(seen,))
 
 
 def _coverage(by_rank: dict[int, Pass], ranks: Ranks) -> Iterator[Verdict]:
@@ -216,14 +208,11 @@ def _coverage(by_rank: dict[int, Pass], ranks: Ranks) -> Iterator[Verdict]:
     missing = size - len(used)
     is_wrong = declared is not None and declared != ranks.world_size
     if is_split and is_wrong and missing > ranks.world_size * first.batch_size:
-        yield Verdict(
-            code="samples-missing",
-            sentence=f"{missing} of {size} samples are used by no rank: the sampler splits for "
-            f"{declared} ranks, and there are {ranks.world_size}",
-            place=place_of(first.about),
-            seen_at=first.about["line"],
-            evidence=(f"{len(used)} samples used in pass {first.about['number']}",),
-        )
+        told = f"{missing} of {size} samples are used by no rank: the sampler splits for "
+        told += f"{declared} ranks, and there are {ranks.world_size}"
+        place, line = place_of(first.about), first.about["line"]
+        seen = f"{len(used)} samples used in pass {first.about['number']}"
+        yield Verdict("samples-missing", told, place, seen_at=line, evidence=(seen,))
 
 
 def _repeated(by_rank: dict[int, Pass]) -> Iterator[Verdict]:
@@ -238,9 +227,7 @@ def _repeated(by_rank: dict[int, Pass]) -> Iterator[Verdict]:
         told = f"each sample comes {workers} times: each of the {workers} workers reads all of them"
         place, line = place_of(one.about), one.about["line"]
         seen = f"{num_distinct} different samples among {len(one.keys)}"
-        yield Verdict(
-            code="samples-repeated", sentence=told, place=place, seen_at=line, evidence=(seen,)
-        )
+        yield Verdict("samples-repeated", told, place, seen_at=line, evidence=(seen,))
 
 
 def _order(by_rank: dict[int, Pass], following: dict[int, Pass]) -> Iterator[Verdict]:
@@ -264,17 +251,11 @@ def _order(by_rank: dict[int, Pass], following: dict[int, Pass]) -> Iterator[Ver
         why, other_call = "its generator is seeded anew in each epoch", ""
     elif other_call:
         why = "this set_epoch() is of another sampler, or gets the same number in each epoch"
-    yield Verdict(
-        code="same-order",
-        sentence=f"two epochs have the same order, though the sampler shuffles: {why}",
-        place=other_call or loop_line(about["lines"]) or about["line"],
-        seen_at=about["line"],
-        evidence=(
-            f"{length} samples of passes {about['number']} and {about['number'] + 1} are in "
-            f"the same order ({about['sampler']})",
-            f"loader: {about['made']}",
-        ),
-    )
+    told = f"two epochs have the same order, though the sampler shuffles: {why}"
+    place = other_call or loop_line(about["lines"]) or about["line"]
+    seen = f"{length} samples of passes {about['number']} and {about['number'] + 1} are in "
+    facts = (f"{seen}the same order ({about['sampler']})", f"loader: {about['made']}")
+    yield Verdict("same-order", told, place, seen_at=about["line"], evidence=facts)
 
 
 def _uneven(by_rank: dict[int, Pass], ranks: Ranks) -> Iterator[Verdict]:
@@ -287,9 +268,7 @@ def _uneven(by_rank: dict[int, Pass], ranks: Ranks) -> Iterator[Verdict]:
     told = "the ranks have other numbers of batches in an epoch: who has more waits for the others"
     seen = ", ".join(f"rank {number}: {count}" for number, count in counts.items())
     seen, place = f"batches in pass {about['number']}: {seen}", place_of(about)
-    yield Verdict(
-        code="uneven-steps", sentence=told, place=place, seen_at=about["line"], evidence=(seen,)
-    )
+    yield Verdict("uneven-steps", told, place, seen_at=about["line"], evidence=(seen,))
 
 
 def _inputs(ranks: Ranks) -> Iterator[Verdict]:
@@ -304,15 +283,12 @@ def _inputs(ranks: Ranks) -> Iterator[Verdict]:
         is_apart = ranks.are_apart(*list(ranks)[number : number + 2])
         if min(len(own), len(theirs)) >= 4 and len(own & theirs) > 0.5 * len(own) and not is_apart:
             step = next(s for s in ranks.first.all("step") if s.get("inputs"))
-            seed = own_seed(ranks)
-            yield Verdict(
-                code="same-samples",
-                sentence=f"ranks {number} and {number + 1} train on the same batches: "
-                f"{ranks.world_size} ranks do the work of one",
-                place=seed_line(seed["lines"]) if seed else step["forward_line"],
-                seen_at=step["forward_line"],
-                evidence=(f"{len(own & theirs)} of {len(own)} inputs of DDP's forward are equal",),
-            )
+            seed, line = own_seed(ranks), step["forward_line"]
+            told = f"ranks {number} and {number + 1} train on the same batches: "
+            told += f"{ranks.world_size} ranks do the work of one"
+            place = seed_line(seed["lines"]) if seed else line
+            seen = f"{len(own & theirs)} of {len(own)} inputs of DDP's forward are equal"
+            yield Verdict("same-samples", told, place, seen_at=line, evidence=(seen,))
             return
 
 

@@ -45,14 +45,12 @@ class Script:
             self.text = path.read_text(encoding="utf-8", errors="replace")
             self.tree = ast.parse(self.text, filename=str(path))
         except OSError as error:
-            raise UsageError(
-                f"--source: {path} can't be read: {error.strerror}", fix="name a Python file"
-            ) from error
+            told = f"--source: {path} can't be read: {error.strerror}"
+            raise UsageError(told, fix="name a Python file") from error
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise UsageError(
-                f"--source: {path} is no Python that this interpreter can parse: {error}",
-                fix=shlex.join([sys.executable, "-m", "py_compile", str(path)]),
-            ) from error
+            told = f"--source: {path} is no Python that this interpreter can parse: {error}"
+            fix = shlex.join([sys.executable, "-m", "py_compile", str(path)])
+            raise UsageError(told, fix=fix) from error
         self.nodes = list(ast.walk(self.tree))
         self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
         self.assigned = list(assignments(self.nodes))
@@ -70,9 +68,8 @@ class Script:
         return any(word in self.text for word in ("DistributedDataParallel", "init_process_group"))
 
     def imports_any(self, names: frozenset[str]) -> bool:
-        imported = [n for n in self.nodes if isinstance(n, ast.Import | ast.ImportFrom)]
-        modules = [a.name for n in imported if isinstance(n, ast.Import) for a in n.names]
-        modules += [n.module or "" for n in imported if isinstance(n, ast.ImportFrom)]
+        modules = [a.name for n in self.nodes if isinstance(n, ast.Import) for a in n.names]
+        modules += [n.module or "" for n in self.nodes if isinstance(n, ast.ImportFrom)]
         return any(module.split(".")[0] in names for module in modules)
 
     def calls(self, name: str) -> Iterator[ast.Call]:
@@ -218,9 +215,8 @@ def find_save_on_all_ranks(script: Script) -> Found:
         if ast.unparse(call.func) != "torch.save" or len(call.args) < 2:
             continue
         function = script.function_of(call)
-        if script.is_for_some_ranks(call) or not _is_fixed_path(script, call.args[1]):
-            continue
-        if isinstance(function, ast.Lambda):
+        is_for_some = isinstance(function, ast.Lambda) or script.is_for_some_ranks(call)
+        if is_for_some or not _is_fixed_path(script, call.args[1]):
             continue
         name = getattr(function, "name", "")
         callers = list(script.calls(name)) if name else []
@@ -274,9 +270,8 @@ def find_hard_coded_device(script: Script) -> Found:
 
 def _is_top_of_training(script: Script, node: ast.AST) -> bool:
     """Whether the function also sets up DDP, or is the file itself: no helper for one GPU."""
-    function = script.function_of(node)
-    words = set(map(called, ast.walk(function)))
-    return bool(words & {"DistributedDataParallel", "DDP", "init_process_group"})
+    words = set(map(called, ast.walk(script.function_of(node))))
+    return not words.isdisjoint((*DDP_NAMES, "init_process_group"))
 
 
 def find_one_rank_collective(script: Script) -> Found:
@@ -379,12 +374,7 @@ def read_script(script: Script) -> list[Verdict]:
     """Apply all rules to one file; the evidence is the line that a rule found."""
     lines = script.text.splitlines()
     return [
-        Verdict(
-            code=code,
-            sentence=sentence,
-            place=f"{script.path}:{node.lineno}",
-            evidence=(lines[node.lineno - 1].strip(),),
-        )
+        Verdict(code, told, f"{script.path}:{n.lineno}", evidence=(lines[n.lineno - 1].strip(),))
         for code, rule in RULES
-        for node, sentence in rule(script)
+        for n, told in rule(script)
     ]

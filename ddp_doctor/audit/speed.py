@@ -66,7 +66,7 @@ def judge_speed(ranks: Ranks) -> Iterator[Verdict]:
         told = f"{share:.0%} of a step is spent waiting for data, "
         told += f"with num_workers={about['workers']}"
         seen = f"{first['wait_s']:.1f} of {first['wall_s']:.1f} ms"
-        yield Verdict(code="slow-data", sentence=told, place=about["made"], evidence=(seen,))
+        yield Verdict("slow-data", told, about["made"], evidence=(seen,))
     for wrap in ranks.first.all("ddp"):
         yield from _ddp(ranks.first, wrap, first)
 
@@ -92,15 +92,12 @@ def _slow_rank(ranks: Ranks, times: dict[int, dict[str, float]]) -> Iterator[Ver
             parts,
             key=lambda p: times[slow][p] - median(t[p] for n, t in times.items() if n != slow),
         )
-        step = ranks.by_number[slow].all("step")[0]
-        yield Verdict(
-            code="slow-rank",
-            sentence=f"rank {slow} is slow, and all others wait for it: {work[slow]:.1f} ms of own "
-            f"work per step, the others {others:.1f}; most of it in "
-            f"{PARTS.get(part, 'code outside the forward')}",
-            place=step["line"],
-            evidence=(f"a step takes {times[slow]['wall_s']:.1f} ms",),
-        )
+        told = f"rank {slow} is slow, and all others wait for it: {work[slow]:.1f} ms of own work "
+        told += f"per step, the others {others:.1f}; most of it in "
+        told += PARTS.get(part, "code outside the forward")
+        place = ranks.by_number[slow].all("step")[0]["line"]
+        seen = f"a step takes {times[slow]['wall_s']:.1f} ms"
+        yield Verdict("slow-rank", told, place, evidence=(seen,))
 
 
 def _ddp(rank: Rank, wrap: Record, times: dict[str, float]) -> Iterator[Verdict]:
@@ -112,9 +109,7 @@ def _ddp(rank: Rank, wrap: Record, times: dict[str, float]) -> Iterator[Verdict]
         told = "find_unused_parameters=True searches the graph in every step, and every parameter "
         told += "had a gradient"
         seen = f"{len(steps)} steps looked at"
-        yield Verdict(
-            code="find-unused-needless", sentence=told, place=wrap["line"], evidence=(seen,)
-        )
+        yield Verdict("find-unused-needless", told, wrap["line"], evidence=(seen,))
     needless = [
         s
         for s in steps[1:]
@@ -128,15 +123,11 @@ def _ddp(rank: Rank, wrap: Record, times: dict[str, float]) -> Iterator[Verdict]
         told = "no_sync() covers the backward only: DDP decides in the forward, so all gradients "
         told += "are averaged all the same"
         seen = f"{late[0]['backwards']['late']} backwards of a step"
-        place = late[0]["backward_line"]
-        yield Verdict(code="no-sync-without-effect", sentence=told, place=place, evidence=(seen,))
+        line = late[0]["backward_line"]
+        yield Verdict("no-sync-without-effect", told, line, evidence=(seen,))
     elif is_only and len(needless) > 2:
         number = needless[0]["backwards"]["sync"]
         share = times["backward_s"] / times["wall_s"] if times else 0.0
-        yield Verdict(
-            code="no-sync-missing",
-            sentence=f"the gradients are averaged {number} times per step: under no_sync() once "
-            "would do",
-            place=needless[0]["backward_line"],
-            evidence=(f"backward with all-reduce takes {share:.0%} of a step",),
-        )
+        told = f"the gradients are averaged {number} times per step: under no_sync() once would do"
+        seen = f"backward with all-reduce takes {share:.0%} of a step"
+        yield Verdict("no-sync-missing", told, needless[0]["backward_line"], evidence=(seen,))

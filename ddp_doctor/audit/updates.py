@@ -62,21 +62,18 @@ def _zeroing(steps: Sequence[Record]) -> Iterator[Verdict]:
         seen = f"at every backward of {len(later)} steps looked at, the gradients of the last one "
         facts = (f"{seen}were still there", f"step: {step['line']}")
         place = step["backward_line"] or step["line"]
-        yield Verdict(code="gradients-not-zeroed", sentence=told, place=place, evidence=facts)
+        yield Verdict("gradients-not-zeroed", told, place, evidence=facts)
     elif all(
         1 < step["num_looks"] == step["num_zero"]
         and _is_split(step, step["num_looks"])
         and len(step["backward_lines"]) == 1
         for step in later
     ):
-        yield Verdict(
-            code="accumulation-lost",
-            sentence=f"{step['num_looks']} batches make a step, but the gradients are set to zero "
-            "before each of them: only the last one counts",
-            place=step["zero_line"] or step["backward_line"],
-            seen_at=step["backward_line"],
-            evidence=(f"all {step['num_looks']} backwards of a step began with empty gradients",),
-        )
+        told = f"{step['num_looks']} batches make a step, but the gradients are set to zero before "
+        told += "each of them: only the last one counts"
+        place, line = step["zero_line"] or step["backward_line"], step["backward_line"]
+        seen = f"all {step['num_looks']} backwards of a step began with empty gradients"
+        yield Verdict("accumulation-lost", told, place, seen_at=line, evidence=(seen,))
 
 
 def _schedules(rank: Rank, ranks: Ranks) -> Iterator[Verdict]:
@@ -108,14 +105,11 @@ def _schedules(rank: Rank, ranks: Ranks) -> Iterator[Verdict]:
             places = ["" if ranks.have_framework else plan["step_line"]]
         else:
             continue
-        yield Verdict(
-            code=code,
-            sentence=f"the learning rate's schedule is planned for {planned} steps, {whose}, and "
-            f"the run makes {made} of them, with {ranks.world_size} ranks",
-            place=next(filter(None, places), plan["line"]),
-            seen_at=plan["step_line"],
-            evidence=(f"{rank.step_count} optimizer steps in {passes} epochs",),
-        )
+        told = f"the learning rate's schedule is planned for {planned} steps, {whose}, and the run "
+        told += f"makes {made} of them, with {ranks.world_size} ranks"
+        place, line = next(filter(None, places), plan["line"]), plan["step_line"]
+        seen = f"{rank.step_count} optimizer steps in {passes} epochs"
+        yield Verdict(code, told, place, seen_at=line, evidence=(seen,))
 
 
 def _has_ended(step: int, rank: Rank) -> bool:
@@ -139,6 +133,7 @@ def _still(
     """Yield parameters of an optimizer that do not move."""
     if len(steps) < 4:
         return
+    made = optimizer["line"]
     every = [i for i, is_trained in enumerate(optimizer["trainable"]) if is_trained]
     unused = [i for i in every if all(step["g"][i] is None for step in steps)]
     looks = rank.all("still")
@@ -157,23 +152,18 @@ def _still(
     if len(unused) == len(every) and is_other:
         told = "the optimizer holds the parameters of another model than the one that DDP trains: "
         told += "it was made before the model was replaced"
-        place, seen = optimizer["line"], f"none of its {len(unused)} parameters ever has a gradient"
-        yield Verdict(
-            code="parameter-not-in-optimizer", sentence=told, place=place, evidence=(seen,)
-        )
+        seen = f"none of its {len(unused)} parameters ever has a gradient"
+        yield Verdict("parameter-not-in-optimizer", told, made, evidence=(seen,))
     elif unused:
-        yield Verdict(
-            code="parameter-never-moves",
-            sentence=f"{_named(optimizer, unused)} never get a gradient: no loss depends on them",
-            place=next(filter(None, map(forward_cut_line, files)), "") or optimizer["line"],
-            seen_at=optimizer["line"],
-            evidence=(f"{len(steps)} of {steps[-1]['n']} steps were looked at",),
-        )
+        told = f"{_named(optimizer, unused)} never get a gradient: no loss depends on them"
+        place = next(filter(None, map(forward_cut_line, files)), made)
+        seen = f"{len(steps)} of {steps[-1]['n']} steps were looked at"
+        yield Verdict("parameter-never-moves", told, place, seen_at=made, evidence=(seen,))
     if stuck:
         rates = sorted({rate for look in looks for i, rate in look["still"] if i in stuck})
         told = f"{_named(optimizer, sorted(stuck))} get gradients, but never change"
-        place, seen = optimizer["line"], f"learning rate {', '.join(map(str, rates))}"
-        yield Verdict(code="parameter-never-moves", sentence=told, place=place, evidence=(seen,))
+        seen = f"learning rate {', '.join(map(str, rates))}"
+        yield Verdict("parameter-never-moves", told, made, evidence=(seen,))
 
 
 def _named(optimizer: Record, indices: Sequence[int]) -> str:
@@ -194,8 +184,8 @@ def _orphans(rank: Rank) -> Iterator[Verdict]:
         told += "updated"
         facts = [f"{len(names)} parameters of the DDP model are in no optimizer"]
         facts += [f"the optimizer has {num_stale} that DDP's model does not have"] * bool(num_stale)
-        place, code = optimizer["line"], "parameter-not-in-optimizer"
-        yield Verdict(code=code, sentence=told, place=place, evidence=tuple(facts))
+        place = optimizer["line"]
+        yield Verdict("parameter-not-in-optimizer", told, place, evidence=tuple(facts))
 
 
 def _clipping(ranks: Ranks) -> Iterator[Verdict]:
@@ -204,15 +194,13 @@ def _clipping(ranks: Ranks) -> Iterator[Verdict]:
     if len(scaled) >= ENOUGH:
         told = "gradients are clipped while they are multiplied by the loss scale: the limit is "
         told += "too small by that factor"
-        place = scaled[0]["line"]
         seen = f"loss scale {scaled[0]['scale']:g}, and unscale_ was not called before"
-        yield Verdict(code="clipped-before-unscale", sentence=told, place=place, evidence=(seen,))
+        yield Verdict("clipped-before-unscale", told, scaled[0]["line"], evidence=(seen,))
     late = [clip for _, clip in clips if not clip["num_backwards"]]
     if len(late) >= ENOUGH and len(late) == len(clips):
         told = "gradients are clipped once the optimizer has used them: no step is limited"
-        place = late[0]["line"]
         seen = "no backward runs between the optimizer's step and the clipping"
-        yield Verdict(code="clipped-after-step", sentence=told, place=place, evidence=(seen,))
+        yield Verdict("clipped-after-step", told, late[0]["line"], evidence=(seen,))
     if ranks.are_sharded or len(ranks) < 2:
         return
     mine, yours = (rank.by_step("clip") for rank in list(ranks)[:2])
@@ -227,9 +215,7 @@ def _clipping(ranks: Ranks) -> Iterator[Verdict]:
         told += "on how the batch is split"
         place = differing[0]["line"]
         seen = "the gradients differ between ranks at the clipping, and not at the step"
-        yield Verdict(
-            code="clipped-before-all-reduce", sentence=told, place=place, evidence=(seen,)
-        )
+        yield Verdict("clipped-before-all-reduce", told, place, evidence=(seen,))
 
 
 def _are_averaged_later(ranks: Ranks, clip: Record) -> bool:
@@ -253,17 +239,13 @@ def judge_scale(
     whole = factor * parts
     seen = f"each loss is multiplied by {factor:.6g}; {parts} backwards make a step"
     if parts > 1 and _is(whole, parts):
-        yield Verdict(
-            code="accumulation-not-divided",
-            sentence=f"{parts} batches make a step, and their losses are added up without a "
-            f"division: the gradients are {parts} times too large",
-            place=(ranks.have_framework and own_loss_line(near)) or near,
-            seen_at=near,
-            evidence=(seen,),
-        )
+        told = f"{parts} batches make a step, and their losses are added up without a division: "
+        told += f"the gradients are {parts} times too large"
+        place = (ranks.have_framework and own_loss_line(near)) or near
+        yield Verdict("accumulation-not-divided", told, place, seen_at=near, evidence=(seen,))
     elif parts > 1 and _is(whole, 1 / parts) and (line := scaling_line(near, ())):
         told = f"the loss is divided by the {parts} batches of a step twice"
-        yield Verdict(code="divided-twice", sentence=told, place=line, evidence=(seen,))
+        yield Verdict("divided-twice", told, line, evidence=(seen,))
     elif world > 1 and (_is(whole, world) or _is(whole, 1 / world)):
         if _shares_outputs(rank) or not any(s["backwards"].get("sync") for s in steps):
             return
@@ -276,15 +258,11 @@ def judge_scale(
         if is_reduced and not is_between(line, at, near):
             line = at  # it is divided elsewhere: by a helper
         if line:
-            yield Verdict(
-                code="scaled-by-world-size" if is_large else "divided-twice",
-                sentence="DDP averages the gradients over the ranks already; the program "
-                + (f"multiplies them by the {world} ranks" if is_large else "divides them again")
-                + (": the loss that goes backward was all-reduced" if is_reduced else ""),
-                place=line,
-                seen_at=near,
-                evidence=(seen,),
-            )
+            code = "scaled-by-world-size" if is_large else "divided-twice"
+            told = "DDP averages the gradients over the ranks already; the program "
+            told += f"multiplies them by the {world} ranks" if is_large else "divides them again"
+            told += ": the loss that goes backward was all-reduced" if is_reduced else ""
+            yield Verdict(code, told, line, seen_at=near, evidence=(seen,))
 
 
 def _reading(rank: Rank, step: Record) -> tuple[int, float] | None:
@@ -355,7 +333,7 @@ def judge_by_hand(rank: Rank, ranks: Ranks) -> Iterator[Verdict]:
         code = "scaled-by-world-size" if is_large else "divided-twice"
         told = f"the gradients are {how} by the {world} ranks"
         place = line if is_large else scaling_line(line, _WORLD) or line
-        yield Verdict(code=code, sentence=told, place=place, evidence=(seen,))
+        yield Verdict(code, told, place, evidence=(seen,))
 
 
 def _share_of_sum(step: Record, others: Sequence[Record]) -> float | None:

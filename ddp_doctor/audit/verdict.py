@@ -7,7 +7,7 @@ import json
 import os
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from ddp_doctor.audit.catalogue import CATALOGUE, Severity
 
@@ -15,7 +15,7 @@ WIDTH = 100
 _INDENT = "    "
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """One thing that is wrong, or could be faster."""
 
@@ -26,6 +26,7 @@ class Verdict:
     place: str = ""
     """FILE:LINE of the user's; empty if no line is to blame."""
 
+    _: KW_ONLY
     seen_at: str = ""
     """FILE:LINE where the damage shows, if that is another one."""
 

@@ -23,7 +23,7 @@ def judge_weights(ranks: Ranks) -> Iterator[Verdict]:
         told += "model of its own"
         seen = f"ranks seen: {sorted(ranks.by_number)}"
         place = next((o["line"] for o in ranks.first.all("optimizer")), "")
-        yield Verdict(code="no-process-group", sentence=told, place=place, evidence=(seen,))
+        yield Verdict("no-process-group", told, place, evidence=(seen,))
         return
     if ranks.are_sharded:
         return
@@ -57,16 +57,15 @@ def _first_difference(first: Rank, other: Rank, ranks: Ranks) -> Iterator[Verdic
             place, why = _unequal_start(first, other, optimizer, there, ranks)
             told = f"the weights differ between ranks before the first step: {why}"
             place, seen = place or optimizer["line"], f"{who}, before step 1: {seen}"
-            yield Verdict(code="weights-differ", sentence=told, place=place, evidence=(seen,))
+            yield Verdict("weights-differ", told, place, evidence=(seen,))
             return
         if a["lr"] != b["lr"]:
             schedulers = [_only_on_one(first, other, "schedule")]
             schedulers += [r["line"] for rank in (first, other) for r in rank.all("schedule")]
             place = next(filter(None, schedulers if step > 1 else ()), optimizer["line"])
             told, line = f"the learning rate differs between ranks at step {step}", a["line"]
-            rates = (f"rank {first.number}: {a['lr']}, rank {other.number}: {b['lr']}",)
-            code = "learning-rates-differ"
-            yield Verdict(code=code, sentence=told, place=place, seen_at=line, evidence=rates)
+            seen = f"rank {first.number}: {a['lr']}, rank {other.number}: {b['lr']}"
+            yield Verdict("learning-rates-differ", told, place, seen_at=line, evidence=(seen,))
             return
         if "g" not in a or "g" not in b:
             continue
@@ -75,14 +74,11 @@ def _first_difference(first: Rank, other: Rank, ranks: Ranks) -> Iterator[Verdic
             yield _not_averaged(first, other, optimizer, a, told, ranks)
             return
         if seen := _which(optimizer, *(_trained(optimizer, a, s["w"]) for s in (a, b))):
-            yield Verdict(
-                code="weights-differ",
-                sentence=f"the weights differ between ranks from step {step} on, though the "
-                "gradients were equal: the optimizer's state, or a change of the weights on one "
-                "rank, differs",
-                place=_only_on_one(first, other, "load", "load_optimizer") or a["line"],
-                evidence=(f"{who}: {seen}",),
-            )
+            told = f"the weights differ between ranks from step {step} on, though the gradients "
+            told += "were equal: the optimizer's state, or a change of the weights on one rank, "
+            told += "differs"
+            place = _only_on_one(first, other, "load", "load_optimizer") or a["line"]
+            yield Verdict("weights-differ", told, place, evidence=(f"{who}: {seen}",))
             return
     yield from _never_steps(first, other)
 
@@ -96,8 +92,7 @@ def _never_steps(first: Rank, other: Rank) -> Iterator[Verdict]:
             told = f"rank {idle.number} never steps its optimizer: its weights stay as they were, "
             told += f"and rank {busy.number} trains on"
             seen = f"equal after {looks[0]['n']} and {looks[-1]['n']} backwards"
-            place = steps[0]["line"]
-            yield Verdict(code="weights-differ", sentence=told, place=place, evidence=(seen,))
+            yield Verdict("weights-differ", told, steps[0]["line"], evidence=(seen,))
 
 
 def _trained(optimizer: Record, step: Record, weights: Sequence[object]) -> list[object]:
@@ -176,14 +171,10 @@ def _not_averaged(
         line = _only_on_one(first, other, "clip") or step["line"]
     averages = any(c["of"] == "weights" and c["t"] > first.all("step")[0]["t"] for c in calls)
     is_local = averages or bool(rare and first.all("ddp")) or has_local_steps(first, other)
-    return Verdict(
-        code="gradients-not-averaged",
-        sentence=f"the gradients differ between ranks: {why}"
-        + ("; the weights are averaged now and then (local SGD)" if is_local else ""),
-        place=line,
-        evidence=(seen, f"DDP in this step: {_told(counts)}"),
-        softened=is_local,
-    )
+    told = f"the gradients differ between ranks: {why}"
+    told += "; the weights are averaged now and then (local SGD)" if is_local else ""
+    facts = (seen, f"DDP in this step: {_told(counts)}")
+    return Verdict("gradients-not-averaged", told, line, evidence=facts, softened=is_local)
 
 
 def _unknown(optimizer: Record, step: Record, other: Rank) -> list[int]:
@@ -240,7 +231,7 @@ def _by_hand(first: Rank, other: Rank) -> Iterator[Verdict]:
         if a["names"] == b["names"] and differ:
             told = "the weights differ between ranks; no optimizer of torch moves them"
             seen = f"after {a['n']} backwards {len(differ)} of {len(a['w'])} differ, as {differ[0]}"
-            yield Verdict(code="weights-differ", sentence=told, place=a["line"], evidence=(seen,))
+            yield Verdict("weights-differ", told, a["line"], evidence=(seen,))
             return
 
 
@@ -256,7 +247,7 @@ def _buffers(first: Rank, other: Rank) -> Iterator[Verdict]:
             told += " between ranks: each rank evaluates, and saves, another model"
             seen = f"step {key[1]}: {len(differ)} of {len(mine)} buffers, first {differ[0]}"
             facts = (seen, "DDP was made with broadcast_buffers=False")
-            yield Verdict(code="buffers-differ", sentence=told, place=wrap["line"], evidence=facts)
+            yield Verdict("buffers-differ", told, wrap["line"], evidence=facts)
             return
 
 

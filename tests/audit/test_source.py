@@ -112,6 +112,6 @@ def test_what_is_no_python_gives_one_error(
 
 @pytest.mark.parametrize("place", ["", "model.py", "<string>:?"])
 def test_a_place_without_a_line_number_is_written_as_line_0(place: str) -> None:
-    verdict = Verdict(code="gradients-not-averaged", sentence="s", place=place)
+    verdict = Verdict("gradients-not-averaged", "s", place=place)
     [row] = json.loads(as_json([verdict]))["verdicts"]
     assert row["line"] == 0
