@@ -1,6 +1,7 @@
 """What the commands say: text that can't steer a terminal, and what is wrong with what they got."""
 
 import re
+from collections.abc import Mapping
 from typing import Any, TextIO
 
 # The control characters, and those that change the direction of a text or end its line.
@@ -48,3 +49,11 @@ class UsageError(DoctorError):
 
 class UnreadableLogError(DoctorError):
     """A log can't be read."""
+
+
+def whole_number(options: Mapping[str, str], name: str, *, least: int = 1) -> int:
+    """Read the number that an option has. Raises UsageError."""
+    if (text := options[name]).isdecimal() and int(text) >= least:
+        return int(text)
+    told = f"--{name}: found {text!r}, needs a whole number from {least}"
+    raise UsageError(told, fix=options["usage"])

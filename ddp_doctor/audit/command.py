@@ -23,7 +23,7 @@ from ddp_doctor.audit.speed import judge_speed, time_lines
 from ddp_doctor.audit.updates import judge_updates
 from ddp_doctor.audit.verdict import Verdict, as_json, as_text
 from ddp_doctor.audit.weights import judge_weights
-from ddp_doctor.terminal import PrintableOutput, UsageError
+from ddp_doctor.terminal import PrintableOutput, UsageError, whole_number
 
 HEALTHY, MISTAKES, UNSEEN = 0, 1, 2
 
@@ -71,7 +71,7 @@ def _run(
     read = read_script(Script(Path(source))) if source else []
     if not program:
         return _report(read, wants_json, output, seen=f"{source} was read, not run")
-    num_steps, patience_s = (_positive(options, name) for name in ("steps", "hang_after"))
+    num_steps, patience_s = (whole_number(options, name) for name in ("steps", "hang_after"))
     with tempfile.TemporaryDirectory(prefix="audit-") as folder:
         shown = sys.stderr if wants_json else None  # the report alone is on stdout
         ending = run_program(
@@ -79,13 +79,6 @@ def _run(
         )
         ranks = read_ranks(Path(folder))
     return _report_program(ranks, ending, options, output)
-
-
-def _positive(options: Mapping[str, str], name: str) -> int:
-    if (value := options[name]).isdecimal() and int(value) > 0:
-        return int(value)
-    text = f"--{name}: found {value!r}, needs a whole number from 1"
-    raise UsageError(text, fix=options["usage"])
 
 
 def _report_program(

@@ -23,9 +23,9 @@ from typing import TextIO, cast
 
 from ddp_doctor.drill import isolation
 from ddp_doctor.drill.outcome import FAULTS, Drill, Reference, checkpoints_of, has_failed, is_whole
-from ddp_doctor.drill.runs import OTHER_RANKS, Case, Facts, Plan, Process, keep_logs, kill_all
+from ddp_doctor.drill.runs import OTHER_RANKS, Case, Facts, Plan, Process, kill_all
 from ddp_doctor.drill.story import Part, last_weights, samples_of, uses_of
-from ddp_doctor.terminal import PrintableOutput, UsageError
+from ddp_doctor.terminal import PrintableOutput, UsageError, whole_number
 
 LOST, UNSEEN, SHOWN_LINES = 1, 2, 15
 MOUNT_S = 20.0
@@ -61,7 +61,8 @@ def run_drill(
                     words = with_ranks(again, report["ranks"], OTHER_RANKS[fault])
                 report["faults"].append(drill.run(program, words))
                 print(line_of(report["faults"][-1]), file=shown, flush=True)
-                keep_logs(plan.work)
+                for path in plan.work.glob("*/[!l]*/"):  # all that the case left, but its logs
+                    shutil.rmtree(path, ignore_errors=True)
             verdicts = {row["verdict"] for row in report["faults"]}
             report["logs"] = str(plan.work) if "lost" in verdicts else ""
         finally:
@@ -115,12 +116,8 @@ def read_faults(
 def make_plan(options: Mapping[str, str], env: Mapping[str, str]) -> Plan:
     """Choose the folders, and how the program gets its own. Raises UsageError."""
     numbers = {"hang_after": 120, "repeat": 1, "rank": 1, "step": 0}
-    for name, default in numbers.items():
-        text, least = options[name] or str(default), int(name != "rank")
-        if not text.isdecimal() or (int(text) < least and options[name]):
-            told = f"--{name}: found {text!r}, needs a whole number from {least}"
-            raise UsageError(told, fix=options["usage"])
-        numbers[name] = int(text)
+    for name in filter(options.get, numbers):
+        numbers[name] = whole_number(options, name, least=int(name != "rank"))
     folders = [os.path.realpath(folder) for folder in (".", *options["also"].splitlines())]
     if bad := [folder for folder in folders if folder == "/" or not os.path.isdir(folder)]:
         told = f"{bad[0]}: this needs a folder that exists, and not /"

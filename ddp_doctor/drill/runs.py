@@ -209,12 +209,6 @@ class Case:
         return sorted(found, key=lambda process: (process.start, process.records[0]["t"]))
 
 
-def keep_logs(work: Path) -> None:
-    """Remove what the cases left but their logs."""
-    for path in work.glob("*/[!l]*/"):
-        shutil.rmtree(path, ignore_errors=True)
-
-
 def _copy_output(process: "subprocess.Popen[bytes]", log: IO[bytes], wait_s: float) -> None:
     """Copy what the program has printed; wait up to wait_s for it."""
     pipe = process.stdout
