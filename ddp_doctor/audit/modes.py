@@ -21,7 +21,6 @@ _JOINING = frozenset(("all_reduce", "reduce", "all_gather", "gather", "all_gathe
 
 
 def judge_modes(ranks: Ranks) -> Iterator[Verdict]:
-    """Yield what is wrong with modes, masks and evaluation."""
     yield from _train_mode(ranks.first)
     for rank in ranks:
         yield from _lost_mode(rank)

@@ -28,7 +28,6 @@ class Rank:
         self._kinds[record["k"]].append(record)
 
     def all(self, kind: str) -> list[Record]:
-        """List the records of a kind."""
         return self._kinds.get(kind, [])
 
     def by_step(self, kind: str) -> dict[tuple[str, str], list[Record]]:

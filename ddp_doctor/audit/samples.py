@@ -43,7 +43,6 @@ class Pass:
 
 
 def read_passes(rank: Rank) -> dict[Key, Pass]:
-    """Collect the passes of a rank."""
     trained = rank.trained_passes()
     names: dict[int, tuple[str, int]] = {}
     counts: Counter[str] = Counter()
@@ -69,7 +68,6 @@ def read_passes(rank: Rank) -> dict[Key, Pass]:
 
 
 def judge_samples(ranks: Ranks) -> Iterator[Verdict]:
-    """Yield what is wrong with the samples of training."""
     by_key: dict[Key, dict[int, Pass]] = defaultdict(dict)
     for rank in ranks:
         for key, one in read_passes(rank).items():

@@ -354,7 +354,6 @@ def _is_global_rank(node: ast.AST) -> bool:
 
 
 def assignments(nodes: Iterable[ast.AST]) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Yield each target of an assignment, and the value."""
     for node in nodes:
         if isinstance(node, ast.Assign):
             yield from ((target, node.value) for target in node.targets)

@@ -43,7 +43,6 @@ def _steps_of(rank: Rank) -> list[Record]:
 
 
 def time_lines(ranks: Ranks) -> list[str]:
-    """Write the times of all ranks as a table."""
     rows = [(rank.number, times) for rank in ranks if (times := split_times(rank))]
     if not rows:
         return []

@@ -9,15 +9,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from ddp_doctor.audit.origins import (
-    are_alternatives,
-    forward_cut_line,
-    is_between,
-    is_planned_by_loader,
-    made_line,
-    own_loss_line,
-    scaling_line,
-)
+from ddp_doctor.audit import origins
 from ddp_doctor.audit.records import Rank, Ranks, Record
 from ddp_doctor.audit.verdict import Verdict
 from ddp_doctor.audit.weights import MAX_NAMED, name_of, reducing_calls
@@ -37,7 +29,6 @@ _WORLD = frozenset(("world", "num_processes", "nprocs", "n_gpu", "num_gpus", "ng
 
 
 def judge_updates(ranks: Ranks) -> Iterator[Verdict]:
-    """Yield what is wrong with the steps."""
     rank = ranks.first
     for optimizer in rank.all("optimizer"):
         steps = [s for s in rank.steps("g").values() if s["o"] == optimizer["o"]]
@@ -85,17 +76,17 @@ def _schedules(rank: Rank, ranks: Ranks) -> Iterator[Verdict]:
         # WHY passes: an epoch has a rounded number of steps
         slack = ranks.world_size * (1 + passes)
         if made <= 2 * max(1, passes):
-            is_of_steps = planned == rank.step_count and is_planned_by_loader(plan["line"])
+            is_of_steps = planned == rank.step_count and origins.is_planned_by_loader(plan["line"])
             if not is_of_steps or planned < 4 * made:
                 continue  # a schedule of epochs
             code, whose = "schedule-too-long", "those of the optimizer, is stepped once an epoch"
         elif planned == passes > 1 and made == rank.step_count and _has_ended(planned, rank):
             code, whose = "schedule-too-short", "as many as epochs, is stepped at each batch"
         elif abs(planned - made * ranks.world_size) <= min(slack, 0.2 * planned):
-            if is_planned_by_loader(plan["line"]):
+            if origins.is_planned_by_loader(plan["line"]):
                 continue  # it is divided, and the run has stopped early
             code, whose = "schedule-too-long", "those of the undivided data"
-            places = [made_line(plan["line"], keyword) for keyword in _HORIZONS]
+            places = [origins.made_line(plan["line"], keyword) for keyword in _HORIZONS]
         elif (
             abs(planned * ranks.world_size - made) <= min(slack, 0.2 * made)
             and made >= ranks.world_size * rank.step_count - slack
@@ -156,7 +147,7 @@ def _still(
         yield Verdict("parameter-not-in-optimizer", told, made, evidence=(seen,))
     elif unused:
         told = f"{_named(optimizer, unused)} never get a gradient: no loss depends on them"
-        place = next(filter(None, map(forward_cut_line, files)), made)
+        place = next(filter(None, map(origins.forward_cut_line, files)), made)
         seen = f"{len(steps)} of {steps[-1]['n']} steps were looked at"
         yield Verdict("parameter-never-moves", told, place, seen_at=made, evidence=(seen,))
     if stuck:
@@ -241,9 +232,9 @@ def judge_scale(
     if parts > 1 and _is(whole, parts):
         told = f"{parts} batches make a step, and their losses are added up without a division: "
         told += f"the gradients are {parts} times too large"
-        place = (ranks.have_framework and own_loss_line(near)) or near
+        place = (ranks.have_framework and origins.own_loss_line(near)) or near
         yield Verdict("accumulation-not-divided", told, place, seen_at=near, evidence=(seen,))
-    elif parts > 1 and _is(whole, 1 / parts) and (line := scaling_line(near, ())):
+    elif parts > 1 and _is(whole, 1 / parts) and (line := origins.scaling_line(near, ())):
         told = f"the loss is divided by the {parts} batches of a step twice"
         yield Verdict("divided-twice", told, line, evidence=(seen,))
     elif world > 1 and (_is(whole, world) or _is(whole, 1 / world)):
@@ -254,8 +245,8 @@ def judge_scale(
         at = next(filter(None, (step["reduced_line"], *lines)), near)
         is_reduced = any(kind == "reduced" for _, kind in step["factors"])
         calls = reducing_calls(rank, optimizer) if _is(step["ratio"] or 1, whole) else []
-        line = calls[-1]["line"] if calls else scaling_line(near, _WORLD)
-        if is_reduced and not is_between(line, at, near):
+        line = calls[-1]["line"] if calls else origins.scaling_line(near, _WORLD)
+        if is_reduced and not origins.is_between(line, at, near):
             line = at  # it is divided elsewhere: by a helper
         if line:
             code = "scaled-by-world-size" if is_large else "divided-twice"
@@ -270,7 +261,7 @@ def _reading(rank: Rank, step: Record) -> tuple[int, float] | None:
     kinds = {kind for _, kind in step["factors"]}
     values = {round(value / step["amp_scale"], 7) for value, _ in step["factors"]}
     is_one = len(kinds) == len(values) == 1 and kinds <= {"mean", "reduced"}
-    if not is_one or not are_alternatives(list(step["backward_lines"])):
+    if not is_one or not origins.are_alternatives(list(step["backward_lines"])):
         return None
     number = step["backwards"]["all"]
     if number > 1 and not _is_split(step, number):
@@ -332,7 +323,7 @@ def judge_by_hand(rank: Rank, ranks: Ranks) -> Iterator[Verdict]:
         how = "added up over the ranks, and not divided" if is_large else "divided twice"
         code = "scaled-by-world-size" if is_large else "divided-twice"
         told = f"the gradients are {how} by the {world} ranks"
-        place = line if is_large else scaling_line(line, _WORLD) or line
+        place = line if is_large else origins.scaling_line(line, _WORLD) or line
         yield Verdict(code, told, place, evidence=(seen,))
 
 

@@ -233,7 +233,6 @@ def row_of(facts: Facts) -> list[str]:
 
 
 def line_of(facts: Facts) -> str:
-    """Lay out one line of the table."""
     words = zip(row_of(facts), COLUMNS.items(), strict=True)
     return "  ".join(w.ljust(max(width, len(name))) for w, (name, width) in words).rstrip()
 

@@ -304,7 +304,6 @@ class Drilled:
         return kind
 
     def begin_child(self) -> None:
-        """Forget what belongs to the parent."""
         self.recorder.forget()
         self.num_steps, self._is_armed = 0, False
 

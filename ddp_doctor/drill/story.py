@@ -117,10 +117,8 @@ def why_different(uses: Uses, reference: Uses) -> str:
         keys = [key for key in reference if key[1] == step and uses.get(key, ({}, []))[0]]
         pairs = [(uses[key], reference[key]) for key in keys]
         if any(mine[0]["w"] != other[0]["w"] for mine, other in pairs):
-            names = list(pairs[0][0][0]["before"])
-            found = [
-                n for n in names if any(a[0]["before"][n] != b[0]["before"][n] for a, b in pairs)
-            ]
+            befores = [(mine[0]["before"], other[0]["before"]) for mine, other in pairs]
+            found = [name for name in befores[0][0] if any(a[name] != b[name] for a, b in befores)]
             used = [sorted(str(r["names"]) for p in pairs for r in p[side][1]) for side in (0, 1)]
             found += ["the samples"] if used[0] != used[1] else []
             told = " and ".join(found) or "nothing that was observed"

@@ -72,7 +72,6 @@ class Files:
         self._temporary = os.path.join(tempfile.gettempdir(), "torch")
 
     def watch(self) -> None:
-        """Listen to the audit events of this interpreter."""
         hear = self._recorder.guarded(self._hear)
 
         def listen(event: str, args: Foreign) -> None:
@@ -159,7 +158,6 @@ class Observer:
         )
 
     def begin_child(self) -> None:
-        """Forget what belongs to the parent."""
         for part in vars(self).values():
             part.forget()
 

@@ -33,7 +33,6 @@ class Randomness:
         self._seen: set[tuple[Foreign, ...]] = set()
 
     def hooks(self) -> list[Hook]:
-        """Say what is observed."""
         fetch = ("torch.utils.data._utils.fetch", "_MapDatasetFetcher.fetch")
         return [
             Hook("torch.random", "manual_seed", self._note_seed),

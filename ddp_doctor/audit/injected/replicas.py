@@ -83,7 +83,6 @@ class Replicas:
         self.made_at[id(parameter)] = user_line()
 
     def living(self) -> list[Foreign]:
-        """List the DDP objects that still exist."""
         return list(self._all)
 
     def names(self) -> dict[int, str]:

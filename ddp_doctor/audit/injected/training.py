@@ -152,7 +152,6 @@ class Training:
             plan["horizon"] = plan["horizon"] or horizon_of(schedule)
 
     def schedules(self) -> list[dict[str, Foreign]]:
-        """Give the schedules with their steps, planned and made."""
         return [plan for plan in self._schedules if plan["horizon"]]
 
     def _note_made(self, token: Foreign, result: Foreign, optimizer: Foreign) -> None:
@@ -241,7 +240,6 @@ class Training:
         self._begin_next(known)
 
     def _begin_next(self, known: Optimizer) -> None:
-        """Begin to count for the next step."""
         known.num_backwards, known.num_zero, known.last_values = 0, 0, None
         upcoming = known.num_steps + 1
         is_sampled = upcoming <= FIRST_STEPS or upcoming % self._every == 0
